@@ -1,5 +1,6 @@
 """One learner and three training loops around it, watched by geomon or not."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -42,6 +43,7 @@ class Learner(nn.Module):
         if net is None:
             self.net.head = Fuse(32, error, at)
         self.begun = False
+        self.losses: list[float] = []  # of the batches that were trained on
         self.inside: list[nn.Module] = [self]  # the outermost module that a loop trains
 
     def forward(self, ids: Tensor, return_loss: bool = True) -> dict[str, Tensor]:
@@ -51,7 +53,10 @@ class Learner(nn.Module):
             self.begun = True
         logits = self.net(ids)
         logits = getattr(logits, "logits", logits)[:, :-1].flatten(0, 1)
-        return {"loss": F.cross_entropy(logits, ids[:, 1:].flatten())}
+        loss = F.cross_entropy(logits, ids[:, 1:].flatten())
+        if self.training:
+            self.losses.append(loss.item())
+        return {"loss": loss}
 
     def optimizers(self, kind: str) -> list[torch.optim.Optimizer]:
         if kind == "lbfgs":
@@ -94,10 +99,13 @@ def in_plain_loop(
 
 
 class Module(L.LightningModule):
-    def __init__(self, learner: Learner, kind: str, skip: str = "") -> None:
+    """Logs its loss on the progress bar; with two optimizers each batch makes two steps."""
+
+    def __init__(self, learner: Learner, kind: str = "adamw", skip: str = "") -> None:
         super().__init__()
         self.learner, self.kind, self.skip = learner, kind, skip
         self.automatic_optimization = kind != "two"
+        self.validated: list[float] = []
 
     def forward(self, ids: Tensor) -> dict[str, Tensor]:
         return self.learner(ids)
@@ -107,6 +115,7 @@ class Module(L.LightningModule):
 
     def training_step(self, ids: Tensor, index: int) -> Tensor | None:
         loss = self.learner(ids)["loss"]
+        self.log("loss", loss, prog_bar=True)
         if self.skip == "None" and index == 2:
             return None
         if self.kind == "two":
@@ -124,24 +133,33 @@ class Module(L.LightningModule):
 
 class Validated(Module):
     def validation_step(self, ids: Tensor, index: int) -> None:
-        self.log("val/loss", self.learner(ids)["loss"])
+        loss = self.learner(ids)["loss"]
+        self.validated.append(loss.item())
+        self.log("val/loss", loss)
 
 
 def in_lightning(
     learner: Learner, options: dict[str, Any] | None, folder: Any, *, steps: int = 6,
     kind: str = "adamw", accumulate: int = 1, skip: str = "", held_out: Tensor | None = None,
-    **arguments: Any,
+    module: L.LightningModule | None = None, callbacks: Sequence[L.Callback] = (),
+    resume: Any = None, **arguments: Any,
 ) -> L.Trainer:  # fmt: skip
     options = options and {"directory": folder} | options
     trainer = L.Trainer(
-        max_steps=steps * (2 if kind == "two" else 1), accumulate_grad_batches=accumulate,
-        callbacks=[lightning.GeometryMonitor(**options)] if options else [],
-        default_root_dir=folder, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, accelerator="cpu", **{"logger": False} | arguments,
+        accumulate_grad_batches=accumulate, default_root_dir=folder, enable_progress_bar=False,
+        callbacks=[*([lightning.GeometryMonitor(**options)] if options else []), *callbacks],
+        enable_model_summary=False, accelerator="cpu",
+        **{
+            "logger": False, "enable_checkpointing": bool(callbacks),
+            "max_steps": steps * (2 if kind == "two" else 1),
+        } | arguments,
     )  # fmt: skip
-    learner.inside = [(Module if held_out is None else Validated)(learner, kind, skip)]
+    if module is None:
+        module = (Module if held_out is None else Validated)(learner, kind, skip)
+    learner.inside = [module]
     evaluated = None if held_out is None else DataLoader(held_out, batch_size=8)
-    trainer.fit(learner.inside[0], DataLoader(ROWS, batch_size=8), evaluated)
+    data = DataLoader(ROWS, batch_size=8)
+    trainer.fit(module, data, evaluated, ckpt_path=resume, weights_only=resume and True)
     return trainer
 
 

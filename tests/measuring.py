@@ -1,8 +1,11 @@
-"""One call that measures a snapshot, for tests and benchmarks of metrics."""
+"""One call that measures a snapshot, for tests and benchmarks of metrics, and one that watches."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from torch import nn
+
+from geomon import Memory, Monitor, every, select
 from geomon.capture.snapshot import Snapshot
 from geomon.metrics import Evaluator, check_metrics
 from geomon.metrics.evaluate import Evaluation
@@ -42,3 +45,13 @@ def evaluate(
     evaluator = Evaluator(check_metrics(metrics), batches, queries, strict)
     found = evaluator.evaluate(snapshot.layers, rows)
     return Measured(tagged(found.stacks), found.notes)
+
+
+def watching(model: nn.Module, **options: Any) -> tuple[Monitor, Memory]:
+    """A monitor that reads one metric on few rows at every step, and where its readings go."""
+    memory = Memory()
+    few = {
+        "metrics": select("variance"), "tokens": 64, "batches": 1, "schedule": every(1),
+        "strict": True, "directory": None, "sinks": [memory],
+    }  # fmt: skip
+    return Monitor(model, **(few | options)), memory

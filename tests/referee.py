@@ -32,7 +32,6 @@ class Reference:
     """What one forward pass of a model holds, by stack and depth."""
 
     hidden: dict[Place, Tensor] = field(default_factory=dict)  # of the blocks, by hooks
-    listed: dict[Place, Tensor] = field(default_factory=dict)  # of `output_hidden_states`
     query: dict[Place, Tensor] = field(default_factory=dict)  # [..., heads, head width]
     key: dict[Place, Tensor] = field(default_factory=dict)
     attention: dict[Place, Tensor] = field(default_factory=dict)  # [sequences, heads, .., keys]
@@ -47,12 +46,7 @@ def refer(specimen: Specimen, implementation: str, *, padded: bool = True) -> Re
     with without_fast_path(), _hooks() as hold:
         for name, stack in specimen.stacks.items():
             _watch(model, name, stack, reference, hold)
-        output = model(**inputs, **_arguments_for(specimen, "hidden"))
-    for name, stack in specimen.stacks.items():
-        listed = _field(output, stack.hidden) if stack.hidden else ()
-        for depth, states in zip(_listed_at(stack, len(listed)), listed, strict=True):
-            if depth is not None:
-                reference.listed[name, depth] = states
+        model(**inputs)
     own = specimen.own_attention.get(implementation)
     if own is None:
         _attend(specimen, inputs, reference)
@@ -187,7 +181,7 @@ def _attend(specimen: Specimen, inputs: dict[str, Any], reference: Reference) ->
         for name, stack in specimen.stacks.items():
             if stack.attention and stack.attention.startswith("in "):
                 _record(model, name, stack, recorded, hold)
-        output = model(**inputs, **_arguments_for(specimen, "attention"))
+        output = model(**inputs, **_asks_for_attention(specimen))
     reference.attention.update(recorded)
     for name, stack in specimen.stacks.items():
         if stack.attention and not stack.attention.startswith("in "):
@@ -221,16 +215,10 @@ def _record(
         hold(attention.register_forward_hook(keep(depth)))
 
 
-def _listed_at(stack: Stack, count: int) -> tuple[int | None, ...]:
-    """Depths of the listed hidden states."""
-    return (*range(count - 1), None)[:count] if stack.listed_at is None else stack.listed_at
-
-
-def _arguments_for(specimen: Specimen, what: str) -> dict[str, bool]:
-    """What makes a transformers model return its hidden states, or its attention."""
-    names = [getattr(stack, what) for stack in specimen.stacks.values()]
-    asked = {"hidden": "output_hidden_states", "attention": "output_attentions"}[what]
-    return {asked: True} if any(n and not n.startswith("in ") for n in names) else {}
+def _asks_for_attention(specimen: Specimen) -> dict[str, bool]:
+    """What makes a transformers model return its attention."""
+    names = [stack.attention or "in none" for stack in specimen.stacks.values()]
+    return {} if all(name.startswith("in ") for name in names) else {"output_attentions": True}
 
 
 def _field(output: Any, path: str) -> tuple[Tensor, ...]:
@@ -413,9 +401,7 @@ def compare(
     for place in sorted(expected & set(found)):
         stack, seen = specimen.stacks[place[0]], found[place]
         for view, why in seen.layer.missing.items():
-            if (
-                CAPTURED[view] == "last"
-            ):  # the last of these rows, in tests/capture/tokens/test_pass_tokens
+            if CAPTURED[view] == "last":  # of these rows, in tests/capture/tokens/test_pass_tokens
                 continue
             verdict.missing.setdefault((place[0], view), set()).add(why)
         valid = real.get(place[0])
@@ -463,17 +449,13 @@ class _Comparison(NamedTuple):
         self.check_rows(rows, states.shape[:-1], self.valid)
         self.check_tokens(rows, states)
         self.verdict.worst("hidden", _difference(states.flatten(0, -2)[rows], captured))
-        if self.place in self.reference.listed:
-            listed = _width_last(self.reference.listed[self.place])
-            if self.stack.length_first:
-                listed = listed.transpose(0, 1)
-            self.verdict.worst("hidden", _difference(listed.flatten(0, -2)[rows], captured))
 
     def check_tokens(self, rows: Tensor, states: Tensor) -> None:
         """Position in its sequence and token id of each row."""
         views, second = self.seen.layer.captured, states.shape[1]
-        if states.ndim == 3:
-            positions = rows // second if self.stack.length_first else rows % second
+        if states.ndim > 2:
+            inner = states[0, ..., 0].numel()
+            positions = rows // second if self.stack.length_first else rows % inner
             if not torch.equal(views["positions"], positions):
                 self.verdict.faults.append(f"{self.place}: positions are not those of the rows")
         if self.has("token_ids"):

@@ -116,9 +116,6 @@ class Stack:
         blocks: Path of the list of blocks in the model; "*" stands for every child in turn.
         attention: Name of the output that holds the eager model's attention probabilities; or
             "in <path>" for the module of a block that holds or returns them.
-        hidden: Name of the output that holds the hidden states, or None.
-        listed_at: Depths of these, None for what no block gave. By default all but the last, which
-            has been through a final norm.
         query: Path in the block of the module that projects to queries (or to all); None where
             none does, and Q and K as attended stand for what is projected.
         key: Path in the block of the module that projects to keys; None where `query` makes all.
@@ -137,8 +134,6 @@ class Stack:
 
     blocks: str
     attention: str | None = "attentions"
-    hidden: str | None = "hidden_states"
-    listed_at: tuple[int | None, ...] | None = None
     query: str | None = None
     key: str | None = None
     holder: str | None = None

@@ -98,24 +98,16 @@ def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
 
 @EACH
 def test_what_is_captured_is_what_the_model_computes(name, implementation):
-    verdict = measured(name, implementation)
+    """What is not seen is declared, in the words of geomon."""
+    specimen, verdict = ZOO[name], measured(name, implementation)
     assert verdict.faults == []
     assert verdict.attention is None or verdict.attention < TOLERANCE
     assert verdict.projected in (None, 0)
     assert verdict.hidden == 0
-
-
-@EACH
-def test_attention_is_seen_where_it_goes_through(name, implementation):
-    assert measured(name, implementation).routes == {ZOO[name].routes[implementation]}
-
-
-@EACH
-def test_what_is_not_seen_is_declared_in_the_words_of_geomon(name, implementation):
-    declared = ZOO[name].uncovered
-    verdict = measured(name, implementation)
-    assert verdict.missing == {k: {why} for k, why in declared.items()}
-    assert verdict.notes == set(ZOO[name].notes)
+    assert verdict.routes == {specimen.routes[implementation]}
+    assert verdict.missing == {k: {why} for k, why in specimen.uncovered.items()}
+    assert verdict.notes == set(specimen.notes)
+    assert verdict.identical
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -127,11 +119,6 @@ def test_describe_says_what_is_seen_and_what_is_not(name):
     words = [ROUTES[route]] if route in ROUTES else []
     for sentence in (*words, *specimen.uncovered.values()):
         assert "".join(sentence.split()) in said
-
-
-@EACH
-def test_an_open_window_changes_no_output(name, implementation):
-    assert measured(name, implementation).identical
 
 
 @EACH_ROUTE

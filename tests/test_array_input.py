@@ -1,3 +1,5 @@
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -16,30 +18,20 @@ def read_only(rows):
 @pytest.mark.parametrize(
     "given",
     [
-        ROWS.astype(">f8"),
-        ROWS[::-1][::-1],
-        np.ascontiguousarray(ROWS[::-1])[::-1],
-        np.asfortranarray(ROWS),
-        read_only(ROWS),
-        ROWS.tolist(),
-        torch.tensor(ROWS),
-        [*torch.tensor(ROWS)],
-        torch.tensor(ROWS).requires_grad_(),
+        ROWS.astype(">f8"), np.ascontiguousarray(ROWS[::-1])[::-1], np.asfortranarray(ROWS),
+        read_only(ROWS), ROWS.tolist(), [*torch.tensor(ROWS)], torch.tensor(ROWS).requires_grad_(),
         torch.tensor(ROWS).to_sparse(),
         torch.complex(torch.tensor(ROWS), -torch.tensor(ROWS)).conj().imag,
     ],
-    ids=range(11),
-)
+    ids=range(9),
+)  # fmt: skip
 def test_the_same_numbers_in_any_container_are_the_same_rows(given):
     rows, precision = as_rows(given)
     assert torch.equal(rows, torch.tensor(ROWS))
     assert precision == torch.finfo(torch.float64).eps
-
-
-def test_an_array_that_cannot_be_written_raises_no_warning_and_stays():
-    given = read_only(ROWS)
-    as_rows(given)[0].zero_()
-    assert (given == ROWS).all()
+    if isinstance(given, np.ndarray):
+        rows.zero_()  # in memory of its own
+        assert (given == ROWS).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
@@ -75,16 +67,17 @@ def test_what_cannot_be_read_is_refused_in_one_line(given, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_quantised_tensors_are_refused_with_the_way_out():
-    with pytest.raises(ValueError, match=r"hidden.dequantize\(\)"):
-        as_rows(torch.quantize_per_tensor(torch.ones(3, 2), 0.1, 0, torch.qint8))
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_are_refused_with_the_way_out():
-    with pytest.raises(ValueError, match=r"torch.cat\(hidden.unbind\(\)\)"):
-        as_rows(torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)]))
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:The PyTorch API of nested")
+@pytest.mark.parametrize(
+    ("make", "way"),
+    [
+        (lambda: torch.quantize_per_tensor(torch.ones(3, 2), 0.1, 0, torch.qint8), "dequantize()"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2, 3)]), "torch.cat(hidden.unbind())"),
+    ],
+)
+def test_other_kinds_of_tensors_are_refused_with_the_way_out(make, way):
+    with pytest.raises(ValueError, match=re.escape(way)):
+        as_rows(make())
 
 
 IDS = np.arange(40) % 7 - 3
@@ -93,15 +86,11 @@ IDS = np.arange(40) % 7 - 3
 @pytest.mark.parametrize(
     "given",
     [
-        IDS,
-        IDS.astype(float),
-        IDS.astype(np.float16),
-        IDS.astype(">i2"),
-        IDS.tolist(),
+        IDS, IDS.astype(np.float16), IDS.astype(">i2"), IDS.tolist(),
         torch.tensor(IDS).reshape(4, 10),
     ],
-    ids=range(6),
-)
+    ids=range(5),
+)  # fmt: skip
 def test_whole_numbers_in_any_type_are_the_same_labels(given):
     assert torch.equal(as_labels("token_ids", given, 40), torch.tensor(IDS))
 

@@ -1,53 +1,25 @@
 """What happens on an accelerator; skipped where there is none."""
 
 import gc
-import math
+from contextlib import nullcontext
 
 import models
 import pytest
 import torch
 from whole_layer import ROWS, whole_layer
 
-from geomon import METRICS, MORE_METRICS, Memory, Monitor, select
+from geomon import METRICS, MORE_METRICS, Memory, Monitor
 from geomon.capture.attending.fused import read_sdpa
 from geomon.capture.attending.max_logit import max_logits_of_call
 from geomon.kernels.neighbours import nearest
 from geomon.metrics import Evaluator
 from geomon.metrics.jackknife import margin
-from geomon.monitor.measuring import device as measuring
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 
 def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def test_training_on_the_device_is_the_same_with_and_without():
-    weights = []
-    for watched in (False, True):
-        torch.manual_seed(0)
-        model = models.PlainDecoder(dropout=0.1).cuda()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        monitor = Monitor(model, metrics=select("twonn"), directory=None, tokens=64)
-        for step in range(20):
-            ids = models.batch(seed=step).cuda()
-            if watched:
-                with monitor(step):
-                    loss = model(ids).square().mean()
-            else:
-                loss = model(ids).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        monitor.close()
-        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    assert torch.equal(*weights)
-
-
-# -- measured on the device -----------------------------------------------------------------------
-
-ALL = METRICS | MORE_METRICS
 
 
 @pytest.fixture
@@ -76,9 +48,9 @@ def untouched():
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.usefixtures("reduced_precision", "untouched")
 def test_every_metric_of_a_layer_agrees_with_the_host(by_hand):
-    layer = whole_layer(by_hand=by_hand)
+    layer, metrics = whole_layer(by_hand=by_hand), METRICS | MORE_METRICS
     host, device = (
-        Evaluator(ALL, 1, strict=not by_hand, keeps_arrays=True).measure_layer(one, ROWS)
+        Evaluator(metrics, 1, strict=not by_hand, keeps_arrays=True).measure_layer(one, ROWS)
         for one in (layer, layer.to(torch.device("cuda")))
     )
     assert device.failed == host.failed
@@ -110,31 +82,36 @@ def test_reduced_precision_never_enters_a_distance_or_the_largest_logit():
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=1e-6)
 
 
-def trained(tmp_path=None, *, steps=4, **options):
-    """The readings of a short training on the device, and its weights."""
+def trained(**options):
+    """Readings of a short training on the device, and its weights; unwatched without options."""
     torch.manual_seed(0)
-    model, memory = models.PlainDecoder().cuda(), Memory()
-    options = {"metrics": METRICS, "tokens": 256, "schedule": lambda step: True} | options
+    model, memory = models.PlainDecoder(dropout=0.1).cuda(), Memory()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"device": "auto"} | options
-    monitor = Monitor(model, directory=tmp_path, sinks=[memory], strict=True, **options)
-    for step in range(steps):
-        with monitor(step):
-            loss = model(models.batch(32, seed=step).cuda()).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    monitor.close()
+    watched = {
+        "sinks": [memory], "strict": True, "metrics": METRICS, "tokens": 256, "directory": None,
+        "schedule": lambda step: True, **options,
+    }  # fmt: skip
+    with Monitor(model, **watched) if options else nullcontext() as monitor:
+        for step in range(4):
+            with monitor(step) if options else nullcontext():
+                loss = model(models.batch(32, seed=step).cuda()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
     return memory.readings, torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 @pytest.mark.usefixtures("untouched")
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("probe", [None, models.batch(32)])
-def test_readings_on_the_device_are_those_on_the_host_of_the_same_rows(background, probe):
+def test_readings_on_the_device_are_those_on_the_host_and_the_training_is_the_same(
+    background, probe
+):
+    _, alone = trained()
     on_host, weights = trained(device="cpu", background=background, probe=probe)
-    on_device, same = trained(background=background, probe=probe)
+    on_device, same = trained(device="auto", background=background, probe=probe)
     assert torch.equal(weights, same)
+    assert torch.equal(weights, alone)
     assert [r.step for r in on_device] == [r.step for r in on_host] == [0, 1, 2, 3]
     for host, device in zip(on_host, on_device, strict=True):
         assert device.notes == host.notes
@@ -143,15 +120,3 @@ def test_readings_on_the_device_are_those_on_the_host_of_the_same_rows(backgroun
                 continue
             close = 1e-2 if tag.endswith("margin") else 1e-4
             assert device.values[tag] == pytest.approx(value, rel=close, abs=1e-5, nan_ok=True), tag
-
-
-def test_a_reading_without_memory_is_measured_on_the_host(monkeypatch):
-    monkeypatch.setattr(measuring, "_free_bytes", lambda device: 1e6)
-    (reading,), _ = trained(steps=1)
-    assert any(note.startswith("measured on the host: measuring") for note in reading.words())
-    assert math.isfinite(reading.values["twonn/mean"])
-
-
-def test_the_free_memory_is_below_that_of_the_device():
-    free = measuring._free_bytes(torch.device("cuda", 0))
-    assert 0 < free <= torch.cuda.get_device_properties(0).total_memory

@@ -45,14 +45,6 @@ def test_nothing_happens_at_import_and_only_commands_print(path):
             assert isinstance(node.value, ast.Constant), f"line {node.lineno} does something"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
-def test_a_private_function_of_one_line_has_no_list_of_arguments(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef) and re.match("_[^_]", node.name):
-            short = len(node.body) == 2 and isinstance(node.body[1], ast.Return | ast.Expr)
-            assert not short or "Args:" not in (ast.get_docstring(node) or ""), node.name
-
-
 def listed(*folders: str) -> list[str]:
     """Paths of the files of the project that git keeps or would keep."""
     names = subprocess.run(

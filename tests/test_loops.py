@@ -147,9 +147,10 @@ EVALUATED = {
 
 
 def losses_of(trainer):
-    """The losses of the evaluations, by the names that the trainer gives them."""
+    """The losses of the evaluations; in Lightning of their batches, and of the last whole one."""
     if hasattr(trainer, "callback_metrics"):
-        return [float(trainer.callback_metrics["val/loss"])]
+        last = float(trainer.callback_metrics["val/loss"])
+        return [*trainer.lightning_module.validated, last]
     history = trainer.state.log_history
     return [x for entry in history for name, x in entry.items() if re.match("eval_.*loss", name)]
 
@@ -190,6 +191,45 @@ def test_evaluations_are_left_alone_and_their_data_can_be_probed(tmp_path, case,
 
 
 callbacks = pytest.mark.parametrize("loop", ["lightning", "huggingface"])
+
+
+NAMED = {
+    "lightning": ("val/loss", {"val_check_interval": 3, "num_sanity_val_steps": 0}),
+    "huggingface": ("eval_loss", {"eval_strategy": "steps", "eval_steps": 3}),
+}
+
+
+@callbacks
+@pytest.mark.parametrize("probe", [None, batch(8, 32, seed=77)], ids=["inline", "probe"])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_the_loss_of_the_step_and_named_values_stand_in_its_reading(
+    tmp_path, loop, probe, accumulate
+):
+    (name, told), learner = NAMED[loop], Learner()
+    if loop == "lightning":  # which counts batches
+        told = told | {"val_check_interval": 3 * accumulate}
+    options = {
+        "metrics": METRICS, "tokens": 64, "schedule": every(2), "probe": probe, "log": (name,),
+        "strict": True,
+    }  # fmt: skip
+    trainer = LOOPS[loop](
+        learner, options, tmp_path, accumulate=accumulate, held_out=HELD_OUT[:8], **told
+    )
+    evaluated = losses_of(trainer)
+    readings = {reading.step: reading.values for reading in read(tmp_path)}
+    steps = [0, 2, 4] + ([5] if probe is None else [])
+    assert list(readings) == steps + ([6] if probe is not None else [])
+    for step in steps:
+        parts = learner.losses[accumulate * step : accumulate * (step + 1)]
+        # In Lightning that of the batch that was read; in the Trainer that of all of the step.
+        loss = parts[0] if loop == "lightning" else sum(parts) / accumulate
+        assert readings[step]["training/loss"] == pytest.approx(loss, rel=1e-6)
+        value = readings[step][f"training/{name}"]
+        assert math.isnan(value) if step < 3 else value == evaluated[0]
+    if probe is not None:  # no batch is trained on with the last weights
+        assert math.isnan(readings[6]["training/loss"])
+        last = evaluated[-1] if loop == "lightning" else evaluated[0]  # not evaluated yet
+        assert readings[6][f"training/{name}"] == last
 
 
 @callbacks

@@ -47,61 +47,41 @@ def test_rows_that_are_not_finite_are_left_out():
     assert geometry(spoilt)["anisotropy"] == pytest.approx(geometry(rows)["anisotropy"])
 
 
+IDS = torch.arange(600) % 50
+
+
 @pytest.mark.parametrize(
-    ("hidden", "message"),
+    ("given", "options", "words"),
     [
-        (torch.randn(3), r"expected hidden states \[tokens, width\], got \[3\]"),
-        (torch.randn(2, 3, 4), r"got \[2, 3, 4\]"),
-        (torch.randn(2, 3), "at least 3 finite rows, got 2 of 2"),
-        (torch.empty(0, 3), "at least 3 finite rows"),
-        (torch.full((9, 2), math.nan), "at least 3 finite rows, got 0 of 9"),
+        ((torch.randn(3),), {}, r"hidden states \[tokens, width\], got \[3\]"),
+        ((torch.randn(2, 3, 4),), {}, r"got \[2, 3, 4\]"),
+        ((torch.randn(2, 3),), {}, "at least 3 finite rows, got 2 of 2"),
+        ((torch.empty(0, 3),), {}, "at least 3 finite rows"),
+        ((torch.full((9, 2), math.nan),), {}, "at least 3 finite rows, got 0 of 9"),
+        ((cloud(), IDS, IDS[:-1]), {}, "expected 600 positions, one for each row"),
+        ((cloud(), IDS[:-1]), {}, "expected 600 token_ids, one for each row"),
+        ((cloud(), IDS * 0.5), {}, "expected token_ids as whole numbers, got 0.5 at row 1"),
+        *(((cloud(),), {"tokens": x}, "tokens is a whole number of at least 3, got")
+          for x in (0, 2, 2.5, True, "9")),
+        *(((cloud(),), {"seed": x}, "seed is a whole number") for x in (1.5, "a", True)),
+        ((cloud(),), {"queries": 2}, "queries is a whole number of at least 3"),
+        ((cloud(),), {"metrics": select("twonn_distinct")}, "none of the metrics"),
+        *(((cloud().double() * x,), {}, r"between 2\^-200 and 2\^200, got .*e.* scale the rows")
+          for x in (1e-300, 1e-62, 1e61, 1e300)),
     ],
-)
-def test_bad_rows_are_refused_with_shape_and_expectation(hidden, message):
-    with pytest.raises(ValueError, match=message):
-        geometry(hidden)
+)  # fmt: skip
+def test_what_cannot_be_measured_is_refused(given, options, words):
+    with pytest.raises(ValueError, match=words):
+        geometry(*given, **options)
 
 
 def test_positions_tell_equal_tokens_apart():
-    ids, positions = torch.arange(600) % 50, torch.arange(600) % 7
-    both = geometry(cloud(), ids, positions)
+    positions = torch.arange(600) % 7
+    both = geometry(cloud(), IDS, positions)
     assert both["twonn_distinct/n"] == 350  # every pair of 50 ids and 7 positions occurs
     assert both["twonn_distinct/repeated"] == pytest.approx(1 - 350 / 600)
-    assert geometry(cloud(), ids)["twonn_distinct/n"] == 50
-    with pytest.raises(ValueError, match="expected 600 positions, one for each row"):
-        geometry(cloud(), ids, positions[:-1])
-    with pytest.raises(ValueError, match="expected 600 token_ids, one for each row"):
-        geometry(cloud(), ids[:-1])
-
-
-def test_float_ids_are_the_ids_that_they_stand_for():
-    ids = torch.arange(600) % 50
-    assert geometry(cloud(), ids.float()) == geometry(cloud(), ids)
-    with pytest.raises(ValueError, match=r"expected token_ids as whole numbers, got 0.5 at row 1"):
-        geometry(cloud(), (ids * 0.5))
-
-
-@pytest.mark.parametrize("tokens", [0, -5, 1, 2, 2.5, True, "9"])
-def test_a_split_of_no_rows_is_refused(tokens):
-    with pytest.raises(ValueError, match="tokens is a whole number of at least 3, got"):
-        geometry(cloud(), tokens=tokens)
-
-
-@pytest.mark.parametrize("seed", [1.5, "a", True])
-def test_a_seed_is_a_whole_number(seed):
-    with pytest.raises(ValueError, match="seed is a whole number"):
-        geometry(cloud(), seed=seed)
-
-
-def test_metrics_that_plain_rows_do_not_have_are_an_error_where_nothing_is_left():
-    with pytest.raises(ValueError, match=r"none of the metrics .* twonn_distinct reads"):
-        geometry(cloud(), metrics=select("twonn_distinct"))
-
-
-@pytest.mark.parametrize("scale", [1e-300, 1e-62, 1e61, 1e300])
-def test_rows_of_which_powers_do_not_fit_into_float64_are_refused(scale):
-    with pytest.raises(ValueError, match=r"between 2\^-200 and 2\^200, got .*e.* scale the rows"):
-        geometry(cloud().double() * scale)
+    assert geometry(cloud(), IDS)["twonn_distinct/n"] == 50
+    assert geometry(cloud(), IDS.float(), positions.tolist()) == both
 
 
 HARD = {

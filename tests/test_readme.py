@@ -16,25 +16,19 @@ FOLDERS = (".", "docs", "benchmarks", "recipes", "recipes/*")
 PAGES = sorted(path for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.md"))
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-
-
-def test_there_are_blocks():
-    assert len(BLOCKS) >= 3
-    assert any("def peak_norm" in block for block in BLOCKS)
+of_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.strip().splitlines()[0][:40])
 def test_every_block_runs_by_itself(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
+    names = {}
     exec(compile(block, "README.md", "exec"), names)
     if "def peak_norm" in block:
-        values = names["values"]
-        assert isinstance(values, dict)
-        assert values["peak_norm/mean"] > 1
+        assert names["values"]["peak_norm/mean"] > 1
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@of_pages
 def test_blocks_of_python_name_what_there_is(page):
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
         for node in ast.walk(ast.parse(block)):
@@ -56,26 +50,19 @@ def test_every_option_has_a_line_on_its_page():
     assert named == set(CALLBACK_DEFAULTS)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_leads_somewhere(page):
-    for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
-        assert (page.parent / target).exists(), target
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_place_in_a_page_that_is_linked_is_there(page):
-    for target, place in re.findall(r"\]\((?!http)([^)#]*)#([^)]+)\)", page.read_text()):
+@of_pages
+def test_every_link_and_every_program_of_a_page_is_there(page):
+    text = page.read_text()
+    for target, _, place in re.findall(r"\]\((?!http)([^)#]*)(#([^)]+))?\)", text):
         linked = (page.parent / target) if target else page
-        heads = re.findall(r"^#+ (.*)$", linked.read_text(), flags=re.MULTILINE)
-        kept = [re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads]
-        assert place in kept, (target, place)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_program_that_a_page_runs_is_there(page):
-    for name in re.findall(r"-m ((?:benchmarks|recipes)\.[\w.]*\w)", page.read_text()):
-        place = ROOT / name.replace(".", "/")
-        assert place.with_suffix(".py").exists() or (place / "__main__.py").exists(), name
+        assert linked.exists(), target
+        if place:
+            heads = re.findall(r"^#+ (.*)$", linked.read_text(), flags=re.MULTILINE)
+            kept = [re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads]
+            assert place in kept, (target, place)
+    for name in re.findall(r"-m ((?:benchmarks|recipes)\.[\w.]*\w)", text):
+        file = ROOT / name.replace(".", "/")
+        assert file.with_suffix(".py").exists() or (file / "__main__.py").exists(), name
 
 
 def test_the_cost_of_a_reading_is_that_of_its_page():

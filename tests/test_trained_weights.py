@@ -7,6 +7,7 @@ for what is expected.
 
 from pathlib import Path
 
+import definitions as by_book
 import numpy as np
 import pytest
 import torch
@@ -15,7 +16,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from geomon import METRICS, measure, select
 
 HEADS, LAYERS, TOKENS = 4, 3, 24 * 64
-MORE = ("participation_ratio", "query_mean_norm", "key_mean_norm", "attention_extremes")
+MORE = (
+    "participation_ratio", "query_mean_norm", "key_mean_norm", "attention_extremes", "score_spread",
+    "mean_query_share", "token_frequency", "cosine_within", "cosine_between", "key_anisotropy",
+)  # fmt: skip
 MEASURED = METRICS | select(*MORE)
 
 
@@ -26,7 +30,7 @@ def stored():
 
 
 @pytest.fixture(scope="module")
-def values(stored):
+def model(stored):
     config = GPT2Config(
         vocab_size=200, n_positions=64, n_embd=80, n_layer=LAYERS, n_head=HEADS,
         activation_function="gelu_pytorch_tanh", bos_token_id=None, eos_token_id=None,
@@ -35,6 +39,11 @@ def values(stored):
     weights = {name: torch.from_numpy(v) for name, v in stored.items() if name != "ids"}
     lost, unknown = model.load_state_dict(weights, strict=False)
     assert (lost, unknown) == (["lm_head.weight"], [])  # tied to the embedding
+    return model
+
+
+@pytest.fixture(scope="module")
+def values(model, stored):
     ids = torch.from_numpy(stored["ids"]).long()
     return measure(model, ids, metrics=MEASURED, tokens=TOKENS)
 
@@ -51,7 +60,7 @@ def linear(x, stored, name):
 
 @pytest.fixture(scope="module")
 def forward(stored):
-    """Hidden states, queries, keys and attention of each layer, in float64."""
+    """Views of each layer, in float64."""
     ids = stored["ids"].astype(int)
     batch, length = ids.shape
     x = stored["transformer.wte.weight"].astype(float)[ids]
@@ -73,46 +82,32 @@ def forward(stored):
         inner = linear(norm(x, stored, f"{name}.ln_2"), stored, f"{name}.mlp.c_fc")
         cubic = np.sqrt(2 / np.pi) * (inner + 0.044715 * inner**3)
         x = x + linear(0.5 * inner * (1 + np.tanh(cubic)), stored, f"{name}.mlp.c_proj")
-        layers.append(
-            {
-                "hidden": x.reshape(-1, 80), "scores": scores, "weights": weights,
-                "query": query.swapaxes(0, 1).reshape(HEADS, -1, 20),
-                "key": key.swapaxes(0, 1).reshape(HEADS, -1, 20),
-            }
-        )  # fmt: skip
+        views = {"hidden": x.reshape(-1, 80), "query": query, "key": key}
+        layers.append(views | {"max_logits": scores.max(axis=(0, 2, 3))})
     return layers
 
 
-def two_nearest(rows):
-    apart = np.sqrt(np.square(rows[:, None] - rows[None]).sum(axis=2))
-    np.fill_diagonal(apart, np.inf)
-    return np.sort(apart, axis=1)[:, :2]
-
-
-def fitted(near):
-    logs = np.sort(np.log(near[:, 1] / near[:, 0]))
-    kept = int(len(logs) * 0.9)
-    x, y = logs[:kept], -np.log1p(-np.arange(1, kept + 1) / len(logs))
-    return (x * y).sum() / np.square(x).sum()
+def compare(values, definitions, layer, **close):
+    """Hold what was measured of a layer to definitions; returns how many they were."""
+    wanted = {tag: each for tag, each in definitions.items() if tag.split("/")[0] in MEASURED}
+    for tag, value in wanted.items():
+        metric, *part = tag.split("/")
+        place = "/".join([metric, f"layer_{layer:02d}", *part])
+        heads = range(len(value) if np.ndim(value) else 0)
+        found = [values[f"{place}/head_{head}"] for head in heads] or values[place]
+        assert found == pytest.approx(value, **close), tag
+    return len(wanted)
 
 
 @pytest.mark.parametrize("layer", range(LAYERS + 1))
-def test_values_of_hidden_states(forward, values, layer):
-    rows = forward[layer]["hidden"]
-    tag, close = f"layer_{layer:02d}", {"rel": 1e-5}
-    centred = rows - rows.mean(axis=0)
-    eigenvalues = np.linalg.eigvalsh(centred.T @ centred / len(rows))
-    shares = eigenvalues / eigenvalues.sum()
-    assert values[f"anisotropy/{tag}"] == pytest.approx(shares[-1], **close)
-    assert values[f"participation_ratio/{tag}"] == pytest.approx(1 / (shares**2).sum(), **close)
-    entropy = -(shares * np.log(shares)).sum()
-    assert values[f"effective_rank/{tag}"] == pytest.approx(np.exp(entropy), **close)
-    unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)
-    pairs = (unit @ unit.T)[~np.eye(len(rows), dtype=bool)]
-    assert values[f"cosine/{tag}"] == pytest.approx(pairs.mean(), **close)
-    drift = np.linalg.norm(rows.mean(axis=0))
-    assert values[f"drift_norm/{tag}"] == pytest.approx(drift, **close)
-    assert values[f"variance/{tag}"] == pytest.approx(np.square(centred).sum(1).mean(), **close)
+def test_values_of_hidden_states(forward, stored, values, layer):
+    ids = stored["ids"].astype(int).flatten()
+    views = {
+        "hidden": forward[layer]["hidden"],
+        "token_ids": ids,
+        "sequences": np.arange(TOKENS) // 64,
+    }
+    assert compare(values, by_book.of_rows(views), layer, rel=1e-5) > 20
 
 
 @pytest.mark.parametrize("layer", range(LAYERS + 1))
@@ -121,58 +116,35 @@ def test_the_dimension(forward, values, layer):
     # is a copy, so rows that are as good as equal count once.
     rows = forward[layer]["hidden"]
     _, first = np.unique(np.round(rows, 4), axis=0, return_index=True)
-    near = two_nearest(rows[np.sort(first)])
+    near = by_book.distances(rows[np.sort(first)])[:, :2]
     tag = f"twonn/layer_{layer:02d}"
     assert values[f"{tag}/n"] == len(near)
-    assert values[tag] == pytest.approx(fitted(near), rel=2e-4)
+    assert values[tag] == pytest.approx(by_book.twonn(near), rel=2e-4)
     if layer == 0:  # its margin depends on which of many copies stands for the others
         return
     # Without one of 8 groups of sequences the other rows keep their neighbours.
     group = np.sort(first) // (TOKENS // 8)
-    without = [fitted(near[group != left_out]) for left_out in range(8)]
-    margin = 2.3646243 * np.sqrt(7 / 8 * np.square(without - np.mean(without)).sum())
+    without = [by_book.twonn(near[group != left_out]) for left_out in range(8)]
+    margin = by_book.margin(without)
     assert values[f"{tag}/margin"] == pytest.approx(margin, rel=3e-2)  # seven copies, likewise
 
 
 @pytest.mark.parametrize("layer", range(1, LAYERS + 1))
 def test_values_of_heads(forward, values, layer):
-    here = forward[layer]
-    mean_query, mean_key = here["query"].mean(axis=1), here["key"].mean(axis=1)
-    dots = (mean_query * mean_key).sum(axis=1)
-    sizes = np.linalg.norm(mean_query, axis=1), np.linalg.norm(mean_key, axis=1)
-    top = np.where(np.isfinite(here["scores"]), here["scores"], -np.inf).max(axis=(0, 2, 3))
-    for head in range(HEADS):
-        tag, close = f"layer_{layer:02d}/head_{head}", {"rel": 1e-4, "abs": 1e-5}
-        assert values[f"qk_dot/{tag}"] == pytest.approx(dots[head], **close)
-        cosine = dots[head] / (sizes[0][head] * sizes[1][head])
-        assert values[f"qk_cosine/{tag}"] == pytest.approx(cosine, **close)
-        assert values[f"query_mean_norm/{tag}"] == pytest.approx(sizes[0][head], **close)
-        assert values[f"key_mean_norm/{tag}"] == pytest.approx(sizes[1][head], **close)
-        assert values[f"max_logit/{tag}"] == pytest.approx(top[head], **close)
+    query, key = (
+        forward[layer][name].swapaxes(1, 2).reshape(TOKENS, HEADS, -1) for name in ("query", "key")
+    )
+    wanted = by_book.of_heads(query, key) | {"max_logit": forward[layer]["max_logits"]}
+    assert compare(values, wanted, layer, rel=1e-4, abs=1e-5) > 5
 
 
-def test_attention_of_all_query_rows(forward, stored):
-    """A sample of the rows is measured by default: here each sequence is measured by itself."""
-    config = GPT2Config(
-        vocab_size=200, n_positions=64, n_embd=80, n_layer=LAYERS, n_head=HEADS,
-        activation_function="gelu_pytorch_tanh", bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config).eval()
-    weights = {name: torch.from_numpy(v) for name, v in stored.items() if name != "ids"}
-    model.load_state_dict(weights, strict=False)
-    for sequence in (0, 13):
-        ids = torch.from_numpy(stored["ids"][sequence : sequence + 1]).long()
-        found = measure(model, ids, metrics=MEASURED, tokens=64)
-        for layer in range(1, LAYERS + 1):
-            a = forward[layer]["weights"][sequence]
-            entropy = -np.where(a > 0, a * np.log(np.where(a > 0, a, 1)), 0).sum(axis=2)
-            for head in range(HEADS):
-                tag, close = f"layer_{layer:02d}/head_{head}", {"rel": 1e-5, "abs": 1e-6}
-                assert found[f"attention_entropy/{tag}"] == pytest.approx(
-                    entropy[head].mean(), **close
-                )
-                rows = a[head, 1:]  # the first sees one key
-                assert found[
-                    f"attention_extremes/layer_{layer:02d}/max/head_{head}"
-                ] == pytest.approx(rows.max(axis=1).mean(), **close)
-                assert found[f"attention_sink/{tag}"] == pytest.approx(rows[:, 0].mean(), **close)
+def test_attention_of_all_query_rows(forward, model, stored):
+    """A sample of the rows is measured by default: here two sequences are measured alone."""
+    ids = torch.from_numpy(stored["ids"][[0, 13]]).long()
+    values = measure(model, ids, metrics=MEASURED, tokens=128)
+    options = {"scale": 20**-0.5, "softcap": None, "bias": None, "sink": None}
+    for layer in range(1, LAYERS + 1):
+        views = {name: forward[layer][name][[0, 13]] for name in ("query", "key")}
+        seen = {"visible": np.tri(64, dtype=bool)}
+        wanted = by_book.of_attention(views | options | seen)
+        assert compare(values, wanted, layer, rel=1e-5, abs=1e-6) > 5

@@ -28,6 +28,8 @@ NEEDS = {
     "import geomon.cli; geomon.cli.main()": "terminal",
     "geomon.TensorBoard('x')": "tensorboard",
     "geomon.WandB()": "wandb",
+    "import geomon.show.charts": "wandb",
+    "from geomon.show.report import render; render([])": "report",
 }
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from referee import without_fast_path
+from referee import rebuilt, sampled, without_fast_path
 from torch import Tensor, nn
 
 from geomon.capture import Window, find_anatomy
@@ -39,6 +39,23 @@ def notes(seen: Window) -> list[str]:
 
 def by_place(snapshot: Snapshot) -> dict[tuple[str, int], Layer]:
     return {(layer.stack, layer.index): layer for layer in snapshot.layers}
+
+
+def check_hidden(seen: Window, depth: int, state: Tensor) -> None:
+    """Hold the hidden states of a layer against the model's own, [batch, length, width]."""
+    layer, rows = by_place(seen.snapshot())["", depth], sampled(seen, "", depth).rows
+    assert torch.equal(layer.captured["hidden"], state.flatten(0, -2)[rows])
+
+
+def check_attention(seen: Window, stack: str, depth: int, attention: nn.Module) -> None:
+    """Hold the views of an attention against the `query`, `key` and `weights` that it has kept."""
+    layer, chosen = by_place(seen.snapshot())[stack, depth], sampled(seen, stack, depth)
+    found, kept = rebuilt(layer)
+    truth = attention.weights[chosen.sequences]
+    torch.testing.assert_close(found[kept], truth[kept], atol=1e-6, rtol=0)
+    for which, rows in (("query", chosen.query_rows), ("key", chosen.key_rows)):
+        expected = getattr(attention, which).transpose(1, 2).flatten(0, 1)
+        assert torch.equal(layer.captured[f"projected_{which}"], expected[rows])
 
 
 def scores_of(q: Tensor, k: Tensor) -> Tensor:

@@ -236,7 +236,7 @@ DECODERS = [
         _hf("MambaForCausalLM", "MambaConfig", vocab_size=VOCABULARY, hidden_size=32,
             state_size=4, num_hidden_layers=3, use_mambapy=False, **_NO_IDS),
         lambda: {"input_ids": ids()},
-        {"": Stack("backbone.layers", None, listed_at=(1, 2, 3, None))}, NONE,
+        {"": Stack("backbone.layers", None)}, NONE,
         remark="no attention",
     ),
 ]  # fmt: skip
@@ -244,7 +244,6 @@ DECODERS = [
 # -- encoders of transformers --------------------------------------------------------------------
 
 _ENCODER = {**_SMALL, "pad_token_id": 0}
-_ALL = (0, 1, 2, 3)  # there is no norm after the last block
 
 
 def _encoder(
@@ -253,12 +252,12 @@ def _encoder(
 ) -> Specimen:  # fmt: skip
     return Specimen(
         name, _hf(f"{prefix}Model", f"{prefix}Config", **(_ENCODER | arguments)), tokens,
-        {"": Stack(blocks, query=query, key=key, listed_at=_ALL)}, routes, one_mask,
+        {"": Stack(blocks, query=query, key=key)}, routes, one_mask,
     )  # fmt: skip
 
 
 _BERT = ("attention.self.query", "attention.self.key")
-_UNSEEN = {"": Stack("encoder.layer", None, "hidden_states", _ALL, *_BERT)}
+_UNSEEN = {"": Stack("encoder.layer", None, *_BERT)}
 
 ENCODERS = [
     _encoder("BERT", "Bert", *_BERT),
@@ -317,9 +316,9 @@ def _both(
     return Specimen(
         name, _hf(f"{prefix}ForConditionalGeneration", f"{prefix}Config", **arguments), both_tokens,
         {
-            "encoder": Stack(encoder, "encoder_attentions", "encoder_hidden_states", None, *own),
-            "decoder": Stack(decoder, "decoder_attentions", "decoder_hidden_states", None, *own),
-            "cross": Stack(decoder, "cross_attentions", None, None, *cross),
+            "encoder": Stack(encoder, "encoder_attentions", *own),
+            "decoder": Stack(decoder, "decoder_attentions", *own),
+            "cross": Stack(decoder, "cross_attentions", *cross),
         },
         INTERFACE, two_masks,
     )  # fmt: skip
@@ -351,15 +350,10 @@ BOTH = [
         "BERT to GPT-2", _hf("EncoderDecoderModel", "EncoderDecoderConfig", **_BERT_GPT2),
         both_tokens,
         {
-            "encoder": Stack(
-                "encoder.encoder.layer", "encoder_attentions", "encoder_hidden_states", _ALL, *_BERT
-            ),
-            "decoder": Stack(
-                "decoder.transformer.h", "decoder_attentions", "decoder_hidden_states", None,
-                "attn.c_attn",
-            ),
+            "encoder": Stack("encoder.encoder.layer", "encoder_attentions", *_BERT),
+            "decoder": Stack("decoder.transformer.h", "decoder_attentions", "attn.c_attn"),
             "cross": Stack(
-                "decoder.transformer.h", "cross_attentions", None, None, "crossattention.q_attn",
+                "decoder.transformer.h", "cross_attentions", "crossattention.q_attn",
                 "crossattention.c_attn", key_of=halves,
             ),
         },
@@ -404,16 +398,13 @@ def _vision(name: str, prefix: str, blocks: str, **arguments: Any) -> Specimen:
 def _speech(name: str, prefix: str) -> Specimen:
     return Specimen(
         name, _hf(f"{prefix}Model", f"{prefix}Config", **_SPEECH), sound,
-        {"": Stack("encoder.layers", **_ATTENTION, listed_at=_ALL)}, INTERFACE, frames,
+        {"": Stack("encoder.layers", **_ATTENTION)}, INTERFACE, frames,
         uncovered=_WITHOUT_IDS,
     )  # fmt: skip
 
 
 def _tower(name: str) -> Stack:
-    output = f"{name}_output"
-    return Stack(
-        f"{name}.encoder.layers", f"{output}.attentions", f"{output}.hidden_states", **_SEPARATE
-    )
+    return Stack(f"{name}.encoder.layers", f"{name}_output.attentions", **_SEPARATE)
 
 
 VISION_AND_SPEECH = [
@@ -425,9 +416,7 @@ VISION_AND_SPEECH = [
         _hf("SwinModel", "SwinConfig", image_size=16, patch_size=2, embed_dim=16, depths=[2, 2],
             num_heads=[4, 4], window_size=4),
         images,
-        {"": Stack(
-            "encoder.layers.*.blocks", "in attention", **_ATTENTION, listed_at=(0, None, 4),
-        )},
+        {"": Stack("encoder.layers.*.blocks", "in attention", **_ATTENTION)},
         INTERFACE, uncovered=_WITHOUT_IDS, remark="attention within windows of each image",
     ),
     Specimen(
@@ -435,20 +424,20 @@ VISION_AND_SPEECH = [
         _hf("SegformerModel", "SegformerConfig", num_encoder_blocks=2, depths=[2, 2],
             sr_ratios=[2, 1], hidden_sizes=[16, 32], patch_sizes=[3, 3], strides=[2, 2],
             num_attention_heads=[4, 4], mlp_ratios=[2, 2]),
-        images, {"": Stack("stages.*.blocks", hidden=None, **_ATTENTION)}, INTERFACE,
+        images, {"": Stack("stages.*.blocks", **_ATTENTION)}, INTERFACE,
         uncovered=_WITHOUT_IDS,
     ),
     Specimen(
         "ConvNeXt",
         _hf("ConvNextModel", "ConvNextConfig", hidden_sizes=[16, 32], depths=[2, 3], num_stages=2),
-        images, {"": Stack("encoder.stages.*.layers", None, listed_at=(0, 2, 5))}, NONE,
+        images, {"": Stack("encoder.stages.*.layers", None)}, NONE,
         uncovered=_WITHOUT_IDS, remark="no attention",
     ),
     Specimen(
         "ResNet",
         _hf("ResNetModel", "ResNetConfig", embedding_size=16, hidden_sizes=[16, 32],
             depths=[2, 2], layer_type="basic"),
-        lambda: images(32), {"": Stack("encoder.stages.*.layers", None, listed_at=(0, 2, 4))},
+        lambda: images(32), {"": Stack("encoder.stages.*.layers", None)},
         NONE, uncovered=_WITHOUT_IDS, remark="no attention",
     ),
     _speech("wav2vec 2.0", "Wav2Vec2"),
@@ -489,7 +478,7 @@ VISION_AND_SPEECH.append(
         _hf("LlavaForConditionalGeneration", "LlavaConfig", **_LLAVA), _captions,
         {
             "vision_tower": Stack(
-                "model.vision_tower.encoder.layers", "in self_attn", None, **_SEPARATE
+                "model.vision_tower.encoder.layers", "in self_attn", **_SEPARATE
             ),
             "language_model": Stack("model.language_model.layers", **_SEPARATE, key_heads=2),
         },
@@ -524,7 +513,7 @@ def _real(**stacks: str) -> Callable[[dict[str, Any]], dict[str, Tensor]]:
 
 
 def _multihead(blocks: str, path: str = "self_attn", **arguments: Any) -> Stack:
-    return Stack(blocks, f"in {path}", None, query=path, **arguments)
+    return Stack(blocks, f"in {path}", query=path, **arguments)
 
 
 def _torch_encoder(name: str, **arguments: Any) -> Specimen:
@@ -545,7 +534,7 @@ def _plain(
     name: str, build: Callable[[str], nn.Module], blocks: str, query: str,
     key: str | None = None, key_heads: int = 4,
 ) -> Specimen:  # fmt: skip
-    stack = Stack(blocks, "in attn", None, query=query, key=key, key_heads=key_heads)
+    stack = Stack(blocks, "in attn", query=query, key=key, key_heads=key_heads)
     seen = blocks == "blocks"
     return Specimen(
         name, build, images if seen else lambda: {"idx": ids()}, {"": stack}, SDPA,

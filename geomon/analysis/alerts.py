@@ -151,12 +151,14 @@ class Rule(NamedTuple):
 
     Attributes:
         find: Function that finds it.
+        seeks: What it looks for.
         text: What was found, as a template of `str.format` for the numbers.
         advice: What to look at.
         may_begin: Whether what the first reading has already is no reason for an alert.
     """
 
     find: Find
+    seeks: str
     text: str
     advice: str
     may_begin: bool = True
@@ -230,28 +232,33 @@ RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "not_finite": Rule(
             _not_finite,
+            "rows that are not finite",
             "{lost} of {rows} rows are not finite",
             "look at the loss and the data type, and for the first step with it",
             may_begin=False,
         ),
         "rank_collapse": Rule(
             _rank_collapse,
+            f"an effective rank of the hidden states below {_RANK:.0f}",
             "effective rank of the hidden states down to {lowest:.2f}, below {limit:.0f}",
             "look at the learning rate, its warm-up and the initialisation",
         ),
         "logit_growth": Rule(
             _logit_growth,
+            f"a score before the softmax above {_LOGIT:.0f}",
             "largest score before the softmax {largest:.0f}, above {limit:.0f}",
             f"{_ATTENTION}, or normalise both",
         ),
         "entropy_collapse": Rule(
             _entropy_collapse,
+            f"heads whose entropy is below {100 * _ENTROPY:.0f} % of that of uniform attention",
             "entropy of {count} head{plural} below {limit:.0f} % of that of uniform attention, "
             "lowest {lowest:.2f} %",
             _ATTENTION,
         ),
         "massive_rows": Rule(
             _massive_rows,
+            f"a few rows of massive norm that carry {100 * _MASSIVE:.0f} % of the variance or more",
             "a few rows of massive norm carry up to {share:.0f} % of the variance",
             "read anisotropy_no_sinks there",
         ),

@@ -1,14 +1,15 @@
 """Quantities: every value of a run that pages can draw over training, by its tag."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from geomon.analysis.curves import Curve, curve_of, plain_curve
 from geomon.record import Reading, Readings, tags
-from geomon.record.headline import OVERHEAD, PROBE_LOSS, beside, headlines_of
+from geomon.record.headline import OVERHEAD, headlines_of, shortened
 from geomon.record.printable import printable
 
-_LOSSES = {tags.LOSS: "training loss", tags.PROBE_LOSS: PROBE_LOSS.chart}
+_LOSSES = {tags.LOSS: "Training loss", tags.PROBE_LOSS: "Loss on the probe"}
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,6 @@ class Quantity:
         metric: Name of the metric; "" for a value of the run as a whole.
         part: Name of a part of the metric, "k32" say; "" for its value.
         chart: Title of the chart that shows it by default; "" where it is shown only if chosen.
-        words: What it is beside the other curves of that chart.
         value: Function of a reading; None for the mean over layers, which has a margin.
     """
 
@@ -32,13 +32,27 @@ class Quantity:
     metric: str = ""
     part: str = ""
     chart: str = ""
-    words: str = ""
     value: Callable[[Reading], float] | None = None
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether it is a mean over layers, each of which has a value of its own."""
+        return self.value is None
 
     @property
     def label(self) -> str:
         """The title with the unit."""
         return f"{self.title} ({self.unit})" if self.unit else self.title
+
+    @property
+    def words(self) -> str:
+        """The title, and what the mean is over."""
+        return f"{self.title}, mean over layers" if self.is_mean else self.title
+
+    @property
+    def name(self) -> str:
+        """What it is, below the title of its chart."""
+        return shortened(self.words, self.chart.removesuffix(f" ({self.unit})"))
 
     def curve(self, readings: Iterable[Reading], layer: int | None = None) -> Curve:
         """Collect the curve over training.
@@ -47,15 +61,16 @@ class Quantity:
             readings: Readings of the run.
             layer: Number of a layer, for a value of layers; None for the value of all.
         """
-        if self.value is None or layer is not None:
-            return curve_of(readings, self.metric, part=self.part, layer=layer)
-        return plain_curve(readings, self.value)
+        if self.value is not None and layer is None:
+            return plain_curve(readings, self.value)
+        return curve_of(readings, self.metric, part=self.part, layer=layer)
 
 
 def quantities_of(readings: Readings) -> dict[str, Quantity]:
     """List the quantities of a run by tag: those of metrics, what the training logs, geomon's cost.
 
-    Texts of the record are made printable. A quantity may have no value at any step.
+    What charts show by default comes first. Deviations over splits are left out, and what has no
+    value in any reading. Texts of the record are made printable.
 
     Args:
         readings: Readings of a run, of one stack.
@@ -69,21 +84,31 @@ def quantities_of(readings: Readings) -> dict[str, Quantity]:
     found: dict[str, Quantity] = {}
     for metric in dict.fromkeys([*(name for name in readings.metrics if name in parts), *parts]):
         text = readings.text_of(metric)
-        unit, chart = printable(text.unit), printable(readings.text_of(beside(metric)).title)
+        unit = printable(text.unit)
         for part in parts[metric]:
-            tag = tags.mean_tag(metric, part)
-            found[tag] = Quantity(tag, printable(text.title_of(part)), unit, metric, part)
+            tag, title = tags.mean_tag(metric, part), printable(text.title_of(part))
+            if part.rpartition("/")[2] != "std":
+                found[tag] = Quantity(tag, title, unit, metric, part)
         for each in headlines_of(metric, text):
             if each.chart:  # the ends of the interval have none: they are a band
-                tag, words = each.tag or each.name, printable(each.words)
-                made = Quantity(tag, words, unit, metric, value=each.value)
-                found[tag] = replace(found.get(tag, made), chart=chart, words=words)
+                tag = each.tag or each.name
+                made = Quantity(tag, printable(each.words), unit, metric, value=each.value)
+                found[tag] = replace(found.get(tag, made), chart=printable(each.chart))
     for name in logged:
-        chart, tag = _LOSSES.get(name, ""), tags.training_tag(name)
-        title = chart or printable(f"training {name}")
-        found[tag] = Quantity(tag, title, chart=chart, words=title, value=_logged(name))
-    found[tags.OVERHEAD] = Quantity(tags.OVERHEAD, OVERHEAD.words, value=OVERHEAD.value)
-    return found
+        tag, title = tags.training_tag(name), _LOSSES.get(name) or printable(f"Training {name}")
+        chart = title if name in _LOSSES else ""
+        found[tag] = Quantity(tag, title, chart=chart, value=_logged(name))
+    title = OVERHEAD.words.capitalize()
+    found[tags.OVERHEAD] = Quantity(tags.OVERHEAD, title, value=OVERHEAD.value)
+    known = {tag: each for tag, each in found.items() if _has_values(each, readings)}
+    return dict(sorted(known.items(), key=lambda item: not item[1].chart))
+
+
+def _has_values(quantity: Quantity, readings: Readings) -> bool:
+    if quantity.value is not None:
+        return any(math.isfinite(quantity.value(reading)) for reading in readings)
+    columns = (reading.column(quantity.metric, quantity.part) for reading in readings)
+    return any(column.layers or math.isfinite(column.mean) for column in columns)
 
 
 def _logged(name: str) -> Callable[[Reading], float]:

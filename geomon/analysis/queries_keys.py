@@ -87,8 +87,8 @@ class QueriesKeys:
         sentences = [
             f"Mean query and mean key are similar beyond chance in {len(similar)} of "
             f"{len(self.heads)} heads{_onsets(similar)}, and opposite in {len(opposite)}"
-            f"{_onsets(opposite)}. Chance is isotropic directions of width {self.width}: 5 % for "
-            f"any of the {len(self.heads)} heads at a step."
+            f"{_onsets(opposite)}. By chance (random directions in {self.width} dimensions) any of "
+            f"the {len(self.heads)} heads would be beyond the limit in 5 % of the readings."
         ]
         if self.depth_p < _ALPHA:
             verb = "falls" if self.depth < 0 else "rises"
@@ -99,8 +99,8 @@ class QueriesKeys:
         first, last = self.dot
         if first > 0 and math.isfinite(last):
             sentences.append(
-                f"Mean |mean query . mean key| over heads: {first:.3g} at the start, {last:.3g} at "
-                "the end."
+                f"Mean query · mean key, mean size over heads: {first:.3g} at the start, "
+                f"{last:.3g} at the end."
             )
         return sentences
 
@@ -323,12 +323,13 @@ def _magnitude(width: int) -> float:
 
 
 def _onsets(heads: Sequence[HeadAlignment]) -> str:
-    """Say since which steps the heads are beyond the null."""
+    """Say from which steps on the heads are beyond chance."""
     steps = sorted({head.onset for head in heads if head.onset is not None})
     if not steps:
         return ""
-    until = f"s {steps[0]:,} to {steps[-1]:,}" if len(steps) > 1 else f" {steps[0]:,}"
-    return f" (since step{until})"
+    if len(steps) == 1:
+        return f" (from step {steps[0]:,} on)"
+    return f" (the first from step {steps[0]:,} on, the last from step {steps[-1]:,})"
 
 
 def _probability(p_value: float) -> str:

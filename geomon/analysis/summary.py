@@ -42,13 +42,14 @@ def summarise(readings: Iterable[Reading]) -> list[str]:
     if not len(selected):
         return ["No readings yet."]
     describers: tuple[Callable[[Readings], list[str]], ...] = (
-        _dimension, _first_rise, _scales, _entropy, _alignment, _beyond_chance, _profile, _cost,
+        dimension_sentences, _start, _first_rise, _scales, _entropy, _alignment, _beyond_chance,
+        _profile, _cost,
     )  # fmt: skip
     sentences = [sentence for describe in describers for sentence in describe(selected)]
     sentences = sentences or [
         f"{len(selected)} readings, none of the metrics that this summary speaks of."
     ]
-    return [*whole.remarks(), *map(_ended, alert_sentences(whole)), *sentences]
+    return [*whole.remarks(), *alert_sentences(whole), *sentences]
 
 
 def alert_sentences(readings: Iterable[Reading]) -> list[str]:
@@ -59,7 +60,7 @@ def alert_sentences(readings: Iterable[Reading]) -> list[str]:
     """
     return [
         f"Alert at step {first.step:,}{f' (first of {first.total})' if first.total > 1 else ''}: "
-        f"{first.note.words()}"
+        f"{first.note.words()}."
         for first in first_alerts(readings)
     ]
 
@@ -69,58 +70,44 @@ def headline(readings: Readings) -> str:
 
     Args:
         readings: Readings of a run, of one stack.
-    """
-    selected = Readings(readings.runs, single_source(readings))
-    course = dimension_course(selected) if len(selected) else ""
-    title = readings.text_of("twonn").title
-    sentences = [name_alerts(readings), course or f"{title}: not measured"]
-    why = why_they_differ(selected) if course else ""
-    return " ".join([*(f"{sentence}." for sentence in sentences if sentence), why]).rstrip()
-
-
-def name_alerts(readings: Iterable[Reading]) -> str:
-    """Name the kinds of alerts of a run, with the step of the first of each; "" without any.
-
-    Args:
-        readings: Readings of a run.
 
     Returns:
-        "Alerts: rank collapse at step 64, logit growth at step 80", for instance.
+        "Alerts: rank collapse at step 64, logit growth at step 80. Intrinsic dimension ...", for
+        instance.
     """
     found = [f"{first.kind} at step {first.step:,}" for first in first_alerts(readings)]
-    return f"Alert{'s' * (len(found) > 1)}: {', '.join(found)}" if found else ""
+    alerts = [f"Alert{'s' * (len(found) > 1)}: {', '.join(found)}."] if found else []
+    course = dimension_sentences(readings)
+    course = course or [f"{readings.text_of('twonn').title}: not measured."]
+    return " ".join([*alerts, *course])
 
 
-def dimension_course(readings: Readings) -> str:
+def dimension_sentences(readings: Readings) -> list[str]:
     """Describe both estimates of the intrinsic dimension in one line: values, and phases in words.
 
+    A second sentence says why the two differ, where the last reading notes that.
+
     Args:
-        readings: Readings of a run, from one source.
+        readings: Readings of a run, of one stack.
 
     Returns:
-        The line, without a full stop; "" where neither was measured.
+        Sentences; none where neither was measured.
     """
+    selected = Readings(readings.runs, single_source(readings))
     parts = []
-    for name, curve in estimates(readings):
+    for name, curve in estimates(selected):
         phase = curve.phase()
-        known = f" (known to {_at(curve, -1)})" if curve.steps[-1] < readings[-1].step else ""
+        known = f" (known to {_at(curve, -1)})" if curve.steps[-1] < selected[-1].step else ""
         parts.append(f"{name} {_last(curve)}, {phase.words()}{phase.span()}{known}")
-    return "; ".join(parts)
-
-
-def why_they_differ(readings: Readings) -> str:
-    """Say why the two estimates of the dimension differ, where the last reading notes that.
-
-    Args:
-        readings: Readings of a run, from one source.
-    """
-    kinds = {note.kind for note in readings[-1].notes}
-    if "twonn and twonn_distinct disagree" not in kinds:
-        return ""
-    return (
-        "The two differ by near-duplicates: the first counts all equal tokens at equal positions, "
-        "the second one of each."
-    )
+    if not parts:
+        return []
+    sentences = [f"{'; '.join(parts)}."]
+    if "twonn and twonn_distinct disagree" in {note.kind for note in selected[-1].notes}:
+        sentences.append(
+            "The two estimates differ because of near-duplicates: the first counts every copy of a "
+            "token at the same position, the second counts one of them."
+        )
+    return sentences
 
 
 def estimates(readings: Readings) -> list[tuple[str, Curve]]:
@@ -140,19 +127,14 @@ def estimates(readings: Readings) -> list[tuple[str, Curve]]:
     return [(name, curve) for name, curve in zip(names, curves, strict=True) if len(curve)]
 
 
-def _dimension(readings: Readings) -> list[str]:
-    """Describe both estimates of the dimension, where they started, and why they differ."""
-    found = estimates(readings)
-    if not found:
-        return []
-    starts = [
-        f"{name} {with_margin(curve.values[0], curve.margins[0])} at {_at(curve, 0)}"
-        for name, curve in found
-        if len(curve) > 1
-    ]
-    began = f"At the start: {', '.join(starts)}."
-    sentences = [f"{dimension_course(readings)}.", began * bool(starts), why_they_differ(readings)]
-    return [" ".join(filter(None, sentences))]
+def _start(readings: Readings) -> list[str]:
+    """Say where both estimates of the dimension started."""
+    starts: dict[str, list[str]] = {}
+    for name, curve in estimates(readings):
+        if len(curve) > 1:
+            value = with_margin(curve.values[0], curve.margins[0])
+            starts.setdefault(_at(curve, 0), []).append(f"{name} {value}")
+    return [f"At {step}: {', '.join(values)}." for step, values in starts.items()]
 
 
 def _first_rise(readings: Readings) -> list[str]:
@@ -339,10 +321,6 @@ def _at(curve: Curve, index: int) -> str:
 
 def _last(curve: Curve) -> str:
     return with_margin(curve.values[-1], curve.margins[-1])
-
-
-def _ended(sentence: str) -> str:
-    return f"{sentence}."
 
 
 def _p(share: float, *, sign: bool = False) -> str:

@@ -5,6 +5,7 @@ what that selects; the record holds every value under its own tag.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,8 +37,8 @@ class Headline(NamedTuple):
     tag: str = ""
 
 
-# Metrics that share the chart of another one: they measure the same.
-_BESIDE = {"twonn_distinct": "twonn", "gride": "twonn"}
+# Metrics that share a chart, because they measure the same, and its title.
+_SHARED = dict.fromkeys(("twonn", "twonn_distinct", "gride"), "Intrinsic dimension")
 # Parts that say how far a layer's value can be trusted. Charts of them for every layer would bury
 # the values, so charts show those of the mean only; the record holds all.
 TRUST = frozenset({
@@ -50,36 +51,50 @@ _TAKEN = {"step", "seconds"}
 _PLACES = 14
 
 OVERHEAD = Headline(
-    "overhead", "overhead", "share of the time that geomon takes",
+    "overhead", "Overhead", "share of the time that geomon takes",
     lambda reading: reading.overhead, tags.OVERHEAD,
 )  # fmt: skip
 PROBE_LOSS = Headline(
-    "probe_loss", "loss on the probe", "loss on the probe's inputs, with `probe_loss`",
+    "probe_loss", "Loss on the probe", "loss on the probe's inputs, with `probe_loss`",
     lambda reading: reading.training.get(tags.PROBE_LOSS, NAN), tags.training_tag(tags.PROBE_LOSS),
 )  # fmt: skip
 
 
-def beside(metric: str) -> str:
-    """Return the metric whose chart shows a metric: mostly itself.
+def chart_title(metric: str, text: MetricText) -> str:
+    """Return the title of the chart that shows a metric by default.
 
     Args:
-        metric: Name of a metric.
+        metric: Name of the metric.
+        text: How pages speak of it.
     """
-    return _BESIDE.get(metric, metric)
+    return _SHARED.get(metric, text.label)
 
 
-def headlines_of(
-    metric: str, text: MetricText, *, stack: str = "", chart: str = ""
-) -> Iterator[Headline]:
+def shortened(words: str, chart: str) -> str:
+    """Shorten what a curve is called below the title of its chart.
+
+    Args:
+        words: Its words.
+        chart: Title of the chart.
+
+    Example:
+        >>> shortened("Intrinsic dimension (Gride), scale 32", "Intrinsic dimension")
+        'Gride, scale 32'
+    """
+    if not words.lower().startswith(chart.lower()):
+        return words
+    return re.sub(r"[()]", "", words[len(chart) :]).strip(" ,") or words
+
+
+def headlines_of(metric: str, text: MetricText, *, stack: str = "") -> Iterator[Headline]:
     """List the headline values of a metric. Means are over the layers without layer 0.
 
     Args:
         metric: Name of the metric.
         text: How pages speak of it.
         stack: Name of the stack.
-        chart: Title of the chart that shows them; "" for the title of the metric.
     """
-    chart, title = chart or text.label, text.label
+    chart, title = chart_title(metric, text), text.title
 
     def copy(name: str, words: str, part: str = "", kind: str = "value") -> Headline:
         place = Place(stack, metric, part, kind=kind)
@@ -94,20 +109,20 @@ def headlines_of(
 
     for kind in text.charts:
         if kind == "mean":
-            yield copy(metric, f"{title}, mean")
+            yield copy(metric, f"{title}, mean over layers")
         elif kind == "interval":
             for name, words, sign in (("low", "lower", -1), ("high", "upper", 1)):
                 yield made(name, f"{words} end of its 95 % interval", _end(sign))._replace(chart="")
         elif kind == "largest":
-            yield made("max", f"{title} of the layer with the largest", _largest)
+            yield made("max", f"{title}, largest layer", _largest)
         elif kind == "smallest":
-            yield copy(f"{metric}_min", f"{title} of the lowest head", kind="min")
+            yield copy(f"{metric}_min", f"{title}, lowest head", kind="min")
         elif kind == "highest":
-            yield copy(f"{metric}_max", f"{title} of the highest head", kind="max")
+            yield copy(f"{metric}_max", f"{title}, highest head", kind="max")
         elif kind == "size":
-            yield made("size", f"mean size over heads of the {title}", Column.mean_size)
+            yield made("size", f"{title}, mean size over heads", Column.mean_size)
         else:
-            yield copy(f"{metric}_{kind}", f"{text.title_of(kind)}, mean", kind)
+            yield copy(f"{metric}_{kind}", f"{text.title_of(kind)}, mean over layers", kind)
 
 
 def _end(sign: int) -> Callable[[Column], float]:
@@ -310,8 +325,7 @@ class Charts:
         """List the headline values of a stack: by default, of the run, and in free places."""
         columns = reading.stacks.get(inside, {})
         for metric in columns:
-            chart = self._text_of(beside(metric)).label
-            yield from headlines_of(metric, self._text_of(metric), stack=inside, chart=chart)
+            yield from headlines_of(metric, self._text_of(metric), stack=inside)
         if not stack:
             if tags.PROBE_LOSS in reading.training:
                 yield PROBE_LOSS

@@ -1,4 +1,4 @@
-"""Interactive charts made with plotly, of panels: those of W&B and of the report."""
+"""Panels drawn by plotly, as interactive charts: those of W&B and of the report."""
 
 import html
 import math
@@ -9,16 +9,9 @@ from typing import Any
 import numpy as np
 
 from geomon.record import Readings
+from geomon.show.collect import cards_of
 from geomon.show.colours import GREY, NOTHING, PURPLE, SIGNED, UNSIGNED, faded
-from geomon.show.panels import (
-    LAYERS_LABEL,
-    STEPS_LABEL,
-    Line,
-    Lines,
-    Matrix,
-    StepAxis,
-    cards_of,
-)
+from geomon.show.panels import AXES, Line, Lines, Matrix, StepAxis
 
 try:
     import plotly.graph_objects as go
@@ -130,7 +123,7 @@ def add_linear_axis(chart: go.Figure) -> go.Figure:
         "xaxis.range": [-0.02 * 10 ** axis.range[1], 1.02 * 10 ** axis.range[1]],
     }  # fmt: skip
     back = {
-        "xaxis.type": "log", "xaxis.tickmode": "array", "xaxis.title.text": STEPS_LABEL,
+        "xaxis.type": "log", "xaxis.tickmode": "array", "xaxis.title.text": AXES["step"][0],
         "xaxis.range": list(axis.range),
     }  # fmt: skip
     buttons = [
@@ -144,21 +137,15 @@ def add_linear_axis(chart: go.Figure) -> go.Figure:
 
 def _draw_lines(panel: Lines, steps: Iterable[int]) -> go.Figure:
     chart = _figure()
+    axis = StepAxis([*steps, *(step for line in panel.lines for step in line.x)])
     over_steps = panel.over == "step"
-    x_axis: dict[str, Any]
-    if over_steps:
-        axis = StepAxis([*steps, *(step for line in panel.lines for step in line.x)])
-        x_axis = _step_axis(axis)
-    else:
-        x_axis = {
-            "title": {"text": LAYERS_LABEL, "standoff": 8},
-            "automargin": True,
-            "tickformat": "d",
-            "zeroline": False,
-        }
+    x_axis = _step_axis(axis) if over_steps else _number_axis(panel.over)
+    names = 0
     for number, line in enumerate(panel.lines):
         at = axis.places(line.x) if over_steps else list(line.x)
-        group = line.name or str(number)
+        name = f"{panel.named_by} {line.name}".strip()
+        names += bool(name)
+        group = name or str(number)
         if len(line.low):
             chart.add_scatter(
                 x=[*at, *reversed(at)], y=_shown([*line.high, *reversed(line.low)]), mode="none",
@@ -166,50 +153,45 @@ def _draw_lines(panel: Lines, steps: Iterable[int]) -> go.Figure:
                 showlegend=False, legendgroup=group,
             )  # fmt: skip
         chart.add_scatter(
-            x=at, y=_shown(line.y), customdata=list(line.x), name=_plain(line.name),
-            legendgroup=group, showlegend=bool(line.name), mode=_mode(line),
+            x=at, y=_shown(line.y), customdata=list(line.x), name=_plain(name),
+            legendgroup=group, showlegend=bool(name), mode=_mode(line),
             line={"color": line.colour, "width": line.width, "dash": line.dash},
             marker={"size": 5},
             hovertemplate=f"{panel.over} %{{customdata:,d}}: %{{y:.4g}}",
         )  # fmt: skip
-    for step, kind in dict(reversed(panel.alerts)).items() if over_steps else ():
-        _mark(
-            chart, "x", axis.places([step])[0], kind, color=PURPLE, dash="dash", is_logarithmic=True
-        )
-    if panel.null is not None:
-        _mark(chart, "y", *panel.null, color=GREY, dash="dot", is_logarithmic=panel.is_logarithmic)
-    if panel.remark:
-        chart.add_annotation(
-            text=_plain(panel.remark), x=0.01, y=0.02, xref="paper", yref="paper",
-            showarrow=False, font={"size": 10, "color": GREY},
+    for step, words in panel.alerts if over_steps else ():
+        _mark(chart, "x", axis.places([step])[0], words, PURPLE, is_logarithmic=True)
+    if panel.null_inside is not None:
+        _mark(chart, "y", *panel.null_inside, GREY, is_logarithmic=panel.is_logarithmic)
+    if panel.chance is not None:
+        limit, words = panel.chance
+        chart.add_hrect(
+            -limit, limit, fillcolor=faded(GREY, 0.18), line_width=0,
+            annotation={"text": _plain(words), "font": {"size": 10, "color": GREY}},
         )  # fmt: skip
-    names = sum(bool(line.name) for line in panel.lines)
+    if panel.remark:
+        x_axis["title"]["text"] += f"<br>{_plain(panel.remark)}"
     chart.update_layout(xaxis=x_axis, yaxis=_value_axis(panel), showlegend=1 < names <= _MOST_NAMES)
     return chart
 
 
 def _mark(
-    chart: go.Figure,
-    axis: str,
-    at: float,
-    words: str,
-    *,
-    color: str,
-    dash: str,
-    is_logarithmic: bool,
+    chart: go.Figure, axis: str, at: float, words: str, colour: str, *, is_logarithmic: bool
 ) -> None:
-    """Draw a line across a chart, with its words."""
+    """Draw a line across a chart, along which its words are written."""
     other = "y" if axis == "x" else "x"
+    dash = "dash" if axis == "x" else "dot"
     chart.add_shape(
         {"type": "line", f"{axis}0": at, f"{axis}1": at, f"{other}0": 0, f"{other}1": 1,
-         f"{other}ref": "paper", "line": {"color": color, "dash": dash, "width": 1.2}}
+         f"{other}ref": "paper", "line": {"color": colour, "dash": dash, "width": 1.2}}
     )  # fmt: skip
-    place = math.log10(at) if is_logarithmic and at > 0 else at  # as plotly has it for words alone
-    chart.add_annotation(
-        {axis: place, other: 1, f"{other}ref": "paper", "text": _plain(words), "showarrow": False,
-         "font": {"size": 10, "color": color}, "xanchor": "left" if axis == "x" else "right",
-         "yanchor": "top" if axis == "x" else "bottom"}
-    )  # fmt: skip
+    if words:
+        place = math.log10(at) if is_logarithmic and at > 0 else at  # as plotly has it for words
+        chart.add_annotation(
+            {axis: place, other: 0.02 if axis == "x" else 1, f"{other}ref": "paper",
+             "text": _plain(words), "showarrow": False, "font": {"size": 10, "color": colour},
+             "textangle": -90 if axis == "x" else 0, "xanchor": "right", "yanchor": "bottom"}
+        )  # fmt: skip
 
 
 def _mode(line: Line) -> str:
@@ -225,12 +207,21 @@ def _value_axis(panel: Lines) -> dict[str, Any]:
     )
 
 
+def _number_axis(over: str) -> dict[str, Any]:
+    """Axis of layers, scales or ranks."""
+    title, is_logarithmic = AXES[over]
+    return {
+        "title": {"text": title, "standoff": 8}, "automargin": True, "tickformat": "d",
+        "type": "log" if is_logarithmic else "linear", "zeroline": False,
+    }  # fmt: skip
+
+
 def _step_axis(axis: StepAxis) -> dict[str, Any]:
     ticks, ends = axis.ticks(), axis.places([axis.steps[0], axis.steps[-1]])
     low, high = (math.log10(end) for end in ends)
     space = 0.03 * (high - low or 1)
     return {
-        "title": {"text": STEPS_LABEL, "standoff": 8}, "automargin": True, "type": "log",
+        "title": {"text": AXES["step"][0], "standoff": 8}, "automargin": True, "type": "log",
         "tickmode": "array", "zeroline": False,
         "tickvals": axis.places(ticks), "ticktext": [f"{step:,}" for step in ticks],
         "range": [low - space, high + space],
@@ -245,16 +236,16 @@ def _draw_matrix(panel: Matrix) -> go.Figure:
         axis = StepAxis(panel.columns)
         x, x_axis = axis.edges(), _step_axis(axis)
         x_axis["range"] = [math.log10(x[0]), math.log10(x[-1])]
+    if panel.remark:
+        x_axis["title"]["text"] += f"<br>{_plain(panel.remark)}"
+    value = "text" if panel.is_logarithmic else "z:.4g"
     chart.add_heatmap(
         x=x, y=list(panel.layers), customdata=[list(panel.columns)] * len(panel.layers),
-        hovertemplate=f"layer %{{y}}, {panel.over} %{{customdata:,d}}: %{{text}}<extra></extra>"
-        if panel.is_logarithmic
-        else f"layer %{{y}}, {panel.over} %{{customdata:,d}}: %{{z:.4g}}<extra></extra>",
+        hovertemplate=f"layer %{{y}}, {panel.over} %{{customdata:,d}}: %{{{value}}}<extra></extra>",
         **_colours_of(panel),
     )  # fmt: skip
-    beyond = "<br>above: layer 0 beyond the scale" * panel.exceeds
     chart.data[0].colorbar.update(
-        title={"text": _plain(panel.label) + beyond, "side": "right", "font": {"size": 11}},
+        title={"text": _plain(panel.label), "side": "right", "font": {"size": 11}},
         thickness=12, outlinewidth=0,
     )  # fmt: skip
     chart.update_layout(
@@ -268,21 +259,18 @@ def _draw_matrix(panel: Matrix) -> go.Figure:
 
 def _colours_of(panel: Matrix) -> dict[str, Any]:
     """Values of a matrix, and the scale of its colours."""
-    scale = {
-        "zmin": panel.low,
-        "zmax": panel.high,
-        "colorscale": SIGNED if panel.is_signed else UNSIGNED,
-    }
+    scale: dict[str, Any] = {"colorscale": SIGNED if panel.is_signed else UNSIGNED}
     if not panel.is_logarithmic:
-        return {"z": [_shown(row) for row in panel.values], **scale}
+        ends = {"zmin": panel.low, "zmax": panel.high}
+        return {"z": [_shown(row) for row in panel.values], **scale, **ends}
     with np.errstate(invalid="ignore", divide="ignore"):
         logs = np.log10(panel.values)
-    powers = np.linspace(math.log10(panel.low), math.log10(panel.high), 5)
-    named = {"tickvals": powers.tolist(), "ticktext": [f"{10**power:.2g}" for power in powers]}
+    powers = np.linspace(math.log10(panel.low), math.log10(panel.high), 5).tolist()
+    named = {"tickvals": powers, "ticktext": [f"{10**power:.2g}" for power in powers]}
     return {
         "z": [_shown(row) for row in logs],
         "text": [[f"{value:.4g}" for value in row] for row in panel.values],
-        **scale, "zmin": math.log10(panel.low), "zmax": math.log10(panel.high), "colorbar": named,
+        **scale, "zmin": powers[0], "zmax": powers[-1], "colorbar": named,
     }  # fmt: skip
 
 

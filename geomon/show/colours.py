@@ -12,17 +12,18 @@ STEPS = ("#440154", "#404387", "#29788E", "#22A784", "#79D151", "#C2C21D")
 LAYERS = ("#0D0887", "#6A00A8", "#B12A90", "#E16462", "#F3A03A")
 # Of maps: where signs differ, and where they do not.
 SIGNED, UNSIGNED = "RdBu_r", "cividis"
-# Of what has no value in a map, and of what lies beyond its scale.
-NOTHING, BEYOND = "#DDDDDD", "#D9CBE8"
+NOTHING = "#DDDDDD"  # of what has no value in a map
 GRID = "#E6E6E6"
+DASHES = ("solid", "dash", "dot", "dashdot")
+
+
+def look_of(number: int) -> tuple[str, str]:
+    """Return colour and dash of a line beside others: beyond the number of colours other dashes."""
+    return SERIES[number % len(SERIES)], DASHES[number // len(SERIES) % len(DASHES)]
 
 
 def ramp(colours: Sequence[str], count: int) -> list[str]:
-    """Choose a number of colours, evenly spaced between given ones.
-
-    Args:
-        colours: Colours as "#RRGGBB", two at least.
-        count: How many to choose.
+    """Choose a number of colours, evenly spaced between given ones, two at least.
 
     Example:
         >>> ramp(("#000000", "#FFFFFF"), 3)
@@ -39,11 +40,7 @@ def ramp(colours: Sequence[str], count: int) -> list[str]:
 
 
 def faded(colour: str, share: float) -> str:
-    """Return a colour with an opacity, as plotly and CSS write it.
-
-    Args:
-        colour: Colour as "#RRGGBB".
-        share: Opacity, from 0 to 1.
+    """Return a colour with an opacity, from 0 to 1, as plotly and CSS write it.
 
     Example:
         >>> faded("#0072B2", 0.2)

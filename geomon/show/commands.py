@@ -1,7 +1,6 @@
-"""Commands on the record of a run: `geomon watch`, `geomon figure` and `geomon summary`."""
+"""Commands on the record of a run: `geomon watch`, `report`, `figure`, `summary` and others."""
 
 import os
-import re
 import shutil
 import sys
 import textwrap
@@ -25,6 +24,25 @@ _KINDS = (
 )  # fmt: skip
 
 
+@contextmanager
+def exit_on_bad_input() -> Iterator[None]:
+    """Turn errors of bad input into one line of text and exit code 2; decorates commands too."""
+    import typer
+
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError as error:  # who reads has seen enough: `geomon compare A B | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from error
+    except (ValueError, OSError, ImportError) as error:
+        words = str(error)
+        if isinstance(error, OSError) and error.strerror and error.filename:
+            words = f"{os.fspath(error.filename)}: {error.strerror}"
+        typer.echo(f"geomon: {printable(' '.join(words.split()))}", err=True)
+        raise typer.Exit(2) from error
+
+
 def add_commands(app: "typer.Typer") -> None:
     """Add the commands that look at a record.
 
@@ -42,6 +60,7 @@ def add_commands(app: "typer.Typer") -> None:
     one_stack = typer.Option(help="Which stack to show of a model with several: encoder, decoder.")
 
     @app.command()
+    @exit_on_bad_input()
     def watch(
         directories: Annotated[
             list[Path],
@@ -54,12 +73,12 @@ def add_commands(app: "typer.Typer") -> None:
         stack: Annotated[str | None, one_stack] = None,
     ) -> None:
         """Follow runs live: charts in a terminal (q quits); elsewhere print the present."""
-        with exit_on_bad_input():
-            from geomon.show.terminal import watch as show
+        from geomon.show.terminal import watch as show
 
-            show(directories, stack, once=once)
+        show(directories, stack, once=once)
 
     @app.command()
+    @exit_on_bad_input()
     def figure(
         directories: Annotated[
             list[Path],
@@ -87,19 +106,16 @@ def add_commands(app: "typer.Typer") -> None:
                 "in the first."
             ),
         ] = None,
-        dark: Annotated[bool, typer.Option("--dark", help="For a dark page.")] = False,
         stack: Annotated[str | None, one_stack] = None,
     ) -> None:
         """Draw figures of a run: geometry.png, or others by --kind."""
-        with exit_on_bad_input():
-            kinds = list(_KINDS) if every else kind or [_KINDS[0]]
-            figures = write_figures(
-                directories, kinds, out, stack, metric=metric, dark=dark, skip=every
-            )
-            for line in figures:
-                typer.echo(printable(line))
+        kinds = list(_KINDS) if every else kind or [_KINDS[0]]
+        for line in _write_figures(_load(directories, stack), directories[0], kinds, metric, out,
+                                   skip=every):  # fmt: skip
+            typer.echo(printable(line))
 
     @app.command()
+    @exit_on_bad_input()
     def report(
         directories: Annotated[list[Path], folders],
         out: Annotated[Path, typer.Option("--out", "-o", help="Where to write.")] = Path(
@@ -108,16 +124,15 @@ def add_commands(app: "typer.Typer") -> None:
         stack: Annotated[str | None, one_stack] = None,
     ) -> None:
         """Write a page on one run or several that works without network: report.html."""
-        with exit_on_bad_input():
-            from geomon.show.report import load_runs, write_report
+        from geomon.show.report import Run, write_report
 
-            runs = load_runs(directories, stack)
-            _say_remarks([run.path for run in runs], [run.readings for run in runs])
-            with _writes(out) as part:
-                size = write_report(runs, part).stat().st_size / 1e6
-            typer.echo(printable(f"wrote {out} ({size:.1f} MB): open it in a browser"))
+        named = zip(name_runs(directories), directories, _load(directories, stack), strict=True)
+        with _writes(out) as part:
+            size = write_report([Run(*each) for each in named], part).stat().st_size / 1e6
+        typer.echo(printable(f"wrote {out} ({size:.1f} MB): open it in a browser"))
 
     @app.command()
+    @exit_on_bad_input()
     def compare(
         first: Annotated[Path, typer.Argument(help="Folder of a run.", metavar="DIR")],
         second: Annotated[Path, typer.Argument(help="Folder of another.", metavar="DIR")],
@@ -127,47 +142,61 @@ def add_commands(app: "typer.Typer") -> None:
         stack: Annotated[str | None, one_stack] = None,
     ) -> None:
         """Say in which values two runs differ by more than their errors, and draw it."""
-        with exit_on_bad_input():
-            for line in compare_runs(first, second, out, stack):
-                typer.echo(printable(line))
+        from geomon.analysis.compare import compare as find_differences
+        from geomon.show.comparison import describe_differences
+        from geomon.show.settings import describe_settings
+
+        one, other = _load([first, second], stack)
+        found = find_differences(one, other)
+        lines = describe_differences(found, (str(first), str(second)))
+        lines[1:1] = filter(None, [describe_settings(one, other)])
+        if out is not None:
+            from geomon.show.figures import save
+            from geomon.show.figures.compare import compare_figure
+
+            names = name_runs([first, second])
+            picture = compare_figure((one, other), (names[0], names[1]), found)
+            with _writes(out) as part:
+                save(picture, part)
+            lines.append(f"wrote {out}")
+        for line in lines:
+            typer.echo(printable(line))
 
     @app.command()
+    @exit_on_bad_input()
     def export(
         directory: Annotated[Path, folder],
         out: Annotated[Path, typer.Option("--out", "-o", help="File: .csv or .parquet.")],
     ) -> None:
         """Write all values of a run to a table, a row for each: CSV or Parquet."""
-        with exit_on_bad_input():
-            from geomon.record.export import export as write
+        from geomon.record.export import export as write
 
-            readings = load_all(directory)
-            _say_remarks([directory], [readings])
-            with _writes(out) as part:
-                write(readings, part)
-            typer.echo(printable(f"wrote {out}"))
+        readings = load_all(directory)
+        _say_remarks(directory, readings)
+        with _writes(out) as part:
+            write(readings, part)
+        typer.echo(printable(f"wrote {out}"))
 
     @app.command()
+    @exit_on_bad_input()
     def alerts(
         name: Annotated[str | None, typer.Argument(help="One of them.", metavar="NAME")] = None,
     ) -> None:
         """Say what each alert looks for, and what to do."""
-        with exit_on_bad_input():
-            from geomon.analysis.alerts import RULES, check_alerts
+        from geomon.analysis.alerts import RULES, check_alerts
 
-            check_alerts(() if name is None else (name,))
-            for each in RULES if name is None else (name,):
-                rule = RULES[each]
-                found = re.sub(r"\{[^}]*\}", "...", rule.text.replace("head{plural}", "heads"))
-                typer.echo(fit_to_terminal(f"{each}: {found}; {rule.advice}"))
+        check_alerts(() if name is None else (name,))
+        for each in RULES if name is None else (name,):
+            typer.echo(fit_to_terminal(f"{each}: {RULES[each].seeks}; {RULES[each].advice}"))
 
     @app.command()
+    @exit_on_bad_input()
     def summary(
         directory: Annotated[Path, folder], stack: Annotated[str | None, one_stack] = None
     ) -> None:
         """Say in words what happened in a run."""
-        with exit_on_bad_input():
-            for sentence in summarise(load(directory, stack)):
-                typer.echo(fit_to_terminal(printable(sentence)))
+        for sentence in summarise(load(directory, stack)):
+            typer.echo(fit_to_terminal(printable(sentence)))
 
 
 def fit_to_terminal(text: str, *, indent: str = "") -> str:
@@ -188,48 +217,39 @@ def fit_to_terminal(text: str, *, indent: str = "") -> str:
     )  # fmt: skip
 
 
-def write_figures(
-    directories: Sequence[Path],
-    kinds: Sequence[str],
-    out: Path | None = None,
-    stack: str | None = None,
-    *,
-    metric: str | None = None,
-    dark: bool = False,
-    skip: bool = False,
-) -> Iterator[str]:
-    """Write figures of a run or of several, one after another.
-
-    Args:
-        directories: Folder of the run, or the path of its file; several for kinds that lay runs
-            over one another.
-        kinds: Names of the kinds of figures.
-        out: Path of the figure, or of the folder of several; None for `geometry.png` beside the
-            first record, and `figures/` for others than that of the run.
-        stack: Name of the stack to draw, for a model with several; None for the main one.
-        metric: Name of the metric to draw, for kinds that take one.
-        dark: Whether the figures are for a dark page.
-        skip: Whether a kind that the runs cannot give is left out, with a line that says why.
-
-    Yields:
-        A line on each figure.
-
-    Raises:
-        FileNotFoundError: The folder holds no record.
-        ValueError: The record has no readings or no such stack, there is no such kind, the runs
-            cannot give it, or `out` does not end like the name of a picture or cannot be written.
-        ImportError: matplotlib is missing.
-    """
+def _load(directories: Sequence[Path], stack: str | None) -> list[Readings]:
+    """Read one stack of each record, and say on standard error what is to be known of it."""
     runs = [load(directory, stack) for directory in directories]
-    _say_remarks(directories, runs)
-    from geomon.show.figures import KINDS, draw, page, save
+    for directory, readings in zip(directories, runs, strict=True):
+        _say_remarks(directory, readings)
+    return runs
+
+
+def _say_remarks(directory: Path, readings: Readings) -> None:
+    for remark in readings.remarks():
+        sys.stderr.write(printable(f"geomon: {directory}: {remark}") + "\n")
+
+
+def _write_figures(
+    runs: Sequence[Readings],
+    directory: Path,
+    kinds: Sequence[str],
+    metric: str | None,
+    out: Path | None,
+    *,
+    skip: bool,
+) -> Iterator[str]:
+    """Write figures of a run or of several, one after another; yield a line on each.
+
+    A kind that the runs cannot give is an error, or left out where `skip` says so. A metric is for
+    the only kind, or for those that take one.
+    """
+    from geomon.show.figures import KINDS, draw, save
     from geomon.show.panels import NotMeasuredError
 
     if out is not None and len(kinds) > 1 and out.is_file():
         raise ValueError(f"{out} is a file: give a folder by --out, for several figures")
-    first = directories[0]
-    folder = first if first.is_dir() else first.parent
-    ending = "_dark" if dark else ""
+    folder = directory if directory.is_dir() else directory.parent
     for kind in kinds:
         if skip and len(runs) > 1 and not KINDS[kind].takes_runs:
             yield f"no {kind}: it is of one run"
@@ -237,85 +257,28 @@ def write_figures(
         takes = len(kinds) == 1 or (kind in KINDS and KINDS[kind].takes_metric)
         wanted = metric if takes else None
         try:
-            with page(dark=dark):
-                figure = draw(kind, runs, wanted)
+            figure = draw(kind, runs, wanted)
         except NotMeasuredError as error:
             if not skip:
                 raise
             yield f"no {kind}: {error}"
             continue
-        name = f"{kind}_{metric}{ending}.png" if wanted else f"{kind}{ending}.png"
+        name = f"{kind}_{metric}.png" if wanted else f"{kind}.png"
         if out is not None:
             path = out / name if len(kinds) > 1 else out
-        elif kind == _KINDS[0]:
-            path = folder / f"geometry{ending}.png"
         else:
-            path = folder / "figures" / name
-        with _writes(path) as part, page(dark=dark):
+            path = folder / ("geometry.png" if kind == _KINDS[0] else f"figures/{name}")
+        with _writes(path) as part:
             save(figure, part)
         yield f"wrote {path}"
-
-
-def compare_runs(
-    first: Path, second: Path, out: Path | None = None, stack: str | None = None
-) -> list[str]:
-    """Compare two runs in words, and draw their differences.
-
-    Args:
-        first: Folder of a run, or the path of its file.
-        second: Folder of another run.
-        out: Path of the picture; None for none.
-        stack: Name of the stack to compare, for models with several; None for the main one.
-
-    Returns:
-        Lines of text.
-
-    Raises:
-        FileNotFoundError: A folder holds no record.
-        ValueError: A record has no readings or no such stack, the runs have no common step, or
-            `out` does not end like the name of a picture or cannot be written.
-        ImportError: matplotlib is missing, for a picture.
-    """
-    from geomon.analysis.compare import compare
-    from geomon.show.comparison import describe_differences
-    from geomon.show.settings import describe_settings
-
-    runs = load(first, stack), load(second, stack)
-    _say_remarks([first, second], runs)
-    names = (str(first), str(second))
-    found = compare(*runs)
-    lines = describe_differences(found, names)
-    settings = describe_settings(*runs)
-    lines[1:1] = [settings] if settings else []
-    if out is not None:
-        from geomon.show.figures import save
-        from geomon.show.figures.compare import compare_figure
-
-        one, other = name_runs([first, second])
-        figure = compare_figure(runs, (one, other), found)
-        with _writes(out) as part:
-            save(figure, part)
-        lines.append(f"wrote {out}")
-    return lines
-
-
-def _say_remarks(paths: Sequence[Path], runs: Sequence[Readings]) -> None:
-    """Say on standard error what is to be known of records as a whole."""
-    for path, readings in zip(paths, runs, strict=True):
-        for remark in readings.remarks():
-            sys.stderr.write(printable(f"geomon: {path}: {remark}") + "\n")
 
 
 @contextmanager
 def _writes(path: Path) -> Iterator[Path]:
     """Have a file written whole or not at all, and say of one that cannot be what to do.
 
-    Args:
-        path: Path of the file.
-
-    Yields:
-        Path to write to, of the same ending: that of a part beside the file, which takes its place
-        in the end. What is no file, /dev/stdout say, is written itself.
+    It yields the path to write to, of the same ending: that of a part beside the file, which takes
+    its place in the end. What is no file, /dev/stdout say, is written itself.
 
     Raises:
         ValueError: The file cannot be written.
@@ -335,22 +298,3 @@ def _writes(path: Path) -> Iterator[Path]:
         if not whole:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
-
-
-@contextmanager
-def exit_on_bad_input() -> Iterator[None]:
-    """Turn errors of bad input into one line of text and exit code 2."""
-    import typer
-
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError as error:  # who reads has seen enough: `geomon compare A B | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(0) from error
-    except (ValueError, OSError, ImportError) as error:
-        words = str(error)
-        if isinstance(error, OSError) and error.strerror and error.filename:
-            words = f"{os.fspath(error.filename)}: {error.strerror}"
-        typer.echo(f"geomon: {printable(' '.join(words.split()))}", err=True)
-        raise typer.Exit(2) from error

@@ -7,11 +7,7 @@ from geomon.analysis.compare import Difference
 
 
 def describe_differences(differences: Iterable[Difference], names: tuple[str, str]) -> list[str]:
-    """Describe differences in lines of text, those beyond the errors first.
-
-    Args:
-        differences: What `compare` found.
-        names: Names of the two runs.
+    """Describe differences of two runs in lines of text, those beyond the errors first.
 
     Example:
         >>> found = [Difference("twonn/mean", 100, 5.0, 6.0, 0.5)]

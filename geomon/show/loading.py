@@ -8,15 +8,10 @@ from geomon.record import Readings, read
 
 
 def load(directory: Path, stack: str | None = None) -> Readings:
-    """Read one stack of a record that has at least one reading.
-
-    Args:
-        directory: Folder of the run, or the path of its file.
-        stack: Name of the stack, for a model with several; None for the main one.
+    """Read one stack of a record, by default the main one; like `load_all`.
 
     Raises:
-        FileNotFoundError: The folder holds no record.
-        ValueError: The file is not a record, has no readings, or its model no such stack.
+        ValueError: The model has no such stack, too.
     """
     return load_all(directory).of_stack(stack)
 

@@ -13,11 +13,7 @@ _MOST_LETTERS = 60
 
 
 def setting_words(name: str, value: Any) -> str:
-    """Format a setting; of a list its length too.
-
-    Args:
-        name: Name of the setting.
-        value: Its value; None where it was not recorded.
+    """Format a setting; of a list its length too. None is that of one that was not recorded.
 
     Example:
         >>> setting_words("layers", ["a", "b"]), setting_words("tokens", 4096)
@@ -36,12 +32,7 @@ def setting_words(name: str, value: Any) -> str:
 
 
 def describe_settings(first: Readings, second: Readings) -> str:
-    """Say in one line in which settings two records differ, or "" where in none.
-
-    Args:
-        first: Readings of one run.
-        second: Readings of the other run.
-    """
+    """Say in one line in which settings two records differ, or "" where in none."""
     if not (first.runs and second.runs):
         return ""
     one, other = first.runs[-1], second.runs[-1]

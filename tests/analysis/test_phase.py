@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from geomon.analysis import Phase, find_phase
+from geomon.analysis import find_phase
 from geomon.analysis.phase import FALSE_ALARMS, FALSE_TURNS, Z, find_noise
 
 # Mean of twonn over the layers of a character decoder on enwik8, as training goes on.
@@ -36,9 +36,9 @@ COURSES = {
         range(0, 640, 10), [30 + SCATTER[n] - min(n, 12) for n in range(64)], [Z] * 64,
         {2: "steady", 4: "falling", 45: "level", 46: "falling"}, (10, 0, None, None),
     ),
-    "up, down and up": (
-        range(33), [*UP, *UP[::-1], *(2 + 0.2 * n for n in range(11))], [0.1] * 33,
-        {2: "expanding", 13: "compressing", 25: "expanding"}, (21, 10, 10, 11),
+    "up, down, up and level below the peak": (
+        range(150), [*UP, *UP[::-1], *(2 + 0.2 * n for n in range(11)), *[4.0] * 117], [0.1] * 150,
+        {2: "expanding", 13: "compressing", 25: "expanding", 129: "level"}, (32, 10, 10, 11),
     ),
     "scatter beyond the margins": (
         range(64), [8 + x for x in SCATTER], [0.4] * 64,
@@ -118,21 +118,6 @@ def test_two_octaves_without_a_change_are_level(before, name):
     assert find_phase(steps, values, [0.2] * 4).name == name
 
 
-def test_a_phase_says_its_change_in_words():
-    assert Phase("expanding", 40, 12.34, 0.0, since=8, start=3.0, end=12.34).words() == (
-        "expanding since step 8, from 3.0 to 12.3"
-    )
-    assert Phase("level", 40, 123.4, -0.25, 32, 64, 1000, 93.0, 92.6).words() == (
-        "level since step 1,000, 25 % below its peak 123 at step 40"
-    )
-    assert Phase("level", 40, 8.0, -0.02, since=32, start=7.9, end=7.84).words() == (
-        "level since step 32, 2 % below 8.0 at step 40"
-    )
-    assert Phase("steady", 0, 1.0, 0.0).words() == "steady: no change beyond its errors"
-    assert Phase("erratic", 0, 1.0, 0.0).words().startswith("erratic: it jumps")
-    assert Phase("unknown", -1, math.nan, math.nan).words() == "too few readings to tell"
-
-
 def test_noise_has_the_error_that_was_put_into_it():
     random = Random(0)
     values = [(15 + 0.001 * n) * (1 + random.gauss(0, 0.02)) for n in range(2000)]
@@ -205,20 +190,3 @@ def test_a_long_run_with_many_turns_costs_little():
     began = time.process_time()
     assert find_phase(range(5000), values, [0.1] * 5000).name != "steady"
     assert time.process_time() - began < 2
-
-
-def test_without_margins_twenty_readings_are_needed():
-    rising = [n + 0.1 * (n % 2) for n in range(1, 21)]
-    assert find_phase(range(19), rising[:19]).name == "unknown"
-    assert find_phase(range(20), rising).name == "expanding"
-
-
-def test_a_second_rise_is_seen_and_a_lower_plateau_is_below_the_peak():
-    up = [2 + 0.5 * index for index in range(11)]
-    values = [*up, *up[::-1], *(2 + 0.2 * index for index in range(11)), *[4.0] * 30]
-    at_step = [find_phase(range(n), values[:n], [0.1] * n) for n in range(len(values) + 1)]
-    assert [at_step[n].name for n in (11, 22, 33)] == ["expanding", "compressing", "expanding"]
-    assert (at_step[33].since, at_step[33].end) == (21, 4)
-    last = find_phase(range(200), [*values, *[4.0] * (200 - len(values))], [0.1] * 200)
-    assert (last.name, last.peak_step, last.peak) == ("level", 10, 7)
-    assert last.words() == "level since step 32, 43 % below its peak 7.0 at step 10"

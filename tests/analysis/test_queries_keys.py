@@ -78,43 +78,6 @@ def test_chance_alone_names_a_head_in_one_run_of_twenty():
     assert 0.02 < falls < 0.085
 
 
-@given(st.lists(cosines, min_size=1, max_size=40))
-@settings(deadline=None)
-def test_the_named_heads_are_those_of_holm(values):
-    found = queries_and_keys([at(0, [values])])
-    p_values = np.array([cosine_p_value(value, WIDTH) for value in values])
-    order = np.argsort(p_values, kind="stable")
-    count = len(values)
-    adjusted = np.empty(count)
-    adjusted[order] = np.maximum.accumulate(p_values[order] * (count - np.arange(count)))
-    named = [head.direction != "chance" for head in found.heads]
-    clear = np.abs(adjusted - 0.05) > 1e-9  # a product and a quotient round differently
-    assert (np.array(named) == (adjusted <= 0.05))[clear].all()
-    assert ((np.abs(values) > found.limit) == named)[clear].all()
-    for head in found.heads:
-        assert head.direction in ("chance", "similar" if head.cosine > 0 else "opposite")
-        assert (head.onset is None) == (head.direction == "chance")
-
-
-@given(st.integers(0, 5), st.sampled_from([-1, 1]), st.integers(0, 2**31))
-@settings(deadline=None, max_examples=40)
-def test_an_onset_is_the_step_from_which_a_head_stays_beyond_chance(number, sign, seed):
-    """Before it, a head may be beyond chance for a while: with the other sign, or not to stay."""
-    generator = np.random.default_rng(seed)
-    steps = [0, 8, 32, 128, 512, 2048]
-    readings = []
-    for index, step in enumerate(steps):
-        table = chance(generator, (2, 3))
-        table[1, 2] = sign * 0.9
-        if index == number - 1:
-            table[1, 2] = generator.choice([0.05, -sign * 0.9])
-        readings.append(at(step, table))
-    found = queries_and_keys(generator.permutation(np.array(readings, dtype=object)).tolist())
-    head = next(each for each in found.heads if (each.layer, each.head) == (2, 2))
-    assert head.direction == ("similar" if sign > 0 else "opposite")
-    assert head.onset == steps[number]
-
-
 def test_a_cosine_that_falls_with_depth_is_found():
     found = queries_and_keys([at(0, [[0.1] * 8, [0.1, -0.1] * 4, [-0.1] * 7 + [0.1]])])
     assert found.depth < 0
@@ -122,21 +85,6 @@ def test_a_cosine_that_falls_with_depth_is_found():
     heads = queries_and_keys([at(0, [[0.7, 0.9, -0.8, -0.95, 0.8]])])
     assert [head.head for head in heads.of("similar")] == [1, 4, 0]
     assert [head.head for head in heads.of("opposite")] == [3, 2]
-
-
-def test_the_words_say_what_was_found():
-    start = {"qk_dot/layer_01/head_0": 0.5, "qk_dot/layer_02/head_0": -1.5}
-    end = {"qk_dot/layer_01/head_0": 8.0, "qk_dot/layer_02/head_0": -4.0}
-    first, last = [[0.9] * 6, [0.0] * 6], [[0.9] * 6, [-0.9] * 6]
-    readings = [at(0, first, **start), at(64, first), at(128, last, **end)]
-    assert queries_and_keys(readings).words() == [
-        "Mean query and mean key are similar beyond chance in 6 of 12 heads (since step 0), and "
-        "opposite in 6 (since step 128). Chance is isotropic directions of width 32: 5 % for any "
-        "of the 12 heads at a step.",
-        "The cosine of mean query and mean key falls with depth (Kendall's tau -1.00, p below "
-        ".001).",
-        "Mean |mean query . mean key| over heads: 1 at the start, 6 at the end.",
-    ]
 
 
 def test_without_heads_or_without_a_width_there_is_nothing():

@@ -8,6 +8,7 @@ and margins of the record; a sentence of which it knows no form is an error too.
 import math
 import random
 import re
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -17,8 +18,10 @@ from rich.console import Console
 from tagged import TEXTS, reading_of
 
 from geomon.analysis import summarise
-from geomon.analysis.alerts import Alert
+from geomon.analysis.alerts import RULES, Alert
+from geomon.note import Note
 from geomon.record import Readings
+from geomon.show.collect import dimension_panel
 from geomon.show.loggers.board import BoardText
 from geomon.show.loggers.history import RunHistory
 from geomon.show.loggers.wandb_run import WandBSummary
@@ -32,7 +35,14 @@ SCHEDULES = (
     list(range(0, 2001, 50)),
     list(range(8)),
 )
+DISAGREE = "twonn and twonn_distinct disagree"
+FOUND = {"lowest": 1.5, "largest": 130.0, "limit": 2.0}
+WHY = (
+    "The two estimates differ because of near-duplicates: the first counts every copy of a token "
+    "at the same position, the second counts one of them."
+)
 NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
+ALERT = r"Alert at step (\S+?)(?: \(first of (\d+)\))?: (.*?) \(layer 2\): .*"
 Points = dict[int, tuple[float, float]]  # value and margin, 0 where unknown, by step
 
 
@@ -64,6 +74,19 @@ def course(kind, steps, has_margins, rng):
     return points
 
 
+def profile(rng):
+    """Anisotropy at five layers, of any shape."""
+    return rng.choice(
+        [
+            [rng.uniform(0.1, 0.9) for _ in range(5)],
+            [rng.uniform(0.5, 0.54) for _ in range(5)],
+            sorted(rng.uniform(0.1, 0.9) for _ in range(5)),
+            sorted((rng.uniform(0.1, 0.9) for _ in range(5)), reverse=True),
+            [0.1, rng.uniform(0.2, 0.8), 0.9, rng.uniform(0.2, 0.8), 0.1],
+        ]
+    )
+
+
 def record(seed):
     """A record, and the points of both estimates."""
     rng = random.Random(seed)
@@ -84,13 +107,21 @@ def record(seed):
             if step in points:
                 values[tag] = points[step][0]
                 values |= {f"{tag}/margin": points[step][1]} if points[step][1] else {}
-        for layer in range(5):
-            values[f"anisotropy/layer_{layer:02d}"] = rng.uniform(0.1, 0.9)
+        for layer, value in enumerate(profile(rng)):
+            values[f"anisotropy/layer_{layer:02d}"] = value
             for head in range(4 * bool(layer)):
-                values[f"qk_cosine/layer_{layer:02d}/head_{head}"] = rng.uniform(-1, 1)
+                place = f"layer_{layer:02d}/head_{head}"
+                values[f"qk_cosine/{place}"] = rng.uniform(-1, 1)
+                values[f"qk_dot/{place}"] = rng.uniform(-9, 9)
         values["qk_cosine/null_magnitude"] = 0.0798  # isotropic directions of width 100
-        raised = [Alert("rank_collapse", step, "", (2,), (), {"lowest": 1.5, "limit": 2.0}, "look")]
-        notes = [alert.note() for alert in raised if kind == "diverged" and step == steps[-1]]
+        raised = ["rank_collapse"] * (step in steps[-2:]) + ["logit_growth"] * (step == steps[-1])
+        notes = [
+            Alert(name, step, layers=(2,), numbers=FOUND, advice="look there").note()
+            for name in raised
+            if kind == "diverged"
+        ]
+        if rng.random() < 0.5:
+            notes.append(Note(DISAGREE, "they do"))
         readings.append(reading_of(values, step, "probe", notes))
     return Readings([{"model": "Synthetic", "metrics": TEXTS}], readings), curves
 
@@ -111,6 +142,8 @@ class Checker:
         self.readings = list(readings)
         self.last = self.readings[-1]
         self.curves = curves
+        self.said = {}  # words of the phase of each estimate
+        self.made = []  # kinds of the sentences
         self.false = []
 
     def hold(self, is_true, sentence, why):
@@ -197,12 +230,18 @@ class Checker:
         say(words == "too few readings to tell", words, "unknown form")
         say(len(values) < 2 or (not known and len(values) < 20), words, "enough readings")
 
-    def estimates(self, text, *, with_phases=True):
-        """Check a line that gives the two estimates of the dimension."""
+    def is_noted(self):
+        """Whether the last reading notes near-duplicates."""
+        return any(note.kind == DISAGREE for note in self.last.notes)
+
+    def why(self, text):
+        self.hold(self.is_noted(), text, "why the two differ")
+
+    def estimates(self, text):
+        """Check a line that gives the two estimates of the dimension, and their phases."""
         names = {"intrinsic dimension": "twonn", "distinct tokens": "twonn_distinct",
                  "intrinsic dimension, distinct tokens": "twonn_distinct"}  # fmt: skip
-        parts = text.split("; ") if with_phases else re.split(r", (?=distinct)", text)
-        for part in parts:
+        for part in text.split("; "):
             found = re.fullmatch(
                 r"(.*?) (\d\S*?)(?: ± (\S+?))?(?:, (.*?))?(?: \(known to step (\S+)\))?", part
             )
@@ -215,17 +254,18 @@ class Checker:
             self.hold(bool(found[3]) == bool(points[end][1]), part, "a margin")
             if found[3]:
                 self.hold(self.prints(points[end][1], found[3]), part, "margin")
-            self.hold((end < self.last.step) == bool(found[5]) or not with_phases, part, "end")
-            if with_phases:
-                self.phase(points, found[4])
+            self.hold((end < self.last.step) == bool(found[5]), part, "end")
+            self.said[names[found[1]]] = found[4]
+            self.phase(points, found[4])
 
     # -- sentences ---------------------------------------------------------------------------------
 
     def sentence(self, text):
         """Check a sentence of the summary."""
         for pattern, check in (
-            (r"Alert(?:s)? at step (\S+): rank collapse .*\.", self.alert),
-            (r"(.*?± .*|.*?\d, .*?)\. At the start: (.*)\.", self.start),
+            (ALERT, self.alert),
+            (rf"At step ({NUMBER}): (.*)\.", self.start),
+            (re.escape(WHY), self.why),
             (rf"intrinsic dimension rose from (\S+) to (\S+) between steps ({NUMBER}) and "
              rf"({NUMBER}), distinct tokens (rose|fell) from (\S+) to (\S+): the rise is "
              r"(not only )?near-duplicates.*\.", self.rise),
@@ -236,29 +276,51 @@ class Checker:
             (r"cosine of mean query and mean key, mean size over heads: (.*?)\. At the end it is "
              r"above 0\.5 in (\d+) of (\d+) heads, and below -0\.5 in (\d+)\.", self.cosine),
             (r"Mean query and mean key are similar beyond chance in (\d+) of (\d+) heads(.*?), and "
-             r"opposite in (\d+)(.*?)\. Chance is isotropic directions of width (\d+): 5 % for any "
-             r"of the \2 heads at a step\.", self.chance),
+             r"opposite in (\d+)(.*?)\. By chance \(random directions in (\d+) dimensions\) any of "
+             r"the \2 heads would be beyond the limit in 5 % of the readings\.", self.chance),
             (r"The cosine of mean query and mean key (falls|rises) with depth \(Kendall's tau "
-             r"(\S+), p .*\)\.", self.depth),
+             r"(\S+), p (.*)\)\.", self.depth),
+            (r"Mean query · mean key, mean size over heads: (\S+) at the start, (\S+) at the end\.",
+             self.dots),
+            (r"anisotropy over depth at step (\S+): flat, (\S+) to (\S+); no layer stands out\.",
+             self.flat),
             (r"anisotropy over depth at step (\S+): highest, (\S+), at layer (\d+), (.*) \((\S+) "
              r"at layer 0, (\S+) at layer 4\); (.*)\.", self.profile),
             (r"geomon took (\S+) % of the run's time\.", self.cost),
         ):  # fmt: skip
             if found := re.fullmatch(pattern, text):
+                self.made.append(check.__name__)
                 return check(text, *found.groups())
         return self.estimates(text.removesuffix("."))
 
-    def alert(self, text, step):
-        steps = [
-            reading.step for reading in self.readings for note in reading.notes if note.is_alert
-        ]
-        self.hold(int(value_of(step)) in steps, text, "no alert there")
+    def complete(self, sentences):
+        """Check that no sentence is missing that every record has, or that its numbers ask for."""
+        count = Counter(self.made)
+        kinds = ("entropy", "cosine", "chance", "dots", "cost", ("profile", "flat"))
+        for kind in kinds:
+            made = sum(count[each] for each in ([kind] if isinstance(kind, str) else kind))
+            self.hold(made == 1, sentences, f"{kind}: {made} sentences")
+        self.hold(count["alert"] == len(self.alerts()), sentences, "alerts")
+        self.hold(count["why"] == self.is_noted(), sentences, "why the two differ")
+        self.hold(count["depth"] == (self.kendall().pvalue < 0.05), sentences, "depth")
 
-    def start(self, text, now, starts):
-        self.estimates(now)
-        for name, value, margin, step in re.findall(
-            rf"(intrinsic dimension|distinct tokens) (\S+?)(?: ± (\S+))? at step ({NUMBER})", starts
-        ):
+    def alerts(self):
+        """Steps of the alerts by kind in words, the gravest first."""
+        found = {name: [r.step for r in self.readings for n in r.notes if n.kind == name]
+                 for name in RULES}  # fmt: skip
+        return {name.replace("_", " "): steps for name, steps in found.items() if steps}
+
+    def alert(self, text, step, total, kind):
+        steps = self.alerts().get(kind, [])
+        self.hold(int(value_of(step)) == min(steps, default=-1), text, "the first alert")
+        self.hold(int(total or 1) == len(steps), text, "number of alerts")
+
+    def start(self, text, step, starts):
+        found = re.findall(
+            r"(intrinsic dimension|distinct tokens) (\S+?)(?: ± (\S+?))?(?:,|$)", starts
+        )
+        self.hold(len(found) == starts.count(",") + 1, text, "unknown form")
+        for name, value, margin in found:
             points = self.curves["twonn" if name == "intrinsic dimension" else "twonn_distinct"]
             first = min(points)
             self.hold(int(value_of(step)) == first, text, "not the first")
@@ -343,26 +405,57 @@ class Checker:
             named = [int(value_of(step)) for step in re.findall(NUMBER, words)]
             self.hold(named == sorted({min(onsets), max(onsets)} if onsets else ()), text, "since")
 
-    def depth(self, text, verb, tau):
+    def kendall(self):
         from scipy import stats
 
         cosines = self.heads(self.last)
-        found = stats.kendalltau([layer for layer, _ in cosines], list(cosines.values()))
+        return stats.kendalltau([layer for layer, _ in cosines], list(cosines.values()))
+
+    def depth(self, text, verb, tau, p):
+        found = self.kendall()
         self.hold(self.prints(found.statistic, tau) and found.pvalue < 0.05, text, "tau")
         self.hold((found.statistic > 0) == (verb == "rises"), text, "direction")
+        small, printed = found.pvalue < 0.001, p.removeprefix("below ")
+        self.hold(small == (printed != p) and (small or self.prints(found.pvalue, p)), text, "p")
+
+    def dots(self, text, first, last):
+        known = [reading for reading in self.readings if self.heads(reading)]
+        for reading, printed in ((known[0], first), (known[-1], last)):
+            size = fmean(map(abs, reading.column("qk_dot").by_head().values()))
+            self.hold(math.isclose(size, float(printed), rel_tol=5.01e-3), text, "size")
+
+    def layers(self, step, text):
+        self.hold(int(value_of(step)) == self.last.step, text, "step")
+        return [self.last.values[f"anisotropy/layer_{n:02d}"] for n in range(5)]
+
+    def flat(self, text, step, low, high):
+        values = self.layers(step, text)
+        for value, printed in ((min(values), low), (max(values), high)):
+            self.hold(self.prints(value, printed), text, "value")
+        self.hold(max(values) - min(values) < 0.1 * max(values), text, "a layer stands out")
 
     def profile(self, text, step, highest, layer, where, first, last, shape):
-        values = [self.last.values[f"anisotropy/layer_{n:02d}"] for n in range(5)]
-        top = values.index(max(values))
-        self.hold(int(value_of(step)) == self.last.step and int(layer) == top, text, "highest")
+        values = self.layers(step, text)
+        top, slack = values.index(max(values)), 0.05 * (max(values) - min(values))
+        self.hold(int(layer) == top and 20 * slack >= 0.1 * max(values), text, "highest")
         for value, printed in ((values[top], highest), (values[0], first), (values[4], last)):
             self.hold(self.prints(value, printed), text, "value")
         places = "the first", "in the first third", "in the middle", "in the last third", "the last"
         self.hold(where == places[top], text, "place")
-        rising = [b > a for a, b in pairwise(values)]
-        one_bell = 0 < top < 4 and rising == sorted(rising, reverse=True)
-        self.hold(shape == "bell-shaped" or not one_bell or "levels off" in shape, text, "shape")
-        self.hold(shape != "bell-shaped" or 0 < top < 4, text, "shape")
+        # Against the trend a twentieth of the range is nothing.
+        rises, falls = (
+            all(a - b <= slack for n, b in enumerate(part) for a in part[:n])
+            for part in (values[: top + 1], values[top:][::-1])
+        )
+        above = values[top] - max(values[0], values[4]) > slack
+        words = {
+            (True, True): "bell-shaped",
+            (True, False): "higher inside than at both ends, but not one bell",
+            (False, False): "not bell-shaped",
+            (False, True): "not bell-shaped: it falls with depth" if top == 0 else
+                           "not bell-shaped: it rises with depth" + " and levels off" * (top < 4),
+        }  # fmt: skip
+        self.hold(shape == words[above, rises and falls], text, "shape")
 
     def cost(self, text, share):
         self.hold(self.prints(100 * self.last.overhead, share), text, "share")
@@ -371,12 +464,12 @@ class Checker:
 
     def headline(self, text):
         """Check the first line of a report: the alerts, then the dimension."""
-        alerts = [r.step for r in self.readings for note in r.notes if note.is_alert]
-        found = re.match(r"Alert: rank collapse at step (\S+?)\. ", text)
-        self.hold((found is not None) == bool(alerts), text, "alerts")
-        if found:
-            self.hold(value_of(found[1]) == alerts[0], text, "step of the alert")
-        self.estimates(text[found.end() if found else 0 :].removesuffix("."))
+        named = [f"{kind} at step {steps[0]:,}" for kind, steps in self.alerts().items()]
+        alerts = f"Alert{'s' * (len(named) > 1)}: {', '.join(named)}. " if named else ""
+        self.hold(text.startswith(alerts) and ("Alert" in text) == bool(named), text, "alerts")
+        course, why, _ = text.removeprefix(alerts).partition(f" {WHY}")
+        self.estimates(course.removesuffix("."))
+        self.hold(bool(why) == self.is_noted(), text, "why the two differ")
 
     def watch(self, lines):
         """Check the lines of the overview that is printed, on which none is too long to be one."""
@@ -395,9 +488,11 @@ class Checker:
             for name, metric in names.items()
         }
         for line in lines[2:]:
-            if line.startswith("Alert at step"):
-                self.alert(line, line.split(maxsplit=4)[3].rstrip(":"))
+            if found := re.fullmatch(ALERT, line):
+                self.alert(line, *found.groups())
                 continue
+            if line.startswith("note: "):
+                continue  # in the words of the reading
             name, value, _, *after = re.split(r"  +", line)
             if name == "anisotropy by layer":
                 profile = [values[f"anisotropy/layer_{n:02d}"] for n in range(5)]
@@ -419,15 +514,30 @@ class Checker:
 
     def wandb(self, summary):
         """Check the key numbers of W&B."""
-        points = self.curves["twonn"]
-        values = [value for value, _ in points.values()]
+        values = [value for value, _ in self.curves["twonn"].values()]
         self.hold(summary["geomon/final"] == values[-1], summary, "final")
-        at = summary["geomon/peak_step"]
-        if at is not None:
-            self.hold(points[at][0] == summary["geomon/peak"], summary, "peak")
-            self.hold(points[at][0] > values[-1] or summary["geomon/phase"] == "expanding", summary,
-                      "no fall")  # fmt: skip
-        self.hold(at is not None or summary["geomon/phase"] != "compressing", summary, "no peak")
+        self.hold(
+            summary["geomon/alerts"] == sum(map(len, self.alerts().values())), summary, "alerts"
+        )
+        name = summary["geomon/phase"].replace("unknown", "too few readings")
+        self.hold(self.said["twonn"].startswith(name), summary, "another phase than in words")
+        self.peak(summary["geomon/peak_step"], summary["geomon/peak"], summary["geomon/phase"])
+
+    def peak(self, step, value, phase):
+        """Check the peak that a page names, None for none."""
+        points = self.curves["twonn"]
+        if step is not None:
+            self.hold(points[step][0] == value, (step, value), "peak")
+            end = points[max(points)][0]
+            self.hold(value > end or phase == "expanding", (step, value), "no fall")
+        self.hold(step is not None or phase != "compressing", phase, "no peak")
+
+    def legends(self, lines):
+        """Check the peak that the legend of a chart names."""
+        for line in lines:
+            if found := re.fullmatch(rf"(.*): peak (\S+) at step ({NUMBER})", line.name):
+                value = self.curves["twonn"][int(value_of(found[3]))][0]
+                self.hold(self.prints(value, found[2]), line.name, "peak")
 
 
 class Texts:
@@ -440,6 +550,23 @@ class Texts:
         self.said[name] = re.sub(r"\\(.)", r"\1", text)
 
 
+def check_board(readings, curves):
+    """The false sentences of TensorBoard, which are of the readings that are kept for it."""
+    board, history, texts = BoardText(lambda: [texts]), RunHistory(), Texts()
+    board.describe(readings.runs[0])
+    for reading in readings:
+        board.write(reading)
+        history.add(reading)
+    board.close()
+    kept = history.readings().readings
+    steps = {reading.step for reading in kept}
+    checker = Checker(kept, {name: {step: point for step, point in points.items() if step in steps}
+                             for name, points in curves.items()})  # fmt: skip
+    for text in texts.said["~geomon/1 the run in words"].partition("\n\n")[0].splitlines():
+        checker.sentence(text.removeprefix("- "))
+    return checker.false
+
+
 def check_all(seed):
     """All that the pages say of one record, checked; the sentences, and those that are false."""
     readings, curves = record(seed)
@@ -449,41 +576,28 @@ def check_all(seed):
     sentences = summarise(readings)
     for text in sentences:
         checker.sentence(text)
+    checker.complete(sentences)
     content = build_content([Run("a", Path("a"), readings)])["runs"][0]
-    checker.headline(content["headline"])
-    checker.hold(content["sentences"] == sentences, "report", "other sentences")
+    alerts = [text for text in sentences if text.startswith("Alert")]
+    checker.hold(content["alerts"] == alerts, content, "alerts of the report")
+    checker.estimates(content["headline"].removesuffix("."))
+    said = [content["headline"], *content["alerts"], *content["sentences"]]
+    checker.hold(sorted(said) == sorted(sentences), "report", "other sentences")
     console = Console(width=500, color_system=None)
     with console.capture() as capture:
         console.print(view(readings))
     lines = [line.rstrip() for line in capture.get().splitlines()]
     checker.watch(lines)
+    checker.legends(dimension_panel(readings).lines)
     texts = Texts()
     summary = WandBSummary(texts)
     for reading in readings:
         texts.run = texts if reading is readings[-1] else None  # at each reading it takes long
         summary.write(reading)
     checker.wandb(texts.summary)
-    if seed % 5 == 0:  # so that each kind is among them; TensorBoard has the same sentences
-        board = BoardText(lambda: [texts])
-        board.describe(readings.runs[0])
-        for reading in readings:
-            board.write(reading)
-        board.close()
-        history = RunHistory()  # TensorBoard's words are of the readings that are kept for it
-        for reading in readings:
-            history.add(reading)
-        kept = history.readings().readings
-        steps = {reading.step for reading in kept}
-        of_kept = {
-            name: {step: point for step, point in points.items() if step in steps}
-            for name, points in curves.items()
-        }
-        board_checker = Checker(kept, of_kept)
-        words = texts.said["~geomon/1 the run in words"].partition("\n\n")[0]
-        for text in words.splitlines():
-            board_checker.sentence(text.removeprefix("- "))
-        checker.false += board_checker.false
-    return [*sentences, content["headline"], *lines], checker.false
+    # TensorBoard has the same sentences: so that each kind of record is among them.
+    of_board = check_board(readings, curves) if seed % 5 == 0 else []
+    return [*sentences, content["headline"], *lines], checker.false + of_board
 
 
 @pytest.mark.parametrize("part", range(8))

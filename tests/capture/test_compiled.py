@@ -1,23 +1,17 @@
-"""What people do to a model besides training it plainly: neither disturbs the other.
+"""Models that are compiled whole, in place and per block, and mixed precision."""
 
-Compiled whole, in place and per block; activation checkpointing; mixed precision; accumulated
-gradients; copies for an average of the weights.
-"""
-
-import copy
 import functools
-import pickle
 
+import measuring
 import pytest
 import torch
 from specimens import VOCABULARY, built
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers.integrations import flex_attention
 from zoo import ZOO
 
-from geomon import Memory, Monitor, every, select
+from geomon import Memory, every, select
 
 METRICS = select("variance", "anisotropy", "attention_entropy", "qk_cosine")
 IDS = torch.randint(0, VOCABULARY, (4, 16), generator=torch.Generator().manual_seed(0))
@@ -43,41 +37,37 @@ class Counting:
         return run
 
 
-@pytest.fixture
-def fresh_compiler():
+# What tracing says of a block's inputs.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
     torch.compiler.reset()
     yield
     torch.compiler.reset()
-
-
-def compiles(test):
-    """Marks a test that compiles; tracing says this of a block's inputs."""
-    words = "ignore:The .grad attribute of a Tensor that is not a leaf"
-    return pytest.mark.usefixtures("fresh_compiler")(pytest.mark.filterwarnings(words)(test))
 
 
 def made(name: str = "nanoGPT-like", dropout: float = 0.0) -> nn.Module:
     return built(ZOO[name], "sdpa", dropout=dropout).train()
 
 
-def logits_of(model: nn.Module, ids: torch.Tensor = IDS) -> torch.Tensor:
-    output = model(ids)
+def logits_of(model: nn.Module) -> torch.Tensor:
+    output = model(IDS)
     return output if isinstance(output, torch.Tensor) else output[0]
 
 
-def train(model, monitor=None, *, rate=1e-2, micro=1, each=lambda step: None):
+def train(model, monitor=None):
     """Weights, losses and random state after a few steps; the window is open over both passes."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(3)
     losses = []
     for step in range(STEPS):
-        for part in IDS.chunk(micro):
-            with monitor(step) if monitor else torch.enable_grad():
-                logits = logits_of(model, part)
-                loss = cross_entropy(logits[:, :-1].flatten(0, 1), part[:, 1:].flatten())
-                (loss / micro).backward()
-                losses.append(loss.item())
-                each(step)
+        with monitor(step) if monitor else torch.enable_grad():
+            logits = logits_of(model)
+            loss = cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+            loss.backward()
+            losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
     weights = {n.replace("_orig_mod.", ""): v.clone() for n, v in model.state_dict().items()}
@@ -92,11 +82,10 @@ def same(one, other) -> bool:
     return weights and one[1] == other[1] and torch.equal(one[2], other[2])
 
 
-def watching(model, schedule=None, **kwargs):
+def watching(model, schedule=None, **options):
     """A monitor and what it writes to."""
-    memory = Memory()
-    options = {"metrics": METRICS, "tokens": 64, "directory": None, "strict": True} | kwargs
-    return Monitor(model, schedule=schedule or every(2), sinks=[memory], **options), memory
+    few = {"metrics": METRICS, "schedule": schedule or every(2), "batches": 2}
+    return measuring.watching(model, **few, **options)
 
 
 def values_of(memory: Memory) -> list[tuple[int, dict[str, float | None]]]:
@@ -107,15 +96,12 @@ def values_of(memory: Memory) -> list[tuple[int, dict[str, float | None]]]:
 
 
 @functools.cache
-def plain_readings(name="nanoGPT-like", dropout=0.0, rate=1e-2):
+def plain_readings(name="nanoGPT-like", dropout=0.0):
     """Readings of the model trained as it is."""
     model = made(name, dropout)
     monitor, memory = watching(model)
-    train(model, monitor, rate=rate)
+    train(model, monitor)
     return values_of(memory)
-
-
-# -- compiled ----------------------------------------------------------------------------------
 
 
 def whole(model, backend):
@@ -145,7 +131,6 @@ def one_projection(model, backend):
     return model
 
 
-@compiles
 @pytest.mark.parametrize(
     ("name", "way", "compiled_first"),
     [
@@ -183,7 +168,6 @@ def test_monitoring_compiles_nothing_again(name, way, compiled_first):
         assert found == pytest.approx(plain, rel=1e-4, abs=1e-5, nan_ok=True)
 
 
-@compiles
 @pytest.mark.parametrize("way", [whole, in_place, per_block])
 def test_compiled_models_give_the_same_readings_by_probe(way):
     backend = Counting()
@@ -200,7 +184,6 @@ def test_compiled_models_give_the_same_readings_by_probe(way):
     assert values_of(memory) == values_of(expected)
 
 
-@compiles
 def test_a_compiled_loss_beside_the_model_is_run_as_compiled(caplog):
     backend = Counting()
     loss_of = torch.compile(lambda logits: logits.square().mean(), backend=backend)
@@ -214,7 +197,6 @@ def test_a_compiled_loss_beside_the_model_is_run_as_compiled(caplog):
     assert not [r for r in caplog.records if "ran eagerly" in r.getMessage()]
 
 
-@compiles
 @pytest.mark.parametrize(
     ("way", "backend"),
     [
@@ -245,7 +227,6 @@ def test_a_compiled_training_with_dropout_is_bit_identical(way, backend):
         assert first.keys() == plain.keys()
 
 
-@compiles
 def test_what_a_compiled_call_writes_into_is_written_once():
     """A cache of keys that is passed along, and a count in the model."""
 
@@ -273,7 +254,6 @@ def test_what_a_compiled_call_writes_into_is_written_once():
     assert len(memory.readings) == 1
 
 
-@compiles
 def test_the_twin_of_a_compiled_wrapper_is_of_what_is_inside(caplog):
     """A second call of `DistributedDataParallel` would wait for other ranks."""
     calls = []
@@ -292,7 +272,6 @@ def test_the_twin_of_a_compiled_wrapper_is_of_what_is_inside(caplog):
     assert "ran eagerly" not in caplog.text
 
 
-@compiles
 def test_a_step_that_has_to_run_eagerly_is_said_once(caplog):
     model = made()
     model.compile(backend="eager")
@@ -308,7 +287,6 @@ def test_a_step_that_has_to_run_eagerly_is_said_once(caplog):
     assert len(said) == 1
 
 
-@compiles
 @pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")
 def test_flex_attention_that_transformers_compiles_runs_compiled_and_is_seen(monkeypatch):
     """It compiles flex attention and what makes its masks, not the model around them."""
@@ -335,31 +313,6 @@ def test_flex_attention_that_transformers_compiles_runs_compiled_and_is_seen(mon
     )
 
 
-# -- checkpointing, mixed precision, accumulation, copies ----------------------------------------
-
-
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
-def test_recomputed_blocks_are_counted_once(reentrant):
-    def checkpointed():
-        model = made("GPT-2", dropout=0.2)
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
-        model.config.use_cache = False
-        return model
-
-    model, calls = checkpointed(), []
-    handle = model.transformer.h[0].ln_1.register_forward_pre_hook(lambda *_: calls.append(1))
-    bare = train(model)
-    assert len(calls) == 2 * STEPS  # each step runs the block forward, and once more
-    handle.remove()
-    watched = checkpointed()
-    assert same(train(watched, watching(watched)[0]), bare)
-    # Gradients of recomputed blocks round differently, so the weights are frozen.
-    frozen = checkpointed()
-    monitor, memory = watching(frozen)
-    train(frozen, monitor, rate=0.0)
-    assert values_of(memory) == plain_readings("GPT-2", dropout=0.2, rate=0.0)
-
-
 def test_mixed_precision_is_left_alone_and_complete():
     model = made(dropout=0.2)
     monitor, memory = watching(model)
@@ -371,34 +324,3 @@ def test_mixed_precision_is_left_alone_and_complete():
     # The same weights and dropout at step 0: what differs is the rounding of bfloat16.
     assert found[0][1] == pytest.approx(plain[0][1], rel=0.05, abs=0.02, nan_ok=True)
     assert found[0][1] != plain[0][1]
-
-
-def test_one_reading_for_each_step_of_accumulated_gradients():
-    model = made(dropout=0.2)
-    monitor, memory = watching(model, every(1))
-    assert same(train(model, monitor, micro=4), train(made(dropout=0.2), micro=4))
-    assert [reading.step for reading in memory.readings] == list(range(STEPS))
-    assert {reading.tokens for reading in memory.readings} == {16}  # of the first of four parts
-
-
-@pytest.mark.parametrize("when", ["open", "between"])
-def test_copies_of_the_model_are_whole_and_inert(when):
-    model, copies = made(dropout=0.2), []
-
-    def each(step):
-        if step == (2 if when == "open" else 1):
-            copies.append(copy.deepcopy(model))
-            average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-            average.update_parameters(model)
-            copies.append(average.module)
-            with torch.random.fork_rng(), torch.no_grad():
-                logits_of(copies[0], IDS.flip(0))  # a forward that is not the model's
-
-    monitor, memory = watching(model)
-    assert same(train(model, monitor, each=each), train(made(dropout=0.2)))
-    assert values_of(memory) == plain_readings(dropout=0.2)
-    for made_copy in copies:
-        pickled = pickle.dumps(made_copy)
-        assert len(pickled) < len(pickle.dumps(model)) + 4096  # nothing of the window is in it
-        again = pickle.loads(pickled).eval()
-        assert torch.equal(logits_of(again), logits_of(made_copy.eval()))

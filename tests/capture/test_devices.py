@@ -8,7 +8,6 @@ from models import PlainDecoder, batch
 
 from geomon.capture import Window, find_anatomy
 from geomon.capture.snapshot import CAPTURED, EXTRA_LAYERS
-from geomon.distributed.gather import _merge_passes
 
 MODELS = {
     "fused": (PlainDecoder, (batch(12, 16),), {}),
@@ -59,23 +58,3 @@ def test_views_on_a_device_are_those_on_the_host(name):
         assert_same(host.layers, device.layers)
     assert host.info == device.info
     assert any(layer.captured for layer in host.layers)
-
-
-@pytest.mark.parametrize("name", ["fused", "by hand"])
-def test_passes_are_merged_on_the_device(name):
-    host = [look(name, seed).snapshot() for seed in range(3)]
-    with Accelerator():
-        device = [look(name, seed).snapshot(DEVICE) for seed in range(3)]
-        merged = _merge_passes(device, 64, 48)
-        assert_same(_merge_passes(host, 64, 48).layers, merged.layers)
-
-
-def test_a_layer_is_moved_once():
-    layer = look("fused").snapshot().layers[1]
-    with Accelerator() as accelerator:
-        moved = layer.to(DEVICE)
-        launches = accelerator.launches
-        assert moved.to(DEVICE) is moved
-        assert accelerator.launches == launches
-        assert moved.devices == {DEVICE}
-    assert layer.to(torch.device("cpu")) is layer

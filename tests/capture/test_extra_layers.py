@@ -31,15 +31,17 @@ def rows_of(layer: Layer, values: torch.Tensor, *, length_first: bool = False) -
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
-def test_the_final_norm_is_the_last_of_the_hidden_states_of_transformers(name):
+def test_layers_and_the_final_norm_are_the_hidden_states_of_transformers(name):
     model, ids = transformer(name).eval(), batch()
     mask = torch.ones_like(ids)
     mask[1, 20:] = 0
     given = {"input_ids": ids, "attention_mask": mask}
-    found = layers(model, given)["final_norm/3"]
-    expected = model(**given, output_hidden_states=True).hidden_states[-1].detach()
-    assert len(found.captured["hidden"]) == mask.sum()
-    assert torch.allclose(found.captured["hidden"], rows_of(found, expected), atol=1e-5)
+    found = layers(model, given)
+    expected = model(**given, output_hidden_states=True).hidden_states
+    for place, states in zip(("/0", "/1", "/2", "final_norm/3"), expected, strict=True):
+        hidden = found[place].captured["hidden"]
+        assert len(hidden) == mask.sum()
+        assert torch.allclose(hidden, rows_of(found[place], states.detach()), atol=1e-5)
 
 
 def test_each_stack_has_its_own_final_norm():
@@ -148,15 +150,6 @@ def test_of_several_ranks_a_matrix_is_taken_once():
     other = Layer(0, "embedding", {}, {"hidden": "why"}, "embedding", one.sources, of_weights=True)
     for parts in ([one, one], [other, one]):
         assert torch.equal(merge_layers(parts).captured["hidden"], one.captured["hidden"])
-
-
-def test_a_window_over_no_pass_stays_empty():
-    window = Window(
-        find_anatomy(PlainDecoder()), {"hidden"}, rows=10, seed=0, extra_layers=EXTRA_LAYERS
-    )
-    with window:
-        pass
-    assert window.snapshot().is_empty
 
 
 def test_names_are_checked():

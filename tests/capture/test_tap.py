@@ -1,6 +1,5 @@
 """What a window sees below autograd, and that nothing of torch is replaced for it."""
 
-import functools
 import importlib.util
 import threading
 from contextlib import ExitStack, nullcontext
@@ -11,11 +10,6 @@ from models import PlainDecoder, batch
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _len_torch_dispatch_stack
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 from watched import Block, attend_by_hand, blocks_of, look, notes, window
 
 from geomon.capture import private
@@ -184,31 +178,6 @@ def test_no_mode_of_the_training_meets_an_operator_of_the_window(outside):
     assert all(queries(seen))
 
 
-def test_selective_checkpointing_trains_alike():
-    def policy(context, operator, *args, **kwargs):
-        kept = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    results = []
-    for watched in (False, True):
-        torch.manual_seed(0)
-        model, ids = PlainDecoder(), batch()
-        for block in model.blocks:
-            run = block.forward
-            block.forward = functools.partial(
-                checkpoint, run, use_reentrant=False, context_fn=contexts
-            )
-        opened = window(model)
-        with opened if watched else torch.enable_grad():
-            loss = model(ids).square().mean()
-            loss.backward()
-        results.append((loss, [p.grad for p in model.parameters()]))
-    assert torch.equal(results[0][0], results[1][0])
-    assert all(map(torch.equal, results[0][1], results[1][1]))
-    assert all(queries(opened))
-
-
 def test_a_compiled_function_around_the_model_runs_as_compiled_and_what_it_hides_is_said():
     graphs = []
     model, before = PlainDecoder(), _len_torch_dispatch_stack()
@@ -225,27 +194,7 @@ def test_a_compiled_function_around_the_model_runs_as_compiled_and_what_it_hides
     assert len(graphs) == 1
 
 
-def test_the_stack_of_modes_is_as_it_was_whatever_ends_the_pass():
-    model, before = PlainDecoder(), _len_torch_dispatch_stack()
-    model.blocks[1].mlp[0] = nn.Linear(3, 3)
-    with pytest.raises(RuntimeError), window(model):
-        model(batch())
-    assert _len_torch_dispatch_stack() == before
-
-
 # -- switches, and names that a release of torch may take away ------------------------------------
-
-
-def test_switches_that_somebody_else_has_set_since_stay():
-    model = PlainDecoder()
-    before = torch.backends.mha.get_fastpath_enabled()
-    try:
-        torch.backends.mha.set_fastpath_enabled(False)
-        with window(model):
-            torch.backends.mha.set_fastpath_enabled(True)
-        assert torch.backends.mha.get_fastpath_enabled()
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def test_a_torch_that_calls_modules_in_another_way_is_an_error_of_the_window_alone(monkeypatch):

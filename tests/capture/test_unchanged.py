@@ -11,11 +11,11 @@ from contextlib import nullcontext, suppress
 import numpy as np
 import pytest
 import torch
+from measuring import watching
 from models import PlainDecoder, batch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from geomon import Monitor, every
 from geomon.capture.unchanged import left_unchanged
 
 
@@ -65,6 +65,10 @@ def draws(function):
 
 def parameter(**options):
     return holds(lambda: nn.Parameter(torch.ones(1), **options))
+
+
+def buffer(module):
+    module.register_buffer("state", torch.zeros(1), persistent=False)
 
 
 @torch.no_grad()
@@ -172,6 +176,13 @@ KINDS = {
     # As transformers does it: both of them, or neither.
     "a hook and a flag": (holds(bool), hooks_once),
     "a hidden module": (holds(lambda: [nn.BatchNorm1d(32)]), counted_norm),
+    "a buffer": (buffer, does(lambda s, x: s.add_(1), float)),
+    "a buffer, unseen by its version": (buffer, does(lambda s, x: s.data.add_(1), float)),
+    "another buffer": (buffer, sets(lambda s, x: s + 1)),
+    "a buffer that is made": (
+        lambda module: module.register_buffer("state", None),
+        makes("state", lambda: torch.rand(1)),
+    ),
 }  # fmt: skip
 
 
@@ -203,10 +214,9 @@ def trained(model, how, *, watched, around=nullcontext):
     torch.compiler.reset()
     if how == "twin":
         model.compile(backend="eager")
-    monitor = Monitor(
-        model, metrics={"rows": lambda hidden: float(len(hidden))}, schedule=every(1), tokens=16,
-        directory=None, probe=batch(2, 8, seed=1) if how == "probe" else None,
-    )  # fmt: skip
+    metrics = {"rows": lambda hidden: float(len(hidden))}
+    probe = batch(2, 8, seed=1) if how == "probe" else None
+    monitor, _ = watching(model, metrics=metrics, tokens=16, probe=probe, strict=False)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     found = []
     for step in range(3):

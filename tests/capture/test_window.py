@@ -10,7 +10,6 @@ import pytest
 import torch
 from fingerprint import fingerprint
 from models import PlainBlock, PlainDecoder, batch, transformer
-from plain_models import encoder
 from referee import sampled
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as attend
@@ -50,14 +49,14 @@ def test_same_rows_at_every_layer_and_by_seed_alone():
 
 
 @pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("way_out", [None, RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("way_out", [None, KeyboardInterrupt])
 def test_nothing_is_left_behind(way_out, fast):
     model, switch = transformer("gpt2"), torch.backends.mha
     was = switch.get_fastpath_enabled()
     switch.set_fastpath_enabled(fast)
     try:
         before = fingerprint(model)
-        with suppress(RuntimeError, KeyboardInterrupt), window(model):
+        with suppress(KeyboardInterrupt), window(model):
             assert not switch.get_fastpath_enabled()
             model(batch())
             if way_out is not None:
@@ -141,9 +140,8 @@ def test_only_the_kept_rows_stay_in_memory():
     model = PlainDecoder(width=256, layers=2)
     with torch.no_grad(), window(model, rows=8) as seen:
         model(batch(64, 64))
-    stack_pass = seen._passes[0]
-    held = [stack_pass.entered, *(call.hidden for call in stack_pass.block_calls)]
-    assert sum(kept.values.untyped_storage().nbytes() for kept in held) == 3 * 8 * 256 * 4
+    held = [layer.captured["hidden"] for layer in seen.snapshot().layers]
+    assert [kept.untyped_storage().nbytes() for kept in held] == [8 * 256 * 4] * 3
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -190,17 +188,6 @@ def test_what_a_model_overwrites_after_its_last_block_is_captured_as_it_was():
     assert not found[0].layers[1].captured["visible"].all()
 
 
-def test_blocks_that_work_in_place_do_not_change_what_was_kept():
-    class InPlace(nn.Sequential):
-        def forward(self, x):
-            return x.add_(1.0)
-
-    model, x = nn.Sequential(*(InPlace(nn.Linear(8, 8)) for _ in range(2))), torch.zeros(5, 8)
-    with torch.no_grad(), Window(find_anatomy(model), {"hidden"}, rows=99, seed=0) as seen:
-        model(x)
-    assert [layer.captured["hidden"].mean().item() for layer in seen.snapshot().layers] == [0, 1, 2]
-
-
 def test_sampled_queries_and_keys_are_of_the_same_sequences():
     """Each by itself, where nothing rotates: two errors that agree would still attend."""
     model, outputs = PlainDecoder(), []
@@ -227,15 +214,6 @@ def test_a_pass_inside_grad_is_seen_as_any_other():
     with window(model) as seen:
         torch.func.grad(loss)(parameters, ids)
     assert_same(seen.snapshot(), plain.snapshot())
-
-
-def test_torchs_encoder_is_seen_where_it_would_take_its_fast_path():
-    model = encoder().eval()
-    with torch.no_grad(), window(model) as seen:
-        model(torch.randn(4, 16, 32))
-    for layer in seen.snapshot().layers[1:]:
-        assert layer.missing.keys() <= {"token_ids", "last_token_ids"}
-        assert layer.captured["projected_query"].shape == (64, 4, 8)
 
 
 class Sharded(torch.Tensor):

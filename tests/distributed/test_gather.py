@@ -88,13 +88,13 @@ def test_rows_of_any_ragged_split_are_the_rows(cuts):
     assert (whole.index, whole.name) == (1, "blocks.0")
 
 
-def test_a_rank_that_saw_nothing_gives_nothing():
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_rank_that_saw_nothing_gives_nothing(turned):
     nothing = layer_of({}, dict.fromkeys(("hidden", "token_ids", "precision"), "not run"))
-    hidden = drawn(0, 5, WIDTH)
-    for parts in ([nothing, rows_layer(hidden)], [rows_layer(hidden), nothing]):
-        whole = merge_layers(parts)
-        assert torch.equal(whole.captured["hidden"], hidden)
-        assert whole.missing == {"positions": "why not"}
+    parts = [nothing, rows_layer(drawn(0, 5, WIDTH))]
+    whole = merge_layers(parts[::-1] if turned else parts)
+    assert torch.equal(whole.captured["hidden"], parts[1].captured["hidden"])
+    assert whole.missing == {"positions": "why not"}
     assert merge_layers([nothing, nothing]).missing == nothing.missing
 
 
@@ -238,13 +238,6 @@ def test_thinned_queries_cover_all_positions_alike():
     assert counts_by_eighth.tolist() == [8] * 8
 
 
-def test_one_rank_keeps_all_and_a_layer_without_attention_is_left_alone():
-    layer = attention_layer(0, 4, 16, 16)
-    assert take_share(layer, [attention_shape(layer)], 0, 64, 64) is layer
-    rows = rows_layer(drawn(0, 4, WIDTH))
-    assert take_share(rows, [None, None], 1, 64, 64) is rows
-
-
 # -- what ranks say to one another -----------------------------------------------------------------
 
 
@@ -284,25 +277,18 @@ def test_a_rank_waits_for_the_others_no_longer_than_the_limit_in_a_whole_reading
 
 
 def test_a_parcel_comes_back_as_it_was():
-    parcel = [
-        rows_layer(drawn(0, 7, WIDTH)),
-        {
-            "empty": torch.empty(0, 3),
-            "turned": drawn(1, 3, 5).t(),
-            "flags": torch.tensor([True, False, True]),
-            "half": drawn(2, 5).bfloat16(),
-            "scalar": torch.tensor(3.0, dtype=torch.float64),
-            "words": ("a", None, 0.5),
-        },
-    ]
-    layer, plain = unpack(pack(parcel))
-    assert torch.equal(layer.captured["hidden"], parcel[0].captured["hidden"])
-    assert layer.missing == parcel[0].missing
-    for name, value in parcel[1].items():
-        if isinstance(value, torch.Tensor):
-            assert plain[name].dtype == value.dtype
-            assert torch.equal(plain[name], value)
-    assert plain["words"] == ("a", None, 0.5)
+    layer = rows_layer(drawn(0, 7, WIDTH))
+    tensors = {
+        "empty": torch.empty(0, 3), "turned": drawn(1, 3, 5).t(), "half": drawn(2, 5).bfloat16(),
+        "flags": torch.tensor([True, False, True]), "scalar": torch.tensor(3.0).double(),
+    }  # fmt: skip
+    found, plain, words = unpack(pack([layer, tensors, ("a", None, 0.5)]))
+    assert torch.equal(found.captured["hidden"], layer.captured["hidden"])
+    assert found.missing == layer.missing
+    for name, value in tensors.items():
+        assert plain[name].dtype == value.dtype
+        assert torch.equal(plain[name], value)
+    assert words == ("a", None, 0.5)
 
 
 def test_one_process_is_connected_to_nothing_and_refuses_nothing():

@@ -18,12 +18,7 @@ from geomon.kernels.spectrum import anisotropy, effective_rank, power_law, spect
 
 @pytest.mark.parametrize(
     ("tokens", "width", "times", "scatter"),
-    [
-        (64, 16, 100, 0.063),
-        (256, 64, 60, 0.027),
-        (1000, 10, 60, 0.023),
-        (150, 900, 15, 0.012),
-    ],
+    [(64, 16, 100, 0.063), (1000, 10, 60, 0.023), (150, 900, 15, 0.012)],
 )
 def test_isotropic_anisotropy_is_as_close_to_samples_as_it_says(tokens, width, times, scatter):
     values = np.array(
@@ -32,18 +27,10 @@ def test_isotropic_anisotropy_is_as_close_to_samples_as_it_says(tokens, width, t
     excess = isotropic_anisotropy(tokens, width) / values.mean() - 1
     noise = 4 * scatter / math.sqrt(times)
     assert -noise < excess < min(tokens, width) ** (-2 / 3) + noise
-    if times >= 60:
-        assert values.std() / values.mean() == pytest.approx(scatter, rel=0.35)
 
 
-@pytest.mark.parametrize(("tokens", "width"), [(1, 3), (0, 3), (3, 0)])
-def test_isotropic_anisotropy_refuses_sizes_without_a_spread(tokens, width):
-    with pytest.raises(ValueError, match=f"got {tokens} and {width}"):
-        isotropic_anisotropy(tokens, width)
-
-
-@pytest.mark.parametrize("width", [2, 3, 10, 768, 12288])
-@pytest.mark.parametrize("probability", [0.01, 0.5, 0.9, 0.95, 0.999])
+@pytest.mark.parametrize("width", [2, 3, 768, 12288])
+@pytest.mark.parametrize("probability", [0.01, 0.5, 0.95, 0.999])
 def test_cosine_quantile_agrees_with_students_t(width, probability):
     # cos sqrt(d - 1) / sqrt(1 - cos^2) of isotropic directions is t with d - 1 degrees of freedom.
     t = stats.t.ppf(probability, width - 1)
@@ -52,36 +39,13 @@ def test_cosine_quantile_agrees_with_students_t(width, probability):
     assert got == pytest.approx(want, rel=1e-8, abs=1e-12)
 
 
-@pytest.mark.parametrize("width", [1, 0, -3])
-def test_cosine_quantile_refuses_a_width_without_angles(width):
-    with pytest.raises(ValueError, match=f"at least 2, got {width}"):
-        isotropic_cosine_quantile(width)
-
-
-@pytest.mark.parametrize("probability", [-0.1, 1.1, math.nan])
-def test_cosine_quantile_refuses_what_is_no_probability(probability):
-    with pytest.raises(ValueError, match="probability"):
-        isotropic_cosine_quantile(5, probability)
-
-
-@pytest.mark.parametrize("tokens", [500, 5000, 50_000])
+@pytest.mark.parametrize("tokens", [500, 50_000])
 def test_gaussian_like_converges_to_its_eigenvalues(tokens):
     lambdas = torch.tensor([9.0, 4.0, 1.0, 0.25, 0.0], dtype=torch.float64)
     rows = gaussian_like(lambdas, tokens, generator())
-    got = spectrum(rows)
     error = 5 * math.sqrt(2 / tokens)
-    torch.testing.assert_close(got, lambdas, rtol=error, atol=1e-12)
+    torch.testing.assert_close(spectrum(rows), lambdas, rtol=error, atol=1e-12)
     assert rows.mean(dim=0).norm().item() < 5 * math.sqrt(lambdas.sum().item() / tokens)
-
-
-def test_gaussian_like_refuses_negative_eigenvalues_and_no_rows():
-    for shape in ((0,), (2, 2)):
-        with pytest.raises(ValueError, match=r"expected eigenvalues \[rank\], got"):
-            gaussian_like(torch.ones(shape), 5, generator())
-    with pytest.raises(ValueError, match=r"at least 0, got -0.5"):
-        gaussian_like(torch.tensor([1.0, -0.5]), 5, generator())
-    with pytest.raises(ValueError, match="at least 1 token, got 0"):
-        gaussian_like(torch.ones(2), 0, generator())
 
 
 @pytest.mark.parametrize(
@@ -91,8 +55,8 @@ def test_the_isotropic_spectrum_is_that_of_samples(tokens, width):
     samples = torch.stack([spectrum(normal(tokens, width, seed=i)) for i in range(12)])
     rank = min(tokens - 1, width)
     found = isotropic_spectrum(tokens, width)
-    assert found.shape == (rank,)
     assert (found.diff() <= 0).all()
+    assert found.sum().item() == pytest.approx(width * (tokens - 1) / tokens, rel=0.01)
     mean = samples.mean(dim=0)[:rank]
     torch.testing.assert_close(found, mean, rtol=0.02, atol=0.02 * mean[0].item())
     ranks = torch.stack([effective_rank(own) for own in samples]).mean().item()
@@ -102,19 +66,34 @@ def test_the_isotropic_spectrum_is_that_of_samples(tokens, width):
         assert power_law(found).alpha.item() == pytest.approx(alpha, rel=0.03)
 
 
-def test_the_isotropic_spectrum_has_the_trace_of_a_covariance():
-    for tokens, width in ((4096, 768), (50, 50), (100, 20), (60, 9)):
-        total = isotropic_spectrum(tokens, width).sum().item()
-        assert total == pytest.approx(width * (tokens - 1) / tokens, rel=0.01)
-    for tokens, width in ((1, 5), (5, 0)):
-        with pytest.raises(ValueError, match="at least 2 tokens"):
-            isotropic_spectrum(tokens, width)
-
-
 def test_the_mean_magnitude_in_few_columns_is_known():
     assert isotropic_cosine_magnitude(1) == pytest.approx(1)
     assert isotropic_cosine_magnitude(2) == pytest.approx(2 / math.pi)
     assert isotropic_cosine_magnitude(3) == pytest.approx(1 / 2)
     assert isotropic_cosine_magnitude(4096) == pytest.approx(0.012467, rel=1e-3)
-    with pytest.raises(ValueError, match="a width of at least 1"):
-        isotropic_cosine_magnitude(0)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        *((lambda n=n, w=w, f=f: f(n, w), f"at least 2 tokens and width 1, got {n} and {w}")
+          for f in (isotropic_anisotropy, isotropic_spectrum) for n, w in ((1, 3), (3, 0))),
+        (lambda: isotropic_cosine_quantile(1), "at least 2, got 1"),
+        *((lambda p=p: isotropic_cosine_quantile(5, p), "probability is in") for p in (-0.1, 1.1)),
+        (lambda: isotropic_cosine_magnitude(0), "a width of at least 1"),
+        *((lambda s=s: gaussian_like(torch.ones(s), 5, generator()), r"eigenvalues \[rank\], got")
+          for s in ((0,), (2, 2))),
+        (lambda: gaussian_like(torch.tensor([1.0, -0.5]), 5, generator()), "at least 0, got -0.5"),
+        (lambda: gaussian_like(torch.ones(2), 0, generator()), "at least 1 token, got 0"),
+    ],
+)  # fmt: skip
+def test_what_has_no_baseline_is_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_the_least_numbers_have_a_baseline():
+    assert isotropic_anisotropy(2, 1) == 1
+    assert len(isotropic_spectrum(2, 3)) == 1
+    assert isotropic_cosine_quantile(2, 0) == -1
+    assert isotropic_cosine_quantile(2, 1) == 1

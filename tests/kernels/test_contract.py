@@ -1,4 +1,7 @@
-"""What every kernel of rows, or of distances, keeps: each stands with its contract in one table."""
+"""What every kernel of rows, or of distances, asks of its input; blocks, and rows that are equal.
+
+What a kernel gives is held by the contract of the metrics (tests/metrics/test_contract.py).
+"""
 
 import math
 from collections.abc import Callable
@@ -6,15 +9,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from samples import dyadic, normal, seeds
+from samples import dyadic, few_examples, generator, normal, seeds
 
-from geomon.kernels.angles import (
-    cosine_centred,
-    leading_share,
-    sequence_cosines,
-)
+from geomon.capture.snapshot import HOST
+from geomon.kernels._blocks import row_blocks, rows_in_block
+from geomon.kernels.angles import cosine_centred, leading_share, sequence_cosines
 from geomon.kernels.dimension import gride, twonn
 from geomon.kernels.frequency import moments_by_frequency
 from geomon.kernels.groups import group_sums
@@ -33,27 +34,20 @@ from geomon.kernels.spectrum import (
 from geomon.kernels.token_types import token_types
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-few_examples = settings(deadline=None, derandomize=True, max_examples=15)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel of rows and of a label for each, and how its value follows the rows.
+    """A kernel of rows and of a label for each.
 
     Attributes:
         function: Takes rows [tokens, width] and labels [tokens].
-        scale: Power of a factor on the rows with which the value grows.
-        shift: Whether a vector added to all rows changes nothing.
-        by_row: Whether there is a value for each row, in the order of the rows.
         equal: What it gives where all rows are equal; None where that depends on the row.
         least: Fewest rows that it takes.
         by_head: Whether it takes rows by head.
     """
 
     function: Callable
-    scale: int = 0
-    shift: bool = False
-    by_row: bool = False
     equal: float | None = None
     least: int = 1
     by_head: bool = False
@@ -77,51 +71,34 @@ def slope(rows, labels):
 
 NAN = math.nan
 KERNELS = {
-    "cosine_centred": Kernel(lambda x, _: cosine_centred(x), shift=True, equal=NAN, least=2),
-    "within sequences": Kernel(lambda x, s: sequence_cosines(x, s).within, equal=1, least=2),
-    "between sequences": Kernel(lambda x, s: sequence_cosines(x, s).between, equal=1, least=2),
-    "drift_norm": Kernel(lambda x, _: drift_norm(x), scale=1),
-    "variance": Kernel(lambda x, _: variance(x), scale=2, shift=True, equal=0),
-    "mean_square_norm": Kernel(lambda x, _: mean_square_norm(x), scale=2),
-    "squares_about_mean": Kernel(
-        lambda x, _: squares_about_mean(x), scale=2, shift=True, by_row=True, equal=0
-    ),
-    "spectrum": Kernel(lambda x, _: spectrum(x), scale=2, shift=True, equal=0),
-    "principal_axes": Kernel(
-        lambda x, s: principal_axes(x, s, 5).eigenvalues, scale=2, shift=True, equal=0
-    ),
-    "anisotropy": Kernel(lambda x, _: anisotropy(spectrum(x)), shift=True, equal=NAN),
-    "effective_rank": Kernel(lambda x, _: effective_rank(spectrum(x)), shift=True, equal=NAN),
-    "participation_ratio": Kernel(
-        lambda x, _: participation_ratio(spectrum(x)), shift=True, equal=NAN
-    ),
-    "power_law": Kernel(
-        lambda x, _: torch.stack(power_law(spectrum(x))), shift=True, equal=NAN
-    ),
-    "ordinary_rows": Kernel(
-        lambda x, _: ordinary_rows(x).double(), shift=True, by_row=True, equal=1
-    ),
-    "share_beyond": Kernel(
-        lambda x, _: share_beyond(squares_about_mean(x), ordinary_rows(x)), shift=True, equal=NAN
-    ),
-    "nearest": Kernel(
-        lambda x, _: nearest(x, 2).distances, scale=1, shift=True, by_row=True, equal=0, least=2
-    ),
-    "within_variance": Kernel(
-        lambda x, t: token_types(x, t).within_variance, scale=2, shift=True, equal=0
-    ),
+    "cosine_centred": Kernel(lambda x, _: cosine_centred(x), NAN, least=2),
+    "within sequences": Kernel(lambda x, s: sequence_cosines(x, s).within, 1, least=2),
+    "between sequences": Kernel(lambda x, s: sequence_cosines(x, s).between, 1, least=2),
+    "drift_norm": Kernel(lambda x, _: drift_norm(x)),
+    "variance": Kernel(lambda x, _: variance(x), 0),
+    "mean_square_norm": Kernel(lambda x, _: mean_square_norm(x)),
+    "squares_about_mean": Kernel(lambda x, _: squares_about_mean(x), 0),
+    "spectrum": Kernel(lambda x, _: spectrum(x), 0),
+    "principal_axes": Kernel(lambda x, s: principal_axes(x, s, 5).eigenvalues, 0),
+    "anisotropy": Kernel(lambda x, _: anisotropy(spectrum(x)), NAN),
+    "effective_rank": Kernel(lambda x, _: effective_rank(spectrum(x)), NAN),
+    "participation_ratio": Kernel(lambda x, _: participation_ratio(spectrum(x)), NAN),
+    "power_law": Kernel(lambda x, _: torch.stack(power_law(spectrum(x))), NAN),
+    "ordinary_rows": Kernel(lambda x, _: ordinary_rows(x).double(), 1),
+    "share_beyond": Kernel(lambda x, _: share_beyond(squares_about_mean(x), ordinary_rows(x)), NAN),
+    "nearest": Kernel(lambda x, _: nearest(x, 2).distances, 0, least=2),
+    "within_variance": Kernel(lambda x, t: token_types(x, t).within_variance, 0),
     "norm_variance_slope": Kernel(slope),
     "moments_by_frequency": Kernel(
-        lambda x, t: torch.stack([part.variance for part in moments_by_frequency(x, t)]),
-        scale=2, shift=True,
+        lambda x, t: torch.stack([part.variance for part in moments_by_frequency(x, t)])
     ),
     "head_axes": Kernel(
-        heads(lambda x: leading_share(head_axes(x, one_group(x), 1).eigenvalues)),
-        shift=True, equal=NAN, by_head=True,
+        heads(lambda x: leading_share(head_axes(x, one_group(x), 1).eigenvalues)), NAN,
+        by_head=True,
     ),
-    "mean of groups": Kernel(lambda x, s: of_sums("mean")(x, s).norm(dim=1), scale=1),
-    "squares of groups": Kernel(of_sums("square"), scale=2),
-    "cosine of groups": Kernel(of_sums("cosine"), equal=1),
+    "mean of groups": Kernel(lambda x, s: of_sums("mean")(x, s).norm(dim=1)),
+    "squares of groups": Kernel(of_sums("square")),
+    "cosine of groups": Kernel(of_sums("cosine"), 1),
 }  # fmt: skip
 DISTANCES = {
     "twonn": lambda near: torch.stack([*twonn(near)]),
@@ -129,56 +106,9 @@ DISTANCES = {
 }
 
 
-def labels_of(rows):
-    return torch.arange(len(rows)) % 3
-
-
-def sample(tokens=60, width=22, seed=0, massive=1):
-    rows = dyadic(tokens, width, seed=seed)
-    rows[:massive] *= 64
-    return rows
-
-
 def close(got, want, rtol=1e-8):
     largest = max(want.abs().nan_to_num(posinf=0).max().item(), 1e-300)
     torch.testing.assert_close(got, want, rtol=rtol, atol=1e-10 * largest, equal_nan=True)
-
-
-@pytest.mark.parametrize("name", KERNELS)
-@few_examples
-@given(
-    seed=seeds, tokens=st.integers(30, 60), width=st.integers(20, 24), power=st.integers(-40, 40)
-)
-def test_a_value_follows_scale_rotation_shift_and_order_of_the_rows(
-    name, seed, tokens, width, power
-):
-    kernel = KERNELS[name]
-    rows = sample(tokens, width, seed)
-    labels, want = labels_of(rows), kernel.function(rows, labels_of(rows))
-    assert want.isfinite().any()
-    turn = torch.linalg.qr(normal(width, width, seed=seed + 1)).Q
-    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))
-    factor = 2.0 ** (power * kernel.scale)
-    close(kernel.function(-(2.0**power) * rows, labels) / factor, want)
-    close(kernel.function(rows @ turn, labels), want)
-    moved = kernel.function(rows + 2.0**20, labels)
-    if kernel.shift:
-        close(moved, want, rtol=1e-6)
-    else:
-        assert not torch.allclose(moved, want, rtol=1e-6, equal_nan=True)
-    close(kernel.function(rows[order], labels[order]), want[order] if kernel.by_row else want)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", KERNELS)
-def test_a_value_is_that_of_the_same_numbers_in_float64_and_the_rows_stay(name, dtype):
-    kernel, rows = KERNELS[name], (200 * sample(massive=0) + 50).to(dtype)  # squares beyond float16
-    before, labels = rows.clone(), labels_of(rows)
-    got, want = kernel.function(rows, labels), kernel.function(before.double(), labels)
-    assert got.dtype == torch.float64
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12, equal_nan=True)
-    assert torch.equal(rows, before)
-    assert torch.equal(labels, labels_of(rows))
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 7, 60])
@@ -201,10 +131,20 @@ def test_equal_rows_have_no_spread_to_the_last_digit(name, tokens):
 @pytest.mark.parametrize("block", [1, 37])
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_size_of_a_block_changes_nothing(name, block, cut_blocks):
-    kernel, rows = KERNELS[name], sample() + 3
-    want = kernel.function(rows, labels_of(rows))
+    function, rows, labels = KERNELS[name].function, dyadic(60, 22) + 3, torch.arange(60) % 3
+    rows[0] *= 64
+    before, want = rows.clone(), function(rows, labels)
     cut_blocks(block)
-    close(kernel.function(rows, labels_of(rows)), want)
+    close(function(rows, labels), want)
+    assert torch.equal(rows, before)
+    assert torch.equal(labels, torch.arange(60) % 3)
+
+
+def test_blocks_hold_as_many_whole_rows_as_fit(cut_blocks):
+    cut_blocks(10)
+    assert [rows_in_block(width, HOST) for width in (1, 3, 5, 10, 11, 99)] == [10, 3, 2, 1, 1, 1]
+    rows = torch.arange(21.0).reshape(7, 3)
+    assert [len(block) for block in row_blocks(rows)] == [3, 3, 1]
 
 
 def shapes_refused(kernel):
@@ -237,7 +177,7 @@ def test_a_dimension_depends_on_ratios_alone(name, seed, points, power):
     estimate = DISTANCES[name]
     near = normal(points, 4, seed=seed).abs().add(0.01).sort(dim=1).values
     want = estimate(near)
-    order = torch.randperm(points, generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(points, generator=generator(seed))
     for other in (1e-12 * near, 1e12 * near, near[order]):
         close(estimate(other), want)
     close(estimate(near**power), want / power)

@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from samples import normal
+from samples import few_examples, generator, normal, seeds
 
 from geomon.kernels.groups import GROUPS, group_sequences, group_sums
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
-@given(sizes=st.lists(st.integers(1, 30), min_size=8, max_size=60), seed=st.integers(0, 10**6))
+@few_examples
+@given(sizes=st.lists(st.integers(1, 30), min_size=8, max_size=60), seed=seeds)
 def test_groups_hold_whole_sequences_in_their_order_and_about_as_many_rows(sizes, seed):
     sizes = torch.tensor(sizes)
     numbers = torch.arange(len(sizes)).repeat_interleave(sizes)
@@ -20,7 +20,7 @@ def test_groups_hold_whole_sequences_in_their_order_and_about_as_many_rows(sizes
     assert group.unique().tolist() == [*range(GROUPS)]
     assert all(len(group[numbers == number].unique()) == 1 for number in range(len(sizes)))
     # Names and order of the rows do not matter.
-    order = torch.randperm(len(group), generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(len(group), generator=generator(seed))
     assert torch.equal(group_sequences(7 * numbers[order] - 90), group[order])
     if sizes.max() <= len(group) / GROUPS:
         counts = group.bincount().double()
@@ -39,18 +39,11 @@ def test_fewer_than_eight_sequences_have_no_groups_and_a_huge_one_is_a_group_lik
     assert group.bincount().tolist() == [1002, *[4] * 7]
 
 
-@pytest.mark.parametrize("block", [7, 1 << 20])
-@pytest.mark.parametrize("offset", [0.0, 1e6])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_sums_are_those_of_loops_over_the_rows_of_each_group(block, offset, dtype, cut_blocks):
-    cut_blocks(block)
-    rows = (normal(90, 2, 3) + offset).to(dtype)
+def test_sums_are_those_of_the_rows_of_each_group(cut_blocks):
+    cut_blocks(7)
+    rows, group = normal(90, 2, 3), torch.arange(90) % 5  # of 8 groups three are empty
     rows[4:9, 0] = 0  # without a direction
-    group = torch.arange(90) % 5  # of 8 groups three are empty
-    before = rows.clone()
-    found = group_sums(rows, group)
-    assert torch.equal(rows, before)
-    x = rows.double().numpy()
+    found, x = group_sums(rows, group), rows.numpy()
     for number in range(GROUPS):
         own = x[group.numpy() == number]
         norms = np.linalg.norm(own, axis=2)
@@ -62,15 +55,15 @@ def test_sums_are_those_of_loops_over_the_rows_of_each_group(block, offset, dtyp
             (found.directions, units.sum(axis=0)),
             (found.directed, (norms > 0).sum(axis=0)),
         ):
-            scale = np.abs(x).max() if got is found.rows else 1
-            np.testing.assert_allclose(got[number], want, rtol=1e-12, atol=1e-12 * scale)
+            np.testing.assert_allclose(got[number], want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("scale", [1e-250, 1e250])
+@pytest.mark.parametrize("scale", [1e-320, 1e-250, 1e250])
 def test_directions_of_rows_whose_squares_do_not_fit(scale):
     rows, group = normal(40, 2, 5) + 1, torch.arange(40) % 8
     found, want = group_sums(scale * rows, group), group_sums(rows, group)
-    torch.testing.assert_close(found.directions, want.directions, rtol=1e-12, atol=1e-14)
+    close = 1e-12 if scale > 1e-300 else 1e-3  # a subnormal number has few digits
+    torch.testing.assert_close(found.directions, want.directions, rtol=close, atol=close)
     assert torch.equal(found.directed, want.directed)
 
 

@@ -2,62 +2,45 @@
 
 import math
 
-import numpy as np
+import definitions as by_book
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import few_examples, normal
+from samples import few_examples, generator, normal
 
-from geomon.kernels.dimension import twonn
 from geomon.kernels.neighbourhoods import (
     local_dimension,
     local_isotropy,
     neighbour_overlap,
 )
 from geomon.kernels.neighbours import nearest
-from geomon.kernels.spectrum import anisotropy, spectrum
 from tests.new_tensors import LargestNewTensor
 
 
 def sets(count, size, tokens, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.stack([torch.randperm(tokens, generator=generator)[:size] for _ in range(count)])
+    source = generator(seed)
+    return torch.stack([torch.randperm(tokens, generator=source)[:size] for _ in range(count)])
 
 
-def two_nearest(points):
-    """Of every point, by differences in float64."""
-    x = points.double().numpy()
-    apart = np.sqrt(np.square(x[:, None] - x[None]).sum(axis=2))
-    np.fill_diagonal(apart, np.inf)
-    return np.sort(apart, axis=1)[:, :2]
-
-
-def twonn_by_hand(points):
-    """TwoNN as a linear fit through the origin, by numpy."""
-    near, far = two_nearest(points).T
-    x = np.sort(np.log(far[near > 0] / near[near > 0]))
-    kept = min(int(len(x) * 0.9), len(x) - 1)
-    y = -np.log(1 - np.arange(1, kept + 1) / len(x))
-    return np.linalg.lstsq(x[:kept, None], y, rcond=None)[0][0]
+def twonn(points):
+    return by_book.twonn(by_book.distances(points.double().numpy())[:, :2])
 
 
 @pytest.mark.parametrize(
     ("width", "offset", "dtype"),
-    [(2, 0, torch.float64), (70, 0, torch.float32), (40, 1e3, torch.float32), (9, 1e9, None)],
+    [(2, 0, torch.float64), (90, 0, torch.float32), (40, 1e3, torch.float32), (9, 1e9, None)],
 )
-def test_the_dimension_is_that_of_each_neighbourhood_alone(width, offset, dtype):
+def test_values_are_those_of_each_neighbourhood_alone(width, offset, dtype):
     rows = (normal(300, width) * torch.arange(1, width + 1) ** -0.5 + offset).to(dtype)
     members = nearest(rows, 64).indices[:40]
-    found = local_dimension(rows, members)
-    expected = [twonn_by_hand(rows[own]) for own in members]
-    np.testing.assert_allclose(found, expected, rtol=1e-9)
-    if dtype == torch.float32 and offset:  # the naive way: |x|^2 + |y|^2 - 2xy as given
-        own = rows[members[0]]
-        squares = own.square().sum(dim=1)
-        naive = (squares[:, None] + squares - 2 * own @ own.T).clamp(min=1e-9)
-        two = naive.fill_diagonal_(math.inf).sort(dim=1).values[:, :2].sqrt()
-        assert abs(twonn(two).value.item() / expected[0] - 1) > 0.1
+    found, shapes = local_dimension(rows, members), local_isotropy(rows, members)
+    for index, own in enumerate(members):
+        assert found[index].item() == pytest.approx(twonn(rows[own]), rel=1e-9)
+        centred = by_book.centred(rows[own].double().numpy())
+        assert shapes.anisotropy[index].item() == pytest.approx(by_book.shares(centred)[0])
+        cosine = by_book.mean_cosine(centred)
+        assert shapes.cosine[index].item() == pytest.approx(cosine, abs=1e-7)
 
 
 @pytest.mark.parametrize("spread", [1e-3, 1e-6, 1e-9, 1e-12])
@@ -66,13 +49,7 @@ def test_near_duplicates_in_a_neighbourhood_keep_their_distances(spread):
     centres = normal(8, 12, seed=2).repeat_interleave(8, dim=0)
     rows = centres + spread * normal(64, 12, seed=3)
     found = local_dimension(rows, torch.arange(64)[None])[0].item()
-    assert found == pytest.approx(twonn_by_hand(rows), rel=1e-9)
-    centred = rows - rows.mean(dim=0)
-    gram = centred @ centred.T
-    squared = (gram.diagonal()[:, None] + gram.diagonal() - 2 * gram).clamp(min=0)
-    two = squared.fill_diagonal_(math.inf).sort(dim=1).values[:, :2].sqrt()
-    if spread <= 1e-9:
-        assert not abs(twonn(two).value.item() / found - 1) < 0.05
+    assert found == pytest.approx(twonn(rows), rel=1e-9)
 
 
 @few_examples
@@ -81,7 +58,7 @@ def test_shift_scale_rotation_and_order_change_no_dimension(size, width, seed):
     rows, members = normal(60, width, seed=seed), sets(4, size, 60, seed)
     found = local_dimension(rows, members)
     turn = torch.linalg.qr(normal(width, width, seed=seed + 1)).Q
-    shuffled = members[:, torch.randperm(size, generator=torch.Generator().manual_seed(seed))]
+    shuffled = members[:, torch.randperm(size, generator=generator(seed))]
     other = local_dimension(3e-140 * (rows @ turn + 7), shuffled)
     torch.testing.assert_close(other, found, rtol=1e-7, atol=0)
     shape, moved = local_isotropy(rows, members), local_isotropy(1e150 * rows @ turn, shuffled)
@@ -105,23 +82,6 @@ def test_sets_without_an_answer():
     assert local_isotropy(torch.ones(9, 3), sets(2, 9, 9)).cosine.isnan().all()
     for empty in local_isotropy(normal(5, 3), torch.zeros(2, 0, dtype=torch.int64)):
         assert empty.isnan().tolist() == [True, True]
-
-
-@pytest.mark.parametrize("width", [3, 90])
-@pytest.mark.parametrize("offset", [0.0, 1e3])
-def test_isotropy_is_that_of_the_centred_neighbourhood(width, offset):
-    rows = (normal(200, width) * torch.arange(1, width + 1) ** -1.0 + offset).float()
-    members = nearest(rows, 30).indices[:20]
-    found = local_isotropy(rows, members)
-    for index, own in enumerate(members):
-        centred = rows[own].double() - rows[own].double().mean(dim=0)
-        values = torch.linalg.svdvals(centred).square()
-        assert found.anisotropy[index].item() == pytest.approx((values[0] / values.sum()).item())
-        unit = torch.nn.functional.normalize(centred, dim=1)
-        pairs = (unit @ unit.T).sum() - 30
-        assert found.cosine[index].item() == pytest.approx((pairs / 30 / 29).item(), abs=1e-9)
-        whole = anisotropy(spectrum(rows[own])).item()
-        assert found.anisotropy[index].item() == pytest.approx(whole, rel=1e-9)
 
 
 def test_memory_is_that_of_blocks(cut_blocks):

@@ -1,4 +1,4 @@
-"""Moments of scores, and the share that the mean query makes, held to loops over rows."""
+"""The share of the variance of scores that the mean query makes; its value: test_attention.py."""
 
 import math
 
@@ -7,13 +7,9 @@ import pytest
 import torch
 from whole_layer import normal
 
-from geomon.kernels.attention import given_scores, scores_of
 from geomon.kernels.scores import (
     mean_query_share,
     query_variances,
-    score_mean,
-    score_moments,
-    score_spread,
 )
 
 MASKS = ["all", "causal", "by sequence", "by head"]
@@ -49,63 +45,6 @@ def share(query, key, visible):
     return mean_query_share(variances(query, key, visible))
 
 
-def rows_of(query, key, visible, scale=1.0):
-    """Scores of each query with the keys that it sees, head by head, by loops in numpy."""
-    sequences, heads, queries, _ = query.shape
-    seen = visible.expand(sequences, heads, queries, key.shape[2]).numpy()
-    q, k = query.double().numpy(), key.double().numpy()
-    group = heads // key.shape[1]
-    for h in range(heads):
-        rows = [
-            (q[s, h, i], k[s, h // group][seen[s, h, i]])
-            for s in range(sequences)
-            for i in range(queries)
-            if seen[s, :, i].any()
-        ]
-        yield [(one, keys, scale * keys @ one) for one, keys in rows]
-
-
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("block", [7, 1 << 20])
-def test_moments_are_those_of_loops_over_rows(kind, block, cut_blocks):
-    cut_blocks(block)
-    (query, key), visible = attention(), mask(kind)
-    found = score_moments(scores_of(query, key, visible, 0.3))
-    for head, rows in enumerate(rows_of(query, key, visible, 0.3)):
-        means = [scores.mean() for _, _, scores in rows if len(scores)]
-        spread = [scores.var() for _, _, scores in rows if len(scores) > 1]
-        assert score_mean(found)[head].item() == pytest.approx(np.mean(means), rel=1e-5)
-        want = math.sqrt(np.mean(spread))
-        assert score_spread(found)[head].item() == pytest.approx(want, rel=1e-5)
-    scores = 0.3 * query @ key.repeat_interleave(2, dim=1).transpose(2, 3)
-    for one, other in zip(score_moments(given_scores(scores, visible)), found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
-def test_scores_are_capped_and_biased_as_in_the_softmax():
-    query, key = attention()
-    bias = normal(1, 4, 6, 9, seed=8)
-    found = score_moments(scores_of(query, key, mask("all"), 0.5, bias, 2.0))
-    scores = 0.5 * query @ key.repeat_interleave(2, dim=1).transpose(2, 3)
-    scores = 2 * (scores / 2).tanh() + bias
-    torch.testing.assert_close(score_mean(found), scores.mean(dim=(0, 2, 3)).double())
-    spread = scores.var(dim=3, correction=0).mean(dim=(0, 2)).sqrt().double()
-    torch.testing.assert_close(score_spread(found), spread)
-
-
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("block", [7, 1 << 20])
-def test_the_share_is_that_of_loops_over_rows(kind, block, cut_blocks):
-    cut_blocks(block)
-    (query, key), visible = attention(), mask(kind)
-    found = share(query, key, visible)
-    for head, rows in enumerate(rows_of(query, key, visible)):
-        mean = np.mean([one for one, _, _ in rows], axis=0)
-        seeing = [(keys @ mean, scores) for _, keys, scores in rows if len(scores)]
-        want = sum(x.var() for x, _ in seeing) / sum(y.var() for _, y in seeing)
-        assert found[head].item() == pytest.approx(want, rel=1e-6)
-
-
 @pytest.mark.parametrize("anything", [1e12, math.inf, math.nan])
 def test_keys_that_no_query_sees_may_be_anything(anything):
     query, key = attention()
@@ -114,9 +53,6 @@ def test_keys_that_no_query_sees_may_be_anything(anything):
     other = key.masked_fill(unseen[:, None, :, None], anything)
     want, found = share(query, key, visible), share(query, other, visible)
     torch.testing.assert_close(found, want, rtol=1e-9, atol=0)
-    moments, others = (score_moments(scores_of(query, part, visible, 0.5)) for part in (key, other))
-    for one, two in zip(moments, others, strict=True):
-        torch.testing.assert_close(two, one)
 
 
 def test_a_constant_on_all_keys_and_a_scale_change_nothing():
@@ -137,12 +73,8 @@ def test_a_mask_without_leading_dimensions_counts_for_all_sequences_and_heads():
             torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
     with pytest.raises(ValueError, match="expected visible that broadcasts to"):
         variances(query, key, seen[0, 0, :4])
-    added = torch.where(seen, 0.0, -math.inf)
-    for other in (added, seen.float(), seen.to(torch.uint8)):
-        with pytest.raises(ValueError, match="expected visible as booleans"):
-            variances(query, key, other)
-        with pytest.raises(ValueError, match="expected visible as booleans"):
-            scores_of(query, key, other, 1.0)
+    with pytest.raises(ValueError, match="expected visible as booleans"):
+        variances(query, key, seen.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

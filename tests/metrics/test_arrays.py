@@ -1,8 +1,9 @@
 import inspect
 
+import definitions as by_book
 import numpy as np
 import pytest
-import torch
+from whole_layer import ROWS, whole_layer
 
 from geomon.capture.snapshot import Layer
 from geomon.metrics import METRICS, Evaluator, arrays, select
@@ -11,29 +12,10 @@ from geomon.metrics.views import DERIVED, alternatives
 from geomon.record.columns import tagged
 from geomon.record.tags import in_stack, layer_tag
 
-ROWS, HEADS, KEY_HEADS, WIDTH = 96, 4, 2, 8
-
-
-def layer(index=1, scale=1.0) -> Layer:
-    generator = torch.Generator().manual_seed(index)
-
-    def drawn(*shape):
-        return scale * torch.randn(*shape, generator=generator)
-
-    ids = torch.randint(0, 7, (ROWS,), generator=generator)
-    captured = {
-        "hidden": drawn(ROWS, 16), "token_ids": ids, "positions": torch.arange(ROWS),
-        "sequences": torch.arange(ROWS) // 8, "precision": 1e-7,
-        "projected_query": drawn(ROWS, HEADS, WIDTH),
-        "projected_key": drawn(ROWS, KEY_HEADS, WIDTH),
-        "query_sequences": torch.arange(ROWS) // 8, "key_sequences": torch.arange(ROWS) // 8,
-    }  # fmt: skip
-    return Layer(index, "block", captured)
-
 
 def arrays_with(metrics, one=None, **options):
     evaluator = Evaluator(metrics, 1, strict=True, keeps_arrays=True, **options)
-    return by_tag(evaluator.evaluate([one or layer()], ROWS).arrays)
+    return by_tag(evaluator.evaluate([one or whole_layer()], ROWS).arrays)
 
 
 def by_tag(arrays):
@@ -44,7 +26,7 @@ def by_tag(arrays):
 
 
 def test_arrays_hold_what_their_names_say():
-    seen = layer()
+    seen = whole_layer()
     found = arrays_with(METRICS, seen)
     assert list(found) == [f"{name}/layer_01" for name in ARRAYS]
     rows = {name: seen.captured[name].numpy() for name in ("projected_query", "projected_key")}
@@ -52,24 +34,18 @@ def test_arrays_hold_what_their_names_say():
         ("mean_query", "queries", "projected_query"), ("mean_key", "keys", "projected_key"),
     ):  # fmt: skip
         np.testing.assert_allclose(found[f"{mean}/layer_01"], rows[view].mean(0), atol=1e-6)
-        np.testing.assert_allclose(found[f"{single}/layer_01"], rows[view][::3], atol=2e-3)
+        np.testing.assert_allclose(found[f"{single}/layer_01"], rows[view][::8], atol=2e-3)
     hidden, ids = seen.captured["hidden"].double().numpy(), seen.captured["token_ids"].numpy()
-    covariance = np.cov(hidden.T, bias=True)
-    expected = np.linalg.eigvalsh(covariance)[::-1]
+    expected = by_book.eigenvalues(hidden)
     np.testing.assert_allclose(found["eigenvalues/layer_01"], expected, rtol=1e-5)
-    types = found["type_ids/layer_01"]
-    assert types.tolist() == sorted(set(ids.tolist()))
-    for place, number in enumerate(types):
-        own = hidden[ids == number]
-        assert found["type_rows/layer_01"][place] == len(own)
-        square = found["type_square_of_mean/layer_01"][place]
-        scatter = found["type_scatter/layer_01"][place]
-        assert square == pytest.approx((own.mean(0) ** 2).sum(), rel=1e-5)
-        assert scatter == pytest.approx(((own - own.mean(0)) ** 2).sum(), rel=1e-5)
+    assert found["type_ids/layer_01"].tolist() == sorted(set(ids.tolist()))
+    count, mean, spread = by_book.by_type(hidden, ids)
+    for name, wanted in (("rows", count), ("square_of_mean", mean), ("scatter", count * spread)):
+        np.testing.assert_allclose(found[f"type_{name}/layer_01"], wanted, rtol=1e-5)
 
 
 def test_no_view_is_computed_and_none_captured_for_arrays(monkeypatch):
-    bare = Layer(1, "block", {"hidden": layer().captured["hidden"]})
+    bare = Layer(1, "block", {"hidden": whole_layer().captured["hidden"]})
     assert arrays_with(select("drift_norm"), bare) == {}
     assert list(arrays_with(select("qk_cosine"))) == [
         f"{name}/layer_01" for name in ("mean_query", "mean_key", "queries", "keys")
@@ -92,7 +68,7 @@ def test_no_view_is_computed_and_none_captured_for_arrays(monkeypatch):
 
 
 def test_arrays_are_copies_of_their_own():
-    seen = layer()
+    seen = whole_layer()
     found = arrays_with(METRICS, seen)
     for view in ("hidden", "projected_query", "projected_key", "token_ids"):
         seen.captured[view].zero_()
@@ -104,7 +80,9 @@ def test_arrays_are_copies_of_their_own():
 
 @pytest.mark.parametrize(("scale", "dtype"), [(1.0, np.float16), (1e6, np.float32)])
 def test_single_rows_are_short_where_their_range_allows(scale, dtype):
-    found = arrays_with(METRICS, layer(scale=scale))
+    one = whole_layer()
+    one.captured["projected_query"] *= scale
+    found = arrays_with(METRICS, one)
     assert found["queries/layer_01"].dtype == dtype
     assert np.isfinite(found["queries/layer_01"]).all()
     assert found["mean_query/layer_01"].dtype == np.float32
@@ -126,7 +104,7 @@ def test_a_reading_that_is_too_large_has_fewer_single_rows_and_all_the_rest(monk
 
 def test_the_most_frequent_types_are_kept(monkeypatch):
     monkeypatch.setattr(arrays, "TYPES", 3)
-    seen = layer()
+    seen = whole_layer()
     found = arrays_with(METRICS, seen)
     counts = np.bincount(seen.captured["token_ids"].numpy())
     assert sorted(found["type_rows/layer_01"]) == sorted(counts)[-3:]
@@ -138,7 +116,7 @@ def test_arrays_that_cannot_be_taken_cost_nothing_but_themselves(monkeypatch):
         raise ZeroDivisionError("by design")
 
     monkeypatch.setitem(ARRAYS, "eigenvalues", broken)
-    result = Evaluator(METRICS, 1, keeps_arrays=True).evaluate([layer()], ROWS)
+    result = Evaluator(METRICS, 1, keeps_arrays=True).evaluate([whole_layer()], ROWS)
     assert result.arrays == {}
     assert np.isfinite(tagged(result.stacks)["anisotropy/layer_01"])
     assert [n.words() for n in result.notes if "by design" in n.words()] == [

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from definitions import overlap
 from measuring import seen
 from samples import normal
 
@@ -12,11 +13,7 @@ from geomon.capture.snapshot import Layer
 from geomon.distributed.packing import pack, unpack
 from geomon.kernels.groups import group_sequences
 from geomon.metrics import Evaluator, check_metrics
-from geomon.metrics.between_layers import (
-    BetweenLayers,
-    Comparison,
-    compare_near_rows,
-)
+from geomon.metrics.between_layers import BetweenLayers, Comparison, compare_near_rows
 from geomon.metrics.jackknife import margin
 from geomon.metrics.views import LayerViews, spread_rows
 
@@ -30,20 +27,6 @@ def made(rows, index=1, stack="", positions=None, **more):
     )
 
 
-def neighbour_sets(rows, among, k):
-    """The k nearest others of every row in a set, by all distances."""
-    apart = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist")
-    apart = apart.fill_diagonal_(math.inf)
-    outside = torch.ones(len(rows), dtype=torch.bool)
-    outside[among] = False
-    return apart.masked_fill(outside, math.inf).topk(k, largest=False).indices
-
-
-def shared(one, other, among, k):
-    pairs = zip(*(neighbour_sets(rows, among, k)[among] for rows in (one, other)), strict=True)
-    return torch.tensor([len({*a.tolist()} & {*b.tolist()}) / k for a, b in pairs])
-
-
 def evaluated(*layers, rows=None, batches=1):
     size = rows or len(layers[0].captured["hidden"])
     return seen(Evaluator(OVERLAP, batches).evaluate(layers, size))
@@ -54,7 +37,7 @@ def test_it_is_the_share_of_the_ten_nearest_that_stay(noise):
     before = normal(300, 8)
     after = 50 - 3 * (before + noise * normal(300, 8, seed=1))
     values = evaluated(made(before, 0), made(after, 1), made(after, 2)).values
-    expected = shared(before, after, torch.arange(300), 10).mean().item()
+    expected = overlap(before, after).mean()
     assert values["neighbour_overlap/layer_01"] == pytest.approx(expected)
     assert values["neighbour_overlap/layer_01/n"] == 300
     assert values["neighbour_overlap/layer_02"] == 1
@@ -70,7 +53,7 @@ def test_copies_at_either_layer_are_left_out_of_both():
     values = evaluated(made(before, 0), made(after, 1)).values
     # The ten nearest are looked for among the sixteen nearest that are known at each layer.
     assert 150 < values["neighbour_overlap/layer_01/n"] <= len(unique)
-    expected = shared(before, after, unique, 10).mean().item()
+    expected = overlap(before, after, unique).mean()
     assert values["neighbour_overlap/layer_01"] == pytest.approx(expected, abs=0.01)
 
 
@@ -78,7 +61,7 @@ def test_of_many_rows_1024_evenly_spread_ones_are_compared():
     before, after = normal(1500, 5), normal(1500, 5) + 0.2 * normal(1500, 5, seed=1)
     values = evaluated(made(before, 0), made(after, 1)).values
     some = spread_rows(torch.arange(1500), 1024)
-    expected = shared(before, after, torch.arange(1500), 10)[some].mean().item()
+    expected = overlap(before, after)[some].mean()
     assert values["neighbour_overlap/layer_01"] == pytest.approx(expected)
     kept = LayerViews(made(after)).apply(OVERLAP["neighbour_overlap"])
     assert kept.near.shape == (1024, 24)
@@ -89,10 +72,7 @@ def test_of_many_rows_1024_evenly_spread_ones_are_compared():
 def test_batches_of_rows_are_compared_each_with_its_own():
     before, after = normal(400, 5), normal(400, 5) + 0.5 * normal(400, 5, seed=1)
     values = evaluated(made(before, 0), made(after, 1), rows=200, batches=2).values
-    each = [
-        shared(before[cut], after[cut], torch.arange(200), 10).mean().item()
-        for cut in (slice(200), slice(200, 400))
-    ]
+    each = [overlap(before[cut], after[cut]).mean() for cut in (slice(200), slice(200, 400))]
     assert values["neighbour_overlap/layer_01"] == pytest.approx(sum(each) / 2)
     assert values["neighbour_overlap/layer_01/std"] == pytest.approx(
         abs(each[0] - each[1]) / 2**0.5, rel=1e-4
@@ -105,8 +85,8 @@ def test_without_a_group_the_value_is_that_of_the_rows_of_the_others():
     layers = [made(rows, n, sequences=sequences) for n, rows in enumerate((before, after))]
     kept = [LayerViews(layer).apply(OVERLAP["neighbour_overlap"]) for layer in layers]
     found = compare_near_rows(*kept).without
-    shares = shared(before, after, torch.arange(320), 10)
-    want = [shares[group_sequences(sequences) != group].mean().item() for group in range(8)]
+    shares, groups = overlap(before, after), group_sequences(sequences).numpy()
+    want = [shares[groups != group].mean() for group in range(8)]
     assert found == pytest.approx(want)
     values = evaluated(*layers).values
     assert values["neighbour_overlap/layer_01/margin"] == pytest.approx(margin(want))

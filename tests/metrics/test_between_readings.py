@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from definitions import overlap
 from measuring import seen
 from models import PlainDecoder, batch
 from plain_models import vision_transformer
@@ -24,22 +25,11 @@ def made(rows, index=1, stack="", **more):
     return Layer(index, f"{stack}.{index}", {"hidden": rows, **labels, **more}, stack=stack)
 
 
-def shared(one, other, k=10):
-    """Mean share of the k nearest others of every row in one matrix that are so in the other."""
-    sets = []
-    for rows in (one, other):
-        apart = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist")
-        near = apart.fill_diagonal_(math.inf).topk(k, largest=False).indices
-        sets.append([{*own.tolist()} for own in near])
-    return sum(len(a & b) / k for a, b in zip(*sets, strict=True)) / len(one)
-
-
-def compared(before, after, evaluator=None, sent=False, **more):
+def compared(before, after, **more):
     """Values and notes of a reading after another one, each a list of layers."""
-    evaluator = evaluator or Evaluator(OVERLAP, 1)
+    evaluator = Evaluator(OVERLAP, 1)
     measured = [[evaluator.measure_layer(one, 300) for one in layers] for layers in (before, after)]
-    if sent:
-        measured = unpack(pack(measured))
+    measured = unpack(pack(measured))  # as by another rank
     kept = evaluator.keep_for_next(measured[0])
     return seen(evaluator.combine(measured[1], 300, EarlierReading(kept, 50, **more)))
 
@@ -50,7 +40,7 @@ def test_it_is_the_share_of_the_ten_nearest_that_stay(noise):
     after = 50 - 3 * (before + noise * normal(300, 8, seed=1))
     found = compared([made(before, 0), made(before)], [made(before, 0), made(after)])
     assert found.values[f"{NAME}/layer_00"] == 1
-    assert found.values[f"{NAME}/layer_01"] == pytest.approx(shared(before, after))
+    assert found.values[f"{NAME}/layer_01"] == pytest.approx(overlap(before, after).mean())
     assert found.values[f"{NAME}/mean"] == found.values[f"{NAME}/layer_01"]
     assert found.values[f"{NAME}/layer_01/n"] == 300
     assert found.values[f"{NAME}/layer_01/steps"] == found.values[f"{NAME}/mean/steps"] == 50

@@ -91,18 +91,6 @@ def test_a_copy_starts_with_its_own_training(tmp_path, copied_by):
     assert len(memory.readings) == 1
 
 
-def test_folder_and_sinks_of_the_options_come_first(tmp_path):
-    own = Memory()
-    session, model, memory = started(tmp_path / "b", directory=tmp_path / "a", sinks=[own])
-    session.open(0)
-    model(batch())
-    session.close()
-    session.finish()
-    assert (tmp_path / "a" / "readings.jsonl").is_file()
-    assert not (tmp_path / "b").exists()
-    assert len(own.readings) == len(memory.readings) == 1
-
-
 def test_what_cannot_be_known_is_missing_and_the_training_goes_on(tmp_path, caplog):
     session, model, memory = started(tmp_path, strict=False)
 

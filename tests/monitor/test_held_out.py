@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import math
 import random
 
 import numpy as np
@@ -11,23 +10,21 @@ import torch
 from fingerprint import random_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from measuring import watching
 from models import VOCABULARY, PlainDecoder, batch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDataset
 
-from geomon import Memory, Monitor, every, select
+from geomon import select
 from geomon.distributed import RankGroup
 from geomon.monitor.held_out import MOST_BATCHES, HeldOut
 
 ROWS = torch.cat([batch(4, 16, seed=i) for i in range(12)])  # 48 sequences
 SEEN = {"ids": lambda token_ids: token_ids.double().mean()}
-FEW = {"metrics": SEEN, "tokens": 10_000, "batches": 1, "strict": True, "schedule": every(1)}
 
 
 def monitor_of(model, loader, **options):
-    memory = Memory()
-    options = {**FEW, "directory": None, "sinks": [memory], "probe": loader, **options}
-    return Monitor(model, **options), memory
+    return watching(model, probe=loader, **{"metrics": SEEN, "tokens": 10_000, **options})
 
 
 def read_of(loader, model=None, steps=1, **options):
@@ -46,20 +43,13 @@ def values(reading):
 
 
 def test_several_batches_are_read_as_one_batch_of_all_is():
-    names = ("variance", "cosine", "anisotropy", "attention_entropy", "qk_cosine")
+    names = ("variance", "anisotropy", "attention_entropy", "qk_cosine", "max_logit")
     options = {"metrics": select(*names)}
     (whole,) = read_of(ROWS, **options)
     (parts,) = read_of(DataLoader(ROWS, batch_size=7), **options)
     assert parts.tokens == whole.tokens == ROWS.numel()
     assert values(parts) == pytest.approx(values(whole), rel=1e-4, abs=1e-6)
     assert "variance/layer_01/margin" in parts.values  # the sequences of all batches are told apart
-
-
-def test_ragged_and_padded_batches_are_read_together():
-    ragged = [batch(3, length, seed=length) for length in (5, 11, 16)] + [batch(20, 8, seed=1)]
-    (reading,) = read_of(iter(ragged), metrics=select("variance", "attention_entropy"))
-    assert reading.tokens == 3 * 32 + 160
-    assert not [tag for tag, value in values(reading).items() if math.isnan(value)]
 
 
 def endless(drawn):
@@ -229,17 +219,13 @@ def test_a_pass_that_fails_is_tried_again_with_the_same_batch(caplog):
     assert len([text for text in caplog.messages if "out of memory" in text]) == 1
 
 
-@pytest.mark.parametrize("probe", ["validation", "valid", ""])
-def test_a_monitor_without_a_trainer_knows_no_validation(probe):
-    with pytest.raises(ValueError, match="give the loader itself") as error:
-        monitor_of(PlainDecoder(), probe)
-    assert "\n" not in str(error.value)
-
-
-def test_a_loader_is_given_to_the_monitor_and_not_to_one_probe():
-    monitor, _ = monitor_of(PlainDecoder(), None)
-    with pytest.raises(ValueError, match="give it to the monitor"):
-        monitor.probe(0, DataLoader(ROWS))
+@pytest.mark.parametrize(
+    ("probe", "message"),
+    [("validation", "give the loader itself"), (None, "give it to the monitor")],
+)
+def test_validation_is_the_trainers_and_a_loader_the_monitors(probe, message):
+    with pytest.raises(ValueError, match=message):
+        monitor_of(PlainDecoder(), probe)[0].probe(0, DataLoader(ROWS))
 
 
 @given(rows=st.lists(st.integers(1, 50), min_size=1, max_size=8), wanted=st.integers(1, 300))

@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fingerprint import fingerprint, random_state
+from measuring import watching
 from models import PlainDecoder, batch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from geomon import Memory, Monitor, every, read, select
+from geomon import read
 from geomon.huggingface import GeometryMonitor as OfTrainer
 from geomon.lightning import GeometryMonitor as OfLightning
 
@@ -57,12 +58,8 @@ def expected(model):
 
 
 def readings_of(model, steps=1, **options):
-    memory = Memory()
-    settings = {
-        "metrics": select("variance"), "tokens": 64, "batches": 1, "schedule": every(1),
-        "strict": True, "directory": None, "sinks": [memory], **options,
-    }  # fmt: skip
-    with Monitor(model, **settings) as monitor:
+    monitor, memory = watching(model, **options)
+    with monitor:
         for step in range(steps):
             with monitor(step):
                 pass
@@ -78,20 +75,15 @@ def readings_of(model, steps=1, **options):
         (lambda model: model(ROWS, ROWS), own_loss),
         (iter([{"ids": ROWS, "labels": ROWS, "name": ["x"]}]), own_loss),
         ([ROWS, ROWS], lambda outputs, inputs: float(loss_of(outputs, inputs[0]))),
+        (DataLoader(ROWS, batch_size=7), loss_of),  # 7, 7 and 6: weighted as trainers do
     ],
-    ids=["tensor", "tuple", "dict", "function", "loader", "list"],
+    ids=["tensor", "tuple", "dict", "function", "loader", "list", "ragged"],
 )
 def test_every_kind_of_inputs_has_its_loss_in_the_record(
     model, expected, tmp_path, probe, function
 ):
-    readings_of(model, 2, probe=probe, probe_loss=function, directory=tmp_path)
+    readings_of(model, 2, probe=probe, probe_loss=function, directory=tmp_path, tokens=10_000)
     assert [r.values[TAG] for r in read(tmp_path)] == [pytest.approx(expected, rel=1e-5)] * 2
-
-
-def test_batches_are_weighted_by_their_sequences_as_trainers_do(model, expected):
-    ragged = DataLoader(ROWS, batch_size=7)  # 7, 7 and 6
-    (reading,) = readings_of(model, probe=ragged, tokens=10_000, probe_loss=loss_of)
-    assert reading.values[TAG] == pytest.approx(expected, rel=1e-5)
 
 
 def test_without_the_option_nothing_is_added_and_with_it_no_other_value_changes(model):
@@ -145,13 +137,3 @@ def test_a_loss_that_no_pass_is_made_for_is_an_error(of_callback):
     of_callback(probe="validation", probe_loss=loss_of)
     with pytest.raises(TypeError, match="lambda outputs, batch: outputs"):
         of_callback(probe="validation", probe_loss="loss")
-
-
-def test_a_monitor_takes_the_loss_of_inputs_that_each_probe_is_given(model, expected):
-    memory = Memory()
-    monitor = Monitor(
-        model, probe_loss=loss_of, metrics=select("variance"), directory=None, sinks=[memory],
-        strict=True,
-    )  # fmt: skip
-    monitor.probe(0, ROWS)
-    assert memory.readings[0].values[TAG] == pytest.approx(expected, rel=1e-5)

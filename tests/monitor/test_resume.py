@@ -1,15 +1,14 @@
 """A training that is cut and goes on; that of the Trainer is in test_huggingface.py."""
 
+import loops
 import pytest
-import test_lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from loops import Learner, in_lightning
 from models import PlainDecoder, batch
-from test_lightning import TwoOptimizers
-from test_lightning import fit as fit_lightning
 
 from geomon import every, read, select
-from geomon.lightning import GeometryMonitor as OfLightning
+from geomon.lightning import GeometryMonitor
 
 FEW = {"metrics": select("variance", "qk_cosine"), "tokens": 64, "strict": True}
 
@@ -17,40 +16,31 @@ FEW = {"metrics": select("variance", "qk_cosine"), "tokens": 64, "strict": True}
 @pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
 def test_a_step_that_was_passed_over_at_the_cut_is_read_after_it(tmp_path):
     """Two optimizers: the checkpoint is of step 10, the batch before it began at 8, due was 9."""
-
-    for steps, resume in ((10, None), (14, tmp_path / "step=10.ckpt")):
-        monitor = OfLightning(schedule=every(9), directory=tmp_path / "run", **FEW)
+    for steps, resume in ((5, None), (7, tmp_path / "step=10.ckpt")):
         keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=10, save_top_k=-1)
-        fit_lightning(
-            tmp_path, [monitor, keep], steps=steps, resume=resume, model=TwoOptimizers(),
-            enable_checkpointing=True, weights_only=True,
+        in_lightning(
+            Learner(), {**FEW, "schedule": every(9)}, tmp_path, kind="two", steps=steps,
+            callbacks=[keep], resume=resume,
         )  # fmt: skip
-    assert [r.step for r in read(tmp_path / "run")] == [0, 8, 10, 12]
+    assert [r.step for r in read(tmp_path)] == [0, 8, 10, 12]
 
 
 @pytest.mark.parametrize("probe", [None, batch(8, 32, seed=77)], ids=["inline", "probe"])
 def test_after_a_cut_the_values_are_those_of_a_run_without_one(tmp_path, monkeypatch, probe):
     """Without dropout, on one batch again and again: nothing of the cut is left in the weights."""
-    monkeypatch.setattr(test_lightning, "batch", lambda *shape, seed: batch(8, 32, seed=0))
-
-    def net():
-        model = test_lightning.Decoder()
-        torch.manual_seed(0)
-        model.net = PlainDecoder()
-        return model
+    monkeypatch.setattr(loops, "ROWS", batch(8, 32, seed=0).repeat(24, 1))
 
     def run(folder, steps, resume=None):
         """Two monitors, that differ in their folders alone."""
         monitors = [
-            OfLightning(probe=probe, schedule=every(3), directory=folder / name, **FEW)
+            GeometryMonitor(probe=probe, schedule=every(3), directory=folder / name, **FEW)
             for name in "ab"
         ]
         keep = ModelCheckpoint(folder, "{step}", every_n_train_steps=7, save_top_k=-1)
-        model, _ = fit_lightning(
-            folder, [*monitors, keep], steps=steps, resume=resume, model=net(),
-            enable_checkpointing=True, weights_only=True,
-        )  # fmt: skip
-        return model
+        torch.manual_seed(0)
+        learner = Learner(PlainDecoder())
+        in_lightning(learner, None, folder, steps=steps, callbacks=[*monitors, keep], resume=resume)
+        return learner
 
     whole = run(tmp_path / "whole", 13)
     run(tmp_path / "cut", 8)

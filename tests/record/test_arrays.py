@@ -64,23 +64,17 @@ def test_arrays_come_back_as_they_were(tmp_path_factory, content):
         np.testing.assert_array_equal(found[tag], content[place])
 
 
-def test_a_run_that_begins_anew_keeps_the_arrays_of_the_old_one(tmp_path):
-    write(began(tmp_path), 0, 1.0)
-    write(began(tmp_path), 0, 2.0)
-    write(began(tmp_path), 0, 3.0)
+def test_a_run_that_begins_anew_keeps_the_arrays_of_the_old_ones(tmp_path):
+    for number in (1.0, 2.0, 3.0):
+        write(began(tmp_path), 0, number)
     assert number_of(tmp_path, 0) == 3.0
     assert number_of(tmp_path / "readings.1.jsonl", 0) == 1.0
     assert number_of(tmp_path / "readings.2.jsonl", 0) == 2.0
-
-
-def test_arrays_without_their_record_are_set_aside(tmp_path):
-    write(began(tmp_path), 128, 1.0)
-    (tmp_path / FILE_NAME).unlink()
+    (tmp_path / FILE_NAME).unlink()  # arrays without their record
     record = began(tmp_path)
-    write(record, 0, 2.0)
-    write(record, 130, 3.0)  # next to a step of the old run
-    assert ArrayFolder(tmp_path / "arrays").steps("probe") == [0, 130]
-    assert ArrayFolder(tmp_path / "arrays.1").steps("probe") == [128]
+    write(record, 130, 4.0)
+    assert ArrayFolder(tmp_path / "arrays").steps("probe") == [130]
+    assert ArrayFolder(tmp_path / "arrays.3").steps("probe") == [0]
 
 
 def test_a_resumed_run_goes_on_in_the_same_folder(tmp_path):
@@ -178,13 +172,12 @@ def test_what_is_not_there_or_damaged_is_one_clear_line(tmp_path):
 
 def test_of_several_stacks_one_is_read_under_plain_tags(tmp_path):
     record = began(tmp_path)
-    both = reading_of({"m/encoder_layer_01": 1.0, "m/decoder_layer_01": 2.0})
-    record.write(both)
+    record.write(both := reading_of({"m/encoder_layer_01": 1.0, "m/decoder_layer_01": 2.0}))
     record.write_arrays(both, some(1.0, "encoder") | some(2.0, "decoder"))
-    assert list(read(tmp_path).of_stack("encoder").arrays(0)) == ["mean_query/layer_01"]
-    assert list(read(tmp_path).arrays(0)) == [
-        "mean_query/encoder_layer_01", "mean_query/decoder_layer_01"
-    ]  # fmt: skip
+    found = read(tmp_path)
+    assert list(found.of_stack("encoder").arrays(0)) == ["mean_query/layer_01"]
+    names = [f"mean_query/{stack}_layer_01" for stack in ("encoder", "decoder")]
+    assert list(found.arrays(0)) == names
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no pipes")

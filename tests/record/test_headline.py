@@ -3,26 +3,19 @@
 import math
 
 import pytest
+import tagged
 from tagged import reading_of as reading
 
-from geomon.record.headline import Charts, check_detail, headline_tag
+from geomon.record import Readings
+from geomon.record.headline import check_detail, headline_tag
 
 MOST = 15
-MEAN = ["mean"]
-TEXTS = {
-    "twonn": {"title": "intrinsic dimension", "charts": ["mean", "interval"]},
-    "twonn_distinct": {"title": "intrinsic dimension, distinct tokens", "charts": MEAN},
-    "gride": {"title": "intrinsic dimension by scale", "charts": ["k32"]},
-    "anisotropy": {"title": "anisotropy", "charts": ["mean", "largest"]},
-    "attention_entropy": {
-        "title": "attention entropy", "unit": "nats", "charts": ["mean", "smallest"],
-    },
-    "qk_cosine": {"title": "cosine of mean query and mean key", "charts": ["size"]},
-    "attention_sink": {"title": "attention on the sink", "charts": MEAN},
-    "drift_norm": {"title": "norm of the mean row", "charts": MEAN},
-    "effective_rank": {"title": "effective rank", "charts": MEAN},
+TEXTS = tagged.TEXTS | {
+    "attention_sink": {"title": "attention on the sink", "charts": ["mean"]},
+    "drift_norm": {"title": "norm of the mean row", "charts": ["mean"]},
+    "effective_rank": {"title": "effective rank", "charts": ["mean"]},
     "cosine": {"title": "mean cosine between tokens"},
-}  # fmt: skip
+}
 NAMES = {
     "twonn", "twonn_low", "twonn_high", "twonn_distinct", "gride_k32", "anisotropy",
     "anisotropy_max", "attention_entropy", "attention_entropy_min", "qk_cosine_size",
@@ -31,9 +24,7 @@ NAMES = {
 
 
 def charts_of(detail="headline"):
-    charts = Charts(detail)
-    charts.describe({"metrics": TEXTS})
-    return charts
+    return tagged.charts_of(Readings([{"metrics": TEXTS}], []), detail)
 
 
 def shown_over(readings, detail="headline"):
@@ -137,11 +128,11 @@ def test_what_is_not_a_number_is_not_shown():
     values = {"twonn/mean": 5.0, "twonn/mean/margin": math.nan, "anisotropy/mean": math.nan}
     assert shown_over([reading(values)], "layers") == {"geomon/twonn": 5.0, "geomon/seconds": 2.0}
     assert charts_of().layout(reading(values))["geomon"] == {
-        "intrinsic dimension": [
+        "Intrinsic dimension": [
             "Multiline", ["geomon/twonn$"],
         ],
         "anisotropy": ["Multiline", ["geomon/anisotropy$", "geomon/anisotropy_max$"]],
-        "overhead": ["Multiline", ["geomon/overhead$"]],  # unknown at the first reading
+        "Overhead": ["Multiline", ["geomon/overhead$"]],  # unknown at the first reading
     }  # fmt: skip
 
 
@@ -183,18 +174,10 @@ def test_the_layout_opens_on_the_dimension_with_its_interval(last):
 
 @pytest.mark.parametrize("detail", ["headline", "layers"])
 def test_the_loss_on_the_probe_is_charted_where_there_is_one_and_takes_no_place(last, detail):
-    loss = {"training/probe_loss": 2.5}
-    without, shown = (shown_over([reading({**last.values, **more})], detail) for more in ({}, loss))
-    assert shown == without | {"geomon/probe_loss": 2.5}
-    charts = {
-        name: layout["geomon"]
-        for name, layout in (
-            ("without", charts_of(detail).layout(last)),
-            ("with", charts_of(detail).layout(reading({**last.values, **loss}))),
-        )
-    }
-    added = {"loss on the probe": ["Multiline", ["geomon/probe_loss$"]]}
-    assert charts["with"] == charts["without"] | added
+    more = reading({**last.values, "training/probe_loss": 2.5})
+    assert shown_over([more], detail) == shown_over([last], detail) | {"geomon/probe_loss": 2.5}
+    without, found = (charts_of(detail).layout(each)["geomon"] for each in (last, more))
+    assert found == without | {"Loss on the probe": ["Multiline", ["geomon/probe_loss$"]]}
 
 
 @pytest.mark.parametrize("detail", ["heads", "", None, 3, ("a", 1), [""]])

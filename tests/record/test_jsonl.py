@@ -11,7 +11,7 @@ import pytest
 from full_disk import FullDisk
 from tagged import reading_of
 
-from geomon.record import FILE_NAME, Follower, Reading, Record, read
+from geomon.record import FILE_NAME, Follower, Reading, Readings, Record, read
 from geomon.record.arrays import ArrayPlace
 
 
@@ -19,17 +19,25 @@ def reading(step: int, source: str = "inline") -> Reading:
     return reading_of({"a/mean": 1.0}, step, source, time=1.0)
 
 
+def steps(record: Readings) -> list[int]:
+    return [each.step for each in record]
+
+
 def test_record_goes_on_after_a_resume(tmp_path):
     record = Record(tmp_path)
-    assert record.begin(0, {"model": "m"}) == set()
+    assert record.begin(0, {"metrics": ["a"]}) == set()
+    assert record.path.read_text() == ""  # the run is described with its first reading
     record.write(reading(0))
     record.write(reading(5, "probe"))
     resumed = Record(tmp_path)
-    assert resumed.begin(4, {"model": "m"}) == {(0, "inline"), (5, "probe")}
+    assert resumed.begin(4, {"metrics": ["a", "b"]}) == {(0, "inline"), (5, "probe")}
     resumed.write(reading(8))
     found = read(tmp_path)
-    assert [r.step for r in found] == [0, 5, 8]
-    assert [run["from_step"] for run in found.runs] == [0, 4]
+    assert steps(found) == [0, 5, 8]
+    described = [(run["from_step"], run["metrics"]) for run in found.runs]
+    assert described == [(0, ["a"]), (4, ["a", "b"])]
+    kinds = ["run" in json.loads(line) for line in record.path.read_text().splitlines()]
+    assert kinds == [True, False, False, True, False]
 
 
 def test_what_goes_on_with_a_step_before_the_first_one_sets_nothing_aside(tmp_path):
@@ -40,30 +48,13 @@ def test_what_goes_on_with_a_step_before_the_first_one_sets_nothing_aside(tmp_pa
     earlier = Record(tmp_path)
     assert earlier.begin(2, {}, resumes=True) == {(4, "inline")}
     earlier.write(reading(2))
-    assert [r.step for r in read(tmp_path)] == [4, 2]
+    assert steps(read(tmp_path)) == [4, 2]
     assert read(tmp_path).mixed_at is None
     assert not list(tmp_path.glob("readings.*.jsonl"))
 
 
-def test_the_line_that_describes_a_run_comes_with_its_first_reading(tmp_path):
-    record = Record(tmp_path)
-    record.begin(0, {"metrics": ["a"]})
-    assert record.path.read_text() == ""
-    record.write(reading(0))
-    resumed = Record(tmp_path)
-    assert resumed.begin(1, {"metrics": ["a", "b"]}) == {(0, "inline")}
-    resumed.write(reading(1))
-    kinds = ["run" if "run" in json.loads(line) else "reading" for line in lines(record)]
-    assert kinds == ["run", "reading", "run", "reading"]
-    assert [run["metrics"] for run in read(tmp_path).runs] == [["a"], ["a", "b"]]
-
-
-def lines(record: Record) -> list[str]:
-    return record.path.read_text().splitlines()
-
-
 @pytest.mark.parametrize("free", [0, 1, 100, 700])
-def test_lines_wait_until_a_full_disk_has_space(tmp_path, monkeypatch, free):
+def test_lines_wait_until_a_full_disk_has_space_or_the_end(tmp_path, monkeypatch, free):
     record = Record(tmp_path)
     record.begin(0, {"model": "m"})
     record.write(reading(0))
@@ -72,12 +63,18 @@ def test_lines_wait_until_a_full_disk_has_space(tmp_path, monkeypatch, free):
         with contextlib.suppress(OSError):
             record.write(reading(step))
         read(tmp_path)  # no reader trips on what is there
-    before = [r.step for r in read(tmp_path)]
+    before = steps(read(tmp_path))
     assert before == list(range(len(before)))
     assert len(before) < 9
+    with pytest.raises(OSError, match="No space left"):
+        record.close()
     disk.free = 10**6
-    record.write(reading(9))
-    assert [r.step for r in read(tmp_path)] == list(range(10))
+    if free:
+        record.write(reading(9))
+    record.close()
+    record.close()
+    assert steps(read(tmp_path)) == list(range(9 + bool(free)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [FILE_NAME]
 
 
 def test_of_many_lines_that_wait_the_oldest_are_given_up(tmp_path, monkeypatch):
@@ -91,7 +88,7 @@ def test_of_many_lines_that_wait_the_oldest_are_given_up(tmp_path, monkeypatch):
     record.write(reading(300))
     found = read(tmp_path)
     assert [run["model"] for run in found.runs] == ["m"]
-    assert [r.step for r in found] == list(range(202, 301))
+    assert steps(found) == list(range(202, 301))
 
 
 def test_a_run_that_starts_over_keeps_the_old_record(tmp_path):
@@ -114,11 +111,11 @@ def test_a_torn_last_line_is_passed_over_and_mended(tmp_path, torn):
     record.write(reading(0))
     with record.path.open("a") as file:
         file.write(torn)
-    assert [r.step for r in read(tmp_path)] == [0]
+    assert steps(read(tmp_path)) == [0]
     resumed = Record(tmp_path)
     resumed.begin(1, {})
     resumed.write(reading(2))
-    assert [r.step for r in read(tmp_path)] == [0, 2]
+    assert steps(read(tmp_path)) == [0, 2]
 
 
 @pytest.mark.parametrize("text", ["notes of mine", "a\r\nb", '{"other": 1}', "5"])
@@ -137,9 +134,8 @@ def test_records_below_a_folder_that_holds_none_are_named(tmp_path):
     for name in ("b/version_0", "a", "c/d/too_deep"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / FILE_NAME).touch()
-    with pytest.raises(FileNotFoundError) as raised:
+    with pytest.raises(FileNotFoundError, match=f"; there is one in {tmp_path}/a, {tmp_path}/b/v"):
         read(tmp_path)
-    assert str(raised.value).endswith(f"; there is one in {tmp_path}/a, {tmp_path}/b/version_0")
     for number in range(9):
         (tmp_path / f"seed_{number}").mkdir()
         (tmp_path / f"seed_{number}" / FILE_NAME).touch()
@@ -159,15 +155,15 @@ def test_a_folder_that_is_renamed_while_a_run_goes_on_keeps_its_record(tmp_path)
     beside.write(reading(2))  # of another monitor of the same folder
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
     found = read(tmp_path / "b")
-    assert ([each.step for each in found], len(found.runs)) == ([0, 1, 2], 1)
+    assert (steps(found), len(found.runs)) == ([0, 1, 2], 1)
     assert record.path == beside.path == tmp_path / "b" / FILE_NAME
     assert found.arrays(1)["mean_query/layer_01"].tolist() == [1, 1]
     other = Record(tmp_path / "a")  # the name is free for another run
     other.begin(0, {"model": "N"})
     other.write(reading(0))
     record.write(reading(3))
-    assert [each.step for each in read(tmp_path / "a")] == [0]
-    assert [each.step for each in read(tmp_path / "b")] == [0, 1, 2, 3]
+    assert steps(read(tmp_path / "a")) == [0]
+    assert steps(read(tmp_path / "b")) == [0, 1, 2, 3]
     for each in (record, beside, other):
         each.close()
     assert not list(tmp_path.glob("*/.readings.lock"))
@@ -181,28 +177,12 @@ def test_a_folder_that_was_removed_is_made_again(tmp_path):
     record.write(reading(1))
     record.write(reading(2))
     found = read(tmp_path / "run")
-    assert [r.step for r in found] == [1, 2]
+    assert steps(found) == [1, 2]
     assert [run["model"] for run in found.runs] == ["m"]
     shutil.rmtree(tmp_path / "run")
     resumed = Record(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
     assert resumed.begin(3, {"model": "m"}) == set()
-
-
-def test_lines_that_waited_are_written_at_the_end(tmp_path, monkeypatch):
-    record = Record(tmp_path)
-    record.begin(0, {"model": "m"})
-    disk = FullDisk(monkeypatch, 0)
-    for step in range(3):
-        with pytest.raises(OSError, match="No space left"):
-            record.write(reading(step))
-    with pytest.raises(OSError, match="No space left"):
-        record.close()
-    disk.free = 10**6
-    record.close()
-    record.close()
-    assert [r.step for r in read(tmp_path)] == [0, 1, 2]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [FILE_NAME]
 
 
 @pytest.mark.parametrize("moment", range(4))
@@ -231,7 +211,7 @@ def test_ctrl_c_in_a_write_neither_loses_nor_doubles_the_line(tmp_path, monkeypa
         with pytest.raises(KeyboardInterrupt):
             record.write(reading(1))
     record.close()
-    assert [r.step for r in read(tmp_path)] == [0, 1]
+    assert steps(read(tmp_path)) == [0, 1]
 
 
 def test_facts_of_a_run_that_json_does_not_know_are_written_as_text(tmp_path):

@@ -17,14 +17,11 @@ _BACK = 2  # steps from the last checkpoint to the kill
 _RUN = """
 import sys
 import torch
-import torch.distributed as dist
 from plain_models import CausalSelfAttention, language_model
 from geomon import METRICS, Monitor, every
 
-folder, first, stop, background, rank, store = sys.argv[1:]
-if store:
-    dist.init_process_group("gloo", init_method=store, rank=int(rank), world_size=2)
-torch.manual_seed(int(rank))
+folder, first, stop, background = sys.argv[1:]
+torch.manual_seed(0)
 ids = torch.randint(0, 50, (3, 24))
 
 
@@ -41,11 +38,10 @@ def begun(hidden):
     return hidden.mean()
 
 
-torch.manual_seed(0)
 model = language_model(CausalSelfAttention, "sdpa")
 monitor = Monitor(
     model, metrics={"begun": begun, **METRICS}, tokens=64, schedule=every(1), budget=None,
-    directory=folder, sinks=[Shown()], background=bool(background), gather=not background,
+    directory=folder, sinks=[Shown()], background=bool(background),
 )
 for step in range(int(first), int(stop)):
     with monitor(step):
@@ -56,29 +52,23 @@ monitor.close()
 
 @pytest.fixture(scope="module")
 def forks():
-    forks = Forks("import plain_models, torch.distributed, geomon, scipy.stats, faiss")
+    forks = Forks("import plain_models, geomon, scipy.stats, faiss")
     yield forks
     forks.close()
 
 
 class Started:
-    """A run of one process, or of two ranks, and what it says."""
+    """A run, and what it says."""
 
-    def __init__(self, forks: Forks, folder: Path, steps: range, kind: str) -> None:
+    def __init__(self, forks: Forks, folder: Path, steps: range, background: str) -> None:
         program = folder.parent / "run.py"
         program.write_text(_RUN)
-        ranks = 2 if "ranks" in kind else 1
-        store = f"file://{folder}.store.{time.time_ns()}" if ranks > 1 else ""
         self.said = folder.parent / "said"
-        background = "yes" if "background" in kind else ""
         with self.said.open("w") as said:
-            self.processes = [
-                forks.start(
-                    str(program), folder, steps.start, steps.stop, background, rank, store,
-                    environment={**os.environ}, stdout=said.fileno(), stderr=2,
-                )
-                for rank in range(ranks)
-            ]  # fmt: skip
+            self.process = forks.start(
+                str(program), folder, steps.start, steps.stop, background,
+                environment={**os.environ}, stdout=said.fileno(), stderr=2,
+            )  # fmt: skip
 
     def words(self) -> list[str]:
         return self.said.read_text().split()
@@ -91,40 +81,35 @@ class Started:
         end = time.monotonic() + 120
         while len(self.shown()) < count:
             assert time.monotonic() < end
-            assert all(process.is_running() for process in self.processes)
+            assert self.process.is_running()
             time.sleep(0.002)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["inline", "background, two ranks"])
-def test_a_killed_run_loses_no_reading_and_doubles_none(forks, tmp_path, kind):
+@pytest.mark.parametrize("background", ["", "background"])
+def test_a_killed_run_loses_no_reading_and_doubles_none(forks, tmp_path, background):
     chance = random.Random(7)
     folder = tmp_path / "run"
     shown: set[int] = set()
-    deaths = following = while_measuring = 0
+    following = while_measuring = 0
     for _ in range(_KILLS):
         # A run that begins at 0 again would be a new one.
         first = max(min(following, 1), following - _BACK)
-        run = Started(forks, folder, range(first, 10**6), kind)
+        run = Started(forks, folder, range(first, 10**6), background)
         run.wait_for(chance.randint(1, 3))
         began = time.perf_counter()
         run.wait_for(len(run.shown()) + 1)
-        one = time.perf_counter() - began
-        for process in chance.sample(run.processes, len(run.processes)):
-            time.sleep(chance.random() * one)
-            process.send_signal(signal.SIGKILL)
-            process.wait(60)
+        time.sleep(chance.random() * (time.perf_counter() - began))
+        run.process.send_signal(signal.SIGKILL)
+        run.process.wait(60)
         shown |= run.shown()
         while_measuring += run.words()[-1] == "begun"
-        # Where one rank dies first, the reading that both were making is left out.
-        deaths += len(run.processes) > 1
         steps = [reading.step for reading in read(folder)]
-        assert len(set(steps)) == len(steps)
+        assert sorted(steps) == list(range(max(steps) + 1))
         assert shown <= set(steps)
-        assert len(set(range(max(steps))) - set(steps)) <= deaths
         following = max(steps) + 1
-    last = Started(forks, folder, range(following - _BACK, following + 2), kind)
-    assert [process.wait(120) for process in last.processes] == [0] * len(last.processes)
+    last = Started(forks, folder, range(following - _BACK, following + 2), background)
+    assert last.process.wait(120) == 0
     record = read(folder)
     assert record.mixed_at is None
     assert record.readings[-1].step == following + 1

@@ -2,19 +2,18 @@
 
 import json
 import math
-import sys
 
 import pytest
-from msgspec.structs import replace
-from tagged import alert_of, reading_of, with_values
+from tagged import reading_of, with_values
 
 from geomon.record import Readings
 from geomon.show.charts import add_linear_axis, charts_of, choose, draw, slide
-from geomon.show.panels import depth_panel, head_panels, map_panel
+from geomon.show.collect import depth_panel, head_panels, map_panel
+from geomon.show.colours import BLUE, VERMILLION
+from geomon.show.panels import Line, Lines
 
-CURVES = {f"twonn/layer_{layer:02d}": [value] * 9 for layer, value in ((0, 40.0), (1, 5.0))}
 NAMES = [
-    "1_intrinsic_dimension", "2_anisotropy_over_depth", "3_intrinsic_dimension_by_layer",
+    "1_Intrinsic_dimension", "2_anisotropy_over_depth", "3_intrinsic_dimension_by_layer",
     "4_anisotropy_by_layer", "5_attention_entropy_by_layer",
     "6_cosine_of_mean_query_and_mean_key_by_head",
     "7_attention_entropy_by_head",
@@ -23,49 +22,80 @@ NAMES = [
 
 @pytest.fixture
 def readings(make_readings):
-    return make_readings(curves=CURVES, layers=2, heads=3)
+    curves = {f"twonn/layer_{layer:02d}": [value] * 9 for layer, value in ((0, 40.0), (1, 5.0))}
+    return make_readings(curves=curves, layers=2, heads=3)
 
 
 def test_there_is_a_chart_for_each_thing_that_was_measured(readings, make_readings):
-    assert list(charts_of(readings)) == NAMES
+    charts = charts_of(readings)
+    assert list(charts) == NAMES
+    assert charts[NAMES[0]].layout.title.text == (
+        "Intrinsic dimension, mean over layers (band: 95 % interval)"
+    )
     few = make_readings((0,), without=["twonn", "twonn_distinct", "gride", "anisotropy"])
     assert list(charts_of(few)) == NAMES[4:]
     assert charts_of(Readings([], [reading_of({}, 0, "inline")])) == {}
 
 
-def test_the_dimension_has_bands_and_true_steps(readings):
-    chart = charts_of(readings)[NAMES[0]]
-    lines = [trace for trace in chart.data if trace.showlegend]
-    bands = [trace for trace in chart.data if trace.fill == "toself"]
-    assert len(lines) == 3
-    assert len(bands) == 2  # gride has no margin here
-    assert list(lines[0].customdata) == [reading.step for reading in readings]
-    assert list(lines[0].x) == sorted(set(lines[0].x))
-    assert list(bands[0].y)[4] == pytest.approx(7.3 + 0.1)
-    assert list(bands[0].y)[-5] == pytest.approx(7.3 - 0.1)
-    assert next(iter(chart.layout.xaxis.ticktext)) == "0"
-    assert min(lines[0].x) == lines[0].x[0] > 0  # a logarithmic axis has no 0
-
-
-def test_an_alert_is_a_line_with_its_name(readings):
-    marked = [*readings]
-    marked[4] = replace(marked[4], notes=(alert_of("rank_collapse", "x"),))
-    chart = charts_of(Readings(readings.runs, marked))[NAMES[0]]
-    (line,) = chart.layout.shapes
-    assert line.x0 == 128
-    assert [(note.text, note.x) for note in chart.layout.annotations] == [
-        ("rank collapse", pytest.approx(math.log10(128)))
+def test_lines_have_their_places_bands_names_and_marks():
+    lines = [
+        Line("one", [0, 4, 32], [5.0, math.nan, 7.0], BLUE, [4.5, 5.5, 6.0], [5.5, 6.5, 8.0]),
+        Line("two", [0, 4, 32], [2.0, 2.5, 3.0], VERMILLION, dash="dash", width=3.0),
+        Line("", [*range(50)], [1.0] * 50, BLUE, width=0.7),
     ]
+    panel = Lines(
+        "values <b>", lines, null=(4.0, "noise: 4"), chance=(1.5, "by chance"),
+        alerts=[(4, "rank collapse"), (32, "")], remark="one more thing",
+    )  # fmt: skip
+    chart = draw(panel, steps=(0, 1000))
+    band, first, second, third = chart.data
+    assert list(band.y) == [5.5, 6.5, 8.0, 6.0, 5.5, 4.5]
+    assert (list(first.y), list(first.customdata)) == ([5.0, None, 7.0], [0, 4, 32])
+    assert 0 < first.x[0] < first.x[1] == 4  # a logarithmic axis has no 0
+    assert (second.line.color, second.line.dash, second.mode) == (
+        VERMILLION, "dash", "lines+markers",
+    )  # fmt: skip
+    assert [trace.showlegend for trace in chart.data] == [False, True, True, False]
+    assert third.mode == "lines"
+    layout = chart.layout
+    assert (layout.showlegend, layout.yaxis.title.text) == (True, "values &lt;b&gt;")
+    assert layout.xaxis.title.text == "training step (logarithmic)<br>one more thing"
+    assert layout.xaxis.ticktext == ("0", "1", "10", "100", "1,000")
+    assert 10 ** layout.xaxis.range[1] > 1000
+    marks = [(shape.x0, shape.y0) for shape in layout.shapes if shape.type == "line"]
+    assert sorted(marks) == [(0, 4.0), (4, 0), (32, 0)]
+    (chance,) = [shape for shape in layout.shapes if shape.type == "rect"]
+    assert (chance.y0, chance.y1) == (-1.5, 1.5)
+    said = {note.text: note.x for note in layout.annotations}
+    assert said.keys() == {"rank collapse", "noise: 4", "by chance"}
+    assert said["rank collapse"] == pytest.approx(math.log10(4))
+
+
+def test_profiles_are_named_by_their_steps(readings):
+    chart = draw(depth_panel(readings, "anisotropy"))
+    names = [trace.name for trace in chart.data if trace.showlegend]
+    assert names[0] == "step 0"
+    assert names[-1] == "step 1,500"
+    assert chart.layout.xaxis.type == "linear"
+    scales = draw(
+        Lines("a", [Line("4", [1, 2], [3.0, 0.1], BLUE)], "scale", "step", is_logarithmic=True)
+    )
+    assert (scales.layout.xaxis.type, scales.layout.yaxis.type) == ("log", "log")
 
 
 def test_values_far_apart_have_a_logarithmic_scale_that_names_them(make_readings):
     curves = {f"twonn/layer_{layer:02d}": [2.0**layer] * 9 for layer in range(7)}
-    (values,) = draw(map_panel(make_readings(curves=curves, layers=6), "twonn")).data
+    chart = draw(map_panel(make_readings(curves=curves, layers=6), "twonn"))
+    (values,) = chart.data
     assert [row[0] for row in values.z] == pytest.approx(
         [layer * math.log10(2) for layer in range(7)], rel=1e-4
     )
     assert [row[0] for row in values.text] == ["1", "2", "4", "8", "16", "32", "64"]
-    assert [values.colorbar.ticktext[place] for place in (0, -1)] == ["2", "64"]
+    assert [values.colorbar.ticktext[place] for place in (0, -1)] == ["1", "64"]
+    assert "%{text}" in values.hovertemplate
+    assert (chart.layout.yaxis.title.text, chart.layout.yaxis.dtick) == ("layer", 1)
+    large = make_readings((0,), layers=40, heads=2)
+    assert draw(head_panels(large, "qk_cosine")[0]).layout.yaxis.dtick == 3
 
 
 def test_a_menu_shows_one_chart_and_its_axes(readings):
@@ -96,14 +126,13 @@ def test_a_slider_moves_all_matrices_to_the_nearest_step(readings):
         nearest = min(matrices[1], key=lambda other: abs(math.log1p(other) - math.log1p(step)))
         assert tables[1] == pytest.approx(matrices[1][nearest].values.round(5))
     assert [list(row) for row in whole.data[0].z] == moves[-1].args[0]["z"][0]
+    assert whole.layout.sliders[0].active == len(moves) - 1
 
 
 def test_the_axis_of_steps_can_be_made_linear_and_logarithmic_again(readings):
     chart = add_linear_axis(charts_of(readings)[NAMES[0]])
     back, linear = (button.args[0] for button in chart.layout.updatemenus[0].buttons)
-    assert (chart.layout.xaxis.type, back["xaxis.type"], linear["xaxis.type"]) == (
-        "log", "log", "linear",
-    )  # fmt: skip
+    assert [axis["xaxis.type"] for axis in (back, linear)] == ["log", "linear"]
     assert linear["xaxis.range"][0] < 0 < 1500 < linear["xaxis.range"][1]
     assert back["xaxis.range"] == list(chart.layout.xaxis.range)
 
@@ -115,11 +144,3 @@ def test_json_holds_every_chart_though_values_are_missing(readings):
     ]
     for chart in charts_of(Readings([], holed)).values():
         json.dumps(json.loads(chart.to_json()), allow_nan=False)
-
-
-def test_without_plotly_it_says_what_to_install(monkeypatch):
-    monkeypatch.delitem(sys.modules, "geomon.show.charts")
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
-    with pytest.raises(ImportError, match=r"pip install 'geomon\[wandb\]'"):
-        import geomon.show.charts  # noqa: F401

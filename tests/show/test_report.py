@@ -1,25 +1,28 @@
 """The report: what the page says and shows, that it needs no network, and that nothing acts."""
 
-import json
-import math
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tagged import TEXTS, alert_of, reading_of, with_values
+from shown import write
+from tagged import TEXTS, alert_of, with_values
 from typer.testing import CliRunner
 
+from geomon.analysis import summarise
 from geomon.cli import make_app
 from geomon.note import Note
 from geomon.record import FILE_NAME, Readings
-from geomon.show.report import Run, load_runs, render
+from geomon.show.loading import load, name_runs
+from geomon.show.report import Run, render
 from geomon.show.report.content import build_content, build_panels
 
+CURVES = (
+    "twonn/mean", "twonn_distinct/mean", "gride/mean/k1", "gride/mean/k32",
+    "attention_entropy/mean", "geomon/overhead",
+)  # fmt: skip
 ACTING = "<script>alert(1)</script><b onclick='x()'>\"&amp;</b></script><!--"
 TAG = "<img src=x onerror=alert(1)>"
 
@@ -28,17 +31,13 @@ def invoke(*arguments):
     return CliRunner().invoke(make_app(), list(map(str, arguments)))
 
 
-def write(folder, readings, **description):
-    folder.mkdir(parents=True)
-    run = {"run": {"model": "Synthetic", "seed": 0, "time": 1.7e9, "metrics": TEXTS, **description}}
-    lines = [json.dumps(run), *(reading.line() for reading in readings)]
-    (folder / FILE_NAME).write_text("\n".join(lines) + "\n")
-    return folder
-
-
 def run_of(readings, name="a", **description):
     described = {"model": "Synthetic", "metrics": TEXTS, **description}
     return Run(name, Path(name), replace(readings, runs=[described]))
+
+
+def load_runs(paths):
+    return [Run(name, path, load(path)) for name, path in zip(name_runs(paths), paths, strict=True)]
 
 
 class Page(HTMLParser):
@@ -142,7 +141,7 @@ def test_several_runs_stand_side_by_side_and_those_of_other_seeds_make_a_band(
     assert [run.name for run in runs] == names
 
     def named(paths):
-        panel = build_panels(load_runs(paths)).training["intrinsic dimension"]
+        panel = build_panels(load_runs(paths)).training["Intrinsic dimension"]
         return [line.name.split(":")[0] for line in panel.lines if line.name]
 
     of_mean = f"mean of {names[0]}, {names[1]}"
@@ -167,46 +166,43 @@ def test_the_mean_of_seeds_has_a_band_from_the_lowest_to_the_highest(make_readin
         for seed, curve in enumerate(([1.0, 2.0, 3.0], [3.0, 6.0, 3.0]))
     ]
     panel = build_panels(runs).training["anisotropy"]
-    mean = next(line for line in panel.lines if line.name == "mean of 0, 1: mean")
+    mean = next(x for x in panel.lines if x.name == "mean of 0, 1: mean over layers")
     assert (list(mean.x), list(mean.y)) == ([0, 10, 20], [2.0, 4.0, 3.0])
     assert (list(mean.low), list(mean.high)) == ([1.0, 2.0, 3.0], [3.0, 6.0, 3.0])
     assert all(line.width < mean.width / 2 for line in panel.lines if not line.name)
 
 
-def test_curves_and_tables_are_thinned_and_keep_ends_and_extremes(make_readings):
-    steps = tuple(range(3000))
-    curve = [5 + math.sin(step / 300) + 3 * (step == 1717) for step in steps]
-    flat = {name: [1.0] * len(steps) for name in ("twonn_distinct/mean", "gride/mean/k1")}
-    flat |= {name: [1.0] * len(steps) for name in ("gride/mean/k32", "attention_entropy/mean")}
-    readings = make_readings(
-        steps, curves={"twonn/mean": curve, "geomon/overhead": [0.1] * 3000, **flat}
-    )
-    panels = build_panels([run_of(readings)])
-    line = panels.training["intrinsic dimension"].lines[0]
-    assert len(line.x) == len(line.y) == len(line.low) <= 402
-    assert (line.x[0], line.x[-1]) == (0, 2999)
-    assert max(line.y) == max(curve)
-    assert {1, 2, 4, 1717} <= set(line.x)  # what happens early is shown too
+def test_maps_and_heads_of_long_runs_are_thinned_and_keep_both_ends(make_readings):
+    steps = tuple(range(300))
+    curves = {name: [1.0] * 300 for name in CURVES}
+    panels = build_panels([run_of(make_readings(steps, curves=curves))])
     for shown, most in (
         (panels.maps["anisotropy"].columns, 64),
         (panels.heads["cosine of mean query and mean key"], 16),
     ):
         assert len(shown) <= most
-        assert (min(shown), max(shown)) == (0, 2999)
+        assert (min(shown), max(shown)) == (0, 299)
+    assert panels.steps == (0, 299)
 
 
 def test_the_values_are_those_of_the_record(make_readings):
     readings = make_readings()
     panels = build_panels([run_of(readings)])
-    assert panels.training["intrinsic dimension"].lines[0].y == readings.series("twonn/mean")[1]
+    dimension = panels.training["Intrinsic dimension"].lines
+    assert dimension[0].y == readings.series("twonn/mean")[1]
+    assert [line.name for line in dimension] == [
+        "mean over layers", "distinct tokens, mean over layers",
+        "by scale, scale 32, mean over layers",
+    ]  # fmt: skip
+    assert len({line.colour for line in dimension}) == 3
     last, profile = readings[-1].values, panels.depth["anisotropy"].lines[-1]
     assert list(profile.x) == [0, 1, 2, 3, 4]
     assert profile.y == [last[f"anisotropy/layer_{n:02d}"] for n in range(5)]
     heads = panels.heads["cosine of mean query and mean key"][1500]
     assert list(heads.layers) == [1, 2, 3, 4]
     assert heads.values[1][3] == last["qk_cosine/layer_02/head_3"]
-    largest = panels.training["anisotropy of the layer with the largest"].lines[0].y[-1]
-    assert largest == max(profile.y[1:])
+    (largest,) = panels.training["anisotropy, largest layer"].lines
+    assert largest.y[-1] == max(profile.y[1:])
     table = panels.maps["anisotropy"].values
     assert table.shape == (5, len(readings))
     np.testing.assert_array_equal(table[:, -1], profile.y)
@@ -216,9 +212,11 @@ def test_alerts_come_with_their_number_and_notes_are_counted(make_readings):
     alert = alert_of("rank_collapse", "rank collapse (layer 4): effective rank 1.2; look there")
     readings = make_readings(notes=[alert, "few rows: 64"])
     (run,) = build_content([run_of(readings)])["runs"]
-    assert run["alerts"] == [f"Alert at step 0 (first of 9): {alert.text}"]
-    panel = build_panels([run_of(readings)]).training["intrinsic dimension"]
+    assert run["alerts"] == [f"Alert at step 0 (first of 9): {alert.text}."]
+    panel = build_panels([run_of(readings)]).training["Intrinsic dimension"]
     assert [step for step, _ in panel.alerts] == [reading.step for reading in readings]
+    words = [run["headline"], *run["alerts"], *run["sentences"]]
+    assert sorted(words) == sorted(summarise(readings))  # each sentence once
     once, often = Note("a", "once"), [Note("b", f"{n} often") for n in range(3)]
     noted = [
         with_values(reading, reading.values, notes=(each, *([once] * (reading.step == 8))))
@@ -240,16 +238,9 @@ def test_what_was_not_measured_has_no_chart(make_readings, without):
     titles = {TEXTS[name]["title"] for name in without if name != "twonn"}
     shown = [*panels.training, *panels.depth, *panels.maps, *panels.heads]
     assert not [title for title in shown if any(each in title for each in titles)]
-    assert "training loss" not in panels.training
+    assert "Training loss" not in panels.training
     glossary = build_content([run_of(readings)])["glossary"]
     assert not any(f"({name})" in words for name in without for words in glossary)
-
-
-def test_the_loss_on_the_probe_has_a_chart_where_there_is_one():
-    values = {"twonn/mean": 5.0, "training/loss": 3.0, "training/probe_loss": 4.0}
-    readings = [reading_of(values, step, "probe") for step in (0, 1)]
-    charts = build_panels([run_of(Readings([], readings))]).training
-    assert [title for title in charts if "oss" in title] == ["training loss", "loss on the probe"]
 
 
 def test_a_record_of_one_reading_without_metrics_makes_a_page(make_readings, library):
@@ -275,16 +266,3 @@ def test_the_command_writes_the_page(make_readings, tmp_path, library):
     assert result.exit_code == 0, result.stderr
     assert result.stdout.startswith(f"wrote {out} (0.")
     assert out.read_text().lstrip().startswith("<!DOCTYPE html>")
-
-
-def test_without_plotly_it_says_what_to_install(make_readings, tmp_path):
-    folder = write(tmp_path / "run", make_readings((0, 16)))
-    code = (
-        "import sys; sys.modules['plotly'] = sys.modules['plotly.offline'] = None;"
-        f"sys.argv = ['geomon', 'report', {str(folder)!r}];"
-        "from geomon import cli; cli.main()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "pip install 'geomon[report]'" in done.stderr
-    assert done.stderr.count("\n") == 1

@@ -64,13 +64,19 @@ def test_what_cannot_be_read_is_said_in_one_line(model, text, words):
     assert "\n" not in str(caught.value)
 
 
-def test_a_text_for_a_model_of_images_is_said_not_to_be_read():
+def test_images_have_mean_0_and_deviation_1_and_a_text_is_said_not_to_be_read():
     config = ViTConfig(
         image_size=8, patch_size=4, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
         intermediate_size=8,
     )  # fmt: skip
+    model, checkpoint = ViTModel(config), Checkpoint("a", 0, "a")
+    images = make_inputs(model, checkpoint, None, InputSize(5, 6, 0)).batch["pixel_values"]
+    assert images.shape == (5, 3, 8, 8)
+    deviation, mean = torch.std_mean(images, dim=(2, 3))
+    torch.testing.assert_close(mean, torch.zeros(5, 3), rtol=0, atol=1e-5)
+    torch.testing.assert_close(deviation, torch.ones(5, 3), rtol=1e-5, atol=0)
     with pytest.raises(InputError, match="ViTModel reads images and no text: leave"):
-        make_inputs(ViTModel(config), Checkpoint("a", 0, "a"), b"abc", InputSize(1, 6, 0))
+        make_inputs(model, checkpoint, b"abc", InputSize(1, 6, 0))
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,7 @@ try:
 except ImportError as error:
     raise ImportError("figures need matplotlib: pip install 'geomon[figures]'") from error
 
-from geomon.show.figures.axes import page
 from geomon.show.figures.kinds import KINDS, draw
 from geomon.show.figures.run import as_image, card, geometry_figure, save
 
-__all__ = ["KINDS", "as_image", "card", "draw", "geometry_figure", "page", "save"]
+__all__ = ["KINDS", "as_image", "card", "draw", "geometry_figure", "save"]

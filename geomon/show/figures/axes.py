@@ -1,37 +1,25 @@
-"""Axes of matplotlib: panels drawn into them, their labels, and what stands beside a record."""
+"""Panels drawn by matplotlib."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from string import ascii_lowercase
 from typing import Any, Literal
 
-import matplotlib
 import numpy as np
-from matplotlib import colormaps
+from matplotlib import colormaps, patheffects
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import BoundaryNorm, ListedColormap, LogNorm, Normalize, to_rgb
+from matplotlib.colors import BoundaryNorm, ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
-from numpy.typing import NDArray
 
 from geomon.analysis import single_source
-from geomon.analysis.queries_keys import layers_of
-from geomon.record import Reading, Readings, tags
+from geomon.record import Readings
 from geomon.record.printable import printable
-from geomon.show.colours import BEYOND, BLACK, GREY, GRID, NOTHING, PURPLE, SIGNED, UNSIGNED, ramp
-from geomon.show.panels import (
-    LAYERS_LABEL,
-    STEPS_LABEL,
-    Line,
-    Lines,
-    Matrix,
-    NotMeasuredError,
-    StepAxis,
-    furthest_loss,
-    spread_steps,
-)
+from geomon.show.collect import furthest_loss
+from geomon.show.colours import GREY, GRID, NOTHING, PURPLE, SIGNED, UNSIGNED
+from geomon.show.panels import AXES, Line, Lines, Matrix, StepAxis
 
 # Keyword arguments of matplotlib for how something is drawn.
 Style = dict[str, Any]
@@ -40,56 +28,10 @@ Style = dict[str, Any]
 _MAX_NAMED = 12
 # Largest numbers of layers and heads whose values are written into their fields.
 _MAX_WRITTEN = 12
+# Ratio of the ends of a logarithmic axis above which it names powers of ten alone.
+_MANY_POWERS = 1e3
 _DASHES = {"solid": "-", "dash": (0, (4, 2)), "dot": ":", "dashdot": "-."}
-_DARK_PAPER, _DARK_INK, _DARK_GRID = "#131313", "#EDEDED", "#3A3A3A"
-_DARK = {
-    "figure.facecolor": _DARK_PAPER, "axes.facecolor": _DARK_PAPER,
-    **dict.fromkeys(
-        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _DARK_INK
-    ),
-}  # fmt: skip
-
-
-@contextmanager
-def page(*, dark: bool = False) -> Iterator[None]:
-    """Have figures drawn, and written, for a dark page.
-
-    Args:
-        dark: Whether the page is dark; a white one is the default without this function too.
-    """
-    with matplotlib.rc_context(_DARK if dark else {}):
-        yield
-
-
-def ink(colour: str) -> str:
-    """Return the colour of a line on this page: on a dark one, dim colours are lightened.
-
-    Args:
-        colour: Colour of the line on a white page.
-    """
-    if not _is_dark():
-        return colour
-    if colour == BLACK:
-        return _DARK_INK
-    red, green, blue = to_rgb(colour)
-    luminance = 0.299 * red + 0.587 * green + 0.114 * blue
-    lightened = ramp((colour, "#FFFFFF"), 101)
-    return lightened[round(55 * max(0.0, 1 - 2 * luminance))]
-
-
-def _is_dark() -> bool:
-    return to_rgb(matplotlib.rcParams["axes.facecolor"]) == to_rgb(_DARK_PAPER)
-
-
-def faint_lines(panel: Axes, axis: Literal["x", "y"]) -> None:
-    """Draw faint lines across a panel at the ticks of an axis.
-
-    Args:
-        panel: Axes of matplotlib.
-        axis: Name of the axis.
-    """
-    panel.grid(axis=axis, lw=0.7, color=_DARK_GRID if _is_dark() else GRID)
-    panel.set_axisbelow(True)
+_HALO = [patheffects.withStroke(linewidth=2, foreground="white")]
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -98,170 +40,192 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), dpi=160, layout=layout)
 
 
-def caption(panel: Axes, letter: str, words: str) -> None:
+def draw_grid(
+    panels: Sequence[tuple[str, Lines | Matrix]],
+    *,
+    columns: int,
+    size: tuple[float, float] = (5.2, 4.1),
+    share: bool = False,
+) -> Figure:
+    """Draw panels in rows.
+
+    Args:
+        panels: Captions and panels; one without anything to draw says that it was not measured.
+        columns: Number of panels in a row.
+        size: Width and height of a panel, in inches.
+        share: Whether the panels have the same axes, which are named at the edge alone, and one
+            legend.
+    """
+    rows = math.ceil(len(panels) / columns)
+    width = max(columns, 2) if share else columns  # as wide as the line above them all
+    figure = new_figure(size[0] * width, size[1] * rows + share)
+    places = list(figure.subplots(rows, columns, squeeze=False, sharex=share, sharey=share).flat)
+    for letter, place, (words, panel) in zip(ascii_lowercase, places, panels, strict=False):
+        draw(place, panel, legend="none" if share else "inside")
+        caption(place, "" if share else letter, words)
+    for place in places[len(panels) :]:
+        place.set_visible(False)
+    if share:
+        _name_once(figure, places)
+    return figure
+
+
+def _name_once(figure: Figure, places: Sequence[Axes]) -> None:
+    """Name the axes of all panels at the edge of their figure alone, and their lines once."""
+    figure.supylabel(places[0].get_ylabel(), fontsize=10)
+    for place in places:
+        place.label_outer()
+        place.set_ylabel("")
+    handles, labels = places[0].get_legend_handles_labels()
+    if handles:
+        style: Style = {"ncols": min(len(handles), 6), "fontsize": 9, "frameon": False}
+        figure.legend(handles, labels, loc="outside lower center", **style)
+
+
+def caption(place: Axes, letter: str, words: str) -> None:
     """Write the letter of a panel and what it shows above it."""
-    panel.set_title(f"$\\bf{{{letter}}}$   {words}", loc="left", fontsize=11.5, pad=8)
+    start = f"$\\bf{{{letter}}}$   " if letter else ""
+    place.set_title(f"{start}{words}", loc="left", fontsize=11.5 if letter else 10.5, pad=8)
 
 
-def last_with(readings: Readings, metric: str) -> Reading:
-    """Return the last reading that has values of a metric.
-
-    Raises:
-        NotMeasuredError: None has.
-    """
-    for reading in reversed(single_source(readings)):
-        if reading.column(metric).by_layer() or reading.column(metric).by_head():
-            return reading
-    raise NotMeasuredError(f"{metric} was not measured in this run")
+def title(figure: Figure, words: str) -> None:
+    """Write a line above all panels of a figure."""
+    figure.suptitle(words, fontsize=12, x=0.012, ha="left", wrap=True)
 
 
-def arrays_by_step(readings: Readings, name: str, most: int) -> dict[int, dict[str, NDArray[Any]]]:
-    """Read the arrays that stand beside a record at a few steps, evenly spaced in logarithm.
-
-    Args:
-        readings: Readings of a run.
-        name: Name of an array; steps without it are left out.
-        most: Largest number of steps.
-    """
-    if readings.folder is None:
-        return {}
-    selected = single_source(readings)
-    kept = set(readings.folder.steps(selected[0].source)) if selected else set()
-    known = [reading.step for reading in selected if reading.step in kept]
-    found = {step: readings.arrays(step, selected[0].source) for step in spread_steps(known, most)}
-    return {step: arrays for step, arrays in found.items() if array_layers(arrays, name, readings)}
-
-
-def array_layers(arrays: Mapping[str, object], name: str, readings: Iterable[Reading]) -> list[int]:
-    """List the layers that an array stands beside the record for.
-
-    Args:
-        arrays: Arrays of a step by tag.
-        name: Name of the array.
-        readings: Readings of the run.
-    """
-    return [layer for layer in layers_of(readings) if tags.layer_tag(name, layer) in arrays]
+def footnote(figure: Figure, words: str) -> None:
+    """Write a line in small letters below all panels of a figure."""
+    figure.supxlabel(words, fontsize=8.5, color=GREY)
 
 
 def literal(text: str) -> str:
-    """Make a text of unknown origin one that matplotlib writes as it stands.
-
-    Args:
-        text: Text, in which a dollar sign would begin a formula.
-    """
+    """Make a text of unknown origin one that matplotlib writes as it stands, dollar signs too."""
     return printable(text).replace("$", r"\$")
 
 
-def draw_lines(panel: Axes, drawn: Lines, *, missing: str, small: bool = False) -> None:
-    """Draw a panel of lines.
-
-    Args:
-        panel: Axes of matplotlib.
-        drawn: What to draw.
-        missing: What to write where there is nothing to draw.
-        small: Whether the panel is a small one, with its legend above it.
-    """
-    if not drawn.lines:
-        show_message(panel, missing)
-        return
-    over_steps = drawn.over == "step"
-    axis = StepAxis(step for line in drawn.lines for step in line.x) if over_steps else None
-    for line in drawn.lines:
-        _draw_line(panel, line, axis)
-    if axis is not None:
-        step_axis(panel, axis)
-        _mark_alerts(panel, drawn, axis)
+def draw(
+    place: Axes, panel: Lines | Matrix, *, legend: Literal["inside", "above", "none"] = "inside"
+) -> None:
+    """Draw a panel, with the names of its lines or a bar of its colours."""
+    if isinstance(panel, Matrix):
+        add_bar(draw_matrix(place, panel), panel, [place])
+    elif panel.lines:
+        _draw_lines(place, panel, legend)
     else:
-        plain(panel)
-        panel.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9, min_n_ticks=1))
-        panel.set_xlabel(LAYERS_LABEL, fontsize=10)
-    said = ["band: 95 % interval"] * drawn.has_bands + ["logarithmic"] * drawn.is_logarithmic
-    said = said if over_steps else []
-    panel.set_ylabel(
-        drawn.label + f"\n({', '.join(said)})" * bool(said), fontsize=9 if small else 10
-    )
-    _scale(panel, drawn)
-    if drawn.null is not None and panel.get_ylim()[0] < drawn.null[0] < panel.get_ylim()[1]:
-        panel.axhline(drawn.null[0], color=GREY, lw=0.9, ls=":", zorder=0)
-        panel.annotate(
-            drawn.null[1], (1, drawn.null[0]), xycoords=("axes fraction", "data"), xytext=(-2, 2),
+        show_message(place, f"{panel.label}: not measured")
+
+
+def _draw_lines(place: Axes, panel: Lines, legend: str) -> None:
+    steps = [step for line in panel.lines for step in line.x]
+    axis = StepAxis(steps) if panel.over == "step" else None
+    for line in panel.lines:
+        _draw_line(place, line, axis)
+    if axis is not None:
+        step_axis(place, axis)
+        _mark_alerts(place, panel, axis)
+    else:
+        _number_axis(place, panel)
+    said = ["band: 95 % interval"] * panel.has_bands
+    said += ["logarithmic"] * panel.is_logarithmic
+    place.set_ylabel(panel.label + f"\n({', '.join(said)})" * bool(said), fontsize=10)
+    if panel.remark:
+        place.set_xlabel(f"{place.get_xlabel()}\n{panel.remark}")
+    _scale(place, panel)
+    if panel.null_inside is not None:
+        null, words = panel.null_inside
+        place.axhline(null, color=GREY, lw=0.9, ls=":", zorder=0)
+        place.annotate(
+            words, (1, null), xycoords=("axes fraction", "data"), xytext=(-2, 2),
             textcoords="offset points", ha="right", va="bottom", fontsize=8, color=GREY,
+            path_effects=_HALO,
         )  # fmt: skip
-    if drawn.remark:
-        panel.text(0.02, 0.02, drawn.remark, transform=panel.transAxes, fontsize=8.5, color=GREY)
-    named = [line for line in drawn.lines if line.name]
-    if over_steps and named:
-        legend(panel, above=small)
-        if not small:
-            _leave_room(panel, panel)
-    elif len(named) > 1:
-        names = [line.name.removeprefix("step ") for line in named]
-        colour_bar(panel, names, [line.colour for line in named], "step")
+    if panel.chance is not None:
+        limit, words = panel.chance
+        place.axhspan(-limit, limit, color=GREY, alpha=0.18, lw=0, zorder=0, label=words)
+    names = [line.name for line in panel.lines]
+    if panel.named_by and len(names) > 1:
+        colour_bar(place, names, [line.colour for line in panel.lines], panel.named_by)
+    elif legend == "above":
+        style: Style = {"ncols": 2, "columnspacing": 1.0, "labelcolor": "linecolor"}
+        show_legend(place, loc="lower left", bbox_to_anchor=(-0.06, 1.01), **style)
+    elif legend == "inside" and show_legend(place):
+        leave_room(place, place)
 
 
-def _draw_line(panel: Axes, line: Line, axis: StepAxis | None) -> None:
-    places = line.x if axis is None else axis.places(line.x)
-    colour = ink(line.colour)
+def _draw_line(place: Axes, line: Line, axis: StepAxis | None) -> None:
+    at = line.x if axis is None else axis.places(line.x)
     dots = len(line.x) == 1 or (axis is None and len(line.x) <= _MAX_NAMED)
-    panel.plot(
-        places, line.y, color=colour, lw=line.width, ls=_DASHES[line.dash],
+    place.plot(
+        at, line.y, color=line.colour, lw=line.width, ls=_DASHES[line.dash],
         label=line.name or None, marker="o" if dots else "", ms=3.5,
     )  # fmt: skip
     if len(line.low):
-        panel.fill_between(places, line.low, line.high, color=colour, alpha=0.22, lw=0)
+        place.fill_between(at, line.low, line.high, color=line.colour, alpha=0.22, lw=0)
 
 
-def _scale(panel: Axes, drawn: Lines) -> None:
+def _number_axis(place: Axes, panel: Lines) -> None:
+    """Make the axis of layers, scales or ranks."""
+    style_axes(place)
+    words, is_logarithmic = AXES[panel.over]
+    place.set_xlabel(words, fontsize=10)
+    if is_logarithmic:
+        place.set_xscale("log", base=2 if panel.over == "scale" else 10)
+        place.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        place.xaxis.set_minor_locator(NullLocator())
+    else:
+        place.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9, min_n_ticks=1))
+
+
+def _scale(place: Axes, panel: Lines) -> None:
     """Scale the axis of values: from 0 where no value is below it, or logarithmic."""
-    if drawn.ends is not None:
-        panel.set_ylim(*drawn.ends)
-    elif drawn.is_logarithmic:
-        panel.set_yscale("log")
-        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
-        panel.yaxis.set_minor_locator(NullLocator())
-        panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    elif not any(value < 0 for line in drawn.lines for value in line.y):
-        panel.set_ylim(bottom=0)
+    if panel.ends is not None:
+        place.set_ylim(*panel.ends)
+    elif panel.is_logarithmic:
+        place.set_yscale("log")
+        low, high = place.get_ylim()
+        subs = (1,) if high > _MANY_POWERS * low else (1, 2, 3, 5)
+        place.yaxis.set_major_locator(LogLocator(subs=subs))
+        place.yaxis.set_minor_locator(NullLocator())
+        place.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    elif not any(value < 0 for line in panel.lines for value in line.y):
+        place.set_ylim(bottom=0)
 
 
-def _mark_alerts(panel: Axes, drawn: Lines, axis: StepAxis) -> None:
-    """Mark the steps of alerts with vertical lines; the legend names the first one."""
-    for place, (step, kind) in enumerate(drawn.alerts):
-        label = f"alert at step {step:,}: {kind}"
-        label += f" (first of {len(drawn.alerts)})" * (len(drawn.alerts) > 1)
-        panel.axvline(
-            axis.places([step])[0], color=ink(PURPLE), lw=1.4, ls=(0, (2, 1.5)), zorder=1,
-            label=None if place else label,
+def _mark_alerts(place: Axes, panel: Lines, axis: StepAxis) -> None:
+    """Mark the steps of alerts with vertical lines, along which their kinds are written."""
+    for step, words in panel.alerts:
+        (at,) = axis.places([step])
+        place.axvline(at, color=PURPLE, lw=1.2, ls=(0, (2, 1.5)), zorder=1)
+        is_first = step == axis.steps[0]  # to the left of which the axis of values stands
+        place.annotate(
+            words, (at, 0.02), xycoords=("data", "axes fraction"), rotation=90, va="bottom",
+            xytext=(1 if is_first else -1, 0), textcoords="offset points",
+            ha="left" if is_first else "right", fontsize=8, color=PURPLE, path_effects=_HALO,
         )  # fmt: skip
 
 
-def _leave_room(panel: Axes, named: Axes) -> None:
-    """Leave the top of a panel to the legend of this one, or of one in the same place."""
+def leave_room(place: Axes, named: Axes) -> None:
+    """Leave the top of a panel, without ticks, to the legend of this one or of one behind it."""
     legend = named.get_legend()
     share = 1.1 + 0.1 * len(legend.texts if legend else ())
-    low, high = panel.get_ylim()
-    is_logarithmic = panel.get_yscale() == "log"
-    panel.set_ylim(
-        top=low * (high / low) ** share if is_logarithmic else low + share * (high - low)
-    )
+    low, high = place.get_ylim()
+    is_logarithmic = place.get_yscale() == "log"
+    top = low * (high / low) ** share if is_logarithmic else low + share * (high - low)
+    place.set_ylim(top=top)
+    place.set_yticks([tick for tick in place.get_yticks() if low <= tick <= high])
 
 
-def draw_loss(panel: Axes, readings: Readings) -> None:
-    """Draw the loss behind a panel over steps, with an axis of its own.
-
-    Args:
-        panel: Axes with steps, which are drawn already.
-        readings: Readings of a run; nothing is drawn where they have no loss.
-    """
+def draw_loss(place: Axes, readings: Readings) -> None:
+    """Draw the loss behind a panel whose steps are drawn already, with an axis of its own."""
     name, loss = furthest_loss(readings)
     if len(loss) < 2:
         return
-    axis = panel.twinx()
-    axis.set_zorder(panel.get_zorder() - 1)
-    panel.patch.set_visible(False)
+    axis = place.twinx()
+    axis.set_zorder(place.get_zorder() - 1)
+    place.patch.set_visible(False)
     places = StepAxis(reading.step for reading in single_source(readings)).places(loss.steps)
     axis.plot(places, loss.values, color=GREY, lw=1.2, ls="-.")
-    _leave_room(axis, panel)
+    leave_room(axis, place)
     axis.spines[["top", "left"]].set_visible(False)
     axis.spines["right"].set_color(GREY)
     axis.tick_params(labelsize=9, length=3, colors=GREY)
@@ -271,61 +235,54 @@ def draw_loss(panel: Axes, readings: Readings) -> None:
     axis.set_ylabel(f"{name} ({', '.join(said)})", fontsize=9.5, color=GREY)
 
 
-def draw_matrix(panel: Axes, drawn: Matrix, *, bar: bool = True, label: bool = True) -> Any:
+def draw_matrix(place: Axes, panel: Matrix) -> Any:
     """Draw a panel of colours, the first layer at the bottom; small ones with their values.
 
-    Args:
-        panel: Axes of matplotlib.
-        drawn: What to draw.
-        bar: Whether to add a bar of the colours.
-        label: Whether the bar says what the colours stand for.
-
-    Returns:
-        The drawn colours, for a bar of several panels.
+    It returns the drawn colours, for `add_bar`.
     """
-    rows, columns = drawn.values.shape
+    rows, columns = panel.values.shape
     x: Sequence[float] = [column - 0.5 for column in range(columns + 1)]
-    if drawn.over == "step":
-        axis = StepAxis(drawn.columns)
+    if panel.over == "step":
+        axis = StepAxis(panel.columns)
         x = axis.edges()
-        step_axis(panel, axis)
-        panel.set_xlim(x[0], x[-1])
-    colours = colormaps[SIGNED if drawn.is_signed else UNSIGNED].with_extremes(over=BEYOND)
-    norm = (LogNorm if drawn.is_logarithmic else Normalize)(drawn.low, drawn.high)
-    mesh = panel.pcolormesh(x, np.arange(rows + 1) - 0.5, drawn.values, norm=norm, cmap=colours)
-    panel.grid(visible=False)
-    panel.set_facecolor(NOTHING)
-    _name_ticks(panel.yaxis, drawn.layers)
-    panel.set_ylabel("layer", fontsize=9.5)
-    if drawn.over == "head":
-        _name_ticks(panel.xaxis, drawn.columns)
-        panel.set_xlabel("head", fontsize=9.5)
-        panel.tick_params(labelsize=9, length=0)
-        panel.spines[:].set_visible(False)
+        step_axis(place, axis)
+        place.set_xlim(x[0], x[-1])
+    norm = (LogNorm if panel.is_logarithmic else Normalize)(panel.low, panel.high)
+    colours = colormaps[SIGNED if panel.is_signed else UNSIGNED]
+    mesh = place.pcolormesh(x, np.arange(rows + 1) - 0.5, panel.values, norm=norm, cmap=colours)
+    place.grid(visible=False)
+    place.set_facecolor(NOTHING)
+    _name_ticks(place.yaxis, panel.layers)
+    place.set_ylabel("layer", fontsize=9.5)
+    if panel.over == "head":
+        _name_ticks(place.xaxis, panel.columns)
+        place.set_xlabel("head", fontsize=9.5)
+        place.tick_params(labelsize=9, length=0)
+        place.spines[:].set_visible(False)
         if max(rows, columns) <= _MAX_WRITTEN:
-            _write_values(panel, drawn, mesh)
-    if bar:
-        extend = "max" if drawn.exceeds else "neither"
-        made = panel.figure.colorbar(mesh, ax=panel, pad=0.02, extend=extend)
-        words = drawn.label * label, "logarithmic" * drawn.is_logarithmic
-        name_bar(made, "\n".join(filter(None, words)))
-        if drawn.is_logarithmic:
-            made.ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            made.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            made.ax.yaxis.set_minor_locator(NullLocator())
+            _write_values(place, panel, mesh)
+    if panel.remark:
+        place.set_xlabel(f"{place.get_xlabel()}\n{panel.remark}")
     return mesh
 
 
-def name_bar(bar: Any, label: str) -> None:
-    """Name a colour bar.
+def add_bar(mesh: Any, panel: Matrix, places: Sequence[Axes]) -> None:
+    """Add a bar that says what the colours of panels in one row stand for.
 
     Args:
-        bar: Colour bar of matplotlib.
-        label: What the colours stand for.
+        mesh: What `draw_matrix` has returned of one of them.
+        panel: This one.
+        places: Axes of all of them.
     """
-    bar.set_label(label, fontsize=9)
+    bar = places[0].figure.colorbar(mesh, ax=list(places), pad=0.02)
+    bar.set_label(panel.label + "\nlogarithmic" * panel.is_logarithmic, fontsize=9)
     bar.ax.tick_params(labelsize=8.5, length=2)
     bar.outline.set_visible(False)
+    if panel.is_logarithmic:
+        subs = (1,) if panel.high > _MANY_POWERS * panel.low else (1, 2, 5)
+        bar.ax.yaxis.set_major_locator(LogLocator(subs=subs))
+        bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        bar.ax.yaxis.set_minor_locator(NullLocator())
 
 
 def _name_ticks(axis: Any, names: Sequence[int]) -> None:
@@ -334,106 +291,62 @@ def _name_ticks(axis: Any, names: Sequence[int]) -> None:
     axis.set_ticks(list(ticks), labels=[str(names[tick]) for tick in ticks])
 
 
-def _write_values(panel: Axes, drawn: Matrix, mesh: Any) -> None:
+def _write_values(place: Axes, panel: Matrix, mesh: Any) -> None:
     """Write each value into its field, dark on light or light on dark."""
-    for (row, column), value in np.ndenumerate(drawn.values):
+    for (row, column), value in np.ndenumerate(panel.values):
         if math.isfinite(value):
             red, green, blue, _ = mesh.cmap(mesh.norm(value))
             is_dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
             colour = "white" if is_dark else "black"
             style: Style = {"ha": "center", "va": "center", "fontsize": 8.5, "color": colour}
-            panel.text(column, row, f"{value:.2f}".replace("-", "−"), **style)
+            place.text(column, row, f"{value:.2f}".replace("-", "−"), **style)
 
 
-def plain(panel: Axes) -> None:
-    """Style the axes of a panel: two spines, faint horizontal lines."""
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.tick_params(labelsize=9.5, length=3)
-    faint_lines(panel, "y")
+def style_axes(place: Axes, lines: Literal["x", "y"] = "y") -> None:
+    """Give a panel two spines, and faint lines across at the ticks of an axis."""
+    place.spines[["top", "right"]].set_visible(False)
+    place.tick_params(labelsize=9.5, length=3)
+    place.grid(axis=lines, lw=0.7, color=GRID)
+    place.set_axisbelow(True)
 
 
-def step_axis(panel: Axes, axis: StepAxis) -> None:
-    """Make the axis of steps logarithmic, with step 0 to the left of the first step after it.
-
-    Args:
-        panel: Axes of matplotlib.
-        axis: Where the steps stand.
-    """
-    plain(panel)
-    panel.set_xscale("log")
+def step_axis(place: Axes, axis: StepAxis) -> None:
+    """Make the axis of steps logarithmic, with step 0 to the left of the first step after it."""
+    style_axes(place)
+    place.set_xscale("log")
     first, last = axis.places([axis.steps[0], axis.steps[-1]])
-    panel.set_xlim(first / 1.1, last * 1.1)
+    place.set_xlim(first / 1.1, last * 1.1)
     ticks = axis.ticks()
-    panel.set_xticks(axis.places(ticks), labels=[f"{step:,}" for step in ticks])
-    panel.xaxis.set_minor_locator(NullLocator())
-    panel.set_xlabel(STEPS_LABEL, fontsize=10)
+    place.set_xticks(axis.places(ticks), labels=[f"{step:,}" for step in ticks])
+    place.xaxis.set_minor_locator(NullLocator())
+    place.set_xlabel(AXES["step"][0], fontsize=10)
 
 
-def show_message(panel: Axes, message: str) -> None:
+def show_message(place: Axes, message: str) -> None:
     """Write a message into a panel that has nothing to draw."""
-    panel.set(xticks=[], yticks=[])
-    panel.spines[:].set_color("#CCCCCC")
-    panel.text(0.5, 0.5, message, transform=panel.transAxes, ha="center", va="center", color=GREY)
+    place.set(xticks=[], yticks=[])
+    place.spines[:].set_color("#CCCCCC")
+    place.text(0.5, 0.5, message, transform=place.transAxes, ha="center", va="center", color=GREY)
 
 
-def legend(panel: Axes, *, above: bool = False, **style: Any) -> None:
-    """Add a legend at the upper left of a panel, or above it, where something has a name.
-
-    Args:
-        panel: Axes of matplotlib.
-        above: Whether it stands above the panel.
-        style: Keyword arguments of matplotlib that go before these.
-    """
-    if not panel.get_legend_handles_labels()[0]:
-        return
-    place: Style = {"loc": "upper left"}
-    if above:
-        place = {"loc": "lower left", "bbox_to_anchor": (-0.06, 1.01), "labelcolor": "linecolor"}
-    shown: Style = {"fontsize": 9, "handlelength": 1.6, "framealpha": 0.85, "edgecolor": "none"}
-    panel.legend(**{**shown, **place, **style})
+def show_legend(place: Axes, **style: Any) -> bool:
+    """Add a legend, by default at the upper left; return whether anything has a name."""
+    if not place.get_legend_handles_labels()[0]:
+        return False
+    shown: Style = {"loc": "upper left", "fontsize": 9, "handlelength": 1.6, "framealpha": 0.85}
+    place.legend(**{**shown, "edgecolor": "none", **style})
+    return True
 
 
-def colour_bar(panel: Axes, names: Sequence[str], colours: Sequence[str], label: str) -> None:
-    """Add a colour bar with one field for each name.
-
-    Args:
-        panel: Axes of matplotlib.
-        names: Names of the colours, from below.
-        colours: The colours.
-        label: What the names are of.
-    """
+def colour_bar(place: Axes, names: Sequence[str], colours: Iterable[str], label: str) -> None:
+    """Add a colour bar with one field for each name, from below; a label says what they are of."""
     count = len(names)
     norm = BoundaryNorm(np.arange(count + 1) - 0.5, count)
-    mappable = ScalarMappable(norm, ListedColormap([ink(colour) for colour in colours]))
-    bar = panel.figure.colorbar(mappable, ax=panel, pad=0.02, aspect=28)
+    mappable = ScalarMappable(norm, ListedColormap(list(colours)))
+    bar = place.figure.colorbar(mappable, ax=place, pad=0.02, aspect=28)
     ticks = range(0, count, math.ceil(count / _MAX_NAMED))
     bar.set_ticks(list(ticks), labels=[names[tick] for tick in ticks])
     bar.minorticks_off()
     bar.ax.tick_params(labelsize=9, length=0)
     bar.set_label(label, fontsize=9.5)
     bar.outline.set_visible(False)
-
-
-def choose_metrics(
-    metric: str | None,
-    usual: Sequence[str],
-    is_measured: Callable[[str], object],
-    *,
-    place: str = "",
-) -> list[str]:
-    """Choose the metrics of a figure: the one that is asked for, or the usual ones.
-
-    Args:
-        metric: Name of the metric that is asked for; None for the usual ones.
-        usual: Names of these.
-        is_measured: Function that returns whether the run has values of a metric.
-        place: Words of the message on where values are missing, for instance " of single heads".
-
-    Raises:
-        NotMeasuredError: The run has values of none of them.
-    """
-    wanted = usual if metric is None else (metric,)
-    found = [name for name in wanted if is_measured(name)]
-    if not found:
-        raise NotMeasuredError(f"{', '.join(wanted)}{place}: not measured in this run")
-    return found

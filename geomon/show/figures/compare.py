@@ -9,12 +9,13 @@ from matplotlib.ticker import FuncFormatter
 
 from geomon.analysis import curve_of
 from geomon.analysis.compare import Difference
+from geomon.analysis.quantities import quantities_of
 from geomon.record import Readings
+from geomon.show.collect import line_of
 from geomon.show.colours import BLUE, GREY, VERMILLION
 from geomon.show.figures import axes
-from geomon.show.panels import Lines, line_of
+from geomon.show.panels import Lines
 
-_COLOURS = (BLUE, VERMILLION)
 _FAR = 10  # share above which the axis of differences is logarithmic
 _MOST = 24  # differences that are drawn: the largest against their errors
 
@@ -22,40 +23,28 @@ _MOST = 24  # differences that are drawn: the largest against their errors
 def compare_figure(
     runs: tuple[Readings, Readings], names: tuple[str, str], differences: Sequence[Difference]
 ) -> Figure:
-    """Draw two runs: the dimension over training, and the differences that have an interval.
-
-    Args:
-        runs: Readings of the two runs.
-        names: Names of the runs.
-        differences: What `geomon.analysis.compare.compare` found.
-    """
-    names = axes.literal(names[0]), axes.literal(names[1])
+    """Draw two runs: the dimension over training, and the differences that have an interval."""
     drawn = [each for each in differences if math.isfinite(each.margin * each.share)]
     drawn = sorted(drawn, key=lambda each: -abs(each.change) / each.margin)[:_MOST][::-1]
     figure = axes.new_figure(12.5, max(4.2, 1.2 + 0.26 * len(drawn)))
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.1))
-    _draw_dimension(left, runs, names)
+    lines = [
+        line_of(curve, f"{place}: {axes.literal(name)}", colour)
+        for place, run, name, colour in zip(
+            ("first", "second"), runs, names, (BLUE, VERMILLION), strict=True
+        )
+        if len(curve := curve_of(run, "twonn"))
+    ]
+    axes.draw(left, Lines(runs[0].text_of("twonn").label, lines))
     if drawn:
-        _draw_differences(right, drawn)
+        titles = {tag: each.title for tag, each in quantities_of(runs[0]).items()}
+        _draw_differences(right, drawn, [axes.literal(titles[each.tag]) for each in drawn])
     else:
         axes.show_message(right, "no difference whose error is known")
     return figure
 
 
-def _draw_dimension(panel: Any, runs: tuple[Readings, Readings], names: tuple[str, str]) -> None:
-    curves = [curve_of(run, "twonn") for run in runs]
-    lines = [
-        line_of(curve, f"{place}: {name}", colour)
-        for place, curve, name, colour in zip(
-            ("first", "second"), curves, names, _COLOURS, strict=True
-        )
-        if len(curve)
-    ]
-    label = runs[0].text_of("twonn").label
-    axes.draw_lines(panel, Lines(label, lines), missing="twonn: not measured")
-
-
-def _draw_differences(panel: Any, drawn: Sequence[Difference]) -> None:
+def _draw_differences(panel: Any, drawn: Sequence[Difference], titles: Sequence[str]) -> None:
     for row, each in enumerate(drawn):
         share, width = 100 * each.share, 100 * each.margin / each.first
         beyond = each.verdict in ("higher", "lower")
@@ -65,12 +54,13 @@ def _draw_differences(panel: Any, drawn: Sequence[Difference]) -> None:
             mfc=colour if beyond else "white",
         )  # fmt: skip
     panel.axvline(0, color=GREY, lw=0.9)
+    axes.style_axes(panel, "x")
     if max(abs(each.share) for each in drawn) > _FAR:  # a run that diverged hides all the others
         panel.set_xscale("symlog", linthresh=100)
         panel.set_xlim(left=-200)  # nothing falls by more than 100 %
-        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        panel.tick_params(axis="x", labelrotation=30)
-    panel.set_yticks(range(len(drawn)), labels=[each.tag for each in drawn], fontsize=8.5)
+        panel.xaxis.get_major_locator().set_params(numticks=7)
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panel.set_yticks(range(len(drawn)), labels=titles, fontsize=8.5)
     panel.set_ylim(-0.7, len(drawn) - 0.3)
     steps = sorted({each.step for each in drawn})
     at = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
@@ -78,8 +68,6 @@ def _draw_differences(panel: Any, drawn: Sequence[Difference]) -> None:
         f"change from the first run to the second, %, at {at}\n"
         "bars: 95 % interval over other sequences; filled: 0 is outside"
     )
-    axes.faint_lines(panel, "x")
-    panel.spines[["top", "right"]].set_visible(False)
 
 
 __all__ = ["compare_figure"]

@@ -7,13 +7,18 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 
 from geomon.record import Readings
-from geomon.show.figures.maps import heads_over_training_figure, map_figure
+from geomon.show.figures.cosines import cosines_figure, stability_figure
+from geomon.show.figures.layers import (
+    dimension_figure,
+    drift_figure,
+    heads_figure,
+    map_figure,
+    profiles_figure,
+    spectra_figure,
+)
 from geomon.show.figures.norms import norms_figure
-from geomon.show.figures.profiles import dimension_figure, drift_figure, profiles_figure
-from geomon.show.figures.queries_keys import clouds_figure, cosines_figure, means_figure
+from geomon.show.figures.queries_keys import clouds_figure, means_figure
 from geomon.show.figures.run import geometry_figure, title_of
-from geomon.show.figures.spectra import spectra_figure
-from geomon.show.figures.stability import stability_figure
 from geomon.show.panels import NotMeasuredError
 
 
@@ -22,18 +27,15 @@ class Kind:
     """A kind of figure.
 
     Attributes:
-        about: What it shows, in words for a list.
         draw: Function that draws it, of the readings of a run, or of a sequence of runs where it
             `takes_runs`; also of a metric where it `takes_metric`.
-        takes_metric: Whether it can be drawn of another metric than by default.
-        of_heads: Whether that is a metric of single heads.
+        takes_metric: Whether it can be drawn of another metric than by default: "layers" or
+            "heads", of which that has values; "" for no.
         takes_runs: Whether it lays several runs over one another.
     """
 
-    about: str
     draw: Callable[..., Figure]
-    takes_metric: bool = False
-    of_heads: bool = False
+    takes_metric: str = ""
     takes_runs: bool = False
 
 
@@ -42,41 +44,27 @@ def _run_figure(readings: Readings) -> Figure:
 
 
 KINDS: dict[str, Kind] = {
-    "run": Kind("the run in four panels", _run_figure),
-    "dimension": Kind("intrinsic dimension: variants over training, scales", dimension_figure),
-    "profiles": Kind("dimension and anisotropy over depth", profiles_figure, takes_metric=True),
-    "map": Kind("metrics by layer and step", map_figure, takes_metric=True),
-    "heads": Kind(
-        "metrics by head and layer at three steps",
-        heads_over_training_figure,
-        takes_metric=True,
-        of_heads=True,
-    ),
-    "cosines": Kind(
-        "cosine of mean query and mean key of each head",
-        cosines_figure,
-        takes_metric=True,
-        of_heads=True,
-    ),
-    "means": Kind("paths of mean queries and keys of two heads", means_figure),
-    "clouds": Kind("single queries and keys of two heads", clouds_figure),
-    "stability": Kind(
-        "cosine of mean query and mean key of each layer, a line for each run",
-        stability_figure,
-        takes_runs=True,
-    ),
-    "drift": Kind("norm of the mean row against cosine across layers", drift_figure),
-    "norms": Kind("norm against variance of token types, shares over depth", norms_figure),
-    "spectra": Kind("eigenvalues by rank", spectra_figure),
+    "run": Kind(_run_figure),
+    "dimension": Kind(dimension_figure),
+    "profiles": Kind(profiles_figure, takes_metric="layers"),
+    "map": Kind(map_figure, takes_metric="layers"),
+    "heads": Kind(heads_figure, takes_metric="heads"),
+    "cosines": Kind(cosines_figure, takes_metric="heads"),
+    "means": Kind(means_figure),
+    "clouds": Kind(clouds_figure),
+    "stability": Kind(stability_figure, takes_runs=True),
+    "drift": Kind(drift_figure),
+    "norms": Kind(norms_figure),
+    "spectra": Kind(spectra_figure),
 }
 
 
 def draw(kind: str, readings: Readings | Sequence[Readings], metric: str | None = None) -> Figure:
-    """Draw a kind of figure.
+    """Draw a kind of figure of a run, or of several for a kind that lays them over one another.
 
     Args:
         kind: Name of the kind, in `KINDS`.
-        readings: Readings of a run; of several runs for a kind that lays them over one another.
+        readings: Readings of the run, or of each run.
         metric: Name of the metric to draw; None for the kind's own.
 
     Raises:
@@ -101,19 +89,13 @@ def draw(kind: str, readings: Readings | Sequence[Readings], metric: str | None 
     try:
         return found.draw(subject, metric)
     except NotMeasuredError as error:
-        known = _metrics(runs[0], of_heads=found.of_heads)
+        known = _metrics(runs[0], found.takes_metric)
         close = difflib.get_close_matches(metric, known, n=3, cutoff=0.5)
         advice = f": did you mean {' or '.join(close)}?" if close else f"; {', '.join(known)} were"
         raise NotMeasuredError(f"{error}{advice if known else ''}") from error
 
 
-def _metrics(readings: Readings, *, of_heads: bool) -> list[str]:
-    """List the metrics that a run has of layers, or of single heads."""
-    return list(
-        dict.fromkeys(
-            metric
-            for reading in readings
-            for metric, column in reading.columns.items()
-            if (column.heads if of_heads else column.layers)
-        )
-    )
+def _metrics(readings: Readings, has: str) -> list[str]:
+    """List the metrics that a run has values of "layers" or "heads" of."""
+    columns = [item for reading in readings for item in reading.columns.items()]
+    return list(dict.fromkeys(metric for metric, column in columns if getattr(column, has)))

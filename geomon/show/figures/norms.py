@@ -9,14 +9,15 @@ import math
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
 from geomon.analysis import single_source
 from geomon.record import Reading, Readings, tags
+from geomon.show.collect import array_layers, arrays_by_step, depth_panel
 from geomon.show.colours import BLUE, GREEN, GREY, VERMILLION
 from geomon.show.figures import axes
-from geomon.show.panels import NotMeasuredError, depth_panel, spread_items
+from geomon.show.panels import AXES, NotMeasuredError, spread_items
 
 # Rows of a type below which its mean and variance say little: the authors' limit.
 _FEWEST = 10
@@ -31,16 +32,13 @@ _SHARES = (
 def norms_figure(readings: Readings) -> Figure:
     """Draw variance against squared norm of token types, and shares of the mean square over depth.
 
-    Args:
-        readings: Readings of a run.
-
     Raises:
         NotMeasuredError: Neither moments of token types nor the shares were recorded.
     """
-    found = axes.arrays_by_step(readings, "type_rows", 2)
+    found = arrays_by_step(readings, "type_rows", 2)
     step = max(found, default=None)
     arrays = {} if step is None else found[step]
-    layers = spread_items(axes.array_layers(arrays, "type_rows", readings), 3)
+    layers = spread_items(array_layers(arrays, "type_rows", readings), 3)
     shares = [r for r in single_source(readings) if _has_shares(r)]
     if not layers and not shares:
         raise NotMeasuredError(
@@ -58,21 +56,20 @@ def norms_figure(readings: Readings) -> Figure:
             axes.caption(panel, next(letters), f"Layer {layer}, step {step:,}{words}")
         for panel in row[len(layers) :]:
             panel.set_visible(False)
-        axes.legend(row[0], loc="upper right")
+        axes.show_legend(row[0], loc="upper right")
     if shares:
         row = next(grid)
         for panel, reading in zip(row, (shares[0], shares[-1]), strict=False):
             _draw_shares(panel, reading)
             axes.caption(panel, next(letters), f"Parts of Q over depth, step {reading.step:,}")
-        depth = depth_panel(readings, "variance_shares")
-        axes.draw_lines(row[2], depth, missing="variance_shares: not measured")
+        axes.draw(row[2], depth_panel(readings, "variance_shares"))
         row[2].set_ylabel("within types of all variance, V_W / V", fontsize=10)
         axes.caption(row[2], next(letters), "What context does to tokens")
-    figure.supxlabel(
+    axes.footnote(
+        figure,
         "of hidden states: M, squared norm of their mean; V, variance about it, between (V_B) and "
         "within (V_W) token types; Q = M + V, mean square norm",
-        fontsize=8.5, color=GREY,
-    )  # fmt: skip
+    )
     return figure
 
 
@@ -86,8 +83,10 @@ def _draw_types(panel: Axes, arrays: dict[str, NDArray[np.generic]], layer: int)
     count = rows[frequent]
     variance = scatter[frequent] / (count - 1)
     norm = square[frequent] - variance / count
-    axes.plain(panel)
+    axes.style_axes(panel)
     panel.xaxis.set_major_locator(MaxNLocator(4))
+    for axis in (panel.xaxis, panel.yaxis):  # a common factor would stand among the words below
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
     panel.set_xlabel("squared norm of the type's mean, M", fontsize=10)
     panel.set_ylabel("variance about it, V", fontsize=10)
     if len(count) < 3:
@@ -123,14 +122,14 @@ def _draw_shares(panel: Axes, reading: Reading) -> None:
         height = np.nan_to_num(np.array(values))
         panel.bar(layers, height, bottom=below, width=0.82, color=colour, label=words)
         below = below + height
-    axes.plain(panel)
+    axes.style_axes(panel)
     panel.set_ylim(0, 1.42)
     panel.set_yticks([0, 0.25, 0.5, 0.75, 1])
     every = math.ceil(len(layers) / 12)
     panel.set_xticks(layers[::every])
-    panel.set_xlabel("layer (0 = what enters the first block)", fontsize=10)
+    panel.set_xlabel(AXES["layer"][0], fontsize=10)
     panel.set_ylabel("share of the mean square norm", fontsize=10)
-    axes.legend(panel)
+    axes.show_legend(panel)
 
 
 def _has_shares(reading: Reading) -> bool:

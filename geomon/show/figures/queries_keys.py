@@ -1,6 +1,6 @@
-"""Queries and keys over training: their means, single ones, and the cosine of the means.
+"""Queries and keys of two heads over training, in a plane: their means, and single ones.
 
-After figures 11 to 14 and 19 to 23 of Godey et al. (2401.12143). Queries and keys are as projected,
+After figures 11, 12 and 19 to 22 of Godey et al. (2401.12143). Queries and keys are as projected,
 before any rotation by position.
 """
 
@@ -12,29 +12,18 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from geomon.analysis.queries_keys import QueriesKeys, queries_and_keys
 from geomon.record import Readings, tags
+from geomon.show.collect import array_layers, arrays_by_step
 from geomon.show.colours import BLUE, GREY, VERMILLION
 from geomon.show.figures import axes
-from geomon.show.panels import (
-    NotMeasuredError,
-    StepAxis,
-    measured_heads,
-    spread_items,
-    spread_steps,
-)
-
-Floats = NDArray[np.float64]
+from geomon.show.panels import Floats, NotMeasuredError, spread_steps
 
 # Readings whose means are joined by arrows, and those whose clouds are drawn.
 _MOST_ARROWS = 14
 _MOST_CLOUDS = 4
-# Layers that have a panel of their own.
-_MOST_LAYERS = 12
 
 
 @dataclass(frozen=True)
@@ -74,13 +63,10 @@ def means_figure(readings: Readings) -> Figure:
     The planes are those of the two leading singular directions, not centred, of queries and keys of
     all steps together, of the keys alone and of the queries alone.
 
-    Args:
-        readings: Readings of a run.
-
     Raises:
         NotMeasuredError: No mean queries and keys stand beside the record.
     """
-    heads = _similar_and_opposite(readings, _MOST_ARROWS)
+    heads = _similar_and_opposite(readings)
     figure = axes.new_figure(11.4, 0.6 + 3.6 * len(heads))
     grid = figure.subplots(len(heads), 3, squeeze=False)
     letters = iter("abcdef")
@@ -92,14 +78,16 @@ def means_figure(readings: Readings) -> Figure:
         )
         for panel, (name, rows) in zip(row, spans, strict=True):
             basis, shares = _plane(rows, one)
-            for path, colour in ((one.mean_query, BLUE), (one.mean_key, VERMILLION)):
-                _draw_path(panel, path[np.isfinite(path).all(axis=1)] @ basis.T, colour)
+            for words, path, colour in (
+                ("mean query", one.mean_query, BLUE), ("mean key", one.mean_key, VERMILLION),
+            ):  # fmt: skip
+                _draw_path(panel, path[np.isfinite(path).all(axis=1)] @ basis.T, colour, words)
             _label_plane(panel, shares)
             axes.caption(panel, next(letters), f"plane of {name}")
         _name_row(row[0], one, heads, -0.32)
-    _colour_words(grid[0, 0], "mean query", "mean key", "oo")
+    axes.show_legend(grid[0, 0], loc="best")
     first, last = heads[0].steps[0], heads[0].steps[-1]
-    _title(
+    axes.title(
         figure,
         f"Mean query and mean key from step {first:,} (open) to step {last:,} (filled), "
         "arrows from reading to reading",
@@ -113,13 +101,10 @@ def clouds_figure(readings: Readings) -> Figure:
     The plane is that of the two leading singular directions, not centred, of queries and keys of
     all steps together.
 
-    Args:
-        readings: Readings of a run.
-
     Raises:
         NotMeasuredError: No queries and keys stand beside the record.
     """
-    heads = _similar_and_opposite(readings, _MOST_ARROWS)
+    heads = _similar_and_opposite(readings)
     if not any(len(rows) for rows in heads[0].queries):
         raise NotMeasuredError(
             "no single queries and keys stand beside the record: the model has so many heads that "
@@ -133,13 +118,13 @@ def clouds_figure(readings: Readings) -> Figure:
         basis, shares = _plane([*one.queries, *one.keys], one)
         for panel, step in zip(row, shown, strict=True):
             at = one.steps.index(step)
-            for rows, mean, colour, marker in (
-                (one.queries[at], one.mean_query[at], BLUE, "o"),
-                (one.keys[at], one.mean_key[at], VERMILLION, "^"),
+            for words, rows, mean, colour, marker in (
+                ("queries", one.queries[at], one.mean_query[at], BLUE, "o"),
+                ("keys", one.keys[at], one.mean_key[at], VERMILLION, "^"),
             ):
                 if len(rows):
                     dots: axes.Style = {"ms": 3.6, "alpha": 0.55, "mew": 0, "zorder": 2}
-                    panel.plot(*(rows @ basis.T).T, marker, color=colour, **dots)
+                    panel.plot(*(rows @ basis.T).T, marker, color=colour, label=words, **dots)
                 if not np.isfinite(mean).all():
                     continue
                 centre = mean @ basis.T
@@ -151,86 +136,19 @@ def clouds_figure(readings: Readings) -> Figure:
             _label_plane(panel, shares, outer=panel is row[0])
             axes.caption(panel, next(letters), f"step {step:,}: cosine {_signed(one.cosines[at])}")
         _name_row(row[0], one, heads, -0.42)
-    _colour_words(grid[0, 0], "queries", "keys", "o^")
-    _title(figure, "Queries and keys of single tokens, and their means (arrows from the origin)")
-    return figure
-
-
-def cosines_figure(readings: Readings, metric: str = "qk_cosine") -> Figure:
-    """Draw a metric of heads over training, one panel for each layer.
-
-    Of `qk_cosine` the band of chance is drawn. Of directions that have nothing to do with one
-    another none of all heads ends outside it, with a probability of 95 % (Holm's correction): the
-    heads that a summary of the run counts.
-
-    Args:
-        readings: Readings of a run.
-        metric: Name of a metric with a value for each head.
-
-    Raises:
-        NotMeasuredError: The heads have no value of the metric.
-    """
-    selected, layers, whole = measured_heads(readings, metric)
-    if not selected:
-        raise NotMeasuredError(f"{metric} of single heads was not measured in this run")
-    shown = spread_items(layers, _MOST_LAYERS)
-    table = whole[:, [layers.index(layer) for layer in shown]]
-    found = queries_and_keys(selected) if metric == "qk_cosine" else None
-    band = math.nan if found is None else found.limit
-    columns = min(4, len(shown))
-    rows = math.ceil(len(shown) / columns)
-    figure = axes.new_figure(1.0 + 2.7 * max(columns, 2), 1.3 + 2.3 * rows)
-    grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-    steps = [reading.step for reading in selected]
-    axis = StepAxis(steps)
-    for panel, layer, values in zip(grid.flat, shown, table.transpose(1, 2, 0), strict=False):
-        for line in values:
-            style: axes.Style = {"marker": "o", "ms": 3} if len(steps) == 1 else {}
-            panel.plot(
-                axis.places(steps), line, color=_colour(line[-1], band), lw=1.2, alpha=0.85, **style
-            )
-        axes.step_axis(panel, axis)
-        panel.set_xlabel("")
-        panel.axhline(0, color=GREY, lw=0.8, zorder=0)
-        if math.isfinite(band):
-            panel.axhspan(-band, band, color=GREY, alpha=0.18, lw=0, zorder=0)
-        panel.set_title(f"layer {layer}", loc="left", fontsize=10.5)
-        if metric == "qk_cosine":
-            panel.set_ylim(-1.05, 1.05)
-    for panel in list(grid.flat)[len(shown) :]:
-        panel.set_visible(False)
-    figure.supxlabel("training step (logarithmic)", fontsize=10)
-    figure.supylabel(readings.text_of(metric).label, fontsize=10)
-    some = f"; {len(shown)} of {len(layers)} layers are drawn" if len(shown) < len(layers) else ""
-    known = int(np.isfinite(table[-1]).sum())
-    label = readings.text_of(metric).label
-    plain = f"{label}: a line for each of {known} heads"
-    _title(figure, (plain if found is None else _count_of_heads(found)) + some)
-    return figure
-
-
-def _count_of_heads(found: QueriesKeys) -> str:
-    similar, opposite, chance = (
-        len(found.of(direction)) for direction in ("similar", "opposite", "chance")
+    axes.show_legend(grid[0, 0], loc="best")
+    axes.title(
+        figure, "Queries and keys of single tokens, and their means (arrows from the origin)"
     )
-    return (
-        f"Of {len(found.heads)} heads {similar} are similar at the end (orange), {opposite} "
-        f"opposite (blue), {chance} within the band of chance (5 % over all heads, "
-        f"±{found.limit:.2f})"
-    )
-
-
-def _colour(value: float, band: float) -> str:
-    limit = band if math.isfinite(band) else 0.0
-    return VERMILLION if value > limit else BLUE if value < -limit else GREY
+    return figure
 
 
 # -- heads, and what stands beside the record ------------------------------------------------------
 
 
-def _similar_and_opposite(readings: Readings, most: int) -> list[HeadHistory]:
+def _similar_and_opposite(readings: Readings) -> list[HeadHistory]:
     """The head whose mean query and mean key are most similar at the end, and the most opposite."""
-    found = list(_histories(readings, most))
+    found = list(_histories(readings))
     known = [one for one in found if math.isfinite(one.cosines[-1])]
     if not known:
         raise NotMeasuredError(
@@ -242,13 +160,13 @@ def _similar_and_opposite(readings: Readings, most: int) -> list[HeadHistory]:
     return [highest] if highest is lowest else [highest, lowest]
 
 
-def _histories(readings: Readings, most: int) -> Iterator[HeadHistory]:
+def _histories(readings: Readings) -> Iterator[HeadHistory]:
     """All heads that have arrays at every one of a few steps."""
-    by_step = axes.arrays_by_step(readings, "mean_query", most)
+    by_step = arrays_by_step(readings, "mean_query", _MOST_ARROWS)
     steps = sorted(by_step)
     if not steps:
         return
-    for layer in axes.array_layers(by_step[steps[-1]], "mean_query", readings):
+    for layer in array_layers(by_step[steps[-1]], "mean_query", readings):
         tag, key_tag = (tags.layer_tag(name, layer) for name in ("mean_query", "mean_key"))
         if not all(tag in by_step[step] and key_tag in by_step[step] for step in steps):
             continue
@@ -297,7 +215,7 @@ def _plane(rows: Sequence[Floats], one: HeadHistory) -> tuple[Floats, Floats]:
     return basis * signs[:, None], shares
 
 
-def _draw_path(panel: Axes, path: Floats, colour: str) -> None:
+def _draw_path(panel: Axes, path: Floats, colour: str, words: str) -> None:
     for start, end in itertools.pairwise(path):
         panel.annotate(
             "", end, start,
@@ -306,16 +224,15 @@ def _draw_path(panel: Axes, path: Floats, colour: str) -> None:
         )  # fmt: skip
     panel.plot(*path.T, color=colour, lw=0)  # for the limits of the axes
     panel.plot(*path[0], "o", ms=6, mfc=panel.get_facecolor(), mec=colour, mew=1.5, zorder=4)
-    panel.plot(*path[-1], "o", ms=6.5, color=colour, zorder=4)
+    panel.plot(*path[-1], "o", ms=6.5, color=colour, zorder=4, label=words)
 
 
 def _label_plane(panel: Axes, shares: Floats, *, outer: bool = True) -> None:
-    axes.plain(panel)
+    axes.style_axes(panel)
     panel.grid(visible=False)
     panel.margins(0.12)
     panel.axhline(0, color=GREY, lw=0.7, zorder=0)
     panel.axvline(0, color=GREY, lw=0.7, zorder=0)
-    panel.locator_params(nbins=5)
     panel.set_xlabel(f"1st direction ({100 * shares[0]:.0f} % of squares)", fontsize=9.5)
     if outer:
         panel.set_ylabel(f"2nd direction ({100 * shares[1]:.0f} %)", fontsize=9.5)
@@ -332,20 +249,6 @@ def _name_row(panel: Axes, one: HeadHistory, heads: Sequence[HeadHistory], place
         place, 0.5, words, transform=panel.transAxes, rotation=90, ha="center", va="center",
         fontsize=10,
     )  # fmt: skip
-
-
-def _colour_words(panel: Axes, of_queries: str, of_keys: str, markers: str) -> None:
-    handles = [
-        Line2D([], [], color=colour, marker=marker, ls="", ms=6, label=words)
-        for words, colour, marker in zip(
-            (of_queries, of_keys), (BLUE, VERMILLION), markers, strict=True
-        )
-    ]
-    panel.legend(handles=handles, fontsize=9, loc="best", edgecolor="none")
-
-
-def _title(figure: Figure, words: str) -> None:
-    figure.suptitle(words, fontsize=12, x=0.012, ha="left", wrap=True)
 
 
 def _signed(value: float) -> str:

@@ -1,9 +1,10 @@
-"""Readings as matplotlib figures: the figure of a run, and small ones for loggers.
+"""The figure of a run, small ones for loggers, and files.
 
 They are made of matplotlib's objects only: pyplot is not imported, no backend or setting changed.
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,9 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from geomon.record import Readings
-from geomon.show import panels
-from geomon.show.colours import LAYERS, ramp
+from geomon.show import collect
 from geomon.show.figures import axes
+from geomon.show.panels import Lines, Matrix
 
 
 def geometry_figure(readings: Readings, *, title: str | None = None) -> Figure:
@@ -28,36 +29,32 @@ def geometry_figure(readings: Readings, *, title: str | None = None) -> Figure:
         readings: Readings of a run.
         title: Text above the panels; None for no title.
     """
-    figure = axes.new_figure(10.4, 7.4)
-    (first, second), (third, fourth) = figure.subplots(2, 2)
-    missing = "twonn, twonn_distinct and gride: not measured"
-    axes.draw_lines(first, panels.dimension_panel(readings), missing=missing)
-    axes.draw_loss(first, readings)
-    depth = panels.depth_panel(readings, "anisotropy")
-    axes.draw_lines(second, depth, missing="anisotropy: not measured")
-    layers = sorted({*readings.layers("qk_cosine"), *readings.layers("attention_entropy")})
-    colours = ramp(LAYERS, len(layers))
-    of_layer = dict(zip(layers, colours, strict=True))
-    heads = panels.heads_panel(readings, "qk_cosine", of_layer)
-    axes.draw_lines(third, heads, missing="qk_cosine of heads: not measured")
-    entropy = panels.layers_panel(readings, "attention_entropy", of_layer)
-    axes.draw_lines(fourth, entropy, missing="attention_entropy: not measured")
-    many = panels.are_many_heads(readings, "qk_cosine")
-    if layers:
-        words = "layer" if many else "layer (c and d)"
-        axes.colour_bar(fourth, [str(layer) for layer in layers], colours, words)
-    captions = (
-        f"{readings.text_of('twonn').title}, mean over layers",
-        f"{readings.text_of('anisotropy').title} over depth",
-        f"{readings.text_of('qk_cosine').title}{', all heads' if many else ' by head'}",
-        f"{readings.text_of('attention_entropy').title} by layer",
+    dimension = collect.dimension_panel(readings)
+    entropy = collect.layers_panel(readings, "attention_entropy")
+    many = collect.are_many_heads(readings, "qk_cosine")
+    names = {name: readings.text_of(name).title for name in ("anisotropy", "qk_cosine")}
+    figure = axes.draw_grid(
+        [
+            (f"{dimension.label}, mean over layers", dimension),
+            (f"{names['anisotropy']} over depth", collect.depth_panel(readings, "anisotropy")),
+            (
+                f"{names['qk_cosine']}{', all heads' if many else ' by head'}",
+                collect.heads_panel(readings, "qk_cosine"),
+            ),
+            (
+                f"{readings.text_of('attention_entropy').title} by layer",
+                entropy if many else replace(entropy, named_by="layer (c and d)"),
+            ),
+        ],
+        columns=2,
+        size=(5.2, 3.7),
     )
-    for letter, words, panel in zip("abcd", captions, figure.axes, strict=False):
-        axes.caption(panel, letter, words)
+    if dimension.lines:
+        axes.draw_loss(figure.axes[0], readings)
     if title is None and readings.mixed_at is not None:
         title = "Two runs wrote into this record at once: its curves mix both"
     if title:
-        figure.suptitle(title, fontsize=13, x=0.012, ha="left")
+        axes.title(figure, title)
     return figure
 
 
@@ -78,7 +75,7 @@ def title_of(readings: Readings) -> str | None:
         parts.append(f"{len(run['layers'])} blocks")
     steps = sorted(reading.step for reading in readings)
     parts.append(f"steps {steps[0]:,} to {steps[-1]:,}")
-    name, loss = panels.furthest_loss(readings)
+    name, loss = collect.furthest_loss(readings)
     if len(loss):
         known = f" (step {loss.steps[-1]:,})" if loss.steps[-1] < steps[-1] else ""
         parts.append(f"{name} {loss.values[0]:.2f} → {loss.values[-1]:.2f}{known}")
@@ -92,7 +89,7 @@ def _rounded(count: int) -> str:
     return f"{count:,}"
 
 
-def card(panel: panels.Lines | panels.Matrix) -> Figure:
+def card(panel: Lines | Matrix) -> Figure:
     """Draw a small figure of one panel, which reads at the size of a card in a logger.
 
     TensorBoard shows pictures in about 370 by 215 pixels: text of 9 points is then 10 pixels high.
@@ -101,10 +98,7 @@ def card(panel: panels.Lines | panels.Matrix) -> Figure:
         panel: What to draw.
     """
     figure = Figure(figsize=(4.5, 2.75), dpi=160, layout="constrained")
-    if isinstance(panel, panels.Matrix):
-        axes.draw_matrix(figure.subplots(), panel)
-    else:
-        axes.draw_lines(figure.subplots(), panel, missing="", small=True)
+    axes.draw(figure.subplots(), panel, legend="above")
     return figure
 
 
@@ -126,7 +120,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
     if not path.suffix:  # matplotlib would choose one, and write another file
         raise ValueError("figures are written to a file that ends in .png, .svg or .pdf")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, facecolor=figure.get_facecolor())
+    figure.savefig(path)
     return path
 
 

@@ -15,7 +15,8 @@ from geomon.record import Reading, Readings, Sink
 from geomon.record.headline import HEADLINE, Detail, check_detail
 from geomon.record.sinks import LoggerSink
 from geomon.show.loggers.history import Part, RunDrawer
-from geomon.show.loggers.others import Logger
+from geomon.show.loggers.parts import Pages
+from geomon.show.loggers.pictures import Pictures
 
 Writers = Callable[[], Iterable[Any]]
 
@@ -31,7 +32,7 @@ _GUIDE = (
 )
 
 
-class BoardPages(Logger):
+class BoardPages(Pages):
     """Sink that fills the pages of TensorBoard through a logger's writers.
 
     Args:
@@ -56,20 +57,16 @@ class BoardPages(Logger):
         pictures: bool = True,
         save: Callable[[], object] = lambda: None,
     ) -> None:
-        self._writers = writers
-        picture = self._post if pictures else None
-        super().__init__(log, picture=picture, name=name, detail=detail)
-        self._values = LoggerSink(
-            name, log, detail=detail, save=save, writers=writers, prefix=PREFIX
-        )
+        def post(title: str, image: NDArray[np.uint8], step: int) -> None:
+            for writer in writers():
+                writer.add_image(f"{_GROUP}/{title}", image, step, dataformats="HWC")
 
-    def _make_parts(self) -> Iterator[Sink]:
-        yield BoardText(self._writers, name=self._name)
-        yield from super()._make_parts()
-
-    def _post(self, name: str, image: NDArray[np.uint8], step: int) -> None:
-        for writer in self._writers():
-            writer.add_image(f"{_GROUP}/{name}", image, step, dataformats="HWC")
+        values = LoggerSink(name, log, detail=detail, save=save, writers=writers, prefix=PREFIX)
+        parts: list[Sink] = [BoardText(writers, name=name), values]
+        if pictures:
+            named = () if isinstance(detail, str) else detail
+            parts.append(Pictures(post, name=name, metrics=named))
+        super().__init__(name, parts)
 
 
 class TensorBoard(BoardPages):
@@ -106,7 +103,7 @@ class TensorBoard(BoardPages):
         check_detail(detail)  # before a file is opened
         self._writer = SummaryWriter(os.fspath(directory))
         super().__init__(
-            type(self).__name__, self._log, lambda: [self._writer],
+            "TensorBoard", self._log, lambda: [self._writer],
             detail=detail, pictures=pictures, save=self._writer.close,
         )  # fmt: skip
 
@@ -129,21 +126,13 @@ class BoardText(RunDrawer):
     """
 
     def __init__(self, writers: Writers, *, name: str = "TensorBoard") -> None:
-        super().__init__(first_cost=0.0)
+        super().__init__(f"writing text for {name}", first_cost=0.0)
         self._writers = writers
-        self._name = name
         self._described: Mapping[str, Any] | None = None
         self._noted: set[tuple[str, str]] = set()
 
-    def __str__(self) -> str:
-        return f"writing text for {self._name}"
-
     def describe(self, description: Mapping[str, Any]) -> None:
-        """Take the description of the run, which is written with the first reading.
-
-        Args:
-            description: Description of the run, as the record holds it.
-        """
+        """Take the description of the run, which is written with the first reading."""
         super().describe(description)
         self._described = description
 

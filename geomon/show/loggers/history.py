@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from geomon.record import Reading, Readings
-from geomon.show.panels import BY_HEAD, BY_LAYER, DIMENSIONS
+from geomon.show.collect import BY_HEAD, BY_LAYER, DIMENSIONS
 
 # What pages draw and describe of a reading: a large model's has tens of thousands of values.
 _SHOWN = frozenset({*BY_LAYER, *BY_HEAD, *DIMENSIONS})
@@ -48,11 +48,7 @@ class RunHistory:
         return self._last
 
     def add(self, reading: Reading) -> None:
-        """Take the next reading.
-
-        Args:
-            reading: A reading.
-        """
+        """Take the next reading."""
         self._last = last = replace(reading, stacks={"": reading.columns})
         spaced = not self._kept or last.step >= _KEPT_RATIO * self._kept[-1].step
         if spaced or any(note.is_alert for note in last.notes):
@@ -78,11 +74,13 @@ class RunDrawer(abc.ABC):
     in their order. The last drawing has all parts.
 
     Args:
+        what: What it does, in words for messages.
         first_cost: Seconds expected for the first part, which imports what it draws with.
         metrics: Names of metrics that are drawn beside the usual ones.
     """
 
-    def __init__(self, *, first_cost: float, metrics: Collection[str] = ()) -> None:
+    def __init__(self, what: str, *, first_cost: float, metrics: Collection[str] = ()) -> None:
+        self._what = what
         self._metrics = tuple(metrics)
         self._cost = first_cost  # seconds expected for the next part
         self._history = RunHistory(metrics)
@@ -91,12 +89,11 @@ class RunDrawer(abc.ABC):
         self._began = time.perf_counter()
         self._spent = 0.0
 
-    def describe(self, description: Mapping[str, Any]) -> None:
-        """Take the description of the run, which says how its metrics are called.
+    def __str__(self) -> str:
+        return self._what
 
-        Args:
-            description: Description of the run, as the record holds it.
-        """
+    def describe(self, description: Mapping[str, Any]) -> None:
+        """Take the description of the run, which says how its metrics are called."""
         self._history.runs = [dict(description)]
 
     def write(self, reading: Reading) -> None:

@@ -1,7 +1,7 @@
 """Pages of any other logger, made of functions; those of MLflow and of trackio."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -46,23 +46,14 @@ class Logger(Pages):
         detail: Detail = HEADLINE,
         save: Callable[[], object] = lambda: None,
     ) -> None:
-        super().__init__()
-        self._name = name
-        self._picture = picture
-        self._alert = alert
-        self._detail = check_detail(detail)
-        self._values = LoggerSink(name, log, detail=self._detail, save=save)
-
-    def __str__(self) -> str:
-        return self._name
-
-    def _make_parts(self) -> Iterator[Sink]:
-        yield self._values
-        if self._alert is not None:
-            yield Alerts(self._alert, name=self._name)
-        if self._picture is not None:
-            named = () if isinstance(self._detail, str) else self._detail
-            yield Pictures(self._picture, name=self._name, metrics=named)
+        detail = check_detail(detail)
+        parts: list[Sink] = [LoggerSink(name, log, detail=detail, save=save)]
+        if alert is not None:
+            parts.append(Alerts(alert, name=name))
+        if picture is not None:
+            named = () if isinstance(detail, str) else detail
+            parts.append(Pictures(picture, name=name, metrics=named))
+        super().__init__(name, parts)
 
 
 class MLflow(Logger):

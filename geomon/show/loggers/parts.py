@@ -1,73 +1,48 @@
 """Sinks that consist of parts, so that one of them may fail and the others go on."""
 
-import abc
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from geomon.record import Reading, Sink
 from geomon.record.sinks import DescribedSink
 
 
-class Pages(abc.ABC):
+class Pages:
     """Sink that shows a run on several pages, each of which is a sink.
 
-    A monitor takes the parts and calls each by itself. Where the sink is called as one, every part
-    is called, whatever another one does.
+    A monitor takes the parts and calls each by itself.
+
+    Args:
+        name: Name of the logger, for messages.
+        parts: The pages, in the order in which they are written.
     """
 
-    def __init__(self) -> None:
-        self._parts: list[Sink] | None = None
+    def __init__(self, name: str, parts: Sequence[Sink]) -> None:
+        self._name = name
+        self._parts = parts
 
     def __str__(self) -> str:
-        return type(self).__name__
+        return self._name
 
     def parts(self) -> Sequence[Sink]:
         """Return the parts, in the order in which they are written; they are closed in reverse."""
-        if self._parts is None:
-            self._parts = list(self._make_parts())
         return self._parts
 
     def describe(self, description: Mapping[str, Any]) -> None:
-        """Take the description of the run.
-
-        Args:
-            description: Description of the run, as the record holds it.
-        """
-        for part in self.parts():
+        """Take the description of the run, as the record holds it."""
+        for part in self._parts:
             if isinstance(part, DescribedSink):
                 part.describe(description)
 
     def write(self, reading: Reading) -> None:
-        """Show a reading on every page.
-
-        Raises:
-            ExceptionGroup: What parts have raised.
-        """
-        self._call([functools.partial(part.write, reading) for part in self.parts()])
+        """Show a reading on every page."""
+        for part in self._parts:
+            part.write(reading)
 
     def close(self) -> None:
-        """Close every page, the last one first; may be called more than once.
-
-        Raises:
-            ExceptionGroup: What parts have raised.
-        """
-        self._call([part.close for part in reversed(self.parts())])
-
-    def _call(self, actions: Sequence[Callable[[], object]]) -> None:
-        failures = []
-        for action in actions:
-            try:
-                action()
-            except Exception as error:  # the other parts are called all the same
-                failures.append(error)
-        if failures:
-            reasons = "; ".join(f"{type(error).__name__}: {error}" for error in failures)
-            raise ExceptionGroup(f"{self} failed in part: {reasons}", failures)
-
-    @abc.abstractmethod
-    def _make_parts(self) -> Iterator[Sink]:
-        """Make the parts."""
+        """Close every page, the last one first; may be called more than once."""
+        for part in reversed(self._parts):
+            part.close()
 
 
 __all__ = ["Pages"]

@@ -7,8 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geomon.record import Reading, Readings
+from geomon.show.collect import cards_of
 from geomon.show.loggers.history import Part, RunDrawer
-from geomon.show.panels import Lines, Matrix, cards_of
+from geomon.show.panels import Lines, Matrix
 
 # Takes the name of a picture, its pixels (uint8 [height, width, 3]) and the step.
 Post = Callable[[str, NDArray[np.uint8], int], object]
@@ -20,14 +21,10 @@ _FIRST_COST, _FIRST_COST_IMPORTED = 0.8, 0.2
 class Pictures(RunDrawer):
     """Sink that draws readings and posts the pictures to a logger.
 
-    It draws the first reading and each reading whose step is at least twice that of the last one
-    drawn, as many pictures as take at most 0.5 % of the time, the intrinsic dimension first;
-    and, when closed, all pictures of the last reading. The cards are the intrinsic
-    dimension over training, the profile of anisotropy over depth, maps of layers and steps, and
-    matrices of layers and heads. Their names are numbered, because loggers sort them. For a model
-    with several stacks, the main one is drawn. Memory and the number of pictures grow with the
-    logarithm of the steps. matplotlib is imported with the first picture, so `write` raises an
-    ImportError where it is missing.
+    The cards are the intrinsic dimension over training, the profile of anisotropy over depth, maps
+    of layers and steps, and matrices of layers and heads, of the main stack of a model. Their names
+    are numbered, because loggers sort them. When they are drawn: `RunDrawer`. matplotlib is
+    imported with the first picture, so `write` raises an ImportError where it is missing.
 
     Args:
         post: Function of a name, an image (uint8 [height, width, 3]) and a step, for instance
@@ -37,21 +34,11 @@ class Pictures(RunDrawer):
     """
 
     def __init__(
-        self,
-        post: Post,
-        *,
-        name: str = "the logger",
-        metrics: Collection[str] = (),
+        self, post: Post, *, name: str = "the logger", metrics: Collection[str] = ()
     ) -> None:
-        imported = "matplotlib" in sys.modules
-        super().__init__(
-            first_cost=_FIRST_COST_IMPORTED if imported else _FIRST_COST, metrics=metrics
-        )
+        cost = _FIRST_COST_IMPORTED if "matplotlib" in sys.modules else _FIRST_COST
+        super().__init__(f"drawing pictures for {name}", first_cost=cost, metrics=metrics)
         self._post = post
-        self._name = name
-
-    def __str__(self) -> str:
-        return f"drawing pictures for {self._name}"
 
     def _draw(self, readings: Readings, reading: Reading) -> Iterator[Part]:
         from geomon.show.figures import as_image, card  # imports matplotlib: only when needed

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from geomon.analysis import curve_of
 from geomon.analysis.alerts import alert_notes
-from geomon.record import Reading, Readings, Sink
+from geomon.record import Reading, Readings
 from geomon.record.columns import Column
 from geomon.record.headline import HEADLINE, Charts, Detail
 from geomon.show.loggers.history import Part, RunDrawer
@@ -42,9 +42,8 @@ class WandB(Pages):
 
     Args:
         run: Run of W&B, as `wandb.init()` returns it; None for the one that is active.
-        alone: Whether nothing else is logged to the run: every reading is then a row at once.
-        by_step: Whether others number their rows by training steps, or not at all: a reading that
-            comes before their first row is then a row too.
+        by_step: Whether others number their rows by training steps, or not at all, or log nothing:
+            a reading that comes before their first row is then a row too.
         detail: "headline" for about a dozen values, in the group `geomon/`; "layers" for all that
             are charted; or names of metrics whose means are headline values too.
         pictures: Whether charts of layers and heads are drawn, each time the step has doubled and
@@ -59,28 +58,21 @@ class WandB(Pages):
         self,
         run: Any = None,
         *,
-        alone: bool = False,
         by_step: bool = False,
         detail: Detail = HEADLINE,
         pictures: bool = True,
     ) -> None:
         if run is None and find_spec("wandb") is None:
             raise ImportError("W&B's charts need wandb: pip install 'geomon[wandb]'")
-        super().__init__()
-        self._rows = WandBRows(run, alone=alone, by_step=by_step, detail=detail)
-        self._pictures = pictures
+        rows = WandBRows(run, by_step=by_step, detail=detail)
 
-    def _make_parts(self) -> Iterator[Sink]:
-        yield self._rows
-        yield WandBSummary(self._rows)
-        yield Alerts(self._send_alert, name="W&B")
-        if self._pictures:
-            yield WandBCharts(self._rows)
+        def send(title: str, text: str, step: int) -> None:
+            if rows.run is not None:
+                text = f"Step {step}: {text}"
+                rows.run.alert(title=title, text=text, level="WARN", wait_duration=_ALERT_PAUSE)
 
-    def _send_alert(self, title: str, text: str, step: int) -> None:
-        if self._rows.run is not None:
-            text = f"Step {step}: {text}"
-            self._rows.run.alert(title=title, text=text, level="WARN", wait_duration=_ALERT_PAUSE)
+        charts = [WandBCharts(rows)] if pictures else []
+        super().__init__("W&B", [rows, WandBSummary(rows), Alerts(send, name="W&B"), *charts])
 
 
 class WandBRows:
@@ -96,7 +88,6 @@ class WandBRows:
 
     Args:
         run: Run of W&B, as `wandb.init()` returns it; None for the one that is active.
-        alone: Whether nothing else is logged to the run: every reading is then a row at once.
         by_step: Whether others number their rows by training steps, or not at all: the number of a
             reading's step is then free as soon as that step has come.
         detail: "headline", "layers", or names of metrics whose means are headline values too.
@@ -105,11 +96,11 @@ class WandBRows:
         ValueError: The detail is none of them.
     """
 
-    def __init__(self, run: Any, *, alone: bool, by_step: bool = False, detail: Detail) -> None:
+    def __init__(self, run: Any, *, by_step: bool = False, detail: Detail = HEADLINE) -> None:
         self._charts = Charts(detail)
         self.named = self._charts.named
         self._run: Any = None
-        self._alone, self._by_step = alone, by_step
+        self._by_step = by_step
         # Whether others give numbers to their rows; None while they have logged nothing.
         self._numbered: bool | None = None
         self._waiting: deque[dict[str, Any]] = deque()  # rows that have not been logged yet
@@ -123,11 +114,7 @@ class WandBRows:
             self._follow(run)
 
     def describe(self, description: Mapping[str, Any]) -> None:
-        """Put the description of the run into the configuration of the W&B run, as `geomon`.
-
-        Args:
-            description: Description of the run, as the record holds it.
-        """
+        """Put the description of the run into the configuration of the W&B run, as `geomon`."""
         self._charts.describe(description)
         texts = description.get("metrics")
         names = {"metrics": list(texts)} if isinstance(texts, dict) else {}
@@ -166,15 +153,12 @@ class WandBRows:
         if getattr(self._run, "disabled", False):
             return
         self._waiting.append({**values, _STEP: step})
-        if self._alone:
-            self._flush()
-            return
         is_free = self._by_step and self._numbered is None
         self._fill(max(self._run.step, step) if is_free else self._run.step)
         if len(self._waiting) == _MANY_WAITING and self._numbered is None and not self._by_step:
             log.warning(
                 "W&B: readings wait for the rows of the training, and nothing has been logged to "
-                "the run so far; if nothing else is logged there, use WandB(run, alone=True)"
+                "the run so far; if nothing else is logged there, use WandB(run, by_step=True)"
             )
 
     def close(self) -> None:
@@ -315,24 +299,23 @@ class WandBSummary:
             kept = replace(reading, stacks={"": {"twonn": column}}, training={}, notes=())
             self._measured.append(kept)
         run = self._rows.run
-        if run is not None and not getattr(run, "disabled", False):
-            run.summary.update({"geomon/alerts": self._alerts, **self._numbers()})
+        if run is None or getattr(run, "disabled", False):
+            return
+        numbers: dict[str, Any] = {"geomon/alerts": self._alerts}
+        if self._measured:
+            curve = curve_of(self._measured, "twonn")
+            phase = curve.phase()
+            has_peak = phase.earliest is not None
+            numbers |= {
+                "geomon/phase": phase.name,
+                "geomon/peak_step": phase.peak_step if has_peak else None,
+                "geomon/peak": phase.peak if has_peak else None,
+                "geomon/final": curve.values[-1],
+            }
+        run.summary.update(numbers)
 
     def close(self) -> None:
         """Do nothing: the summary is up to date."""
-
-    def _numbers(self) -> dict[str, Any]:
-        curve = curve_of(self._measured, "twonn")
-        if not len(curve):
-            return {}
-        phase = curve.phase()
-        has_peak = phase.earliest is not None
-        return {
-            "geomon/phase": phase.name,
-            "geomon/peak_step": phase.peak_step if has_peak else None,
-            "geomon/peak": phase.peak if has_peak else None,
-            "geomon/final": curve.values[-1],
-        }
 
 
 class WandBCharts(RunDrawer):
@@ -346,11 +329,8 @@ class WandBCharts(RunDrawer):
     """
 
     def __init__(self, rows: WandBRows) -> None:
-        super().__init__(first_cost=_FIRST_COST, metrics=rows.named)
+        super().__init__("drawing charts for W&B", first_cost=_FIRST_COST, metrics=rows.named)
         self._rows = rows
-
-    def __str__(self) -> str:
-        return "drawing charts for W&B"
 
     def _draw(self, readings: Readings, reading: Reading) -> Iterator[Part]:
         if self._rows.run is not None:

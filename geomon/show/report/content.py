@@ -14,32 +14,19 @@ import numpy as np
 
 from geomon.analysis import Curve, single_source, summarise
 from geomon.analysis.quantities import Quantity, quantities_of
-from geomon.analysis.summary import alert_sentences, headline
+from geomon.analysis.summary import alert_sentences, dimension_sentences
 from geomon.record import Readings
 from geomon.record.columns import MetricText
 from geomon.record.printable import printable
-from geomon.show.colours import SERIES
-from geomon.show.loading import load, name_runs
-from geomon.show.panels import (
-    Line,
-    Lines,
-    Matrix,
-    alerts_of,
-    depth_panel,
-    head_panels,
-    line_of,
-    map_panel,
-    null_of,
-    spread_items,
-    spread_steps,
-)
+from geomon.show.collect import alerts_of, depth_panel, head_panels, line_of, map_panel, null_of
+from geomon.show.colours import DASHES, look_of
+from geomon.show.panels import Line, Lines, Matrix, spread_both, thin
 from geomon.show.settings import OF_A_START, setting_words
 
-# Largest numbers of steps in curves, in maps, and in what a slider moves over.
-_MOST_POINTS, _MOST_COLUMNS, _MOST_STEPS = 400, 64, 16
+# Largest numbers of steps in maps, and in what a slider moves over.
+_MOST_COLUMNS, _MOST_STEPS = 64, 16
 # What describes a start of a run and nothing that distinguishes it from runs beside it.
 _OF_ONE_SEED = (*OF_A_START, "seed", "training/seed")
-_DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 class Panels(NamedTuple):
@@ -82,23 +69,6 @@ class Run:
         return self.readings.runs[-1] if self.readings.runs else {}
 
 
-def load_runs(paths: Sequence[Path], stack: str | None = None) -> list[Run]:
-    """Read the records of runs.
-
-    Args:
-        paths: Folders of runs, or paths of their files.
-        stack: Name of the stack to show, for models with several; None for the main one.
-
-    Raises:
-        FileNotFoundError: A folder holds no record.
-        ValueError: A file is not a record, has no readings, or its model no such stack.
-    """
-    runs = []
-    for path, name in zip(paths, name_runs(paths), strict=True):
-        runs.append(Run(name, path, load(path, stack)))
-    return runs
-
-
 def build_content(runs: Sequence[Run]) -> dict[str, Any]:
     """Build what the page says of runs, as texts, numbers, lists and dicts.
 
@@ -106,19 +76,16 @@ def build_content(runs: Sequence[Run]) -> dict[str, Any]:
         runs: Runs, at least one.
     """
     texts = _texts_of([run.readings for run in runs])
-    colours = _colours(runs)
     return {
         "runs": [
             {
                 "name": printable(run.name),
                 "colour": colour,
                 "model": printable(str(run.description.get("model", "unknown model"))),
-                "headline": printable(headline(run.readings)),
-                "alerts": [printable(text) for text in alert_sentences(run.readings)],
-                "sentences": [printable(text) for text in summarise(run.readings)],
+                **_words_of(run.readings),
                 "notes": _notes(run.readings),
             }
-            for run, colour in zip(runs, colours, strict=True)
+            for run, colour in zip(runs, _colours(runs), strict=True)
         ],
         "configuration": _configuration(runs),
         "cost": _cost(runs),
@@ -128,6 +95,22 @@ def build_content(runs: Sequence[Run]) -> dict[str, Any]:
             if text.meaning
         },
     }
+
+
+def _words_of(readings: Readings) -> dict[str, Any]:
+    """A run in words, each sentence once: the dimension, the alerts, and the others."""
+    headline = dimension_sentences(readings)[:1]
+    alerts = alert_sentences(readings)
+    others = [each for each in summarise(readings) if each not in (*headline, *alerts)]
+    words = headline[0] if headline else f"{readings.text_of('twonn').title}: not measured."
+    return {
+        "headline": printable(words),
+        "alerts": [*map(printable, alerts)],
+        "sentences": [*map(printable, others)],
+    }
+
+
+# -- panels ----------------------------------------------------------------------------------------
 
 
 def build_panels(runs: Sequence[Run]) -> Panels:
@@ -144,91 +127,84 @@ def build_panels(runs: Sequence[Run]) -> Panels:
     curves: list[dict[str, Curve]] = []
     for readings in selected:
         listed = quantities_of(readings)
-        drawn = {tag: each.curve(readings) for tag, each in listed.items() if _is_drawn(each)}
-        curves.append({tag: _thin(curve) for tag, curve in drawn.items() if len(curve)})
-        present = {tag: listed[tag] for tag in curves[-1]} | present
+        drawn = {tag: thin(each.curve(readings)) for tag, each in listed.items()}
+        curves.append({tag: curve for tag, curve in drawn.items() if len(curve)})
+        present |= {tag: listed[tag] for tag in curves[-1] if tag not in present}
+    series = _series_of(runs, curves)
     charts: dict[str, list[Quantity]] = {}
     for each in present.values():
         if each.chart:
             charts.setdefault(each.chart, []).append(each)
     plain = sorted(present, key=lambda tag: (not tag.endswith("/mean"), tag))
-    others = {present[tag].title: [present[tag]] for tag in plain if not present[tag].chart}
     alerts = alerts_of(runs[0].readings) if len(runs) == 1 else []
 
-    def lines(quantities: Sequence[Quantity]) -> Lines:
-        first, found = quantities[0], []
-        for place, each in enumerate(quantities):
-            label = (each.words or each.title) if len(runs) == 1 else _short(each)
-            words = "" if len(quantities) == 1 else label
-            found += _lines(runs, curves, each.tag, words, _DASHES[place % len(_DASHES)])
-        if len(runs) > 1:
-            return Lines(first.unit, found)
-        if len(quantities) > 1:
-            found = [
-                replace(line, colour=SERIES[place % len(SERIES)], dash="solid")
-                for place, line in enumerate(found)
-            ]
-        has_null = len(quantities) == 1 and first.value is None and not first.part
+    def panel(quantities: Sequence[Quantity], label: str = "") -> Lines:
+        found = []
+        for place, quantity in enumerate(quantities):
+            below = quantity.name if len(quantities) > 1 else ""
+            for name, lines in series:
+                if (line := lines.get(quantity.tag)) is None:
+                    continue
+                if len(runs) > 1:
+                    named = ": ".join(filter(None, (name, below))) if name else ""
+                    found.append(replace(line, name=named, dash=DASHES[place % len(DASHES)]))
+                else:
+                    found.append(replace(line, name=below, colour=look_of(place)[0]))
+        first = quantities[0]
+        has_null = len(runs) == len(quantities) == 1 and first.is_mean and not first.part
         null = null_of(selected[0], first.metric) if has_null else None
-        return Lines(first.unit, found, null=null, alerts=alerts)
+        return Lines(label, found, null=null, alerts=alerts)
 
     steps = [step for each in curves for curve in each.values() for step in curve.steps]
     return Panels(
-        {title if len(each) > 1 else each[0].words: lines(each) for title, each in charts.items()},
-        {title: lines(each) for title, each in others.items()},
+        {
+            title if len(each) > 1 else each[0].words: panel(each, each[0].unit)
+            for title, each in charts.items()
+        },
+        {
+            present[tag].title: panel([present[tag]], present[tag].label)
+            for tag in plain
+            if not present[tag].chart
+        },
         *_depth(runs, selected),
         (min(steps, default=0), max(steps, default=0)),
     )
 
 
-def _is_drawn(quantity: Quantity) -> bool:
-    return quantity.part.rpartition("/")[2] != "std"
+def _series_of(
+    runs: Sequence[Run], curves: Sequence[Mapping[str, Curve]]
+) -> list[tuple[str, dict[str, Line]]]:
+    """Name of each run, and its lines by tag; the same of the means of runs of other seeds.
 
-
-def _short(quantity: Quantity) -> str:
-    """What a curve is, without the title above its chart."""
-    words = quantity.words or quantity.title
-    unit = f" ({quantity.unit})" if quantity.unit else ""
-    return words.replace(unit, "").removeprefix(quantity.chart).lstrip(", ") or words
-
-
-def _lines(
-    runs: Sequence[Run], drawn: Sequence[Mapping[str, Curve]], tag: str, words: str, dash: str
-) -> list[Line]:
-    """Lines of a curve of all runs, and of the means of groups that differ in their seed."""
+    Runs of which there is a mean are faint and have no name.
+    """
     colours, groups = _colours(runs), _seed_groups(runs)
     grouped = {index for group in groups for index in group}
-    curves = {index: each[tag] for index, each in enumerate(drawn) if tag in each}
-    found = []
-    for index, curve in curves.items():
-        called = _called([runs[index]], words) if len(runs) > 1 else words
-        line = line_of(curve, called, colours[index], dash=dash)
+    series = []
+    for index, (run, by_tag) in enumerate(zip(runs, curves, strict=True)):
+        lines = {tag: line_of(curve, "", colours[index]) for tag, curve in by_tag.items()}
         if index in grouped:
-            line = replace(line, name="", low=(), high=(), width=0.7)
-        found.append(line)
+            lines = {tag: replace(x, low=(), high=(), width=0.7) for tag, x in lines.items()}
+        series.append(("" if index in grouped else printable(run.name), lines))
     for group in groups:
-        members = [curves[index] for index in group if index in curves]
-        if len(members) > 1:
-            called = _called([runs[index] for index in group], words)
-            found.append(replace(_mean(members, called, colours[group[0]]), dash=dash))
-    return found
+        names = ", ".join(printable(runs[index].name) for index in group[:4])
+        common = set.intersection(*(set(curves[index]) for index in group))
+        means = {
+            tag: _mean([curves[index][tag] for index in group], colours[group[0]]) for tag in common
+        }
+        series.append((f"mean of {names}{', ...' * (len(group) > 4)}", means))
+    return series
 
 
-def _called(runs: Sequence[Run], words: str) -> str:
-    names = ", ".join(printable(run.name) for run in runs[:4]) + ", ..." * (len(runs) > 4)
-    of_mean = "mean of " * (len(runs) > 1)
-    return ": ".join(filter(None, (f"{of_mean}{names}", words)))
-
-
-def _mean(curves: Sequence[Curve], name: str, colour: str) -> Line:
+def _mean(curves: Sequence[Curve], colour: str) -> Line:
     """The mean of curves, and a band from the lowest to the highest, where all have values."""
     first, last = max(c.steps[0] for c in curves), min(c.steps[-1] for c in curves)
     steps = [step for step in curves[0].steps if first <= step <= last]
-    rows = np.array([np.interp(steps, curve.steps, curve.values) for curve in curves])
     if not steps:
-        return Line(name, [], [], colour)
+        return Line("", [], [], colour)
+    rows = np.array([np.interp(steps, curve.steps, curve.values) for curve in curves])
     low, high = rows.min(axis=0).tolist(), rows.max(axis=0).tolist()
-    return Line(name, steps, rows.mean(axis=0).tolist(), colour, low, high, width=2.6)
+    return Line("", steps, rows.mean(axis=0).tolist(), colour, low, high, width=2.6)
 
 
 def _depth(
@@ -239,38 +215,36 @@ def _depth(
     maps: dict[str, Matrix] = {}
     heads: dict[str, dict[int, Matrix]] = {}
     for metric, text in _texts_of(selected).items():
-        profiles = []
+        label = printable(text.label)
         for run, colour, readings in zip(runs, _colours(runs), selected, strict=True):
-            name = f"{printable(run.name)}: " * (len(runs) > 1) + printable(text.label)
-            some = _at(readings, _MOST_COLUMNS)
-            profile = depth_panel(some, metric)
+            name = f"{printable(run.name)}: {label}" if len(runs) > 1 else label
+            profile = depth_panel(some := _at(readings, _MOST_COLUMNS), metric)
             if not profile.lines:
                 continue
-            profiles.append(profile)
             if len(runs) > 1:
-                profiles[-1] = replace(profile, lines=_ends(profile, printable(run.name), colour))
+                ends = _ends(profile, printable(run.name), colour)
+                before = depth[label].lines if label in depth else ()
+                profile = replace(profile, lines=[*before, *ends], named_by="")
+            depth[label] = profile
             matrix = map_panel(some, metric)
             if matrix is not None and len(matrix.layers) > 1:
                 maps[name] = matrix
             if found := head_panels(_at(readings, _MOST_STEPS), metric, _MOST_STEPS):
                 heads[name] = found
-        if profiles:
-            lines = [line for profile in profiles for line in profile.lines]
-            depth[printable(text.label)] = replace(profiles[0], lines=lines)
     return depth, maps, heads
 
 
 def _ends(profile: Lines, run: str, colour: str) -> list[Line]:
     """The first and the last line of a profile, in the colour of the run."""
     first, last = profile.lines[0], profile.lines[-1]
-    ends = [replace(last, name=f"{run}, {last.name}", colour=colour, width=2.0)]
+    ends = [replace(last, name=f"{run}, step {last.name}", colour=colour, width=2.0)]
     if last is not first:
         ends.insert(0, replace(first, name="", colour=colour, dash="dot", width=1.0))
     return ends
 
 
 def _at(readings: Readings, most: int) -> Readings:
-    steps = _spread([reading.step for reading in readings], most)
+    steps = spread_both([reading.step for reading in readings], most)
     return Readings(readings.runs, [reading for reading in readings if reading.step in steps])
 
 
@@ -279,6 +253,36 @@ def _texts_of(runs: Sequence[Readings]) -> dict[str, MetricText]:
     every = {name: run for run in reversed(runs) for each in run for name in each.columns}
     listed = [name for run in runs for name in run.metrics if name in every]
     return {name: every[name].text_of(name) for name in dict.fromkeys([*listed, *every])}
+
+
+def _colours(runs: Sequence[Run]) -> list[str]:
+    """A colour for each run; those of one group share that of the first."""
+    first = {index: group[0] for group in _seed_groups(runs) for index in group}
+    return [look_of(first.get(index, index))[0] for index in range(len(runs))]
+
+
+def _seed_groups(runs: Sequence[Run]) -> list[list[int]]:
+    """Indices of runs whose descriptions differ in the seed and nothing else; two at least.
+
+    Runs of one seed that are described alike differ in something that no record holds, such as the
+    learning rate: a mean of them would mean nothing.
+    """
+    groups: dict[str, list[int]] = {}
+    for index, run in enumerate(runs):
+        told = {key: x for key, x in run.description.items() if key not in _OF_ONE_SEED}
+        if told:
+            groups.setdefault(repr(sorted(told.items())), []).append(index)
+    seeds = [
+        repr([run.description.get(name) for name in ("seed", "training/seed")]) for run in runs
+    ]
+    return [
+        group
+        for group in groups.values()
+        if len(group) > 1 and len({seeds[index] for index in group}) == len(group)
+    ]
+
+
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def _notes(readings: Readings) -> list[dict[str, Any]]:
@@ -306,11 +310,12 @@ def _cost(runs: Sequence[Run]) -> list[dict[str, Any]]:
         last, seconds = run.readings[-1], [reading.seconds for reading in run.readings]
         times = [reading.time for reading in run.readings]
         share = f"{last.overhead * 100:.2g} %" if math.isfinite(last.overhead) else ""
+        ranks = f"{last.world_size} rank{'s' * (last.world_size != 1)}"
         for name, text in (
             ("readings", f"{len(seconds):,}, to step {last.step:,}"),
             ("time in readings", f"{math.fsum(seconds):,.1f} s, the longest {max(seconds):.2f} s"),
             ("share of the training's time", share),
-            ("rows in a reading", f"{last.tokens:,} on {last.world_size} rank(s), {last.dtype}"),
+            ("rows in a reading", f"{last.tokens:,} on {ranks}, {last.dtype}"),
             ("from first to last reading", f"{(max(times) - min(times)) / 60:,.1f} min"),
         ):
             found.setdefault(name, []).append(printable(text))
@@ -318,49 +323,6 @@ def _cost(runs: Sequence[Run]) -> list[dict[str, Any]]:
         {"name": name, "texts": texts, "differs": False}
         for name, texts in found.items()
         if any(texts)
-    ]
-
-
-def _thin(curve: Curve) -> Curve:
-    """Some hundred points of a curve, its ends and its extremes among them."""
-    if len(curve) <= _MOST_POINTS:
-        return curve
-    ends = {curve.steps[curve.values.index(pick(curve.values))] for pick in (min, max)}
-    kept = _spread(curve.steps, _MOST_POINTS) | ends
-    places = [at for at, step in enumerate(curve.steps) if step in kept]
-    rows = ([row[at] for at in places] for row in (curve.values, curve.margins))
-    return Curve([curve.steps[at] for at in places], *rows)
-
-
-def _spread(steps: Sequence[int], most: int) -> set[int]:
-    """Choose steps: half of them evenly, half denser after the first."""
-    return {*spread_items(steps, most // 2), *spread_steps(steps, most // 2)}
-
-
-def _colours(runs: Sequence[Run]) -> list[str]:
-    """A colour for each run; those of one group share that of the first."""
-    first = {index: group[0] for group in _seed_groups(runs) for index in group}
-    return [SERIES[first.get(index, index) % len(SERIES)] for index in range(len(runs))]
-
-
-def _seed_groups(runs: Sequence[Run]) -> list[list[int]]:
-    """Indices of runs whose descriptions differ in the seed and nothing else; two at least.
-
-    Runs of one seed that are described alike differ in something that no record holds, such as the
-    learning rate: a mean of them would mean nothing.
-    """
-    groups: dict[str, list[int]] = {}
-    for index, run in enumerate(runs):
-        told = {key: x for key, x in run.description.items() if key not in _OF_ONE_SEED}
-        if told:
-            groups.setdefault(repr(sorted(told.items())), []).append(index)
-    seeds = [
-        repr([run.description.get(name) for name in ("seed", "training/seed")]) for run in runs
-    ]
-    return [
-        group
-        for group in groups.values()
-        if len(group) > 1 and len({seeds[index] for index in group}) == len(group)
     ]
 
 
@@ -380,4 +342,4 @@ def _configuration(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return rows
 
 
-__all__ = ["Panels", "Run", "build_content", "build_panels", "load_runs"]
+__all__ = ["Panels", "Run", "build_content", "build_panels"]

@@ -3,7 +3,8 @@
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from rich.style import Style
@@ -11,14 +12,15 @@ from rich.text import Text
 
 from geomon.analysis import Curve
 from geomon.analysis.numbers import number, with_margin
-from geomon.analysis.profile import is_far_above
 from geomon.analysis.quantities import Quantity
 from geomon.analysis.summary import alert_sentences
-from geomon.record import Reading, tags
+from geomon.record import Reading, Readings
+from geomon.show.collect import alerts_of, depth_panel, furthest_loss, line_of, null_of
+from geomon.show.colours import DASHES
+from geomon.show.panels import Line, Lines, thin
 from geomon.show.terminal import charts
-from geomon.show.terminal.charts import Colour, Line
 from geomon.show.terminal.overview import describe, safe
-from geomon.show.terminal.runs import Watched, places_of
+from geomon.show.terminal.runs import Watched
 
 try:
     from textual.app import App, ComposeResult
@@ -46,10 +48,10 @@ q        leave (Ctrl-Q too); the training goes on
 
 Curve: a line for each run, between dim lines that are the ends of its 95 % interval: another \
 sample of the text would move the curve within them, so that a change inside is noise. Without \
-them the interval was not measured. The dot is the peak.
+them the interval was not measured. The dot is the peak. Vertical lines are alerts.
 
 By layer: the same metric over depth, from the input of the first block (0) to the output of the \
-last one, now, at the start and at the peak; the dim lines are the ends of the intervals.
+last one, now, at the start and at the peak; the dim lines are the ends of the intervals now.
 
 Heads: a row for each layer, the first at the bottom, and a column for each attention head. \
 Colours mean the same during the whole run.
@@ -63,26 +65,25 @@ What each metric means: `geomon metrics`. What an alert means: `geomon alerts`.
 # Of the heads, from low to high: cividis without its darkest end; and around zero.
 _RISING = Gradient.from_colors("#142856", "#7c7b78", "#fae746")
 _AROUND_ZERO = Gradient.from_colors("#56b4e9", "#262626", "#f5aa14")
+_ALL = -1  # stands for all layers in their list
 # Readings of a run, evenly chosen, whose heads decide what a colour means.
 _SAMPLE = 50
 
 
 class Chart(PlotextPlot):
-    """A chart below a line that says what it shows.
+    """A panel below a line that says what it shows."""
 
-    Args:
-        draw: Function that draws into an empty plot of plotext and returns the line.
-        name: Name of the chart, its id.
-    """
+    def show(self, panel: Lines, **how: Any) -> None:
+        """Draw a panel in the place of what was there.
 
-    def __init__(self, draw: Callable[[Any], Text], name: str) -> None:
-        super().__init__(id=name)
-        self._draw = draw
-
-    def redraw(self) -> None:
-        """Draw what is to be shown now."""
+        Args:
+            panel: What to draw.
+            how: Keyword arguments of `charts.draw`.
+        """
         self.plt.clear_figure()
-        self.border_title = self._draw(self.plt)
+        charts.draw(self.plt, panel, **how)
+        self.border_title = charts.title_of(panel)
+        self.refresh()
 
     def render(self) -> Any:
         """Return the chart, where there is room for one."""
@@ -109,7 +110,7 @@ class WatchApp(App[str]):
     #heads_metric { height: 1; width: 100%; }
     TabPane { padding: 0; }
     TabbedContent, ContentSwitcher, TabPane, Grid { height: 1fr; }
-    Grid { grid-size: 1; }
+    Grid { grid-size: 1; grid-gutter: 0 2; }
     .-wide Grid { grid-size: 2; grid-columns: 3fr 2fr; }
     .-tall Grid { grid-rows: 3fr 2fr; }
     .-tall Grid.-lossless { grid-rows: 1fr; }
@@ -141,11 +142,10 @@ class WatchApp(App[str]):
         super().__init__()
         self.runs = list(runs)
         self.step: int | None = None  # of the reading that is shown; None for the newest
-        self._logarithmic = True
+        self._is_linear = False
         self._poll = poll
         self._has_ended = threading.Event()
         self._offered: dict[str, list[tuple[str, Any]]] = {}
-        self._places: dict[str, int | None] = {}  # layers by the words of their choice
 
     def compose(self) -> ComposeResult:
         """Make the screen."""
@@ -156,11 +156,11 @@ class WatchApp(App[str]):
                 yield Select([("", "")], allow_blank=False, compact=True, id=name)
         with TabbedContent():
             with TabPane("Curve", id="curve"), Grid():
-                yield Chart(self._draw_curves, "over_steps")
-                yield Chart(self._draw_layers, "beside")
-                yield Chart(self._draw_loss, "loss")
+                yield Chart(id="over_steps")
+                yield Chart(id="beside")
+                yield Chart(id="loss")
             with TabPane("By layer", id="layers"):
-                yield Chart(self._draw_layers, "over_depth")
+                yield Chart(id="over_depth")
             with TabPane("Heads", id="heads"):
                 yield Select([("", "")], allow_blank=False, compact=True, id="heads_metric")
                 yield DataTable(show_cursor=False, cell_padding=0)
@@ -221,6 +221,12 @@ class WatchApp(App[str]):
         found = [run.quantities.get(self._chosen("metric")) for run in self.runs]
         return next((each for each in found if each is not None), None)
 
+    @property
+    def _layer(self) -> int | None:
+        """The chosen layer; None for the value of all."""
+        chosen = self._chosen("layer")
+        return None if chosen in (None, _ALL) else int(chosen)
+
     def _offer(self, name: str, options: list[tuple[str, Any]]) -> None:
         """Offer a choice; what was chosen stays chosen where it is still there."""
         select = self.query_one(f"#{name}", Select)
@@ -239,12 +245,10 @@ class WatchApp(App[str]):
         self._offer("run", [(run.name, index) for index, run in enumerate(self.runs)])
         quantities = {key: each for run in self.runs for key, each in run.quantities.items()}
         self._offer("metric", [(each.label, key) for key, each in quantities.items()])
-        chosen = self._chosen("metric")
-        self._places = {}
-        for run in self.runs:
-            if chosen in run.quantities:
-                self._places |= places_of(run.quantities[chosen], run.readings)
-        self._offer("layer", [(place, place) for place in self._places])
+        quantity = self._quantity
+        layers = {n for run in self.runs if quantity for n in run.layers_of(quantity)}
+        places = [(f"layer {layer}", layer) for layer in sorted(layers)]
+        self._offer("layer", [("mean over layers", _ALL), *places])
         reading = self.reading
         columns = reading.columns if reading is not None else {}
         names = [metric for metric, column in columns.items() if column.heads]
@@ -263,22 +267,26 @@ class WatchApp(App[str]):
                 return
         self._offer_all()
         self._show_headline()
-        for chart in self.query(Chart):
-            chart.redraw()
-        self.query_one(Grid).set_class(self._loss is None, "-lossless")
+        steps = {"is_linear": self._is_linear, "chosen": self.step}
+        by_layer, loss = self._by_layer(), self._loss()
+        self.query_one("#over_steps", Chart).show(self._over_steps(), **steps)
+        self.query_one("#beside", Chart).show(by_layer)
+        self.query_one("#over_depth", Chart).show(by_layer)
+        self.query_one("#loss", Chart).show(loss, **steps)
+        self.query_one(Grid).set_class(not loss.lines, "-lossless")
         self._show_heads()
         self._show_notes()
 
     def _show_headline(self) -> None:
         parts = []
         for index, run in enumerate(self.runs):
-            colour, marker = self._look_of(index)
-            name = f"{'━' if marker == 'braille' else marker} {run.name}"
+            colour, dash = self._look_of(index)
+            name = f"{charts.mark_of(dash)} {run.name}"
             if len(run.readings):
                 said = describe(run.readings[-1], run.headline)
-                parts.append(Text.assemble((f"{name} · ", f"bold {_hex(colour)}"), said))
+                parts.append(Text.assemble((f"{name} · ", f"bold {colour}"), said))
             else:
-                parts.append(Text.assemble((name, _hex(colour)), (f" · {run.state}", "dim")))
+                parts.append(Text.assemble((name, colour), (f" · {run.state}", "dim")))
             remarks = filter(None, (*run.whole.remarks(), run.trouble))
             parts += [safe(remark, "red") for remark in remarks]
         self.query_one("#headline", Static).update(Text("\n").join(parts))
@@ -327,100 +335,82 @@ class WatchApp(App[str]):
                 text.append_text(safe(note.words())).append("\n\n")
         self.query_one("#all_notes", Static).update(text or Text("no alerts, no notes"))
 
-    # -- charts ----------------------------------------------------------------------------------
+    # -- panels ----------------------------------------------------------------------------------
 
-    def _look_of(self, index: int) -> tuple[Colour, str]:
-        """Return the colour and the marker of a run; markers differ where no colour is shown."""
-        marker = charts.MARKERS[index % len(charts.MARKERS) if self.no_color else 0]
-        return charts.COLOURS[index % len(charts.COLOURS)], marker
+    def _look_of(self, index: int) -> tuple[str, str]:
+        """Return the colour and the dash of a run; dashes differ where no colour is shown."""
+        dash = DASHES[index % len(DASHES)] if self.no_color else "solid"
+        return charts.COLOURS[index % len(charts.COLOURS)], dash
 
-    def _draw_curves(self, plot: Any) -> Text:
-        return self._draw_over_steps(plot, self._quantity, self._places.get(self._chosen("layer")))
+    def _lines_of(self, curves: Sequence[Curve]) -> list[Line]:
+        """Make the lines of the curves of all runs."""
+        lines = []
+        for index, curve in enumerate(curves):
+            colour, dash = self._look_of(index)
+            name = self.runs[index].name if len(self.runs) > 1 else ""
+            if len(curve):
+                lines.append(line_of(thin(curve), name, colour, dash=dash))
+        return lines
 
-    @property
-    def _loss(self) -> Quantity | None:
-        found = [run.quantities.get(tags.training_tag(tags.LOSS)) for run in self.runs]
-        return next((each for each in found if each is not None), None)
-
-    def _draw_loss(self, plot: Any) -> Text:
-        return self._draw_over_steps(plot, self._loss, None)
-
-    def _draw_over_steps(self, plot: Any, quantity: Quantity | None, layer: int | None) -> Text:
+    def _over_steps(self) -> Lines:
+        quantity, layer = self._quantity, self._layer
         if quantity is None:
-            return Text("no values yet")
-        lines = [
-            Line(run.name, quantity.curve(run.readings, layer), *self._look_of(index))
-            for index, run in enumerate(self.runs)
-        ]
-        curve, peak = lines[0].curve, None
-        if len(lines) > 1 or not len(curve):
-            value = ""
-        else:
-            value = f"  {with_margin(curve.values[-1], curve.margins[-1])}"
-            if curve.steps[-1] < self.runs[0].readings[-1].step:
-                value += f" at step {curve.steps[-1]:,}"
-            phase = self.runs[0].fallen
-            if (quantity.metric, quantity.part, layer) == ("twonn", "", None) and phase:
-                peak = phase.peak_step, phase.peak
-        charts.draw_over_steps(
-            plot, lines, logarithmic=self._logarithmic, chosen=self.step, peak=peak
-        )
-        title = Text(f"{quantity.label}{value}", "bold")
-        return title.append_text(self._null(quantity))
+            return Lines("no values yet", [])
+        lines = self._lines_of([quantity.curve(run.readings, layer) for run in self.runs])
+        run, label = self.run_shown, quantity.label
+        label += "" if layer is None else f", layer {layer}"
+        if len(self.runs) > 1 or not lines:
+            return Lines(label, lines)
+        has_null = quantity.is_mean and not quantity.part
+        null = null_of(run.readings, quantity.metric) if has_null else None
+        curve = quantity.curve(run.readings, layer)
+        label = f"{label}  {with_margin(curve.values[-1], curve.margins[-1])}"
+        if curve.steps[-1] < run.readings[-1].step:
+            label += f" at step {curve.steps[-1]:,}"
+        if run.fallen and (quantity.metric, quantity.part, layer) == ("twonn", "", None):
+            peak = run.fallen
+            lines.append(Line("", [peak.peak_step], [peak.peak], charts.COLOURS[1]))
+        return Lines(label, lines, null=null, alerts=alerts_of(run.whole))
 
-    def _null(self, quantity: Quantity) -> Text:
-        """Say what data without structure would give."""
-        reading = self.reading
-        if reading is None or not quantity.metric or quantity.part:
-            return Text()
-        null = reading.column(quantity.metric).whole.get("null", math.nan)
-        words = self.run_shown.readings.text_of(quantity.metric).null_label
-        return safe(f"  {words} {number(null)}", "not bold") if math.isfinite(null) else Text()
+    def _loss(self) -> Lines:
+        found = [furthest_loss(run.readings) for run in self.runs]
+        lines = self._lines_of([curve for _, curve in found])
+        name, curve = found[0]
+        last = f"  {number(curve.values[-1])}" if len(self.runs) == 1 and len(curve) else ""
+        return Lines(f"{name}{last}", lines)
 
-    def _draw_layers(self, plot: Any) -> Text:
-        quantity = self._quantity
-        if quantity is None or not quantity.metric:
-            return Text("not a value of layers")
-        lines = [
-            Line(name, _profile(quantity, reading), colour, marker)
-            for name, reading, colour, marker in self._profiles()
-        ]
-        first = [line.curve.values[0] for line in lines if line.curve.steps[:1] == [0]]
-        blocks = [_blocks(line.curve) for line in lines]
-        title, note = Text("by layer", "bold"), ""
-        if is_far_above(first, (value for curve in blocks for value in curve.values)):
-            note = f" layer 0: {number(max(first))}"
-            lines = [line._replace(curve=c) for line, c in zip(lines, blocks, strict=True)]
-        charts.draw_over_depth(plot, lines)
-        if not any(len(line.curve) for line in lines):
-            return title.append(" not measured", "not bold")
-        for name, _, colour, marker in lines:
-            mark = "━" if marker == "braille" else marker
-            title.append(f" {mark}{name}", f"{_hex(colour)} not bold")
-        return title.append(note, "not bold")
+    def _by_layer(self) -> Lines:
+        """The same metric over depth: of each run, or of the only one at several readings.
 
-    def _profiles(self) -> Iterable[tuple[str, Reading, Colour, str]]:
-        """Choose the readings that are drawn over depth, with name, colour and marker.
-
-        That of each run, or of the only run those at its start, at its peak and the chosen one.
+        These are its first reading, that at the peak, and the chosen one.
         """
+        quantity, label = self._quantity, "by layer"
+        if quantity is None or not quantity.metric:
+            return Lines("not a value of layers", [])
         if len(self.runs) > 1:
+            lines = []
             for index, run in enumerate(self.runs):
-                if (reading := self._reading_of(run)) is not None:
-                    yield run.name, reading, *self._look_of(index)
-            return
+                reading, (colour, dash) = self._reading_of(run), self._look_of(index)
+                shown = Readings(run.readings.runs, [reading] if reading else [])
+                panel = depth_panel(shown, quantity.metric, quantity.part)
+                lines += [replace(x, name=run.name, colour=colour, dash=dash) for x in panel.lines]
+            return Lines(label, lines, "layer")
         (run,), now = self.runs, self.reading
         if now is None:
-            return
-        markers = charts.MARKERS if self.no_color else ["braille"] * 3
-        start, top = run.readings[0], run.fallen.peak_step if run.fallen else None
-        if start.step != now.step:
-            yield "start", start, charts.GREY, markers[2]
-        for peak in run.readings:
-            if peak.step == top and top not in (start.step, now.step):
-                yield f"peak {top:,}", peak, charts.COLOURS[1], markers[1]
-        name = "now" if self.step is None else f"step {now.step:,}"
-        yield name, now, charts.COLOURS[0], markers[0]
+            return Lines(label, [], "layer")
+        top = run.fallen.peak_step if run.fallen else None
+        looks = {run.readings[0].step: ("start", charts.GREY, "dot")}
+        looks |= {top: (f"peak {top:,}", charts.COLOURS[1], "dash")} if top else {}
+        words = "now" if self.step is None else f"step {now.step:,}"
+        looks |= {now.step: (words, charts.COLOURS[0], "solid")}
+        some = [each for each in run.readings if each.step in looks]
+        panel = depth_panel(Readings(run.readings.runs, some), quantity.metric, quantity.part)
+        lines = []
+        for line in panel.lines:
+            words, colour, dash = looks[int(line.name.replace(",", ""))]
+            dash = dash if self.no_color else "solid"
+            lines.append(replace(line, name=words, colour=colour, dash=dash))
+        return replace(panel, label=label, lines=lines, null=None)
 
     # -- keys ------------------------------------------------------------------------------------
 
@@ -446,7 +436,7 @@ class WatchApp(App[str]):
 
     def action_scale(self) -> None:
         """Change between a logarithmic and a linear axis of steps."""
-        self._logarithmic = not self._logarithmic
+        self._is_linear = not self._is_linear
         self.show()
 
     def action_reading(self, by: int) -> None:
@@ -465,21 +455,3 @@ class WatchApp(App[str]):
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Leave out the key that changes the run where there is one alone."""
         return not (parameters[:1] == ("run",) and len(self.runs) == 1)
-
-
-def _profile(quantity: Quantity, reading: Reading) -> Curve:
-    column = reading.column(quantity.metric, quantity.part)
-    profile = column.by_layer()
-    margins = [column.margin_at(layer) for layer in profile]
-    known = [margin if math.isfinite(margin) else 0.0 for margin in margins]
-    return Curve([*profile], [*profile.values()], known)
-
-
-def _blocks(curve: Curve) -> Curve:
-    """Leave out layer 0 of a profile."""
-    start = int(curve.steps[:1] == [0])
-    return Curve(curve.steps[start:], curve.values[start:], curve.margins[start:])
-
-
-def _hex(colour: Colour) -> str:
-    return "#{:02x}{:02x}{:02x}".format(*colour)

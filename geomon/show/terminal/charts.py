@@ -1,131 +1,108 @@
-"""Charts of characters: curves over steps and profiles over depth, drawn by plotext."""
+"""Panels of lines drawn by plotext, in characters."""
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
-from geomon.analysis import Curve
+from rich.text import Text
 
-Colour = tuple[int, int, int]
+from geomon.record.printable import printable
+from geomon.show.panels import Line, Lines, StepAxis
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish; those that are light enough
 # for a dark ground.
-COLOURS: tuple[Colour, ...] = (
-    (86, 180, 233), (230, 159, 0), (0, 178, 130), (204, 121, 167), (240, 228, 66), (230, 110, 40),
-)  # fmt: skip
-GREY: Colour = (130, 130, 130)
-# How lines differ where there are no colours.
-MARKERS = ("braille", "•", "x", "+", "o", "*")
+COLOURS = ("#56B4E9", "#E69F00", "#00B282", "#CC79A7", "#F0E442", "#E66E28")
+GREY, ALERT = "#828282", "#CC79A7"
+# Characters of a line, by its dash: lines differ in them where there are no colours.
+_MARKERS = {"solid": "braille", "dash": "•", "dot": "+", "dashdot": "x"}
 # Least range of an axis: as a share of the largest value, and in typical margins.
 _FLAT, _MARGINS = 0.04, 4
 _LEAST = 1e-9  # below it all values are drawn as 0: plotext writes its marks in full
-_COLUMNS = 400  # of dots, two in a character
 
 
-class Line(NamedTuple):
-    """A line of a chart.
-
-    Attributes:
-        name: Name in the legend.
-        curve: Its values, at steps or at layers.
-        colour: Its colour.
-        marker: Marker of plotext.
-    """
-
-    name: str
-    curve: Curve
-    colour: Colour
-    marker: str = "braille"
+def mark_of(dash: str) -> str:
+    """Return the character that stands for a line in a legend."""
+    return "━" if dash == "solid" else _MARKERS[dash]
 
 
-def draw_over_steps(
-    plot: Any, lines: Sequence[Line], *, logarithmic: bool, chosen: int | None = None,
-    peak: tuple[int, float] | None = None,
-) -> None:  # fmt: skip
-    """Draw curves over steps, each between the ends of its interval.
+def title_of(panel: Lines) -> Text:
+    """Say what a panel shows: its label, its null, the names of its lines."""
+    text = Text(printable(panel.label), "bold")
+    said = [(panel.null[1], "dim")] if panel.null is not None else []
+    names = [line for line in panel.lines if line.name] if panel.lines[1:] else []
+    said += [(f"{mark_of(line.dash)} {line.name}", line.colour) for line in names]
+    said += [("not measured", "dim")] if not panel.lines else []
+    for words, style in said:
+        text.append(f"  {printable(words)}", f"not bold {style}")
+    return text
+
+
+def draw(plot: Any, panel: Lines, *, is_linear: bool = False, chosen: int | None = None) -> None:
+    """Draw a panel, each line between the ends of its interval, and its remark below.
 
     Args:
-        plot: Plot of plotext.
-        lines: The curves.
-        logarithmic: Whether the axis of steps is logarithmic; it has room for step 0.
+        plot: Empty plot of plotext.
+        panel: The panel, over steps or layers.
+        is_linear: Whether the axis of steps is linear.
         chosen: Step that a line marks; None for none.
-        peak: Step and value that a dot marks; None for none.
     """
+    panel = replace(panel, lines=[_finite(line) for line in panel.lines])
+    if not any(line.x for line in panel.lines):
+        return
+    at = sorted({step for line in panel.lines for step in line.x})
+    axis = StepAxis(at)
 
-    def place(step: int) -> float:
-        return math.log10(step + 1) if logarithmic else step
+    def places(steps: Any) -> list[float]:
+        return list(steps) if is_linear else [math.log10(each) for each in axis.places(steps)]
 
-    lines = [line._replace(curve=_thin(line.curve, place)) for line in lines if len(line.curve)]
-    if chosen is not None and lines:
-        plot.vline(place(chosen), color=GREY)
-    _draw_lines(plot, lines, place)
-    if peak is not None:
-        plot.scatter([place(peak[0])], [peak[1]], marker="●", color=COLOURS[1])
-    if logarithmic and lines:
-        steps = [step for line in lines for step in line.curve.steps]
-        powers = [10**power for power in range(len(str(max(steps))))]
-        marks = [step for step in (0, *powers) if min(steps) <= step <= max(steps)]
-        plot.xticks([place(step) for step in marks], [f"{step:,}" for step in marks])
-    _frame(plot, lines)
-
-
-def _thin(curve: Curve, place: Callable[[int], float]) -> Curve:
-    """Keep, of the values in one column of a wide chart's dots, the last."""
-    first, last = place(curve.steps[0]), place(curve.steps[-1])
-    width = (last - first) / _COLUMNS or 1.0
-    kept = {round((place(step) - first) / width): at for at, step in enumerate(curve.steps)}
-    chosen = sorted({0, *kept.values()})
-    return Curve(
-        [curve.steps[at] for at in chosen],
-        [curve.values[at] for at in chosen],
-        [curve.margins[at] for at in chosen],
-    )
-
-
-def draw_over_depth(plot: Any, lines: Sequence[Line]) -> None:
-    """Draw values over depth, each between the ends of its interval.
-
-    Args:
-        plot: Plot of plotext.
-        lines: Values of layers, each line of one reading.
-    """
-    lines = [line for line in lines if len(line.curve)]
-    _draw_lines(plot, lines, float)
-    layers = sorted({layer for line in lines for layer in line.curve.steps})
-    layers = layers[:: math.ceil(len(layers) / 8) or 1]
-    plot.xticks(layers, list(map(str, layers)))
-    _frame(plot, lines)
+    if panel.over == "layer":
+        is_linear = True
+        every = math.ceil((at[-1] + 1) / 8)
+        marks = [layer for layer in at if layer % every == 0]
+        plot.xticks(marks, list(map(str, marks)))
+    elif not is_linear:
+        plot.xticks(places(axis.ticks()), [f"{step:,}" for step in axis.ticks()])
+    first_alerts = [(step, ALERT) for step, words in panel.alerts if words]
+    for step, colour in [*first_alerts, (chosen, GREY)]:
+        if step is not None:
+            plot.vline(places([step])[0], color=_rgb(colour))
+    for line in panel.lines:
+        dim = tuple(part // 2 for part in _rgb(line.colour))
+        for ends in (line.low, line.high) if line.dash == "solid" and len(line.low) else ():
+            plot.plot(places(line.x), ends, marker="braille", color=dim)
+    for line in panel.lines:
+        marker = _MARKERS[line.dash] if len(line.x) > 1 else "●"
+        plot.plot(places(line.x), line.y, marker=marker, color=_rgb(line.colour))
+    _frame(plot, panel)
+    if panel.remark:
+        plot.xlabel(printable(panel.remark))
 
 
-def _draw_lines(plot: Any, lines: Sequence[Line], place: Callable[[int], float]) -> None:
-    """Draw lines above the ends of their intervals."""
-    for _, curve, colour, marker in lines:
-        at = [place(step) for step in curve.steps]
-        pairs = list(zip(curve.values, curve.margins, strict=True))
-        dim = tuple(part // 2 for part in colour)
-        for sign in (-1, 1) if any(curve.margins) and marker == MARKERS[0] else ():
-            ends = [value + sign * margin for value, margin in pairs]
-            plot.plot(at, ends, marker=marker, color=dim)
-    for _, curve, colour, marker in lines:
-        at = [place(step) for step in curve.steps]
-        plot.plot(at, curve.values, marker=marker if len(at) > 1 else "●", color=colour)
-
-
-def _frame(plot: Any, lines: Sequence[Line]) -> None:
+def _frame(plot: Any, panel: Lines) -> None:
     """Draw two axes, of which that of values is no finer than the errors: noise is drawn flat."""
     plot.xaxes(True, False)
     plot.yaxes(True, False)
-    curves = [line.curve for line in lines]
-    pairs = [p for c in curves for p in zip(c.values, c.margins, strict=True)]
-    if not pairs:
-        return
-    low = min(value - margin for value, margin in pairs)
-    high = max(value + margin for value, margin in pairs)
-    margin = statistics.median(margin for _, margin in pairs)
+    values = [v for line in panel.lines for v in (*line.y, *line.low, *line.high)]
+    pairs = [pair for x in panel.lines for pair in zip(x.low, x.high, strict=True)]
+    low, high = min(values), max(values)
+    margin = statistics.median((above - below) / 2 for below, above in pairs) if pairs else 0.0
     size = max(abs(low), abs(high))
     least = max(_FLAT * size, _MARGINS * margin) if size > _LEAST else 1.0
     if high - low < least:
         start = max((low + high - least) / 2, 0.0 if low >= 0 else -math.inf)
         low, high = start, start + least
     plot.ylim(low, high)
+
+
+def _finite(line: Line) -> Line:
+    """Leave out the places of a line that have no value."""
+    known = [place for place, value in enumerate(line.y) if math.isfinite(value)]
+    y, low, high = (
+        [row[place] for place in known] if len(row) else [] for row in (line.y, line.low, line.high)
+    )
+    return replace(line, x=[line.x[place] for place in known], y=y, low=low, high=high)
+
+
+def _rgb(colour: str) -> tuple[int, ...]:
+    return tuple(int(colour[place : place + 2], 16) for place in (1, 3, 5))

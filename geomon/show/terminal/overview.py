@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator, Sequence
 
 from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
-from geomon.analysis.curves import training_curve
 from geomon.analysis.numbers import number, with_margin
 from geomon.analysis.summary import alert_sentences, estimates, headline
 from geomon.record import Reading, Readings
 from geomon.record.printable import printable
+from geomon.show.collect import furthest_loss
 
 try:
     from rich.console import Group
@@ -49,14 +49,9 @@ def view(readings: Readings | Sequence[Reading]) -> Group:
 
 
 def describe(last: Reading, words: str) -> Text:
-    """Say where a run is and what a reader must know first.
-
-    Args:
-        last: Its last reading.
-        words: Its headline.
-    """
+    """Say where a run is, by its last reading, and its headline."""
     text = safe(f"step {last.step:,}", "bold")
-    parts = [ago(time.time() - last.time), printable(f"{last.source}, {last.mode} mode")]
+    parts = [ago(time.time() - last.time), printable(f"{last.source}, {last.mode}")]
     if math.isfinite(last.overhead):
         parts.append(f"geomon {percent(last.overhead)} of the time")
     text.append("".join(f" · {part}" for part in parts), style="not bold dim")
@@ -76,17 +71,13 @@ def _curves(readings: Readings) -> list[tuple[str, Curve]]:
         (anisotropy.title, curve_of(readings, "anisotropy")),
         (entropy.label, curve_of(readings, "attention_entropy")),
         (f"|{cosine.title}|", mean_abs_over_heads(readings, "qk_cosine")),
-        ("training loss", training_curve(readings)),
+        furthest_loss(readings),
     ]
     return [(name, curve) for name, curve in curves if len(curve)]
 
 
 def _rows(readings: Readings) -> Iterator[tuple[str, str, str, str]]:
-    """List label, last value, spark line and remark of what is watched.
-
-    Args:
-        readings: Readings of a run, of one source.
-    """
+    """List label, last value, spark line and remark of what is watched."""
     for label, curve in _curves(readings):
         after = [f"from {number(curve.values[0])}"] if len(curve) > 1 else []
         if curve.steps[-1] < readings[-1].step:
@@ -148,12 +139,7 @@ def format_line(reading: Reading, readings: Readings | Sequence[Reading]) -> str
 
 
 def safe(words: str, style: str = "") -> Text:
-    """Make text of words of a record, which do nothing to the terminal.
-
-    Args:
-        words: The words.
-        style: Style of rich.
-    """
+    """Make text of words of a record, which do nothing to the terminal."""
     return Text(printable(words), style)
 
 

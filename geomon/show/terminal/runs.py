@@ -1,61 +1,12 @@
-"""What the application knows of a run: what was read of it, and the curves that it can show."""
+"""What the application knows of a run: what was read of it, and what it can show."""
 
-import math
-from dataclasses import replace
 from pathlib import Path
 
 from geomon.analysis import Phase, curve_of, single_source
 from geomon.analysis.quantities import Quantity, quantities_of
 from geomon.analysis.summary import headline
 from geomon.record import Follower, Readings
-from geomon.record.headline import TRUST
 from geomon.record.printable import printable
-
-
-def offered(readings: Readings) -> dict[str, Quantity]:
-    """List what can be drawn over steps by tag, what charts show by default first.
-
-    Of a metric it is its value, or its parts where it has none. Means over heads of both signs
-    cancel: their mean size is offered instead.
-
-    Args:
-        readings: Readings of a run, of one source.
-    """
-    every = quantities_of(readings)
-    by_metric: dict[str, list[Quantity]] = {}
-    for each in every.values():
-        if each.metric and each.value is None and _has_values(each, readings):
-            by_metric.setdefault(each.metric, []).append(each)
-    found = {}
-    for metric in sorted(by_metric, key=lambda name: not readings.text_of(name).charts):
-        own = [each for each in by_metric[metric] if not each.part]
-        charted = [each for each in by_metric[metric] if each.chart]
-        others = [each for each in by_metric[metric] if each.part.rpartition("/")[2] not in TRUST]
-        size = every.get(f"{metric}_size")
-        for each in own or charted or others:
-            found[each.tag] = each if size is None or each.part else replace(size, title=each.title)
-    return found | {tag: each for tag, each in every.items() if not each.metric}
-
-
-def places_of(quantity: Quantity, readings: Readings) -> dict[str, int | None]:
-    """List where a quantity has values, in words: layers by number, None for their mean.
-
-    Args:
-        quantity: The quantity.
-        readings: Readings of a run, of one source.
-    """
-    if not quantity.metric:
-        return {}
-    columns = [reading.column(quantity.metric, quantity.part) for reading in readings]
-    layers = sorted({layer for column in columns for layer in column.depths()})
-    mean = "mean over layers" if quantity.value is None else "size, mean over heads"
-    found: dict[str, int | None] = {mean: None} if len(quantity.curve(readings)) else {}
-    return found | {f"layer {layer}": layer for layer in layers}
-
-
-def _has_values(quantity: Quantity, readings: Readings) -> bool:
-    columns = (reading.column(quantity.metric, quantity.part) for reading in readings)
-    return any(column.layers or math.isfinite(column.mean) for column in columns)
 
 
 class Watched:
@@ -105,8 +56,15 @@ class Watched:
 
     def _take(self, whole: Readings) -> None:
         selected = Readings(whole.runs, single_source(whole))
-        self.quantities, self.headline = offered(selected), headline(whole)
+        self.quantities, self.headline = quantities_of(selected), headline(whole)
         curve = curve_of(selected, "twonn")
         phase = curve.phase() if len(curve) else None
         self.fallen = phase if phase is not None and phase.earliest is not None else None
         self.whole, self.readings, self.state, self.trouble = whole, selected, "", ""
+
+    def layers_of(self, quantity: Quantity) -> list[int]:
+        """List the layers at which a quantity has values; none for one of the run as a whole."""
+        if not quantity.is_mean:
+            return []
+        columns = [each.column(quantity.metric, quantity.part) for each in self.readings]
+        return sorted({layer for column in columns for layer in column.depths()})

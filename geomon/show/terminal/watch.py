@@ -21,12 +21,8 @@ _ASCII = str.maketrans("▁▂▃▄▅▆▇█·±→−–…", "_.-~=+*#|+>-
 def watch(directories: Sequence[Path], stack: str | None = None, *, once: bool = False) -> None:
     """Show runs while they are recorded, until q is pressed; or print how they are now.
 
-    They are printed where that is asked for, and where the output is no terminal that can draw.
-
-    Args:
-        directories: Folders of runs, or paths of their files; an application waits for them.
-        stack: Name of the stack to show, for a model with several; None for the main one.
-        once: Whether to print the present.
+    They are printed once where that is asked for, and where the output is no terminal that can
+    draw. An application waits for folders that are not there yet.
 
     Raises:
         FileNotFoundError: A folder holds no record, and it is printed.
@@ -57,5 +53,5 @@ def _print(
             if len(runs) > 1:
                 console.print(safe(name, "bold"))
             console.print(view(readings))
-    text = captured.get()
+    text = "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())
     sys.stdout.write(text if console.encoding.startswith("utf") else text.translate(_ASCII))

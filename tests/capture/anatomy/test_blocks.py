@@ -1,6 +1,6 @@
 import pytest
 import torch
-from models import PlainDecoder, transformer
+from models import PlainDecoder
 from torch import nn
 
 from geomon.capture import Window
@@ -123,29 +123,6 @@ def layers(*kinds) -> nn.ModuleList:
     return nn.ModuleList(kind() for kind in kinds)
 
 
-def test_modules_around_a_table_hold_no_blocks():
-    assert find_anatomy(module(inner=PlainDecoder())).around_embeddings == ()
-    around = module(words=nn.Embedding(50, 8))
-    model = module(inner=module(embeddings=around, layers=layers(Attending, Attending)))
-    assert find_anatomy(model).around_embeddings == ((around, around.words),)
-
-
-def test_stacks_are_named_by_what_tells_their_paths_apart():
-    model = nn.Transformer(16, 2, 2, 3, 32, batch_first=True)
-    assert names(model) == {
-        "encoder": ["encoder.layers.0", "encoder.layers.1"],
-        "decoder": ["decoder.layers.0", "decoder.layers.1", "decoder.layers.2"],
-    }
-    towers = module(
-        text_model=module(encoder=module(layers=layers(Attending))),
-        vision_model=module(encoder=module(layers=layers(Attending))),
-    )
-    assert list(names(module(model=towers))) == ["text_model", "vision_model"]
-    assert list(names(module(a=layers(Attending), b=module(b=layers(Attending))))) == ["a", "b"]
-    wrapped = nn.DataParallel(torch.compile(towers))
-    assert list(names(wrapped)) == ["text_model", "vision_model"]
-
-
 def test_the_attention_to_another_stack_is_told_from_a_blocks_own():
     encoder, decoder = find_anatomy(nn.Transformer(16, 2, 1, 1, 32, batch_first=True)).stacks
     assert [(a.name, a.cross) for a in encoder.blocks[0].attentions] == [("self_attn", False)]
@@ -164,14 +141,6 @@ def test_the_attention_to_another_stack_is_told_from_a_blocks_own():
     first, second = find_anatomy(only).blocks
     assert (first.attends, second.attends) == (True, False)
     assert second.attention_index("cross") == 0
-
-
-def test_blocks_of_several_classes_in_a_list_are_one_stack():
-    hybrid = module(layers=layers(Mixing, Mixing, Attending, Mixing))
-    (stack,) = find_anatomy(hybrid).stacks
-    assert [block.attends for block in stack.blocks] == [False, False, True, False]
-    dense_first = module(layers=layers(lambda: module(self_attn=Attending()), Attending, Attending))
-    assert len(find_anatomy(dense_first).blocks) == 3
 
 
 def test_a_sequential_may_alternate_and_have_other_ends():
@@ -223,15 +192,6 @@ def test_stages_that_are_watched_whole_are_said_to_hold_blocks():
     assert said.reason == "the 2 stages.# around them are watched"
     named = find_anatomy(module(stages=nn.Sequential(*mixed)), blocks=r"stages\.\d+\.\d+")
     assert len(named.blocks) == 5
-
-
-@pytest.mark.parametrize("name", ["mha_layer", "self_att", "attn", "attention"])
-def test_attention_is_known_by_names_of_several_code_bases(name):
-    model = module(
-        encoder=module(layers=layers(*[lambda: module(**{name: Mixing(), "ff": Mixing()})] * 2)),
-        decoder=module(layers=layers(Attending, Attending)),
-    )
-    assert [stack.name for stack in find_anatomy(model).stacks] == ["encoder", "decoder"]
 
 
 class Listed(PlainDecoder):
@@ -315,15 +275,3 @@ def test_patterns_and_modules_may_name_blocks_of_several_stacks():
     assert names(model, blocks=chosen) == {
         "decoder": ["decoder.layers.2"], "encoder": ["encoder.layers.1"],
     }  # fmt: skip
-
-
-def test_the_owner_is_called_once_for_all_blocks():
-    model = transformer("gpt2")
-    assert find_anatomy(model).stacks[0].owner is model.transformer
-    shared = module(groups=nn.ModuleList([module(layers=layers(Attending))]))
-    assert find_anatomy(shared).stacks[0].owner is shared
-    plain = nn.Sequential(Attending(), Attending())
-    assert find_anatomy(plain).stacks[0].owner is plain
-    encoder, decoder = find_anatomy(nn.Transformer(16, 2, 1, 1, 32, batch_first=True)).stacks
-    assert encoder.owner is not decoder.owner
-    assert decoder.above == (decoder.owner,)

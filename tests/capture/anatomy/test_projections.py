@@ -15,6 +15,15 @@ def holder(heads=None, **children):
     return module
 
 
+def weighted(*shape, **says):
+    """A module with a weight, that may say its widths."""
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(shape))
+    for name, value in says.items():
+        setattr(module, name, value)
+    return module
+
+
 def test_projections_are_found_by_the_names_of_the_field():
     linear = nn.Linear(8, 8)
     for names in (("q_proj", "k_proj"), ("query", "key"), ("q", "k"), ("wq", "wk")):
@@ -48,6 +57,17 @@ def test_projections_are_found_by_names_that_differ_in_one_part():
         ({"qkv": nn.Linear(32, 96)}, (4, 4, 8)),
         ({"qkv_proj": nn.Linear(32, 64)}, (4, 2, 8)),
         ({"query_key_value": nn.Linear(32, 48)}, (4, 1, 8)),
+        ({"q": weighted(64, 32), "k": weighted(32, 32)}, (4, 2, 16)),
+        ({"c_attn": weighted(32, 96, nf=96)}, (4, 4, 8)),  # of transformers' Conv1D, transposed
+        # Quantised: the weight is a list of bytes that says nothing of its widths.
+        (
+            {
+                "q_proj": weighted(1024, 1, in_features=32, out_features=64),
+                "k_proj": weighted(256, 1, in_features=32, out_features=16),
+            },
+            (4, 1, 16),
+        ),
+        ({"c_attn": weighted(0, nf=96, nx=32)}, (4, 4, 8)),  # flattened by FSDP1, on a rank
     ],
 )
 def test_sizes_follow_from_heads_and_widths(children, sizes):
@@ -55,51 +75,6 @@ def test_sizes_follow_from_heads_and_widths(children, sizes):
     assert find_sizes(find_projections(module), [module]) == sizes
     module.num_heads = None
     assert find_sizes(find_projections(module), [module]).heads is None
-
-
-class Packed(nn.Module):
-    """A quantised projection: its weight is a list of bytes that says nothing of its widths."""
-
-    def __init__(self, taken, made):
-        super().__init__()
-        self.in_features, self.out_features = taken, made
-        self.weight = nn.Parameter(torch.zeros(taken * made // 2, 1), requires_grad=False)
-
-
-def test_widths_are_what_a_quantised_projection_says_of_itself():
-    module = holder(4, q_proj=Packed(32, 64), k_proj=Packed(32, 16))
-    assert find_sizes(find_projections(module), [module]) == (4, 1, 16)
-
-
-def test_widths_of_a_weight_that_fsdp1_has_flattened():
-    """Each rank holds a part of it without a shape, or nothing."""
-
-    class Flat(nn.Module):
-        nf, nx = 96, 32
-
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(0))
-
-    module = holder(4, c_attn=Flat())
-    assert find_sizes(find_projections(module), [module]) == (4, 4, 8)
-
-
-def test_widths_without_names_are_those_of_the_weight():
-    """Of transformers' Conv1D the weight is transposed."""
-
-    class Plain(nn.Module):
-        def __init__(self, *shape):
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(shape))
-
-    class Transposed(Plain):
-        nf = 96
-
-    module = holder(4, q=Plain(64, 32), k=Plain(32, 32))
-    assert find_sizes(find_projections(module), [module]) == (4, 2, 16)
-    module = holder(4, c_attn=Transposed(32, 96))
-    assert find_sizes(find_projections(module), [module]) == (4, 4, 8)
 
 
 @pytest.mark.parametrize(

@@ -27,21 +27,6 @@ def test_a_mask_for_other_keys_is_refused():
         views(mask=torch.zeros(2, 1, 6, 9))
 
 
-@pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min, -1e9, -65504.0])
-def test_additive_masks_hide_what_is_very_negative(lowest):
-    mask = torch.zeros(1, 1, 6, 6).masked_fill(~LOWER[0, :1], lowest)
-    found = views(mask=mask)
-    assert torch.equal(found["visible"].expand(2, 4, 6, 6), LOWER)
-    assert found["bias"] is None
-
-
-def test_additive_biases_are_kept():
-    slopes = -torch.rand(1, 4, 6, 6) * 20
-    found = views(mask=slopes.masked_fill(~LOWER[:1], -torch.inf))
-    assert torch.equal(found["visible"].expand(2, 4, 6, 6), LOWER)
-    assert torch.equal(found["bias"], torch.where(LOWER[:1], slopes, 0).expand(2, 4, 6, 6))
-
-
 def test_scale_softcap_and_sinks_are_as_given():
     assert views()["scale"] == pytest.approx(8**-0.5)
     assert views(given={"scale": 0.5})["scale"] == 0.5
@@ -91,15 +76,6 @@ def test_of_packed_sequences_each_sees_itself_alone(left, right):
     found = ruled(PlaceRule(6, torch.device("cpu"), left, right, ends=(ends, ends)))[0, 0]
     expected = OWN if left is None else OWN.triu(-left)
     assert torch.equal(found, expected if right is None else expected.tril())
-
-
-def test_a_rule_says_what_is_visible():
-    own = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
-    assert torch.equal(ruled(by_places(lambda b, h, q, k: q >= k)), LOWER)
-    found = ruled(by_places(lambda b, h, q, k: (q >= k) & (own[b, q] == own[b, k])))
-    assert torch.equal(found[:, 0], LOWER[:, 0] & (own[:, :, None] == own[:, None]))
-    heads = ruled(by_places(lambda b, h, q, k: (q - k < h + 1) & (q >= k)))
-    assert [int(heads[0, head].sum()) for head in range(4)] == [6, 11, 15, 18]
 
 
 def test_a_rule_that_takes_one_pair_at_a_time_is_refused():

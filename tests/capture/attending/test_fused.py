@@ -5,10 +5,11 @@ import functools
 import pytest
 import torch
 from fingerprint import fingerprint
+from measuring import watching
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 
-from geomon import Memory, Monitor, describe, every, select
+from geomon import describe, select
 
 HEADS, WIDTH, LENGTH, SEQUENCES = 4, 32, 24, 3
 METRICS = select("attention_entropy", "max_logit", "qk_cosine", "variance")
@@ -67,12 +68,8 @@ def documents(ids: Tensor) -> Tensor:
     return (ids == BREAK).cumsum(dim=-1)
 
 
-def measured(model: nn.Module, ids: Tensor, **options):
-    memory = Memory()
-    monitor = Monitor(
-        model, metrics=METRICS, schedule=every(1), tokens=ids.numel(), batches=1, directory=None,
-        sinks=[memory], strict=True, **options,
-    )  # fmt: skip
+def measured(model: nn.Module, ids: Tensor, metrics=METRICS):
+    monitor, memory = watching(model, metrics=metrics, tokens=ids.numel())
     with torch.no_grad(), monitor(0):
         output = model(ids)
     monitor.close()
@@ -170,25 +167,6 @@ def test_packed_sequences_are_told_apart_by_what_attention_hides():
     visible = (order <= order[:, None]) & (which[:, None] == which)
     agrees(reading, model, visible)
     assert "variance/layer_01/margin" in reading.values  # from the documents
-
-
-def test_compiled_flex_attention_is_run_as_compiled():
-    graphs, calls = [], []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return lambda *given: calls.append(1) or graph.forward(*given)
-
-    compiled = torch.compile(flex.flex_attention, backend=backend)
-    model, ids = Decoder(functools.partial(by_flex, function=compiled)).eval(), tokens()
-    with torch.no_grad():
-        alone = model(ids)
-    before = (len(graphs), 2 * len(calls)), fingerprint(model)
-    reading, output = measured(model, ids)
-    assert torch.equal(output, alone)
-    assert ((len(graphs), len(calls)), fingerprint(model)) == before
-    agrees(reading, model, within_documents(ids))
-    assert not any("compiled" in note for note in reading.words())
 
 
 def test_an_error_in_compiled_flex_attention_leaves_nothing_behind():
@@ -322,13 +300,7 @@ def test_tokens_in_one_row_are_told_apart_as_attention_takes_them():
             return x
 
     model, ids = Flat(unflattened).eval(), tokens(16)
-    memory = Memory()
-    with Monitor(
-        model, metrics=select("variance", "twonn_distinct", "attention_entropy"), batches=1,
-        tokens=ids.numel(), directory=None, sinks=[memory], strict=True,
-    ) as monitor, monitor(0):  # fmt: skip
-        model(ids)
-    (reading,) = memory.readings
+    reading, _ = measured(model, ids, select("variance", "twonn_distinct", "attention_entropy"))
     assert "variance/layer_01/margin" in reading.values
     distinct = len({(int(token), place) for row in ids for place, token in enumerate(row)})
     assert reading.values["twonn_distinct/layer_00/n"] <= distinct

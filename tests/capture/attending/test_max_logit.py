@@ -8,7 +8,6 @@ import torch
 from accelerator import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from watched import blocks_of, scores_of, window
 
@@ -16,7 +15,7 @@ import geomon
 from geomon.capture.attending import max_logit
 from geomon.capture.attending.attention import Arguments
 from geomon.capture.attending.fused import read_sdpa
-from geomon.capture.attending.max_logit import max_logits_of_call, max_logits_of_scores, over_rows
+from geomon.capture.attending.max_logit import max_logits_of_call, over_rows
 from geomon.capture.attending.rules import FlexRule, PlaceRule
 
 
@@ -125,18 +124,6 @@ def test_a_row_that_sees_no_key_has_none_whatever_the_cap(softcap):
     assert (found == -torch.inf).tolist() == [[[False, True, False]]]
 
 
-@pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min, -1e4])
-def test_of_scores_it_leaves_hidden_keys_and_rows_out(lowest):
-    scores = torch.randn(3, 4, 6, 6)
-    visible = torch.ones(6, 6, dtype=torch.bool).tril().repeat(3, 1, 1, 1)
-    visible[1, 0, 2] = False
-    valid = torch.ones(3, 6, dtype=torch.bool)
-    valid[0, 3:] = False
-    expected = scores.masked_fill(~(visible & valid[:, None, :, None]), -torch.inf)
-    found = over_rows(max_logits_of_scores(scores.masked_fill(~visible, lowest)), valid)
-    assert torch.equal(found, expected.amax(dim=(0, 2, 3)))
-
-
 def causal(q, k, v):
     return scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -193,18 +180,6 @@ def test_under_autocast_it_is_that_of_the_queries_as_they_are():
         found = over_rows(max_logits_of_call(arguments), None)
     expected = reference(query, key, torch.ones(1, dtype=torch.bool), 8**-0.5)
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("added", [False, True])
-def test_it_never_waits_for_values(causal, added):
-    with FakeTensorMode():  # tensors without values: whoever asks for one fails
-        query, key = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 9, 8)
-        mask = torch.randn(2, 1, 9, 9) if added else torch.ones(2, 1, 1, 9, dtype=torch.bool)
-        valid = torch.ones(2, 9, dtype=torch.bool)
-        arguments = Arguments(query, key, mask, causal, 0.5, None, 3.0, None)
-        assert over_rows(max_logits_of_call(arguments), valid).shape == (4,)
-        assert over_rows(max_logits_of_scores(torch.randn(2, 4, 9, 9)), valid).shape == (4,)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

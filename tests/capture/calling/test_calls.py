@@ -2,22 +2,22 @@
 
 import functools
 import threading
-from contextlib import nullcontext, suppress
 
 import pytest
 import torch
 from fingerprint import fingerprint, random_state
 from interrupting import Interrupting, files
+from measuring import watching
 from models import PlainDecoder, batch, transformer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from watched import look, notes, window
 
 from geomon import Memory, Monitor, every, measure, select
-from geomon.capture import extra_pass
 from geomon.capture.calling import calls, patches
 from geomon.capture.calling.calls import FirstCall
 from geomon.capture.calling.patches import in_extra_pass
+from geomon.monitor import CallbackSession
 
 FEW = select("variance", "attention_entropy", "qk_cosine")
 NAMES = ("mask", "module_", "step", "layer", "args", "kwargs", "model", "output", "function")
@@ -87,31 +87,24 @@ PARTS = files(
 )  # fmt: skip
 
 
-def due_step(kind, model, ids, folder):
-    """One due step, and what is left to call afterwards."""
-    options = {"metrics": select("variance"), "tokens": 16, "directory": None, "sinks": [Memory()]}
-    if kind == "session":
-        from geomon.monitor import CallbackSession
-
-        session = CallbackSession({**options, "schedule": every(1)}, "test")
-        session.start(model, 0, folder, [])
-
-        def step():
-            session.open_at_call(0)
-            model(ids)
-            session.close()
-
-        return step, session.finish
-    monitor = Monitor(model, schedule=every(1), **options)
+def due_step(probes, model, ids, folder):
+    """One due step, of a session or of a probe, and what is left to call afterwards."""
+    options = {
+        "metrics": select("variance"), "tokens": 16, "directory": None, "sinks": [Memory()],
+        "schedule": every(1),
+    }  # fmt: skip
+    if probes:
+        monitor = Monitor(model, **options)
+        return lambda: monitor.probe(0, ids), monitor.close
+    session = CallbackSession(options, "test")
+    session.start(model, 0, folder, [])
 
     def step():
-        if kind == "probe":
-            monitor.probe(0, ids)
-        else:
-            with monitor(0):
-                model(ids)
+        session.open_at_call(0)
+        model(ids)
+        session.close()
 
-    return step, monitor.close
+    return step, session.finish
 
 
 @pytest.fixture
@@ -126,89 +119,31 @@ def other_locks(monkeypatch):
                 monkeypatch.setattr(patch, "_lock", threading.RLock())
 
 
-@pytest.mark.parametrize("kind", ["inline", "probe", "session"])
-def test_ctrl_c_at_any_line_of_a_due_step_leaves_nothing(kind, tmp_path, other_locks):
+@pytest.mark.parametrize("probes", [False, True])
+def test_ctrl_c_at_any_line_of_a_due_step_leaves_nothing(probes, tmp_path, other_locks):
     torch.manual_seed(0)
     model, ids = PlainDecoder(width=8, layers=1, heads=2).train(), batch(1, 4)
     model.register_buffer("seen", torch.zeros(1))
     before, random = fingerprint(model), random_state()
-    step, _ = due_step(kind, model, ids, tmp_path)
+    step, _ = due_step(probes, model, ids, tmp_path)
     with Interrupting(PARTS, at=-1) as whole:
         step()
     last = {line: at for at, line in enumerate(whole.lines, 1)}
     assert len(last) > 200
     alive = []  # a monitor that is collected runs lines of its own
     for at in sorted(last.values()):
-        step, close = due_step(kind, model, ids, tmp_path)
+        step, close = due_step(probes, model, ids, tmp_path)
         alive.append(close)
         with Interrupting(PARTS, at), pytest.raises(KeyboardInterrupt):
             step()
         close()
         assert fingerprint(model) == before, whole.lines[at - 1]
         assert not in_extra_pass()
-        if kind == "probe":
+        if probes:
             assert random_state() == random, at
-    step, close = due_step(kind, model, ids, tmp_path)
+    step, close = due_step(probes, model, ids, tmp_path)
     step()
     close()
-
-
-# -- nothing that a pass of the monitor's own writes stays --------------------------------------
-
-
-class Writes(nn.Module):
-    """A model that writes, in its forward pass, what a module can write beside its attributes."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("range", torch.full((4,), torch.nan))
-        self.register_buffer("table", torch.ones(2), persistent=False)
-        self.register_buffer("empty", None)
-        self.norm = nn.BatchNorm1d(50)
-
-    def forward(self, ids):
-        out = self.inner(ids)
-        self.norm.train()(out.flatten(0, 1))
-        self.count += 1
-        self.range.data.copy_(torch.arange(4.0))  # unseen by the version of the tensor
-        self.table = torch.ones(ids.shape[1])  # another object
-        self.empty = torch.ones(1)
-        self.register_buffer("grown", torch.ones(7), persistent=False)
-        return out
-
-
-def state_of(model):
-    return [
-        (
-            name,
-            [(key, id(x), x is not None and x.numpy().tobytes()) for key, x in m._buffers.items()],
-            sorted(m._non_persistent_buffers_set),
-            m.training,
-        )
-        for name, m in model.named_modules()
-    ]
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_probe_leaves_buffers_as_they_were(fails):
-    model = Writes(PlainDecoder()).train()
-    kept = [*model.buffers()]  # as long as their addresses are compared
-    before, random = state_of(model), random_state()
-
-    def inputs(model):
-        model(batch())
-        if fails:
-            raise RuntimeError("in the pass")
-
-    with suppress(RuntimeError) if fails else nullcontext():
-        extra_pass(model, inputs, window(model))
-    assert state_of(model) == before
-    assert random_state() == random
-    model(batch())
-    assert state_of(model) != before
-    assert kept
 
 
 @pytest.mark.parametrize("source", ["probe", "inline"])
@@ -221,11 +156,8 @@ def test_parameters_without_values_end_nothing_and_are_said_once(caplog, source)
     torch.manual_seed(0)
     plain = Lazy()
     torch.manual_seed(0)
-    model, memory = Lazy(), Memory()
-    monitor = Monitor(
-        model, metrics=FEW, schedule=every(1), tokens=64, directory=None, sinks=[memory],
-        probe=batch() if source == "probe" else None,
-    )  # fmt: skip
+    model, probe = Lazy(), batch() if source == "probe" else None
+    monitor, memory = watching(model, metrics=FEW, probe=probe, strict=False)
     for step in range(3):
         torch.manual_seed(step)  # the first forward draws the values
         with monitor(step):

@@ -38,12 +38,6 @@ def test_several_rows_hold_several_sequences_each():
     assert summed.places[0, -1] == 5
 
 
-def test_a_row_that_begins_in_the_middle_of_a_text_begins_a_sequence():
-    found = find(torch.tensor([[7, 8, 9, 0, 1, 2]]), length=6)
-    assert found.numbers.tolist() == [[0, 0, 0, 1, 1, 1]]
-    assert found.places.tolist() == [[0, 1, 2, 0, 1, 2]]
-
-
 @pytest.mark.parametrize(
     ("values", "summed"),
     [

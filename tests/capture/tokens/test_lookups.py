@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from geomon import measure
 from geomon.capture import Window, find_anatomy
-from geomon.capture.snapshot import CAPTURED, Snapshot
+from geomon.capture.snapshot import CAPTURED, Layer, Snapshot
 from geomon.capture.tokens.lookups import Layout, layouts, stream_layouts
 
 WIDTH, STREAMS = 32, 4
@@ -195,6 +195,21 @@ def test_two_sentences_of_one_length_are_told_apart(shared, target_first, counts
 # -- several rows for one token ------------------------------------------------------------------
 
 
+# From hidden states to [batch, length, streams, width], and back.
+LAYOUTS = {
+    "last": (lambda x: x, lambda x: x),
+    "first": (lambda x: x.movedim(0, 2), lambda x: x.movedim(2, 0)),
+    "inner": (
+        lambda x: x.unflatten(0, (-1, STREAMS)).movedim(1, 2),
+        lambda x: x.movedim(2, 1).flatten(0, 1),
+    ),
+    "outer": (
+        lambda x: x.unflatten(0, (STREAMS, -1)).movedim(0, 2),
+        lambda x: x.movedim(2, 0).flatten(0, 1),
+    ),
+}
+
+
 class StreamBlock(PlainBlock):
     """Reads a mixture of streams and writes to each of them."""
 
@@ -204,30 +219,10 @@ class StreamBlock(PlainBlock):
         self.read, self.write = nn.Parameter(torch.rand(STREAMS)), nn.Parameter(torch.rand(STREAMS))
 
     def forward(self, x: Tensor) -> Tensor:
-        apart = _apart(x, self.layout)  # [batch, length, streams, width]
-        read = torch.einsum("btsd,s->btd", apart, self.read)
+        apart, together = LAYOUTS[self.layout]
+        read = torch.einsum("btsd,s->btd", apart(x), self.read)
         made = super().forward(read) - read
-        return _together(apart + made[:, :, None] * self.write[:, None], self.layout)
-
-
-def _apart(x: Tensor, layout: str) -> Tensor:
-    if layout == "last":
-        return x
-    if layout == "first":
-        return x.movedim(0, 2)
-    if layout == "inner":
-        return x.unflatten(0, (-1, STREAMS)).movedim(1, 2)
-    return x.unflatten(0, (STREAMS, -1)).movedim(0, 2)
-
-
-def _together(x: Tensor, layout: str) -> Tensor:
-    if layout == "last":
-        return x
-    if layout == "first":
-        return x.movedim(2, 0)
-    if layout == "inner":
-        return x.movedim(2, 1).flatten(0, 1)
-    return x.movedim(2, 0).flatten(0, 1)
+        return together(apart(x) + made[:, :, None] * self.write[:, None])
 
 
 class Streams(Model):
@@ -240,27 +235,30 @@ class Streams(Model):
 
     def embed(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids)[:, :, None].expand(-1, -1, STREAMS, -1)
-        return _together(x, self.layout).contiguous()
+        return LAYOUTS[self.layout][1](x).contiguous()
 
 
-@pytest.mark.parametrize("layout", ["last", "first", "inner", "outer"])
+def check_streams(layer: Layer, apart: Tensor, ids: Tensor | None) -> None:
+    """Hold each row to one of the streams of its token, [batch, length, streams, width]."""
+    seen = layer.captured
+    place = seen["sequences"], seen["positions"]
+    difference = (apart[place] - seen["hidden"][:, None]).abs().amax(dim=2)
+    assert (difference.amin(dim=1) == 0).all()
+    assert ("token_ids" in seen) == (ids is not None)
+    assert ids is None or torch.equal(seen["token_ids"], ids[place])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_several_streams_are_rows_of_one_token_of_one_sequence(layout):
     model, ids = Streams(layout), words(6, 16)
     snapshot = look(model, ids)
     for layer, state in zip(snapshot.layers, model.states, strict=True):
-        seen, apart = layer.captured, _apart(state, layout)
-        assert len(seen["hidden"]) == 6 * 16 * STREAMS
-        place = seen["sequences"], seen["positions"]
-        assert torch.equal(seen["token_ids"], ids[place])
-        difference = (apart[place] - seen["hidden"][:, None]).abs().amax(dim=2)
-        assert (difference.amin(dim=1) == 0).all()
-        counts = torch.bincount(seen["sequences"] * 16 + seen["positions"])
+        check_streams(layer, LAYOUTS[layout][0](state), ids)
+        counts = torch.bincount(layer.captured["sequences"] * 16 + layer.captured["positions"])
         assert (counts == STREAMS).all()
-    notes = [
-        note.words() for note in snapshot.info.notes if "streams of hidden states" in note.words()
-    ]
-    assert notes
-    assert notes[0].startswith("hidden states, layer 0, 1, 2: the model has 4 streams")
+        assert len(counts) == 6 * 16
+    (note,) = [n.words() for n in snapshot.info.notes if "streams of hidden states" in n.words()]
+    assert note.startswith("hidden states, layer 0, 1, 2: the model has 4 streams")
 
 
 class AlternatingBlock(PlainBlock):
@@ -296,14 +294,10 @@ def test_streams_that_come_first_keep_padding_and_sequences(with_ids, sequences)
     given = ids if with_ids else model.tokens(ids).detach()
     snapshot = look(model, given, real.long())
     for layer, state in zip(snapshot.layers, model.states, strict=True):
+        check_streams(layer, state.movedim(0, 2), ids if with_ids else None)
         seen = layer.captured
-        place = seen["sequences"], seen["positions"]
         assert len(seen["hidden"]) == STREAMS * real.sum()
-        assert real[place].all()
-        difference = (state.movedim(0, 2)[place] - seen["hidden"][:, None]).abs().amax(dim=2)
-        assert (difference.amin(dim=1) == 0).all()
-        assert ("token_ids" in seen) == with_ids
-        assert not with_ids or torch.equal(seen["token_ids"], ids[place])
+        assert real[seen["sequences"], seen["positions"]].all()
         if layer.index:
             assert len(seen["projected_query"]) == real.sum()
     texts = [note.words() for note in snapshot.info.notes]

@@ -243,18 +243,6 @@ def test_labels_of_minus_100_tell_the_padding_of_a_decoder():
     assert "of the decoder left out, going by labels of -100" in shown
 
 
-def test_a_mask_of_the_decoder_is_not_that_of_the_encoder():
-    ids, real = padded_batch()
-    given = {"input_ids": ids, "decoder_input_ids": ids, "decoder_attention_mask": real.long()}
-    seen = look(built(ZOO[T5], "sdpa"), **given)
-    assert len(kept(seen, "encoder")) == ids.numel()
-    assert torch.equal(kept(seen, "decoder"), real.flatten().nonzero().squeeze(1))
-    cross = next(x.captured for x in seen.snapshot().layers if x.stack == "cross")
-    counts = torch.bincount(cross["query_sequences"]), torch.bincount(cross["key_sequences"])
-    assert torch.equal(counts[0], LENGTHS)
-    assert counts[1].tolist() == [32] * 8
-
-
 def test_describe_says_what_the_padding_was_known_by():
     ids, real = padded_batch()
 

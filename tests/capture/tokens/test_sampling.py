@@ -12,12 +12,6 @@ def limited(megabytes, rows=1000, layers=5, blocks=4, width=64):
     return limit, sampler
 
 
-def test_without_a_limit_no_rows_are_left_out():
-    free, sampler = limited(None)
-    assert sampler.max_rows == 1000
-    assert free.notes() == []
-
-
 def test_rows_and_what_is_kept_of_them_take_half_of_the_memory():
     _, sampler = limited(1.0)
     # 5 hidden states, and 4 times queries and keys as projected and as attended, of 256 bytes each.
@@ -26,8 +20,9 @@ def test_rows_and_what_is_kept_of_them_take_half_of_the_memory():
     assert bare.max_rows == int(0.5e6 / (256 * 5))
 
 
-def test_more_memory_than_is_asked_for_limits_nothing():
-    wide, sampler = limited(100.0)
+@pytest.mark.parametrize("megabytes", [None, 100.0])
+def test_more_memory_than_is_asked_for_limits_nothing(megabytes):
+    wide, sampler = limited(megabytes)
     assert sampler.max_rows == 1000
     assert wide.notes() == []
 
@@ -47,16 +42,19 @@ def test_some_rows_are_kept_whatever_the_limit():
 
 
 @pytest.mark.parametrize(
-    ("shape", "block", "expected"),
+    ("shape", "parts", "moved"),
     [
-        ((2, 8, 5, 5), nn.Sequential(nn.Conv2d(8, 8, 3)), (2, 5, 5, 8)),
-        ((2, 5, 5, 8), nn.Sequential(nn.Conv2d(8, 8, 3)), (2, 5, 5, 8)),
-        ((2, 5, 5, 8), nn.Sequential(nn.Linear(8, 8)), (2, 5, 5, 8)),
-        ((2, 8, 7), nn.Sequential(nn.Conv1d(8, 8, 3)), (2, 7, 8)),
-        ((2, 7, 8), nn.Sequential(nn.Conv1d(7, 7, 3), nn.LayerNorm(8)), (2, 7, 8)),
-        ((2, 7, 8), nn.Sequential(nn.Linear(8, 8)), (2, 7, 8)),
-        ((7, 8), nn.Sequential(nn.Conv1d(7, 7, 3)), (7, 8)),
+        ((2, 8, 5, 5), [nn.Conv2d(8, 8, 3)], True),
+        ((2, 8, 8, 8), [nn.Conv2d(8, 8, 3), nn.Linear(8, 8)], True),
+        ((2, 5, 5, 8), [nn.Conv2d(8, 8, 3)], False),
+        ((2, 5, 5, 8), [nn.Linear(8, 8)], False),
+        ((2, 8, 7), [nn.Conv1d(8, 8, 3)], True),
+        ((2, 7, 8), [nn.Conv1d(7, 7, 3), nn.LayerNorm(8)], False),
+        ((2, 7, 8), [nn.Linear(8, 8)], False),
+        ((7, 8), [nn.Conv1d(7, 7, 3)], False),
     ],
 )
-def test_the_width_is_found_among_the_dimensions(shape, block, expected):
-    assert move_width_last(torch.randn(shape), block, entering=False).shape == expected
+def test_the_width_is_found_among_the_dimensions(shape, parts, moved):
+    rows = torch.randn(shape)
+    found = move_width_last(rows, nn.Sequential(*parts), entering=False)
+    assert torch.equal(found, rows.movedim(1, -1) if moved else rows)

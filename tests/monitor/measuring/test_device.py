@@ -6,15 +6,12 @@ import math
 import pytest
 import torch
 from accelerator import DEVICE, Accelerator
+from measuring import watching
 from models import PlainDecoder, batch
 
-from geomon import Memory, Monitor, read, select
-from geomon.capture import Window, find_anatomy
+from geomon import Monitor, read, select
 from geomon.capture.snapshot import HOST
-from geomon.distributed import RankGroup
-from geomon.metrics import Evaluator, check_metrics
 from geomon.monitor.measuring.device import MeasuringDevice
-from geomon.monitor.measuring.jobs import ReadingJob
 
 NAME = str(DEVICE)
 FEW = select("anisotropy", "twonn", "within_variance", "qk_cosine", "attention_entropy")
@@ -23,12 +20,9 @@ FEW = select("anisotropy", "twonn", "within_variance", "qk_cosine", "attention_e
 def run(directory=None, *, steps=2, sequences=16, **options):
     """The readings of a short training, of a few metrics by default."""
     torch.manual_seed(0)
-    model, memory = PlainDecoder(layers=2), Memory()
-    options = {
-        "metrics": FEW, "tokens": 128, "strict": True, "schedule": lambda step: True,
-        "device": "auto",
-    } | options  # fmt: skip
-    monitor = Monitor(model, directory=directory, sinks=[memory], background=False, **options)
+    model = PlainDecoder(layers=2)
+    few = {"metrics": FEW, "tokens": 128, "batches": 2, "device": "auto", "background": False}
+    monitor, memory = watching(model, directory=directory, **(few | options))
     for step in range(steps):
         with monitor(step):
             model(batch(sequences, 16, seed=step))
@@ -78,31 +72,6 @@ def test_a_named_device_measures_and_gives_the_same_values(tmp_path):
     for one, other in zip(on_host, on_device, strict=True):
         assert_same_values(one, other)
     assert read(tmp_path).runs[0]["device"] == NAME
-
-
-def test_rows_that_came_by_the_host_are_measured_on_the_device():
-    """As those of several ranks do: their group moves tensors of the host."""
-    seen = []
-
-    def devices(hidden, positions):
-        seen.append({hidden.device, positions.device})
-        return hidden.mean()
-
-    model = PlainDecoder(layers=1)
-    evaluator = Evaluator(check_metrics({"devices": devices}), 1, strict=True)
-    window = Window(find_anatomy(model), evaluator.views, rows=64, seed=0)
-    with window:
-        model(batch(4, 16))  # too few sequences for a margin, which would call the metric again
-    with Accelerator():
-        job = ReadingJob(
-            0, "inline", [window.snapshot()], RankGroup(), evaluator, rows=64,
-            seconds=0.0, place=MeasuringDevice(NAME, model),
-        )  # fmt: skip
-        while not job.complete:
-            job.measure_next()
-        job.finish()
-    assert seen == [{DEVICE}, {DEVICE}]
-    assert math.isfinite(job.result().values["devices/mean"])
 
 
 def test_without_memory_for_it_a_reading_is_measured_on_the_host(monkeypatch):

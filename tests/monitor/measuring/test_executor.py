@@ -4,23 +4,19 @@ import models
 import pytest
 import threadpoolctl
 import torch
+from measuring import watching
 
-from geomon import Memory, Monitor, select
+from geomon import Monitor, select
 from geomon.metrics import Evaluator
 
 METRICS = select("cosine", "variance", "twonn", "attention_entropy")
 
 
-def run(steps=12, model=None, **settings):
+def run(steps=12, **settings):
     """Readings of an untrained model that changes a little from step to step."""
     torch.manual_seed(0)
-    model = model or models.PlainDecoder()
-    memory = Memory()
-    monitor = Monitor(
-        model, metrics=settings.pop("metrics", METRICS), directory=None, sinks=[memory],
-        tokens=settings.pop("tokens", 64), strict=settings.pop("strict", True),
-        schedule=lambda step: True, **settings,
-    )  # fmt: skip
+    model = models.PlainDecoder()
+    monitor, memory = watching(model, **({"metrics": METRICS, "batches": 2} | settings))
     for step in range(steps):
         with monitor(step):
             model(models.batch(seed=step))
@@ -46,16 +42,14 @@ def test_the_background_measures_the_same_in_the_same_order_and_leaves_no_thread
 
 @pytest.mark.usefixtures("own_metrics_in_background")
 def test_two_readings_wait_while_one_is_measured_and_a_third_holds_the_training_up():
-    free, memory, model = threading.Event(), Memory(), models.PlainDecoder()
+    free, model = threading.Event(), models.PlainDecoder()
 
     def waits(hidden):
         free.wait(5)
         return 1.0
 
-    monitor = Monitor(
-        model, metrics={"waits": waits}, tokens=64, directory=None, sinks=[memory], budget=None,
-        schedule=lambda step: True, background=True,
-    )  # fmt: skip
+    options = {"metrics": {"waits": waits}, "budget": None, "background": True}
+    monitor, memory = watching(model, **options)
     for step in range(3):
         with monitor(step):
             model(models.batch())
@@ -126,12 +120,9 @@ def cast_of(linear):
 def test_casts_that_autocast_keeps_for_the_training_are_kept(way):
     # The cache is the process's: a second cast is another number in the gradients, and in a region
     # around several steps another weight.
-    metrics = select("cosine", "max_logit")
-    model, memory = models.PlainDecoder(), Memory()
-    monitor = Monitor(
-        model, metrics=metrics, directory=None, sinks=[memory], strict=True,
-        background=way == "in the background",
-    )  # fmt: skip
+    model, metrics = models.PlainDecoder(), select("cosine", "max_logit")
+    in_background = way == "in the background"
+    monitor, memory = watching(model, metrics=metrics, background=in_background)
 
     def read():
         with monitor(0):

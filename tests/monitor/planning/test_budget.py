@@ -38,12 +38,6 @@ def train(budget, clock, steps, *, cost, step_time=1.0, every=1):
     return made
 
 
-def test_without_a_limit_every_reading_is_made():
-    budget, clock = started(None)
-    assert not budget.limited
-    assert train(budget, clock, 50, cost=1e9) == list(range(50))
-
-
 def test_what_was_spent_before_the_first_step_is_no_part_of_the_share():
     budget = Budget(None)
     budget.spend(100.0)
@@ -58,9 +52,13 @@ def test_what_was_spent_before_the_first_step_is_no_part_of_the_share():
 
 
 @pytest.mark.parametrize("last", [None, 20, 100_000])
-def test_the_first_eight_readings_are_made_whatever_they_cost(last):
-    budget, clock = started(0.01, last)
-    assert train(budget, clock, 20, cost=1000.0) == list(range(ALWAYS_MADE))
+@pytest.mark.parametrize(("share", "made"), [(0.01, ALWAYS_MADE), (None, 20)])
+def test_the_first_eight_readings_are_made_whatever_they_cost_and_all_without_a_limit(
+    last, share, made
+):
+    budget, clock = started(share, last)
+    assert budget.limited == (share is not None)
+    assert train(budget, clock, 20, cost=1000.0) == list(range(made))
 
 
 @settings(deadline=None, max_examples=30)
@@ -119,12 +117,3 @@ def test_what_a_process_has_not_read_yet_costs_nothing_that_is_known():
     assert budget.decide(100).paid
     budget.count_reading()
     assert not budget.decide(101).paid
-
-
-def test_time_that_is_spent_adds_up():
-    budget, clock = started(0.01)
-    clock.now = 1000.0
-    for seconds in (3.0, 1.0, 0.5):
-        budget.spend(seconds)
-    assert budget.spent == 4.5
-    assert budget.overhead == pytest.approx(4.5e-3)

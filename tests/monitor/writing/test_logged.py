@@ -12,17 +12,16 @@ import numpy as np
 import pytest
 import torch
 from fingerprint import random_state
+from measuring import watching
 from models import PlainDecoder, batch
 
-from geomon import Memory, Monitor, every, read, select
-
-FEW = {"metrics": select("variance"), "tokens": 64, "batches": 1, "strict": True}
+from geomon import every, read
 
 
 def started(directory=None, **options):
-    memory, model = Memory(), PlainDecoder()
-    settings = {"schedule": every(2), "sinks": [memory], "directory": directory}
-    return Monitor(model, **{**FEW, **settings, **options}), model, memory
+    model = PlainDecoder()
+    monitor, memory = watching(model, directory=directory, **{"schedule": every(2), **options})
+    return monitor, model, memory
 
 
 def logged(reading):

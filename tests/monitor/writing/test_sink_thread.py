@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from geomon.monitor.writing.sink_thread import SinkThread, SinkTimeoutError
+from geomon.monitor.writing.sink_thread import SinkThread
 
 
 def threads():
@@ -43,24 +43,6 @@ def test_what_a_call_raises_is_raised_here(calls, error):
     with pytest.raises(type(error), match=str(error)) as raised:
         calls.call(fails)
     assert raised.type is type(error)
-
-
-def test_a_call_that_hangs_holds_neither_its_caller_nor_the_next_call():
-    calls, go_on, called = SinkThread(1), threading.Event(), []
-    began = time.monotonic()
-    with pytest.raises(SinkTimeoutError, match=r"more than 1 s"):
-        calls.call(lambda: go_on.wait(60))
-    calls.call(lambda: called.append(1))
-    assert time.monotonic() - began < 30
-    assert called == [1]
-    go_on.set()  # the thread that was left to itself ends then
-    calls.close()
-
-
-def test_signals_are_the_programs_own(calls):
-    before, seen = signal.getsignal(signal.SIGALRM), []
-    calls.call(lambda: seen.append(signal.getsignal(signal.SIGALRM)))
-    assert seen == [before]
 
 
 def test_ctrl_c_is_not_held_up_by_a_call(calls):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from models import PlainDecoder, batch
-from msgspec.structs import replace
-from tagged import TEXTS, alert_of, reading_of, with_values
+from shown import alerted
+from tagged import TEXTS, reading_of
 from wandb_file import wandb_records, wandb_rows, work_offline
 
 from geomon import Monitor, WandB, read, select
@@ -62,7 +62,7 @@ def reading(step, value=None, notes=(), source="inline"):
 
 
 def rows_of(run, **options):
-    rows = WandBRows(run, **{"alone": False, "detail": "headline", **options})
+    rows = WandBRows(run, **options)
     rows.describe({"metrics": TEXTS})
     return rows
 
@@ -88,18 +88,8 @@ def log_as_a_training(run, sink, habit, steps=20):
             run.log({f"loss_{step}": float(step)}, **given)
 
 
-@pytest.mark.parametrize("habit", HABITS)
-def test_nothing_is_lost_that_a_training_logs_to_wandb_itself(habit):
-    run = Run()
-    sink = WandB(run, pictures=False)
-    log_as_a_training(run, sink, habit)
-    sink.close()
-    run.end_row()
-    assert not run.dropped
-    kept = {name for row in run.rows for name in row if name.startswith("loss")}
-    assert kept == {f"loss_{s}" for s in range(20) if HABITS[habit](s) is not None}
-    rows = {row["geomon/step"]: row["geomon/twonn"] for row in run.rows if "geomon/step" in row}
-    assert rows == {step: 0.1 + step for step in range(20)}
+def steps_of(run):
+    return {row["geomon/step"]: row["geomon/twonn"] for row in run.rows if "geomon/step" in row}
 
 
 NO_ROOM = {"every epoch of ten", "never"}  # fewer numbers than readings
@@ -107,16 +97,20 @@ NO_ROOM = {"every epoch of ten", "never"}  # fewer numbers than readings
 
 @pytest.mark.parametrize("by_step", [False, True])
 @pytest.mark.parametrize("habit", HABITS)
-def test_readings_reach_the_run_while_it_goes_on(habit, by_step):
-    """At the latest with the row that the training logs next."""
+def test_every_row_of_both_arrives_and_readings_at_the_latest_with_the_next_row(habit, by_step):
     if by_step and habit == "every epoch of ten":
         pytest.skip("by_step says that nobody numbers so")
     run = Run()
-    log_as_a_training(run, rows_of(run, by_step=by_step), habit)
-    shown = {row["geomon/step"] for row in run.rows if "geomon/step" in row}
-    behind = {19} if by_step else set(range(20)) if habit in NO_ROOM else {19}
-    assert shown >= set(range(20)) - behind
+    sink = WandB(run, by_step=by_step, pictures=False)
+    log_as_a_training(run, sink, habit)
+    behind = set(range(20)) if habit in NO_ROOM and not by_step else {19}
+    assert steps_of(run).keys() >= set(range(20)) - behind
+    sink.close()
+    run.end_row()
     assert not run.dropped
+    assert steps_of(run) == {step: 0.1 + step for step in range(20)}
+    kept = {name for row in run.rows for name in row if name.startswith("loss")}
+    assert kept == {f"loss_{s}" for s in range(20) if HABITS[habit](s) is not None}
 
 
 def test_two_readings_of_one_step_are_two_rows():
@@ -174,18 +168,12 @@ def test_a_disabled_run_is_left_as_it_is():
     assert (run.rows, run.summary) == ([], {})
 
 
-def test_alone_every_reading_is_a_row_at_once():
-    run = Run()
-    rows_of(run, alone=True).write(with_values(reading(3), {"twonn/mean": 3.1}))
-    assert run.rows == [{"geomon/twonn": 3.1, "geomon/step": 3}]
-
-
 def test_a_run_to_which_nobody_else_logs_is_said_once(caplog):
     sink = WandB(Run(), pictures=False)
     with caplog.at_level("WARNING", "geomon"):
         for step in range(20):
             sink.write(reading(step))
-    assert [m for m in caplog.messages if "WandB(run, alone=True)" in m] == caplog.messages
+    assert [m for m in caplog.messages if "WandB(run, by_step=True)" in m] == caplog.messages
     assert len(caplog.messages) == 1
 
 
@@ -275,7 +263,7 @@ SECTIONS = {
     "geomon": {"twonn", "twonn_distinct", "gride_k32", "anisotropy_max",
                "attention_entropy", "attention_entropy_min", "qk_cosine_size"},
     "geomon_charts": {
-        "1_intrinsic_dimension", "2_anisotropy_over_depth", "4_anisotropy_by_layer",
+        "1_Intrinsic_dimension", "2_anisotropy_over_depth", "4_anisotropy_by_layer",
         "5_attention_entropy_by_layer", "6_cosine_of_mean_query_and_mean_key_by_head",
         "7_attention_entropy_by_head",
     },
@@ -288,10 +276,8 @@ def test_offline_the_file_has_panels_in_sections_configuration_summary_and_alert
     import wandb
 
     work_offline(monkeypatch, tmp_path)
-    readings = list(make_readings(without=["geomon"], layers=2, heads=2))
-    readings[5] = replace(
-        readings[5], notes=(alert_of("rank_collapse", "rank collapse (layer 2)"),)
-    )
+    readings = make_readings(without=["geomon"], layers=2, heads=2)
+    readings = alerted(readings, [(5, "rank_collapse")])
     run = wandb.init(project="test", dir=str(tmp_path), config={"own": 1})
     sink = WandB(run)
     sink.describe({"model": "Decoder", "metrics": TEXTS})

@@ -1,28 +1,17 @@
 """The application of `geomon watch`, by textual's pilot: no terminal, no clock, no waiting."""
 
 import asyncio
-import json
 import re
 from contextlib import asynccontextmanager
 
 import pytest
-from tagged import TEXTS, alert_of, with_values
+from shown import alerted, write
+from tagged import with_values
 from textual.widgets import DataTable
 
 from geomon.record import FILE_NAME
 from geomon.show.terminal.app import WatchApp
 from geomon.show.terminal.runs import Watched
-
-
-def write(folder, readings, *, start="", end=""):
-    """Write a record, and return its folder."""
-    folder.mkdir(exist_ok=True)
-    lines = [
-        json.dumps({"run": {"model": "Synthetic", "metrics": TEXTS}}),
-        *(r.line() for r in readings),
-    ]
-    (folder / FILE_NAME).write_text(start + "\n".join(lines) + "\n" + end)
-    return folder
 
 
 @asynccontextmanager
@@ -58,12 +47,8 @@ def run(story):
 def test_dimensions_phases_and_alerts_are_whole_at_any_size_above_a_chart(
     make_readings, tmp_path, size
 ):
-    readings = list(make_readings(layers=12, heads=16))
-    kinds = {1: "massive_rows", 3: "not_finite", 5: "entropy_collapse", 6: "massive_rows"}
-    for index, kind in kinds.items():
-        notes = [alert_of(kind, f"{kind}: " + "in long words " * 9)]
-        readings[index] = with_values(readings[index], readings[index].values, notes=notes)
-    folder = write(tmp_path / "a", readings)
+    kinds = [(1, "massive_rows"), (3, "not_finite"), (5, "entropy_collapse"), (6, "massive_rows")]
+    folder = write(tmp_path / "a", alerted(make_readings(layers=12, heads=16), kinds))
 
     async def story():
         async with watched(folder, size=size) as (app, pilot):
@@ -76,50 +61,54 @@ def test_dimensions_phases_and_alerts_are_whole_at_any_size_above_a_chart(
                 "step 0, 85 % below 32.1."
             ) in said
             assert sum(any("⠀" < c <= "⣿" for c in line) for line in screen(app)) >= 6  # a curve
-            assert ("by layer not measured" in said) == (
-                size[0] > 100
-            )  # two charts, where there is room
+            assert sum(line.count("│") >= 3 for line in screen(app)) >= 6  # alerts
+            # Two charts, where there is room.
+            assert ("by layer not measured" in said) == (size[0] > 100)
             assert screen(app)[-1].startswith("q quit ? help")
             assert "r run" not in screen(app)[-1]
             await pilot.press("t", "t", "t")
             listed = re.findall(
-                r"Alert at step (\S+?):? (?:\(first of (\d)\): )?(\w+):", words(app)
+                r"Alert at step (\S+?):? (?:\(first of (\d)\): )?(\w+ \w+)", words(app)
             )
-            assert listed[:3] == [("64", "", "not_finite"), ("256", "", "entropy_collapse"),
-                                  ("16", "2", "massive_rows")][: len(listed)]  # fmt: skip
+            assert listed == [
+                ("64", "", "not finite"), ("256", "", "entropy collapse"),
+                ("16", "2", "massive rows"),
+            ][: len(listed)]  # fmt: skip
             assert listed
 
     run(story)
 
 
 def test_keys_change_what_is_shown(make_readings, tmp_path):
-    folder = write(tmp_path / "a", make_readings())
+    losses = {"training/loss": [4.0] * 8 + [float("nan")], "training/probe_loss": [3.5] * 9}
+    folder = write(tmp_path / "a", make_readings(curves=losses))
 
     async def story():
-        async with watched(folder, size=(120, 30)) as (app, pilot):
+        async with watched(folder, size=(120, 40)) as (app, pilot):
 
             async def press(*keys):
                 await pilot.press(*keys)
                 await pilot.pause()
                 return text(app)
 
-            assert "─intrinsic dimension  5.3 ± 0.1" in text(app)
-            assert "by layer not measured" in text(app)
+            assert "─intrinsic dimension  5.3 ± 0.1─" in text(app)
+            assert "─by layer  not measured" in text(app)
+            assert "─loss on the probe  3.5─" in text(app)
             assert "1,000" in text(app)
             assert "1,000" not in await press("x")
-            assert "─intrinsic dimension, distinct tokens  4.9 ± 0.1" in await press("m")
-            assert "─anisotropy  0.11" in await press("m", "m")  # it has no mean: layer 0
-            assert "─anisotropy  0.60" in await press("l", "l")
-            assert "─anisotropy  0.28" in await press("L")
-            assert "by scale" in await press("M")
-            assert "─anisotropy" in await press("m")
-            assert "by layer ━start ━peak 256 ━now" in text(app)
-            assert "━step 1,024" in await press("p")
-            assert "━step 1,024" in await press("p", "n")
-            assert "━now" in await press("n")
-            assert "━start" not in await press(*["p"] * 20)
+            assert "─intrinsic dimension, distinct tokens  4.9" in await press("m")
+            assert "─anisotropy, largest layer  0.60" in await press("m", "m", "m")
+            assert "─anisotropy  not measured" in await press("M")
+            assert "─anisotropy, layer 0  0.11" in await press("l")
+            assert "─anisotropy, layer 2  0.60" in await press("l", "l")
+            assert "─anisotropy, layer 1  0.28" in await press("L")
+            assert "─by layer  ━ start  ━ peak 256  ━ now" in text(app)
+            assert "━ step 1,024" in await press("p")
+            assert "━ step 1,024" in await press("p", "n")
+            assert "━ now" in await press("n")
+            assert "━ start" not in await press(*["p"] * 20)
             assert app.step == 0
-            assert "━now" in await press("e")
+            assert "━ now" in await press("e")
             assert "attention entropy (nats)" in await press("t", "t")
             assert "cosine of mean query" in await press("h")
             assert "next or previous metric" in await press("question_mark")
@@ -137,14 +126,12 @@ def test_heads_are_those_of_the_reading_that_is_chosen(make_readings, tmp_path):
             for _ in range(2):
                 value = app.reading.values["attention_entropy/layer_01/head_1"]
                 table = app.query_one(DataTable)
-                assert [str(row.label) for row in table.ordered_rows] == [
-                    "layer 3", "layer 2", "layer 1",
-                ]  # fmt: skip
+                rows = [str(row.label) for row in table.ordered_rows]
+                assert rows == ["layer 3", "layer 2", "layer 1"]
                 assert str(table.get_cell_at((2, 1))).strip() == f"{value:.1f}"
                 assert f" {value:.1f} " in text(app)
-                assert f"─step {app.reading.step:,}  columns: heads  colours: 2.0 to 3.0" in text(
-                    app
-                )
+                words = f"─step {app.reading.step:,}  columns: heads  colours: 2.0 to 3.0"
+                assert words in text(app)
                 shown.append(value)
                 await pilot.press(*"pppppp")
             assert shown[0] != shown[1]
@@ -152,7 +139,13 @@ def test_heads_are_those_of_the_reading_that_is_chosen(make_readings, tmp_path):
     run(story)
 
 
-def test_several_runs_lie_over_one_another_with_a_legend(make_readings, tmp_path):
+@pytest.mark.parametrize("colours", [True, False])
+def test_several_runs_lie_over_one_another_with_a_legend(
+    make_readings, tmp_path, monkeypatch, colours
+):
+    if not colours:
+        monkeypatch.setenv("NO_COLOR", "1")
+    mark = "━" if colours else "•"
     one = write(tmp_path / "one", make_readings())
     other = write(tmp_path / "other", make_readings((0, 16, 32, 64), notes=["of the other"]))
 
@@ -160,12 +153,13 @@ def test_several_runs_lie_over_one_another_with_a_legend(make_readings, tmp_path
         async with watched(one, other, tmp_path / "third", size=(120, 40)) as (app, pilot):
             said = words(app)
             assert "━ one · step 1,500" in said
-            assert "━ other · step 64" in said
+            assert f"{mark} other · step 64" in said
             assert said.count("intrinsic dimension 5.") == 2
-            assert "━ third · waiting for" in said
+            assert "third · waiting for" in said
+            assert (text(app).count("•") > 10) == (not colours)
             assert "r run" in screen(app)[-1]
             await pilot.press("m", "m", "m")
-            assert "by layer ━one ━other" in text(app)
+            assert f"by layer  ━ one  {mark} other" in text(app)
             await pilot.press("t", "t", "t")
             assert "of the other" not in text(app)
             await pilot.press("r")
@@ -224,13 +218,12 @@ def test_a_record_is_followed_while_it_is_written(make_readings, tmp_path):
     [("hello\n", None, "line 1 of"), ("", "encoder", "no stack is called 'encoder'")],
 )
 def test_what_is_no_record_ends_in_one_line(make_readings, tmp_path, content, stack, said):
-    write(tmp_path, make_readings(), start=content)
+    path = write(tmp_path, make_readings()) / FILE_NAME
+    path.write_text(content + path.read_text())
 
     async def story():
-        app = WatchApp([Watched(tmp_path, stack, "a")], poll=None)
-        async with app.run_test() as pilot:
-            app.look()
-            await pilot.pause()
+        async with watched(tmp_path, stack=stack) as (app, _):
+            pass
         assert said in app.return_value
         assert "\n" not in app.return_value
         assert app.return_code == 2
@@ -238,7 +231,8 @@ def test_what_is_no_record_ends_in_one_line(make_readings, tmp_path, content, st
     run(story)
 
 
-def test_files_are_looked_at_beside_the_keys(make_readings, tmp_path):
+@pytest.mark.parametrize("key", ["q", "ctrl+c"])
+def test_files_are_looked_at_beside_the_keys_until_it_is_left(make_readings, tmp_path, key):
     """By a thread of its own: nothing but the number of pauses bounds how long it may take."""
     folder = write(tmp_path / "a", make_readings((0, 16)))
 
@@ -252,15 +246,6 @@ def test_files_are_looked_at_beside_the_keys(make_readings, tmp_path):
                         break
                 assert step in text(app)
                 write(folder, make_readings())
-
-    run(story)
-
-
-@pytest.mark.parametrize("key", ["q", "ctrl+c"])
-def test_it_is_left_by_q_and_ctrl_c(make_readings, tmp_path, key):
-    async def story():
-        app = WatchApp([Watched(write(tmp_path, make_readings()), None, "a")], poll=0.001)
-        async with app.run_test() as pilot:
             await pilot.press(key)
             await pilot.pause()
             assert not app.is_running
@@ -269,32 +254,15 @@ def test_it_is_left_by_q_and_ctrl_c(make_readings, tmp_path, key):
     run(story)
 
 
-def test_without_colours_runs_differ_by_their_characters(make_readings, tmp_path, monkeypatch):
-    monkeypatch.setenv("NO_COLOR", "1")
-    one = write(tmp_path / "one", make_readings())
-    other = write(tmp_path / "other", make_readings((0, 16, 32, 64)))
-
-    async def story():
-        async with watched(one, other) as (app, _):
-            assert "• other · step 64" in text(app)
-            assert text(app).count("•") > 10
-
-    run(story)
-
-
 def test_nothing_of_a_record_acts_on_the_terminal_or_on_the_markup(make_readings, tmp_path):
     odd = "\x1b[2J[bold]x[/nope]\u202e"
-    folder = tmp_path / "a[red]\x1b[2J"
+    values = {f"{odd}/mean": 1.0, f"{odd}/layer_01/head_0": 1.0}
     readings = [
-        with_values(
-            r, {f"{odd}/mean": 1.0, f"{odd}/layer_01/head_0": 1.0}, source=odd, mode=odd,
-            notes=[odd],
-        )
-        for r in make_readings((0, 16))
-    ]  # fmt: skip
+        with_values(r, values, source=odd, mode=odd, notes=[odd]) for r in make_readings((0, 16))
+    ]
 
     async def story():
-        async with watched(write(folder, readings)) as (app, pilot):
+        async with watched(write(tmp_path / "a[red]\x1b[2J", readings)) as (app, pilot):
             for _ in range(5):
                 assert all(line.isprintable() for line in screen(app))
                 assert "[bold]x[/nope]" in text(app)

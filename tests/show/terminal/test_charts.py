@@ -1,3 +1,5 @@
+"""Panels drawn in characters, built as textual's widget builds them."""
+
 import math
 
 import pytest
@@ -5,33 +7,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from textual_plotext.plot import Plot
 
-from geomon.analysis import Curve
+from geomon.show.panels import Line, Lines
 from geomon.show.terminal import charts
-from geomon.show.terminal.charts import Line
 
 
-def built(plot, columns=60, rows=20):
-    """The lines of a chart, built as textual's widget builds it."""
+def built(panel, columns=60, rows=20, **how):
+    plot = Plot()
+    charts.draw(plot, panel, **how)
     plot._set_size(columns, rows)
     return plot.uncolorize(plot.build()).rstrip("\n").split("\n")
 
 
-def over_steps(curve, *, logarithmic=False, marker="x", size=(60, 20), **options):
-    plot = Plot()
-    line = Line("a", curve, charts.COLOURS[0], marker)
-    charts.draw_over_steps(plot, [line], logarithmic=logarithmic, **options)
-    return built(plot, *size)
+def curve(x, y, margin=0.0, *, dash="dashdot", **more):
+    """A panel of one line, of crosses unless it is solid."""
+    band = ([v - margin for v in y], [v + margin for v in y]) if margin else ((), ())
+    return Lines("a", [Line("one", x, y, charts.COLOURS[0], *band, dash=dash)], **more)
 
 
 @given(
     points=st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(0, 1e3)), min_size=1, max_size=30),
-    columns=st.integers(12, 120), rows=st.integers(4, 40), logarithmic=st.booleans(),
+    columns=st.integers(12, 120), rows=st.integers(4, 40), is_linear=st.booleans(),
 )  # fmt: skip
 @settings(deadline=None, max_examples=12)
-def test_any_curve_fits_into_any_chart(points, columns, rows, logarithmic):
+def test_any_curve_fits_into_any_chart(points, columns, rows, is_linear):
+    values = [value for value, _ in points]
+    low, high = ([v + sign * m for v, m in points] for sign in (-1, 1))
     steps = [7 * n * n for n in range(len(points))]
-    curve = Curve(steps, [value for value, _ in points], [margin for _, margin in points])
-    lines = over_steps(curve, logarithmic=logarithmic, marker="braille", size=(columns, rows))
+    panel = Lines("a", [Line("", steps, values, charts.COLOURS[0], low, high)])
+    lines = built(panel, columns, rows, is_linear=is_linear)
     assert len(lines) <= rows
     assert max(map(len, lines)) <= columns
 
@@ -39,56 +42,56 @@ def test_any_curve_fits_into_any_chart(points, columns, rows, logarithmic):
 def test_noise_within_the_margins_is_drawn_on_few_rows():
     """Of 20 rows, a curve that moves by a tenth of its margin takes two at most."""
     values = [5.0 + 0.01 * (n % 3) for n in range(40)]
-    lines = over_steps(Curve([*range(40)], values, [0.2] * 40))
+    lines = built(curve([*range(40)], values, 0.2))
     assert 1 <= sum("x" in text for text in lines) <= 2
-    lines = over_steps(Curve([*range(40)], values, [0.0] * 40))
+    lines = built(curve([*range(40)], values))
     assert 1 <= sum("x" in text for text in lines) <= 4
 
 
 @pytest.mark.parametrize("value", [0.0, 5e-324, 1e-10, 3.0, 1e38])
 def test_a_constant_is_a_flat_line_on_an_axis_that_is_not_negative(value):
-    lines = over_steps(Curve([*range(9)], [value] * 9, [0.0] * 9))
+    lines = built(curve([*range(9)], [value] * 9))
     assert sum("x" in text for text in lines) == 1
     marks = [float(text.split("┤")[0]) for text in lines if "┤" in text]
     assert min(marks) >= 0
 
 
 def test_a_logarithmic_axis_has_room_for_step_0_and_marks_powers_of_ten():
-    curve = Curve([0, 10, 2000], [1.0, 2.0, 3.0], [0.0] * 3)
-    assert over_steps(curve, logarithmic=True)[-1].split() == ["0", "1", "10", "100", "1,000"]
-    assert over_steps(Curve([50, 2000], [1.0, 2.0], [0.0] * 2), logarithmic=True)[-1].split() == [
-        "100", "1,000",
-    ]  # fmt: skip
+    assert built(curve([0, 10, 2000], [1.0, 2.0, 3.0]))[-1].split() == ["0", "10", "100", "1,000"]
+    assert built(curve([50, 2000], [1.0, 2.0]))[-1].split() == ["50", "100", "1,000"]
 
 
-def test_the_interval_the_peak_and_the_chosen_step_are_drawn():
+def test_the_interval_a_single_point_the_chosen_step_and_alerts_are_drawn():
     steps = [*range(0, 101, 10)]
     bell = [9.0 - ((step - 50) / 20) ** 2 for step in steps]
-    curve, exact = Curve(steps, bell, [1.5] * 11), Curve(steps, bell, [0.0] * 11)
-    lines = {
-        kind: over_steps(each, marker="braille", **options)
-        for kind, each, options in (
-            ("plain", exact, {}), ("interval", curve, {}), ("chosen", exact, {"chosen": 80}),
-            ("peak", exact, {"peak": (50, 9.0)}),
-        )
-    }  # fmt: skip
+    plain = curve(steps, bell, dash="solid")
+    interval = curve(steps, bell, 1.5, dash="solid")
+    peak = Lines("a", [*plain.lines, Line("", [50], [9.0], charts.COLOURS[1])])
+    alert = curve(steps, bell, dash="solid", alerts=[(80, "rank collapse"), (90, "")])
 
-    def dots(kind):
-        return sum("⠀" < character <= "⣿" for text in lines[kind] for character in text)
+    def dots(lines):
+        return sum("⠀" < character <= "⣿" for text in lines for character in text)
 
-    assert dots("interval") > 2 * dots("plain")
-    top = next(text for text in lines["peak"] if "●" in text)
+    def rules(lines):
+        return sum(text[40:].count("│") for text in lines)
+
+    assert dots(built(interval, is_linear=True)) > 2 * dots(built(plain, is_linear=True))
+    top = next(text for text in built(peak, is_linear=True) if "●" in text)
     assert 0.4 < top.index("●") / 60 < 0.6
-    assert (
-        sum("│" in text[40:] for text in lines["chosen"])
-        > 10
-        > sum("│" in text[40:] for text in lines["plain"])
-    )
+    assert rules(built(plain, is_linear=True)) == 0
+    assert 10 < rules(built(plain, is_linear=True, chosen=80)) < 20
+    assert 10 < rules(built(alert, is_linear=True)) < 20
 
 
-def test_layers_are_marked_by_their_numbers():
-    plot = Plot()
-    profile = Curve([*range(33)], [math.sin(n / 9) for n in range(33)], [0.0] * 33)
-    charts.draw_over_depth(plot, [Line("now", profile, charts.COLOURS[0])])
-    marks = [int(mark) for mark in built(plot)[-1].split()]
-    assert marks == [0, 5, 10, 15, 20, 25, 30]
+def test_layers_are_marked_by_their_numbers_and_what_is_missing_is_left_out():
+    values = [math.sin(n / 9) if n != 3 else math.nan for n in range(33)]
+    lines = built(curve([*range(33)], values, over="layer"))
+    assert [int(mark) for mark in lines[-1].split()] == [0, 5, 10, 15, 20, 25, 30]
+
+
+def test_the_title_names_lines_and_null_and_the_remark_stands_below():
+    one, two = (Line(name, [0, 1], [1.0, 2.0], "#56B4E9") for name in ("a", "b\x1b[2J"))
+    panel = Lines("values", [one, two], null=(3.0, "noise: 3"), remark="more")
+    assert charts.title_of(panel).plain == "values  noise: 3  ━ a  ━ b�[2J"
+    assert built(panel)[-1].strip() == "more"
+    assert charts.title_of(Lines("values", [])).plain == "values  not measured"

@@ -1,0 +1,410 @@
+"""Panels of a run, collected from its readings."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
+from geomon.analysis.alerts import alert_notes
+from geomon.analysis.curves import training_curve
+from geomon.analysis.profile import is_far_above
+from geomon.analysis.queries_keys import layers_of
+from geomon.record import Reading, Readings, tags
+from geomon.record.columns import NAN, Column
+from geomon.record.headline import chart_title, shortened
+from geomon.show.colours import BLACK, BLUE, GREEN, LAYERS, STEPS, VERMILLION, ramp
+from geomon.show.panels import Floats, Line, Lines, Matrix, spread_steps
+
+# Metrics of which the panel of the intrinsic dimension is drawn, and their colours: of gride the
+# largest scale.
+DIMENSIONS = {"twonn": BLUE, "twonn_distinct": VERMILLION, "gride": GREEN}
+# What pages draw by layer and by head.
+BY_LAYER = ("twonn", "anisotropy", "attention_entropy")
+BY_HEAD = ("qk_cosine", "attention_entropy")
+
+# Largest number of heads with a line of their own.
+_MOST_LINES = 64
+# Ratio of the estimates at one step above which their axis is logarithmic.
+_MAX_LINEAR_RATIO = 4.0
+# Ratio of the largest value of a map to the smallest above which its colours are logarithmic.
+_MAX_LINEAR_COLOURS = 12.0
+
+# -- over training ---------------------------------------------------------------------------------
+
+
+def line_of(curve: Curve, name: str, colour: str, *, dash: str = "solid") -> Line:
+    """Make the line of a curve, with its 95 % intervals as a band where they are known."""
+    low: list[float] = []
+    high: list[float] = []
+    if any(curve.margins):
+        pairs = list(zip(curve.values, curve.margins, strict=True))
+        low, high = [v - m for v, m in pairs], [v + m for v, m in pairs]
+    return Line(name, curve.steps, curve.values, colour, low, high, dash)
+
+
+def dimension_panel(readings: Readings) -> Lines:
+    """Collect both variants of TwoNN with their intervals, and the largest scale of Gride.
+
+    The axis of values is logarithmic where they lie far apart at one step.
+    """
+    label = chart_title("twonn", readings.text_of("twonn"))
+    lines = []
+    for metric, colour in DIMENSIONS.items():
+        part = f"k{max(scales_of(readings), default=0)}" if metric == "gride" else ""
+        curve = curve_of(readings, metric, part=part)
+        name = shortened(readings.text_of(metric).title_of(part), label)
+        if metric == "twonn" and len(curve) and (phase := curve.phase()).earliest is not None:
+            name = f"{name}: peak {phase.peak:.1f} at step {phase.peak_step:,}"
+        if len(curve):
+            lines.append(line_of(curve, name, colour, dash="dash" if part else "solid"))
+    by_step: dict[int, list[float]] = {}
+    for line in lines:
+        for step, value in zip(line.x, line.y, strict=True):
+            by_step.setdefault(step, []).append(value)
+    rows = by_step.values()
+    is_logarithmic = (
+        min((v for row in rows for v in row), default=0.0) > 0
+        and max(max(row) / min(row) for row in rows) > _MAX_LINEAR_RATIO
+    )
+    if is_logarithmic:  # whose axis has no 0
+        lines = [
+            replace(
+                each, low=[max(end, min(v, 0.1)) for end, v in zip(each.low, each.y, strict=False)]
+            )
+            for each in lines
+        ]
+    null, alerts = null_of(readings, "twonn"), alerts_of(readings)
+    return Lines(label, lines, null=null, alerts=alerts, is_logarithmic=is_logarithmic)
+
+
+def training_panel(readings: Readings, metric: str) -> Lines:
+    """Collect the mean of a metric over layers, over training."""
+    curve, text = curve_of(readings, metric), readings.text_of(metric)
+    lines = [line_of(curve, text.title, BLUE)] if len(curve) else []
+    return Lines(text.label, lines, null=null_of(readings, metric), alerts=alerts_of(readings))
+
+
+def layers_panel(readings: Readings, metric: str) -> Lines:
+    """Collect a metric over training, a line for each layer; the axis begins at 0."""
+    curves = {layer: curve_of(readings, metric, layer=layer) for layer in readings.layers(metric)}
+    width, colours = (1.8 if len(curves) <= 8 else 1.1), _layer_colours(readings)
+    lines = [
+        Line(str(layer), curve.steps, curve.values, colours[layer], width=width)
+        for layer, curve in curves.items()
+        if len(curve)
+    ]
+    null, most = null_of(readings, metric), _largest(readings, metric)
+    highest = max([v for line in lines for v in line.y] + [most] * math.isfinite(most), default=1.0)
+    ends = (0.0, 1.08 * highest if highest > 0 else 1.0)
+    label, alerts = readings.text_of(metric).label, alerts_of(readings)
+    return Lines(label, lines, named_by="layer", null=null, alerts=alerts, ends=ends)
+
+
+def heads_panel(readings: Readings, metric: str) -> Lines:
+    """Collect a metric of heads over training: a line for each in the colour of its layer.
+
+    Their mean size is a line too. Of more heads than lines can be told apart, the shares of them
+    between values are shown instead.
+    """
+    measured, layers, tables = measured_heads(readings, metric)
+    steps = [reading.step for reading in measured]
+    if are_many_heads(readings, metric):
+        flat = tables.reshape(len(steps), -1)
+        middle = np.nanmedian(flat, axis=1).tolist()
+        lines = []
+        for shares, words in (((5, 95), "90 % of the heads"), ((25, 75), "half of them")):
+            low, high = np.nanpercentile(flat, shares, axis=1).tolist()
+            lines.append(Line(words, steps, middle, BLUE, low, high, width=1.0))
+    else:
+        colours = _layer_colours(readings)
+        lines = [
+            Line("", steps, values.tolist(), colours[layer], width=1.0)
+            for row, layer in enumerate(layers)
+            for values in tables[:, row].T
+        ]
+    mean = mean_abs_over_heads(readings, metric)
+    if len(mean):
+        lines.append(Line("mean size over all heads", mean.steps, mean.values, BLACK, width=2.4))
+    ends = (-1.05, 1.05) if metric.endswith("cosine") else None
+    return Lines(readings.text_of(metric).label, lines, alerts=alerts_of(readings), ends=ends)
+
+
+def are_many_heads(readings: Readings, metric: str) -> bool:
+    """Return whether a run has more heads than lines can be told apart."""
+    return max((len(r.column(metric).by_head()) for r in readings), default=0) > _MOST_LINES
+
+
+def furthest_loss(readings: Readings) -> tuple[str, Curve]:
+    """Choose the loss that is known up to the latest step, and its name.
+
+    The loss of the training is that of the batch after a reading, and after the last update there
+    is no batch: a loss on the probe reaches the end of the run. If both end at the same step, it is
+    the training loss.
+
+    Args:
+        readings: Readings of a run.
+
+    Returns:
+        "training loss" or "loss on the probe", and its curve, which is empty where neither is
+        known.
+    """
+    names = {"training loss": tags.LOSS, "loss on the probe": tags.PROBE_LOSS}
+    curves = {name: training_curve(readings, key) for name, key in names.items()}
+    return max(curves.items(), key=lambda named: max(named[1].steps, default=-1))
+
+
+def null_of(readings: Readings, metric: str) -> tuple[float, str] | None:
+    """Return the last null of a metric, the value of rows without structure, and its words."""
+    for reading in reversed(readings):
+        null = reading.column(metric).whole.get("null", NAN)
+        if math.isfinite(null):
+            return null, f"{readings.text_of(metric).null_label}: {null:.2g}"
+    return None
+
+
+def alerts_of(readings: Readings) -> list[tuple[int, str]]:
+    """List the steps of the alerts of a run, and in words the kinds that come first there."""
+    found: dict[int, list[str]] = {}
+    known: set[str] = set()
+    for reading in sorted(readings, key=lambda each: each.step):
+        for note in alert_notes(reading):
+            kinds = found.setdefault(reading.step, [])
+            if note.kind not in known:
+                kinds.append(note.kind.replace("_", " "))
+                known.add(note.kind)
+    return [(step, ", ".join(kinds)) for step, kinds in found.items()]
+
+
+# -- over depth ------------------------------------------------------------------------------------
+
+
+def depth_panel(readings: Readings, metric: str, part: str = "") -> Lines:
+    """Collect a metric over depth, a line for each of a few steps, the last with its intervals.
+
+    Layer 0, the embedding, is left out where it would flatten the blocks; a remark says how high it
+    is.
+
+    Args:
+        readings: Readings of a run.
+        metric: Name of a metric with a value at each layer.
+        part: Name of a part of it; "" for its value.
+    """
+    columns, layers, table, remark = _profiles(readings, metric, part)
+    rows = dict(zip(columns, table.T.tolist(), strict=True))
+    steps = spread_steps(list(rows))
+    lines = [
+        Line(f"{step:,}", layers, rows[step], colour, width=1.6)
+        for step, colour in zip(steps, ramp(STEPS, len(steps)), strict=True)
+    ]
+    if lines:
+        margins = np.array([columns[steps[-1]].margin_at(layer) for layer in layers])
+        if np.isfinite(margins).all():
+            values = np.array(lines[-1].y)
+            low, high = (values - margins).tolist(), (values + margins).tolist()
+            lines[-1] = replace(lines[-1], low=low, high=high)
+    null = None if part else null_of(readings, metric)
+    label = readings.text_of(metric).label
+    return Lines(label, lines, "layer", "step", null, remark=remark)
+
+
+def scales_panel(readings: Readings) -> Lines:
+    """Collect the mean dimension by scale of gride, a line for each of a few steps."""
+    by_step: dict[int, dict[int, float]] = {}
+    for reading in single_source(readings):
+        parts = reading.column("gride").parts
+        means = {scale: parts[f"k{scale}"].mean for scale in scales_of([reading])}
+        known = {scale: mean for scale, mean in means.items() if math.isfinite(mean)}
+        if len(known) > 1:
+            by_step[reading.step] = known
+    steps = spread_steps(list(by_step))
+    lines = [
+        Line(f"{step:,}", [*by_step[step]], [*by_step[step].values()], colour, width=1.8)
+        for step, colour in zip(steps, ramp(STEPS, len(steps)), strict=True)
+    ]
+    return Lines(readings.text_of("gride").label, lines, "scale", "step")
+
+
+def map_panel(readings: Readings, metric: str) -> Matrix | None:
+    """Collect a metric at every layer and step; None where it was not measured.
+
+    The scale begins at 0 where it can; it is logarithmic where the values lie far apart, and the
+    entropy of attention reaches up to that of uniform attention. Layer 0, the embedding, is left
+    out where it would take the scale for itself.
+    """
+    columns, layers, table, remark = _profiles(readings, metric)
+    if not columns:
+        return None
+    lowest = float(np.nanmin(table))
+    low, high = _range_of(table, metric, _largest(readings, metric))
+    if lowest >= 0:  # a cosine of one sign shows more this way
+        low, high = 0.0, float(np.nanmax(table)) if low < 0 else high
+    wide = lowest > 0 and high > _MAX_LINEAR_COLOURS * lowest
+    low, high = (lowest if wide else low), max(high, low + 1e-9)
+    label = readings.text_of(metric).label
+    return Matrix(label, table, layers, list(columns), low, high, "step", remark, wide)
+
+
+def head_panels(readings: Readings, metric: str, most: int = 1) -> dict[int, Matrix]:
+    """Collect a metric of heads by step, at the last step or at a few, on one scale.
+
+    The scale of cosines is -1 to 1, that of the attention entropy 0 to that of uniform attention,
+    where it is known; others have that of the whole run.
+
+    Args:
+        readings: Readings of a run.
+        metric: Name of a metric with a value for each head.
+        most: Largest number of steps; with 1, the last alone.
+    """
+    measured, layers, tables = measured_heads(readings, metric)
+    if not measured:
+        return {}
+    steps = [reading.step for reading in measured]
+    chosen = spread_steps(steps, most) if most > 1 else steps[-1:]
+    low, high = _range_of(tables, metric, _largest(readings, metric))
+    label = readings.text_of(metric).label
+    return {
+        step: Matrix(label, table, layers, range(table.shape[1]), low, high)
+        for step, table in zip(steps, tables, strict=True)
+        if step in chosen
+    }
+
+
+def measured_heads(
+    readings: Iterable[Reading], metric: str
+) -> tuple[list[Reading], list[int], Floats]:
+    """Select the readings of one source in which a head has a value of a metric.
+
+    Args:
+        readings: Readings of a run.
+        metric: Name of the metric.
+
+    Returns:
+        The readings, one for each step; the layers in which heads have a value in any; the values,
+        [readings, layers, heads], NaN where there is none.
+    """
+    selected = single_source(readings)
+    known = [reading.column(metric).by_head() for reading in selected]
+    places = {place for heads in known for place in heads}
+    layers = sorted({layer for layer, _ in places})
+    row_of = {layer: row for row, layer in enumerate(layers)}
+    count = max((head + 1 for _, head in places), default=0)
+    table = np.full((len(selected), len(layers), count), np.nan)
+    for values, heads in zip(table, known, strict=True):
+        for (layer, head), value in heads.items():
+            values[row_of[layer], head] = value
+    rows = [row for row, heads in enumerate(known) if heads]
+    return [selected[row] for row in rows], layers, table[rows]
+
+
+# -- what loggers show, and arrays -----------------------------------------------------------------
+
+
+def cards_of(
+    readings: Readings, metrics: Iterable[str] = ()
+) -> Iterator[tuple[str, Lines | Matrix]]:
+    """List the panels that loggers show of a run, with their names, which are numbered.
+
+    Args:
+        readings: Readings of the main stack of a run.
+        metrics: Names of metrics that are shown over training and over depth besides.
+    """
+    titles = {name: readings.text_of(name).title for name in (*BY_LAYER, *BY_HEAD, *metrics)}
+    asked: list[tuple[str, Callable[[], Lines | Matrix | None]]] = [
+        (chart_title("twonn", readings.text_of("twonn")), partial(dimension_panel, readings)),
+        (f"{titles['anisotropy']} over depth", partial(depth_panel, readings, "anisotropy")),
+    ]
+    for name in BY_LAYER:
+        asked.append((f"{titles[name]} by layer", partial(map_panel, readings, name)))
+    for name in BY_HEAD:
+        asked.append((f"{titles[name]} by head", partial(_last_heads, readings, name)))
+    for name in metrics:
+        asked.append((titles[name], partial(training_panel, readings, name)))
+        asked.append((f"{titles[name]} over depth", partial(depth_panel, readings, name)))
+    for number, (words, make) in enumerate(asked, start=1):
+        panel = make()
+        if isinstance(panel, Matrix) or (panel is not None and panel.lines):
+            yield f"{number} {words}", panel
+
+
+def _last_heads(readings: Readings, metric: str) -> Matrix | None:
+    return next(iter(head_panels(readings, metric).values()), None)
+
+
+def scales_of(readings: Iterable[Reading]) -> list[int]:
+    """List the scales of gride, ascending: 32 for its part "k32"."""
+    parts = {part for reading in readings for part in reading.column("gride").parts}
+    return sorted(int(part[1:]) for part in parts if part[1:].isdigit())
+
+
+def arrays_by_step(readings: Readings, name: str, most: int) -> dict[int, dict[str, NDArray[Any]]]:
+    """Read the arrays that stand beside a record at a few steps, evenly spaced in logarithm.
+
+    Args:
+        readings: Readings of a run.
+        name: Name of an array; steps without it are left out.
+        most: Largest number of steps.
+    """
+    if readings.folder is None:
+        return {}
+    selected = single_source(readings)
+    kept = set(readings.folder.steps(selected[0].source)) if selected else set()
+    known = [reading.step for reading in selected if reading.step in kept]
+    found = {step: readings.arrays(step, selected[0].source) for step in spread_steps(known, most)}
+    return {step: arrays for step, arrays in found.items() if array_layers(arrays, name, readings)}
+
+
+def array_layers(arrays: Iterable[str], name: str, readings: Iterable[Reading]) -> list[int]:
+    """List the layers that an array of some name stands beside the record for."""
+    return [layer for layer in layers_of(readings) if tags.layer_tag(name, layer) in arrays]
+
+
+# -- scales and colours ----------------------------------------------------------------------------
+
+
+def _profiles(
+    readings: Readings, metric: str, part: str = ""
+) -> tuple[dict[int, Column], list[int], Floats, str]:
+    """Collect a metric over depth, at the steps that have a value; layer 0 unless it is far above.
+
+    Returns:
+        Columns by step; the layers; their values, [layers, steps]; what to say of layer 0 where it
+        is left out.
+    """
+    columns = {reading.step: reading.column(metric, part) for reading in single_source(readings)}
+    columns = {step: column for step, column in columns.items() if column.by_layer()}
+    layers = sorted({layer for column in columns.values() for layer in column.depths()})
+    table = np.array([[column.at(layer) for layer in layers] for column in columns.values()]).T
+    table[~np.isfinite(table)] = np.nan
+    if layers[:1] != [0] or not is_far_above(table[0], table[1:].ravel()):
+        return columns, layers, table, ""
+    ends = [f"{pick(table[0]):.3g}" for pick in (np.nanmin, np.nanmax)]
+    remark = f"layer 0, far above: {' to '.join(dict.fromkeys(ends))}"
+    return columns, layers[1:], table[1:], remark
+
+
+def _layer_colours(readings: Readings) -> dict[int, str]:
+    """Colours of the layers of a run; those of heads and of what attention gives are the same."""
+    layers = layers_of(readings)[1:] or [0]
+    return {0: LAYERS[0]} | dict(zip(layers, ramp(LAYERS, len(layers)), strict=True))
+
+
+def _range_of(values: Floats, metric: str, most: float) -> tuple[float, float]:
+    """Choose the ends of a scale: about zero for cosines and where signs differ."""
+    if math.isfinite(most):
+        return 0.0, most
+    low, high = float(np.nanmin(values)), float(np.nanmax(values))
+    if metric.endswith("cosine"):
+        return -1.0, 1.0
+    return (-max(-low, high), max(-low, high)) if low < 0 else (low, high)
+
+
+def _largest(readings: Readings, metric: str) -> float:
+    """Return the largest value that a metric can have; NaN where there is none, or not known."""
+    if metric == "attention_entropy":  # that of uniform attention
+        return (null_of(readings, metric) or (NAN, ""))[0]
+    return 1.0 if metric == "attention_entropy_normalised" else NAN

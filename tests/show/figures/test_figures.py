@@ -1,0 +1,602 @@
+"""Figures: how matplotlib draws panels, and each kind of figure by its data and its words."""
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from shown import alerted, write
+from tagged import reading_of, with_values
+from typer.testing import CliRunner
+
+from geomon.analysis.compare import compare
+from geomon.analysis.queries_keys import align_layers, chance_limit, queries_and_keys
+from geomon.cli import make_app
+from geomon.kernels.baselines import isotropic_cosine_magnitude
+from geomon.kernels.token_types import token_types
+from geomon.record import Readings, read, tags
+from geomon.record.arrays import ArrayPlace
+from geomon.show.collect import depth_panel, head_panels, map_panel
+from geomon.show.colours import BLUE, GREY, NOTHING, VERMILLION
+from geomon.show.figures import KINDS, as_image, card, draw, geometry_figure, save
+from geomon.show.figures.compare import compare_figure
+from geomon.show.figures.run import title_of
+from geomon.show.panels import Line, Lines, NotMeasuredError
+
+LAYERS, HEADS, WIDTH, ROWS = 4, 4, 8, 6
+STEPS = (0, 16, 128, 1500)
+
+
+def more_values(progress: float) -> dict[str, float]:
+    """What the synthetic runs of other tests lack."""
+    found = {"attention_entropy/null": 3.1, "qk_cosine/null_magnitude": 0.3}
+    found["training/loss"] = 5 - 3 * progress
+    for layer in range(LAYERS + 1):
+        shares = {"mean": 0.2 + 0.1 * layer * progress, "between": 0.3}
+        shares["within"] = 1 - sum(shares.values())
+        for part, value in shares.items():
+            found[tags.layer_tag("variance_shares", layer, part)] = value
+        found[tags.layer_tag("variance_shares", layer)] = 0.5
+        found |= {tags.layer_tag(n, layer): 0.1 * (layer + 1) for n in ("drift_norm", "twonn")}
+        found[tags.layer_tag("cosine", layer)] = (0.1, 0.3, 0.2, 0.4, 0.5)[layer]
+        found[tags.layer_tag("variance", layer)] = 10.0
+    return found
+
+
+def arrays_at(reading) -> dict[ArrayPlace, np.ndarray]:
+    """Mean queries and keys of head h of layer l at a planted angle, growing."""
+    progress = reading.step / STEPS[-1]
+    generator = np.random.default_rng(3)
+    found = {}
+    for layer in range(LAYERS + 1):
+        eigenvalues = np.sort(generator.exponential(size=WIDTH))[::-1]
+        counts = generator.integers(10, 40, 12)
+        found |= {
+            ArrayPlace("", "eigenvalues", layer): eigenvalues,
+            ArrayPlace("", "type_ids", layer): np.arange(12),
+            ArrayPlace("", "type_rows", layer): counts,
+            ArrayPlace("", "type_square_of_mean", layer): 5 + generator.random(12),
+            ArrayPlace("", "type_scatter", layer): counts * (2 + generator.random(12)),
+        }
+        if layer == 0:
+            continue
+        angles = np.pi * (np.arange(HEADS) + HEADS * (layer - 1)) / (HEADS * LAYERS)
+        query = np.zeros((HEADS, WIDTH))
+        key = np.zeros((HEADS // 2, WIDTH))  # two query heads share a key head
+        key[:, 0] = 1 + progress
+        query[:, 0], query[:, 1] = np.cos(angles), np.sin(angles)
+        query *= 1 + 2 * progress
+        found[ArrayPlace("", "mean_query", layer)] = query.astype(np.float32)
+        found[ArrayPlace("", "mean_key", layer)] = key.astype(np.float32)
+        for name, mean in (("queries", query), ("keys", key)):
+            noise = 0.3 * generator.standard_normal((ROWS, *mean.shape))
+            found[ArrayPlace("", name, layer)] = (mean + noise).astype(np.float16)
+    return found
+
+
+def write_run(folder, readings, arrays=arrays_at) -> Readings:
+    last = max(readings[-1].step, 1)
+    whole = [with_values(r, {**more_values(r.step / last), **r.values}) for r in readings]
+    facts = {"parameters": 1_234_567, "layers": ["block"] * LAYERS}
+    return read(write(folder, whole, arrays, **facts))
+
+
+@pytest.fixture
+def run(make_readings, tmp_path):
+    return write_run(tmp_path, make_readings(STEPS, layers=LAYERS, heads=HEADS))
+
+
+def panels_of(figure):
+    """The axes that are panels, without colour bars, by their captions."""
+    titled = {axes.get_title("left").split("   ")[-1]: axes for axes in figure.axes}
+    return {words: axes for words, axes in titled.items() if words}
+
+
+def words_of(figure) -> str:
+    texts = [text.get_text() for axes in figure.axes for text in axes.texts]
+    return " | ".join([figure.get_suptitle(), *panels_of(figure), *texts])
+
+
+def lines_of(axes, points):
+    return [line for line in axes.lines if len(line.get_xdata()) == points]
+
+
+def small(figure) -> np.ndarray:
+    figure.dpi = 45
+    return as_image(figure)
+
+
+# -- panels, as matplotlib draws them --------------------------------------------------------------
+
+
+def drawn(panel):
+    return card(panel).axes
+
+
+def test_lines_have_their_places_colours_bands_and_names():
+    lines = [
+        Line("one", [0, 4, 32], [5.0, 6.0, 7.0], BLUE, [4.5, 5.5, 6.0], [5.5, 6.5, 8.0]),
+        Line("two", [0, 4, 32], [2.0, math.nan, 3.0], VERMILLION, dash="dash", width=3.0),
+    ]
+    panel = Lines("values", lines, null=(4.0, "noise: 4"), chance=(1.5, "by chance"))
+    (axes,) = drawn(panel)
+    first, second = lines_of(axes, 3)
+    assert (list(first.get_ydata()), first.get_color()) == ([5, 6, 7], BLUE)
+    assert (list(second.get_xdata())[1:], second.get_linewidth()) == ([4, 32], 3.0)
+    assert second.get_linestyle() == "--"
+    (band,) = axes.collections
+    corners = band.get_paths()[0].vertices
+    assert sorted(set(corners[corners[:, 0] == 32, 1])) == [6.0, 8.0]
+    assert axes.get_ylabel() == "values\n(band: 95 % interval)"
+    assert axes.get_xlabel() == "training step (logarithmic)"
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "4", "10"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "one", "two", "by chance",
+    ]  # fmt: skip
+    assert [list(line.get_ydata()) for line in lines_of(axes, 2)] == [[4.0, 4.0]]
+    assert "noise: 4" in [text.get_text() for text in axes.texts]
+    assert axes.patches[0].get_y() + axes.patches[0].get_height() == 1.5
+    assert axes.get_ylim()[0] == 0
+    left, right = axes.get_xlim()
+    assert left < first.get_xdata()[0] < 32 < right
+
+
+def test_lines_named_by_steps_have_a_colour_bar():
+    lines = [Line(f"{step}", [0, 1], [1.0, 2.0], c) for step, c in ((4, BLUE), (32, GREY))]
+    axes, bar = drawn(Lines("values", lines, "layer", "step", remark="one more thing"))
+    assert axes.get_xlabel() == "layer (0 = what enters the first block)\none more thing"
+    assert [line.get_marker() for line in axes.lines] == ["o", "o"]
+    assert bar.get_ylabel() == "step"
+    assert sorted(label.get_text() for label in bar.get_yticklabels()) == ["32", "4"]
+    (mesh,) = [c for c in bar.collections if c.get_array() is not None and c.get_array().size > 1]
+    colours = [matplotlib.colors.to_hex(c).upper() for c in mesh.to_rgba(mesh.get_array().ravel())]
+    assert colours == [BLUE, GREY]
+
+
+@pytest.mark.parametrize("high", [8.0, 1e6])
+def test_a_logarithmic_axis_names_numbers(high):
+    lines = [Line("", [1, 2, 4], [0.5, 2.0, high], BLUE)]
+    (axes,) = drawn(Lines("values", lines, "scale", is_logarithmic=True))
+    axes.figure.draw_without_rendering()
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    assert axes.get_ylabel() == "values\n(logarithmic)"
+    named = [label.get_text() for label in axes.get_yticklabels()]
+    assert ("3" in named) == (high < 1000)
+    assert "1" in named
+    (dot,) = drawn(Lines("values", [Line("", [7], [1.0], BLUE)]))[0].lines
+    assert dot.get_marker() == "o"
+
+
+def test_an_alert_is_a_line_along_which_its_kind_is_written(make_readings):
+    readings = alerted(make_readings(), [(4, "rank_collapse"), (6, "rank_collapse")])
+    figure = geometry_figure(readings)
+    for panel in (figure.axes[place] for place in (0, 2, 3)):
+        marked = [line.get_xdata()[0] for line in panel.lines if line.get_color() == "#A8488A"]
+        assert marked == [128, 512]
+        texts = [(t.get_text(), t.xy[0]) for t in panel.texts if t.get_rotation() == 90]
+        assert texts == [("rank collapse", 128), ("", 512)]
+
+
+def test_a_matrix_has_the_first_layer_at_the_bottom_and_small_ones_their_values():
+    values = {f"q/layer_{n:02d}/head_{h}": 10.0 * n + h for n in (1, 2) for h in range(3)}
+    values["q/layer_01/head_1"] = math.nan
+    (matrix,) = head_panels(Readings([], [reading_of(values)]), "q").values()
+    axes, bar = drawn(matrix)
+    texts = {text.get_position(): text.get_text() for text in axes.texts}
+    assert texts == {
+        (h, n - 1): f"{10 * n + h:.2f}" for n in (1, 2) for h in range(3) if (n, h) != (1, 1)
+    }
+    assert axes.get_ylim()[0] < axes.get_ylim()[1]
+    assert matplotlib.colors.to_hex(axes.get_facecolor()).upper() == NOTHING
+    assert (bar.get_ylabel(), axes.get_xlabel()) == ("q", "head")
+
+
+def test_a_map_has_columns_about_its_steps(make_readings):
+    curves = {f"twonn/layer_{n:02d}": [5.0 + 30 * (not n)] * 9 for n in range(3)}
+    matrix = map_panel(make_readings(curves=curves), "twonn")
+    axes, _ = drawn(matrix)
+    mesh = axes.collections[0]
+    np.testing.assert_array_equal(np.asarray(mesh.get_array()), matrix.values)
+    assert (mesh.norm.vmin, mesh.norm.vmax) == (0.0, 5.0)
+    edges = mesh.get_coordinates()[0, :, 0]
+    steps = list(matrix.columns)[1:]
+    assert all(a < step < b for a, step, b in zip(edges[1:], steps, edges[2:], strict=False))
+    assert axes.get_xlabel().endswith("\nlayer 0, far above: 35")
+    large = head_panels(make_readings((0,), layers=24, heads=16), "qk_cosine")[0]
+    assert not drawn(large)[0].texts
+
+
+# -- the figure of a run ---------------------------------------------------------------------------
+
+
+def test_each_caption_stands_over_its_own_data(run):
+    found = panels_of(draw("run", run))
+    expected = {
+        "Intrinsic dimension, mean over layers": run.series("twonn/mean")[1],
+        "anisotropy over depth": [run[-1].values[f"anisotropy/layer_0{n}"] for n in range(5)],
+        "cosine of mean query and mean key by head": run.series("qk_cosine/layer_01/head_1")[1],
+        "attention entropy by layer": run.series("attention_entropy/layer_02")[1],
+    }
+    assert list(found) == list(expected)
+    for words, values in expected.items():
+        assert any(list(line.get_ydata()) == pytest.approx(values) for line in found[words].lines)
+        assert found[words].get_ylabel().startswith(words.split(", ")[0].split(" by ")[0][:10])
+    bars = [axes.get_ylabel() for axes in draw("run", run).axes]
+    assert "layer (c and d)" in bars
+    mixed = replace(run, mixed_at=3)
+    assert draw("run", mixed).get_suptitle().startswith("Two runs wrote into this record at once")
+
+
+@pytest.mark.parametrize("distinct", [5.0, 40.0])  # a linear axis, and a logarithmic one
+def test_no_line_is_covered_by_the_legend(run, distinct):
+    changed = [with_values(r, r.values | {"twonn_distinct/mean": distinct}) for r in run]
+    figure = geometry_figure(Readings(run.runs, changed), title="Takes height from the panels")
+    figure.draw_without_rendering()
+    (loss,) = next(axes for axes in figure.axes if "loss" in axes.get_ylabel()).lines
+    for panel, others in ((figure.axes[0], [loss]), (figure.axes[2], [])):
+        bottom = panel.get_legend().get_frame().get_window_extent().y0
+        for line in (*panel.lines, *others):
+            assert line.get_window_extent().y1 < bottom
+        assert max(panel.get_yticks()) < panel.get_ylim()[1] * 0.95
+
+
+def test_what_was_not_measured_is_said(make_readings):
+    missing = ["twonn", "twonn_distinct", "gride", "anisotropy", "qk_cosine", "attention_entropy"]
+    empty = [
+        with_values(r, dict.fromkeys(r.values.keys() - {"geomon/seconds"}, math.nan))
+        for r in make_readings()
+    ]
+    for readings in (make_readings(without=missing), Readings([], []), Readings([], empty)):
+        figure = geometry_figure(readings)
+        as_image(figure)
+        assert words_of(figure).count("not measured") == 4
+
+
+@pytest.mark.parametrize(
+    ("steps", "layers", "heads"),
+    [((0,), 2, 1), ((7,), 3, 5), ((0, 16), 48, 64), ((500, 700, 900), 2, 3)],
+)
+def test_every_size_of_run_is_drawn(make_readings, steps, layers, heads):
+    figure = geometry_figure(make_readings(steps, layers=layers, heads=heads), title="run")
+    assert small(figure).std() > 5
+    assert ("all heads" in words_of(figure)) == (layers * heads > 64)
+
+
+def test_the_title_says_model_size_steps_and_loss(run, make_readings):
+    assert title_of(run) == (
+        "Synthetic, 1.23 million parameters, 4 blocks, steps 0 to 1,500, training loss 5.00 → 2.00"
+    )
+    assert draw("run", run).get_suptitle() == title_of(run)
+    acting = Readings([{"model": "a\x1b[2J\u202e$b^$", "layers": 3}], make_readings((0,)).readings)
+    assert title_of(acting).isprintable()
+    small(draw("run", acting))
+    assert title_of(Readings([], [])) is None
+    losses = [a for a in draw("run", run).axes if "training loss" in a.get_ylabel()]
+    assert list(losses[0].lines[0].get_ydata()) == run.series("training/loss")[1]
+    assert losses[0].get_ylabel() == "training loss (dash-dotted)"
+    values = {t: v for t, v in run[-1].values.items() if t != "training/loss"}
+    shorter = Readings(run.runs, [*run.readings[:-1], with_values(run[-1], values)])
+    (label,) = [a.get_ylabel() for a in draw("run", shorter).axes if "loss" in a.get_ylabel()]
+    assert label == "training loss (dash-dotted, known to step 128)"
+    assert title_of(shorter).endswith(", training loss 5.00 → 4.74 (step 128)")
+
+
+# -- other kinds -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_is_drawn(run, kind):
+    figure = draw(kind, run)
+    assert "not measured" not in words_of(figure)
+    assert small(figure).std() > 5
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "run"])
+def test_a_run_that_cannot_give_a_figure_says_what_was_not_measured(make_readings, kind):
+    bare = make_readings(
+        without=["twonn", "twonn_distinct", "gride", "anisotropy", "qk_cosine", "attention_entropy"]
+    )
+    for readings in (bare, Readings([], [])):
+        with pytest.raises(NotMeasuredError) as raised:
+            draw(kind, readings)
+        text = str(raised.value)
+        assert "not measured" in text or "stand beside the record" in text or "layers" in text
+        assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "metric", "words"),
+    [
+        ("map", "anisotropi", r"anisotropi: not measured in this run: did you mean anisotropy"),
+        ("map", "zzz", r"not measured in this run; .*twonn, .* were$"),
+        ("heads", "twonn", r"twonn of single heads: not measured in this run; .*qk_cosine"),
+        ("cosines", "qk_cosin", r"did you mean qk_cosine"),
+    ],
+)
+def test_a_metric_that_is_not_there_is_answered_by_those_that_are(run, kind, metric, words):
+    with pytest.raises(NotMeasuredError, match=words):
+        draw(kind, run, metric)
+
+
+def test_the_most_similar_and_the_most_opposite_head_are_found(run):
+    for words in (words_of(draw("means", run)), words_of(draw("clouds", run))):
+        assert "most similar head\nlayer 1, head 0, cosine +1.00" in words
+        assert "most opposite head\nlayer 4, head 3, cosine −0.98" in words
+    assert words.count(": cosine +1.00") == words.count(": cosine −0.98") == 4
+    assert "from step 0 (open) to step 1,500 (filled)" in words_of(draw("means", run))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_rows_that_are_not_finite_are_left_out(run, bad):
+    for reading in run:
+        arrays = arrays_at(reading)
+        arrays["", "queries", 1][0, 0] = bad
+        arrays["", "mean_query", 2][1] = bad
+        run.folder.write(reading.step, reading.source, arrays)
+    for kind in ("means", "clouds"):
+        small(draw(kind, run))
+
+
+def test_a_figure_and_a_summary_count_the_same_heads(run):
+    """Of isotropic directions one head in twenty lies outside its own band of 95 %."""
+    last = run[-1]
+    cosines = 2 * [0.9, -0.9, 0.8, 0.75, 0.6, -0.6, 0.4, -0.2]
+    names = [f"qk_cosine/layer_{n:02d}/head_{h}" for n in range(1, 5) for h in range(4)]
+    values = dict(last.values) | dict(zip(names, cosines, strict=True))
+    values["qk_cosine/null_magnitude"] = isotropic_cosine_magnitude(16)
+    readings = Readings([], [*run.readings[:-1], with_values(last, values)])
+    figure = draw("cosines", readings)
+    found = queries_and_keys(readings)
+    assert [len(found.of(each)) for each in ("similar", "opposite", "chance")] == [6, 2, 8]
+    assert sum(abs(value) > chance_limit(16) for value in cosines) == 12
+    assert (
+        "16 heads at the end: 6 similar (orange), 2 opposite (blue), 8 within chance "
+        f"(±{found.limit:.2f})"
+    ) in words_of(figure)
+    lines = [line for axes in figure.axes for line in lines_of(axes, 4)]
+    for colour, count in zip((VERMILLION, BLUE, GREY), (6, 2, 8), strict=True):
+        assert sum(line.get_color() == colour for line in lines) == count
+    (band,) = figure.axes[0].patches
+    assert band.get_y() + band.get_height() == pytest.approx(found.limit)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 13])
+def test_the_title_of_few_and_of_many_layers_stays_inside(make_readings, tmp_path, layers):
+    figure = draw("cosines", write_run(tmp_path, make_readings((0, 8), layers=layers, heads=8)))
+    figure.draw_without_rendering()
+    title = figure._suptitle.get_window_extent()
+    assert title.x0 > 0
+    assert title.x1 < figure.bbox.x1
+    assert figure._supylabel.get_window_extent().y1 < title.y0
+    assert ("12 of 13 layers are drawn" in words_of(figure)) == (layers == 13)
+
+
+def test_the_line_through_token_types_is_that_of_the_metric(make_readings, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 9, (400,), generator=generator)
+    scale = 1 + torch.arange(9)[ids, None] / 3
+    hidden = scale * torch.randn(400, 6, generator=generator) + ids[:, None] / 5
+    found = token_types(hidden, ids)
+    fit = found.norm_variance_slope()
+    run = write_run(tmp_path, make_readings((0,)), arrays=None)
+    arrays = {"type_ids": ids.unique(), "type_rows": found.rows, "type_square_of_mean": found.m}
+    arrays["type_scatter"] = found.scatter
+    run.folder.write(0, "probe", {ArrayPlace("", n, 1): a.numpy() for n, a in arrays.items()})
+    figure = draw("norms", run)
+    words = f"{words_of(figure)} {figure.axes[0].get_xlabel()}".replace("−", "-")
+    assert f"slope {fit.slope.item():+.2f}, R² {fit.r_squared.item():.2f}" in words
+    assert f"Q varies by {100 * fit.q_variation.item():.0f} %" in words
+    assert f"{int(fit.types)} token types" in words
+
+
+@pytest.mark.parametrize("rows", [9, 20])  # too few of each type; all types alike
+def test_where_types_give_no_line_none_is_said(run, rows):
+    alike = {"type_rows": rows, "type_square_of_mean": 5.0, "type_scatter": 40.0}
+    for reading in run:
+        arrays = arrays_at(reading)
+        for layer in range(LAYERS + 1):
+            arrays |= {ArrayPlace("", name, layer): np.full(12, x) for name, x in alike.items()}
+        run.folder.write(reading.step, reading.source, arrays)
+    figure = draw("norms", run)
+    assert ("fewer than 3 token types come 10 times" in words_of(figure)) == (rows < 10)
+    assert figure.axes[0].get_title("left").endswith("Layer 0, step 1,500")
+    assert "slope" not in figure.axes[0].get_xlabel()
+
+
+def test_shares_of_a_layer_sum_to_one(run):
+    panel = panels_of(draw("norms", run))["Parts of Q over depth, step 1,500"]
+    heights = np.array([bar.get_height() for bar in panel.patches]).reshape(3, LAYERS + 1)
+    assert heights.sum(axis=0) == pytest.approx(np.ones(LAYERS + 1))
+
+
+def test_p_values_stand_over_training(run):
+    correlation, p_values = draw("drift", run).axes
+    assert "Pearson" in correlation.texts[-1].get_text()
+    dots = correlation.collections[0].get_offsets()
+    np.testing.assert_allclose(dots[:, 1], [0.1, 0.3, 0.2, 0.4, 0.5])
+    names = [text.get_text() for text in p_values.get_legend().get_texts()]
+    assert names == ["Spearman", "Pearson", "least possible with 5 layers: 0.017"]
+    assert (p_values.get_xscale(), p_values.get_yscale()) == ("log", "log")
+
+
+def test_spectra_are_shares_of_the_whole_variance(run):
+    every, *over = panels_of(draw("spectra", run)).items()
+    expected = run.arrays(1500)["eigenvalues/layer_00"]
+    total = max(10.0, expected.sum())
+    np.testing.assert_allclose(every[1].lines[0].get_ydata(), expected / total)
+    assert every[0] == "Every layer at step 1,500"
+    assert [(words, len(axes.lines)) for words, axes in over] == [
+        ("Layer 2 over training", 4), ("Layer 4 over training", 4),
+    ]  # fmt: skip
+
+
+def test_profiles_say_where_they_peak(run):
+    panel = panels_of(draw("profiles", run))["anisotropy"]
+    assert panel.get_xlabel().endswith("last step: peak at depth 0.50, bulge +4.50")
+
+
+# -- several runs ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_of(make_readings, tmp_path):
+    """Write a run whose joined cosine goes from 0 to an end at each of its layers."""
+    steps = (0, 16, 128)
+
+    def write_one(name, ends, first_layer=1) -> Readings:
+        def arrays(reading):
+            found = {}
+            for layer, end in enumerate(ends, start=first_layer):
+                cosine = end * steps.index(reading.step) / 2
+                query, key = np.zeros((HEADS, WIDTH)), np.zeros((HEADS // 2, WIDTH))
+                query[:, 0], query[:, 1], key[:, 0] = cosine, np.sqrt(1 - cosine**2), 3
+                found[ArrayPlace("", "mean_query", layer)] = query
+                found[ArrayPlace("", "mean_key", layer)] = key
+            return found
+
+        readings = make_readings(steps, layers=first_layer + len(ends))
+        return read(write(tmp_path / name, readings, arrays))
+
+    return write_one
+
+
+def test_each_run_has_a_line_in_the_panel_of_each_layer(run_of):
+    ends = {"a": (0.9, 0.8, -0.7), "b": (0.8, -0.5, -0.9), "c": (0.7, 0.1, -0.8)}
+    runs = [run_of(f"study/seed_{name}", values) for name, values in ends.items()]
+    figure = draw("stability", runs)
+    panels = panels_of(figure)
+    assert list(panels) == ["layer 1", "layer 2", "layer 3"]
+    for layer, panel in enumerate(panels.values(), start=1):
+        lines = lines_of(panel, 3)
+        for line, run, values in zip(lines, runs, ends.values(), strict=True):
+            np.testing.assert_allclose(line.get_ydata(), align_layers(run)[layer].cosines)
+            assert line.get_ydata()[-1] == pytest.approx(values[layer - 1])
+        assert len({line.get_color() for line in lines}) == 3
+        assert panel.patches[0].get_height() == pytest.approx(2 * chance_limit(HEADS * WIDTH))
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["seed_a", "seed_b", "seed_c", "95 % of random directions"]
+    assert "3 runs: all end on the same side, beyond chance, in 2 of 3 layers" in words_of(figure)
+    assert small(figure).std() > 5
+
+
+def test_a_run_without_means_is_named_and_runs_without_a_common_layer_are_refused(run_of):
+    whole, bare = run_of("a", [0.5]), run_of("b", [])
+    with pytest.raises(NotMeasuredError, match=r"^b: no mean queries and keys stand beside"):
+        draw("stability", [whole, bare])
+    with pytest.raises(NotMeasuredError, match="no layers in common"):
+        draw("stability", [whole, run_of("c", [0.5], first_layer=2)])
+    with pytest.raises(ValueError, match="needs a run"):
+        draw("stability", [])
+
+
+def test_names_of_folders_are_no_formulas_and_stay_inside(run_of):
+    runs = [run_of(name, [0.5]) for name in ("a$^", "b$")]
+    long = "/".join(["folder"] * 6)
+    figure = compare_figure((runs[0], runs[1]), (f"{long}/a$^$", f"{long}/b"), compare(*runs))
+    small(figure)
+    small(draw("stability", runs))
+    left, right = figure.axes
+    labels = left.get_legend().get_texts()
+    assert [text.get_text() for text in labels] == [rf"first: {long}/a\$^\$", f"second: {long}/b"]
+    for words in (left.xaxis.label, right.xaxis.label, *labels):
+        box = words.get_window_extent()
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.width, words.get_text()
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def test_images_are_pixels_and_files_are_written(make_readings, tmp_path):
+    figure = card(depth_panel(make_readings(), "anisotropy"))
+    image = as_image(figure)
+    assert image.dtype == np.uint8
+    height, width, channels = image.shape
+    assert channels == 3
+    assert width > height > 200
+    path = save(figure, tmp_path / "new" / "profile.png")
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(ValueError, match="xyz"):
+        save(figure, tmp_path / "profile.xyz")
+    with pytest.raises(ValueError, match=r"ends in \.png"):
+        save(figure, tmp_path / "profile")
+
+
+def test_nothing_of_matplotlib_is_changed_and_pyplot_is_never_loaded(make_readings):
+    before = dict(matplotlib.rcParams)
+    as_image(geometry_figure(make_readings()))
+    assert dict(matplotlib.rcParams) == before
+    code = "import sys, geomon.show.figures; assert 'matplotlib.pyplot' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(make_app(), ["figure", *map(str, arguments)])
+
+
+def test_figures_are_written_by_kind(run, tmp_path):
+    result = invoke(tmp_path, "--kind", "drift", "--kind", "map", "--metric", "cosine")
+    assert result.stdout.splitlines() == [
+        f"wrote {tmp_path / 'figures' / 'drift.png'}",
+        f"wrote {tmp_path / 'figures' / 'map_cosine.png'}",
+    ]
+    other = tmp_path / "else.svg"
+    assert invoke(tmp_path, "--kind", "profiles", "--out", other).exit_code == 0
+    assert "<svg" in other.read_text()[:1000]
+
+
+@pytest.fixture
+def files_are_empty(monkeypatch):
+    def touch(figure, path):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+
+    monkeypatch.setattr("geomon.show.figures.save", touch)
+
+
+@pytest.mark.usefixtures("files_are_empty")
+def test_all_draws_what_the_run_can_give_and_says_the_rest_in_a_line(make_readings, tmp_path):
+    write_run(tmp_path, make_readings(without=["qk_cosine"]), arrays=None)
+    lines = invoke(tmp_path, "--all").stdout.splitlines()
+    assert len(lines) == len(KINDS)
+    missing = [line.split(":")[0] for line in lines if line.startswith("no ")]
+    assert missing == ["no cosines", "no means", "no clouds", "no stability", "no spectra"]
+
+
+@pytest.mark.usefixtures("files_are_empty")
+def test_the_command_lays_runs_over_one_another(run_of, tmp_path):
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        run_of(folder.name, [0.5])
+    path = tmp_path / "a" / "figures" / "stability.png"
+    assert invoke(*folders, "--kind", "stability").stdout == f"wrote {path}\n"
+    assert path.is_file()
+    refused = invoke(*folders)
+    assert refused.exit_code == 2
+    assert "the figure 'run' is of one run: of several there is stability" in refused.stderr
+    every = invoke(*folders, "--all", "--out", tmp_path / "all").stdout.splitlines()
+    assert [line for line in every if not line.endswith("it is of one run")] == [
+        f"wrote {tmp_path / 'all' / 'stability.png'}"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--kind", "nothing"], "no figure is called 'nothing': there are run, dimension"),
+        (
+            ["--kind", "drift", "--metric", "cosine"],
+            "'drift' takes no metric: profiles, map, heads",
+        ),
+        (["--kind", "means"], "no mean queries and keys stand beside the record"),
+    ],
+)
+def test_bad_input_is_one_clear_line(make_readings, tmp_path, arguments, words):
+    write_run(tmp_path, make_readings(STEPS), arrays=None)
+    result = invoke(tmp_path, *arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1

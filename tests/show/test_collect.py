@@ -1,0 +1,279 @@
+"""Panels of a run, by their data: what all pages draw of it."""
+
+import math
+
+import numpy as np
+import pytest
+from shown import alerted
+from tagged import TEXTS, reading_of, with_values
+
+from geomon.analysis import Curve, mean_abs_over_heads
+from geomon.record import Readings
+from geomon.show import collect
+from geomon.show.panels import Line, Lines, StepAxis, spread_items, spread_steps, thin
+
+
+def lopsided(steps=(0, 4, 32), layers=3, heads=5):
+    """A run of which no two values are equal: step, layer, head and metric are in each."""
+    readings = []
+    for place, step in enumerate(steps):
+        values = {}
+        for layer in range(layers + 1):
+            base = 0.01 * place + 0.1 * layer
+            values[f"anisotropy/layer_{layer:02d}"] = 0.05 + base
+            values[f"anisotropy/layer_{layer:02d}/margin"] = 0.01 + 0.001 * layer
+            if layer:
+                values[f"attention_entropy/layer_{layer:02d}"] = 2 + base
+            for head in range(heads if layer else 0):
+                size = base + 0.001 * (head + 1)
+                values[f"qk_cosine/layer_{layer:02d}/head_{head}"] = size * (-1 if not head else 1)
+        for number, name in enumerate(("twonn/mean", "twonn_distinct/mean", "gride/mean/k32")):
+            values[name] = 5.0 + place + 0.1 * number
+            values[f"{name}/margin"] = 0.5 + 0.01 * number
+        values["gride/mean/k1"] = 50.0
+        readings.append(reading_of(values, step, notes=["note"]))
+    return Readings([{"model": "Synthetic", "metrics": TEXTS}], readings)
+
+
+def with_all(readings, values):
+    return Readings(readings.runs, [with_values(r, r.values | values) for r in readings])
+
+
+def single(metric, profile):
+    """A run of one reading with these values of a metric by layer."""
+    values = {f"{metric}/layer_{layer:02d}": value for layer, value in enumerate(profile)}
+    return Readings([], [reading_of(values)])
+
+
+# -- over training ---------------------------------------------------------------------------------
+
+
+def test_the_dimension_has_its_variants_with_intervals_and_the_largest_scale():
+    readings = lopsided()
+    panel = collect.dimension_panel(readings)
+    tags = ("twonn/mean", "twonn_distinct/mean", "gride/mean/k32")
+    assert panel.label == "Intrinsic dimension"
+    assert [line.name for line in panel.lines] == [
+        "intrinsic dimension", "distinct tokens", "by scale, scale 32",
+    ]  # fmt: skip
+    for line, tag in zip(panel.lines, tags, strict=True):
+        rows = [(r.values[tag], r.values[f"{tag}/margin"]) for r in readings]
+        assert list(line.y) == [value for value, _ in rows]
+        assert list(line.low) == [value - margin for value, margin in rows]
+        assert list(line.high) == [value + margin for value, margin in rows]
+    assert len({line.colour for line in panel.lines}) == 3
+    assert panel.lines[2].dash != "solid"
+
+
+def test_the_peak_is_named_where_the_dimension_has_fallen_from_one(make_readings):
+    (first, *_) = collect.dimension_panel(make_readings()).lines
+    assert first.name == "intrinsic dimension: peak 7.4 at step 256"
+    falling = make_readings(curves={"twonn/mean": [9, 8, 7, 6, 5, 4, 3, 2.5, 2]})
+    assert not any("peak" in line.name for line in collect.dimension_panel(falling).lines)
+
+
+@pytest.mark.parametrize(("distinct", "is_logarithmic"), [(32.0, True), (4.0, False)])
+def test_the_dimension_is_logarithmic_only_where_variants_lie_far_apart(
+    make_readings, distinct, is_logarithmic
+):
+    curves = {"twonn_distinct/mean": [distinct] * 9}
+    panel = collect.dimension_panel(make_readings(curves=curves, error=40.0, without=["gride"]))
+    assert panel.is_logarithmic == is_logarithmic
+    lowest = min(min(line.low) for line in panel.lines)
+    assert lowest == pytest.approx(0.1) if is_logarithmic else lowest < 0  # it has no 0
+
+
+def test_every_layer_and_every_head_is_a_line_in_the_colour_of_its_layer():
+    readings = lopsided()
+    layers = collect.layers_panel(readings, "attention_entropy").lines
+    assert [line.name for line in layers] == ["1", "2", "3"]
+    *heads, mean = collect.heads_panel(readings, "qk_cosine").lines
+    for number, line in enumerate(heads):
+        layer, head = number // 5 + 1, number % 5
+        tag = f"qk_cosine/layer_{layer:02d}/head_{head}"
+        assert list(line.y) == [reading.values[tag] for reading in readings]
+        assert line.colour == layers[layer - 1].colour
+    assert len({line.colour for line in layers}) == 3
+    for layer, line in enumerate(layers, start=1):
+        tag = f"attention_entropy/layer_{layer:02d}"
+        assert list(line.y) == [reading.values[tag] for reading in readings]
+    assert list(mean.y) == mean_abs_over_heads(readings, "qk_cosine").values
+    assert mean.width > heads[0].width
+
+
+def test_the_axis_of_layers_begins_at_0_and_has_room_for_uniform_attention(make_readings):
+    panel = collect.layers_panel(make_readings(), "attention_entropy")
+    assert panel.ends == pytest.approx((0, 1.08 * 3.0))
+    high = with_all(make_readings(), {"attention_entropy/null": 4.0})
+    assert collect.layers_panel(high, "attention_entropy").ends == pytest.approx((0, 1.08 * 4.0))
+
+
+def test_of_more_heads_than_lines_can_be_told_apart_shares_are_drawn():
+    readings = lopsided(layers=4, heads=17)
+    *bands, _ = collect.heads_panel(readings, "qk_cosine").lines
+    heads = [v for t, v in readings[-1].values.items() if "qk_cosine" in t and "head_" in t]
+    for band, shares in zip(bands, ((5, 95), (25, 75)), strict=True):
+        assert (band.low[-1], band.high[-1]) == pytest.approx(tuple(np.percentile(heads, shares)))
+
+
+def test_alerts_are_at_their_steps_and_a_kind_is_named_once(make_readings):
+    kinds = [(4, "rank_collapse"), (5, "rank_collapse"), (6, "rank_collapse"), (6, "logit_growth")]
+    found = [(128, "rank collapse"), (256, ""), (512, "logit growth")]
+    readings = alerted(make_readings(), kinds)
+    assert collect.alerts_of(readings) == found
+    assert collect.dimension_panel(readings).alerts == found
+
+
+@pytest.mark.parametrize("on_probe", [False, True])
+def test_the_loss_is_that_which_reaches_furthest(make_readings, on_probe):
+    losses = {"training/loss": [3.0] * 8 + [math.nan]}  # no batch comes after the last update
+    losses |= {"training/probe_loss": [4.0] * 9} if on_probe else {}
+    name, curve = collect.furthest_loss(make_readings(curves=losses))
+    assert (name, len(curve)) == (
+        ("loss on the probe", 9) if on_probe else ("training loss", 8)
+    )  # fmt: skip
+
+
+# -- over depth ------------------------------------------------------------------------------------
+
+
+def test_a_profile_has_a_line_for_each_step_and_the_last_has_its_intervals():
+    readings = lopsided()
+    panel = collect.depth_panel(readings, "anisotropy")
+    assert [(line.name, list(line.x)) for line in panel.lines] == [
+        (step, [0, 1, 2, 3]) for step in ("0", "4", "32")
+    ]
+    values = [readings[-1].values[f"anisotropy/layer_{layer:02d}"] for layer in range(4)]
+    assert panel.lines[-1].y == values
+    assert panel.lines[-1].high == pytest.approx(
+        [v + 0.01 + 0.001 * n for n, v in enumerate(values)]
+    )
+    assert panel.lines[-1].low == pytest.approx(
+        [v - 0.01 - 0.001 * n for n, v in enumerate(values)]
+    )
+    assert not any(len(line.low) for line in panel.lines[:-1])
+
+
+@pytest.mark.parametrize(
+    ("profile", "is_left_out"),
+    [
+        ([30.0, 2, math.inf, 3], True),
+        ([30.0, 2, 4, 3], True),
+        ([2.5, 2, 4, 3], False),
+        ([0.5, -0.02, 0.05, 0.01], True),
+        ([0.1, -0.02, 0.05, 0.01], False),
+        ([0.4, 0.0, 0.0], False),  # stays beside blocks that are all 0
+    ],
+)
+def test_layer_0_is_left_out_where_it_would_flatten_the_blocks(profile, is_left_out):
+    readings = single("twonn", profile)
+    (line,) = collect.depth_panel(readings, "twonn").lines
+    matrix = collect.map_panel(readings, "twonn")
+    assert list(line.x) == list(matrix.layers) == [*range(len(profile))][is_left_out:]
+    np.testing.assert_array_equal(
+        line.y, [x if math.isfinite(x) else math.nan for x in profile][is_left_out:]
+    )
+    remark = f"layer 0, far above: {profile[0]:.3g}" if is_left_out else ""
+    assert matrix.remark == collect.depth_panel(readings, "twonn").remark == remark
+
+
+def test_the_dimension_by_scale_is_a_line_for_each_step(make_readings):
+    panel = collect.scales_panel(make_readings((0, 16)))
+    assert (panel.over, panel.named_by) == ("scale", "step")
+    assert [(line.name, line.x, line.y) for line in panel.lines] == [
+        ("0", [1, 32], [2.6, 14.6]), ("16", [1, 32], [2.9, 10.0]),
+    ]  # fmt: skip
+
+
+def test_a_map_has_a_column_for_each_step_and_its_scale_from_the_blocks(make_readings):
+    curves = {f"twonn/layer_{layer:02d}": [5.0] * 9 for layer in range(3)}
+    curves |= {"twonn/layer_00": [40.0] * 9, "twonn/layer_02": [5.0] * 8 + [8.0]}
+    matrix = collect.map_panel(make_readings(curves=curves, layers=2), "twonn")
+    assert matrix.values.shape == (2, 9)
+    assert matrix.values[:, -1].tolist() == [5.0, 8.0]
+    assert (matrix.low, matrix.high, matrix.is_signed) == (0.0, 8.0, False)
+    positive = collect.map_panel(single("cosine", [0.25, 0.0, 0.25, 0.5]), "cosine")
+    assert (positive.low, positive.high) == (0, 0.5)
+    both = collect.map_panel(single("drift", [0.25, -0.5, 0.25]), "drift")
+    assert (both.low, both.high, both.is_signed) == (-0.5, 0.5, True)
+    wide = collect.map_panel(single("norm", [0.25, 8.0, 2.0]), "norm")
+    assert (wide.low, wide.high, wide.is_logarithmic) == (0.25, 8.0, True)
+    assert collect.map_panel(Readings([], [reading_of({}, 0, "inline")]), "twonn") is None
+
+
+def test_heads_stand_by_layer_and_head_on_one_scale(make_readings):
+    values = {
+        f"q/layer_{layer:02d}/head_{head}": 10.0 * layer + head
+        for layer in (1, 2)
+        for head in range(3)
+    }
+    readings = Readings(
+        [], [reading_of(values), reading_of({**values, "q/layer_02/head_2": 30.0}, 1)]
+    )
+    assert collect.head_panels(readings, "other") == {}
+    first, last = collect.head_panels(readings, "q", 2).values()
+    assert first.values.tolist() == [[10, 11, 12], [20, 21, 22]]
+    assert (list(first.layers), list(first.columns)) == ([1, 2], [0, 1, 2])
+    assert (first.low, first.high) == (last.low, last.high) == (10, 30)
+    run = make_readings()
+    (cosines,) = collect.head_panels(run, "qk_cosine").values()
+    assert (cosines.low, cosines.high) == (-1, 1)
+    (entropy,) = collect.head_panels(run, "attention_entropy").values()
+    assert (entropy.low, entropy.high) == pytest.approx((2.0, 3.0))
+    bounded = with_all(run, {"attention_entropy/null": 4.0})
+    (entropy,) = collect.head_panels(bounded, "attention_entropy").values()
+    assert (entropy.low, entropy.high) == (0.0, 4.0)
+
+
+# -- axes and choices ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("null", "is_inside"), [(6.0, True), (500.0, False), (-1.0, False), (math.nan, False)]
+)
+def test_a_null_is_drawn_where_it_lies_within_the_panel(null, is_inside):
+    readings = with_all(lopsided(), {"twonn/null": null})
+    panel = collect.dimension_panel(readings)
+    assert panel.null_inside == ((null, f"Gaussian noise: {null:.2g}") if is_inside else None)
+
+
+@pytest.mark.parametrize(
+    ("steps", "ticks"),
+    [
+        ((0, 1, 32), [0, 1, 10]),
+        ((0, 4, 32), [0, 4, 10]),
+        ((0, 16, 1500), [0, 16, 100, 1000]),
+        ((0, 80, 1500), [0, 100, 1000]),
+        ((500, 700, 900), [900]),
+        ((50, 700, 2000), [50, 100, 1000]),
+    ],
+)
+def test_the_axis_of_steps_has_powers_of_ten_and_step_0_to_the_left(steps, ticks):
+    axis = StepAxis(steps)
+    assert axis.ticks() == ticks
+    places = axis.places(steps)
+    assert places[1:] == list(steps[1:])
+    assert places[0] == (steps[0] or pytest.approx(steps[1] / 2.8, rel=0.02))
+    edges = axis.edges()
+    assert all(low < at < high for low, at, high in zip(edges, places, edges[1:], strict=False))
+    assert StepAxis([7]).edges()[0] < 7 < StepAxis([7]).edges()[1]
+
+
+def test_what_is_chosen_has_the_first_and_the_last():
+    assert spread_steps([32, 0, 1, 2, 16, 4, 8], 3) == [0, 4, 32]
+    assert spread_items(range(10), 3) == [0, 4, 9]
+    assert spread_items([3, 5], 7) == spread_steps([3, 5]) == [3, 5]
+    curve = Curve(
+        [*range(3000)], [math.sin(n / 300) + 9 * (n == 1717) for n in range(3000)], [0.0] * 3000
+    )
+    found = thin(curve)
+    assert len(found) <= 402
+    assert {0, 1, 2, 4, 1717, 2999} <= set(found.steps)  # what happens early is shown too
+    assert all(
+        curve.values[step] == value for step, value in zip(found.steps, found.values, strict=True)
+    )
+
+
+def test_bands_are_known_by_their_lines():
+    assert Lines("a", [Line("", [0], [1.0], "#000000", [0.5], [1.5])]).has_bands
+    assert not Lines("a", [Line("", [0], [1.0], "#000000")]).has_bands
