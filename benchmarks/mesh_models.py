@@ -270,6 +270,7 @@ class Training:
         spec: The mesh.
         family: "GPT" or "Llama".
         dropout: Probability of dropout.
+        prepare: Changes each part of the model before it is shared out.
 
     Attributes:
         parts: The decoder, or the stages of this rank.
@@ -277,7 +278,13 @@ class Training:
         data_rank: Number of the tokens of this rank.
     """
 
-    def __init__(self, spec: MeshSpec, family: str, dropout: float) -> None:
+    def __init__(
+        self,
+        spec: MeshSpec,
+        family: str,
+        dropout: float,
+        prepare: Callable[[Decoder], None] = lambda part: None,
+    ) -> None:
         self.spec = spec
         sizes = spec.pipeline, spec.data, spec.tensor
         self.mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp"))
@@ -288,6 +295,7 @@ class Training:
             Decoder(family, spec.layers, dropout, number, spec.stages) for number in numbers
         ]
         for part in self.parts:
+            prepare(part)
             if spec.tensor > 1:
                 _share_out(part, self.mesh["tp"], spec.hidden)
         modules = [self._wrapped(part) for part in self.parts]

@@ -15,9 +15,7 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -25,12 +23,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from on_ranks import run_here
 from torch import Tensor, nn
 
 from geomon import METRICS, Memory, Monitor, every, measure, select
 from geomon.capture import Window, derive_seed, find_anatomy
 from geomon.capture.snapshot import Layer, PassInfo, Snapshot
-from geomon.distributed import RankFailedError, RankGroup, find_ranks, join_ranks
+from geomon.distributed import RankFailedError, RankGroup, join_ranks
 from geomon.metrics import Evaluator
 from geomon.monitor.measuring.device import MeasuringDevice
 from geomon.monitor.measuring.jobs import ReadingJob
@@ -833,26 +832,9 @@ PROGRAMS = {
 }
 
 
-def main(which: str, folder: Path) -> None:
-    """Run a program; what has ended well is written down."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if which not in ("lightning", "trainer"):  # which do it themselves
-        dist.init_process_group("gloo", timeout=timedelta(seconds=300))
-    try:
-        for function in PROGRAMS[which]:
-            began = time.perf_counter()
-            function(find_ranks(), folder)
-            took = time.perf_counter() - began
-            print(f"rank {rank}: {function.__name__}, {took:.1f} s", file=sys.stderr, flush=True)
-            with (folder / f"{which}_{size}_{rank}.txt").open("a") as done:
-                done.write(f"{function.__name__}\n")
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    if dist.is_initialized() and which != "lost":
-        dist.destroy_process_group()
-    os._exit(0)  # a broken group is not waited for
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    name = sys.argv[1]
+    run_here(
+        PROGRAMS[name], name, Path(sys.argv[2]), by_itself=name in ("lightning", "trainer"),
+        ends=name != "lost",
+    )  # fmt: skip

@@ -224,7 +224,8 @@ class Monitor:
 
         Raises:
             TypeError: The step is no whole number.
-            ValueError: There are no inputs, here or in the monitor, or the step is below 0.
+            ValueError: There are no inputs, here or in the monitor, or none that a pipeline takes;
+                or the step is below 0.
         """
         number = check_step(step)
         history = self.probe_history if inputs is None else self._given_history
@@ -239,6 +240,7 @@ class Monitor:
                 "a loader is drawn from once, so that readings compare: give it to the monitor, "
                 "Monitor(model, probe=loader), and call probe(step)"
             )
+        self._parts.check_probe(inputs)
         self.advance(number)
         if not self.is_due(number, source="probe", force=True):
             return

@@ -131,7 +131,6 @@ class Passes:
             inputs: What the model is called with, or held-out batches.
             step: Number of optimizer updates already in the weights.
         """
-        self._parts.check_probe(inputs)
         if isinstance(inputs, HeldOut):
             return self._run_held_out(inputs, step)
         return self._run(inputs, step, (), self._rows(), loss=self._loss)
