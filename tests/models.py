@@ -3,6 +3,7 @@
 transformers is imported where it is asked for: a process with a plain model starts sooner.
 """
 
+import copy
 import functools
 from typing import Any
 
@@ -40,7 +41,9 @@ def transformer(name: str, attention: str = "sdpa") -> nn.Module:
 
     torch.manual_seed(0)
     kind = AutoModel if name == "bert" else AutoModelForCausalLM
-    return kind.from_config(configurations()[name], attn_implementation=attention)
+    # The model keeps the configuration and writes the attention into it: each has one of its own.
+    given = copy.deepcopy(configurations()[name])
+    return kind.from_config(given, attn_implementation=attention)
 
 
 class PlainBlock(nn.Module):
