@@ -34,9 +34,29 @@ from torch.distributed.tensor.parallel import (
 )
 
 FAMILIES = ("GPT", "Llama")
-WIDTH, HEADS, KEY_HEADS, INNER = 32, 8, 4, 64
-VOCABULARY, LENGTH, BATCH, MICRO_BATCHES = 60, 16, 8, 4
-HEAD_WIDTH = WIDTH // HEADS
+MICRO_BATCHES = 4
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a model, and of the batches of each data rank."""
+
+    width: int = 32
+    heads: int = 8
+    key_heads: int = 4
+    inner: int = 64
+    vocabulary: int = 60
+    length: int = 16
+    batch: int = 8
+    layers: int = 0  # 0 for as few as the mesh needs
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head."""
+        return self.width // self.heads
+
+
+SMALL = Sizes()
 
 
 # -- models ----------------------------------------------------------------------------------------
@@ -45,14 +65,16 @@ HEAD_WIDTH = WIDTH // HEADS
 class FusedAttention(nn.Module):
     """One projection makes [query | key | value] of each head in turn, as GPT-NeoX does."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, sizes: Sizes, dropout: float) -> None:
         super().__init__()
-        self.dropout = dropout
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head_width, self.dropout = sizes.head_width, dropout
+        width = sizes.width
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend to all tokens before."""
-        q, k, v = self.qkv(x).unflatten(-1, (-1, 3 * HEAD_WIDTH)).transpose(1, 2).chunk(3, dim=-1)
+        heads = self.qkv(x).unflatten(-1, (-1, 3 * self.head_width)).transpose(1, 2)
+        q, k, v = heads.chunk(3, dim=-1)
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
         return self.out(y.transpose(1, 2).flatten(2))
@@ -61,17 +83,17 @@ class FusedAttention(nn.Module):
 class RotaryAttention(nn.Module):
     """Queries and keys apart, fewer key heads, rotations."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, sizes: Sizes, dropout: float) -> None:
         super().__init__()
-        self.dropout = dropout
-        few = KEY_HEADS * HEAD_WIDTH
-        self.wq, self.wk, self.wv = (nn.Linear(WIDTH, made) for made in (WIDTH, few, few))
-        self.out = nn.Linear(WIDTH, WIDTH)
+        self.head_width, self.dropout = sizes.head_width, dropout
+        width, few = sizes.width, sizes.key_heads * sizes.head_width
+        self.wq, self.wk, self.wv = (nn.Linear(width, made) for made in (width, few, few))
+        self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend to all tokens before."""
         q, k, v = (
-            made.unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2)
+            made.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for made in (self.wq(x), self.wk(x), self.wv(x))
         )
         dropout = self.dropout if self.training else 0.0
@@ -92,14 +114,15 @@ def _rotated(x: Tensor) -> Tensor:
 class Block(nn.Module):
     """Pre-norm; of a Llama the activation is gated."""
 
-    def __init__(self, family: str, dropout: float) -> None:
+    def __init__(self, family: str, sizes: Sizes, dropout: float) -> None:
         super().__init__()
         norm = nn.LayerNorm if family == "GPT" else nn.RMSNorm
         attention = FusedAttention if family == "GPT" else RotaryAttention
-        self.norm_1, self.norm_2 = norm(WIDTH), norm(WIDTH)
-        self.attention = attention(dropout)
-        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
-        self.gate = nn.Linear(WIDTH, INNER) if family == "Llama" else None
+        width, inner = sizes.width, sizes.inner
+        self.norm_1, self.norm_2 = norm(width), norm(width)
+        self.attention = attention(sizes, dropout)
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+        self.gate = nn.Linear(width, inner) if family == "Llama" else None
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -115,15 +138,17 @@ class Decoder(nn.Module):
     """The whole model, or one stage of a pipeline: blocks keep their numbers as names."""
 
     def __init__(
-        self, family: str, layers: int, dropout: float = 0.0, stage: int = 0, stages: int = 1
-    ) -> None:
+        self, family: str, layers: int, dropout: float = 0.0, stage: int = 0, stages: int = 1,
+        sizes: Sizes = SMALL,
+    ) -> None:  # fmt: skip
         super().__init__()
         torch.manual_seed(0)
-        self.tokens: nn.Module | None = nn.Embedding(VOCABULARY, WIDTH)
-        self.places = nn.Embedding(LENGTH, WIDTH) if family == "GPT" else None
-        blocks = {str(number): Block(family, dropout) for number in range(layers)}
-        self.norm: nn.Module | None = (nn.LayerNorm if family == "GPT" else nn.RMSNorm)(WIDTH)
-        self.head: nn.Module | None = nn.Linear(WIDTH, VOCABULARY)
+        self.length, width = sizes.length, sizes.width
+        self.tokens: nn.Module | None = nn.Embedding(sizes.vocabulary, width)
+        self.places = nn.Embedding(sizes.length, width) if family == "GPT" else None
+        blocks = {str(number): Block(family, sizes, dropout) for number in range(layers)}
+        self.norm: nn.Module | None = (nn.LayerNorm if family == "GPT" else nn.RMSNorm)(width)
+        self.head: nn.Module | None = nn.Linear(width, sizes.vocabulary)
         with torch.no_grad():  # far from where all tokens are alike
             for parameter in self.parameters():
                 parameter.mul_(2.0)
@@ -140,7 +165,7 @@ class Decoder(nn.Module):
         if self.tokens is not None:
             x = self.tokens(x)
         if self.places is not None:
-            x = x + self.places(torch.arange(LENGTH))
+            x = x + self.places(torch.arange(self.length))
         for block in self.blocks.values():
             x = block(x)
         return x if self.head is None or self.norm is None else self.head(self.norm(x))
@@ -156,16 +181,18 @@ def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
-def batch_of(data: int, step: int) -> Tensor:
+def batch_of(data: int, step: int, sizes: Sizes = SMALL) -> Tensor:
     """Draw the batch of a data rank; each sequence begins with a token of its own.
 
     Args:
         data: Number of the data rank.
         step: Number of the step.
+        sizes: Sizes of the batch.
     """
     generator = torch.Generator().manual_seed(100 * step + data)
-    ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=generator)
-    ids[:, 0] = torch.arange(BATCH) + data * BATCH
+    shape = sizes.batch, sizes.length
+    ids = torch.randint(0, sizes.vocabulary, shape, generator=generator)
+    ids[:, 0] = torch.arange(sizes.batch) + data * sizes.batch
     return ids
 
 
@@ -271,6 +298,7 @@ class Training:
         family: "GPT" or "Llama".
         dropout: Probability of dropout.
         prepare: Changes each part of the model before it is shared out.
+        sizes: Sizes of the model and of its batches.
 
     Attributes:
         parts: The decoder, or the stages of this rank.
@@ -284,15 +312,17 @@ class Training:
         family: str,
         dropout: float,
         prepare: Callable[[Decoder], None] = lambda part: None,
+        sizes: Sizes = SMALL,
     ) -> None:
-        self.spec = spec
-        sizes = spec.pipeline, spec.data, spec.tensor
-        self.mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp"))
+        self.spec, self._sizes = spec, sizes
+        ranks = spec.pipeline, spec.data, spec.tensor
+        self.mesh = init_device_mesh("cpu", ranks, mesh_dim_names=("pp", "dp", "tp"))
         self.data_rank = self.mesh.get_local_rank("dp")
         self._runs = self.mesh.get_local_rank("pp")
         numbers = range(self._runs, spec.stages, spec.pipeline)
+        layers = sizes.layers or spec.layers
         self.parts = [
-            Decoder(family, spec.layers, dropout, number, spec.stages) for number in numbers
+            Decoder(family, layers, dropout, number, spec.stages, sizes) for number in numbers
         ]
         for part in self.parts:
             prepare(part)
@@ -342,7 +372,7 @@ class Training:
             number: Number of the step.
             around: Makes what is around the forward pass, or around the whole schedule.
         """
-        ids = batch_of(self.data_rank, number)
+        ids = batch_of(self.data_rank, number, self._sizes)
         losses: list[Tensor] = []
         if self._schedule is None:
             with around():

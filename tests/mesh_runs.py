@@ -25,9 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from benchmarks.mesh_models import (
-    HEAD_WIDTH,
-    HEADS,
-    KEY_HEADS,
+    SMALL,
     Decoder,
     MeshSpec,
     Training,
@@ -39,6 +37,7 @@ from geomon.distributed import RankGroup
 from geomon.distributed.mesh import find_place
 from geomon.record.columns import tagged
 
+HEADS, KEY_HEADS, HEAD_WIDTH = SMALL.heads, SMALL.key_heads, SMALL.head_width
 FEW = select("variance", "twonn", "within_variance", "attention_entropy", "qk_cosine", "max_logit")
 TWO_STAGES = MeshSpec(pipeline=2, tensor=2, schedule="interleaved", hidden="DTensor")
 CELLS = (
