@@ -8,6 +8,7 @@ the first one. Lightning and transformers are imported where they are needed.
 import _thread
 import contextlib
 import copy
+import gc
 import logging
 import math
 import os
@@ -23,13 +24,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from on_ranks import run_here
+from on_ranks import run_here, write_down
 from torch import Tensor, nn
 
 from geomon import METRICS, Memory, Monitor, every, measure, select
 from geomon.capture import Window, derive_seed, find_anatomy
 from geomon.capture.snapshot import Layer, PassInfo, Snapshot
-from geomon.distributed import RankFailedError, RankGroup, join_ranks
+from geomon.distributed import RankFailedError, RankGroup, RanksLostError, join_ranks
 from geomon.metrics import Evaluator
 from geomon.monitor.measuring.device import MeasuringDevice
 from geomon.monitor.measuring.jobs import ReadingJob
@@ -579,6 +580,23 @@ def lost(ranks: RankGroup, folder: Path) -> None:
         heard.messages.clear()
 
 
+def told(ranks: RankGroup, folder: Path) -> None:
+    """One rank of four is gone; a rank that does not hear of it itself is told by the others."""
+    gc.disable()  # which might end by chance what is to end at once
+    group = join_ranks(timeout=60)
+    if ranks.rank == 3:
+        write_down("told", "told", folder)
+        os._exit(0)
+    began = time.perf_counter()
+    with pytest.raises(RanksLostError):
+        group.all_gather(0)
+    group.disconnect()
+    (folder / f"told {ranks.rank}").touch()
+    while len([*folder.glob("told [0-9]")]) < 3 and time.perf_counter() - began < 30:
+        time.sleep(0.05)  # ranks that end would tell the others too
+    assert time.perf_counter() - began < 30
+
+
 # -- ranks that do not keep step -------------------------------------------------------------------
 
 
@@ -827,7 +845,7 @@ TOGETHER = (
 # Programs, by what is done in them one after another.
 PROGRAMS = {
     "together": TOGETHER,
-    **{each.__name__: (each,) for each in (lost, irregular, budgeted, interrupted)},
+    **{each.__name__: (each,) for each in (lost, told, irregular, budgeted, interrupted)},
     **{each.__name__: (each,) for each in (lightning, trainer)},
 }
 
@@ -836,5 +854,5 @@ if __name__ == "__main__":
     name = sys.argv[1]
     run_here(
         PROGRAMS[name], name, Path(sys.argv[2]), by_itself=name in ("lightning", "trainer"),
-        ends=name != "lost",
+        ends=name not in ("lost", "told"),
     )  # fmt: skip

@@ -298,11 +298,15 @@ class RankGroup:
             raise
         finally:
             self._waited += time.monotonic() - began
-        for failure in failures:
-            if not isinstance(failure, RuntimeError):
-                raise failure
-            reason = str(failure).splitlines()[0].split(". ")[0]
-            raise RanksLostError(reason) from failure
+        if not failures:
+            return
+        # Out of the list, which its traceback holds: that circle would keep the process group, and
+        # the others would not learn that this rank has left it.
+        failure = failures.pop()
+        if not isinstance(failure, RuntimeError):
+            raise failure
+        reason = str(failure).splitlines()[0].split(". ")[0]
+        raise RanksLostError(reason) from failure
 
 
 def find_ranks() -> RankGroup:

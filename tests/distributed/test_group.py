@@ -58,6 +58,11 @@ def test_two_ranks_are_left_to_themselves_and_read_right(ran, name):
     assert ended.well[name] == 2, ended.said
 
 
+def test_a_rank_that_gives_up_leaves_no_other_waiting(ran):
+    ended = ran("told", 4)
+    assert ended.well["told"] == 4, ended.said
+
+
 def test_a_run_goes_on_with_another_number_of_ranks(ran, folder):
     """Two ranks, then four, then one; each goes two steps back, as from a checkpoint."""
     for size in (2, 4):
