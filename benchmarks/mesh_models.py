@@ -304,6 +304,7 @@ class Training:
         parts: The decoder, or the stages of this rank.
         watched: What a monitor is given: the module, or the schedule.
         data_rank: Number of the tokens of this rank.
+        optimizer: Its optimizer.
     """
 
     def __init__(
@@ -344,7 +345,7 @@ class Training:
         self._model = modules[0]
         self.watched: Any = self._schedule or self._model
         parameters = [p for module in modules for p in module.parameters()]
-        self._optimizer = torch.optim.SGD(parameters, lr=0.05, foreach=False)
+        self.optimizer = torch.optim.SGD(parameters, lr=0.05, foreach=False)
 
     def _wrapped(self, part: Decoder) -> nn.Module:
         if self.spec.wrap == "FSDP2":
@@ -382,8 +383,8 @@ class Training:
         else:
             with around():
                 self.run(ids, losses=losses)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return [float(loss) for loss in losses]
 
     def run(self, ids: Tensor, way: str = "step", **more: Any) -> Any:
@@ -403,7 +404,7 @@ class Training:
         """Copy the weights of this rank."""
         return [
             _whole_or_local(parameter).clone()
-            for group in self._optimizer.param_groups
+            for group in self.optimizer.param_groups
             for parameter in group["params"]
         ]
 

@@ -4,6 +4,9 @@ The models, and one process on hidden states that are gathered by hand, are thos
 that tries all meshes. Each rank checks what it has found; the readings are those of the first one.
 """
 
+import contextlib
+import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -22,7 +25,12 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 from benchmarks.mesh_models import (
     SMALL,
@@ -30,9 +38,10 @@ from benchmarks.mesh_models import (
     MeshSpec,
     Training,
     batch_of,
+    loss_of,
 )
 from benchmarks.meshes import largest_difference, run_cell
-from geomon import Memory, Monitor, describe, every, measure, select
+from geomon import Memory, Monitor, describe, every, measure, read, select
 from geomon.distributed import RankGroup
 from geomon.distributed.mesh import find_place
 from geomon.record.columns import tagged
@@ -47,6 +56,7 @@ CELLS = (
     (MeshSpec(pipeline=2, tensor=2, schedule="GPipe", hidden="sequence"), "GPT", 0.1),
     (TWO_STAGES, "Llama", 0.0),
 )
+PAGE = (Path(__file__).parent.parent / "docs" / "many_ranks.md").read_text()
 # Values of the last digits of a forward pass that is shared out, in one that is not.
 ROUNDING = 1e-4
 
@@ -213,6 +223,57 @@ def other_attentions(ranks: RankGroup, folder: Path) -> None:
             assert largest_difference(values(memory), values(expected)) < ROUNDING
 
 
+def page(ranks: RankGroup, folder: Path) -> None:
+    """What the page on many ranks says to write is run, with a loss that stays shared out."""
+    loop, of_pipeline, _, of_transformers = re.findall(r"```py\n(.*?)```", PAGE, flags=re.DOTALL)
+    ids = batch_of(0, 0)
+    names: dict[str, Any] = {"batches": [(ids, ids)] * 2}
+
+    def shared_at_the_ends(part: Decoder) -> None:
+        mesh = init_device_mesh("cpu", (ranks.size,), mesh_dim_names=("tp",))
+        logits = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+        table = RowwiseParallel(input_layouts=Replicate())
+        parallelize_module(part, mesh, {"tokens": table, "head": logits})
+
+    training = Training(MeshSpec(tensor=4), "Llama", 0.0, shared_at_the_ends)
+    names |= {"model": training.watched, "optimizer": training.optimizer}
+    with loss_parallel():
+        _run_block(loop, names | {"loss_of": loss_of}, folder / "loop")
+    training = Training(MeshSpec(pipeline=4, schedule="1F1B"), "GPT", 0.0)
+    names |= {"schedule": training.watched, "optimizer": training.optimizer}
+    names |= {"is_first_stage": ranks.rank == 0, "is_last_stage": ranks.rank == 3}
+    _run_block(of_pipeline, names, folder / "pipeline")
+    for name, family, layers in (("loop", "Llama", 2), ("pipeline", "GPT", 4)):
+        if ranks.rank == 0:
+            model = Decoder(family, layers)
+            expects, expected = monitor_of(model, gather=False, tokens=4096)
+            with expects(0):
+                model(ids)
+            (first,) = read(folder / name / "runs" / "first")
+            found = tagged(first.stacks)
+            # In another order of the rows another one of equal rows stands for them in margins.
+            alone = {tag: x for tag, x in values(expected).items() if not tag.endswith("margin")}
+            assert largest_difference({tag: found[tag] for tag in alone}, alone) < ROUNDING
+            assert first.tokens == ids.numel()
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(vocab_size=60, num_attention_heads=4, **sizes)
+    if ranks.rank == 0:
+        transformers.LlamaForCausalLM(config).save_pretrained(folder / "saved")
+    dist.barrier()
+    given = {"folder": folder / "saved", "batches": [ids]}
+    _run_block(of_transformers, given, folder / "transformers")
+    if ranks.rank == 0:
+        (reading,) = read(folder / "transformers" / "runs" / "first")
+        assert "max_logit/layer_02/head_3" in tagged(reading.stacks)
+
+
+def _run_block(block: str, names: dict[str, Any], folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    with contextlib.chdir(folder):
+        exec(compile(block, "many_ranks.md", "exec"), {**names})
+
+
 def places(ranks: RankGroup, folder: Path) -> None:
     """Ranks find those with which they share out weights, and none with tokens of their own."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -358,8 +419,7 @@ def dies(ranks: RankGroup, folder: Path) -> None:
     training.step(0, partial(monitor, 0))
     if ranks.rank == 1:
         write_down("dies", "dies", folder)
-        dist.destroy_process_group()
-        raise SystemExit
+        os._exit(0)
     began = time.perf_counter()
     with pytest.raises(RuntimeError, match="gloo"):
         _go_on(training, monitor)
@@ -374,7 +434,7 @@ def _go_on(training: Training, monitor: Monitor) -> None:
         training.step(step, partial(monitor, step))
 
 
-FOUR = (cells, told_apart, other_attentions, places, probes, parts)
+FOUR = (cells, told_apart, other_attentions, page, places, probes, parts)
 PROGRAMS = {"four": FOUR, "slow": (slow,), "dies": (dies,)}
 
 

@@ -12,13 +12,19 @@ from forks import Forks
 from mesh_runs import FOUR
 from on_ranks import run_on_ranks
 
+PREPARATION = """
+import contextlib
+import torch._dynamo, mesh_runs
+with contextlib.suppress(ImportError):
+    from transformers import LlamaForCausalLM
+"""
 PROGRAM = Path(__file__).parent.parent / "mesh_runs.py"
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     """Runs a program on a number of ranks, once; returns how it has ended."""
-    forks = Forks("import torch._dynamo, mesh_runs")
+    forks = Forks(PREPARATION)
     folder = tmp_path_factory.mktemp("meshes")
     yield functools.cache(partial(run_on_ranks, forks, PROGRAM, folder))
     forks.close()
