@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -42,6 +42,7 @@ from benchmarks.mesh_models import (
 )
 from benchmarks.meshes import largest_difference, run_cell
 from geomon import Memory, Monitor, describe, every, measure, read, select
+from geomon.capture.shards import ShardingError, slice_of
 from geomon.distributed import RankGroup
 from geomon.distributed.mesh import find_place
 from geomon.record.columns import tagged
@@ -308,6 +309,25 @@ def places(ranks: RankGroup, folder: Path) -> None:
     assert find_place([nn.Sequential(fully_shard(made(), mesh=mesh["dp"]), experts)]).is_whole
 
 
+def slices(ranks: RankGroup, folder: Path) -> None:
+    """Rows of a DTensor are found where they are, also where not all ranks have as many."""
+    mesh = init_device_mesh("cpu", (ranks.size,))
+    hidden = torch.arange(60.0).view(6, 10, 1).expand(6, 10, 8).contiguous()
+    rows = torch.tensor([3, 9, 10, 31, 42, 59])
+    for dim in range(2):
+        values = distribute_tensor(hidden, mesh, [Shard(dim)])
+        found, places_here = slice_of(values).inside(rows)
+        here = values.to_local()[..., 0].flatten()[places_here]
+        assert torch.equal(here, rows[found].float())
+        everywhere: list[Any] = [None] * ranks.size
+        dist.all_gather_object(everywhere, found.tolist())
+        assert sorted(place for own in everywhere for place in own) == [*range(len(rows))]
+    with pytest.raises(ShardingError, match="along their width"):
+        slice_of(distribute_tensor(hidden, mesh, [Shard(2)]))
+    with pytest.raises(ShardingError, match="still to be summed"):
+        slice_of(DTensor.from_local(hidden, mesh, [Partial()]))
+
+
 def probes(ranks: RankGroup, folder: Path) -> None:
     """Extra passes read what one process does, and leave the training as it is."""
     for spec in (
@@ -434,7 +454,7 @@ def _go_on(training: Training, monitor: Monitor) -> None:
         training.step(step, partial(monitor, step))
 
 
-FOUR = (cells, told_apart, other_attentions, page, places, probes, parts)
+FOUR = (cells, told_apart, other_attentions, page, places, slices, probes, parts)
 PROGRAMS = {"four": FOUR, "slow": (slow,), "dies": (dies,)}
 
 
