@@ -12,6 +12,7 @@ import gc
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -27,7 +28,7 @@ import torch.nn.functional as F
 from on_ranks import run_here, write_down
 from torch import Tensor, nn
 
-from geomon import METRICS, Memory, Monitor, every, measure, select
+from geomon import METRICS, Memory, Monitor, every, measure, read, select
 from geomon.capture import Window, derive_seed, find_anatomy
 from geomon.capture.snapshot import Layer, PassInfo, Snapshot
 from geomon.distributed import RankFailedError, RankGroup, RanksLostError, join_ranks
@@ -772,6 +773,51 @@ def lightning(ranks: RankGroup, folder: Path) -> None:
             same = of_ddp.setdefault(source, memory)
             assert memory.readings[0].tokens == same.readings[0].tokens
             assert_same(measured(memory.readings[0]), measured(same.readings[0]))
+    _run_page(folder)
+
+
+def _run_page(folder: Path) -> None:
+    """What the page on many ranks says of Lightning is run: weights that ranks share out."""
+    import lightning as L
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+    from torch.utils.data import DataLoader
+
+    from benchmarks import mesh_models
+
+    class Module(L.LightningModule):
+        def configure_model(self) -> None:
+            self.net = mesh_models.Decoder("Llama", 2)
+            plan = {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
+            plan |= {"attention.out": RowwiseParallel()}
+            for block in self.net.blocks.values():
+                parallelize_module(block, self.device_mesh["tensor_parallel"], plan)
+
+        def training_step(self, ids, index):
+            return mesh_models.loss_of(self.net(ids), ids)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    page = (Path(__file__).parent.parent / "docs" / "many_ranks.md").read_text()
+    (block,) = [x for x in re.findall(r"```py\n(.*?)```", page, re.DOTALL) if "lightning" in x]
+    at = folder / "page"
+    at.mkdir(exist_ok=True)
+    batches = [mesh_models.batch_of(0, step) for step in range(3)]
+    with contextlib.chdir(at):
+        exec(
+            compile(block, "many_ranks.md", "exec"),
+            {"module": Module(), "loader": DataLoader(batches, batch_size=None)},
+        )
+    if int(os.environ["RANK"]) == 0:
+        (path,) = at.rglob("readings.jsonl")
+        readings = list(read(path.parent))
+        assert [reading.step for reading in readings] == [0, 2]
+        heads = {tag for tag in readings[0].values if tag.startswith("max_logit/layer_02/head_")}
+        assert len(heads) == mesh_models.SMALL.heads
 
 
 # -- through the Trainer ---------------------------------------------------------------------------
