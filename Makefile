@@ -10,11 +10,12 @@ ARGS ?=
 # Every experiment of recipes/ is a target of the same name: make grokking
 EXPERIMENTS := $(filter-out study,$(patsubst recipes/%/experiment.py,%,$(wildcard recipes/*/experiment.py)))
 
-.PHONY: enwik8 claims $(EXPERIMENTS) test check format architectures api bench clean help
+.PHONY: enwik8 faults claims $(EXPERIMENTS) test check format architectures api bench clean help
 
 help:
 	@echo "make enwik8         train a character decoder on enwik8 and watch its geometry"
 	@echo "make NAME           an experiment on the claims of papers: $(EXPERIMENTS)"
+	@echo "make faults         put faults into trainings: which numbers notice them, and how early (3 hours; ARGS=--small: 10 minutes)"
 	@echo "make claims         docs/claims.md: all claims beside what the experiments in runs/ measured"
 	@echo "                    flags of any recipe: make enwik8 ARGS='--steps 300'; all of them: ARGS=--help"
 	@echo "make test           the whole test suite"
@@ -36,6 +37,9 @@ $(READY): pyproject.toml constraints.txt
 
 enwik8: $(READY)
 	@$(BIN)/python -m recipes.enwik8 $(ARGS)
+
+faults: $(READY)
+	@$(BIN)/python -m recipes.faults $(ARGS)
 
 claims $(EXPERIMENTS): $(READY)
 	@$(BIN)/python -m recipes.study $@ $(ARGS)

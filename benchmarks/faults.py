@@ -52,6 +52,8 @@ BROADER: dict[str, list[str]] = {
 OWN: dict[str, list[str]] = {
     "geomon/lightning.py": ["test_loops.py"],
     "geomon/huggingface.py": ["test_loops.py"],
+    "geomon/capture/calling/batch.py": ["monitor/test_held_out.py"],
+    "geomon/capture/calling/calls.py": ["distributed/test_group.py"],
     "geomon/monitor/callback.py": ["test_lightning.py", "test_huggingface.py"],
     "geomon/monitor/measuring/jobs.py": ["distributed/test_group.py"],
 }

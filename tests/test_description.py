@@ -117,7 +117,7 @@ HEADS = nn.ModuleDict({"blocks": nn.ModuleList(
         (PlainDecoder(), batch(), {
             "attention": "4 heads of width 8, through torch's scaled_dot_product_attention",
             "Q, K projected": "c_attn, with V"}),
-        (transformer("gpt2"), MASK, {"note": "padding, 6% of the tokens, was left out"}),
+        (transformer("gpt2"), MASK, {"note": "padding, 6 % of the tokens, was left out"}),
         (UNSEEN, None, {"attention": "2 heads of width 4, seen as it runs",
                         "padding": "no mask of a known name"}),
         (UNSEEN, X, {"attention": "2 heads of width 4, ", "token ids": "none:",

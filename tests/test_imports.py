@@ -54,7 +54,7 @@ INNER = {
 # pages, two runs compared, the shape of profiles, what can be drawn over training and the alignment
 # of queries and keys.
 DOORS = {
-    "analysis.alerts", "analysis.curves", "analysis.numbers", "analysis.summary",
+    "analysis.alerts", "analysis.bands", "analysis.curves", "analysis.numbers", "analysis.summary",
     "capture.model_parts", "capture.shards", "capture.snapshot", "capture.unchanged",
     "distributed.mesh",
     "metrics.at_once", "metrics.between_readings",

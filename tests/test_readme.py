@@ -1,40 +1,136 @@
 """What README says is run."""
 
 import ast
-import importlib
+import json
 import re
+import shlex
+import shutil
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import torch
+import typer
 from described import described
+from models import VOCABULARY, transformer
+from torch.utils.data import DataLoader
 
-from geomon import METRICS, MORE_METRICS, describe
+from geomon import METRICS, MORE_METRICS, Monitor, describe, every, read
+from geomon.cli import make_app
 from geomon.monitor.options import CALLBACK_DEFAULTS
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = (".", "docs", "benchmarks", "recipes", "recipes/*")
 PAGES = sorted(path for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.md"))
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-of_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+INSTALLED = re.compile(r"^pip install '\S+\[(\S+)\]'$", flags=re.MULTILINE)
+STEPS = (0, 4, 8)
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.strip().splitlines()[0][:40])
-def test_every_block_runs_by_itself(block, tmp_path, monkeypatch):
+def parameters(paths):
+    return pytest.mark.parametrize("page", paths, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def blocks(page, language):
+    return [text for found, text in FENCE.findall(page.read_text()) if found == language]
+
+
+of_pages = parameters(PAGES)
+of_pages_in_python = parameters([page for page in PAGES if blocks(page, "python")])
+
+
+def build():
+    return transformer("gpt2")
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """A folder with what pages name: the record of a run and checkpoints of another."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "run" / "checkpoints").mkdir(parents=True)
+    torch.manual_seed(0)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    monitor = Monitor(model, directory=folder / "runs" / "a", schedule=every(4), tokens=256)
+    for step in range(STEPS[-1] + 1):
+        ids = torch.randint(0, VOCABULARY, (16, 32))
+        with monitor(step):
+            loss = model(input_ids=ids, labels=ids).loss
+        if step in STEPS:
+            torch.save(model.state_dict(), folder / "run" / "checkpoints" / f"step_{step}.ckpt")
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    monitor.close()
+    return folder
+
+
+@of_pages_in_python
+def test_every_block_of_python_runs(page, trained, tmp_path, monkeypatch):
+    """README's by themselves, others after those above them and with what they take as given."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    names = {}
-    exec(compile(block, "README.md", "exec"), names)
-    if "def peak_norm" in block:
-        assert names["values"]["peak_norm/mean"] > 1
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    ids = torch.randint(0, VOCABULARY, (16, 32))
+    batch = {"input_ids": ids, "labels": ids}
+    loader = DataLoader([{name: rows[0] for name, rows in batch.items()}] * 32, batch_size=16)
+    names = {"model": build(), "build": build, "batch": batch, "loader": loader}
+    for step, block in enumerate(blocks(page, "python"), start=STEPS[-1] + 1):
+        names = {} if page.name == "README.md" else names
+        exec(compile(block, str(page), "exec"), names)
+        if "monitor = " in block and "with monitor(" not in block:
+            with names["monitor"](step, force=True):
+                names["model"](**batch)
+            names["monitor"].close()
+            (readings,) = [
+                readings
+                for path in tmp_path.rglob("readings.jsonl")
+                if (readings := read(path))[-1].step == step
+            ]
+            measured = {tag.split("/")[0] for tag in readings[-1].values}
+            assert measured >= set(readings.runs[-1]["metrics"])
+        if "wandb" in names:
+            names["wandb"].finish()
 
 
 @of_pages
-def test_blocks_of_python_name_what_there_is(page):
-    for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
-        for node in ast.walk(ast.parse(block)):
-            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("geomon"):
-                module = importlib.import_module(str(node.module))
-                assert all(hasattr(module, name.name) for name in node.names), block
+def test_every_block_says_its_language(page):
+    found = [language for language, _ in FENCE.findall(page.read_text())]
+    assert set(found) <= {"bash", "json", "mermaid", "python", "text"}
+    assert 2 * len(found) == len(re.findall("^ *```", page.read_text(), flags=re.MULTILINE))
+    for block in blocks(page, "json"):
+        json.loads(block)
+
+
+@of_pages
+def test_every_command_of_geomon_is_one_with_these_options(page, monkeypatch):
+    group = typer.main.get_command(make_app())
+    for line in "".join(blocks(page, "bash")).splitlines():
+        name, *arguments = shlex.split(line.split(" > ")[0], comments=True) or [""]
+        if name == "geomon" and arguments[0] != "--install-completion":
+            command, *rest = arguments
+            group.commands[command].make_context(command, rest)
+
+
+@parameters([page for page in PAGES if INSTALLED.search(page.read_text())])
+def test_blocks_import_what_the_page_installs(page):
+    """An import of README failed with what README had installed."""
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = list(packages["dependencies"])
+    for extras in INSTALLED.findall(page.read_text()):
+        for extra in extras.split(","):
+            needed += packages["optional-dependencies"][extra]
+    there = {re.match(r"[\w-]+", each).group() for each in needed} | {"geomon"}
+    for node in ast.walk(ast.parse("".join(blocks(page, "python")))):
+        if isinstance(node, ast.Import):
+            roots = {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            roots = {node.module.split(".")[0]}
+        else:
+            continue
+        assert roots <= there | sys.stdlib_module_names, ast.unparse(node)
 
 
 def test_the_metrics_are_counted():

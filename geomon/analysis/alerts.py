@@ -1,17 +1,20 @@
 """Alerts: what a reading shows that a training should be looked at for.
 
-A rule is a function of one stack of a reading; it finds the places where a limit is passed.
-`AlertWatch` keeps what earlier readings had, so that the work for each reading is the same however
-long the run is. An alert is raised where the first reading of the run was within the limit, and
-again when four times as much is found. How often the rules are wrong: benchmarks/README.md.
+A rule is a function of one stack of a reading, and of the values there that are outside of their
+bands; it finds the places that are concerned. `AlertWatch` keeps what earlier readings had, so that
+the work for each reading is the same however long the run is. An alert is raised where the first
+reading of the run was within the limit, and again when four times as much is found. How often the
+rules are wrong, and what they notice: docs/warnings.md.
 """
 
 import difflib
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from geomon.analysis.bands import QUIET, SCATTER, SCATTER_READINGS, Bands, Found, Place
 from geomon.note import Note
 from geomon.record import Reading
 from geomon.record.columns import Column
@@ -21,13 +24,21 @@ _ENTROPY = 0.05
 # Score before the softmax: the weight of a key doubles with each 0.7 of it, so that a hundred more
 # is a weight of 0 or 1 in every data type. Healthy runs of the recipe stay below 40.
 _LOGIT = 100.0
-# Directions over which the variance is spread: fewer than two. Healthy runs of the recipe have 6.
-_RANK = 2.0
+# Directions over which the variance is spread: next to one. In 45 healthy trainings of small
+# decoders the lowest rank was 1.5, near step 40; trainings that diverge go down to 1.1.
+_RANK = 1.2
 # Share of the variance in rows of massive norm: the same as in the notes of a reading.
 _MASSIVE = 0.5
 # An alert is raised again when what is found is so many times what it was.
 _AGAIN = 4.0
 _NAMED = 3  # places that are named
+
+# Steps of healthy trainings in which false alarms were counted: docs/warnings.md.
+HEALTHY_STEPS = 75_600
+
+
+# Positional arguments of a call of the model, and arguments by name.
+Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,9 @@ class Alert:
         heads: Layer and number of each head, in the same order.
         numbers: Numbers that were found, by name.
         advice: What to look at.
+        inputs: Positional arguments and arguments by name with which the model was called in the
+            forward pass that was looked at, for `on_alert`; None for a probe and for an alert of a
+            record.
     """
 
     name: str
@@ -51,6 +65,7 @@ class Alert:
     heads: tuple[tuple[int, int], ...] = ()
     numbers: Mapping[str, int | float | str] = field(default_factory=dict)
     advice: str = ""
+    inputs: Inputs | None = field(default=None, compare=False, repr=False)
 
     @property
     def where(self) -> str:
@@ -67,19 +82,21 @@ class Alert:
             >>> Alert("logit_growth", 80, heads=((3, 1),),
             ...       numbers={"largest": 130.0, "limit": 100.0}, advice="look there").words()
             'logit growth (layer 3, head 1): largest score before the softmax 130, above 100; \
-look there (geomon alerts logit_growth)'
+look there; false alarms: 0 in 75,600 healthy steps (geomon alerts logit_growth)'
         """
         return self.note().words()
 
     def note(self) -> Note:
         """Build the note of the reading, whose kind is the name of the rule."""
         where = f" ({self.where})" if self.where else ""
+        rule = RULES[self.name]
+        odds = {"false_alarms": rule.false_alarms, "healthy_steps": HEALTHY_STEPS}
         return Note(
             self.name,
-            f"{self.name.replace('_', ' ')}{where}: {RULES[self.name].text}; {self.advice} "
+            f"{self.name.replace('_', ' ')}{where}: {rule.text}; {self.advice}; {rule.odds} "
             f"(geomon alerts {self.name})",
-            stack=self.stack, layers=self.layers, heads=self.heads, numbers=dict(self.numbers),
-            advice=self.advice,
+            stack=self.stack, layers=self.layers, heads=self.heads,
+            numbers={**self.numbers, **odds}, advice=self.advice,
         )  # fmt: skip
 
 
@@ -97,7 +114,8 @@ class FirstAlert(NamedTuple):
 
     Attributes:
         step: Step of its reading.
-        note: Its note.
+        note: Its note; of several about the same departure the last one, which names all that
+            followed.
         total: Number of alerts of the kind.
     """
 
@@ -121,7 +139,11 @@ def first_alerts(readings: Iterable[Reading]) -> list[FirstAlert]:
     for reading in readings:
         for note in alert_notes(reading):
             first = found.get(note.kind, FirstAlert(reading.step, note, 0))
-            found[note.kind] = first._replace(total=first.total + 1)
+            since = note.numbers.get("since")
+            goes_on = since is not None and since == first.note.numbers.get("since")
+            found[note.kind] = first._replace(
+                total=first.total + 1, note=note if goes_on else first.note
+            )
     known = [found.pop(kind) for kind in RULES if kind in found]
     return [*known, *found.values()]  # others are of a newer version
 
@@ -142,8 +164,8 @@ class Finding(NamedTuple):
     heads: tuple[tuple[int, int], ...] = ()
 
 
-# Finds what a stack of a reading has beyond a limit, given the name of the stack.
-Find = Callable[[Reading, str], Finding | None]
+# Finds what a stack of a reading has beyond a limit, given its name and what its bands say.
+Find = Callable[[Reading, str, Found], Finding | None]
 
 
 class Rule(NamedTuple):
@@ -154,17 +176,56 @@ class Rule(NamedTuple):
         seeks: What it looks for.
         text: What was found, as a template of `str.format` for the numbers.
         advice: What to look at.
+        false_alarms: Number of such alerts in `HEALTHY_STEPS` steps of healthy trainings.
         may_begin: Whether what the first reading has already is no reason for an alert.
+        passes: Readings without a finding after which the next one is a new alert; None where that
+            is one that finds four times as much.
     """
 
     find: Find
     seeks: str
     text: str
     advice: str
+    false_alarms: int = 0
     may_begin: bool = True
+    passes: int | None = None
+
+    @property
+    def odds(self) -> str:
+        """How often the alert is false, in words."""
+        return f"false alarms: {self.false_alarms} in {HEALTHY_STEPS:,} healthy steps"
 
 
-def _entropy_collapse(reading: Reading, stack: str) -> Finding | None:
+def _left_band(reading: Reading, stack: str, bands: Found) -> Finding | None:
+    if not bands.departures:
+        return None
+    first = bands.left[0].departure
+    others = [f"{_words_of(left.departure.place)} at step {left.step:,}" for left in bands.left[1:]]
+    then = "; then " + ", ".join(others[:_NAMED]) if others else ""
+    numbers: dict[str, int | float | str] = {
+        "metric": first.place.metric, "value": first.value, "low": first.low, "high": first.high,
+        "since": bands.left[0].step, "count": len(bands.left), "then": then,
+    }  # fmt: skip
+    places = [left.departure.place for left in bands.left]
+    layers = tuple(dict.fromkeys(place.layer for place in places))
+    heads = tuple(dict.fromkeys((p.layer, p.head) for p in places if p.head is not None))
+    by_head = first.place.head is not None
+    return Finding(len(places), numbers, () if by_head else layers, heads if by_head else ())
+
+
+def _words_of(place: Place) -> str:
+    head = "" if place.head is None else f", head {place.head}"
+    return f"{place.metric} of layer {place.layer}{head}"
+
+
+def _scatter_growth(reading: Reading, stack: str, bands: Found) -> Finding | None:
+    if not bands.scatter > SCATTER:
+        return None
+    factor = math.exp(bands.scatter)
+    return Finding(factor, {"factor": math.sqrt(factor), "readings": SCATTER_READINGS})
+
+
+def _entropy_collapse(reading: Reading, stack: str, bands: Found) -> Finding | None:
     heads = _column(reading, stack, "attention_entropy_normalised").by_head()
     found = {place: value for place, value in heads.items() if value < _ENTROPY}
     if not found:
@@ -176,7 +237,7 @@ def _entropy_collapse(reading: Reading, stack: str) -> Finding | None:
     return Finding(len(found), numbers, heads=tuple(sorted(found, key=found.__getitem__)))
 
 
-def _logit_growth(reading: Reading, stack: str) -> Finding | None:
+def _logit_growth(reading: Reading, stack: str, bands: Found) -> Finding | None:
     heads = _column(reading, stack, "max_logit").by_head()
     found = {place: value for place, value in heads.items() if value > _LOGIT}
     if not found:
@@ -186,7 +247,7 @@ def _logit_growth(reading: Reading, stack: str) -> Finding | None:
     return Finding(largest, {"largest": largest, "limit": _LOGIT}, heads=places)
 
 
-def _rank_collapse(reading: Reading, stack: str) -> Finding | None:
+def _rank_collapse(reading: Reading, stack: str, bands: Found) -> Finding | None:
     # Where a few rows carry the variance, the rank is that of these rows.
     massive = _massive(reading, stack)
     found = {
@@ -200,21 +261,13 @@ def _rank_collapse(reading: Reading, stack: str) -> Finding | None:
     return Finding(len(found), numbers, tuple(sorted(found, key=found.__getitem__)))
 
 
-def _massive_rows(reading: Reading, stack: str) -> Finding | None:
-    found = _massive(reading, stack)
-    if not found:
-        return None
-    layers = tuple(sorted(found, key=lambda layer: -found[layer]))
-    return Finding(len(found), {"share": 100 * max(found.values())}, layers)
-
-
 def _massive(reading: Reading, stack: str) -> dict[int, float]:
     """Return the share of the variance in rows of massive norm, by layer where it is large."""
     shares = _column(reading, stack, "sink_share").by_layer()
     return {layer: value for layer, value in shares.items() if value >= _MASSIVE}
 
 
-def _not_finite(reading: Reading, stack: str) -> Finding | None:
+def _not_finite(reading: Reading, stack: str, bands: Found) -> Finding | None:
     lost = [
         note for note in reading.notes if note.kind == "rows not finite" and note.stack == stack
     ]
@@ -237,10 +290,26 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "look at the loss and the data type, and for the first step with it",
             may_begin=False,
         ),
+        "left_band": Rule(
+            _left_band,
+            "a value at a layer or head outside of the band that the readings before it make",
+            "{metric} was {value:.3g} at step {since:,}, where {low:.3g} to {high:.3g} was "
+            "expected{then}",
+            "look at what changed at this step: data, learning rate, the weights of that block",
+            passes=QUIET,
+        ),
+        "scatter_growth": Rule(
+            _scatter_growth,
+            "values at all layers and heads that scatter nearly twice as much as before",
+            "for {readings} readings the values that are watched have been {factor:.1f} times as "
+            "far from their lines as before, or more",
+            "look at the learning rate, at the gradients and at the data",
+            passes=QUIET,
+        ),
         "rank_collapse": Rule(
             _rank_collapse,
-            f"an effective rank of the hidden states below {_RANK:.0f}",
-            "effective rank of the hidden states down to {lowest:.2f}, below {limit:.0f}",
+            f"an effective rank of the hidden states below {_RANK:g}",
+            "effective rank of the hidden states down to {lowest:.2f}, below {limit:g}",
             "look at the learning rate, its warm-up and the initialisation",
         ),
         "logit_growth": Rule(
@@ -255,12 +324,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "entropy of {count} head{plural} below {limit:.0f} % of that of uniform attention, "
             "lowest {lowest:.2f} %",
             _ATTENTION,
-        ),
-        "massive_rows": Rule(
-            _massive_rows,
-            f"a few rows of massive norm that carry {100 * _MASSIVE:.0f} % of the variance or more",
-            "a few rows of massive norm carry up to {share:.0f} % of the variance",
-            "read anisotropy_no_sinks there",
         ),
     }
 )
@@ -281,16 +344,19 @@ class AlertWatch:
         >>> def at(step, rank):
         ...     stacks = {"": {"effective_rank": Column(first=2, layers=[rank])}}
         ...     return Reading(step, 0.0, 0.0, "probe", "eval", 8192, 1, "float32", stacks)
-        >>> watch.add(at(0, 60.0)), [alert.layers for alert in watch.add(at(8, 1.2))]
+        >>> watch.add(at(0, 60.0)), [alert.layers for alert in watch.add(at(8, 1.1))]
         ([], [(2,)])
-        >>> watch.add(at(9, 1.1))
+        >>> watch.add(at(9, 1.05))
         []
     """
 
     def __init__(self, names: Collection[str] = tuple(RULES)) -> None:
         check_alerts(names)
         self._rules = {name: RULES[name] for name in names}
+        # By source, since other tokens have other values, and stack.
+        self._bands: dict[tuple[str, str], Bands] = {}
         self._largest: dict[tuple[str, str], float] = {}  # by name and stack
+        self._quiet: dict[tuple[str, str], int] = {}  # readings since the last finding, likewise
         self._begun: set[str] = set()  # sources of which there has been a reading
 
     def add(self, reading: Reading) -> list[Alert]:
@@ -302,20 +368,36 @@ class AlertWatch:
         first = reading.source not in self._begun
         self._begun.add(reading.source)
         stacks = dict.fromkeys([*reading.stacks, *(note.stack for note in reading.notes)])
+        bands = {
+            stack: self._bands.setdefault((reading.source, stack), Bands(stack)).add(reading)
+            for stack in stacks
+        }
         alerts = []
         for name, rule in self._rules.items():
             for stack in stacks:
-                found = rule.find(reading, stack)
-                largest = self._largest.get((name, stack), 0.0)
-                if found is None or found.size < _AGAIN * largest:
+                found = rule.find(reading, stack, bands[stack])
+                if not self._is_news((name, stack), rule, found):
                     continue
-                self._largest[name, stack] = found.size
+                assert found is not None
                 if not (first and rule.may_begin):
                     _, numbers, layers, heads = found
                     alerts.append(
                         Alert(name, reading.step, stack, layers, heads, numbers, rule.advice)
                     )
         return alerts
+
+    def _is_news(self, key: tuple[str, str], rule: Rule, found: Finding | None) -> bool:
+        """Whether a finding is the first of its kind, or four times as large as the largest."""
+        if found is None:
+            self._quiet[key] = self._quiet.get(key, 0) + 1
+            if self._quiet[key] == rule.passes:
+                self._largest.pop(key, None)
+            return False
+        self._quiet[key] = 0
+        if found.size < _AGAIN * self._largest.get(key, 0.0):
+            return False
+        self._largest[key] = found.size
+        return True
 
 
 def check_alerts(names: Collection[str]) -> None:
@@ -357,6 +439,7 @@ def _column(reading: Reading, stack: str, metric: str) -> Column:
 
 
 __all__ = [
+    "HEALTHY_STEPS",
     "RULES",
     "Alert",
     "AlertWatch",

@@ -104,6 +104,7 @@ class Window:
         seed: Seed of the private generator that samples rows. No global random state is touched.
         max_mb: Largest memory of what is kept, in millions of bytes: the number of rows is lowered
             for it, and attention that does not fit is left out. None for no limit.
+        keep_inputs: Whether to keep what the model is called with, as it is, in `inputs`.
         extra_layers: Names of layers to see beside those of the blocks
             (`geomon.capture.snapshot.EXTRA_LAYERS`).
         place: Place of this rank among those that share out the weights of the blocks.
@@ -114,6 +115,7 @@ class Window:
 
     Attributes:
         seconds: Time taken from the training.
+        inputs: Positional arguments of the first call of the model, and arguments by name.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class Window:
         rows: int,
         seed: int,
         max_mb: float | None = None,
+        keep_inputs: bool = False,
         extra_layers: Sequence[str] = (),
         place: TensorPlace = WHOLE,
         micro_batches: Sequence[Callable[[], int]] = (),
@@ -132,6 +135,8 @@ class Window:
         self._anatomy = anatomy
         self._charge = charge
         self._place = place
+        self._keeps_inputs = keep_inputs
+        self.inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
         self._sources = {CAPTURED[view] for view in views}
         self._extra = tuple(extra_layers) if "hidden" in self._sources else ()
         self._wants_last = "last" in self._sources
@@ -214,6 +219,11 @@ class Window:
                 yield
         finally:
             self.seconds = before + time.perf_counter() - began
+
+    @property
+    def forced_eager(self) -> bool:
+        """Whether compiled code of the training was run eagerly, to be seen."""
+        return self._forced_eager
 
     @property
     def settled(self) -> bool:
@@ -630,6 +640,8 @@ class Window:
         self._prefer_gradients(module)
         if module is unwrap(stack_pass.stack.above[0]):
             self._begin_micro_batch(number)
+        if self._keeps_inputs and self.inputs is None:
+            self.inputs = tuple(args), dict(kwargs)
         if stack_pass.block_calls or stack_pass.over:
             return
         self._tables.take_arguments(args, kwargs)

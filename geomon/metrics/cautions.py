@@ -123,8 +123,8 @@ def _at_layers(columns: Columns, metric: str, part: str, limit: float, words: st
     above = {layer: value for layer, value in values.items() if value > limit}
     if not above:
         return None
-    text = "{metric}{where}: up to {most:.0%} " + words
-    most = max(above.values())
+    text = "{metric}{where}: up to {most:.0f} % " + words
+    most = 100 * max(above.values())
     return Note(words, text, layers=tuple(above), numbers={"metric": metric, "most": most})
 
 

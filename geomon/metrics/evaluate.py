@@ -88,6 +88,7 @@ class Evaluator:
         batches: Largest number of splits.
         queries: Number of rows of a split from which distances are measured; None for all.
         strict: Whether to raise what a metric raises, instead of a missing value.
+        has_margins: Whether values have margins.
         keeps_arrays: Whether arrays for figures are taken of each layer.
     """
 
@@ -95,6 +96,7 @@ class Evaluator:
     batches: int
     queries: int | None = QUERIES
     strict: bool = False
+    has_margins: bool = True
     keeps_arrays: bool = False
 
     @property
@@ -209,7 +211,8 @@ class Evaluator:
                         raise
                     result.failed[name] = str(error) or type(error).__name__
             self._take_arrays(splits[0], result)
-            self._leave_out(splits, result)
+            if self.has_margins:
+                self._leave_out(splits, result)
         return result
 
     def _take_arrays(self, views: LayerViews, result: LayerValues) -> None:

@@ -641,7 +641,7 @@ def is_bundled(metric: Metric) -> bool:
     Args:
         metric: A metric.
     """
-    return any(metric is known for known in _BUNDLED.values())
+    return any(metric.function is known.function for known in _BUNDLED.values())
 
 
 def check_metrics(

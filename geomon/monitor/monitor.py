@@ -21,6 +21,9 @@ import msgspec
 import torch
 from torch import nn
 
+from geomon.analysis.alerts import Inputs
+from geomon.analysis.bands import WATCHED
+from geomon.capture import Window
 from geomon.capture.model_parts import ModelParts
 from geomon.capture.snapshot import NotSeenError, Snapshot, explain_missing
 from geomon.distributed import (
@@ -46,6 +49,7 @@ from geomon.monitor.options import (
 )
 from geomon.monitor.passes import Passes
 from geomon.monitor.planning.budget import Budget
+from geomon.monitor.planning.checks import Checks
 from geomon.monitor.planning.planner import ReadingPlanner
 from geomon.monitor.planning.schedule import Schedule, first_steps
 from geomon.monitor.probe_loss import ProbeLoss
@@ -59,6 +63,8 @@ from geomon.record import Reading, Readings, Record, read
 from geomon.record.printable import printable, text_of
 
 _NOTHING = nullcontext()  # what a step that is not due gets
+# Rows of hidden states at which a check looks.
+_CHECK_ROWS = 1024
 
 
 @show_monitor_options
@@ -82,6 +88,10 @@ class Monitor:
             options["strict"],
             keeps_arrays=options["arrays"] and options["directory"] is not None,
         )  # fmt: skip
+        self._checker = Evaluator(
+            {name: m for name, m in self._evaluator.metrics.items() if name in WATCHED},
+            batches=1, has_margins=False,
+        )  # fmt: skip
         self._device = MeasuringDevice(options["device"], self._model)
         self._source = "inline" if options["probe"] is None else "probe"
         self._group = self._join_ranks()
@@ -99,6 +109,7 @@ class Monitor:
             _guard_schedule(schedule, warnings, strict=options["strict"]),
             self.budget, self._group, source=self._source,
         )  # fmt: skip
+        self._checks = self._plan_checks()
         self._record = self._make_record(options["directory"])
         self._executor = ReadingExecutor(background=self._in_background())
         self._reactions = Reactions(
@@ -142,8 +153,10 @@ class Monitor:
             self.advance(number)
             if not self.is_due(number, source=self._source, force=force):
                 return _NOTHING
-            inline = self._source == "inline"
-            return self._watching(number) if inline else self._probing(number)
+            if self._source == "probe":
+                return self._probing(number)
+            is_read = self.planner.is_due(number, "inline", force=force)
+            return self._watching(number) if is_read else self._checking(number)
 
     def advance(self, step: SupportsIndex) -> None:
         """Move to a step: publish what earlier steps left, and decide what is due.
@@ -198,7 +211,7 @@ class Monitor:
             self.publisher.log(number, values, watched=self.passes.step == number)
 
     def is_due(self, step: int, *, source: str = "inline", force: bool = False) -> bool:
-        """Whether a reading is to be made at the present step: due, paid for, and not made yet.
+        """Whether the present step is looked at: a reading due, paid for and not made yet; a check.
 
         Args:
             step: The step that `advance` has moved to.
@@ -207,7 +220,11 @@ class Monitor:
         """
         if source == "inline" and not self._takes_part():
             return False
-        return self.planner.is_due(step, source, force=force)
+        if self.planner.is_due(step, source, force=force):
+            return True
+        if self._checks is None or source == "probe" or self.planner.is_read(step, source):
+            return False
+        return self._checks.is_due(step)
 
     def probe(self, step: SupportsIndex, inputs: Any = None) -> None:
         """Read the geometry on fixed inputs in an extra pass, whatever the schedule and budget say.
@@ -369,7 +386,49 @@ class Monitor:
         if not self._is_own():
             return
         began = time.perf_counter() - window.seconds
-        self._read(step, "inline", lambda: self.passes.snapshots(window), began=began)
+        inputs, window.inputs = window.inputs, None  # kept no longer than the reading
+        self._read(
+            step, "inline", lambda: self.passes.snapshots(window), began=began, inputs=inputs
+        )
+
+    @contextmanager
+    def _checking(self, step: int) -> Iterator[None]:
+        """Look at few values of the training's forward pass, of this rank's rows."""
+        with self.budget.charge():
+            window = self.passes.open_for_check(step, self._checker.views, _CHECK_ROWS)
+        with window:
+            yield
+        if self._is_own():
+            with self.budget.charge(), self.warnings.guard():
+                self._check_values(step, window)
+
+    def _check_values(self, step: int, window: Window) -> None:
+        assert self._checks is not None
+        began = time.perf_counter() - window.seconds
+        snapshot = window.snapshot()
+        if window.forced_eager or snapshot.is_empty:
+            self._checks.stop()  # it costs more than it takes, or shows nothing
+        stacks = self._checker.evaluate(snapshot.layers, _CHECK_ROWS).stacks
+        info, seconds = snapshot.info, time.perf_counter() - began
+        reading = Reading(
+            step, time.time(), seconds, "check", info.mode, info.tokens, 1, info.dtype, stacks
+        )
+        inputs, window.inputs = window.inputs, None
+        if self.publisher.publish_check(reading, inputs):
+            self.planner.owe()
+        self._checks.add(step, time.perf_counter() - began)
+
+    def _plan_checks(self) -> Checks | None:
+        """Decide when checks are made; None where there are none.
+
+        One rank alone makes them, so it has to have the whole model.
+        """
+        asked, first = self._options["checks"], self._group.rank == 0
+        if asked is None or not (first and self._source == "inline" and self._checker.metrics):
+            return None
+        if not (self._options["alerts"] and self._group.own.is_whole):
+            return None
+        return Checks(asked if callable(asked) else None)
 
     @contextmanager
     def _probing(self, step: int) -> Iterator[None]:
@@ -395,6 +454,7 @@ class Monitor:
         began: float,
         copies: bool = True,
         history: ProbeHistory | None = None,
+        inputs: Inputs | None = None,
     ) -> None:
         """Make a reading of what is captured, or begin to."""
         self.planner.mark_read(step, source)
@@ -402,6 +462,7 @@ class Monitor:
             with self.budget.charge():
                 job = self._make_job(step, source, capture, began, copies=copies, history=history)
             if job is not None:
+                job.inputs = inputs
                 self.publisher.expect(step)
                 with self.budget.charge():  # the training may wait for an earlier reading
                     self._executor.submit(job)

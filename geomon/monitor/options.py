@@ -29,11 +29,13 @@ _FEWEST_QUERIES = 3
 
 # What stands for the default share, as `budget`, and that share.
 AUTO_BUDGET, DEFAULT_SHARE = "auto", 0.05
+# What stands for as many checks as little time affords.
+AUTO_CHECKS = "auto"
 
 # In which help shows the options.
 _GROUPS = {
     "What is measured": "metrics tokens batches queries blocks extra_layers seed",
-    "When and on which inputs": "schedule budget probe probe_loss",
+    "When and on which inputs": "schedule checks budget probe probe_loss",
     "What is written where": "directory arrays sinks pictures detail log settings",
     "Alerts": "alerts on_alert on_phase",
     "Ranks and devices": "gather rank_timeout background device max_capture_mb",
@@ -56,6 +58,11 @@ class MonitorOptions(TypedDict, total=False):
         schedule: Function from a step to whether a reading is due, or a number of steps, 100 for
             `every(100)`; None for `log_spaced()`. Step 0 is always due. If training jumps over a
             due step, the next step is read.
+        checks: When the few cheap values that alerts watch are looked at between readings, in the
+            training forward of the first rank: "auto" as often as 1 % of the time affords, a
+            function or number of steps as for `schedule`, or None for never. A check records
+            nothing; if it raises an alert, the next step is read, and `on_alert` is called. With a
+            probe, without alerts and where the model is compiled there are none.
         tokens: Number of rows of hidden states in one split.
         batches: Largest number of splits, over which the mean is taken. With two or more, their
             deviation is recorded too, as the papers give it; margins need none.
@@ -146,6 +153,7 @@ class MonitorOptions(TypedDict, total=False):
 
     metrics: Mapping[str, Callable[..., Any]] | Sequence[str]
     schedule: Schedule | int | None
+    checks: Schedule | int | str | None
     tokens: int
     batches: int
     queries: int | None
@@ -198,6 +206,7 @@ class CallbackOptions(MonitorOptions, total=False):
 DEFAULTS: MonitorOptions = {
     "metrics": METRICS,
     "schedule": None,
+    "checks": AUTO_CHECKS,
     "tokens": 4096,
     "batches": 1,
     "queries": Evaluator.queries,
@@ -292,6 +301,12 @@ def _check(options: _Options, defaults: MonitorOptions, owner: str) -> _Options:
         )
     schedule = options["schedule"]
     options["schedule"] = check_schedule(log_spaced() if schedule is None else schedule)
+    checks = options["checks"]
+    if checks is not None and checks != AUTO_CHECKS:
+        try:
+            options["checks"] = check_schedule(checks)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ValueError(str(error).replace("schedule", "checks", 1)) from None
     options["budget"] = check_budget(options["budget"])
     options["device"] = check_device(options["device"])
     most = options["max_capture_mb"]

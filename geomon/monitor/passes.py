@@ -80,6 +80,16 @@ class Passes:
         rows = self._group.rows_of(self._rows())
         return self._window(step, self._options["seed"], step, *self._place(), rows=rows)
 
+    def open_for_check(self, step: int, views: Collection[str], rows: int) -> Window:
+        """Make a window that looks at less of the training's own forward pass.
+
+        Args:
+            step: Number of optimizer updates already in the weights.
+            views: Names of the views that are wanted.
+            rows: Number of rows of hidden states to keep, of this rank alone.
+        """
+        return self._window(step, self._options["seed"], step, rows=rows, views=views)
+
     def snapshots(self, window: Window) -> list[Snapshot]:
         """Return what a window has seen of each pass, with its rows where they stay.
 
@@ -214,15 +224,22 @@ class Passes:
             )
         return passes
 
-    def _window(self, step: int, *seed_of: object, rows: int, windows: int = 1) -> Window:
+    def _window(
+        self,
+        step: int,
+        *seed_of: object,
+        rows: int,
+        windows: int = 1,
+        views: Collection[str] | None = None,
+    ) -> Window:
         self._renew_anatomy()
         most = self._options["max_capture_mb"]
         window = Window(
-            self._anatomy, self._views, rows=rows, seed=derive_seed(*seed_of),
+            self._anatomy, set(views or self._views), rows=rows, seed=derive_seed(*seed_of),
             max_mb=None if most is None else most / windows,
             extra_layers=self._options["extra_layers"], place=self._shard,
             micro_batches=self._parts.micro_batches,
-            charge=self._budget.charge,
+            keep_inputs=self._options["on_alert"] is not None, charge=self._budget.charge,
         )  # fmt: skip
         self._open = window, step
         return window

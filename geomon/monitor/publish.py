@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from geomon.analysis.alerts import Inputs
 from geomon.monitor.measuring.executor import ReadingExecutor
 from geomon.monitor.measuring.jobs import ReadingJob
 from geomon.monitor.planning.budget import Budget
@@ -59,6 +60,7 @@ class Publisher:
         self._notes = notes
         self.latest: Reading | None = None
         self.entered: int | None = None
+        self._alerts: list[Note] = []  # of checks, for the next reading
         self._pending: list[int] = []  # steps of the readings that are not published yet
         self._published: int | None = None  # step of the last reading that has been
 
@@ -94,6 +96,22 @@ class Publisher:
                 return
             with self._warnings.guard():
                 self._publish(job)
+
+    def publish_check(self, reading: Reading, inputs: Inputs | None) -> bool:
+        """Raise the alerts of a check; their notes stand in the next reading.
+
+        Args:
+            reading: What the check has measured.
+            inputs: What the model was called with, where it is known.
+
+        Returns:
+            Whether there are any.
+        """
+        notes = self._reactions.find_alerts(reading)
+        self._warn_of(notes)
+        self._alerts += notes
+        self._reactions.call_of_alerts(inputs)
+        return bool(notes)
 
     def end(self) -> None:
         """Close record and sinks, once everything is published."""
@@ -155,13 +173,13 @@ class Publisher:
                 self.latest = reading
                 self._writer.show(reading)
         if reading is not None:
-            self._react(reading)
+            self._react(reading, job.inputs)
 
-    def _react(self, reading: Reading) -> None:
+    def _react(self, reading: Reading, inputs: Inputs | None) -> None:
         """Call the user's functions; their time is the training's, except in calls of geomon."""
         began, spent = time.perf_counter(), self._budget.spent
         try:
-            self._reactions.call(reading)
+            self._reactions.call(reading, inputs)
         finally:
             taken = time.perf_counter() - began - (self._budget.spent - spent)
             self._budget.leave_out(max(0.0, taken))
@@ -178,11 +196,10 @@ class Publisher:
             notes=(*self._notes(), *job.notes),
         )
         self._published = reading.step
-        notes = (*reading.notes, *self._reactions.find_alerts(reading))
-        for note in notes:
-            words = f"alert: {note.words()}" if note.is_alert else note.words()
-            self._warnings.warn(words, kind=f"{note.stack}: {note.kind}")
-        reading = msgspec.structs.replace(reading, notes=notes)
+        notes = [*reading.notes, *self._reactions.find_alerts(reading)]
+        self._warn_of(notes)
+        reading = msgspec.structs.replace(reading, notes=(*notes, *self._alerts))
+        self._alerts.clear()
         self._writer.record(reading, job.arrays)
         return reading
 
@@ -191,6 +208,11 @@ class Publisher:
         if job.step in self._pending:
             self._pending.remove(job.step)
         self._executor.remove_first()
+
+    def _warn_of(self, notes: Sequence[Note]) -> None:
+        for note in notes:
+            words = f"alert: {note.words()}" if note.is_alert else note.words()
+            self._warnings.warn(words, kind=f"{note.stack}: {note.kind}")
 
     def _warn_of_late(self, late: Sequence[str]) -> None:
         """Warn of values whose reading is recorded without them, and have later readings wait."""

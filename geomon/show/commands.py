@@ -182,12 +182,13 @@ def add_commands(app: "typer.Typer") -> None:
     def alerts(
         name: Annotated[str | None, typer.Argument(help="One of them.", metavar="NAME")] = None,
     ) -> None:
-        """Say what each alert looks for, and what to do."""
+        """Say what each alert looks for, what to do, and how often it is false."""
         from geomon.analysis.alerts import RULES, check_alerts
 
         check_alerts(() if name is None else (name,))
         for each in RULES if name is None else (name,):
-            typer.echo(fit_to_terminal(f"{each}: {RULES[each].seeks}; {RULES[each].advice}"))
+            rule = RULES[each]
+            typer.echo(fit_to_terminal(f"{each}: {rule.seeks}; {rule.advice}; {rule.odds}"))
 
     @app.command()
     @exit_on_bad_input()

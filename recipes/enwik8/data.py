@@ -144,7 +144,7 @@ def load(
             f"too short: {source}; expected at least {max(minimum, 1):,} bytes of text;"
             " give a longer text or a smaller minimum"
         )
-    return _corpus(raw, source)
+    return corpus_of(raw, source)
 
 
 def _find(data: str | Path | None, cache: Path | None, url: str, published: Published) -> _Found:
@@ -169,7 +169,13 @@ def _carried(reason: str) -> _Found:
     return _Found(raw, source, markup=False)
 
 
-def _corpus(raw: bytes, source: str) -> Corpus:
+def corpus_of(raw: bytes, source: str) -> Corpus:
+    """Split a text 90/5/5, and number its symbols.
+
+    Args:
+        raw: The text.
+        source: One line that says what text this is.
+    """
     symbols = bytes(value for value in range(256) if value in raw)
     ids = bytes(max(symbols.find(value), 0) for value in range(256))
     # bytes.translate needs no index array of 8 B a byte; the copy is writable, as torch wants it.

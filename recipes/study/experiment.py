@@ -177,16 +177,36 @@ def train_all(
         for kind, count in counts.items()
         if seed < count
     ]
+    in_processes(train_one, jobs, processes, report)
+
+
+def in_processes(
+    function: Callable[..., None],
+    jobs: Sequence[tuple[Any, ...]],
+    processes: int,
+    report: Callable[[int, int], object] = lambda done, count: None,
+) -> None:
+    """Call a function with each of many sets of arguments, several side by side on one thread each.
+
+    Args:
+        function: Function of a module.
+        jobs: Arguments of each call.
+        processes: Number of processes; with 1 everything runs in this one.
+        report: Function that is called with the number of finished calls and of all.
+
+    Raises:
+        Exception: The first error of a call; those that have not begun are given up.
+    """
     if processes == 1:
         for number, job in enumerate(jobs, 1):
-            train_one(*job)
+            function(*job)
             report(number, len(jobs))
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
         processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
     ) as pool:
-        futures = [pool.submit(train_one, *job) for job in jobs]
+        futures = [pool.submit(function, *job) for job in jobs]
         try:
             for number, future in enumerate(as_completed(futures), 1):
                 future.result()

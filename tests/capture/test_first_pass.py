@@ -277,3 +277,6 @@ def test_lists_with_a_residual_are_described():
     assert shown["Q, K projected"] == "0.1.to_q and 0.1.to_k"
     with pytest.raises(ValueError, match="which is never called"):
         find_anatomy(Lists("afaf", before=True), r"layers\.\d+")
+    model = Lists("afaf", before=True)
+    with pytest.raises(ValueError, match="which is never called"):
+        find_anatomy(model, list(model.layers))

@@ -16,9 +16,9 @@ def cautions_of(values):
 # What has a note, beside what is just short of it; and words of the note.
 LIMITS = [
     ({"twonn/layer_01/duplicates": 0.051}, {"twonn/layer_01/duplicates": 0.05},
-     "twonn, layer 1: up to 5% of the rows are exact copies"),
+     "twonn, layer 1: up to 5 % of the rows are exact copies"),
     ({"twonn/layer_02/rounding": 0.11}, {"twonn/layer_02/rounding": 0.1},
-     "twonn, layer 2: up to 11% of the median nearest distance is rounding"),
+     "twonn, layer 2: up to 11 % of the median nearest distance is rounding"),
     ({"sink_share/layer_02": 0.51}, {"sink_share/layer_02": 0.5}, "read anisotropy_no_sinks"),
     ({"twonn/mean": 3.0, "twonn_distinct/mean": 2.0},
      {"twonn/mean": 2.9, "twonn_distinct/mean": 2.0}, "twonn is 3.0, but 2.0 with each token"),
@@ -42,7 +42,7 @@ def test_a_caution_begins_at_its_limit(beyond, within, words):
 def test_duplicates_name_their_layers_and_the_largest_share():
     shares = {0: 0.2, 1: 0.0, 3: 0.08}
     (note,) = cautions_of({f"twonn/layer_0{n}/duplicates": share for n, share in shares.items()})
-    assert note.words().startswith("twonn, layer 0, 3: up to 20% of the rows are exact copies")
+    assert note.words().startswith("twonn, layer 0, 3: up to 20 % of the rows are exact copies")
 
 
 NAN, INF = float("nan"), float("inf")

@@ -25,6 +25,12 @@ def test_a_series_draws_itself_with_its_interval():
     (band,) = axes.collections
     assert {*band.get_paths()[0].vertices[:, 1]} == {1.5, 2.5, 5.5, 6.5}
     assert axes.get_xlabel().startswith("training step")
+    axes.set_xlim(0, 4096)
+    step_0, step_4, step_16, step_64 = axes.transData.transform([(0, 0), (4, 0), (16, 0), (64, 0)])[
+        :, 0
+    ]
+    assert step_64 - step_16 == pytest.approx(step_16 - step_4) > 0
+    assert step_4 > step_0
 
 
 def test_series_are_in_order_and_without_gaps():

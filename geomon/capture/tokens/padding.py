@@ -211,12 +211,12 @@ class Padding:
             stack: Name of the stack.
         """
         if (found := self._find(shape, "")) is not None:
-            share = float((~found.valid).float().mean())
+            percent = 100 * float((~found.valid).float().mean())
             named = any(found.name == given.name for given in self._given)
             source = "" if named else f", going by {found.name}"
-            text = "padding, {share:.0%} of the tokens, was left out{source}"
-            numbers: dict[str, float | str] = {"share": share, "source": source}
-            return [Note("padding", text, stack, numbers=numbers)] * (share > 0)
+            text = "padding, {percent:.0f} % of the tokens, was left out{source}"
+            numbers: dict[str, float | str] = {"percent": percent, "source": source}
+            return [Note("padding", text, stack, numbers=numbers)] * (percent > 0)
         empty = {x.name for x in self._given if _fits(x.valid, shape) and not x.of_keys}
         unread = {name for name, values in self._unread.items() if _may_pad(values, shape)}
         texts = [_EMPTY.format(name=name) for name in sorted(empty)]

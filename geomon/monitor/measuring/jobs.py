@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from geomon.analysis.alerts import Inputs
 from geomon.capture import QUERIES
 from geomon.capture.snapshot import (
     HOST,
@@ -80,6 +81,7 @@ class ReadingJob:
         history: The last reading of the same probe; None where the reading is not of a probe.
 
     Attributes:
+        inputs: What the model was called with, where somebody is to be given that.
         notes: Remarks for the reader of the numbers, once the job is finished.
         arrays: Arrays for figures, once the job is finished.
         finished: Whether the reading is made, or has failed, and `result` can be asked.
@@ -107,6 +109,7 @@ class ReadingJob:
     ) -> None:
         began = time.perf_counter()
         self.step = step
+        self.inputs: Inputs | None = None
         self.source = source
         self.rows = rows
         self._group = group

@@ -56,6 +56,10 @@ class ReadingPlanner:
         """
         self._step = step
 
+    def owe(self) -> None:
+        """Have a reading made at the next step, where ranks exchange no decisions."""
+        self._owed = self._owed or not self._group.connected
+
     def skip_recorded(self, recorded: Collection[tuple[int, str]]) -> None:
         """Make no reading again that the record holds.
 

@@ -3,10 +3,11 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from typing import Any
 
 from geomon.analysis import Phase, find_phase
-from geomon.analysis.alerts import Alert, AlertWatch
+from geomon.analysis.alerts import Alert, AlertWatch, Inputs
 from geomon.analysis.curves import measured
 from geomon.monitor.writing.output import Warnings
 from geomon.note import Note
@@ -66,16 +67,25 @@ class Reactions:
         )
         return [alert.note() for alert in self._raised]
 
-    def call(self, reading: Reading) -> None:
+    def call_of_alerts(self, inputs: Inputs | None) -> None:
+        """Call the user's function for each alert that `find_alerts` found last.
+
+        Args:
+            inputs: What the model was called with, where it is known.
+        """
+        raised, self._raised = self._raised, []
+        for alert in raised if self._on_alert is not None else ():
+            assert self._on_alert is not None
+            self._call("on_alert", self._on_alert, replace(alert, inputs=inputs))
+
+    def call(self, reading: Reading, inputs: Inputs | None = None) -> None:
         """Call the user's functions for a reading that has been recorded.
 
         Args:
             reading: The reading to which `find_alerts` was applied last.
+            inputs: What the model was called with, where it is known.
         """
-        if self._on_alert is not None:
-            for alert in self._raised:
-                self._call("on_alert", self._on_alert, alert)
-        self._raised = []
+        self.call_of_alerts(inputs)
         before = self._phases.get(reading.source)
         phase = self._follow(reading)
         if self._on_phase is not None and phase is not None and phase.name != before:

@@ -218,7 +218,7 @@ class WandBRows:
     def _end(self) -> None:
         """Log what is waiting, and leave nothing on the run."""
         atexit.unregister(self._end)
-        self._flush()
+        self._attempt(self._flush)  # W&B may have been torn down before
         self._unfollow()
 
     def _configure(self) -> None:

@@ -92,6 +92,8 @@ def test_arguments_are_found_by_name_wherever_they_are():
         "col_position_ids": POSITIONS,
         "position_embeddings": torch.ones(1, 16),
         "cu_seqlens": 3,
+        "positions": POSITIONS.float(),  # angles
+        "pos_ids": POSITIONS.bool(),  # a mask
     }
     assert find_places(Taking(), (), others) == []
 

@@ -120,7 +120,7 @@ def test_the_keys_that_attention_hides_are_padding_whatever_the_model_is_given(n
     ids, real = padded_batch("left" if name == "mask" else "right")
     seen = look(AnyName(way).hide(real), ids, **{name: FORMS[form](~real)})
     assert torch.equal(kept(seen), real.flatten().nonzero().squeeze(1))
-    said = f"padding, 26% of the tokens, was left out, going by {HIDDEN_KEYS}"
+    said = f"padding, 26 % of the tokens, was left out, going by {HIDDEN_KEYS}"
     assert notes(seen) == [said]
     assert seen.padding("") == HIDDEN_KEYS
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from geomon.monitor.planning.schedule import check_schedule, every, log_spaced
+from geomon.monitor.planning.schedule import check_schedule, every, first_steps, log_spaced
 
 
 def fired(schedule, stop):
@@ -61,3 +61,8 @@ def test_a_schedule_that_never_fires_is_refused():
 def test_readings_before_the_first_step_are_left_out_and_the_others_are_the_same(first):
     dense, later = (fired(log_spaced(first=each), 3000) for each in (1, first))
     assert later == [step for step in dense if step == 0 or step >= first]
+
+
+def test_the_first_steps_of_a_schedule_are_those_at_which_it_is_due():
+    assert first_steps(every(300)) == [0, 300, 600, 900]
+    assert first_steps(lambda step: 1 / (step - 5) > 0.3) == [6, 7, 8]  # step 5 is an error

@@ -214,13 +214,13 @@ def test_alerts_and_new_notes_are_text_at_their_steps():
     writer = Writer()
     text = BoardText(lambda: [writer])
     alert = alert_of("rank_collapse", "rank collapse (layer 2): down to 1.2")
-    text.write(reading(0, [Note("copies", "58% of the rows are copies"), "another"]))
-    text.write(reading(1, [Note("copies", "57% of the rows are copies"), alert]))
+    text.write(reading(0, [Note("copies", "58 % of the rows are copies"), "another"]))
+    text.write(reading(1, [Note("copies", "57 % of the rows are copies"), alert]))
     text.write(reading(2, ["a third *note*, a_b"]))
     text.close()
     found = [(name, words, step) for name, words, step in writer.texts if name[8] != "1"]
     assert found == [
-        ("~geomon/3 notes", "- 58% of the rows are copies\n- another", 0),
+        ("~geomon/3 notes", "- 58 % of the rows are copies\n- another", 0),
         ("~geomon/2 alerts", "- rank collapse (layer 2): down to 1.2", 1),
         ("~geomon/3 notes", r"- a third \*note\*, a\_b", 2),
     ]

@@ -143,6 +143,18 @@ def test_what_fails_beside_a_row_of_the_training_is_a_warning(caplog):
     assert any("a reading was not logged: OSError: gone" in message for message in caplog.messages)
 
 
+def test_what_waits_when_the_user_has_torn_wandb_down_is_a_warning(caplog):
+    run = Run()
+    sink = rows_of(run)
+    run.log({"loss": 1.0}, step=0)
+    for step in range(2):
+        sink.write(reading(step))
+    del run.step  # W&B raises where it is asked
+    sink.close()
+    assert [each for each in caplog.messages if "a reading was not logged" in each]
+    assert "_log" not in vars(run)
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_nothing_is_left_on_the_run(order):
     run = Run()

@@ -47,7 +47,7 @@ def run(story):
 def test_dimensions_phases_and_alerts_are_whole_at_any_size_above_a_chart(
     make_readings, tmp_path, size
 ):
-    kinds = [(1, "massive_rows"), (3, "not_finite"), (5, "entropy_collapse"), (6, "massive_rows")]
+    kinds = [(1, "logit_growth"), (3, "not_finite"), (5, "entropy_collapse"), (6, "logit_growth")]
     folder = write(tmp_path / "a", alerted(make_readings(layers=12, heads=16), kinds))
 
     async def story():
@@ -55,8 +55,8 @@ def test_dimensions_phases_and_alerts_are_whole_at_any_size_above_a_chart(
             said = words(app)
             assert "a · step 1,500 · " in said
             assert (
-                "Alerts: not finite at step 64, entropy collapse at step 256, massive rows at step "
-                "16. intrinsic dimension 5.3 ± 0.1, compressing since step 256, 28 % below its "
+                "Alerts: not finite at step 64, logit growth at step 16, entropy collapse at step "
+                "256. intrinsic dimension 5.3 ± 0.1, compressing since step 256, 28 % below its "
                 "peak 7.4 (between steps 128 and 256); distinct tokens 4.9 ± 0.1, falling since "
                 "step 0, 85 % below 32.1."
             ) in said
@@ -71,8 +71,8 @@ def test_dimensions_phases_and_alerts_are_whole_at_any_size_above_a_chart(
                 r"Alert at step (\S+?):? (?:\(first of (\d)\): )?(\w+ \w+)", words(app)
             )
             assert listed == [
-                ("64", "", "not finite"), ("256", "", "entropy collapse"),
-                ("16", "2", "massive rows"),
+                ("64", "", "not finite"), ("16", "2", "logit growth"),
+                ("256", "", "entropy collapse"),
             ][: len(listed)]  # fmt: skip
             assert listed
 

@@ -103,21 +103,21 @@ def test_the_age_of_a_reading_has_a_unit_that_fits(make_readings, monkeypatch, s
 
 
 def test_alerts_take_the_headline_and_each_kind_is_shown_in_full_the_gravest_first(make_readings):
-    kinds = [(2, "massive_rows"), (5, "massive_rows"), (6, "rank_collapse")]
+    kinds = [(2, "logit_growth"), (5, "logit_growth"), (6, "rank_collapse")]
     readings = alerted(make_readings(notes=["first", "second"]), kinds)
     lines = shown(readings, width=100)
     assert lines[1].startswith(
-        "Alerts: rank collapse at step 512, massive rows at step 32. intrinsic dimension 5.3"
+        "Alerts: rank collapse at step 512, logit growth at step 32. intrinsic dimension 5.3"
     )
     assert lines[-3:] == [
         "Alert at step 512: rank collapse (layer 2): look there (geomon alerts rank_collapse).",
-        "Alert at step 32 (first of 2): massive rows (layer 2): look there (geomon alerts "
-        "massive_rows).",
+        "Alert at step 32 (first of 2): logit growth (layer 2): look there (geomon alerts "
+        "logit_growth).",
         "note (and 1 more): second",
     ]
     assert "alert" not in "".join(shown(make_readings(notes=["first"]))).lower()
     assert format_line(readings[2], readings).endswith(
-        "alert: massive rows (layer 2): look there (geomon alerts massive_rows)"
+        "alert: logit growth (layer 2): look there (geomon alerts logit_growth)"
     )
 
 

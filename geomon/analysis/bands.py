@@ -1,0 +1,336 @@
+"""Bands: where the next value of a curve is expected, after the line through those before it.
+
+A fault that the loss absorbs moves one head or one block and leaves the others as they were. So
+each value at each layer and head has a band of its own, and the first that leaves it says where
+something happened.
+"""
+
+import bisect
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import special  # type: ignore[import-untyped]
+
+from geomon.record import Reading
+from geomon.record.columns import Columns
+
+_Array = NDArray[np.float64]
+
+# Readings before a value by which its band is made, at most and at least; none is further back than
+# this share of the training so far, in which curves bend.
+WINDOW, LEAST, SHARE = 48, 8, 0.25
+# First step with bands: in the first steps of a training everything changes.
+FIRST = 200
+# A value is outside of its band where it is `ONCE` times as far from the line as normal errors get
+# once in three million readings; or `TWICE` times as far at two readings in a row, on one side.
+ONCE, TWICE = 2.9, 1.05
+_BEYOND = 3e-7
+# Readings at which all values are inside, after which a departure is another event.
+QUIET = 12
+# Readings over which the scatter of all values is averaged, and the largest mean of its logarithm
+# that is no alert: nearly twice the variance that the bands expect.
+SCATTER_READINGS, SCATTER = 20, 0.62
+# Limits of the scatter of one reading: a single jump is no growth of the scatter.
+_CALM, _RESTLESS = 0.1, math.e
+# Smallest error, as a share of the value: what rounding alone may do.
+_ROUNDING = 1e-5
+
+
+class Watched(NamedTuple):
+    """How a metric is watched.
+
+    Attributes:
+        least: Smallest half width of its bands: where values hardly scatter, as those of a new
+            model, less of a change means nothing.
+        by_logarithm: Whether bands are of the value's logarithm: what grows and falls by factors
+            scatters by factors.
+    """
+
+    least: float
+    by_logarithm: bool = False
+
+
+WATCHED = {
+    "attention_entropy_normalised": Watched(0.01),
+    "max_logit": Watched(0.5),
+    "qk_dot": Watched(0.25),
+    "variance": Watched(0.05, by_logarithm=True),
+    "within_variance": Watched(0.05, by_logarithm=True),
+}
+
+
+class Place(NamedTuple):
+    """A value of a reading that is watched.
+
+    Attributes:
+        metric: Name of the metric.
+        layer: Number of the layer.
+        head: Number of the head; None for a value of the whole layer.
+    """
+
+    metric: str
+    layer: int
+    head: int | None
+
+
+class Departure(NamedTuple):
+    """A value outside its band.
+
+    Attributes:
+        place: What the value is of.
+        value: The value.
+        low: Lower end of the band.
+        high: Upper end of the band.
+        size: Distance from the line, in units of the largest one inside; above 1.
+    """
+
+    place: Place
+    value: float
+    low: float
+    high: float
+    size: float
+
+
+class Line(NamedTuple):
+    """Where the next value of each of several curves is expected.
+
+    Attributes:
+        expected: Value of the line at the next reading, [curves]; NaN where too few are known.
+        error: Standard error of that value with the scatter of a single one, [curves].
+        freedom: Degrees of freedom of the error, [curves].
+    """
+
+    expected: _Array
+    error: _Array
+    freedom: _Array
+
+    @property
+    def quantile(self) -> _Array:
+        """Standard errors that normal errors exceed once in three million readings, [curves]."""
+        return np.asarray(special.stdtrit(self.freedom, 1 - _BEYOND / 2))
+
+    @property
+    def unit(self) -> _Array:
+        """Distance that normal errors exceed once in three million readings, [curves]."""
+        return self.quantile * self.error
+
+
+def continue_line(history: _Array, ahead: int = 1) -> Line:
+    """Lay a line through the last values of each curve by least squares, and go on with it.
+
+    Args:
+        history: Values of the readings before, the last one at the end, [readings, curves]; NaN
+            where one is missing. At most 48 readings are used.
+        ahead: Which reading after the last one is expected: 1 for the next.
+
+    Returns:
+        The line; NaN for a curve of which fewer than 8 values are known.
+
+    Example:
+        >>> found = continue_line(np.arange(20.0)[:, None] + np.array([0.1, -0.1] * 10)[:, None])
+        >>> f"{found.expected[0]:.2f} {found.error[0]:.2f} {found.unit[0]:.2f}"
+        '19.98 0.12 0.91'
+    """
+    history = history[-WINDOW:]
+    known = np.isfinite(history)
+    count = known.sum(axis=0)
+    values = np.where(known, history, 0.0)
+    x = np.arange(1 - len(history) - ahead, 1 - ahead, dtype=np.float64)[:, None]  # until 0
+    with np.errstate(invalid="ignore", divide="ignore"):
+        middle, mean = (known * x).sum(axis=0) / count, values.sum(axis=0) / count
+        centred = known * (x - middle)
+        square = (centred**2).sum(axis=0)
+        slope = (centred * values).sum(axis=0) / square
+        residual = known * (values - mean - slope * centred)
+        expected = mean - slope * middle
+        error = np.sqrt((residual**2).sum(axis=0) / (count - 2))
+        error *= np.sqrt(1 + 1 / count + middle**2 / square)
+    error = np.maximum(error, _ROUNDING * np.abs(expected))
+    unknown = count < LEAST
+    expected, error = (np.where(unknown, np.nan, numbers) for numbers in (expected, error))
+    return Line(expected, error, np.maximum(count - 2.0, 1.0))
+
+
+class Distance(NamedTuple):
+    """How far values are from what was expected.
+
+    Attributes:
+        expected: Values of the lines, [curves].
+        width: Half widths of the bands, [curves]: one of two readings in a row where both are
+            outside of it, and of one reading otherwise.
+        size: Distances in units of the largest ones inside, [curves]; NaN where too few are known.
+        normed: Distances with their signs in standard errors, of mean square 1 where errors are
+            normal, [curves].
+    """
+
+    expected: _Array
+    width: _Array
+    size: _Array
+    normed: _Array
+
+
+def measure_distance(history: _Array, values: _Array, least: _Array | float = 0.0) -> Distance:
+    """Compare the values of a reading with the lines through those before.
+
+    Args:
+        history: Values of the readings before, the last one at the end, [readings, curves].
+        values: Values of the reading, [curves].
+        least: Smallest half widths of the bands, [curves] or one for all.
+    """
+    line = continue_line(history)
+    width = np.maximum(ONCE * line.unit, least)
+    before = history[:-1]  # the reading before is no part of the line that both are compared with
+    with np.errstate(invalid="ignore", divide="ignore"):
+        away = values - line.expected
+        second, first = continue_line(before, ahead=2), continue_line(before)
+        narrow = np.maximum(TWICE * second.unit, least)
+        now = (values - second.expected) / narrow
+        last = (history[-1:].sum(axis=0) - first.expected) / np.maximum(TWICE * first.unit, least)
+        both = np.minimum(np.abs(now), np.abs(last)) * (now * last > 0)
+        size = np.abs(away) / width
+        # As many standard errors as the band is wide, and Student's distribution has its variance.
+        normed = away / width * ONCE * line.quantile * np.sqrt(1 - 2 / line.freedom)
+    is_second = both > np.nan_to_num(size)
+    return Distance(
+        np.where(is_second, second.expected, line.expected), np.where(is_second, narrow, width),
+        np.fmax(size, both), normed,
+    )  # fmt: skip
+
+
+def scatter(normed: _Array) -> float:
+    """Compute the logarithm of the mean square of distances in standard errors; NaN without any.
+
+    The mean square counts as 0.1 at least and as e at most.
+
+    Args:
+        normed: Distances of one reading, [curves].
+    """
+    known = normed[np.isfinite(normed)]
+    if not len(known):
+        return math.nan
+    return math.log(min(max(float(np.mean(known**2)), _CALM), _RESTLESS))
+
+
+def start_of_window(steps: Sequence[int] | NDArray[np.int64], step: int) -> int:
+    """Find the first of the readings before a step by which bands are made there.
+
+    Args:
+        steps: Steps of all readings before, ascending.
+        step: The step.
+
+    Returns:
+        Index of the reading; their number where there is no band yet.
+
+    Example:
+        >>> start_of_window(range(0, 400, 4), 400), start_of_window(range(100), 100)
+        (75, 100)
+    """
+    if step < FIRST:
+        return len(steps)
+    first = bisect.bisect_left(steps, (1 - SHARE) * step)
+    return max(first, len(steps) - WINDOW - 1)
+
+
+class Left(NamedTuple):
+    """A value that has left its band.
+
+    Attributes:
+        step: Step at which it did.
+        departure: The value there, and its band.
+    """
+
+    step: int
+    departure: Departure
+
+
+class Found(NamedTuple):
+    """What the bands of a run say of a reading.
+
+    Attributes:
+        departures: Values outside of their bands, the largest departure first.
+        left: Values that have left their bands since all were inside for 12 readings, in the order
+            in which they did; the largest departure first at each step.
+        scatter: Logarithm of the mean square of the distances of all values from their lines, in
+            standard errors, over the last 20 readings; NaN where fewer are known.
+    """
+
+    departures: list[Departure]
+    left: list[Left]
+    scatter: float
+
+
+class Bands:
+    """The bands of a run, reading by reading.
+
+    Args:
+        stack: Name of the stack of blocks whose values are watched.
+    """
+
+    def __init__(self, stack: str = "") -> None:
+        self._stack = stack
+        self._columns: dict[Place, int] = {}
+        self._steps: list[int] = []
+        self._history = np.empty((0, 0))
+        self._scatters: deque[float] = deque(maxlen=SCATTER_READINGS)
+        self._left: dict[Place, Left] = {}
+        self._quiet = 0  # readings since a value was outside of its band
+
+    def add(self, reading: Reading) -> Found:
+        """Take the next reading, and compare its values with their bands.
+
+        Args:
+            reading: A reading of a later step than those before, of the same source.
+        """
+        found = dict(_watched(reading.stacks.get(self._stack, {})))
+        for place in found.keys() - self._columns.keys():
+            self._columns[place] = len(self._columns)
+        missing = len(self._columns) - self._history.shape[1]
+        self._history = np.pad(self._history, ((0, 0), (0, missing)), constant_values=np.nan)
+        values = np.full(len(self._columns), np.nan)
+        for place, value in found.items():
+            values[self._columns[place]] = value
+        least = np.array([WATCHED[place.metric].least for place in self._columns])
+        start = start_of_window(self._steps, reading.step)
+        distance = measure_distance(self._history[start:], values, least)
+        self._steps = [*self._steps, reading.step][-WINDOW - 1 :]
+        self._history = np.vstack([self._history, values])[-WINDOW - 1 :]
+        self._scatters.append(scatter(distance.normed))
+        departures = [
+            _departure(place, values[column], *(numbers[column] for numbers in distance[:3]))
+            for place, column in self._columns.items()
+            if distance.size[column] > 1
+        ]
+        departures.sort(key=lambda departure: -departure.size)
+        self._quiet = 0 if departures else self._quiet + 1
+        if self._quiet >= QUIET:
+            self._left.clear()
+        for departure in departures:
+            self._left.setdefault(departure.place, Left(reading.step, departure))
+        enough = len(self._scatters) == SCATTER_READINGS
+        mean = float(np.mean(self._scatters)) if enough else math.nan
+        return Found(departures, list(self._left.values()), mean)
+
+
+def _watched(columns: Columns) -> Iterator[tuple[Place, float]]:
+    """Iterate over the values that are watched, logarithms where the band is one of these."""
+    for metric in WATCHED.keys() & columns.keys():
+        found: dict[tuple[int, int | None], float] = dict(columns[metric].by_head().items())
+        found = found or {(n, None): value for n, value in columns[metric].by_layer().items()}
+        for (layer, head), value in found.items():
+            if not WATCHED[metric].by_logarithm:
+                yield Place(metric, layer, head), value
+            elif value > 0:
+                yield Place(metric, layer, head), math.log(value)
+
+
+def _departure(place: Place, value: float, expected: float, width: float, size: float) -> Departure:
+    ends = np.array([value, expected - width, expected + width])
+    if WATCHED[place.metric].by_logarithm:
+        with np.errstate(over="ignore"):
+            ends = np.exp(ends)
+    found, low, high = map(float, ends)
+    return Departure(place, found, low, high, float(size))

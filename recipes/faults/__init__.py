@@ -1,0 +1,1 @@
+"""Faults put into healthy trainings: which numbers notice them, how early, how often falsely."""

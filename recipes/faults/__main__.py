@@ -1,0 +1,145 @@
+"""`python -m recipes.faults`: make all trainings, compare the detectors, write the page."""
+
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+from recipes.enwik8.extras import explain_missing
+
+if missing := explain_missing():
+    print(missing, file=sys.stderr)
+    sys.exit(2)
+
+import typer
+
+from geomon import read
+from geomon.analysis.alerts import find_alerts
+from recipes.enwik8.data import DataError, load
+from recipes.faults.detectors import OF_MARGINS
+from recipes.faults.figure import odds_figure
+from recipes.faults.page import Verified, write
+from recipes.faults.plan import (
+    OTHER_TEXT,
+    VERIFICATION,
+    plan_odds,
+    plan_other_text,
+    plan_verification,
+)
+from recipes.faults.results import (
+    SCHEDULES,
+    evaluate,
+    evaluate_all,
+    score_full,
+    score_trainings,
+)
+from recipes.faults.training import EACH_STEP, run_job
+from recipes.study.drawing import save_small
+from recipes.study.experiment import in_processes
+from recipes.study.training import RunError, is_finished
+
+# What is compared in the tables of the faults.
+_COMPARED = ("loss", "gradient_norm", "geometry")
+# One false alarm in so many healthy readings; the last where every 20th step is read.
+_LOOSE, _STRICT, _FEW = 1e-3, 1e-4, 1e-2
+
+
+def main(
+    small: Annotated[
+        bool, typer.Option(help="Two narrow models and a few healthy trainings, in ten minutes.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder; what is complete is kept.")] = None,
+    data: Annotated[str | None, typer.Option(help="Text, as `make enwik8` takes it.")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Trainings side by side.")] = 2,
+    count: Annotated[int, typer.Option(min=2, help="Trainings of each kind and size.")] = 20,
+    page: Annotated[
+        Path | None, typer.Option(help="The page; warnings.md in the folder by default.")
+    ] = None,
+) -> None:
+    """Put faults into healthy trainings, and measure which numbers notice them, and how early."""
+    folder = out or Path("runs") / ("faults-small" if small else "faults")
+    try:
+        given = load(data)
+        jobs = plan_odds(2 if small else count, ("narrow",) if small else ("narrow", "wide"))
+        jobs += [] if small else plan_other_text(count // 2)
+        jobs += plan_verification(1 if small else 9)
+        print(f"text: {given.source}\n{len(jobs)} healthy trainings, in {folder}", flush=True)
+        began = time.perf_counter()
+
+        def report(done: int, number: int) -> None:
+            print(f"{done} of {number}, {time.perf_counter() - began:.0f} s", flush=True)
+
+        in_processes(run_job, [(job, given, folder) for job in jobs], processes, report)
+    except (DataError, RunError, OSError) as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(2) from error
+    show(folder, page or folder / "warnings.md")
+
+
+def show(folder: Path, page: Path) -> None:
+    """Measure the odds from the records, and write the page with its picture.
+
+    Args:
+        folder: Folder of the trainings.
+        page: Path of the page; the picture is `pictures/warnings.png` beside it.
+    """
+    every_step = score_trainings(folder, SCHEDULES[0])
+    main_text = [each for each in every_step if each.number not in OTHER_TEXT]
+    healthy = [each for each in main_text if each.fault is None]
+    faulty = [each for each in every_step if each.number in OTHER_TEXT and each.fault is not None]
+    loose, strict = (evaluate_all(main_text, rate, SCHEDULES[0]) for rate in (_LOOSE, _STRICT))
+    compared = {name: strict[name] for name in _COMPARED}
+    compared["geometry"] = evaluate(main_text, "geometry", _STRICT, SCHEDULES[0], limit=1.0)
+    sparse = {SCHEDULES[0]: compared}
+    for schedule in SCHEDULES[1:]:
+        scored = score_trainings(folder, schedule, ("geometry",))
+        own = [each for each in scored if each.number not in OTHER_TEXT]
+        sparse[schedule] = {"geometry": evaluate(own, "geometry", _STRICT, schedule, limit=1.0)}
+    others = {
+        name: evaluate([*healthy, *faulty], name, _STRICT, SCHEDULES[0], limit=result.limit)
+        for name, result in compared.items()
+    }
+    full = score_full(folder)
+    of_margins = {
+        # A change of phase is one or none: there is no limit to choose.
+        name: evaluate(full, name, _FEW, SCHEDULES[0], limit=0.5 if name == "phase" else None)
+        for name in OF_MARGINS
+    }
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(
+        write(compared, loose, strict, sparse, of_margins, others, count_alerts(folder))
+    )
+    picture = save_small(odds_figure(compared), page.parent / "pictures" / "warnings.png")
+    print(f"{page}, {picture}")
+
+
+def count_alerts(folder: Path) -> Verified:
+    """Count the alerts of the healthy trainings in which alerts are counted.
+
+    Args:
+        folder: Folder of the trainings.
+    """
+    kinds: Counter[str] = Counter()
+    steps: Counter[str] = Counter()
+    alerts: Counter[str] = Counter()
+    trainings = 0
+    for path in sorted(folder.glob("*_3??")):
+        size, _, number = path.name.rpartition("_")
+        if int(number) not in VERIFICATION or not is_finished(path / "healthy"):
+            continue
+        readings = read(path / "healthy" / EACH_STEP)
+        found = [alert.name for alert in find_alerts(readings)]
+        text = "source code" if int(number) % 2 else "prose"
+        trainings += 1
+        kinds.update(found)
+        for words in (f"{size} models", text):
+            steps[words] += len(readings)
+            alerts[words] += len(found)
+    total = sum(steps.values()) // 2
+    stretches = [(words, steps[words], alerts[words]) for words in sorted(steps)]
+    return Verified(total, trainings, kinds, stretches)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,317 @@
+"""The odds as a page of Markdown, docs/warnings.md: every number is computed from the records."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
+
+from recipes.faults.detectors import DETECTORS, OF_MARGINS
+from recipes.faults.kinds import FAULTS
+from recipes.faults.odds import Rate
+from recipes.faults.results import Outcome, Result
+
+KINDS = ("loud", "silent", "creeping")
+_HEAD = """# Warnings and their odds
+
+Would you have known before the loss? Faults were put into healthy trainings of small decoders, and
+each number that can be watched got one limit, which was chosen on other healthy trainings so that
+all numbers raise as many false alarms. `make faults` makes the trainings and writes this page;
+[what was done](../recipes/faults/README.md).
+
+*Loud* faults were expected to show in the loss at once, *silent* ones to be absorbed by it, and
+*creeping* ones to grow. A fault marked with * was not looked at while alerts were chosen. *Steps*
+are median and quartiles.
+"""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Alerts that were counted in healthy trainings.
+
+    Attributes:
+        steps: Steps that were read.
+        trainings: Number of trainings.
+        alerts: Number of alerts by kind.
+        stretches: The same for parts of these trainings: words, steps and number of alerts.
+    """
+
+    steps: int
+    trainings: int
+    alerts: Counter[str]
+    stretches: list[tuple[str, int, int]]
+
+
+def write(
+    by_step: Mapping[str, Result],
+    loose: Mapping[str, Result],
+    strict: Mapping[str, Result],
+    sparse: Mapping[str, Mapping[str, Result]],
+    of_margins: Mapping[str, Result],
+    other_text: Mapping[str, Result],
+    verified: Verified,
+) -> str:
+    """Write the page.
+
+    Args:
+        by_step: Results of loss, gradient norm and alerts, every step read.
+        loose: Results at one false alarm in 1,000 healthy readings, by detector.
+        strict: Results at one in 10,000.
+        sparse: Results of the alerts by the schedule of the readings.
+        of_margins: Results of numbers with margins, read every 20 steps.
+        other_text: Those of `by_step` on another text.
+        verified: Alerts counted in healthy trainings.
+    """
+    seen = [name for name in FAULTS if not FAULTS[name].held_out]
+    parts = [
+        _HEAD,
+        "## In short\n",
+        *in_short(by_step, verified),
+        "\n## By fault\n",
+        "Share of the trainings in which the fault was noticed while it was watched (loud 40 "
+        "steps, silent 80, creeping 160), every step read, at one false alarm in 10,000 healthy "
+        "steps. "
+        '"Alone" counts trainings in which only the alert came.\n',
+        *by_fault(by_step),
+        "\n![Share noticed, by the steps since the fault](pictures/warnings.png)\n",
+        "## By detector\n",
+        "Without the faults marked with *. The first three columns are at one false alarm in 1,000 "
+        "healthy readings, the next three at one in 10,000. By chance an alarm falls into a "
+        f"stretch of 160 steps in {by_step['geometry'].by_chance(160):.1%} of healthy trainings.\n",
+        *by_detector(loose, strict, seen),
+        "\n## By schedule\n",
+        "Readings of the default schedule alone are too few for a band. Between them checks are "
+        "made in 1 % of the time ([alerts](alerts.md#checks)): the longer a training step takes, "
+        "the fewer steps lie between two checks.\n",
+        *by_schedule(sparse, seen),
+        "\n## Intrinsic dimension and phases\n",
+        "They are read with their intervals every 20 steps. A number is strange where it is many "
+        "errors from the reading before, with a limit of one false alarm in 100 readings; a phase "
+        "is where it is another than at the reading before.\n",
+        *by_margins(of_margins, seen),
+        "\n## False alarms\n",
+        *false_alarm_rows(verified),
+    ]
+    if other_text["geometry"].outcomes:
+        parts += [
+            "\n## On another text\n",
+            "The same limits on models of the source of Python's standard library.\n",
+            *by_fault(other_text),
+        ]
+    return "\n".join(parts) + "\n"
+
+
+def in_short(results: Mapping[str, Result], verified: Verified) -> list[str]:
+    """Write one row for each kind of fault: what was noticed, and how much earlier.
+
+    Args:
+        results: Results of loss, gradient norm and alerts.
+        verified: Alerts counted in healthy trainings.
+    """
+    rows = [
+        "| faults | loss | gradient norm | alerts | steps until the alert | earlier than the loss "
+        "| earlier than the gradient norm | right block |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for kind in KINDS:
+        names = [name for name, fault in FAULTS.items() if fault.kind == kind]
+        rows.append(f"| {kind} | {' | '.join(_cells(results, names))} |")
+    total = sum(verified.alerts.values())
+    rate = Rate(total, verified.steps)
+    counts = [len(results["geometry"].of([name])) for name in FAULTS]
+    fewest, most = min(filter(None, counts)), max(counts)
+    each = f"{fewest} to {most}" if fewest < most else f"{most}"
+    rows.append(
+        f"\nEach fault was put into {each} trainings. "
+        f"In {verified.trainings} healthy trainings with {verified.steps:,} steps read "
+        f"{total} alert{'s' * (total != 1)} came: {_per(rate, 10_000)} in 10,000 steps."
+    )
+    return rows
+
+
+def _cells(results: Mapping[str, Result], names: Sequence[str]) -> list[str]:
+    found = {name: results[name].of(names) for name in ("loss", "gradient_norm", "geometry")}
+    cells = [share(outcomes) for outcomes in found.values()]
+    cells.append(spread(delays(found["geometry"])))
+    for other in ("loss", "gradient_norm"):
+        both, alone = leads(found["geometry"], found[other])
+        words = [spread(both)] * bool(both) + [f"alone in {alone}"] * bool(alone)
+        cells.append("; ".join(words) or "-")
+    cells.append(located(found["geometry"]))
+    return cells
+
+
+def _per(rate: Rate, steps: int) -> str:
+    one, low, high = (steps * number for number in (rate.count / rate.trials, rate.low, rate.high))
+    return f"{one:.1f} (95 % interval {low:.1f} to {high:.1f})"
+
+
+def share(outcomes: Sequence[Outcome]) -> str:
+    """Format the share of trainings with an alarm.
+
+    Args:
+        outcomes: Outcomes of a detector.
+    """
+    if not outcomes:
+        return "-"
+    return f"{sum(o.delay is not None for o in outcomes) / len(outcomes):.0%}".replace("%", " %")
+
+
+def spread(numbers: Sequence[float]) -> str:
+    """Format the median with the quartiles, "3 (1 to 12)"; "-" for none.
+
+    Args:
+        numbers: Numbers of steps.
+
+    Example:
+        >>> spread([1, 3, 12]), spread([])
+        ('3 (1 to 12)', '-')
+    """
+    if not numbers:
+        return "-"
+    if len(numbers) < 2:
+        return f"{numbers[0]:.0f}"
+    low, _, high = quantiles(numbers, n=4, method="inclusive")
+    low, high = (low, high) if len(numbers) > 3 else (min(numbers), max(numbers))
+    ends = "" if low == high else f" ({low:.0f} to {high:.0f})"
+    return f"{median(numbers):.0f}{ends}"
+
+
+def delays(outcomes: Iterable[Outcome]) -> list[int]:
+    """List the steps from the fault to the alarm, of the trainings with one.
+
+    Args:
+        outcomes: Outcomes of a detector.
+    """
+    return [outcome.delay for outcome in outcomes if outcome.delay is not None]
+
+
+def leads(first: Sequence[Outcome], second: Sequence[Outcome]) -> tuple[list[int], int]:
+    """Compare two detectors on the same trainings.
+
+    Args:
+        first: Outcomes of one detector.
+        second: Outcomes of the other, in the same order.
+
+    Returns:
+        Steps by which the first was earlier where both have an alarm, negative where it was later;
+        and the number of trainings in which only the first has one.
+    """
+    pairs = [(one.delay, other.delay) for one, other in zip(first, second, strict=True)]
+    both = [other - one for one, other in pairs if one is not None and other is not None]
+    return both, sum(one is not None and other is None for one, other in pairs)
+
+
+def located(outcomes: Iterable[Outcome]) -> str:
+    """Format how often the layer that was named is that of the faulty block.
+
+    Args:
+        outcomes: Outcomes of a detector.
+    """
+    known = [outcome.located for outcome in outcomes if outcome.located is not None]
+    return f"{sum(known)} of {len(known)}" if known else "-"
+
+
+def by_fault(results: Mapping[str, Result]) -> list[str]:
+    """Make the table of the faults: what loss, gradient norm and alerts noticed, and when.
+
+    Args:
+        results: Results by detector, at one rate of false alarms.
+    """
+    rows = [
+        "| | fault | loss | gradient norm | alerts | steps until the alert | earlier than the loss "
+        "| earlier than the gradient norm | right block |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for kind in KINDS:
+        for name, fault in FAULTS.items():
+            if fault.kind == kind and results["geometry"].of([name]):
+                words = f"{fault.words}{' *' * fault.held_out}"
+                rows.append(f"| {kind} | {words} | {' | '.join(_cells(results, [name]))} |")
+    return rows
+
+
+def by_detector(
+    loose: Mapping[str, Result], strict: Mapping[str, Result], faults: Sequence[str]
+) -> list[str]:
+    """Make the table of the detectors: what each noticed, at two rates of false alarms.
+
+    Args:
+        loose: Results at one false alarm in 1,000 healthy readings, by detector.
+        strict: Results at one in 10,000.
+        faults: Names of the faults.
+    """
+    kinds = {kind: [name for name in faults if FAULTS[name].kind == kind] for kind in KINDS}
+    rows = [
+        "| | looks at | loud | silent | creeping | loud | silent | creeping | right block "
+        "| AUROC | false in 1,000 |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, detector in DETECTORS.items():
+        if name not in loose or math.isnan(loose[name].limit):
+            continue
+        cells = [share(r[name].of(chosen)) for r in (loose, strict) for chosen in kinds.values()]
+        cells.append(located(strict[name].of(faults)))
+        cells.append(f"{loose[name].area(faults):.2f}")
+        rate = loose[name].rate
+        cells.append(_per(rate, 1000).replace("95 % interval ", "") if rate.trials else "-")
+        rows.append(f"| {detector.group} | {detector.words} | {' | '.join(cells)} |")
+    return rows
+
+
+def by_schedule(sparse: Mapping[str, Mapping[str, Result]], faults: Sequence[str]) -> list[str]:
+    """Make the table of the schedules: what alerts notice where not every step is read.
+
+    Args:
+        sparse: Results by schedule and detector.
+        faults: Names of the faults.
+    """
+    rows = [
+        "| read | loud | silent | creeping | steps until the alert | right block "
+        "| false in 10,000 readings |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for schedule, results in sparse.items():
+        result = results["geometry"]
+        names = [[n for n in faults if FAULTS[n].kind == kind] for kind in KINDS]
+        cells = [share(result.of(chosen)) for chosen in names]
+        cells += [spread(delays(result.of(faults))), located(result.of(faults))]
+        rate = result.rate
+        cells.append(_per(rate, 10_000).replace("95 % interval ", "") if rate.trials else "-")
+        rows.append(f"| {schedule} | {' | '.join(cells)} |")
+    return rows
+
+
+def by_margins(results: Mapping[str, Result], faults: Sequence[str]) -> list[str]:
+    """Make the table of the numbers that are compared by their margins.
+
+    Args:
+        results: Results by detector.
+        faults: Names of the faults.
+    """
+    rows = [
+        "| looks at | loud | silent | creeping | false in 100 readings |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, result in results.items():
+        names = [[n for n in faults if FAULTS[n].kind == kind] for kind in KINDS]
+        cells = [share(result.of(chosen)) for chosen in names]
+        rate = result.rate
+        cells.append(_per(rate, 100).replace("95 % interval ", "") if rate.trials else "-")
+        rows.append(f"| {OF_MARGINS[name][0]} | {' | '.join(cells)} |")
+    return rows
+
+
+def false_alarm_rows(verified: Verified) -> list[str]:
+    """Make the table of the alerts in healthy trainings, whose steps were read from step 200 on.
+
+    Args:
+        verified: Alerts counted in healthy trainings.
+    """
+    rows = ["| healthy trainings | steps read | alerts | in 10,000 steps |", "|---|---:|---:|---:|"]
+    everything = ("all", verified.steps, sum(verified.alerts.values()))
+    for words, steps, alerts in (*verified.stretches, everything):
+        rate = _per(Rate(alerts, steps), 10_000).replace("95 % interval ", "")
+        rows.append(f"| {words} | {steps:,} | {alerts} | {rate} |")
+    kinds = ", ".join(f"{name} {count}" for name, count in verified.alerts.most_common())
+    return [*rows, f"\nBy kind: {kinds or 'none'}."]

@@ -1,0 +1,66 @@
+"""Which trainings are made: their numbers say what they are for."""
+
+from collections.abc import Sequence
+
+from recipes.faults.kinds import FAULTS
+from recipes.faults.subject import draw_settings
+from recipes.faults.training import Job
+
+# Numbers of the trainings of each size into which faults are put; by which limits are chosen; with
+# experts; in which alerts are counted; and into which faults are put on another text.
+FAULTY, CALIBRATION, EXPERTS = range(100), range(100, 200), range(200, 300)
+VERIFICATION, OTHER_TEXT = range(300, 400), range(400, 500)
+
+MAIN_TEXT = range(300)
+
+# Updates of a healthy training, and of one in which alerts are counted.
+STEPS, LONG = 1_600, 1_400
+# The text that no limit was chosen with.
+_OTHER_TEXT = "code"
+
+
+def plan_odds(count: int, sizes: Sequence[str]) -> list[Job]:
+    """List the trainings by which odds are measured, those of every kind in turn.
+
+    Args:
+        count: Number of trainings of each kind and size.
+        sizes: Names of the sizes.
+    """
+    anywhere = tuple(name for name, fault in FAULTS.items() if not fault.block)
+    of_experts = tuple(name for name, fault in FAULTS.items() if fault.block)
+    jobs = []
+    for number in range(count):
+        for size in sizes:
+            jobs.append(Job(draw_settings(size, CALIBRATION[number]), STEPS))
+            jobs.append(Job(draw_settings(size, FAULTY[number]), STEPS, anywhere))
+            experts = draw_settings(size, EXPERTS[number], block="mixtral")
+            jobs.append(Job(experts, STEPS, of_experts))
+    return jobs
+
+
+def plan_other_text(count: int) -> list[Job]:
+    """List the trainings by which odds are measured on another text.
+
+    Args:
+        count: Number of trainings.
+    """
+    anywhere = tuple(name for name, fault in FAULTS.items() if not fault.block)
+    return [
+        Job(draw_settings("narrow", OTHER_TEXT[number], text=_OTHER_TEXT), STEPS, anywhere)
+        for number in range(count)
+    ]
+
+
+def plan_verification(count: int) -> list[Job]:
+    """List the healthy trainings in which alerts are counted: on all texts, and of another size.
+
+    Args:
+        count: Number of trainings of each size, and of each size on another text.
+    """
+    return [
+        Job(
+            draw_settings(size, number, text=_OTHER_TEXT if number % 2 else ""), LONG, verifies=True
+        )
+        for number in VERIFICATION[: 2 * count]
+        for size in ("narrow", "wide", "other")
+    ]

@@ -1,0 +1,260 @@
+"""What the trainings say: for each schedule, detector and fault what was noticed, and how early."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from geomon import log_spaced
+from recipes.faults.detectors import DETECTORS, OF_MARGINS, Scores, score_all
+from recipes.faults.kinds import FAULTS, Fault
+from recipes.faults.odds import (
+    Rate,
+    area_under_curve,
+    choose_limit,
+    false_alarms,
+    first_alarm,
+    largest_score,
+)
+from recipes.faults.plan import CALIBRATION, MAIN_TEXT, OTHER_TEXT
+from recipes.faults.track import EACH_STEP, FULL, Track, read_tracks
+from recipes.faults.training import FIRST_READ, FULL_INTERVAL, LAST
+
+# Schedules that are compared: readings of the default one, and of one in so many steps.
+SCHEDULES = ("each step", "every 10 steps", "default schedule")
+
+
+def select(track: Track, schedule: str) -> Track:
+    """Select the readings of a schedule.
+
+    Args:
+        track: Numbers of a training.
+        schedule: One of `SCHEDULES`.
+    """
+    if schedule == "default schedule":
+        due = log_spaced()
+        return track.at(np.array([bool(due(int(step))) for step in track.steps]))
+    end = math.inf if track.fault_step is None else track.fault_step + FAULTS[track.fault].steps
+    inside = (track.steps >= FIRST_READ) & (track.steps < end)
+    if schedule == "every 10 steps":
+        inside &= track.steps % 10 == 0
+    return track.at(inside)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A training with the scores of each detector.
+
+    Attributes:
+        name: Name of the healthy training.
+        fault: The fault; None for a healthy training.
+        fault_step: First step of the fault.
+        block: Number of the faulty block, from 0; None where it is everywhere.
+        scores: Scores by detector.
+    """
+
+    name: str
+    fault: Fault | None
+    fault_step: int
+    block: int | None
+    scores: dict[str, Scores]
+
+    @property
+    def size(self) -> str:
+        """Name of the sizes of the model."""
+        return self.name.rpartition("_")[0]
+
+    @property
+    def number(self) -> int:
+        """Number of the training among those of its size."""
+        return int(self.name.rpartition("_")[2])
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether limits are chosen with this training."""
+        return self.number in CALIBRATION
+
+    def window(self, schedule: str) -> tuple[int, int]:
+        """First step of the fault, and the step after the last one that is watched.
+
+        Args:
+            schedule: One of `SCHEDULES`.
+        """
+        assert self.fault is not None
+        end = LAST + 1 if schedule == "default schedule" else self.fault_step + self.fault.steps
+        return self.fault_step, end
+
+
+def score_trainings(
+    folder: Path,
+    schedule: str,
+    detectors: Sequence[str] = tuple(DETECTORS),
+    faults: Iterable[str] = tuple(FAULTS),
+) -> list[Scored]:
+    """Read all trainings but those in which alerts are counted, and score each by detectors.
+
+    Args:
+        folder: Folder of the trainings.
+        schedule: One of `SCHEDULES`.
+        detectors: Names of the detectors.
+        faults: Names of the faults that are read.
+    """
+    wanted = set(faults)
+    return [
+        Scored(
+            track.name, FAULTS.get(track.fault), track.fault_step or 0, track.block,
+            dict(score_all(select(track, schedule), detectors)),
+        )
+        for track in read_tracks(folder, EACH_STEP, [*MAIN_TEXT, *OTHER_TEXT])
+        if not track.fault or track.fault in wanted
+    ]  # fmt: skip
+
+
+def score_full(folder: Path) -> list[Scored]:
+    """Score the trainings that limits are tested with by the detectors that need margins.
+
+    Args:
+        folder: Folder of the trainings.
+    """
+    found = []
+    for track in read_tracks(folder, FULL, MAIN_TEXT):
+        end = math.inf if track.fault_step is None else track.fault_step + FAULTS[track.fault].steps
+        kept = track.at((track.steps % FULL_INTERVAL == 0) & (track.steps < end))
+        late = kept.steps >= FIRST_READ
+        scores = {
+            name: Scores(kept.steps, np.where(late, each.scores, np.nan), each.places)
+            for name, (_, score) in OF_MARGINS.items()
+            for each in [score(kept)]
+        }
+        found.append(
+            Scored(track.name, FAULTS.get(track.fault), track.fault_step or 0, track.block, scores)
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a detector made of one training with a fault.
+
+    Attributes:
+        fault: The fault.
+        size: Name of the sizes of the model.
+        delay: Steps from the fault to the first alarm; None where none came.
+        located: Whether the layer that was named is that of the faulty block; None without an
+            alarm, for a fault that is everywhere, and for a detector that names no layer.
+        score: Largest score while the fault was watched.
+    """
+
+    fault: Fault
+    size: str
+    delay: int | None
+    located: bool | None
+    score: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """A detector at one rate of false alarms.
+
+    Attributes:
+        detector: Its name.
+        limit: The limit.
+        rate: False alarms in healthy trainings that the limit was not chosen with.
+        outcomes: Outcomes of all trainings with a fault.
+        healthy: Largest scores of healthy trainings over as many steps as a fault is watched.
+    """
+
+    detector: str
+    limit: float
+    rate: Rate
+    outcomes: tuple[Outcome, ...]
+    healthy: dict[int, tuple[float, ...]] = field(default_factory=dict)
+
+    def of(self, faults: Iterable[str]) -> list[Outcome]:
+        """Select the outcomes of some faults.
+
+        Args:
+            faults: Names of the faults.
+        """
+        wanted = set(faults)
+        return [outcome for outcome in self.outcomes if outcome.fault.name in wanted]
+
+    def noticed(self, faults: Iterable[str]) -> float:
+        """Return the share of the trainings with some faults in which an alarm came."""
+        found = [outcome.delay is not None for outcome in self.of(faults)]
+        return sum(found) / len(found) if found else math.nan
+
+    def by_chance(self, steps: int) -> float:
+        """Return the share of healthy stretches of so many steps with a score above the limit."""
+        scores = self.healthy.get(steps, ())
+        return sum(score > self.limit for score in scores) / max(len(scores), 1)
+
+    def area(self, faults: Iterable[str]) -> float:
+        """Return the area under the curve (AUROC) for some faults."""
+        chosen = self.of(faults)
+        lengths = {outcome.fault.steps for outcome in chosen}
+        healthy = [score for length in lengths for score in self.healthy.get(length, ())]
+        return area_under_curve(healthy, [outcome.score for outcome in chosen])
+
+
+def evaluate_all(trainings: Sequence[Scored], rate: float, schedule: str) -> dict[str, Result]:
+    """Apply all detectors at one rate of false alarms.
+
+    Args:
+        trainings: Trainings with their scores.
+        rate: Largest number of alarms for each reading in the half by which limits are chosen.
+        schedule: One of `SCHEDULES`.
+    """
+    return {name: evaluate(trainings, name, rate, schedule) for name in DETECTORS}
+
+
+def evaluate(
+    trainings: Sequence[Scored],
+    detector: str,
+    rate: float,
+    schedule: str,
+    limit: float | None = None,
+) -> Result:
+    """Choose a limit with the healthy trainings of one half, and apply it to all others.
+
+    Args:
+        trainings: Trainings with their scores.
+        detector: Name of the detector.
+        rate: Largest number of alarms for each reading in the first half.
+        schedule: One of `SCHEDULES`.
+        limit: The limit, where it is given.
+    """
+    healthy = [training for training in trainings if training.fault is None]
+    if limit is None:
+        limit = choose_limit([t.scores[detector] for t in healthy if t.calibrates], rate)
+    others = [t.scores[detector] for t in healthy if not t.calibrates]
+    outcomes = [
+        _outcome(training, training.scores[detector], limit, schedule)
+        for training in trainings
+        if training.fault is not None
+    ]
+    lengths = {fault.steps for fault in FAULTS.values()}
+    windows = {
+        length: tuple(
+            largest_score(scores, start, start + length)
+            for scores in others
+            for start in range(int(scores.steps[-1]) - length, FIRST_READ + 96, -length)
+        )
+        for length in lengths
+    }
+    return Result(detector, limit, false_alarms(others, limit), tuple(outcomes), windows)
+
+
+def _outcome(training: Scored, scores: Scores, limit: float, schedule: str) -> Outcome:
+    assert training.fault is not None
+    start, end = training.window(schedule)
+    alarm = first_alarm(scores, limit, start, end)
+    located = None
+    if alarm is not None and training.block is not None and alarm.place.layer:
+        located = alarm.place.layer == training.block + 1
+    return Outcome(
+        training.fault, training.size, None if alarm is None else alarm.step - start, located,
+        largest_score(scores, start, end),
+    )  # fmt: skip

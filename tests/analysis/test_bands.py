@@ -1,0 +1,179 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from tagged import reading_of
+
+from geomon.analysis.bands import (
+    LEAST,
+    ONCE,
+    SCATTER,
+    SCATTER_READINGS,
+    TWICE,
+    WATCHED,
+    WINDOW,
+    Bands,
+    Place,
+    continue_line,
+)
+
+SCORES = "max_logit/layer_02/head_1"
+
+
+def noise(readings, curves=1, seed=0):
+    return np.random.default_rng(seed).standard_normal((readings, curves))
+
+
+@pytest.mark.parametrize("count", [8, 20, 48, 60])
+def test_the_line_and_its_unit_are_those_of_a_prediction_interval(count):
+    """Against scipy's regression: the interval of a new observation at the next reading."""
+    values = (noise(count, seed=count)[:, 0] + 0.3 * np.arange(count) + 1e4)[-WINDOW:]
+    x = np.arange(len(values))
+    fit = stats.linregress(x, values)
+    residual = values - fit.intercept - fit.slope * x
+    error = np.sqrt((residual**2).sum() / (len(x) - 2))
+    error *= np.sqrt(1 + 1 / len(x) + (len(x) - x.mean()) ** 2 / ((x - x.mean()) ** 2).sum())
+    found = continue_line(np.concatenate([noise(count)[:, 0] * 0 + 7.0, values])[-count:, None])
+    assert found.expected[0] == pytest.approx(fit.intercept + fit.slope * len(x), rel=1e-9)
+    unit = stats.t(len(x) - 2).isf(1.5e-7) * error
+    assert found.unit[0] == pytest.approx(unit, rel=1e-6)
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10_000), st.floats(0.01, 100), st.floats(-50, 50), st.floats(-3, 3))
+def test_a_scale_a_shift_and_a_trend_change_no_distance(seed, scale, shift, slope):
+    values = noise(31, seed=seed)
+    moved = scale * values + shift + slope * np.arange(31)[:, None]
+    first, second = continue_line(values[:30]), continue_line(moved[:30])
+    one = (values[30] - first.expected) / first.unit
+    other = (moved[30] - second.expected) / second.unit
+    assert other[0] == pytest.approx(one[0], rel=1e-3, abs=1e-3)
+
+
+def test_missing_values_are_left_out_and_few_have_no_band():
+    values = noise(20, 3)
+    values[5:10, 1] = np.nan
+    values[LEAST - 1 :, 2] = np.nan
+    found = continue_line(values)
+    alone = continue_line(values[:, :1])
+    assert found.expected[0] == alone.expected[0]
+    assert np.isfinite(found.unit[:2]).all()
+    assert math.isnan(found.expected[2])
+    assert math.isnan(found.unit[2])
+
+
+def run(values, tag=SCORES, first=1000, **others):
+    """What the bands say at each reading of a run in which one value has a course."""
+    bands = Bands()
+    courses = {tag: values, **others}
+    return [
+        bands.add(reading_of({name: course[n] for name, course in courses.items()}, first + n))
+        for n in range(len(values))
+    ]
+
+
+def departures(*args, **kwargs):
+    return [found.departures for found in run(*args, **kwargs)]
+
+
+def test_healthy_noise_raises_nothing_at_any_reading():
+    """Two hundred curves of a hundred readings."""
+    values = noise(100, 200, seed=3).T
+    heads = {f"qk_dot/layer_01/head_{n}": course for n, course in enumerate(values)}
+    found = run(values[0], **heads)
+    assert not any(each.departures for each in found)
+    assert max(each.scatter for each in found[50:]) < SCATTER / 2
+
+
+def test_a_jump_leaves_its_band_at_once_and_is_placed():
+    values = 20 + noise(60)[:, 0]
+    values[50:] += 25
+    found = departures(values)
+    assert not any(found[:50])
+    (departure,) = found[50]
+    assert departure.place == Place("max_logit", 2, 1)
+    assert departure.value == values[50]
+    assert departure.low < 20 < departure.high < departure.value
+    middle = (departure.low + departure.high) / 2
+    size = (departure.value - middle) / (departure.high - middle)
+    assert departure.size == pytest.approx(size)
+
+
+def test_two_readings_in_a_row_on_one_side_need_less():
+    line = continue_line(noise(48))
+    middle, unit = line.expected[0], line.unit[0]
+    once, twice = middle + 0.97 * ONCE * unit, middle + 1.2 * TWICE * unit
+    assert departures([*noise(48)[:, 0], once])[-1] == []
+    first, second = departures([*noise(48)[:, 0], twice, twice + 1])[-2:]
+    assert (len(first), len(second)) == (0, 1)
+    assert second[0].high < twice + 1
+    assert departures([*noise(48)[:, 0], twice, 2 * middle - twice])[-1] == []
+
+
+def test_what_varies_by_factors_has_a_band_of_factors():
+    values = np.exp(0.1 * noise(50)[:, 0])
+    values[49] = math.exp(-4)
+    (departure,) = departures(values, tag="variance/layer_01")[49]
+    assert 0 < departure.low < 1 < departure.high
+    assert departure.high == pytest.approx(1 / departure.low, rel=0.5)
+
+
+def test_the_largest_departure_comes_first():
+    small, large = 20 + noise(50)[:, 0], 20 + noise(50, seed=1)[:, 0]
+    small[49] += 40
+    large[49] += 90
+    found = departures(small, **{"max_logit/layer_01/head_0": large})[49]
+    assert [departure.place.layer for departure in found] == [1, 2]
+
+
+def test_a_band_is_never_narrower_than_a_change_that_matters():
+    least = WATCHED["max_logit"].least
+    assert not any(departures([3.0] * 20 + [3.0 + 0.99 * least]))
+    (departure,) = departures([3.0] * 20 + [3.0 + 1.01 * least])[-1]
+    assert departure.low == pytest.approx(3.0 - least)
+    assert departure.high == pytest.approx(3.0 + least)
+
+
+def test_twice_the_scatter_of_all_values_is_seen_where_none_leaves_its_band():
+    values = noise(100, 60, seed=5).T
+    values[:, 60:] *= 2
+    heads = {f"qk_dot/layer_01/head_{n}": course for n, course in enumerate(values)}
+    found = run(values[0], **heads)
+    assert not any(each.departures for each in found)
+    assert all(each.scatter < SCATTER for each in found[30:60])
+    seen = next(n for n, each in enumerate(found) if each.scatter > SCATTER)
+    assert 60 < seen < 80
+    assert math.isnan(found[SCATTER_READINGS - 2].scatter)
+
+
+def test_one_reading_at_which_all_values_jump_is_no_growth_of_their_scatter():
+    values = noise(100, 60, seed=5).T
+    values[:, 60] += 100
+    heads = {f"qk_dot/layer_01/head_{n}": course for n, course in enumerate(values)}
+    assert max(each.scatter for each in run(values[0], **heads)[40:]) < SCATTER
+
+
+@pytest.mark.parametrize(
+    ("first", "spacing", "has_bands"),
+    [(1000, 1, True), (100, 1, False), (200, 1, True), (0, 50, False), (9000, 50, True)],
+)
+def test_bands_need_readings_of_the_last_quarter_of_the_run(first, spacing, has_bands):
+    """Ten readings and a jump; none of the first 200 steps, nor of a run four times shorter."""
+    bands, jumped = Bands(), None
+    for n, value in enumerate([*noise(10)[:, 0], 1e3]):
+        jumped = bands.add(reading_of({SCORES: value}, first + n * spacing))
+    assert bool(jumped.departures) is has_bands
+
+
+def test_stacks_have_bands_of_their_own():
+    bands = Bands("decoder")
+    for n, value in enumerate([*noise(20)[:, 0], 1e3]):
+        tags = {
+            "max_logit/decoder_layer_01/head_0": 1.0,
+            "max_logit/encoder_layer_01/head_0": value,
+        }
+        found = bands.add(reading_of(tags, 1000 + n))
+    assert found.departures == []
