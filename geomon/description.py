@@ -2,14 +2,18 @@
 
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from geomon.capture import Window, extra_pass, find_anatomy, padding_arguments
+from geomon.capture import Window, extra_pass, padding_arguments
 from geomon.capture.anatomy import CROSS, Anatomy, Attention, Block, Stack, shown_name
+from geomon.capture.model_parts import ModelParts
+from geomon.capture.shards import TensorPlace
 from geomon.capture.snapshot import CAPTURED, Layer, explain_missing
+from geomon.distributed import find_ranks
+from geomon.distributed.mesh import Place, find_place
 from geomon.record.printable import printable
 
 # In words, by the routes of `geomon.capture.tap`.
@@ -31,6 +35,7 @@ _NAME_ALONE = (
 )
 _NOT_ATTENTION = "none was seen in the modules that are called so: hidden states only"
 _ALL_COUNT = "none in this pass, going by its arguments and by attention: all rows count"
+_GATHERED = "a reading of a Monitor gathers their layers, rows and heads under their true numbers"
 _ONE_PASS = "shown by one pass: describe(model, inputs)"
 
 _Row = tuple[str, str]
@@ -63,15 +68,17 @@ class Description:
 
 
 def describe(
-    model: nn.Module, inputs: Any = None, *, blocks: str | Sequence[nn.Module] | None = None
+    model: Any, inputs: Any = None, *, blocks: str | Sequence[nn.Module] | None = None
 ) -> Description:
     """Say what would be watched in a model: layers, heads, routes, and what cannot be seen and why.
 
     Without inputs the model is not run: it is described by its modules, and attention, which is
-    seen as it runs, by their names. With inputs one pass shows how attention is seen.
+    seen as it runs, by their names. With inputs one pass shows how attention is seen. Where ranks
+    share out the model, all of them run that pass, and each says what it sees of it.
 
     Args:
-        model: Any module that contains a transformer, or another stack of blocks.
+        model: Any module that contains a transformer, or another stack of blocks; of a pipeline the
+            schedule, or the stages that this rank runs.
         inputs: Inputs of one pass: a tensor, a dict of keyword arguments, a tuple of arguments, or
             a function of the model. None for no pass.
         blocks: Regular expression that matches the whole names of the blocks, or the blocks
@@ -80,13 +87,17 @@ def describe(
     Raises:
         ValueError: There are no blocks, or none that `blocks` names.
     """
-    anatomy = find_anatomy(model, blocks)
-    seen = None if inputs is None else _SeenModel(model, anatomy, inputs)
-    rows: list[_Row] = []
+    parts = ModelParts(model)
+    place = find_place(parts.modules, parts.stages)
+    anatomy = parts.find_anatomy(blocks)
+    if parts.stages:
+        anatomy = replace(anatomy, stacks=tuple(_of_stage(x, place) for x in anatomy.stacks))
+    seen = None if inputs is None else _SeenModel(parts, anatomy, inputs, place)
+    rows = _mesh_rows(place)
     for stack in anatomy.stacks:
-        rows += _stack_rows(stack, seen, several=len(anatomy.stacks) > 1)
+        rows += _stack_rows(stack, seen, several=bool(stack.name))
     tables = anatomy.embeddings if seen is None else seen.token_tables() or anatomy.embeddings
-    rows.append(("token ids", _token_ids(model, tables)))
+    rows.append(("token ids", _token_ids(parts.root, tables, later=0 not in place.stages)))
     rows.append(("padding", _padding(anatomy) if seen is None else seen.padding(anatomy)))
     for left_out in anatomy.left_out:
         what = f"{_count(left_out.count, 'block')} {left_out.pattern}"
@@ -95,15 +106,35 @@ def describe(
         rows += seen.remarks()
     elif any(block.attends for block in anatomy.blocks):
         rows.append(("routes", _ONE_PASS))
-    return Description(f"{type(model).__name__}: {_count_blocks(anatomy)}", tuple(rows))
+    return Description(f"{parts.name}: {_count_blocks(anatomy)}", tuple(rows))
+
+
+def _of_stage(stack: Stack, place: Place) -> Stack:
+    """Name a stack by its stage; how many blocks other stages have is not known here."""
+    number = place.stages[stack.part]
+    return replace(stack, name=f"stage {number} {stack.name}".strip(), before=number)
+
+
+def _mesh_rows(place: Place) -> list[_Row]:
+    """Say where this rank is in the mesh, if it has a part of the model alone."""
+    if place.is_whole:
+        return []
+    rows = [
+        ("mesh", place.words(find_ranks().size)),
+        ("this rank", f"{place.rank}: {place.part()}"),
+    ]
+    rows.append(("other ranks", _GATHERED))
+    return rows
 
 
 def _count_blocks(anatomy: Anatomy) -> str:
-    parts = [
-        _count(len(stack.blocks), "block") + (f" of the {stack.name}" if stack.name else "")
-        for stack in anatomy.stacks
-    ]
+    parts = [_count(len(stack.blocks), "block") + _whose(stack.name) for stack in anatomy.stacks]
     return f"{_listed(parts)} watched"
+
+
+def _whose(stack: str) -> str:
+    article = "" if stack.startswith("stage") else "the "
+    return f" of {article}{stack}" if stack else ""
 
 
 # -- one stack -----------------------------------------------------------------------------------
@@ -136,6 +167,9 @@ def _blocks(stack: Stack) -> str:
 
 
 def _hidden(stack: Stack, depth: int | None) -> str:
+    if stack.before:
+        leaving = _count(depth or len(stack.blocks), "block")
+        return f"what leaves {leaving}: layers behind those of the stages before"
     if depth is None and len(stack.blocks) == 1:
         return "layer 0 enters the block; what leaves it is a layer for each call"
     count = depth or len(stack.blocks)
@@ -215,9 +249,11 @@ def _projections(attentions: list[Attention], *, seen: bool, found: bool) -> str
 # -- around the stacks ---------------------------------------------------------------------------
 
 
-def _token_ids(model: nn.Module, embeddings: Iterable[nn.Module]) -> str:
+def _token_ids(model: nn.Module, embeddings: Iterable[nn.Module], *, later: bool) -> str:
     names = {module: shown_name(name) for name, module in model.named_modules()}
     tables = [names.get(table, type(table).__name__) for table in embeddings]
+    if not tables and later:
+        return "known at the first stage, whose ranks give them to the others"
     if not tables:
         return "none: no embedding outside the blocks; metrics of token types are missing"
     return f"inputs of {_listed(tables, most=2)}"
@@ -253,16 +289,22 @@ class _SeenModel:
     """Everything that was seen of a model in one pass.
 
     Args:
-        model: The model.
+        parts: The model, or the parts of it that this rank has.
         anatomy: Anatomy of the model.
         inputs: Inputs of the pass.
+        place: Place of this rank in the mesh.
     """
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy, inputs: Any) -> None:
+    def __init__(self, parts: ModelParts, anatomy: Anatomy, inputs: Any, place: Place) -> None:
+        parts.check_probe(inputs)
         views = set(CAPTURED)
-        self._window = Window(anatomy, views, rows=_ROWS, seed=0)
-        extra_pass(model, inputs, self._window)
+        self._window = Window(
+            anatomy, views, rows=_ROWS, seed=0, place=TensorPlace(place.shard, place.shards),
+            micro_batches=parts.micro_batches,
+        )  # fmt: skip
+        extra_pass(parts.root, inputs, self._window, given=parts.given)
         self._snapshot = self._window.snapshot()
+        self._is_part = not place.is_whole
         self._unseen = explain_missing(self._snapshot, views)
 
     def depth(self, stack: Stack) -> int:
@@ -303,15 +345,33 @@ class _SeenModel:
 
     def remarks(self) -> list[_Row]:
         """Make the rows on what was seen, and on what was not seen and why."""
-        rows = [("note", note.words()) for note in self._snapshot.info.notes]
+        rows = [("seen here", self._part())] if self._is_part else []
+        rows += [("note", note.words()) for note in self._snapshot.info.notes]
         for view, words in (("query", "Q, K as attended"), ("token_ids", "token ids")):
             for stack, reason in self._reasons(view):
                 where = f" of the {stack}" if stack else ""
                 rows.append(("not seen", f"{words}{where}: {reason}"))
         return rows + ([("not seen", self._unseen)] if self._unseen else [])
 
+    def _part(self) -> str:
+        """Say which part of the layers this rank has."""
+        layers = self._snapshot.layers
+        hidden = next((layer for layer in layers if "hidden" in layer.captured), None)
+        parts = ["no hidden states"]
+        if hidden is not None:
+            start = ", ".join(map(str, hidden.part.start))
+            parts = [f"hidden states from place ({start}) on" if start else "whole hidden states"]
+        attending = next((layer for layer in layers if layer.part.heads.get("query")), None)
+        if attending is not None:
+            heads = attending.part.heads
+            parts.append(f"{_count(len(heads['query']), 'head')} out of those of all ranks")
+        return _listed(parts)
+
     def _reasons(self, view: str) -> dict[tuple[str, str], None]:
         layers: list[Layer] = [
-            layer for layer in self._snapshot.layers if CAPTURED[view] in layer.sources
+            layer
+            for layer in self._snapshot.layers
+            if CAPTURED[view] in layer.sources
+            and not (view == "token_ids" and layer.part.tokens_elsewhere)
         ]
         return dict.fromkeys((x.stack, x.missing[view]) for x in layers if view in x.missing)

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from geomon.array_input import as_labels, as_rows
 from geomon.capture import Window, derive_seed, extra_pass, find_anatomy
+from geomon.capture.shards import TensorPlace
 from geomon.capture.snapshot import (
     Layer,
     NotSeenError,
     check_extra_layers,
     explain_missing,
 )
+from geomon.distributed.mesh import find_place
 from geomon.metrics import METRICS, Evaluator, Metric, check_metrics
 from geomon.monitor import check_count
 from geomon.note import Note
@@ -78,6 +80,8 @@ def measure(
 ) -> Values:
     """Measure a model once, without training: `{tag: float}`, with `.notes`.
 
+    Where ranks share out the model, all of them run the pass, and each measures its own part.
+
     Args:
         model: Any module that contains a transformer.
         inputs: A tensor, a dict of keyword arguments, a tuple of arguments, or a function of the
@@ -102,10 +106,11 @@ def measure(
     check_count("batches", batches)
     check_count("queries", queries, at_least=_FEWEST, or_none=True)
     evaluator = Evaluator(check_metrics(metrics), batches, queries, strict=True)
-    views = evaluator.views
+    views, place = evaluator.views, find_place([model])
     window = Window(
         find_anatomy(model, blocks), views, rows=tokens * batches, seed=derive_seed(seed),
         extra_layers=check_extra_layers(extra_layers),
+        place=TensorPlace(place.shard, place.shards),
     )  # fmt: skip
     extra_pass(model, inputs, window)
     snapshot = window.snapshot()
@@ -114,7 +119,8 @@ def measure(
         raise NotSeenError(missing)
     measured = [*evaluator.measure_layers(snapshot.layers, tokens)]
     result = evaluator.combine(measured, tokens)
-    notes = [*snapshot.info.notes, *result.notes, *evaluator.explain_missing(result, measured)]
+    notes = [*place.notes_alone(), *snapshot.info.notes, *result.notes]
+    notes += evaluator.explain_missing(result, measured)
     return Values(tagged(result.stacks), dict.fromkeys(note.words() for note in notes))
 
 

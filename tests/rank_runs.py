@@ -8,16 +8,16 @@ the first one. Lightning and transformers are imported where they are needed.
 import _thread
 import contextlib
 import copy
+import gc
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import threading
 import time
-import traceback
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -25,12 +25,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from on_ranks import run_here, write_down
 from torch import Tensor, nn
 
-from geomon import METRICS, Memory, Monitor, every, measure, select
+from geomon import METRICS, Memory, Monitor, every, measure, read, select
 from geomon.capture import Window, derive_seed, find_anatomy
 from geomon.capture.snapshot import Layer, PassInfo, Snapshot
-from geomon.distributed import RankFailedError, RankGroup, find_ranks, join_ranks
+from geomon.distributed import RankFailedError, RankGroup, RanksLostError, join_ranks
 from geomon.metrics import Evaluator
 from geomon.monitor.measuring.device import MeasuringDevice
 from geomon.monitor.measuring.jobs import ReadingJob
@@ -267,7 +268,7 @@ def same_rows(ranks: RankGroup, folder: Path) -> None:
         }  # fmt: skip
         sources = frozenset({"hidden", "last"})
         layers.append(Layer(index, f"layer {index}", views, sources=sources))
-    together = read(join_ranks(model))
+    together = read(join_ranks())
     ids = torch.randint(0, VOCABULARY, (8, LENGTH), generator=generator)
     values = []
     for given in (ids.chunk(ranks.size)[ranks.rank], ids):
@@ -362,13 +363,13 @@ def failures(ranks: RankGroup, folder: Path) -> None:
 
     metrics = FEW | {"fragile": second_rank_fails}
     monitor, memory = monitor_of(model, folder / "failures", metrics=metrics, strict=False)
-    snapshot = Window.snapshot
+    snapshots = Window.snapshots
     for step in range(5):
         if step in (1, 2) and ranks.rank == last:
-            Window.snapshot = broken_window
+            Window.snapshots = broken_window
         with monitor(step):
             model(ids, attention_mask=mask)
-        Window.snapshot = snapshot
+        Window.snapshots = snapshots
         if step == 2:
             with monitor(step):  # not tried again by those that saw no fault
                 model(ids, attention_mask=mask)
@@ -544,30 +545,6 @@ def local(model: nn.Module) -> list[Tensor]:
     return [(p.to_local() if hasattr(p, "to_local") else p).detach() for p in model.parameters()]
 
 
-def tensor_parallel(ranks: RankGroup, folder: Path) -> None:
-    """Refused in words: rank 0's own rows are measured."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)) for _ in range(3)))
-    mesh = init_device_mesh("cpu", (ranks.size,))
-    plan = {
-        f"{i}.{j}": (ColwiseParallel(), RowwiseParallel())[j] for i in range(3) for j in range(2)
-    }
-    model = parallelize_module(model, mesh, plan)
-    monitor, memory = monitor_of(model, metrics=select("variance"), strict=False)
-    with monitor(0):
-        model(torch.randn(6, 5, 8))
-    if ranks.rank == 0:
-        (note, *_) = words(memory)
-        assert "rows are not gathered" in note
-        assert "'0.0.weight' is sharded by tensor parallelism" in note
-
-
 # -- ranks that are lost ---------------------------------------------------------------------------
 
 
@@ -602,6 +579,23 @@ def lost(ranks: RankGroup, folder: Path) -> None:
         assert "rank 0 goes on with its own" in message
         assert ranks.rank == 0 or not memory.readings
         heard.messages.clear()
+
+
+def told(ranks: RankGroup, folder: Path) -> None:
+    """One rank of four is gone; a rank that does not hear of it itself is told by the others."""
+    gc.disable()  # which might end by chance what is to end at once
+    group = join_ranks(timeout=60)
+    if ranks.rank == 3:
+        write_down("told", "told", folder)
+        os._exit(0)
+    began = time.perf_counter()
+    with pytest.raises(RanksLostError):
+        group.all_gather(0)
+    group.disconnect()
+    (folder / f"told {ranks.rank}").touch()
+    while len([*folder.glob("told [0-9]")]) < 3 and time.perf_counter() - began < 30:
+        time.sleep(0.05)  # ranks that end would tell the others too
+    assert time.perf_counter() - began < 30
 
 
 # -- ranks that do not keep step -------------------------------------------------------------------
@@ -650,7 +644,7 @@ def irregular(ranks: RankGroup, folder: Path) -> None:
 def budgeted(ranks: RankGroup, folder: Path) -> None:
     """By default the ranks have a budget: the first one decides, and all do as it says."""
     model, (ids, mask) = Decoder(), ragged(ranks.rank)
-    monitor, memory = monitor_of(model, folder / "budgeted", schedule=every(1))
+    monitor, memory = monitor_of(model, folder / "budgeted", schedule=every(1), checks=None)
     passes = []
     for step in range(1000):
         with monitor(step):
@@ -779,6 +773,51 @@ def lightning(ranks: RankGroup, folder: Path) -> None:
             same = of_ddp.setdefault(source, memory)
             assert memory.readings[0].tokens == same.readings[0].tokens
             assert_same(measured(memory.readings[0]), measured(same.readings[0]))
+    _run_page(folder)
+
+
+def _run_page(folder: Path) -> None:
+    """What the page on many ranks says of Lightning is run: weights that ranks share out."""
+    import lightning as L
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+    from torch.utils.data import DataLoader
+
+    from benchmarks import mesh_models
+
+    class Module(L.LightningModule):
+        def configure_model(self) -> None:
+            self.net = mesh_models.Decoder("Llama", 2)
+            plan = {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
+            plan |= {"attention.out": RowwiseParallel()}
+            for block in self.net.blocks.values():
+                parallelize_module(block, self.device_mesh["tensor_parallel"], plan)
+
+        def training_step(self, ids, index):
+            return mesh_models.loss_of(self.net(ids), ids)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    page = (Path(__file__).parent.parent / "docs" / "many_ranks.md").read_text()
+    (block,) = [x for x in re.findall(r"```py\n(.*?)```", page, re.DOTALL) if "lightning" in x]
+    at = folder / "page"
+    at.mkdir(exist_ok=True)
+    batches = [mesh_models.batch_of(0, step) for step in range(3)]
+    with contextlib.chdir(at):
+        exec(
+            compile(block, "many_ranks.md", "exec"),
+            {"module": Module(), "loader": DataLoader(batches, batch_size=None)},
+        )
+    if int(os.environ["RANK"]) == 0:
+        (path,) = at.rglob("readings.jsonl")
+        readings = list(read(path.parent))
+        assert [reading.step for reading in readings] == [0, 2]
+        heads = {tag for tag in readings[0].values if tag.startswith("max_logit/layer_02/head_")}
+        assert len(heads) == mesh_models.SMALL.heads
 
 
 # -- through the Trainer ---------------------------------------------------------------------------
@@ -847,36 +886,19 @@ def trainer(ranks: RankGroup, folder: Path) -> None:
 
 TOGETHER = (
     ragged_readings, same_tokens, same_rows, probes, not_gathered, failures, resumed, strategies,
-    probed_anywhere, tensor_parallel,
+    probed_anywhere,
 )  # fmt: skip
 # Programs, by what is done in them one after another.
 PROGRAMS = {
     "together": TOGETHER,
-    **{each.__name__: (each,) for each in (lost, irregular, budgeted, interrupted)},
+    **{each.__name__: (each,) for each in (lost, told, irregular, budgeted, interrupted)},
     **{each.__name__: (each,) for each in (lightning, trainer)},
 }
 
 
-def main(which: str, folder: Path) -> None:
-    """Run a program; what has ended well is written down."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if which not in ("lightning", "trainer"):  # which do it themselves
-        dist.init_process_group("gloo", timeout=timedelta(seconds=300))
-    try:
-        for function in PROGRAMS[which]:
-            began = time.perf_counter()
-            function(find_ranks(), folder)
-            took = time.perf_counter() - began
-            print(f"rank {rank}: {function.__name__}, {took:.1f} s", file=sys.stderr, flush=True)
-            with (folder / f"{which}_{size}_{rank}.txt").open("a") as done:
-                done.write(f"{function.__name__}\n")
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    if dist.is_initialized() and which != "lost":
-        dist.destroy_process_group()
-    os._exit(0)  # a broken group is not waited for
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    name = sys.argv[1]
+    run_here(
+        PROGRAMS[name], name, Path(sys.argv[2]), by_itself=name in ("lightning", "trainer"),
+        ends=name not in ("lost", "told"),
+    )  # fmt: skip

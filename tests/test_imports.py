@@ -30,9 +30,9 @@ INNER = {
     "capture": {
         "anatomy": set(),
         "calling": {"private", "snapshot", "unchanged"},
-        "tap": {"private", "storage"},
+        "tap": {"private", "shards", "storage"},
         "tokens": {"anatomy", "snapshot", "storage"},
-        "attending": {"anatomy", "private", "snapshot", "storage", "tap", "tokens"},
+        "attending": {"anatomy", "private", "shards", "snapshot", "storage", "tap", "tokens"},
     },
     "monitor": {
         "planning": set(),
@@ -46,15 +46,17 @@ INNER = {
         "terminal": {"collect", "colours", "loading", "panels"},
     },
 }
-# Modules that are faces of their own: the data of a pass, the notes on values, their intervals,
-# metrics of the last tokens, what a reading is compared with, arrays beside the record, columns and
+# Modules that are faces of their own: the data of a pass, which part of it is on a rank, the mesh
+# of the ranks, the notes on values, their intervals, metrics of the last tokens, what a reading is
+# compared with, arrays beside the record, columns and
 # the names of values, which of them charts show, their long form, where they go, the main stack,
 # what makes text of unknown origin fit for a terminal, curves, the kinds of alerts, the commands of
 # pages, two runs compared, the shape of profiles, what can be drawn over training and the alignment
 # of queries and keys.
 DOORS = {
     "analysis.alerts", "analysis.bands", "analysis.curves", "analysis.numbers", "analysis.summary",
-    "capture.snapshot", "capture.unchanged",
+    "capture.model_parts", "capture.shards", "capture.snapshot", "capture.unchanged",
+    "distributed.mesh",
     "metrics.at_once", "metrics.between_readings",
     "metrics.last_tokens", "record.arrays", "record.columns", "record.export", "record.headline",
     "record.tags", "record.sinks", "record.printable", "record.reading", "show.commands",

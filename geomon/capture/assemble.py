@@ -33,8 +33,10 @@ from geomon.capture.snapshot import (
     SOURCES,
     UNEMBEDDING,
     Layer,
+    Part,
     PassInfo,
     Snapshot,
+    beside,
     group_by_layer,
 )
 from geomon.capture.tokens.sampling import RowSampler, SampledRows, copy_rows
@@ -101,12 +103,12 @@ _ROUTED = (
     "the block was given fewer tokens than other blocks (tokens may be routed past it): which "
     "tokens of the sequence these are is not known"
 )
-_HEADS_DIFFER = "its heads are modules of their own that differ in their {view}"
 _NO_TOKENS = "no embedding outside the blocks was given integers of the hidden states' shape"
 _FEWER_TOKENS = (
     "; one was given fewer: some hidden states are of no token of the text (virtual tokens of "
     "prompt tuning, say), and they count as rows"
 )
+_LATER_STAGE = "the first stage of the pipeline knows them, and its rows were not gathered"
 _ACROSS = (
     "queries see keys of other sequences in their row: no mask keeps packed sequences apart (a "
     "model of transformers makes one of position_ids where it is given use_cache=False and no "
@@ -169,24 +171,27 @@ def build_snapshot(
     for stack_pass in passes:
         stack_pass.settle()
     run = [stack_pass for stack_pass in passes if stack_pass.block_calls]
+    stacks = {stack_pass.stack.name for stack_pass in run or passes}
     for stack_pass in run or passes:
         not_run = no_rows or (_OTHER_THREAD if other_thread else _NOT_RUN)
         builder = StackBuilder(stack_pass, sources, not_run, alone=len(passes) == 1)
         layers += builder.layers()
         for label in stack_pass.stack.side_labels:
             layers += builder.side_layers(label, side_stack_name(stack_pass, label, passes))
-        if final_norm:
-            name = _name_beside(stack_pass, FINAL_NORM, alone=len(run or passes) < 2)
+        if final_norm and not stack_pass.stack.behind:
+            name = _name_beside(stack_pass, FINAL_NORM, alone=len(stacks) < 2)
             layers.append(builder.final_norm(name))
         remarks += builder.notes()
     for stack_pass in passes:
         if run and stack_pass not in run:
             text = f"the blocks of '{stack_pass.stack.name}' were not run: they are left out"
             remarks.append(Note(text, text))
-    first = (run or [*passes])[0]
+    first = next(iter(run or passes), None)
     rows = [len(x.entered.indices) for x in run if x.entered is not None]
-    dtype = str(first.dtype).removeprefix("torch.") if run else ""
     notes = [*remarks, *notes]
+    if first is None:  # a stage of a pipeline without blocks
+        return Snapshot([], PassInfo(0, "", "", notes))
+    dtype = str(first.dtype).removeprefix("torch.") if run else ""
     info = PassInfo(min(rows, default=0), first.mode, dtype, notes, batch=first.tokens.checksum)
     return Snapshot([layer.to(device) for layer in [*layers, *matrices]], info)
 
@@ -222,7 +227,7 @@ def side_stack_name(stack_pass: StackPass, label: str, passes: Sequence[StackPas
         label: Label of the attention in the blocks.
         passes: Passes through all stacks of the model.
     """
-    having = [other for other in passes if label in other.stack.side_labels]
+    having = {other.stack.name for other in passes if label in other.stack.side_labels}
     taken = any(other.stack.name == label for other in passes)
     return _name_beside(stack_pass, label, alone=len(having) < 2 and not taken)
 
@@ -256,18 +261,23 @@ class StackBuilder:
         self._sources = sources
         self._not_run = _DROPPED if stack_pass.block_calls else not_run
         self._inverted = self._tokens.padding.contradiction(self._tokens.batch)
+        self._before = stack_pass.stack.before
+        self._is_part = stack_pass.place.shards > 1 or not stack_pass.stack.is_whole
         # Of each stack: remarks, by subject, with their layers; rows that are not finite, and rows.
         self._remarks: dict[str, dict[tuple[str, str], list[int]]] = defaultdict(dict)
         self._lost: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)  # by subject, layer
 
     def layers(self) -> list[Layer]:
-        """Build the input of the first block and the output of each block."""
+        """Build the input of the first block, unless it is of a later stage, and all outputs."""
+        depths = range(1, self._pass.depth + 1)
+        if self._before:
+            return [self._layer(depth) for depth in depths]
         name = self._pass.stack.name
         entered = self._pass.entered
-        captured, missing = self._row_views(0, entered)
+        captured, missing, part = self._row_views(0, entered)
         sources = _HIDDEN_ONLY - _lacking(entered)
-        first = Layer(0, "input of the blocks", captured, missing, name, sources)
-        return [first, *(self._layer(depth) for depth in range(1, self._pass.depth + 1))]
+        first = Layer(0, "input of the blocks", captured, missing, name, sources, part=part)
+        return [first, *(self._layer(depth) for depth in depths)]
 
     def side_layers(self, label: str, stack: str) -> list[Layer]:
         """Build the cross-attention, or a further attention, of each block that has one.
@@ -285,9 +295,11 @@ class StackBuilder:
             index = block.attention_index(label)
             if index is None or not self._sources & _HEADS_ONLY:
                 continue
-            captured, missing = self._head_views(depth, block, block_call, index, stack)
+            place = self._before + depth
+            captured, missing = self._head_views(place, block, block_call, index, stack)
             name = f"{name}.{block.attentions[index].name}"
-            layers.append(Layer(depth, name, captured, missing, stack, _HEADS_ONLY))
+            part = Part(heads=self._head_numbers(block, block_call, index))
+            layers.append(Layer(place, name, captured, missing, stack, _HEADS_ONLY, part=part))
         if any(layer.captured for layer in layers):
             return layers
         if layers and self._pass.block_calls and label != CROSS:
@@ -301,15 +313,16 @@ class StackBuilder:
         Args:
             stack: Name of the stack that this layer makes.
         """
-        depth = self._pass.depth
+        depth = self._before + self._pass.depth
         if self._pass.normed is None:
             reason = _NO_FINAL_NORM if self._pass.block_calls else self._not_run
             wanted = (view for view, source in CAPTURED.items() if source in _HIDDEN_ONLY)
             missing = dict.fromkeys(wanted, reason)
             return Layer(depth, FINAL_NORM, {}, missing, stack, _HIDDEN_ONLY)
         rows, name = self._pass.normed
-        captured, missing = self._row_views(depth, rows)
-        return Layer(depth, name, captured, missing, stack, _HIDDEN_ONLY - _lacking(rows))
+        captured, missing, part = self._row_views(depth, rows)
+        sources = _HIDDEN_ONLY - _lacking(rows)
+        return Layer(depth, name, captured, missing, stack, sources, part=part)
 
     def notes(self) -> list[Note]:
         """Make notes of the remarks on the layers that were built."""
@@ -333,9 +346,10 @@ class StackBuilder:
 
     def _layer(self, depth: int) -> Layer:
         block, block_call, name = self._pass.layer_at(depth)
+        depth += self._before
         stack = self._pass.stack.name
         kept = None if block_call is None else block_call.hidden
-        captured, missing = self._row_views(depth, kept, ran=block_call is not None)
+        captured, missing, part = self._row_views(depth, kept, ran=block_call is not None)
         index = attention_key(block)
         called = (
             block_call is not None
@@ -346,57 +360,64 @@ class StackBuilder:
             if block.attends and block_call is not None and self._sources & _HEADS_ONLY:
                 self._remark("attention", depth, _BY_NAME_ALONE, stack)
             sources = _HIDDEN_ONLY - _lacking(kept)
-            return Layer(depth, name, captured, missing, stack, sources)
+            return Layer(depth, name, captured, missing, stack, sources, part=part)
         if self._sources & _HEADS_ONLY:
             indices = block.attention_indices() or [index]
             heads = [self._head_views(depth, block, block_call, i, stack) for i in indices]
-            more, lacking = _beside(heads)
+            more, lacking = beside(heads)
             captured, missing = captured | more, missing | lacking
-        return Layer(depth, name, captured, missing, stack, SOURCES - _lacking(kept))
+            if len(indices) == 1:
+                part = replace(part, heads=self._head_numbers(block, block_call, indices[0]))
+        return Layer(depth, name, captured, missing, stack, SOURCES - _lacking(kept), part=part)
 
     # -- hidden states -----------------------------------------------------------------------------
 
     def _row_views(
         self, depth: int, kept: SampledRows | None, *, ran: bool = True
-    ) -> tuple[dict[str, Any], dict[str, str]]:
+    ) -> tuple[dict[str, Any], dict[str, str], Part]:
         """Make the captured views of hidden states, and the reasons for missing ones."""
         wanted = [view for view, source in CAPTURED.items() if source in _HIDDEN_ONLY]
         if self._inverted is not None and kept is not None:
-            return {}, dict.fromkeys(wanted, self._inverted)
+            return {}, dict.fromkeys(wanted, self._inverted), Part()
         if kept is None:
             ran = ran and bool(self._pass.block_calls)
-            reason = _LAST if self._pass.stack.entering else _NESTED
-            return {}, dict.fromkeys(wanted, reason if ran else self._not_run)
+            reason = self._pass.why_not_read or (_LAST if self._pass.stack.entering else _NESTED)
+            return {}, dict.fromkeys(wanted, reason if ran else self._not_run), Part()
         stack = self._pass.stack.name
         for remark in self._tokens.remarks(kept.shape):
             self._remark(_HIDDEN, depth, remark, stack)
-        if self._pass.sharded:
-            self._remark(_HIDDEN, depth, "this rank's part of a sharded tensor", stack)
-        captured, missing = self._views_of(depth, kept, _HIDDEN)
+        captured, missing, rows = self._views_of(depth, kept, _HIDDEN)
+        last = None
         if "last" in self._sources and not _lacking(kept):
-            more, lacking = self._last_views(depth, kept)
+            more, lacking, last = self._last_views(depth, kept)
             captured |= {f"last_{view}": value for view, value in more.items()}
             missing |= {f"last_{view}": why for view, why in lacking.items()}
-        return captured, missing
+        part = Part(rows, last, kept.start, tokens_elsewhere=self._before > 0)
+        return captured, missing, part
 
-    def _last_views(self, depth: int, kept: SampledRows) -> tuple[dict[str, Any], dict[str, str]]:
+    def _last_views(
+        self, depth: int, kept: SampledRows
+    ) -> tuple[dict[str, Any], dict[str, str], Tensor | None]:
         """Make the views of the last tokens, now that padding is settled."""
         last = kept.last
         if self._pass.is_routed(kept.shape):
-            return {}, dict.fromkeys(_ROW_VIEWS, _ROUTED)
+            return {}, dict.fromkeys(_ROW_VIEWS, _ROUTED), None
         if last is None:
             known = self._tokens.packed(kept.shape) is not None
-            return {}, dict.fromkeys(_ROW_VIEWS, _ENDS_LATE if known else _PACKED)
+            return {}, dict.fromkeys(_ROW_VIEWS, _ENDS_LATE if known else _PACKED), None
         places = self._tokens.last_of(kept.shape)
         among = torch.isin(last.indices, places).nonzero().squeeze(1)
-        if len(among) < len(places):
-            return {}, dict.fromkeys(_ROW_VIEWS, _LAST_UNKNOWN)
+        if len(among) < len(places) and not last.start:
+            return {}, dict.fromkeys(_ROW_VIEWS, _LAST_UNKNOWN), None
         return self._views_of(depth, last.at(among), "last tokens")
 
     def _views_of(
         self, depth: int, kept: SampledRows, subject: str
-    ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Make the captured views of sampled rows, without those that are not finite."""
+    ) -> tuple[dict[str, Any], dict[str, str], Tensor | None]:
+        """Make the captured views of sampled rows, without those that are not finite.
+
+        The third value numbers these rows, where ranks share them out.
+        """
         stack = self._pass.stack.name
         hidden = kept.values
         finite = hidden.isfinite().all(dim=1).cpu()
@@ -408,6 +429,7 @@ class StackBuilder:
             "precision": torch.finfo(self._pass.dtype).eps,
         }
         missing: dict[str, str] = {}
+        rows = self._tokens.number(kept.indices, kept.shape)[finite] if self._is_part else None
         if self._pass.is_routed(kept.shape):
             missing["positions"] = _ROUTED
             self._remark(subject, depth, _ROUTED, stack)
@@ -422,9 +444,11 @@ class StackBuilder:
         if found is None:
             # Where there are several stacks, they may be those of another one.
             fewer = self._alone and self._tokens.ids.fewer_than(self._pass.shape)
-            return captured, missing | {"token_ids": _NO_TOKENS + _FEWER_TOKENS * fewer}
+            reason = _LATER_STAGE if self._before else _NO_TOKENS + _FEWER_TOKENS * fewer
+            return captured, missing | {"token_ids": reason}, rows
         ids = found.layout.arrange(found.lookup.ids)
-        return captured | {"token_ids": ids.flatten().cpu()[kept.indices][finite]}, missing
+        captured["token_ids"] = ids.flatten().cpu()[kept.indices][finite]
+        return captured, missing, rows
 
     # -- heads -------------------------------------------------------------------------------------
 
@@ -459,6 +483,29 @@ class StackBuilder:
         if sequences is not None:
             captured |= dict(zip(_PROJECTED_SEQUENCES, sequences, strict=True))
         return captured, missing
+
+    def _head_numbers(
+        self, block: Block, block_call: BlockCall | None, index: int
+    ) -> dict[str, tuple[int, ...]]:
+        """Number the heads of an attention, where other ranks may have others.
+
+        Where they were not traced, the named projections tell which are the first.
+        """
+        if block_call is None or not self._is_part or index not in block_call.attentions:
+            return {}
+        seen = block_call.attentions[index]
+        numbers = dict(seen.numbers)
+        call = seen.call
+        if call is not None and index < len(block.attentions):
+            projections = block.attentions[index].projections
+            counts = {"query": call.heads, "key": call.key_heads}
+            for view, module in (("query", projections.query), ("key", projections.key)):
+                first = block_call.firsts.get(id(module))
+                if view not in numbers and first is not None:
+                    numbers[view] = tuple(range(first, first + counts[view]))
+        if seen.projected is None:  # queries and keys as attended stand for them
+            numbers |= {f"projected_{v}": numbers[v] for v in ("query", "key") if v in numbers}
+        return numbers
 
     def _goes_across(self, call: AttentionCall | SoftmaxCall, captured: dict[str, Any]) -> bool:
         """Whether queries see keys of another sequence of their row, by the last of the queries."""
@@ -529,34 +576,6 @@ def _rows_lost(subject: str, lost: Mapping[int, tuple[int, int]], stack: str) ->
         "{subject}{where}: " + up_to + "{lost} of {rows} rows are not finite and were left out",
         stack, tuple(lost), numbers={"subject": subject, "lost": count, "rows": rows},
     )  # fmt: skip
-
-
-def _beside(
-    heads: Sequence[tuple[dict[str, Any], dict[str, str]]],
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Lay the views of heads that are modules of their own beside one another."""
-    if len(heads) == 1:
-        return heads[0]
-    missing = {view: reason for _, lacking in reversed(heads) for view, reason in lacking.items()}
-    found: dict[str, Any] = {}
-    for view in heads[0][0]:
-        if view in missing or not all(view in captured for captured, _ in heads):
-            continue
-        values = [captured[view] for captured, _ in heads]
-        first = values[0]
-        if all(x is None for x in values) or view in _PROJECTED_SEQUENCES:
-            found[view] = first
-        elif all(isinstance(x, Tensor) for x in values):
-            if view in ("visible", "bias"):
-                length = [max(x.shape[0] for x in values), -1, -1, -1]
-                values = [x.expand(length) for x in values]
-            along = 0 if view in ("max_logits", "sink") else 1
-            found[view] = torch.cat(values, dim=along)
-        elif all(x == first for x in values):
-            found[view] = first
-        else:
-            return {}, missing | dict.fromkeys(heads[0][0].keys(), _HEADS_DIFFER.format(view=view))
-    return found, missing
 
 
 def _lacking(kept: SampledRows | None) -> frozenset[str]:

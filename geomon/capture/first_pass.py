@@ -4,6 +4,7 @@ A window may be open over several calls of a model; `StackPass` has the rule by 
 the layers.
 """
 
+import copy
 import itertools
 import math
 from dataclasses import dataclass, field
@@ -13,6 +14,15 @@ from torch import Tensor
 
 from geomon.capture.anatomy import CROSS, Block, Stack
 from geomon.capture.attending.seen import SeenAttention
+from geomon.capture.shards import (
+    WHOLE,
+    Slice,
+    TensorPlace,
+    is_sharded,
+    sharded_along,
+    slice_of,
+    whole,
+)
 from geomon.capture.tap import Projection, Provenance
 from geomon.capture.tokens.padding import Padding
 from geomon.capture.tokens.pass_tokens import PassTokens
@@ -32,8 +42,8 @@ class BlockCall:
 
     Attributes:
         block: Index of the block in its stack, from 0.
-        shape: Shape of the hidden states that entered the block, without the width; None where
-            they are no plain tensor.
+        shape: Shape of the hidden states that entered the block, of all ranks that share them out,
+            without the width; None where they are nested.
         entered: The same with the width, as the block was given it.
         handed_on: Whether what entered the block is what left the one that was called before.
         hidden: Rows of the hidden states that left the block.
@@ -43,6 +53,7 @@ class BlockCall:
         finished: Whether nothing more is followed.
         inputs: Inputs of the modules that are projecting, by the address of the module.
         outputs: Outputs of projections that are modules, with their shapes, by the same.
+        firsts: Number of the first feature of each of these modules, among those of all ranks.
     """
 
     block: int
@@ -56,6 +67,7 @@ class BlockCall:
     finished: bool = False
     inputs: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, tuple[Projection, Shape]] = field(default_factory=dict)
+    firsts: dict[int, int] = field(default_factory=dict)
 
     def seen(self, index: int) -> SeenAttention:
         """Return what was seen of an attention; nothing so far where it was not met yet.
@@ -90,10 +102,13 @@ class StackPass:
         stack: The stack.
         sampler: Sampler of the rows.
         first: Whether the stack is the first one of the model.
+        place: Place of this rank among those that share out the weights of the blocks.
 
     Attributes:
         stack: The stack.
+        sampler: Sampler of the rows.
         first: Whether the stack is the first one of the model.
+        place: Place of this rank among those that share out the weights of the blocks.
         tokens: The tokens of the pass: padding, token ids, sequences, sampled rows.
         block_calls: The calls that count, in order.
         entered: Rows of the hidden states that entered the first of these calls.
@@ -106,15 +121,23 @@ class StackPass:
         normed: Rows of what the final norm made of it, and the name of the norm.
         mode: "train" or "eval".
         dtype: Data type of the hidden states in the model.
-        sharded: Whether hidden states were sharded, and this rank's part was taken.
+        why_not_read: Why hidden states were not read, where they were not; "" for no reason.
         with_gradients: Whether gradients are recorded in the pass that counts.
     """
 
-    def __init__(self, stack: Stack, sampler: RowSampler, *, first: bool = True) -> None:
+    def __init__(
+        self,
+        stack: Stack,
+        sampler: RowSampler,
+        *,
+        first: bool = True,
+        place: TensorPlace = WHOLE,
+    ) -> None:
         self.stack = stack
+        self.sampler = sampler
         self.first = first
+        self.place = place
         self.with_gradients = False
-        self._sampler = sampler
         self._state = "never called"
         self._see_tokens()
         self._clear()
@@ -127,14 +150,18 @@ class StackPass:
         )
         decodes = any(block.attention_index(CROSS) is not None for block in self.stack.blocks)
         padding = Padding(first=self.first, decodes=decodes)
-        self.tokens = PassTokens(self._sampler, padding, length_first=length_first)
+        self.tokens = PassTokens(self.sampler, padding, length_first=length_first)
 
     def _clear(self) -> None:
         self.block_calls: list[BlockCall] = []
         self.entered: SampledRows | None = None
         self.dtype = torch.float32
         self.mode = "eval"
-        self.sharded = False
+        self.why_not_read = ""
+        # Dimension along which hidden states that are plain tensors are shared out among ranks, and
+        # whether it is known yet.
+        self._along: int | None = None
+        self._along_is_known = self.place.shards == 1
         # The last call of a block that is a list of modules, and those of them that it called.
         self.parts: tuple[BlockCall | None, int, set[int]] = (None, -1, set())
         self.left: tuple[int, Shape] | None = None
@@ -161,8 +188,19 @@ class StackPass:
         self._state, self.with_gradients = "running", with_gradients
         return True
 
-    def forget(self) -> None:
-        """Forget the pass that was seen: another one is to count."""
+    def hand_over(self) -> "StackPass":
+        """Return what was seen as a pass of its own, which this one no longer changes."""
+        done = copy.copy(self)
+        done.leaving = None
+        return done
+
+    def forget(self, sampler: RowSampler) -> None:
+        """Forget the pass that was seen: another one is to count.
+
+        Args:
+            sampler: Sampler of its rows.
+        """
+        self.sampler = sampler
         self._see_tokens()
         self._clear()
         self._state = "never called"
@@ -216,6 +254,66 @@ class StackPass:
             block_call: The call of the block.
         """
         return self.shape if block_call.shape is None else block_call.shape
+
+    def slice_of(self, hidden: Tensor, rows: Tensor) -> Slice:
+        """Find where the hidden states that are on this rank lie among those of all ranks.
+
+        Where a plan of tensor parallelism shares them out along the sequence, they may be plain
+        tensors: token ids of so many times the length tell it, or attention (`take_attention`).
+
+        Args:
+            hidden: The hidden states, as a block is given them or returns them.
+            rows: What is on this rank of them, with the width last.
+
+        Raises:
+            ShardingError: They cannot be read by rows.
+        """
+        part = tuple(rows.shape[:-1])
+        if is_sharded(hidden):
+            return slice_of(hidden)
+        if not self._along_is_known:
+            self._look_at_ids(part)
+        if self._along is None or part == self.shape:
+            return whole(part)
+        return sharded_along(self._along, part, self.place)
+
+    def possible_shapes(self, block_call: BlockCall) -> list[Shape]:
+        """List the shapes that the hidden states which entered a block may have on all ranks.
+
+        Args:
+            block_call: The call of the block.
+        """
+        shape = self.shape_at(block_call)
+        if self._along_is_known:
+            return [shape]
+        dims = range(len(shape))
+        return [shape, *(sharded_along(dim, shape, self.place).shape for dim in dims)]
+
+    def take_attention(self, block_call: BlockCall, shape: Shape) -> None:
+        """Take note that attention has shown the shape of the hidden states on all ranks.
+
+        Rows that were sampled before, as if there were no others, are dropped.
+
+        Args:
+            block_call: The call of the block that attends.
+            shape: One of `possible_shapes`.
+        """
+        part = self.shape_at(block_call)
+        self._along_is_known = True
+        if shape == part:
+            return
+        self._along = next(dim for dim in range(len(part)) if shape[dim] != part[dim])
+        self.entered = None
+        for other in self.block_calls:
+            other.hidden = None
+            other.shape = shape if other.shape == part else other.shape
+        self.tokens.begin(shape)
+
+    def _look_at_ids(self, part: Shape) -> None:
+        longer = [sharded_along(dim, part, self.place).shape for dim in range(len(part))]
+        shape = self.tokens.ids.first_fitting([part, *longer])
+        self._along_is_known = shape is not None
+        self._along = None if shape in (None, part) else longer.index(shape)
 
     def row_indices(self, shape: Shape) -> Tensor:
         """Return flat indices of the sampled rows; the same for hidden states of one shape.

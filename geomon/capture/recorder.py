@@ -1,6 +1,6 @@
 """Recorder: keeps sampled queries, keys and scores of the attentions that a tap sees."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,7 +27,6 @@ from geomon.capture.attending.seen import SeenAttention, columns_of_all
 from geomon.capture.first_pass import BlockCall, StackPass
 from geomon.capture.storage import local_shard
 from geomon.capture.tap import Columns, Provenance, unseen
-from geomon.capture.tokens.sampling import RowSampler
 
 # What reads the arguments of a call of fused attention, by its route.
 _FUSED = {"sdpa": read_sdpa, "flex": read_flex, "flash": read_flash}
@@ -39,15 +38,13 @@ class AttentionRecorder:
     """Keeps what a tap sees of the attentions of the block that is running.
 
     Args:
-        sampler: Sampler of the queries.
         max_logits: Whether the largest scores are wanted.
 
     Attributes:
         attends_outside: Whether attention was called outside the blocks.
     """
 
-    def __init__(self, sampler: RowSampler, *, max_logits: bool) -> None:
-        self._sampler = sampler
+    def __init__(self, *, max_logits: bool) -> None:
         self._wants_max_logits = max_logits
         self.attends_outside = False
         self._current: Callable[[], Current | None] = _nobody
@@ -118,6 +115,7 @@ class AttentionRecorder:
         with self._guarded(), torch.no_grad(), unseen():
             try:
                 call = _FUSED[route](given)
+                _show_shape(call, stack_pass, block_call)
                 if route != "sdpa":
                     _check_tokens(call, stack_pass.shape_at(block_call))
                 columns = [block_call.provenance.columns(x) for x in (call.query, call.key)]
@@ -127,7 +125,8 @@ class AttentionRecorder:
                 call = _as_made(call, *columns)
                 if not again:
                     seen.max_logits.clear()
-                    seen.call, seen.route = record_call(self._sampler, call), route
+                    seen.call, seen.route = record_call(stack_pass.sampler, call), route
+                    seen.number_heads(*columns)
                 self._keep_max_logits(seen, call)
             except NotUnderstoodError as error:
                 if not again:
@@ -169,9 +168,12 @@ class AttentionRecorder:
             return
         with self._guarded(), torch.no_grad(), unseen():
             known = _known(stack_pass, block_call, block, index)
+            shapes = stack_pass.possible_shapes(block_call)
+            if len(shapes) > 1:
+                known = _fitting(scores, dim, [known._replace(shape=shape) for shape in shapes])
             try:
                 call, columns = record_softmax(
-                    self._sampler, scores, dim, known, products,
+                    stack_pass.sampler, scores, dim, known, products,
                     scale=provenance.scale(scores), find_columns=provenance.columns,
                 )  # fmt: skip
             except NotUnderstoodError as error:
@@ -179,8 +181,10 @@ class AttentionRecorder:
                 return
             if call is None:
                 return
+            stack_pass.take_attention(block_call, known.shape)
             seen.add_heads(*columns)
             seen.call, seen.route = call, "softmax"
+            seen.number_heads(*columns)
             arranged = arrange_scores(local_shard(scores), dim, known)
             if arranged is not None:
                 if call.joined:  # how far they are above the logit of the sink
@@ -266,6 +270,27 @@ def _as_made(call: Arguments, query: Columns | None, key: Columns | None) -> Arg
         width = query.which.shape[1]
         call = call._replace(query=call.query[..., :width], key=call.key[..., :width])
     return call if key is None else call._replace(key=call.key[:, :: key.repeats])
+
+
+def _show_shape(given: Arguments, stack_pass: StackPass, block_call: BlockCall) -> None:
+    """Take the shape of the hidden states on all ranks from queries, of which a rank has all."""
+    sequences, _, queries, _ = given.query.shape
+    possible = stack_pass.possible_shapes(block_call)
+    attended = {(sequences, queries), (queries, sequences)}
+    shown = next((shape for shape in possible if shape in attended), None)
+    if shown is not None:
+        stack_pass.take_attention(block_call, shown)
+
+
+def _fitting(scores: Tensor, dim: int, possible: Sequence[Known]) -> Known:
+    """Return what is known of an attention with the shape that its scores have, else the first."""
+    for known in possible:
+        arranged = arrange_scores(local_shard(scores), dim, known)
+        if arranged is not None:
+            attended = arranged.shape[0], arranged.shape[2]
+            if known.shape in (attended, attended[::-1]):
+                return known
+    return possible[0]
 
 
 def _check_tokens(given: Arguments, shape: tuple[int, ...]) -> None:

@@ -96,6 +96,37 @@ def group_by_layer(reasons: Mapping[tuple[str, str], Iterable[int]], stack: str 
 
 
 @dataclass(frozen=True)
+class Part:
+    """Which part of a layer a rank has, where ranks with the same tokens share it out.
+
+    Numbers are those of the whole layer, the same on every rank.
+
+    Attributes:
+        rows: Number of each row of hidden states, by which rows are put in order; None where ranks
+            share nothing out.
+        last_rows: The same of the last tokens.
+        start: First index of the hidden states that the rank has, by dimension; () for all.
+        heads: Number of the first feature of each head, by the view that has these heads: "query",
+            "key", "projected_query" and "projected_key". Of a view that is not named all heads are
+            here, or it is not known which.
+        tokens: Number of the tokens that the rows are of: parts of the same tokens belong together.
+            None where no other part is of these.
+        tokens_elsewhere: Whether ids and places of the tokens are known elsewhere: at the first
+            stage of a pipeline.
+    """
+
+    rows: Tensor | None = None
+    last_rows: Tensor | None = None
+    start: tuple[int, ...] = ()
+    heads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    tokens: int | None = None
+    tokens_elsewhere: bool = False
+
+
+EVERYTHING = Part()
+
+
+@dataclass(frozen=True)
 class Layer:
     """The captured views of one layer.
 
@@ -109,6 +140,7 @@ class Layer:
             "attention", "projection"). Metrics that read other sources are not asked of the layer.
         of_weights: Whether the rows are those of a matrix of weights, the same on every rank: of no
             token, so that metrics of token ids and positions are not asked of the layer.
+        part: Which part of the layer these views are.
     """
 
     index: int
@@ -118,6 +150,7 @@ class Layer:
     stack: str = ""
     sources: frozenset[str] = SOURCES
     of_weights: bool = False
+    part: Part = EVERYTHING
 
     @property
     def devices(self) -> set[torch.device]:
@@ -162,6 +195,69 @@ def at_places(values: Tensor, places: Tensor) -> Tensor:
     values = values.detach().expand(len(places), -1, -1, -1)
     index = places.to(values.device)[:, None, :, None]
     return values.gather(2, index.expand(-1, values.shape[1], -1, values.shape[3]))
+
+
+# Captured views whose heads are their first dimension; of the others of heads it is the second.
+_HEADS_FIRST = ("max_logits", "sink")
+# Views that may be given for all heads at once.
+_FOR_ALL_HEADS = ("visible", "bias")
+# Views of queries and keys as projected that count no heads.
+_OF_ROWS = ("query_sequences", "key_sequences")
+
+_HEADS_DIFFER = "its heads are apart (modules, or on several ranks) and differ in their {view}"
+
+
+def beside(
+    heads: Sequence[tuple[Mapping[str, Any], Mapping[str, str]]],
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Lay views of heads beside one another: of heads that are modules, or on several ranks.
+
+    Args:
+        heads: Captured views of some heads each, and the reasons for missing ones.
+
+    Returns:
+        The views of all heads, and the reasons for missing ones.
+    """
+    if len(heads) == 1:
+        return dict(heads[0][0]), dict(heads[0][1])
+    missing = {view: reason for _, lacking in reversed(heads) for view, reason in lacking.items()}
+    found: dict[str, Any] = {}
+    counts = [_count_heads(captured) for captured, _ in heads]
+    for view in heads[0][0]:
+        if view in missing or not all(view in captured for captured, _ in heads):
+            continue
+        values = [captured[view] for captured, _ in heads]
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        same = view in _OF_ROWS if tensors else all(value == values[0] for value in values)
+        if same:
+            found[view] = values[0]
+        elif view in _FOR_ALL_HEADS and tensors:
+            found[view] = _grids_beside(values, counts)
+        elif len(tensors) == len(values):
+            found[view] = torch.cat(tensors, dim=0 if view in _HEADS_FIRST else 1)
+        else:
+            return {}, missing | dict.fromkeys(heads[0][0].keys(), _HEADS_DIFFER.format(view=view))
+    return found, missing
+
+
+def _count_heads(captured: Mapping[str, Any]) -> int:
+    return next((captured[v].shape[1] for v in ("query", "scores") if v in captured), 1)
+
+
+def _grids_beside(values: Sequence[Tensor | None], counts: Sequence[int]) -> Tensor:
+    """Lay masks or biases beside one another; once for all heads where they are all the same."""
+    known = next(value for value in values if value is not None)
+    grids = [known.new_zeros(1, 1, 1, 1) if value is None else value for value in values]
+    if all(grid.shape[1] == 1 and torch.equal(grid, known) for grid in grids):
+        return known
+    sides = [max(grid.shape[dim] for grid in grids) for dim in (0, 2, 3)]
+    return torch.cat(
+        [
+            grid.expand(sides[0], count, sides[1], sides[2])
+            for grid, count in zip(grids, counts, strict=True)
+        ],
+        dim=1,
+    )
 
 
 class MeanLoss(NamedTuple):

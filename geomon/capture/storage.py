@@ -1,21 +1,27 @@
 """Storage: where the numbers of a tensor lie."""
 
-from torch import Tensor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from geomon.capture import private
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def local_shard(values: Tensor) -> Tensor:
     """Return the part of a sharded tensor that is on this rank, or any other tensor as it is.
 
-    What `torch.func.grad` wraps around a tensor, which has no address, is taken away.
+    What `torch.func.grad` wraps around a tensor, which has no address, is taken away. The result of
+    a collective that is under way is waited for.
 
     Args:
         values: A tensor, sharded among ranks or not.
     """
-    values = _unwrapped(values)
-    to_local = getattr(values, "to_local", None)
-    return values if to_local is None else to_local()
+    values = _inner(values)
+    wait: Any = None if type(values) in _PLAIN else getattr(values, "trigger_wait", None)
+    return values if wait is None else wait()
 
 
 def storage_of(values: Tensor) -> int | None:
@@ -27,12 +33,32 @@ def storage_of(values: Tensor) -> int | None:
         values: Any tensor.
     """
     try:
-        return _unwrapped(values).untyped_storage().data_ptr() or None
+        return followed_part(values).untyped_storage().data_ptr() or None
     except (NotImplementedError, RuntimeError):
         return None
 
 
-def _unwrapped(values: Tensor) -> Tensor:
+def followed_part(values: Tensor) -> Tensor:
+    """Return the part of a tensor that is on this rank, whatever is wrapped around it.
+
+    Args:
+        values: A tensor; the result of a collective that is under way is not waited for.
+    """
+    values = _inner(values)
+    if type(values) in _PLAIN or not hasattr(values, "trigger_wait"):
+        return values
+    inner: Any = values
+    return inner.elem
+
+
+def _inner(values: Tensor) -> Tensor:
     while private.is_wrapped_by_grad(values):
         values = private.unwrapped(values)
-    return values
+    if type(values) in _PLAIN:
+        return values
+    to_local: Any = getattr(values, "to_local", None)
+    if to_local is None:
+        return values
+    with torch.no_grad():
+        local: Tensor = to_local()
+    return local

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from geomon.capture import private
-from geomon.capture.anatomy import Anatomy, Block
+from geomon.capture.anatomy import Anatomy, Block, Stack
 from geomon.capture.anatomy.projections import projects_in_its_own_way
 from geomon.capture.assemble import build_snapshot, matrix_layer
 from geomon.capture.attending.seen import SeenAttention
@@ -36,6 +36,13 @@ from geomon.capture.first_pass import (
     spread_indices,
 )
 from geomon.capture.recorder import AttentionRecorder
+from geomon.capture.shards import (
+    WHOLE,
+    ShardingError,
+    Slice,
+    TensorPlace,
+    first_feature,
+)
 from geomon.capture.snapshot import (
     CAPTURED,
     EMBEDDING,
@@ -52,6 +59,7 @@ from geomon.capture.tokens.sampling import (
     RowSampler,
     SampledRows,
     copy_rows,
+    derive_seed,
     move_width_last,
 )
 from geomon.capture.tokens.table_calls import TableCalls
@@ -84,12 +92,13 @@ class Window:
     """A context manager that keeps sampled rows of one forward pass.
 
     After the `with`, `snapshot()` gives what was seen. The first pass of each stack counts
-    (`geomon.capture.first_pass.StackPass` has the rule); calls from other threads and recomputation
+    (`geomon.capture.first_pass.StackPass` has the rule), or in a pipeline the passes of all
+    micro-batches of a batch, which `snapshots()` gives; calls from other threads and recomputation
     under activation checkpointing are ignored. An error of geomon's own never ends the pass: one
     while a call is looked at becomes a note, and one in opening is raised by `snapshot()`.
 
     Args:
-        anatomy: Anatomy of the model.
+        anatomy: Anatomy of the model, or of the parts of it that this rank has.
         views: Captured views that are wanted; only the calls that these need are looked at.
         rows: Number of rows of hidden states to keep; the same at every layer.
         seed: Seed of the private generator that samples rows. No global random state is touched.
@@ -98,6 +107,9 @@ class Window:
         keep_inputs: Whether to keep what the model is called with, as it is, in `inputs`.
         extra_layers: Names of layers to see beside those of the blocks
             (`geomon.capture.snapshot.EXTRA_LAYERS`).
+        place: Place of this rank among those that share out the weights of the blocks.
+        micro_batches: For each part of a pipeline, a function that counts the micro-batches of a
+            batch, 0 before that is known: each is a pass. None where a batch is one pass.
         charge: Returns a context manager, which is entered around each piece of work beside the
             pass to account for its time. Pieces may be nested.
 
@@ -116,10 +128,13 @@ class Window:
         max_mb: float | None = None,
         keep_inputs: bool = False,
         extra_layers: Sequence[str] = (),
+        place: TensorPlace = WHOLE,
+        micro_batches: Sequence[Callable[[], int]] = (),
         charge: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._anatomy = anatomy
         self._charge = charge
+        self._place = place
         self._keeps_inputs = keep_inputs
         self.inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
         self._sources = {CAPTURED[view] for view in views}
@@ -127,19 +142,23 @@ class Window:
         self._wants_last = "last" in self._sources
         wants_ids = self._wants_last or EMBEDDING in self._extra
         self._wants_tokens = wants_ids or bool(views & {"token_ids", "positions"})
-        self._sampler = RowSampler(rows, seed)
+        self._rows, self._seed = rows, seed
         blocks = sum(len(stack.blocks) for stack in anatomy.stacks)
         attentions = sum(max(1, len(block.attentions)) for block in anatomy.blocks)
         attends = bool(self._sources & {"attention", "projection"})
         beside = len(anatomy.stacks) * (1 + (FINAL_NORM in self._extra))
         layers = (blocks + beside) * (1 + self._wants_last)
-        self._memory = MemoryLimit(
-            max_mb, self._sampler, layers=layers, blocks=attentions * attends
+        self._limit = functools.partial(
+            MemoryLimit, max_mb, layers=layers, blocks=attentions * attends
         )
+        self._micro_batches = micro_batches
+        self._memories: list[MemoryLimit] = []  # of each micro-batch, with the sampler of its rows
         self._passes = [
-            StackPass(stack, self._sampler, first=number == 0)
-            for number, stack in enumerate(anatomy.stacks)
+            StackPass(stack, self._memory(0).sampler, first=_is_first(stack, anatomy), place=place)
+            for stack in anatomy.stacks
         ]
+        self._earlier: list[list[StackPass]] = [[] for _ in self._passes]  # of micro-batches
+        self._calls = [0] * len(self._passes)  # of the part that holds the stack
         self._thread = threading.get_ident()
         self._other_thread = False  # a block ran in another thread
         self._no_rows: str | None = None  # why calls of blocks did not count
@@ -153,7 +172,7 @@ class Window:
         self._running: list[tuple[StackPass, BlockCall | None]] = []
         self._failure: Exception | None = None  # in opening the window
         self._failures: list[str] = []  # in what sees the calls
-        self._recorder = AttentionRecorder(self._sampler, max_logits="max_logits" in views)
+        self._recorder = AttentionRecorder(max_logits="max_logits" in views)
         self._twin_records = False  # whether the call that a twin is run for records gradients
         self._forced_eager = False  # whether compiled code of the training was run eagerly
         self._tap: Tap | None = None  # what sees attention, while the window is open
@@ -225,6 +244,19 @@ class Window:
         without_fast_path.hold(self)
         watch_calls(self)
 
+    def _memory(self, number: int) -> MemoryLimit:
+        """Return the sampler of the rows of a micro-batch, with its limit; a batch is the first."""
+        counts = [count() for count in self._micro_batches]
+        count = max(counts, default=1)
+        if not count:  # nothing is sampled before it is known
+            return self._limit(RowSampler(self._rows, self._seed))
+        while len(self._memories) <= number:
+            place = len(self._memories)
+            rows = self._rows // count + (place < self._rows % count)
+            seed = derive_seed(self._seed, "micro-batch", place) if place else self._seed
+            self._memories.append(self._limit(RowSampler(rows, seed), share=count))
+        return self._memories[number]
+
     def _find_compiled(self) -> None:
         """Find the blocks that call compiled functions, of which operators show nothing."""
         reaching = calling_compiled(self.modules())
@@ -263,8 +295,40 @@ class Window:
         Raises:
             Exception: The window could not be opened; the error is the one that was met there.
         """
+        return self.snapshots(device)[0]
+
+    def snapshots(self, device: torch.device = HOST) -> list[Snapshot]:
+        """Build the snapshot of each pass: one, or in a pipeline one for each micro-batch.
+
+        Args:
+            device: Where the rows stay. On the device of the model they are not moved.
+
+        Raises:
+            Exception: The window could not be opened; the error is the one that was met there.
+        """
         if self._failure is not None:
             raise self._failure
+        every = [[*x, last] for x, last in zip(self._earlier, self._passes, strict=True)]
+        every = [passes[self._inferred(n) :] for n, passes in enumerate(every)]
+        count = min(map(len, every), default=1)
+        count = min([count, *(known() or count for known in self._micro_batches)])
+        return [self._snapshot([passes[n] for passes in every], device) for n in range(count)]
+
+    def _inferred(self, number: int) -> int:
+        """Count the calls of a stage that were made before the first micro-batch.
+
+        Between training and evaluation torch calls a stage once more, to infer shapes.
+        """
+        calls, count = self._calls[number], self._count(self._passes[number]) or 0
+        return int(calls % count == 1 if count > 1 else count == 1 < calls)
+
+    def _count(self, stack_pass: StackPass) -> int | None:
+        """Count the micro-batches of a stage, 0 before they are known; None without a pipeline."""
+        counts = self._micro_batches
+        return counts[stack_pass.stack.part]() if counts else None
+
+    def _snapshot(self, passes: Sequence[StackPass], device: torch.device) -> Snapshot:
+        """Build the snapshot of a pass through all stacks."""
         texts = [
             f"a hook failed, and what it looks at is missing: {failure}"
             for failure in dict.fromkeys(self._failures)
@@ -280,20 +344,21 @@ class Window:
             for name, module in self._found_matrices().items()
             if any(module is adapted for adapted in self._anatomy.adapted)
         ]
-        texts += [_OUTSIDE] * (self._recorder.attends_outside and not seen)
+        # Behind the last block of a stage attention may be that of another part of the model.
+        texts += [_OUTSIDE] * (self._recorder.attends_outside and not seen and bool(passes))
         texts += [
             _LEFT_OUT.format(count=family.count, pattern=family.pattern, reason=family.reason)
             for family in self._anatomy.left_out
             if family.is_large
         ]
         return build_snapshot(
-            self._passes,
+            passes,
             self._sources,
             matrices=self._matrices(),
             final_norm=FINAL_NORM in self._extra,
             other_thread=self._other_thread,
             no_rows=self._no_rows,
-            notes=[*(Note(text, text) for text in texts), *self._memory.notes()],
+            notes=[*(Note(text, text) for text in texts), *self._memory(0).notes()],
             device=device,
         )
 
@@ -302,7 +367,8 @@ class Window:
         if not any(stack_pass.block_calls for stack_pass in self._passes):
             return []
         found = self._found_matrices()
-        return [matrix_layer(name, module, self._sampler) for name, module in found.items()]
+        sampler = self._memory(0).sampler
+        return [matrix_layer(name, module, sampler) for name, module in found.items()]
 
     def _found_matrices(self) -> dict[str, nn.Module | None]:
         """Find the modules that hold the matrices that are asked for."""
@@ -311,7 +377,12 @@ class Window:
             EMBEDDING: next(iter(tables), None),
             UNEMBEDDING: self._anatomy.output,
         }
-        return {name: module for name, module in found.items() if name in self._extra}
+        elsewhere = {
+            EMBEDDING: all(stack.before for stack in self._anatomy.stacks),
+            UNEMBEDDING: all(stack.behind for stack in self._anatomy.stacks),
+        }
+        wanted = (name for name in found if name in self._extra and not elsewhere[name])
+        return {name: found[name] for name in wanted}
 
     def routes(self, stack: str, label: str = "") -> set[str]:
         """List the routes by which attention was seen: keys of `geomon.description.ROUTES`.
@@ -406,7 +477,8 @@ class Window:
                 self._see(self._before, module, self._on_attending, index)
                 self._see(self._after, module, self._on_attending, None)
         named = {m for attention in block.attentions for m in attention.projections.apart}
-        for module in block.matrices if "projection" in self._sources else ():
+        traces = "projection" in self._sources or self._place.shards > 1
+        for module in block.matrices if traces else ():
             if module in named or projects_in_its_own_way(module):
                 self._see(self._before, module, self._on_projecting)
                 self._see(self._after, module, self._on_projected)
@@ -462,6 +534,8 @@ class Window:
 
         Where gradients are recorded, a pass without them may be followed by one that counts.
         """
+        if self._micro_batches:
+            return False
         records = self._records_gradients()
         return all(x.over and (x.with_gradients or not records) for x in self._passes)
 
@@ -523,6 +597,8 @@ class Window:
         """Close the window where nothing more is to be seen: what follows is left alone."""
         if FINAL_NORM in self._extra or in_extra_pass() or not self._before:
             return
+        if self._micro_batches:  # more of them may come
+            return
         complete = all(x.over and x.with_gradients for x in self._passes)
         if complete and any(self._seen_attentions()):
             self.close()
@@ -559,14 +635,19 @@ class Window:
         args: Any,
         kwargs: Mapping[str, Any],
     ) -> None:
+        if self._count(stack_pass) == 0:
+            return  # shapes are inferred, of numbers that mean nothing
         self._prefer_gradients(module)
+        if module is unwrap(stack_pass.stack.above[0]):
+            self._begin_micro_batch(number)
         if self._keeps_inputs and self.inputs is None:
             self.inputs = tuple(args), dict(kwargs)
         if stack_pass.block_calls or stack_pass.over:
             return
         self._tables.take_arguments(args, kwargs)
-        shared = number == 0 and len(self._passes) > 1  # the call of a module around all stacks
-        for other in self._passes if shared else (stack_pass,):
+        around = [x for x in self._passes if x.stack.part == stack_pass.stack.part]
+        shared = stack_pass is around[0] and len(around) > 1  # a module around all stacks
+        for other in around if shared else (stack_pass,):
             if not other.block_calls:
                 other.tokens.take_arguments(module, args, kwargs, shared=shared)
 
@@ -578,7 +659,26 @@ class Window:
         inside = set(module.modules())
         for stack_pass in passed:
             if stack_pass.stack.owner in inside:
-                stack_pass.forget()
+                number = self._passes.index(stack_pass)
+                self._earlier[number].clear()
+                self._calls[number] = 0
+                stack_pass.forget(self._memory(0).sampler)  # and of micro-batches the first
+
+    def _begin_micro_batch(self, number: int) -> None:
+        """Begin the pass of a further micro-batch, if a stage is called again.
+
+        As many are kept as there are in a batch, and one more: the first may be none.
+        """
+        earlier, stack_pass = self._earlier[number], self._passes[number]
+        count = self._count(stack_pass)
+        if count is None:
+            return
+        self._calls[number] += 1
+        if self._calls[number] == 1:
+            stack_pass.forget(self._memory(0).sampler)
+        elif stack_pass.over and len(earlier) < count:
+            earlier.append(stack_pass.hand_over())
+            stack_pass.forget(self._memory(len(earlier)).sampler)
 
     def _records_gradients(self) -> bool:
         """Whether the call that is seen, or the one whose twin it is, records gradients."""
@@ -601,6 +701,8 @@ class Window:
             stack_pass.normed = rows, name
 
     def _on_owner(self, stack_pass: StackPass, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._count(stack_pass) == 0:
+            return
         if stack_pass.begin(with_gradients=self._records_gradients()):
             self._running.clear()
 
@@ -657,6 +759,8 @@ class Window:
         if entered is not None and (why := _why_no_rows(entered)) is not None:
             self._no_rows = why
             return None
+        if self._count(stack_pass) == 0:
+            return None
         if not stack_pass.block_calls:
             stack_pass.tokens.take_arguments(module, args, kwargs)
         block_call = stack_pass.begin_call(index)
@@ -664,7 +768,8 @@ class Window:
             return None
         if entered is not None and not entered.is_nested:
             rows = move_width_last(local_shard(entered), module, entering=True)
-            block_call.shape, block_call.entered = tuple(rows.shape[:-1]), tuple(entered.shape)
+            block_call.shape = self._shape_of(stack_pass, entered, rows)
+            block_call.entered = tuple(entered.shape)
             again = any(call.block == index for call in stack_pass.block_calls[:-1])
             block_call.handed_on = stack_pass.left in (None, _place(entered))
             if again and not block_call.handed_on:
@@ -683,8 +788,8 @@ class Window:
             stack_pass.mode = "train" if module.training else "eval"
             if entered is not None:
                 stack_pass.entered = self._sample_hidden(stack_pass, entered, module, entering=True)
-            if stack_pass.entered is not None and block_call.shape is not None:
-                places = spread_indices(math.prod(block_call.shape), LANDMARKS)
+            if stack_pass.entered is not None:
+                places = spread_indices(math.prod(rows.shape[:-1]), LANDMARKS)
                 stack_pass.tokens.landmarks = copy_rows(rows, places)
         return block_call
 
@@ -722,19 +827,34 @@ class Window:
     ) -> SampledRows | None:
         if hidden.is_nested:
             return None
-        stack_pass.sharded = stack_pass.sharded or hasattr(hidden, "to_local")
         rows = move_width_last(local_shard(hidden), block, entering=entering)
-        shape = tuple(rows.shape[:-1])
+        try:
+            part = stack_pass.slice_of(hidden, rows)
+        except ShardingError as error:
+            stack_pass.why_not_read = str(error)
+            return None
         tokens = stack_pass.tokens
-        tokens.ids.meet(rows)
+        tokens.ids.meet(part.shape, rows if part.is_whole else None)
         if not tokens.shape:
-            self._memory.fit_rows(rows.shape[-1])
-            tokens.begin(shape)
+            self._fit_rows(stack_pass, rows.shape[-1])
+            tokens.begin(part.shape)
             stack_pass.dtype = rows.dtype
-        indices = stack_pass.row_indices(shape)
-        last = tokens.last(shape) if self._wants_last else None
-        ends = None if last is None else SampledRows(copy_rows(rows, last), last, shape)
-        return SampledRows(copy_rows(rows, indices), indices, shape, last=ends)
+        last = tokens.last(part.shape) if self._wants_last else None
+        ends = None if last is None else _copy_slice(rows, last, part)
+        return _copy_slice(rows, stack_pass.row_indices(part.shape), part)._replace(last=ends)
+
+    def _fit_rows(self, stack_pass: StackPass, width: int) -> None:
+        """Lower the number of rows of a pass, if a limit of memory asks for it."""
+        for memory in self._memories:
+            if memory.sampler is stack_pass.sampler:
+                memory.fit_rows(width)
+
+    def _shape_of(self, stack_pass: StackPass, entered: Tensor, rows: Tensor) -> tuple[int, ...]:
+        """Return the shape of what entered a block, on all ranks and without the width."""
+        try:
+            return stack_pass.slice_of(entered, rows).shape
+        except ShardingError:  # what is sampled of it says why it is not read
+            return tuple(rows.shape[:-1])
 
     # -- attention -------------------------------------------------------------------------------
 
@@ -764,6 +884,8 @@ class Window:
         current, given = self._current_call(), first_tensor([*args, *kwargs.values()])
         if current is not None and given is not None:
             current[1].inputs[id(module)] = given
+            # FSDP has gathered the weight by now: what is sharded is so by tensor parallelism.
+            current[1].firsts[id(module)] = first_feature(module)
 
     def _on_projected(self, module: nn.Module, output: Any) -> None:
         current, output = self._current_call(), first_tensor(output)
@@ -772,9 +894,28 @@ class Window:
             return
         # The width of a convolution's output is not its last dimension.
         output = move_width_last(local_shard(output), module, entering=False)
-        found = current[1].provenance.projected(output, local_shard(given))
+        first = current[1].firsts.get(id(module), 0)
+        found = current[1].provenance.projected(output, local_shard(given), first)
         if found is not None:
             current[1].outputs.setdefault(id(module), (found, tuple(output.shape[:-1])))
+
+
+def _copy_slice(rows: Tensor, indices: Tensor, part: Slice) -> SampledRows:
+    """Copy those of some rows that are on this rank.
+
+    Args:
+        rows: Hidden states on this rank, [..., width].
+        indices: Flat indices of the rows among those of all ranks.
+        part: Where those on this rank lie.
+    """
+    places, flat = part.inside(indices)
+    start = () if part.is_whole else part.start
+    return SampledRows(copy_rows(rows, flat), indices[places], part.shape, start=start)
+
+
+def _is_first(stack: Stack, anatomy: Anatomy) -> bool:
+    """Whether a stack is the first one of its part of the model."""
+    return next(other for other in anatomy.stacks if other.part == stack.part) is stack
 
 
 def _ids_to_come(passes: Sequence[StackPass]) -> list[TokenIds]:

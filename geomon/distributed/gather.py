@@ -1,18 +1,20 @@
-"""The rows of all ranks: of each layer one union, on the rank that measures it.
+"""The parts of all ranks: of each layer one union, on the rank that measures it.
 
-Every rank keeps its share of the rows; the layers are shared out; each layer's rows are sent to the
-rank that measures it and stand there in rank order. So a reading is that of all tokens, never an
-average of readings, and its time falls with the number of ranks.
+A rank has some rows, some heads and some depths of what it reads. Ranks with the same tokens put
+their parts together by their true numbers; the rows of other tokens follow, in the order of the
+ranks. The layers are shared out, and what is on other ranks of a layer is sent to the rank that
+measures it. So a reading is that of all tokens and of the whole model, never an average of
+readings, and its time falls with the number of ranks.
 """
 
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import msgspec
 
-from geomon.capture.snapshot import CAPTURED, Layer, PassInfo, Snapshot
+from geomon.capture.snapshot import CAPTURED, OF_THE_BATCH, Layer, Part, PassInfo, Snapshot
 from geomon.distributed.group import RankFailedError, RankGroup
 from geomon.distributed.merge import (
     Shape,
@@ -21,10 +23,41 @@ from geomon.distributed.merge import (
     merge_layers,
     take_share,
 )
+from geomon.distributed.mesh import Mesh
 from geomon.note import Note
 
 _Value = TypeVar("_Value")
 _NO_PASS = PassInfo(0, "", "")
+
+_Key = tuple[str, int]  # stack and depth of a layer
+_Parcel = list[tuple[int, Layer]]  # parts of layers, with the numbers of these
+
+# Sources of which ranks have other rows, and those of which they have other heads.
+_OF_ROWS = frozenset({"hidden", "last"})
+_OF_HEADS = frozenset({"attention", "projection"})
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """What a rank has of one layer; plain values.
+
+    Attributes:
+        name: Name of the layer.
+        attention: Shape of what was kept of its attention; None for nothing.
+        lacking: The sources of which nothing was seen, with the reasons.
+        rows: Number of rows of hidden states.
+        start: First index of the hidden states that the rank has; () for all.
+        heads: Number of the first feature of each head that is known, by view.
+        tokens_elsewhere: Whether the first stage knows the tokens of its rows.
+    """
+
+    name: str
+    attention: Shape | None
+    lacking: Mapping[str, str]
+    rows: int
+    start: tuple[int, ...]
+    heads: tuple[tuple[str, tuple[int, ...]], ...]
+    tokens_elsewhere: bool
 
 
 @dataclass(frozen=True)
@@ -34,9 +67,7 @@ class _Report:
     Attributes:
         about: Step and source of the reading.
         failure: Why there is no snapshot, or None.
-        layers: Stack, depth and name of each layer.
-        attention: For each layer, the shape of what was kept of its attention; None for nothing.
-        lacking: For each layer, the sources of which nothing was seen, with the reasons.
+        layers: What the rank has of each of its layers, in order.
         info: Facts about the rank's forward pass; None without a snapshot.
         fingerprint: Checksum of the first rows, to see whether two ranks had the same inputs.
         empty: Whether no block was seen.
@@ -44,9 +75,7 @@ class _Report:
 
     about: tuple[int, str]
     failure: str | None
-    layers: tuple[tuple[str, int, str], ...] = ()
-    attention: tuple[Shape | None, ...] = ()
-    lacking: tuple[Mapping[str, str], ...] = ()
+    layers: Mapping[_Key, _Owned] = field(default_factory=dict)
     info: PassInfo = _NO_PASS
     fingerprint: int = 0
     empty: bool = False
@@ -57,7 +86,7 @@ class GatheredLayers:
     """The layers that this rank measures, with the rows of all ranks.
 
     Attributes:
-        parts: For each layer of this rank, in order of depth, the layer as each rank captured it;
+        parts: For each layer of this rank, in order of depth, what each rank has of it;
             `merge_layers` makes one layer of them.
         count: Number of layers on all ranks.
         info: Facts about the forward passes of all ranks.
@@ -93,9 +122,9 @@ def gather(
     queries: int,
     copies: bool = False,
 ) -> GatheredLayers:
-    """Bring the rows of all ranks together; a collective.
+    """Bring the parts of all ranks together; a collective.
 
-    First the ranks agree whether each has a snapshot, of the same layers, for the same reading.
+    First the ranks agree whether each has a snapshot, for the same reading, and of which layers.
     What the ranks kept of attention is reduced so that together it is what one rank would keep.
 
     Args:
@@ -105,7 +134,7 @@ def gather(
         rows: Number of rows of hidden states for all ranks together.
         queries: Number of attention rows in a layer for all ranks together.
         copies: Whether all ranks were given the same inputs (a probe). The union would then hold
-            every row once for each rank, so only the first rank's rows are taken.
+            every row once for each of them, so only the rows of the first are taken.
 
     Raises:
         RankFailedError: A rank has no snapshot, or has other layers; raised on every rank alike. A
@@ -120,59 +149,236 @@ def gather(
     if group.members == 1 and isinstance(snapshot, Exception):
         raise snapshot
     reports = group.meet(about[0], _report(snapshot, about))
-    _check_reports(reports)
+    mesh = group.mesh if group.connected else Mesh()
+    _check_reports(reports, mesh)
     assert isinstance(snapshot, Snapshot)
-    givers = [0] if copies else _givers(reports)
-    giving = [reports[rank] for rank in givers]
-    parcels = _parcels(snapshot, giving, givers, group, rows, queries)
-    everything = group.all_to_all(parcels)
-    received = [everything[rank] for rank in givers]
-    for rank, parcel in zip(givers, received, strict=True):
-        if isinstance(parcel, str):
-            raise RankFailedError(f"rank {rank}: {parcel}")
+    tokens = _Tokens(reports, mesh, copies=copies)
+    table = _Table(reports, tokens)
+    received: list[_Parcel] = []
+    for rank, given in enumerate(group.all_to_all(_parcels(snapshot, table, group, rows, queries))):
+        if isinstance(given, str):
+            raise RankFailedError(f"rank {rank}: {given}")
+        received.append(given)
     if not copies:
-        group.share_rows_among(len(givers))
-    first = next((report for report in giving if not report.empty), reports[0]).info
-    infos = [report.info for report in giving]
-    tokens = sum(info.tokens for info in infos)
-    notes, loss = _notes(giving, givers), mean_loss(infos)
-    if copies and len({report.fingerprint for report in reports}) > 1:
-        notes.append(_PROBES_DIFFER)
-    elif not copies and len(givers) < len(reports):
-        notes.append(_same_tokens(reports, givers))
+        group.share_rows_among(len(tokens.giving))
+    first = next((report for report in reports if not report.empty), reports[0]).info
     return GatheredLayers(
-        parts=list(zip(*received, strict=True)),
-        count=len(snapshot.layers),
-        info=PassInfo(tokens, first.mode, first.dtype, notes, loss),
+        parts=_in_order(received, table, group),
+        count=len(table.keys),
+        info=PassInfo(
+            sum(map(table.count_rows, tokens.giving)), first.mode, first.dtype,
+            _notes(reports, tokens), mean_loss(tokens.infos()),
+        ),
         empty=all(report.empty for report in reports),
-    )
+    )  # fmt: skip
 
 
-def _givers(reports: Sequence[_Report]) -> list[int]:
-    """List the ranks whose rows are measured: of ranks with the same tokens the first one."""
-    found: dict[str, int] = {}
-    for rank, report in enumerate(reports):
-        found.setdefault(report.info.batch or f"rank {rank}", rank)
-    return list(found.values())
+# -- who gives what --------------------------------------------------------------------------------
 
 
-def _same_tokens(reports: Sequence[_Report], givers: Sequence[int]) -> Note:
-    """Make a note of ranks that have the same tokens as others."""
-    rank = next(rank for rank in range(len(reports)) if rank not in givers)
-    same = next(other for other in givers if reports[other].info.batch == reports[rank].info.batch)
-    others = len(reports) - len(givers) - 1
-    more = f" (and {others} other ranks alike)" if others else ""
-    text = (
-        f"rank {rank} had the same tokens as rank {same}{more}: they are counted once, and of what "
-        f"ranks share out among them (heads, in a tensor-parallel model) the part of rank {same} "
-        "was measured. Where ranks should have had tokens of their own, look at the data loader"
-    )
-    return Note("ranks with the same tokens", text)
+class _Tokens:
+    """Which ranks have the same tokens, by the mesh, and which tokens are measured.
+
+    Args:
+        reports: What each rank has reported.
+        mesh: The places of the ranks.
+        copies: Whether all tokens are the same.
+
+    Attributes:
+        ranks: For each data rank, its ranks.
+        giving: The data ranks whose rows are measured: of those with the same tokens the first.
+    """
+
+    def __init__(self, reports: Sequence[_Report], mesh: Mesh, *, copies: bool) -> None:
+        self._reports = reports
+        self.mesh = mesh
+        self.copies = copies
+        self.ranks: list[list[int]] = [[] for _ in range(mesh.data_size)]
+        for rank, data in enumerate(mesh.data_ranks):
+            self.ranks[data].append(rank)
+        found: dict[str, int] = {}
+        for data in range(mesh.data_size):
+            found.setdefault(self.batch(data) or f"tokens {data}", data)
+        self.giving = [0] if copies else list(found.values())
+
+    def first(self, data: int) -> int:
+        """Return the first rank with some tokens that runs the first stage."""
+        ranks = self.ranks[data]
+        return next((rank for rank in ranks if 0 in self.mesh.places[rank].stages), ranks[0])
+
+    def batch(self, data: int) -> str:
+        """Return what tells some tokens from others; "" where nothing was seen."""
+        return self._reports[self.first(data)].info.batch
+
+    def infos(self) -> list[PassInfo]:
+        """List the facts about one pass over each of the tokens that are measured."""
+        return [self._reports[self.first(data)].info for data in self.giving]
 
 
-_PROBES_DIFFER = Note(
-    "probes differ", "the ranks probe with different inputs: rank 0's were measured"
-)
+class _Table:
+    """Which rank gives what of which layer; every rank makes the same table.
+
+    Of parts that are the same on several ranks one rank gives, in turn.
+
+    Args:
+        reports: What each rank has reported.
+        tokens: Which ranks have the same tokens.
+
+    Attributes:
+        keys: Stack and depth of all layers, in order.
+    """
+
+    def __init__(self, reports: Sequence[_Report], tokens: _Tokens) -> None:
+        self._reports = reports
+        self._tokens = tokens
+        found = dict.fromkeys(key for report in reports for key in report.layers)
+        stacks = list(dict.fromkeys(stack for stack, _ in found))
+        self.keys: list[_Key] = sorted(found, key=lambda key: (stacks.index(key[0]), key[1]))
+
+    def gives(self, rank: int, number: int) -> frozenset[str]:
+        """Return the sources of a layer that a rank gives.
+
+        Args:
+            rank: The rank.
+            number: Number of the layer in `keys`.
+        """
+        key = self.keys[number]
+        data = self._tokens.mesh.data_ranks[rank]
+        if data not in self._tokens.giving or key not in self._reports[rank].layers:
+            return frozenset()
+        found = frozenset[str]()
+        if rank in self._givers(data, number, _OF_ROWS):
+            found |= _OF_ROWS
+        if rank in self._givers(data, number, _OF_HEADS):
+            found |= _OF_HEADS
+        return found
+
+    def gives_tokens(self, rank: int, stack: str) -> bool:
+        """Whether a rank gives ids and places of the tokens for layers of later stages.
+
+        Args:
+            rank: The rank.
+            stack: Name of the stack.
+        """
+        later = (
+            o for report in self._reports for (of, _), o in report.layers.items() if of == stack
+        )
+        needed = any(owned.tokens_elsewhere for owned in later)
+        return (
+            needed
+            and (stack, 0) in self.keys
+            and self.gives(rank, self.keys.index((stack, 0))) >= _OF_ROWS
+        )
+
+    def shapes(self, number: int) -> list[Shape | None]:
+        """Return the shapes of what was kept of a layer's attention, of each of the tokens."""
+        key = self.keys[number]
+        found = []
+        for data in self._tokens.giving:
+            owned = (self._reports[rank].layers.get(key) for rank in self._tokens.ranks[data])
+            known = (one.attention for one in owned if one is not None and one.attention)
+            found.append(next(known, None))
+        return found
+
+    def place_of(self, rank: int) -> int:
+        """Return the place of a rank's tokens among those that are measured."""
+        return self._tokens.giving.index(self._tokens.mesh.data_ranks[rank])
+
+    def is_later(self, key: _Key) -> bool:
+        """Whether a layer is of a stage that does not know the tokens of its rows."""
+        owned = (report.layers[key] for report in self._reports if key in report.layers)
+        return any(one.tokens_elsewhere for one in owned)
+
+    def count_rows(self, data: int) -> int:
+        """Count the rows of some tokens, at the first layer that has any."""
+        for number, key in enumerate(self.keys):
+            givers = self._givers(data, number, _OF_ROWS)
+            rows = sum(self._reports[rank].layers[key].rows for rank in givers)
+            if rows:
+                return rows
+        return 0
+
+    def _givers(self, data: int, number: int, sources: frozenset[str]) -> list[int]:
+        """List the ranks that give sources of a layer: one for each part that differs."""
+        key = self.keys[number]
+        parts: dict[Any, list[int]] = {}
+        for rank in self._tokens.ranks[data]:
+            owned = self._reports[rank].layers.get(key)
+            if owned is not None:
+                part = owned.start if sources == _OF_ROWS else owned.heads
+                parts.setdefault(part, []).append(rank)
+        lacking = {
+            rank
+            for ranks in parts.values()
+            for rank in ranks
+            if sources <= self._reports[rank].layers[key].lacking.keys()
+        }
+        alike = [[r for r in ranks if r not in lacking] or ranks for ranks in parts.values()]
+        return [ranks[number % len(ranks)] for ranks in alike]
+
+
+def _parcels(
+    snapshot: Snapshot, table: _Table, group: RankGroup, rows: int, queries: int
+) -> Sequence[_Parcel | str]:
+    """For each rank what this rank gives of its layers, or why there is nothing.
+
+    Numbers are those of the layers in the table, or -1 for the tokens of later stages.
+    """
+    parcels: list[_Parcel] = [[] for _ in range(group.members)]
+    own = {(layer.stack, layer.index): layer for layer in snapshot.layers}
+    try:
+        for number, key in enumerate(table.keys):
+            sources = table.gives(group.place, number)
+            if not sources:
+                continue
+            place = table.place_of(group.place)
+            layer = take_share(_only(own[key], sources), table.shapes(number), place, rows, queries)
+            parcels[number % group.members].append((number, _of_tokens(layer, place)))
+        for stack in dict.fromkeys(stack for stack, _ in table.keys):
+            if table.gives_tokens(group.place, stack):
+                place = table.place_of(group.place)
+                tokens = _of_tokens(_tokens_alone(own[stack, 0]), place)
+                for member in range(group.members):
+                    parcels[member].append((-1, tokens))
+    except Exception as error:  # the others wait for this rank's rows
+        return [f"{type(error).__name__}: {error}"] * group.members
+    return parcels
+
+
+def _in_order(
+    received: Sequence[_Parcel], table: _Table, group: RankGroup
+) -> list[tuple[Layer, ...]]:
+    """For each layer that this rank measures, what it was given of it, by tokens and by rank."""
+    given = [part for parcel in received for part in parcel]
+    found = []
+    for number in range(group.place, len(table.keys), group.members):
+        key = table.keys[number]
+        parts = [layer for of, layer in given if of == number]
+        if table.is_later(key):
+            parts += [layer for of, layer in given if of < 0 and layer.stack == key[0]]
+        found.append(tuple(sorted(parts, key=lambda layer: layer.part.tokens or 0)))
+    return found
+
+
+def _only(layer: Layer, sources: frozenset[str]) -> Layer:
+    """Take the views of some sources of a layer."""
+    kept = {view: value for view, value in layer.captured.items() if CAPTURED[view] in sources}
+    return replace(layer, captured=kept)
+
+
+def _tokens_alone(layer: Layer) -> Layer:
+    """Take ids and places of the tokens of a layer."""
+    wanted = OF_THE_BATCH | {f"last_{view}" for view in OF_THE_BATCH}
+    kept = {view: value for view, value in layer.captured.items() if view in wanted}
+    return replace(layer, captured=kept)
+
+
+def _of_tokens(layer: Layer, number: int) -> Layer:
+    """Say of which tokens the rows of a layer are."""
+    return replace(layer, part=replace(layer.part, tokens=number))
+
+
+# -- several passes --------------------------------------------------------------------------------
 
 
 def _merge_passes(passes: Sequence[Snapshot], rows: int, queries: int) -> Snapshot:
@@ -188,7 +394,7 @@ def _merge_passes(passes: Sequence[Snapshot], rows: int, queries: int) -> Snapsh
     if any(other != names[0] for other in names):
         counts = ", ".join(str(len(one)) for one in names)
         raise ValueError(
-            f"the batches of the probe have different layers ({counts} of them): expected batches "
+            f"the batches of a reading have different layers ({counts} of them): expected batches "
             "on which the model runs the same blocks"
         )
     layers = []
@@ -208,29 +414,6 @@ def _merge_passes(passes: Sequence[Snapshot], rows: int, queries: int) -> Snapsh
     return Snapshot(layers, PassInfo(tokens, first.info.mode, first.info.dtype, notes, loss, batch))
 
 
-def _parcels(
-    snapshot: Snapshot,
-    reports: Sequence[_Report],
-    givers: Sequence[int],
-    group: RankGroup,
-    rows: int,
-    queries: int,
-) -> list[list[Layer]] | list[str]:
-    """For each rank its layers with this rank's rows, or why there are none."""
-    parcels: list[list[Layer]] = [[] for _ in range(group.members)]
-    if group.place not in givers:
-        return parcels
-    place = givers.index(group.place)
-    try:
-        for index, layer in enumerate(snapshot.layers):
-            shapes = [report.attention[index] for report in reports]
-            share = take_share(layer, shapes, place, rows, queries)
-            parcels[index % group.members].append(share)
-    except Exception as error:  # the others wait for this rank's rows
-        return [f"{type(error).__name__}: {error}"] * group.members
-    return parcels
-
-
 # -- what the ranks agree on -----------------------------------------------------------------------
 
 
@@ -240,12 +423,24 @@ def _report(snapshot: Snapshot | Exception, about: tuple[int, str]) -> _Report:
     return _Report(
         about=about,
         failure=None,
-        layers=tuple((layer.stack, layer.index, layer.name) for layer in snapshot.layers),
-        attention=tuple(attention_shape(layer) for layer in snapshot.layers),
-        lacking=tuple(_lacking(layer) for layer in snapshot.layers),
+        layers={(layer.stack, layer.index): _owned(layer) for layer in snapshot.layers},
         info=snapshot.info,
-        fingerprint=_fingerprint(snapshot.layers[0]),
+        fingerprint=_fingerprint(snapshot.layers[0]) if snapshot.layers else 0,
         empty=snapshot.is_empty,
+    )
+
+
+def _owned(layer: Layer) -> _Owned:
+    hidden = layer.captured.get("hidden")
+    part: Part = layer.part
+    return _Owned(
+        name=layer.name,
+        attention=attention_shape(layer),
+        lacking=_lacking(layer),
+        rows=0 if hidden is None else len(hidden),
+        start=part.start,
+        heads=tuple(sorted(part.heads.items())),
+        tokens_elsewhere=part.tokens_elsewhere,
     )
 
 
@@ -262,7 +457,7 @@ def _fingerprint(layer: Layer) -> int:
     return 0 if hidden is None else zlib.crc32(hidden[:64].cpu().contiguous().numpy().tobytes())
 
 
-def _check_reports(reports: Sequence[_Report]) -> None:
+def _check_reports(reports: Sequence[_Report], mesh: Mesh) -> None:
     """Raise the same error on every rank, or none on any."""
     first = reports[0]
     for rank, report in enumerate(reports):
@@ -275,49 +470,127 @@ def _check_reports(reports: Sequence[_Report]) -> None:
     if failures:
         more = f" (and {len(failures) - 1} other ranks)" if len(failures) > 1 else ""
         raise RankFailedError(failures[0] + more)
-    for rank, report in enumerate(reports):
-        if report.layers != first.layers:
+    known: dict[tuple[int, ...], int] = {}
+    for rank, (report, place) in enumerate(zip(reports, mesh.places, strict=True)):
+        other = known.setdefault(place.stages, rank)
+        if _names(report) != _names(reports[other]):
             raise RankFailedError(
-                f"rank {rank} has {len(report.layers)} layers, {_names(report)}, where rank 0 has "
-                f"{len(first.layers)}, {_names(first)}: rows are gathered where every rank holds "
-                "the whole depth; use gather=False"
+                f"rank {rank} has {len(report.layers)} layers, {_range(report)}, where rank "
+                f"{other} has {len(reports[other].layers)}, {_range(reports[other])}: ranks that "
+                "have the same blocks are expected to run the same ones; use gather=False"
             )
 
 
-def _names(report: _Report) -> str:
-    return f"from '{report.layers[0][2]}' to '{report.layers[-1][2]}'"
+def _names(report: _Report) -> list[tuple[_Key, str]]:
+    return [(key, owned.name) for key, owned in report.layers.items()]
 
 
-def _notes(reports: Sequence[_Report], givers: Sequence[int]) -> list[Note]:
+def _range(report: _Report) -> str:
+    names = [owned.name for owned in report.layers.values()]
+    return f"from '{names[0]}' to '{names[-1]}'"
+
+
+# -- notes -----------------------------------------------------------------------------------------
+
+_PROBES_DIFFER = Note(
+    "probes differ", "the ranks probe with different inputs: rank 0's were measured"
+)
+
+
+def _notes(reports: Sequence[_Report], tokens: _Tokens) -> list[Note]:
     """The notes of the ranks that give, one of each kind, and how they differ from one another."""
     found: dict[tuple[str, str], dict[int, Note]] = {}
-    for rank, report in zip(givers, reports, strict=True):
+    for data in tokens.giving:
+        for rank, note in _notes_of(tokens.ranks[data], reports, tokens.mesh):
+            found.setdefault((note.stack, note.kind), {})[rank] = note
+    notes = [_of_several(alike, len(tokens.giving), "rank") for alike in found.values()]
+    if len({report.info.mode for report in reports if not report.empty}) > 1:
+        notes.append(Note("modes", "some ranks were in train mode and some in eval mode"))
+    firsts = [tokens.first(data) for data in range(len(tokens.ranks))]
+    if tokens.copies and len({reports[rank].fingerprint for rank in firsts}) > 1:
+        notes.append(_PROBES_DIFFER)
+    elif not tokens.copies and len(tokens.giving) < len(tokens.ranks):
+        notes.append(_same_tokens(tokens))
+    return notes + _other_tokens(reports, tokens)
+
+
+def _notes_of(
+    ranks: Sequence[int], reports: Sequence[_Report], mesh: Mesh
+) -> Iterator[tuple[int, Note]]:
+    """Iterate over the notes of ranks with the same tokens, each with the rank that it is of.
+
+    What all of them say is said once; layers of several stages are put together.
+    """
+    found: dict[tuple[str, str], dict[int, Note]] = {}
+    for rank in ranks:
+        report = reports[rank]
         own = [*report.info.notes]
-        if report.empty and not all(other.empty for other in reports):
-            why = next((why for lacking in report.lacking for why in lacking.values()), "")
+        if report.empty and report.layers and not all(other.empty for other in reports):
+            lacking = [one.lacking for one in report.layers.values()]
+            why = next((why for each in lacking for why in each.values()), "")
             own.append(Note("nothing of some ranks", f"nothing was seen: {why}"))
         else:
             own += _lacking_here(report, reports)
         for note in own:
             found.setdefault((note.stack, note.kind), {})[rank] = note
-    notes = [_of_several(alike, len(givers), "rank") for alike in found.values()]
-    if len({report.info.mode for report in reports if not report.empty}) > 1:
-        notes.append(Note("modes", "some ranks were in train mode and some in eval mode"))
-    return notes
+    for alike in found.values():
+        rank, note = next(iter(alike.items()))
+        layers = sorted({layer for other in alike.values() for layer in other.layers})
+        joined = msgspec.structs.replace(note, layers=tuple(layers))
+        stages = {mesh.places[other].stages for other in ranks}
+        if len(ranks) > 1 and len(alike) < len(ranks) and len(stages) == 1:
+            joined = msgspec.structs.replace(joined, text=f"rank {rank}: {joined.text}")
+        yield ranks[0], joined
 
 
 def _lacking_here(report: _Report, reports: Sequence[_Report]) -> list[Note]:
     """Make a note of each source that a rank has not seen at a layer where another one has."""
     return [
         Note(
-            f"no {source} at {report.layers[index][2]} of some ranks",
+            f"no {source} at {owned.name} of some ranks",
             "{name}: no {source} was seen: {why}",
-            numbers={"name": report.layers[index][2], "source": source, "why": why},
+            numbers={"name": owned.name, "source": source, "why": why},
         )
-        for index, lacking in enumerate(report.lacking)
-        for source, why in lacking.items()
-        if any(source not in other.lacking[index] for other in reports)
+        for key, owned in report.layers.items()
+        for source, why in owned.lacking.items()
+        if any(source not in other.layers[key].lacking for other in reports if key in other.layers)
     ]
+
+
+def _same_tokens(tokens: _Tokens) -> Note:
+    """Make a note of ranks that have the same tokens as others, though the mesh does not say so."""
+    data = next(data for data in range(len(tokens.ranks)) if data not in tokens.giving)
+    same = next(d for d in tokens.giving if tokens.batch(d) == tokens.batch(data))
+    others = len(tokens.ranks) - len(tokens.giving) - 1
+    more = f" (and {others} other ranks alike)" if others else ""
+    text = (
+        f"rank {tokens.first(data)} had the same tokens as rank {tokens.first(same)}{more}: they "
+        "are counted once, and of what ranks share out among them (heads, in a tensor-parallel "
+        f"model without DTensors) the part of rank {tokens.first(same)} was measured. Where ranks "
+        "should have had tokens of their own, look at the data loader"
+    )
+    return Note("ranks with the same tokens", text)
+
+
+def _other_tokens(reports: Sequence[_Report], tokens: _Tokens) -> list[Note]:
+    """Make a note of ranks that share one model and were given different tokens."""
+    for ranks in tokens.ranks:
+        known = {
+            rank: ids
+            for rank in ranks
+            if (ids := reports[rank].info.batch.partition(" ")[0])
+            and 0 in tokens.mesh.places[rank].stages
+        }
+        if len(set(known.values())) > 1:
+            first = min(known)
+            other = next(rank for rank, ids in known.items() if ids != known[first])
+            text = (
+                f"rank {other} was given other tokens than rank {first}, with which it shares one "
+                "model: their rows and heads do not belong together. Look at the data loader: "
+                "ranks of one tensor-parallel group need the same batches"
+            )
+            return [Note("other tokens", text)]
+    return []
 
 
 def _of_several(notes: Mapping[int, Note], size: int, word: str) -> Note:

@@ -9,6 +9,7 @@ group of one rank, in which every collective gives back what was put in.
 import contextlib
 import logging
 import math
+import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +18,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
+from geomon.distributed.mesh import Mesh, Place
 from geomon.distributed.packing import pack, unpack
 
 log = logging.getLogger("geomon")
@@ -50,6 +51,15 @@ class RankGroup:
             exchange anything.
         timeout: Largest time in seconds that this rank waits for the others in one reading.
         why_not_connected: Why the rows of this model's ranks cannot be gathered, or None.
+        mesh: The places of all ranks; where they exchange nothing, that of this rank alone.
+
+    Attributes:
+        rank: The argument.
+        size: The argument.
+        why_not_connected: The argument.
+        mesh: The argument.
+        calls: Number of collectives that this rank has called.
+        bytes_sent: Number of bytes that it has sent to others in them.
     """
 
     def __init__(
@@ -60,10 +70,13 @@ class RankGroup:
         *,
         timeout: float = math.inf,
         why_not_connected: str | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
         self.why_not_connected = why_not_connected
+        self.mesh = mesh or Mesh(tuple(Place(other) for other in range(size)))
+        self.calls = self.bytes_sent = 0
         self._process_group = process_group
         self._timeout = timeout
         self._waited = 0.0  # seconds, in this reading
@@ -84,8 +97,31 @@ class RankGroup:
         """Place of this rank among the members, from 0."""
         return self.rank if self.connected else 0
 
+    @property
+    def own(self) -> Place:
+        """Place of this rank in the mesh."""
+        return self.mesh.places[self.rank if len(self.mesh.places) > 1 else 0]
+
+    @property
+    def data_rank(self) -> int:
+        """Number of the tokens of this rank, from 0: ranks that share one model have the same."""
+        return self.data_rank_of(self.rank)
+
+    def data_rank_of(self, rank: int) -> int:
+        """Return the number of the tokens of a rank.
+
+        Args:
+            rank: The rank.
+        """
+        return self.mesh.data_ranks[rank] if self.connected else 0
+
+    @property
+    def data_size(self) -> int:
+        """Number of members, or of groups of them, that have tokens of their own."""
+        return self.mesh.data_size if self.connected else 1
+
     def rows_of(self, rows: int) -> int:
-        """Number of rows that this rank keeps; the first ranks keep one more where it is not even.
+        """Number of rows of its tokens that a reading takes; the first take one more if uneven.
 
         Args:
             rows: Number of rows for all members together.
@@ -96,15 +132,15 @@ class RankGroup:
         """
         if self._givers is not None and self.connected:
             return -(-rows // self._givers)
-        return rows // self.members + (self.place < rows % self.members)
+        return rows // self.data_size + (self.data_rank < rows % self.data_size)
 
     def share_rows_among(self, givers: int) -> None:
-        """Share rows out among fewer ranks from here on: the others have the same tokens as these.
+        """Share rows out among fewer tokens from here on: others are the same as these.
 
         Args:
-            givers: Number of ranks whose rows are measured.
+            givers: Number of data ranks whose rows are measured.
         """
-        self._givers = None if givers == self.members else givers
+        self._givers = None if givers == self.data_size else givers
 
     def disconnect(self) -> None:
         """Exchange nothing with the other ranks from here on.
@@ -158,6 +194,7 @@ class RankGroup:
         if not self.connected:
             return [value]
         values: list[Any] = [None] * self.size
+        self._count(value, self.size - 1)
         self._call(dist.all_gather_object, values, value)
         return values
 
@@ -173,6 +210,7 @@ class RankGroup:
         if not self.connected:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        self._count(value, int(self.rank > 0))
         self._call(dist.gather_object, value, values, dst=0)
         return values
 
@@ -188,6 +226,7 @@ class RankGroup:
         if not self.connected:
             return value
         values = [value]
+        self._count(value, (self.rank == 0) * (self.size - 1))
         self._call(dist.broadcast_object_list, values, src=0)
         return values[0]
 
@@ -210,6 +249,7 @@ class RankGroup:
             for rank, parcel in enumerate(parcels)
         ]
         sizes = torch.tensor([len(part) for part in packed], dtype=torch.int64, device="cpu")
+        self.bytes_sent += int(sizes.sum())
         coming = torch.empty_like(sizes)
         self._call(dist.all_to_all_single, coming, sizes)
         received = torch.empty(int(coming.sum()), dtype=torch.uint8, device="cpu")
@@ -221,6 +261,11 @@ class RankGroup:
             for rank, part in enumerate(received.split(coming.tolist()))
         ]
 
+    def _count(self, value: Any, receivers: int) -> None:
+        """Count the bytes of a value that is sent to some others."""
+        if receivers:
+            self.bytes_sent += receivers * len(pickle.dumps(value))
+
     def _call(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Call a collective; every way in which the others fail to answer is one error.
 
@@ -230,6 +275,7 @@ class RankGroup:
         """
         failures: list[BaseException] = []
         group = self._process_group
+        self.calls += 1
 
         def call() -> None:
             try:
@@ -252,11 +298,15 @@ class RankGroup:
             raise
         finally:
             self._waited += time.monotonic() - began
-        for failure in failures:
-            if not isinstance(failure, RuntimeError):
-                raise failure
-            reason = str(failure).splitlines()[0].split(". ")[0]
-            raise RanksLostError(reason) from failure
+        if not failures:
+            return
+        # Out of the list, which its traceback holds: that circle would keep the process group, and
+        # the others would not learn that this rank has left it.
+        failure = failures.pop()
+        if not isinstance(failure, RuntimeError):
+            raise failure
+        reason = str(failure).splitlines()[0].split(". ")[0]
+        raise RanksLostError(reason) from failure
 
 
 def find_ranks() -> RankGroup:
@@ -267,7 +317,10 @@ def find_ranks() -> RankGroup:
 
 
 def join_ranks(
-    model: nn.Module, options: Mapping[str, Any] | None = None, *, timeout: float = 60.0
+    place: Place | None = None,
+    options: Mapping[str, Any] | None = None,
+    *,
+    timeout: float = 60.0,
 ) -> RankGroup:
     """Connect the ranks that torch.distributed knows of, where there are several.
 
@@ -276,23 +329,23 @@ def join_ranks(
     group comes back without one; `why_not_connected` or a warning says why.
 
     Args:
-        model: The model that is watched, on this rank.
+        place: Place of this rank in the mesh; None where it has a whole model and its own tokens.
         options: Plain values that have to be the same on every rank, by name.
         timeout: Largest time in seconds that a rank waits for the others in one reading. At most
             half of what the training's own process group waits is used, so that geomon gives up
             first.
     """
     group = find_ranks()
+    group.mesh = Mesh((place or Place(group.rank),))
     if group.size == 1:
         return group
-    reason = why_not_gathered(model)
     try:
         limit = min(timeout, _patience_of_training() / 2)
         process_group = dist.new_group(
             backend="gloo", timeout=timedelta(seconds=limit), group_desc="geomon"
         )
         joined = RankGroup(group.rank, group.size, process_group, timeout=limit)
-        reports = joined.all_gather((reason, dict(options or {})))
+        reports = joined.all_gather((group.own, dict(options or {})))
     except (RuntimeError, ValueError, RanksLostError) as error:
         log.warning(
             "the rows of the ranks are not gathered, the first rank measures its own: no gloo "
@@ -300,12 +353,12 @@ def join_ranks(
             error,
         )
         return group
-    reasons = [why for why, _ in reports if why is not None]
-    reason = reasons[0] if reasons else _difference([given for _, given in reports])
+    joined.mesh = Mesh(tuple(found for found, _ in reports))
+    reason = _difference([given for _, given in reports]) or joined.mesh.difference()
     if reason is None:
         return joined
     joined.disconnect()
-    return RankGroup(group.rank, group.size, why_not_connected=reason)
+    return RankGroup(group.rank, group.size, why_not_connected=reason, mesh=group.mesh)
 
 
 def _patience_of_training() -> float:
@@ -328,34 +381,4 @@ def _difference(options: Sequence[Mapping[str, Any]]) -> str | None:
                 values = f" ({given.get(name)!r}, there {value!r})"
                 shown = values if len(values) < 200 else ""
                 return f"rank {rank} was built with other {name} than rank 0{shown}"
-    return None
-
-
-def why_not_gathered(model: nn.Module) -> str | None:
-    """Say why the rows of the ranks cannot be gathered for this model; None where they can.
-
-    Under data parallelism (DDP, FSDP, HSDP) each rank sees tokens of its own. Under tensor
-    parallelism ranks see the same tokens and some of the heads each: rows of one rank are no rows
-    of another. A parameter is sharded that way where FSDP does not hold it, or where more than one
-    dimension of its mesh splits it.
-
-    Args:
-        model: The model that is watched, on this rank.
-    """
-    if not dist.is_available():
-        return None
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
-
-    held = {
-        parameter
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for parameter in module.parameters()
-    }
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            split = sum(not placement.is_replicate() for placement in parameter.placements)
-            if split > (parameter in held):
-                return f"'{name}' is sharded by tensor parallelism ({parameter.placements})"
     return None

@@ -1,7 +1,9 @@
-"""One layer made of the same layer of several passes, and the share that each pass gives to it.
+"""One layer made of its parts, and the share that each pass gives to it.
 
-The passes are those of several ranks, or of one rank on several batches. Rows stand in their order.
-Nothing here communicates with other ranks.
+Parts of the same tokens are put together by their true numbers: rows in the order in which they
+were sampled, heads in that of the features of the weights. Passes over other tokens, of several
+ranks or of one rank on several batches, follow one another. Nothing here communicates with other
+ranks.
 """
 
 import functools
@@ -15,7 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from geomon.capture.snapshot import CAPTURED, Layer, MeanLoss, PassInfo, at_places
+from geomon.capture.snapshot import (
+    CAPTURED,
+    OF_THE_BATCH,
+    Layer,
+    MeanLoss,
+    Part,
+    PassInfo,
+    at_places,
+    beside,
+)
 
 # What was kept of a layer's attention: sequences, queries of each, keys of each.
 Shape = tuple[int, int, int]
@@ -30,6 +41,12 @@ _SEQUENCES = ("sequences", "last_sequences", "query_sequences", "key_sequences")
 _EIGHTHS = 8
 
 _NOT_ON_ALL = "it is known of the rows of some ranks or batches, and not of others"
+_OTHER_ROWS = "its heads are on several ranks, which did not keep the same rows"
+
+# From the numbers of the rows of one pass to those of the next.
+_NEXT_PASS = 2**40
+
+_OF_HEADS = ("attention", "projection")
 
 
 def attention_shape(layer: Layer) -> Shape | None:
@@ -103,19 +120,204 @@ def take_share(
 
 
 def merge_layers(parts: Sequence[Layer]) -> Layer:
-    """Make one layer of the same layer on each rank: the rows of one rank after another's.
+    """Make one layer of its parts: those of the same tokens as one, and then one after another.
 
     Ranks that saw nothing of a source (a skipped block, say) give nothing to it. What some of the
     others know of their rows and some do not is missing. Where they disagree on more than the
     number of rows, the source is.
 
     Args:
-        parts: The same layer from each rank, in rank order.
+        parts: Parts of the same layer, in rank order.
     """
     if len(parts) == 1:
         return parts[0]
     if parts[0].of_weights:  # every rank has the same ones, and sampled its own rows of them
         return next((part for part in parts if part.captured), parts[0])
+    same: dict[int, list[Layer]] = {}
+    for number, part in enumerate(parts):
+        tokens = part.part.tokens
+        same.setdefault(-1 - number if tokens is None else tokens, []).append(part)
+    joined = [join_parts(own) for own in same.values()]
+    return joined[0] if len(joined) == 1 else _one_after_another(joined)
+
+
+def join_parts(parts: Sequence[Layer]) -> Layer:
+    """Make one layer of its parts on ranks that have the same tokens.
+
+    Args:
+        parts: Some rows and some heads each, in any order.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    first = parts[0]
+    captured: dict[str, Any] = {}
+    missing = {view: why for part in reversed(parts) for view, why in part.missing.items()}
+    numbers = dict.fromkeys(("", "last_"))
+    for prefix, name in (("", "rows"), ("last_", "last_rows")):
+        found, numbers[prefix] = _rows_of_parts(parts, prefix, name)
+        captured |= found
+    heads: dict[str, tuple[int, ...]] = {}
+    for source in _OF_HEADS:
+        holders = [part for part in parts if _of(part, source)]
+        found, lacking, known = _heads_of_parts(holders, source)
+        captured |= found
+        missing |= lacking
+        heads |= known
+    missing = {view: why for view, why in missing.items() if view not in captured}
+    part = Part(numbers[""], numbers["last_"], heads=heads, tokens=first.part.tokens)
+    return replace(first, captured=captured, missing=missing, part=part)
+
+
+def _rows_of_parts(
+    parts: Sequence[Layer], prefix: str, name: str
+) -> tuple[dict[str, Any], Tensor | None]:
+    """Put rows into the order of their numbers; ids and places may be those of the first stage.
+
+    Args:
+        parts: The parts.
+        prefix: "last_" for the last tokens.
+        name: Name of their numbers in `Part`.
+    """
+    holders = [part for part in parts if f"{prefix}hidden" in part.captured]
+    if not holders:
+        return {}, None
+    source = CAPTURED[f"{prefix}hidden"]
+    views = [
+        view
+        for view in holders[0].captured
+        if CAPTURED[view] == source and all(view in part.captured for part in holders)
+    ]
+    rows = {view: [part.captured[view] for part in holders] for view in views}
+    number = _numbers(holders, name)
+    if number is None or len(holders) == 1:
+        found = {view: values[0] for view, values in rows.items()}
+    else:
+        order = number.argsort()
+        number = number[order]
+        found = {view: _joined(values, order) for view, values in rows.items()}
+    others = [part for part in parts if f"{prefix}hidden" not in part.captured]
+    known = [part for part in others if _has_tokens(part, prefix)]
+    tokens = _numbers(known, name) if holders[0].part.tokens_elsewhere else None
+    if tokens is None or number is None:
+        return found, number
+    return _with_tokens(found, number, known, tokens, prefix)
+
+
+def _with_tokens(
+    found: Mapping[str, Any], number: Tensor, known: Sequence[Layer], tokens: Tensor, prefix: str
+) -> tuple[dict[str, Any], Tensor]:
+    """Give rows of a later stage the ids and places of their tokens; others are left out.
+
+    Args:
+        found: Views of the rows.
+        number: Number of each row.
+        known: What the first stage knows of tokens.
+        tokens: Number of each of these.
+        prefix: "last_" for the last tokens.
+    """
+    order = tokens.argsort()
+    place = torch.searchsorted(tokens[order], number).clamp_(max=len(tokens) - 1)
+    kept = (tokens[order][place] == number).nonzero().squeeze(1)
+    at = order[place[kept]]
+    rows = {view: _joined([value], kept) for view, value in found.items()}
+    for view in (f"{prefix}{view}" for view in OF_THE_BATCH):
+        rows.pop(view, None)
+        values = [part.captured[view] for part in known if view in part.captured]
+        if len(values) == len(known):
+            rows[view] = torch.cat(values)[at]
+    return rows, number[kept]
+
+
+def _numbers(parts: Sequence[Layer], name: str) -> Tensor | None:
+    """Return the numbers of the rows of all parts; None where there are none."""
+    numbers: list[Tensor] = []
+    for part in parts:
+        own = getattr(part.part, name)
+        if own is None:
+            return None
+        numbers.append(own)
+    return torch.cat(numbers) if numbers else None
+
+
+def _has_tokens(part: Layer, prefix: str) -> bool:
+    return any(f"{prefix}{view}" in part.captured for view in OF_THE_BATCH)
+
+
+def _joined(values: Sequence[Any], order: Tensor) -> Any:
+    """Join rows and put them into an order; of what is no tensor, all parts have the same."""
+    if not isinstance(values[0], Tensor):
+        return values[0]
+    return torch.cat([*values])[order.to(values[0].device)]
+
+
+def _heads_of_parts(
+    parts: Sequence[Layer], source: str
+) -> tuple[dict[str, Any], dict[str, str], dict[str, tuple[int, ...]]]:
+    """Lay heads beside one another, in the order of their numbers, those of several ranks once."""
+    if not parts:
+        return {}, {}, {}
+    if len(parts) == 1:
+        return _of(parts[0], source), {}, dict(parts[0].part.heads)
+    query, key = ("query", "key") if source == "attention" else ("projected_query", "projected_key")
+    parts = sorted(parts, key=lambda part: part.part.heads.get(query, ()))
+    rows = {_count_rows(_of(part, source)) for part in parts}
+    if len(rows) > 1:
+        return {}, dict.fromkeys(_of(parts[0], source), _OTHER_ROWS), {}
+    found, missing = beside([(_of(part, source), {}) for part in parts])
+    numbers = {
+        view: tuple(n for part in parts for n in part.part.heads.get(view, ()))
+        for view in (query, key)
+    }
+    once = _keys_once(numbers[query], numbers[key], parts, query, key)
+    if key in found and once is not None:
+        found[key] = found[key][:, list(once)]
+        numbers[key] = tuple(numbers[key][place] for place in once)
+    return found, missing, numbers
+
+
+def _count_rows(views: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Sizes of the dimensions that parts with other heads have to have in common."""
+    query = views.get("query", views.get("scores"))
+    rows = views.get("projected_query")
+    return (
+        None if query is None else (query.shape[0], query.shape[2]),
+        None if rows is None else len(rows),
+    )
+
+
+def _keys_once(
+    queries: Sequence[int], keys: Sequence[int], parts: Sequence[Layer], query: str, key: str
+) -> list[int] | None:
+    """Choose one of the key heads that several ranks have; None where all are to stay.
+
+    Query heads share key heads in their order. Where ranks share them in another way, each keeps
+    its own.
+
+    Args:
+        queries: Numbers of the query heads, part by part.
+        keys: Numbers of the key heads.
+        parts: The parts.
+        query: Name of the view of the queries.
+        key: Name of the view of the keys.
+    """
+    first = {number: place for place, number in reversed([*enumerate(keys)])}
+    order = sorted(first)
+    if len(order) == len(keys) or not queries or len(queries) % max(len(order), 1):
+        return None
+    each = len(queries) // len(order)
+    place = 0
+    for part in parts:
+        own, their = part.part.heads[query], part.part.heads[key]
+        share = len(own) // max(len(their), 1)
+        for head in range(len(own)):
+            if not share or order.index(their[head // share]) != place // each:
+                return None
+            place += 1
+    return [first[number] for number in order]
+
+
+def _one_after_another(parts: Sequence[Layer]) -> Layer:
+    """Make one layer of passes over other tokens, in their order."""
     captured: dict[str, Any] = {}
     missing = dict(parts[0].missing)
     for source in sorted({CAPTURED[view] for part in parts for view in part.captured}):
@@ -132,7 +334,18 @@ def merge_layers(parts: Sequence[Layer]) -> Layer:
         captured |= _attention(holders) if source == "attention" else _rows(holders)
         holder = next(part for part, views in zip(parts, seen, strict=True) if views)
         missing |= {v: why for v, why in holder.missing.items() if CAPTURED[v] == source}
-    return replace(parts[0], captured=captured, missing=missing)
+    part = replace(
+        parts[0].part, rows=_numbered(parts, "rows"), last_rows=_numbered(parts, "last_rows")
+    )
+    return replace(parts[0], captured=captured, missing=missing, part=part)
+
+
+def _numbered(parts: Sequence[Layer], name: str) -> Tensor | None:
+    """Number the rows of several passes on; None where some have no numbers."""
+    numbers = [getattr(part.part, name) for part in parts]
+    if any(own is None for own in numbers):
+        return None
+    return torch.cat([own + number * _NEXT_PASS for number, own in enumerate(numbers)])
 
 
 def mean_loss(infos: Sequence[PassInfo]) -> MeanLoss | None:

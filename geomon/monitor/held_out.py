@@ -118,12 +118,12 @@ class HeldOut:
         number = len(self.batches)
         if self._drawn is None or self._drawn[0] != number:
             batch, failure = _next(batches, self._skipped)
-            if number == 0 and group.members > 1:
+            if number == 0 and group.data_size > 1:
                 marks = group.all_gather(None if failure else _mark(batch))
                 if None not in marks and len(set(marks)) == 1:
-                    self._skipped = group.members - 1
-                    if group.place:
-                        batch, failure = _next(batches, group.place - 1)
+                    self._skipped = group.data_size - 1
+                    if group.data_rank:
+                        batch, failure = _next(batches, group.data_rank - 1)
             reasons = group.all_gather(failure)
             if any(reasons):  # what was drawn is gone, and other batches would not compare
                 place = next(place for place, why in enumerate(reasons) if why)
@@ -153,8 +153,9 @@ class HeldOut:
             raise RankFailedError(f"rank {failures[0][0]}: {failures[0][1]}")
         self.batches.append(self._drawn[1])
         self.rows.append(seen[0])
+        of_tokens = {group.data_rank_of(rank): own for rank, (_, own) in enumerate(reports)}
         for index in range(2):
-            self._counts[index] += sum(own[index] for _, own in reports)
+            self._counts[index] += sum(own[index] for own in of_tokens.values())
 
 
 def is_loader(inputs: Any) -> bool:

@@ -5,6 +5,7 @@ publisher records and shows what is finished. None of them ends a run.
 """
 
 import contextlib
+import dataclasses
 import functools
 import os
 import platform
@@ -22,7 +23,8 @@ from torch import nn
 
 from geomon.analysis.alerts import Inputs
 from geomon.analysis.bands import WATCHED
-from geomon.capture import Window, find_anatomy
+from geomon.capture import Window
+from geomon.capture.model_parts import ModelParts
 from geomon.capture.snapshot import NotSeenError, Snapshot, explain_missing
 from geomon.distributed import (
     RankFailedError,
@@ -31,6 +33,7 @@ from geomon.distributed import (
     find_ranks,
     join_ranks,
 )
+from geomon.distributed.mesh import Mesh, find_place
 from geomon.metrics import Evaluator, check_metrics
 from geomon.monitor.at_exit import close_at_exit
 from geomon.monitor.held_out import HeldOut, is_loader
@@ -69,13 +72,17 @@ class Monitor:
     """Reads the geometry of a model's representations at scheduled steps.
 
     Args:
-        model: Any module that contains a transformer.
+        model: Any module that contains a transformer. In a pipeline of
+            `torch.distributed.pipelining` the schedule, or the stages that this rank runs.
     {options}
     """
 
-    def __init__(self, model: nn.Module, **options: Unpack[MonitorOptions]) -> None:
+    def __init__(self, model: Any, **options: Unpack[MonitorOptions]) -> None:
         self._options = options = check_options(options, type(self).__name__)
-        self._model = model
+        self._parts = ModelParts(model)
+        self._model = self._parts.root
+        if options["probe"] is not None:
+            self._parts.check_probe(options["probe"])
         self._evaluator = Evaluator(
             check_metrics(options["metrics"]), options["batches"], options["queries"],
             options["strict"],
@@ -85,14 +92,14 @@ class Monitor:
             {name: m for name, m in self._evaluator.metrics.items() if name in WATCHED},
             batches=1, has_margins=False,
         )  # fmt: skip
-        self._device = MeasuringDevice(options["device"], model)
+        self._device = MeasuringDevice(options["device"], self._model)
         self._source = "inline" if options["probe"] is None else "probe"
-        self._group = self._join_ranks() if options["gather"] else find_ranks()
+        self._group = self._join_ranks()
         self.warnings = warnings = Warnings(self._group, strict=options["strict"])
         self.budget = Budget(_share_of(options["budget"], self._group))
         loss = options["probe_loss"]
         self.passes = Passes(
-            model, options, views=self._evaluator.views, group=self._group,
+            self._parts, options, views=self._evaluator.views, group=self._group,
             device=self._device, budget=self.budget,
             loss=None if loss is None else ProbeLoss(loss, warnings),
         )  # fmt: skip
@@ -234,7 +241,8 @@ class Monitor:
 
         Raises:
             TypeError: The step is no whole number.
-            ValueError: There are no inputs, here or in the monitor, or the step is below 0.
+            ValueError: There are no inputs, here or in the monitor, or none that a pipeline takes;
+                or the step is below 0.
         """
         number = check_step(step)
         history = self.probe_history if inputs is None else self._given_history
@@ -249,6 +257,7 @@ class Monitor:
                 "a loader is drawn from once, so that readings compare: give it to the monitor, "
                 "Monitor(model, probe=loader), and call probe(step)"
             )
+        self._parts.check_probe(inputs)
         self.advance(number)
         if not self.is_due(number, source="probe", force=True):
             return
@@ -269,8 +278,8 @@ class Monitor:
     def __repr__(self) -> str:
         options = self._options
         parts = [
-            type(self._model).__name__,
-            f"{len(self.passes.block_names)} blocks",
+            self._parts.name,
+            f"{len(self._block_names)} blocks",
             f"{len(options['metrics'])} metrics",
             f"schedule={text_of(options['schedule'])}",
             "no record" if self.path is None else f"record={str(self.path)!r}",
@@ -326,6 +335,11 @@ class Monitor:
         """Share of the time since the first step that geomon took; NaN before the first step."""
         return self.budget.overhead
 
+    @property
+    def communication(self) -> tuple[int, int]:
+        """Number of collectives that this rank has called for geomon, and bytes it has sent."""
+        return self._group.calls, self._group.bytes_sent
+
     def expect_end(self, step: int | None) -> None:
         """Let the budget be a share of the time that the whole run is expected to take.
 
@@ -341,13 +355,13 @@ class Monitor:
             "geomon": version("geomon"),
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "model": type(self._model).__name__,
+            "model": self._parts.name,
             "parameters": sum(
                 parameter.numel()
                 for parameter in self._model.parameters()
                 if not nn.parameter.is_lazy(parameter)
             ),
-            "layers": self.passes.block_names,
+            "layers": self._block_names,
             "metrics": {name: msgspec.to_builtins(metric.text) for name, metric in metrics.items()},
             "schedule": text_of(options["schedule"]),
             "tokens": options["tokens"],
@@ -356,6 +370,7 @@ class Monitor:
             "seed": options["seed"],
             "world_size": self._group.size,
             "gather": self._group.connected,
+            "mesh": self._group.mesh.words(),
             "device": str(self._device.device),
             **flat_settings(options["settings"]),
         }
@@ -373,7 +388,7 @@ class Monitor:
         began = time.perf_counter() - window.seconds
         inputs, window.inputs = window.inputs, None  # kept no longer than the reading
         self._read(
-            step, "inline", lambda: [self.passes.snapshot(window)], began=began, inputs=inputs
+            step, "inline", lambda: self.passes.snapshots(window), began=began, inputs=inputs
         )
 
     @contextmanager
@@ -404,11 +419,14 @@ class Monitor:
         self._checks.add(step, time.perf_counter() - began)
 
     def _plan_checks(self) -> Checks | None:
-        """Decide when checks are made; None where there are none."""
+        """Decide when checks are made; None where there are none.
+
+        One rank alone makes them, so it has to have the whole model.
+        """
         asked, first = self._options["checks"], self._group.rank == 0
         if asked is None or not (first and self._source == "inline" and self._checker.metrics):
             return None
-        if not self._options["alerts"]:
+        if not (self._options["alerts"] and self._group.own.is_whole):
             return None
         return Checks(asked if callable(asked) else None)
 
@@ -495,18 +513,34 @@ class Monitor:
     # -- the run ---------------------------------------------------------------------------------
 
     def _join_ranks(self) -> RankGroup:
-        """The ranks, connected if all were built with the same options; a collective."""
+        """The ranks, connected if all were built with the same options; a collective then."""
         options = self._options
-        schedule, blocks = options["schedule"], find_anatomy(self._model, options["blocks"]).blocks
+        anatomy = self._parts.find_anatomy(options["blocks"])
+        blocks: list[dict[str, tuple[str, ...]]] = [{} for _ in self._parts.modules]
+        for stack in anatomy.stacks:
+            blocks[stack.part][stack.name] = tuple(block.name for block in stack.blocks)
+        place = find_place(self._parts.modules, self._parts.stages)
+        place = dataclasses.replace(place, blocks=tuple(blocks))
+        if not options["gather"]:
+            ranks = find_ranks()
+            ranks.mesh = Mesh((place,))
+            return ranks
+        schedule = options["schedule"]
         assert callable(schedule)  # of what is checked
         compared = {
             "schedule": first_steps(schedule),
             "metrics": list(options["metrics"]),
             "probe": options["probe"] is not None,
-            "layers": [block.name for block in blocks],
             **{name: options[name] for name in ("tokens", "batches", "queries", "budget", "seed")},
         }
-        return join_ranks(self._model, compared, timeout=options["rank_timeout"])
+        return join_ranks(place, compared, timeout=options["rank_timeout"])
+
+    @property
+    def _block_names(self) -> list[str]:
+        """Names of the blocks of the whole model, as far as they are known."""
+        if self._parts.stages and self._group.connected:
+            return self._group.mesh.block_names()
+        return self.passes.block_names
 
     def _make_record(self, directory: str | os.PathLike[str] | None) -> Record | None:
         """The record, on the first rank; where it cannot be made all ranks raise the same."""
@@ -552,6 +586,8 @@ def _notes_of_run(passes: Passes, group: RankGroup, device: MeasuringDevice) -> 
     if (reason := group.why_not_connected) is not None:
         text = "rows are not gathered, only those of rank 0 are measured: {reason}"
         notes.insert(0, Note("not gathered", text, numbers={"reason": reason}))
+    if not group.connected:
+        notes += group.own.notes_alone()
     if (reason := device.why_host) is not None:
         text = "measured on the host: {reason}"
         notes.append(Note("measured on the host", text, numbers={"reason": reason}))

@@ -7,7 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from geomon.capture import Window, derive_seed, extra_pass, find_anatomy
+from geomon.capture import Window, derive_seed, extra_pass
+from geomon.capture.anatomy import Anatomy
+from geomon.capture.model_parts import ModelParts
+from geomon.capture.shards import TensorPlace
 from geomon.capture.snapshot import HOST, Snapshot
 from geomon.distributed import RankGroup
 from geomon.monitor.held_out import HeldOut
@@ -22,7 +25,7 @@ class Passes:
     """Opens windows on the passes of a model, and makes the extra ones.
 
     Args:
-        model: The model that is watched.
+        model: The model that is watched, or the parts of it that this rank has.
         options: All options of the monitor, checked.
         views: Names of the views that metrics read.
         group: The ranks.
@@ -36,7 +39,7 @@ class Passes:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: ModelParts,
         options: MonitorOptions,
         *,
         views: Collection[str],
@@ -45,17 +48,18 @@ class Passes:
         budget: Budget,
         loss: ProbeLoss | None,
     ) -> None:
-        self._model = model
+        self._parts, self._model = model, model.root
         self._options = options
-        self._anatomy = find_anatomy(model, options["blocks"])
-        self._modules = tuple(model.modules())  # of which the anatomy was found
+        self._group = group
+        self._anatomy = self._find_anatomy()
+        self._modules = tuple(self._model.modules())  # of which the anatomy was found
         self._names = self.block_names  # as the run began
         self._views = set(views)
-        self._group = group
         self._device = device
         self._budget = budget
         self._loss = loss
         self._open: tuple[Window, int] | None = None  # the window that is open, and its step
+        self._shard = TensorPlace(group.own.shard, group.own.shards)
 
     @property
     def block_names(self) -> list[str]:
@@ -86,15 +90,15 @@ class Passes:
         """
         return self._window(step, self._options["seed"], step, rows=rows, views=views)
 
-    def snapshot(self, window: Window) -> Snapshot:
-        """Return what a window has seen, with its rows where they stay.
+    def snapshots(self, window: Window) -> list[Snapshot]:
+        """Return what a window has seen of each pass, with its rows where they stay.
 
         Rows that are sent to other ranks go by the host.
 
         Args:
             window: A window whose pass is over.
         """
-        return window.snapshot(HOST if self._group.connected else self._device.device)
+        return window.snapshots(HOST if self._group.connected else self._device.device)
 
     def pause(self) -> None:
         """Let the window that is open see nothing, and leave nothing on the model, for a while.
@@ -139,7 +143,7 @@ class Passes:
         """
         if isinstance(inputs, HeldOut):
             return self._run_held_out(inputs, step)
-        return [self._run(inputs, step, (), self._rows(), loss=self._loss)]
+        return self._run(inputs, step, (), self._rows(), loss=self._loss)
 
     def modules_around_blocks(self) -> tuple[nn.Module, ...]:
         """The model and the modules in it that hold blocks: a training calls one of them."""
@@ -170,8 +174,8 @@ class Passes:
         around: Sequence[nn.Module] | None = None,
         windows: int = 1,
         loss: ProbeLoss | None = None,
-    ) -> Snapshot:
-        """Make one extra pass.
+    ) -> list[Snapshot]:
+        """Make one extra pass; of a pipeline, one over all micro-batches.
 
         Args:
             inputs: What the model is called with, or a batch.
@@ -183,16 +187,18 @@ class Passes:
             loss: Computes the loss of the pass; None for none.
         """
         window = self._window(step, self._options["seed"], *place, rows=rows, windows=windows)
-        made = extra_pass(self._model, inputs, window, around=around, loss=loss)
+        made = extra_pass(
+            self._model, inputs, window, around=around, loss=loss, given=self._parts.given
+        )
         if loss is not None:  # a validation that the training asks for, like its own forward pass
             self._budget.leave_out(max(0.0, made.seconds - window.seconds))
-        snapshot = self.snapshot(window)
-        info = replace(snapshot.info, loss=made.loss)
+        first, *others = self.snapshots(window)
+        info = replace(first.info, loss=made.loss)
         if made.left_out:
             text = "the model gets all but {left_out}, which its forward() does not take"
             note = Note("parts of a batch", text, numbers={"left_out": made.left_out})
             info = replace(info, notes=[*info.notes, note])
-        return replace(snapshot, info=info)
+        return [replace(first, info=info), *others]
 
     def _run_held_out(self, held_out: HeldOut, step: int) -> list[Snapshot]:
         """Make an extra pass over each held-out batch; at first, take the batches."""
@@ -201,7 +207,7 @@ class Passes:
 
         def look(batch: Any) -> tuple[int, int]:
             rows = self._group.rows_of(wanted) or 1
-            snapshot = self._run(batch, step, self._place(), rows, around=around)
+            (snapshot,) = self._run(batch, step, self._place(), rows, around=around)
             if snapshot.is_empty:  # more batches would show no more
                 return wanted, wanted
             numbers = snapshot.layers[0].captured.get("sequences")
@@ -213,10 +219,9 @@ class Passes:
         passes = []
         for number, (batch, rows) in enumerate(zip(held_out.batches, shares, strict=True)):
             place = (*self._place(), "batch", number) if number else self._place()
-            one = self._run(
+            passes += self._run(
                 batch, step, place, rows, around=around, windows=len(shares), loss=self._loss
             )
-            passes.append(one)
         return passes
 
     def _window(
@@ -232,8 +237,9 @@ class Passes:
         window = Window(
             self._anatomy, set(views or self._views), rows=rows, seed=derive_seed(*seed_of),
             max_mb=None if most is None else most / windows,
-            keep_inputs=self._options["on_alert"] is not None,
-            extra_layers=self._options["extra_layers"], charge=self._budget.charge,
+            extra_layers=self._options["extra_layers"], place=self._shard,
+            micro_batches=self._parts.micro_batches,
+            keep_inputs=self._options["on_alert"] is not None, charge=self._budget.charge,
         )  # fmt: skip
         self._open = window, step
         return window
@@ -250,11 +256,25 @@ class Passes:
             return
         self._modules = modules
         with contextlib.suppress(ValueError):
-            self._anatomy = find_anatomy(self._model, self._options["blocks"])
+            self._anatomy = self._find_anatomy()
+
+    def _find_anatomy(self) -> Anatomy:
+        """Find the blocks, and where they are in the whole model."""
+        anatomy = self._parts.find_anatomy(self._options["blocks"])
+        mesh, own = self._group.mesh, self._group.own
+        stacks = []
+        for stack in anatomy.stacks:
+            stage = own.stages[stack.part]
+            blocks = stack.blocks
+            if mesh.names_clash(stack.name):
+                blocks = tuple(replace(x, name=f"stage_{stage}.{x.name}") for x in blocks)
+            before, behind = mesh.blocks_around(stage, stack.name)
+            stacks.append(replace(stack, blocks=blocks, before=before, behind=behind))
+        return replace(anatomy, stacks=tuple(stacks))
 
     def _place(self) -> tuple[int, ...]:
-        """What samples of ranks depend on; the first one's are those of a single process."""
-        return (self._group.place,) if self._group.place else ()
+        """What samples of ranks depend on; those of the first tokens are a single process's."""
+        return (self._group.data_rank,) if self._group.data_rank else ()
 
     def _rows(self) -> int:
         """Number of rows of hidden states that a reading keeps, over all splits and ranks."""

@@ -18,7 +18,6 @@ from geomon.distributed import (
     join_ranks,
     merge_layers,
 )
-from geomon.distributed.group import why_not_gathered
 from geomon.distributed.merge import attention_shape, take_share
 from geomon.distributed.packing import pack, unpack
 from geomon.kernels.attention import attention_rows, scores_of
@@ -294,9 +293,7 @@ def test_a_parcel_comes_back_as_it_was():
 
 def test_one_process_is_connected_to_nothing_and_refuses_nothing():
     assert (find_ranks().rank, find_ranks().size) == (0, 1)
-    model = torch.nn.Linear(3, 3)
-    assert not join_ranks(model).connected
-    assert why_not_gathered(model) is None
+    assert not join_ranks().connected
 
 
 def test_layers_are_merged_on_the_device_where_their_rows_are():

@@ -342,7 +342,7 @@ def test_every_second_that_geomon_takes_counts_once_and_none_of_the_models(
     options = {"metrics": {"m": metric}, "sinks": [memory], "probe_loss": loss}
     seen = monitor(model, schedule=every(1), **options)
     clock.slow_down(PlainDecoder, "forward", 0.5)
-    clock.slow_down(Window, "snapshot", 64.0)
+    clock.slow_down(Window, "snapshots", 64.0)
     clock.slow_down(Memory, "write", 4096.0)
     clock.slow_down(ReadingExecutor, "submit", 32768.0)  # which waits for readings before
     clock.slow_down(Reactions, "call", 0.25)  # of the user's functions
@@ -351,7 +351,7 @@ def test_every_second_that_geomon_takes_counts_once_and_none_of_the_models(
     spent, before = seen.budget.spent, clock.taken.copy()
     read_step(model, 1, seen)
     taken = clock.taken - before
-    assert set(taken) == {"forward", "snapshot", "metric", "write", "submit", "call"}
+    assert set(taken) == {"forward", "snapshots", "metric", "write", "submit", "call"}
     assert seen.budget.spent - spent == taken.total() - of_others
     assert memory.readings[1].seconds % 1 == 0.75 - of_others  # so for what the reading says of it
 

@@ -1,6 +1,14 @@
 """Anatomy: where the blocks of a model are, with their attentions and projections."""
 
-from geomon.capture.anatomy.blocks import CROSS, Anatomy, Attention, Block, Stack, find_anatomy
+from geomon.capture.anatomy.blocks import (
+    CROSS,
+    Anatomy,
+    Attention,
+    Block,
+    Stack,
+    find_anatomy,
+    join_anatomies,
+)
 from geomon.capture.anatomy.families import shown_name
 from geomon.capture.anatomy.projections import find_sizes
 
@@ -12,5 +20,6 @@ __all__ = [
     "Stack",
     "find_anatomy",
     "find_sizes",
+    "join_anatomies",
     "shown_name",
 ]

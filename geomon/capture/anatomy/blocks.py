@@ -127,6 +127,9 @@ class Stack:
         above: Modules around the blocks, outermost first: their calls carry padding masks.
         entering: Whether layer l is the input of block l + 1 instead: each block is the first of
             several sublayers whose sums are made outside any module.
+        part: Number of the part of the model that holds the blocks; of a pipeline, a rank's stage.
+        before: Number of blocks before these that are in other parts.
+        behind: The same behind them.
     """
 
     name: str
@@ -134,6 +137,14 @@ class Stack:
     owner: nn.Module | None = field(repr=False)
     above: tuple[nn.Module, ...] = field(repr=False)
     entering: bool = False
+    part: int = 0
+    before: int = 0
+    behind: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no other part has blocks of the stack."""
+        return self.before == self.behind == 0
 
     @property
     def side_labels(self) -> list[str]:
@@ -219,6 +230,24 @@ def find_anatomy(model: nn.Module, blocks: str | Sequence[nn.Module] | None = No
         of_output=tuple(table for table in embeddings if _makes_rows_of(output, table)),
         adapted=tuple(m for m in matrices if _is_adapted(m, outside, model)),
         left_out=tuple(left_out),
+    )
+
+
+def join_anatomies(parts: Sequence[Anatomy]) -> Anatomy:
+    """Make one anatomy of those of the parts of a model.
+
+    Args:
+        parts: Anatomy of each part, in order.
+    """
+    return Anatomy(
+        stacks=tuple(stack for part in parts for stack in part.stacks),
+        embeddings=tuple(table for part in parts for table in part.embeddings),
+        around_embeddings=tuple(pair for part in parts for pair in part.around_embeddings),
+        norms=tuple(norm for part in parts for norm in part.norms),
+        output=next((part.output for part in reversed(parts) if part.output is not None), None),
+        of_output=tuple(table for part in parts for table in part.of_output),
+        adapted=tuple(module for part in parts for module in part.adapted),
+        left_out=tuple(family for part in parts for family in part.left_out),
     )
 
 

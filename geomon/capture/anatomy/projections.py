@@ -245,7 +245,9 @@ def projects_in_its_own_way(module: nn.Module) -> bool:
     """
     if type(module) is not nn.Linear:
         return True
-    return bool(module._forward_hooks) or hasattr(module.weight, "to_local")
+    # DDP keeps the parts of sharded weights as plain tensors, and joins them for the forward pass.
+    is_sharded = hasattr(module.weight, "to_local") or hasattr(module.weight, "_st_info")
+    return bool(module._forward_hooks) or is_sharded
 
 
 def _fused_head_width(made: int, taken: int, heads: int) -> int:

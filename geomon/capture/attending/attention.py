@@ -29,6 +29,12 @@ NO_SCORES = (
     "keys: features (linear attention), chunks of keys or experts"
 )
 
+ON_SEVERAL_RANKS = (
+    "the queries or keys of a sequence are on several ranks (context parallelism), each of which "
+    "attends to those of the others in turn; where ranks are given parts of sequences, positions "
+    "of hidden states are counted within these parts"
+)
+
 _ALIKE = 1e-2  # share by which the rounding of bfloat16 moves a logit
 
 _BY_HAND = (
@@ -93,6 +99,11 @@ class AttentionCall:
         """Number of query heads."""
         return self.given.query.shape[1]
 
+    @property
+    def key_heads(self) -> int:
+        """Number of key heads."""
+        return self.given.key.shape[1]
+
 
 @dataclass(frozen=True)
 class SoftmaxCall:
@@ -137,6 +148,11 @@ class SoftmaxCall:
     def heads(self) -> int:
         """Number of query heads."""
         return self.scores.shape[1]
+
+    @property
+    def key_heads(self) -> int:
+        """Number of key heads; that of query heads where the keys were not seen."""
+        return self.heads if self.key is None else self.key.shape[1]
 
 
 # -- recording: nothing but copies of sampled rows -----------------------------------------------

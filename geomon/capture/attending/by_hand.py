@@ -15,10 +15,12 @@ from torch import Tensor
 
 from geomon.capture.attending.attention import (
     NO_SCORES,
+    ON_SEVERAL_RANKS,
     NotUnderstoodError,
     SoftmaxCall,
     at_sampled_rows,
 )
+from geomon.capture.shards import sharded_dims
 from geomon.capture.snapshot import at_places
 from geomon.capture.storage import local_shard
 from geomon.capture.tap import Columns, Product
@@ -90,6 +92,8 @@ def record_softmax(
     unknown = None, None
     if scores.is_nested:
         return None, unknown
+    if sharded_dims(scores) & {dim % scores.ndim, scores.ndim - 1, scores.ndim - 2}:
+        raise NotUnderstoodError(ON_SEVERAL_RANKS)
     scores = local_shard(scores)
     fitting = [product for product in products if _makes(product, scores, dim)]
     arranged = arrange_scores(scores, dim, known)

@@ -9,8 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from geomon.capture.attending.attention import Arguments, NotUnderstoodError
+from geomon.capture.attending.attention import (
+    ON_SEVERAL_RANKS,
+    Arguments,
+    NotUnderstoodError,
+)
 from geomon.capture.attending.rules import FlexRule, PlaceRule, heads_of
+from geomon.capture.shards import sharded_dims
 from geomon.capture.storage import local_shard
 
 # Options that change which keys a query sees, or its scores, in ways that are not rebuilt.
@@ -26,7 +31,7 @@ def read_sdpa(given: Mapping[str, Any]) -> Arguments:
     Raises:
         NotUnderstoodError: The call cannot be rebuilt from what it was given.
     """
-    query, key = (_plain(given.get(name), name, 4) for name in ("query", "key"))
+    query, key = (_plain(given.get(name), name, 4, heads=1) for name in ("query", "key"))
     mask, scale = _first(given, "attn_mask", "attn_bias"), given.get("scale")
     if mask is not None:
         mask = local_shard(mask).detach()
@@ -53,7 +58,7 @@ def read_flex(given: Mapping[str, Any]) -> Arguments:
     Raises:
         NotUnderstoodError: The call cannot be rebuilt from what it was given.
     """
-    query, key = (_plain(given.get(name), name, 4) for name in ("query", "key"))
+    query, key = (_plain(given.get(name), name, 4, heads=1) for name in ("query", "key"))
     block, score = given.get("block_mask"), given.get("score_mod")
     mask = block[-1] if isinstance(block, tuple) else getattr(block, "mask_mod", None)
     scale = given.get("scale")
@@ -90,7 +95,7 @@ def read_flash(given: Mapping[str, Any]) -> Arguments:
         ends[1] = ends[0]
     packed = ends[0] is not None
     query, key = (
-        _plain(_first(given, *names), what, 3 if packed else 4)
+        _plain(_first(given, *names), what, 3 if packed else 4, heads=1 if packed else 2)
         for names, what in ((("q", "query"), "queries"), (("k", "key"), "keys"))
     )
     query, key = ((x[None] if packed else x).transpose(1, 2) for x in (query, key))
@@ -119,14 +124,23 @@ def _first(given: Mapping[str, Any], *names: str) -> Any:
     return next((given[name] for name in names if given.get(name) is not None), None)
 
 
-def _plain(values: Any, what: str, dimensions: int) -> Tensor:
-    """Return a tensor without its graph.
+def _plain(values: Any, what: str, dimensions: int, *, heads: int) -> Tensor:
+    """Return a tensor, or the part of it that is on this rank, without its graph.
+
+    Args:
+        values: What an operator was given.
+        what: What it is.
+        dimensions: Number of its dimensions.
+        heads: Its dimension of heads, along which ranks may share it out.
 
     Raises:
-        NotUnderstoodError: It is none, or has another number of dimensions.
+        NotUnderstoodError: It is none, has another number of dimensions, or ranks share out its
+            sequences.
     """
     if not isinstance(values, Tensor) or values.is_nested or values.ndim != dimensions:
         raise NotUnderstoodError(f"the {what} are no plain tensor of {dimensions} dimensions")
+    if sharded_dims(values) - {heads}:
+        raise NotUnderstoodError(ON_SEVERAL_RANKS)
     values = local_shard(values).detach()
     if type(values).__name__ in _TRACED:
         raise NotUnderstoodError(f"the {what} are a {type(values).__name__}")

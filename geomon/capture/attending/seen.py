@@ -31,6 +31,8 @@ class SeenAttention:
         query: Columns of projections of which its queries are made; None where they are not known.
         key: The same of its keys.
         projected: Rows of its queries and of its keys as projected, [rows, heads, head width].
+        numbers: Number of the first feature of each head among those of all ranks, by the view that
+            has these heads: "query", "key", "projected_query" and "projected_key".
         other_source: Whether its keys are made of another tensor than its queries.
     """
 
@@ -44,6 +46,7 @@ class SeenAttention:
     query: Columns | None = None
     key: Columns | None = None
     projected: tuple[SampledRows, SampledRows] | None = None
+    numbers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     other_source: bool = False
 
     def refuse(self, reason: str) -> None:
@@ -72,6 +75,18 @@ class SeenAttention:
         else:
             self.query, self.key = self.query.with_heads_of(query), self.key.with_heads_of(key)
 
+    def number_heads(self, query: Columns | None, key: Columns | None) -> None:
+        """Number the heads of the call that was recorded, by what they are made of.
+
+        Args:
+            query: Columns of the queries; None where they are not known.
+            key: Columns of the keys, or None; of repeated ones the first is kept.
+        """
+        if query is not None:
+            self.numbers["query"] = query.numbers
+        if key is not None:
+            self.numbers["key"] = key.numbers[:: key.repeats]
+
     def project(
         self,
         rows: Callable[[Shape, str], Tensor],
@@ -90,13 +105,15 @@ class SeenAttention:
         """
         if self.query is None or self.key is None or self.projected is not None:
             return
+        query, key = self.query.distinct(), self.key.distinct()
         sampled = [
-            _sample(columns.distinct(), rows, entered, role, length_first=length_first)
-            for columns, role in ((self.query, ""), (self.key, key_role))
+            _sample(columns, rows, entered, role, length_first=length_first)
+            for columns, role in ((query, ""), (key, key_role))
         ]
         self.query, self.key = None, None
         if sampled[0] is not None and sampled[1] is not None:
             self.projected = sampled[0], sampled[1]
+            self.numbers |= {"projected_query": query.numbers, "projected_key": key.numbers}
 
 
 def columns_of_all(

@@ -35,6 +35,7 @@ def extra_pass(
     *,
     around: Sequence[nn.Module] | None = None,
     loss: Callable[[Any, Any], MeanLoss] | None = None,
+    given: Any = None,
 ) -> ExtraPass:
     """Run the model on inputs under a window.
 
@@ -50,6 +51,7 @@ def extra_pass(
             model and the modules in it that hold blocks, outermost first; None for plain inputs.
         loss: Function of what the model has returned and of the inputs on its device, called after
             the window and with everything else as in the pass; None for no loss.
+        given: What a function as inputs is called with; None for the model.
 
     Raises:
         TypeError: Nothing in the model can be called on a batch.
@@ -65,7 +67,7 @@ def extra_pass(
         began = time.perf_counter()
         with window:
             if batch is None:
-                outputs = _call(model, moved)
+                outputs = _call(model, moved, model if given is None else given)
             else:
                 outputs = batch.module(*batch.args, **batch.kwargs)
         found = None if loss is None else loss(outputs, moved)
@@ -73,12 +75,12 @@ def extra_pass(
         return ExtraPass("" if batch is None else batch.left_out, found, seconds)
 
 
-def _call(model: nn.Module, inputs: Any) -> Any:
+def _call(model: nn.Module, inputs: Any, given: Any) -> Any:
     if isinstance(inputs, Mapping):
         return model(**inputs)
     if isinstance(inputs, tuple | list):
         return model(*inputs)
-    return inputs(model) if _is_function(inputs) else model(inputs)
+    return inputs(given) if _is_function(inputs) else model(inputs)
 
 
 def _is_function(inputs: Any) -> bool:

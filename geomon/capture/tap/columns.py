@@ -71,6 +71,10 @@ class Projection:
         values: The product.
         features: Its dimensions that count features, from the first; the others count tokens.
         given: Address and shape of what it was made of; None where it was not seen.
+
+    Attributes:
+        given: The argument.
+        first: Number of its first feature among those of all ranks that share out the matrix.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class Projection:
         features: tuple[int, ...],
         given: tuple[int, tuple[int, ...]] | None = None,
     ) -> None:
+        self.first = 0
         self._values = values
         self._features = tuple(dim % values.ndim for dim in features)
         self._tokens = tuple(dim for dim in range(values.ndim) if dim not in self._features)
@@ -241,6 +246,12 @@ class Columns(NamedTuple):
     columns: Integers
     steps: tuple[tuple[int, int], ...]
     sequences: int
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Number of the first feature of each head among those of all ranks."""
+        firsts = np.array([projection.first for projection in self.projections], dtype=np.int64)
+        return tuple(map(int, firsts[self.which[:, 0]] + self.columns[:, 0]))
 
     @property
     def firsts(self) -> list[int]:

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.utils import _python_dispatch as dispatch
 
 from geomon.capture import private
+from geomon.capture.shards import is_sharded, starts_of
+from geomon.capture.storage import followed_part
 from geomon.capture.tap.provenance import Provenance
 
 
@@ -133,8 +135,9 @@ class Tap(dispatch.TorchDispatchMode):
         followed = observer.following()
         try:
             if writes and followed is not None:
-                given = dict(zip(names, args, strict=False)) | kwargs
-                followed.before_write(name, [given[each] for each in writes if each in given], args)
+                own = _on_this_rank(args) if types else args
+                given = dict(zip(names, own, strict=False)) | kwargs
+                followed.before_write(name, [given[each] for each in writes if each in given], own)
             if kind == "softmax":
                 observer.on_softmax(args[0], args[1], logarithm=name == "_log_softmax")
             elif kind != "other":
@@ -144,11 +147,34 @@ class Tap(dispatch.TorchDispatchMode):
             observer.on_failure(error)
         result = func(*args, **kwargs)
         try:
-            if followed is not None:
+            if followed is not None and types:  # DTensors: their parts on this rank are followed
+                starts: dict[int, tuple[int, ...]] = {}
+                own = _on_this_rank((args, kwargs, result), starts)
+                followed.follow(name, own[0], own[1], own[2], starts)
+            elif followed is not None:
                 followed.follow(name, args, kwargs, result)
         except Exception as error:
             observer.on_failure(error)
         return result
+
+
+def _on_this_rank(values: Any, starts: dict[int, tuple[int, ...]] | None = None) -> Any:
+    """Replace tensors that are wrapped by what is on this rank of them, also in containers.
+
+    Args:
+        values: A tensor, or tensors in lists, tuples and dicts.
+        starts: Takes the first index of the parts of sharded ones, by dimension, by their address.
+    """
+    if isinstance(values, Tensor):
+        part = followed_part(values)
+        if starts is not None and is_sharded(values):
+            starts[id(part)] = starts_of(values)
+        return part
+    if isinstance(values, list | tuple) and not hasattr(values, "_fields"):
+        return type(values)([_on_this_rank(value, starts) for value in values])
+    if isinstance(values, dict):
+        return {name: _on_this_rank(value, starts) for name, value in values.items()}
+    return values
 
 
 # Arguments of the higher-order operator of flex attention, which has no schema.

@@ -7,6 +7,7 @@ Nothing is computed and nothing is copied.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +93,7 @@ class Provenance:
 
     def __init__(self) -> None:
         self._tags: dict[int, _Tags] = {}
+        self._starts: Mapping[int, tuple[int, ...]] = {}  # of the operator that is followed
 
     def start(self, values: Iterable[Any]) -> None:
         """Follow tensors; those in lists, tuples and dicts too.
@@ -135,12 +137,13 @@ class Provenance:
         made = self._of(heads).made
         return None if made is None else find_columns(made, heads)
 
-    def projected(self, output: Tensor, given: Tensor) -> Projection | None:
+    def projected(self, output: Tensor, given: Tensor, first: int = 0) -> Projection | None:
         """Return the projection that the output of a module is; follow it as one from here on.
 
         Args:
             output: Output of a module that may project, [..., width].
             given: What it was given.
+            first: Number of its first feature among those of all ranks.
 
         Returns:
             The projection; None where the output is made, element by element, of one that the
@@ -149,10 +152,12 @@ class Provenance:
         made, before = self._of(output).made, self._of(given).made
         found = None if made is None else made.projection
         if found is not None and found.width == output.shape[-1]:
+            found.first = first
             return found
         if made is not None and before is not None and made.roots and made.roots <= before.roots:
             return None
         projection = Projection(output, (-1,), (storage_of(given) or 0, tuple(given.shape)))
+        projection.first = first
         place = storage_of(output)
         if place is not None:
             self._tags[place] = _Tags(made=Made(layout_of(output), projection=projection))
@@ -178,7 +183,14 @@ class Provenance:
             with unseen():
                 projection.keep()
 
-    def follow(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+    def follow(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        out: Any,
+        starts: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+    ) -> None:
         """Follow tensors through one operator.
 
         Args:
@@ -186,7 +198,10 @@ class Provenance:
             args: Positional arguments.
             kwargs: Arguments by name.
             out: What it returned.
+            starts: First index of the parts of sharded tensors among these, by dimension, by their
+                address.
         """
+        self._starts = starts
         given = [*tensors_in(args), *tensors_in(kwargs.values())]
         places = [place for tensor in given if (place := storage_of(tensor)) is not None]
         known = [tags for place in places if (tags := self._tags.get(place)) is not None]
@@ -290,7 +305,10 @@ class Provenance:
         features: tuple[int, ...] = (-1,) if on_left else (-2,)
         if out.ndim == 3 and weight.shape[0] > 1 and weight.stride(0):
             features = (0, *features)  # a matrix for each head
-        return _projection(out, features, tokens)
+        made = _projection(out, features, tokens)
+        if made.projection is not None and id(weight) in self._starts:
+            made.projection.first = self._starts[id(weight)][-1 if on_left else -2]
+        return made
 
     def _taken(self, values: Tensor, indices: Sequence[Tensor | None], out: Tensor) -> Made | None:
         """Say of some of a tensor's elements which these are."""

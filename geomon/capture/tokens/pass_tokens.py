@@ -74,6 +74,7 @@ class PassTokens:
         self.landmarks: Tensor | None = None
         self._begins: Tensor | None = None  # tokens that begin a sequence, in one packed row
         self._kept: dict[tuple[Shape, str], Tensor] = {}
+        self._order: dict[int, Tensor] = {}  # number of each row, by how many there are
         self._attended: list[Shape] = []  # sequences and queries of each attention
         self._settled = False
         self._packed: dict[Shape, Sequences | None] = {}  # when settled
@@ -260,6 +261,18 @@ class PassTokens:
         if shape not in self._packed:
             self._packed[shape] = self._find_packed(shape) or self._packed_by_attention(shape)
         return self._packed[shape]
+
+    def number(self, rows: Tensor, shape: Shape) -> Tensor:
+        """Return the number of each row in the order in which rows of a shape are sampled.
+
+        Args:
+            rows: Flat indices into `shape`.
+            shape: Shape of the hidden states, without the width.
+        """
+        count = math.prod(shape)
+        if count not in self._order:
+            self._order[count] = self._sampler.number_rows(count)
+        return self._order[count][rows]
 
     def numbers(self, rows: Tensor, shape: Shape, role: str = "") -> Tensor | None:
         """Return the number of the sequence that each row is of; None where it is unknown.

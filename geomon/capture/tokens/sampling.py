@@ -43,6 +43,8 @@ class SampledRows(NamedTuple):
         shape: Shape of the tensor that they were copied from, without the width.
         role: "key" for keys that come from another stack, whose padding is another.
         last: Rows of the tokens that may be the last of their sequences; None where not wanted.
+        start: First index of the part of the tensor that is on this rank, by dimension; () where
+            all of it is.
     """
 
     values: Tensor
@@ -50,6 +52,7 @@ class SampledRows(NamedTuple):
     shape: tuple[int, ...]
     role: str = ""
     last: "SampledRows | None" = None
+    start: tuple[int, ...] = ()
 
     def at(self, places: Tensor) -> "SampledRows":
         """Return some of the rows.
@@ -64,17 +67,20 @@ class SampledRows(NamedTuple):
 
 
 class RowSampler:
-    """Samples rows with a private generator; no global random state is touched.
+    """Samples rows with private generators; no global random state is touched.
+
+    What is drawn depends on the seed and on sizes alone, not on what was drawn before: ranks that
+    see other parts of one pass draw the same rows of it.
 
     Args:
         max_rows: Largest number of rows.
-        seed: Seed of the generator.
+        seed: Seed of the generators.
     """
 
     def __init__(self, max_rows: int, seed: int) -> None:
         self._max_rows = max_rows
         self._max_queries = QUERIES
-        self._generator = torch.Generator("cpu").manual_seed(seed)
+        self._seed = seed
         self._queries: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     @property
@@ -101,7 +107,7 @@ class RowSampler:
         Returns:
             Flat indices into `shape`.
         """
-        rows = self._permute(math.prod(shape))
+        rows = self._permute(math.prod(shape), "rows")
         if valid is not None:
             rows = rows[valid.flatten().cpu()[rows]]
         return rows[: self._max_rows]
@@ -115,7 +121,19 @@ class RowSampler:
         Returns:
             Indices of the rows, in ascending order.
         """
-        return self._permute(count)[: self._max_rows].sort().values
+        return self._permute(count, "places")[: self._max_rows].sort().values
+
+    def number_rows(self, count: int) -> Tensor:
+        """Number rows in the order in which they are sampled, those of padding too.
+
+        Args:
+            count: Number of rows of hidden states.
+
+        Returns:
+            Number of each row, [rows].
+        """
+        order = self._permute(count, "rows")
+        return torch.empty_like(order).scatter_(0, order, torch.arange(count, device="cpu"))
 
     def sample_queries(self, sequences: int, length: int) -> tuple[Tensor, Tensor]:
         """Sample queries of attention; the same ones for all layers with that many.
@@ -135,7 +153,7 @@ class RowSampler:
         """
         if (sequences, length) not in self._queries:
             some = max(1, min(sequences, self._max_rows // length))
-            chosen = self._permute(sequences)[:some].sort().values
+            chosen = self._permute(sequences, "sequences")[:some].sort().values
             each = min(length, math.ceil(self._max_queries / some))
             shifts = max(1, some // _EIGHTHS)
             shift = torch.arange(some, dtype=torch.int64, device="cpu")[:, None] % shifts
@@ -145,8 +163,9 @@ class RowSampler:
             self._queries[sequences, length] = chosen, places
         return self._queries[sequences, length]
 
-    def _permute(self, count: int) -> Tensor:
-        return torch.randperm(count, generator=self._generator, dtype=torch.int64, device="cpu")
+    def _permute(self, count: int, what: str) -> Tensor:
+        generator = torch.Generator("cpu").manual_seed(derive_seed(self._seed, what, count))
+        return torch.randperm(count, generator=generator, dtype=torch.int64, device="cpu")
 
 
 def derive_seed(*parts: object) -> int:
@@ -170,13 +189,23 @@ class MemoryLimit:
         sampler: Sampler of the rows, which this limits.
         layers: Number of layers whose hidden states are kept.
         blocks: Number of blocks whose attention is kept; 0 where none is.
+        share: Number of passes that share the memory.
+
+    Attributes:
+        sampler: The argument.
     """
 
     def __init__(
-        self, max_mb: float | None, sampler: RowSampler, *, layers: int, blocks: int
+        self,
+        max_mb: float | None,
+        sampler: RowSampler,
+        *,
+        layers: int,
+        blocks: int,
+        share: int = 1,
     ) -> None:
-        self._max_mb = max_mb
-        self._sampler = sampler
+        self._max_mb = None if max_mb is None else max_mb / share
+        self.sampler = sampler
         self._asked = sampler.max_rows
         self._layers = layers
         self._blocks = blocks
@@ -192,17 +221,17 @@ class MemoryLimit:
         """
         if self._max_mb is not None:
             row = _BYTES * width * (self._layers + 4 * self._blocks)
-            self._sampler.limit(max(_FEWEST_ROWS, int(_FOR_ROWS * 1e6 * self._max_mb / row)))
+            self.sampler.limit(max(_FEWEST_ROWS, int(_FOR_ROWS * 1e6 * self._max_mb / row)))
 
     def notes(self) -> list[Note]:
         """Make the notes that a reader of the numbers needs."""
-        if self._max_mb is None or self._sampler.max_rows >= self._asked:
+        if self._max_mb is None or self.sampler.max_rows >= self._asked:
             return []
         text = (
             "at most {rows} rows instead of {asked} are kept: a window may hold {limit:g} MB "
             "(max_capture_mb)"
         )
-        numbers = {"rows": self._sampler.max_rows, "asked": self._asked, "limit": self._max_mb}
+        numbers = {"rows": self.sampler.max_rows, "asked": self._asked, "limit": self._max_mb}
         return [Note("rows thinned for memory", text, numbers=numbers)]
 
 

@@ -1,6 +1,7 @@
 """Token ids: those of one pass, among all integers that embedding tables were given."""
 
 import zlib
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
@@ -41,15 +42,30 @@ class TokenIds:
         """
         self._begun = len(self.lookups)
 
-    def meet(self, hidden: Tensor) -> None:
+    def meet(self, shape: Shape, hidden: Tensor | None) -> None:
         """Find the token ids of hidden states of a shape, where that was not done before.
 
         Args:
-            hidden: Hidden states of that shape, [..., width].
+            shape: Shape of the hidden states, without the width.
+            hidden: The hidden states, [..., width]; None where some of them are on other ranks.
         """
-        shape = tuple(hidden.shape[:-1])
         if shape not in self._found:
             self._found[shape] = self._choose(shape, hidden)
+
+    def first_fitting(self, shapes: Sequence[Shape]) -> Shape | None:
+        """Return the first shape that hidden states of the token ids may have; None for none.
+
+        Integers that look like positions come last, and before them ids that have to be turned.
+
+        Args:
+            shapes: Shapes of hidden states, without the width.
+        """
+        found = [
+            (not no_positions(one.lookup), one.layout.turned, shape)
+            for shape in shapes
+            for one in candidates(self.lookups, shape, streams=False)
+        ]
+        return min(found, key=lambda fit: fit[:2])[2] if found else None
 
     def may_have_made(self, hidden: Tensor) -> bool:
         """Whether a table may have given one row for each row of a tensor, of the same width.

@@ -1,0 +1,183 @@
+"""What a reading costs on each mesh: its collectives, their bytes and its time.
+
+OMP_NUM_THREADS=1 python -W ignore -m benchmarks.mesh_costs
+
+Beside them stand those of one training step. Bytes of the training are those that a ring would
+send; those of geomon are what its ranks hand over to others.
+"""
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import typer
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.forked import on_ranks
+from benchmarks.mesh_models import MeshSpec, Sizes, Training
+from benchmarks.timing import print_machine, print_table
+from geomon import Memory, Monitor, every
+
+SIZES = Sizes(
+    width=256, heads=8, key_heads=4, inner=1024, vocabulary=1024, length=128, batch=8, layers=8
+)
+MESHES = (
+    MeshSpec(),
+    MeshSpec(data=2, wrap="DDP"),
+    MeshSpec(tensor=2),
+    MeshSpec(tensor=2, hidden="sequence"),
+    MeshSpec(pipeline=2, schedule="1F1B"),
+    MeshSpec(tensor=4, hidden="sequence"),
+    MeshSpec(pipeline=4, schedule="interleaved"),
+    MeshSpec(data=2, tensor=2, wrap="FSDP2"),
+    MeshSpec(data=2, pipeline=2, wrap="DDP", schedule="1F1B"),
+    MeshSpec(pipeline=2, tensor=2, schedule="1F1B", hidden="sequence"),
+    MeshSpec(data=4, tensor=2, wrap="FSDP2", hidden="DTensor"),
+    MeshSpec(data=2, pipeline=2, tensor=2, wrap="FSDP2", schedule="1F1B", hidden="sequence"),
+)
+_NO_CALLS = ("wait_tensor", "_wrap_tensor_autograd", "recv_", "barrier")
+
+
+class _Cost(NamedTuple):
+    """Cost of a reading and of a training step, on this rank."""
+
+    calls: int
+    sent: int
+    seconds: float
+    training_calls: int
+    training_sent: float
+    training_seconds: float
+
+
+class _Collectives(TorchDispatchMode):
+    """Counts the collectives of this rank, and the bytes that it sends in a ring."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.sent = 0, 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it calls collectives itself
+        name = func.overloadpacket.__name__
+        if "c10d" in func.namespace and name not in _NO_CALLS:
+            self.calls += 1
+            self.sent += _SENT[name](_bytes(args[_INPUTS.get(name, 0)]), _size(args))
+        return func(*args, **(kwargs or {}))
+
+
+# Bytes that a rank sends, by bytes of its input and number of ranks.
+_SENT: dict[str, Callable[[int, int], float]] = {
+    **dict.fromkeys(("all_reduce", "allreduce_"), lambda given, n: 2 * given * (n - 1) / n),
+    **dict.fromkeys(
+        ("all_gather_into_tensor", "_allgather_base_"), lambda given, n: given * (n - 1)
+    ),
+    **dict.fromkeys(
+        ("reduce_scatter_tensor", "_reduce_scatter_base_"), lambda given, n: given * (n - 1) / n
+    ),
+    "send": lambda given, n: given,
+}
+_INPUTS = {"_allgather_base_": 1, "_reduce_scatter_base_": 1}  # others have it first
+
+
+def _bytes(given: Any) -> int:
+    tensors: list[Tensor] = [given] if isinstance(given, Tensor) else list(given)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _size(args: Any) -> int:
+    """Return the number of ranks of a collective, by its group or the name of it."""
+    for given in args:
+        if isinstance(given, torch.ScriptObject):
+            with_group = given
+            try:
+                return int(dist.ProcessGroup.unbox(with_group).size())
+            except (RuntimeError, ValueError, TypeError):
+                continue  # the operation of a reduction
+    group = dist.distributed_c10d._resolve_process_group(args[-1])
+    return int(group.size())
+
+
+def run(spec: MeshSpec, tokens: int, runs: int) -> _Cost:
+    """Measure a mesh on this rank.
+
+    Args:
+        spec: The mesh.
+        tokens: Rows of a reading, over all ranks.
+        runs: Number of steps that are timed; one more warms up.
+    """
+    training = Training(spec, "Llama", 0.0, sizes=SIZES)
+    taken = []
+    for step in range(runs + 1):
+        began = time.perf_counter()
+        training.step(step)
+        taken.append(time.perf_counter() - began)
+    with _Collectives() as counted:
+        training.step(runs + 1)
+    memory = Memory()
+    monitor = Monitor(
+        training.watched, tokens=tokens, directory=None, sinks=[memory], schedule=every(1),
+        budget=None, strict=True,
+    )  # fmt: skip
+    before = monitor.communication
+
+    @contextmanager
+    def around(step: int) -> Iterator[None]:
+        with monitor(step):
+            yield
+            dist.barrier()  # the reading alone is timed, not the wait for another's forward pass
+
+    for step in range(runs + 1):
+        training.step(step, partial(around, step))
+    calls, sent = (now - then for now, then in zip(monitor.communication, before, strict=True))
+    monitor.close()
+    seconds = [reading.seconds for reading in memory.readings][1:]
+    return _Cost(
+        calls // (runs + 1), sent // (runs + 1), statistics.median(seconds) if seconds else 0.0,
+        counted.calls, counted.sent, statistics.median(taken[1:]),
+    )  # fmt: skip
+
+
+def _rows(tokens: int, runs: int) -> Iterator[tuple[str, ...]]:
+    for spec in MESHES:
+        found: list[_Cost] = on_ranks(spec.size, run, spec, tokens, runs)
+        first = found[0]
+        sent, trained = sum(x.sent for x in found), sum(x.training_sent for x in found)
+        yield (
+            str(spec), str(spec.size), str(first.calls), str(max(x.training_calls for x in found)),
+            f"{sent / 1e6:.1f}", f"{trained / 1e6:.1f}", f"{first.seconds:.2f}",
+            f"{first.training_seconds:.2f}",
+        )  # fmt: skip
+
+
+def main(
+    tokens: Annotated[int, typer.Option(help="Rows of a reading, over all ranks.")] = 1024,
+    runs: Annotated[int, typer.Option(help="Readings, and steps; the median counts.")] = 3,
+) -> None:
+    """Measure one reading and one training step on each mesh."""
+    logging.getLogger("geomon").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    print_table(
+        f"One reading of {SIZES.layers} layers, width {SIZES.width}, {tokens:,} rows, and one "
+        f"training step of {SIZES.batch * SIZES.length:,} tokens a data rank",
+        (
+            "mesh", "ranks", "calls of a reading", "of a step", "MB of a reading", "of a step",
+            "s of a reading", "of a step",
+        ),
+        _rows(tokens, runs),
+    )  # fmt: skip
+    print_machine(f"medians of {runs}", "one thread to a rank")
+
+
+if __name__ == "__main__":
+    typer.run(main)

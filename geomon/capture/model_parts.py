@@ -1,0 +1,120 @@
+"""What a training has in hand: a module, or the stages of a pipeline that this rank runs."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from geomon.capture.anatomy import Anatomy, find_anatomy, join_anatomies
+
+_FUNCTION = (
+    "in a pipeline the probe is a function that runs one pass of the schedule on every rank, "
+    "probe=lambda schedule: schedule.eval(inputs, target=targets) for instance: where there is a "
+    "loss, the last stage needs targets"
+)
+
+
+class ModelParts:
+    """The model, or the parts of it that this rank has: of a pipeline, its stages.
+
+    Args:
+        model: A module; or a stage of `torch.distributed.pipelining`, a list of stages, or the
+            schedule that runs them.
+
+    Attributes:
+        given: The argument.
+        modules: The model, or the module of each stage.
+        stages: The stages, in ascending order; none for a model.
+        root: The model, or a module that holds those of all stages.
+
+    Raises:
+        TypeError: It is neither a module nor stages.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.given = model
+        stages = _stages_of(model)
+        if stages is None and not isinstance(model, nn.Module):
+            raise TypeError(
+                f"expected a torch.nn.Module, got {type(model).__name__}: pass the model, or "
+                "of a pipeline the schedule or the stages that this rank runs"
+            )
+        self.stages: tuple[Any, ...] = stages or ()
+        self.modules: tuple[nn.Module, ...] = tuple(stage.submod for stage in self.stages)
+        self.root: nn.Module = nn.ModuleList(self.modules) if stages else model
+        if not stages:
+            self.modules = (self.root,)
+
+    @property
+    def name(self) -> str:
+        """Name of the class of the model, or of its parts."""
+        return type(self.modules[0]).__name__
+
+    @property
+    def micro_batches(self) -> tuple[Callable[[], int], ...]:
+        """For each stage, a function that counts the micro-batches, 0 before they are known."""
+        return tuple(functools.partial(_count_micro_batches, stage) for stage in self.stages)
+
+    def find_anatomy(self, blocks: str | Sequence[nn.Module] | None = None) -> Anatomy:
+        """Find the blocks of the model, or of its parts: of some parts there may be none.
+
+        Args:
+            blocks: Overrides the search (see `geomon.capture.find_anatomy`).
+
+        Raises:
+            ValueError: There are no blocks, or none that `blocks` names.
+        """
+        if not self.stages:
+            return find_anatomy(self.root, blocks)
+        found = []
+        for number, module in enumerate(self.modules):
+            inside = set(module.modules())
+            own = blocks
+            if blocks is not None and not isinstance(blocks, str):
+                own = [block for block in blocks if block in inside]
+            try:
+                anatomy = find_anatomy(module, own)
+            except ValueError:  # the first and the last stage may have none
+                anatomy = Anatomy((), ())
+            stacks = tuple(replace(stack, part=number) for stack in anatomy.stacks)
+            found.append(replace(anatomy, stacks=stacks))
+        return join_anatomies(found)
+
+    def check_probe(self, inputs: Any) -> None:
+        """Raise an error for inputs of which no pass can be made.
+
+        Args:
+            inputs: What a probe is given.
+
+        Raises:
+            ValueError: The model is a pipeline, and the inputs are no function that runs it.
+        """
+        if self.stages and not (callable(inputs) and not isinstance(inputs, Mapping)):
+            raise ValueError(_FUNCTION)
+
+
+def _stages_of(model: Any) -> tuple[Any, ...] | None:
+    """Return the stages of a pipeline; None for anything else."""
+    if isinstance(model, nn.Module):
+        return None
+    if _is_stage(model):
+        return (model,)
+    if isinstance(model, list | tuple):
+        if model and all(map(_is_stage, model)):
+            return tuple(sorted(model, key=lambda stage: int(stage.stage_index)))
+        return None
+    # A schedule has no public name for its stages.
+    stages = getattr(model, "_stages", None) or getattr(model, "_stage", None)
+    return None if stages is None else _stages_of(stages)
+
+
+def _is_stage(value: Any) -> bool:
+    known = all(hasattr(value, name) for name in ("stage_index", "num_stages", "args_recv_info"))
+    return known and isinstance(value.submod, nn.Module)
+
+
+def _count_micro_batches(stage: Any) -> int:
+    """Count the micro-batches: a stage knows of each of them where its inputs come from."""
+    return len(stage.args_recv_info)

@@ -1,0 +1,172 @@
+"""Shards: which part of a tensor is on this rank, where ranks share out one pass among them."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+Shape = tuple[int, ...]
+
+
+class TensorPlace(NamedTuple):
+    """Place of this rank among those that share out the weights of its blocks.
+
+    Attributes:
+        shard: Number of its shard, from 0.
+        shards: Number of shards; 1 where the weights are whole.
+    """
+
+    shard: int = 0
+    shards: int = 1
+
+
+WHOLE = TensorPlace()
+
+
+class Slice(NamedTuple):
+    """Where the rows that are on this rank lie among those of all ranks.
+
+    Attributes:
+        shape: Shape of the whole, without the width.
+        start: First index of the part, by dimension.
+        size: Shape of the part.
+    """
+
+    shape: Shape
+    start: Shape
+    size: Shape
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all rows are on this rank."""
+        return self.shape == self.size
+
+    def inside(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Find those of some rows that are on this rank.
+
+        Args:
+            rows: Flat indices into the whole.
+
+        Returns:
+            Which of them these are, as places among the rows, and their flat indices in the part.
+        """
+        if self.is_whole:
+            return torch.arange(len(rows), dtype=torch.int64, device="cpu"), rows
+        inside = torch.ones_like(rows, dtype=torch.bool)
+        flat = torch.zeros_like(rows)
+        sides = zip(torch.unravel_index(rows, self.shape), self.start, self.size, strict=True)
+        for index, start, size in sides:
+            inside &= (index >= start) & (index < start + size)
+            flat = flat * size + index - start
+        places = inside.nonzero().squeeze(1)
+        return places, flat[places]
+
+
+def whole(shape: Sequence[int]) -> Slice:
+    """Return the slice of a tensor that is whole on this rank.
+
+    Args:
+        shape: Shape of the tensor, without the width.
+    """
+    return Slice(tuple(shape), (0,) * len(shape), tuple(shape))
+
+
+def sharded_along(dim: int, part: Shape, place: TensorPlace) -> Slice:
+    """Return the slice of a tensor that is shared out evenly along a dimension.
+
+    Args:
+        dim: The dimension.
+        part: Shape of the part on this rank, without the width.
+        place: Place of this rank.
+    """
+    shape, start = list(part), [0] * len(part)
+    shape[dim], start[dim] = part[dim] * place.shards, part[dim] * place.shard
+    return Slice(tuple(shape), tuple(start), part)
+
+
+class ShardingError(ValueError):
+    """A sharded tensor cannot be read by rows; the message says why."""
+
+
+def is_sharded(values: Any) -> bool:
+    """Whether a value is a DTensor.
+
+    Args:
+        values: Any value.
+    """
+    return hasattr(values, "placements") and hasattr(values, "device_mesh")
+
+
+def slice_of(values: Tensor) -> Slice:
+    """Find where the rows of a DTensor that are on this rank lie in the whole.
+
+    Args:
+        values: Hidden states, [..., width].
+
+    Raises:
+        ShardingError: Its rows are sums of what is on several ranks, or shared out by columns.
+    """
+    sharded: Any = values
+    starts, sizes = _local(sharded)
+    if sizes[-1] != values.shape[-1]:
+        raise ShardingError("hidden states are sharded along their width")
+    if any(placement.is_partial() for placement in sharded.placements):
+        raise ShardingError("hidden states are partial: what is on the ranks is still to be summed")
+    return Slice(tuple(values.shape[:-1]), starts[:-1], sizes[:-1])
+
+
+def starts_of(values: Tensor) -> Shape:
+    """Return the first index of the part of a DTensor that is on this rank, by dimension.
+
+    Args:
+        values: A DTensor.
+    """
+    return _local(values)[0]
+
+
+def sharded_dims(values: Tensor) -> set[int]:
+    """List the dimensions along which a tensor is shared out; none for a plain tensor.
+
+    Args:
+        values: Any tensor.
+    """
+    if not is_sharded(values):
+        return set()
+    _, sizes = _local(values)
+    return {dim for dim, size in enumerate(sizes) if size != values.shape[dim]}
+
+
+def first_feature(module: nn.Module) -> int:
+    """Return the number, among those of all ranks, of the first feature that a module makes.
+
+    Args:
+        module: A projection, as it is while its forward pass runs.
+    """
+    weight: Any = getattr(module, "weight", None)
+    if not is_sharded(weight):
+        return 0
+    starts = starts_of(weight)
+    transposed = hasattr(module, "nf")  # transformers' Conv1D
+    return starts[1 if transposed and len(starts) > 1 else 0]
+
+
+def _local(values: Any) -> tuple[Shape, Shape]:
+    """Return the first index and the size of the local part of a DTensor, by dimension.
+
+    Shards are cut as `torch.chunk` cuts them; of strided ones the first index is that of an even
+    cut, which keeps their order.
+    """
+    starts, sizes = [0] * values.ndim, list(values.shape)
+    coordinate = values.device_mesh.get_coordinate()
+    for dim, placement in enumerate(values.placements):
+        along = getattr(placement, "dim", None)
+        if along is None or coordinate is None:
+            continue
+        along %= values.ndim
+        chunk = math.ceil(sizes[along] / values.device_mesh.size(dim))
+        before = min(chunk * coordinate[dim], sizes[along])
+        starts[along] += before
+        sizes[along] = min(chunk, sizes[along] - before)
+    return tuple(starts), tuple(sizes)

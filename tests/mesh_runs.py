@@ -1,0 +1,463 @@
+"""What ranks read that share out one model: run as a program by `test_meshes.py`, on each rank.
+
+The models, and one process on hidden states that are gathered by hand, are those of the benchmark
+that tries all meshes. Each rank checks what it has found; the readings are those of the first one.
+"""
+
+import contextlib
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from on_ranks import run_here, write_down
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from benchmarks.mesh_models import (
+    SMALL,
+    Decoder,
+    MeshSpec,
+    Training,
+    batch_of,
+    loss_of,
+)
+from benchmarks.meshes import largest_difference, run_cell
+from geomon import Memory, Monitor, describe, every, measure, read, select
+from geomon.capture.shards import ShardingError, slice_of
+from geomon.distributed import RankGroup
+from geomon.distributed.mesh import find_place
+from geomon.record.columns import tagged
+
+HEADS, KEY_HEADS, HEAD_WIDTH = SMALL.heads, SMALL.key_heads, SMALL.head_width
+FEW = select("variance", "twonn", "within_variance", "attention_entropy", "qk_cosine", "max_logit")
+TWO_STAGES = MeshSpec(pipeline=2, tensor=2, schedule="interleaved", hidden="DTensor")
+CELLS = (
+    (MeshSpec(data=2, tensor=2, wrap="FSDP2", hidden="sequence"), "Llama", 0.1),
+    (MeshSpec(data=2, tensor=2, wrap="DDP"), "GPT", 0.1),
+    (MeshSpec(data=2, pipeline=2, wrap="DDP", schedule="1F1B"), "Llama", 0.0),
+    (MeshSpec(pipeline=2, tensor=2, schedule="GPipe", hidden="sequence"), "GPT", 0.1),
+    (TWO_STAGES, "Llama", 0.0),
+)
+PAGE = (Path(__file__).parent.parent / "docs" / "many_ranks.md").read_text()
+# Values of the last digits of a forward pass that is shared out, in one that is not.
+ROUNDING = 1e-4
+
+
+def monitor_of(model: Any, **kwargs: Any) -> tuple[Monitor, Memory]:
+    memory = Memory()
+    settings = {"metrics": FEW, "tokens": 96, "schedule": every(1), "strict": True, "budget": None}
+    return Monitor(model, directory=None, sinks=[memory], **(settings | kwargs)), memory
+
+
+def values(memory: Memory) -> dict[str, float]:
+    return tagged(memory.readings[-1].stacks)
+
+
+def notes(memory: Memory) -> str:
+    return "\n".join(memory.readings[-1].words())
+
+
+# -- four ranks ------------------------------------------------------------------------------------
+
+
+def cells(ranks: RankGroup, folder: Path) -> None:
+    """Values are those of one process on what is gathered by hand; training is as without."""
+    for spec, family, dropout in CELLS:
+        found = run_cell(spec, family, dropout, FEW)
+        if found is not None:
+            assert found.identical, spec
+            assert found.by_hand == 0, (spec, found)
+            assert dropout or found.rounding < ROUNDING, (spec, found)
+            assert found.values > 50
+
+
+def told_apart(ranks: RankGroup, folder: Path) -> None:
+    """Of each head and layer queries and keys are one number that no other has."""
+
+    def prepare(family: str, part: Decoder) -> None:
+        for name, block in part.blocks.items():
+            attention: Any = block.attention
+            number = 100.0 * (int(name) + 1)
+            if family == "Llama":
+                _all_are(attention.wq, [number + head for head in range(HEADS)])
+                _all_are(attention.wk, [number + 50 + head for head in range(KEY_HEADS)])
+            else:  # queries, keys and values of a head in turn
+                parts = ((number + h, number + 50 + h, 0) for h in range(HEADS))
+                _all_are(attention.qkv, [value for head in parts for value in head])
+
+    metrics = {
+        "asks": lambda projected_query: projected_query.mean(dim=(0, 2)),
+        "answers": lambda projected_key: projected_key.mean(dim=(0, 2)),
+        "attends": lambda query: query.square().mean(dim=(0, 2, 3)).sqrt(),  # rotations keep it
+    }
+    for family, spec in (
+        ("Llama", TWO_STAGES),
+        ("GPT", MeshSpec(data=2, tensor=2, wrap="FSDP2", hidden="sequence")),
+        ("Llama", MeshSpec(tensor=4)),
+    ):
+        training = Training(spec, family, 0.0, partial(prepare, family))
+        monitor, memory = monitor_of(training.watched, metrics=metrics)
+        training.step(0, partial(monitor, 0))
+        if ranks.rank:
+            continue
+        found = values(memory)
+        keys = KEY_HEADS if family == "Llama" else HEADS
+        for layer in range(1, spec.layers + 1):
+            for name, heads, more in (("asks", HEADS, 0), ("answers", keys, 50)):
+                for head in range(heads):
+                    tag = f"{name}/layer_{layer:02d}/head_{head}"
+                    assert found[tag] == 100 * layer + more + head
+            for head in range(HEADS):
+                tag = f"attends/layer_{layer:02d}/head_{head}"
+                assert found[tag] == pytest.approx(100 * layer + head)
+        assert len([tag for tag in found if "asks/layer" in tag and "head" in tag]) == (
+            HEADS * spec.layers
+        )
+
+
+def _all_are(projection: nn.Linear, numbers: list[float]) -> None:
+    """Let a projection make the same number for all tokens, one for each head."""
+    with torch.no_grad():
+        projection.weight.zero_()
+        projection.bias.copy_(torch.tensor(numbers).repeat_interleave(HEAD_WIDTH))
+
+
+class Chosen(nn.Module):
+    """Attention whose key heads are on every rank: each takes those of its query heads."""
+
+    def __init__(self, of: nn.Module, rank: int, size: int) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv, self.out = of.wq, of.wk, of.wv, of.out
+        first, count = rank * KEY_HEADS // size, max(1, KEY_HEADS // size)
+        self.keys = slice(first, first + count)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            made.unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2)
+            for made in (self.wq(x), self.wk(x), self.wv(x))
+        )
+        k, v = k[:, self.keys], v[:, self.keys]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class OverDTensors(nn.Module):
+    """Attention by hand, of DTensors from the projections to the output."""
+
+    def __init__(self, of: nn.Module, along: int | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.wq, self.out = of.wq, of.out
+        self.wk, self.wv = (nn.Linear(*reversed(of.wq.weight.shape)) for _ in range(2))
+        self.along = along
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            made.view(*made.shape[:2], -1, HEAD_WIDTH).transpose(1, 2)
+            for made in (self.wq(x), self.wk(x), self.wv(x))
+        )
+        if self.along is not None:  # as context parallelism shares them out
+            q = q.redistribute(placements=[Shard(self.along)])
+            k, v = (made.redistribute(placements=[Replicate()]) for made in (k, v))
+        scores = q @ k.transpose(-2, -1) * HEAD_WIDTH**-0.5
+        hidden = torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(1)
+        if isinstance(scores, DTensor):
+            hidden = DTensor.from_local(hidden, scores.device_mesh, [Replicate()])
+        y = (scores + hidden).softmax(dim=-1) @ v
+        if self.along is not None:
+            y = y.redistribute(placements=[Shard(1)])
+        return self.out(y.transpose(1, 2).reshape(*x.shape[:2], -1))
+
+
+def other_attentions(ranks: RankGroup, folder: Path) -> None:
+    """Key heads that several ranks have count once; heads of DTensors are read, sequences not."""
+    mesh = init_device_mesh("cpu", (ranks.size,), mesh_dim_names=("tp",))
+    ids = batch_of(0, 0)
+    out = {"attention.out": RowwiseParallel()}
+    over = ColwiseParallel(use_local_output=False)
+    all_over = {f"attention.{name}": over for name in ("wq", "wk", "wv")} | out
+    for here, whole, plan in (
+        (
+            partial(Chosen, rank=ranks.rank, size=ranks.size), partial(Chosen, rank=0, size=1),
+            {"attention.wq": ColwiseParallel()} | out,
+        ),
+        (OverDTensors, OverDTensors, all_over),
+        (partial(OverDTensors, along=2), OverDTensors, all_over),
+    ):  # fmt: skip
+        along = here is not OverDTensors and whole is OverDTensors
+        model, alone = Decoder("Llama", 2), Decoder("Llama", 2)
+        for block, same in zip(model.blocks.values(), alone.blocks.values(), strict=True):
+            block.attention, same.attention = here(block.attention), whole(same.attention)
+            parallelize_module(block, mesh, plan)
+        monitor, memory = monitor_of(model, strict=not along)
+        with monitor(0):
+            model(ids)
+        if ranks.rank:
+            continue
+        expects, expected = monitor_of(alone, gather=False)
+        with expects(0):
+            alone(ids)
+        if along:
+            assert "on several ranks (context parallelism)" in notes(memory)
+            tag = "variance/layer_02"
+            assert values(memory)[tag] == pytest.approx(values(expected)[tag])
+        else:
+            assert largest_difference(values(memory), values(expected)) < ROUNDING
+
+
+def page(ranks: RankGroup, folder: Path) -> None:
+    """What the page on many ranks says to write is run, with a loss that stays shared out."""
+    loop, of_pipeline, _, of_transformers = re.findall(r"```py\n(.*?)```", PAGE, flags=re.DOTALL)
+    ids = batch_of(0, 0)
+    names: dict[str, Any] = {"batches": [(ids, ids)] * 2}
+
+    def shared_at_the_ends(part: Decoder) -> None:
+        mesh = init_device_mesh("cpu", (ranks.size,), mesh_dim_names=("tp",))
+        logits = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+        table = RowwiseParallel(input_layouts=Replicate())
+        parallelize_module(part, mesh, {"tokens": table, "head": logits})
+
+    training = Training(MeshSpec(tensor=4), "Llama", 0.0, shared_at_the_ends)
+    names |= {"model": training.watched, "optimizer": training.optimizer}
+    with loss_parallel():
+        _run_block(loop, names | {"loss_of": loss_of}, folder / "loop")
+    training = Training(MeshSpec(pipeline=4, schedule="1F1B"), "GPT", 0.0)
+    names |= {"schedule": training.watched, "optimizer": training.optimizer}
+    names |= {"is_first_stage": ranks.rank == 0, "is_last_stage": ranks.rank == 3}
+    _run_block(of_pipeline, names, folder / "pipeline")
+    for name, family, layers in (("loop", "Llama", 2), ("pipeline", "GPT", 4)):
+        if ranks.rank == 0:
+            model = Decoder(family, layers)
+            expects, expected = monitor_of(model, gather=False, tokens=4096)
+            with expects(0):
+                model(ids)
+            (first,) = read(folder / name / "runs" / "first")
+            found = tagged(first.stacks)
+            # In another order of the rows another one of equal rows stands for them in margins.
+            alone = {tag: x for tag, x in values(expected).items() if not tag.endswith("margin")}
+            assert largest_difference({tag: found[tag] for tag in alone}, alone) < ROUNDING
+            assert first.tokens == ids.numel()
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(vocab_size=60, num_attention_heads=4, **sizes)
+    if ranks.rank == 0:
+        transformers.LlamaForCausalLM(config).save_pretrained(folder / "saved")
+    dist.barrier()
+    given = {"folder": folder / "saved", "batches": [ids]}
+    _run_block(of_transformers, given, folder / "transformers")
+    if ranks.rank == 0:
+        (reading,) = read(folder / "transformers" / "runs" / "first")
+        assert "max_logit/layer_02/head_3" in tagged(reading.stacks)
+
+
+def _run_block(block: str, names: dict[str, Any], folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    with contextlib.chdir(folder):
+        exec(compile(block, "many_ranks.md", "exec"), {**names})
+
+
+def places(ranks: RankGroup, folder: Path) -> None:
+    """Ranks find those with which they share out weights, and none with tokens of their own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    own = (ranks.rank // 2 * 2, ranks.rank // 2 * 2 + 1)
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+
+    def made() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def shared() -> nn.Module:
+        return parallelize_module(made(), mesh["tp"], plan)
+
+    assert find_place([made()]).is_whole
+    for model in (
+        shared(),
+        fully_shard(shared(), mesh=mesh["dp"]),
+        replicate(shared(), mesh=mesh["dp"]),
+        nn.parallel.DistributedDataParallel(shared(), device_mesh=mesh["dp"]),
+    ):
+        place = find_place([model])
+        assert (place.tensor, place.tensor_name, place.shard) == (own, "tp", ranks.rank % 2)
+        assert place.part() == f"shard {ranks.rank % 2} of 2 of the weights"
+    named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for model in (fully_shard(made(), mesh=mesh["dp"]), fully_shard(made(), mesh=named)):
+        assert find_place([model]).is_whole
+    # Experts are shared out among ranks that have other tokens.
+    experts = made()
+    everyone = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+    experts.register_parameter(
+        "experts", nn.Parameter(distribute_tensor(torch.zeros(4, 3, 3), everyone, [Shard(0)]))
+    )
+    assert find_place([nn.Sequential(fully_shard(made(), mesh=mesh["dp"]), experts)]).is_whole
+
+
+def slices(ranks: RankGroup, folder: Path) -> None:
+    """Rows of a DTensor are found where they are, also where not all ranks have as many."""
+    mesh = init_device_mesh("cpu", (ranks.size,))
+    hidden = torch.arange(60.0).view(6, 10, 1).expand(6, 10, 8).contiguous()
+    rows = torch.tensor([3, 9, 10, 31, 42, 59])
+    for dim in range(2):
+        values = distribute_tensor(hidden, mesh, [Shard(dim)])
+        found, places_here = slice_of(values).inside(rows)
+        here = values.to_local()[..., 0].flatten()[places_here]
+        assert torch.equal(here, rows[found].float())
+        everywhere: list[Any] = [None] * ranks.size
+        dist.all_gather_object(everywhere, found.tolist())
+        assert sorted(place for own in everywhere for place in own) == [*range(len(rows))]
+    with pytest.raises(ShardingError, match="along their width"):
+        slice_of(distribute_tensor(hidden, mesh, [Shard(2)]))
+    with pytest.raises(ShardingError, match="still to be summed"):
+        slice_of(DTensor.from_local(hidden, mesh, [Partial()]))
+
+
+def probes(ranks: RankGroup, folder: Path) -> None:
+    """Extra passes read what one process does, and leave the training as it is."""
+    for spec in (
+        MeshSpec(data=2, tensor=2, wrap="FSDP2"),
+        MeshSpec(pipeline=2, tensor=2, schedule="GPipe"),
+    ):
+        ends = []
+        for watched in (False, True):
+            training = Training(spec, "GPT", 0.1)
+            training.seed()
+            monitor, memory = monitor_of(training.watched)
+            inputs = batch_of(0, 9)
+            probe: Any = inputs
+            if spec.schedule:
+                probe = partial(_run_probe, training, inputs)
+                with pytest.raises(ValueError, match="a function that runs one pass"):
+                    monitor.probe(0, inputs)
+            losses = []
+            for step in range(2):
+                if watched:
+                    monitor.probe(step, probe)
+                losses += training.step(step)
+            ends.append((losses, training.state(), torch.get_rng_state()))
+        (losses, weights, random), (others, same, also) = ends
+        assert losses == others
+        assert all(map(torch.equal, weights, same))
+        assert torch.equal(random, also)
+        if ranks.rank == 0:
+            assert memory.readings[0].mode == "eval"
+            if not spec.schedule:
+                alone = measure(Decoder("GPT", 2), inputs, metrics=FEW, tokens=96)
+                first = tagged(memory.readings[0].stacks)
+                assert largest_difference(first, alone) < ROUNDING
+            else:
+                assert len(values(memory)) > 50
+                assert memory.readings[0].tokens == 96
+
+
+def _run_probe(training: Training, inputs: Tensor, schedule: Any) -> None:
+    assert schedule is training.watched
+    training.run(inputs, "eval")
+
+
+def parts(ranks: RankGroup, folder: Path) -> None:
+    """What a rank has alone is named, and so are tokens that do not belong together."""
+    training = Training(TWO_STAGES, "Llama", 0.0)
+    page = str(describe(training.watched))
+    first, second = ranks.rank // 2, ranks.rank // 2 + 2
+    assert "4 ranks: 2 pipeline (4 stages) x 2 tensor (tp)" in page
+    part = f"stages {first} and {second} of 4 (from 0), shard {ranks.rank % 2} of 2 of the weights"
+    assert f"{ranks.rank}: {part}" in page
+    seen = str(describe(training.watched, partial(_run_probe, training, batch_of(0, 0))))
+    assert f"hidden states from place (0, {8 * (ranks.rank % 2)}) on" in " ".join(seen.split())
+    assert "4 heads out of those of all ranks" in seen
+    monitor, memory = monitor_of(training.watched, gather=False)
+    training.step(0, partial(monitor, 0))
+    if ranks.rank == 0:
+        assert f"the part of rank 0 is measured: {part}" in notes(memory)
+        assert {tag.split("/")[1] for tag in values(memory) if "layer_" in tag} == {
+            "layer_00", "layer_01", "layer_02",
+        }  # fmt: skip
+    # Ranks that share one model are given other tokens.
+    shared = Training(MeshSpec(tensor=4), "GPT", 0.0)
+    monitor, memory = monitor_of(shared.watched)
+    with monitor(0):
+        shared.watched(batch_of(ranks.rank, 0))
+    if ranks.rank == 0:
+        assert "rank 1 was given other tokens than rank 0" in notes(memory)
+
+
+# -- two ranks -------------------------------------------------------------------------------------
+
+PAIRS = (
+    MeshSpec(tensor=2, hidden="sequence"),
+    MeshSpec(pipeline=2, schedule="1F1B"),
+)
+
+
+def slow(ranks: RankGroup, folder: Path) -> None:
+    """A rank that is late for a reading is given up; the training ends as it would without."""
+    for spec in PAIRS:
+        plain = Training(spec, "Llama", 0.1)
+        plain.seed()
+        losses = [loss for step in range(3) for loss in plain.step(step)]
+        training = Training(spec, "Llama", 0.1)
+        monitor, memory = monitor_of(training.watched, strict=False, rank_timeout=1.5)
+        training.seed()
+
+        @contextmanager
+        def around(step: int, monitor: Monitor = monitor) -> Iterator[None]:
+            with monitor(step):
+                yield
+                if step == 1 and ranks.rank == 1:
+                    time.sleep(2.5)
+
+        found = [loss for step in range(3) for loss in training.step(step, partial(around, step))]
+        assert found == losses
+        assert all(map(torch.equal, training.state(), plain.state()))
+        if ranks.rank == 0:
+            assert [reading.step for reading in memory.readings] == [0, 2]
+            assert "the part of rank 0 is measured" in notes(memory)
+        dist.barrier()
+
+
+def dies(ranks: RankGroup, folder: Path) -> None:
+    """A rank that is lost ends the training as it would without, and no reading waits for it."""
+    training = Training(PAIRS[0], "GPT", 0.0)
+    monitor, memory = monitor_of(training.watched, strict=False, rank_timeout=20)
+    training.step(0, partial(monitor, 0))
+    if ranks.rank == 1:
+        write_down("dies", "dies", folder)
+        os._exit(0)
+    began = time.perf_counter()
+    with pytest.raises(RuntimeError, match="gloo"):
+        _go_on(training, monitor)
+    monitor.close()
+    assert time.perf_counter() - began < 15
+    assert [reading.step for reading in memory.readings] == [0]
+    assert sum(len(module._forward_hooks) for module in training.parts[0].modules()) < 20
+
+
+def _go_on(training: Training, monitor: Monitor) -> None:
+    for step in (1, 2):
+        training.step(step, partial(monitor, step))
+
+
+FOUR = (cells, told_apart, other_attentions, page, places, slices, probes, parts)
+PROGRAMS = {"four": FOUR, "slow": (slow,), "dies": (dies,)}
+
+
+if __name__ == "__main__":
+    name = sys.argv[1]
+    run_here(PROGRAMS[name], name, Path(sys.argv[2]), ends=name != "dies")
