@@ -105,6 +105,7 @@ class Window:
         max_mb: Largest memory of what is kept, in millions of bytes: the number of rows is lowered
             for it, and attention that does not fit is left out. None for no limit.
         keep_inputs: Whether to keep what the model is called with, as it is, in `inputs`.
+        may_run_eagerly: Whether compiled code of which there is no twin is run eagerly, to be seen.
         extra_layers: Names of layers to see beside those of the blocks
             (`geomon.capture.snapshot.EXTRA_LAYERS`).
         place: Place of this rank among those that share out the weights of the blocks.
@@ -127,6 +128,7 @@ class Window:
         seed: int,
         max_mb: float | None = None,
         keep_inputs: bool = False,
+        may_run_eagerly: bool = True,
         extra_layers: Sequence[str] = (),
         place: TensorPlace = WHOLE,
         micro_batches: Sequence[Callable[[], int]] = (),
@@ -136,6 +138,7 @@ class Window:
         self._charge = charge
         self._place = place
         self._keeps_inputs = keep_inputs
+        self._may_run_eagerly = may_run_eagerly
         self.inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
         self._sources = {CAPTURED[view] for view in views}
         self._extra = tuple(extra_layers) if "hidden" in self._sources else ()
@@ -219,11 +222,6 @@ class Window:
                 yield
         finally:
             self.seconds = before + time.perf_counter() - began
-
-    @property
-    def forced_eager(self) -> bool:
-        """Whether compiled code of the training was run eagerly, to be seen."""
-        return self._forced_eager
 
     @property
     def settled(self) -> bool:
@@ -603,9 +601,10 @@ class Window:
         if complete and any(self._seen_attentions()):
             self.close()
 
-    def on_forced_eager(self) -> None:
-        """Note that compiled code of the training is run eagerly."""
-        self._forced_eager = True
+    def forces_eager(self) -> bool:
+        """Whether compiled code of the training, of which there is no twin, is run eagerly."""
+        self._forced_eager = self._may_run_eagerly
+        return self._may_run_eagerly
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

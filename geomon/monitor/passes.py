@@ -81,14 +81,19 @@ class Passes:
         return self._window(step, self._options["seed"], step, *self._place(), rows=rows)
 
     def open_for_check(self, step: int, views: Collection[str], rows: int) -> Window:
-        """Make a window that looks at less of the training's own forward pass.
+        """Make a window that looks at less of the training's own forward pass, of this rank alone.
+
+        Compiled code whose forward pass waits for other ranks is no twin's, and stays compiled:
+        the others, which look at nothing, wait for what it does.
 
         Args:
             step: Number of optimizer updates already in the weights.
             views: Names of the views that are wanted.
             rows: Number of rows of hidden states to keep, of this rank alone.
         """
-        return self._window(step, self._options["seed"], step, rows=rows, views=views)
+        return self._window(
+            step, self._options["seed"], step, rows=rows, views=views, is_check=True
+        )
 
     def snapshots(self, window: Window) -> list[Snapshot]:
         """Return what a window has seen of each pass, with its rows where they stay.
@@ -231,6 +236,7 @@ class Passes:
         rows: int,
         windows: int = 1,
         views: Collection[str] | None = None,
+        is_check: bool = False,
     ) -> Window:
         self._renew_anatomy()
         most = self._options["max_capture_mb"]
@@ -240,6 +246,7 @@ class Passes:
             extra_layers=self._options["extra_layers"], place=self._shard,
             micro_batches=self._parts.micro_batches,
             keep_inputs=self._options["on_alert"] is not None, charge=self._budget.charge,
+            may_run_eagerly=not is_check,
         )  # fmt: skip
         self._open = window, step
         return window

@@ -96,17 +96,23 @@ def test_a_step_is_checked_once(tmp_path):
 
 
 @pytest.mark.parametrize(("can_be_copied", "goes_on"), [(True, True), (False, False)])
-def test_a_compiled_model_is_checked_by_its_twin_and_not_where_it_would_run_eagerly(
+def test_a_compiled_model_is_checked_by_its_twin_and_never_runs_eagerly_itself(
     can_be_copied, goes_on
 ):
     """A twin needs a copy of the inputs; its time counts as that of the check."""
     model = model_of()
-    model.compile(backend="eager")
     forward = model.forward
-    model.forward = lambda hidden, other: forward(hidden)
+
+    def called(hidden, other):
+        model.runs_compiled = torch.compiler.is_compiling()  # the twin is another module
+        return forward(hidden)
+
+    model.forward = called
+    model.compile(backend="eager")
     monitor = Monitor(model, directory=None, schedule=every(1000), checks=1)
     with monitor(1):
         model(torch.randn(16, 12, 16), None if can_be_copied else (n for n in range(3)))
+    assert model.runs_compiled
     monitor.advance(2)
     assert monitor.is_due(2) is goes_on
 

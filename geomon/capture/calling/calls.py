@@ -87,8 +87,8 @@ class CallObserver(Protocol):
             error: The error.
         """
 
-    def on_forced_eager(self) -> None:
-        """Note that compiled code of the training is run eagerly."""
+    def forces_eager(self) -> bool:
+        """Whether compiled code of the training, of which there is no twin, is run eagerly."""
 
     def seeing(self, module: nn.Module) -> AbstractContextManager[None]:
         """Return a context manager in which the observer sees operators.
@@ -459,11 +459,12 @@ def _call_compiled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
             with observers[0].timed():
                 copies = _copies(target, args, kwargs)
         except Exception:  # no twin can be made: what is watched is the step itself
-            for observer in observers:
-                observer.on_forced_eager()
-            with extra_pass_begun(), run_eagerly.held():
-                return _call_eagerly(module, args, kwargs)
-        _run_twin(observers, target, *copies)
+            forced = [observer.forces_eager() for observer in observers]
+            if any(forced):
+                with extra_pass_begun(), run_eagerly.held():
+                    return _call_eagerly(module, args, kwargs)
+        else:
+            _run_twin(observers, target, *copies)
     with _unpatched():
         return nn.Module.__call__(module, *args, **kwargs)
 
