@@ -117,6 +117,8 @@ def told_apart(ranks: RankGroup, folder: Path) -> None:
         training = Training(spec, family, 0.0, partial(prepare, family))
         monitor, memory = monitor_of(training.watched, metrics=metrics)
         training.step(0, partial(monitor, 0))
+        # No rank has the whole model, which a check looks at.
+        assert not monitor_of(training.watched, schedule=every(100), checks=1)[0].is_due(1)
         if ranks.rank:
             continue
         found = values(memory)

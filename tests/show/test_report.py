@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -79,7 +80,8 @@ def library():
 def test_the_page_says_the_run_in_words_first(make_readings, library):
     page = Page(render([run_of(make_readings(), "run of today")]))
     words = " ".join(page.words.split())
-    assert "Geometry of run of today" in words
+    assert f"Geometry of run of today geomon {version('geomon')}, report of 20" in words
+    assert "run of today Synthetic" in words
     assert (
         "intrinsic dimension 5.3 ± 0.1, compressing since step 256, 28 % below its peak 7.4"
         in words
