@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special  # type: ignore[import-untyped]
 
 from geomon.record import Reading
 from geomon.record.columns import Columns
@@ -111,6 +110,8 @@ class Line(NamedTuple):
     @property
     def quantile(self) -> _Array:
         """Standard errors that normal errors exceed once in three million readings, [curves]."""
+        from scipy import special  # type: ignore[import-untyped]  # only where it is needed
+
         return np.asarray(special.stdtrit(self.freedom, 1 - _BEYOND / 2))
 
     @property

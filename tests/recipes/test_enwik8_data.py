@@ -150,7 +150,7 @@ def _error(action: Callable[[], object]) -> str:
 
 @given(st.binary(min_size=1, max_size=300))
 def test_ids_and_symbols_give_the_bytes_back(raw: bytes) -> None:
-    corpus = module._corpus(raw, "somewhere")
+    corpus = module.corpus_of(raw, "somewhere")
     assert _bytes(corpus) == raw
     assert corpus.symbols == bytes(sorted(set(raw)))
     assert corpus.vocabulary_size == len(set(raw))

@@ -29,8 +29,8 @@ def test_a_series_draws_itself_with_its_interval():
     step_0, step_4, step_16, step_64 = axes.transData.transform([(0, 0), (4, 0), (16, 0), (64, 0)])[
         :, 0
     ]
-    assert step_64 - step_16 == pytest.approx(step_16 - step_4) > 0
-    assert step_4 > step_0
+    assert step_64 - step_16 == pytest.approx(step_16 - step_4)
+    assert step_16 > step_4 > step_0
 
 
 def test_series_are_in_order_and_without_gaps():

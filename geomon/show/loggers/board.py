@@ -62,7 +62,8 @@ class BoardPages(Pages):
                 writer.add_image(f"{_GROUP}/{title}", image, step, dataformats="HWC")
 
         values = LoggerSink(name, log, detail=detail, save=save, writers=writers, prefix=PREFIX)
-        parts: list[Sink] = [BoardText(writers, name=name), values]
+        # Closed in reverse order: the values, which save, when all pages have had their last word.
+        parts: list[Sink] = [values, BoardText(writers, name=name)]
         if pictures:
             named = () if isinstance(detail, str) else detail
             parts.append(Pictures(post, name=name, metrics=named))
