@@ -175,6 +175,19 @@ def test_the_cost_of_a_reading_is_that_of_its_page():
         assert re.search(rf"\b{said}( training steps .*)? at (width )?{width}\b", README), width
 
 
+def test_the_odds_are_those_of_their_page():
+    page = (ROOT / "docs" / "warnings.md").read_text()
+    rows = (line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| "))
+    _, loss, _, alerts, *_, block = next(row for row in rows if row[0] == "silent")
+    rows = (line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| "))
+    growing = next(row for row in rows if row[0] == "creeping")[3]
+    words = " ".join(README.split())
+    assert (
+        f"alerts noticed {alerts}, the loss {loss}; they named the right block in {block}" in words
+    )
+    assert f"alerts noticed {growing}: [warnings" in words
+
+
 def test_the_claims_are_counted_as_on_their_page():
     page = (ROOT / "docs" / "claims.md").read_text()
     (row,) = re.findall(r"^\| \*\*all\*\* \|(.*)\|$", page, flags=re.MULTILINE)
