@@ -126,6 +126,14 @@ def test_each_alert_has_a_section_to_which_its_note_leads():
         assert section, name
 
 
+def test_how_often_alerts_are_false_is_what_the_page_counts():
+    page = (Path(__file__).parents[2] / "docs" / "warnings.md").read_text()
+    assert f"with {HEALTHY_STEPS:,} steps read" in page
+    counted = page.partition("\nBy kind: ")[2].partition(".")[0].split(", ")
+    said = {name: rule.false_alarms for name, rule in RULES.items() if rule.false_alarms}
+    assert {name: int(count) for name, count in (each.split() for each in counted)} == said
+
+
 def jumping(**jumps):
     """A healthy run of 60 readings from step 1,000 on in which values jump at given readings."""
     run = []
