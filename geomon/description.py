@@ -13,7 +13,7 @@ from geomon.capture.model_parts import ModelParts
 from geomon.capture.shards import TensorPlace
 from geomon.capture.snapshot import CAPTURED, Layer, explain_missing
 from geomon.distributed import find_ranks
-from geomon.distributed.mesh import Place, find_place
+from geomon.distributed.mesh import RankPlace, find_place
 from geomon.record.printable import printable
 
 # In words, by the routes of `geomon.capture.tap`.
@@ -109,13 +109,13 @@ def describe(
     return Description(f"{parts.name}: {_count_blocks(anatomy)}", tuple(rows))
 
 
-def _of_stage(stack: Stack, place: Place) -> Stack:
+def _of_stage(stack: Stack, place: RankPlace) -> Stack:
     """Name a stack by its stage; how many blocks other stages have is not known here."""
     number = place.stages[stack.part]
     return replace(stack, name=f"stage {number} {stack.name}".strip(), before=number)
 
 
-def _mesh_rows(place: Place) -> list[_Row]:
+def _mesh_rows(place: RankPlace) -> list[_Row]:
     """Say where this rank is in the mesh, if it has a part of the model alone."""
     if place.is_whole:
         return []
@@ -295,7 +295,7 @@ class _SeenModel:
         place: Place of this rank in the mesh.
     """
 
-    def __init__(self, parts: ModelParts, anatomy: Anatomy, inputs: Any, place: Place) -> None:
+    def __init__(self, parts: ModelParts, anatomy: Anatomy, inputs: Any, place: RankPlace) -> None:
         parts.check_probe(inputs)
         views = set(CAPTURED)
         self._window = Window(

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geomon.record import Reading
-from geomon.record.columns import Columns
+from geomon.record.columns import Column, Columns, Place
 
 _Array = NDArray[np.float64]
 
@@ -60,20 +60,6 @@ WATCHED = {
     "variance": Watched(0.05, by_logarithm=True),
     "within_variance": Watched(0.05, by_logarithm=True),
 }
-
-
-class Place(NamedTuple):
-    """A value of a reading that is watched.
-
-    Attributes:
-        metric: Name of the metric.
-        layer: Number of the layer.
-        head: Number of the head; None for a value of the whole layer.
-    """
-
-    metric: str
-    layer: int
-    head: int | None
 
 
 class Departure(NamedTuple):
@@ -286,9 +272,9 @@ class Bands:
         Args:
             reading: A reading of a later step than those before, of the same source.
         """
-        found = dict(_watched(reading.stacks.get(self._stack, {})))
-        for place in found.keys() - self._columns.keys():
-            self._columns[place] = len(self._columns)
+        found = dict(_watched(self._stack, reading.stacks.get(self._stack, {})))
+        for place in found:
+            self._columns.setdefault(place, len(self._columns))
         missing = len(self._columns) - self._history.shape[1]
         self._history = np.pad(self._history, ((0, 0), (0, missing)), constant_values=np.nan)
         values = np.full(len(self._columns), np.nan)
@@ -316,16 +302,22 @@ class Bands:
         return Found(departures, list(self._left.values()), mean)
 
 
-def _watched(columns: Columns) -> Iterator[tuple[Place, float]]:
+def _watched(stack: str, columns: Columns) -> Iterator[tuple[Place, float]]:
     """Iterate over the values that are watched, logarithms where the band is one of these."""
-    for metric in WATCHED.keys() & columns.keys():
-        found: dict[tuple[int, int | None], float] = dict(columns[metric].by_head().items())
-        found = found or {(n, None): value for n, value in columns[metric].by_layer().items()}
-        for (layer, head), value in found.items():
+    for metric in WATCHED:
+        column = columns.get(metric, Column())
+        found = {
+            Place(stack, metric, layer=layer, kind="head", head=head): value
+            for (layer, head), value in column.by_head().items()
+        }
+        found = found or {
+            Place(stack, metric, layer=layer): value for layer, value in column.by_layer().items()
+        }
+        for place, value in found.items():
             if not WATCHED[metric].by_logarithm:
-                yield Place(metric, layer, head), value
+                yield place, value
             elif value > 0:
-                yield Place(metric, layer, head), math.log(value)
+                yield place, math.log(value)
 
 
 def _departure(place: Place, value: float, expected: float, width: float, size: float) -> Departure:

@@ -602,7 +602,7 @@ class Window:
             self.close()
 
     def forces_eager(self) -> bool:
-        """Whether compiled code of the training, of which there is no twin, is run eagerly."""
+        """Whether the training's own compiled code is to run eagerly, since it has no twin."""
         self._forced_eager = self._may_run_eagerly
         return self._may_run_eagerly
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from geomon.distributed.mesh import Mesh, Place
+from geomon.distributed.mesh import Mesh, RankPlace
 from geomon.distributed.packing import pack, unpack
 
 log = logging.getLogger("geomon")
@@ -75,7 +75,7 @@ class RankGroup:
         self.rank = rank
         self.size = size
         self.why_not_connected = why_not_connected
-        self.mesh = mesh or Mesh(tuple(Place(other) for other in range(size)))
+        self.mesh = mesh or Mesh(tuple(RankPlace(other) for other in range(size)))
         self.calls = self.bytes_sent = 0
         self._process_group = process_group
         self._timeout = timeout
@@ -98,7 +98,7 @@ class RankGroup:
         return self.rank if self.connected else 0
 
     @property
-    def own(self) -> Place:
+    def own(self) -> RankPlace:
         """Place of this rank in the mesh."""
         return self.mesh.places[self.rank if len(self.mesh.places) > 1 else 0]
 
@@ -317,7 +317,7 @@ def find_ranks() -> RankGroup:
 
 
 def join_ranks(
-    place: Place | None = None,
+    place: RankPlace | None = None,
     options: Mapping[str, Any] | None = None,
     *,
     timeout: float = 60.0,
@@ -336,7 +336,7 @@ def join_ranks(
             first.
     """
     group = find_ranks()
-    group.mesh = Mesh((place or Place(group.rank),))
+    group.mesh = Mesh((place or RankPlace(group.rank),))
     if group.size == 1:
         return group
     try:

@@ -19,7 +19,7 @@ Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Place of a rank in the mesh, as far as the rank itself knows it; plain values.
 
     Attributes:
@@ -103,7 +103,7 @@ class Mesh:
         places: The place of each rank, in rank order.
     """
 
-    places: tuple[Place, ...] = field(default_factory=lambda: (Place(),))
+    places: tuple[RankPlace, ...] = field(default_factory=lambda: (RankPlace(),))
 
     @functools.cached_property
     def data_ranks(self) -> tuple[int, ...]:
@@ -185,7 +185,7 @@ class Mesh:
         return self.places[0].words(len(self.places))
 
 
-def find_place(parts: Sequence[nn.Module], stages: Sequence[Any] = ()) -> Place:
+def find_place(parts: Sequence[nn.Module], stages: Sequence[Any] = ()) -> RankPlace:
     """Find the place of this rank, without the blocks.
 
     Args:
@@ -193,14 +193,14 @@ def find_place(parts: Sequence[nn.Module], stages: Sequence[Any] = ()) -> Place:
         stages: The stages of a pipeline that these are, as `torch.distributed.pipelining` has them.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        return Place()
+        return RankPlace()
     rank = dist.get_rank()
     tensor, name = _tensor_group(parts)
     if not stages:
-        return Place(rank, tensor, name)
+        return RankPlace(rank, tensor, name)
     numbers = tuple(stage.stage_index for stage in stages)
     pipeline, count = _ranks_of(stages[0].group), stages[0].num_stages
-    return Place(rank, tensor, name, pipeline, numbers, count)
+    return RankPlace(rank, tensor, name, pipeline, numbers, count)
 
 
 def _ranks_of(group: Any) -> Ranks:

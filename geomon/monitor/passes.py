@@ -83,8 +83,8 @@ class Passes:
     def open_for_check(self, step: int, views: Collection[str], rows: int) -> Window:
         """Make a window that looks at less of the training's own forward pass, of this rank alone.
 
-        Compiled code whose forward pass waits for other ranks is no twin's, and stays compiled:
-        the others, which look at nothing, wait for what it does.
+        Compiled code of which no copy can be made stays compiled, and the check sees nothing of it.
+        The other ranks make no check: a pass that ran eagerly here could wait for them forever.
 
         Args:
             step: Number of optimizer updates already in the weights.

@@ -154,7 +154,7 @@ def scores_of_limits(track: Track) -> Scores:
     limits: dict[str, Callable[[Array], Array]] = {
         "attention_entropy_normalised": lambda values: 0.05 / np.maximum(values, 1e-9),
         "max_logit": lambda values: values / 100.0,
-        "effective_rank": lambda values: 1.2 / values,
+        "effective_rank": lambda values: 1.1 / values,
     }
     places = [place for name in limits for place in track.places(name) if place.part != MARGIN]
     columns = [limits[place.metric](track.values[place]) for place in places]

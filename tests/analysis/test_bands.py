@@ -16,9 +16,9 @@ from geomon.analysis.bands import (
     WATCHED,
     WINDOW,
     Bands,
-    Place,
     continue_line,
 )
+from geomon.record.columns import Place
 
 SCORES = "max_logit/layer_02/head_1"
 
@@ -94,7 +94,7 @@ def test_a_jump_leaves_its_band_at_once_and_is_placed():
     found = departures(values)
     assert not any(found[:50])
     (departure,) = found[50]
-    assert departure.place == Place("max_logit", 2, 1)
+    assert departure.place == Place("", "max_logit", layer=2, kind="head", head=1)
     assert departure.value == values[50]
     assert departure.low < 20 < departure.high < departure.value
     middle = (departure.low + departure.high) / 2

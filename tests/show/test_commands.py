@@ -186,7 +186,7 @@ def test_alerts_are_explained_where_no_docs_are_installed():
     everything = invoke("alerts").stdout.splitlines()
     assert [line.partition(":")[0] for line in everything] == [*RULES]
     assert invoke("alerts", "rank_collapse").stdout == (
-        "rank_collapse: an effective rank of the hidden states below 1.2; look at the learning "
+        "rank_collapse: an effective rank of the hidden states below 1.1; look at the learning "
         f"rate, its warm-up and the initialisation; {RULES['rank_collapse'].odds}\n"
     )
     assert "no alert is called 'x'" in invoke("alerts", "x").stderr

@@ -88,7 +88,7 @@ class CallObserver(Protocol):
         """
 
     def forces_eager(self) -> bool:
-        """Whether compiled code of the training, of which there is no twin, is run eagerly."""
+        """Whether the training's own compiled code is to run eagerly, since it has no twin."""
 
     def seeing(self, module: nn.Module) -> AbstractContextManager[None]:
         """Return a context manager in which the observer sees operators.
