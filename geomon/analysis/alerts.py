@@ -8,6 +8,7 @@ rules are wrong, and what they notice: docs/warnings.md.
 """
 
 import difflib
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -200,7 +201,10 @@ def _left_band(reading: Reading, stack: str, bands: Found) -> Finding | None:
     if not bands.departures:
         return None
     first = bands.left[0].departure
-    others = [f"{_words_of(left.departure.place)} at step {left.step:,}" for left in bands.left[1:]]
+    others = [
+        f"at step {left.step:,} " * (left.step > before.step) + _words_of(left.departure.place)
+        for before, left in itertools.pairwise(bands.left)
+    ]
     then = "; then " + ", ".join(others[:_NAMED]) if others else ""
     numbers: dict[str, int | float | str] = {
         "metric": first.place.metric, "value": first.value, "low": first.low, "high": first.high,

@@ -160,7 +160,9 @@ def test_a_value_that_leaves_its_band_is_an_alert_that_names_it_and_those_that_f
     assert (first.step, first.heads, first.numbers["count"]) == (1050, ((2, 1),), 1)
     assert (second.step, second.heads[:2]) == (1052, ((2, 1), (1, 0)))
     assert second.numbers["count"] == 4
-    assert "then max_logit of layer 1, head 0 at step 1,051, max_logit of" in second.words()
+    then = "; then at step 1,051 max_logit of layer 1, head 0, at step 1,052 max_logit of layer "
+    assert then in second.words()
+    assert second.words().count("at step 1,052") == 1  # of two values, named once
     low, high = first.numbers["low"], first.numbers["high"]
     assert (
         f"was {first.numbers['value']:.3g} at step 1,050, where {low:.3g} to {high:.3g} was exp"
