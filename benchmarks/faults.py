@@ -2,8 +2,10 @@
 
 Single faults are drawn from all of geomon/: a comparison, an operator, a constant, a condition, the
 order of two arguments, a call or a statement that is left out, a result that is None, a tag or a
-name. Each is written into a copy of the project in a temporary folder, and the tests of its own
-module run there until the first one fails. What survives is listed.
+name. The whole suite is run once, by coverage.py, which tells the tests that run each line. Each
+fault is written into a copy of the project in a temporary folder, and the tests that run its line,
+those of all the module where the line is run by the import, run there until the first one fails.
+What survives is listed.
 
 The same seed draws the same faults as long as their functions stay as they are: the draw goes by a
 hash of the fault and not by its place in the file.
@@ -12,6 +14,7 @@ hash of the fault and not by its place in the file.
 import ast
 import contextlib
 import hashlib
+import json
 import multiprocessing
 import os
 import shutil
@@ -20,14 +23,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Annotated
 
+import coverage
+import pytest
 import typer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,28 +43,8 @@ PRELOADED = ["pytest", "torch", "scipy.stats", "faiss", "lightning", "transforme
 SLOWER = 5
 LEAST_SECONDS = 90.0
 
-# What notices a fault beside the tests of the module's own folder, by the first folder of its path.
-BROADER: dict[str, list[str]] = {
-    "": ["test_one_shot.py", "test_description.py"],
-    "analysis": ["show/terminal/test_overview.py"],
-    "capture": ["test_one_shot.py", "test_description.py", "monitor/test_monitor.py",
-                "test_architectures.py"],
-    "kernels": ["metrics"],
-    "metrics": ["test_one_shot.py"],
-    "monitor": ["test_loops.py"],
-    "record": ["monitor/test_monitor.py", "monitor/test_resume.py"],
-}  # fmt: skip
-# Modules whose tests have another name than the module.
-OWN: dict[str, list[str]] = {
-    "geomon/lightning.py": ["test_loops.py"],
-    "geomon/huggingface.py": ["test_loops.py"],
-    "geomon/capture/calling/batch.py": ["monitor/test_held_out.py"],
-    "geomon/capture/calling/calls.py": ["distributed/test_group.py"],
-    "geomon/monitor/callback.py": ["test_lightning.py", "test_huggingface.py"],
-    "geomon/monitor/measuring/jobs.py": ["distributed/test_group.py"],
-}
-# Run last.
-SLOW = ("tests/distributed/test_group.py", "tests/record/test_kills.py")
+# Of the tests that run a fault the cheapest are run, up to this many seconds of them.
+BUDGET = 300.0
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE,
@@ -92,6 +78,7 @@ class Fault:
         before: Code that was there.
         after: Code that stands there instead.
         owner: Name of the function or class around it.
+        lines: First and last line of the statement; None where the import runs it.
     """
 
     path: str
@@ -101,6 +88,7 @@ class Fault:
     before: str
     after: str
     owner: str
+    lines: tuple[int, int] | None
 
     @property
     def key(self) -> str:
@@ -110,6 +98,9 @@ class Fault:
     def __str__(self) -> str:
         before, after = (" ".join(text.split()) for text in (self.before, self.after))
         return f"{self.path}:{self.line} ({self.owner}) {self.kind}: {before}  ->  {after}"
+
+
+Lines = tuple[int, int] | None
 
 
 def swap(node: ast.AST) -> Iterator[tuple[str, str]]:
@@ -210,28 +201,45 @@ def faults_of(path: str, text: str) -> list[Fault]:
         starts.append(starts[-1] + len(line))
     found: list[Fault] = []
 
-    def add(node: ast.expr | ast.stmt, kind: str, after: str, owner: str) -> None:
+    def add(node: ast.expr | ast.stmt, kind: str, after: str, owner: str, lines: Lines) -> None:
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         begin = starts[node.lineno - 1] + node.col_offset
         end = starts[node.end_lineno - 1] + node.end_col_offset
         before = data[begin:end].decode()
-        found.append(Fault(path, node.lineno, kind, (begin, end), before, after, owner))
+        found.append(Fault(path, node.lineno, kind, (begin, end), before, after, owner, lines))
 
-    def walk(node: ast.AST, owner: str) -> None:
+    def walk(node: ast.AST, owner: str, lines: Lines) -> None:
+        bodies = {id(part) for part in getattr(node, "body", ())} if is_function(node) else set()
         for child in ast.iter_child_nodes(node):
             if any(child is part for part in silent(node)) or child in silent(child):
                 continue
+            at = lines
+            if isinstance(child, ast.stmt) and (lines or id(child) in bodies):
+                at = lines_of(child)
             if isinstance(child, ast.expr | ast.stmt):
                 for kind, after in swap(child):
-                    add(child, kind, after, owner)
+                    add(child, kind, after, owner, at)
             for test in conditions(child):
-                add(test, "condition", f"(not ({ast.unparse(test)}))", owner)
+                add(test, "condition", f"(not ({ast.unparse(test)}))", owner, at)
             scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-            walk(child, child.name if isinstance(child, scope) else owner)
+            walk(child, child.name if isinstance(child, scope) else owner, at)
 
-    walk(ast.parse(text), "module")
+    walk(ast.parse(text), "module", None)
     return found
+
+
+def is_function(node: ast.AST) -> bool:
+    """Tell whether a node is a function: what its body does, no import runs."""
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+
+
+def lines_of(statement: ast.stmt) -> tuple[int, int]:
+    """Return the first and last line of a statement, without the statements in it."""
+    inner = [part.lineno for part in ast.walk(statement) if isinstance(part, ast.stmt)]
+    inner = [line for line in inner if line > statement.lineno]
+    end = statement.end_lineno or statement.lineno
+    return statement.lineno, min([end, *(line - 1 for line in inner)])
 
 
 def folder_of(path: str) -> str:
@@ -273,21 +281,48 @@ def draw(seed: int, count: int, only: str | None) -> list[Fault]:
     return drawn
 
 
-def tests_of(path: str) -> list[str]:
-    """List the test files of a module, its doctests first, then its own file."""
-    inside = Path(path).relative_to("geomon")
-    top = inside.parts[0] if len(inside.parts) > 1 else ""
-    own = [str(inside.parent / f"test_{inside.stem.lstrip('_')}.py"), *OWN.get(path, [])]
-    found = [path]
-    for entry in [*own, *([str(inside.parent), top] if top else []), *BROADER.get(top, [])]:
-        place = ROOT / "tests" / entry
-        inner = sorted(place.rglob("test_*.py")) if place.is_dir() else [place]
-        found += [str(file.relative_to(ROOT)) for file in inner if file.exists()]
-    return sorted(dict.fromkeys(found), key=lambda file: file in SLOW)
+def test_files() -> list[str]:
+    """List the files with tests: those of the suite, and modules with doctests."""
+    suite = sorted((ROOT / "tests").rglob("test_*.py"))
+    doctests = [
+        file for file in sorted((ROOT / "geomon").rglob("*.py")) if ">>>" in file.read_text()
+    ]
+    return [str(file.relative_to(ROOT)) for file in [*suite, *doctests]]
 
 
-def run_tests(tree: str, files: list[str], log: str) -> None:
-    """Run test files in a copy of the project and exit with pytest's code; a child process."""
+class Contexts:
+    """Tells coverage.py which test runs, and keeps how long each took; None where it failed."""
+
+    def __init__(self, cover: coverage.Coverage) -> None:
+        self.seconds: dict[str, float | None] = {}
+        self._cover = cover
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Run a test in a context of its own."""
+        self._cover.switch_context(item.nodeid)
+        self.seconds[item.nodeid] = 0.0
+        try:
+            return (yield)
+        finally:
+            self._cover.switch_context("")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep how a part of a test went."""
+        spent = self.seconds[report.nodeid]
+        if spent is not None:
+            self.seconds[report.nodeid] = None if report.failed else spent + report.duration
+
+
+def run_tests(tree: str, tests: list[str], log: str, data: str | None) -> None:
+    """Run tests in a copy of the project and exit with pytest's code; a child process.
+
+    Args:
+        tree: Folder of the copy.
+        tests: Names of tests or of files of tests.
+        log: File of the output.
+        data: File in which coverage.py keeps which test runs which line; None for no account.
+    """
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
@@ -298,17 +333,65 @@ def run_tests(tree: str, files: list[str], log: str) -> None:
     sys.path[:] = [tree, *(entry for entry in sys.path if entry not in ("", str(ROOT), tree))]
     for name in [name for name in sys.modules if name.split(".")[0] in ("geomon", "recipes")]:
         del sys.modules[name]
-    import pytest
-
-    plain = ["-q", "-x", "-p", "no:cacheprovider", "--no-header"]
+    plain = ["-q", "-p", "no:cacheprovider", "--no-header", f"--basetemp={tree}_temporary"]
     # Its plugins are loaded already where a library that was imported before needs them.
     plain += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    if data is not None:
+        plain += ["-W", "ignore::coverage.exceptions.CoverageWarning"]
+        cover = coverage.Coverage(
+            data, data_suffix=True, context=tests[0], config_file=f"{data}.ini"
+        )
+        contexts = Contexts(cover)
+        cover.start()
+        end = pytest.main([*plain, *tests], [contexts])
+        cover.stop()
+        cover.save()
+        seconds_file(data, tests[0]).write_text(json.dumps(contexts.seconds))
+        os._exit(int(end))
     # Doctests load their module a second time, so that what other tests replace in it would not be
     # what runs: they come last, by themselves.
-    doctests = [file for file in files if not file.startswith("tests")]
-    tests = [file for file in files if file not in doctests]
-    end = pytest.main([*plain, *tests]) if tests else pytest.ExitCode.OK
-    os._exit(int(end or pytest.main([*plain, *doctests])) if doctests else int(end))
+    doctests = [test for test in tests if not test.startswith("tests")]
+    others = [test for test in tests if test not in doctests]
+    end = pytest.main([*plain, "-x", *others]) if others else pytest.ExitCode.OK
+    os._exit(int(end or pytest.main([*plain, "-x", *doctests])) if doctests else int(end))
+
+
+def seconds_file(data: str | Path, tests: str) -> Path:
+    """Return the file in which the seconds of a file of tests are kept."""
+    return Path(data).parent / f"{tests.replace('/', '.')}.json"
+
+
+@dataclass(frozen=True)
+class Account:
+    """What the suite runs.
+
+    Attributes:
+        tests: Tests, or files of which a process of their own ran the line, by file and line.
+        seconds: How long each of them takes; those that fail without a fault are absent.
+    """
+
+    tests: dict[str, dict[int, set[str]]]
+    seconds: dict[str, float]
+
+    def of(self, fault: Fault) -> list[str]:
+        """List the tests that run the statement of a fault; the cheapest, by file."""
+        by_line = self.tests.get(fault.path, {})
+        found: set[str] = set()
+        for line, tests in by_line.items():
+            if fault.lines is None or fault.lines[0] <= line <= fault.lines[1]:
+                found |= tests
+        if fault.lines is None:  # every file imports the module: who runs its functions matters
+            found = {test for test in found if "::" in test} or found
+        spent, files = 0.0, defaultdict[str, list[str]](list)
+        for test in sorted(
+            found & self.seconds.keys(), key=lambda test: (self.seconds[test], test)
+        ):
+            spent += self.seconds[test]
+            if spent < BUDGET or not files:
+                files[test.partition("::")[0]].append(test)
+        whole = {file: [file] if file in tests else tests for file, tests in files.items()}
+        cheapest = sorted(whole, key=lambda file: sum(self.seconds[test] for test in whole[file]))
+        return [test for file in cheapest for test in whole[file]]
 
 
 class Tree:
@@ -326,16 +409,14 @@ class Tree:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
 
-    def noticed(self, fault: Fault | None, files: list[str], limit: float) -> str:
-        """Plant a fault, or none, run tests and take it out again: how they ended."""
-        if fault is None:
-            return self._run(files, limit)
+    def noticed(self, fault: Fault, tests: list[str], limit: float) -> str:
+        """Plant a fault, run tests and take it out again: how they ended."""
         file = self.folder / fault.path
         data = file.read_bytes()
         begin, end = fault.span
         file.write_bytes(data[:begin] + fault.after.encode() + data[end:])
         try:
-            return self._run(files, limit)
+            return self.run(tests, limit)
         finally:
             file.write_bytes(data)
 
@@ -344,9 +425,10 @@ class Tree:
         lines = [*filter(None, Path(self._log).read_text(errors="replace").splitlines()), ""]
         return next((line for line in lines if line.startswith(("FAILED", "ERROR"))), lines[-2:][0])
 
-    def _run(self, files: list[str], limit: float) -> str:
+    def run(self, tests: list[str], limit: float, data: str | None = None) -> str:
+        """Run tests: how they ended."""
         context = multiprocessing.get_context("forkserver")
-        child = context.Process(target=run_tests, args=(str(self.folder), files, self._log))
+        child = context.Process(target=run_tests, args=(str(self.folder), tests, self._log, data))
         child.start()
         child.join(limit)
         late = child.is_alive()
@@ -360,38 +442,80 @@ class Tree:
         return "survived" if passed else "noticed"
 
 
-def campaign(faults: list[Fault], jobs: int, say: Callable[[str], None]) -> dict[Fault, str]:
-    """Run the tests of each fault: "noticed", "survived" or "timed out"."""
-    ends: dict[Fault, str] = {}
+@contextlib.contextmanager
+def trees(jobs: int) -> Iterator[tuple[SimpleQueue[Tree], ThreadPoolExecutor]]:
+    """Make copies of the project, and a thread for each."""
     with tempfile.TemporaryDirectory(prefix="faults_") as folder, ThreadPoolExecutor(jobs) as pool:
-        trees: SimpleQueue[Tree] = SimpleQueue()
+        free: SimpleQueue[Tree] = SimpleQueue()
         for job in range(jobs):
-            trees.put(Tree(Path(folder).resolve() / f"tree_{job}"))
+            free.put(Tree(Path(folder).resolve() / f"tree_{job}"))
+        yield free, pool
 
-        def duration(files: tuple[str, ...]) -> float:
-            tree, began = trees.get(), time.monotonic()
-            end = tree.noticed(None, list(files), 3600)
-            why = tree.why()
-            trees.put(tree)
-            if end != "survived":
-                raise SystemExit(f"without a fault, {' '.join(files)} end as '{end}': {why}")
-            return time.monotonic() - began
 
-        lists = sorted({file for fault in faults for file in tests_of(fault.path)})
-        took = dict(zip(lists, pool.map(duration, [(file,) for file in lists]), strict=True))
-        say(f"{len(lists)} test files pass without a fault, in {sum(took.values()):.0f} s")
+def take_account(jobs: int, folder: Path, say: Callable[[str], None]) -> Account:
+    """Run the whole suite once and keep which test runs which line.
 
-        def plant(fault: Fault) -> None:
-            files = tests_of(fault.path)
-            limit = max(LEAST_SECONDS, SLOWER * sum(took[file] for file in files))
-            tree, began = trees.get(), time.monotonic()
-            ends[fault] = tree.noticed(fault, files, limit)
+    Args:
+        jobs: Processes at a time.
+        folder: Folder of what is counted; what lies there is used again.
+        say: What is done with each line of progress.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder.resolve() / "lines"
+    Path(f"{data}.ini").write_text(
+        "[run]\nsource = geomon\nrelative_files = true\npatch = subprocess, _exit, fork\n"
+    )
+
+    def count(free: SimpleQueue[Tree], file: str) -> None:
+        if seconds_file(data, file).exists():
+            return
+        tree, began = free.get(), time.monotonic()
+        end = tree.run([file], 3600, str(data))
+        why = "" if end == "survived" else tree.why()
+        free.put(tree)
+        say(f"{time.monotonic() - began:4.0f} s  {file} {why}")
+
+    with trees(jobs) as (free, pool):
+        list(pool.map(lambda file: count(free, file), test_files()))
+    whole = coverage.Coverage(str(data), config_file=f"{data}.ini")
+    whole.combine([str(folder)], keep=True)
+    counted, seconds = whole.get_data(), {}
+    for file in test_files():
+        each = json.loads(seconds_file(data, file).read_text())
+        seconds |= {test: spent for test, spent in each.items() if spent is not None}
+        if None not in each.values():
+            seconds[file] = sum(each.values())
+    tests: dict[str, dict[int, set[str]]] = {}
+    for path in counted.measured_files():
+        by_line = counted.contexts_by_lineno(path)
+        tests[path] = {
+            # What is not a test's own was run by the import, by a process or by a thread.
+            line: {name.partition("|")[2] or name for name in names if name}
+            for line, names in by_line.items()
+        }
+    return Account(tests, seconds)
+
+
+def campaign(
+    faults: list[Fault], account: Account, jobs: int, say: Callable[[str], None]
+) -> dict[Fault, str]:
+    """Run the tests of each fault: "noticed", "survived", "timed out" or "not run"."""
+    ends: dict[Fault, str] = {}
+
+    def plant(free: SimpleQueue[Tree], fault: Fault) -> None:
+        tests, began, why = account.of(fault), time.monotonic(), ""
+        ends[fault] = "not run"
+        if tests:
+            tree = free.get()
+            limit = max(LEAST_SECONDS, SLOWER * sum(account.seconds[test] for test in tests))
+            ends[fault] = tree.noticed(fault, tests, limit)
             why = tree.why() if ends[fault] == "noticed" else ""
-            trees.put(tree)
-            seconds = time.monotonic() - began
-            say(f"{len(ends):4d} {ends[fault]:9s} {seconds:4.0f} s  {fault}  {why}")
+            free.put(tree)
+        seconds = time.monotonic() - began
+        say(f"{len(ends):4d} {ends[fault]:9s} {seconds:4.0f} s, {len(tests)} tests  {fault}  {why}")
 
-        list(pool.map(plant, faults))
+    with trees(jobs) as (free, pool):
+        list(pool.map(lambda fault: plant(free, fault), faults))
     return ends
 
 
@@ -400,6 +524,9 @@ def main(
     count: Annotated[int, typer.Option(help="Faults, spread over the folders.")] = 220,
     only: Annotated[str | None, typer.Option(help="One folder, such as geomon/show.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes at a time.")] = 2,
+    counted: Annotated[Path, typer.Option(help="Folder of which test runs which line.")] = Path(
+        "runs/coverage"
+    ),
     list_: Annotated[bool, typer.Option("--list", help="Print the faults, plant none.")] = False,
 ) -> None:
     """Draw faults, plant each, and print what survived."""
@@ -409,14 +536,15 @@ def main(
         return
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    ends = campaign(faults, jobs, lambda text: print(text, flush=True))
+    say = partial(print, flush=True)
+    ends = campaign(faults, take_account(jobs, counted, say), jobs, say)
     print(f"\nseed {seed}: {len(ends)} faults")
     for folder in folders():
         those = Counter(end for fault, end in ends.items() if folder_of(fault.path) == folder)
         if those:
             words = ", ".join(f"{number} {end}" for end, number in sorted(those.items()))
             print(f"  {folder:25s} {words}")
-    survivors = [fault for fault in faults if ends[fault] == "survived"]
+    survivors = [fault for fault in faults if ends[fault] in ("survived", "not run")]
     share = 1 - len(survivors) / max(len(ends), 1)
     print(f"{share:.1%} noticed (a test that hangs notices too)")
     print(*(["survivors:"] if survivors else []), *survivors, sep="\n  ")

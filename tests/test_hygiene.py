@@ -133,12 +133,3 @@ def test_dependencies_say_why():
     text = (ROOT / "pyproject.toml").read_text()
     for line in re.findall(r'^    "[a-z-]+>=[\d.]+".*$', text, flags=re.MULTILINE):
         assert "#" in line, line
-
-
-def test_faults_are_looked_for_by_tests_that_are_there():
-    named = re.findall(r'"([a-z_/]*test_[a-z_]+\.py)"', (ROOT / "benchmarks/faults.py").read_text())
-    missing = {
-        name for name in named if not (ROOT / "tests" / name.removeprefix("tests/")).exists()
-    }
-    assert named
-    assert not missing

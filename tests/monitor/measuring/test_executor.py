@@ -1,4 +1,6 @@
+import itertools
 import threading
+import time
 
 import models
 import pytest
@@ -143,3 +145,18 @@ def test_casts_that_autocast_keeps_for_the_training_are_kept(way):
             read()
         assert cast_of(linear) is before
     assert len(memory.readings) == 1
+
+
+def test_what_was_measured_in_the_background_is_shown_though_no_other_reading_is_due():
+    model = models.PlainDecoder()
+    options = {"metrics": METRICS, "batches": 2, "background": True}
+    monitor, memory = watching(model, **options, schedule=lambda step: step == 0)
+    end = time.monotonic() + 60
+    for step in itertools.count():
+        with monitor(step):
+            model(models.batch())
+        if memory.readings or time.monotonic() > end:
+            break
+        time.sleep(0.01)
+    assert [reading.step for reading in memory.readings] == [0]
+    monitor.close()

@@ -4,6 +4,7 @@ import math
 import sys
 import threading
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 
 import numpy as np
@@ -351,3 +352,22 @@ def test_trackio_has_every_value_the_pictures_and_the_alert(make_readings, tmp_p
     assert any("geomon/1 Intrinsic dimension" in row for row in rows)
     (alert,) = trackio.Api().alerts("test")
     assert (alert["title"], alert["text"], alert["step"]) == ("geomon: rank collapse", WORDS, 256)
+
+
+@pytest.mark.parametrize("pictures", [True, False])
+def test_trackio_gets_values_the_alert_and_pictures_where_they_are_wanted(
+    pictures, make_readings, monkeypatch
+):
+    """By a stand-in for trackio, which few machines have."""
+    rows, alerts = [], []
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(Image=lambda image: image.shape))
+    run = SimpleNamespace(
+        log=lambda values, step: rows.append((step, values)),
+        alert=lambda title, text, step: alerts.append((title, text, step)),
+    )
+    readings = run_through(Trackio(run, pictures=pictures), make_readings)
+    assert [step for step, row in rows if "geomon/twonn" in row] == [r.step for r in readings]
+    shapes = [*chain(*(row.values() for _, row in rows if len(row) == 1))]
+    assert bool(shapes) == pictures
+    assert all(len(shape) == 3 for shape in shapes)
+    assert alerts == [("geomon: rank collapse", WORDS, 256)]
