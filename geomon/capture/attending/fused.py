@@ -52,8 +52,8 @@ def read_flex(given: Mapping[str, Any]) -> Arguments:
     """Read a call of flex attention; nothing is copied.
 
     Args:
-        given: Arguments by the names of `torch.nn.attention.flex_attention.flex_attention`; the
-            mask may be a `BlockMask`, or a tuple that ends with its function.
+        given: Arguments by the names of its operator; the mask is a tuple that ends with its
+            function.
 
     Raises:
         NotUnderstoodError: The call cannot be rebuilt from what it was given.
