@@ -225,12 +225,13 @@ def test_modules_in_lists_that_torch_does_not_know_may_be_blocks(way):
 
 def test_tables_and_heads_in_lists_that_torch_does_not_know_are_found():
     model = nn.Module()
-    model.body, model.heads = [Attending(), Attending()], [nn.Linear(8, 50, bias=False)]
-    model.tables = {"tokens": nn.Embedding(50, 8)}
+    table, head = nn.Embedding(50, 8), nn.Linear(8, 50, bias=False)
+    model.body = [Attending(), Attending()]
+    model.tables, model.heads = {"tokens": module(table=table)}, [module(head=head)]
     anatomy = find_anatomy(model)
-    assert anatomy.embeddings == (model.tables["tokens"],)
-    assert anatomy.output is model.heads[0]
-    assert anatomy.adapted == anatomy.around_embeddings == ()
+    assert (anatomy.embeddings, anatomy.output) == ((table,), head)
+    assert anatomy.around_embeddings == ((model.tables["tokens"], table),)
+    assert anatomy.adapted == ()
 
 
 def test_sublayers_of_a_block_are_not_blocks():

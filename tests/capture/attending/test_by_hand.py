@@ -58,7 +58,9 @@ def test_scores_are_arranged_by_their_sizes(shape, heads, expected):
     assert torch.equal(call.scores.flatten(), scores.flatten())
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 6, 6), (2, 4, 5, 6), (3, 5, 7), (6, 6, 6), (2, 2, 3, 6, 6)])
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 6, 6), (2, 4, 5, 6), (3, 5, 7), (6, 6, 6), (2, 2, 3, 6, 6)]
+)
 def test_products_that_cannot_be_arranged_are_refused(shape):
     with pytest.raises(NotUnderstoodError, match=r"sequences, heads and queries$"):
         recorded(torch.randn(shape), heads=4)
