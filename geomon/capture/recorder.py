@@ -120,8 +120,6 @@ class AttentionRecorder:
                     _check_tokens(call, stack_pass.shape_at(block_call))
                 columns = [block_call.provenance.columns(x) for x in (call.query, call.key)]
                 seen.add_heads(*columns)
-                if again and not self._wants_max_logits:
-                    return
                 call = _as_made(call, *columns)
                 if not again:
                     seen.max_logits.clear()

@@ -245,6 +245,18 @@ def of_a_latent(block, x):
     return query.transpose(1, 2), key, query, torch.cat([own, shared.expand(-1, -1, HEADS, -1)], -1)
 
 
+def by_a_matrix_for_each_head(block, x):
+    if not hasattr(block, "a"):
+        block.a, block.b = (nn.Parameter(torch.randn(HEADS, WIDTH, SIZE)) for _ in "ab")
+    outputs = [(x.flatten(0, 1) @ each).unflatten(1, x.shape[:2]) for each in (block.a, block.b)]
+    return *(each.transpose(0, 1) for each in outputs), *(each.movedim(0, 2) for each in outputs)
+
+
+def of_tokens_that_are_chosen_before(block, x):
+    query, key = by_two(block, x.index_select(1, torch.arange(LENGTH)))
+    return query.transpose(1, 2), key.transpose(1, 2), query, key
+
+
 def behind_kept_keys(block, x):
     """Keys of earlier tokens stand before those of this pass."""
     query, key = by_two(block, x)
@@ -255,7 +267,7 @@ def behind_kept_keys(block, x):
 WAYS = [
     by_low_rank, changed_in_place, changed_by_one_operator, with_a_bias_of_its_own,
     fewer_keys, of_channels, of_tokens_picked_by_a_mask,
-    of_a_latent, behind_kept_keys,
+    of_a_latent, behind_kept_keys, by_a_matrix_for_each_head, of_tokens_that_are_chosen_before,
 ]  # fmt: skip
 
 
@@ -270,7 +282,13 @@ def test_queries_and_keys_are_found_however_they_are_made(make, by_hand, grad):
         check(block)
 
 
-@pytest.mark.parametrize("mix", ["a product of both", "a sum with another", "sorted", "a part"])
+MIXES = [
+    "a product of both", "a sum with another", "sorted", "a part", "the same twice",
+    "picked in the middle", "of other tokens",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mix", MIXES)
 def test_what_is_no_longer_of_one_projection_is_said_and_not_guessed(mix):
     def make(block, x):
         query, key = by_two(block, x)
@@ -281,6 +299,13 @@ def test_what_is_no_longer_of_one_projection_is_said_and_not_guessed(mix):
             key = key[..., : SIZE // 2]
         elif mix == "a part":  # beside numbers of which nothing is known
             query = torch.cat([query[..., :4], query[..., 4:].sort(dim=-1).values], dim=-1)
+        elif mix == "the same twice":
+            query = torch.cat([query[..., :4], query[..., :4]], dim=-1)
+        elif mix == "picked in the middle":
+            query = query[:, torch.arange(LENGTH)[:, None], torch.arange(HEADS)]
+        elif mix == "of other tokens":  # half of each head is that of the mean of all sequences
+            mean = block.a(x.mean(dim=0)).unflatten(-1, (HEADS, SIZE))
+            query = torch.cat([query[..., :4], mean.expand_as(query)[..., 4:]], dim=-1)
         else:
             query = query.sort(dim=-1).values
         return query.transpose(1, 2), key.transpose(1, 2)

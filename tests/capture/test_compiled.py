@@ -272,6 +272,36 @@ def test_the_twin_of_a_compiled_wrapper_is_of_what_is_inside(caplog):
     assert "ran eagerly" not in caplog.text
 
 
+@pytest.mark.parametrize("way", ["", "fsdp", "lazy", "sync"])
+def test_a_compiled_call_is_made_once_more_where_that_can_be_done(way):
+    """Not where ranks exchange something in it, or where it would draw its parameters."""
+
+    class Counted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = made()
+            self.transformer = self.inner.transformer
+            self.beside = {"lazy": nn.LazyLinear(3), "sync": nn.SyncBatchNorm(3)}.get(way)
+
+        def forward(self, ids):
+            calls.append(1)
+            return self.inner(ids)
+
+    model, calls = Counted(), []
+    if way == "fsdp":  # as FSDP1 marks what it holds
+        model.inner._is_fsdp_managed_module = True
+    model.compile(backend="eager")
+    # A window that is to see the final norm is not closed early.
+    monitor, memory = watching(model, extra_layers=["final_norm"])
+    with monitor(0):
+        model(IDS).sum().backward()
+        assert len(calls) == (1 if way else 2)
+        model(IDS)  # after the pass that counts
+    assert len(calls) == (2 if way else 3)
+    assert len(memory.readings) == 1
+    assert any("ran eagerly" in note for note in memory.readings[0].words()) == bool(way)
+
+
 def test_a_step_that_has_to_run_eagerly_is_said_once(caplog):
     model = made()
     model.compile(backend="eager")

@@ -178,6 +178,24 @@ def test_no_mode_of_the_training_meets_an_operator_of_the_window(outside):
     assert all(queries(seen))
 
 
+def test_a_mode_that_a_pass_leaves_open_stays_open():
+    class Passing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    def opens(module, args):
+        mode.__enter__()
+
+    model, mode, before = PlainDecoder(), Passing(), _len_torch_dispatch_stack()
+    model.blocks[0].register_forward_pre_hook(opens)
+    with window(model) as seen:
+        model(batch())
+        assert _len_torch_dispatch_stack() == before + 1
+    assert all(queries(seen))
+    mode.__exit__(None, None, None)
+    assert _len_torch_dispatch_stack() == before
+
+
 def test_a_compiled_function_around_the_model_runs_as_compiled_and_what_it_hides_is_said():
     graphs = []
     model, before = PlainDecoder(), _len_torch_dispatch_stack()

@@ -124,7 +124,7 @@ def test_a_hook_that_fails_never_ends_a_run(monkeypatch):
     plain = model(batch())
     for name in (
         "recorder.record_call", "first_pass.SeenAttention", "window.first_tensor",
-        "window.copy_rows", "window.spread_indices",
+        "window.copy_rows", "window.spread_indices", "tap.provenance.layout_of",
     ):  # fmt: skip
         with monkeypatch.context() as patch:
             patch.setattr(f"geomon.capture.{name}", broken)

@@ -342,8 +342,6 @@ def _shape(table: nn.Module) -> tuple[int, int] | None:
 def _is_adapted(matrix: nn.Module, names: Names, model: nn.Module) -> bool:
     """Whether a module of the same widths around a matrix has parameters of its own."""
     around = member_at(model, names[matrix].rpartition(".")[0])
-    if not isinstance(around, nn.Module):
-        return False
     says = {getattr(around, name, None) for name in ("in_features", "out_features")} - {None}
     weight = stored_weight(matrix)
     if weight is None or not says or says != set(weight.shape):

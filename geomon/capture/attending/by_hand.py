@@ -103,8 +103,8 @@ def record_softmax(
             raise NotUnderstoodError(unclear + _GIVE_HEADS * (known.heads is None))
         return None, unknown
     sequences, heads, length, keys = arranged.shape
-    features = known.head_width or known.width // heads
     if not fitting:
+        features = known.head_width or known.width // heads
         if heads == 1 != known.heads and keys != length:
             return None, unknown  # a router's: a single head counts where it is known
         if keys != length or keys == features:
@@ -113,7 +113,6 @@ def record_softmax(
     rows = at_sampled_rows(arranged, chosen, places)
     call = SoftmaxCall(
         rows, chosen, places, (sequences, length),
-        doubtful=keys == features,
         source=(scores.data_ptr(), tuple(scores.shape), dim % scores.ndim),
     )  # fmt: skip
     turned = dim % scores.ndim != scores.ndim - 1  # scores were made as keys times queries
@@ -157,8 +156,6 @@ def _factors(
     width, count = left.shape[-1], len(right)
     key_heads, odd = divmod(count, sequences)
     if odd or not key_heads or heads % key_heads or right.shape[1] not in (keys, keys - 1):
-        return None
-    if left.numel() != sequences * heads * queries * width:
         return None
     query = left.reshape(sequences, heads, queries, width)
     return query, right.unflatten(0, (sequences, key_heads))

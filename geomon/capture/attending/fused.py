@@ -14,7 +14,7 @@ from geomon.capture.attending.attention import (
     Arguments,
     NotUnderstoodError,
 )
-from geomon.capture.attending.rules import FlexRule, PlaceRule, heads_of
+from geomon.capture.attending.rules import FlexRule, PlaceRule
 from geomon.capture.shards import sharded_dims
 from geomon.capture.storage import local_shard
 
@@ -52,23 +52,23 @@ def read_flex(given: Mapping[str, Any]) -> Arguments:
     """Read a call of flex attention; nothing is copied.
 
     Args:
-        given: Arguments by the names of `torch.nn.attention.flex_attention.flex_attention`; the
-            mask may be a `BlockMask`, or a tuple that ends with its function.
+        given: Arguments by the names of its operator; the mask is a tuple that ends with its
+            function.
 
     Raises:
         NotUnderstoodError: The call cannot be rebuilt from what it was given.
     """
     query, key = (_plain(given.get(name), name, 4, heads=1) for name in ("query", "key"))
-    block, score = given.get("block_mask"), given.get("score_mod")
-    mask = block[-1] if isinstance(block, tuple) else getattr(block, "mask_mod", None)
+    block, score = given["block_mask"], given.get("score_mod")
+    counts = next(part for part in block if isinstance(part, Tensor))  # [sequences, heads, ...]
     scale = given.get("scale")
     return Arguments(
         query=query, key=key, mask=None, causal=False,
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         bias=None, softcap=None, sink=None,
         rule=FlexRule(
-            key.shape[2], query.device, mask,
-            heads=heads_of(block),
+            key.shape[2], query.device, block[-1],
+            heads=counts.shape[1],
             score=None if getattr(score, "__name__", "") == "_identity" else score,
             mask_buffers=tuple(given.get("mask_mod_other_buffers") or ()),
             score_buffers=tuple(given.get("score_mod_other_buffers") or ()),

@@ -135,7 +135,7 @@ class FlexRule:
     Attributes:
         keys: Number of keys.
         device: Where the queries are.
-        mask: Function of sequence, head, query and key: whether the key is visible; None for all.
+        mask: Function of sequence, head, query and key: whether the key is visible.
         heads: Number of heads over which the mask differs, or 1.
         score: Function of a score and the same: the score that enters the softmax; None where that
             is the score itself.
@@ -145,7 +145,7 @@ class FlexRule:
 
     keys: int
     device: torch.device
-    mask: Callable[..., Any] | None
+    mask: Callable[..., Any]
     heads: int
     score: Callable[..., Any] | None = None
     mask_buffers: tuple[Any, ...] = ()
@@ -159,10 +159,6 @@ class FlexRule:
     def visible(self, sequences: Tensor, places: Tensor) -> Tensor:
         """Say which keys some queries see (see `Rule`)."""
         shape = (len(sequences), self.heads, places.shape[1], self.keys)
-        if self.mask is None:
-            return torch.ones(1, 1, 1, self.keys, dtype=torch.bool, device=self.device).expand(
-                shape[0], 1, *shape[2:]
-            )
         found = self._at_all(self.mask, (), self.mask_buffers, sequences, places, self.heads)
         return found.expand(shape)
 
@@ -181,7 +177,7 @@ class FlexRule:
         """Say which tokens begin a sequence (see `Rule`)."""
         starts = torch.zeros(length, dtype=torch.bool, device=self.device)
         starts[:1] = True
-        if self.mask is not None and length > 1:
+        if length > 1:
             mask, first = self.mask, torch.zeros((), dtype=torch.int64, device=self.device)
             places = torch.arange(1, length, dtype=torch.int64, device=self.device)
             with _indexable():
@@ -217,18 +213,6 @@ class FlexRule:
         with _indexable():
             found: Tensor = at(*lead, *order)
         return found
-
-
-def heads_of(block: Any) -> int:
-    """Return the number of heads over which a block mask differs.
-
-    Args:
-        block: A `BlockMask`, or a tuple of its parts.
-    """
-    counts = getattr(block, "kv_num_blocks", None)
-    if isinstance(block, tuple):
-        counts = next((part for part in block if isinstance(part, Tensor)), None)
-    return 1 if counts is None else int(counts.shape[1])
 
 
 @contextmanager

@@ -101,8 +101,6 @@ class Tap(dispatch.TorchDispatchMode):
 
     def _leave(self) -> None:
         """Take the mode from the stack, from under others that Ctrl-C has left there."""
-        if not self._open:
-            return
         top, pop, push = private.top_mode, private.pop_mode, private.push_mode
         if top is None or pop is None or push is None:
             self._open = False

@@ -7,6 +7,7 @@ Nothing is computed and nothing is copied.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -47,8 +48,9 @@ _MIXING = frozenset((
 _CONVOLUTIONS = ("convolution", "_convolution")
 
 
-class Product(NamedTuple):
-    """A product of two tensors that were both made of tokens.
+@dataclass(frozen=True, eq=False)
+class Product:
+    """A product of two tensors that were both made of tokens; each is itself alone.
 
     Attributes:
         left: The left factor, [..., rows, width]: queries, if it becomes scores.
@@ -59,14 +61,6 @@ class Product(NamedTuple):
     left: Tensor
     right: Tensor
     factor: float = 1.0
-
-    def __hash__(self) -> int:
-        """Products are told apart as objects."""
-        return id(self)
-
-    def __eq__(self, other: object) -> bool:
-        """Products are told apart as objects."""
-        return self is other
 
     @property
     def size(self) -> int:

@@ -223,6 +223,17 @@ def test_modules_in_lists_that_torch_does_not_know_may_be_blocks(way):
         assert layer.index == 0 or "visible" in layer.captured
 
 
+def test_tables_and_heads_in_lists_that_torch_does_not_know_are_found():
+    model = nn.Module()
+    table, head = nn.Embedding(50, 8), nn.Linear(8, 50, bias=False)
+    model.body = [Attending(), Attending()]
+    model.tables, model.heads = {"tokens": module(table=table)}, [module(head=head)]
+    anatomy = find_anatomy(model)
+    assert (anatomy.embeddings, anatomy.output) == ((table,), head)
+    assert anatomy.around_embeddings == ((model.tables["tokens"], table),)
+    assert anatomy.adapted == ()
+
+
 def test_sublayers_of_a_block_are_not_blocks():
     def t5_like():
         return module(layer=nn.ModuleList([module(att=Attending()), module(ff=Mixing())]))
@@ -274,4 +285,8 @@ def test_patterns_and_modules_may_name_blocks_of_several_stacks():
     chosen = [model.decoder.layers[2], model.encoder.layers[1]]
     assert names(model, blocks=chosen) == {
         "decoder": ["decoder.layers.2"], "encoder": ["encoder.layers.1"],
+    }  # fmt: skip
+    in_one_list = module(layers=layers(*[lambda: module(one=Attending(), two=Mixing())] * 2))
+    assert names(in_one_list, blocks=r"layers\.\d\.\w+") == {
+        "stack_1": ["layers.0.one", "layers.1.one"], "stack_2": ["layers.0.two", "layers.1.two"],
     }  # fmt: skip

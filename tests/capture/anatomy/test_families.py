@@ -4,6 +4,7 @@ import pytest
 from torch import nn
 
 from geomon.capture import find_anatomy
+from geomon.capture.anatomy.families import leading_lists
 
 
 def weights(count, each, attention):
@@ -36,3 +37,24 @@ def test_a_family_is_watched_from_a_twentieth_or_a_quarter_of_the_largest(
     left_out = [(x.pattern, x.count, x.reason) for x in anatomy.left_out]
     reason = "few parameters beside the largest stack"
     assert left_out == ([] if watched else [("other.#", 3, reason)])
+
+
+def sublayer(*children):
+    return nn.ModuleList([nn.LayerNorm(4), *children])
+
+
+ATTENDING, MIXING = nn.MultiheadAttention(4, 2), nn.Linear(4, 40)
+
+
+@pytest.mark.parametrize(
+    ("other", "leads"),
+    [
+        (sublayer(MIXING, nn.Identity()), True),
+        (sublayer(MIXING), False),  # nothing behind it that makes a sum
+        (nn.ModuleList([MIXING]), False),
+        (nn.Sequential(nn.LayerNorm(4), MIXING, nn.Identity()), False),  # a module of its own
+    ],
+)
+def test_lists_begin_blocks_where_all_of_them_end_in_a_residual(other, leads):
+    family = [sublayer(ATTENDING, nn.Identity()), other]
+    assert leading_lists(family) == (family[:1] if leads else [])

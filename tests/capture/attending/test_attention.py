@@ -1,12 +1,15 @@
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from geomon.capture.attending.attention import (
     NotUnderstoodError,
+    SoftmaxCall,
     read_call,
+    read_scores,
     record_call,
 )
-from geomon.capture.attending.fused import read_sdpa
+from geomon.capture.attending.fused import read_flash, read_sdpa
 from geomon.capture.attending.rules import FlexRule, PlaceRule
 from geomon.capture.tokens.sampling import RowSampler
 
@@ -54,6 +57,19 @@ def test_nested_and_odd_queries_are_refused():
             read_sdpa({"query": query, "key": query})
 
 
+def test_what_a_compiler_traces_with_is_refused():
+    with FakeTensorMode():
+        query = torch.empty(2, 4, 6, 8)
+    with pytest.raises(NotUnderstoodError, match="queries are a FakeTensor"):
+        read_flash({"q": query, "k": query})
+
+
+def test_an_option_of_flash_attention_that_changes_scores_is_refused():
+    query = torch.randn(2, 6, 4, 8)
+    with pytest.raises(NotUnderstoodError, match="was given alibi_slopes"):
+        read_flash({"q": query, "k": query, "alibi_slopes": torch.ones(4)})
+
+
 def ruled(rule) -> torch.Tensor:
     """What is visible of two sequences under a rule, in four heads."""
     query = torch.randn(2, 4, 6, 8)
@@ -81,3 +97,27 @@ def test_of_packed_sequences_each_sees_itself_alone(left, right):
 def test_a_rule_that_takes_one_pair_at_a_time_is_refused():
     with pytest.raises(NotUnderstoodError, match="cannot be asked of many places at once"):
         ruled(by_places(lambda b, h, q, k: q >= k if bool(q > 2) else q == k))
+
+
+@pytest.mark.parametrize(
+    ("kind", "known"),
+    [("a sink", True), ("another number in each row", False), ("no scale", False)],
+)
+def test_a_key_that_is_joined_to_scores_is_a_sink_where_it_is_one_number_of_a_head(kind, known):
+    query, key = torch.randn(2, 4, 6, 8), torch.randn(2, 4, 6, 8)
+    scores, joined = query @ key.mT / 4, torch.arange(4.0)[:, None, None].expand(2, 4, 6, 1)
+    if kind == "another number in each row":
+        joined = torch.randn(2, 4, 6, 1)
+    elif kind == "no scale":
+        query = torch.zeros_like(query)
+    places = torch.arange(6).expand(2, 6)
+    call = SoftmaxCall(
+        torch.cat([scores, joined], -1), torch.arange(2), places, (2, 6), query=query, key=key
+    )
+    found = read_scores(call)
+    assert ("query" in found) == known
+    if known:
+        torch.testing.assert_close(found["sink"], torch.arange(4.0))
+        assert found["scale"] == pytest.approx(0.25)
+    else:
+        assert torch.equal(found["scores"], call.scores)

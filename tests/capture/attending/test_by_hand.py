@@ -44,6 +44,7 @@ def recorded(scores, dim=-1, heads=None, *, made=True, head_width=8):
         ((2, 2, 4, 3, 3), 4, (4, 4)),  # windows in a dimension of their own
         ((2, 6, 4, 9), 4, (2, 4)),  # queries before heads, by the number of heads alone
         ((12, 9), None, None),
+        ((2, 0, 6, 6), None, None),
     ],
 )
 def test_scores_are_arranged_by_their_sizes(shape, heads, expected):
@@ -57,7 +58,9 @@ def test_scores_are_arranged_by_their_sizes(shape, heads, expected):
     assert torch.equal(call.scores.flatten(), scores.flatten())
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 6, 6), (2, 4, 5, 6), (3, 5, 7), (2, 2, 3, 6, 6)])
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 6, 6), (2, 4, 5, 6), (3, 5, 7), (6, 6, 6), (2, 2, 3, 6, 6)]
+)
 def test_products_that_cannot_be_arranged_are_refused(shape):
     with pytest.raises(NotUnderstoodError, match=r"sequences, heads and queries$"):
         recorded(torch.randn(shape), heads=4)
@@ -77,6 +80,20 @@ def test_without_a_product_scores_of_all_tokens_count():
     assert recorded(torch.randn(2, 4, 6, 6), heads=4, made=False) is not None
     assert recorded(torch.randn(2, 6, 9), made=False) is None  # a router's
     assert recorded(torch.randn(12, 6), made=False) is None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_softmax_of_nested_tensors_is_passed_over():
+    parts = torch.nested.nested_tensor([torch.randn(4, 3, 3), torch.randn(4, 5, 5)])
+    assert recorded(parts, heads=4) is None
+
+
+def test_keys_of_no_known_projection_are_those_of_all_heads():
+    query, key = torch.randn(8, 6, 8), torch.randn(8, 6, 8)
+    scores, known = (query @ key.mT).unflatten(0, (2, 4)), Known((2, 6), 32, 4, 8)
+    call, _ = record_softmax(RowSampler(100, 0), scores, -1, known, [Product(query, key.mT)])
+    assert torch.equal(call.query.flatten(0, 1), query)
+    assert torch.equal(call.key.flatten(0, 1), key)
 
 
 def test_a_second_softmax_of_an_attention_is_recognised():

@@ -130,8 +130,10 @@ def within_documents(ids: Tensor) -> Tensor:
     return (CAUSAL & (which[:, :, None] == which[:, None, :]))[:, None]
 
 
-def test_flex_attention_is_seen_with_its_mask():
-    model, ids = Decoder(by_flex).eval(), tokens()
+@pytest.mark.parametrize("documents", [True, False], ids=["documents", "one sequence"])
+def test_flex_attention_is_seen_with_its_mask(documents):
+    model = Decoder(by_flex).eval()
+    ids = tokens() if documents else torch.randint(8, 50, (1, LENGTH))
     with torch.no_grad():
         alone = model(ids)
     before = fingerprint(model)

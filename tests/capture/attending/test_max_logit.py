@@ -124,6 +124,11 @@ def test_a_row_that_sees_no_key_has_none_whatever_the_cap(softcap):
     assert (found == -torch.inf).tolist() == [[[False, True, False]]]
 
 
+def test_rows_without_any_key_have_none():
+    found = max_logits_of_call(given_by(torch.ones(2, 4, 3, 8), torch.ones(2, 4, 0, 8)))
+    assert torch.equal(found, torch.full((2, 4, 3), -torch.inf))
+
+
 def causal(q, k, v):
     return scaled_dot_product_attention(q, k, v, is_causal=True)
 

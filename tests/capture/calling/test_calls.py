@@ -1,6 +1,7 @@
 """Calls are seen without anything on the model; the model's own names and copies are its own."""
 
 import functools
+import pickle
 import threading
 
 import pytest
@@ -15,7 +16,7 @@ from watched import look, notes, window
 
 from geomon import Memory, Monitor, every, measure, select
 from geomon.capture.calling import calls, patches
-from geomon.capture.calling.calls import FirstCall
+from geomon.capture.calling.calls import CallObserver, FirstCall
 from geomon.capture.calling.patches import in_extra_pass
 from geomon.monitor import CallbackSession
 
@@ -49,6 +50,46 @@ def test_the_arguments_are_seen_as_the_modules_own_hooks_leave_them():
     assert not torch.equal(left, plain[1].captured["hidden"])
 
 
+def test_what_a_hook_pickles_as_a_call_begins_does_nothing():
+    model, kept = PlainDecoder(), []
+    model.blocks[0].register_forward_pre_hook(
+        lambda module, args: kept.append(pickle.dumps([*module._forward_pre_hooks.values()][-1]))
+    )
+    with window(model) as seen:
+        model(batch())
+    assert not notes(seen)
+    assert pickle.loads(kept[0])(model.blocks[0], ()) is None
+
+
+class Failing(CallObserver):
+    """Fails where it is to look at operators."""
+
+    def __init__(self) -> None:
+        self.failures = []
+
+    def modules(self):
+        return ()
+
+    def watches(self, module) -> bool:
+        return True
+
+    def seeing(self, module):
+        raise ZeroDivisionError
+
+    def on_failure(self, error) -> None:
+        self.failures.append(error)
+
+
+def test_an_observer_that_fails_ends_no_call_and_is_told():
+    model, observer = nn.Linear(3, 3), Failing()
+    calls.watch_calls(observer)
+    try:
+        assert model(torch.ones(2, 3)).shape == (2, 3)
+    finally:
+        calls.unwatch_calls(observer)
+    assert [type(each) for each in observer.failures] == [ZeroDivisionError]
+
+
 def _compiled(x):
     return x
 
@@ -58,6 +99,12 @@ compiled = torch.compile(_compiled, backend="eager")
 
 def refers_to(function):
     return lambda x: function([x])
+
+
+def refers_to_nothing_yet():
+    function = refers_to = None
+    del function
+    return lambda x: function(refers_to)  # noqa: F821
 
 
 @pytest.mark.parametrize(
@@ -70,6 +117,7 @@ def refers_to(function):
         (refers_to(_compiled), False),
         (functools.partial(pow, 2), False),
         (torch.compiler.disable(_compiled), False),
+        (refers_to_nothing_yet(), False),
     ],
 )
 def test_compiled_functions_are_found_among_the_attributes_of_a_module(value, found):

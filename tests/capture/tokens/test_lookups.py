@@ -131,7 +131,23 @@ def test_arguments_of_a_model_may_be_sparse_or_lie_in_a_dict():
         check_rows(look(model, *given), ids, model.states)
 
 
-@pytest.mark.parametrize("kind", [Hashed, Asking, Placed])
+class Paired(nn.Embedding):
+    """A table that returns something beside its rows."""
+
+    def forward(self, ids):
+        return super().forward(ids), None
+
+
+class OfPairs(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = Paired(VOCABULARY, WIDTH)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.tokens(ids)[0]
+
+
+@pytest.mark.parametrize("kind", [OfPairs, Hashed, Asking, Placed])
 @pytest.mark.parametrize("shape", [(1, 300), (4, 90)])
 def test_of_several_tables_that_of_the_words_says_the_token_ids(kind, shape):
     model, ids = kind(), words(*shape, count=20)

@@ -14,7 +14,7 @@ from zoo import ZOO
 from geomon import describe, measure, select
 from geomon.capture import Window, find_anatomy, padding_arguments
 from geomon.capture.snapshot import NotSeenError, Snapshot
-from geomon.capture.tokens.padding import HIDDEN_KEYS, Padding
+from geomon.capture.tokens.padding import HIDDEN_KEYS, Padding, hidden_keys, named_tensors
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,25 @@ def test_masks_say_where_tokens_are_in_several_ways(mask, inverted, valid):
         padding = Padding()
         padding.take_arguments(nn.Module(), (), other)
         assert padding.valid((1, 3)) is None
+
+
+def test_a_mask_of_as_many_sequences_as_tokens_is_turned_with_the_hidden_states():
+    padding, mask = Padding(), torch.tensor([[True, False], [True, True]])
+    padding.take_arguments(nn.Module(), (), {"attention_mask": mask})
+    assert torch.equal(padding.valid((2, 2)), mask)
+    assert torch.equal(padding.valid((2, 2), turned=True), mask.T)
+
+
+def test_keys_that_no_query_sees_are_hidden():
+    seen = torch.tensor([[[[1, 0, 0], [1, 1, 0]]]])
+    for mask in (seen, seen.bool(), torch.where(seen.bool(), 0.0, -1e9)):
+        assert hidden_keys(mask).tolist() == [[False, False, True]]
+
+
+def test_without_a_signature_the_arguments_by_name_are_known():
+    module, mask = nn.Module(), torch.ones(2, 3)
+    module.forward = torch.relu  # of C
+    assert [*named_tensors(module, (mask,), {"attention_mask": mask})] == [("attention_mask", mask)]
 
 
 def test_padding_arguments_are_those_of_the_modules_around_the_blocks():
