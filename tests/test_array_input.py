@@ -34,6 +34,11 @@ def test_the_same_numbers_in_any_container_are_the_same_rows(given):
         assert (given == ROWS).all()
 
 
+def test_truth_values_are_numbers():
+    rows, _ = as_rows(np.array([[True, False], [False, False]]))
+    assert rows.tolist() == [[1.0, 0.0], [0.0, 0.0]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
 def test_short_numbers_keep_their_own_spacing(dtype):
     rows, precision = as_rows(torch.tensor(ROWS).to(dtype))

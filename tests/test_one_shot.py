@@ -66,6 +66,7 @@ IDS = torch.arange(600) % 50
         *(((cloud(),), {"seed": x}, "seed is a whole number") for x in (1.5, "a", True)),
         ((cloud(),), {"queries": 2}, "queries is a whole number of at least 3"),
         ((cloud(),), {"metrics": select("twonn_distinct")}, "none of the metrics"),
+        ((cloud(),), {"metrics": select("neighbour_overlap")}, "the layer before"),
         *(((cloud().double() * x,), {}, r"between 2\^-200 and 2\^200, got .*e.* scale the rows")
           for x in (1e-300, 1e-62, 1e61, 1e300)),
     ],
@@ -82,6 +83,15 @@ def test_positions_tell_equal_tokens_apart():
     assert both["twonn_distinct/repeated"] == pytest.approx(1 - 350 / 600)
     assert geometry(cloud(), IDS)["twonn_distinct/n"] == 50
     assert geometry(cloud(), IDS.float(), positions.tolist()) == both
+
+
+def test_numbers_of_sequences_give_margins_whatever_they_are():
+    numbers = torch.arange(600) // 20
+    values = geometry(cloud(), sequences=numbers)
+    assert values["twonn/sequences"] == 30
+    assert values["variance/margin"] > 0
+    assert geometry(cloud(), sequences=7.0 * numbers - 1000) == values
+    assert "variance/margin" not in geometry(cloud())
 
 
 HARD = {

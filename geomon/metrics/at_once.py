@@ -111,7 +111,7 @@ def _start_threads(count: int) -> ThreadPoolExecutor | None:
 
     A system limits the threads and the memory of its users; a program that ends starts none.
     """
-    if not stacks_suffice() or not _can_share_threads():
+    if not stacks_suffice():
         return None
     start = functools.partial(_limit_threads, max(1, torch.get_num_threads() // count))
     pool = ThreadPoolExecutor(count, thread_name_prefix="geomon", initializer=start)
@@ -126,15 +126,6 @@ def _start_threads(count: int) -> ThreadPoolExecutor | None:
             return None
         raise
     return pool
-
-
-def _can_share_threads() -> bool:
-    """Whether the threads of operations can be shared out among threads that measure."""
-    try:
-        _openmp()
-    except Exception:  # the look-up of the loaded libraries can fail on some systems
-        return False
-    return True
 
 
 def in_pieces(

@@ -132,8 +132,6 @@ class ViewsWithout(LayerViews):
         return super().__getitem__(name)
 
     def _staying(self, groups: Groups) -> Tensor:
-        if groups.size < GROUPS:
-            raise NoMarginError("the sequences are unknown, or fewer than 8")
         return (groups.of != self._group).nonzero().squeeze(1)
 
     @functools.cached_property

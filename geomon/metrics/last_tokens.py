@@ -1,11 +1,8 @@
 """Metrics of the last token of each sequence, made of metrics of all rows."""
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
-
-from torch import Tensor
 
 from geomon.metrics.views import MissingViewError, has_last, parameters, renamed
 
@@ -42,8 +39,6 @@ class AtLast:
                 "probe with more sequences"
             )
         result = self._function(*(given[name] for name in parameters(self._function)))
-        if isinstance(result, Tensor) and result.ndim > 0:
-            return result
         parts = dict(result) if isinstance(result, Mapping) else {"": result}
         return {"n": sequences, **parts}
 
@@ -73,7 +68,6 @@ def at_last(metric: Callable[..., Any], *, at_least: int = 2) -> AtLast:
     return AtLast(metric, at_least)
 
 
-@functools.lru_cache(maxsize=1024)
 def read_last(function: Callable[..., Any]) -> Callable[..., Any]:
     """Rename the views of rows that a function reads to those of the last tokens.
 

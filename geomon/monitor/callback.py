@@ -215,8 +215,7 @@ class CallbackSession:
 
     def _open_or_proceed(self, step: int, *, force: bool) -> None:
         """Open the window of the step, or have the one that is open see calls again."""
-        if self.monitor is None:
-            return
+        assert self.monitor is not None
         if self._window is not None:
             self.monitor.passes.proceed()
             return

@@ -49,9 +49,6 @@ class HeldOut:
         self.batches: list[Any] = []
         self.rows: list[int] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "HeldOut":
-        return self
-
     def settle(self, model: nn.Module, group: RankGroup, rows: int, look: Look) -> None:
         """Take batches until they hold enough rows and sequences; a collective, done once.
 
@@ -249,7 +246,7 @@ def _mark(batch: Any) -> int:
         return zlib.crc32(plain.numpy().tobytes(), zlib.crc32(str(batch.shape).encode()))
     parts = list(batch.values()) if isinstance(batch, Mapping) else batch
     if isinstance(parts, tuple | list):
-        return zlib.crc32(str([_mark(part) for part in parts]).encode())
+        parts = [_mark(part) for part in parts]
     return zlib.crc32(repr(parts).encode())
 
 

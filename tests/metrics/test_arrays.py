@@ -3,6 +3,7 @@ import inspect
 import definitions as by_book
 import numpy as np
 import pytest
+import torch
 from whole_layer import ROWS, whole_layer
 
 from geomon.capture.snapshot import Layer
@@ -124,3 +125,10 @@ def test_arrays_that_cannot_be_taken_cost_nothing_but_themselves(monkeypatch):
     ]
     with pytest.raises(ZeroDivisionError):
         arrays_with(METRICS)
+
+    def without_memory(spectrum):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setitem(ARRAYS, "eigenvalues", without_memory)
+    with pytest.raises(torch.OutOfMemoryError):  # elsewhere there is memory
+        Evaluator(METRICS, 1, keeps_arrays=True).evaluate([whole_layer()], ROWS)

@@ -172,6 +172,23 @@ def test_where_threads_cannot_be_had_everything_is_measured_once_all_the_same(
     assert not [t for t in threading.enumerate() if t.name.startswith("geomon_")]
 
 
+def test_ctrl_c_while_threads_start_ends_those_that_have_started(monkeypatch):
+    begin = threading.Thread.start
+
+    def start(self):
+        monkeypatch.undo()
+        begin(self)
+        monkeypatch.setattr(threading.Thread, "start", interrupted)
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        [*in_threads(here_or_not, range(9), at_once=3)]
+    assert not [t for t in threading.enumerate() if t.name.startswith("geomon_")]
+
+
 def test_a_metric_of_ones_own_is_called_here_for_one_layer_after_another():
     seen = []
 

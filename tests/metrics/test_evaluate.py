@@ -5,9 +5,9 @@ import pytest
 import torch
 from measuring import evaluate
 
-from geomon import select
+from geomon import at_last, select
 from geomon.capture.snapshot import SOURCES, Layer, PassInfo, Snapshot
-from geomon.metrics import Evaluator, check_metrics, views
+from geomon.metrics import Evaluator, LayerValues, check_metrics, views
 from geomon.metrics.metric import Sizes
 
 
@@ -145,22 +145,49 @@ def test_the_number_of_sequences_stands_beside_that_of_rows():
 
 
 def test_a_metric_that_changes_its_views_changes_no_other_metric_and_no_second_measurement():
-    def changes(hidden, token_ids, precision, spectrum):
-        hidden.zero_()
-        token_ids.zero_()
-        spectrum.zero_()
+    def changes(hidden, token_ids, precision, spectrum, nearest):
+        for view in (hidden, token_ids, spectrum, *nearest):
+            view.zero_()
         return float(hidden.sum())
 
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(40, 4, generator=generator)
     ids = torch.randint(9, (40,), generator=generator)
     seen = snapshot(rows, rows.clone(), token_ids=ids)
-    plain = select("effective_rank", "cosine", "within_variance")
+    plain = select("effective_rank", "cosine", "within_variance", "twonn")
     expected = values(plain, seen, rows=20)
     for _ in range(2):  # as after a trial of what a layer costs
         found = values({"changes": changes} | plain, seen, rows=20)
         assert found.pop("changes/mean") == 0.0
         assert {t: v for t, v in found.items() if not t.startswith("changes")} == expected
+
+
+def test_an_object_that_has_no_hash_is_a_metric_as_any():
+    class Norm:
+        __hash__ = None
+
+        def __call__(self, hidden):
+            return hidden.norm()
+
+    own = Norm()
+    last = {"last_hidden": torch.eye(3), "last_precision": 1e-7}
+    found = values({"all": own, "last": at_last(own)}, snapshot(*[torch.eye(4)] * 2, **last))
+    assert found["all/layer_01"] == 2.0
+    assert found["last/layer_01"] == pytest.approx(3**0.5)
+
+
+@pytest.mark.parametrize(
+    ("metric", "shape", "said"),
+    [
+        ("anisotropy", (2049, 1025), True), ("anisotropy", (2048, 1025), False),
+        ("anisotropy", (2049, 1024), False), ("cosine", (2049, 1025), False),
+    ],
+)  # fmt: skip
+def test_a_note_says_where_spectra_stand_on_fewer_rows(metric, shape, said):
+    measured = LayerValues("", 3, shape, {metric: [{"": 0.5}]}, sequences=8)
+    notes = Evaluator(check_metrics([metric]), 1).combine([measured], shape[0]).notes
+    text = "spectra of layers wider than 1024 columns stand on 2048 rows, layer 3"
+    assert [note.words() for note in notes] == [text] * said
 
 
 def test_a_layer_without_attention_between_others_is_no_failure_of_its_metrics():

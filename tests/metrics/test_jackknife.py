@@ -106,6 +106,10 @@ def test_what_has_an_entry_for_each_row_is_sliced_and_not_computed_again(name):
     assert torch.equal(found, whole[groups_of(own).of != 3] if len(whole) > 1 else whole)
 
 
+def test_what_is_none_for_all_rows_is_none_without_a_group():
+    assert ViewsWithout(LayerViews(layer()), 3)["bias"] is None
+
+
 def test_a_row_keeps_its_two_nearest_and_passes_over_the_group_for_the_others():
     whole = layer()
     views = LayerViews(whole, given={"queries": 300})
@@ -180,6 +184,30 @@ def test_unknown_or_few_sequences_make_no_margin(sequences):
     assert not columns["variance"].margin
     assert math.isfinite(columns["variance"].at(1))
     assert any("no 95 % intervals" in note for note in notes) == (sequences is not None)
+
+
+@pytest.mark.parametrize(
+    ("error", "strict"), [(torch.OutOfMemoryError, False), (RuntimeError, True)]
+)
+def test_memory_that_ends_in_a_margin_is_no_fault_of_the_metric_and_a_strict_one_raises(
+    error, strict
+):
+    def whole_only(hidden):
+        if len(hidden) < SEQUENCES * LENGTH:
+            raise error("by design")
+        return 1.0
+
+    with pytest.raises(error, match="by design"):
+        measured({"whole": whole_only}, layer(), strict=strict)
+
+
+def test_keys_that_were_not_seen_cost_the_margin_of_queries_alone():
+    whole = layer()
+    names = ("hidden", "projected_query", "query_sequences", "sequences")
+    some = Layer(1, "block", {name: whole.captured[name] for name in names})
+    columns, _ = measured({"norm": lambda projected_query: projected_query.norm()}, some)
+    assert math.isfinite(columns["norm"].at(1))
+    assert not columns["norm"].margin
 
 
 def test_an_extreme_has_no_margin_and_a_failure_without_rows_costs_the_margin_alone():

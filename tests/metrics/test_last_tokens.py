@@ -88,6 +88,17 @@ def test_the_spectrum_of_the_last_tokens_of_a_model():
     assert values["effective_rank_last/null"] == pytest.approx(null)
 
 
+def test_numbers_for_each_head_stand_beside_the_number_of_sequences():
+    metrics = check_metrics({"own": at_last(lambda hidden: hidden.mean(dim=0))})
+    columns = (
+        Evaluator(metrics, 1, strict=True)
+        .evaluate([made(normal(90, 4), torch.arange(12.0).reshape(3, 4))], 90)
+        .stacks[""]
+    )
+    assert columns["own"].by_head() == {(1, head): 4.0 + head for head in range(4)}
+    assert columns["own"].parts["n"].at(1) == 3
+
+
 def test_last_tokens_of_several_ranks_stand_one_after_another():
     parts = [made(normal(30, 4, seed=n), normal(5 + n, 4, seed=9 + n)) for n in range(3)]
     whole = merge_layers(parts)

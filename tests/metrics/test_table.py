@@ -1,6 +1,8 @@
 """Metrics of the table against references on the raw rows, and what the table refuses."""
 
+import copy
 import math
+import pickle
 
 import definitions as by_book
 import numpy as np
@@ -17,9 +19,10 @@ from geomon.kernels.baselines import (
 )
 from geomon.kernels.dimension import twonn
 from geomon.kernels.spectrum import effective_rank
-from geomon.metrics.metric import Sizes
+from geomon.metrics.metric import Metric, Sizes
 from geomon.metrics.table import check_metrics
 from geomon.metrics.views import LayerViews
+from geomon.record.columns import MetricText
 
 ALL = METRICS | MORE_METRICS
 
@@ -130,6 +133,19 @@ def test_the_nulls_of_neighbourhoods_are_those_of_noise(rows):
         values = np.array([one[name] for one in found])
         error = 4 * values.std(ddof=1) / draws**0.5 + 0.02 * abs(values.mean())
         assert found[0][f"{name}/null"] == pytest.approx(values.mean(), abs=error)
+
+
+def norm(hidden):
+    return hidden.norm()
+
+
+@pytest.mark.parametrize(
+    "metric", [METRICS["twonn"], Metric(norm, MetricText("Norm"), has_margin=False)]
+)
+def test_a_copy_of_a_metric_is_the_metric(metric):
+    for copied in (copy.deepcopy(metric), pickle.loads(pickle.dumps(metric))):
+        assert (copied is metric) == (metric is METRICS["twonn"])
+        assert vars(copied) == vars(metric)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from geomon.kernels.groups import group_sequences
 from geomon.kernels.neighbours import nearest
 from geomon.metrics import select
 from geomon.metrics import views as module
-from geomon.metrics.views import LayerViews, spread_rows
+from geomon.metrics.views import LayerViews, can_be_made, is_view, spread_rows
 
 WIDTH = 40
 
@@ -82,6 +82,16 @@ def test_rows_that_are_chosen_are_evenly_spread_and_mostly_the_same_of_like_sets
     assert torch.isin(spread_rows(less, 512), some).sum() > 0.9 * 512
     assert torch.equal(spread_rows(every, None), every)
     assert torch.equal(spread_rows(every[:5], 5), every[:5])
+
+
+def test_views_of_last_tokens_are_made_of_what_was_captured_of_them():
+    assert can_be_made(["last_spectrum"], ["last_hidden"])
+    assert not can_be_made(["last_spectrum"], ["hidden"])
+    assert is_view("last_spectrum")
+    for name in ("last_mean_query", "last_nothing", "nothing"):
+        assert not is_view(name)
+        with pytest.raises(KeyError, match=name):
+            can_be_made([name], ["hidden"])
 
 
 def repeated(seed=0, *, known=True):

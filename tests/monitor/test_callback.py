@@ -65,9 +65,26 @@ def test_what_was_due_since_the_last_step_that_was_watched_is_read_first(tmp_pat
     assert [reading.step for reading in memory.readings] == read
 
 
+def test_a_call_at_a_step_that_is_not_due_is_not_watched(tmp_path):
+    session, model, memory = started(tmp_path)
+    for step in range(4):
+        session.open_at_call(step)
+        assert is_watched() == (step % 2 == 0)
+        model(batch())
+        session.close()
+    session.finish()
+    assert [reading.step for reading in memory.readings] == [0, 2]
+
+
+def test_while_it_trains_a_session_shows_its_monitor(tmp_path):
+    session, *_ = started(tmp_path)
+    assert repr(session).startswith("GeometryMonitor(PlainDecoder, 3 blocks, 1 metrics")
+
+
 def test_before_training_every_call_does_nothing():
     session = CallbackSession(FEW, "GeometryMonitor")
     session.open(0)
+    session.open_at_call(0)
     session.close()
     session.discard()
     session.probe(0, last=True)

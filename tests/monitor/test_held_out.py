@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDatas
 
 from geomon import select
 from geomon.distributed import RankGroup
-from geomon.monitor.held_out import MOST_BATCHES, HeldOut
+from geomon.monitor.held_out import MOST_BATCHES, HeldOut, first_loader
 
 ROWS = torch.cat([batch(4, 16, seed=i) for i in range(12)])  # 48 sequences
 SEEN = {"ids": lambda token_ids: token_ids.double().mean()}
@@ -71,7 +71,8 @@ def test_a_random_endless_loader_is_drawn_from_once_and_no_random_state_is_chang
 
 
 @pytest.mark.parametrize(
-    ("tokens", "size", "taken"), [(60, 4, 4), (200, 16, 1), (300, 16, 2), (10**6, 1, 64)]
+    ("tokens", "size", "taken"),
+    [(60, 4, 4), (60, 1, 16), (200, 16, 1), (300, 16, 2), (10**6, 1, 64)],
 )
 def test_batches_are_taken_until_rows_and_sequences_suffice(tokens, size, taken):
     drawn = []
@@ -199,6 +200,21 @@ def test_a_loader_that_fails_or_is_empty_is_one_warning(caplog, loader, message)
     said = [text for text in caplog.messages if message in text]
     assert len(said) == len(caplog.messages) == 1
     assert "\n" not in said[0]
+
+
+def test_where_no_block_runs_one_batch_is_taken():
+    drawn = []
+    loader = (drawn.append(n) or (lambda model: None) for n in itertools.count())
+    assert read_of(loader, steps=3, strict=False) == []
+    assert drawn == [0]
+
+
+@pytest.mark.parametrize(
+    ("held", "first"),
+    [("a", "a"), (None, None), ([], None), ([None, ("a", "b")], "a"), ({"x": [], "y": "a"}, "a")],
+)
+def test_the_first_of_the_loaders_that_a_trainer_holds_is_found(held, first):
+    assert first_loader(held) == first
 
 
 def test_a_pass_that_fails_is_tried_again_with_the_same_batch(caplog):

@@ -226,7 +226,8 @@ def test_steps_are_whole_numbers_of_any_kind(tmp_path, kind):
     for step in range(5):
         with seen(kind(step)):
             model(batch())
-    seen.probe(kind(7), batch())
+    for _ in range(2):
+        seen.probe(kind(7), batch())
     assert [r.step for r in read(tmp_path)] == [0, 2, 4, 7]
     assert all(type(reading.step) is int for reading in memory.readings)
 
@@ -480,6 +481,40 @@ def test_a_sink_that_hangs_is_left_out_and_the_training_goes_on(tmp_path, caplog
     assert len(messages) == 2
     assert all(m.startswith("Hangs takes too long") for m in messages)
     over.set()
+
+
+class Cumulative(nn.Module):
+    """A block of linear attention, by hand: with projections, and without a softmax."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.num_heads = 2
+
+    def forward(self, x):
+        return x + (self.q_proj(x) @ self.k_proj(x).mT).exp() @ x
+
+
+def test_what_was_expected_and_is_not_seen_is_a_warning_and_a_strict_one_raises(caplog):
+    model, x = nn.Sequential(Cumulative(), Cumulative()), torch.randn(4, 6, 8)
+    few = {"metrics": select("variance", "attention_entropy"), "schedule": every(1)}
+    with monitor(model, strict=False, **few) as seen:
+        for step in range(2):
+            seen.probe(step, x)
+    (said,) = [text for text in caplog.messages if "not seen in the first pass" in text]
+    with pytest.raises(NotSeenError) as raised:
+        monitor(model, **few).probe(0, x)
+    assert str(raised.value) == said
+
+
+def test_without_gathering_a_pass_that_fails_on_a_rank_that_records_nothing_is_said(monkeypatch):
+    monkeypatch.setattr("geomon.monitor.monitor.find_ranks", lambda: RankGroup(1, 2))
+
+    def fails(model):
+        raise OSError("no batch here")
+
+    with pytest.raises(OSError, match="no batch here"):
+        monitor(PlainDecoder(), gather=False, probe=fails).probe(0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

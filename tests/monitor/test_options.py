@@ -39,6 +39,7 @@ WRONG = [
     ({"sink_timeout": 0}, "sink_timeout is a number of seconds above 0, got 0"),
     ({"rank_timeout": "1"}, "rank_timeout is a number of seconds above 0, got '1'"),
     ({"schedule": lambda step: False}, "fires at none of the steps"),
+    ({"log": 3}, r"log is a tuple of names, \('val_loss',\) for instance, got 3"),
     ({"metrics": {}}, "metrics is empty"),
     ({"metrics": {"m": lambda hiden: 0}}, "asks for 'hiden', which is no view"),
 ]
@@ -99,6 +100,17 @@ def test_signature_and_help_show_every_option_with_its_default(cls, defaults):
 def test_what_is_no_list_of_sinks_is_refused_before_the_training(callback, sinks):
     with pytest.raises(TypeError, match=r"sinks is a list of objects with write\(reading\) and"):
         callback(sinks=sinks)
+
+
+@pytest.mark.parametrize("callback", CALLBACKS)
+def test_a_detail_that_is_not_measured_is_refused(callback):
+    with pytest.raises(ValueError, match="detail names 'gride', which is not measured; metrics ha"):
+        callback(metrics=["twonn"], detail=["twonn", "gride"])
+
+
+def test_one_name_to_log_stands_for_itself_and_all_rows_may_be_queries():
+    checked = check_options({**DEFAULTS, "log": "val_loss", "queries": None}, "Monitor")
+    assert (checked["log"], checked["queries"]) == (("val_loss",), None)
 
 
 @pytest.mark.parametrize("callback", CALLBACKS)

@@ -127,6 +127,7 @@ class NoLocks:
         ({"host": "elsewhere", "process": 1}, 120, False),
         ({}, 0, False),
         ([], 0, False),
+        (None, 0, False),  # of no JSON: it was ended as it wrote
         ({"host": "here", "process": 10**40}, 0, True),
         ({"host": "here", "process": "a word"}, 120, False),
     ],
@@ -139,7 +140,7 @@ def test_without_locks_the_file_says_who_writes(tmp_path, monkeypatch, owner, ag
     if isinstance(owner, dict):
         owner = {key: words.get(value, value) for key, value in owner.items()}
     path = tmp_path / ".readings.lock"
-    path.write_text(json.dumps(owner))
+    path.write_text("{" if owner is None else json.dumps(owner))
     os.utime(path, (time.time() - age,) * 2)
     if refused:
         with pytest.raises(ValueError, match="is in use"):

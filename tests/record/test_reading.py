@@ -1,5 +1,6 @@
 import math
 
+import msgspec
 import pytest
 from tagged import reading_of
 
@@ -53,6 +54,19 @@ def test_layers_are_those_of_the_columns():
     assert math.isnan(one.value("q/layer_03"))
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"step": -1}, {"time": math.inf}, {"seconds": math.nan}], ids=str
+)
+def test_a_step_below_0_and_times_that_are_not_finite_are_no_readings(wrong):
+    with pytest.raises(ValueError, match="expected a step from 0, and a time and seconds that are"):
+        msgspec.structs.replace(reading_of({"t/mean": 1.0}), **wrong)
+
+
+def test_arrays_are_of_a_record():
+    with pytest.raises(FileNotFoundError, match="step 8: these readings are of no record"):
+        readings({}).arrays(8)
+
+
 def readings(values):
     return Readings([{"model": "T"}], [reading_of(values)])
 
@@ -61,6 +75,7 @@ def test_stacks_are_those_of_the_columns():
     assert readings(VALUES).stacks() == ["encoder", "decoder", "cross"]
     assert readings({"twonn/layer_01": 1.0, "geomon/seconds": 1.0}).stacks() == [""]
     assert readings({}).stacks() == [""]
+    assert readings(VALUES).series("qk_cosine/cross_layer_01/head_2") == ([0], [7.0])
 
 
 def test_the_stack_that_predicts_is_shown_first():

@@ -261,6 +261,25 @@ def test_the_time_of_a_run_is_from_its_first_to_its_last_reading(make_readings):
     assert row["texts"] == ["22.0 min"]
 
 
+def test_runs_that_were_taken_up_again_say_how_often(make_readings):
+    readings = make_readings().readings
+    runs = [
+        Run(name, Path(name), Readings([{"seed": 0}] * count, readings))
+        for name, count in (("once", 1), ("again", 3))
+    ]
+    (row,) = [x for x in build_content(runs)["configuration"] if x["name"] == "starts"]
+    assert (row["texts"], row["differs"]) == (["1", "3"], True)
+    once = build_content(runs[:1])["configuration"]
+    assert not any(row["name"] == "starts" for row in once)
+
+
+def test_a_report_is_a_page(make_readings, tmp_path):
+    result = invoke("report", write(tmp_path / "run", make_readings()), "-o", tmp_path / "a.pdf")
+    assert result.exit_code == 2
+    assert "a report is written to a file that ends in .html" in result.stderr
+    assert not (tmp_path / "a.pdf").exists()
+
+
 def test_the_command_writes_the_page(make_readings, tmp_path, library):
     folder = write(tmp_path / "run", make_readings())
     out = tmp_path / "new folder" / "page.html"

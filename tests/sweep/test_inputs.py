@@ -117,6 +117,12 @@ def test_windows_of_a_tokenizer_are_evenly_spread_over_the_text(folder, words, c
     assert inputs.notes == ([few] if count < 4 else [])
 
 
+def test_a_text_without_words_is_empty(folder):
+    model = BertModel.from_pretrained(folder)
+    with pytest.raises(InputError, match="is empty"):
+        make_inputs(model, Checkpoint("model", 0, str(folder)), b" \n", InputSize(1, 6, 0))
+
+
 @pytest.mark.parametrize(("given", "start"), [(7, 7), (None, 0)])
 def test_a_decoder_beside_an_encoder_has_the_text_that_follows(tmp_path, given, start):
     config = T5Config(
@@ -145,7 +151,7 @@ def test_the_digest_tells_inputs_apart():
     ids = torch.arange(6).reshape(2, 3)
     different = [
         ids, ids.reshape(3, 2), ids.int(), ids + 1, {"input_ids": ids}, {"labels": ids}, (ids,),
-        [ids, None], (ids, ids), {"input_ids": ids, "use_cache": False},
+        [ids, None], (ids, ids), {"input_ids": ids, "use_cache": False}, len, min,
     ]  # fmt: skip
     assert len({digest(value) for value in different}) == len(different)
     assert digest({"a": ids.clone()}) == digest({"a": ids})

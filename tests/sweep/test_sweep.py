@@ -275,11 +275,18 @@ class Failing(CharacterDecoder):
         raise RuntimeError("no such pass")
 
 
+class TooLong(CharacterDecoder):
+    def forward(self, characters):
+        raise IndexError("index out of range in self")
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
         (lambda **settings: CharacterDecoder("gpt2", 49, PRESET),
          r"no checkpoint.*step=2.*are not those of the model that was built.*with 2 more"),
+        (lambda **settings: 3, "the function built a int: expected a torch module"),
+        (lambda **settings: TooLong("gpt2", 50, PRESET), "IndexError: .*; sequences may be longer"),
         (lambda arch: None, "the function is called with the hyper-parameters"),
         (lambda **settings: Failing("gpt2", 50, PRESET), "RuntimeError: no such pass"),
     ],
@@ -287,6 +294,18 @@ class Failing(CharacterDecoder):
 def test_where_every_checkpoint_fails_the_first_reason_is_the_error(run, tmp_path, build, words):
     with pytest.raises(ValueError, match=words):
         scan(build, checkpoints=run / "checkpoints", directory=tmp_path, **SMALL)
+
+
+class Broken(Memory):
+    def write(self, reading):
+        raise OSError("gone")
+
+
+def test_a_sink_that_fails_is_a_warning_and_the_record_goes_on(run, scanned, tmp_path, caplog):
+    few = {**SMALL, "sinks": [Broken()], "device": "cpu"}
+    readings = scan(build, checkpoints=run / "checkpoints", directory=tmp_path, **few)
+    assert [values(one) for one in readings] == [values(one) for one in read(scanned)]
+    assert "Broken failed; the record goes on: gone" in caplog.text
 
 
 def test_one_model_is_in_memory_at_a_time(run, tmp_path):

@@ -1,6 +1,5 @@
 """Reactions to what a run shows: alerts in the notes, and calls of the user's functions."""
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
@@ -96,8 +95,6 @@ class Reactions:
         if self._on_phase is None:
             return None
         value, margin = measured(reading, "twonn")
-        if not math.isfinite(value):
-            return None
         phase = self._curves[reading.source].add(reading.step, value, margin)
         if phase.name == "unknown":
             return None

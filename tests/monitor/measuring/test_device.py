@@ -59,6 +59,11 @@ def test_a_device_that_is_not_there_is_refused_before_the_training(name):
         Monitor(PlainDecoder(), directory=None, device=name)
 
 
+def test_a_device_of_torch_stands_for_its_name(tmp_path):
+    run(tmp_path, steps=1, device=torch.device("cpu"))
+    assert read(tmp_path).runs[0]["device"] == "cpu"
+
+
 # -- measuring on a device -------------------------------------------------------------------------
 
 

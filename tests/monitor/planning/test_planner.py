@@ -36,6 +36,13 @@ def made_at(planner, steps, source="inline", busy=False):
     return made
 
 
+def test_steps_long_ago_are_forgotten():
+    planner, *_ = make_planner()
+    for step in range(10_001):
+        planner.mark_read(step, "inline")
+    assert [planner.is_read(step, "inline") for step in (0, 1, 10_000)] == [False, True, True]
+
+
 def test_what_is_due_is_made_once():
     planner, _, _ = make_planner()
     assert made_at(planner, [0, 0, 1, 9, 10, 10, 11, 20]) == [0, 10, 20]

@@ -28,8 +28,9 @@ def said(**parts):
     return done.stderr
 
 
-def test_a_message_is_one_line_that_says_whose_it_is():
-    assert said() == "geomon: two of 3 rows\n"
+@pytest.mark.parametrize("before", ["", "sys.modules['tqdm'] = None  # not installed"])
+def test_a_message_is_one_line_that_says_whose_it_is(before):
+    assert said(before=before) == "geomon: two of 3 rows\n"
 
 
 def test_a_message_is_not_glued_to_a_progress_bar():

@@ -1,6 +1,7 @@
 """Alerts in the notes, and functions of the user's that a training calls."""
 
 import logging
+import math
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -121,7 +122,8 @@ def reactions_with(phases, alerts):
 
 def test_the_phase_is_given_when_it_changes():
     phases, alerts = [], []
-    follow(reactions_with(phases, alerts), COURSE)
+    unknown = [(step, math.nan, 20.0) for step in (3, 96, 300, 700)]  # change nothing
+    follow(reactions_with(phases, alerts), sorted([*COURSE, *unknown]))
     assert all(isinstance(phase, Phase) for phase in phases)
     assert [phase.name for phase in phases] == ["steady", "expanding", "compressing"]
     assert (phases[-1].peak_step, phases[-1].peak) == (64, 7.5)

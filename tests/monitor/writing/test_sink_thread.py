@@ -35,6 +35,17 @@ def test_calls_are_made_in_order_by_one_thread_that_closing_ends(calls):
     assert called[-1] == "again"
 
 
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
+def test_where_no_thread_can_be_started_calls_are_made_here(calls, monkeypatch, error):
+    def start(self):
+        raise error
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    called = []
+    calls.call(lambda: called.append(threading.current_thread()))
+    assert called == [threading.current_thread()]
+
+
 @pytest.mark.parametrize("error", [OSError("gone"), TimeoutError("of its own")])
 def test_what_a_call_raises_is_raised_here(calls, error):
     def fails():

@@ -327,6 +327,7 @@ def test_the_most_similar_and_the_most_opposite_head_are_found(run):
         assert "most similar head\nlayer 1, head 0, cosine +1.00" in words
         assert "most opposite head\nlayer 4, head 3, cosine −0.98" in words
     assert words.count(": cosine +1.00") == words.count(": cosine −0.98") == 4
+    assert "Queries and keys of single tokens, and their means" in words
     assert "from step 0 (open) to step 1,500 (filled)" in words_of(draw("means", run))
 
 
@@ -339,6 +340,16 @@ def test_rows_that_are_not_finite_are_left_out(run, bad):
         run.folder.write(reading.step, reading.source, arrays)
     for kind in ("means", "clouds"):
         small(draw(kind, run))
+
+
+def test_without_single_rows_there_are_means_and_no_clouds(run):
+    for reading in run:
+        arrays = arrays_at(reading)
+        kept = {place: a for place, a in arrays.items() if place.name not in ("queries", "keys")}
+        run.folder.write(reading.step, reading.source, kept)
+    assert "most similar head" in words_of(draw("means", run))
+    with pytest.raises(NotMeasuredError, match="so many heads that only their means fit"):
+        draw("clouds", run)
 
 
 def test_a_figure_and_a_summary_count_the_same_heads(run):

@@ -316,6 +316,12 @@ def test_mlflow_logs_to_the_run_that_is_given_or_active(given, used, make_readin
     assert ("geomon/twonn", 2.5, 16) in metrics
 
 
+def test_mlflow_without_a_run_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(active_run=lambda: None))
+    with pytest.raises(ValueError, match=r"no run of MLflow is active: call mlflow\.start_run"):
+        MLflow()
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of mlflow's own code
 def test_mlflow_has_every_value_the_pictures_and_the_alert(make_readings, tmp_path, monkeypatch):
     pytest.importorskip("sqlalchemy")  # which mlflow-skinny comes without
