@@ -87,10 +87,10 @@ def test_positions_tell_equal_tokens_apart():
 
 def test_numbers_of_sequences_give_margins_whatever_they_are():
     numbers = torch.arange(600) // 20
-    values = geometry(cloud(), sequences=numbers)
+    values = geometry(cloud(), IDS, sequences=numbers)
     assert values["twonn/sequences"] == 30
     assert values["variance/margin"] > 0
-    assert geometry(cloud(), sequences=7.0 * numbers - 1000) == values
+    assert geometry(cloud(), IDS, sequences=7.0 * numbers - 1000) == values
     assert "variance/margin" not in geometry(cloud())
 
 
