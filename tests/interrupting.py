@@ -26,13 +26,14 @@ class Interrupting:
         self.files = files
         self.at = at
         self.lines: list[tuple[str, int]] = []
+        self._before = sys.gettrace()  # coverage.py's, say
 
     def __enter__(self):
         self.begin()
         return self
 
     def __exit__(self, *error):
-        sys.settrace(None)
+        self.end()
 
     def begin(self) -> None:
         sys.settrace(self._trace)
@@ -42,12 +43,16 @@ class Interrupting:
                 frame.f_trace = self._trace
             frame = frame.f_back
 
+    def end(self) -> None:
+        """Trace as before."""
+        sys.settrace(self._before)
+
     def _trace(self, frame, event, arg):
         if frame.f_code.co_filename not in self.files:
             return None
         if event == "line":
             self.lines.append((frame.f_code.co_filename, frame.f_lineno))
             if len(self.lines) == self.at:
-                sys.settrace(None)
+                self.end()
                 raise KeyboardInterrupt
         return self._trace

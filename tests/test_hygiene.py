@@ -9,6 +9,7 @@ import re
 import subprocess
 import tokenize
 from collections.abc import Iterator
+from logging import Logger
 from pathlib import Path
 
 import pytest
@@ -133,3 +134,13 @@ def test_dependencies_say_why():
     text = (ROOT / "pyproject.toml").read_text()
     for line in re.findall(r'^    "[a-z-]+>=[\d.]+".*$', text, flags=re.MULTILINE):
         assert "#" in line, line
+
+
+def test_all_that_is_said_is_said_by_one_logger():
+    """Who quiets `geomon` quiets all of it."""
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES]
+    names = [name.removesuffix(".__init__") for name in names if "__main__" not in name]
+    found = [vars(importlib.import_module(name)) for name in names]
+    loggers = [value for each in found for value in each.values() if isinstance(value, Logger)]
+    assert len(loggers) > 10
+    assert {each.name for each in loggers} == {"geomon"}

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import sys
 import threading
 
 import pytest
@@ -49,7 +48,7 @@ def go_on_after_ctrl_c(folder, at, monkeypatch):
             except KeyboardInterrupt:
                 assert step == 0
             finally:
-                sys.settrace(None)
+                interrupting.end()
     monitor.close()
     return interrupting.lines
 

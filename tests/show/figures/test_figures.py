@@ -9,7 +9,7 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
-from shown import alerted, write
+from shown import HEADS, LAYERS, STEPS, WIDTH, alerted, arrays_at, write, write_run
 from tagged import reading_of, with_values
 from typer.testing import CliRunner
 
@@ -18,7 +18,7 @@ from geomon.analysis.queries_keys import align_layers, chance_limit, queries_and
 from geomon.cli import make_app
 from geomon.kernels.baselines import isotropic_cosine_magnitude
 from geomon.kernels.token_types import token_types
-from geomon.record import Readings, read, tags
+from geomon.record import Readings, read
 from geomon.record.arrays import ArrayPlace
 from geomon.show.collect import depth_panel, head_panels, map_panel
 from geomon.show.colours import BLUE, GREY, NOTHING, VERMILLION
@@ -26,63 +26,6 @@ from geomon.show.figures import KINDS, as_image, card, draw, geometry_figure, sa
 from geomon.show.figures.compare import compare_figure
 from geomon.show.figures.run import title_of
 from geomon.show.panels import Line, Lines, NotMeasuredError
-
-LAYERS, HEADS, WIDTH, ROWS = 4, 4, 8, 6
-STEPS = (0, 16, 128, 1500)
-
-
-def more_values(progress: float) -> dict[str, float]:
-    """What the synthetic runs of other tests lack."""
-    found = {"attention_entropy/null": 3.1, "qk_cosine/null_magnitude": 0.3}
-    found["training/loss"] = 5 - 3 * progress
-    for layer in range(LAYERS + 1):
-        shares = {"mean": 0.2 + 0.1 * layer * progress, "between": 0.3}
-        shares["within"] = 1 - sum(shares.values())
-        for part, value in shares.items():
-            found[tags.layer_tag("variance_shares", layer, part)] = value
-        found[tags.layer_tag("variance_shares", layer)] = 0.5
-        found |= {tags.layer_tag(n, layer): 0.1 * (layer + 1) for n in ("drift_norm", "twonn")}
-        found[tags.layer_tag("cosine", layer)] = (0.1, 0.3, 0.2, 0.4, 0.5)[layer]
-        found[tags.layer_tag("variance", layer)] = 10.0
-    return found
-
-
-def arrays_at(reading) -> dict[ArrayPlace, np.ndarray]:
-    """Mean queries and keys of head h of layer l at a planted angle, growing."""
-    progress = reading.step / STEPS[-1]
-    generator = np.random.default_rng(3)
-    found = {}
-    for layer in range(LAYERS + 1):
-        eigenvalues = np.sort(generator.exponential(size=WIDTH))[::-1]
-        counts = generator.integers(10, 40, 12)
-        found |= {
-            ArrayPlace("", "eigenvalues", layer): eigenvalues,
-            ArrayPlace("", "type_ids", layer): np.arange(12),
-            ArrayPlace("", "type_rows", layer): counts,
-            ArrayPlace("", "type_square_of_mean", layer): 5 + generator.random(12),
-            ArrayPlace("", "type_scatter", layer): counts * (2 + generator.random(12)),
-        }
-        if layer == 0:
-            continue
-        angles = np.pi * (np.arange(HEADS) + HEADS * (layer - 1)) / (HEADS * LAYERS)
-        query = np.zeros((HEADS, WIDTH))
-        key = np.zeros((HEADS // 2, WIDTH))  # two query heads share a key head
-        key[:, 0] = 1 + progress
-        query[:, 0], query[:, 1] = np.cos(angles), np.sin(angles)
-        query *= 1 + 2 * progress
-        found[ArrayPlace("", "mean_query", layer)] = query.astype(np.float32)
-        found[ArrayPlace("", "mean_key", layer)] = key.astype(np.float32)
-        for name, mean in (("queries", query), ("keys", key)):
-            noise = 0.3 * generator.standard_normal((ROWS, *mean.shape))
-            found[ArrayPlace("", name, layer)] = (mean + noise).astype(np.float16)
-    return found
-
-
-def write_run(folder, readings, arrays=arrays_at) -> Readings:
-    last = max(readings[-1].step, 1)
-    whole = [with_values(r, {**more_values(r.step / last), **r.values}) for r in readings]
-    facts = {"parameters": 1_234_567, "layers": ["block"] * LAYERS}
-    return read(write(folder, whole, arrays, **facts))
 
 
 @pytest.fixture

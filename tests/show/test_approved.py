@@ -1,0 +1,209 @@
+"""Every page of a synthetic run, beside what a person has looked at and approved.
+
+What other tests hold in words and numbers is here the whole page: each mark, size and place. After
+a change that is meant: `APPROVE=1 pytest tests/show/test_approved.py`, and look at what git shows.
+"""
+
+import asyncio
+import base64
+import io
+import json
+import os
+import re
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import plotly.offline
+import pytest
+from matplotlib.testing.compare import compare_images
+from rich.console import Console
+from shown import HEADS, LAYERS, STEPS, alerted, write_run
+from typer.testing import CliRunner
+
+from geomon.analysis.compare import compare
+from geomon.cli import make_app
+from geomon.note import Note
+from geomon.record import Readings
+from geomon.show.charts import charts_of
+from geomon.show.collect import cards_of
+from geomon.show.figures import KINDS, card, draw
+from geomon.show.figures.compare import compare_figure
+from geomon.show.report import Run, render
+from geomon.show.terminal import format_line, view
+from geomon.show.terminal.app import WatchApp
+from geomon.show.terminal.runs import Watched
+
+APPROVED = Path(__file__).parent / "approved"
+# Root mean square of the differences of two pictures, of 255: what another processor may round.
+TOLERANCE = 1.0
+# The age of a reading does not hang on the day of the test.
+NOW = 1_800_000_000.0
+# What is pressed in the terminal view: every page, and what each key changes there.
+KEYS = ["m", "l", "x", "p", "t", "h", "t", "r", "t", "t", "question_mark"]
+
+
+def made(make_readings, folder, notes=(), alerts=(), **options):
+    """A run on disk, of known times."""
+    whole = make_readings(STEPS, layers=LAYERS, heads=HEADS, notes=notes, **options)
+    readings = alerted(whole, alerts)
+    timed = [msgspec.structs.replace(each, time=NOW - 100 + each.step / 20) for each in readings]
+    return write_run(folder, Readings(readings.runs, timed))
+
+
+@pytest.fixture
+def run(make_readings, tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    monkeypatch.setattr(time, "gmtime", lambda *_: datetime.fromtimestamp(NOW, UTC).timetuple())
+    notes = [Note("rows", "half of the rows are near-duplicates", layers=(1, 2))]
+    kinds = [(1, "logit_growth"), (2, "not_finite")]
+    return made(make_readings, tmp_path / "run", notes, kinds)
+
+
+@pytest.fixture
+def other(make_readings, tmp_path):
+    curves = {"twonn/mean": (2.0, 2.5, 3.0, 6.0)}
+    return made(make_readings, tmp_path / "other", curves=curves)
+
+
+def holds_text(name, text):
+    file = APPROVED / name
+    text = "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+    if "APPROVE" in os.environ:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    assert text == file.read_text()
+
+
+def rounded(value):
+    """Numbers to five digits: beyond these, processors differ."""
+    match value:
+        case dict():
+            return {name: rounded(each) for name, each in value.items()}
+        case list() | tuple():
+            return [rounded(each) for each in value]
+        case float():
+            return float(f"{value:.5g}")
+    return value
+
+
+def holds_data(name, value):
+    holds_text(name, json.dumps(rounded(value), indent=0, ensure_ascii=False, sort_keys=True))
+
+
+def holds_figure(name, figure, tmp_path):
+    drawn, file = tmp_path / f"{name}.png", APPROVED / f"{name}.png"
+    figure.savefig(drawn, dpi=50)
+    if "APPROVE" in os.environ:
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(drawn.read_bytes())
+    differs = compare_images(str(file), str(drawn), TOLERANCE)
+    assert differs is None, differs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_figures(kind, run, tmp_path):
+    holds_figure(kind, draw(kind, run), tmp_path)
+
+
+def test_the_figure_of_two_runs(run, other, tmp_path):
+    figure = compare_figure((run, other), ("run", "other"), compare(run, other))
+    holds_figure("compare", figure, tmp_path)
+
+
+def test_cards_of_loggers(run, tmp_path):
+    for number, (_, panel) in enumerate(cards_of(run)):
+        holds_figure(f"card_{number}", card(panel), tmp_path)
+
+
+def plain(value):
+    """A chart without what plotly adds to each; arrays as lists."""
+    match value:
+        case {"bdata": data, "dtype": kind, **rest}:
+            numbers = np.frombuffer(base64.b64decode(data), kind)
+            shape = [int(size) for size in rest.get("shape", "-1").split(",")]
+            return numbers.reshape(shape).tolist()
+        case dict():
+            return {name: plain(each) for name, each in value.items() if name != "template"}
+        case list():
+            return [plain(each) for each in value]
+    return value
+
+
+def test_charts_of_wandb(run):
+    charts = {name: json.loads(chart.to_json()) for name, chart in charts_of(run).items()}
+    holds_data("wandb.json", plain(charts))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_reports(count, run, other, monkeypatch):
+    monkeypatch.setattr(plotly.offline, "get_plotlyjs", lambda: "")
+    page = render([Run("a", Path("a"), run), Run("b", Path("b"), other)][:count])
+    page = re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL)
+    charts, decoder = [], json.JSONDecoder()
+    for start in re.finditer(r"Plotly.newPlot\(\s*", page):
+        at = start.end()
+        for _ in range(4):  # its place, curves, layout and settings
+            value, at = decoder.raw_decode(page, at)
+            charts.append(plain(value))
+            at += len(re.match(r"[\s,]*", page[at:])[0])
+    assert charts
+    holds_data(f"report_{count}.json", charts)
+    holds_text(f"report_{count}.html", re.sub(r"(?s)(<script[^>]*>).*?(</script>)", r"\1\2", page))
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_overviews(width, run):
+    style = {"force_terminal": True, "color_system": "truecolor", "record": True}
+    console = Console(width=width, file=io.StringIO(), **style)
+    console.print(view(run))
+    console.print(format_line(run[-1], run))
+    holds_text(f"overview_{width}.txt", console.export_text(styles=True).replace("\x1b", "^"))
+
+
+@pytest.mark.parametrize(
+    "words", ["summary run", "alerts", "alerts not_finite", "compare run other"]
+)
+def test_commands(words, run, other, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    found = CliRunner().invoke(make_app(), words.split())
+    assert found.exit_code == 0
+    holds_text(f"{words.replace(' ', '_')}.txt", found.output)
+
+
+def screen(app):
+    """The characters of the screen, and below each line the styles of its parts."""
+    strips = app.screen._compositor.render_strips(app.size)
+    lines = [
+        ["".join(each.text for each in strip), *(str(x.style) for x in strip)] for strip in strips
+    ]
+    return [text for line in lines for text in (line[0], "    " + " | ".join(line[1:]))]
+
+
+def test_the_terminal_view(run, other, tmp_path):
+    seen = []
+
+    async def look(app, pilot, name):
+        found = None
+        for _ in range(100):  # until nothing moves any more
+            await pilot.pause(0.05)
+            before, found = found, screen(app)
+            if before == found:
+                break
+        seen.extend([f"---- {name}", *found])
+
+    async def story():
+        folders = [tmp_path / "run", tmp_path / "other"]
+        app = WatchApp([Watched(folder, None, folder.name) for folder in folders], poll=None)
+        async with app.run_test(size=(110, 36)) as pilot:
+            app.look()
+            await look(app, pilot, "begin")
+            for key in KEYS:
+                await pilot.press(key)
+                await look(app, pilot, key)
+
+    asyncio.run(story())
+    holds_text("watch.txt", "\n".join(seen))
