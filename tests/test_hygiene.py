@@ -142,5 +142,5 @@ def test_all_that_is_said_is_said_by_one_logger():
     names = [name.removesuffix(".__init__") for name in names if "__main__" not in name]
     found = [vars(importlib.import_module(name)) for name in names]
     loggers = [value for each in found for value in each.values() if isinstance(value, Logger)]
-    assert len(loggers) > 10
-    assert {each.name for each in loggers} == {"geomon"}
+    assert len(loggers) > 3
+    assert {each.name.partition(".")[0] for each in loggers} == {"geomon"}
