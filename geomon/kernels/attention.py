@@ -497,7 +497,7 @@ def _seen(visible: Tensor, ends: Tensor, at: _Slices) -> Tensor:
         ends: Place after the last visible key of each row.
         at: Place of the block.
     """
-    reach = int(_without_repetitions(ends[at]).max())
+    reach = int(ends[at].max())
     return _without_repetitions(visible[at])[..., : max(1, reach)]
 
 

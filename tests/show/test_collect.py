@@ -196,6 +196,10 @@ def test_a_map_has_a_column_for_each_step_and_its_scale_from_the_blocks(make_rea
     assert (positive.low, positive.high) == (0, 0.5)
     both = collect.map_panel(single("drift", [0.25, -0.5, 0.25]), "drift")
     assert (both.low, both.high, both.is_signed) == (-0.5, 0.5, True)
+    known = collect.map_panel(
+        single("attention_entropy_normalised", [0.1, 0.4]), "attention_entropy_normalised"
+    )
+    assert (known.low, known.high) == (0, 1)
     wide = collect.map_panel(single("norm", [0.25, 8.0, 2.0]), "norm")
     assert (wide.low, wide.high, wide.is_logarithmic) == (0.25, 8.0, True)
     assert collect.map_panel(Readings([], [reading_of({}, 0, "inline")]), "twonn") is None

@@ -75,6 +75,8 @@ def test_images_have_mean_0_and_deviation_1_and_a_text_is_said_not_to_be_read():
     deviation, mean = torch.std_mean(images, dim=(2, 3))
     torch.testing.assert_close(mean, torch.zeros(5, 3), rtol=0, atol=1e-5)
     torch.testing.assert_close(deviation, torch.ones(5, 3), rtol=1e-5, atol=0)
+    for axis in (2, 3):  # neighbours are alike, as in a photograph
+        assert (images * images.roll(1, axis)).mean() > 0.2  # of white noise: 0.00 ± 0.03
     with pytest.raises(InputError, match="ViTModel reads images and no text: leave"):
         make_inputs(model, checkpoint, b"abc", InputSize(1, 6, 0))
 
