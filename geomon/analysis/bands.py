@@ -26,7 +26,7 @@ WINDOW, LEAST, SHARE = 48, 8, 0.25
 FIRST = 200
 # A value is outside of its band where it is `ONCE` times as far from the line as normal errors get
 # once in three million readings; or `TWICE` times as far at two readings in a row, on one side.
-ONCE, TWICE = 2.9, 1.05
+ONCE, TWICE = 3.2, 1.15
 _BEYOND = 3e-7
 # Readings at which all values are inside, after which a departure is another event.
 QUIET = 12
