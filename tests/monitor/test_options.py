@@ -145,3 +145,9 @@ def test_a_name_that_does_not_exist_is_answered_with_a_close_one(build):
         build(token=3)
     with pytest.raises(TypeError, match="has no argument 'zzz'; there are metrics, schedule"):
         build(zzz=3)
+
+
+@pytest.mark.parametrize("model", ["gpt2", [], [PlainDecoder(), PlainDecoder()], object()])
+def test_what_is_no_model_is_named(model):
+    with pytest.raises(TypeError, match=f"expected a torch.nn.Module, got {type(model).__name__}"):
+        Monitor(model, directory=None)
