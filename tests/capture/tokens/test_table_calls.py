@@ -1,0 +1,108 @@
+import pytest
+import torch
+from torch import nn
+
+from geomon.capture.tokens.table_calls import TableCalls
+from geomon.capture.tokens.token_ids import TokenIds
+
+IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])
+
+
+def calls(of_output=()):
+    kept = TokenIds()
+    return TableCalls(of_output, lambda: [kept]), kept
+
+
+def table(width=4):
+    torch.manual_seed(0)
+    return nn.Embedding(9, width)
+
+
+def call(found, used, ids):
+    found.before(used, used, (ids,), {})
+    found.after(used, used, used(ids))
+
+
+def test_a_call_keeps_its_integers_its_table_and_rows_of_what_came_back():
+    tokens, output = table(), table()
+    found, kept = calls([output])
+    found.take_arguments((IDS,), {})
+    ids = IDS.clone()
+    call(found, tokens, IDS)
+    call(found, output, ids)
+    ids += 1  # what is kept is a copy
+    first, second = kept.lookups
+    assert torch.equal(first.ids, IDS)
+    assert torch.equal(second.ids, IDS)
+    assert (first.table, first.of_output) == (tokens, False)
+    assert (second.table, second.of_output) == (output, True)
+    assert first.rows.shape[-1] == 4
+    assert kept.find((2, 3)) is not None
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "is_passed"),
+    [
+        ((IDS,), {}, True),
+        ((), {"ids": IDS}, True),
+        (({"ids": IDS, "other": 3},), {}, True),
+        ((IDS.clone(),), {}, False),
+        ((), {}, False),
+    ],
+)
+def test_integers_that_the_model_was_given_are_told_from_those_it_made(args, kwargs, is_passed):
+    found, kept = calls()
+    found.take_arguments(args, kwargs)
+    call(found, table(), IDS)
+    assert kept.lookups[0][3] is is_passed
+
+
+@pytest.mark.parametrize("given", [torch.ones(2, 3), None, [1, 2]])
+def test_what_is_no_tensor_of_integers_is_no_call(given):
+    found, kept = calls()
+    found.before(table(), nn.Identity(), (given,), {})
+    found.before(table(), nn.Identity(), (), {})
+    assert kept.lookups == []
+
+
+def test_rows_are_those_of_the_last_call_of_the_same_table():
+    one, other = table(), table(5)
+    found, kept = calls()
+    found.before(one, one, (IDS,), {})
+    found.after(other, other, other(IDS))  # it was not seen to begin
+    found.after(one, one, (one(IDS),))  # no tensor
+    assert kept.lookups[0].rows is None
+    found.after(one, one, one(IDS))
+    rows = kept.lookups[0].rows
+    found.after(one, one, one(IDS) + 1)
+    assert kept.lookups[0].rows is rows
+
+
+@pytest.mark.parametrize(
+    ("calls_inside", "output", "count"),
+    [
+        (False, torch.ones(2, 3, 4), 1),
+        (True, torch.ones(2, 3, 4), 1),  # that of the table itself
+        (False, torch.ones(2, 2, 4), 0),
+        (False, None, 0),
+    ],
+)
+def test_a_module_around_a_table_that_does_not_call_it_stands_for_it(calls_inside, output, count):
+    inner, around = table(), nn.Identity()
+    found, kept = calls()
+    found.before_around(around, (IDS,), {})
+    if calls_inside:
+        call(found, inner, IDS)
+    found.after_around(inner, around, output)
+    assert len(kept.lookups) == count
+    found.after_around(inner, around, torch.ones(2, 3, 4))  # it is not running any more
+    assert len(kept.lookups) == count
+
+
+def test_calls_that_are_running_can_be_forgotten():
+    inner, around = table(), nn.Identity()
+    found, kept = calls()
+    found.before_around(around, (IDS,), {})
+    found.clear()
+    found.after_around(inner, around, torch.ones(2, 3, 4))
+    assert kept.lookups == []
