@@ -143,7 +143,8 @@ def swap(node: ast.AST) -> Iterator[tuple[str, str]]:
             starred = any(isinstance(arg, ast.Starred) for arg in (first, second))
             if not starred and _name_of(function) not in SYMMETRIC:
                 new = ast.Call(function, [second, first, *rest], named)
-                yield "arguments", ast.unparse(new)
+                if ast.unparse(first) != ast.unparse(second):
+                    yield "arguments", ast.unparse(new)
         case ast.Call(args=[only], keywords=[]) if not isinstance(only, ast.Starred):
             if not isinstance(only, ast.GeneratorExp):
                 yield "call left out", f"({ast.unparse(only)})"

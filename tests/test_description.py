@@ -49,6 +49,26 @@ class Block(nn.Module):
         return x + self.mix(self, x)
 
 
+class Looped(PlainDecoder):
+    """Its blocks run twice."""
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        for block in [*self.blocks, *self.blocks]:
+            x = block(x)
+        return self.head(x)
+
+
+def test_layers_are_those_that_one_pass_has_shown():
+    before = "layer 0 enters the first block, layers 1 to"
+    assert rows(PlainDecoder(layers=3), batch())["hidden states"] == f"{before} 3 leave the blocks"
+    looped = Looped(layers=3)
+    assert rows(looped)["hidden states"] == f"{before} 3 leave the blocks"
+    assert rows(looped, batch())["hidden states"] == (
+        f"{before} 6 leave the blocks, one for each call"
+    )
+
+
 class Called(nn.Module):
     """Called attention as RWKV's is, and none: neither queries and keys nor a softmax."""
 
