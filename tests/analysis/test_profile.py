@@ -103,6 +103,8 @@ def test_a_correlation_needs_four_layers_that_have_both_and_vary():
     known = Column(layers=[1.0, 2.0, 4.0, 8.0, 16.0])
     holes = Column(first=1, layers=[1.0, math.nan, 3.0, 4.0, 9.0])
     assert correlate(known, holes) == {}
-    assert math.isnan(correlate(known, Column(layers=[3.0] * 5))["pearson"].value)
+    constant = Column(layers=[3.0] * 5)
+    for pair in ((known, constant), (constant, known)):
+        assert math.isnan(correlate(*pair)["pearson"].value)
     tiny = Column(layers=[1e-200 * value for value in known.layers])
     assert correlate(known, tiny)["pearson"].value == pytest.approx(1)
