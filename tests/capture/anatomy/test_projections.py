@@ -35,6 +35,37 @@ def test_projections_are_found_by_the_names_of_the_field():
     assert find_projections(holder(q_proj=linear, v_proj=linear)) is None
 
 
+SEPARATE = (
+    "q_proj k_proj, query key, q_lin k_lin, query_proj key_proj, q k, wq wk, to_q to_k, Wq Wk, "
+    "linear_q linear_k, project_q project_k, projection_query projection_key"
+)
+JOINT = (
+    "q_attn c_attn, q_proj kv_proj, to_q to_kv, q kv, wq wkv, q_b_proj kv_b_proj, "
+    "q_proj kv_b_proj, wq_b wkv_b, wq wkv_b"
+)
+
+
+@pytest.mark.parametrize(("kind", "pairs"), [("separate", SEPARATE), ("joint", JOINT)])
+def test_names_of_the_field_hold_for_modules_that_do_not_say_their_widths(kind, pairs):
+    for pair in pairs.split(", "):
+        names = tuple(pair.split())
+        query, key = nn.Identity(), nn.Identity()
+        found = find_projections(holder(**dict(zip(names, (query, key), strict=True))))
+        assert (found.kind, found.names, found.query, found.key) == (kind, names, query, key)
+        assert found.apart == ((query, key) if kind == "separate" else ())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv", "wqkv", "to_qkv", "att_proj"],
+)
+def test_one_matrix_may_make_queries_keys_and_values(name):
+    matrix = nn.Linear(8, 24)
+    found = find_projections(holder(**{name: matrix}))
+    assert (found.kind, found.names, found.query, found.key) == ("fused", (name,), matrix, matrix)
+    assert found.apart == ()
+
+
 def test_projections_are_found_by_names_that_differ_in_one_part():
     linear = nn.Linear(8, 8)
     for names in (("c_q", "c_k"), ("attn_query", "attn_key"), ("wQ", "wK"), ("q_w", "k_w")):

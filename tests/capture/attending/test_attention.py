@@ -64,10 +64,81 @@ def test_what_a_compiler_traces_with_is_refused():
         read_flash({"q": query, "k": query})
 
 
-def test_an_option_of_flash_attention_that_changes_scores_is_refused():
+@pytest.mark.parametrize(
+    "name", ["alibi_slopes", "block_table", "page_table", "seqused_k", "attn_bias", "qv"]
+)
+def test_an_option_of_flash_attention_that_changes_scores_is_refused(name):
     query = torch.randn(2, 6, 4, 8)
-    with pytest.raises(NotUnderstoodError, match="was given alibi_slopes"):
-        read_flash({"q": query, "k": query, "alibi_slopes": torch.ones(4)})
+    assert read_flash({"q": query, "k": query, name: None}).rule.keys == 6
+    with pytest.raises(NotUnderstoodError, match=f"was given {name}"):
+        read_flash({"q": query, "k": query, name: torch.ones(4)})
+
+
+ENDS, MORE = torch.tensor([0, 2, 6]), torch.tensor([0, 3, 6])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {}),
+        ({"causal": True}, {"right": 0}),
+        ({"is_causal": True}, {"right": 0}),
+        ({"window_size": (3, 1)}, {"left": 3, "right": 1}),
+        ({"window_size": [-1, 0]}, {"right": 0}),
+        ({"window_size": (3, 1), "causal": True}, {"left": 3, "right": 0}),
+        ({"window_size_left": 2}, {"left": 2}),
+        ({"window_size_left": 0, "window_size_right": 4}, {"left": 0, "right": 4}),
+        ({"softmax_scale": 0.25}, {"scale": 0.25}),
+        ({"scale": 2}, {"scale": 2.0}),
+        ({"softcap": 30.0}, {"softcap": 30.0}),
+        ({"softcap": 0.0}, {}),
+    ],
+)
+def test_options_of_flash_attention_are_read_by_all_their_names(given, expected):
+    query, key = torch.randn(2, 6, 4, 8, requires_grad=True), torch.randn(2, 9, 2, 8)
+    found = read_flash({"q": query, "k": key, **given})
+    assert torch.equal(found.query, query.transpose(1, 2))
+    assert torch.equal(found.key, key.transpose(1, 2))
+    assert not found.query.requires_grad
+    assert (found.mask, found.causal, found.bias, found.sink) == (None, False, None, None)
+    assert (found.rule.keys, found.rule.offset, found.rule.ends) == (9, 3, None)
+    whole = {"left": None, "right": None, "scale": 8**-0.5, "softcap": None} | expected
+    assert (found.rule.left, found.rule.right) == (whole["left"], whole["right"])
+    assert (found.scale, found.softcap) == (whole["scale"], whole["softcap"])
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_{}", "cu_seq_{}", "cum_seq_{}"])
+def test_packed_flash_attention_has_the_ends_of_queries_and_of_keys(name):
+    packed = torch.randn(6, 4, 8)
+    given = {"query": packed, "key": packed, name.format("q"): ENDS}
+    assert [ends.tolist() for ends in read_flash(given).rule.ends] == [[0, 2, 6]] * 2
+    found = read_flash(given | {name.format("k"): MORE})
+    assert [ends.tolist() for ends in found.rule.ends] == [[0, 2, 6], [0, 3, 6]]
+    assert found.query.shape == (1, 4, 6, 8)
+    with pytest.raises(NotUnderstoodError, match="the keys are no plain tensor of 3 dimensions"):
+        read_flash(given | {"key": packed[None]})
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (None, False, 8**-0.5)),
+        ({"is_causal": True}, (None, True, 8**-0.5)),
+        ({"is_causal": True, "scale": 2}, (None, True, 2.0)),
+        ({"attn_mask": torch.ones(6, 9)}, ((1, 1, 6, 9), False, 8**-0.5)),
+        ({"attn_bias": torch.ones(4, 6, 9)}, ((1, 4, 6, 9), False, 8**-0.5)),
+        ({"attn_mask": torch.ones(2, 1, 6, 1)}, ((2, 1, 6, 1), False, 8**-0.5)),
+    ],
+)
+def test_options_of_torch_s_attention_are_read(given, expected):
+    query, key = torch.randn(2, 4, 6, 8), torch.randn(2, 4, 9, 8)
+    found = read_sdpa({"query": query, "key": key, **given})
+    mask = None if found.mask is None else tuple(found.mask.shape)
+    assert (mask, found.causal, found.scale) == expected
+    one = read_sdpa({"query": query[:, :, :1], "key": key, "is_causal": True})
+    assert not one.causal  # a single query sees all keys
+    with pytest.raises(NotUnderstoodError, match="the mask is for 8 keys, and there are 9"):
+        read_sdpa({"query": query, "key": key, "attn_mask": torch.ones(6, 8)})
 
 
 def ruled(rule) -> torch.Tensor:

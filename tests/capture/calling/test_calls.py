@@ -1,5 +1,6 @@
 """Calls are seen without anything on the model; the model's own names and copies are its own."""
 
+import contextlib
 import functools
 import pickle
 import threading
@@ -88,6 +89,30 @@ def test_an_observer_that_fails_ends_no_call_and_is_told():
     finally:
         calls.unwatch_calls(observer)
     assert [type(each) for each in observer.failures] == [ZeroDivisionError]
+
+
+class Counting(Failing):
+    """Notes which modules are called."""
+
+    def seeing(self, module):
+        self.failures.append(module)
+        return contextlib.nullcontext()
+
+
+def test_each_observer_is_told_until_it_leaves():
+    model, first, second = nn.Linear(3, 3), Counting(), Counting()
+    for observer in (first, second):
+        calls.watch_calls(observer)
+    try:
+        model(torch.ones(2, 3))
+        calls.unwatch_calls(first)
+        calls.unwatch_calls(first)  # once more changes nothing
+        model(torch.ones(2, 3))
+    finally:
+        for observer in (first, second):
+            calls.unwatch_calls(observer)
+    model(torch.ones(2, 3))
+    assert [len(each.failures) for each in (first, second)] == [1, 2]
 
 
 def _compiled(x):
