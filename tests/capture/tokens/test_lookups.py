@@ -17,7 +17,13 @@ from torch.nn import functional as F
 from geomon import measure
 from geomon.capture import Window, find_anatomy
 from geomon.capture.snapshot import CAPTURED, Layer, Snapshot
-from geomon.capture.tokens.lookups import Layout, layouts, stream_layouts
+from geomon.capture.tokens.lookups import (
+    Layout,
+    Lookup,
+    layouts,
+    no_positions,
+    stream_layouts,
+)
 
 WIDTH, STREAMS = 32, 4
 
@@ -427,3 +433,16 @@ def test_layouts_take_ids_to_the_shape_of_hidden_states():
     for shape, count in (((6, 5), 2), ((3, 5, 2), 1), ((5, 3, 2), 1), ((2, 3, 5), 1), ((5, 6), 0)):
         assert shapes(stream_layouts((3, 5), shape), ids) == [shape] * count
     assert shapes(layouts((4, 4), (4, 4)), words(4, 4)) == [(4, 4)] * 2
+
+
+@pytest.mark.parametrize(
+    ("ids", "is_free"),
+    [
+        (torch.tensor(3), True), (torch.tensor([3]), True), (torch.tensor([[3], [4]]), True),
+        (torch.tensor([3, 4]), False), (torch.tensor([3, 9]), True), (torch.arange(9), False),
+        (torch.arange(3).expand(2, 3), False), (torch.tensor([[0, 1, 2], [7, 3, 5]]), False),
+        (torch.tensor([[0, 1, 5], [7, 3, 5]]), True), (torch.tensor([5, 4, 3]), True),
+    ],
+)  # fmt: skip
+def test_positions_are_integers_of_which_half_are_one_more_than_the_one_before(ids, is_free):
+    assert no_positions(Lookup(ids, nn.Embedding(9, 2))) is is_free

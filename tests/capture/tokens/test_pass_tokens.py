@@ -87,3 +87,41 @@ def test_a_window_that_is_not_asked_keeps_no_last_tokens():
     with torch.no_grad(), Window(find_anatomy(model), {"hidden"}, rows=9, seed=0) as seen:
         model(batch(6, 12))
     assert not any(view.startswith("last_") for view in seen.snapshot().layers[1].captured)
+
+
+class CrossBlock(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(width, width), nn.Linear(width, width)
+        self.v_proj, self.num_heads = nn.Linear(width, width), 2
+
+    def forward(self, x, context):
+        made = self.q_proj(x), self.k_proj(context), self.v_proj(context)
+        query, key, value = (each.unflatten(2, (2, -1)).transpose(1, 2) for each in made)
+        return x + attend(query, key, value).transpose(1, 2).flatten(2)
+
+
+class CrossModel(nn.Module):
+    """Blocks that attend to a context of another length alone."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(64, 8)
+        self.blocks = nn.ModuleList(CrossBlock() for _ in range(2))
+
+    def forward(self, ids, context):
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x, context)
+        return x
+
+
+def test_projected_keys_of_a_context_have_its_sequences():
+    model, ids, context = CrossModel(), torch.randint(64, (3, 6)), torch.randn(3, 10, 8)
+    views = look(model, ids, context=context).snapshot().layers[1].captured
+    made = model.blocks[0].k_proj(context).flatten(0, 1)
+    same = (views["projected_key"].flatten(1)[:, None] == made).all(2)
+    assert same.sum(1).tolist() == [1] * 30
+    assert views["key_sequences"].tolist() == (same.long().argmax(1) // 10).tolist()
+    assert sorted(views["query_sequences"].tolist()) == [n for n in range(3) for _ in range(6)]
