@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from geomon.capture.tokens.sampling import MemoryLimit, RowSampler, move_width_last
+from geomon.capture.tokens.sampling import QUERIES, MemoryLimit, RowSampler, move_width_last
 
 
 def limited(megabytes, rows=1000, layers=5, blocks=4, width=64):
@@ -58,3 +58,30 @@ def test_the_width_is_found_among_the_dimensions(shape, parts, moved):
     rows = torch.randn(shape)
     found = move_width_last(rows, nn.Sequential(*parts), entering=False)
     assert torch.equal(found, rows.movedim(1, -1) if moved else rows)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "length", "shifts"),
+    [(QUERIES // 4, 256, QUERIES // 32), (16, QUERIES, 2), (8, QUERIES, 1), (3, 10, 1)],
+)
+def test_each_eighth_of_the_sequences_asks_at_the_same_positions(sequences, length, shifts):
+    chosen, places = RowSampler(10**8, 0).sample_queries(sequences, length)
+    assert chosen.tolist() == list(range(sequences))
+    assert places.shape == (sequences, min(length, QUERIES // sequences))
+    assert len(torch.unique(places, dim=0)) == shifts
+    for first in range(0, sequences - shifts + 1, shifts):  # together they ask at even distances
+        asked = places[first : first + shifts].flatten().sort().values
+        assert torch.equal(asked, (2 * torch.arange(len(asked)) + 1) * length // (2 * len(asked)))
+
+
+def test_some_sequences_are_taken_where_not_all_rows_fit():
+    chosen, places = RowSampler(200, 3).sample_queries(50, 40)
+    assert chosen.tolist() == sorted(set(chosen.tolist()))
+    assert places.shape == (5, 40)
+    assert torch.equal(RowSampler(200, 3).sample_queries(50, 40)[0], chosen)
+    assert not torch.equal(RowSampler(200, 4).sample_queries(50, 40)[0], chosen)
+    assert len(RowSampler(20, 0).sample_queries(9, 40)[0]) == 1  # one at least
+    fewer = RowSampler(10**6, 0)
+    fewer.limit(80)
+    chosen, places = fewer.sample_queries(50, 40)
+    assert (len(chosen), places.shape) == (2, (2, 40))
