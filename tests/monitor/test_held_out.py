@@ -255,3 +255,11 @@ def test_rows_are_shared_out_evenly_as_far_as_they_reach(rows, wanted):
         assert sum(shares) == min(wanted, sum(rows))
     most = max(shares)
     assert all(share in (own, most, most - 1) for share, own in zip(shares, rows, strict=True))
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_batches_stay_on_the_host_whatever_the_training_pins():
+    loader = DataLoader(TensorDataset(ROWS, ROWS[:, 0]), batch_size=8, pin_memory=True)
+    (reading,) = read_of(loader, Labelled())
+    assert reading.values["ids/layer_01"] == pytest.approx(float(ROWS.double().mean()))
+    assert loader.pin_memory
