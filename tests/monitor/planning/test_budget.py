@@ -117,3 +117,27 @@ def test_what_a_process_has_not_read_yet_costs_nothing_that_is_known():
     assert budget.decide(100).paid
     budget.count_reading()
     assert not budget.decide(101).paid
+
+
+@pytest.mark.parametrize("last", [None, 600])
+def test_a_run_that_is_taken_up_again_counts_from_its_own_first_step(last):
+    def made_from(first):
+        clock = Clock()
+        budget = Budget(0.1, clock=clock)
+        budget.begin(first)
+        budget.expect_end(None if last is None else first + last)
+        steps, waits = [], []
+        for step in range(600):
+            budget.move_to(first + step)
+            decision = budget.decide(len(steps))
+            waits.append(decision.wait)
+            if decision.paid:
+                budget.count_reading()
+                budget.spend(2.0)
+                clock.now += 2.0
+                steps.append(step)
+            clock.now += 1.0
+        return steps, waits
+
+    assert made_from(7_000) == made_from(0)
+    assert len(made_from(0)[0]) > ALWAYS_MADE
