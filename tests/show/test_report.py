@@ -130,6 +130,15 @@ def test_what_a_record_says_is_shown_and_does_not_act(make_readings, library):
     assert r"\u0026lt;img src=x" in charts or "&lt;img src=x" in charts
 
 
+def test_nothing_of_a_record_brings_control_characters_into_the_page(make_readings, monkeypatch):
+    monkeypatch.setattr("plotly.offline.get_plotlyjs", str)
+    texts = {**TEXTS, "twonn": {**TEXTS["twonn"], "meaning": "bell\x07", "title": "esc\x1b"}}
+    described = {"metrics": texts, "model": "M\x1b"}
+    page = render([run_of(make_readings(), f"run\x1b{n}", **described) for n in range(2)])
+    assert not set("\x07\x1b") & set(page)
+    assert not re.search(r"\\u00(07|1b)", page)
+
+
 def test_several_runs_stand_side_by_side_and_those_of_other_seeds_make_a_band(
     make_readings, tmp_path
 ):

@@ -50,3 +50,9 @@ def test_the_first_module_around_the_blocks_that_has_a_forward_is_called():
 def test_a_batch_is_given_as_the_forward_takes_it(model, batch, args, kwargs, left_out):
     call = call_of_batch(model, [model], batch)
     assert (call.module, call.args, call.kwargs, call.left_out) == (model, args, kwargs, left_out)
+
+
+def test_of_a_compiled_model_the_forward_inside_says_what_it_takes():
+    model = torch.compile(Two(), backend="eager")
+    call = call_of_batch(model, [model], {"ids": 1, "mask": 2, "more": 3})
+    assert (call.module, call.kwargs, call.left_out) == (model, {"ids": 1, "mask": 2}, "more")
