@@ -160,3 +160,14 @@ def test_the_digest_tells_inputs_apart():
     assert digest(ids.t().t()) == digest(ids)
     one, again = (lambda model: model(ids) for _ in range(2))  # as another process has it
     assert digest(one) == digest(again) != digest(len)
+
+
+@pytest.mark.parametrize(("channels", "size"), [(1, 8), (4, (8, 12))])
+def test_images_have_the_channels_and_the_sides_of_the_model(channels, size):
+    config = ViTConfig(
+        image_size=size, num_channels=channels, patch_size=4, hidden_size=8, num_hidden_layers=1,
+        num_attention_heads=2, intermediate_size=8,
+    )  # fmt: skip
+    found = make_inputs(ViTModel(config), Checkpoint("a", 0, "a"), None, InputSize(5, 6, 0))
+    sides = (size, size) if isinstance(size, int) else size
+    assert found.batch["pixel_values"].shape == (5, channels, *sides)
