@@ -17,6 +17,7 @@ from geomon.capture.anatomy import CROSS, Block
 from geomon.capture.anatomy.weights import present_weight
 from geomon.capture.attending.attention import (
     AttentionCall,
+    NotUnderstoodError,
     SoftmaxCall,
     read_call,
 )
@@ -543,6 +544,8 @@ class StackBuilder:
                 if isinstance(call, SoftmaxCall) and call.joined and "max_logits" in captured:
                     sink = captured.get("sink")
                     captured["max_logits"] += torch.nan if sink is None else sink.cpu()
+            except NotUnderstoodError as error:
+                reason = f"attention is not rebuilt here: {error}"
             except Exception as error:  # hidden states, and other layers, do not depend on it
                 reason = f"attention could not be rebuilt: {type(error).__name__}: {error}"
             else:

@@ -119,6 +119,7 @@ class SoftmaxCall:
         key: Keys of that product, [sequences, key heads, keys, head width], or None.
         scale: Factor from products of these to scores; None where it is not known.
         unknown: Why queries and keys are None.
+        doubtful: Whether they may be other products, as there are as many keys as features.
         source: Address, shape and dimension of the whole input of the softmax.
     """
 
@@ -130,6 +131,7 @@ class SoftmaxCall:
     key: Tensor | None = None
     scale: float | None = None
     unknown: str = _BY_HAND
+    doubtful: bool = False
     source: tuple[Any, ...] = ()
 
     @property
@@ -240,7 +242,8 @@ def read_call(call: AttentionCall | SoftmaxCall, valid: Tensor | None) -> dict[s
         valid: False where a sampled query is padding, [sequences, queries]; None without padding.
 
     Raises:
-        NotUnderstoodError: The call has a mask or an option that cannot be rebuilt.
+        NotUnderstoodError: The call has a mask or an option that cannot be rebuilt, or a softmax is
+            not one of attention.
     """
     real = None if valid is None else valid.cpu()[:, None, :, None]
     if isinstance(call, SoftmaxCall):
@@ -270,6 +273,9 @@ def read_scores(call: SoftmaxCall) -> dict[str, Any]:
 
     Args:
         call: The recorded softmax.
+
+    Raises:
+        NotUnderstoodError: The softmax is not one of attention.
     """
     scores = call.scores.cpu().float()
     if call.query is None or call.key is None:
@@ -279,6 +285,8 @@ def read_scores(call: SoftmaxCall) -> dict[str, Any]:
     products = query @ key.repeat_interleave(group, dim=1).transpose(-1, -2)
     scores, sink = _without_sink(scores, products, call.scale)
     follow = scores.shape == products.shape and are_made_of(scores, products)
+    if call.doubtful and not follow:
+        raise NotUnderstoodError(NO_SCORES.format(keys=scores.shape[3]))
     scale = call.scale or score_scale(scores, products) if follow else None
     if scale is None:
         scores = call.scores.cpu().float()

@@ -103,8 +103,8 @@ def record_softmax(
             raise NotUnderstoodError(unclear + _GIVE_HEADS * (known.heads is None))
         return None, unknown
     sequences, heads, length, keys = arranged.shape
+    features = known.head_width or known.width // heads
     if not fitting:
-        features = known.head_width or known.width // heads
         if heads == 1 != known.heads and keys != length:
             return None, unknown  # a router's: a single head counts where it is known
         if keys != length or keys == features:
@@ -113,6 +113,7 @@ def record_softmax(
     rows = at_sampled_rows(arranged, chosen, places)
     call = SoftmaxCall(
         rows, chosen, places, (sequences, length),
+        doubtful=keys == features,
         source=(scores.data_ptr(), tuple(scores.shape), dim % scores.ndim),
     )  # fmt: skip
     turned = dim % scores.ndim != scores.ndim - 1  # scores were made as keys times queries

@@ -125,6 +125,10 @@ def over_key_features(q, k, v):
     return q @ (k.softmax(dim=-1).transpose(-1, -2) @ v)
 
 
+def over_features_of_a_product(q, k, v):
+    return (q @ (k.transpose(-1, -2) @ v)).square().softmax(dim=-1)
+
+
 def positive(q, k, v):
     q, k = nn.functional.elu(q) + 1, nn.functional.elu(k) + 1
     return q @ (k.transpose(-1, -2) @ v)
@@ -136,6 +140,7 @@ def positive(q, k, v):
     [
         (over_query_features, "features (linear attention)"),
         (over_key_features, "features (linear attention)"),
+        (over_features_of_a_product, "is not rebuilt here: a softmax over "),
         (positive, "linear attention has none"),
     ],
 )
