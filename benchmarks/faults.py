@@ -400,10 +400,10 @@ class Account:
             by_file[test.partition("::")[0]].append(test)
         # Those of the module's own folder, one of each other file, then a second one of each: those
         # of one file are much alike.
-        own = f"tests/{Path(fault.path).relative_to('geomon').parent}/".replace("./", "test_")
+        folder = Path("tests", *Path(fault.path).parts[1:-1])
         turns = [
-            (0 if test.startswith((own, fault.path)) else turn + 1, test)
-            for tests in by_file.values()
+            (0 if file == fault.path or Path(file).parent == folder else turn + 1, test)
+            for file, tests in by_file.items()
             for turn, test in enumerate(tests)
         ]
         turns.sort(key=lambda each: (each[0], self.seconds[each[1]]))

@@ -90,7 +90,11 @@ def rounded(value):
 
 
 def holds_data(name, value):
-    holds_text(name, json.dumps(rounded(value), indent=0, ensure_ascii=False, sort_keys=True))
+    text = json.dumps(rounded(value), indent=0, ensure_ascii=False, sort_keys=True)
+    # What holds neither a list nor another dict stands in one line.
+    holds_text(
+        name, re.sub(r"[\[{]\n[^][{}]*[\]}]", lambda found: found[0].replace("\n", " "), text)
+    )
 
 
 def holds_figure(name, figure, tmp_path):
