@@ -40,6 +40,7 @@ def run_on_ranks(forks: Forks, program: Path, folder: Path, which: str, size: in
     shared = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test",
+        "CUDA_VISIBLE_DEVICES": "",  # Lightning's sharded strategy takes any device that is there
     }  # fmt: skip
     logs = [folder / f"{which}_{size}_{rank}.log" for rank in range(size)]
     processes = []

@@ -34,13 +34,11 @@ def reduced_precision():
 
 @pytest.fixture
 def untouched():
-    """Random state and memory of the device are what they were."""
+    """The memory of the device is what it was."""
     gc.collect()
-    torch.manual_seed(0)  # as a test that trains begins
-    state, taken = torch.cuda.get_rng_state(), torch.cuda.memory_allocated()
+    taken = torch.cuda.memory_allocated()
     yield
     gc.collect()
-    assert torch.equal(torch.cuda.get_rng_state(), state)
     # The libraries keep a workspace for each stream.
     assert torch.cuda.memory_allocated() <= taken + 100e6
 
@@ -49,10 +47,12 @@ def untouched():
 @pytest.mark.usefixtures("reduced_precision", "untouched")
 def test_every_metric_of_a_layer_agrees_with_the_host(by_hand):
     layer, metrics = whole_layer(by_hand=by_hand), METRICS | MORE_METRICS
+    state = torch.cuda.get_rng_state()
     host, device = (
         Evaluator(metrics, 1, strict=not by_hand, keeps_arrays=True).measure_layer(one, ROWS)
         for one in (layer, layer.to(torch.device("cuda")))
     )
+    assert torch.equal(torch.cuda.get_rng_state(), state)
     assert device.failed == host.failed
     assert device.without_margin == host.without_margin == {}
     assert device.parts.keys() == host.parts.keys()
@@ -83,7 +83,10 @@ def test_reduced_precision_never_enters_a_distance_or_the_largest_logit():
 
 
 def trained(**options):
-    """Readings of a short training on the device, and its weights; unwatched without options."""
+    """Readings of a short training on the device, its weights and its random state.
+
+    It is not watched without options.
+    """
     torch.manual_seed(0)
     model, memory = models.PlainDecoder(dropout=0.1).cuda(), Memory()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -98,7 +101,8 @@ def trained(**options):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    return memory.readings, torch.cat([p.detach().flatten() for p in model.parameters()])
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return memory.readings, weights, torch.cuda.get_rng_state()
 
 
 @pytest.mark.usefixtures("untouched")
@@ -107,14 +111,17 @@ def trained(**options):
 def test_readings_on_the_device_are_those_on_the_host_and_the_training_is_the_same(
     background, probe
 ):
-    _, alone = trained()
-    on_host, weights = trained(device="cpu", background=background, probe=probe)
-    on_device, same = trained(device="auto", background=background, probe=probe)
-    assert torch.equal(weights, same)
-    assert torch.equal(weights, alone)
+    _, *alone = trained()
+    on_host, *host = trained(device="cpu", background=background, probe=probe)
+    on_device, *device = trained(device="auto", background=background, probe=probe)
+    for own, other, unwatched in zip(host, device, alone, strict=True):
+        assert torch.equal(own, unwatched)
+        assert torch.equal(other, unwatched)
     assert [r.step for r in on_device] == [r.step for r in on_host] == [0, 1, 2, 3]
     for host, device in zip(on_host, on_device, strict=True):
-        assert device.notes == host.notes
+        for one, other in zip(device.notes, host.notes, strict=True):
+            assert (one.kind, one.text, one.layers) == (other.kind, other.text, other.layers)
+            assert one.numbers == pytest.approx(other.numbers, rel=1e-4)
         for tag, value in host.values.items():
             if tag.startswith("geomon/"):
                 continue

@@ -12,10 +12,6 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-# Side of the matrix that is tried: smaller products are exact in any case. Its numbers are 0 and
-# 1 + 2^-20, of which TF32 and bfloat16 keep the 1.
-_SIDE, _BEYOND = 64, 2**-20
-
 # Columns that are multiplied at a time with themselves and all that follow: at most, and at least.
 _COLUMNS, _FEW_COLUMNS = 128, 32
 
@@ -88,17 +84,13 @@ def product_with_itself(rows: Tensor) -> Tensor:
 
 
 def _is_exact_on_host() -> bool:
-    """Say whether float32 products are exact on the host at present.
+    """Say whether no setting allows float32 products on the host to be rounded.
 
-    Where a setting allows shorter factors, one product is tried: what becomes of it depends on the
-    processor. The older interface of the settings refuses to be read once the newer one was used.
+    What becomes of one that does depends on the processor, and there on the shape of the product:
+    trying one product says nothing of others. The older interface of the settings refuses to be
+    read once the newer one was used.
     """
     matmul = getattr(torch.backends.mkldnn, "matmul", None)
     if matmul is None:  # before torch 2.9
-        allowed = torch.get_float32_matmul_precision() != "highest"
-    else:
-        allowed = matmul.fp32_precision not in ("none", "ieee")
-    if not allowed:
-        return True
-    tried = torch.eye(_SIDE, dtype=torch.float32, device="cpu") * (1 + _BEYOND)
-    return bool((tried @ tried)[0, 0] == 1 + 2 * _BEYOND)
+        return torch.get_float32_matmul_precision() == "highest"
+    return matmul.fp32_precision in ("none", "ieee")

@@ -18,7 +18,10 @@ from recipes.enwik8.__main__ import app
 
 ROOT = Path(__file__).parent.parent.parent
 # Batches of 64: the 512 windows of a validation are eight of them.
-TINY = ["--layers", "2", "--width", "32", "--heads", "2", "--batch", "64", "--preset", "cpu"]
+TINY = [
+    "--layers", "2", "--width", "32", "--heads", "2", "--batch", "64", "--preset", "cpu",
+    "--accelerator", "cpu",
+]  # fmt: skip
 
 # The steps at which a run of six updates is read: those of its schedule, and the last.
 READ = [0, 1, 2, 3, 4, 6]

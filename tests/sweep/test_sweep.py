@@ -28,7 +28,7 @@ PRESET = Preset(2, 32, 4, 24, 8, 6, 1, 1e-2, 0.1, "32-true")
 PROBE = batch(16, 24, seed=3)
 # One metric of each kind: of rows, of neighbours, of heads, of attention.
 CHOSEN = select("anisotropy", "qk_cosine", "attention_entropy", "max_logit")
-SMALL = {"tokens": 192, "inputs": PROBE, "metrics": CHOSEN}
+SMALL = {"tokens": 192, "inputs": PROBE, "metrics": CHOSEN, "device": "cpu"}
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_a_folder_of_the_trainer_equals_the_live_record_of_the_model_with_its_he
         monitor.probe(step, probe)
         model.save_pretrained(tmp_path / "run" / f"checkpoint-{step}")
     monitor.close()
-    found = scan(tmp_path / "run", directory=tmp_path / "scan", inputs=probe, **own)
+    found = scan(tmp_path / "run", directory=tmp_path / "scan", inputs=probe, device="cpu", **own)
     live = read(tmp_path / "live")
     assert [values(reading) for reading in found] == [values(reading) for reading in live]
     assert len({values(reading) for reading in found}) == 3
