@@ -88,22 +88,22 @@ def show(folder: Path, page: Path) -> None:
     main_text = [each for each in every_step if each.number not in OTHER_TEXT]
     healthy = [each for each in main_text if each.fault is None]
     faulty = [each for each in every_step if each.number in OTHER_TEXT and each.fault is not None]
-    loose, strict = (evaluate_all(main_text, rate, SCHEDULES[0]) for rate in (_LOOSE, _STRICT))
+    loose, strict = (evaluate_all(main_text, rate) for rate in (_LOOSE, _STRICT))
     compared = {name: strict[name] for name in _COMPARED}
-    compared["geometry"] = evaluate(main_text, "geometry", _STRICT, SCHEDULES[0], limit=1.0)
+    compared["geometry"] = evaluate(main_text, "geometry", _STRICT, limit=1.0)
     sparse = {SCHEDULES[0]: compared}
     for schedule in SCHEDULES[1:]:
         scored = score_trainings(folder, schedule, ("geometry",))
         own = [each for each in scored if each.number not in OTHER_TEXT]
-        sparse[schedule] = {"geometry": evaluate(own, "geometry", _STRICT, schedule, limit=1.0)}
+        sparse[schedule] = {"geometry": evaluate(own, "geometry", _STRICT, limit=1.0)}
     others = {
-        name: evaluate([*healthy, *faulty], name, _STRICT, SCHEDULES[0], limit=result.limit)
+        name: evaluate([*healthy, *faulty], name, _STRICT, limit=result.limit)
         for name, result in compared.items()
     }
     full = score_full(folder)
     of_margins = {
         # A change of phase is one or none: there is no limit to choose.
-        name: evaluate(full, name, _FEW, SCHEDULES[0], limit=0.5 if name == "phase" else None)
+        name: evaluate(full, name, _FEW, limit=0.5 if name == "phase" else None)
         for name in OF_MARGINS
     }
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ def count_alerts(folder: Path) -> Verified:
     steps: Counter[str] = Counter()
     alerts: Counter[str] = Counter()
     trainings = 0
-    for path in sorted(folder.glob("*_3??")):
+    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
         size, _, number = path.name.rpartition("_")
         if int(number) not in VERIFICATION or not is_finished(path / "healthy"):
             continue

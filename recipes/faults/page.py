@@ -15,8 +15,8 @@ KINDS = ("loud", "silent", "creeping")
 _HEAD = """# Warnings and their odds
 
 Would you have known before the loss? Faults were put into healthy trainings of small decoders, and
-each number that can be watched got one limit, which was chosen on other healthy trainings so that
-all numbers raise as many false alarms. `make faults` makes the trainings and writes this page;
+each number that can be watched got one limit, which was chosen on healthy trainings so that all
+numbers raise as many false alarms. `make faults` makes the trainings and writes this page;
 [what was done](../recipes/faults/README.md).
 
 *Loud* faults were expected to show in the loss at once, *silent* ones to be absorbed by it, and
@@ -124,9 +124,8 @@ def in_short(results: Mapping[str, Result], verified: Verified) -> list[str]:
     rows.append(
         f"\nEach fault was put into {each} trainings. "
         f"In {verified.trainings} healthy trainings with {verified.steps:,} steps read "
-        f"{total} alert{'s' * (total != 1)} came: {_per(rate, 10_000)} in 10,000 steps. Some of "
-        "these trainings had been seen when the limits were raised a last time, so the rate may be "
-        "a little higher in others."
+        f"{total} alert{'s' * (total != 1)} came: {_per(rate, 10_000)} in 10,000 steps. No "
+        "limit of an alert was changed after any of these trainings was made."
     )
     return rows
 

@@ -18,9 +18,9 @@ from recipes.faults.odds import (
     first_alarm,
     largest_score,
 )
-from recipes.faults.plan import CALIBRATION, MAIN_TEXT, OTHER_TEXT
+from recipes.faults.plan import MAIN_TEXT, OTHER_TEXT
 from recipes.faults.track import EACH_STEP, FULL, Track, read_tracks
-from recipes.faults.training import FIRST_READ, FULL_INTERVAL, LAST
+from recipes.faults.training import FIRST_READ, FULL_INTERVAL
 
 # Schedules that are compared: readings of the default one, and of one in so many steps.
 SCHEDULES = ("each step", "every 10 steps", "default schedule")
@@ -74,17 +74,13 @@ class Scored:
     @property
     def calibrates(self) -> bool:
         """Whether limits are chosen with this training."""
-        return self.number in CALIBRATION
+        return self.number % 2 == 0
 
-    def window(self, schedule: str) -> tuple[int, int]:
-        """First step of the fault, and the step after the last one that is watched.
-
-        Args:
-            schedule: One of `SCHEDULES`.
-        """
+    @property
+    def window(self) -> tuple[int, int]:
+        """First step of the fault, and the step after the last one that is watched."""
         assert self.fault is not None
-        end = LAST + 1 if schedule == "default schedule" else self.fault_step + self.fault.steps
-        return self.fault_step, end
+        return self.fault_step, self.fault_step + self.fault.steps
 
 
 def score_trainings(
@@ -199,23 +195,18 @@ class Result:
         return area_under_curve(healthy, [outcome.score for outcome in chosen])
 
 
-def evaluate_all(trainings: Sequence[Scored], rate: float, schedule: str) -> dict[str, Result]:
+def evaluate_all(trainings: Sequence[Scored], rate: float) -> dict[str, Result]:
     """Apply all detectors at one rate of false alarms.
 
     Args:
         trainings: Trainings with their scores.
         rate: Largest number of alarms for each reading in the half by which limits are chosen.
-        schedule: One of `SCHEDULES`.
     """
-    return {name: evaluate(trainings, name, rate, schedule) for name in DETECTORS}
+    return {name: evaluate(trainings, name, rate) for name in DETECTORS}
 
 
 def evaluate(
-    trainings: Sequence[Scored],
-    detector: str,
-    rate: float,
-    schedule: str,
-    limit: float | None = None,
+    trainings: Sequence[Scored], detector: str, rate: float, limit: float | None = None
 ) -> Result:
     """Choose a limit with the healthy trainings of one half, and apply it to all others.
 
@@ -223,7 +214,6 @@ def evaluate(
         trainings: Trainings with their scores.
         detector: Name of the detector.
         rate: Largest number of alarms for each reading in the first half.
-        schedule: One of `SCHEDULES`.
         limit: The limit, where it is given.
     """
     healthy = [training for training in trainings if training.fault is None]
@@ -231,7 +221,7 @@ def evaluate(
         limit = choose_limit([t.scores[detector] for t in healthy if t.calibrates], rate)
     others = [t.scores[detector] for t in healthy if not t.calibrates]
     outcomes = [
-        _outcome(training, training.scores[detector], limit, schedule)
+        _outcome(training, training.scores[detector], limit)
         for training in trainings
         if training.fault is not None
     ]
@@ -247,9 +237,9 @@ def evaluate(
     return Result(detector, limit, false_alarms(others, limit), tuple(outcomes), windows)
 
 
-def _outcome(training: Scored, scores: Scores, limit: float, schedule: str) -> Outcome:
+def _outcome(training: Scored, scores: Scores, limit: float) -> Outcome:
     assert training.fault is not None
-    start, end = training.window(schedule)
+    start, end = training.window
     alarm = first_alarm(scores, limit, start, end)
     located = None
     if alarm is not None and training.block is not None and alarm.place.layer:

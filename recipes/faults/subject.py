@@ -89,7 +89,7 @@ def draw_settings(size: str, number: int, *, block: str = "", text: str = "") ->
     return Settings(
         size,
         number,
-        block or ("gpt2", "llama")[number % 2],
+        block or ("gpt2", "llama", "llama", "gpt2")[number % 4],
         text or ("docs" if number % 8 in (3, 6) else "given"),
         chance.choice(SIZES[size].layers),
         chance.choice((8, 12, 16)),

@@ -29,21 +29,19 @@ from recipes.faults.subject import (
 from recipes.study.text import random_windows
 from recipes.study.training import begin_training, cosine_rate, finish_training
 
-# Names of the records of a training: one of a few cheap metrics at every step, and one of the
-# default metrics at the steps of the default schedule and every so many steps.
+# Names of the records of a training: one of a few cheap metrics at every step, and one of metrics
+# with their margins at the steps of the default schedule and every so many steps.
 EACH_STEP, FULL = "each_step", "full"
 FULL_INTERVAL = 20
 # What is computed from weights every so many steps.
 _WEIGHTS_INTERVAL = 5
 
 # From this step on every step is read: the model has learned something. The others are read by the
-# default schedule, as are those after what is watched of a fault.
-FIRST_READ = 1_100
-# Step at which all trainings with a fault end: a reading of the default schedule.
-LAST = 1_448
+# default schedule.
+FIRST_READ = 500
 _WARM_UP, _WHOLE_RUN = 50, 4_000
 # Steps at which a fault may come.
-EARLIEST, LATEST = 1_200, 1_380
+EARLIEST, LATEST = 600, 780
 
 _CHEAP = (
     "anisotropy", "effective_rank", "variance", "mean_square_norm", "within_variance", "qk_cosine",
@@ -51,6 +49,8 @@ _CHEAP = (
 )  # fmt: skip
 # All that alerts look at.
 _OF_ALERTS = (*WATCHED, "effective_rank", "sink_share")
+# What is compared by its margins.
+_BY_MARGINS = ("twonn", "twonn_distinct", "anisotropy")
 
 
 def kurtosis(hidden: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ def train_on(
     """
     planted = fault.plant(subject, random.Random(f"{settings.name} {fault.name} where"))
     train(
-        subject, generator, folder, range(step, max(LAST, step + fault.steps) + 1),
+        subject, generator, folder, range(step, step + fault.steps),
         settings=settings, each_step=range(step, step + fault.steps),
         before=lambda at: planted.each_step(at - step),
     )  # fmt: skip
@@ -299,7 +299,8 @@ def monitors_of(
             alerts=(), seed=settings.number, log=logged,
         ),
         Monitor(
-            model, schedule=lambda step: default(step) or step % FULL_INTERVAL == 0,
+            model, metrics=select(*_BY_MARGINS),
+            schedule=lambda step: default(step) or step % FULL_INTERVAL == 0,
             directory=folder / FULL, arrays=False, alerts=(), seed=settings.number, log=logged,
         ),
     ]  # fmt: skip
