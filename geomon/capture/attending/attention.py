@@ -23,6 +23,7 @@ from geomon.capture.tokens.visibility import (
     hidden_keys,
     score_scale,
 )
+from geomon.kernels.products import as_factor, without_autocast
 
 NO_SCORES = (
     "a softmax over {keys} numbers was seen that are not seen to be products of queries with all "
@@ -193,8 +194,8 @@ def _at_rule(sampled: Arguments, rule: Rule, sequences: Tensor, places: Tensor) 
         if not rule.changes_scores:
             return sampled._replace(mask=mask)
         group = sampled.query.shape[1] // sampled.key.shape[1]
-        key = sampled.key.repeat_interleave(group, dim=1).float()
-        scores = sampled.query.float() @ key.transpose(-1, -2) * sampled.scale
+        key = sampled.key.repeat_interleave(group, dim=1)
+        scores = _products(sampled.query, key) * sampled.scale
         changed = rule.changed(scores, sequences, places)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise NotUnderstoodError(
@@ -265,6 +266,12 @@ def read_call(call: AttentionCall | SoftmaxCall, valid: Tensor | None) -> dict[s
     }
 
 
+def _products(query: Tensor, key: Tensor) -> Tensor:
+    """Multiply queries with keys, exactly to float32, whatever the training has set."""
+    with without_autocast([query.device.type]):
+        return (as_factor(query) @ as_factor(key).transpose(-1, -2)).float()
+
+
 def read_scores(call: SoftmaxCall) -> dict[str, Any]:
     """Make the captured views of attention by hand, on the host.
 
@@ -282,7 +289,7 @@ def read_scores(call: SoftmaxCall) -> dict[str, Any]:
         return {"scores": scores, "visible": ~hidden_in_scores(scores, None)}
     query, key = call.query.cpu().float(), call.key.cpu().float()
     group = query.shape[1] // key.shape[1]
-    products = query @ key.repeat_interleave(group, dim=1).transpose(-1, -2)
+    products = _products(query, key.repeat_interleave(group, dim=1))
     scores, sink = _without_sink(scores, products, call.scale)
     follow = scores.shape == products.shape and are_made_of(scores, products)
     if call.doubtful and not follow:

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from short_products import ShortProducts
 from torch._subclasses import FakeTensorMode
 
 from geomon.capture.attending.attention import (
@@ -192,3 +193,32 @@ def test_a_key_that_is_joined_to_scores_is_a_sink_where_it_is_one_number_of_a_he
         assert found["scale"] == pytest.approx(0.25)
     else:
         assert torch.equal(found["scores"], call.scores)
+
+
+@pytest.fixture(params=["products of short factors", "autocast"])
+def rounded(request):
+    """What a training may have set, which rounds the factors of its own products."""
+    return ShortProducts() if request.param.startswith("p") else torch.autocast("cpu")
+
+
+def test_what_is_added_to_scores_by_hand_is_found_whatever_rounds_the_training_s_products(rounded):
+    query, key, added = torch.randn(2, 4, 6, 8), torch.randn(2, 4, 6, 8), torch.randn(4, 6, 6)
+    places = torch.arange(6).expand(2, 6)
+    scores = (query.double() @ key.double().mT / 4).float() + added
+    call = SoftmaxCall(scores, torch.arange(2), places, (2, 6), query=query, key=key, scale=0.25)
+    with rounded:
+        found = read_scores(call)
+    torch.testing.assert_close(found["bias"], added.expand(2, 4, 6, 6), rtol=1e-5, atol=1e-5)
+
+
+def test_what_a_rule_makes_of_scores_is_found_whatever_rounds_the_training_s_products(rounded):
+    query, key = torch.randn(2, 4, 6, 8), torch.randn(2, 4, 6, 8)
+    rule = FlexRule(
+        6, torch.device("cpu"), lambda b, h, q, k: q >= k, 4, lambda score, b, h, q, k: 3 * score
+    )
+    given = read_sdpa({"query": query, "key": key})._replace(rule=rule)
+    with rounded:
+        found = read_call(record_call(RowSampler(100, 0), given), None)
+    expected = 2 * (query.double() @ key.double().mT / 8**0.5).float()
+    seen = found["visible"].expand(2, 4, 6, 6)
+    torch.testing.assert_close(found["bias"][seen], expected[seen], rtol=1e-5, atol=1e-5)
