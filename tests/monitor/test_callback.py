@@ -31,7 +31,9 @@ def is_watched():
 def test_what_is_discarded_or_failed_is_not_measured(tmp_path):
     session, model, memory = started(tmp_path)
     session.open(0)
+    assert is_watched()
     session.discard()
+    assert not is_watched()
     session.open(2)
     model(batch())
     session.close(ValueError("the forward pass failed"))
