@@ -62,7 +62,7 @@ def main(
     try:
         given = load(data)
         jobs = plan_odds(2 if small else count, ("narrow",) if small else ("narrow", "wide"))
-        jobs += [] if small else plan_other_text(count // 2)
+        jobs += [] if small else plan_other_text(count // 4)
         jobs += plan_verification(1)[::2] if small else plan_verification(9)
         print(f"text: {given.source}\n{len(jobs)} healthy trainings, in {folder}", flush=True)
         began = time.perf_counter()
