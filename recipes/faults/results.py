@@ -19,7 +19,7 @@ from recipes.faults.odds import (
     largest_score,
 )
 from recipes.faults.plan import MAIN_TEXT, OTHER_TEXT
-from recipes.faults.track import EACH_STEP, FULL, Track, read_tracks
+from recipes.faults.track import EACH_STEP, FULL, Named, Track, read_tracks
 from recipes.faults.training import FIRST_READ, FULL_INTERVAL
 
 # Schedules that are compared: readings of the default one, and of one in so many steps.
@@ -44,32 +44,20 @@ def select(track: Track, schedule: str) -> Track:
 
 
 @dataclass(frozen=True)
-class Scored:
+class Scored(Named):
     """A training with the scores of each detector.
 
     Attributes:
-        name: Name of the healthy training.
         fault: The fault; None for a healthy training.
         fault_step: First step of the fault.
         block: Number of the faulty block, from 0; None where it is everywhere.
         scores: Scores by detector.
     """
 
-    name: str
     fault: Fault | None
     fault_step: int
     block: int | None
     scores: dict[str, Scores]
-
-    @property
-    def size(self) -> str:
-        """Name of the sizes of the model."""
-        return self.name.rpartition("_")[0]
-
-    @property
-    def number(self) -> int:
-        """Number of the training among those of its size."""
-        return int(self.name.rpartition("_")[2])
 
     @property
     def calibrates(self) -> bool:

@@ -39,24 +39,14 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Track:
-    """Numbers of a training at the steps that were read; those before a fault are in front.
+class Named:
+    """What belongs to a healthy training.
 
     Attributes:
         name: Name of the healthy training.
-        fault: Name of the fault; "" for a healthy training.
-        fault_step: First step of the fault; None for a healthy training.
-        block: Number of the faulty block, from 0; None where it is everywhere, or there is none.
-        steps: Steps, ascending, [readings].
-        values: Numbers by place, [readings] each; NaN where one is missing.
     """
 
     name: str
-    fault: str
-    fault_step: int | None
-    block: int | None
-    steps: NDArray[np.int64]
-    values: dict[Place, Array]
 
     @property
     def size(self) -> str:
@@ -67,6 +57,25 @@ class Track:
     def number(self) -> int:
         """Number of the training among those of its size."""
         return int(self.name.rpartition("_")[2])
+
+
+@dataclass(frozen=True)
+class Track(Named):
+    """Numbers of a training at the steps that were read; those before a fault are in front.
+
+    Attributes:
+        fault: Name of the fault; "" for a healthy training.
+        fault_step: First step of the fault; None for a healthy training.
+        block: Number of the faulty block, from 0; None where it is everywhere, or there is none.
+        steps: Steps, ascending, [readings].
+        values: Numbers by place, [readings] each; NaN where one is missing.
+    """
+
+    fault: str
+    fault_step: int | None
+    block: int | None
+    steps: NDArray[np.int64]
+    values: dict[Place, Array]
 
     def places(self, metric: str) -> list[Place]:
         """List the places of a metric.
@@ -154,4 +163,4 @@ def _values(reading: Reading) -> Iterator[tuple[Place, float]]:
         yield Place(metric, int(number or 0), part), value
 
 
-__all__ = ["EACH_STEP", "FULL", "Array", "Place", "Track", "read_tracks"]
+__all__ = ["EACH_STEP", "FULL", "Array", "Named", "Place", "Track", "read_tracks"]

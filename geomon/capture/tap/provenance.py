@@ -31,11 +31,11 @@ _FACTORS = {"bmm": 0, "mm": 0, "baddbmm": 1, "addmm": 1, "baddbmm_": 1, "addmm_"
 # What a tensor is after these no longer says which product it came from.
 _STOPS = frozenset((
     "native_layer_norm", "_fused_rms_norm", "native_group_norm", "native_batch_norm", "embedding",
-    "convolution", "_convolution", "_softmax", "_safe_softmax", "_log_softmax",
+    "convolution", "_softmax", "_safe_softmax", "_log_softmax",
 ))  # fmt: skip
 # Operators that do nothing but multiply by a number.
 _SCALINGS = {"mul": 1, "mul_": 1, "div": -1, "div_": -1}
-_COPIES = frozenset(("clone", "_to_copy", "copy"))
+_COPIES = frozenset(("clone", "_to_copy"))
 # Operators that add to scores, hide some or join more: what they were multiplied by stays.
 _KEEPING = _COPIES | {
     "add", "add_", "sub", "sub_", "masked_fill", "masked_fill_", "where", "copy_", "cat", "slice",
@@ -45,7 +45,6 @@ _KEEPING = _COPIES | {
 _MIXING = frozenset((
     "_softmax", "_safe_softmax", "_log_softmax", "cumsum", "sort", "topk", "gather", "scatter",
 ))  # fmt: skip
-_CONVOLUTIONS = ("convolution", "_convolution")
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,7 +264,7 @@ class Provenance:
                 return before
             whole = before is None or before.out == layout
             return Made(layout, self._like(args[1:2], out), before=None if whole else before)
-        if name in _CONVOLUTIONS and self._is_followed(args[0]):
+        if name == "convolution" and self._is_followed(args[0]):
             if args[8] != args[0].shape[1]:  # groups
                 return _projection(out, (1,), args[0])
             made = self._of(args[0]).made  # a filter for each channel
