@@ -8,13 +8,14 @@ from matplotlib.figure import Figure
 
 from recipes.faults.kinds import FAULTS, Fault
 from recipes.faults.results import Result
-from recipes.study.drawing import BLUE, GREY, ORANGE
+from recipes.study.drawing import BLUE, ORANGE
 
-# Detectors that are drawn, with their names and colours.
+# Detectors that are drawn, with their names, colours and widths: where lines lie over one another,
+# the wide ones below are still seen.
 _DRAWN = (
-    ("geometry", "geometry (geomon's alert)", BLUE, "-"),
-    ("gradient_norm", "gradient norm", ORANGE, "-"),
-    ("loss", "loss", GREY, "-"),
+    ("loss", "loss", "#B8B8B8", 6.0),
+    ("gradient_norm", "gradient norm", ORANGE, 3.2),
+    ("geometry", "geomon's alerts", BLUE, 1.8),
 )
 _COLUMNS = 5
 _TITLE = 33  # characters in a line
@@ -53,11 +54,11 @@ def odds_figure(results: Mapping[str, Result]) -> Figure:
 
 
 def _draw(panel: Axes, fault: Fault, results: Mapping[str, Result]) -> None:
-    for name, label, colour, line in _DRAWN:
+    for name, label, colour, width in _DRAWN:
         outcomes = results[name].of([fault.name])
         delays = sorted(outcome.delay for outcome in outcomes if outcome.delay is not None)
         steps, shares = course(delays, len(outcomes), fault.steps)
-        panel.step(steps, shares, where="post", color=colour, ls=line, lw=2, label=label)
+        panel.step(steps, shares, where="post", color=colour, lw=width, label=label)
     held_out = " (held out)" if fault.held_out else ""
     title = textwrap.fill(f"{fault.words}{held_out}", _TITLE)
     panel.set_title(title, loc="left", fontsize=9)
