@@ -63,6 +63,7 @@ def write(
         verified: Alerts counted in healthy trainings.
     """
     seen = [name for name in FAULTS if not FAULTS[name].held_out]
+    by_chance, stretches = by_step["geometry"].by_chance(160)
     parts = [
         _HEAD,
         "## In short\n",
@@ -76,8 +77,8 @@ def write(
         "\n![Share noticed, by the steps since the fault](pictures/warnings.png)\n",
         "## By detector\n",
         "Without the faults marked with *. The first three columns are at one false alarm in 1,000 "
-        "healthy readings, the next three at one in 10,000. By chance an alarm falls into a "
-        f"stretch of 160 steps in {by_step['geometry'].by_chance(160):.1%} of healthy trainings.\n",
+        "healthy readings, the next three at one in 10,000. By chance an alert fell into "
+        f"{by_chance} of {stretches} healthy stretches of 160 steps.\n",
         *by_detector(loose, strict, seen),
         "\n## By schedule\n",
         "Readings of the default schedule alone are too few for a band. Between them checks are "

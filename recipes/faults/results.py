@@ -170,10 +170,10 @@ class Result:
         found = [outcome.delay is not None for outcome in self.of(faults)]
         return sum(found) / len(found) if found else math.nan
 
-    def by_chance(self, steps: int) -> float:
-        """Return the share of healthy stretches of so many steps with a score above the limit."""
+    def by_chance(self, steps: int) -> tuple[int, int]:
+        """Count the healthy stretches of so many steps with a score above the limit, and all."""
         scores = self.healthy.get(steps, ())
-        return sum(score > self.limit for score in scores) / max(len(scores), 1)
+        return sum(score > self.limit for score in scores), len(scores)
 
     def area(self, faults: Iterable[str]) -> float:
         """Return the area under the curve (AUROC) for some faults."""
