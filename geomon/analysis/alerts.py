@@ -35,7 +35,7 @@ _AGAIN = 4.0
 _NAMED = 3  # places that are named
 
 # Steps of healthy trainings in which false alarms were counted: docs/warnings.md.
-HEALTHY_STEPS = 64_024
+HEALTHY_STEPS = 61_608
 
 
 # Positional arguments of a call of the model, and arguments by name.
@@ -83,7 +83,7 @@ class Alert:
             >>> Alert("logit_growth", 80, heads=((3, 1),),
             ...       numbers={"largest": 130.0, "limit": 100.0}, advice="look there").words()
             'logit growth (layer 3, head 1): largest score before the softmax 130, above 100; \
-look there; false alarms: 0 in 64,024 healthy steps (geomon alerts logit_growth)'
+look there; false alarms: 0 in 61,608 healthy steps (geomon alerts logit_growth)'
         """
         return self.note().words()
 
@@ -300,7 +300,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "{metric} was {value:.3g} at step {since:,}, where {low:.3g} to {high:.3g} was "
             "expected{then}",
             "look at what changed at this step: data, learning rate, the weights of that block",
-            false_alarms=6,
+            false_alarms=3,
             passes=QUIET,
         ),
         "scatter_growth": Rule(
@@ -309,6 +309,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "for {readings} readings the values that are watched have been {factor:.1f} times as "
             "far from their lines as before, or more",
             "look at the learning rate, at the gradients and at the data",
+            false_alarms=2,
             passes=QUIET,
         ),
         "rank_collapse": Rule(
@@ -340,6 +341,9 @@ class AlertWatch:
     Args:
         names: Names of the rules that are watched (see `RULES`).
 
+    Attributes:
+        asks_again: Whether another reading soon would decide whether a value has left its band.
+
     Raises:
         ValueError: A rule has a name that does not exist.
 
@@ -363,6 +367,7 @@ class AlertWatch:
         self._largest: dict[tuple[str, str], float] = {}  # by name and stack
         self._quiet: dict[tuple[str, str], int] = {}  # readings since the last finding, likewise
         self._begun: set[str] = set()  # sources of which there has been a reading
+        self.asks_again = False
 
     def add(self, reading: Reading) -> list[Alert]:
         """Take the next reading, and return the alerts that it raises.
@@ -377,6 +382,8 @@ class AlertWatch:
             stack: self._bands.setdefault((reading.source, stack), Bands(stack)).add(reading)
             for stack in stacks
         }
+        strange = any(found.is_strange for found in bands.values())
+        self.asks_again = strange and "left_band" in self._rules
         alerts = []
         for name, rule in self._rules.items():
             for stack in stacks:

@@ -24,10 +24,13 @@ _Array = NDArray[np.float64]
 WINDOW, LEAST, SHARE = 48, 8, 0.25
 # First step with bands: in the first steps of a training everything changes.
 FIRST = 200
-# A value is outside of its band where it is `ONCE` times as far from the line as normal errors get
-# once in three million readings; or `TWICE` times as far at two readings in a row, on one side.
-ONCE, TWICE = 3.2, 1.15
+# A value is outside of its band where it is so many times as far from the line as normal errors get
+# once in three million readings, at two readings in a row and on one side. A single strange batch
+# moves values as far as a fault does, for one reading.
+TWICE = 1.15
 _BEYOND = 3e-7
+# Share of the least half width below which scatter means nothing.
+_LEAST_SCATTER = 0.3
 # Readings at which all values are inside, after which a departure is another event.
 QUIET = 12
 # Readings over which the scatter of all values is averaged, and the largest mean of its logarithm
@@ -146,10 +149,11 @@ class Distance(NamedTuple):
     """How far values are from what was expected.
 
     Attributes:
-        expected: Values of the lines, [curves].
-        width: Half widths of the bands, [curves]: one of two readings in a row where both are
-            outside of it, and of one reading otherwise.
-        size: Distances in units of the largest ones inside, [curves]; NaN where too few are known.
+        expected: Values of the lines through the readings before the last one, [curves].
+        width: Half widths of the bands, [curves].
+        size: Distances in units of the largest ones inside, [curves], the smaller one of this
+            reading and the last; 0 where they are on two sides, NaN where too few are known.
+        alone: Distances of this reading from lines through all before, in the same units.
         normed: Distances with their signs in standard errors, of mean square 1 where errors are
             normal, [curves].
     """
@@ -157,6 +161,7 @@ class Distance(NamedTuple):
     expected: _Array
     width: _Array
     size: _Array
+    alone: _Array
     normed: _Array
 
 
@@ -169,23 +174,18 @@ def measure_distance(history: _Array, values: _Array, least: _Array | float = 0.
         least: Smallest half widths of the bands, [curves] or one for all.
     """
     line = continue_line(history)
-    width = np.maximum(ONCE * line.unit, least)
-    before = history[:-1]  # the reading before is no part of the line that both are compared with
+    before = history[:-1]  # the last reading is no part of the line that both are compared with
+    second, first = continue_line(before, ahead=2), continue_line(before)
+    width = np.maximum(TWICE * second.unit, least)
     with np.errstate(invalid="ignore", divide="ignore"):
-        away = values - line.expected
-        second, first = continue_line(before, ahead=2), continue_line(before)
-        narrow = np.maximum(TWICE * second.unit, least)
-        now = (values - second.expected) / narrow
+        now = (values - second.expected) / width
         last = (history[-1:].sum(axis=0) - first.expected) / np.maximum(TWICE * first.unit, least)
-        both = np.minimum(np.abs(now), np.abs(last)) * (now * last > 0)
-        size = np.abs(away) / width
-        # As many standard errors as the band is wide, and Student's distribution has its variance.
-        normed = away / width * ONCE * line.quantile * np.sqrt(1 - 2 / line.freedom)
-    is_second = both > np.nan_to_num(size)
-    return Distance(
-        np.where(is_second, second.expected, line.expected), np.where(is_second, narrow, width),
-        np.fmax(size, both), normed,
-    )  # fmt: skip
+        size = np.minimum(np.abs(now), np.abs(last)) * (now * last > 0)
+        alone = np.abs(values - line.expected) / np.maximum(TWICE * line.unit, least)
+        # In standard errors, and Student's distribution has its variance.
+        normed = (values - line.expected) / np.maximum(line.unit, _LEAST_SCATTER * least)
+        normed *= line.quantile * np.sqrt(1 - 2 / line.freedom)
+    return Distance(second.expected, width, size, alone, normed)
 
 
 def scatter(normed: _Array) -> float:
@@ -243,11 +243,14 @@ class Found(NamedTuple):
             in which they did; the largest departure first at each step.
         scatter: Logarithm of the mean square of the distances of all values from their lines, in
             standard errors, over the last 20 readings; NaN where fewer are known.
+        is_strange: Whether a value of this reading is so far from its line that the next reading
+            decides whether it has left its band.
     """
 
     departures: list[Departure]
     left: list[Left]
     scatter: float
+    is_strange: bool
 
 
 class Bands:
@@ -299,7 +302,7 @@ class Bands:
             self._left.setdefault(departure.place, Left(reading.step, departure))
         enough = len(self._scatters) == SCATTER_READINGS
         mean = float(np.mean(self._scatters)) if enough else math.nan
-        return Found(departures, list(self._left.values()), mean)
+        return Found(departures, list(self._left.values()), mean, bool((distance.alone > 1).any()))
 
 
 def _watched(stack: str, columns: Columns) -> Iterator[tuple[Place, float]]:

@@ -414,9 +414,10 @@ class Monitor:
             step, time.time(), seconds, "check", info.mode, info.tokens, 1, info.dtype, stacks
         )
         inputs, window.inputs = window.inputs, None
-        if self.publisher.publish_check(reading, inputs):
+        alerts, again = self.publisher.publish_check(reading, inputs)
+        if alerts:
             self.planner.owe()
-        self._checks.add(step, time.perf_counter() - began)
+        self._checks.add(step, time.perf_counter() - began, again=again)
 
     def _plan_checks(self) -> Checks | None:
         """Decide when checks are made; None where there are none.

@@ -97,7 +97,7 @@ class Publisher:
             with self._warnings.guard():
                 self._publish(job)
 
-    def publish_check(self, reading: Reading, inputs: Inputs | None) -> bool:
+    def publish_check(self, reading: Reading, inputs: Inputs | None) -> tuple[bool, bool]:
         """Raise the alerts of a check; their notes stand in the next reading.
 
         Args:
@@ -105,13 +105,13 @@ class Publisher:
             inputs: What the model was called with, where it is known.
 
         Returns:
-            Whether there are any.
+            Whether there are any, and whether another check soon would decide about one.
         """
         notes = self._reactions.find_alerts(reading)
         self._warn_of(notes)
         self._alerts += notes
         self._reactions.call_of_alerts(inputs)
-        return bool(notes)
+        return bool(notes), self._reactions.asks_again
 
     def end(self) -> None:
         """Close record and sinks, once everything is published."""

@@ -75,10 +75,16 @@ def distances(track: Track) -> Distances:
     numbers = np.stack(columns, axis=1)
     least = np.array([WATCHED[p.metric].least if p.metric in WATCHED else 0.0 for p in places])
     sizes, normed = np.full(numbers.shape, np.nan), np.full(numbers.shape, np.nan)
-    for reading in range(LEAST, len(numbers)):
-        start = start_of_window(track.steps[:reading], int(track.steps[reading]))
-        found = measure_distance(numbers[start:reading], numbers[reading], least)
-        sizes[reading], normed[reading] = found.size, found.normed
+    # What is computed at every fifth step is compared with itself five steps before.
+    known = np.isfinite(numbers)
+    for pattern in np.unique(known, axis=1).T:
+        alike = np.flatnonzero((known == pattern[:, None]).all(axis=0))
+        steps, at = track.steps[pattern], np.flatnonzero(pattern)
+        chosen = numbers[np.ix_(at, alike)]
+        for reading in range(LEAST, len(at)):
+            start = start_of_window(steps[:reading], int(steps[reading]))
+            found = measure_distance(chosen[start:reading], chosen[reading], least[alike])
+            sizes[at[reading], alike], normed[at[reading], alike] = found.size, found.normed
     return Distances(track.steps, places, sizes, normed)
 
 

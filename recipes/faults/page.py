@@ -125,8 +125,9 @@ def in_short(results: Mapping[str, Result], verified: Verified) -> list[str]:
     rows.append(
         f"\nEach fault was put into {each} trainings. "
         f"In {verified.trainings} healthy trainings with {verified.steps:,} steps read "
-        f"{total} alert{'s' * (total != 1)} came: {_per(rate, 10_000)} in 10,000 steps. No "
-        "limit of an alert was changed after any of these trainings was made."
+        f"{total} alert{'s' * (total != 1)} came: {_per(rate, 10_000)} in 10,000 steps. "
+        "The rule that one strange reading is no alert was made after these trainings had been "
+        "seen, so the rate may be higher in others."
     )
     return rows
 

@@ -157,20 +157,20 @@ def test_a_value_that_leaves_its_band_is_an_alert_that_names_it_and_those_that_f
         "layer_02_head_0": 52,
     }
     first, second = find_alerts(jumping(**places), ["left_band"])
-    assert (first.step, first.heads, first.numbers["count"]) == (1050, ((2, 1),), 1)
-    assert (second.step, second.heads[:2]) == (1052, ((2, 1), (1, 0)))
+    assert (first.step, first.heads, first.numbers["count"]) == (1051, ((2, 1),), 1)
+    assert (second.step, second.heads[:2]) == (1053, ((2, 1), (1, 0)))
     assert second.numbers["count"] == 4
-    then = "; then at step 1,051 max_logit of layer 1, head 0, at step 1,052 max_logit of layer "
+    then = "; then at step 1,052 max_logit of layer 1, head 0, at step 1,053 max_logit of layer "
     assert then in second.words()
-    assert second.words().count("at step 1,052") == 1  # of two values, named once
+    assert second.words().count("at step 1,053") == 1  # of two values, named once
     low, high = first.numbers["low"], first.numbers["high"]
     assert (
-        f"was {first.numbers['value']:.3g} at step 1,050, where {low:.3g} to {high:.3g} was exp"
+        f"was {first.numbers['value']:.3g} at step 1,051, where {low:.3g} to {high:.3g} was exp"
         in (first.words())
     )
     noted = [reading(a.step, {}, [a.note()]) for a in (first, second)]
     (story,) = first_alerts(noted)
-    assert (story.step, story.total, story.note) == (1050, 2, second.note())
+    assert (story.step, story.total, story.note) == (1051, 2, second.note())
     another = replace(second, step=1058, numbers={**second.numbers, "since": 1058})
     (story,) = first_alerts([*noted, reading(1058, {}, [another.note()])])
     assert (story.total, story.note) == (3, second.note())
@@ -178,7 +178,7 @@ def test_a_value_that_leaves_its_band_is_an_alert_that_names_it_and_those_that_f
 
 def test_an_event_after_a_quiet_time_is_another_alert():
     run = jumping(layer_02_head_1=20, layer_01_head_0=50)
-    assert [alert.step for alert in find_alerts(run, ["left_band"])] == [1020, 1050]
+    assert [alert.step for alert in find_alerts(run, ["left_band"])] == [1021, 1051]
 
 
 def test_growing_scatter_of_all_values_is_an_alert_without_a_place():

@@ -9,7 +9,6 @@ from tagged import reading_of
 
 from geomon.analysis.bands import (
     LEAST,
-    ONCE,
     SCATTER,
     SCATTER_READINGS,
     TWICE,
@@ -88,34 +87,41 @@ def test_healthy_noise_raises_nothing_at_any_reading():
     assert max(each.scatter for each in found[50:]) < SCATTER / 2
 
 
-def test_a_jump_leaves_its_band_at_once_and_is_placed():
+def test_a_jump_that_stays_leaves_its_band_at_the_next_reading_and_is_placed():
     values = 20 + noise(60)[:, 0]
     values[50:] += 25
     found = departures(values)
-    assert not any(found[:50])
-    (departure,) = found[50]
+    assert not any(found[:51])
+    (departure,) = found[51]
     assert departure.place == Place("", "max_logit", layer=2, kind="head", head=1)
-    assert departure.value == values[50]
+    assert departure.value == values[51]
     assert departure.low < 20 < departure.high < departure.value
+    first, second = (continue_line(values[:50, None], ahead) for ahead in (1, 2))
+    sizes = [
+        (value - line.expected[0]) / (TWICE * line.unit[0])
+        for value, line in zip(values[50:52], (first, second), strict=True)
+    ]
+    assert departure.size == pytest.approx(min(sizes))
     middle = (departure.low + departure.high) / 2
-    size = (departure.value - middle) / (departure.high - middle)
-    assert departure.size == pytest.approx(size)
+    assert (departure.value - middle) / (departure.high - middle) == pytest.approx(sizes[1])
 
 
-def test_two_readings_in_a_row_on_one_side_need_less():
+def test_one_strange_reading_is_none_and_two_are_on_one_side():
     line = continue_line(noise(48))
     middle, unit = line.expected[0], line.unit[0]
-    once, twice = middle + 0.97 * ONCE * unit, middle + 1.2 * TWICE * unit
-    assert departures([*noise(48)[:, 0], once])[-1] == []
-    first, second = departures([*noise(48)[:, 0], twice, twice + 1])[-2:]
+    within, beyond = middle + 0.9 * TWICE * unit, middle + 1.2 * TWICE * unit
+    assert not any(departures([*noise(48)[:, 0], 1e6, *noise(20, seed=1)[:, 0]]))
+    first, second = departures([*noise(48)[:, 0], beyond, beyond + 1])[-2:]
     assert (len(first), len(second)) == (0, 1)
-    assert second[0].high < twice + 1
-    assert departures([*noise(48)[:, 0], twice, 2 * middle - twice])[-1] == []
+    assert second[0].high < beyond + 1
+    assert departures([*noise(48)[:, 0], beyond, 2 * middle - beyond])[-1] == []
+    assert departures([*noise(48)[:, 0], beyond, within])[-1] == []
+    assert departures([*noise(48)[:, 0], within, beyond])[-1] == []
 
 
 def test_what_varies_by_factors_has_a_band_of_factors():
     values = np.exp(0.1 * noise(50)[:, 0])
-    values[49] = math.exp(-4)
+    values[48:] = math.exp(-4)
     (departure,) = departures(values, tag="variance/layer_01")[49]
     assert 0 < departure.low < 1 < departure.high
     assert departure.high == pytest.approx(1 / departure.low, rel=0.5)
@@ -123,16 +129,16 @@ def test_what_varies_by_factors_has_a_band_of_factors():
 
 def test_the_largest_departure_comes_first():
     small, large = 20 + noise(50)[:, 0], 20 + noise(50, seed=1)[:, 0]
-    small[49] += 40
-    large[49] += 90
+    small[48:] += 40
+    large[48:] += 90
     found = departures(small, **{"max_logit/layer_01/head_0": large})[49]
     assert [departure.place.layer for departure in found] == [1, 2]
 
 
 def test_a_band_is_never_narrower_than_a_change_that_matters():
     least = WATCHED["max_logit"].least
-    assert not any(departures([3.0] * 20 + [3.0 + 0.99 * least]))
-    (departure,) = departures([3.0] * 20 + [3.0 + 1.01 * least])[-1]
+    assert not any(departures([3.0] * 20 + [3.0 + 0.99 * least] * 2))
+    (departure,) = departures([3.0] * 20 + [3.0 + 1.01 * least] * 2)[-1]
     assert departure.low == pytest.approx(3.0 - least)
     assert departure.high == pytest.approx(3.0 + least)
 
@@ -163,14 +169,14 @@ def test_one_reading_at_which_all_values_jump_is_no_growth_of_their_scatter():
 def test_bands_need_readings_of_the_last_quarter_of_the_run(first, spacing, has_bands):
     """Ten readings and a jump; none of the first 200 steps, nor of a run four times shorter."""
     bands, jumped = Bands(), None
-    for n, value in enumerate([*noise(10)[:, 0], 1e3]):
+    for n, value in enumerate([*noise(10)[:, 0], 1e3, 1e3]):
         jumped = bands.add(reading_of({SCORES: value}, first + n * spacing))
     assert bool(jumped.departures) is has_bands
 
 
 def test_stacks_have_bands_of_their_own():
     bands = Bands("decoder")
-    for n, value in enumerate([*noise(20)[:, 0], 1e3]):
+    for n, value in enumerate([*noise(20)[:, 0], 1e3, 1e3]):
         tags = {
             "max_logit/decoder_layer_01/head_0": 1.0,
             "max_logit/encoder_layer_01/head_0": value,

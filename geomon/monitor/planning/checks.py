@@ -38,6 +38,7 @@ class Checks:
         self._spent = 0.0
         self._made = 0
         self._last: int | None = None
+        self._again = False
         self._stopped = False
 
     def is_due(self, step: int) -> bool:
@@ -48,6 +49,8 @@ class Checks:
         """
         if self._stopped or step == self._last:
             return False
+        if self._again:
+            return True
         if self._schedule is not None:
             return bool(self._schedule(step))
         now = self._clock()
@@ -55,14 +58,15 @@ class Checks:
         expected = self._spent + self._spent / max(self._made, 1)
         return step >= _FIRST and expected <= SHARE * (now - self._began)
 
-    def add(self, step: int, seconds: float) -> None:
+    def add(self, step: int, seconds: float, *, again: bool = False) -> None:
         """Add a check to the account.
 
         Args:
             step: Its step.
             seconds: Time that it took from the training.
+            again: Whether the next step is to be checked too, whatever the schedule says.
         """
-        self._made, self._last = self._made + 1, step
+        self._made, self._last, self._again = self._made + 1, step, again
         self._spent += seconds
 
     def stop(self) -> None:

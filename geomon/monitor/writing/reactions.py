@@ -43,6 +43,11 @@ class Reactions:
         """Whether readings of an earlier start of the run change what is called."""
         return self._on_phase is not None or self._on_alert is not None
 
+    @property
+    def asks_again(self) -> bool:
+        """Whether another reading soon would decide about an alert."""
+        return self._watch.asks_again
+
     def recall(self, readings: Iterable[Reading]) -> None:
         """Take the readings of an earlier start of the run; nothing is called for them.
 
