@@ -176,16 +176,24 @@ def test_the_cost_of_a_reading_is_that_of_its_page():
 
 
 def test_the_odds_are_those_of_their_page():
-    page = (ROOT / "docs" / "warnings.md").read_text()
-    rows = (line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| "))
-    _, loss, _, alerts, *_, block = next(row for row in rows if row[0] == "silent")
-    rows = (line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| "))
-    growing = next(row for row in rows if row[0] == "creeping")[3]
+    page = (ROOT / "docs" / "warnings.md").read_text().partition("\n## By detector\n")[0]
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    short = {row[0]: row[1:] for row in reversed(rows)}  # the first of each kind
+    loss, norm, alerts, *_, block = short["silent"]
     words = " ".join(README.split())
     assert (
-        f"alerts noticed {alerts}, the loss {loss}; they named the right block in {block}" in words
-    )
-    assert f"alerts noticed {growing}: [warnings" in words
+        f"alerts noticed {alerts}, the gradient norm {norm}, the loss {loss}; alerts named the "
+        f"right block in {block} cases"
+    ) in words
+    loss, norm, alerts, _, _, lead, _ = short["creeping"]
+    later = lead.partition(" ")[0].removeprefix("-")
+    assert (
+        f"alerts noticed {alerts}, the gradient norm {norm} ({later} steps earlier where both "
+        f"did), the loss {loss}: [warnings"
+    ) in words
+    leads = [row[6] for row in rows if row[0] == "loud" and len(row) > 8]
+    latest = max(int(lead.split()[0].strip(";").removeprefix("-")) for lead in leads)
+    assert f"as early as alerts, or up to {latest} steps earlier" in words
 
 
 def test_the_claims_are_counted_as_on_their_page():
