@@ -186,13 +186,13 @@ def test_the_odds_are_those_of_their_page():
         f"right block in {block} cases"
     ) in words
     loss, norm, alerts, _, _, lead, _ = short["creeping"]
-    later = lead.partition(" ")[0].removeprefix("-")
+    later = -int(lead.partition(" ")[0])  # negative: alerts come later
     assert (
         f"alerts noticed {alerts}, the gradient norm {norm} ({later} steps earlier where both "
         f"did), the loss {loss}: [warnings"
     ) in words
     leads = [row[6] for row in rows if row[0] == "loud" and len(row) > 8]
-    latest = max(int(lead.split()[0].strip(";").removeprefix("-")) for lead in leads)
+    latest = max(-int(lead.split()[0].strip(";")) for lead in leads)
     assert f"as early as alerts, or up to {latest} steps earlier" in words
 
 

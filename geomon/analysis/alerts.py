@@ -342,7 +342,8 @@ class AlertWatch:
         names: Names of the rules that are watched (see `RULES`).
 
     Attributes:
-        asks_again: Whether another reading soon would decide whether a value has left its band.
+        asks_again: Whether the next reading decides whether a value of the last one has left its
+            band.
 
     Raises:
         ValueError: A rule has a name that does not exist.

@@ -24,12 +24,12 @@ _Array = NDArray[np.float64]
 WINDOW, LEAST, SHARE = 48, 8, 0.25
 # First step with bands: in the first steps of a training everything changes.
 FIRST = 200
-# A value is outside of its band where it is so many times as far from the line as normal errors get
-# once in three million readings, at two readings in a row and on one side. A single strange batch
-# moves values as far as a fault does, for one reading.
-TWICE = 1.15
+# A value has left its band where two readings in a row, on one side, are `OUTSIDE` times as far
+# from the line as normal errors get once in three million readings. A single strange batch moves
+# values as far as a fault does, for one reading.
+OUTSIDE = 1.15
 _BEYOND = 3e-7
-# Share of the least half width below which scatter means nothing.
+# Scatter is measured in units that are at least this share of the least half width.
 _LEAST_SCATTER = 0.3
 # Readings at which all values are inside, after which a departure is another event.
 QUIET = 12
@@ -149,11 +149,11 @@ class Distance(NamedTuple):
     """How far values are from what was expected.
 
     Attributes:
-        expected: Values of the lines through the readings before the last one, [curves].
-        width: Half widths of the bands, [curves].
-        size: Distances in units of the largest ones inside, [curves], the smaller one of this
-            reading and the last; 0 where they are on two sides, NaN where too few are known.
-        alone: Distances of this reading from lines through all before, in the same units.
+        expected: Value of the line through the readings before the last one, [curves].
+        width: Half width of the band, [curves].
+        size: Distance in units of the half width, [curves]: of this reading or of the one before,
+            whichever is smaller; 0 where they are on different sides, NaN where too few are known.
+        alone: Distance of this reading from the line through all before, in the same unit.
         normed: Distances with their signs in standard errors, of mean square 1 where errors are
             normal, [curves].
     """
@@ -176,12 +176,12 @@ def measure_distance(history: _Array, values: _Array, least: _Array | float = 0.
     line = continue_line(history)
     before = history[:-1]  # the last reading is no part of the line that both are compared with
     second, first = continue_line(before, ahead=2), continue_line(before)
-    width = np.maximum(TWICE * second.unit, least)
+    width = np.maximum(OUTSIDE * second.unit, least)
     with np.errstate(invalid="ignore", divide="ignore"):
         now = (values - second.expected) / width
-        last = (history[-1:].sum(axis=0) - first.expected) / np.maximum(TWICE * first.unit, least)
+        last = (history[-1:].sum(axis=0) - first.expected) / np.maximum(OUTSIDE * first.unit, least)
         size = np.minimum(np.abs(now), np.abs(last)) * (now * last > 0)
-        alone = np.abs(values - line.expected) / np.maximum(TWICE * line.unit, least)
+        alone = np.abs(values - line.expected) / np.maximum(OUTSIDE * line.unit, least)
         # In standard errors, and Student's distribution has its variance.
         normed = (values - line.expected) / np.maximum(line.unit, _LEAST_SCATTER * least)
         normed *= line.quantile * np.sqrt(1 - 2 / line.freedom)
@@ -243,8 +243,8 @@ class Found(NamedTuple):
             in which they did; the largest departure first at each step.
         scatter: Logarithm of the mean square of the distances of all values from their lines, in
             standard errors, over the last 20 readings; NaN where fewer are known.
-        is_strange: Whether a value of this reading is so far from its line that the next reading
-            decides whether it has left its band.
+        is_strange: Whether a value of this reading is so far from its line that it has left its
+            band if the next reading is as far on the same side.
     """
 
     departures: list[Departure]

@@ -105,7 +105,7 @@ class Publisher:
             inputs: What the model was called with, where it is known.
 
         Returns:
-            Whether there are any, and whether another check soon would decide about one.
+            Whether there are any, and whether the next check decides about one.
         """
         notes = self._reactions.find_alerts(reading)
         self._warn_of(notes)

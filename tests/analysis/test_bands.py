@@ -9,9 +9,9 @@ from tagged import reading_of
 
 from geomon.analysis.bands import (
     LEAST,
+    OUTSIDE,
     SCATTER,
     SCATTER_READINGS,
-    TWICE,
     WATCHED,
     WINDOW,
     Bands,
@@ -98,18 +98,19 @@ def test_a_jump_that_stays_leaves_its_band_at_the_next_reading_and_is_placed():
     assert departure.low < 20 < departure.high < departure.value
     first, second = (continue_line(values[:50, None], ahead) for ahead in (1, 2))
     sizes = [
-        (value - line.expected[0]) / (TWICE * line.unit[0])
+        (value - line.expected[0]) / (OUTSIDE * line.unit[0])
         for value, line in zip(values[50:52], (first, second), strict=True)
     ]
     assert departure.size == pytest.approx(min(sizes))
     middle = (departure.low + departure.high) / 2
     assert (departure.value - middle) / (departure.high - middle) == pytest.approx(sizes[1])
+    assert [each.is_strange for each in run(values)[48:51]] == [False, False, True]
 
 
 def test_one_strange_reading_is_none_and_two_are_on_one_side():
     line = continue_line(noise(48))
     middle, unit = line.expected[0], line.unit[0]
-    within, beyond = middle + 0.9 * TWICE * unit, middle + 1.2 * TWICE * unit
+    within, beyond = middle + 0.9 * OUTSIDE * unit, middle + 1.2 * OUTSIDE * unit
     assert not any(departures([*noise(48)[:, 0], 1e6, *noise(20, seed=1)[:, 0]]))
     first, second = departures([*noise(48)[:, 0], beyond, beyond + 1])[-2:]
     assert (len(first), len(second)) == (0, 1)

@@ -138,3 +138,14 @@ def test_checks_take_a_hundredth_of_the_time():
 def test_what_is_no_schedule_of_checks_is_said(value):
     with pytest.raises(ValueError, match=r"^checks"):
         Monitor(model_of(), directory=None, checks=value)
+
+
+def test_a_check_that_was_asked_for_asks_for_no_other():
+    """A run in which every value is strange has two checks where it had one."""
+    checks = Checks(every(100))
+    made = []
+    for step in range(1000):
+        if checks.is_due(step):
+            made.append(step)
+            checks.add(step, 0.1, again=True)
+    assert made == [step + second for step in range(0, 1000, 100) for second in (0, 1)]

@@ -229,6 +229,19 @@ def test_a_jump_of_one_block_is_noticed_at_the_next_reading_and_named_and_the_lo
     assert other.noticed(["mlp_scaled"]) < 1.0
 
 
+def test_what_is_known_at_every_fifth_step_is_compared_with_itself_five_steps_before():
+    track, place = track_of(0), Place("stable_rank", 1, "query")
+    values = np.full(len(track.steps), np.nan)
+    known = np.flatnonzero(track.steps % 5 == 0)
+    values[known] = 10 + 0.01 * np.random.default_rng(0).standard_normal(len(known))
+    values[known[-3:]] += 5
+    ((_, found),) = score_all(
+        replace(track, values={**track.values, place: values}), ["stable_rank"]
+    )
+    assert list(np.flatnonzero(found.scores > 1)) == [known[-2]]
+    assert np.isnan(found.scores[track.steps % 5 != 0]).all()
+
+
 def test_limits_are_chosen_with_one_half_of_the_healthy_trainings_alone(trainings):
     first = evaluate(trainings, "variance", 1e-3)
     changed = copy.deepcopy(trainings)

@@ -64,9 +64,11 @@ class Checks:
         Args:
             step: Its step.
             seconds: Time that it took from the training.
-            again: Whether the next step is to be checked too, whatever the schedule says.
+            again: Whether the next step is to be checked too, whatever the schedule says. Such a
+                second check has no third one: checks stay bounded where every value is strange.
         """
-        self._made, self._last, self._again = self._made + 1, step, again
+        self._made, self._last = self._made + 1, step
+        self._again = again and not self._again
         self._spent += seconds
 
     def stop(self) -> None:

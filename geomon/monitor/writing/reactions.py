@@ -45,7 +45,7 @@ class Reactions:
 
     @property
     def asks_again(self) -> bool:
-        """Whether another reading soon would decide about an alert."""
+        """Whether the next reading decides about an alert (see `AlertWatch`)."""
         return self._watch.asks_again
 
     def recall(self, readings: Iterable[Reading]) -> None:
