@@ -5,7 +5,8 @@ order of two arguments, a call or a statement that is left out, a result that is
 name. The whole suite is run once, by coverage.py, which tells the tests that run each line. Each
 fault is written into a copy of the project in a temporary folder, and the tests that run its line,
 those of all the module where the line is run by the import, run there until the first one fails.
-What survives is listed.
+What no test notices is shown to the type checker, which `make check` runs: a list where a tuple is
+declared is no fault that could be committed. What survives both is listed.
 
 The same seed draws the same faults as long as their functions stay as they are: the draw goes by a
 hash of the fault and not by its place in the file.
@@ -47,6 +48,7 @@ LEAST_SECONDS = 90.0
 
 # Of the tests that run a fault as many are run as take this many seconds.
 BUDGET = 100.0
+UNNOTICED = ("survived", "not run")
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE,
@@ -433,16 +435,24 @@ class Tree:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
 
-    def noticed(self, fault: Fault, tests: list[str], limit: float) -> str:
-        """Plant a fault, run tests and take it out again: how they ended."""
+    @contextlib.contextmanager
+    def plant(self, fault: Fault) -> Iterator[None]:
+        """Plant a fault for as long as the context lasts."""
         file = self.folder / fault.path
         data = file.read_bytes()
         begin, end = fault.span
         file.write_bytes(data[:begin] + fault.after.encode() + data[end:])
         try:
-            return self.run(tests, limit)
+            yield
         finally:
             file.write_bytes(data)
+
+    def refused(self) -> bool:
+        """Tell whether the type checker refuses the tree."""
+        checker = [sys.executable, "-m", "mypy", "--no-error-summary"]
+        with open(self._log, "w") as log:
+            done = subprocess.run(checker, check=False, cwd=self.folder, stdout=log)
+        return done.returncode != 0
 
     def why(self) -> str:
         """Return the line of the last run that names the test that failed."""
@@ -523,18 +533,19 @@ def take_account(jobs: int, folder: Path, say: Callable[[str], None]) -> Account
 def campaign(
     faults: list[Fault], account: Account, jobs: int, say: Callable[[str], None]
 ) -> dict[Fault, str]:
-    """Run the tests of each fault: "noticed", "survived", "timed out" or "not run"."""
+    """Run the tests of each fault: "noticed", "timed out", "refused" (types), or UNNOTICED."""
     ends: dict[Fault, str] = {}
 
     def plant(free: SimpleQueue[Tree], fault: Fault) -> None:
-        tests, began, why = account.of(fault), time.monotonic(), ""
-        ends[fault] = "not run"
-        if tests:
-            tree = free.get()
-            limit = max(LEAST_SECONDS, SLOWER * sum(account.seconds[test] for test in tests))
-            ends[fault] = tree.noticed(fault, tests, limit)
-            why = tree.why() if ends[fault] == "noticed" else ""
-            free.put(tree)
+        tests, began = account.of(fault), time.monotonic()
+        tree = free.get()
+        limit = max(LEAST_SECONDS, SLOWER * sum(account.seconds[test] for test in tests))
+        with tree.plant(fault):
+            ends[fault] = tree.run(tests, limit) if tests else "not run"
+            if ends[fault] in UNNOTICED and tree.refused():
+                ends[fault] = "refused"
+            why = tree.why() if ends[fault] in ("noticed", "refused") else ""
+        free.put(tree)
         seconds = time.monotonic() - began
         say(f"{len(ends):4d} {ends[fault]:9s} {seconds:4.0f} s, {len(tests)} tests  {fault}  {why}")
 
@@ -568,9 +579,11 @@ def main(
         if those:
             words = ", ".join(f"{number} {end}" for end, number in sorted(those.items()))
             print(f"  {folder:25s} {words}")
-    survivors = [fault for fault in faults if ends[fault] in ("survived", "not run")]
-    share = 1 - len(survivors) / max(len(ends), 1)
-    print(f"{share:.1%} noticed (a test that hangs notices too)")
+    survivors = [fault for fault in faults if ends[fault] in UNNOTICED]
+    refused = sum(end == "refused" for end in ends.values())
+    total = max(len(ends), 1)
+    print(f"{1 - (len(survivors) + refused) / total:.1%} noticed by a test (one that hangs, too)")
+    print(f"{1 - len(survivors) / total:.1%} by a test or the type checker")
     print(*(["survivors:"] if survivors else []), *survivors, sep="\n  ")
 
 

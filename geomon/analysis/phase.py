@@ -407,11 +407,12 @@ def _phase(
     span: tuple[int, int] | None = None,
     begin: int | None = None,
 ) -> Phase:
-    peak, end = float(values[top]), float(values[-1])
+    at, course = steps.tolist(), values.tolist()
+    peak, end = course[top], course[-1]
     change = end / peak - 1 if peak else 0.0
-    first, last = (None, None) if span is None else (int(steps[span[0]]), int(steps[span[1]]))
-    since, start = (None, math.nan) if begin is None else (int(steps[begin]), float(values[begin]))
-    return Phase(name, int(steps[top]), peak, change, first, last, since, start, end)
+    first, last = (None, None) if span is None else (at[span[0]], at[span[1]])
+    since, start = (None, math.nan) if begin is None else (at[begin], course[begin])
+    return Phase(name, at[top], peak, change, first, last, since, start, end)
 
 
 def _near(curve: _Curve, start: int, top: int, block: int, sign: int) -> tuple[int, int]:

@@ -45,6 +45,10 @@ COURSES = {
         {2: "steady", 3: "falling", 6: "expanding", 7: "erratic", 8: "compressing",
          9: "expanding", 10: "erratic"}, (None, 17, None, None),
     ),
+    "a jump up, and a jump down": (
+        range(9), [1, 1, 1, 1, 9, 9.02, 9.01, 1, 1], [0.1] * 9,
+        {2: "steady", 5: "expanding", 8: "compressing"}, (5, 5, 4, 6),
+    ),
 }  # fmt: skip
 
 
