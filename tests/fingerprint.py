@@ -47,10 +47,10 @@ def _cores_of_a_new_thread() -> int:
     return asked[0]
 
 
-def random_state() -> tuple[bytes, bytes, tuple[object, ...]]:
+def random_state() -> tuple[object, ...]:
     """Of the generators that everybody shares: torch's, numpy's and Python's."""
-    numpy = np.random.get_state(legacy=False)["state"]["key"].tobytes()
-    return torch.get_rng_state().numpy().tobytes(), numpy, random.getstate()
+    _, key, *place = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), key.tobytes(), *place, random.getstate()
 
 
 def weights(model: nn.Module) -> list[torch.Tensor]:

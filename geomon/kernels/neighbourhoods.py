@@ -133,12 +133,15 @@ def neighbour_overlap(one: Tensor, other: Tensor) -> Tensor:
             "expected two lists of neighbours of one shape [rows, k], got "
             f"{list(one.shape)} and {list(other.shape)}"
         )
-    common = [one.new_empty(0, dtype=torch.float64)]
-    step = rows_in_block(max(1, one.shape[1] ** 2), one.device)
-    for mine, theirs in zip(one.split(step), other.split(step), strict=True):
-        same = (mine[:, :, None] == theirs[:, None, :]).sum(dim=(1, 2))
-        common.append(same.double() / one.shape[1] if one.shape[1] else same * torch.nan)
-    return torch.cat(common)
+    rows, k = one.shape
+    if not k:
+        return one.new_full((rows,), torch.nan, dtype=torch.float64)
+    step = rows_in_block(k**2, one.device)
+    common = [
+        (mine[:, :, None] == theirs[:, None, :]).sum(dim=(1, 2))
+        for mine, theirs in zip(one.split(step), other.split(step), strict=True)
+    ]
+    return torch.cat(common).double() / k
 
 
 def _neighbourhoods(rows: Tensor, members: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -143,9 +143,7 @@ class ViewsWithout(LayerViews):
 def _slice(view: Any, stay: Tensor, dimension: int) -> Any:
     """Take the entries of some rows; of what is the same for all rows there is one."""
     if isinstance(view, Tensor):
-        if view.shape[dimension] == 1 and len(stay) != 1:
-            return view
-        return view.index_select(dimension, stay)
+        return view if view.shape[dimension] == 1 else view.index_select(dimension, stay)
     if isinstance(view, tuple):
         parts = [_slice(part, stay, dimension) for part in view]
         return type(view)(*parts) if hasattr(view, "_fields") else tuple(parts)

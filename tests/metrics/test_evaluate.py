@@ -1,8 +1,11 @@
 import functools
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
+from fingerprint import random_state
 from measuring import evaluate
 
 from geomon import at_last, select
@@ -32,6 +35,17 @@ def test_value_is_the_mean_over_batches_and_std_their_deviation():
     assert found["m/layer_01"] == 3.5  # batches 0..3 and 4..7; the rest is left out
     assert found["m/layer_01/std"] == pytest.approx(math.sqrt(8.0))
     assert found["m/mean/std"] == pytest.approx(math.sqrt(8.0))
+    found = values({"m": lambda hidden: hidden.mean().log()}, snapshot(hidden - 9, hidden - 9))
+    assert math.isnan(found["m/layer_01/std"])  # negative in one of the splits
+
+
+def test_a_metric_that_draws_random_numbers_leaves_those_of_the_training():
+    def draws(hidden):
+        return torch.rand(1) + np.random.rand() + random.random()
+
+    before = random_state()
+    values({"m": draws}, snapshot(torch.ones(4, 1)))
+    assert random_state() == before
 
 
 def test_heads_have_mean_extremes_and_each():
