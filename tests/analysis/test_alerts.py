@@ -113,6 +113,8 @@ def test_alerts_stand_in_the_notes_of_a_reading_as_data():
 def test_names_are_checked():
     with pytest.raises(ValueError, match=r"'rank_colapse' \(did you mean 'rank_collapse'\?\)"):
         AlertWatch(["rank_colapse"])
+    with pytest.raises(ValueError, match="no alert is called 3; there are not_finite, left_band"):
+        AlertWatch([3])
     with pytest.raises(TypeError, match=r'write \["rank_collapse"\]'):
         AlertWatch("rank_collapse")
     with pytest.raises(TypeError, match="a sequence of names"):
