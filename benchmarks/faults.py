@@ -61,7 +61,7 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 }  # fmt: skip
 # Calls whose arguments are sentences for a person: their words are not behaviour.
 SPEAKING = {"warn", "warning", "info", "debug", "error", "print", "echo", "Option", "Note"}
-# Keywords that only set the looks of a drawing: no number is the right one.
+# Keywords and setters that only set the looks of a drawing: no number is the right one.
 LOOKS = {
     "alpha", "aspect", "borderaxespad", "color", "dpi", "figsize", "fontsize", "framealpha", "ha",
     "handlelength", "labelsize", "length", "ls", "lw", "ms", "pad", "s", "va", "xytext", "zorder",
@@ -75,6 +75,7 @@ SYMMETRIC = {
     "issubclass",
     "maximum",
     "minimum",
+    "suppress",
     "transpose",
     "swapaxes",
 }
@@ -194,6 +195,8 @@ def silent(node: ast.AST) -> list[ast.AST]:
             return [node]
         case ast.keyword(arg=str() as name) if name in LOOKS:
             return [node]
+        case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name))):
+            return [node] if name.removeprefix("set_") in LOOKS else []
         case ast.Dict():
             looks = [isinstance(key, ast.Constant) and key.value in LOOKS for key in node.keys]
             pairs = zip(node.keys, node.values, looks, strict=True)
