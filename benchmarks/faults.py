@@ -203,6 +203,8 @@ def silent(node: ast.AST) -> list[ast.AST]:
             return [part for key, value, look in pairs if look for part in (key, value) if part]
         case ast.Import() | ast.ImportFrom() | ast.JoinedStr():
             return [node]
+        case ast.Call(func=ast.Name(id="zip"), keywords=[ast.keyword(value=ast.Constant(True))]):
+            return [*node.keywords]  # that lengths are equal is an assertion, as a Raise is
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
             if name in SPEAKING:
                 return [*node.args, *node.keywords]
