@@ -1,6 +1,5 @@
 """Unchanged: what an extra forward pass must leave as it was."""
 
-import functools
 import logging
 import operator
 import random
@@ -12,23 +11,24 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 log = logging.getLogger("geomon")
 
-Action = Callable[[], Any]
+# A function and its arguments: thousands of closures would have garbage collected.
+Action = tuple[Any, ...]
 
 # Containers that are looked into, by the class whose methods do it: the first that fits.
 _CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set, tuple)
-_EXACT = frozenset(_CONTAINERS)
 # Containers in containers, down to this many below an attribute; larger ones are not looked into.
 _DEPTH = 4
 _MOST_ITEMS = 1000
 _MOST_COPIED = 8 * 2**20  # bytes of all copies of parameters
 _MOST_BYTES = 2**20  # of one array
-_UNCHANGING = frozenset({type(None), bool, int, float, complex, str, bytes, types.FunctionType})
+_UNCHANGING = (type(None), bool, int, float, complex, str, bytes, types.FunctionType)
 _PLAIN = (Tensor, nn.Parameter)  # and no subclass: such may have no storage of its own
 # Modules with a state of their own elsewhere, of which only training flags and buffers are kept.
 _WRAPPERS = (torch.jit.ScriptModule, nn.parallel.DistributedDataParallel)
@@ -71,7 +71,7 @@ def left_unchanged(model: nn.Module) -> Iterator[None]:
     _keep_switches(restore.append)
     _keep_cached_weights(model, restore.append)
     state = _ModelState(model, restore.append)
-    restore.append(functools.partial(_reshard, model))  # first of all: it exchanges parameters
+    restore.append((_reshard, model))  # first of all: it exchanges parameters
     kept = _Kept(restore)
     try:
         with kept, kept:  # twice: Ctrl-C may come as the inner one begins to restore
@@ -120,9 +120,10 @@ class _Kept:
         failure: Exception | None = None
         while self._restore:
             try:
-                self._restore[-1]()
-            except Exception as error:
-                failure = failure or error
+                function, *arguments = self._restore[-1]
+                function(*arguments)
+            except Exception as error:  # the others are put back all the same
+                failure = error
             self._restore.pop()
         if failure is not None:
             raise failure
@@ -132,28 +133,25 @@ class _Kept:
 
 
 def _keep_random_states(model: nn.Module, keep: Callable[[Action], None]) -> None:
-    keep(functools.partial(random.setstate, random.getstate()))
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
-        keep(functools.partial(numpy.set_state, numpy.get_state()))
-    keep(functools.partial(torch.set_rng_state, torch.get_rng_state()))
+    keep((random.setstate, random.getstate()))
+    keep((np.random.set_state, np.random.get_state()))
+    keep((torch.set_rng_state, torch.get_rng_state()))
     for device in {parameter.device for parameter in model.parameters()}:
         if device.type not in ("cpu", "meta"):
             module = torch.get_device_module(device)
-            keep(functools.partial(module.set_rng_state, module.get_rng_state(device), device))
+            keep((module.set_rng_state, module.get_rng_state(device), device))
 
 
 def _keep_switches(keep: Callable[[Action], None]) -> None:
-    cached, grad = torch.is_autocast_cache_enabled(), torch.is_grad_enabled()
-    keep(functools.partial(torch.set_autocast_cache_enabled, cached))
-    keep(functools.partial(torch.set_grad_enabled, grad))
+    keep((torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()))
+    keep((torch.set_grad_enabled, torch.is_grad_enabled()))
 
 
 def _keep_cached_weights(model: nn.Module, keep: Callable[[Action], None]) -> None:
     """Keep what `parametrize.cached` holds: a weight of the pass would be without gradient."""
     cache = getattr(parametrize, "_cache", None)
     if isinstance(cache, dict):
-        keep(functools.partial(_put_parts_back, cache, dict, _parts(cache, dict)))
+        keep((_put_parts_back, cache, dict, _parts(cache, dict)))
     elif any(map(parametrize.is_parametrized, model.modules())):
         raise ValueError(
             "this release of torch does not show which parametrised weights are cached: no extra "
@@ -186,21 +184,12 @@ class _ModelState:
         self._sharded = self._flat or bool(_of_fsdp(model, "FSDPModule"))
         self._seen: dict[int, Any] = {}  # by address: alive as long as this
         self._modules: list[nn.Module] = []
-        # Plain tuples: thousands of closures would have garbage collected.
-        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._containers: list[tuple[Any, Any, list[Any]]] = []
-        self._empty: list[Any] = []
-        self._values: list[tuple[Tensor, Tensor, Tensor | None, int, bool]] = []
         self._costly: list[Tensor] = []  # parameters, and tensors of a graph
         self._watched: list[tuple[Tensor, int]] = []  # tensors without a copy, and their versions
         self._add_modules(model)
         for module in self._modules:  # those that are found in containers come in the end
             self._keep_module(module)
         self._keep_costly()
-        keep(functools.partial(_each, _put_values_back, self._values))
-        keep(functools.partial(_each, _put_parts_back, self._containers))
-        keep(functools.partial(_each, _put_attributes_back, self._attributes))
-        keep(self._clear_empty)
 
     def report_written(self) -> None:
         """Warn of tensors without a copy that the pass wrote into."""
@@ -222,11 +211,6 @@ class _ModelState:
         names = [name for name, value in named if id(value) in found]
         return ", ".join(names[:3]) or "a tensor in a container"
 
-    def _clear_empty(self) -> None:
-        for container in self._empty:
-            if container:
-                container.clear()
-
     def _add_modules(self, module: nn.Module) -> None:
         for each in module.modules():
             if id(each) not in self._seen:
@@ -236,20 +220,17 @@ class _ModelState:
     def _keep_module(self, module: nn.Module) -> None:
         attributes = vars(module)
         if isinstance(module, _WRAPPERS) or self._flat:
-            self._keep(functools.partial(setattr, module, "training", module.training))
+            self._keep((setattr, module, "training", module.training))
             self._keep_each([*module.buffers(recurse=False)], 0)
             return
         kept = attributes.copy()
         self._keep_each(kept.values(), 0)
-        self._attributes.append((attributes, kept))
+        self._keep((_put_attributes_back, attributes, kept))
 
     def _keep_each(self, values: Iterable[Any], depth: int) -> None:
         for value in values:
             kind = type(value)  # not isinstance: a weak reference may have lost its object
             if kind in _UNCHANGING or id(value) in self._seen:
-                continue
-            if kind in _EXACT and not value:  # most by far
-                self._empty.append(value)
                 continue
             if issubclass(kind, nn.Module):
                 self._add_modules(value)
@@ -269,7 +250,7 @@ class _ModelState:
                 return
             self._keep_each(parts, depth + 1)
         if base is not tuple:
-            self._containers.append((container, base, parts))
+            self._keep((_put_parts_back, container, base, parts))
 
     def _keep_tensor(self, tensor: Tensor) -> None:
         if nn.parameter.is_lazy(tensor):  # a pass would make it, from other random numbers
@@ -301,31 +282,16 @@ class _ModelState:
         plain = type(tensor) in _PLAIN and tensor.layout == torch.strided and not tensor.is_nested
         copy = tensor.detach().clone() if plain and affordable and not tensor.is_meta else None
         if plain:
-            kept = tensor, tensor.data, copy, _version(tensor), tensor.requires_grad
-            self._values.append(kept)
+            self._keep((_put_values_back, tensor, tensor.data, copy, tensor.requires_grad))
         if copy is None:
             self._watched.append((tensor, _version(tensor)))
-
-
-def _each(function: Callable[..., None], items: list[tuple[Any, ...]]) -> None:
-    """Call a function on the parts of each item; the first error is raised in the end."""
-    failure: Exception | None = None
-    for item in items:
-        try:
-            function(*item)
-        except Exception as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
 
 
 # -- values --------------------------------------------------------------------------------------
 
 
 def _put_attributes_back(attributes: dict[str, Any], kept: dict[str, Any]) -> None:
-    for name, value in kept.items():
-        if name not in attributes or attributes[name] is not value:
-            attributes[name] = value
+    attributes.update(kept)
     for name in attributes.keys() - kept.keys():
         del attributes[name]
 
@@ -357,17 +323,15 @@ def _put_parts_back(container: Any, base: Any, parts: list[Any]) -> None:
         base.extend(container, parts)
 
 
-def _put_values_back(
-    tensor: Tensor, data: Tensor, copy: Any, version: int, requires_grad: bool
-) -> None:
+def _put_values_back(tensor: Tensor, data: Tensor, copy: Any, requires_grad: bool) -> None:
     # `parameter.data = other` is undone, but where there was none before: DeepSpeed gathers it.
     if data.numel() and (tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape):
         tensor.data = data
     whole = copy is not None and tensor.shape == copy.shape
-    if whole and (_version(tensor) != version or not torch.equal(tensor.data, copy)):
+    if whole and not torch.equal(tensor.data, copy):
         tensor.data.copy_(copy)  # autograd need not know: these are the values that it saw
-    if tensor.requires_grad != requires_grad and tensor.is_leaf:
-        tensor.requires_grad_(requires_grad)
+    if tensor.requires_grad != requires_grad:
+        tensor.detach_().requires_grad_(requires_grad)
 
 
 def _version(tensor: Tensor) -> int:
@@ -377,18 +341,15 @@ def _version(tensor: Tensor) -> int:
 def _keep_object(value: Any, kind: type) -> Action | None:
     """Keep the state of a random generator, or a small array; None for any other object."""
     if issubclass(kind, torch.Generator):
-        return functools.partial(value.set_state, value.get_state())
+        return value.set_state, value.get_state()
     if kind is random.Random:
-        return functools.partial(value.setstate, value.getstate())
-    numpy: Any = sys.modules.get("numpy")
-    numbers: Any = sys.modules.get("numpy.random")
-    if numbers is not None and issubclass(kind, numbers.Generator):
-        return functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    if numbers is not None and issubclass(kind, numbers.RandomState):
-        return functools.partial(value.set_state, value.get_state())
-    small = numpy is not None and kind is numpy.ndarray and value.nbytes <= _MOST_BYTES
-    if small and value.flags.writeable:
-        return functools.partial(numpy.copyto, value, value.copy())
+        return value.setstate, value.getstate()
+    if issubclass(kind, np.random.Generator):
+        return setattr, value.bit_generator, "state", value.bit_generator.state
+    if issubclass(kind, np.random.RandomState):
+        return value.set_state, value.get_state()
+    if kind is np.ndarray and value.nbytes <= _MOST_BYTES and value.flags.writeable:
+        return np.copyto, value, value.copy()
     return None
 
 

@@ -121,6 +121,10 @@ def hooks_once(module, x):
     return 1.0
 
 
+def scripted(module):
+    module.state = nn.ModuleList([torch.jit.script(nn.BatchNorm1d(32))])
+
+
 def counted_norm(module, x):
     module.state[0](x.flatten(0, 1))
     return module.state[0].num_batches_tracked.item()
@@ -176,6 +180,7 @@ KINDS = {
     # As transformers does it: both of them, or neither.
     "a hook and a flag": (holds(bool), hooks_once),
     "a hidden module": (holds(lambda: [nn.BatchNorm1d(32)]), counted_norm),
+    "a module that is compiled by torch.jit": (scripted, counted_norm),
     "a buffer": (buffer, does(lambda s, x: s.add_(1), float)),
     "a buffer, unseen by its version": (buffer, does(lambda s, x: s.data.add_(1), float)),
     "another buffer": (buffer, sets(lambda s, x: s + 1)),
@@ -239,12 +244,14 @@ def plain(kind):
     return trained(built(*KINDS[kind]), "", watched=False)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
 @pytest.mark.parametrize("how", ["probe", "twin"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_with_a_state_trains_as_without_extra_passes(kind, how):
     assert trained(built(*KINDS[kind]), how, watched=True) == plain(kind)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_state_would_be_noticed(kind):
     assert trained(built(*KINDS[kind]), "unprotected", watched=False) != plain(kind)
@@ -300,6 +307,23 @@ def test_a_parameter_that_two_modules_hold_is_copied_once():
     )
     assert passes(model, lambda model: model(torch.ones(1))) == (3, set())
     assert torch.equal(held, torch.ones_like(held))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "copied"),
+    [
+        ([(2**21, False)], [True]),  # 8 MiB
+        ([(2**21, True), (1, False)], [False, True]),
+        ([(1, True), (2**21, False)], [False, True]),
+        ([(2**20 + 1, True), (2**20, True)], [False, True]),
+    ],
+)
+def test_parameters_without_gradient_and_small_ones_are_copied_first(parameters, copied):
+    model = nn.ParameterList(
+        nn.Parameter(torch.ones(size), requires_grad=trained) for size, trained in parameters
+    )
+    passes(model, lambda model: [decays(each, None) for each in model], times=1)
+    assert [each[0].item() == 1 for each in model] == copied
 
 
 @pytest.mark.parametrize("how", ["probe", "twin"])
@@ -372,7 +396,45 @@ def test_objects_are_the_same_ones_with_their_former_contents():
     )
 
 
-def test_a_large_container_is_not_looked_into_and_an_object_of_the_users_never():
+@pytest.mark.parametrize(
+    ("levels", "items", "looked_into"),
+    [(4, 1, True), (5, 1, False), (1, 1000, True), (1, 1001, False)],
+)
+def test_containers_are_looked_into_four_deep_and_up_to_a_thousand_items(
+    levels, items, looked_into
+):
+    model, innermost = nn.Module(), []
+    model.held = innermost
+    for _ in range(levels):
+        model.held = [model.held] * items
+    assert passes(model, lambda model: innermost.append(1), times=1) == (1, set())
+    assert (innermost == []) == looked_into
+
+
+@pytest.mark.parametrize(("size", "copied"), [(2**17, True), (2**17 + 1, False)])
+def test_arrays_of_one_mebibyte_are_copied_and_those_that_cannot_be_written_let_alone(size, copied):
+    model = nn.Module()
+    model.array, model.fixed = np.zeros(size), np.zeros(3)
+    model.fixed.flags.writeable = False
+    assert passes(model, lambda model: model.array.fill(1), times=1) == (1, set())
+    assert (model.array[0] == 0) == copied
+
+
+def test_what_cannot_be_put_back_is_an_error_and_the_rest_is_put_back():
+    model = nn.Module()
+    model.before, model.array, model.behind = [], np.zeros(3), []
+
+    def changes(model):
+        model.before.append(1)
+        model.behind.append(1)
+        model.array.flags.writeable = False
+
+    with pytest.raises(ValueError, match="read-only"), left_unchanged(model):
+        changes(model)
+    assert model.before == model.behind == []
+
+
+def test_an_object_of_the_users_is_not_looked_into():
     class Records:
         def __iter__(self):
             raise AssertionError("looked into")
@@ -380,13 +442,10 @@ def test_a_large_container_is_not_looked_into_and_an_object_of_the_users_never()
         __len__ = __getattr__ = __eq__ = __iter__
         __hash__ = object.__hash__
 
-    model, counter = nn.Module(), [0]
-    model.records, model.many = Records(), [counter] * 2000
+    model = nn.Module()
+    model.records = Records()
     vars(model)["lost"] = weakref.proxy(set())
-    with left_unchanged(model):
-        model.many.append(1)
-        counter.append(1)
-    assert (len(model.many), counter) == (2000, [0, 1])
+    assert passes(model, lambda model: None) == (3, set())
 
 
 # -- names of torch that a release may take away -------------------------------------------------
