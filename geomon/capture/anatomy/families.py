@@ -169,11 +169,7 @@ def _refuse_lists(blocks: Sequence[nn.Module], names: Names) -> None:
     for block in blocks:
         if isinstance(block, NOT_CALLABLE):
             name = shown_name(names[block])
-            members = (
-                rf"{re.escape(name)}\.\d+"
-                if isinstance(block, nn.ModuleList)
-                else (rf"{re.escape(name)}\.\w+")
-            )
+            members = rf"{re.escape(name)}\.\w+"
             raise ValueError(
                 f"{name or 'the model'} is a {type(block).__name__}, which is never called: give "
                 f'its members, with blocks=r"{members}", or as a list of modules'
@@ -229,10 +225,12 @@ def find_families(model: nn.Module, names: Names) -> tuple[list[Family], list[Le
     for family in watched:
         inside = {module for member in family for module in member.modules()} - {*family}
         held = [inner for inner in families.values() if inside.issuperset(inner)]
-        for inner in [inner for inner in held if _are_whole_stages(family, inner)][:1]:
+        whole = next((inner for inner in held if _are_whole_stages(family, inner)), None)
+        if whole is not None:
             reason = f"the {len(family)} {_shown_pattern(family, names)} around them are watched"
-            found = LeftOut(_shown_pattern(inner, names), len(inner), reason, is_large=True)
-            left_out.append(found)
+            left_out.append(
+                LeftOut(_shown_pattern(whole, names), len(whole), reason, is_large=True)
+            )
     return watched, left_out
 
 
@@ -364,7 +362,7 @@ def leading_lists(family: Family) -> Family:
 def _ends_in_residual(member: nn.Module) -> bool:
     """Whether a list holds one sublayer, and behind it what adds its output to the stream."""
     children = list(member.children())
-    if not isinstance(member, nn.ModuleList) or len(children) < 2:
+    if not isinstance(member, nn.ModuleList):
         return False
     sizes = [_size(child) for child in children]
     largest = sizes.index(max(sizes))
@@ -387,7 +385,6 @@ def are_first_parts(model: nn.Module, family: Family, names: Names) -> bool:
     parents = [member_at(model, names[member].rpartition(".")[0]) for member in family]
     return len(set(map(id, parents))) == len(family) and all(
         isinstance(parent, nn.ModuleList)
-        and len(parent) > 1
         and parent[0] is member
         and not isinstance(member, NOT_CALLABLE)
         and any(type(other) is not type(member) for other in parent)
@@ -398,8 +395,7 @@ def are_first_parts(model: nn.Module, family: Family, names: Names) -> bool:
 def _are_towers(family: Family, by_member: list[Family]) -> bool:
     """Whether members that hold blocks may run side by side: all alike, none a mere container."""
     return (
-        len(family) > 1
-        and len({_size(member) for member in family}) == 1
+        len({_size(member) for member in family}) == 1
         and all(len(blocks) > 1 for blocks in by_member)
         and not any(isinstance(member, CONTAINERS) for member in family)
     )
@@ -421,16 +417,16 @@ def _without_ends(family: Family) -> Family:
         return alone and not (some_attend and attends(member))
 
     kept = list(family)
-    while kept and odd(kept[0]):
+    while odd(kept[0]):  # some class is there twice: it ends here
         kept.pop(0)
-    while kept and odd(kept[-1]):
+    while odd(kept[-1]):
         kept.pop()
     return kept
 
 
 def _main(candidates: list[Family]) -> list[Family]:
     """Choose the families that are watched."""
-    largest = max(map(_size_of, candidates), default=0)
+    largest = _size_of(max(candidates, key=_size_of, default=[]))
     kept = [family for family in candidates if _size_of(family) >= _SMALLEST_SHARE * largest]
     attending = [family for family in kept if any(map(attends, family))]
     kept = attending or [f for f in kept if _size_of(f) >= _SMALLEST_SHARE_WITHOUT * largest]
@@ -440,8 +436,7 @@ def _main(candidates: list[Family]) -> list[Family]:
 def _is_copy(family: Family, other: Family) -> bool:
     """Whether the family is a frozen twin of one that is trained: a moving average, a teacher."""
     return (
-        family is not other
-        and not any(p.requires_grad for block in family for p in block.parameters())
+        not any(p.requires_grad for block in family for p in block.parameters())
         and any(p.requires_grad for block in other for p in block.parameters())
         and [[p.shape for p in block.parameters()] for block in family]
         == [[p.shape for p in block.parameters()] for block in other]

@@ -239,9 +239,10 @@ def test_sublayers_of_a_block_are_not_blocks():
         return module(layer=nn.ModuleList([module(att=Attending()), module(ff=Mixing())]))
 
     assert names(module(block=layers(t5_like, t5_like))) == {"": ["block.0", "block.1"]}
-    others = module(layers=nn.ModuleList(nn.ModuleList([Mixing(), Head()]) for _ in range(2)))
-    with pytest.raises(ValueError, match="no transformer blocks"):
-        find_anatomy(others)
+    for first, second in ((Mixing, Head), (Mixing, Attending)):
+        pairs = (nn.ModuleList([first(), second()]) for _ in range(2))
+        with pytest.raises(ValueError, match="no transformer blocks"):
+            find_anatomy(module(layers=nn.ModuleList(pairs)))
 
 
 def test_lists_of_sublayers_stand_for_blocks_by_their_first():
@@ -272,7 +273,8 @@ def test_a_frozen_twin_is_left_out():
     anatomy = find_anatomy(model)
     assert [stack.name for stack in anatomy.stacks] == [""]
     assert anatomy.blocks[0].name == "net.blocks.0"
-    assert "a frozen copy" in anatomy.left_out[0].reason
+    reason = "a frozen copy of a stack that is watched"
+    assert anatomy.left_out == (LeftOut("average.blocks.#", 3, reason),)
     frozen = PlainDecoder().requires_grad_(False)
     assert len(find_anatomy(frozen).blocks) == 3
     model.average.requires_grad_(True)

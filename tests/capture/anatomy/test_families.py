@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from geomon.capture import find_anatomy
-from geomon.capture.anatomy.families import leading_lists
+from geomon.capture.anatomy.families import LeftOut, leading_lists
 
 
 def weights(count, each, attention):
@@ -39,6 +39,45 @@ def test_a_family_is_watched_from_a_twentieth_or_a_quarter_of_the_largest(
     assert left_out == ([] if watched else [("other.#", 3, reason)])
 
 
+@pytest.mark.parametrize(("size", "large"), [(1000, True), (999, False)])
+def test_a_family_without_attention_is_large_from_half_of_the_largest(size, large):
+    single, empty = weights(1, 9000, False), nn.ModuleList([nn.Sequential(nn.ReLU())] * 2)
+    parts = {"main": weights(3, 2000, True), "more2": weights(3, size, False)}
+    left_out = find_anatomy(nn.ModuleDict(parts | {"one": single, "no": empty})).left_out
+    reason = "no attention was found in them by name, unlike in others"
+    assert left_out == (LeftOut("more2.#", 3, reason, large),)
+
+
+def convolutions(width, count=2):
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width)) for _ in range(count)))
+
+
+class Whole(nn.Module):
+    """A member that is no mere container."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.held = held
+
+
+@pytest.mark.parametrize(
+    ("stages", "blocks"),
+    [
+        ([convolutions(8) for _ in range(3)], 6),
+        ([convolutions(width) for width in range(2, 8)], 12),
+        ([convolutions(width) for width in range(2, 9)], 7),  # too many for stages
+        ([convolutions(2, 1), convolutions(4, 1)], 2),
+        ([Whole(convolutions(width)) for width in (8, 9)], 4),
+        ([Whole(convolutions(8)) for _ in range(3)], 3),  # all alike: blocks of two parts
+        ([nn.Sequential(*convolutions(8), nn.Linear(8, 16)) for _ in range(2)], 4),  # half of each
+        ([nn.Sequential(*convolutions(8), nn.Linear(8, 17)) for _ in range(2)], 2),
+    ],
+)
+def test_stages_without_attention_hold_the_blocks(stages, blocks):
+    found = find_anatomy(nn.ModuleDict({"stages": nn.ModuleList(stages)})).blocks
+    assert len(found) == blocks
+
+
 def sublayer(*children):
     return nn.ModuleList([nn.LayerNorm(4), *children])
 
@@ -51,6 +90,9 @@ ATTENDING, MIXING = nn.MultiheadAttention(4, 2), nn.Linear(4, 40)
     [
         (sublayer(MIXING, nn.Identity()), True),
         (sublayer(MIXING), False),  # nothing behind it that makes a sum
+        (sublayer(MIXING, nn.ModuleList([nn.Identity()])), False),
+        (sublayer(nn.ModuleList([MIXING]), nn.Identity()), False),  # not called
+        (sublayer(MIXING, nn.Linear(4, 40), nn.Identity()), False),  # two sublayers
         (nn.ModuleList([MIXING]), False),
         (nn.Sequential(nn.LayerNorm(4), MIXING, nn.Identity()), False),  # a module of its own
     ],

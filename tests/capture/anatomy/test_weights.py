@@ -13,7 +13,7 @@ from geomon.capture.anatomy.weights import has_weight, present_weight, stored_we
 
 
 def constrained() -> nn.Linear:
-    return parametrizations.spectral_norm(nn.Linear(6, 4).train())
+    return parametrizations.spectral_norm(nn.Linear(60, 40).train())
 
 
 def state(module: nn.Module) -> dict[str, torch.Tensor]:
