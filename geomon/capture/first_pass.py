@@ -119,7 +119,7 @@ class StackPass:
         restarts: Whether a block was called again on another tensor than the last block gave.
         leaving: What left the last block that was called; kept for the final norm alone.
         normed: Rows of what the final norm made of it, and the name of the norm.
-        mode: "train" or "eval".
+        mode: "train" or "eval"; "" where no block was called.
         dtype: Data type of the hidden states in the model.
         why_not_read: Why hidden states were not read, where they were not; "" for no reason.
         with_gradients: Whether gradients are recorded in the pass that counts.
@@ -156,14 +156,14 @@ class StackPass:
         self.block_calls: list[BlockCall] = []
         self.entered: SampledRows | None = None
         self.dtype = torch.float32
-        self.mode = "eval"
+        self.mode = ""
         self.why_not_read = ""
         # Dimension along which hidden states that are plain tensors are shared out among ranks, and
         # whether it is known yet.
         self._along: int | None = None
         self._along_is_known = self.place.shards == 1
         # The last call of a block that is a list of modules, and those of them that it called.
-        self.parts: tuple[BlockCall | None, int, set[int]] = (None, -1, set())
+        self.parts: tuple[BlockCall | None, int | None, set[int]] = (None, None, set())
         self.left: tuple[int, Shape] | None = None
         self.restarts = False
         self.hands_on_several = False
@@ -425,6 +425,5 @@ def spread_indices(count: int, most: int) -> Tensor:
         count: Number of sampled queries, say.
         most: Largest number of indices.
     """
-    kept = min(count, most)
-    order = torch.arange(kept, dtype=torch.int64, device="cpu")
-    return order * (count - 1) // max(kept - 1, 1)
+    places = torch.linspace(0, count - 1, min(count, most), dtype=torch.float64, device="cpu")
+    return places.long()

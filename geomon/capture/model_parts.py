@@ -42,10 +42,8 @@ class ModelParts:
                 "of a pipeline the schedule or the stages that this rank runs"
             )
         self.stages: tuple[Any, ...] = stages or ()
-        self.modules: tuple[nn.Module, ...] = tuple(stage.submod for stage in self.stages)
+        self.modules: tuple[nn.Module, ...] = tuple(x.submod for x in self.stages) or (model,)
         self.root: nn.Module = nn.ModuleList(self.modules) if stages else model
-        if not stages:
-            self.modules = (self.root,)
 
     @property
     def name(self) -> str:

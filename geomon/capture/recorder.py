@@ -48,7 +48,7 @@ class AttentionRecorder:
         self._wants_max_logits = max_logits
         self.attends_outside = False
         self._current: Callable[[], Current | None] = _nobody
-        self._outside: Callable[[], bool] = _nothing
+        self._outside: Callable[[], bool] = bool
         self._guarded: Callable[[], AbstractContextManager[None]] = nullcontext
         self.on_failure: Callable[[Exception], None] = _ignore
 
@@ -73,7 +73,7 @@ class AttentionRecorder:
 
     def close(self) -> None:
         """Record nothing more: what is asked, which refers to this, is let go."""
-        self._current, self._outside = _nobody, _nothing
+        self._current, self._outside = _nobody, bool
         self._guarded, self.on_failure = nullcontext, _ignore
 
     def following(self) -> Provenance | None:
@@ -101,7 +101,7 @@ class AttentionRecorder:
         """
         current = self._current()
         if current is None:
-            self.attends_outside = self.attends_outside or self._outside()
+            self.attends_outside |= self._outside()
             return
         stack_pass, block_call, _ = current
         index = block_call.running_attention or 0
@@ -145,8 +145,7 @@ class AttentionRecorder:
         """
         current = self._current()
         if current is None:
-            outside = scores.ndim >= 3 and not logarithm and self._outside()
-            self.attends_outside = self.attends_outside or outside
+            self.attends_outside |= scores.ndim >= 3 and not logarithm and self._outside()
             return
         stack_pass, block_call, block = current
         provenance = block_call.provenance
@@ -238,10 +237,6 @@ class AttentionRecorder:
 
 def _nobody() -> None:
     """No block is running."""
-
-
-def _nothing() -> bool:
-    return False
 
 
 def _ignore(error: Exception) -> None:

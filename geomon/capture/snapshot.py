@@ -278,7 +278,7 @@ class PassInfo:
 
     Attributes:
         tokens: Number of rows of hidden states that were kept at each layer.
-        mode: "train" or "eval". Dropout changes the numbers.
+        mode: "train" or "eval"; "" where no block was run. Dropout changes the numbers.
         dtype: Data type of the hidden states in the model, before they were copied to float32.
         notes: Remarks for the reader of the numbers.
         loss: Loss of a probe's pass; None where none was asked for.
@@ -350,14 +350,12 @@ def explain_missing(snapshot: Snapshot, views: Iterable[str]) -> str | None:
     asked = {CAPTURED[view] for view in views}
     found = []
     for source in _STANDS_FOR:
-        if source not in asked:
-            continue
-        reasons = _missing(snapshot.layers, source)
+        reasons = _missing(snapshot.layers, source) if source in asked else {}
         for reason, layers in reasons.items():
             where = _where(layers, snapshot.layers)
             found.append(f"{_WORDS[source]} at {where}: {reason}")
-            if source == "hidden":  # nothing else can have been seen there
-                asked = asked - {"last", "attention", "projection"}
+        if source == "hidden" and found:  # nothing else can have been seen there
+            break
     if not found:
         return None
     return (

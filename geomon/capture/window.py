@@ -148,11 +148,11 @@ class Window:
         self._rows, self._seed = rows, seed
         blocks = sum(len(stack.blocks) for stack in anatomy.stacks)
         attentions = sum(max(1, len(block.attentions)) for block in anatomy.blocks)
-        attends = bool(self._sources & {"attention", "projection"})
+        self._attends = bool(self._sources & {"attention", "projection"})
         beside = len(anatomy.stacks) * (1 + (FINAL_NORM in self._extra))
         layers = (blocks + beside) * (1 + self._wants_last)
         self._limit = functools.partial(
-            MemoryLimit, max_mb, layers=layers, blocks=attentions * attends
+            MemoryLimit, max_mb, layers=layers, blocks=attentions * self._attends
         )
         self._micro_batches = micro_batches
         self._memories: list[MemoryLimit] = []  # of each micro-batch, with the sampler of its rows
@@ -230,7 +230,7 @@ class Window:
 
     def _open(self) -> None:
         self._choose_calls()
-        if self._sources & {"attention", "projection"}:
+        if self._attends:
             self._recorder.open(
                 current=self._current_call,
                 outside=lambda: not (self._running or self._ignored()),
@@ -465,7 +465,7 @@ class Window:
                     self._see(self._after, part, self._on_block_left, stack_pass, index)
                 self._see(self._before, block.module, self._on_block, stack_pass, index)
                 self._see(self._after, block.module, self._on_block_left, stack_pass, index)
-                if self._sources & {"attention", "projection"}:
+                if self._attends:
                     self._choose_calls_of_attention(block)
 
     def _choose_calls_of_attention(self, block: Block) -> None:
@@ -532,10 +532,9 @@ class Window:
 
         Where gradients are recorded, a pass without them may be followed by one that counts.
         """
-        if self._micro_batches:
-            return False
         records = self._records_gradients()
-        return all(x.over and (x.with_gradients or not records) for x in self._passes)
+        over = all(x.over and (x.with_gradients or not records) for x in self._passes)
+        return over and not self._micro_batches
 
     def needs_twin(self, module: nn.Module) -> bool:
         """Whether the compiled code of a module hides what this window is to see.
@@ -546,8 +545,7 @@ class Window:
         self._twin_records = torch.is_grad_enabled()
         if self.finished:
             return False
-        attends = bool(self._sources & {"attention", "projection"})
-        inside = attends and bool(self._running) and self._running[-1][1] is not None
+        inside = self._attends and bool(self._running) and self._running[-1][1] is not None
         return (inside or any(map(self.watches, module.modules()))) and not self._ignored()
 
     def on_failure(self, error: Exception) -> None:
@@ -593,9 +591,8 @@ class Window:
 
     def _rest(self) -> None:
         """Close the window where nothing more is to be seen: what follows is left alone."""
-        if FINAL_NORM in self._extra or in_extra_pass() or not self._before:
-            return
-        if self._micro_batches:  # more of them may come
+        more_to_come = self._micro_batches or FINAL_NORM in self._extra
+        if more_to_come or in_extra_pass() or not self._before:
             return
         complete = all(x.over and x.with_gradients for x in self._passes)
         if complete and any(self._seen_attentions()):
@@ -652,13 +649,11 @@ class Window:
 
     def _prefer_gradients(self, module: nn.Module) -> None:
         """Forget passes without gradients where one with gradients begins."""
-        passed = [x for x in self._passes if x.over and not x.with_gradients]
-        if not passed or not self._records_gradients():
+        if not self._records_gradients():
             return
-        inside = set(module.modules())
-        for stack_pass in passed:
-            if stack_pass.stack.owner in inside:
-                number = self._passes.index(stack_pass)
+        for number, stack_pass in enumerate(self._passes):
+            passed = stack_pass.over and not stack_pass.with_gradients
+            if passed and any(x is stack_pass.stack.owner for x in module.modules()):
                 self._earlier[number].clear()
                 self._calls[number] = 0
                 stack_pass.forget(self._memory(0).sampler)  # and of micro-batches the first
@@ -762,6 +757,7 @@ class Window:
             return None
         if not stack_pass.block_calls:
             stack_pass.tokens.take_arguments(module, args, kwargs)
+        again = any(call.block == index for call in stack_pass.block_calls)
         block_call = stack_pass.begin_call(index)
         if block_call is None:
             return None
@@ -769,7 +765,6 @@ class Window:
             rows = move_width_last(local_shard(entered), module, entering=True)
             block_call.shape = self._shape_of(stack_pass, entered, rows)
             block_call.entered = tuple(entered.shape)
-            again = any(call.block == index for call in stack_pass.block_calls[:-1])
             block_call.handed_on = stack_pass.left in (None, _place(entered))
             if again and not block_call.handed_on:
                 stack_pass.restarts = True
@@ -796,21 +791,24 @@ class Window:
         self, stack_pass: StackPass, index: int, module: nn.Module, output: Any
     ) -> None:
         block_call = self._end_call(stack_pass, index)
-        if block_call is not None:
-            self._finish(stack_pass, block_call, stack_pass.stack.blocks[index])
+        if block_call is None:
+            return
+        self._finish(stack_pass, block_call, stack_pass.stack.blocks[index])
         values = output.values() if isinstance(output, Mapping) else output
         hidden = first_tensor(values)
-        if block_call is not None and hidden is not None and hidden is not output:
+        if hidden is None:
+            return
+        if hidden is not output:
             alike = [x for x in _floating(values) if tuple(x.shape) == block_call.entered]
-            hidden = alike[0] if alike else hidden
+            hidden = next(iter(alike), hidden)
             stack_pass.hands_on_several |= len(alike) > 1
-        if block_call is not None and hidden is not None and not hidden.is_nested:
+        if not hidden.is_nested:
             stack_pass.left = _place(hidden)
             if FINAL_NORM in self._extra:
                 # It is kept alive: no other tensor is at its address while the window is open.
                 stack_pass.leaving = hidden.detach()
                 stack_pass.normed = None
-        if block_call is not None and hidden is not None and not stack_pass.stack.entering:
+        if not stack_pass.stack.entering:
             block_call.hidden = self._sample_hidden(stack_pass, hidden, module)
 
     def _end_call(self, stack_pass: StackPass, index: int) -> BlockCall | None:
@@ -830,7 +828,7 @@ class Window:
         try:
             part = stack_pass.slice_of(hidden, rows)
         except ShardingError as error:
-            stack_pass.why_not_read = str(error)
+            stack_pass.why_not_read = f"{error}"
             return None
         tokens = stack_pass.tokens
         tokens.ids.meet(part.shape, rows if part.is_whole else None)
@@ -848,12 +846,14 @@ class Window:
             if memory.sampler is stack_pass.sampler:
                 memory.fit_rows(width)
 
-    def _shape_of(self, stack_pass: StackPass, entered: Tensor, rows: Tensor) -> tuple[int, ...]:
+    def _shape_of(
+        self, stack_pass: StackPass, entered: Tensor, rows: Tensor
+    ) -> tuple[int, ...] | None:
         """Return the shape of what entered a block, on all ranks and without the width."""
         try:
             return stack_pass.slice_of(entered, rows).shape
         except ShardingError:  # what is sampled of it says why it is not read
-            return tuple(rows.shape[:-1])
+            return None
 
     # -- attention -------------------------------------------------------------------------------
 
@@ -938,11 +938,10 @@ def _entering(stack_pass: StackPass, given: Sequence[Any]) -> Tensor | None:
     of the shape and the width of what the tables of tokens gave, else the first argument.
     """
     found = _floating(given)
-    if len(found) < 2:
-        return first_tensor(given)
-    handed_on = [x for x in found if not x.is_nested and _place(x) == stack_pass.left]
-    fitting = [x for x in found if not x.is_nested and stack_pass.tokens.ids.may_have_made(x)]
-    return next(iter(handed_on or fitting or found))
+    known = [x for x in found if not (x.is_nested or private.is_batched(local_shard(x)))]
+    handed_on = [x for x in known if _place(x) == stack_pass.left]
+    fitting = [x for x in known if stack_pass.tokens.ids.may_have_made(x)]
+    return next(iter(handed_on or fitting or found), None)
 
 
 def _why_no_rows(entered: Tensor) -> str | None:
@@ -965,9 +964,4 @@ def first_tensor(values: Any) -> Tensor | None:
     Args:
         values: Arguments of a call, or the output of a module: a tensor, or several values.
     """
-    if isinstance(values, Tensor):
-        return values
-    for value in values or ():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value
-    return None
+    return values if isinstance(values, Tensor) else next(iter(_floating(values)), None)

@@ -161,6 +161,44 @@ def test_names_are_checked():
         check_extra_layers([3])
 
 
+def test_of_a_model_that_was_not_run_no_matrix_is_measured():
+    seen = Window(find_anatomy(PlainDecoder()), {"hidden"}, rows=9, seed=0,
+                  extra_layers=EXTRA_LAYERS)  # fmt: skip
+    with seen:
+        pass
+    last = seen.snapshot().layers[-1]
+    assert (last.stack, last.index, last.captured) == ("final_norm", 3, {})
+    assert "not run under the window" in last.missing["hidden"]
+
+
+def test_of_two_norms_that_are_given_the_last_hidden_states_the_first_counts():
+    class Twice(PlainDecoder):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.other = nn.LayerNorm(32), nn.LayerNorm(32, elementwise_affine=False)
+            nn.init.constant_(self.norm.weight, 3.0)
+
+        def forward(self, ids):
+            x = self.tokens(ids)
+            for block in self.blocks:
+                x = block(x)
+            self.normed = self.norm(x)
+            return self.head(self.normed + self.other(x))
+
+    model = Twice().eval()
+    model(batch())
+    found = layers(model, batch())["final_norm/3"]
+    assert torch.equal(found.captured["hidden"], rows_of(found, model.normed.detach()))
+    assert found.name == "norm"
+
+
+class Apart(torch.Tensor):
+    """A weight of which a rank has a part."""
+
+    def to_local(self):
+        return self
+
+
 class Opaque(torch.Tensor):
     """A weight whose class has no code for taking rows, as quantised ones may be."""
 
@@ -171,11 +209,19 @@ class Opaque(torch.Tensor):
         return super().__torch_function__(function, types, args, kwargs)
 
 
-def test_a_weight_that_gives_no_rows_is_missing_alone():
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Opaque, "its weight, of the class Opaque, does not give its rows (NotImplementedError)"),
+        (Apart, "its weight is no matrix on this rank (shared out among ranks, say)"),
+    ],
+)
+def test_a_weight_that_gives_no_rows_is_missing_alone(kind, reason):
     model = PlainDecoder()
-    model.head.weight = nn.Parameter(model.head.weight.detach().as_subclass(Opaque))
+    model.head.weight = nn.Parameter(model.head.weight.detach().as_subclass(kind))
     seen = layers(model, batch())
-    assert "does not give its rows" in seen["unembedding/0"].missing["hidden"]
+    views = ("hidden", "token_ids", "positions", "sequences", "precision")
+    assert seen["unembedding/0"].missing == dict.fromkeys(views, reason)
     assert seen["embedding/0"].missing == seen["/3"].missing == {}
 
 

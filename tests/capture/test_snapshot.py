@@ -54,6 +54,7 @@ def test_the_message_names_layer_cause_and_remedy_in_one_line():
     ):  # fmt: skip
         assert part in message
     assert "\n" not in message
+    assert message.count("layers)") == 1  # where these are not seen, nothing else can be
     message = unseen(nn.Sequential(Unseen(), Unseen()), torch.randn(2, 5, 8))
     assert "attention at 0 (2 of 2 layers): no attention was seen" in message
     assert "metrics=select(...)" in message

@@ -5,6 +5,7 @@ import gc
 import threading
 import weakref
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ from fingerprint import fingerprint
 from models import PlainBlock, PlainDecoder, batch, transformer
 from referee import sampled
 from torch import nn
+from torch.distributed.tensor import Partial
 from torch.nn.functional import scaled_dot_product_attention as attend
 from watched import attend_by_hand, blocks_of, look, notes, window
 
 from geomon.capture import Window, find_anatomy
+from geomon.capture.anatomy import Anatomy
 from geomon.capture.calling.patches import Patch
-from geomon.capture.snapshot import CAPTURED, Snapshot
+from geomon.capture.snapshot import CAPTURED, PassInfo, Snapshot
 
 
 def assert_same(snapshot: Snapshot, expected: Snapshot) -> None:
@@ -158,6 +161,31 @@ def test_memory_is_held_by_keeping_fewer_rows_and_said(name, megabytes):
     text = next(n.words() for n in snapshot.info.notes if n.kind == "rows thinned for memory")
     assert text.startswith(f"at most {snapshot.info.tokens} rows instead of 1024 are kept")
     assert "query" in snapshot.layers[1].captured  # attention is seen with fewer rows, too
+
+
+@pytest.mark.parametrize(
+    ("views", "extra", "kept"),
+    [
+        ({"hidden"}, (), 4),  # of each row: what enters the first of 3 blocks, and leaves each
+        ({"hidden"}, ("final_norm",), 5),
+        ({"hidden", "last_hidden"}, (), 8),
+        ({"hidden", "query"}, (), 16),  # a query and a key of each block, attended and projected
+        ({"hidden", "projected_query"}, (), 16),
+    ],
+)
+def test_a_limit_of_memory_counts_all_that_is_kept_of_a_row(views, extra, kept):
+    model = PlainDecoder()
+    seen = Window(find_anatomy(model), views, rows=10**6, seed=0, max_mb=0.5, extra_layers=extra)
+    with torch.no_grad(), seen:
+        model(batch(64, 32))
+    assert seen.snapshot().info.tokens == int(0.25e6 / (4 * 32 * kept))
+
+
+def test_a_stage_without_blocks_has_an_empty_snapshot():
+    with Window(Anatomy((), ()), set(CAPTURED), rows=10, seed=0) as seen:
+        PlainDecoder()(batch())
+    assert seen.snapshot() == Snapshot([], PassInfo(0, "", ""))
+    assert seen.snapshot().is_empty
 
 
 class Overwriting(nn.Module):
@@ -345,6 +373,27 @@ def test_why_hidden_states_were_not_seen(run, words):
         run(model)
     assert words in why(seen)
     assert seen.snapshot().is_empty == (words != "were replaced")
+
+
+class Unsummed(Sharded):
+    """Stands for a DTensor whose numbers are still to be summed over the ranks."""
+
+    placements = (Partial(),)
+    device_mesh = SimpleNamespace(get_coordinate=lambda: (0,), size=lambda dim: 2)
+
+
+def test_hidden_states_that_are_still_to_be_summed_are_refused_with_the_reason():
+    class Unsumming(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x.as_subclass(torch.Tensor)).as_subclass(Unsummed)
+
+    model = nn.Sequential(*(Unsumming(nn.Linear(8, 8)) for _ in range(2)))
+    with torch.no_grad(), window(model) as seen:
+        model(torch.randn(4, 6, 8))
+    assert "hidden" in seen.snapshot().layers[0].captured
+    for depth in (1, 2):
+        assert why(seen, depth).startswith("hidden states are partial")
+    assert notes(seen) == []
 
 
 def test_nested_tensors_are_refused_with_the_reason():

@@ -1,0 +1,59 @@
+"""What a training has in hand: a model, or stages, of which torch's own say what these do."""
+
+from types import SimpleNamespace
+
+import pytest
+from models import PlainDecoder
+from torch import nn
+
+from geomon.capture.model_parts import ModelParts
+
+
+def stage(index, module):
+    return SimpleNamespace(stage_index=index, num_stages=3, args_recv_info={}, submod=module)
+
+
+def test_a_model_is_its_only_part():
+    model = PlainDecoder()
+    parts = ModelParts(model)
+    assert (parts.root, parts.modules, parts.name) == (model, (model,), "PlainDecoder")
+    assert parts.stages == parts.micro_batches == ()
+    parts.check_probe([1])
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_stages_are_parts_in_their_own_order_and_some_have_no_blocks(chosen):
+    modules = PlainDecoder(layers=2), PlainDecoder(layers=2), nn.Linear(2, 2)
+    stages = [stage(index, modules[index]) for index in (2, 0, 1)]
+    parts = ModelParts(stages)
+    assert parts.modules == tuple(parts.root) == modules
+    blocks = [modules[1].blocks[1], modules[0].blocks[0]] if chosen else None
+    stacks = parts.find_anatomy(blocks).stacks
+    assert [stack.part for stack in stacks] == [0, 1]
+    found = [[block.module for block in stack.blocks] for stack in stacks]
+    assert found == ([blocks[1:], blocks[:1]] if chosen else [[*x.blocks] for x in modules[:2]])
+    stages[1].args_recv_info.update({0: (), 1: ()})
+    assert [count() for count in parts.micro_batches] == [2, 0, 0]
+    for inputs in ([1], {}, type("Batch", (dict,), {"__call__": None})()):
+        with pytest.raises(ValueError, match="a function that runs one pass"):
+            parts.check_probe(inputs)
+    parts.check_probe(len)
+
+
+@pytest.mark.parametrize("name", ["_stages", "_stage"])
+def test_a_schedule_is_known_by_its_stages(name):
+    one = stage(0, nn.Linear(2, 2))
+    schedule = SimpleNamespace(**{name: [one] if name == "_stages" else one})
+    for given in (schedule, one, [one], (one,)):
+        assert ModelParts(given).stages == (one,)
+        assert ModelParts(given).given is given
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["model", [], [nn.Linear(2, 2)], SimpleNamespace(), stage(0, "no module"),
+     SimpleNamespace(stage_index=0, num_stages=1, submod=nn.Linear(2, 2))],
+)  # fmt: skip
+def test_anything_else_is_refused(given):
+    with pytest.raises(TypeError, match=f"expected a torch.nn.Module, got {type(given).__name__}"):
+        ModelParts(given)
