@@ -84,7 +84,7 @@ class BlockCall:
         self.inputs.clear()
         self.outputs.clear()
         for seen in self.attentions.values():
-            seen.query, seen.key = None, None
+            seen.heads = None
 
 
 class StackPass:

@@ -199,9 +199,12 @@ class AttentionRecorder:
         """
         for index, attention in enumerate(block.attentions):
             outputs = [block_call.outputs.get(id(x)) for x in attention.projections.apart]
-            if block_call.seen(index).query is None and outputs:
-                entered = stack_pass.shape_at(block_call)
-                heads = (x and columns_of_all(*x, entered, *attention.sizes) for x in outputs)
+            if block_call.seen(index).heads is None and outputs:
+                entered, first = stack_pass.shape_at(block_call), stack_pass.tokens.length_first
+                heads = (
+                    x and columns_of_all(*x, entered, *attention.sizes, length_first=first)
+                    for x in outputs
+                )
                 block_call.seen(index).add_heads(*heads)
         for index, seen in block_call.attentions.items():
             seen.project(

@@ -28,8 +28,8 @@ class SeenAttention:
         inside: Whether the call came from its own module, and not from elsewhere in the block:
             such a call goes before another.
         further: Whether it was called again, which is not measured.
-        query: Columns of projections of which its queries are made; None where they are not known.
-        key: The same of its keys.
+        heads: Columns of projections of which its queries and its keys are made; None where these
+            are not known.
         projected: Rows of its queries and of its keys as projected, [rows, heads, head width].
         numbers: Number of the first feature of each head among those of all ranks, by the view that
             has these heads: "query", "key", "projected_query" and "projected_key".
@@ -43,8 +43,7 @@ class SeenAttention:
     max_logits: list[Tensor] = field(default_factory=list)
     inside: bool = False
     further: bool = False
-    query: Columns | None = None
-    key: Columns | None = None
+    heads: tuple[Columns, Columns] | None = None
     projected: tuple[SampledRows, SampledRows] | None = None
     numbers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     other_source: bool = False
@@ -68,12 +67,12 @@ class SeenAttention:
         """
         if query is None or key is None:
             return
-        if self.query is None or self.key is None:
-            self.query, self.key = query, key
+        if self.heads is None:
+            self.heads = query, key
             sources = query.projections[0].given, key.projections[0].given
             self.other_source = None not in sources and sources[0] != sources[1]
         else:
-            self.query, self.key = self.query.with_heads_of(query), self.key.with_heads_of(key)
+            self.heads = self.heads[0].with_heads_of(query), self.heads[1].with_heads_of(key)
 
     def number_heads(self, query: Columns | None, key: Columns | None) -> None:
         """Number the heads of the call that was recorded, by what they are made of.
@@ -103,14 +102,14 @@ class SeenAttention:
             length_first: Whether these are [length, batch].
             key_role: Role of the keys: "key" where they come from another stack.
         """
-        if self.query is None or self.key is None or self.projected is not None:
+        if self.heads is None or self.projected is not None:
             return
-        query, key = self.query.distinct(), self.key.distinct()
+        query, key = (columns.distinct() for columns in self.heads)
         sampled = [
             _sample(columns, rows, entered, role, length_first=length_first)
             for columns, role in ((query, ""), (key, key_role))
         ]
-        self.query, self.key = None, None
+        self.heads = None
         if sampled[0] is not None and sampled[1] is not None:
             self.projected = sampled[0], sampled[1]
             self.numbers |= {"projected_query": query.numbers, "projected_key": key.numbers}
@@ -123,6 +122,8 @@ def columns_of_all(
     heads: int | None,
     key_heads: int | None,
     width: int | None,
+    *,
+    length_first: bool,
 ) -> Columns | None:
     """Take all columns of a projection for heads, one after another.
 
@@ -133,6 +134,8 @@ def columns_of_all(
         heads: Number of query heads.
         key_heads: Number of key heads.
         width: Head width.
+        length_first: Whether hidden states are [length, batch]: as many tokens as sequences do not
+            tell.
 
     Returns:
         The columns; None where heads do not make up the width of the projection.
@@ -145,7 +148,7 @@ def columns_of_all(
     columns = np.arange(projection.width).reshape(count, width)
     sequences, step = 0, (0, 0)
     if len(shape) == 2:
-        turned = entered != shape == entered[::-1]
+        turned = shape == entered[::-1] and (entered != shape or length_first)
         sequences, step = (shape[1], (1, shape[1])) if turned else (shape[0], (shape[1], 1))
     return Columns((projection,), np.zeros_like(columns), columns, (step,), sequences)
 
@@ -170,11 +173,7 @@ def _sample(
     if not role and count == math.prod(entered):
         shape = entered
     indices = rows(shape, role)
-    places = indices
-    if length and shape == ordered:
-        first, second = indices // shape[1], indices % shape[1]
-        sequence, token = (second, first) if turned else (first, second)
-        places = torch.stack([sequence, token])
+    places = torch.unravel_index(indices, shape) if length and shape == ordered else ()
     width = columns.which.shape[1]
     values: Tensor | None = None
     for number, projection in enumerate(columns.projections):
@@ -182,8 +181,9 @@ def _sample(
         if not own.any():
             continue
         wanted = torch.from_numpy(columns.columns.flatten())[own]
-        order = _order(columns.steps[number], sequences, length) if places.ndim > 1 else None
-        taken = indices if order is None else places[0] * order[0] + places[1] * order[1]
+        order = _order(columns.steps[number], sequences, length) if places else None
+        steps = order[::-1] if order is not None and turned else order
+        taken = indices if steps is None else places[0] * steps[0] + places[1] * steps[1]
         part = _rows_of(projection, taken, wanted)
         if values is None:
             values = part.new_empty(len(part), len(own))

@@ -1,13 +1,17 @@
 """What was seen of an attention: columns of heads, rows of queries and keys as projected."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
 
-from geomon.capture.attending.seen import SeenAttention, columns_of_all
+from geomon.capture.attending import seen as module
+from geomon.capture.attending.seen import SeenAttention
 from geomon.capture.tap import Columns, Projection
 
 HEADS, WIDTH = 3, 4
+columns_of_all = functools.partial(module.columns_of_all, length_first=False)
 
 
 def projection(*shape, seed=0, given=(1, (2, 5))):
@@ -45,9 +49,19 @@ def test_heads_are_those_of_queries_or_of_keys_or_none():
     assert heads(5, 2, 4) is heads(3, 3, 5) is heads(None, 3, 4) is heads(3, 3, None) is None
 
 
-@pytest.mark.parametrize("length_first", [False, True])
-def test_sampled_rows_are_those_of_the_projections(length_first):
-    shape = (5, 2) if length_first else (2, 5)
+@pytest.mark.parametrize(
+    ("shape", "length_first"),
+    [
+        ((2, 5), False),
+        ((5, 2), True),
+        ((4, 4), False),
+        ((4, 4), True),
+        ((10, 1), True),
+        ((1, 10), False),
+    ],
+)
+def test_sampled_rows_are_those_of_the_projections(shape, length_first):
+    columns_of_all = functools.partial(module.columns_of_all, length_first=length_first)
     query, key = projection(*shape, 12), projection(*shape, 8, seed=1)
     seen = SeenAttention()
     rows = torch.tensor([0, 3, 9, 4])
@@ -61,10 +75,10 @@ def test_sampled_rows_are_those_of_the_projections(length_first):
     )  # fmt: skip
     assert asked == [(shape, ""), (shape, "")]
     for sampled, made, heads in zip(seen.projected, (query, key), (3, 2), strict=True):
-        expected = made.by_token[0].reshape(10, heads, 4)[rows]
+        expected = made.by_token[0].reshape(-1, heads, 4)[rows]
         torch.testing.assert_close(sampled.values, expected, rtol=0, atol=0)
     assert seen.numbers == {"projected_query": (0, 4, 8), "projected_key": (0, 4)}
-    assert seen.query is None
+    assert seen.heads is None
     first = seen.projected
     seen.project(lambda *_: rows + 1, shape, length_first=length_first, key_role="")
     assert seen.projected is first
@@ -116,8 +130,8 @@ def test_repeated_keys_are_numbered_once_and_other_heads_are_added():
     ))  # fmt: skip
     seen.add_heads(first, first)
     seen.add_heads(second, second)
-    np.testing.assert_array_equal(seen.query.columns, whole.columns)
-    np.testing.assert_array_equal(seen.key.columns, whole.columns)
+    for columns in seen.heads:
+        np.testing.assert_array_equal(columns.columns, whole.columns)
 
 
 def test_a_refused_call_is_dropped_with_what_was_kept_of_it():
