@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as attend
 from watched import (
     ToContext,
+    attend_by_hand,
     by_place,
     check_attention,
     check_hidden,
@@ -234,13 +235,13 @@ def test_padding_of_the_stack_is_not_that_of_keys_of_another_source():
 class Unnamed(nn.Module):
     """An attention with a projection under a name of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_hand: bool = False) -> None:
         super().__init__()
-        self.rows = nn.Linear(32, 96)
+        self.rows, self.attend = nn.Linear(32, 96), attend_by_hand if by_hand else attend
 
     def forward(self, x, context=None):
         q, k, v = self.rows(x).unflatten(-1, (12, 8)).transpose(1, 2).chunk(3, dim=1)
-        return attend(q, k, v).transpose(1, 2).flatten(2)
+        return self.attend(q, k, v).transpose(1, 2).flatten(2)
 
 
 class Several(nn.Sequential):
@@ -263,6 +264,16 @@ def test_a_second_attention_that_cannot_be_told_apart_is_said(kinds):
         found, _ = rebuilt(seen.snapshot().layers[depth])
         truth = block[kinds.index(ToContext)].weights
         torch.testing.assert_close(found, truth, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_of_two_attentions_without_known_projections_the_first_is_measured_and_it_is_said(by_hand):
+    kinds = [Unnamed(by_hand=by_hand) for _ in range(2)]
+    model, x = Denoiser(lambda: Several(*kinds)), torch.randn(4, 9, 32)
+    said = [text for text in notes(look(model, x)) if "called more than once" in text]
+    assert [text.partition(":")[0] for text in said] == ["attention, layer 1, 2, 3"]
+    alone = look(Denoiser(lambda: Several(kinds[0], nn.Identity())), x)
+    assert not any("called more than once" in text for text in notes(alone))
 
 
 def test_a_second_attention_that_is_not_called_is_said():

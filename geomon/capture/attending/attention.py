@@ -115,11 +115,11 @@ class SoftmaxCall:
         sequences: Indices of the sampled sequences in the batch, [sequences].
         places: Position of each sampled query in its sequence, [sequences, queries].
         shape: Number of sequences and length of the whole batch.
-        query: Queries of the product that the scores were made of, [sequences, heads, queries, head
-            width]; None where it was not seen.
-        key: Keys of that product, [sequences, key heads, keys, head width], or None.
+        made_of: Queries and keys of the product that the scores were made of, [sequences, heads,
+            queries, head width] and [sequences, key heads, keys, head width]; None where it was not
+            seen.
         scale: Factor from products of these to scores; None where it is not known.
-        unknown: Why queries and keys are None.
+        unknown: Why queries and keys are not known.
         doubtful: Whether they may be other products, as there are as many keys as features.
         source: Address, shape and dimension of the whole input of the softmax.
     """
@@ -128,8 +128,7 @@ class SoftmaxCall:
     sequences: Tensor
     places: Tensor
     shape: tuple[int, int]
-    query: Tensor | None = None
-    key: Tensor | None = None
+    made_of: tuple[Tensor, Tensor] | None = None
     scale: float | None = None
     unknown: str = _BY_HAND
     doubtful: bool = False
@@ -138,12 +137,12 @@ class SoftmaxCall:
     @property
     def joined(self) -> bool:
         """Whether one more key was joined to the products: the sink of each head."""
-        return self.key is not None and self.key.shape[2] == self.scores.shape[3] - 1
+        return self.made_of is not None and self.made_of[1].shape[2] == self.scores.shape[3] - 1
 
     @property
     def why_unknown(self) -> str:
         """Why there are no queries and keys in the views of the call."""
-        return self.unknown if self.query is None else _NOT_THEIRS
+        return self.unknown if self.made_of is None else _NOT_THEIRS
 
     @property
     def heads(self) -> int:
@@ -153,7 +152,7 @@ class SoftmaxCall:
     @property
     def key_heads(self) -> int:
         """Number of key heads; that of query heads where the keys were not seen."""
-        return self.heads if self.key is None else self.key.shape[1]
+        return self.heads if self.made_of is None else self.made_of[1].shape[1]
 
 
 # -- recording: nothing but copies of sampled rows -----------------------------------------------
@@ -193,9 +192,7 @@ def _at_rule(sampled: Arguments, rule: Rule, sequences: Tensor, places: Tensor) 
         mask = rule.visible(sequences, places)
         if not rule.changes_scores:
             return sampled._replace(mask=mask)
-        group = sampled.query.shape[1] // sampled.key.shape[1]
-        key = sampled.key.repeat_interleave(group, dim=1)
-        scores = _products(sampled.query, key) * sampled.scale
+        scores = _products(sampled.query, sampled.key) * sampled.scale
         changed = rule.changed(scores, sequences, places)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise NotUnderstoodError(
@@ -268,6 +265,7 @@ def read_call(call: AttentionCall | SoftmaxCall, valid: Tensor | None) -> dict[s
 
 def _products(query: Tensor, key: Tensor) -> Tensor:
     """Multiply queries with keys, exactly to float32, whatever the training has set."""
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     with without_autocast([query.device.type]):
         return (as_factor(query) @ as_factor(key).transpose(-1, -2)).float()
 
@@ -284,20 +282,17 @@ def read_scores(call: SoftmaxCall) -> dict[str, Any]:
     Raises:
         NotUnderstoodError: The softmax is not one of attention.
     """
-    scores = call.scores.cpu().float()
-    if call.query is None or call.key is None:
-        return {"scores": scores, "visible": ~hidden_in_scores(scores, None)}
-    query, key = call.query.cpu().float(), call.key.cpu().float()
-    group = query.shape[1] // key.shape[1]
-    products = _products(query, key.repeat_interleave(group, dim=1))
-    scores, sink = _without_sink(scores, products, call.scale)
+    if call.made_of is None:
+        return _scores_alone(call)
+    query, key = (factor.cpu().float() for factor in call.made_of)
+    products = _products(query, key)
+    scores, sink = _without_sink(call.scores.cpu().float(), products, call.scale)
     follow = scores.shape == products.shape and are_made_of(scores, products)
     if call.doubtful and not follow:
         raise NotUnderstoodError(NO_SCORES.format(keys=scores.shape[3]))
     scale = call.scale or score_scale(scores, products) if follow else None
     if scale is None:
-        scores = call.scores.cpu().float()
-        return {"scores": scores, "visible": ~hidden_in_scores(scores, None)}
+        return _scores_alone(call)
     hidden = hidden_in_scores(scores, products)
     bias = (scores - scale * products).masked_fill(hidden, 0)
     rounding = 8 * torch.finfo(call.scores.dtype).eps
@@ -311,6 +306,11 @@ def read_scores(call: SoftmaxCall) -> dict[str, Any]:
         "softcap": None,
         "sink": sink,
     }
+
+
+def _scores_alone(call: SoftmaxCall) -> dict[str, Any]:
+    scores = call.scores.cpu().float()
+    return {"scores": scores, "visible": ~hidden_in_scores(scores, None)}
 
 
 def _without_sink(

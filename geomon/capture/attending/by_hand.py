@@ -131,7 +131,7 @@ def record_softmax(
     if (factor := fitting[0].factor) != 1:
         query, key = query / factor, key / factor
         scale = None if scale is None else scale * factor**2
-    return replace(call, query=query, key=key, scale=scale), columns[0]
+    return replace(call, made_of=(query, key), scale=scale), columns[0]
 
 
 def _factors(

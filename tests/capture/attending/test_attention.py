@@ -184,7 +184,7 @@ def test_a_key_that_is_joined_to_scores_is_a_sink_where_it_is_one_number_of_a_he
         query = torch.zeros_like(query)
     places = torch.arange(6).expand(2, 6)
     call = SoftmaxCall(
-        torch.cat([scores, joined], -1), torch.arange(2), places, (2, 6), query=query, key=key
+        torch.cat([scores, joined], -1), torch.arange(2), places, (2, 6), made_of=(query, key)
     )
     found = read_scores(call)
     assert ("query" in found) == known
@@ -205,7 +205,7 @@ def test_what_is_added_to_scores_by_hand_is_found_whatever_rounds_the_training_s
     query, key, added = torch.randn(2, 4, 6, 8), torch.randn(2, 4, 6, 8), torch.randn(4, 6, 6)
     places = torch.arange(6).expand(2, 6)
     scores = (query.double() @ key.double().mT / 4).float() + added
-    call = SoftmaxCall(scores, torch.arange(2), places, (2, 6), query=query, key=key, scale=0.25)
+    call = SoftmaxCall(scores, torch.arange(2), places, (2, 6), made_of=(query, key), scale=0.25)
     with rounded:
         found = read_scores(call)
     torch.testing.assert_close(found["bias"], added.expand(2, 4, 6, 6), rtol=1e-5, atol=1e-5)
