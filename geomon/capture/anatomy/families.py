@@ -265,9 +265,7 @@ def _expand(
     """Return the family itself, or the families of blocks that its members only hold."""
     family = families[pattern]
     parent = member_at(model, names[family[0]].rpartition(".")[0])
-    inner = [p for p in families if p.startswith(f"{pattern}.")]
-    inner.sort(key=lambda p: _size_of(families[p]), reverse=True)
-    for candidate in inner:
+    for candidate in [p for p in families if p.startswith(f"{pattern}.")]:  # outer ones first
         if _ATTENTION_NAME.search(candidate.rpartition(".")[2]):
             continue  # attn1 and attn2 of one block
         if _are_lists_of_heads(families[candidate], names):
@@ -383,7 +381,7 @@ def are_first_parts(model: nn.Module, family: Family, names: Names) -> bool:
         names: Names of all modules of the model.
     """
     parents = [member_at(model, names[member].rpartition(".")[0]) for member in family]
-    return len(set(map(id, parents))) == len(family) and all(
+    return all(
         isinstance(parent, nn.ModuleList)
         and parent[0] is member
         and not isinstance(member, NOT_CALLABLE)

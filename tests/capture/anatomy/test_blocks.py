@@ -169,6 +169,10 @@ def test_blocks_of_stages_are_one_stack():
     assert len(names(same)[""]) == 4
     beside = module(encoder1=stage(8, 2), encoder2=stage(8, 2))
     assert list(names(beside)) == ["encoder1", "encoder2"]
+    one_each = module(encoder1=stage(8, 1), encoder2=stage(8, 1))
+    assert names(one_each) == {"": ["encoder1.blocks.0", "encoder2.blocks.0"]}
+    listed = [nn.Sequential(Attending(), Attending()) for _ in range(2)]
+    assert len(names(module(layer1=listed[0], layer2=listed[1]))[""]) == 4
 
 
 def test_stages_of_convolutions_and_of_attention_are_one_stack_of_their_blocks():
@@ -192,6 +196,35 @@ def test_stages_that_are_watched_whole_are_said_to_hold_blocks():
     assert said.reason == "the 2 stages.# around them are watched"
     named = find_anatomy(module(stages=nn.Sequential(*mixed)), blocks=r"stages\.\d+\.\d+")
     assert len(named.blocks) == 5
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "beside"),
+    [
+        ([Mixing(), Mixing(), Attending()], [Mixing(), Mixing(), Attending()], 1),  # alike
+        ([Mixing(8), Attending()], [Mixing(16), Attending()], 1),  # one of each class
+        ([Mixing(), Mixing()], [Mixing(), Attending(), Attending()], 100),  # most is elsewhere
+    ],
+)
+def test_what_blocks_are_made_of_is_not_said_to_be_blocks(first, second, beside):
+    members = [
+        module(parts=nn.Sequential(*parts), rest=nn.Linear(beside, beside))
+        for parts in (first, second)
+    ]
+    anatomy = find_anatomy(module(layers=nn.ModuleList(members)))
+    assert [block.name for block in anatomy.blocks] == ["layers.0", "layers.1"]
+    assert anatomy.left_out == ()
+
+
+def test_neither_one_numbered_module_nor_a_dropout_of_weights_makes_a_stack():
+    def mixing():
+        return module(mix=Mixing(), attn_drop=nn.Dropout())
+
+    model = module(blocks=layers(mixing, mixing), head2=Mixing())
+    assert names(model) == {"": ["blocks.0", "blocks.1"]}
+    assert not any(block.attends for block in find_anatomy(model).blocks)
+    two = lambda: module(attn1=Attending(), attn2=Attending())  # noqa: E731
+    assert names(module(blocks=layers(two, two))) == {"": ["blocks.0", "blocks.1"]}
 
 
 class Listed(PlainDecoder):
@@ -239,8 +272,9 @@ def test_sublayers_of_a_block_are_not_blocks():
         return module(layer=nn.ModuleList([module(att=Attending()), module(ff=Mixing())]))
 
     assert names(module(block=layers(t5_like, t5_like))) == {"": ["block.0", "block.1"]}
-    for first, second in ((Mixing, Head), (Mixing, Attending)):
-        pairs = (nn.ModuleList([first(), second()]) for _ in range(2))
+    listed, wide = lambda: layers(Attending), lambda: Mixing(16)
+    for kinds in ((Mixing, Head), (Mixing, Attending), (listed, wide)):
+        pairs = (layers(*kinds) for _ in range(2))
         with pytest.raises(ValueError, match="no transformer blocks"):
             find_anatomy(module(layers=nn.ModuleList(pairs)))
 
@@ -251,8 +285,11 @@ def test_lists_of_sublayers_stand_for_blocks_by_their_first():
     assert [block.name for block in stack.blocks] == ["layers.0.0", "layers.1.0"]
     assert stack.entering
     assert stack.owner is pairs
-    named = find_anatomy(pairs, blocks=r"layers\.\d+\.0").stacks[0]
-    assert named.entering
+    for place, entering in ((0, True), (1, False)):
+        (named,) = find_anatomy(pairs, blocks=rf"layers\.\d+\.{place}").stacks
+        assert named.entering == entering
+    alike = module(layers=nn.ModuleList(layers(Mixing, Mixing) for _ in range(2)))
+    assert not find_anatomy(alike, blocks=r"layers\.\d+\.0").stacks[0].entering
     assert not find_anatomy(PlainDecoder()).stacks[0].entering
 
 
