@@ -74,15 +74,26 @@ def test_a_matrix_whose_class_is_called_an_embedding_is_a_table():
             self.register_buffer("frequencies", torch.randn(64))
 
     model = PlainDecoder(width=64, layers=2)
-    model.embed, model.rotary = ParallelEmbedding(), RotaryEmbedding()
-    assert model.embed in find_anatomy(model).embeddings
-    assert model.rotary not in find_anatomy(model).embeddings
+    model.embed, model.rotary, model.more = (
+        ParallelEmbedding(), RotaryEmbedding(), ParallelEmbedding()
+    )  # fmt: skip
+    model.more.inner = nn.Linear(64, 64)  # a module around others
+    assert set(find_anatomy(model).embeddings) == {model.embed, model.tokens, model.places}
 
 
 def test_embeddings_are_those_outside_the_blocks():
     model = PlainDecoder()
     model.blocks[0].inside = nn.Embedding(3, 3)
     assert set(find_anatomy(model).embeddings) == {model.tokens, model.places}
+
+
+def test_around_an_embedding_are_the_modules_that_hold_it_and_no_blocks():
+    model = module(
+        inner=module(one=nn.Embedding(5, 8), two=nn.Embedding(6, 8)),
+        listed=nn.ModuleList([nn.Embedding(7, 8)]),  # which is never called
+        layers=layers(Attending, Attending),
+    )
+    assert find_anatomy(model).around_embeddings == ((model.inner, model.inner.one),)
 
 
 # -- stacks ------------------------------------------------------------------------------------
@@ -141,6 +152,32 @@ def test_the_attention_to_another_stack_is_told_from_a_blocks_own():
     first, second = find_anatomy(only).blocks
     assert (first.attends, second.attends) == (True, False)
     assert second.attention_index("cross") == 0
+
+
+@pytest.mark.parametrize(
+    ("block", "labels"),
+    [
+        (lambda: module(attn1=Attending(), attn2=Attending()), ["", "attn2"]),
+        (lambda: module(a=module(x=Attending()), b=module(x=Attending())), ["", "inner.b.x"]),
+        (lambda: layers(Attending, Attending, Attending), ["", "attention_2", "attention_3"]),
+    ],
+)
+def test_further_attentions_of_a_block_have_labels_of_their_own(block, labels):
+    model = module(layers=layers(*[lambda: module(inner=block())] * 2))
+    stack = find_anatomy(model, blocks=r"layers\.\d+").stacks[0]
+    assert [a.label for a in stack.blocks[0].attentions] == labels
+    assert stack.side_labels == labels[1:]
+
+
+def test_modules_above_several_stacks_are_those_of_the_first_and_no_list_owns_its_blocks():
+    model = nn.Transformer(16, 2, 1, 1, 32, batch_first=True)
+    above = [stack.above for stack in find_anatomy(model).stacks]
+    assert above == [(model, model.encoder), (model.decoder,)]
+    iterated = module(body=nn.Sequential(Attending(), Attending()))
+    assert find_anatomy(iterated).stacks[0].owner is iterated
+    root = nn.Sequential(Attending(), Attending())
+    root.side = layers(Attending, Attending)
+    assert names(root) == {"main": ["0", "1"], "side": ["side.0", "side.1"]}
 
 
 def test_a_sequential_may_alternate_and_have_other_ends():
