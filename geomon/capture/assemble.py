@@ -509,15 +509,13 @@ class StackBuilder:
 
     def _goes_across(self, call: AttentionCall | SoftmaxCall, captured: dict[str, Any]) -> bool:
         """Whether queries see keys of another sequence of their row, by the last of the queries."""
-        packed = self._tokens.packed(self._pass.shape)
-        if packed is None or tuple(packed.numbers.shape) != call.shape:
+        packed, keys = self._tokens.packed(self._pass.shape), captured["visible"].shape[3]
+        if packed is None or (*packed.numbers.shape, keys) != (*call.shape, call.shape[1]):
             return False
         numbers = packed.numbers[call.sequences]
         asking = numbers.gather(1, call.places)[:, -_LAST_QUERIES:]
         visible = captured["visible"]
         visible = visible.expand(-1, -1, call.places.shape[1], -1)[:, :, -_LAST_QUERIES:]
-        if visible.shape[3] != numbers.shape[1]:
-            return False
         return bool((visible & (asking[:, None, :, None] != numbers[:, None, None])).any())
 
     def _projected_sequences(

@@ -1,6 +1,6 @@
 """Recorder: keeps sampled queries, keys and scores of the attentions that a tap sees."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -165,9 +165,8 @@ class AttentionRecorder:
             return
         with self._guarded(), torch.no_grad(), unseen():
             known = _known(stack_pass, block_call, block, index)
-            shapes = stack_pass.possible_shapes(block_call)
-            if len(shapes) > 1:
-                known = _fitting(scores, dim, [known._replace(shape=shape) for shape in shapes])
+            possible = [known._replace(shape=x) for x in stack_pass.possible_shapes(block_call)]
+            known = min(possible, key=lambda known: not _fits(scores, dim, known))
             try:
                 call, columns = record_softmax(
                     stack_pass.sampler, scores, dim, known, products,
@@ -278,15 +277,10 @@ def _show_shape(given: Arguments, stack_pass: StackPass, block_call: BlockCall) 
         stack_pass.take_attention(block_call, shown)
 
 
-def _fitting(scores: Tensor, dim: int, possible: Sequence[Known]) -> Known:
-    """Return what is known of an attention with the shape that its scores have, else the first."""
-    for known in possible:
-        arranged = arrange_scores(local_shard(scores), dim, known)
-        if arranged is not None:
-            attended = arranged.shape[0], arranged.shape[2]
-            if known.shape in (attended, attended[::-1]):
-                return known
-    return possible[0]
+def _fits(scores: Tensor, dim: int, known: Known) -> bool:
+    """Whether scores are of as many sequences and queries as the hidden states."""
+    arranged = arrange_scores(local_shard(scores), dim, known)
+    return arranged is not None and sorted(arranged.shape[::2]) == sorted(known.shape)
 
 
 def _check_tokens(given: Arguments, shape: tuple[int, ...]) -> None:

@@ -190,7 +190,7 @@ def _at_rule(sampled: Arguments, rule: Rule, sequences: Tensor, places: Tensor) 
     """
     try:
         mask = rule.visible(sequences, places)
-        if not rule.changes_scores:
+        if rule.changed is None:
             return sampled._replace(mask=mask)
         scores = _products(sampled.query, sampled.key) * sampled.scale
         changed = rule.changed(scores, sequences, places)

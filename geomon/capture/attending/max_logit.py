@@ -52,19 +52,19 @@ def max_logits_of_call(given: Arguments) -> Tensor:
             if given.rule is not None:
                 masks.append(given.rule.visible(*at))
             hidden, bias = split_masks(masks, keys)
-            changes = given.rule is not None and given.rule.changes_scores
-            if changes:  # functions of places are asked about all keys
+            change = None if given.rule is None else given.rule.changed
+            if change is not None:  # functions of places are asked about all keys
                 seen = slice(0, keys)
             facing = as_factor(key[some, :, seen]).flatten(0, 1).transpose(1, 2)
             asking = as_factor(query[some, :, rows]).reshape(len(facing), -1, width)
             scores = torch.bmm(asking, facing).float()
             scores = scores.view(_size(some), heads, _size(rows), -1)
             # A scale and a cap keep the order: the largest of a row needs them alone.
-            ordered = bias is None and given.scale > 0 and not changes
+            ordered = bias is None and given.scale > 0 and change is None
             if not ordered:
                 scores = _scaled(scores, given)
-            if changes and given.rule is not None:
-                scores = given.rule.changed(scores, *at)
+            if change is not None:
+                scores = change(scores, *at)
             if bias is not None:
                 scores += bias[..., seen]
             if hidden is not None:

@@ -15,6 +15,10 @@ from torch import Tensor
 
 from geomon.capture import private
 
+# Makes scores [sequences, heads, queries, keys] of scores, the indices of their sequences, and the
+# position of each query in its sequence, [sequences, queries].
+Change = Callable[[Tensor, Tensor, Tensor], Tensor]
+
 
 class Rule(Protocol):
     """Which keys a query sees, and what becomes of its scores."""
@@ -31,17 +35,8 @@ class Rule(Protocol):
         """
 
     @property
-    def changes_scores(self) -> bool:
-        """Whether scores are changed before the softmax."""
-
-    def changed(self, scores: Tensor, sequences: Tensor, places: Tensor) -> Tensor:
-        """Change scaled scores as the model does before the softmax.
-
-        Args:
-            scores: [sequences, heads, queries, keys].
-            sequences: Indices of their sequences, [sequences].
-            places: Position of each query in its sequence, [sequences, queries].
-        """
+    def changed(self) -> Change | None:
+        """What changes scaled scores before the softmax, as the model does; None where nothing."""
 
     def reach(self, rows: slice) -> tuple[int, int]:
         """Return the first key that any query of some rows may see, and the one after the last.
@@ -81,7 +76,10 @@ class PlaceRule:
     right: int | None = None
     offset: int = 0
     ends: tuple[Tensor, Tensor] | None = None
-    changes_scores: bool = False
+
+    @property
+    def changed(self) -> None:
+        """None: scores stay as they are (see `Rule`)."""
 
     def visible(self, sequences: Tensor, places: Tensor) -> Tensor:
         """Say which keys some queries see (see `Rule`)."""
@@ -103,10 +101,6 @@ class PlaceRule:
         if self.right is not None:
             seen &= order <= asking + self.right
         return seen[:, None]
-
-    def changed(self, scores: Tensor, sequences: Tensor, places: Tensor) -> Tensor:
-        """Leave scores as they are (see `Rule`)."""
-        return scores
 
     def reach(self, rows: slice) -> tuple[int, int]:
         """Return the keys that some rows may see (see `Rule`); of packed sequences all."""
@@ -151,23 +145,23 @@ class FlexRule:
     mask_buffers: tuple[Any, ...] = ()
     score_buffers: tuple[Any, ...] = ()
 
-    @property
-    def changes_scores(self) -> bool:
-        """Whether scores are changed before the softmax."""
-        return self.score is not None
-
     def visible(self, sequences: Tensor, places: Tensor) -> Tensor:
         """Say which keys some queries see (see `Rule`)."""
         shape = (len(sequences), self.heads, places.shape[1], self.keys)
         found = self._at_all(self.mask, (), self.mask_buffers, sequences, places, self.heads)
         return found.expand(shape)
 
-    def changed(self, scores: Tensor, sequences: Tensor, places: Tensor) -> Tensor:
-        """Change scores as the model does (see `Rule`)."""
-        if self.score is None:
-            return scores
-        heads = scores.shape[1]
-        return self._at_all(self.score, (scores,), self.score_buffers, sequences, places, heads)
+    @property
+    def changed(self) -> Change | None:
+        """What changes scores (see `Rule`)."""
+        score, buffers = self.score, self.score_buffers
+        if score is None:
+            return None
+
+        def change(scores: Tensor, sequences: Tensor, places: Tensor) -> Tensor:
+            return self._at_all(score, (scores,), buffers, sequences, places, scores.shape[1])
+
+        return change
 
     def reach(self, rows: slice) -> tuple[int, int]:
         """Return all keys: nothing says which a function hides."""
