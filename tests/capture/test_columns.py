@@ -198,7 +198,7 @@ def with_a_bias_of_its_own(block, x):
     if not hasattr(block, "a"):
         block.a, block.b = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
         block.q, block.k = (nn.Parameter(torch.randn(WIDTH)) for _ in range(2))
-    outputs = [heads_of(block.a(x) + block.q), heads_of(block.b(x) + block.k)]
+    outputs = [heads_of(block.a(x) + block.q), heads_of(block.b(x).add_(block.k))]
     return *(each.transpose(1, 2) for each in outputs), *outputs
 
 
@@ -260,7 +260,8 @@ def of_tokens_that_are_chosen_before(block, x):
 def behind_kept_keys(block, x):
     """Keys of earlier tokens stand before those of this pass."""
     query, key = by_two(block, x)
-    kept = torch.cat([torch.randn(SEQUENCES, HEADS, 5, SIZE), key.transpose(1, 2)], dim=2)
+    kept = [torch.empty(0), torch.randn(SEQUENCES, HEADS, 5, SIZE)]
+    kept = torch.cat([*kept, key.transpose(1, 2)], dim=2)
     return query.transpose(1, 2), kept, query, key
 
 
@@ -282,9 +283,23 @@ def test_queries_and_keys_are_found_however_they_are_made(make, by_hand, grad):
         check(block)
 
 
+@torch.library.custom_op("geomon_tests::turned", mutates_args=())
+def turned(values: torch.Tensor) -> torch.Tensor:
+    """An operator of another package."""
+    return values.flip(-1)
+
+
+BACKWARDS = torch.arange(LENGTH).flip(0)[:, None, None].expand(SEQUENCES, -1, HEADS, SIZE)
+MOVES = {
+    "sorted": lambda x: x.sort(dim=-1).values,
+    "summed up": lambda x: x.cumsum(dim=1),
+    "gathered": lambda x: x.gather(1, BACKWARDS),
+    "scattered": lambda x: torch.zeros(x.shape).scatter(1, BACKWARDS, x),
+    "by another package": turned,
+}
 MIXES = [
-    "a product of both", "a sum with another", "sorted", "a part", "the same twice",
-    "picked in the middle", "of other tokens",
+    "a product of both", "a sum with another", "a part", "the same twice", "picked in the middle",
+    "of other tokens", *MOVES,
 ]  # fmt: skip
 
 
@@ -307,7 +322,7 @@ def test_what_is_no_longer_of_one_projection_is_said_and_not_guessed(mix):
             mean = block.a(x.mean(dim=0)).unflatten(-1, (HEADS, SIZE))
             query = torch.cat([query[..., :4], mean.expand_as(query)[..., 4:]], dim=-1)
         else:
-            query = query.sort(dim=-1).values
+            query = MOVES[mix](query)
         return query.transpose(1, 2), key.transpose(1, 2)
 
     block = Block(make)

@@ -81,7 +81,7 @@ class Projection:
         self,
         values: Tensor,
         features: tuple[int, ...],
-        given: tuple[int, tuple[int, ...]] | None = None,
+        given: tuple[int | None, tuple[int, ...]] | None = None,
     ) -> None:
         self.first = 0
         self._values = values
@@ -163,10 +163,9 @@ class Made:
 
     Args:
         out: Where they lie.
-        pieces: What they hold elements of.
+        pieces: What they hold elements of; where these overlap (sums), the first ones count.
         projection: What they are themselves, instead.
         before: How the rest of the storage was made.
-        other: The second of two tensors of whose elements they are sums.
         pads: Whether what is of no piece is zero.
 
     Attributes:
@@ -181,12 +180,11 @@ class Made:
         pieces: Sequence[Piece] = (),
         projection: Projection | None = None,
         before: "Made | None" = None,
-        other: Piece | None = None,
         *,
         pads: bool = False,
     ) -> None:
         self.out = out
-        self._pieces, self._before, self._other, self._pads = pieces, before, other, pads
+        self._pieces, self._before, self._pads = pieces, before, pads
         self.projection = projection
         parts = [piece.made for piece in pieces] + ([] if before is None else [before])
         own = frozenset[Projection](() if projection is None else (projection,))
@@ -200,7 +198,7 @@ class Made:
         Args:
             addresses: Their addresses in the storage.
             known: Projections, to which those that are met are added.
-            second: Whether sums are followed to the second of what was added, not to the first.
+            second: Whether sums are followed to the last of what was added, not to the first.
         """
         found = Traced(*np.full((3, len(addresses)), _UNKNOWN, dtype=np.int64))
         indices, rest, inside = self.out.indices(addresses)
@@ -209,8 +207,7 @@ class Made:
                 known.append(self.projection)
             found.row[:], found.column[:] = self.projection.places(indices)
             found.projection[inside] = known.index(self.projection)
-        pieces = self._pieces if self._other is None or not second else [self._other]
-        for piece in pieces:
+        for piece in self._pieces[::-1] if second else self._pieces:
             entered, fits = piece.enter(indices)
             here = inside & (found.projection == _UNKNOWN)
             here = here if fits is None else here & fits
@@ -311,11 +308,11 @@ def find_columns(made: Made, values: Tensor) -> Columns | None:
         The columns, without those at the end that no head has (zeros that widen heads for a
         kernel); None where there are others whose source is not known.
     """
-    sequences, _, length, _ = values.shape
+    length = values.shape[2]
     for place in dict.fromkeys((length // 2, length - 1, 0)):  # some keys may be of no token
         found = _columns_at(made, values, place) if values.numel() else None
         if found is not None:
-            return found._replace(sequences=sequences)
+            return found
     return None
 
 

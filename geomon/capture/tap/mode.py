@@ -133,7 +133,7 @@ class Tap(dispatch.TorchDispatchMode):
         followed = observer.following()
         try:
             if writes and followed is not None:
-                own = _on_this_rank(args) if types else args
+                own = _on_this_rank(args, {}) if types else args
                 given = dict(zip(names, own, strict=False)) | kwargs
                 followed.before_write(name, [given[each] for each in writes if each in given], own)
             if kind == "softmax":
@@ -145,18 +145,17 @@ class Tap(dispatch.TorchDispatchMode):
             observer.on_failure(error)
         result = func(*args, **kwargs)
         try:
-            if followed is not None and types:  # DTensors: their parts on this rank are followed
+            if followed is not None:  # of DTensors the parts on this rank are followed
                 starts: dict[int, tuple[int, ...]] = {}
-                own = _on_this_rank((args, kwargs, result), starts)
+                own = [args, kwargs, result]
+                own = _on_this_rank(own, starts) if types else own
                 followed.follow(name, own[0], own[1], own[2], starts)
-            elif followed is not None:
-                followed.follow(name, args, kwargs, result)
         except Exception as error:
             observer.on_failure(error)
         return result
 
 
-def _on_this_rank(values: Any, starts: dict[int, tuple[int, ...]] | None = None) -> Any:
+def _on_this_rank(values: Any, starts: dict[int, tuple[int, ...]]) -> Any:
     """Replace tensors that are wrapped by what is on this rank of them, also in containers.
 
     Args:
@@ -165,7 +164,7 @@ def _on_this_rank(values: Any, starts: dict[int, tuple[int, ...]] | None = None)
     """
     if isinstance(values, Tensor):
         part = followed_part(values)
-        if starts is not None and is_sharded(values):
+        if is_sharded(values):
             starts[id(part)] = starts_of(values)
         return part
     if isinstance(values, list | tuple) and not hasattr(values, "_fields"):
@@ -204,9 +203,7 @@ def _kind_of(func: Any) -> _Kind:
     if space == "aten" and name in ("_softmax", "_safe_softmax", "_log_softmax"):
         return _Kind("softmax", name, names, writes)
     given = set(names)
-    attends = ({"query", "key", "value"} <= given or {"q", "k", "v"} <= given) and (
-        "backward" not in name and "grad_out" not in given and "dout" not in given
-    )
+    attends = {"query", "key", "value"} <= given or {"q", "k", "v"} <= given
     if not attends:  # what operators of other packages do is not known
         return _Kind("other", name if space == "aten" else "", names, writes)
     # What fused attention returns holds no product any more.

@@ -8,7 +8,6 @@ Nothing is computed and nothing is copied.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,25 +25,19 @@ from geomon.capture.tap.columns import (
 )
 from geomon.capture.tap.unseen import unseen
 
+# Operators have the names of those that write into a new tensor: "add" stands for "add_" as well.
+
 # Matrix products by operator: where their factors stand, behind a summand.
-_FACTORS = {"bmm": 0, "mm": 0, "baddbmm": 1, "addmm": 1, "baddbmm_": 1, "addmm_": 1}
-# What a tensor is after these no longer says which product it came from.
-_STOPS = frozenset((
-    "native_layer_norm", "_fused_rms_norm", "native_group_norm", "native_batch_norm", "embedding",
-    "convolution", "_softmax", "_safe_softmax", "_log_softmax",
-))  # fmt: skip
+_FACTORS = {"bmm": 0, "mm": 0, "baddbmm": 1, "addmm": 1}
 # Operators that do nothing but multiply by a number.
-_SCALINGS = {"mul": 1, "mul_": 1, "div": -1, "div_": -1}
+_SCALINGS = {"mul": 1, "div": -1}
 _COPIES = frozenset(("clone", "_to_copy"))
 # Operators that add to scores, hide some or join more: what they were multiplied by stays.
 _KEEPING = _COPIES | {
-    "add", "add_", "sub", "sub_", "masked_fill", "masked_fill_", "where", "copy_", "cat", "slice",
-    "maximum", "constant_pad_nd", "index",
+    "add", "sub", "masked_fill", "where", "copy", "cat", "maximum", "constant_pad_nd", "index",
 }  # fmt: skip
 # Operators after which an element is not what it was made of at the same place.
-_MIXING = frozenset((
-    "_softmax", "_safe_softmax", "_log_softmax", "cumsum", "sort", "topk", "gather", "scatter",
-))  # fmt: skip
+_MIXING = frozenset(("cumsum", "sort", "gather", "scatter"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +57,7 @@ class Product:
     @property
     def size(self) -> int:
         """Number of its entries."""
-        return self.left.numel() // max(self.left.shape[-1], 1) * self.right.shape[-1]
+        return self.left.shape[:-1].numel() * self.right.shape[-1]
 
 
 class _Tags(NamedTuple):
@@ -115,8 +108,7 @@ class Provenance:
         Returns:
             The number; None where it was multiplied by tensors, or changed in another way.
         """
-        tags = self._of(values)
-        return tags.factor if len(tags.products) == 1 else None
+        return self._of(values).factor
 
     def columns(self, heads: Tensor) -> Columns | None:
         """Return the columns of projections that queries or keys were made of.
@@ -149,7 +141,7 @@ class Provenance:
             return found
         if made is not None and before is not None and made.roots and made.roots <= before.roots:
             return None
-        projection = Projection(output, (-1,), (storage_of(given) or 0, tuple(given.shape)))
+        projection = Projection(output, (-1,), (storage_of(given), tuple(given.shape)))
         projection.first = first
         place = storage_of(output)
         if place is not None:
@@ -182,7 +174,7 @@ class Provenance:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         out: Any,
-        starts: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+        starts: Mapping[int, tuple[int, ...]],
     ) -> None:
         """Follow tensors through one operator.
 
@@ -194,7 +186,7 @@ class Provenance:
             starts: First index of the parts of sharded tensors among these, by dimension, by their
                 address.
         """
-        self._starts = starts
+        self._starts, name = starts, name.removesuffix("_")
         given = [*tensors_in(args), *tensors_in(kwargs.values())]
         places = [place for tensor in given if (place := storage_of(tensor)) is not None]
         known = [tags for place in places if (tags := self._tags.get(place)) is not None]
@@ -204,23 +196,19 @@ class Provenance:
             self._tags.pop(place, None)
         if not known:
             return
-        if len(given) == 1 and outputs == places:
-            tags = known[0]  # a view, or a change in place
+        if outputs == places:  # a view, or a change in place
             if name in _SCALINGS:
-                self._tags[places[0]] = _scaled(tags, name, args)
+                self._tags[places[0]] = _scaled(known[0], name, args[1])
             return
         if name in _FACTORS:
             tags = self._multiplied(args, kwargs, _FACTORS[name])
-        elif name in _STOPS:
-            tags = _TOKENS
         else:
             products = tuple(dict.fromkeys(p for each in known for p in each.products))
-            tags = _Tags(products, None if products else 1.0)
-            holds = known[0].products == products
-            if name in _SCALINGS and holds:
-                tags = _scaled(known[0], name, args)
-            elif name in _COPIES and holds:
-                tags = _Tags(products, known[0].factor)
+            tags = _changed(products)
+            if name in _SCALINGS and known[0].products == products:
+                tags = _scaled(known[0], name, args[1])
+            elif name in _COPIES:
+                tags = known[0]
             elif name in _KEEPING and products:
                 tags = _Tags(products, next(each.factor for each in known if each.products))
         for result, place in results:
@@ -232,16 +220,16 @@ class Provenance:
         return _TOKENS if place is None else self._tags.get(place, _TOKENS)
 
     def _is_followed(self, values: Tensor) -> bool:
-        return (storage_of(values) or 0) in self._tags
+        return storage_of(values) in self._tags
 
     def _multiplied(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], at: int) -> _Tags:
         """Return the tags of a product: a product of weights holds none."""
         summand = self._of(args[0]) if at else _TOKENS
         left, right = args[at : at + 2]
         if not self._is_followed(left) or not self._is_followed(right):
-            return _Tags(summand.products, None if summand.products else 1.0)
-        factors = self._of(left).factor, self._of(right).factor
-        product = Product(left, right, (factors[0] if factors[0] == factors[1] else None) or 1.0)
+            return _changed(summand.products)
+        factor, other = self._of(left).factor, self._of(right).factor
+        product = Product(left, right, factor if factor == other and factor else 1.0)
         alpha = kwargs.get("alpha", 1.0)
         return _Tags((*summand.products, product), None if summand.products else float(alpha))
 
@@ -260,11 +248,10 @@ class Provenance:
             return None
         if any(storage_of(values) == place for values in given):  # changed in place
             before = self._tags.get(place, _TOKENS).made
-            if name != "copy_":
+            if name != "copy":
                 return before
-            whole = before is None or before.out == layout
-            return Made(layout, self._like(args[1:2], out), before=None if whole else before)
-        if name == "convolution" and self._is_followed(args[0]):
+            return Made(layout, self._like([args[1]], out), before=before)
+        if name == "convolution":
             if args[8] != args[0].shape[1]:  # groups
                 return _projection(out, (1,), args[0])
             made = self._of(args[0]).made  # a filter for each channel
@@ -285,8 +272,7 @@ class Provenance:
         pieces = self._like(given, out)
         if name == "add" and len(given) == 2 and (found := self._sum(given, out)) is not None:
             return found
-        other = pieces[1] if len(pieces) > 1 else None
-        return Made(layout, pieces[:1], other=other) if pieces else None
+        return Made(layout, pieces) if pieces else None
 
     def _made_by_product(self, factors: tuple[Any, ...], out: Tensor) -> Made | None:
         """Say of a product with weights that it is a projection."""
@@ -307,7 +293,7 @@ class Provenance:
         """Say of some of a tensor's elements which these are."""
         made, layout = self._of(values).made, layout_of(values)
         dims = [dim for dim, index in enumerate(indices) if index is not None]
-        if made is None or not dims:
+        if made is None:
             return None
         index = indices[dims[0]]
         assert index is not None
@@ -316,7 +302,7 @@ class Provenance:
         count = sum(
             each.ndim if each.dtype == torch.bool else 1 for each in indices if each is not None
         )
-        if dims != [*range(len(dims))] or count >= values.ndim:
+        if dims != [*range(len(dims))]:
             return None
         # Tokens, whose order is no longer known.
         layout = layout._replace(shape=layout.shape[count:], strides=layout.strides[count:])
@@ -335,7 +321,7 @@ class Provenance:
             if found and made.roots.isdisjoint(found[0].made.roots):
                 return []  # of two projections, which of them is not clear
             found.append(Piece(made, layout))
-        return found[:2]
+        return found
 
     def _sum(self, given: list[Tensor], out: Tensor) -> Made | None:
         """Take for a projection the sum of one with its bias, or with that of an adapter."""
@@ -378,12 +364,11 @@ class Provenance:
 
     def _is_bias(self, values: Any, width: int) -> bool:
         """Whether a tensor that is added has one number for each feature, and is no token's."""
-        fits = isinstance(values, Tensor) and values.shape == (width,)
-        return fits and not self._is_followed(values)
+        return isinstance(values, Tensor) and values.shape == (width,)
 
 
 def _projection(out: Tensor, features: tuple[int, ...], tokens: Tensor) -> Made:
-    given = storage_of(tokens) or 0, tuple(tokens.shape)
+    given = storage_of(tokens), tuple(tokens.shape)
     return Made(layout_of(out), projection=Projection(out, features, given))
 
 
@@ -391,7 +376,7 @@ def _fitted(layout: Layout, out: Tensor) -> Layout | None:
     """Give a tensor as many dimensions as another has; None where it has not the same elements."""
     for _ in range(out.ndim - len(layout.shape)):
         layout = layout.with_dimension(0)
-    if len(layout.shape) != out.ndim or not out.ndim or 0 in layout.shape:
+    if len(layout.shape) != out.ndim or 0 in layout.shape:
         return None
     sizes = zip(layout.shape, out.shape, strict=True)
     fits = layout.shape[-1] == out.shape[-1] and all(other % size == 0 for size, other in sizes)
@@ -413,18 +398,16 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(value.values())
 
 
-def _scaled(tags: _Tags, name: str, args: tuple[Any, ...]) -> _Tags:
+def _changed(products: tuple[Product, ...]) -> _Tags:
+    """Return the tags of a tensor of which it is not known how products were changed to it."""
+    return _Tags(products, None if products else 1.0)
+
+
+def _scaled(tags: _Tags, name: str, other: Any) -> _Tags:
     """Return the tags of a tensor that was multiplied; by a tensor, its factor is not known."""
-    number = _number(args)
-    if number is None or tags.factor is None:
-        return tags._replace(factor=None if tags.products else 1.0)
-    return tags._replace(factor=tags.factor * number ** _SCALINGS[name])
-
-
-def _number(args: tuple[Any, ...]) -> float | None:
-    """Return the number by which an operator multiplies or divides; None where it is a tensor."""
-    other = args[1] if len(args) > 1 else None
     if isinstance(other, Tensor):
         with unseen():
             other = other.item() if other.ndim == 0 and other.device.type == "cpu" else None
-    return float(other) if isinstance(other, int | float) and other else None
+    if not other or tags.factor is None:
+        return tags._replace(factor=_changed(tags.products).factor)
+    return tags._replace(factor=tags.factor * float(other) ** _SCALINGS[name])

@@ -223,6 +223,53 @@ def test_a_scale_that_is_no_number_is_that_of_scores_to_products():
         assert layer.captured["bias"] is None
 
 
+BIAS = 0.02 * torch.randn(LENGTH, LENGTH, generator=torch.Generator().manual_seed(0))
+
+# What is done to products before their softmax; estimated, the scale would be near 0.3 alone.
+CHANGES = {
+    "nothing": lambda x: x * 0.3,
+    "scaled in place": lambda x: x.mul_(0.6).div_(2),
+    "by a tensor of one number": lambda x: x * torch.tensor(0.3, dtype=torch.float64),
+    "copied": lambda x: (x * 0.3).clone(),
+    "of another type": lambda x: (x * 0.3).double(),
+    "into a buffer": lambda x: torch.empty(x.shape).copy_(x * 0.3),
+    "added": lambda x: x * 0.3 + BIAS,
+    "added in place": lambda x: (x * 0.3).add_(BIAS),
+    "subtracted": lambda x: x * 0.3 - BIAS,
+    "filled": lambda x: (x * 0.3).masked_fill(~CAUSAL, -1e9),
+    "chosen": lambda x: torch.where(CAUSAL, x * 0.3, -1e9),
+    "no less": lambda x: torch.maximum(x * 0.3, torch.tensor(-1e4)),
+    "joined": lambda x: torch.cat([x * 0.3, torch.zeros(*x.shape[:-1], 1)], dim=-1),
+    "padded": lambda x: nn.functional.pad(x * 0.3, (0, 1)),
+    "picked": lambda x: (x * 0.3)[:, torch.arange(HEADS)],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_scores_keep_their_scale_whatever_is_added_to_them(change):
+    def changed(q, k, v):
+        return CHANGES[change](q @ k.mT).softmax(-1).float()[..., :LENGTH] @ v
+
+    for layer in layers_of(blocks_of(changed), torch.randn(2, LENGTH, 32)):
+        assert layer.captured["scale"] == 0.3
+
+
+def test_the_scale_is_found_where_the_product_or_its_factors_are_made_with_it():
+    def with_a_summand(q, k, v):
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        scores = torch.baddbmm(BIAS, q, k.mT, alpha=0.3)
+        return (scores.softmax(-1) @ v).unflatten(0, (-1, HEADS))
+
+    def of_scaled_factors(q, k, v):
+        return ((q * 0.3**0.5) @ (k * 0.3**0.5).mT + BIAS).softmax(-1) @ v
+
+    for attend in (with_a_summand, of_scaled_factors):
+        model = blocks_of(attend)
+        layer = layers_of(model, torch.randn(2, LENGTH, 32))[0]
+        assert layer.captured["scale"] == pytest.approx(0.3, rel=1e-12)
+        torch.testing.assert_close(layer.captured["query"], model[0].attention.query)
+
+
 def grouped_query(q, k, v):
     return attend_by_function(q, k, v, attn_mask=CAUSAL, enable_gqa=True)
 
