@@ -89,11 +89,11 @@ def take_share(
         return layer
     counts = [known[0] if known else 0 for known in shapes]
     longest = max(known[2] for known in shapes if known)
-    wanted = min(sum(counts), max(1, rows // longest))
-    taken = [place * sum(counts) // max(wanted, 1) for place in range(wanted)]
-    before = list(accumulate(counts, initial=0))[rank]
+    wanted = max(1, min(sum(counts), rows // longest))
+    taken = [place * sum(counts) // wanted for place in range(wanted)]
+    before = sum(counts[:rank])
     mine = [(n, place - before) for n, place in enumerate(taken) if 0 <= place - before < shape[0]]
-    each = min(shape[1], math.ceil(queries / max(wanted, 1)))
+    each = min(shape[1], math.ceil(queries / wanted))
     if len(mine) == shape[0] and each == shape[1]:
         return layer
     sequences = torch.tensor([local for _, local in mine], dtype=torch.int64, device="cpu")
@@ -302,7 +302,7 @@ def _keys_once(
     """
     first = {number: place for place, number in reversed([*enumerate(keys)])}
     order = sorted(first)
-    if len(order) == len(keys) or not queries or len(queries) % max(len(order), 1):
+    if len(order) == len(keys) or not queries or len(queries) % len(order):
         return None
     each = len(queries) // len(order)
     place = 0

@@ -222,11 +222,12 @@ def _tensor_group(parts: Iterable[nn.Module]) -> tuple[Ranks, str]:
         held = _held_by_fsdp(part)
         data |= set(_ddp_groups(part))
         for parameter in part.parameters():
-            mesh, _ = _layout_of(parameter)
+            mesh, placements = _layout_of(parameter)
             if mesh is None:
                 continue
-            count = held.get(parameter, 0)
-            if count:
+            count = 0
+            if parameter in held:
+                count = held[parameter] or _count_data_dimensions(placements)
                 data.add(frozenset(_along(mesh, range(count))))
             rest = range(count, mesh.ndim)
             ranks = _along(mesh, rest)
@@ -251,13 +252,12 @@ def _layout_of(parameter: Tensor) -> tuple[Any, Any]:
     return mesh, getattr(parameter, "placements", None) or getattr(known, "placements", None)
 
 
-def _along(mesh: Any, dims: Iterable[int]) -> Ranks:
+def _along(mesh: Any, dims: range) -> Ranks:
     """List the ranks along some dimensions of a mesh, at this rank's place in the others."""
     ranks, coordinate = mesh.mesh, mesh.get_coordinate()
     if coordinate is None:
         return ()
-    kept = set(dims)
-    index = tuple(slice(None) if dim in kept else at for dim, at in enumerate(coordinate))
+    index = tuple(slice(None) if dim in dims else at for dim, at in enumerate(coordinate))
     return tuple(ranks[index].flatten().tolist())
 
 
@@ -269,13 +269,9 @@ def _held_by_fsdp(part: nn.Module) -> dict[Tensor, int]:
     from torch.distributed.fsdp import FSDPModule
 
     found: dict[Tensor, int] = {}
-    for module in reversed([*part.modules()]):  # the innermost one holds a parameter
+    for module in part.modules():  # outermost first: the innermost one holds a parameter
         if isinstance(module, FSDPModule):
-            known = _fsdp_dimensions(module)
-            for parameter in module.parameters():
-                mesh, placements = _layout_of(parameter)
-                if mesh is not None and parameter not in found:
-                    found[parameter] = known or _count_data_dimensions(placements)
+            found |= dict.fromkeys(module.parameters(), _fsdp_dimensions(module))
     return found
 
 

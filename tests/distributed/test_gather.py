@@ -125,6 +125,13 @@ def test_what_one_rank_does_not_know_of_its_rows_takes_nothing_else_away(turned)
     assert whole.missing["token_ids"].startswith("it is known of the rows of some ranks")
 
 
+def test_sequences_of_several_passes_are_numbered_on():
+    numbers = [torch.tensor(each, dtype=torch.int64) for each in ([0, 2, 1], [], [1, 0, 0])]
+    names = ("sequences", "last_sequences", "query_sequences", "key_sequences")
+    whole = merge_layers([layer_of(dict.fromkeys(names, each)) for each in numbers])
+    assert all(whole.captured[name].tolist() == [0, 2, 1, 4, 3, 3] for name in names)
+
+
 def reduced(layer: Layer):
     views = layer.captured
     names = ("query", "key", "visible", "scale", "bias")

@@ -185,7 +185,7 @@ class _Kind(NamedTuple):
     """What an operator is."""
 
     kind: str  # "softmax", the route of a fused attention, or "other"
-    name: str
+    name: str  # "" where it is not known what becomes of its arguments' elements
     names: tuple[str, ...]  # of its arguments
     writes: tuple[str, ...]  # of those that it changes
 
@@ -195,7 +195,7 @@ def _kind_of(func: Any) -> _Kind:
     schema = getattr(func, "_schema", None)
     if schema is None:
         flex = getattr(func, "__name__", "") == "flex_attention"
-        return _Kind("flex" if flex else "other", "_softmax" * flex, _FLEX * flex, ())
+        return _Kind("flex" if flex else "other", "", _FLEX * flex, ())
     space, _, name = schema.name.rpartition("::")
     names = tuple(argument.name for argument in schema.arguments)
     changed = (a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
@@ -203,10 +203,7 @@ def _kind_of(func: Any) -> _Kind:
     if space == "aten" and name in ("_softmax", "_safe_softmax", "_log_softmax"):
         return _Kind("softmax", name, names, writes)
     given = set(names)
-    attends = {"query", "key", "value"} <= given or {"q", "k", "v"} <= given
-    if not attends:  # what operators of other packages do is not known
-        return _Kind("other", name if space == "aten" else "", names, writes)
-    # What fused attention returns holds no product any more.
-    return _Kind(
-        "sdpa" if name.startswith("_scaled_dot_product") else "flash", "_softmax", names, writes
-    )
+    if {"query", "key", "value"} <= given or {"q", "k", "v"} <= given:
+        kind = "sdpa" if name.startswith("_scaled_dot_product") else "flash"
+        return _Kind(kind, "", names, writes)
+    return _Kind("other", name if space == "aten" else "", names, writes)

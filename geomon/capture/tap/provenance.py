@@ -33,9 +33,9 @@ _FACTORS = {"bmm": 0, "mm": 0, "baddbmm": 1, "addmm": 1}
 _SCALINGS = {"mul": 1, "div": -1}
 _COPIES = frozenset(("clone", "_to_copy"))
 # Operators that add to scores, hide some or join more: what they were multiplied by stays.
-_KEEPING = _COPIES | {
+_KEEPING = frozenset((
     "add", "sub", "masked_fill", "where", "copy", "cat", "maximum", "constant_pad_nd", "index",
-}  # fmt: skip
+))  # fmt: skip
 # Operators after which an element is not what it was made of at the same place.
 _MIXING = frozenset(("cumsum", "sort", "gather", "scatter"))
 

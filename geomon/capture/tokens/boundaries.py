@@ -129,7 +129,7 @@ def _begins(argument: GivenPlaces, batch: int, length: int, valid: Tensor | None
     begins = torch.zeros(batch * length + 1, dtype=torch.bool, device="cpu")
     if argument.summed:
         places = values.long()
-        ends = len(places) > 1 and int(places[0]) == 0 and int(places[-1]) == batch * length
+        ends = places[:1].tolist() == [0] and places[-1:].tolist() == [batch * length]
         if not ends or bool((places.diff() < 0).any()):
             return None
         begins[places] = True
@@ -153,7 +153,7 @@ def rows_as_sequences(shape: tuple[int, ...], *, length_first: bool) -> Sequence
         length_first: Whether it is [length, batch].
     """
     order = torch.arange(math.prod(shape), dtype=torch.int64, device="cpu").view(shape)
-    inner = max(math.prod(shape[1:]), 1)
+    inner = math.prod(shape[1:])
     number, place = order // inner, order % inner
     return Sequences(place, number, "") if length_first else Sequences(number, place, "")
 
@@ -173,10 +173,9 @@ def last_tokens(sequences: Sequences, valid: Tensor | None, most: int) -> Tensor
     places = torch.arange(len(numbers), dtype=torch.int64, device="cpu")
     if valid is not None:
         places = places[valid.cpu().flatten()]
-    count = int(numbers.max()) + 1 if len(numbers) else 0
-    last = torch.full((count,), -1, dtype=torch.int64, device="cpu")
+    last = numbers.bincount().fill_(-1)
     last.scatter_reduce_(0, numbers[places], places, "amax")
     last = last[last >= 0]
     kept = min(len(last), most)
-    chosen = torch.arange(kept, dtype=torch.int64, device="cpu") * len(last) // max(kept, 1)
+    chosen = torch.arange(kept, dtype=torch.int64, device="cpu") * len(last) // kept
     return last[chosen].sort().values

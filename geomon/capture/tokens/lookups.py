@@ -113,8 +113,8 @@ def stream_layouts(ids: Shape, shape: Shape) -> list[Layout]:
         ids: Shape of the token ids.
         shape: Shape of the hidden states, without the width.
     """
-    count, rest = divmod(torch.Size(shape).numel(), max(torch.Size(ids).numel(), 1))
-    if len(ids) != 2 or rest or count < 2:
+    count = torch.Size(shape).numel() // max(torch.Size(ids).numel(), 1)
+    if len(ids) != 2 or count < 2:
         return []
     found = []
     if shape == (ids[0] * count, ids[1]):
@@ -174,8 +174,8 @@ def choose(known: Sequence[tuple[Found, float | None]]) -> Found:
             best[key] = strong, one
     left = [one for _, one in best.values()]
     for is_better in (no_positions, _of_output, _passed):
-        left = [one for one in left if len(left) > 1 and is_better(one.lookup)] or left
-    return left[0] if len(left) < 2 else max(left, key=lambda one: _values(one.lookup))
+        left = [one for one in left if is_better(one.lookup)] or left
+    return max(left, key=lambda one: _values(one.lookup))
 
 
 def agrees(strength: float | None) -> bool:
@@ -203,9 +203,7 @@ def candidates(lookups: Sequence[Lookup], shape: Shape, *, streams: bool) -> Ite
 
 def _places(count: int) -> Tensor:
     """Return evenly spread places."""
-    kept = min(count, _ROWS)
-    order = torch.arange(kept, dtype=torch.int64, device="cpu")
-    return order * (count - 1) // max(kept - 1, 1)
+    return torch.linspace(0, count - 1, min(count, _ROWS), dtype=torch.float64, device="cpu").long()
 
 
 def no_positions(lookup: Lookup) -> bool:
@@ -215,7 +213,7 @@ def no_positions(lookup: Lookup) -> bool:
         lookup: The call of a table that was given them.
     """
     ids = lookup.ids
-    if ids.ndim == 0 or ids.shape[-1] < 2:
+    if ids.shape[-1:].numel() < 2:
         return True
     return float((ids.diff(dim=-1) == 1).float().mean()) < _BY_ONE
 

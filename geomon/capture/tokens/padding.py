@@ -199,7 +199,7 @@ class Padding:
         """
         for name, valid in self._masks("", (shape, shape[::-1])):
             hidden = self._hidden.get(("", tuple(valid.shape)))
-            if hidden is not None and not bool(valid.all()) and torch.equal(valid, hidden.cpu()):
+            if hidden is not None and torch.equal(valid, hidden.cpu()):
                 return _INVERTED.format(name=name)
         return None
 
@@ -341,7 +341,7 @@ def _fits(matrix: Tensor, shape: Shape) -> bool:
 def _may_pad(values: Tensor, shape: Shape) -> bool:
     """Whether values that differ are those of all tokens, or one for each sequence."""
     fits = _fits(values, shape) or (values.ndim == 1 and len(shape) == 2 and len(values) in shape)
-    return fits and values.numel() > 0 and bool((values != values.flatten()[0]).any())
+    return fits and len(values.unique()) > 1
 
 
 # -- attention -----------------------------------------------------------------------------------

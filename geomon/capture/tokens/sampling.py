@@ -250,7 +250,7 @@ def copy_rows(values: Tensor, rows: Tensor) -> Tensor:
         The rows, [rows, width].
     """
     values, rows = values.detach(), rows.to(values.device)
-    if values.is_contiguous() and values.numel() > 0:  # five times as fast where the rows are short
+    if values.is_contiguous():  # five times as fast where the rows are short
         values = values.view(-1, values.shape[-1])
     if values.ndim == 2:
         return values.index_select(0, rows).float()
@@ -269,15 +269,13 @@ def move_width_last(values: Tensor, block: nn.Module, *, entering: bool) -> Tens
         block: The block.
         entering: Whether they enter the block.
     """
-    if values.ndim < 3 or not any(isinstance(m, _CONVOLUTIONS) for m in block.modules()):
+    if values.ndim < 3:
         return values
     convolutions = [module for module in block.modules() if isinstance(module, _CONVOLUTIONS)]
     channels = {module.out_channels for module in convolutions}
     if entering:
         channels |= {module.in_channels for module in convolutions}
-    if values.shape[1] not in channels:
-        return values
-    if values.ndim == 3 and values.shape[2] in _sizes(block):
+    if values.shape[1] not in channels or (values.ndim == 3 and values.shape[2] in _sizes(block)):
         return values
     return values.movedim(1, -1)
 

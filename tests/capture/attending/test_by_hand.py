@@ -227,7 +227,7 @@ BIAS = 0.02 * torch.randn(LENGTH, LENGTH, generator=torch.Generator().manual_see
 
 # What is done to products before their softmax; estimated, the scale would be near 0.3 alone.
 CHANGES = {
-    "nothing": lambda x: x * 0.3,
+    "scaled": lambda x: x / 4 * 1.2,
     "scaled in place": lambda x: x.mul_(0.6).div_(2),
     "by a tensor of one number": lambda x: x * torch.tensor(0.3, dtype=torch.float64),
     "copied": lambda x: (x * 0.3).clone(),

@@ -52,6 +52,7 @@ def test_several_rows_hold_several_sequences_each():
         (torch.tensor([0, 4, 12]), True),
         (torch.tensor([0, 9, 4, 16]), True),
         (torch.tensor([2, 4, 16]), True),
+        (torch.tensor([], dtype=torch.int64), True),
     ],
 )
 def test_what_says_nothing_divides_nothing(values, summed):
@@ -79,7 +80,7 @@ class Taking(nn.Module):
 
 def test_arguments_are_found_by_name_wherever_they_are():
     given = find_places(
-        Taking(), (torch.ones(2, 3), POSITIONS), {"more": {"cu_seqlens": SUMMED}, "pos": None}
+        Taking(), (torch.ones(2, 3), POSITIONS), {"lengths": {"cu_seqlens": SUMMED}, "pos": None}
     )
     assert [(one.name, one.summed) for one in given] == [
         ("position_ids", False), ("cu_seqlens", True),
@@ -92,6 +93,8 @@ def test_arguments_are_found_by_name_wherever_they_are():
         "col_position_ids": POSITIONS,
         "position_embeddings": torch.ones(1, 16),
         "cu_seqlens": 3,
+        "cu_seq_len": SUMMED[None],
+        "position_ids": POSITIONS[None, None],  # of an axis of a picture or film
         "positions": POSITIONS.float(),  # angles
         "pos_ids": POSITIONS.bool(),  # a mask
     }

@@ -57,7 +57,10 @@ def test_integers_that_the_model_was_given_are_told_from_those_it_made(args, kwa
     assert kept.lookups[0][3] is is_passed
 
 
-@pytest.mark.parametrize("given", [torch.ones(2, 3), None, [1, 2]])
+NESTED = torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])], layout=torch.jagged)
+
+
+@pytest.mark.parametrize("given", [torch.ones(2, 3), None, [1, 2], NESTED])
 def test_what_is_no_tensor_of_integers_is_no_call(given):
     found, kept = calls()
     found.before(table(), nn.Identity(), (given,), {})

@@ -31,8 +31,26 @@ def test_rows_that_are_masked_as_a_whole_and_masks_of_one_head():
     added = torch.zeros(1, 4, 2, 5)
     added[0, 1, 0, 3] = -torch.inf
     assert hidden_keys(added).nonzero().tolist() == [[0, 1, 0, 3]]
-    added[0, 1, 0, 3] = -100.0  # in one head alone: sharpness
+    added[0, 1, 0, 3] = -32_000.0
+    assert hidden_keys(added).nonzero().tolist() == [[0, 1, 0, 3]]
+    added[0, 1, 0, 3] = -28_000.0  # in one head alone: sharpness
     assert not hidden_keys(added).any()
+
+
+@pytest.mark.parametrize(
+    ("added", "hidden"),
+    [
+        ([0, -51], [False, True]),
+        ([0, -49], [False, False]),
+        ([0, -49, -71], [False, False, True]),
+        ([0, -49, -68], [False, False, False]),  # it falls smoothly
+        ([-4_900, -4_930], [False, False]),
+        ([-5_100, -5_100], [True, True]),
+        ([0, torch.nan], [False, True]),
+    ],
+)
+def test_a_key_is_hidden_that_is_far_below_the_others_and_apart_from_them(added, hidden):
+    assert hidden_keys(torch.tensor(added).float()[None, None, None])[0, 0, 0].tolist() == hidden
 
 
 @settings(deadline=None, max_examples=60)
