@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 from geomon.capture import Window, find_anatomy
 from geomon.capture.snapshot import CAPTURED
+from geomon.capture.tap import Columns, Projection
 
 SEQUENCES, LENGTH, WIDTH, HEADS = 3, 10, 32, 4
 SIZE = WIDTH // HEADS
@@ -329,3 +331,35 @@ def test_what_is_no_longer_of_one_projection_is_said_and_not_guessed(mix):
     block(torch.randn(SEQUENCES, LENGTH, WIDTH))  # which makes its weights
     _, _, notes = seen_in(block, torch.randn(SEQUENCES, LENGTH, WIDTH))
     assert any("Q and K as attended stand for them" in note for note in notes)
+
+
+KNOWN = [Projection(torch.zeros(LENGTH, WIDTH), (-1,)) for _ in "ab"]
+
+
+def heads_at(*numbers, of=0, width=2, sequences=1):
+    """Heads of a projection, of which each has the columns from `width` times its number on."""
+    columns = width * np.array(numbers)[:, None] + np.arange(width)
+    steps = ((LENGTH, 1 + of),)
+    return Columns((KNOWN[of],), np.zeros_like(columns), columns, steps, sequences)
+
+
+@pytest.mark.parametrize(
+    ("heads", "count"),
+    [((0, 0, 1, 1), 2), ((3, 3, 3), 3), ((1, 0), 1), ((0, 1, 0, 1), 1), ((0, 0, 1), 1), ((7,), 1)],
+)
+def test_heads_are_repeated_where_each_is_as_many_times_in_a_row(heads, count):
+    assert heads_at(*heads).repeats == count
+    once = heads_at(*heads).distinct()
+    assert once.numbers == tuple(2 * head for head in dict.fromkeys(heads))
+
+
+def test_heads_of_another_call_are_added_once():
+    heads = heads_at(2, 0)
+    assert heads.with_heads_of(heads_at(0, 5)).numbers == (4, 0, 10)
+    both = heads.with_heads_of(heads_at(0, 5, of=1)).with_heads_of(heads_at(5, of=1))
+    assert both.projections == tuple(KNOWN)
+    assert both.steps == ((LENGTH, 1), (LENGTH, 2))
+    assert both.which.tolist() == [[0, 0], [0, 0], [1, 1], [1, 1]]
+    assert both.columns.tolist() == [[4, 5], [0, 1], [0, 1], [10, 11]]
+    for other in (heads_at(1, width=4), heads_at(1, sequences=2)):
+        assert heads.with_heads_of(other) is heads

@@ -5,9 +5,9 @@ from torch import nn
 from geomon.capture.tokens.sampling import QUERIES, MemoryLimit, RowSampler, move_width_last
 
 
-def limited(megabytes, rows=1000, layers=5, blocks=4, width=64):
+def limited(megabytes, rows=1000, layers=5, blocks=4, width=64, **more):
     sampler = RowSampler(rows, seed=0)
-    limit = MemoryLimit(megabytes, sampler, layers=layers, blocks=blocks)
+    limit = MemoryLimit(megabytes, sampler, layers=layers, blocks=blocks, **more)
     limit.fit_rows(width)
     return limit, sampler
 
@@ -18,6 +18,8 @@ def test_rows_and_what_is_kept_of_them_take_half_of_the_memory():
     assert sampler.max_rows == int(0.5e6 / (256 * (5 + 16)))
     _, bare = limited(1.0, blocks=0)
     assert bare.max_rows == int(0.5e6 / (256 * 5))
+    _, shared = limited(3.0, share=3)
+    assert shared.max_rows == sampler.max_rows
 
 
 @pytest.mark.parametrize("megabytes", [None, 100.0])
