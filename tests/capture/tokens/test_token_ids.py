@@ -1,0 +1,87 @@
+import pytest
+import torch
+from torch import nn
+
+from geomon.capture.tokens.lookups import Lookup
+from geomon.capture.tokens.token_ids import TokenIds
+
+WORDS = torch.tensor([[7, 3, 5], [1, 1, 8]])
+PLACES = torch.arange(3).expand(2, 3)
+
+
+def given(*integers, rows=None):
+    found = TokenIds()
+    found.lookups += [Lookup(each, nn.Embedding(9, 4), rows=rows) for each in integers]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("integers", "shapes", "expected"),
+    [
+        ((PLACES, WORDS.T), [(2, 3), (3, 2)], (3, 2)),  # words before positions, then as they are
+        ((PLACES, WORDS), [(3, 2), (2, 3)], (2, 3)),
+        ((PLACES,), [(4, 4), (2, 3)], (2, 3)),
+        ((WORDS,), [(4, 4), (2, 4)], None),
+        ((), [(2, 3)], None),
+    ],
+)
+def test_the_shape_is_that_of_the_likeliest_token_ids(integers, shapes, expected):
+    assert given(*integers).first_fitting(shapes) == expected
+
+
+@pytest.mark.parametrize(
+    ("integers", "shape", "fewer"),
+    [
+        ((WORDS,), (2, 5), True),
+        ((WORDS,), (2, 3), False),
+        ((WORDS,), (3, 5), False),
+        ((WORDS,), (2, 2), False),
+        ((WORDS,), (2, 5, 4), False),
+        ((WORDS[0],), (2, 5), False),
+        ((PLACES,), (2, 3), False),
+        ((PLACES, WORDS[:, :2]), (2, 3), True),
+    ],
+)
+def test_tables_may_be_given_fewer_tokens_than_there_are_in_the_same_sequences(
+    integers, shape, fewer
+):
+    assert given(*integers).fewer_than(shape) is fewer
+
+
+def test_a_table_may_have_made_what_has_its_width_and_a_row_for_each_integer():
+    found = given(WORDS, rows=torch.ones(6, 4))
+    shapes = [(2, 3, 4), (2, 3, 5), (2, 4, 4)]
+    assert [found.may_have_made(torch.ones(shape)) for shape in shapes] == [True, False, False]
+    assert given(WORDS).may_have_made(torch.ones(2, 3, 5))  # what it returned was not seen
+
+
+def test_what_tables_are_given_behind_the_first_hidden_states_counts_where_nothing_else_does():
+    found = given(WORDS)
+    found.begin()
+    found.lookups += given(WORDS + 1).lookups
+    assert found.find((2, 3)).lookup is found.lookups[0]
+    assert found.table((2, 3)) is found.lookups[0].table
+    late = given()
+    late.begin()
+    late.lookups += given(WORDS).lookups
+    assert late.find((2, 3)).lookup is late.lookups[0]
+    assert late.find((2, 4)) is late.table((2, 4)) is None
+
+
+def test_what_was_found_with_hidden_states_stays():
+    found = given(WORDS)
+    assert not found.turned((3, 2))
+    found.meet((3, 2), None)
+    found.lookups += given(WORDS.T).lookups
+    found.meet((3, 2), None)
+    assert found.turned((3, 2))
+    assert found.find((3, 2)).lookup is found.lookups[0]
+    assert found.streams((3, 2)) is None
+    found.forget_states()
+    assert not found.turned((3, 2))
+
+
+def test_other_integers_have_another_checksum():
+    sums = [given(*each).checksum() for each in ((WORDS,), (WORDS + 1,), (WORDS, PLACES), ())]
+    assert len(set(sums)) == 4
+    assert given(WORDS.T.contiguous().T).checksum() == sums[0]
