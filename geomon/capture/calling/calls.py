@@ -349,13 +349,9 @@ def is_compiled(module: nn.Module) -> bool:
         module: The module: wrapped by `torch.compile`, compiled in place, or with a forward that is
             compiled.
     """
-    attributes = vars(module)
-    if attributes.get("_compiled_call_impl") is not None:
-        return True
-    if "_orig_mod" in attributes.get("_modules", ()):
-        return True
-    forward = attributes.get("forward") or getattr(type(module), "forward", None)
-    return _is_compiled_function(forward)
+    own = vars(module)
+    forward = own.get("forward") or getattr(type(module), "forward", None)
+    return own.get(_SLOT) is not None or _is_compiled_function(forward)
 
 
 def _is_compiled_function(value: Any) -> bool:
@@ -396,8 +392,7 @@ def _class_reaches_compiled(kind: type) -> bool:
 
 
 def _holds_compiled(names: Mapping[str, Any]) -> bool:
-    kinds = (FunctionType, functools.partial)
-    return any(isinstance(each, kinds) and _reaches_compiled(each) for each in [*names.values()])
+    return any(map(_reaches_compiled, [*names.values()]))
 
 
 def _reaches_compiled(value: Any) -> bool:

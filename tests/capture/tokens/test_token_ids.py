@@ -48,6 +48,11 @@ def test_tables_may_be_given_fewer_tokens_than_there_are_in_the_same_sequences(
     assert given(*integers).fewer_than(shape) is fewer
 
 
+def test_of_integers_of_one_shape_those_that_are_no_positions_are_the_token_ids():
+    found = given(PLACES, WORDS)
+    assert found.find((2, 3)).lookup is found.lookups[1]
+
+
 def test_a_table_may_have_made_what_has_its_width_and_a_row_for_each_integer():
     found = given(WORDS, rows=torch.ones(6, 4))
     shapes = [(2, 3, 4), (2, 3, 5), (2, 4, 4)]
