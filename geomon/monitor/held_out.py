@@ -204,7 +204,7 @@ def _own(loader: Iterable[Any]) -> Iterable[Any]:
     # Of a dataset that is drawn from by its own workers each has its share.
     ordered = not isinstance(loader.dataset, IterableDataset)
     changed["num_workers"] = min(loader.num_workers, 1) if ordered else loader.num_workers
-    changed |= {"_iterator": None, "persistent_workers": False, "pin_memory": False}
+    changed |= {"_iterator": None, "pin_memory": False}
     vars(own).update(changed)  # a loader refuses to have them set
     return own
 

@@ -43,7 +43,7 @@ class Checkpoint:
     @property
     def is_file(self) -> bool:
         """Whether the weights stand in a file, which does not say of which class the model is."""
-        return self.source.endswith(".ckpt")
+        return Path(self.source).is_file()
 
 
 def find_checkpoints(
@@ -76,7 +76,8 @@ def find_checkpoints(
     if checkpoints is not None:
         if revisions:
             raise ValueError("give a folder of checkpoints or revisions of a model, not both")
-        found = _in_folder(Path(checkpoints), name)
+        folder = Path(checkpoints)
+        found = _files(folder) if name is None else _folders(folder, name)
     elif name is None:
         raise ValueError(
             "a function that builds a model needs the folder of its *.ckpt files: "
@@ -93,10 +94,10 @@ def _run_folder(folder: Path) -> Path | None:
     A Trainer that fine-tunes an adapter leaves the last one beside its checkpoint-N folders.
     """
     whole = (folder / "config.json").is_file() and not _is_adapter(folder)
-    return folder if not whole and any(_folders(folder)) else None
+    return folder if not whole and any(_models_in(folder)) else None
 
 
-def _folders(folder: Path) -> Iterable[Path]:
+def _models_in(folder: Path) -> Iterable[Path]:
     return (path for path in folder.glob("*") if _is_model(path))
 
 
@@ -128,34 +129,34 @@ def _base_of(folder: Path, given: str | None = None) -> str | None:
         base = json.loads((folder / _ADAPTER).read_text())["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError):
         base = None
-    if not isinstance(base, str) or not base:
+    if not base:
         raise ValueError(
             f"{folder / _ADAPTER} does not say which model the adapter belongs to: name the model, "
             "and the adapters by checkpoints=FOLDER (--checkpoints FOLDER)"
         )
-    return base
+    return str(base)
 
 
-def _in_folder(folder: Path, model: str | None) -> list[Checkpoint]:
-    files = model is None
-    # Adapters that stand elsewhere than the model that was named are of that model.
-    own = model is None or Path(model).absolute() == folder.absolute()
-    base = None if own or _is_adapter(Path(model or "")) else model
-    expected = f"{_FILES} files of Lightning" if files else "checkpoint-N folders of the Trainer"
-    if files:
-        paths = [folder] if folder.is_file() else sorted(folder.glob(_FILES))
-    else:
-        paths = sorted(_folders(folder), key=_natural) or [folder] * _is_adapter(folder)
+def _files(path: Path) -> list[Checkpoint]:
+    paths = [path] if path.is_file() else sorted(path.glob(_FILES))
     if not paths:
-        other = any(_folders(folder)) if files else any(folder.glob(_FILES))
-        hint = "" if not other else (
-            "; for its checkpoint-N folders name the model's folder, and no function"
-            if files
-            else "; for its *.ckpt files name the function that builds the model, module:function"
-        )  # fmt: skip
-        raise ValueError(f"no checkpoints in {folder}: expected {expected}{hint}")
-    if files:
-        return [Checkpoint(path.name, _step_of_file(path), str(path)) for path in paths]
+        raise ValueError(
+            f"no checkpoints in {path}: expected {_FILES} files of Lightning; for checkpoint-N "
+            "folders of the Trainer name the model's folder, and no function"
+        )
+    return [Checkpoint(file.name, _step_of_file(file), str(file)) for file in paths]
+
+
+def _folders(run: Path, model: str) -> list[Checkpoint]:
+    paths = sorted(_models_in(run), key=_in_order) or [run] * _is_adapter(run)
+    if not paths:
+        raise ValueError(
+            f"no checkpoints in {run}: expected checkpoint-N folders of the Trainer; for {_FILES} "
+            "files of Lightning name the function that builds the model, module:function"
+        )
+    # Adapters that stand elsewhere than the model that was named are of that model.
+    own = _is_adapter(Path(model)) or Path(model).absolute() == run.absolute()
+    base = None if own else model
     return [
         Checkpoint(path.name, _step_of_folder(path), str(path), base=_base_of(path, base))
         for path in paths
@@ -177,8 +178,7 @@ def _of_model(model: str, revisions: Sequence[str]) -> list[Checkpoint]:
             f"no model at {model}: expected the folder of a transformers model, the name of one on "
             "the hub, or a function that builds a model, as module:function"
         )
-    step = _step_of_folder(folder) if folder.is_dir() else _step_in(folder.name)
-    return [Checkpoint(folder.name, step, model, base=_base_of(folder))]
+    return [Checkpoint(folder.name, _step_of_folder(folder), model, base=_base_of(folder))]
 
 
 def _ordered(found: list[Checkpoint]) -> tuple[list[Checkpoint], list[str]]:
@@ -191,25 +191,25 @@ def _ordered(found: list[Checkpoint]) -> tuple[list[Checkpoint], list[str]]:
     numbered = [replace(one, step=number) for number, one in enumerate(found)]
     if len(found) == 1:
         return numbered, []
-    shown = ", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if len(unknown) > 3 else "")
-    note = f"the step is the place in the order of the checkpoints: no step is known of {shown}"
+    note = (
+        "the step is the place in the order of the checkpoints: no step is known of "
+        f"{len(unknown)} of {len(found)}, such as {unknown[0]}"
+    )
     return numbered, [note]
 
 
 def _step_of_folder(folder: Path) -> int:
     try:
-        step = json.loads((folder / "trainer_state.json").read_text())["global_step"]
+        return int(json.loads((folder / "trainer_state.json").read_text())["global_step"])
     except (OSError, ValueError, KeyError, TypeError):
         return _step_in(folder.name)
-    return step if type(step) is int and step >= 0 else _step_in(folder.name)
 
 
 def _step_of_file(path: Path) -> int:
     try:
-        step = read_file(path)["global_step"]
-    except (ValueError, KeyError):  # named and skipped when its turn comes
+        return int(read_file(path)["global_step"])
+    except (ValueError, KeyError, TypeError):  # named and skipped when its turn comes
         return _step_in(path.name)
-    return step if type(step) is int and step >= 0 else _step_in(path.name)
 
 
 def _step_in(name: str) -> int:
@@ -218,10 +218,18 @@ def _step_in(name: str) -> int:
     return int(steps[-1]) if steps else -1
 
 
-def _natural(path: Path) -> list[tuple[int, int | str]]:
-    """Return a key that sorts checkpoint-9 before checkpoint-10."""
-    parts = re.split(r"(\d+)", path.name)
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in parts]
+def _in_order(path: Path) -> str:
+    """Return a key that sorts epoch-9 before epoch-10."""
+    return re.sub(r"\d+", lambda number: number[0].zfill(20), path.name)
+
+
+def one_line(error: BaseException) -> str:
+    """Return the words of an error in one line, cut where they would fill a page.
+
+    Args:
+        error: The error.
+    """
+    return " ".join(str(error).split())[:300]
 
 
 def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -236,7 +244,7 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # torch has a kind for each way in which a file can be broken
-        first = " ".join(str(error).split()).partition(". ")[0][:300]
+        first = one_line(error).partition(". ")[0]
         raise ValueError(
             f"{path} is no checkpoint of tensors and plain values ({first}): expected a whole file "
             "of Lightning, whose hyper-parameters are plain values or classes that "

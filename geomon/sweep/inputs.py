@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from geomon.sweep.checkpoints import Checkpoint
+from geomon.sweep.checkpoints import Checkpoint, one_line
 
 # Side of an image where the configuration names none: what nearly all image models are trained on.
 _IMAGE_SIDE = 224
@@ -81,24 +81,21 @@ def make_inputs(
             more distinct bytes than the model has tokens, or a model whose inputs are not known.
         ValueError: The tokenizer of the checkpoint cannot be loaded.
     """
-    config = getattr(model, "config", None)
-    if checkpoint.is_file or config is None:
-        windows, notes = _byte_windows(model, _require(text), size)
-        return Inputs(windows, notes)
-    name = str(getattr(model, "main_input_name", "input_ids"))
+    if checkpoint.is_file:
+        return Inputs(*_byte_windows(model, _require(text), size))
+    config: Any = model.config
+    name: Any = model.main_input_name
     made: dict[str, Tensor]
     if name == "input_ids":
-        encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
-        made, notes = _words(model, checkpoint, _require(text), size, pairs=encoder_decoder)
+        made, notes = _words(model, checkpoint, _require(text), size)
     elif name in _DRAWN and text is not None:
         raise InputError(
             f"{type(model).__name__} reads {_kind_of(name)} and no text: leave text (--text) out"
         )
     elif name in _DRAWN:
         made, notes = {name: _DRAWN[name](config, size)}, [_drawn_note(name, size)]
-        if getattr(config, "is_encoder_decoder", False):
-            ids = _drawn_tokens(config, size)
-            made["decoder_input_ids"] = ids
+        if config.is_encoder_decoder:
+            made["decoder_input_ids"] = _drawn_tokens(config, size)
             notes.append("the tokens of the decoder are random: they continue no text")
     else:
         raise InputError(
@@ -132,7 +129,7 @@ def _digest(value: Any) -> bytes:
         for part in value:
             found.update(_digest(part))
     elif callable(value):
-        found.update(getattr(value, "__qualname__", type(value).__name__).encode())
+        found.update(getattr(value, "__qualname__", "").encode())
     else:
         found.update(repr(value).encode())
     return found.digest()
@@ -152,14 +149,14 @@ def _takes(model: nn.Module, argument: str) -> bool:
 
 
 def _words(
-    model: nn.Module, checkpoint: Checkpoint, text: bytes, size: InputSize, *, pairs: bool
+    model: nn.Module, checkpoint: Checkpoint, text: bytes, size: InputSize
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Make windows of tokens, and for a decoder beside an encoder the windows that follow them."""
     config: Any = model.config
-    length = _length(config, size)
-    tokenizer = _load_tokenizer(checkpoint, config)
+    pairs = config.is_encoder_decoder
     parts = 2 if pairs else 1
-    own = size._replace(length=length * parts)
+    tokenizer = _load_tokenizer(checkpoint, config)
+    own = size._replace(length=_length(config, size) * parts)
     if tokenizer is None:
         windows, notes = _byte_windows(model, text, own)
     else:
@@ -201,7 +198,7 @@ def _load_tokenizer(checkpoint: Checkpoint, config: Any) -> Any:
     except Exception as error:
         raise ValueError(
             f"the tokenizer of {checkpoint.name} cannot be loaded "
-            f"({' '.join(str(error).split())[:200]}): give the tokens in Python, "
+            f"({one_line(error)}): give the tokens in Python, "
             "scan(..., inputs=...)"
         ) from error
 

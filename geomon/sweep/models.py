@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from geomon.sweep.checkpoints import Build, Checkpoint, read_file
+from geomon.sweep.checkpoints import Build, Checkpoint, one_line, read_file
 
 # Parts around the blocks that a checkpoint of another task lacks. Anything else that is missing
 # would be measured at random, and is an error.
@@ -94,7 +94,7 @@ def _of_file(checkpoint: Checkpoint, build: Build) -> nn.Module:
     except RuntimeError as error:
         raise ValueError(
             f"the weights of {checkpoint.name} are not those of the model that was built: "
-            f"{' '.join(str(error).split())[:300]}"
+            f"{one_line(error)}"
         ) from error
     return model
 
@@ -119,11 +119,9 @@ def _of_transformers(checkpoint: Checkpoint) -> tuple[nn.Module, list[str]]:
     missing = sorted(report["missing_keys"] | {str(k[0]) for k in report["mismatched_keys"]})
     lacking = [name for name in missing if _HEAD.search(name) is None]
     if lacking:
-        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
         raise ValueError(
-            f"{checkpoint.name} lacks weights of {type(model).__name__} "
-            f"({', '.join(lacking[:3])}{more}): they would be random; expected a checkpoint of "
-            "this model"
+            f"{checkpoint.name} lacks {len(lacking)} of the weights of {type(model).__name__}, "
+            f"such as {lacking[0]}: they would be random; expected a checkpoint of this model"
         )
     return model, []
 
@@ -154,7 +152,7 @@ def _of_adapter(checkpoint: Checkpoint, base: str) -> tuple[nn.Module, list[str]
         except Exception as error:
             raise ValueError(
                 f"the model of the adapter {checkpoint.name}, {base}, cannot be loaded "
-                f"({' '.join(str(error).split())[:200]}): name it, and the adapters by "
+                f"({one_line(error)}): name it, and the adapters by "
                 "checkpoints=FOLDER (--checkpoints FOLDER)"
             ) from error
         try:
@@ -163,7 +161,7 @@ def _of_adapter(checkpoint: Checkpoint, base: str) -> tuple[nn.Module, list[str]
         except Exception as error:
             raise ValueError(
                 f"the adapter {checkpoint.name} cannot be merged with {base} "
-                f"({' '.join(str(error).split())[:200]}): expected weights that are added to those "
+                f"({one_line(error)}): expected weights that are added to those "
                 "of this model (LoRA, for instance)"
             ) from error
     return merged.base_model, [f"measured: {base} merged with its adapter"]

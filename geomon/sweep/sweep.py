@@ -296,7 +296,8 @@ def _probe(
 ) -> _Probed:
     """Load a model and read it on inputs, made here if need be; it is freed on return."""
     model, notes = load_model(checkpoint, build)
-    model = model.eval().to(_device(device))
+    chosen = device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    model = model.eval().to(chosen)
     if not isinstance(inputs, Inputs):
         inputs = make_inputs(model, checkpoint, *inputs)
     reading, run, history = _read(model, checkpoint.step, inputs.batch, options, history)
@@ -327,13 +328,6 @@ def _free_memory() -> None:
     gc.collect()  # modules refer to each other in circles
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _device(name: str | None) -> torch.device:
-    if name is not None:
-        return torch.device(name)
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found or torch.device("cpu")
 
 
 def _read(

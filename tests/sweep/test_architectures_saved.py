@@ -82,4 +82,6 @@ def test_a_saved_model_is_scanned(tmp_path, name):
         assert len(found) == count
         assert all(map(math.isfinite, found))
     assert any(word in note for note in reading.words())
+    with_bytes = any("no tokenizer stands beside" in note for note in reading.words())
+    assert with_bytes == (name in ("BERT", "GPT-2", "T5"))  # ByT5's and CANINE's need no file
     assert not any("left out, because" in note for note in reading.words())

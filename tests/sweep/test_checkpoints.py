@@ -53,15 +53,23 @@ def test_where_one_names_no_step_all_are_numbered_and_it_is_said():
     checkpoints, notes = found("someone/model", None, names)
     assert checkpoints == expected
     assert len(notes) == 1
-    assert "no step is known of main" in notes[0]
+    assert notes[0].endswith("no step is known of 1 of 3, such as main")
+
+
+def test_folders_without_steps_are_in_the_order_of_the_numbers_in_their_names(tmp_path):
+    for name in ("epoch-10", "epoch-9", "best"):
+        folder_of(tmp_path / name)
+    assert found(tmp_path)[0] == [("best", 0), ("epoch-9", 1), ("epoch-10", 2)]
 
 
 def test_a_model_alone_needs_no_step(tmp_path):
     folder_of(tmp_path / "model")
+    folder_of(tmp_path / "model" / "checkpoint-7")  # of the training that ended with the model
     assert found(tmp_path / "model") == ([("model", 0)], [])
     folder_of(tmp_path / "checkpoint-70")
     assert found(tmp_path / "checkpoint-70") == ([("checkpoint-70", 70)], [])
     assert find_checkpoints("gpt2") == ([Checkpoint("gpt2", 0, "gpt2")], [])
+    assert find_checkpoints("a/step3") == ([Checkpoint("step3", 3, "a/step3")], [])
 
 
 def test_files_of_lightning_know_their_steps_and_one_of_two_equal_ones_is_taken(tmp_path):
@@ -80,7 +88,7 @@ class Own:
 
 def test_no_code_of_a_file_is_run(tmp_path):
     torch.save({"global_step": 1, "hyper_parameters": Own()}, tmp_path / "a.ckpt")
-    with pytest.raises(ValueError, match="add_safe_globals") as caught:
+    with pytest.raises(ValueError, match=r"values \([\w ]+\): .*add_safe_globals") as caught:
         read_file(tmp_path / "a.ckpt")
     assert "\n" not in str(caught.value)
     torch.save([1], tmp_path / "b.ckpt")
@@ -133,6 +141,11 @@ def test_adapters_are_checkpoints_of_the_model_that_they_or_the_caller_name(tmp_
     assert bases(str(run)) == [(3, "the/model"), (20, "the/model")]
     assert bases(str(run), run) == [(3, "the/model"), (20, "the/model")]
     assert bases(str(run / "checkpoint-3")) == [(3, "the/model")]
+    assert bases(str(run / "checkpoint-3"), run) == [(3, "the/model"), (20, "the/model")]
+    (run / "config.json").touch()  # an adapter all the same
+    assert bases(str(run)) == [(3, "the/model"), (20, "the/model")]
+    adapter_of(tmp_path / "unfinished" / "checkpoint-5")
+    assert bases(str(tmp_path / "unfinished")) == [(5, "the/model")]
     assert bases("other", run) == [(3, "other"), (20, "other")]
     assert bases("other", run / "checkpoint-20") == [(20, "other")]
     folder_of(tmp_path / "whole")

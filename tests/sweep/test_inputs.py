@@ -18,7 +18,7 @@ from geomon.sweep import Checkpoint
 from geomon.sweep.inputs import InputError, InputSize, digest, make_inputs
 from geomon.sweep.models import load_model
 
-FILE = Checkpoint("a", 0, "a.ckpt")
+FILE = Checkpoint("a", 0, __file__)
 WORDS = ("red", "green", "blue", "black", "white")
 
 
@@ -119,6 +119,15 @@ def test_windows_of_a_tokenizer_are_evenly_spread_over_the_text(folder, words, c
     assert inputs.notes == ([few] if count < 4 else [])
 
 
+def test_an_adapter_has_the_tokenizer_of_its_model_unless_one_stands_beside_it(folder, tmp_path):
+    model, text = BertModel.from_pretrained(folder), b"red green red green green red"
+    ids = [
+        make_inputs(model, Checkpoint("a", 0, own, base=base), text, InputSize(1, 5, 0)).batch
+        for own, base in ((str(folder), None), (str(tmp_path), str(folder)), (str(folder), "none"))
+    ]
+    assert [given["input_ids"].tolist() for given in ids] == [[[1, 3, 4, 3, 2]]] * 3
+
+
 def test_a_text_without_words_is_empty(folder):
     model = BertModel.from_pretrained(folder)
     with pytest.raises(InputError, match="is empty"):
@@ -129,7 +138,7 @@ def test_a_text_without_words_is_empty(folder):
 def test_a_decoder_beside_an_encoder_has_the_text_that_follows(tmp_path, given, start):
     config = T5Config(
         vocab_size=256, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2,
-        decoder_start_token_id=given, n_positions=10,
+        decoder_start_token_id=given, n_positions=10, max_position_embeddings=0,
     )  # fmt: skip
     model = T5ForConditionalGeneration(config)
     text = bytes(range(250))
@@ -143,9 +152,13 @@ def test_a_decoder_beside_an_encoder_has_the_text_that_follows(tmp_path, given, 
 def test_weights_that_are_missing_are_no_random_ones(folder, tmp_path):
     model = BertModel.from_pretrained(folder)
     weights = model.state_dict()
-    del weights["encoder.layer.0.output.dense.weight"]
+    del weights["pooler.dense.weight"]  # a head
     model.save_pretrained(tmp_path, state_dict=weights)
-    with pytest.raises(ValueError, match=r"lacks weights of BertModel.*output\.dense\.weight"):
+    load_model(Checkpoint("model", 0, str(tmp_path)), None)
+    for part in ("weight", "bias"):
+        del weights[f"encoder.layer.0.output.dense.{part}"]
+    model.save_pretrained(tmp_path, state_dict=weights)
+    with pytest.raises(ValueError, match=r"lacks 2 of .* BertModel, such as .*output\.dense\.bias"):
         load_model(Checkpoint("model", 0, str(tmp_path)), None)
 
 
@@ -154,9 +167,12 @@ def test_the_digest_tells_inputs_apart():
     different = [
         ids, ids.reshape(3, 2), ids.int(), ids + 1, {"input_ids": ids}, {"labels": ids}, (ids,),
         [ids, None], (ids, ids), {"input_ids": ids, "use_cache": False},
+        len, max,
     ]  # fmt: skip
     assert len({digest(value) for value in different}) == len(different)
     assert digest({"a": ids.clone()}) == digest({"a": ids})
+    # It stands in records: by it a scan that was ended goes on.
+    assert digest({"a": ids}) == "fdd66728367135ae1958a3838d322afe"
     assert digest(ids.t().t()) == digest(ids)
     one, again = (lambda model: model(ids) for _ in range(2))  # as another process has it
     assert digest(one) == digest(again) != digest(len)

@@ -156,7 +156,9 @@ def test_a_file_of_a_loop_of_ones_own_is_read(key, tmp_path):
     model = transformer("gpt2")
     weights = model.state_dict()
     torch.save(weights if key is None else {key: weights, "best": 0.5}, tmp_path / "step7.pt")
-    own = {**SMALL, "inputs": {"input_ids": PROBE % 50}, "directory": tmp_path / "scan"}
+    (tmp_path / "text").write_text("to be or not to be, that is the question; " * 9)
+    text = {"inputs": None, "text": tmp_path / "text", "length": 16}
+    own = {**SMALL, **text, "directory": tmp_path / "scan"}
     (found,) = scan(lambda: transformer("gpt2"), checkpoints=tmp_path / "step7.pt", **own)
     assert found.step == 7
     torch.save({"optimizer": {}, "best": 0.5}, tmp_path / "step8.pt")

@@ -44,11 +44,9 @@ class MeasuringDevice:
     @property
     def device(self) -> torch.device:
         """The device on which rows are measured, as far as is known before they are seen."""
-        own = self._of_model()
-        if self._chosen is None:
-            return HOST if self.why_host is not None else own
-        is_same_kind = self._chosen.type == own.type and torch.device(own.type) == self._chosen
-        return own if is_same_kind else self._chosen
+        if self._chosen is not None:
+            return self._chosen
+        return self._of_model() if self.why_host is None else HOST
 
     @property
     def why_host(self) -> str | None:

@@ -123,8 +123,7 @@ class ReadingJob:
             assert not isinstance(passes, Exception)
             raise NotSeenError(explain_missing(passes[0], evaluator.views) or "no block was run")
         # All layers, in order; those that are measured are empty, for their rows are freed.
-        self._parts = list(self._gathered.parts)
-        self._gathered.parts.clear()
+        self._parts = self._gathered.parts
         self._place = place
         self._device = place.device
         self._failing: set[str] = set()  # metrics that fail on the host as well
@@ -222,7 +221,7 @@ class ReadingJob:
 
     def _go_to_host(self, why: str) -> None:
         """Move what is left to be measured to the host."""
-        self._parts = [tuple(layer.to(HOST) for layer in parts) for parts in self._parts]
+        self._parts[:] = [tuple(layer.to(HOST) for layer in parts) for parts in self._parts]
         self._device = HOST
         text = "measured on the host: {why}"
         self._on_host = Note("measured on the host", text, numbers={"why": why})

@@ -50,8 +50,7 @@ class _Charge:
             taken = now - first
         else:
             taken, known = now - self._began, known - self._known
-        if taken > known:
-            self._budget.spend(taken - known)
+        self._budget.spend(max(0.0, taken - known))
 
 
 class Budget:
@@ -84,9 +83,10 @@ class Budget:
     ) -> None:
         self._share = share
         self._clock = clock
-        self.first_step = -math.inf
-        self._began: float | None = None
-        self._first = self._step = 0
+        self.first_step = math.inf
+        self._began = math.nan
+        self._first: int
+        self._step: int
         self._last: int | None = None
         self._readings = 0
         self._spent = 0.0
@@ -95,7 +95,7 @@ class Budget:
     @property
     def begun(self) -> bool:
         """Whether the training has begun."""
-        return self._began is not None
+        return not math.isnan(self._began)
 
     @property
     def limited(self) -> bool:
@@ -168,7 +168,8 @@ class Budget:
     @property
     def overhead(self) -> float:
         """Share of the time since the first step that geomon took; NaN before it."""
-        return math.nan if self._began is None else self._spent / max(self._elapsed(), 1e-9)
+        elapsed = self._elapsed()
+        return self._spent / elapsed if elapsed else math.nan
 
     def decide(self, made: int) -> Decision:
         """Decide whether a reading that is due may be made now.
@@ -189,10 +190,10 @@ class Budget:
         if missing <= 0:
             return Decision(True, 0)
         grows = step_time * (1 - _IN_ADVANCE) if to_come else step_time
-        return Decision(False, max(1, math.ceil(missing / grows)))
+        return Decision(False, math.ceil(missing / grows))
 
     def _elapsed(self) -> float:
-        return self._clock() - (self._began or 0.0)
+        return self._clock() - self._began
 
 
 __all__ = ["ALWAYS_MADE", "Budget", "Decision"]

@@ -20,7 +20,7 @@ class Checks:
         clock: Function that returns seconds, which never go back.
 
     Example:
-        >>> seconds = iter([0.0, 1.0, 1.5, 52.0])
+        >>> seconds = iter([0.0, 1.0, 49.0, 51.0])
         >>> checks = Checks(None, clock=lambda: next(seconds))
         >>> checks.is_due(0), checks.is_due(32)  # at 0 s the clock begins
         (False, True)

@@ -81,7 +81,7 @@ class ReadingPlanner:
         self._scheduled = self._paid = False  # and stays so where the schedule raises
         jumped = range(max(before + 1, step - _REMEMBERED), step) if before is not None else ()
         self._owed = self._owed or any(map(self._schedule, jumped))
-        self._scheduled = step == 0 or bool(self._schedule(step))
+        self._scheduled = step == 0 or self._schedule(step)
         return True
 
     def settle(self, *, busy: bool) -> None:

@@ -65,10 +65,8 @@ class log_spaced:  # noqa: N801
         """Whether a reading is due at `step`."""
         if step < self.first:
             return step == 0
-        octave = round(self.per_octave * math.log2(step))
-        near = any(
-            round(2 ** (index / self.per_octave)) == step for index in range(octave - 1, octave + 2)
-        )
+        nearest = round(self.per_octave * math.log2(step)) / self.per_octave
+        near = round(2**nearest) == step
         wide = step * (2 ** (1 / self.per_octave) - 1) > self.at_most - 1  # to the next: rounded
         return near or (wide and step % self.at_most == 0)
 

@@ -166,14 +166,14 @@ class ReadingWriter:
                 f"{record.path} could not be read and is kept under another name",
             )
         with contextlib.closing(self._thread):
-            for entry in list(self._entries):
+            for entry in self._entries:
                 if isinstance(entry.sink, DescribedSink):
                     message = f"{entry.name} did not take the description of the run"
                     describe = functools.partial(entry.sink.describe, description)
                     self._call(entry, describe, message)
         return recorded
 
-    def record(self, reading: Reading, arrays: Arrays | None = None) -> None:
+    def record(self, reading: Reading, arrays: Arrays) -> None:
         """Write a reading to the record: before it is shown, so that nothing shown is ever lost.
 
         Args:
@@ -182,17 +182,16 @@ class ReadingWriter:
         """
         if self._record is not None:
             record = self._record
-            written = self._warnings.attempt(
+            self._warnings.attempt(
                 lambda: record.write(reading),
                 f"{record.path} could not be written, and its readings are kept until it can be",
             )
-            if written and arrays:
-                self._warnings.attempt(
-                    lambda: record.write_arrays(reading, arrays),
-                    f"arrays for figures could not be written to {record.arrays.path}, the record "
-                    "goes on without them",
-                    once=True,
-                )
+            self._warnings.attempt(
+                lambda: record.write_arrays(reading, arrays),
+                f"arrays for figures could not be written to {record.arrays.path}, the record "
+                "goes on without them",
+                once=True,
+            )
 
     def show(self, reading: Reading) -> None:
         """Write a reading to the sinks.
@@ -201,7 +200,7 @@ class ReadingWriter:
             reading: The reading, which is recorded.
         """
         with contextlib.closing(self._thread):
-            for entry in list(self._entries):
+            for entry in self._entries:
                 self._write(entry, reading)
 
     def close(self) -> None:
@@ -226,7 +225,7 @@ class ReadingWriter:
             return
         entry.failures += 1
         if entry.failures == _MOST_FAILURES:
-            self._entries.remove(entry)
+            self._leave_out(entry)
             self._warnings.warn(
                 f"{entry.name} failed at {_MOST_FAILURES} readings in a row and is left out from "
                 "here on; the record holds every reading"
@@ -240,10 +239,13 @@ class ReadingWriter:
             try:
                 entry.call(action)
             except SinkTimeoutError as error:
-                self._entries.remove(entry)
+                self._leave_out(entry)
                 self._warnings.warn(f"{left_out}: {error}", kind=left_out)
 
         return self._warnings.attempt(limited, message)
+
+    def _leave_out(self, entry: _Entry) -> None:
+        self._entries = [other for other in self._entries if other is not entry]
 
 
 __all__ = ["ReadingWriter", "Warnings"]

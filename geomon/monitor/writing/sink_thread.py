@@ -1,5 +1,6 @@
 """The thread in which sinks are called: one that hangs does not hold the training up for ever."""
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -7,6 +8,8 @@ from concurrent.futures import Future
 
 # An action, and what tells its caller how it ended; None ends the thread.
 _Calls = queue.SimpleQueue[tuple[Callable[[], object], Future[None]] | None]
+
+_NO_THREAD = threading.Thread()  # never started, so it is not alive
 
 
 class SinkTimeoutError(TimeoutError):
@@ -25,7 +28,7 @@ class SinkThread:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._thread: threading.Thread | None = None
+        self._thread = _NO_THREAD
         self._calls: _Calls = queue.SimpleQueue()
 
     def call(self, action: Callable[[], object]) -> None:
@@ -47,7 +50,7 @@ class SinkThread:
             done.exception(self._seconds)
         except BaseException as error:  # too late, or Ctrl-C: nothing more waits behind this call
             self._calls.put(None)
-            self._thread = None
+            self._thread = _NO_THREAD
             if isinstance(error, TimeoutError):
                 raise SinkTimeoutError(f"it takes more than {self._seconds:g} s") from None
             raise
@@ -55,24 +58,21 @@ class SinkThread:
 
     def close(self) -> None:
         """End the thread, if there is one."""
-        thread, self._thread = self._thread, None
-        if thread is not None and thread.is_alive():
+        thread, self._thread = self._thread, _NO_THREAD
+        if thread.is_alive():
             self._calls.put(None)
             thread.join(self._seconds)
 
     def _is_running(self) -> bool:
         """Start the thread unless it runs; a fork has none, and a program that ends starts none."""
-        if self._thread is not None and self._thread.is_alive():
-            return True
-        self._calls = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=_serve, args=(self._calls,), name="geomon sinks", daemon=True
-        )
-        try:
-            self._thread.start()
-        except (RuntimeError, MemoryError):
-            self._thread = None
-        return self._thread is not None
+        if not self._thread.is_alive():
+            self._calls = queue.SimpleQueue()
+            self._thread = threading.Thread(
+                target=_serve, args=(self._calls,), name="geomon sinks", daemon=True
+            )
+            with contextlib.suppress(RuntimeError, MemoryError):
+                self._thread.start()
+        return self._thread.is_alive()
 
 
 def _serve(calls: _Calls) -> None:

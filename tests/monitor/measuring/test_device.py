@@ -2,15 +2,17 @@
 
 import contextlib
 import math
+import types
 
 import pytest
 import torch
 from accelerator import DEVICE, Accelerator
 from measuring import watching
 from models import PlainDecoder, batch
+from torch import nn
 
 from geomon import Monitor, read, select
-from geomon.capture.snapshot import HOST
+from geomon.capture.snapshot import HOST, Layer
 from geomon.monitor.measuring.device import MeasuringDevice
 
 NAME = str(DEVICE)
@@ -96,6 +98,40 @@ def test_without_memory_for_it_a_reading_is_measured_on_the_host(monkeypatch):
     assert note.startswith("measured on the host: measuring a layer takes up to 1,0")
     assert "leaves 3 MB of meta" in note
     assert_same_values(on_host[0], reading)
+
+
+def test_a_layer_may_take_half_of_the_memory_that_the_training_leaves(monkeypatch):
+    hidden, width = torch.zeros(100, 10), 10
+    needed = 5 * hidden.nbytes + 5 * 8 * width**2 + 10**9  # copies, square matrices, buffers
+    layers = [
+        Layer(0, "a", {}), Layer(1, "b", {"hidden": hidden, "positions": None}),
+        Layer(2, "c", {"token_ids": torch.zeros(500, dtype=torch.int64)}),
+    ]  # fmt: skip
+    free = [2.0 * needed, 2.0 * needed - 2]
+
+    class Module:
+        mem_get_info = staticmethod(lambda device: (free.pop(0), 0))
+        memory_allocated = memory_reserved = max_memory_allocated = staticmethod(lambda device: 0)
+
+    monkeypatch.setattr(torch, DEVICE.type, Module, raising=False)
+    monkeypatch.setattr(MeasuringDevice, "device", DEVICE)
+    place = MeasuringDevice("auto", PlainDecoder())
+    assert place.why_not(layers) is None
+    assert "takes up to 1,000 MB" in place.why_not(layers)
+    monkeypatch.setattr(torch, DEVICE.type, None, raising=False)
+    assert place.why_not(layers) is None  # nothing says how much there is
+
+
+def test_a_device_without_float64_leaves_measuring_to_the_host():
+    class Elsewhere(nn.Module):
+        def parameters(self, recurse=True):
+            yield types.SimpleNamespace(device=torch.device("mps"))
+
+    place = MeasuringDevice("auto", Elsewhere())
+    assert place.device == HOST
+    assert place.why_host == "mps does not compute in float64, in which distances are decided"
+    assert MeasuringDevice("cpu", Elsewhere()).why_host is None
+    assert MeasuringDevice("auto", PlainDecoder()).why_host is None
 
 
 def test_where_memory_ends_in_a_metric_the_rest_is_measured_on_the_host():

@@ -40,6 +40,7 @@ def train(budget, clock, steps, *, cost, step_time=1.0, every=1):
 
 def test_what_was_spent_before_the_first_step_is_no_part_of_the_share():
     budget = Budget(None)
+    assert (budget.spent, budget.left_out) == (0, 0)
     budget.spend(100.0)
     with budget.charge():
         time.sleep(0.05)
@@ -94,10 +95,12 @@ def test_of_a_known_length_the_beginning_is_dense_and_the_end_is_not_dark(share,
         assert late >= 0.1 * affordable
 
 
+@pytest.mark.parametrize("last", [None, 40], ids=["no end", "beyond the end"])
 @pytest.mark.parametrize("first", [0, 5000])
-def test_a_reading_waits_until_it_and_another_one_fit(first):
+def test_a_reading_waits_until_it_and_another_one_fit(first, last):
     budget, clock = started(0.1)
     budget.begin(first)
+    budget.expect_end(None if last is None else first + last)
     budget.spend(8.0)
     for _ in range(8):
         budget.count_reading()
@@ -116,7 +119,20 @@ def test_what_a_process_has_not_read_yet_costs_nothing_that_is_known():
     budget.spend(0.5)
     assert budget.decide(100).paid
     budget.count_reading()
-    assert not budget.decide(101).paid
+    budget.move_to(1)
+    assert budget.decide(101) == (False, 298)  # 0.5 + 2 * 0.5 of a hundredth, in steps of 0.5 s
+
+
+@pytest.mark.parametrize(("step", "wait"), [(9, 83), (10, 58)])
+def test_from_the_tenth_step_on_the_time_to_come_counts(step, wait):
+    """Three quarters of it at once: 67.5 of the 82 seconds that are missing, in quarters."""
+    budget, clock = started(0.1, last=100)
+    budget.spend(8.0)
+    for _ in range(8):
+        budget.count_reading()
+    budget.move_to(step)
+    clock.now = 8.0 + step
+    assert budget.decide(8) == (False, wait)
 
 
 @pytest.mark.parametrize("last", [None, 600])

@@ -54,6 +54,14 @@ def test_a_step_that_is_jumped_over_is_made_at_the_next():
     assert made_at(planner, [95]) == [95]  # four were passed over: one reading
 
 
+def test_of_a_long_jump_the_last_steps_are_asked_about():
+    asked = []
+    planner, *_ = make_planner(schedule=lambda step: asked.append(step) is not None)
+    planner.advance(0)
+    planner.advance(50_000)
+    assert asked == [*range(40_000, 50_001)]
+
+
 def test_what_is_due_between_the_last_watched_step_and_the_first_is_owed():
     planner, _, _ = make_planner()
     planner.resume(8)

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from geomon.monitor.writing.sink_thread import SinkThread
+from geomon.monitor.writing.sink_thread import SinkThread, SinkTimeoutError
 
 
 def threads():
@@ -54,6 +54,20 @@ def test_what_a_call_raises_is_raised_here(calls, error):
     with pytest.raises(type(error), match=str(error)) as raised:
         calls.call(fails)
     assert raised.type is type(error)
+
+
+def test_a_call_that_hangs_is_left_to_itself_and_the_next_is_made_by_another_thread():
+    calls, over, called = SinkThread(0.1), threading.Event(), []
+    with pytest.raises(SinkTimeoutError, match=r"more than 0\.1 s"):
+        calls.call(lambda: over.wait(20))
+    (hanging,) = threads()
+    assert hanging.daemon  # a program may end meanwhile
+    calls.call(lambda: called.append(threading.current_thread()))
+    assert called[0] not in (hanging, threading.current_thread())
+    over.set()
+    hanging.join(5)
+    calls.close()
+    assert not threads()
 
 
 def test_ctrl_c_is_not_held_up_by_a_call(calls):
