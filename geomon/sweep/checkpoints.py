@@ -29,7 +29,7 @@ class Checkpoint:
         name: What messages call the checkpoint.
         step: Number of optimizer updates already in the weights; -1 where nothing says it.
         source: Folder, file, or name of the model on the hub.
-        revision: Revision of the model on the hub; None for a folder or a file.
+        revision: Revision of the model, where it is on the hub.
         base: Folder or name of the model to which an adapter in the folder belongs; None where the
             folder holds a whole model.
     """
@@ -37,7 +37,7 @@ class Checkpoint:
     name: str
     step: int
     source: str
-    revision: str | None = None
+    revision: str = "main"
     base: str | None = None
 
     @property

@@ -192,9 +192,8 @@ def _load_tokenizer(checkpoint: Checkpoint, config: Any) -> Any:
     if folder.is_dir() and not _has_tokenizer(folder) and not without_files:
         return None
     auto = importlib.import_module("transformers").AutoTokenizer
-    where = {} if checkpoint.revision is None else {"revision": checkpoint.revision}
     try:
-        return auto.from_pretrained(source, trust_remote_code=False, **where)
+        return auto.from_pretrained(source, revision=checkpoint.revision, trust_remote_code=False)
     except Exception as error:
         raise ValueError(
             f"the tokenizer of {checkpoint.name} cannot be loaded "
@@ -346,9 +345,9 @@ def _smooth(shape: tuple[int, ...], *, axes: int, seed: int) -> Tensor:
     for axis in over:
         along = torch.fft.fftfreq(shape[axis], **kind)
         frequencies = frequencies[..., None] + along.square()
-    amplitude = frequencies.clamp(min=1 / max(shape[-axes:]) ** 2).rsqrt()
+    amplitude = frequencies.rsqrt()
+    amplitude[(0,) * axes] = 0  # that of the mean
     field = torch.fft.ifftn(torch.fft.fftn(white, dim=over) * amplitude, dim=over).real
-    field = field - field.mean(dim=over, keepdim=True)
     return (field / field.std(dim=over, keepdim=True)).contiguous()
 
 

@@ -110,12 +110,11 @@ def _weights_of(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def _of_transformers(checkpoint: Checkpoint) -> tuple[nn.Module, list[str]]:
     transformers = import_transformers()
-    # Only what is asked for: revision=None is not the default revision for every version.
-    where = {} if checkpoint.revision is None else {"revision": checkpoint.revision}
     with _quiet(transformers):
         model, report = transformers.AutoModel.from_pretrained(
-            checkpoint.source, output_loading_info=True, trust_remote_code=False, **where
-        )
+            checkpoint.source, revision=checkpoint.revision, output_loading_info=True,
+            trust_remote_code=False,
+        )  # fmt: skip
     missing = sorted(report["missing_keys"] | {str(k[0]) for k in report["mismatched_keys"]})
     lacking = [name for name in missing if _HEAD.search(name) is None]
     if lacking:

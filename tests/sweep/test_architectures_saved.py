@@ -26,15 +26,15 @@ def of(kind, configuration, **arguments):
 # Model, layers of each stack, and a word of the note on what it was given.
 MODELS = {
     "GPT-2": (of_zoo("GPT-2"), {"": 4}, "distinct bytes"),
-    "ViT": (of_zoo("ViT"), {"": 4}, "random images"),
-    "wav2vec 2.0": (of_zoo("wav2vec 2.0"), {"": 4}, "random sounds"),
+    "ViT": (of_zoo("ViT"), {"": 4}, "random images (seed 0)"),
+    "wav2vec 2.0": (of_zoo("wav2vec 2.0"), {"": 4}, "random sounds (seed 0)"),
     "Whisper": (of_zoo("Whisper"), {"encoder": 3, "decoder": 4}, "of the decoder are random"),
     "T5": (of_zoo("T5 (position bias)"), {"encoder": 3, "decoder": 4}, "distinct bytes"),
-    "ResNet": (of_zoo("ResNet"), {"": 5}, "random images"),
+    "ResNet": (of_zoo("ResNet"), {"": 5}, "random images (seed 0)"),
     "BERT": (of("BertForMaskedLM", "BertConfig", vocab_size=300, **_SMALL), {"": 3}, "bytes of"),
     "AST": (
         of("ASTModel", "ASTConfig", patch_size=8, num_mel_bins=16, max_length=40, **_SMALL),
-        {"": 3}, "random sounds",
+        {"": 3}, "random sounds (seed 0)",
     ),
     "Speech2Text": (
         of(

@@ -180,11 +180,20 @@ def test_revisions_of_a_model_on_the_hub_are_loaded_by_their_names(tmp_path, mon
         loaded.append((source, revision, options["trust_remote_code"]))
         return local(tmp_path / revision, **options)
 
+    def letters(text, max_length=None, **options):
+        rows = [[ord(letter) % 50 for letter in part[:max_length]] for part in text]
+        return {"input_ids": rows}
+
+    def tokenizer_from_hub(source, *, revision, trust_remote_code):
+        assert (source, revision, trust_remote_code) == ("someone/model", "step0", False)
+        return letters
+
     monkeypatch.setattr(transformers.AutoModel, "from_pretrained", from_hub)
-    revisions = ["step5", "step0", "step7"]
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", tokenizer_from_hub)
+    (tmp_path / "text").write_text("to be or not to be, that is the question; " * 99)
     readings = scan(
-        "someone/model", revisions=revisions, directory=tmp_path / "scan",
-        **{**SMALL, "inputs": {"input_ids": PROBE}},
+        "someone/model", revisions=["step5", "step0", "step7"], directory=tmp_path / "scan",
+        **{**SMALL, "inputs": None, "text": tmp_path / "text", "length": 16},
     )  # fmt: skip
     assert loaded == [("someone/model", f"step{step}", False) for step in (0, 5, 7)]
     assert [reading.step for reading in readings] == [0, 5]
@@ -193,11 +202,11 @@ def test_revisions_of_a_model_on_the_hub_are_loaded_by_their_names(tmp_path, mon
 
 @pytest.mark.parametrize("name", ["no-such-model", "runs/no-such-run"])
 def test_of_what_is_neither_here_nor_on_the_hub_both_are_said(tmp_path, monkeypatch, name):
-    def from_hub(source, **options):
-        raise OSError("We couldn't connect")
+    def from_hub(source, *, revision, **options):
+        raise OSError(f"We couldn't connect to {revision} ")
 
     monkeypatch.setattr(transformers.AutoModel, "from_pretrained", from_hub)
-    with pytest.raises(ValueError, match=f"no folder {name} here, and from the hub: OSError: We"):
+    with pytest.raises(ValueError, match=f"no folder {name} here, .* hub: OSError: We .* main$"):
         scan(name, directory=tmp_path / "scan", inputs={"input_ids": PROBE}, metrics=CHOSEN)
 
 
