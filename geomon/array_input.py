@@ -45,7 +45,7 @@ def as_rows(hidden: Any) -> tuple[Tensor, float]:
         values = given if given.element_size() > 1 else given.float()
         return values, torch.finfo(given.dtype).eps
     values = given.double()
-    if bool((values.abs() >= _WHOLE_IN_FLOAT64).any()):
+    if (values.abs() >= _WHOLE_IN_FLOAT64).any():
         raise ValueError(
             "expected hidden states of whole numbers below 2^53, got larger ones: give them as "
             "floating-point numbers"
@@ -77,7 +77,7 @@ def as_labels(name: str, given: Any, count: int) -> Tensor:
         whole = (labels == labels.round()) & (labels.abs() < 2.0**63)
     else:
         whole = torch.full_like(labels, not labels.is_complex(), dtype=torch.bool)
-    if not bool(whole.all()):
+    if not whole.all():
         row = int((~whole).nonzero()[0])
         raise ValueError(
             f"expected {name} as whole numbers, got {labels[row].item()} at row {row}: number "
@@ -95,7 +95,7 @@ def _as_tensor(expected: str, given: Any) -> Tensor:
                 f"expected {expected}, got a list of tensors of shapes {sorted(shapes)}: join them "
                 "first, as in torch.cat(hidden)"
             )
-        given = torch.stack([*given])
+        given = torch.stack(given)
     if not isinstance(given, Tensor):
         return torch.from_numpy(_as_array(expected, given)).to("cpu")
     kinds = {"nested": given.is_nested, "quantised": given.is_quantized, "meta": given.is_meta}
@@ -121,7 +121,7 @@ def _as_array(expected: str, given: Any) -> np.ndarray[Any, Any]:
         reason = str(error).split(". ")[0]
         raise ValueError(f"expected {expected}, got what makes no array: {reason}") from error
     if array.dtype.kind not in "biufc" or array.dtype.char in "gG":
-        kind = "objects" if array.dtype == object else str(array.dtype)
+        kind = "objects" if array.dtype == object else array.dtype
         raise ValueError(
             f"expected {expected}, got an array of {kind}: convert it to numbers first, as in "
             "array.astype(numpy.float32); labels with numpy.unique(labels, return_inverse=True)[1]"

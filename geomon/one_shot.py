@@ -261,7 +261,7 @@ def _evaluate(evaluator: Evaluator, layer: Layer, size: int) -> tuple[dict[str, 
     # There is one layer and no mean over layers: neither is named.
     marker = f"/{tags.layer_tag('', _LAYER)}"
     values = {
-        place.tag.replace(marker, "", 1): place.find(result.stacks)
+        place.tag.replace(marker, ""): place.find(result.stacks)
         for metric, column in result.stacks[""].items()
         for place in places_of(metric, column)
         if place.layer == _LAYER or place.kind == "whole"

@@ -161,17 +161,36 @@ def test_rows_say_what_is_known_before_and_after_a_pass(model, inputs, expected)
 
 def test_stacks_are_described_one_after_the_other():
     model = nn.Transformer(32, 4, 2, 3, 64, batch_first=True)
-    described = describe(model)
-    blocks = "2 blocks of the encoder and 3 blocks of the decoder"
-    assert described.title == f"Transformer: {blocks} watched"
-    labels = [label for label, _ in described.rows]
-    assert labels.index("encoder") < labels.index("decoder") < labels.index("  cross-attention")
-    shown = dict(described.rows)
-    assert shown["  attention"] == "4 heads of width 8, seen as it runs"
-    assert shown["  Q, K projected"] == "multihead_attn, by in_proj_weight"
-    assert "tgt_key_padding_mask" in shown["padding"]
-    found = [text for label, text in describe(model, CONTEXT).rows if "projected" in label]
-    assert found == ["self_attn, by in_proj_weight"] * 2 + ["multihead_attn, by in_proj_weight"]
+    title, *rows = str(describe(model)).splitlines()
+    assert title == "Transformer: 2 blocks of the encoder and 3 blocks of the decoder watched"
+    assert "  attention        4 heads of width 8, seen as it runs" in rows
+    assert "  Q, K projected   multihead_attn, by in_proj_weight" in rows
+    assert any("padding" in row and "tgt_key_padding_mask" in row for row in rows)
+    attends = "4 heads of width 8, through torch's scaled_dot_product_attention"
+    ids = "no embedding outside the blocks was given integers of"
+    none = "no embedding outside the blocks; metrics of token types are missing"
+    assert str(describe(model, CONTEXT)).splitlines() == [
+        title,
+        "encoder",
+        "  blocks           encoder.layers.0 to encoder.layers.1",
+        "  hidden states    layer 0 enters the first block, layers 1 to 2 leave the blocks",
+        f"  attention        {attends}",
+        "  Q, K projected   self_attn, by in_proj_weight",
+        "decoder",
+        "  blocks           decoder.layers.0 to decoder.layers.2",
+        "  hidden states    layer 0 enters the first block, layers 1 to 3 leave the blocks",
+        f"  attention        {attends}",
+        "  Q, K projected   self_attn, by in_proj_weight",
+        f"  cross-attention  {attends}",
+        "  Q, K projected   multihead_attn, by in_proj_weight",
+        f"token ids          none: {none}",
+        "padding            none in this pass, going by its arguments and by attention: "
+        "all rows count",
+        f"not seen           token ids of the encoder: {ids}",
+        "                   the hidden states' shape",
+        f"not seen           token ids of the decoder: {ids}",
+        "                   the hidden states' shape",
+    ]
 
 
 def test_blocks_that_are_left_out_or_chosen():

@@ -21,6 +21,7 @@ def test_every_metric_that_the_inputs_allow():
     of_heads = ("qk", "attention", "query", "key", "max")
     heads = {name for name in METRICS if name.startswith(of_heads)}
     assert names == set(METRICS) - heads
+    assert values["cosine/null"] == pytest.approx(0, abs=0.01)  # that of noise
     assert all(math.isfinite(value) for value in values.values()), values
 
 
@@ -37,13 +38,21 @@ def test_batches_have_a_deviation():
     values = geometry(cloud(1200), tokens=400)
     assert values["twonn/n"] == 400
     assert values["twonn/std"] > 0
-    assert "twonn/std" not in geometry(cloud(1200))
+    for options in ({}, {"tokens": 2000}, {"queries": None}):
+        values = geometry(cloud(1200), **options)
+        assert values["twonn/n"] == 1200
+        assert "twonn/std" not in values
+
+
+def test_a_function_of_views_is_a_metric():
+    assert geometry(cloud(), metrics={"rows": lambda hidden: 1.0 * len(hidden)}) == {"rows": 600}
 
 
 def test_rows_that_are_not_finite_are_left_out():
     rows = cloud()
     spoilt = torch.cat([rows, torch.full((5, 16), math.nan), torch.full((3, 16), math.inf)])
     assert geometry(spoilt)["twonn/n"] == 600
+    assert geometry(spoilt).notes == ("8 of 608 rows that are not finite were left out",)
     assert geometry(spoilt)["anisotropy"] == pytest.approx(geometry(rows)["anisotropy"])
 
 
@@ -60,6 +69,7 @@ IDS = torch.arange(600) % 50
         ((torch.full((9, 2), math.nan),), {}, "at least 3 finite rows, got 0 of 9"),
         ((cloud(), IDS, IDS[:-1]), {}, "expected 600 positions, one for each row"),
         ((cloud(), IDS[:-1]), {}, "expected 600 token_ids, one for each row"),
+        ((cloud(),), {"sequences": IDS[:-1]}, "expected 600 sequences, one for each row"),
         ((cloud(), IDS * 0.5), {}, "expected token_ids as whole numbers, got 0.5 at row 1"),
         *(((cloud(),), {"tokens": x}, "tokens is a whole number of at least 3, got")
           for x in (0, 2, 2.5, True, "9")),
@@ -74,6 +84,12 @@ IDS = torch.arange(600) % 50
 def test_what_cannot_be_measured_is_refused(given, options, words):
     with pytest.raises(ValueError, match=words):
         geometry(*given, **options)
+
+
+@pytest.mark.parametrize(("name", "least"), [("tokens", 1), ("batches", 1), ("queries", 3)])
+def test_numbers_out_of_range_are_refused_before_the_model_runs(name, least):
+    with pytest.raises(ValueError, match=f"{name} is a whole number of at least {least}"):
+        measure(PlainDecoder(), None, **{name: least - 1})
 
 
 def test_positions_tell_equal_tokens_apart():
@@ -104,6 +120,7 @@ HARD = {
     "bits": (cloud() > 0,),
     "types of equal norm": (3 * torch.eye(20).repeat(15, 1), torch.arange(300) % 20),
     "one type": (cloud(), torch.zeros(600)),
+    "huge": (torch.arange(20.0).double()[:, None] * 2.0**195,),
     "tiny": (cloud().double() * 1e-59, torch.arange(600) % 7),
 }
 
@@ -145,8 +162,9 @@ def test_measure_hands_on_the_notes_of_the_pass_and_of_the_values():
         return math.nan
 
     values = measure(
-        PlainDecoder(), batch(4, 8), metrics=select("sink_share", "gride") | {"gone": gone}
-    )
+        PlainDecoder(), batch(4, 8), metrics=select("sink_share", "gride") | {"gone": gone},
+        queries=None,
+    )  # fmt: skip
     notes = "\n".join(values.notes)
     assert math.isnan(values["gone/layer_01"])
     assert "gone, layer 0, 1, 2, 3: NaN: the metric returned it" in notes

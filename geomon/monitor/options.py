@@ -7,7 +7,7 @@ import operator
 import os
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, SupportsIndex, TypedDict, TypeVar, cast, get_type_hints
 
 from torch import nn
@@ -270,7 +270,7 @@ def check_callback_options(options: CallbackOptions, owner: str) -> CallbackOpti
     """
     given = cast("CallbackOptions", {**CALLBACK_DEFAULTS, **options})
     checked = _check(given, CALLBACK_DEFAULTS, owner)
-    checked["detail"] = _check_detail(checked["detail"], list(checked["metrics"]))
+    checked["detail"] = _check_detail(checked["detail"], checked["metrics"])
     return checked
 
 
@@ -280,7 +280,7 @@ _Options = TypeVar("_Options", bound=MonitorOptions)
 def _check(options: _Options, defaults: MonitorOptions, owner: str) -> _Options:
     for name in options:
         if name not in defaults:
-            close = difflib.get_close_matches(name, defaults, n=1)
+            close = difflib.get_close_matches(name, defaults)
             advice = f" (did you mean '{close[0]}'?)" if close else ""
             raise TypeError(
                 f"{owner}() has no argument '{name}'{advice}; there are {', '.join(defaults)}"
@@ -419,7 +419,7 @@ def check_budget(share: Any) -> float | str | None:
     return value
 
 
-def _check_detail(detail: Detail, metrics: Sequence[str]) -> Detail:
+def _check_detail(detail: Detail, metrics: Collection[str]) -> Detail:
     """The detail of charts, checked: the metrics that it names are measured."""
     detail = check_detail(detail)
     unknown = [] if isinstance(detail, str) else [name for name in detail if name not in metrics]

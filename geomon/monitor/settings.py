@@ -120,9 +120,9 @@ def _plain(path: Sequence[str], given: Any) -> bool | int | float | str | None:
     if isinstance(value, bool):
         return value
     if isinstance(value, int):
-        return int(value) if value.bit_length() <= _MOST_BITS else None
+        return value if value.bit_length() <= _MOST_BITS else None
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else str(float(value))
+        return value if math.isfinite(value) else str(value)
     if not isinstance(value, str) or _names(names, _SECRET_TEXTS) or _is_secret(value):
         return None
     text = re.split(r"[/\\]", value.rstrip("/\\"))[-1] if _WHOLE_PATH.match(value) else value

@@ -27,6 +27,10 @@ WRONG = [
     ({"tokens": 0}, "tokens is a whole number of at least 1, got 0"),
     ({"tokens": True}, "tokens is a whole number of at least 1, got True"),
     ({"batches": 1.5}, "batches is a whole number of at least 1, got 1.5"),
+    ({"queries": 2}, "queries is a whole number of at least 3, or None, got 2"),
+    ({"extra_layers": ["final"]}, "final"),
+    ({"alerts": ["rank"]}, "no alert is called 'rank'"),
+    ({"log": ("a/",)}, "cannot name a value"),
     ({"budget": 1}, "budget is a share of the training time between 0 and 1"),
     ({"budget": float("nan")}, "budget is a share of the training time between 0 and 1"),
     ({"budget": True}, "budget is a share of the training time between 0 and 1"),
@@ -111,6 +115,11 @@ def test_a_detail_that_is_not_measured_is_refused(callback):
 def test_one_name_to_log_stands_for_itself_and_all_rows_may_be_queries():
     checked = check_options({**DEFAULTS, "log": "val_loss", "queries": None}, "Monitor")
     assert (checked["log"], checked["queries"]) == (("val_loss",), None)
+
+
+def test_small_limits_are_limits():
+    small = {"max_capture_mb": 0.5, "rank_timeout": 0.5, "sink_timeout": 0.5}
+    assert check_options({**DEFAULTS, **small}, "Monitor").items() >= small.items()
 
 
 @pytest.mark.parametrize("callback", CALLBACKS)

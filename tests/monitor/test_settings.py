@@ -66,7 +66,8 @@ def test_settings_stand_in_the_description_under_their_paths(tmp_path):
     [
         (np.float32(0.5), 0.5), (np.bool_(True), True), (torch.tensor(2), 2), (True, True),
         (Colour.RED, "red"), (math.inf, "inf"), (-math.inf, "-inf"), ("x" * 300, "x" * 200),
-        (2**64, 2**64), ("/srv/someone/data/enwik8", "enwik8"), ("~/data/enwik8/", "enwik8"),
+        pytest.param(2**1023, 2**1023, id="long"), ("/srv/someone/data/enwik8", "enwik8"),
+        ("~/data/enwik8/", "enwik8"),
         ("C:\\data\\enwik8", "enwik8"), ("gpt2/medium", "gpt2/medium"), ("\ud800", "?"),
         ("https://host/a?page=2", "https://host/a?page=2"),
     ],
@@ -81,7 +82,7 @@ def test_a_setting_of_any_type_stands_as_json_has_it(given, stands):
 @pytest.mark.parametrize(
     "value",
     [
-        None, pytest.param(10**5000, id="huge"), (1, 2), torch.ones(2),
+        None, pytest.param(2**1024, id="huge"), (1, 2), torch.ones(2),
         torch.ones((), device="meta"), torch.nn.Identity(), b"bytes", Config,
         # Secrets, by how they look.
         "postgres://me:word@host/runs", "https://host/a?token=b", "https://host/a?x=1&api_key=b",

@@ -53,7 +53,7 @@ def test_a_value_is_in_the_reading_of_its_step(tmp_path, place, probe):
 
 
 def test_a_reading_without_its_value_is_recorded_at_the_next_step_and_at_the_end(caplog):
-    monitor, model, memory = started(log=("loss", "never"))
+    monitor, model, memory = started(log=("loss", "once", "never"))
     with monitor(0):
         model(batch())
     assert not memory.readings
@@ -61,7 +61,7 @@ def test_a_reading_without_its_value_is_recorded_at_the_next_step_and_at_the_end
     assert [r.step for r in memory.readings] == [0]
     with monitor(2):
         model(batch())
-    monitor.log(loss=2.0)
+    monitor.log(loss=2.0, once=1.0)
     assert len(memory.readings) == 1
     monitor.close()
     assert [logged(r)["training/loss"] for r in memory.readings][1] == 2.0
@@ -71,6 +71,7 @@ def test_a_reading_without_its_value_is_recorded_at_the_next_step_and_at_the_end
     assert len(said) == 1
     assert "'never'" in said[0]
     assert "'loss'" not in said[0]
+    assert "'once'" not in said[0]
 
 
 def test_a_value_that_comes_late_is_said_once_and_waited_for_from_then_on(caplog):
@@ -79,6 +80,7 @@ def test_a_value_that_comes_late_is_said_once_and_waited_for_from_then_on(caplog
         with monitor(step):
             loss = model(batch()).mean().detach() * 0 + step
         monitor.log(loss=loss)
+        monitor.log(**{"a/": 1.0})  # which is no name, early or late
     assert [logged(r) for r in memory.readings] == [
         {}, {"training/loss": 2.0}, {"training/loss": 4.0}
     ]  # fmt: skip
@@ -196,11 +198,15 @@ def test_a_number_of_any_kind_is_a_value(tmp_path, caplog, value, expected):
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [torch.zeros(2, 3), torch.tensor(1j), np.zeros(3), "2.5", [1.0], object(), torch.zeros(0)],
-    ids=["tensor", "complex", "array", "text", "list", "object", "empty"],
-)
-def test_a_value_that_is_no_number_is_one_warning(caplog, wrong):
+    ("wrong", "words"),
+    [
+        (torch.zeros(2, 3), "got a tensor of shape [2, 3]"), (torch.zeros(0), "of shape [0]"),
+        (torch.tensor(1j), "cannot be converted"), (np.zeros(3), "got ndarray"),
+        ("2.5", "got text"), ([1.0], "got list"), (object(), "got object"),
+    ],
+    ids=["tensor", "empty", "complex", "array", "text", "list", "object"],
+)  # fmt: skip
+def test_a_value_that_is_no_number_is_one_warning(caplog, wrong, words):
     monitor, model, memory = started()
     for step in (0, 2):
         with monitor(step):
@@ -213,6 +219,7 @@ def test_a_value_that_is_no_number_is_one_warning(caplog, wrong):
     said = [text for text in caplog.messages if "'loss'" in text]
     assert len(said) == len(caplog.messages) == 1
     assert "cannot be read" in said[0]
+    assert words in said[0]
     assert "\n" not in said[0]
 
 
@@ -226,7 +233,10 @@ def test_a_name_that_is_none_is_refused_in_the_options_and_a_warning_in_a_run(ca
         model(batch())
         monitor.log(**{name: 1.0, "mean": 2.0, "encoder_layer_01": 3.0})
     assert logged(memory.readings[0]) == {"training/mean": 2.0, "training/encoder_layer_01": 3.0}
-    assert len([text for text in caplog.messages if "cannot name a value" in text]) == 1
+    (said,) = [text for text in caplog.messages if "cannot name a value" in text]
+    assert said.startswith(
+        f"the value logged as {' '.join(repr(name).split())} at step 0 cannot be"
+    )
 
 
 def test_before_the_first_step_a_value_needs_its_step():

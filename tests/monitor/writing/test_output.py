@@ -2,7 +2,7 @@
 
 import pytest
 
-from geomon.distributed import RanksLostError
+from geomon.distributed import RankFailedError, RanksLostError
 from geomon.monitor.writing.output import Warnings
 
 
@@ -12,6 +12,18 @@ class Connected:
 
     def disconnect(self):
         self.connected = False
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(ValueError("no"), "ValueError: no"), (RankFailedError("rank 1: OSError"), "rank 1: OSError")],
+)
+def test_a_reading_that_fails_is_said_once_with_its_reason(caplog, error, words):
+    warnings = Warnings(Connected(), strict=False)
+    for _ in range(2):
+        with warnings.guard():
+            raise error
+    assert caplog.messages == [f"a reading failed and is left out: {words}"]
 
 
 def test_a_rank_that_does_not_answer_is_left_alone_and_a_strict_one_raises(caplog):
