@@ -1,13 +1,15 @@
 """The command line as a whole: `geomon scan`; the commands of pages are in show/test_commands."""
 
+import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from models import transformer
 from typer.testing import CliRunner
 
-from geomon import METRICS, read
+from geomon import METRICS, read, scan
 from geomon.cli import make_app
 from geomon.sweep import models as loading
 
@@ -62,6 +64,14 @@ def test_bad_input_ends_in_one_line_and_exit_code_2(run, tmp_path, arguments, wo
     assert words in result.stderr
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
+
+
+def test_the_command_has_the_defaults_of_the_function():
+    (command,) = [c for c in make_app().registered_commands if c.callback.__name__ == "scan"]
+    typed, called = (inspect.signature(each).parameters for each in (command.callback, scan))
+    for name in typed.keys() - {"model", "revisions"}:
+        default = called[name].default
+        assert typed[name].default == (Path(default) if name == "directory" else default)
 
 
 @pytest.mark.parametrize("command", [[], ["watch"], ["figure"], ["summary"], ["scan"]], ids=str)

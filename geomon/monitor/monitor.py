@@ -25,7 +25,7 @@ from geomon.analysis.alerts import Inputs
 from geomon.analysis.bands import WATCHED
 from geomon.capture import Window
 from geomon.capture.model_parts import ModelParts
-from geomon.capture.snapshot import NotSeenError, Snapshot, explain_missing
+from geomon.capture.snapshot import HOST, NotSeenError, Snapshot, explain_missing
 from geomon.distributed import (
     RankFailedError,
     RankGroup,
@@ -568,14 +568,15 @@ class Monitor:
                 lambda: self._reactions.recall(r for r in read(path) if r.step < step),
                 f"{path} could not be read: phases and alerts begin anew",
             )
-        self.planner.skip_recorded(recorded)
-        self.planner.skip_recorded(self._group.broadcast(recorded))
+        try:
+            recorded = self._group.broadcast(recorded)
+        finally:  # a first rank that is alone from here on knows its record
+            self.planner.skip_recorded(recorded)
 
     def _in_background(self) -> bool:
         """Whether rows are measured in the background."""
         wanted = self._options["background"]
-        device = next((p.device.type for p in self._model.parameters()), "cpu")
-        chosen = device not in ("cpu", "meta") if wanted is None else wanted
+        chosen = self._device.of_model != HOST if wanted is None else wanted
         # A metric of the user's own may draw random numbers of the training, whose states are put
         # back around it: not while the training draws.
         return chosen and not self._evaluator.has_own_metrics and not self._group.connected

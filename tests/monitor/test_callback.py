@@ -9,6 +9,7 @@ import torch
 from models import PlainDecoder, batch
 
 from geomon import Memory, every, select
+from geomon.capture.snapshot import NotSeenError
 from geomon.distributed import RankGroup
 from geomon.monitor import CallbackSession
 
@@ -76,6 +77,18 @@ def test_a_call_at_a_step_that_is_not_due_is_not_watched(tmp_path):
         session.close()
     session.finish()
     assert [reading.step for reading in memory.readings] == [0, 2]
+
+
+def test_a_model_that_is_not_called_is_said_unless_its_step_has_failed(tmp_path):
+    session, _, memory = started(tmp_path)
+    session.open_at_call(0)
+    session.close(ValueError("before the call"))
+    assert session.last_seen == -1
+    session.open_at_call(2)
+    with pytest.raises(NotSeenError):
+        session.close()
+    assert not is_watched()
+    assert not memory.readings
 
 
 def test_while_it_trains_a_session_shows_its_monitor(tmp_path):

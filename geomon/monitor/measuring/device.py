@@ -42,16 +42,22 @@ class MeasuringDevice:
         self._stream: Any = None
 
     @property
+    def of_model(self) -> torch.device:
+        """The device of the model; the host for one without numbers."""
+        own = next((p.device for p in self._model.parameters()), HOST)
+        return HOST if own.type == "meta" else own
+
+    @property
     def device(self) -> torch.device:
         """The device on which rows are measured, as far as is known before they are seen."""
         if self._chosen is not None:
             return self._chosen
-        return self._of_model() if self.why_host is None else HOST
+        return self.of_model if self.why_host is None else HOST
 
     @property
     def why_host(self) -> str | None:
         """Why rows are measured on the host though the model is on an accelerator; else None."""
-        own = self._of_model()
+        own = self.of_model
         if self._chosen is not None or own == HOST or _computes_in_float64(own):
             return None
         return f"{own.type} does not compute in float64, in which distances are decided"
@@ -101,11 +107,6 @@ class MeasuringDevice:
                 yield
             finally:
                 self._stream.synchronize()  # rows are freed only when nothing reads them any more
-
-    def _of_model(self) -> torch.device:
-        """The device of the model; the host for one without numbers."""
-        own = next((p.device for p in self._model.parameters()), HOST)
-        return HOST if own.type == "meta" else own
 
 
 def check_device(name: Any) -> str:

@@ -234,9 +234,7 @@ def test_a_name_that_is_none_is_refused_in_the_options_and_a_warning_in_a_run(ca
         monitor.log(**{name: 1.0, "mean": 2.0, "encoder_layer_01": 3.0})
     assert logged(memory.readings[0]) == {"training/mean": 2.0, "training/encoder_layer_01": 3.0}
     (said,) = [text for text in caplog.messages if "cannot name a value" in text]
-    assert said.startswith(
-        f"the value logged as {' '.join(repr(name).split())} at step 0 cannot be"
-    )
+    assert said.startswith(f"the value logged as {name!r} at step 0 cannot be read")
 
 
 def test_before_the_first_step_a_value_needs_its_step():
