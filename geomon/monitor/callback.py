@@ -70,7 +70,7 @@ class CallbackSession:
     @property
     def logged(self) -> tuple[str, ...]:
         """Names of the values that stand in every reading beside the metrics."""
-        return tuple(dict.fromkeys((LOSS, *self.options["log"])))
+        return LOSS, *self.options["log"]
 
     @property
     def overhead(self) -> float:

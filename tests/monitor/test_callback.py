@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,6 +42,24 @@ def test_what_is_discarded_or_failed_is_not_measured(tmp_path):
     assert not is_watched()
     assert not memory.readings
     assert session.last_seen == -1
+    session.open(4)
+    session.start(model, 0, tmp_path, [])  # of a training that ended without a word
+    assert not is_watched()
+    session.open(6)
+    session.finish()
+    assert not is_watched()
+
+
+@pytest.mark.parametrize(
+    ("given", "of_training", "folder"),
+    [(None, "run", "run"), (None, ".", "runs/geomon"), ("own", "run", "own"), ("own", ".", "own")],
+)
+def test_the_record_is_in_the_folder_of_the_training_unless_another_is_given(
+    tmp_path, monkeypatch, given, of_training, folder
+):
+    monkeypatch.chdir(tmp_path)
+    session, *_ = started(of_training, directory=given)
+    assert session.monitor.path == tmp_path / folder / "readings.jsonl"
 
 
 @pytest.mark.parametrize("given", [{"budget": None}, {"gather": False}], ids=str)
@@ -58,14 +77,43 @@ def test_no_budget_is_taken_where_none_is_wanted_or_the_ranks_could_not_share_it
     assert len(memory.readings) == 20
 
 
-@pytest.mark.parametrize(("last_seen", "read"), [(6, [9]), (8, []), (20, []), (None, [])])
-def test_what_was_due_since_the_last_step_that_was_watched_is_read_first(tmp_path, last_seen, read):
-    session, model, memory = started(tmp_path, step=9, last_seen=last_seen)
-    session.open(9)
+@pytest.mark.parametrize(
+    ("step", "last_seen", "read"),
+    [(9, 6, [9]), (9, 8, []), (9, 20, []), (9, None, []), (10, 10, [10])],
+)
+def test_what_was_due_since_the_last_step_that_was_watched_is_read_first(
+    tmp_path, step, last_seen, read
+):
+    session, model, memory = started(tmp_path, step=step, last_seen=last_seen)
+    session.open(step)
     model(batch())
     session.close()
     session.finish()
     assert [reading.step for reading in memory.readings] == read
+    assert session.last_seen == step
+
+
+def test_a_window_that_no_pass_went_through_gives_way_to_the_next(tmp_path):
+    session, model, memory = started(tmp_path)
+    for step in (0, 2):
+        session.open(step)
+    model(batch())
+    session.close()
+    session.finish()
+    assert [reading.step for reading in memory.readings] == [2]
+
+
+def test_fixed_inputs_are_read_when_due_and_at_the_end(tmp_path):
+    session, _, memory = started(tmp_path, probe=batch())
+    for step in range(4):
+        session.probe(step, last=step == 3)
+        session.close()
+        assert session.last_seen == step
+        assert session.lacks_values(step) == (step != 1)
+        session.log(step, lambda step=step: {"loss": 1.0 / step if step else 0.5, "other": 3.0})
+        assert not session.lacks_values(step)
+    found = [(r.step, r.source, r.values["training/loss"]) for r in memory.readings]
+    assert found == [(0, "probe", 0.5), (2, "probe", 0.5), (3, "probe", 1 / 3)]
 
 
 def test_a_call_at_a_step_that_is_not_due_is_not_watched(tmp_path):
@@ -80,9 +128,11 @@ def test_a_call_at_a_step_that_is_not_due_is_not_watched(tmp_path):
 
 
 def test_a_model_that_is_not_called_is_said_unless_its_step_has_failed(tmp_path):
-    session, _, memory = started(tmp_path)
+    session, model, memory = started(tmp_path)
     session.open_at_call(0)
     session.close(ValueError("before the call"))
+    model(batch())
+    assert not is_watched()
     assert session.last_seen == -1
     session.open_at_call(2)
     with pytest.raises(NotSeenError):
@@ -94,6 +144,25 @@ def test_a_model_that_is_not_called_is_said_unless_its_step_has_failed(tmp_path)
 def test_while_it_trains_a_session_shows_its_monitor(tmp_path):
     session, *_ = started(tmp_path)
     assert repr(session).startswith("GeometryMonitor(PlainDecoder, 3 blocks, 1 metrics")
+    assert session.monitor.budget.limited  # by default
+
+
+def test_the_options_by_which_checkpoints_know_a_callback():
+    """A change of these words would cut every training off from the state in its checkpoints."""
+
+    def summary(**options):
+        return CallbackSession({**FEW, **options}, "GeometryMonitor").summary()
+
+    plain = {
+        "tokens": 64, "batches": 1, "queries": 2048, "seed": 0, "blocks": None,
+        "metrics": ["variance"], "schedule": "every(steps=2)", "source": "inline",
+        "directory": None,
+    }  # fmt: skip
+    assert summary(queries=2048, blocks=[torch.nn.Identity()]) == plain
+    others = {"tokens": 9, "batches": 2, "queries": 99, "seed": 4, "blocks": "h", "directory": "a"}
+    own = {"directory": Path("a"), "probe": batch(), "schedule": math.isfinite}
+    named = {"source": "probe", "schedule": "isfinite"}
+    assert summary(**others | own) == plain | others | named
 
 
 def test_before_training_every_call_does_nothing():
@@ -127,7 +196,7 @@ def test_what_cannot_be_known_is_missing_and_the_training_goes_on(tmp_path, capl
     session, model, memory = started(tmp_path, strict=False)
 
     def broken():
-        raise KeyError("of the framework")
+        raise KeyError("of the framework", len(memory.readings))
 
     for step in (0, 2):
         session.open(step)
@@ -135,4 +204,5 @@ def test_what_cannot_be_known_is_missing_and_the_training_goes_on(tmp_path, capl
         session.close()
         session.log(step, broken)
     assert [math.isnan(r.values["training/loss"]) for r in memory.readings] == [True, True]
-    assert "of the framework" in caplog.text
+    (said,) = caplog.messages
+    assert said.endswith("missing: KeyError: ('of the framework', 0)")

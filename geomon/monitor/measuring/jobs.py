@@ -39,8 +39,7 @@ class ProbeHistory:
 
     def __init__(self, *, same_inputs: bool) -> None:
         self._same_inputs = same_inputs
-        self._step = 0
-        self._kept: Kept | None = None
+        self._kept: tuple[int, Kept] | None = None
 
     def earlier(self, step: int) -> EarlierReading | None:
         """Return what a reading is compared with; None where it is the first.
@@ -50,7 +49,8 @@ class ProbeHistory:
         """
         if self._kept is None:
             return None
-        return EarlierReading(self._kept, step - self._step, same_inputs=self._same_inputs)
+        before, kept = self._kept
+        return EarlierReading(kept, step - before, same_inputs=self._same_inputs)
 
     def keep(self, step: int, kept: Kept) -> None:
         """Keep a reading in place of the one before.
@@ -59,7 +59,7 @@ class ProbeHistory:
             step: Step of the reading.
             kept: What each metric kept of each layer.
         """
-        self._step, self._kept = step, kept
+        self._kept = step, kept
 
 
 class ReadingJob:
