@@ -115,9 +115,9 @@ def scan(
     history = None
     with _Sweep(Path(directory), asked, notes, sinks) as sweep, _said_once():
         missing = [one for one in found if one.step not in sweep.recorded]
-        for number, checkpoint in enumerate(missing):
-            if number:
-                _free_memory()
+        for checkpoint in missing:
+            gc.collect()  # modules refer to each other in circles
+            torch.cuda.empty_cache()
             with sweep.attempt(checkpoint):
                 given = batch or (content, size)
                 probed = _probe(checkpoint, build, device, options, given, history)
@@ -246,13 +246,10 @@ def _earlier(directory: Path, asked: dict[str, Any]) -> Sequence[Reading]:
     Raises:
         ValueError: The record is not that of a scan, or of another one.
     """
-    path = directory / FILE_NAME
-    if not path.is_file() or not path.stat().st_size:
-        return []
-    readings = read(directory)
-    before = readings.runs[0].get(_SCAN) if readings.runs else None
+    readings = read(directory) if (directory / FILE_NAME).is_file() else Readings([], [])
     if not readings.readings:
         return []
+    before = readings.runs[0].get(_SCAN) if readings.runs else None
     if not isinstance(before, Mapping):
         raise ValueError(
             f"{directory} holds the record of a training: choose another folder, "
@@ -322,12 +319,6 @@ def _said_once() -> Iterator[None]:
         yield
     finally:
         monitors.removeFilter(is_new)
-
-
-def _free_memory() -> None:
-    gc.collect()  # modules refer to each other in circles
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _read(

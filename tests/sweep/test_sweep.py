@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from geomon import Memory, Monitor, every, read, scan, select
 from geomon.lightning import GeometryMonitor
+from geomon.sweep.inputs import digest
 from recipes.enwik8.model import CharacterDecoder, build
 from recipes.enwik8.presets import Preset
 
@@ -74,6 +75,12 @@ def test_a_scan_equals_the_live_record_to_the_last_digit(run, scanned):
         for name in ("source", "mode", "tokens", "world_size", "dtype"):
             assert getattr(reading, name) == getattr(live[reading.step], name)
     first, scan_first = read(run).runs[0], readings.runs[0]
+    assert scan_first["scan"] == {  # by which a scan that was ended goes on
+        "model": "recipes.enwik8.model:build", "checkpoints": str(run / "checkpoints"),
+        "text": None, "inputs": digest(PROBE), "sequences": 64, "length": 128,
+        "metrics": list(CHOSEN), "tokens": 192, "batches": 1, "queries": 2048, "seed": 0,
+        "blocks": None,
+    }  # fmt: skip
     first = {name: x for name, x in first.items() if not name.startswith("training/")}
     changing = {"time", "from_step", "schedule", "gather", "scan"}
     assert set(first) <= set(scan_first)
@@ -333,12 +340,14 @@ def test_one_model_is_in_memory_at_a_time(run, tmp_path):
     assert most == [0, 0, 0]
 
 
-def test_another_scan_or_a_training_in_the_folder_is_refused(run, scanned):
+def test_another_scan_or_a_training_in_the_folder_is_refused(run, scanned, tmp_path):
     before = (scanned / "readings.jsonl").read_bytes()
     with pytest.raises(ValueError, match="holds a scan with other inputs and seed: choose another"):
         scan(build, checkpoints=run / "checkpoints", directory=scanned,
              **{**SMALL, "inputs": PROBE + 1, "seed": 1})  # fmt: skip
     assert (scanned / "readings.jsonl").read_bytes() == before
+    (tmp_path / "readings.jsonl").touch()  # of a run that has read nothing: anybody's
+    assert len(scan(build, checkpoints=run / "checkpoints", directory=tmp_path, **SMALL)) == 3
     live = (run / "readings.jsonl").read_bytes()
     with pytest.raises(ValueError, match="holds the record of a training"):
         scan(build, checkpoints=run / "checkpoints", directory=run, **SMALL)
