@@ -52,6 +52,22 @@ def test_what_was_spent_before_the_first_step_is_no_part_of_the_share():
     assert math.isnan(Budget(0.1).overhead)
 
 
+def test_time_inside_of_a_charge_counts_once_and_what_is_left_out_not_at_all(monkeypatch):
+    now = Clock()
+    monkeypatch.setattr(time, "perf_counter", now)
+    budget = Budget(None)
+    budget.begin(0)
+    now.now += 1.0
+    for _ in range(2):
+        with budget.charge():
+            now.now += 5.0
+            budget.spend(2.0)
+            budget.leave_out(1.0)
+            with budget.charge():
+                now.now += 0.5
+    assert (budget.spent, budget.left_out) == (2 * 4.5, 2.0)
+
+
 @pytest.mark.parametrize("last", [None, 20, 100_000])
 @pytest.mark.parametrize(("share", "made"), [(0.01, ALWAYS_MADE), (None, 20)])
 def test_the_first_eight_readings_are_made_whatever_they_cost_and_all_without_a_limit(
@@ -108,6 +124,8 @@ def test_a_reading_waits_until_it_and_another_one_fit(first, last):
     clock.now = 58.0  # a step is a second
     # 8 are spent, and two more take 10 of a tenth: 100 seconds, of which 42 are missing.
     assert budget.decide(8) == (False, 42)
+    clock.now = 99.5
+    assert budget.decide(8) == (False, 1)
     clock.now = 100.0
     assert budget.decide(8) == (True, 0)
 
@@ -117,7 +135,7 @@ def test_what_a_process_has_not_read_yet_costs_nothing_that_is_known():
     budget, clock = started(0.01)
     clock.now = 1.0
     budget.spend(0.5)
-    assert budget.decide(100).paid
+    assert budget.decide(100) == (True, 0)
     budget.count_reading()
     budget.move_to(1)
     assert budget.decide(101) == (False, 298)  # 0.5 + 2 * 0.5 of a hundredth, in steps of 0.5 s

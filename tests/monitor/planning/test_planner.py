@@ -1,7 +1,7 @@
 import pytest
 
 from geomon import every
-from geomon.distributed import RankGroup
+from geomon.distributed import RankGroup, RanksLostError
 from geomon.monitor.planning.budget import ALWAYS_MADE, Budget, Decision
 from geomon.monitor.planning.planner import ReadingPlanner
 
@@ -27,6 +27,7 @@ def made_at(planner, steps, source="inline", busy=False):
     for step in steps:
         if planner.advance(step):
             planner.settle(busy=busy)
+            assert not planner.advance(step)
         answers = [planner.is_due(step, source, force=False) for _ in range(2)]
         assert answers[0] == answers[1]
         if answers[0]:
@@ -64,7 +65,7 @@ def test_of_a_long_jump_the_last_steps_are_asked_about():
 
 def test_what_is_due_between_the_last_watched_step_and_the_first_is_owed():
     planner, _, _ = make_planner()
-    planner.resume(8)
+    planner.resume(9)
     assert made_at(planner, [12, 13]) == [12]
     planner, _, _ = make_planner()
     planner.resume(11)
@@ -118,11 +119,15 @@ def test_where_the_end_is_known_more_are_made_early():
 
 
 def test_readings_of_an_earlier_start_are_among_the_first_eight():
-    planner, budget, _ = make_planner(share=0.01)
-    planner.skip_recorded({(step, "inline") for step in range(ALWAYS_MADE)})
+    planner, budget, clock = make_planner(share=0.01)
+    planner.skip_recorded({(step, "inline") for step in (*range(1, ALWAYS_MADE), 20)})
     assert made_at(planner, [10]) == [10]  # what the first one costs is not known
     budget.spend(1.0)
-    assert made_at(planner, [20, 30]) == []
+    assert made_at(planner, [11, 20, 21]) == []
+    clock.now = 1000.0
+    assert made_at(planner, [22]) == []  # nothing was due, or it is recorded
+    clock.now = 0.0
+    assert made_at(planner, [30, 40]) == []
 
 
 def test_a_reading_that_is_not_finished_puts_the_next_off():
@@ -146,11 +151,22 @@ class FirstRank(RankGroup):
 
     def __init__(self, decision):
         super().__init__(1, 2, process_group=object())
-        self.decision, self.asked = decision, 0
+        self.decision, self.asked = decision, []
 
     def meet(self, step, value):
-        self.asked += 1
+        assert isinstance(value, Decision)  # one's own, which does not count
+        self.asked.append(step)
+        if self.decision is None:
+            raise RanksLostError("no answer")
         return [self.decision, value]
+
+
+def test_where_no_decision_comes_nothing_is_read():
+    planner, *_ = make_planner(share=0.5, group=FirstRank(None))
+    planner.advance(10)
+    with pytest.raises(RanksLostError):
+        planner.settle(busy=False)
+    assert not planner.is_due(10, "inline", force=False)
 
 
 @pytest.mark.parametrize("decision", [Decision(True, 0), Decision(False, 5)])
@@ -160,8 +176,6 @@ def test_connected_ranks_do_what_the_first_one_decides(decision):
     clock.now = 1000.0
     assert made_at(planner, [10]) == ([10] if decision.paid else [])
     if not decision.paid:
-        asked = group.asked
-        assert made_at(planner, [11, 12, 13, 14]) == []
-        assert group.asked == asked  # nothing is exchanged before the step that the first one named
-        assert made_at(planner, [15]) == []
-        assert group.asked > asked
+        # Nothing is exchanged before the step that the first one named.
+        assert made_at(planner, [11, 12, 13, 14, 15]) == []
+        assert group.asked == [10, 15]

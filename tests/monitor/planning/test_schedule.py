@@ -52,8 +52,10 @@ def test_bad_numbers_are_refused(steps):
 def test_a_schedule_that_never_fires_is_refused():
     with pytest.raises(ValueError, match="fires at none of the steps"):
         check_schedule(lambda step: False)
-    with pytest.raises(ValueError, match="expected a function"):
-        check_schedule("100")
+    for wrong in ("100", True, 0):
+        with pytest.raises(ValueError, match="expected a function"):
+            check_schedule(wrong)
+    assert check_schedule(1) == every(1)
     with pytest.raises(ValueError, match="fires at none of the steps"):
         check_schedule(lambda step: step == 100_001)
     late = lambda step: step == 100_000  # noqa: E731
