@@ -38,6 +38,7 @@ STEPS = (0, 16, 128, 1500)
 def more_values(progress: float) -> dict[str, float]:
     """What the synthetic runs of other tests lack."""
     found = {"attention_entropy/null": 3.1, "qk_cosine/null_magnitude": 0.3}
+    found |= {"twonn/null": 4.0, "gride/null": 12.0}
     found["training/loss"] = 5 - 3 * progress
     for layer in range(LAYERS + 1):
         shares = {"mean": 0.2 + 0.1 * layer * progress, "between": 0.3}

@@ -39,7 +39,6 @@ Arrays = Mapping[ArrayPlace, NDArray[Any]]
 
 # An entry that every file has: a file without it is somebody else's.
 _MARK = "geomon"
-_FORM = 1
 _FILE = re.compile(r"step_(?P<step>\d+)_(?P<source>inline|probe)\.npz")
 _PART = re.compile(r"\.step_\d+_(inline|probe)\.npz\.part")
 # Arrays are kept of readings whose steps are so much apart, as a share of the step: a run that is
@@ -108,20 +107,20 @@ class ArrayFolder:
                 is unchanged.
         """
         path = self._file(step, source)
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(exist_ok=True)
         if path.exists() and not _is_own(path):
             raise FileExistsError(f"{path} is not a file of geomon's and is kept")
         part = path.with_name(f".{path.name}.part")
         check_regular(part)
         try:
             with part.open("wb") as file:
-                content: dict[str, Any] = {_MARK: np.array(_FORM)}
+                content: dict[str, Any] = {_MARK: _MARK}
                 content |= {_key(place): array for place, array in arrays.items()}
                 np.savez(file, **content)
             part.replace(path)
         except BaseException:
             with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
+                part.unlink()
             raise
 
     def read(self, step: int, source: str) -> dict[str, NDArray[Any]]:
@@ -142,7 +141,7 @@ class ArrayFolder:
                 if not zipfile.is_zipfile(content):
                     raise ValueError("it is no .npz file")
                 content.seek(0)
-                with np.load(content, allow_pickle=False) as file:
+                with np.load(content) as file:  # which unpickles nothing
                     found = {_place(key): file[key] for key in file.files if key != _MARK}
         except FileNotFoundError:
             raise FileNotFoundError(
@@ -178,7 +177,7 @@ class ArrayFolder:
             OSError: A file cannot be moved.
         """
         for name in self._names():
-            target.path.mkdir(parents=True, exist_ok=True)
+            target.path.mkdir(exist_ok=True)
             (self.path / name.string).rename(target.path / name.string)
         with contextlib.suppress(OSError):  # it is not there, or not empty
             self.path.rmdir()
@@ -195,7 +194,7 @@ class ArrayFolder:
             names = os.listdir(self.path)
         except OSError:
             return []
-        return [found for found in map(_FILE.fullmatch, sorted(names)) if found]
+        return [found for found in map(_FILE.fullmatch, names) if found]
 
 
 def _key(place: ArrayPlace) -> str:

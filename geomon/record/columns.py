@@ -32,7 +32,7 @@ def number(value: float | None) -> float:
     return NAN if value is None else value
 
 
-class Column(msgspec.Struct, omit_defaults=True, eq=True):
+class Column(msgspec.Struct, omit_defaults=True):
     """Values of one metric, or of one part of it, in one stack of blocks.
 
     Attributes:

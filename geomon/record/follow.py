@@ -18,10 +18,6 @@ FILE_NAME = "readings.jsonl"
 MAX_LINE = 2**26
 # What every line of a record begins with.
 _BEGINNINGS = (b'{"run"', b'{"step"')
-# Bytes that are read at once: a line of a large model is longer than the usual 8 kB.
-_BUFFER = 2**20
-# Bytes by which a file is recognised: two runs differ in the times and the numbers of a line.
-_SAMPLE = 4096
 _MOST_NAMED = 4  # folders, in a message
 
 _READING = msgspec.json.Decoder(Reading)
@@ -47,11 +43,12 @@ class Follower:
     def _begin_anew(self) -> None:
         self._readings: list[Reading] = []
         self._runs: list[dict[str, Any]] = []
-        self._inode, self._offset, self._lines = -1, 0, 0
+        self._offset = self._lines = 0
         self._mixed_at: int | None = None
         self._last: dict[str, int] = {}  # by source, the last step of the present run
         self._state: tuple[int, int, int] | None = None  # of the file at the last look
-        self._head = self._tail = b""  # the first and the last bytes of what was read
+        # The first and the last line that was read: two runs differ in their times and numbers.
+        self._head = self._tail = b""
         self._torn = b""
 
     def readings(self) -> Readings:
@@ -82,11 +79,10 @@ class Follower:
             return []
         known = len(self._readings)
         try:
-            with self.path.open("rb", buffering=_BUFFER) as file:
-                if not self._goes_on(status.st_ino, file):
+            with self.path.open("rb") as file:
+                if not self._goes_on(file):
                     self._begin_anew()
                     known = 0
-                self._inode = status.st_ino
                 file.seek(self._offset)
                 # A line at a time: a record that grew for long is larger than the memory for it.
                 while (line := file.readline(MAX_LINE + 1)).endswith(b"\n") or len(line) > MAX_LINE:
@@ -109,8 +105,7 @@ class Follower:
             raise self._is_no_line(error) from error
         self._offset += len(line)
         self._lines += 1
-        self._head = self._head or line[:_SAMPLE]
-        self._tail = line[-_SAMPLE:]
+        self._head, self._tail = self._head or line, line
         if isinstance(content, Reading):
             # One run writes ascending steps: where one comes again, and no line says that a run has
             # begun there, another run is writing too.
@@ -128,11 +123,8 @@ class Follower:
             "what geomon writes; move the file away, or upgrade geomon if a newer one wrote it"
         )
 
-    def _goes_on(self, inode: int, file: BinaryIO) -> bool:
-        """Return whether the file still holds, where they were, the first and last bytes read."""
-        if inode != self._inode:
-            return False
-        file.seek(0)
+    def _goes_on(self, file: BinaryIO) -> bool:
+        """Return whether the file still holds, where they were, the first and last line read."""
         if file.read(len(self._head)) != self._head:
             return False
         file.seek(self._offset - len(self._tail))

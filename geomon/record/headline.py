@@ -162,7 +162,7 @@ def check_detail(detail: Detail) -> Detail:
         >>> check_detail(["variance"])
         ('variance',)
     """
-    if isinstance(detail, str) and detail in (HEADLINE, LAYERS):
+    if detail in (HEADLINE, LAYERS):
         return detail
     if not isinstance(detail, str) and isinstance(detail, Iterable):
         names = tuple(detail)
@@ -200,7 +200,7 @@ class Charts:
     def __init__(self, detail: Detail = HEADLINE) -> None:
         detail = check_detail(detail)
         self._all = detail == LAYERS
-        self.named = () if isinstance(detail, str) else tuple(detail)
+        self.named = () if isinstance(detail, str) else detail
         self._texts: dict[str, MetricText] = {}
         self._selected: dict[str, dict[str, Headline]] = {}  # by stack and name
 
@@ -308,7 +308,6 @@ class Charts:
             headline.tag: headline_tag(headline.name, stack)
             for stack, selected in self._by_stack(reading)
             for headline in selected
-            if headline.tag
         }
 
     def _by_stack(self, reading: Reading) -> Iterator[tuple[str, list[Headline]]]:

@@ -227,7 +227,7 @@ class Readings:
         """Collect the curve of a tag with its margins."""
         getter = self._getter(tag)
         if getter is None:
-            close = difflib.get_close_matches(tag, self.tags(), n=3, cutoff=0.5)
+            close = difflib.get_close_matches(tag, self.tags(), cutoff=0.5)
             advice = f": did you mean {' or '.join(map(repr, close))}?" if close else ""
             raise KeyError(f"no reading has a value called {tag!r}{advice}")
         # Of each reading its own: those of two sources may share a step.

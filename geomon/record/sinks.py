@@ -122,6 +122,9 @@ class LoggerSink:
             charts; None where it is not TensorBoard.
         prefix: What the logger gets before every name.
 
+    Attributes:
+        named: Names of metrics that the detail holds.
+
     Raises:
         ValueError: The detail is none of them.
     """
@@ -141,6 +144,7 @@ class LoggerSink:
         self._save = save
         self._writers = writers
         self._charts = Charts(detail)
+        self.named = self._charts.named
         self._prefix = prefix
         self._layout = ChartLayout(self._charts, prefix)
 

@@ -124,7 +124,7 @@ def add_linear_axis(chart: go.Figure) -> go.Figure:
     }  # fmt: skip
     back = {
         "xaxis.type": "log", "xaxis.tickmode": "array", "xaxis.title.text": AXES["step"][0],
-        "xaxis.range": list(axis.range),
+        "xaxis.range": axis.range,
     }  # fmt: skip
     buttons = [
         {"label": label, "method": "relayout", "args": [changes]}
@@ -142,7 +142,7 @@ def _draw_lines(panel: Lines, steps: Iterable[int]) -> go.Figure:
     x_axis = _step_axis(axis) if over_steps else _number_axis(panel.over)
     names = 0
     for number, line in enumerate(panel.lines):
-        at = axis.places(line.x) if over_steps else list(line.x)
+        at = axis.places(line.x) if over_steps else line.x
         name = f"{panel.named_by} {line.name}".strip()
         names += bool(name)
         group = name or str(number)
@@ -153,7 +153,7 @@ def _draw_lines(panel: Lines, steps: Iterable[int]) -> go.Figure:
                 showlegend=False, legendgroup=group,
             )  # fmt: skip
         chart.add_scatter(
-            x=at, y=_shown(line.y), customdata=list(line.x), name=_plain(name),
+            x=at, y=_shown(line.y), customdata=line.x, name=_plain(name),
             legendgroup=group, showlegend=bool(name), mode=_mode(line),
             line={"color": line.colour, "width": line.width, "dash": line.dash},
             marker={"size": 5},
@@ -186,7 +186,7 @@ def _mark(
          f"{other}ref": "paper", "line": {"color": colour, "dash": dash, "width": 1.2}}
     )  # fmt: skip
     if words:
-        place = math.log10(at) if is_logarithmic and at > 0 else at  # as plotly has it for words
+        place = math.log10(at) if is_logarithmic else at  # as plotly has it for words
         chart.add_annotation(
             {axis: place, other: 0.02 if axis == "x" else 1, f"{other}ref": "paper",
              "text": _plain(words), "showarrow": False, "font": {"size": 10, "color": colour},
@@ -201,7 +201,7 @@ def _mode(line: Line) -> str:
 def _value_axis(panel: Lines) -> dict[str, Any]:
     axis: dict[str, Any] = {"title": {"text": _plain(panel.label)}, "zeroline": False}
     if panel.ends is not None:
-        return axis | {"range": list(panel.ends)}
+        return axis | {"range": panel.ends}
     return axis | (
         {"type": "log", "dtick": "D2"} if panel.is_logarithmic else {"rangemode": "tozero"}
     )
@@ -231,7 +231,7 @@ def _step_axis(axis: StepAxis) -> dict[str, Any]:
 def _draw_matrix(panel: Matrix) -> go.Figure:
     chart = _figure()
     x_axis: dict[str, Any] = {"title": {"text": "head"}, "dtick": _every(panel.columns)}
-    x: Sequence[float] = list(panel.columns)
+    x: Sequence[float] = panel.columns
     if panel.over == "step":
         axis = StepAxis(panel.columns)
         x, x_axis = axis.edges(), _step_axis(axis)
@@ -240,7 +240,7 @@ def _draw_matrix(panel: Matrix) -> go.Figure:
         x_axis["title"]["text"] += f"<br>{_plain(panel.remark)}"
     value = "text" if panel.is_logarithmic else "z:.4g"
     chart.add_heatmap(
-        x=x, y=list(panel.layers), customdata=[list(panel.columns)] * len(panel.layers),
+        x=x, y=panel.layers, customdata=[panel.columns] * len(panel.layers),
         hovertemplate=f"layer %{{y}}, {panel.over} %{{customdata:,d}}: %{{{value}}}<extra></extra>",
         **_colours_of(panel),
     )  # fmt: skip
@@ -276,7 +276,7 @@ def _colours_of(panel: Matrix) -> dict[str, Any]:
 
 def _every(numbers: Sequence[int]) -> int:
     """Of how many numbers one is named, so that at most sixteen are."""
-    return max(1, math.ceil(len(numbers) / 16))
+    return math.ceil(len(numbers) / 16)
 
 
 def _shown(values: Iterable[float]) -> list[float | None]:

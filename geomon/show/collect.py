@@ -268,7 +268,7 @@ def head_panels(readings: Readings, metric: str, most: int = 1) -> dict[int, Mat
     low, high = _range_of(tables, metric, _largest(readings, metric))
     label = readings.text_of(metric).label
     return {
-        step: Matrix(label, table, layers, range(table.shape[1]), low, high)
+        step: Matrix(label, table, layers, [*range(table.shape[1])], low, high)
         for step, table in zip(steps, tables, strict=True)
         if step in chosen
     }

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from geomon.record import Readings, read
+from geomon.record.printable import printable
 
 
 def load(directory: Path, stack: str | None = None) -> Readings:
@@ -34,7 +35,7 @@ def load_all(directory: Path) -> Readings:
 
 
 def name_runs(paths: Iterable[Path]) -> list[str]:
-    """Name runs by the ends of the paths of their folders, as short as they differ.
+    """Name runs, printably, by the ends of the paths of their folders, as short as they differ.
 
     Args:
         paths: Folders of runs, or paths of their files; those of one folder are numbered.
@@ -47,7 +48,7 @@ def name_runs(paths: Iterable[Path]) -> list[str]:
     folders = [path.parent if path.suffix == ".jsonl" else path for path in folders]
     names: list[str] = []
     for length in range(1, max((len(path.parts) for path in folders), default=0) + 1):
-        names = [Path(*path.parts[-length:]).as_posix() for path in folders]
+        names = [printable(Path(*path.parts[-length:]).as_posix()) for path in folders]
         if len(set(names)) == len(set(folders)):
             break
     same, seen = Counter(names), Counter[str]()

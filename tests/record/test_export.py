@@ -62,9 +62,9 @@ def test_a_data_frame_has_a_row_for_each_value(run):
 def test_parquet_and_csv_hold_the_same_to_the_last_bit(run, tmp_path):
     import pandas
 
-    table = pandas.read_parquet(export.export(run, tmp_path / "new" / "values.parquet"))
+    table = pandas.read_parquet(export.export(run, tmp_path / "new" / "in it" / "values.parquet"))
     assert missing_as_none(table) == EXPECTED
-    with export.export(run, tmp_path / "values.csv").open(newline="") as file:
+    with export.export(run, f"{tmp_path}/values.csv").open(newline="") as file:
         rows = list(csv.reader(file))
     assert tuple(rows[0]) == export.COLUMNS
     assert rows[1:] == [["" if x is None else str(x) for x in row] for row in EXPECTED]

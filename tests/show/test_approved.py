@@ -8,9 +8,11 @@ import asyncio
 import base64
 import io
 import json
+import math
 import os
 import re
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -45,9 +47,9 @@ NOW = 1_800_000_000.0
 KEYS = ["m", "l", "x", "p", "t", "h", "t", "r", "t", "t", "question_mark"]
 
 
-def made(make_readings, folder, notes=(), alerts=(), **options):
+def made(make_readings, folder, alerts=(), **options):
     """A run on disk, of known times."""
-    whole = make_readings(STEPS, layers=LAYERS, heads=HEADS, notes=notes, **options)
+    whole = make_readings(**{"steps": STEPS, "layers": LAYERS, "heads": HEADS, **options})
     readings = alerted(whole, alerts)
     timed = [msgspec.structs.replace(each, time=NOW - 100 + each.step / 20) for each in readings]
     return write_run(folder, Readings(readings.runs, timed))
@@ -59,13 +61,20 @@ def run(make_readings, tmp_path, monkeypatch):
     monkeypatch.setattr(time, "gmtime", lambda *_: datetime.fromtimestamp(NOW, UTC).timetuple())
     notes = [Note("rows", "half of the rows are near-duplicates", layers=(1, 2))]
     kinds = [(1, "logit_growth"), (2, "not_finite")]
-    return made(make_readings, tmp_path / "run", notes, kinds)
+    return made(make_readings, tmp_path / "run", kinds, notes=notes)
 
 
 @pytest.fixture
 def other(make_readings, tmp_path):
-    curves = {"twonn/mean": (2.0, 2.5, 3.0, 6.0)}
-    return made(make_readings, tmp_path / "other", curves=curves)
+    """A larger run, of which no picture has room for everything."""
+    curves = {
+        "twonn/mean": (2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 7.0, 5.0, 4.5),
+        "training/loss": (9.0, 6.0, 5.0, 4.5, 4.0, 3.8, 3.7, 3.6, math.nan),
+        "anisotropy/layer_00": [9.0] * 9,
+    }
+    steps = (0, 16, 32, 64, 128, 256, 512, 1024, 1500)
+    folder = tmp_path / "other"
+    return made(make_readings, folder, steps=steps, layers=16, heads=5, curves=curves)
 
 
 def holds_text(name, text):
@@ -112,6 +121,11 @@ def test_figures(kind, run, tmp_path):
     holds_figure(kind, draw(kind, run), tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["run", "profiles", "map", "heads", "cosines"])
+def test_figures_of_a_larger_run(kind, other, tmp_path):
+    holds_figure(f"large_{kind}", draw(kind, other), tmp_path)
+
+
 def test_the_figure_of_two_runs(run, other, tmp_path):
     figure = compare_figure((run, other), ("run", "other"), compare(run, other))
     holds_figure("compare", figure, tmp_path)
@@ -141,10 +155,12 @@ def test_charts_of_wandb(run):
     holds_data("wandb.json", plain(charts))
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, 3])
 def test_reports(count, run, other, monkeypatch):
     monkeypatch.setattr(plotly.offline, "get_plotlyjs", lambda: "")
-    page = render([Run("a", Path("a"), run), Run("b", Path("b"), other)][:count])
+    seeded = replace(other, runs=[{**run.runs[-1], "seed": 1}])  # beside `run` of another seed
+    named = zip("abc", (run, other, seeded), strict=True)
+    page = render([Run(name, Path(name), readings) for name, readings in named][:count])
     page = re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL)
     charts, decoder = [], json.JSONDecoder()
     for start in re.finditer(r"Plotly.newPlot\(\s*", page):
@@ -159,10 +175,11 @@ def test_reports(count, run, other, monkeypatch):
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_overviews(width, run):
+def test_overviews(width, run, other):
     style = {"force_terminal": True, "color_system": "truecolor", "record": True}
     console = Console(width=width, file=io.StringIO(), **style)
     console.print(view(run))
+    console.print(view(other))
     console.print(format_line(run[-1], run))
     holds_text(f"overview_{width}.txt", console.export_text(styles=True).replace("\x1b", "^"))
 

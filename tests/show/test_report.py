@@ -134,7 +134,13 @@ def test_nothing_of_a_record_brings_control_characters_into_the_page(make_readin
     monkeypatch.setattr("plotly.offline.get_plotlyjs", str)
     texts = {**TEXTS, "twonn": {**TEXTS["twonn"], "meaning": "bell\x07", "title": "esc\x1b"}}
     described = {"metrics": texts, "model": "M\x1b"}
-    page = render([run_of(make_readings(), f"run\x1b{n}", **described) for n in range(2)])
+    described |= {"geomon": "9999.1\x1b", "key\x07": "value\x1b"}
+    runs = [  # two of them differ in their seeds
+        run_of(make_readings(), name, seed=min(number, 1), tokens=number // 2, **described)
+        for number, name in enumerate(name_runs([Path(f"run\x1b{n}") for n in range(3)]))
+    ]
+    page = render(runs)
+    assert "mean of run" in page
     assert not set("\x07\x1b") & set(page)
     assert not re.search(r"\\u00(07|1b)", page)
 
@@ -143,9 +149,16 @@ def test_several_runs_stand_side_by_side_and_those_of_other_seeds_make_a_band(
     make_readings, tmp_path
 ):
     paths = [
-        write(tmp_path / "one" / "seed_0", make_readings(), seed=0),
-        write(tmp_path / "one" / "seed_1", make_readings(error=0.3), seed=1, time=1.8e9),
-        write(tmp_path / "other" / "seed_0", make_readings(), tokens=64),
+        write(tmp_path / "one" / "seed_0", make_readings(), seed=0, rate=1, width=2),
+        write(
+            tmp_path / "one" / "seed_1",
+            make_readings(error=0.3),
+            width=2,
+            rate=1,
+            seed=1,
+            time=1.8e9,
+        ),
+        write(tmp_path / "other" / "seed_0", make_readings(), tokens=64, rate=1, width=2),
     ]
     names = ["one/seed_0", "one/seed_1", "other/seed_0"]
     runs = load_runs([paths[0], paths[1] / FILE_NAME, paths[2]])
@@ -164,7 +177,7 @@ def test_several_runs_stand_side_by_side_and_those_of_other_seeds_make_a_band(
     (tokens,) = (row for row in content["configuration"] if row["name"] == "tokens")
     assert tokens["texts"] == ["not recorded", "not recorded", "64"]
     # Two runs of one seed differ in something that no record holds, as the learning rate.
-    paths.append(write(tmp_path / "rate" / "seed_1", make_readings(), seed=1))
+    paths.append(write(tmp_path / "rate" / "seed_1", make_readings(), seed=1, rate=1, width=2))
     assert not any(name.startswith("mean of") for name in named(paths))
     assert not any(name.startswith("mean of") for name in named([paths[1], paths[3]]))
     assert [run.name for run in load_runs([paths[0], paths[0]])] == ["seed_0 (1)", "seed_0 (2)"]
@@ -184,16 +197,17 @@ def test_the_mean_of_seeds_has_a_band_from_the_lowest_to_the_highest(make_readin
 
 
 def test_maps_and_heads_of_long_runs_are_thinned_and_keep_both_ends(make_readings):
-    steps = tuple(range(300))
-    curves = {name: [1.0] * 300 for name in CURVES}
+    steps = tuple(range(450))
+    curves = {name: [1.0] * 450 for name in CURVES}
     panels = build_panels([run_of(make_readings(steps, curves=curves))])
     for shown, most in (
         (panels.maps["anisotropy"].columns, 64),
         (panels.heads["cosine of mean query and mean key"], 16),
+        (panels.training["Intrinsic dimension"].lines[0].x, 402),
+        (panels.steps, 402),
     ):
         assert len(shown) <= most
-        assert (min(shown), max(shown)) == (0, 299)
-    assert panels.steps == (0, 299)
+        assert (min(shown), max(shown)) == (0, 449)
 
 
 def test_the_values_are_those_of_the_record(make_readings):
@@ -259,6 +273,7 @@ def test_a_record_of_one_reading_without_metrics_makes_a_page(make_readings, lib
     page = Page(render([Run("a", Path("a"), Readings([], [reading]))]))
     assert "twonn: not measured." in page.words
     assert "newPlot" not in "".join(page.scripts)
+    assert "share of the training's time" not in page.words  # which is unknown
 
 
 def test_the_time_of_a_run_is_from_its_first_to_its_last_reading(make_readings):
@@ -291,7 +306,7 @@ def test_a_report_is_a_page(make_readings, tmp_path):
 
 def test_the_command_writes_the_page(make_readings, tmp_path, library):
     folder = write(tmp_path / "run", make_readings())
-    out = tmp_path / "new folder" / "page.html"
+    out = tmp_path / "new folder" / "in it" / "page.html"
     result = invoke("report", folder, folder, "-o", out)
     assert result.exit_code == 0, result.stderr
     assert result.stdout.startswith(f"wrote {out} (0.")

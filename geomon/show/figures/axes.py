@@ -12,7 +12,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import BoundaryNorm, ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from geomon.analysis import single_source
 from geomon.record import Readings
@@ -170,7 +170,7 @@ def _number_axis(place: Axes, panel: Lines) -> None:
     place.set_xlabel(words, fontsize=10)
     if is_logarithmic:
         place.set_xscale("log", base=2 if panel.over == "scale" else 10)
-        place.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        place.xaxis.set_major_formatter("{x:g}")
         place.xaxis.set_minor_locator(NullLocator())
     else:
         place.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9, min_n_ticks=1))
@@ -182,13 +182,16 @@ def _scale(place: Axes, panel: Lines) -> None:
         place.set_ylim(*panel.ends)
     elif panel.is_logarithmic:
         place.set_yscale("log")
-        low, high = place.get_ylim()
-        subs = (1,) if high > _MANY_POWERS * low else (1, 2, 3, 5)
-        place.yaxis.set_major_locator(LogLocator(subs=subs))
-        place.yaxis.set_minor_locator(NullLocator())
-        place.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        _name_numbers(place.yaxis, *place.get_ylim())
     elif not any(value < 0 for line in panel.lines for value in line.y):
         place.set_ylim(bottom=0)
+
+
+def _name_numbers(axis: Any, low: float, high: float) -> None:
+    """Name numbers of a logarithmic axis, of a long one powers of ten alone."""
+    axis.set_major_locator(LogLocator(subs=(1,) if high > _MANY_POWERS * low else (1, 2, 3, 5)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter("{x:g}")
 
 
 def _mark_alerts(place: Axes, panel: Lines, axis: StepAxis) -> None:
@@ -279,10 +282,7 @@ def add_bar(mesh: Any, panel: Matrix, places: Sequence[Axes]) -> None:
     bar.ax.tick_params(labelsize=8.5, length=2)
     bar.outline.set_visible(False)
     if panel.is_logarithmic:
-        subs = (1,) if panel.high > _MANY_POWERS * panel.low else (1, 2, 5)
-        bar.ax.yaxis.set_major_locator(LogLocator(subs=subs))
-        bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        bar.ax.yaxis.set_minor_locator(NullLocator())
+        _name_numbers(bar.ax.yaxis, panel.low, panel.high)
 
 
 def _name_ticks(axis: Any, names: Sequence[int]) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
 from geomon.analysis import curve_of
 from geomon.analysis.compare import Difference
@@ -59,7 +58,7 @@ def _draw_differences(panel: Any, drawn: Sequence[Difference], titles: Sequence[
         panel.set_xscale("symlog", linthresh=100)
         panel.set_xlim(left=-200)  # nothing falls by more than 100 %
         panel.xaxis.get_major_locator().set_params(numticks=7)
-        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        panel.xaxis.set_major_formatter("{x:g}")
     panel.set_yticks(range(len(drawn)), labels=titles, fontsize=8.5)
     panel.set_ylim(-0.7, len(drawn) - 0.3)
     steps = sorted({each.step for each in drawn})

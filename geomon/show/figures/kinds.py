@@ -74,7 +74,7 @@ def draw(kind: str, readings: Readings | Sequence[Readings], metric: str | None 
     if kind not in KINDS:
         raise ValueError(f"no figure is called {kind!r}: there are {', '.join(KINDS)}")
     found = KINDS[kind]
-    runs = [readings] if isinstance(readings, Readings) else list(readings)
+    runs = [readings] if isinstance(readings, Readings) else readings
     if not runs:
         raise ValueError(f"the figure {kind!r} needs a run: give one")
     if len(runs) > 1 and not found.takes_runs:
@@ -90,12 +90,12 @@ def draw(kind: str, readings: Readings | Sequence[Readings], metric: str | None 
         return found.draw(subject, metric)
     except NotMeasuredError as error:
         known = _metrics(runs[0], found.takes_metric)
-        close = difflib.get_close_matches(metric, known, n=3, cutoff=0.5)
+        close = difflib.get_close_matches(metric, known, cutoff=0.5)
         advice = f": did you mean {' or '.join(close)}?" if close else f"; {', '.join(known)} were"
         raise NotMeasuredError(f"{error}{advice if known else ''}") from error
 
 
-def _metrics(readings: Readings, has: str) -> list[str]:
+def _metrics(readings: Readings, has: str) -> dict[str, None]:
     """List the metrics that a run has values of "layers" or "heads" of."""
     columns = [item for reading in readings for item in reading.columns.items()]
-    return list(dict.fromkeys(metric for metric, column in columns if getattr(column, has)))
+    return dict.fromkeys(metric for metric, column in columns if getattr(column, has))

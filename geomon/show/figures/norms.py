@@ -9,7 +9,7 @@ import math
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from geomon.analysis import single_source
@@ -86,7 +86,7 @@ def _draw_types(panel: Axes, arrays: dict[str, NDArray[np.generic]], layer: int)
     axes.style_axes(panel)
     panel.xaxis.set_major_locator(MaxNLocator(4))
     for axis in (panel.xaxis, panel.yaxis):  # a common factor would stand among the words below
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+        axis.set_major_formatter("{x:.3g}")
     panel.set_xlabel("squared norm of the type's mean, M", fontsize=10)
     panel.set_ylabel("variance about it, V", fontsize=10)
     if len(count) < 3:

@@ -17,6 +17,7 @@ from geomon.record.sinks import LoggerSink
 from geomon.show.loggers.history import Part, RunDrawer
 from geomon.show.loggers.parts import Pages
 from geomon.show.loggers.pictures import Pictures
+from geomon.show.settings import setting_words
 
 Writers = Callable[[], Iterable[Any]]
 
@@ -65,8 +66,7 @@ class BoardPages(Pages):
         # Closed in reverse order: the values, which save, when all pages have had their last word.
         parts: list[Sink] = [values, BoardText(writers, name=name)]
         if pictures:
-            named = () if isinstance(detail, str) else detail
-            parts.append(Pictures(post, name=name, metrics=named))
+            parts.append(Pictures(post, name=name, metrics=values.named))
         super().__init__(name, parts)
 
 
@@ -150,9 +150,9 @@ class BoardText(RunDrawer):
         self._noted |= kinds.keys()
         super().write(reading)
 
-    def _draw(self, readings: Readings, reading: Reading) -> Iterator[Part]:
+    def _draw(self, readings: Readings, step: int) -> Iterator[Part]:
         words = f"{_bullets(summarise(readings))}\n\n{_GUIDE}"
-        yield partial(self._post, "1 the run in words", words, reading.step)
+        yield partial(self._post, "1 the run in words", words, step)
 
     def _post(self, name: str, text: str, step: int) -> None:
         for writer in self._writers():
@@ -164,16 +164,12 @@ def _bullets(sentences: Iterable[str]) -> str:
 
 
 def _table(description: Mapping[str, Any]) -> str:
-    """Format the description of a run as a table; long lists by their length."""
-    rows = "".join(f"| {_escape(name)} | {_cell(value)} |\n" for name, value in description.items())
+    """Format the description of a run as a table."""
+    rows = "".join(
+        f"| {_escape(name)} | {_escape(setting_words(name, value))} |\n"
+        for name, value in description.items()
+    )
     return f"| | |\n|---|---|\n{rows}"
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, list | tuple | Mapping):
-        listed = ", ".join(map(str, value))
-        return _escape(listed if len(listed) < 120 else f"{len(value)}: {listed}")
-    return _escape(str(value))
 
 
 def _escape(text: str) -> str:

@@ -17,6 +17,8 @@ _SHOWN = frozenset({*BY_LAYER, *BY_HEAD, *DIMENSIONS})
 _KEPT_RATIO = 2 ** (1 / 4) * 0.99
 # First step at which a run is drawn again: before it, the curves are flat.
 _SECOND = 16
+# Seconds expected for a first part that imports what it draws with.
+FIRST_COST = 1.0
 # Largest share of the time that the drawings of a run take while it goes on.
 SHARE = 0.005
 
@@ -40,30 +42,21 @@ class RunHistory:
         self._shown = _SHOWN | set(metrics)
         self.runs: list[dict[str, Any]] = []
         self._kept: list[Reading] = []
-        self._last: Reading | None = None
-
-    @property
-    def last(self) -> Reading | None:
-        """The last reading, with all its values; None before the first."""
-        return self._last
+        self._last: list[Reading] = []  # the last reading, unless it is kept
 
     def add(self, reading: Reading) -> None:
         """Take the next reading."""
-        self._last = last = replace(reading, stacks={"": reading.columns})
-        spaced = not self._kept or last.step >= _KEPT_RATIO * self._kept[-1].step
-        if spaced or any(note.is_alert for note in last.notes):
-            self._kept.append(self._select_shown(last))
+        shown = {name: each for name, each in reading.columns.items() if name in self._shown}
+        reading, self._last = replace(reading, stacks={"": shown}), []
+        spaced = not self._kept or reading.step >= _KEPT_RATIO * self._kept[-1].step
+        if spaced or any(note.is_alert for note in reading.notes):
+            self._kept.append(reading)
+        else:
+            self._last = [reading]
 
     def readings(self) -> Readings:
         """Return the readings that are kept, and the last one."""
-        kept = list(self._kept)
-        if self._last is not None and self._last.step != kept[-1].step:
-            kept.append(self._select_shown(self._last))
-        return Readings(self.runs, kept)
-
-    def _select_shown(self, reading: Reading) -> Reading:
-        shown = {name: each for name, each in reading.columns.items() if name in self._shown}
-        return replace(reading, stacks={"": shown})
+        return Readings(self.runs, self._kept + self._last)
 
 
 class RunDrawer(abc.ABC):
@@ -75,16 +68,18 @@ class RunDrawer(abc.ABC):
 
     Args:
         what: What it does, in words for messages.
-        first_cost: Seconds expected for the first part, which imports what it draws with.
+        first_cost: Seconds expected for the first part.
         metrics: Names of metrics that are drawn beside the usual ones.
     """
 
-    def __init__(self, what: str, *, first_cost: float, metrics: Collection[str] = ()) -> None:
+    def __init__(
+        self, what: str, *, first_cost: float = FIRST_COST, metrics: Collection[str] = ()
+    ) -> None:
         self._what = what
-        self._metrics = tuple(metrics)
+        self._metrics = metrics
         self._cost = first_cost  # seconds expected for the next part
         self._history = RunHistory(metrics)
-        self._drawn_at = -1
+        self._next = 0  # first step at which the run is drawn again
         self._is_whole = True  # whether the last reading has all parts of its drawing
         self._began = time.perf_counter()
         self._spent = 0.0
@@ -104,8 +99,8 @@ class RunDrawer(abc.ABC):
         """
         self._history.add(reading)
         self._is_whole = False
-        if self._drawn_at < 0 or reading.step >= max(_SECOND, 2 * self._drawn_at):
-            self._draw_run(reading, last=False)
+        if reading.step >= self._next:
+            self._draw_run(last=False)
 
     def close(self) -> None:
         """Draw the end of the run; may be called more than once.
@@ -113,21 +108,20 @@ class RunDrawer(abc.ABC):
         Raises:
             Exception: What drawing has raised.
         """
-        reading = self._history.last
-        if reading is not None and not self._is_whole:
-            self._draw_run(reading, last=True)
-        self._history = RunHistory(self._metrics)
+        if not self._is_whole:
+            self._draw_run(last=True)
 
-    def _draw_run(self, reading: Reading, *, last: bool) -> None:
+    def _draw_run(self, *, last: bool) -> None:
         """Make the parts of a drawing that there is time for; one that fails keeps no other back.
 
         Raises:
             Exception: What the first part that failed has raised, once the others are made.
         """
-        parts = self._draw(self._history.readings(), reading)
+        readings = self._history.readings()
+        parts = self._draw(readings, step := readings[-1].step)
         failure: Exception | None = None
         while last or self._is_within_share():
-            self._drawn_at = reading.step
+            self._next = max(_SECOND, 2 * step)
             began = time.perf_counter()
             try:
                 part = next(parts, None)
@@ -137,9 +131,8 @@ class RunDrawer(abc.ABC):
                 part()
             except Exception as error:
                 failure = failure or error
-            seconds = time.perf_counter() - began
-            self._spent += seconds
-            self._cost = seconds
+            self._cost = time.perf_counter() - began
+            self._spent += self._cost
         if failure is not None:
             raise failure
 
@@ -148,12 +141,12 @@ class RunDrawer(abc.ABC):
         return self._spent + self._cost <= SHARE * (time.perf_counter() - self._began)
 
     @abc.abstractmethod
-    def _draw(self, readings: Readings, reading: Reading) -> Iterator[Part]:
+    def _draw(self, readings: Readings, step: int) -> Iterator[Part]:
         """Give the parts of a drawing, the most telling first; nothing is drawn before they are.
 
         Args:
             readings: Readings so far, thinned.
-            reading: The last reading, with all its values.
+            step: Step of the last one.
         """
 
 

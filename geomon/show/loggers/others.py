@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from geomon.analysis.alerts import alert_notes
 from geomon.record import Reading, Sink
-from geomon.record.headline import HEADLINE, Detail, check_detail
+from geomon.record.headline import HEADLINE, Detail
 from geomon.record.sinks import LoggerSink
 from geomon.show.loggers.parts import Pages
 from geomon.show.loggers.pictures import Pictures, Post
@@ -46,13 +46,12 @@ class Logger(Pages):
         detail: Detail = HEADLINE,
         save: Callable[[], object] = lambda: None,
     ) -> None:
-        detail = check_detail(detail)
-        parts: list[Sink] = [LoggerSink(name, log, detail=detail, save=save)]
+        values = LoggerSink(name, log, detail=detail, save=save)
+        parts: list[Sink] = [values]
         if alert is not None:
             parts.append(Alerts(alert, name=name))
         if picture is not None:
-            named = () if isinstance(detail, str) else detail
-            parts.append(Pictures(picture, name=name, metrics=named))
+            parts.append(Pictures(picture, name=name, metrics=values.named))
         super().__init__(name, parts)
 
 
@@ -136,7 +135,7 @@ class Alerts:
     """Sink that hands the alerts of readings to a function.
 
     Args:
-        send: Function of a title of less than 64 characters, a text and a step.
+        send: Function of a title, a text and a step.
         name: Name of the logger, for messages.
     """
 
@@ -151,7 +150,7 @@ class Alerts:
         """Send the alerts of a reading."""
         for alert in alert_notes(reading):
             title = f"geomon: {alert.kind.replace('_', ' ')}"
-            self._send(title[:63], str(alert), reading.step)
+            self._send(title, str(alert), reading.step)
 
     def close(self) -> None:
         """Do nothing: alerts are sent at once."""

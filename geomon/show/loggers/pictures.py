@@ -1,21 +1,17 @@
 """Pictures for loggers, drawn while the model trains: cards of one panel each."""
 
-import sys
 from collections.abc import Callable, Collection, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
-from geomon.record import Reading, Readings
+from geomon.record import Readings
 from geomon.show.collect import cards_of
 from geomon.show.loggers.history import Part, RunDrawer
 from geomon.show.panels import Lines, Matrix
 
 # Takes the name of a picture, its pixels (uint8 [height, width, 3]) and the step.
 Post = Callable[[str, NDArray[np.uint8], int], object]
-
-# Seconds expected for the first picture, where it imports matplotlib and where that is done.
-_FIRST_COST, _FIRST_COST_IMPORTED = 0.8, 0.2
 
 
 class Pictures(RunDrawer):
@@ -36,17 +32,16 @@ class Pictures(RunDrawer):
     def __init__(
         self, post: Post, *, name: str = "the logger", metrics: Collection[str] = ()
     ) -> None:
-        cost = _FIRST_COST_IMPORTED if "matplotlib" in sys.modules else _FIRST_COST
-        super().__init__(f"drawing pictures for {name}", first_cost=cost, metrics=metrics)
+        super().__init__(f"drawing pictures for {name}", metrics=metrics)
         self._post = post
 
-    def _draw(self, readings: Readings, reading: Reading) -> Iterator[Part]:
+    def _draw(self, readings: Readings, step: int) -> Iterator[Part]:
         from geomon.show.figures import as_image, card  # imports matplotlib: only when needed
 
         for name, panel in cards_of(readings, self._metrics):
 
             def post(name: str = name, panel: Lines | Matrix = panel) -> None:
-                self._post(name, as_image(card(panel)), reading.step)
+                self._post(name, as_image(card(panel)), step)
 
             yield post
 

@@ -29,8 +29,6 @@ _STEP = "geomon/step"
 _MANY_WAITING = 3
 # Seconds in which W&B sends one alert of a title at most.
 _ALERT_PAUSE = 600
-# Seconds expected for the first charts, which import plotly.
-_FIRST_COST = 1.0
 
 
 class WandB(Pages):
@@ -329,12 +327,12 @@ class WandBCharts(RunDrawer):
     """
 
     def __init__(self, rows: WandBRows) -> None:
-        super().__init__("drawing charts for W&B", first_cost=_FIRST_COST, metrics=rows.named)
+        super().__init__("drawing charts for W&B", metrics=rows.named)
         self._rows = rows
 
-    def _draw(self, readings: Readings, reading: Reading) -> Iterator[Part]:
+    def _draw(self, readings: Readings, step: int) -> Iterator[Part]:
         if self._rows.run is not None:
-            yield partial(self._log_charts, readings, reading.step)
+            yield partial(self._log_charts, readings, step)
 
     def _log_charts(self, readings: Readings, step: int) -> None:
         import wandb

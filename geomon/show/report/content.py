@@ -5,7 +5,7 @@ to a few dozen.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ class Panels(NamedTuple):
         depth: Metrics over depth.
         maps: Metrics by layer and step.
         heads: Metrics by layer and head, by step.
-        steps: Ends of the axis of steps, the same in all panels.
+        steps: Steps that the axis of steps reaches over, the same in all panels.
     """
 
     training: dict[str, Lines]
@@ -46,7 +46,7 @@ class Panels(NamedTuple):
     depth: dict[str, Lines]
     maps: dict[str, Matrix]
     heads: dict[str, dict[int, Matrix]]
-    steps: tuple[int, int]
+    steps: Collection[int]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def build_content(runs: Sequence[Run]) -> dict[str, Any]:
     return {
         "runs": [
             {
-                "name": printable(run.name),
+                "name": run.name,
                 "colour": colour,
                 "model": printable(str(run.description.get("model", "unknown model"))),
                 **_words_of(run.readings),
@@ -99,12 +99,12 @@ def build_content(runs: Sequence[Run]) -> dict[str, Any]:
 
 def _words_of(readings: Readings) -> dict[str, Any]:
     """A run in words, each sentence once: the dimension, the alerts, and the others."""
-    headline = dimension_sentences(readings)[:1]
+    missing = f"{readings.text_of('twonn').title}: not measured."
+    headline = next(iter(dimension_sentences(readings)), missing)
     alerts = alert_sentences(readings)
-    others = [each for each in summarise(readings) if each not in (*headline, *alerts)]
-    words = headline[0] if headline else f"{readings.text_of('twonn').title}: not measured."
+    others = [each for each in summarise(readings) if each not in (headline, *alerts)]
     return {
-        "headline": printable(words),
+        "headline": printable(headline),
         "alerts": [*map(printable, alerts)],
         "sentences": [*map(printable, others)],
     }
@@ -155,7 +155,7 @@ def build_panels(runs: Sequence[Run]) -> Panels:
         null = null_of(selected[0], first.metric) if has_null else None
         return Lines(label, found, null=null, alerts=alerts)
 
-    steps = [step for each in curves for curve in each.values() for step in curve.steps]
+    steps = {step for each in curves for curve in each.values() for step in curve.steps}
     return Panels(
         {
             title if len(each) > 1 else each[0].words: panel(each, each[0].unit)
@@ -167,7 +167,7 @@ def build_panels(runs: Sequence[Run]) -> Panels:
             if not present[tag].chart
         },
         *_depth(runs, selected),
-        (min(steps, default=0), max(steps, default=0)),
+        steps,
     )
 
 
@@ -185,9 +185,9 @@ def _series_of(
         lines = {tag: line_of(curve, "", colours[index]) for tag, curve in by_tag.items()}
         if index in grouped:
             lines = {tag: replace(x, low=(), high=(), width=0.7) for tag, x in lines.items()}
-        series.append(("" if index in grouped else printable(run.name), lines))
+        series.append(("" if index in grouped else run.name, lines))
     for group in groups:
-        names = ", ".join(printable(runs[index].name) for index in group[:4])
+        names = ", ".join(runs[index].name for index in group[:4])
         common = set.intersection(*(set(curves[index]) for index in group))
         means = {
             tag: _mean([curves[index][tag] for index in group], colours[group[0]]) for tag in common
@@ -217,18 +217,16 @@ def _depth(
     for metric, text in _texts_of(selected).items():
         label = printable(text.label)
         for run, colour, readings in zip(runs, _colours(runs), selected, strict=True):
-            name = f"{printable(run.name)}: {label}" if len(runs) > 1 else label
-            profile = depth_panel(some := _at(readings, _MOST_COLUMNS), metric)
-            if not profile.lines:
+            name = f"{run.name}: {label}" if len(runs) > 1 else label
+            matrix = map_panel(some := _at(readings, _MOST_COLUMNS), metric)
+            if matrix is None:
                 continue
+            maps[name], profile = matrix, depth_panel(some, metric)
             if len(runs) > 1:
-                ends = _ends(profile, printable(run.name), colour)
+                ends = _ends(profile, run.name, colour)
                 before = depth[label].lines if label in depth else ()
                 profile = replace(profile, lines=[*before, *ends], named_by="")
             depth[label] = profile
-            matrix = map_panel(some, metric)
-            if matrix is not None and len(matrix.layers) > 1:
-                maps[name] = matrix
             if found := head_panels(_at(readings, _MOST_STEPS), metric, _MOST_STEPS):
                 heads[name] = found
     return depth, maps, heads
@@ -250,9 +248,11 @@ def _at(readings: Readings, most: int) -> Readings:
 
 def _texts_of(runs: Sequence[Readings]) -> dict[str, MetricText]:
     """How the page speaks of each metric of runs, by its name."""
-    every = {name: run for run in reversed(runs) for each in run for name in each.columns}
-    listed = [name for run in runs for name in run.metrics if name in every]
-    return {name: every[name].text_of(name) for name in dict.fromkeys([*listed, *every])}
+    found: dict[str, MetricText] = {}
+    for run in runs:
+        for name in dict.fromkeys(name for each in run for name in each.columns):
+            found.setdefault(name, run.text_of(name))
+    return found
 
 
 def _colours(runs: Sequence[Run]) -> list[str]:
@@ -270,8 +270,7 @@ def _seed_groups(runs: Sequence[Run]) -> list[list[int]]:
     groups: dict[str, list[int]] = {}
     for index, run in enumerate(runs):
         told = {key: x for key, x in run.description.items() if key not in _OF_ONE_SEED}
-        if told:
-            groups.setdefault(repr(sorted(told.items())), []).append(index)
+        groups.setdefault(repr(sorted(told.items())), []).append(index)
     seeds = [
         repr([run.description.get(name) for name in ("seed", "training/seed")]) for run in runs
     ]
@@ -296,10 +295,7 @@ def _notes(readings: Readings) -> list[dict[str, Any]]:
                     "text": printable(note.words()), "first": first["first"], "last": reading.step,
                     "count": first["count"] + 1,
                 }  # fmt: skip
-    remarks = [
-        {"text": printable(text), "first": None, "last": None, "count": 1}
-        for text in readings.remarks()
-    ]
+    remarks = [{"text": printable(text), "first": None} for text in readings.remarks()]
     return remarks + sorted(found.values(), key=lambda note: -note["count"])
 
 

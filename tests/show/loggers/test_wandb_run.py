@@ -1,11 +1,13 @@
 """Pages of W&B: rows beside the training's own, charts, the summary, alerts; all of it offline."""
 
 import contextlib
+import gc
 import json
 import math
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -167,12 +169,19 @@ def test_nothing_is_left_on_the_run(order):
     for sink in sinks:
         sink.write(reading(0))
     assert "_log" in vars(run)
-    for sink in sinks[::order]:
-        sink.close()
+    first, second = sinks[::order]
+    first.close()
+    second.write(reading(1))
     run.log({"loss": 1.0}, step=7)
-    assert run.rows
+    second.close()
+    run.end_row()
+    assert steps_of(run).keys() == {0, 1}
     if order < 0:
+        rows = weakref.ref(second.parts()[0])
+        del sink, sinks, first, second
+        gc.collect()
         assert "_log" not in vars(run)
+        assert rows() is None
 
 
 def test_a_disabled_run_is_left_as_it_is():
@@ -197,8 +206,8 @@ def test_a_run_to_which_nobody_else_logs_is_said_once(caplog):
     with caplog.at_level("WARNING", "geomon"):
         for step in range(20):
             sink.write(reading(step))
-    assert [m for m in caplog.messages if "WandB(run, by_step=True)" in m] == caplog.messages
-    assert len(caplog.messages) == 1
+            assert len(caplog.messages) == (step >= 3)  # the first joins the open row
+    assert "WandB(run, by_step=True)" in caplog.text
 
 
 def test_a_reading_joins_the_row_that_is_open_and_its_charts_follow():
@@ -207,9 +216,9 @@ def test_a_reading_joins_the_row_that_is_open_and_its_charts_follow():
     sink.write(reading(3))
     sink.log({"charts/a": "chart"}, 3)
     run.log({"loss": 1.0})
-    run.log({"early": 1.0}, commit=False)
     sink.write(reading(4))
     sink.log({"charts/a": "chart"}, 4)
+    run.log({"early": 1.0}, commit=False)
     run.log({"loss": 2.0})
     shown = {"geomon/twonn", "geomon/twonn_low", "geomon/twonn_high", "geomon/step", "loss"}
     chart = {"charts/a", "geomon/step"}
@@ -289,7 +298,7 @@ SECTIONS = {
     "geomon_charts": {
         "1_Intrinsic_dimension", "2_anisotropy_over_depth", "4_anisotropy_by_layer",
         "5_attention_entropy_by_layer", "6_cosine_of_mean_query_and_mean_key_by_head",
-        "7_attention_entropy_by_head",
+        "7_attention_entropy_by_head", "9_anisotropy_over_depth",
     },
 }  # fmt: skip
 
@@ -303,7 +312,7 @@ def test_offline_the_file_has_panels_in_sections_configuration_summary_and_alert
     readings = make_readings(without=["geomon"], layers=2, heads=2)
     readings = alerted(readings, [(5, "rank_collapse")])
     run = wandb.init(project="test", dir=str(tmp_path), config={"own": 1})
-    sink = WandB(run)
+    sink = WandB(run, detail=["anisotropy"])
     sink.describe({"model": "Decoder", "metrics": TEXTS})
     for each in readings:
         sink.write(each)
@@ -342,7 +351,9 @@ def test_offline_the_file_has_panels_in_sections_configuration_summary_and_alert
     assert summary["geomon/final"] == 5.3
 
     (alert,) = [record.alert for record in records if record.HasField("alert")]
-    assert alert.title == "geomon: rank collapse"
+    assert (alert.title, alert.level, alert.wait_duration) == (
+        "geomon: rank collapse", "WARN", 600_000,
+    )  # fmt: skip
     assert alert.text.startswith("Step 256: rank collapse (layer 2)")
 
     media = [json.loads(path.read_text()) for path in tmp_path.rglob("*.plotly.json")]
@@ -353,14 +364,22 @@ def test_the_configuration_of_a_wandb_run_describes_the_monitored_one(tmp_path, 
     import wandb
 
     work_offline(monkeypatch, tmp_path)
-    sink = WandB()  # before there is a run
+    sink = WandB(pictures=False)  # before there is a run
     model = PlainDecoder(layers=1)
     metrics = select("variance")
     with wandb.init(project="test", dir=str(tmp_path), config={"own": 1}) as run:
-        monitor = Monitor(model, metrics=metrics, directory=tmp_path, sinks=[sink], strict=True)
-        with monitor(0):
-            model(batch())
+        monitor = Monitor(
+            model, metrics=metrics, directory=tmp_path, sinks=[sink], strict=True,
+            schedule=lambda step: True,
+        )  # fmt: skip
+        for step in range(2):
+            with monitor(step):
+                model(batch())
         monitor.close()
+        assert "_log" in vars(run)  # the second reading waits for a row
+        run.log({"loss": 1.0})
+        sink.close()
+        assert "_log" not in vars(run)
         (described,) = read(tmp_path).runs
         found = dict(run.config)
     assert found["own"] == 1
