@@ -99,7 +99,7 @@ def layers_panel(readings: Readings, metric: str) -> Lines:
         if len(curve)
     ]
     null, most = null_of(readings, metric), _largest(readings, metric)
-    highest = max([v for line in lines for v in line.y] + [most] * math.isfinite(most), default=1.0)
+    highest = max([0.0, *(v for line in lines for v in line.y)] + [most] * math.isfinite(most))
     ends = (0.0, 1.08 * highest if highest > 0 else 1.0)
     label, alerts = readings.text_of(metric).label, alerts_of(readings)
     return Lines(label, lines, named_by="layer", null=null, alerts=alerts, ends=ends)
@@ -349,12 +349,13 @@ def arrays_by_step(readings: Readings, name: str, most: int) -> dict[int, dict[s
         name: Name of an array; steps without it are left out.
         most: Largest number of steps.
     """
-    if readings.folder is None:
-        return {}
     selected = single_source(readings)
-    kept = set(readings.folder.steps(selected[0].source)) if selected else set()
+    if readings.folder is None or not selected:
+        return {}
+    source = selected[0].source
+    kept = set(readings.folder.steps(source))
     known = [reading.step for reading in selected if reading.step in kept]
-    found = {step: readings.arrays(step, selected[0].source) for step in spread_steps(known, most)}
+    found = {step: readings.arrays(step, source) for step in spread_steps(known, most)}
     return {step: arrays for step, arrays in found.items() if array_layers(arrays, name, readings)}
 
 

@@ -10,6 +10,7 @@ from tagged import TEXTS, reading_of, with_values
 from geomon.analysis import Curve, mean_abs_over_heads
 from geomon.record import Readings
 from geomon.show import collect
+from geomon.show.colours import BLUE, look_of
 from geomon.show.panels import Line, Lines, StepAxis, spread_items, spread_steps, thin
 
 
@@ -104,6 +105,8 @@ def test_every_layer_and_every_head_is_a_line_in_the_colour_of_its_layer():
 def test_the_axis_of_layers_begins_at_0_and_has_room_for_uniform_attention(make_readings):
     panel = collect.layers_panel(make_readings(), "attention_entropy")
     assert panel.ends == pytest.approx((0, 1.08 * 3.0))
+    nothing = single("attention_entropy", [0.0, 0.0])
+    assert collect.layers_panel(nothing, "attention_entropy").ends == (0, 1)
     high = with_all(make_readings(), {"attention_entropy/null": 4.0})
     assert collect.layers_panel(high, "attention_entropy").ends == pytest.approx((0, 1.08 * 4.0))
 
@@ -183,6 +186,8 @@ def test_the_dimension_by_scale_is_a_line_for_each_step(make_readings):
     assert [(line.name, line.x, line.y) for line in panel.lines] == [
         ("0", [1, 32], [2.6, 14.6]), ("16", [1, 32], [2.9, 10.0]),
     ]  # fmt: skip
+    one_scale = Readings([], [reading_of({"gride/mean/k32": 6.0})])
+    assert collect.scales_panel(one_scale).lines == []
 
 
 def test_a_map_has_a_column_for_each_step_and_its_scale_from_the_blocks(make_readings):
@@ -233,12 +238,13 @@ def test_heads_stand_by_layer_and_head_on_one_scale(make_readings):
 
 
 @pytest.mark.parametrize(
-    ("null", "is_inside"), [(6.0, True), (500.0, False), (-1.0, False), (math.nan, False)]
+    ("null", "drawn"), [(6.0, 6.0), (500.0, None), (-1.0, None), (math.nan, 5.5)]
 )
-def test_a_null_is_drawn_where_it_lies_within_the_panel(null, is_inside):
-    readings = with_all(lopsided(), {"twonn/null": null})
-    panel = collect.dimension_panel(readings)
-    assert panel.null_inside == ((null, f"Gaussian noise: {null:.2g}") if is_inside else None)
+def test_the_last_null_is_drawn_where_it_lies_within_the_panel(null, drawn):
+    first, *others = with_all(lopsided(), {"twonn/null": null})
+    first = with_values(first, first.values | {"twonn/null": 5.5})
+    panel = collect.dimension_panel(Readings(lopsided().runs, [first, *others]))
+    assert panel.null_inside == (drawn and (drawn, f"Gaussian noise: {drawn:.2g}"))
 
 
 @pytest.mark.parametrize(
@@ -260,7 +266,18 @@ def test_the_axis_of_steps_has_powers_of_ten_and_step_0_to_the_left(steps, ticks
     assert places[0] == (steps[0] or pytest.approx(steps[1] / 2.8, rel=0.02))
     edges = axis.edges()
     assert all(low < at < high for low, at, high in zip(edges, places, edges[1:], strict=False))
-    assert StepAxis([7]).edges()[0] < 7 < StepAxis([7]).edges()[1]
+
+
+def test_columns_meet_halfway_between_their_steps():
+    assert StepAxis([1, 100]).edges() == pytest.approx([0.1, 10, 1000])
+    assert StepAxis([6]).edges() == pytest.approx([4, 9])
+    assert StepAxis([0]).ticks() == [0]
+
+
+def test_looks_differ_as_long_as_they_can():
+    looks = [look_of(number) for number in range(29)]
+    assert len(set(looks)) == 28
+    assert looks[0] == looks[28] == (BLUE, "solid")
 
 
 def test_what_is_chosen_has_the_first_and_the_last():

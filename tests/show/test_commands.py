@@ -164,7 +164,7 @@ def test_the_overview_is_printed_where_no_application_can_be_drawn(
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(sys, "stdin", Terminal("utf-8"))
     monkeypatch.setenv("TERM", term)
-    monkeypatch.setattr(WatchApp, "run", lambda self, **_: print("the application"))
+    monkeypatch.setattr(WatchApp, "run", lambda self, mouse: mouse or print("the application"))
     watch([run])
     printed = terminal.getvalue()
     assert ("the application" in printed) == draws

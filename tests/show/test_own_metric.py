@@ -25,6 +25,7 @@ def run(make_readings):
     """A run that measures a metric of which the record has a title and a unit alone."""
     own = {f"peak_norm/layer_{layer:02d}": 3.0 + layer for layer in range(5)}
     own |= {"peak_norm/mean": 5.5, "peak_norm/mean/margin": 0.25, "peak_norm/null": NULL}
+    own["gride/null"] = 3.0
     described = {"model": "Synthetic", "metrics": {**TEXTS, "peak_norm": TEXT}}
     readings = [with_values(each, {**each.values, **own}) for each in make_readings()]
     return Readings([described], readings)
@@ -56,6 +57,11 @@ def look_at_watch(run, folder):
             )
             assert curve == f"{LABEL}  5.5 ± 0.2  noise: {NULL:.2g}"
             assert profile == "by layer  ━ start  ━ peak 256  ━ now"
+            app.query_one("#metric").value = "gride/mean/k1"
+            await pilot.pause()
+            assert "noise" not in app.query_one("#over_steps").border_title  # it is of another part
+            app.query_one("#metric").value = "peak_norm/mean"
+            await pilot.pause()
             values = [value for _, value in app.query_one("#layer")._options]
             assert values == [-1, *range(5)]
 

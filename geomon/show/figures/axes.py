@@ -1,7 +1,7 @@
 """Panels drawn by matplotlib."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from string import ascii_lowercase
 from typing import Any, Literal
 
@@ -142,9 +142,8 @@ def _draw_lines(place: Axes, panel: Lines, legend: str) -> None:
     if panel.chance is not None:
         limit, words = panel.chance
         place.axhspan(-limit, limit, color=GREY, alpha=0.18, lw=0, zorder=0, label=words)
-    names = [line.name for line in panel.lines]
-    if panel.named_by and len(names) > 1:
-        colour_bar(place, names, [line.colour for line in panel.lines], panel.named_by)
+    if panel.named_by:
+        colour_bar(place, panel.lines, panel.named_by)
     elif legend == "above":
         style: Style = {"ncols": 2, "columnspacing": 1.0, "labelcolor": "linecolor"}
         show_legend(place, loc="lower left", bbox_to_anchor=(-0.06, 1.01), **style)
@@ -219,13 +218,11 @@ def leave_room(place: Axes, named: Axes) -> None:
 
 
 def draw_loss(place: Axes, readings: Readings) -> None:
-    """Draw the loss behind a panel whose steps are drawn already, with an axis of its own."""
+    """Draw the loss in a panel whose steps are drawn already, with an axis of its own."""
     name, loss = furthest_loss(readings)
     if len(loss) < 2:
         return
     axis = place.twinx()
-    axis.set_zorder(place.get_zorder() - 1)
-    place.patch.set_visible(False)
     places = StepAxis(reading.step for reading in single_source(readings)).places(loss.steps)
     axis.plot(places, loss.values, color=GREY, lw=1.2, ls="-.")
     leave_room(axis, place)
@@ -338,14 +335,14 @@ def show_legend(place: Axes, **style: Any) -> bool:
     return True
 
 
-def colour_bar(place: Axes, names: Sequence[str], colours: Iterable[str], label: str) -> None:
-    """Add a colour bar with one field for each name, from below; a label says what they are of."""
-    count = len(names)
+def colour_bar(place: Axes, lines: Sequence[Line], label: str) -> None:
+    """Add a colour bar with a field for each line, from below; a label says what they are of."""
+    count = len(lines)
     norm = BoundaryNorm(np.arange(count + 1) - 0.5, count)
-    mappable = ScalarMappable(norm, ListedColormap(list(colours)))
+    mappable = ScalarMappable(norm, ListedColormap([line.colour for line in lines]))
     bar = place.figure.colorbar(mappable, ax=place, pad=0.02, aspect=28)
     ticks = range(0, count, math.ceil(count / _MAX_NAMED))
-    bar.set_ticks(list(ticks), labels=[names[tick] for tick in ticks])
+    bar.set_ticks(list(ticks), labels=[lines[tick].name for tick in ticks])
     bar.minorticks_off()
     bar.ax.tick_params(labelsize=9, length=0)
     bar.set_label(label, fontsize=9.5)

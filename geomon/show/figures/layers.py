@@ -173,9 +173,8 @@ def _shares(
         for reading in single_source(readings)
         if reading.step == step
     ]
-    total = recorded[0] if recorded and recorded[0] >= values.sum() else values.sum()
-    shares = values / total if total > 0 else values[:0]
-    return shares[shares > _LEAST_SHARE]
+    total = max([values.sum(), *recorded])
+    return values[values > _LEAST_SHARE * total] / total
 
 
 def drift_figure(readings: Readings) -> Figure:

@@ -122,19 +122,19 @@ class WatchApp(App[str]):
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "quit"),
-        Binding("ctrl+c", "quit", "quit", show=False, priority=True),
+        Binding("ctrl+c", "quit", show=False, priority=True),
         Binding("question_mark", "page('help')", "help", key_display="?"),
         Binding("t", "pages(1)", "page"),
-        Binding("T", "pages(-1)", "page back", show=False),
+        Binding("T", "pages(-1)", show=False),
         Binding("m", "cycle('metric', 1)", "metric"),
-        Binding("M", "cycle('metric', -1)", "metric back", show=False),
+        Binding("M", "cycle('metric', -1)", show=False),
         Binding("l", "cycle('layer', 1)", "layer"),
-        Binding("L", "cycle('layer', -1)", "layer back", show=False),
+        Binding("L", "cycle('layer', -1)", show=False),
         Binding("h", "cycle('heads_metric', 1)", "heads"),
         Binding("r", "cycle('run', 1)", "run"),
         Binding("p", "reading(-1)", "earlier"),
         Binding("n", "reading(1)", "later"),
-        Binding("e", "newest", "newest", show=False),
+        Binding("e", "newest", show=False),
         Binding("x", "scale", "log"),
     ]
 

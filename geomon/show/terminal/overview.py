@@ -82,7 +82,7 @@ def _rows(readings: Readings) -> Iterator[tuple[str, str, str, str]]:
         after = [f"from {number(curve.values[0])}"] if len(curve) > 1 else []
         if curve.steps[-1] < readings[-1].step:
             after.append(f"known to step {curve.steps[-1]:,}")  # no batch comes after the last
-        line = spark(curve.values, _SPARK, statistics.median(curve.margins))
+        line = spark(curve.values, statistics.median(curve.margins))
         yield label, _last(curve), line, ", ".join(after)
     profile = readings[-1].column("anisotropy").by_layer()
     if profile:
@@ -90,25 +90,22 @@ def _rows(readings: Readings) -> Iterator[tuple[str, str, str, str]]:
         title = readings.text_of("anisotropy").title
         ends = f"{number(values[0])} to {number(values[-1])}"
         highest = f"highest {number(profile[top])} at layer {top}"
-        yield f"{title} by layer", ends, spark(values, _SPARK), highest
+        yield f"{title} by layer", ends, spark(values), highest
 
 
-def spark(values: Sequence[float], width: int, margin: float = 0.0) -> str:
-    """Draw values as a line of block characters, of as many values as fit.
+def spark(values: Sequence[float], margin: float = 0.0) -> str:
+    """Draw values as a line of at most sixteen block characters.
 
     Args:
-        values: Values from left to right.
-        width: Largest number of characters.
+        values: Values from left to right, one at least.
         margin: Half width of the 95 % intervals of the values: a range within two is drawn flat.
 
     Example:
-        >>> spark([1, 2, 4, 8, 8, 4], 6)
+        >>> spark([1, 2, 4, 8, 8, 4])
         '▁▂▄██▄'
     """
-    count = min(len(values), max(width, 0))
+    count = min(len(values), _SPARK)
     shown = [values[round(i * (len(values) - 1) / max(count - 1, 1))] for i in range(count)]
-    if not shown:
-        return ""
     low, high = min(shown), max(shown)
     if high - low <= max(_FLAT * max(abs(high), abs(low)), 2 * margin):
         return _BLOCKS[3] * count

@@ -214,8 +214,10 @@ def test_the_title_says_model_size_steps_and_loss(run, make_readings):
         "Synthetic, 1.23 million parameters, 4 blocks, steps 0 to 1,500, training loss 5.00 → 2.00"
     )
     assert draw("run", run).get_suptitle() == title_of(run)
-    acting = Readings([{"model": "a\x1b[2J\u202e$b^$", "layers": 3}], make_readings((0,)).readings)
+    described = {"model": "a\x1b[2J\u202e$b^$", "layers": 3, "parameters": 10**9}
+    acting = Readings([described], make_readings((0,)).readings)
     assert title_of(acting).isprintable()
+    assert "1 billion parameters" in title_of(acting)
     small(draw("run", acting))
     assert title_of(Readings([], [])) is None
     losses = [a for a in draw("run", run).axes if "training loss" in a.get_ylabel()]
@@ -340,9 +342,12 @@ def test_the_line_through_token_types_is_that_of_the_metric(make_readings, tmp_p
     assert f"{int(fit.types)} token types" in words
 
 
-@pytest.mark.parametrize("rows", [9, 20])  # too few of each type; all types alike
-def test_where_types_give_no_line_none_is_said(run, rows):
-    alike = {"type_rows": rows, "type_square_of_mean": 5.0, "type_scatter": 40.0}
+@pytest.mark.parametrize(
+    ("rows", "scatter"),
+    [(9, 40.0), (20, 40.0), (20, 0.0)],  # too few of each type; all types alike; and rows too
+)
+def test_where_types_give_no_line_none_is_said(run, rows, scatter):
+    alike = {"type_rows": rows, "type_square_of_mean": 5.0, "type_scatter": scatter}
     for reading in run:
         arrays = arrays_at(reading)
         for layer in range(LAYERS + 1):
@@ -368,6 +373,15 @@ def test_p_values_stand_over_training(run):
     names = [text.get_text() for text in p_values.get_legend().get_texts()]
     assert names == ["Spearman", "Pearson", "least possible with 5 layers: 0.017"]
     assert (p_values.get_xscale(), p_values.get_yscale()) == ("log", "log")
+
+
+@pytest.mark.parametrize("layers", [9, 10])
+def test_p_values_of_many_layers_are_those_of_normal_series(layers):
+    values = {f"drift_norm/layer_{n:02d}": float(n) for n in range(layers)}
+    values |= {f"cosine/layer_{n:02d}": 0.1 * (n**2 % 7) for n in range(layers)}
+    panel = draw("drift", Readings([], [reading_of(values, 8)])).axes[1]
+    assert ("of normal series" in panel.get_ylabel()) == (layers == 10)
+    assert ("least possible" in str(panel.get_legend_handles_labels()[1])) == (layers == 9)
 
 
 def test_spectra_are_shares_of_the_whole_variance(run):
@@ -534,6 +548,7 @@ def test_the_command_lays_runs_over_one_another(run_of, tmp_path):
     ("arguments", "words"),
     [
         (["--kind", "nothing"], "no figure is called 'nothing': there are run, dimension"),
+        (["--kind", "nothing", "--kind", "map"], "no figure is called 'nothing'"),
         (
             ["--kind", "drift", "--metric", "cosine"],
             "'drift' takes no metric: profiles, map, heads",

@@ -65,21 +65,20 @@ def test_each_row_says_the_last_value_the_history_and_the_first(make_readings):
 @pytest.mark.parametrize(
     ("values", "margin", "line"),
     [
-        ([], 0.0, ""),
         ([5.36, 5.44, 5.41, 5.35], 0.0, "▄▄▄▄"),
         ([5.0, 5.4, 4.9, 5.2, 5.5, 5.1], 0.35, "▄▄▄▄▄▄"),  # within twice the margin
         ([0.0, 0.0], 0.0, "▄▄"),
-        ([*range(80)], 0.0, "▁▂▃▃▄▅▆▆▇█"),
+        ([*range(80)], 0.0, "▁▁▂▂▃▃▄▄▅▅▆▆▇▇██"),
         ([8, 0], 0.0, "█▁"),
         ([-1.0, 1.0], 0.0, "▁█"),
         ([3.0, 1.0, 2.0], 0.0, "█▁▅"),
-        ([5.0, *[1.0] * 70, 3.0], 0.0, "█▁▁▁▁▁▁▁▁▅"),
+        ([5.0, *[1.0] * 70, 3.0], 0.0, "█▁▁▁▁▁▁▁▁▁▁▁▁▁▁▅"),
     ],
 )
 def test_sparks_go_from_the_least_to_the_most_keep_both_ends_and_draw_noise_flat(
     values, margin, line
 ):
-    assert spark(values, 10, margin) == line
+    assert spark(values, margin) == line
 
 
 def test_what_was_not_measured_is_left_out_but_the_dimension(make_readings):
@@ -128,5 +127,8 @@ def test_a_plain_line(make_readings):
         "entropy (nats) 2.8, |cosine of mean query and mean key| 0.40, training loss 4.0"
     )
     assert "(compressing)" in format_line(readings[8], readings)
+    assert format_line(readings[0], readings).startswith("step 0: intrinsic dimension 2.5 ± 0.1, ")
+    later = with_values(readings[8], {"training/loss": 2.0}, step=1600)  # measured no dimension
+    assert format_line(later, [*readings, later]) == "step 1600: training loss 2.0"
     own = reading_of({"peak_norm/mean": 2.0})
     assert format_line(own, [own]) == "step 0: 2 values"
