@@ -219,9 +219,9 @@ def _truncate_torn_line(file: FileIO) -> int:
     while end > 0:
         start = max(0, end - _CHUNK)
         file.seek(start)
-        content = file.read(end - start)
-        if b"\n" in content:
-            end = start + content.rindex(b"\n") + 1
+        found = file.read(_CHUNK).rfind(b"\n")
+        if found >= 0:
+            end = start + found + 1
             break
         end = start
     return end if end == length else file.truncate(end)

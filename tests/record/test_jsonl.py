@@ -118,6 +118,14 @@ def test_a_torn_last_line_is_passed_over_and_mended(tmp_path, torn):
     assert steps(read(tmp_path)) == [0, 2]
 
 
+def test_a_torn_line_that_is_the_only_one_is_mended(tmp_path):
+    (tmp_path / FILE_NAME).write_text('{"run": {"a')
+    record = Record(tmp_path)
+    record.begin(0, {})
+    record.write(reading(0))
+    assert steps(read(tmp_path)) == [0]
+
+
 @pytest.mark.parametrize("text", ["notes of mine", "a\r\nb", '{"other": 1}', "5"])
 def test_a_file_of_somebody_elses_is_not_cut_where_it_has_no_last_line_end(tmp_path, text):
     (tmp_path / FILE_NAME).write_bytes(text.encode())

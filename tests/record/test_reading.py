@@ -31,7 +31,11 @@ def test_a_series_draws_itself_with_its_interval():
         :, 0
     ]
     assert step_64 - step_16 == pytest.approx(step_16 - step_4)
-    assert step_16 > step_4 > step_0
+    assert step_16 - step_4 > step_4 - step_0 > 0
+    from matplotlib import pyplot
+
+    assert [line.get_label() for line in run["t/mean"].plot().lines] == ["t/mean"]
+    pyplot.close()
 
 
 def test_series_are_in_order_and_without_gaps():

@@ -103,6 +103,11 @@ def literal(text: str) -> str:
     return printable(text).replace("$", r"\$")
 
 
+def signed(value: float) -> str:
+    """Format a number with its sign."""
+    return f"{value:+.2f}".replace("-", "−")
+
+
 def draw(
     place: Axes, panel: Lines | Matrix, *, legend: Literal["inside", "above", "none"] = "inside"
 ) -> None:

@@ -69,10 +69,8 @@ def profiles_figure(readings: Readings, metric: str | None = None) -> Figure:
         last = [r for r in single_source(readings) if r.column(name).by_layer()][-1]
         profile = profile_of(last, name)
         if len(profile) > 1:
-            words = (
-                f"last step: peak at depth {peak_depth(profile):.2f}, bulge {bulge(profile):+.2f}"
-            )
-            remarks = filter(None, (panel.remark, words.replace("-", "−")))
+            ends = f"{peak_depth(profile):.2f}, bulge {axes.signed(bulge(profile))}"
+            remarks = filter(None, (panel.remark, f"last step: peak at depth {ends}"))
             panel = replace(panel, remark="\n".join(remarks))
         panels.append((readings.text_of(name).label, panel))
     figure = axes.draw_grid(panels, columns=len(panels), size=(5.4, 4.2))
@@ -224,7 +222,7 @@ def _draw_layers(
     place.set_xlabel(readings.text_of("drift_norm").label, fontsize=10)
     place.set_ylabel(readings.text_of("cosine").label, fontsize=10)
     words = [
-        f"{name.capitalize()} {each.value:+.2f}, p = {each.p_value:.2g}".replace("-0", "−0")
+        f"{name.capitalize()} {axes.signed(each.value)}, p = {each.p_value:.2g}"
         for name, each in found.items()
     ]
     axes.caption(place, "a", f"A dot for each layer at step {reading.step:,}")

@@ -107,9 +107,10 @@ def _draw_types(panel: Axes, arrays: dict[str, NDArray[np.generic]], layer: int)
     panel.plot(ends, slope * ends + offset, color=VERMILLION, lw=1.6, label="least squares")
     fit = np.corrcoef(norm, variance)[0, 1] ** 2
     control = total.std() / total.mean()
-    words = f"slope {slope:+.2f}, R² {fit:.2f}; control: Q varies by {100 * control:.0f} %"
+    line = f"slope {axes.signed(slope)}, R² {fit:.2f}"
+    words = f"{line}; control: Q varies by {100 * control:.0f} %"
     # Below the axis: dots may lie anywhere within.
-    panel.set_xlabel(f"{panel.get_xlabel()}\n{words.replace('-', '−')}", fontsize=10)
+    panel.set_xlabel(f"{panel.get_xlabel()}\n{words}", fontsize=10)
     return f", {len(count)} token types"
 
 

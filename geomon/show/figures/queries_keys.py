@@ -134,7 +134,9 @@ def clouds_figure(readings: Readings) -> Figure:
                                 "shrinkB": 0},
                 )  # fmt: skip
             _label_plane(panel, shares, outer=panel is row[0])
-            axes.caption(panel, next(letters), f"step {step:,}: cosine {_signed(one.cosines[at])}")
+            axes.caption(
+                panel, next(letters), f"step {step:,}: cosine {axes.signed(one.cosines[at])}"
+            )
         _name_row(row[0], one, heads, -0.42)
     axes.show_legend(grid[0, 0], loc="best")
     axes.title(
@@ -242,14 +244,10 @@ def _label_plane(panel: Axes, shares: Floats, *, outer: bool = True) -> None:
 
 def _name_row(panel: Axes, one: HeadHistory, heads: Sequence[HeadHistory], place: float) -> None:
     """Write beside a row of panels which head it is of, and why that one."""
-    words = f"layer {one.layer}, head {one.head}, cosine {_signed(one.cosines[-1])}"
+    words = f"layer {one.layer}, head {one.head}, cosine {axes.signed(one.cosines[-1])}"
     if len(heads) > 1:
         words = f"{'most similar' if one is heads[0] else 'most opposite'} head\n{words}"
     panel.text(
         place, 0.5, words, transform=panel.transAxes, rotation=90, ha="center", va="center",
         fontsize=10,
     )  # fmt: skip
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.2f}".replace("-", "−")

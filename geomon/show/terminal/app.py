@@ -85,10 +85,6 @@ class Chart(PlotextPlot):
         self.border_title = charts.title_of(panel)
         self.refresh()
 
-    def render(self) -> Any:
-        """Return the chart, where there is room for one."""
-        return super().render() if self.size.width >= 12 and self.size.height >= 4 else ""
-
 
 class WatchApp(App[str]):
     """Shows runs while they are recorded.

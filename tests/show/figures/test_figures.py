@@ -13,7 +13,7 @@ from shown import HEADS, LAYERS, STEPS, WIDTH, alerted, arrays_at, write, write_
 from tagged import reading_of, with_values
 from typer.testing import CliRunner
 
-from geomon.analysis.compare import compare
+from geomon.analysis.compare import Difference, compare
 from geomon.analysis.queries_keys import align_layers, chance_limit, queries_and_keys
 from geomon.cli import make_app
 from geomon.kernels.baselines import isotropic_cosine_magnitude
@@ -378,8 +378,9 @@ def test_p_values_stand_over_training(run):
 @pytest.mark.parametrize("layers", [9, 10])
 def test_p_values_of_many_layers_are_those_of_normal_series(layers):
     values = {f"drift_norm/layer_{n:02d}": float(n) for n in range(layers)}
-    values |= {f"cosine/layer_{n:02d}": 0.1 * (n**2 % 7) for n in range(layers)}
-    panel = draw("drift", Readings([], [reading_of(values, 8)])).axes[1]
+    values |= {f"cosine/layer_{n:02d}": -0.1 * n for n in range(layers)}
+    across, panel = draw("drift", Readings([], [reading_of(values, 8)])).axes
+    assert "Pearson −1.00, p = " in across.texts[-1].get_text()
     assert ("of normal series" in panel.get_ylabel()) == (layers == 10)
     assert ("least possible" in str(panel.get_legend_handles_labels()[1])) == (layers == 9)
 
@@ -466,6 +467,20 @@ def test_names_of_folders_are_no_formulas_and_stay_inside(run_of):
     for words in (left.xaxis.label, right.xaxis.label, *labels):
         box = words.get_window_extent()
         assert 0 <= box.x0 < box.x1 <= figure.bbox.width, words.get_text()
+
+
+def test_differences_are_ordered_by_their_errors_and_one_that_is_large_hides_no_other(run):
+    found = [
+        Difference("twonn/mean", 8, 5.0, 6.0, 0.1),
+        Difference("twonn_distinct/mean", 8, 5.0, 8.0, 1.0),
+        Difference("attention_entropy/mean", 8, 2.0, 22.2, 13.0),
+    ]
+    for count, scale in ((3, "symlog"), (2, "linear")):
+        panel = compare_figure((run, run), ("a", "b"), found[:count]).axes[1]
+        names = [label.get_text() for label in panel.get_yticklabels()]
+        titles = ["attention entropy", "distinct tokens", "intrinsic dimension"][-count:]
+        assert [title in name for title, name in zip(titles, names, strict=True)] == [True] * count
+        assert panel.get_xscale() == scale
 
 
 # -- files -----------------------------------------------------------------------------------------
