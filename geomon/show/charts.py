@@ -146,7 +146,7 @@ def _draw_lines(panel: Lines, steps: Iterable[int]) -> go.Figure:
         name = f"{panel.named_by} {line.name}".strip()
         names += bool(name)
         group = name or str(number)
-        if len(line.low):
+        if line.low:
             chart.add_scatter(
                 x=[*at, *reversed(at)], y=_shown([*line.high, *reversed(line.low)]), mode="none",
                 fill="toself", fillcolor=faded(line.colour, 0.18), hoverinfo="skip",

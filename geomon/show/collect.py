@@ -58,9 +58,9 @@ def dimension_panel(readings: Readings) -> Lines:
         part = f"k{max(scales_of(readings), default=0)}" if metric == "gride" else ""
         curve = curve_of(readings, metric, part=part)
         name = shortened(readings.text_of(metric).title_of(part), label)
-        if metric == "twonn" and len(curve) and (phase := curve.phase()).earliest is not None:
+        if metric == "twonn" and (phase := curve.phase()).earliest is not None:
             name = f"{name}: peak {phase.peak:.1f} at step {phase.peak_step:,}"
-        if len(curve):
+        if curve:
             lines.append(line_of(curve, name, colour, dash="dash" if part else "solid"))
     by_step: dict[int, list[float]] = {}
     for line in lines:
@@ -85,7 +85,7 @@ def dimension_panel(readings: Readings) -> Lines:
 def training_panel(readings: Readings, metric: str) -> Lines:
     """Collect the mean of a metric over layers, over training."""
     curve, text = curve_of(readings, metric), readings.text_of(metric)
-    lines = [line_of(curve, text.title, BLUE)] if len(curve) else []
+    lines = [line_of(curve, text.title, BLUE)] if curve else []
     return Lines(text.label, lines, null=null_of(readings, metric), alerts=alerts_of(readings))
 
 
@@ -96,7 +96,7 @@ def layers_panel(readings: Readings, metric: str) -> Lines:
     lines = [
         Line(str(layer), curve.steps, curve.values, colours[layer], width=width)
         for layer, curve in curves.items()
-        if len(curve)
+        if curve
     ]
     null, most = null_of(readings, metric), _largest(readings, metric)
     highest = max([0.0, *(v for line in lines for v in line.y)] + [most] * math.isfinite(most))
@@ -128,7 +128,7 @@ def heads_panel(readings: Readings, metric: str) -> Lines:
             for values in tables[:, row].T
         ]
     mean = mean_abs_over_heads(readings, metric)
-    if len(mean):
+    if mean:
         lines.append(Line("mean size over all heads", mean.steps, mean.values, BLACK, width=2.4))
     ends = (-1.05, 1.05) if metric.endswith("cosine") else None
     return Lines(readings.text_of(metric).label, lines, alerts=alerts_of(readings), ends=ends)

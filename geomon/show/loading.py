@@ -28,7 +28,7 @@ def load_all(directory: Path) -> Readings:
         ValueError: The file is not a record, or has no readings.
     """
     readings = read(directory)
-    if not len(readings):
+    if not readings:
         why = [*readings.remarks(), "try again when the run has begun"][0]
         raise ValueError(f"no readings yet in {directory}: {why}")
     return readings

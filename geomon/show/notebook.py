@@ -14,7 +14,7 @@ _PIXELS_PER_INCH = 80
 def html_of(readings: Readings) -> str:
     """Build the summary and the picture of a run; the summary alone where matplotlib is missing."""
     heading = f"<p><b>{escape(repr(readings))}</b></p>"
-    if not len(readings):
+    if not readings:
         return heading + "".join(f"<p>{escape(printable(text))}</p>" for text in readings.remarks())
     main = readings.of_stack()
     words = "".join(f"<li>{escape(printable(text))}</li>" for text in summarise(main))

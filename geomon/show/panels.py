@@ -91,7 +91,7 @@ class Lines:
     @property
     def has_bands(self) -> bool:
         """Whether a line has a band."""
-        return any(len(line.low) for line in self.lines)
+        return any(line.low for line in self.lines)
 
     @property
     def null_inside(self) -> tuple[float, str] | None:

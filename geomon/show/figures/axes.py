@@ -163,7 +163,7 @@ def _draw_line(place: Axes, line: Line, axis: StepAxis | None) -> None:
         at, line.y, color=line.colour, lw=line.width, ls=_DASHES[line.dash],
         label=line.name or None, marker="o" if dots else "", ms=3.5,
     )  # fmt: skip
-    if len(line.low):
+    if line.low:
         place.fill_between(at, line.low, line.high, color=line.colour, alpha=0.22, lw=0)
 
 
@@ -290,7 +290,7 @@ def add_bar(mesh: Any, panel: Matrix, places: Sequence[Axes]) -> None:
 def _name_ticks(axis: Any, names: Sequence[int]) -> None:
     """Name rows or columns by their numbers, sixteen at most."""
     ticks = range(0, len(names), math.ceil(len(names) / 16))
-    axis.set_ticks(list(ticks), labels=[str(names[tick]) for tick in ticks])
+    axis.set_ticks(ticks, labels=[str(names[tick]) for tick in ticks])
 
 
 def _write_values(place: Axes, panel: Matrix, mesh: Any) -> None:
@@ -347,7 +347,7 @@ def colour_bar(place: Axes, lines: Sequence[Line], label: str) -> None:
     mappable = ScalarMappable(norm, ListedColormap([line.colour for line in lines]))
     bar = place.figure.colorbar(mappable, ax=place, pad=0.02, aspect=28)
     ticks = range(0, count, math.ceil(count / _MAX_NAMED))
-    bar.set_ticks(list(ticks), labels=[lines[tick].name for tick in ticks])
+    bar.set_ticks(ticks, labels=[lines[tick].name for tick in ticks])
     bar.minorticks_off()
     bar.ax.tick_params(labelsize=9, length=0)
     bar.set_label(label, fontsize=9.5)

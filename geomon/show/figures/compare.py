@@ -32,7 +32,7 @@ def compare_figure(
         for place, run, name, colour in zip(
             ("first", "second"), runs, names, (BLUE, VERMILLION), strict=True
         )
-        if len(curve := curve_of(run, "twonn"))
+        if (curve := curve_of(run, "twonn"))
     ]
     axes.draw(left, Lines(runs[0].text_of("twonn").label, lines))
     if drawn:

@@ -64,7 +64,7 @@ def title_of(readings: Readings) -> str | None:
     Args:
         readings: Readings of a run.
     """
-    if readings.mixed_at is not None or not len(readings):
+    if readings.mixed_at is not None or not readings:
         return None
     run = readings.runs[-1] if readings.runs else {}
     name = axes.literal(str(run.get("model", "")))
@@ -76,7 +76,7 @@ def title_of(readings: Readings) -> str | None:
     steps = sorted(reading.step for reading in readings)
     parts.append(f"steps {steps[0]:,} to {steps[-1]:,}")
     name, loss = collect.furthest_loss(readings)
-    if len(loss):
+    if loss:
         known = f" (step {loss.steps[-1]:,})" if loss.steps[-1] < steps[-1] else ""
         parts.append(f"{name} {loss.values[0]:.2f} → {loss.values[-1]:.2f}{known}")
     return ", ".join(parts)

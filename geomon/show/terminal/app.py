@@ -258,7 +258,7 @@ class WatchApp(App[str]):
         if not self.is_running:
             return
         for run in self.runs:
-            if run.trouble and not len(run.whole):
+            if run.trouble and not run.whole:
                 self.exit(run.trouble, return_code=2)
                 return
         self._offer_all()
@@ -278,7 +278,7 @@ class WatchApp(App[str]):
         for index, run in enumerate(self.runs):
             colour, dash = self._look_of(index)
             name = f"{charts.mark_of(dash)} {run.name}"
-            if len(run.readings):
+            if run.readings:
                 said = describe(run.readings[-1], run.headline)
                 parts.append(Text.assemble((f"{name} · ", f"bold {colour}"), said))
             else:
@@ -326,7 +326,7 @@ class WatchApp(App[str]):
         text = Text()
         for sentence in alert_sentences(run.whole):
             text.append_text(safe(f"{sentence}\n", "red")).append("\n")
-        for note in run.readings[-1].notes if len(run.readings) else ():
+        for note in run.readings[-1].notes if run.readings else ():
             if not note.is_alert:
                 text.append_text(safe(note.words())).append("\n\n")
         self.query_one("#all_notes", Static).update(text or Text("no alerts, no notes"))
@@ -344,7 +344,7 @@ class WatchApp(App[str]):
         for index, curve in enumerate(curves):
             colour, dash = self._look_of(index)
             name = self.runs[index].name if len(self.runs) > 1 else ""
-            if len(curve):
+            if curve:
                 lines.append(line_of(thin(curve), name, colour, dash=dash))
         return lines
 

@@ -69,7 +69,7 @@ def draw(plot: Any, panel: Lines, *, is_linear: bool = False, chosen: int | None
             plot.vline(places([step])[0], color=_rgb(colour))
     for line in panel.lines:
         dim = tuple(part // 2 for part in _rgb(line.colour))
-        for ends in (line.low, line.high) if line.dash == "solid" and len(line.low) else ():
+        for ends in (line.low, line.high) if line.dash == "solid" and line.low else ():
             plot.plot(places(line.x), ends, marker="braille", color=dim)
     for line in panel.lines:
         marker = _MARKERS[line.dash] if len(line.x) > 1 else "●"
@@ -99,7 +99,7 @@ def _finite(line: Line) -> Line:
     """Leave out the places of a line that have no value."""
     known = [place for place, value in enumerate(line.y) if math.isfinite(value)]
     y, low, high = (
-        [row[place] for place in known] if len(row) else [] for row in (line.y, line.low, line.high)
+        [row[place] for place in known] if row else [] for row in (line.y, line.low, line.high)
     )
     return replace(line, x=[line.x[place] for place in known], y=y, low=low, high=high)
 

@@ -34,7 +34,7 @@ def view(readings: Readings | Sequence[Reading]) -> Group:
     whole = readings if isinstance(readings, Readings) else Readings([], list(readings))
     remarks = [safe(remark, "red") for remark in whole.remarks()]
     selected = Readings(whole.runs, single_source(whole))
-    if not len(selected):
+    if not selected:
         return Group(safe("no readings yet", "dim"), *remarks)
     table = Table.grid(padding=(0, 2, 0, 0))
     for no_wrap in (False, True, True, False):
@@ -73,7 +73,7 @@ def _curves(readings: Readings) -> list[tuple[str, Curve]]:
         (f"|{cosine.title}|", mean_abs_over_heads(readings, "qk_cosine")),
         furthest_loss(readings),
     ]
-    return [(name, curve) for name, curve in curves if len(curve)]
+    return [(name, curve) for name, curve in curves if curve]
 
 
 def _rows(readings: Readings) -> Iterator[tuple[str, str, str, str]]:

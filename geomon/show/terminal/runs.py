@@ -42,13 +42,13 @@ class Watched:
         try:
             is_new = bool(follower.look())
             every = follower.readings()
-            if is_new or (self.trouble and len(every)):
+            if is_new or (self.trouble and every):
                 self._take(every.of_stack(self._stack))
                 return True
         except (OSError, ValueError) as error:
             self.trouble = printable(" ".join(str(error).split()))
             return before != (self.state, self.trouble)
-        if not len(self.whole):
+        if not self.whole:
             there = follower.path.is_file()
             waiting = f"waiting for {printable(str(follower.path))}"
             self.state = "no readings yet" if there else waiting
@@ -57,9 +57,8 @@ class Watched:
     def _take(self, whole: Readings) -> None:
         selected = Readings(whole.runs, single_source(whole))
         self.quantities, self.headline = quantities_of(selected), headline(whole)
-        curve = curve_of(selected, "twonn")
-        phase = curve.phase() if len(curve) else None
-        self.fallen = phase if phase is not None and phase.earliest is not None else None
+        phase = curve_of(selected, "twonn").phase()
+        self.fallen = phase if phase.earliest is not None else None
         self.whole, self.readings, self.state, self.trouble = whole, selected, "", ""
 
     def layers_of(self, quantity: Quantity) -> list[int]:
