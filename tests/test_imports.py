@@ -41,7 +41,7 @@ INNER = {
     },
     "show": {
         "figures": {"collect", "colours", "loading", "panels"},
-        "loggers": {"charts", "collect", "figures", "panels"},
+        "loggers": {"charts", "collect", "figures", "panels", "settings"},
         "report": {"charts", "collect", "colours", "panels", "settings"},
         "terminal": {"collect", "colours", "loading", "panels"},
     },
