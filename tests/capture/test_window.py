@@ -375,6 +375,15 @@ def test_why_hidden_states_were_not_seen(run, words):
     assert seen.snapshot().is_empty == (words != "were replaced")
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_block_of_several_tensors_inside_vmap_is_refused_with_the_reason():
+    model = Ordering("plain").eval()
+    with torch.no_grad(), window(model) as seen:
+        torch.func.vmap(model, randomness="different")(batch()[:, None])
+    assert "inside torch.func.vmap" in why(seen)
+    assert notes(seen) == []
+
+
 class Unsummed(Sharded):
     """Stands for a DTensor whose numbers are still to be summed over the ranks."""
 
