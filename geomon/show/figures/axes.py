@@ -223,11 +223,13 @@ def leave_room(place: Axes, named: Axes) -> None:
 
 
 def draw_loss(place: Axes, readings: Readings) -> None:
-    """Draw the loss in a panel whose steps are drawn already, with an axis of its own."""
+    """Draw the loss behind a panel whose steps are drawn already, with an axis of its own."""
     name, loss = furthest_loss(readings)
     if len(loss) < 2:
         return
     axis = place.twinx()
+    axis.set_zorder(place.get_zorder() - 1)
+    place.patch.set_visible(False)
     places = StepAxis(reading.step for reading in single_source(readings)).places(loss.steps)
     axis.plot(places, loss.values, color=GREY, lw=1.2, ls="-.")
     leave_room(axis, place)
