@@ -293,6 +293,8 @@ def turned(values: torch.Tensor) -> torch.Tensor:
 
 BACKWARDS = torch.arange(LENGTH).flip(0)[:, None, None].expand(SEQUENCES, -1, HEADS, SIZE)
 MOVES = {
+    "as shares": lambda x: x.softmax(dim=-1),
+    "as logarithms of shares": lambda x: x.log_softmax(dim=-1),
     "sorted": lambda x: x.sort(dim=-1).values,
     "summed up": lambda x: x.cumsum(dim=1),
     "gathered": lambda x: x.gather(1, BACKWARDS),

@@ -107,7 +107,7 @@ def test_a_run_that_starts_over_keeps_the_old_record(tmp_path):
 )
 def test_a_torn_last_line_is_passed_over_and_mended(tmp_path, torn):
     record = Record(tmp_path)
-    record.begin(0, {})
+    record.begin(0, {"model": 200_000 * "x"})  # longer than what is read at once
     record.write(reading(0))
     with record.path.open("a") as file:
         file.write(torn)

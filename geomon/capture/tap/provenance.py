@@ -37,7 +37,7 @@ _KEEPING = frozenset((
     "add", "sub", "masked_fill", "where", "copy", "cat", "maximum", "constant_pad_nd", "index",
 ))  # fmt: skip
 # Operators after which an element is not what it was made of at the same place.
-_MIXING = frozenset(("cumsum", "sort", "gather", "scatter"))
+_MIXING = frozenset(("_softmax", "_log_softmax", "cumsum", "sort", "gather", "scatter"))
 
 
 @dataclass(frozen=True, eq=False)
