@@ -3,11 +3,14 @@
 import gc
 import math
 import os
+import random
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from tagged import TEXTS, reading_of
 
@@ -31,6 +34,13 @@ CURVES = {
     "attention_entropy/mean": (3.2, 3.2, 3.1, 3.0, 2.8, 2.4, 2.0, 1.8, 1.6),
     "geomon/overhead": (0.9, 0.8, 0.7, 0.5, 0.3, 0.2, 0.1, 0.06, 0.04),
 }
+
+
+def pytest_runtest_setup() -> None:
+    """Give each test the same random numbers, whichever tests run before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.hookimpl(wrapper=True)

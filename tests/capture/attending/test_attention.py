@@ -202,7 +202,7 @@ def rounded(request):
 
 
 def test_what_is_added_to_scores_by_hand_is_found_whatever_rounds_the_training_s_products(rounded):
-    query, key, added = torch.randn(2, 4, 6, 8), torch.randn(2, 4, 6, 8), torch.randn(4, 6, 6)
+    query, key, added = torch.randn(2, 4, 6, 8), torch.randn(2, 4, 6, 8), torch.rand(4, 6, 6)
     places = torch.arange(6).expand(2, 6)
     scores = (query.double() @ key.double().mT / 4).float() + added
     call = SoftmaxCall(scores, torch.arange(2), places, (2, 6), made_of=(query, key), scale=0.25)
