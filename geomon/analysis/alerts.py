@@ -360,7 +360,7 @@ class AlertWatch:
         []
     """
 
-    def __init__(self, names: Collection[str] = tuple(RULES)) -> None:
+    def __init__(self, names: Collection[str] = RULES) -> None:
         check_alerts(names)
         self._rules = {name: RULES[name] for name in names}
         # By source, since other tokens have other values, and stack.
@@ -433,7 +433,7 @@ def check_alerts(names: Collection[str]) -> None:
             raise ValueError(f"no alert is called {name!r}{advice}; there are {', '.join(RULES)}")
 
 
-def find_alerts(readings: Iterable[Reading], names: Collection[str] = tuple(RULES)) -> list[Alert]:
+def find_alerts(readings: Iterable[Reading], names: Collection[str] = RULES) -> list[Alert]:
     """Find the alerts of a run.
 
     Args:

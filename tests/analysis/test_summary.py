@@ -94,10 +94,12 @@ def test_what_was_not_measured_is_not_mentioned(make_readings):
 
 
 def test_one_reading_and_missing_numbers_do_no_harm(make_readings):
-    assert summarise(make_readings((0,)))[0] == (
+    headline, *others = summarise(make_readings((0,)))
+    assert headline == (
         "intrinsic dimension 2.5 ± 0.1, too few readings to tell; distinct tokens 32.1 ± 0.1, too "
         "few readings to tell."
     )
+    assert not any("At step 0" in sentence for sentence in others)
     first = make_readings((0,))[0]
     empty = with_values(first, dict.fromkeys(first.values.keys() - {"geomon/seconds"}, math.nan))
     assert summarise([empty]) == ["1 readings, none of the metrics that this summary speaks of."]

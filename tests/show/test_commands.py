@@ -32,6 +32,7 @@ def test_figure_is_written_beside_the_record_or_where_asked(run, tmp_path):
     other = tmp_path / "else" / "picture.svg"
     assert invoke("figure", run / FILE_NAME, "--out", other).exit_code == 0
     assert "<svg" in other.read_text()[:1000]
+    assert invoke("compare", run, run, "--out", other).stdout.endswith(f"\nwrote {other}\n")
 
 
 def test_sentences_are_broken_between_words_on_a_terminal_alone(run):

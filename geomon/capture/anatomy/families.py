@@ -459,7 +459,8 @@ def _size(module: nn.Module) -> int:
     if not any(getattr(inner, "_is_fsdp_managed_module", False) for inner in module.modules()):
         return size
     # FSDP1 has made one flat parameter of many, of which this rank may hold nothing of a block.
-    return sum(math.prod(find_widths(inner) or (0,)) for inner in module.modules()) or size
+    widths = filter(None, map(find_widths, module.modules()))
+    return sum(map(math.prod, widths)) or size
 
 
 def _size_of(family: Family) -> int:
