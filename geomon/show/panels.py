@@ -96,7 +96,7 @@ class Lines:
     @property
     def null_inside(self) -> tuple[float, str] | None:
         """The null, unless it lies outside of what the lines reach over, or 0."""
-        values = [v for line in self.lines for v in (*line.y, *line.high) if math.isfinite(v)]
+        values = [v for line in self.lines for v in (*line.y, *line.high)]  # NaN is no end
         low, high = self.ends or (min(0.0, *values, 0.0), 1.1 * max(0.0, *values, 0.0))
         return self.null if self.null is not None and low < self.null[0] < high else None
 
