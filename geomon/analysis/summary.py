@@ -156,7 +156,7 @@ def _first_rise(readings: Readings) -> list[str]:
         f"{name} rose from {number(twonn.values[0])} to {number(twonn.values[peak])} between steps "
         f"{ends[0]:,} and {ends[1]:,}, {other}"
     )
-    if meanwhile > 0:
+    if meanwhile == 1:
         return [f"{rise} rose from {change}: the rise is not only near-duplicates."]
     return [
         f"{rise} fell from {change}: the rise is near-duplicates (equal tokens at equal "

@@ -184,15 +184,15 @@ def test_several_runs_stand_side_by_side_and_those_of_other_seeds_make_a_band(
 
 
 def test_the_mean_of_seeds_has_a_band_from_the_lowest_to_the_highest(make_readings):
-    steps = (0, 10, 20)
+    curves = [((0, 10, 20), [1.0, 2.0, 3.0]), ((0, 5, 20), [2.0, 3.0, 6.0])]
     runs = [
         run_of(make_readings(steps, curves={"anisotropy/mean": curve}), f"{seed}", seed=seed)
-        for seed, curve in enumerate(([1.0, 2.0, 3.0], [3.0, 6.0, 3.0]))
+        for seed, (steps, curve) in enumerate(curves)
     ]
     panel = build_panels(runs).training["anisotropy"]
     mean = next(x for x in panel.lines if x.name == "mean of 0, 1: mean over layers")
-    assert (list(mean.x), list(mean.y)) == ([0, 10, 20], [2.0, 4.0, 3.0])
-    assert (list(mean.low), list(mean.high)) == ([1.0, 2.0, 3.0], [3.0, 6.0, 3.0])
+    assert (list(mean.x), list(mean.y)) == ([0, 10, 20], [1.5, 3.0, 4.5])
+    assert (list(mean.low), list(mean.high)) == ([1.0, 2.0, 3.0], [2.0, 4.0, 6.0])
     assert all(line.width < mean.width / 2 for line in panel.lines if not line.name)
 
 

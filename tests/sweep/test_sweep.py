@@ -305,7 +305,7 @@ class TooLong(CharacterDecoder):
          r"no checkpoint.*step=2.*are not those of the model that was built.*with 2 more"),
         (lambda **settings: 3, "the function built a int: expected a torch module"),
         (lambda **settings: TooLong("gpt2", 50, PRESET), "IndexError: .*; sequences may be longer"),
-        (lambda arch: None, "the function is called with the hyper-parameters"),
+        (lambda arch: None, r"called with the hyper-parameters in the file \(\w+, \w+"),
         (lambda **settings: Failing("gpt2", 50, PRESET), "RuntimeError: no such pass"),
     ],
 )  # fmt: skip

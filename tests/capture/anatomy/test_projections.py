@@ -86,6 +86,7 @@ def test_projections_are_found_by_names_that_differ_in_one_part():
         ({"q": nn.Linear(32, 64), "k": nn.Linear(32, 64)}, (4, 4, 16)),
         ({"to_q": nn.Linear(32, 32), "to_kv": nn.Linear(32, 64)}, (4, None, 8)),
         ({"qkv": nn.Linear(32, 96)}, (4, 4, 8)),
+        ({"qkv": nn.Linear(32, 192)}, (4, 4, 16)),
         ({"qkv_proj": nn.Linear(32, 64)}, (4, 2, 8)),
         ({"query_key_value": nn.Linear(32, 48)}, (4, 1, 8)),
         ({"q": weighted(64, 32), "k": weighted(32, 32)}, (4, 2, 16)),

@@ -62,6 +62,17 @@ def test_what_a_hook_pickles_as_a_call_begins_does_nothing():
     assert pickle.loads(kept[0])(model.blocks[0], ()) is None
 
 
+def test_a_forward_meets_no_other_hooks_than_those_of_its_module():
+    model, counts = PlainDecoder(), []
+    block = model.blocks[0]
+    block.register_forward_pre_hook(lambda module, args: None)
+    forward = block.forward
+    block.forward = lambda *args: counts.append(len(block._forward_pre_hooks)) or forward(*args)
+    with window(model):
+        model(batch())
+    assert counts == [1]
+
+
 class Failing(CallObserver):
     """Fails where it is to look at operators."""
 
