@@ -71,6 +71,11 @@ def test_a_forward_meets_no_other_hooks_than_those_of_its_module():
     with window(model):
         model(batch())
     assert counts == [1]
+    block.register_forward_pre_hook(lambda module, args: 1 / 0)
+    with window(model):
+        with pytest.raises(ZeroDivisionError):
+            model(batch())
+        assert len(block._forward_pre_hooks) == 2
 
 
 class Failing(CallObserver):
