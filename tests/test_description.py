@@ -203,3 +203,8 @@ def test_blocks_that_are_left_out_or_chosen():
     assert named["hidden states"].endswith("what leaves it is a layer for each call")
     with pytest.raises(ValueError, match="no module's name matches"):
         describe(model, blocks="nothing")
+
+
+def test_blocks_with_other_numbers_of_heads_have_both_ends_named():
+    model = nn.Sequential(*(nn.TransformerEncoderLayer(16, heads, 32) for heads in (2, 4, 4)))
+    assert "2 to 4 heads, seen as it runs" in str(describe(model))
