@@ -416,14 +416,3 @@ def attention_key(block: Block, label: str = "") -> int | None:
         where the block has no such attention.
     """
     return 0 if not block.attentions and not label else block.attention_index(label)
-
-
-def spread_indices(count: int, most: int) -> Tensor:
-    """Return evenly spread indices.
-
-    Args:
-        count: Number of sampled queries, say.
-        most: Largest number of indices.
-    """
-    places = torch.linspace(0, count - 1, min(count, most), dtype=torch.float64, device="cpu")
-    return places.long()

@@ -282,7 +282,8 @@ class _ModelState:
         plain = type(tensor) in _PLAIN and tensor.layout == torch.strided and not tensor.is_nested
         copy = tensor.detach().clone() if plain and affordable and not tensor.is_meta else None
         if plain:
-            self._keep((_put_values_back, tensor, tensor.data, copy, tensor.requires_grad))
+            version, requires_grad = _version(tensor), tensor.requires_grad
+            self._keep((_put_values_back, tensor, tensor.data, copy, version, requires_grad))
         if copy is None:
             self._watched.append((tensor, _version(tensor)))
 
@@ -323,12 +324,15 @@ def _put_parts_back(container: Any, base: Any, parts: list[Any]) -> None:
         base.extend(container, parts)
 
 
-def _put_values_back(tensor: Tensor, data: Tensor, copy: Any, requires_grad: bool) -> None:
+def _put_values_back(
+    tensor: Tensor, data: Tensor, copy: Any, version: int, requires_grad: bool
+) -> None:
     # `parameter.data = other` is undone, but where there was none before: DeepSpeed gathers it.
     if data.numel() and (tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape):
         tensor.data = data
     whole = copy is not None and tensor.shape == copy.shape
-    if whole and not torch.equal(tensor.data, copy):
+    # 0 and -0 are equal, and what is written into `tensor.data` has no version.
+    if whole and (_version(tensor) != version or not torch.equal(tensor.data, copy)):
         tensor.data.copy_(copy)  # autograd need not know: these are the values that it saw
     if tensor.requires_grad != requires_grad:
         tensor.detach_().requires_grad_(requires_grad)

@@ -33,7 +33,6 @@ from geomon.capture.first_pass import (
     BlockCall,
     StackPass,
     attention_key,
-    spread_indices,
 )
 from geomon.capture.recorder import AttentionRecorder
 from geomon.capture.shards import (
@@ -61,6 +60,7 @@ from geomon.capture.tokens.sampling import (
     copy_rows,
     derive_seed,
     move_width_last,
+    spread_indices,
 )
 from geomon.capture.tokens.table_calls import TableCalls
 from geomon.capture.tokens.token_ids import TokenIds

@@ -369,6 +369,13 @@ def test_data_that_another_library_gathers_stay():
     assert torch.equal(model.weight, torch.ones(3, 3))
 
 
+def test_the_sign_of_a_zero_is_put_back():
+    model = nn.Module()
+    model.register_buffer("buffer", torch.zeros(3))
+    assert passes(model, lambda model: model.buffer.neg_()) == (3, set())
+    assert not model.buffer.signbit().any()
+
+
 def test_other_data_of_a_parameter_are_put_back_whatever_its_size():
     model = built(LARGE[0], does(has_other_data, lambda s: s[0].item()))
     held = model.blocks[0].mlp[-1].state

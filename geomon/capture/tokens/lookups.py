@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from geomon.capture.tokens.sampling import copy_rows
+from geomon.capture.tokens.sampling import copy_rows, spread_indices
 
 Shape = tuple[int, ...]
 
@@ -85,7 +85,7 @@ def rows_of(output: Tensor, ids: Tensor) -> Tensor | None:
         The rows, [rows, width]; None where they are not one for each of the integers.
     """
     alike = output.is_floating_point() and output.shape[:-1] == ids.shape
-    return copy_rows(output, _places(ids.numel())) if alike and ids.numel() else None
+    return copy_rows(output, spread_indices(ids.numel(), _ROWS)) if alike and ids.numel() else None
 
 
 def layouts(ids: Shape, shape: Shape) -> list[Layout]:
@@ -149,7 +149,8 @@ def agreement(lookup: Lookup, layout: Layout, hidden: Tensor) -> float | None:
     count = lookup.ids.numel()
     order = torch.arange(count, dtype=torch.int64, device="cpu").view(lookup.ids.shape)
     # Of each token the rows of hidden states that are its own, [tokens, streams].
-    rows = layout.arrange(order).flatten().argsort(stable=True).view(count, -1)[_places(count)]
+    rows = layout.arrange(order).flatten().argsort(stable=True).view(count, -1)
+    rows = rows[spread_indices(count, _ROWS)]
     given = copy_rows(hidden, rows.flatten()).unflatten(0, rows.shape)
     returned = lookup.rows.to(given.device)[:, None]
     cosine = torch.nn.functional.cosine_similarity(
@@ -199,11 +200,6 @@ def candidates(lookups: Sequence[Lookup], shape: Shape, *, streams: bool) -> Ite
     for lookup in lookups:
         for layout in list_ways(tuple(lookup.ids.shape), shape):
             yield Found(lookup, layout)
-
-
-def _places(count: int) -> Tensor:
-    """Return evenly spread places."""
-    return torch.linspace(0, count - 1, min(count, _ROWS), dtype=torch.float64, device="cpu").long()
 
 
 def no_positions(lookup: Lookup) -> bool:

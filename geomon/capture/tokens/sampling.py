@@ -236,6 +236,20 @@ class MemoryLimit:
 
 
 @torch.no_grad()
+def spread_indices(count: int, most: int) -> Tensor:
+    """Return evenly spread indices, the first and the last among them.
+
+    They are computed in whole numbers, so that all ranks have the same.
+
+    Args:
+        count: Number of sampled queries, say.
+        most: Largest number of indices.
+    """
+    kept = min(count, most)
+    order = torch.arange(kept, dtype=torch.int64, device="cpu")
+    return order * (count - 1) // max(kept - 1, 1)
+
+
 def copy_rows(values: Tensor, rows: Tensor) -> Tensor:
     """Copy rows of a tensor, in float32.
 
