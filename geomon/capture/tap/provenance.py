@@ -408,6 +408,6 @@ def _scaled(tags: _Tags, name: str, other: Any) -> _Tags:
     if isinstance(other, Tensor):
         with unseen():
             other = other.item() if other.ndim == 0 and other.device.type == "cpu" else None
-    if not other or tags.factor is None:
+    if not isinstance(other, int | float) or not other or tags.factor is None:
         return tags._replace(factor=_changed(tags.products).factor)
     return tags._replace(factor=tags.factor * float(other) ** _SCALINGS[name])

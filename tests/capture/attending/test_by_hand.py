@@ -223,6 +223,14 @@ def test_a_scale_that_is_no_number_is_that_of_scores_to_products():
         assert layer.captured["bias"] is None
 
 
+def test_a_factor_that_is_a_complex_number_is_none_of_scores():
+    def complex_scores(q, k, v):
+        return (q @ k.mT * 0.3j).imag.contiguous().softmax(-1) @ v
+
+    for layer in layers_of(blocks_of(complex_scores), torch.randn(2, LENGTH, 32)):
+        assert layer.captured["scale"] == pytest.approx(0.3, rel=1e-5)
+
+
 BIAS = 0.02 * torch.randn(LENGTH, LENGTH, generator=torch.Generator().manual_seed(0))
 
 # What is done to products before their softmax; estimated, the scale would be near 0.3 alone.
