@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 log = logging.getLogger("geomon")
 
-# A function and its arguments: thousands of closures would have garbage collected.
+# A function and its arguments. Thousands of closures would start the garbage collector.
 Action = tuple[Any, ...]
 
 # Containers that are looked into, by the class whose methods do it: the first that fits.

@@ -141,7 +141,7 @@ class ArrayFolder:
                 if not zipfile.is_zipfile(content):
                     raise ValueError("it is no .npz file")
                 content.seek(0)
-                with np.load(content) as file:  # which unpickles nothing
+                with np.load(content) as file:  # it reads no pickles
                     found = {_place(key): file[key] for key in file.files if key != _MARK}
         except FileNotFoundError:
             raise FileNotFoundError(

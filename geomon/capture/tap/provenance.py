@@ -399,7 +399,7 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _changed(products: tuple[Product, ...]) -> _Tags:
-    """Return the tags of a tensor of which it is not known how products were changed to it."""
+    """Return the tags of products that an operator changed in a way that is not known."""
     return _Tags(products, None if products else 1.0)
 
 
