@@ -36,7 +36,7 @@ class Rule(Protocol):
 
     @property
     def changed(self) -> Change | None:
-        """What changes scaled scores before the softmax, as the model does; None where nothing."""
+        """The function that changes scaled scores before the softmax; None where there is none."""
 
     def reach(self, rows: slice) -> tuple[int, int]:
         """Return the first key that any query of some rows may see, and the one after the last.
