@@ -75,7 +75,7 @@ class ModelParts:
             try:
                 anatomy = find_anatomy(module, own)
             except ValueError:  # the first and the last stage may have none
-                anatomy = Anatomy((), ())
+                anatomy = join_anatomies(())
             stacks = tuple(replace(stack, part=number) for stack in anatomy.stacks)
             found.append(replace(anatomy, stacks=stacks))
         return join_anatomies(found)

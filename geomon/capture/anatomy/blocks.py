@@ -7,7 +7,7 @@ families that are made of blocks and hold most of the parameters are the *stacks
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -22,6 +22,7 @@ from geomon.capture.anatomy.families import (
     choose_blocks,
     find_families,
     group_by_pattern,
+    has_children,
     leading_lists,
     member_at,
     name_members_of_lists,
@@ -54,19 +55,19 @@ class Attention:
         module: The module that holds the projections.
         projections: The modules that make queries and keys.
         cross: Whether the keys come from another stack, going by names.
+        around: Modules between this one and the block, the block included, the innermost first.
         label: Which of the block's attentions it is: "" for the one to its own stack, "cross" for
             the one to another; a further one has its name in the block. Heads that are modules of
             a list have the same.
-        around: Modules between this one and the block, the block included, the innermost first.
         is_head: Whether it is one of the heads of an attention, which are modules of a list.
     """
 
     name: str
-    module: nn.Module = field(repr=False)
+    module: nn.Module
     projections: Projections
     cross: bool
+    around: tuple[nn.Module, ...]
     label: str = ""
-    around: tuple[nn.Module, ...] = field(default=(), repr=False)
     is_head: bool = False
 
     @property
@@ -93,11 +94,11 @@ class Block:
     """
 
     name: str
-    module: nn.Module = field(repr=False)
+    module: nn.Module
     attentions: tuple[Attention, ...]
     attends: bool
-    parts: tuple[nn.Module, ...] = field(default=(), repr=False)
-    matrices: tuple[nn.Module, ...] = field(default=(), repr=False)
+    parts: tuple[nn.Module, ...]
+    matrices: tuple[nn.Module, ...]
 
     def attention_index(self, label: str = "") -> int | None:
         """Return the index in `attentions` of the one with a label; None where there is none.
@@ -134,9 +135,9 @@ class Stack:
 
     name: str
     blocks: tuple[Block, ...]
-    owner: nn.Module | None = field(repr=False)
-    above: tuple[nn.Module, ...] = field(repr=False)
-    entering: bool = False
+    owner: nn.Module | None
+    above: tuple[nn.Module, ...]
+    entering: bool
     part: int = 0
     before: int = 0
     behind: int = 0
@@ -172,13 +173,13 @@ class Anatomy:
     """
 
     stacks: tuple[Stack, ...]
-    embeddings: tuple[nn.Module, ...] = field(repr=False)
-    around_embeddings: tuple[tuple[nn.Module, nn.Module], ...] = field(default=(), repr=False)
-    norms: tuple[tuple[str, nn.Module], ...] = field(default=(), repr=False)
-    output: nn.Module | None = field(default=None, repr=False)
-    of_output: tuple[nn.Module, ...] = field(default=(), repr=False)
-    adapted: tuple[nn.Module, ...] = field(default=(), repr=False)
-    left_out: tuple[LeftOut, ...] = ()
+    embeddings: tuple[nn.Module, ...]
+    around_embeddings: tuple[tuple[nn.Module, nn.Module], ...]
+    norms: tuple[tuple[str, nn.Module], ...]
+    output: nn.Module | None
+    of_output: tuple[nn.Module, ...]
+    adapted: tuple[nn.Module, ...]
+    left_out: tuple[LeftOut, ...]
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -234,7 +235,7 @@ def find_anatomy(model: nn.Module, blocks: str | Sequence[nn.Module] | None = No
 
 
 def join_anatomies(parts: Sequence[Anatomy]) -> Anatomy:
-    """Make one anatomy of those of the parts of a model.
+    """Make one anatomy of those of the parts of a model: of none, one without blocks.
 
     Args:
         parts: Anatomy of each part, in order.
@@ -283,9 +284,9 @@ def _around_tables(
     """Iterate over the modules that hold a table and no blocks, each with its first table."""
     found: set[nn.Module] = set()
     for table in embeddings:
-        parts = names[table].split(".")[:-1]
-        for length in range(len(parts), 0, -1):
-            module = member_at(model, ".".join(parts[:length]))
+        path = names[table]
+        while path := path.rpartition(".")[0]:
+            module = member_at(model, path)
             if not isinstance(module, nn.Module):
                 continue
             if not inside.isdisjoint(module.modules()):
@@ -297,16 +298,15 @@ def _around_tables(
 
 def _is_norm(module: nn.Module) -> bool:
     """Whether a module is a norm, going by the name of its class."""
-    return not any(True for _ in module.children()) and "norm" in type(module).__name__.lower()
+    return not has_children(module) and "norm" in type(module).__name__.lower()
 
 
 def _is_table(module: nn.Module) -> bool:
     """Whether a module is an embedding table: torch's, or a matrix whose class is called one."""
     if isinstance(module, nn.Embedding):
         return True
-    alone = not any(True for _ in module.children())
     named = "embed" in type(module).__name__.lower()
-    return alone and named and find_widths(module) is not None
+    return named and not has_children(module) and find_widths(module) is not None
 
 
 def _find_output(outside: Iterable[nn.Module], embeddings: Sequence[nn.Module]) -> nn.Module | None:
@@ -314,8 +314,8 @@ def _find_output(outside: Iterable[nn.Module], embeddings: Sequence[nn.Module]) 
 
     Where an adapter trains a copy of one, the copy is meant and not what it is a copy of.
     """
-    shapes = {shape for shape in map(_shape, embeddings) if shape is not None}
-    rows = {shape[0] for shape in shapes}
+    shapes = set(map(find_widths, embeddings))
+    rows = {shape[0] for shape in shapes if shape}
     heads = [m for m in outside if isinstance(m, nn.Linear) and m.out_features in rows]
     # A factor of low rank has as many outputs.
     heads = [m for m in heads if (m.out_features, m.in_features) in shapes] or heads
@@ -327,26 +327,17 @@ def _find_output(outside: Iterable[nn.Module], embeddings: Sequence[nn.Module]) 
 
 def _makes_rows_of(output: nn.Module | None, table: nn.Module) -> bool:
     """Whether the output has as many features as an embedding table has rows."""
-    shape = _shape(table)
+    shape = find_widths(table)
     return shape is not None and getattr(output, "out_features", None) == shape[0]
-
-
-def _shape(table: nn.Module) -> tuple[int, int] | None:
-    """Return the number of rows and the width of an embedding table; None where not known."""
-    rows, width = (getattr(table, name, None) for name in ("num_embeddings", "embedding_dim"))
-    if isinstance(rows, int) and isinstance(width, int):
-        return rows, width
-    return find_widths(table)
 
 
 def _is_adapted(matrix: nn.Module, names: Names, model: nn.Module) -> bool:
     """Whether a module of the same widths around a matrix has parameters of its own."""
     around = member_at(model, names[matrix].rpartition(".")[0])
-    says = {getattr(around, name, None) for name in ("in_features", "out_features")} - {None}
-    weight = stored_weight(matrix)
-    if weight is None or not says or says != set(weight.shape):
+    says = {getattr(around, name, None) for name in ("in_features", "out_features")}
+    if says != {*(find_widths(matrix) or ())}:
         return False
-    return sum(1 for _ in around.parameters()) > sum(1 for _ in matrix.parameters())
+    return {*around.parameters()} != {*matrix.parameters()}
 
 
 def _is_trained(module: nn.Module) -> bool:
@@ -363,7 +354,7 @@ def _stacks(model: nn.Module, families: list[Family], names: Names) -> tuple[Sta
         blocks = [_block(block, names, lists.get(block, ()), second=number > 0) for block in family]
         if any(block.attentions for block in blocks):
             # In a hybrid, a module may be called attention ("linear_attn") and have no queries.
-            blocks = [replace(b, attends=b.attends and bool(b.attentions)) for b in blocks]
+            blocks = [replace(b, attends=any(not a.cross for a in b.attentions)) for b in blocks]
         shared = {m for other in above[:number] for m in other}
         stacks.append(
             Stack(
@@ -406,13 +397,17 @@ def _block(
             covered |= set(inner.modules())
             shown = shown_name(name)
             # attn1 and attn2 are alike by name: what the second one attends to is seen in the pass.
-            alike = bool(found) and pattern_of(found[0].name) == pattern_of(shown)
-            after_own = second and len(found) == 1 and not alike and not found[0].cross
+            after_own = (
+                second
+                and len(found) == 1
+                and not found[0].cross
+                and pattern_of(found[0].name) != pattern_of(shown)
+            )
             cross = bool(_CROSS_NAME.search(shown)) or after_own
             around = tuple(_around(held, name))
-            found.append(Attention(shown, inner, projections, cross, around=around))
+            found.append(Attention(shown, inner, projections, cross, around))
     # The only attention of a block is to its own stack, unless "cross" is in its name.
-    if len(found) == 1 and found[0].cross and not re.search("cross", found[0].name, re.IGNORECASE):
+    if len(found) == 1 and "cross" not in found[0].name.lower():
         found = [replace(found[0], cross=False)]
     return Block(
         shown_name(names[module]) or type(module).__name__,

@@ -251,7 +251,7 @@ def _all_families(model: nn.Module, names: Names) -> dict[str, Family]:
     in_container: set[str] = set()
     for module, name in names.items():
         last = name.rpartition(".")[2]
-        if any(c.isdigit() for c in last) and _has_children(module) and _size(module) > 0:
+        if any(c.isdigit() for c in last) and has_children(module) and _size(module) > 0:
             pattern = pattern_of(name)
             families[pattern].append(module)
             if isinstance(member_at(model, name.rpartition(".")[0]), CONTAINERS + _UNREGISTERED):
@@ -299,7 +299,7 @@ def _are_stages(family: Family, inner: Family) -> bool:
     """Whether the members of a family mainly hold the blocks of an inner family."""
     if any(isinstance(block, NOT_CALLABLE) for block in inner):
         return False
-    if 2 * _size_of(inner) < _size_of(family):
+    if not _are_most_of(inner, family):
         return False
     if len({type(block) for block in inner}) > 1 and all(
         isinstance(member, NOT_CALLABLE) for member in family
@@ -327,14 +327,19 @@ def _are_whole_stages(family: Family, inner: Family) -> bool:
     classes = [[type(block) for block in each] for each in _by_member(family, inner)]
     return (
         1 < len(family) == len(sizes)
-        and 2 * _size_of(inner) >= _size_of(family)
+        and _are_most_of(inner, family)
         and any(len(set(each)) < len(each) for each in classes)
     )
 
 
+def _are_most_of(inner: Family, family: Family) -> bool:
+    """Whether modules have at least half of the parameters of those that hold them."""
+    return 2 * _size_of(inner) >= _size_of(family)
+
+
 def _by_member(family: Family, inner: Family) -> list[Family]:
     """Group modules by the member of a family in which they are."""
-    return [[block for block in inner if block in set(m.modules())] for m in family]
+    return [[block for block in inner if block in m.modules()] for m in family]
 
 
 def leading_lists(family: Family) -> Family:
@@ -408,18 +413,12 @@ def _without_ends(family: Family) -> Family:
     classes = [type(member) for member in family]
     if len(set(classes)) == len(classes):
         return family
-    some_attend = any(attends(member) for member in family)
-
-    def odd(member: nn.Module) -> bool:
-        alone = classes.count(type(member)) == 1
-        return alone and not (some_attend and attends(member))
-
-    kept = list(family)
-    while odd(kept[0]):  # some class is there twice: it ends here
-        kept.pop(0)
-    while odd(kept[-1]):
-        kept.pop()
-    return kept
+    blocks = [
+        place
+        for place, member in enumerate(family)
+        if classes.count(type(member)) > 1 or attends(member)
+    ]
+    return family[blocks[0] : blocks[-1] + 1]
 
 
 def _main(candidates: list[Family]) -> list[Family]:
@@ -450,8 +449,13 @@ def _why_not(family: Family, watched: list[Family]) -> str:
     return "few parameters beside the largest stack"
 
 
-def _has_children(module: nn.Module) -> bool:
-    return any(True for _ in module.children())
+def has_children(module: nn.Module) -> bool:
+    """Whether a module holds others.
+
+    Args:
+        module: Any module.
+    """
+    return next(module.children(), None) is not None
 
 
 def _size(module: nn.Module) -> int:
@@ -473,7 +477,7 @@ def _attention_modules(module: nn.Module) -> list[nn.Module]:
     return known or [
         inner
         for name, inner in module.named_modules()
-        if _ATTENTION_NAME.search(name.rpartition(".")[2]) and _has_children(inner)
+        if _ATTENTION_NAME.search(name.rpartition(".")[2]) and has_children(inner)
     ]
 
 

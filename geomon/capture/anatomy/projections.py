@@ -6,7 +6,7 @@ They are found by the few names that the field has for them.
 import itertools
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
@@ -52,6 +52,9 @@ _HEAD_WIDTH = (
     "dim_head",
 )  # fmt: skip
 
+# What a matrix says of its widths, the output's first; `nf` is that of transformers' Conv1D.
+_WIDTHS = (("out_features", "in_features"), ("nf", "nx"), ("num_embeddings", "embedding_dim"))
+
 Kind = Literal["separate", "joint", "fused", "multihead"]
 # The part of a name that says that a module projects to queries, and what stands in the name of its
 # sibling: c_q and c_k, attn_query and attn_key, wQ and wK.
@@ -78,8 +81,8 @@ class Projections:
     """
 
     kind: Kind
-    query: nn.Module = field(repr=False)
-    key: nn.Module = field(repr=False)
+    query: nn.Module
+    key: nn.Module
     names: tuple[str, ...]
 
     @property
@@ -213,26 +216,27 @@ def _first_of(names: Iterable[str], holders: list[Any]) -> int | None:
 
 
 def find_widths(module: nn.Module) -> tuple[int, int] | None:
-    """Find the widths of a projection's output and input; None where it is no matrix.
+    """Find the widths of a matrix: of output and input, of a table its rows and their width.
 
     What the module says of itself goes first: of a weight that FSDP1 has flattened each rank holds
     a part without a shape.
 
     Args:
-        module: A module that may be a projection.
+        module: A module that may be a projection, or an embedding table.
+
+    Returns:
+        Both; None where the module is no matrix.
     """
-    made, taken = getattr(module, "out_features", None), getattr(module, "in_features", None)
-    if isinstance(made, int) and isinstance(taken, int):
-        return made, taken
-    made, taken = getattr(module, "nf", None), getattr(module, "nx", None)  # transformers' Conv1D
-    if isinstance(made, int) and isinstance(taken, int):
-        return made, taken
+    for names in _WIDTHS:
+        made, taken = (getattr(module, name, None) for name in names)
+        if isinstance(made, int) and isinstance(taken, int):
+            return made, taken
     weight = stored_weight(module)
     if weight is None or weight.ndim != 2:
         return None
-    if made == weight.shape[1]:  # that of an older release: its weight is transposed
-        return weight.shape[1], weight.shape[0]
-    return weight.shape[0], weight.shape[1]
+    rows, columns = weight.shape
+    # Conv1D of an older release of transformers says `nf` alone: its weight is transposed.
+    return (columns, rows) if getattr(module, "nf", None) == columns else (rows, columns)
 
 
 def projects_in_its_own_way(module: nn.Module) -> bool:
@@ -255,10 +259,9 @@ def _fused_head_width(made: int, taken: int, heads: int) -> int:
 
     Where the output does not fit that width, heads are as wide as equal shares of it make them.
     """
-    usual = taken // heads
-    if not usual or _fused_key_heads(made, heads, usual) is None:
-        return made // (3 * heads) if made % (3 * heads) == 0 else usual
-    return usual
+    usual = max(1, taken // heads)
+    equal, odd = divmod(made, 3 * heads)
+    return usual if odd or _fused_key_heads(made, heads, usual) else equal
 
 
 def _fused_key_heads(made: int, heads: int, width: int) -> int | None:

@@ -34,8 +34,12 @@ def test_a_stack_of_few_parameters_is_left_out_and_can_be_named():
 
 
 def test_wrappers_do_not_show_in_names():
-    model = nn.DataParallel(torch.compile(PlainDecoder()))
-    assert find_anatomy(model).blocks[1].name == "blocks.1"
+    plain = PlainDecoder()
+    plain.final_norm = nn.LayerNorm(32)
+    model = nn.DataParallel(torch.compile(plain))
+    for anatomy in (find_anatomy(model), find_anatomy(model, r"blocks\.\d")):
+        assert anatomy.blocks[1].name == "blocks.1"
+        assert ("final_norm", plain.final_norm) in anatomy.norms
     assert shown_name("module._forward_module.a.module_list.0") == "a.module_list.0"
 
 
@@ -111,6 +115,12 @@ class Attending(nn.Module):
         self.mlp = nn.Linear(width, 4 * width)
 
 
+class Half(Attending):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(8, 4), nn.Linear(8, 4)
+
+
 class Mixing(nn.Module):
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -160,13 +170,15 @@ def test_the_attention_to_another_stack_is_told_from_a_blocks_own():
         (lambda: module(attn1=Attending(), attn2=Attending()), ["", "attn2"]),
         (lambda: module(a=module(x=Attending()), b=module(x=Attending())), ["", "inner.b.x"]),
         (lambda: layers(Attending, Attending, Attending), ["", "attention_2", "attention_3"]),
+        (lambda: module(a=Half(), b=Half()), ["", "b"]),  # as wide as two heads, and no list
+        (lambda: module(cross=layers(Half, Half)), ["cross", "attention_2"]),
     ],
 )
 def test_further_attentions_of_a_block_have_labels_of_their_own(block, labels):
     model = module(layers=layers(*[lambda: module(inner=block())] * 2))
     stack = find_anatomy(model, blocks=r"layers\.\d+").stacks[0]
     assert [a.label for a in stack.blocks[0].attentions] == labels
-    assert stack.side_labels == labels[1:]
+    assert stack.side_labels == [label for label in labels if label]
 
 
 def test_modules_above_several_stacks_are_those_of_the_first_and_no_list_owns_its_blocks():
@@ -219,6 +231,8 @@ def test_stages_of_convolutions_and_of_attention_are_one_stack_of_their_blocks()
     model = module(stages=nn.Sequential(stage(Mixing, 2), stage(Mixing, 3), stage(Attending, 4)))
     assert [block.attends for block in find_anatomy(model).blocks] == [False] * 5 + [True] * 4
     assert find_anatomy(model).left_out == ()
+    hybrid = (lambda: module(parts=layers(Mixing))), (lambda: module(parts=layers(Attending)))
+    assert names(module(layers=layers(*hybrid))) == {"": ["layers.0", "layers.1"]}
 
 
 def test_stages_that_are_watched_whole_are_said_to_hold_blocks():
@@ -297,7 +311,9 @@ def test_tables_and_heads_in_lists_that_torch_does_not_know_are_found():
     model = nn.Module()
     table, head = nn.Embedding(50, 8), nn.Linear(8, 50, bias=False)
     model.body = [Attending(), Attending()]
-    model.tables, model.heads = {"tokens": module(table=table)}, [module(head=head)]
+    outer = nn.Module()
+    outer.parts = (module(head=head),)
+    model.tables, model.heads = {"tokens": module(table=table)}, [outer]
     anatomy = find_anatomy(model)
     assert (anatomy.embeddings, anatomy.output) == ((table,), head)
     assert anatomy.around_embeddings == ((model.tables["tokens"], table),)

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from geomon.capture.anatomy import find_sizes
-from geomon.capture.anatomy.projections import find_projections
+from geomon.capture.anatomy.projections import are_heads, find_projections, find_widths
 
 
 def holder(heads=None, **children):
@@ -100,13 +100,63 @@ def test_projections_are_found_by_names_that_differ_in_one_part():
             (4, 1, 16),
         ),
         ({"c_attn": weighted(0, nf=96, nx=32)}, (4, 4, 8)),  # flattened by FSDP1, on a rank
+        ({"q": nn.Identity(), "k": nn.Identity()}, (4, None, None)),
+        ({"q": nn.Linear(32, 30), "k": nn.Linear(32, 30)}, (4, None, None)),
+        ({"qkv": nn.Linear(32, 32)}, (4, None, 8)),  # of queries alone
+        ({"qkv": nn.Linear(2, 96)}, (4, 4, 8)),
+        ({"qkv": nn.Linear(2, 50)}, (4, None, 1)),
     ],
 )
 def test_sizes_follow_from_heads_and_widths(children, sizes):
     module = holder(4, **children)
     assert find_sizes(find_projections(module), [module]) == sizes
-    module.num_heads = None
-    assert find_sizes(find_projections(module), [module]).heads is None
+    for unknown in (None, 0):
+        module.num_heads = unknown
+        assert find_sizes(find_projections(module), [module]).heads is None
+
+
+@pytest.mark.parametrize(
+    ("module", "widths"),
+    [
+        (nn.Linear(3, 5), (5, 3)),
+        (nn.Embedding(5, 3), (5, 3)),
+        (weighted(5, 3), (5, 3)),
+        (weighted(3, 5, nf=5), (5, 3)),
+        (weighted(2, nf=5, nx=3), (5, 3)),
+        (weighted(2, num_embeddings=5, embedding_dim=3), (5, 3)),
+        (weighted(5, 3, 1), None),
+        (weighted(2, out_features=5), None),
+        (nn.ReLU(), None),
+    ],
+)
+def test_a_matrix_says_its_widths_or_its_weight_does(module, widths):
+    assert find_widths(module) == widths
+
+
+def test_a_head_width_that_a_module_says_goes_before_that_of_its_input():
+    module = holder(4, qkv=nn.Linear(32, 128))
+    module.head_dim = 16
+    assert find_sizes(find_projections(module), [module]) == (4, 2, 16)
+    single = holder(1, q=nn.Linear(8, 8), k=nn.Linear(8, 8))
+    assert find_sizes(find_projections(single), [single]) == (1, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("members", "expected"),
+    [
+        ([("k", 16), ("k", 16)], True),
+        ([("k", 16)] * 3, False),  # wider than their input
+        ([("k", 16), ("k", 8)], False),
+        ([("k", 16), ("kv", 16)], False),
+        ([("k", 16), ("v", 16)], False),  # no attention
+        ([("k", 32)], False),
+    ],
+)
+def test_a_list_of_attentions_is_one_where_they_are_together_as_wide_as_their_input(
+    members, expected
+):
+    heads = [holder(q=nn.Linear(32, width), **{k: nn.Linear(32, width)}) for k, width in members]
+    assert are_heads([*map(find_projections, heads)]) == expected
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,9 @@ def test_the_output_is_no_factor_of_an_adapter_and_no_frozen_original(tied):
     assert find_anatomy(plain).adapted == ()
     assert find_anatomy(factored).output is factored.head.base
     assert find_anatomy(factored).adapted == (factored.head.base,)
+    factored.head.first = factored.head.second = None  # nothing of its own
+    assert find_anatomy(factored).adapted == ()
+    factored.head.first = nn.Linear(32, 2)
     factored.head.in_features = 31  # what is around the matrix has other widths: no adapter
     assert find_anatomy(factored).adapted == ()
     assert find_anatomy(copied).output is copied.head.trained
