@@ -6,7 +6,6 @@ scale, softcap and sink, or scores and visible. A call that cannot be rebuilt is
 reason.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -61,9 +60,7 @@ class Arguments(NamedTuple):
             queries, keys].
         causal: Whether a query may see no later key, apart from what `mask` says.
         scale: Factor on the products of queries and keys.
-        bias: What is added to the scores besides the mask, or None.
         softcap: Bound on the scores (Gemma 2), or None.
-        sink: Logits of learned sinks, [heads] (GPT-OSS), or None.
         rule: Which keys a query sees where that is no tensor (fused or packed attention), or None.
     """
 
@@ -72,9 +69,7 @@ class Arguments(NamedTuple):
     mask: Tensor | None
     causal: bool
     scale: float
-    bias: Tensor | None
-    softcap: float | None
-    sink: Tensor | None
+    softcap: float | None = None
     rule: Rule | None = None
 
 
@@ -83,17 +78,19 @@ class AttentionCall:
     """One call of an attention function, with the sampled queries only.
 
     Attributes:
-        given: Arguments of the call: queries, and rows of the mask and of the bias, at the sampled
-            places; keys of the sampled sequences.
+        given: Arguments of the call: queries, and rows of the mask, at the sampled places; keys of
+            the sampled sequences.
         sequences: Indices of the sampled sequences in the batch, [sequences].
         places: Position of each sampled query in its sequence, [sequences, queries].
         shape: Number of sequences and length of the whole batch.
+        bias: What a rule adds to the scores of these queries, or None.
     """
 
     given: Arguments
     sequences: Tensor
     places: Tensor
     shape: tuple[int, int]
+    bias: Tensor | None = None
 
     @property
     def heads(self) -> int:
@@ -171,16 +168,18 @@ def record_call(sampler: RowSampler, given: Arguments) -> AttentionCall:
         query=at_places(given.query[sequences], places),
         key=given.key[sequences],
         mask=_sampled_rows(given.mask, sequences, places),
-        bias=_sampled_rows(given.bias, sequences, places),
-        sink=None if given.sink is None else given.sink.clone(),
         rule=None,
     )
+    bias = None
     if given.rule is not None:
-        sampled = _at_rule(sampled, given.rule, sequences, places)
-    return AttentionCall(sampled, sequences, places, (count, length))
+        mask, bias = _at_rule(sampled, given.rule, sequences, places)
+        sampled = sampled._replace(mask=mask)
+    return AttentionCall(sampled, sequences, places, (count, length), bias)
 
 
-def _at_rule(sampled: Arguments, rule: Rule, sequences: Tensor, places: Tensor) -> Arguments:
+def _at_rule(
+    sampled: Arguments, rule: Rule, sequences: Tensor, places: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """Write what a rule says of the sampled queries as a mask and a bias.
 
     A rule may change scores in any way: what it adds to those of these queries is a bias.
@@ -191,7 +190,7 @@ def _at_rule(sampled: Arguments, rule: Rule, sequences: Tensor, places: Tensor) 
     try:
         mask = rule.visible(sequences, places)
         if rule.changed is None:
-            return sampled._replace(mask=mask)
+            return mask, None
         scores = _products(sampled.query, sampled.key) * sampled.scale
         changed = rule.changed(scores, sequences, places)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -200,7 +199,7 @@ def _at_rule(sampled: Arguments, rule: Rule, sequences: Tensor, places: Tensor) 
             f"many places at once: {error}"
         ) from error
     hidden = ~mask | (changed == -torch.inf)
-    return sampled._replace(mask=~hidden, bias=torch.where(hidden, 0, changed - scores))
+    return ~hidden, torch.where(hidden, 0, changed - scores)
 
 
 @torch.no_grad()
@@ -220,7 +219,7 @@ def at_sampled_rows(scores: Tensor, sequences: Tensor, places: Tensor) -> Tensor
 
 
 def _sampled_rows(values: Tensor | None, sequences: Tensor, places: Tensor) -> Tensor | None:
-    """Copy rows of a mask or a bias, [sequences (or 1), heads (or 1), length (or 1), keys]."""
+    """Copy rows of a mask, [sequences (or 1), heads (or 1), length (or 1), keys]."""
     if values is None:
         return None
     chosen = values[sequences] if values.shape[0] > 1 else values
@@ -251,7 +250,6 @@ def read_call(call: AttentionCall | SoftmaxCall, valid: Tensor | None) -> dict[s
         return views
     query, key = call.given.query.float(), call.given.key.float()
     visible, bias = _visibility(call, key.shape[2])
-    sink = _sink_logits(call)
     return {
         "query": query,
         "key": key,
@@ -259,7 +257,7 @@ def read_call(call: AttentionCall | SoftmaxCall, valid: Tensor | None) -> dict[s
         "bias": bias,
         "scale": call.given.scale,
         "softcap": call.given.softcap,
-        "sink": sink,
+        "sink": None,
     }
 
 
@@ -301,7 +299,7 @@ def read_scores(call: SoftmaxCall) -> dict[str, Any]:
         "query": query,
         "key": key,
         "visible": ~hidden,
-        "bias": None if bool(bias_is_rounding) else bias,
+        "bias": None if bias_is_rounding else bias,
         "scale": scale,
         "softcap": None,
         "sink": sink,
@@ -334,64 +332,46 @@ def _without_sink(
     shift = torch.where(seen, largest - scale * products.gather(3, place), 0)
     sink = torch.where(seen, joined[..., None] - shift, torch.nan).transpose(0, 1).flatten(1)
     middle = sink.nanmedian(dim=1).values
-    if bool(((sink - middle[:, None]).abs() > _ALIKE * (1 + middle.abs()[:, None])).any()):
+    if ((sink - middle[:, None]).abs() > _ALIKE * (1 + middle.abs()[:, None])).any():
         return scores, None
     return rest - shift, middle
 
 
 def _visibility(call: AttentionCall, keys: int) -> tuple[Tensor, Tensor | None]:
     """Find which keys each query sees, and what is added to the scores."""
-    places = call.places[:, None, :, None]
-    given = [None if mask is None else mask.cpu() for mask in (call.given.mask, call.given.bias)]
-    hidden, bias = split_masks(given, keys)
-    visible = torch.ones(1, 1, 1, keys, dtype=torch.bool, device="cpu")
-    visible = visible if hidden is None else visible & ~hidden
-    order = torch.arange(keys, dtype=torch.int64, device="cpu")
-    if call.given.causal:
+    given = call.given
+    hidden, bias = split_mask(None if given.mask is None else given.mask.cpu(), keys)
+    bias = bias if call.bias is None else call.bias.cpu()
+    every = torch.ones(1, 1, 1, keys, dtype=torch.bool, device="cpu")
+    visible = every if hidden is None else ~hidden
+    if given.causal:
         # Query 0 is aligned with key 0, as scaled_dot_product_attention does.
-        visible = visible & (order <= places)
-    return visible, bias if bias is not None and bool(bias.any()) else None
+        order = torch.arange(keys, dtype=torch.int64, device="cpu")
+        visible = visible & (order <= call.places[:, None, :, None])
+    return visible, bias if bias is not None and bias.any() else None
 
 
-def split_masks(masks: Iterable[Tensor | None], keys: int) -> tuple[Tensor | None, Tensor | None]:
-    """Split masks and biases into the keys that they hide and the bias that they add.
+def split_mask(mask: Tensor | None, keys: int) -> tuple[Tensor | None, Tensor | None]:
+    """Split a mask into the keys that it hides and the bias that it adds.
 
     Args:
-        masks: Boolean masks (True = attend), additive masks and biases, each broadcastable to
-            [sequences, heads, queries, keys]; None for none.
+        mask: Boolean (True = attend) or additive, broadcastable to [sequences, heads, queries,
+            keys]; None for none.
         keys: Number of keys.
 
     Returns:
-        True where a key is hidden, or None where none is, and the bias or None; both broadcastable
-        to that shape.
+        True where a key is hidden, and the bias, both broadcastable to that shape; None for none.
 
     Raises:
-        NotUnderstoodError: A mask is neither boolean nor additive.
+        NotUnderstoodError: The mask is neither boolean nor additive.
     """
-    hidden: Tensor | None = None
-    added: Tensor | None = None
-    for given in masks:
-        if given is None:
-            continue
-        mask = given.expand(*given.shape[:-1], keys)
-        if mask.dtype == torch.bool:
-            hidden = ~mask if hidden is None else hidden | ~mask
-        elif mask.is_floating_point():
-            added = mask.float() if added is None else added + mask.float()
-        else:
-            raise NotUnderstoodError(f"the mask holds {mask.dtype}, neither boolean nor additive")
-    if added is None:
-        return hidden, None
-    masked = hidden_keys(added)
-    return masked if hidden is None else hidden | masked, torch.where(masked, 0, added)
-
-
-def _sink_logits(call: AttentionCall) -> Tensor | None:
-    """Return the logits of learned sinks, one for each head."""
-    if call.given.sink is None:
-        return None
-    if call.given.sink.numel() != call.heads:
-        raise NotUnderstoodError(
-            f"there are {call.given.sink.numel()} learned sinks for {call.heads} heads"
-        )
-    return call.given.sink.flatten().cpu().float()
+    if mask is None:
+        return None, None
+    mask = mask.expand(*mask.shape[:-1], keys)
+    if mask.dtype == torch.bool:
+        return ~mask, None
+    if not mask.is_floating_point():
+        raise NotUnderstoodError(f"the mask holds {mask.dtype}, neither boolean nor additive")
+    added = mask.float()
+    hidden = hidden_keys(added)
+    return hidden, torch.where(hidden, 0, added)

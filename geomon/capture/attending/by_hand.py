@@ -188,9 +188,8 @@ def is_second_softmax(recorded: SoftmaxCall, scores: Tensor, dim: int) -> bool:
 
 def _makes(product: Product, scores: Tensor, dim: int) -> bool:
     """Whether scores may have been made of a product; one key may have been joined (a sink)."""
-    keys = scores.shape[dim]
-    joined = scores.numel() // max(keys, 1) * (keys - 1)
-    return 0 < product.size in (scores.numel(), joined)
+    joined = scores.movedim(dim, -1)[..., 1:]
+    return 0 < product.size in (scores.numel(), joined.numel())
 
 
 # -- which dimension is which ----------------------------------------------------------------------

@@ -32,7 +32,7 @@ def read_sdpa(given: Mapping[str, Any]) -> Arguments:
         NotUnderstoodError: The call cannot be rebuilt from what it was given.
     """
     query, key = (_plain(given.get(name), name, 4, heads=1) for name in ("query", "key"))
-    mask, scale = _first(given, "attn_mask", "attn_bias"), given.get("scale")
+    mask = _first(given, "attn_mask", "attn_bias")
     if mask is not None:
         mask = local_shard(mask).detach()
         mask = mask[(None,) * (4 - mask.ndim)]
@@ -43,8 +43,7 @@ def read_sdpa(given: Mapping[str, Any]) -> Arguments:
     return Arguments(
         query=query, key=key, mask=mask,
         causal=bool(given.get("is_causal")) and mask is None and query.shape[2] > 1,
-        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-        bias=None, softcap=None, sink=None,
+        scale=_scale(query, given.get("scale")),
     )  # fmt: skip
 
 
@@ -61,17 +60,14 @@ def read_flex(given: Mapping[str, Any]) -> Arguments:
     query, key = (_plain(given.get(name), name, 4, heads=1) for name in ("query", "key"))
     block, score = given["block_mask"], given.get("score_mod")
     counts = next(part for part in block if isinstance(part, Tensor))  # [sequences, heads, ...]
-    scale = given.get("scale")
     return Arguments(
-        query=query, key=key, mask=None, causal=False,
-        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-        bias=None, softcap=None, sink=None,
+        query=query, key=key, mask=None, causal=False, scale=_scale(query, given.get("scale")),
         rule=FlexRule(
             key.shape[2], query.device, block[-1],
             heads=counts.shape[1],
             score=None if getattr(score, "__name__", "") == "_identity" else score,
-            mask_buffers=tuple(given.get("mask_mod_other_buffers") or ()),
-            score_buffers=tuple(given.get("score_mod_other_buffers") or ()),
+            mask_buffers=given.get("mask_mod_other_buffers", ()),
+            score_buffers=given.get("score_mod_other_buffers", ()),
         ),
     )  # fmt: skip
 
@@ -100,14 +96,13 @@ def read_flash(given: Mapping[str, Any]) -> Arguments:
     )
     query, key = ((x[None] if packed else x).transpose(1, 2) for x in (query, key))
     sides = [given.get(f"window_size_{side}") for side in ("left", "right")]
-    window = given.get("window_size") or [-1 if side is None else side for side in sides]
-    left, right = (None if side < 0 else int(side) for side in window)
-    causal = bool(given.get("causal") or given.get("is_causal"))
-    scale, cap = _first(given, "softmax_scale", "scale"), given.get("softcap")
+    window = given.get("window_size") or sides
+    left, right = (None if side is None or side < 0 else side for side in window)
+    causal = given.get("causal") or given.get("is_causal")
     return Arguments(
         query=query, key=key, mask=None, causal=False,
-        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-        bias=None, softcap=float(cap) if cap else None, sink=None,
+        scale=_scale(query, _first(given, "softmax_scale", "scale")),
+        softcap=given.get("softcap") or None,
         rule=PlaceRule(
             key.shape[2], query.device, left=left, right=0 if causal else right,
             offset=key.shape[2] - query.shape[2],
@@ -122,6 +117,10 @@ _TRACED = ("FakeTensor", "FunctionalTensor")  # what a compiler traces with
 def _first(given: Mapping[str, Any], *names: str) -> Any:
     """Return the first argument that was given under some names; None where none was."""
     return next((given[name] for name in names if given.get(name) is not None), None)
+
+
+def _scale(query: Tensor, given: float | None) -> float:
+    return float(query.shape[-1] ** -0.5) if given is None else given
 
 
 def _plain(values: Any, what: str, dimensions: int, *, heads: int) -> Tensor:

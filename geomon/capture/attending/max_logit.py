@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from geomon.capture.attending.attention import Arguments, split_masks
+from geomon.capture.attending.attention import Arguments, split_mask
 from geomon.capture.tokens.visibility import MASKED
 from geomon.kernels.products import as_factor, without_autocast
 
@@ -46,15 +46,15 @@ def max_logits_of_call(given: Arguments) -> Tensor:
     with without_autocast([kind]):
         block = _BLOCK_ON_HOST if kind == "cpu" else _BLOCK
         for some, rows in _cuts((sequences, heads, queries, keys), block, causal=given.causal):
-            seen = slice(*_reach(given, rows, keys))
-            masks = [_part(mask, some, rows) for mask in (given.mask, given.bias)]
             at = _indices(some, rows)
-            if given.rule is not None:
-                masks.append(given.rule.visible(*at))
-            hidden, bias = split_masks(masks, keys)
-            change = None if given.rule is None else given.rule.changed
-            if change is not None:  # functions of places are asked about all keys
-                seen = slice(0, keys)
+            if given.rule is None:
+                change, mask = None, _part(given.mask, some, rows)
+                seen = slice(0, min(rows.stop, keys) if given.causal else keys)
+            else:
+                change, mask = given.rule.changed, given.rule.visible(*at)
+                # Functions of places are asked about all keys.
+                seen = slice(*given.rule.reach(rows)) if change is None else slice(0, keys)
+            hidden, bias = split_mask(mask, keys)
             facing = as_factor(key[some, :, seen]).flatten(0, 1).transpose(1, 2)
             asking = as_factor(query[some, :, rows]).reshape(len(facing), -1, width)
             scores = torch.bmm(asking, facing).float()
@@ -69,7 +69,9 @@ def max_logits_of_call(given: Arguments) -> Tensor:
                 scores += bias[..., seen]
             if hidden is not None:
                 scores.masked_fill_(hidden[..., seen], -torch.inf)
-            _mask_by_place(scores, given, rows, seen)
+            if given.causal:  # no key before the first of the rows is later than any of them
+                late = scores[..., rows.start :]
+                late.masked_fill_(torch.ones_like(late[0, 0], dtype=torch.bool).triu(1), -torch.inf)
             largest = scores.amax(dim=-1)
             unseen = largest == -torch.inf
             largest = _scaled(largest, given) if ordered else largest
@@ -126,23 +128,6 @@ def _cuts(
                 slice(sequence, min(sequence + some, sequences)),
                 slice(first, min(first + each, queries)),
             )
-
-
-def _reach(given: Arguments, rows: slice, keys: int) -> tuple[int, int]:
-    """Return the first key that the rows may see by their places, and the one after the last."""
-    if given.rule is not None:
-        return given.rule.reach(rows)
-    return 0, min(rows.stop, keys) if given.causal else keys
-
-
-def _mask_by_place(scores: Tensor, given: Arguments, rows: slice, seen: slice) -> None:
-    """Mask the scores of keys that the rows do not see by their places, in place."""
-    if not given.causal:
-        return
-    order = torch.arange(seen.start, seen.stop, dtype=torch.int64, device=scores.device)
-    places = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=scores.device)[:, None]
-    late = slice(max(rows.start - seen.start, 0), None)  # none before is later than any row
-    scores[..., late].masked_fill_(order[late] > places, -torch.inf)
 
 
 def _part(mask: Tensor | None, some: slice, rows: slice) -> Tensor | None:

@@ -147,9 +147,7 @@ class FlexRule:
 
     def visible(self, sequences: Tensor, places: Tensor) -> Tensor:
         """Say which keys some queries see (see `Rule`)."""
-        shape = (len(sequences), self.heads, places.shape[1], self.keys)
-        found = self._at_all(self.mask, (), self.mask_buffers, sequences, places, self.heads)
-        return found.expand(shape)
+        return self._at_all(self.mask, (), self.mask_buffers, sequences, places, self.heads)
 
     @property
     def changed(self) -> Change | None:
@@ -169,8 +167,7 @@ class FlexRule:
 
     def begins(self, length: int) -> Tensor:
         """Say which tokens begin a sequence (see `Rule`)."""
-        starts = torch.zeros(length, dtype=torch.bool, device=self.device)
-        starts[:1] = True
+        starts = torch.ones(length, dtype=torch.bool, device=self.device)
         if length > 1:
             mask, first = self.mask, torch.zeros((), dtype=torch.int64, device=self.device)
             places = torch.arange(1, length, dtype=torch.int64, device=self.device)

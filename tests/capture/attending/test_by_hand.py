@@ -12,6 +12,7 @@ from watched import HEADS, Attention, blocks_of, look, scores_of
 from geomon.capture.attending.attention import NotUnderstoodError
 from geomon.capture.attending.by_hand import (
     Known,
+    arrange_scores,
     is_second_softmax,
     record_softmax,
 )
@@ -24,7 +25,7 @@ def recorded(scores, dim=-1, heads=None, *, made=True, head_width=8):
     # Its factors cannot be queries and keys.
     made_of = Product(torch.zeros(scores.numel(), 1), torch.zeros(1, 1))
     products = [made_of] if made else []
-    known = Known((2, 6), 32, heads, head_width)
+    known = Known((2, 6), 24, heads, head_width)
     return record_softmax(RowSampler(100, 0), scores, dim, known, products)[0]
 
 
@@ -59,6 +60,41 @@ def test_scores_are_arranged_by_their_sizes(shape, heads, expected):
 
 
 @pytest.mark.parametrize(
+    ("shape", "order", "usual"),
+    [
+        ((4, 6, 15), (0, 1, 2), True),
+        ((4, 2, 3, 15), (0, 1, 2, 3), True),
+        ((2, 2, 6, 15), (0, 1, 2, 3), True),
+        ((4, 15, 6), (0, 2, 1), False),
+        ((6, 4, 15), (1, 0, 2), False),
+        ((4, 6, 3, 5), (0, 1, 2, 3), False),
+        ((4, 15, 2, 3), (0, 2, 3, 1), False),
+        ((2, 3, 4, 15), (2, 0, 1, 3), False),
+    ],
+)
+def test_sequences_heads_and_queries_may_stand_in_many_orders(shape, order, usual):
+    scores, known = torch.randn(*shape, 7), Known((4, 15), 32, 6)
+    found = arrange_scores(scores, -1, known)
+    assert torch.equal(found, scores.permute(*order, -1).reshape(4, 6, 15, 7))
+    assert (arrange_scores(scores, -1, known._replace(heads=None)) is not None) == usual
+
+
+@pytest.mark.parametrize(
+    ("entered", "heads", "fits"),
+    [((6,), None, True), ((1, 6), 1, True), ((6,), 2, False), ((2, 3), 1, False), ((7,), 1, False)],
+)
+def test_scores_of_two_dimensions_are_of_one_head_and_one_sequence(entered, heads, fits):
+    scores = torch.randn(6, 9)
+    found = arrange_scores(scores, -1, Known(entered, 32, heads))
+    assert torch.equal(found, scores[None, None]) if fits else found is None
+
+
+@pytest.mark.parametrize("shape", [(4, 5, 7), (3, 6, 6)])
+def test_sequences_and_heads_in_one_dimension_have_to_fit_the_tokens(shape):
+    assert arrange_scores(torch.randn(shape), -1, Known((2, 6), 32)) is None
+
+
+@pytest.mark.parametrize(
     "shape", [(2, 3, 6, 6), (2, 4, 5, 6), (3, 5, 7), (6, 6, 6), (2, 2, 3, 6, 6)]
 )
 def test_products_that_cannot_be_arranged_are_refused(shape):
@@ -67,19 +103,25 @@ def test_products_that_cannot_be_arranged_are_refused(shape):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dim"), [((2, 4, 6, 8), -1), ((2, 4, 6, 6), -2), ((8, 6, 9), -1), ((8, 6, 6), 1)]
+    ("shape", "dim", "heads", "width"),
+    [
+        ((2, 4, 6, 8), -1, 4, 8),
+        ((8, 6, 9), -1, 4, 8),
+        ((2, 4, 6, 6), -2, None, 6),  # heads as wide as there are keys
+        ((8, 6, 6), 1, None, 6),
+        ((2, 4, 6, 6), -1, 4, None),  # by their share of the hidden states
+    ],
 )
-def test_without_a_product_what_are_no_keys_are_features(shape, dim):
-    width = 8 if dim == -1 else 6  # heads as wide as there are keys
+def test_without_a_product_what_are_no_keys_are_features(shape, dim, heads, width):
     with pytest.raises(NotUnderstoodError, match=r"features \(linear attention\)"):
-        recorded(torch.randn(shape), dim, heads=4 if dim == -1 else None, made=False,
-                 head_width=width)  # fmt: skip
+        recorded(torch.randn(shape), dim, heads, made=False, head_width=width)
 
 
 def test_without_a_product_scores_of_all_tokens_count():
     assert recorded(torch.randn(2, 4, 6, 6), heads=4, made=False) is not None
     assert recorded(torch.randn(2, 6, 9), made=False) is None  # a router's
     assert recorded(torch.randn(12, 6), made=False) is None
+    assert recorded(torch.randn(3, 5, 7), made=False) is None
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -37,17 +37,16 @@ def reference(query, key, visible, scale, bias=None, softcap=None) -> torch.Tens
 @given(
     seed=st.integers(0, 2**20),
     shape=st.tuples(*(st.integers(1, size) for size in (3, 2, 2, 19, 19))),
-    kind=st.sampled_from(["none", "bool", "additive", "by key", "causal flag", "window"]),
+    kind=st.sampled_from(["none", "bool", "additive", "bias", "by key", "causal flag", "window"]),
     scale=st.sampled_from([8**-0.5, 8**-0.5, -0.7, 0.0]),
     softcap=st.sampled_from([None, 2.0]),
-    biased=st.booleans(),
     padded=st.booleans(),
     block=st.sampled_from([1, 50, 1 << 22]),
     fewest=st.sampled_from([1, 5, 64]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_it_is_the_largest_of_all_scores(
-    seed, shape, kind, scale, softcap, biased, padded, block, fewest, dtype
+    seed, shape, kind, scale, softcap, padded, block, fewest, dtype
 ):
     sequences, key_heads, group, queries, keys = shape
     heads = key_heads * group
@@ -57,13 +56,13 @@ def test_it_is_the_largest_of_all_scores(
         return torch.randn(*sizes, generator=generator).to(dtype)
 
     query, key = normal(sequences, heads, queries, 8), normal(sequences, key_heads, keys, 8)
-    bias = normal(1, heads, queries, keys) if biased else None
+    bias = normal(1, heads, queries, keys) if kind == "bias" else torch.zeros(())
     rows, order = torch.arange(queries)[:, None], torch.arange(keys)
     visible = torch.ones(sequences, 1, queries, keys, dtype=torch.bool)
-    mask, options = None, {"bias": bias, "softcap": softcap, "scale": scale}
-    if kind in ("bool", "additive"):
+    mask, options = None, {"softcap": softcap, "scale": scale}
+    if kind in ("bool", "additive", "bias"):
         visible = torch.rand(sequences, 1, queries, keys, generator=generator) > 0.4
-        mask = visible if kind == "bool" else torch.where(visible, 0.0, -1e9)
+        mask = visible if kind == "bool" else torch.where(visible, bias, -1e9)
     elif kind == "by key":
         mask = torch.rand(sequences, 1, 1, keys, generator=generator) > 0.4
         visible = mask.expand(-1, -1, queries, -1)
