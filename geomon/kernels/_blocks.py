@@ -55,6 +55,12 @@ def rows_in_block(width: int, device: torch.device) -> int:
     Args:
         width: Numbers in one row, at least 1.
         device: Where the block is.
+
+    Example:
+        >>> [rows_in_block(1024, torch.device(kind)) for kind in ("cpu", "cuda")]
+        [1024, 16384]
+        >>> rows_in_block(2_000_000, torch.device("cpu"))
+        1
     """
     return max(1, block_size(device) // width)
 

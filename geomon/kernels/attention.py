@@ -152,7 +152,7 @@ def attention_rows(score_source: ScoreSource) -> AttentionRows:
             }
         mask = masks[place]
         count, seen = mask.number, mask.number > 0
-        if not bool(scores.sum().isfinite()):  # a hidden key may be anything
+        if not scores.sum().isfinite():  # a hidden key may be anything
             scores.masked_fill_(~visible, -math.inf)
         scores.add_(mask.hidden)
         top_score = scores.amax(dim=-1, keepdim=True).masked_fill_(~seen[..., None], 0)

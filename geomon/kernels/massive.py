@@ -65,7 +65,7 @@ def ordinary_rows(hidden: Tensor) -> Tensor:
 
 def _median(rows: Tensor) -> Tensor:
     """Take the median of each column, the lower one in the middle, [width], float64."""
-    if rows.device.type == "cpu" and bool(rows.sum().isfinite()):
+    if rows.device.type == "cpu" and rows.sum().isfinite():
         # By numpy in half the time; where a number is none, all medians of torch say so.
         wide = rows.float() if rows.element_size() < 4 else rows
         middle = (len(rows) - 1) // 2

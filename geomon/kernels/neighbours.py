@@ -88,8 +88,12 @@ def nearest(
             "expected at least 2 floating-point rows [tokens, width] and k of at least 1, got "
             f"{rows.dtype} {list(rows.shape)}, {searched} of them to search, and k={k}"
         )
-    points = _Points(rows, _unless_all(among, len(rows)), *_centre_and_scale(rows))
-    own = _places(of, points.among, rows)
+    if among is None:
+        among = torch.arange(len(rows), dtype=torch.int64, device=rows.device)
+    else:
+        among = _ascending(among, len(rows))
+    points = _Points(rows, among, *_centre_and_scale(rows))
+    own = _places(among if of is None else of, among)
     with without_autocast({"cpu", rows.device.type}):
         values = points.in_float32()
         # Some at a time: of their candidates several copies are held.
@@ -252,53 +256,39 @@ def _as_indices(index: Tensor) -> Tensor:
     return index.long().contiguous()
 
 
-def _unless_all(among: Tensor | None, count: int) -> Tensor | None:
-    """Check that indices name some of so many rows in ascending order; None where they name all."""
-    if among is None:
-        return None
+def _ascending(among: Tensor, count: int) -> Tensor:
+    """Check that indices name some of so many rows in ascending order."""
     among = _as_indices(among)
-    inside = (among[:1] >= 0).all() & (among[-1:] < count).all()
-    if not bool(inside & (among.diff() > 0).all()):
+    if not ((among[0] >= 0) & (among[-1] < count) & (among.diff() > 0).all()):
         raise ValueError(
             f"expected indices of rows from 0 to {count - 1} in ascending order, none of them "
             "twice: give indices.unique()"
         )
-    return None if len(among) == count else among
+    return among
 
 
-def _places(index: Tensor | None, among: Tensor | None, rows: Tensor) -> Tensor:
-    """Convert indices into the rows, None for all, to places among those that are searched."""
-    count = len(rows) if among is None else len(among)
-    if index is None:
-        return torch.arange(count, dtype=torch.int64, device=rows.device)
+def _places(index: Tensor, among: Tensor) -> Tensor:
+    """Convert indices into the rows to places among those that are searched."""
     index = _as_indices(index)
-    if among is None:
-        if not bool(((index >= 0) & (index < count)).all()):
-            raise ValueError(f"expected indices of rows from 0 to {count - 1}")
-        return index
     places = torch.searchsorted(among, index)
-    if not bool((among[places.clamp(max=count - 1)] == index).all()):
+    if not torch.equal(among[places.clamp(max=len(among) - 1)], index):
         raise ValueError(
-            f"expected only indices of the {count} rows that are searched, got others too"
+            f"expected only indices of the {len(among)} rows that are searched, got others too"
         )
     return places
 
 
 @dataclass(frozen=True)
 class _Points:
-    """The rows that are searched, all or some of them, with the centre and scale of the search."""
+    """The rows that are searched, with the centre and scale of the search."""
 
     rows: Tensor
-    among: Tensor | None
+    among: Tensor  # indices of those that are searched
     centre: Tensor
     scale: float  # a power of two, 1 but for very large or small numbers
 
     def __len__(self) -> int:
-        return len(self.rows) if self.among is None else len(self.among)
-
-    def index(self, places: Tensor) -> Tensor:
-        """Convert places among the points to indices into the rows."""
-        return places if self.among is None else self.among[places]
+        return len(self.among)
 
     def rounding(self, dtype: torch.dtype) -> float:
         """Bound the rounding of an expansion, relative to the squares in it."""
@@ -307,7 +297,7 @@ class _Points:
     def at(self, places: Tensor) -> Tensor:
         """Copy points in float64."""
         # Indexing by [] takes twice as long.
-        return self.rows.index_select(0, self.index(places)).double()
+        return self.rows.index_select(0, self.among[places]).double()
 
     def centred(self, places: Tensor) -> Tensor:
         """Take points about the centre, scaled, in float64."""
@@ -365,7 +355,7 @@ def _search(points: _Points, values: Tensor, own: Tensor, k: int) -> Neighbours:
     norm = torch.linalg.vector_norm(values, dim=1)[own].double()
     error = points.rounding(torch.float32) * (norm.square() + (norm + last).square())
     unclear = last.square() - kth.square() <= 2 * error + _UNDERFLOW
-    if bool(unclear.any()):
+    if unclear.any():
         again = _certain(points, own[unclear], found.distances[unclear, -1], k)
         found.distances[unclear], found.indices[unclear] = again
     return found
@@ -400,7 +390,7 @@ def _ranked(points: _Points, own: Tensor, candidates: Tensor) -> Neighbours:
     candidates = sort_each(candidates)
     distances = points.apart(own, candidates).masked_fill_(candidates == own[:, None], torch.inf)
     distances, order = distances.sort(dim=1, stable=True)
-    return Neighbours(distances, points.index(candidates.gather(1, order)))
+    return Neighbours(distances, points.among[candidates.gather(1, order)])
 
 
 def _certain(points: _Points, own: Tensor, reach: Tensor, k: int) -> Neighbours:
@@ -424,5 +414,5 @@ def _certain(points: _Points, own: Tensor, reach: Tensor, k: int) -> Neighbours:
         nearest_first = nearest_first[row[nearest_first].argsort(stable=True)]
         counts = near.sum(dim=1)
         chosen = nearest_first[(counts.cumsum(0) - counts)[:, None] + order[:k]]
-        found.append((apart[chosen], points.index(column[chosen])))
+        found.append((apart[chosen], points.among[column[chosen]]))
     return Neighbours(*(torch.cat(parts) for parts in zip(*found, strict=True)))

@@ -219,7 +219,7 @@ def _about_mean_key(key: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         The keys, and the mean of those that are seen, [key heads, width].
     """
-    if bool(seen.all()):
+    if seen.all():
         return key, key.mean(dim=(0, 2))
     chosen = seen[:, None, :, None]
     count = seen.sum().clamp(min=1)

@@ -190,7 +190,7 @@ def compare_near_rows(
                 & torch.isin(after.copies[kept], after.rows)]  # fmt: skip
     shares = _shares([_lists(own, rows, kept) for own in (before, after)])
     known = shares.isfinite()
-    if not bool(known.any()):
+    if not known.any():
         raise MissingViewError(
             f"most rows are copies of others, here or in {earlier}: of no row are {SHARED} of the "
             "nearest that are listed left to compare"
@@ -203,7 +203,7 @@ def compare_near_rows(
 
 def _without_copies(before: NearRows, after: NearRows) -> Tensor:
     """Choose rows of which no two are copies at either of the two layers, ascending."""
-    if bool((before.copies == after.copies).all()):
+    if torch.equal(before.copies, after.copies):
         return before.copies.unique()
     taken: tuple[set[int], set[int]] = set(), set()
     kept = []

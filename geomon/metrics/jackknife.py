@@ -26,8 +26,7 @@ _STUDENT = float(special.stdtrit(GROUPS - 1, 0.975))
 # along which the rows lie.
 _OF_ROWS: dict[str, tuple[str, int]] = {
     **dict.fromkeys(
-        ("hidden", "token_ids", "positions", "sequences", "ordinary_rows", "squares_about_mean",
-         "token_labels"),
+        ("hidden", "token_ids", "positions", "sequences", "ordinary_rows", "squares_about_mean"),
         ("groups", 0),
     ),
     **dict.fromkeys(("projected_query", "query_sequences"), ("query_groups", 0)),
@@ -51,15 +50,11 @@ _OF_SOME: dict[str, str] = {
 _OF_GROUPS = frozenset({"row_sums", "query_sums", "key_sums"})
 
 # Views that stay what they are: they say on what a value stands, and no value depends on them.
-_CONSTANT = frozenset(
-    {"precision", "scale", "softcap", "sink", "queries", "duplicates", "repeated", "rounding"}
-)  # fmt: skip
+_CONSTANT = frozenset({"queries", "duplicates", "repeated", "rounding"})
 
-# Views that name rows of the whole layer, or are an extreme of it: what reads them has no margin.
-_OF_WHOLE = frozenset(
-    {"nearest", "far_nearest", "members", "query_rows", "far_rows", "distinct", "distinct_rows",
-     "copies", "unique_rows", "max_logits"}
-)  # fmt: skip
+# Views that name rows of the whole layer, or are an extreme of it: what reads them has no margin,
+# nor has a view that is made of them.
+_OF_WHOLE = frozenset({"copies", "max_logits"})
 
 
 class NoMarginError(LookupError):

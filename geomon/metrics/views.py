@@ -130,7 +130,7 @@ def spread_rows(rows: Tensor, most: int | None) -> Tensor:
 
 
 def _sink_variance(squares_about_mean: Tensor, ordinary_rows: Tensor) -> float:
-    if bool(ordinary_rows.all()):
+    if ordinary_rows.all():
         return 0.0
     return float(share_beyond(squares_about_mean, ordinary_rows))
 
@@ -155,7 +155,7 @@ def _axes(hidden: Tensor, groups: Groups) -> PrincipalAxes:
 def _ordinary_axes(
     hidden: Tensor, ordinary_rows: Tensor, axes: PrincipalAxes, groups: Groups
 ) -> PrincipalAxes:
-    if bool(ordinary_rows.all()):
+    if ordinary_rows.all():
         return axes
     return _axes_of(hidden, groups, ordinary_rows.nonzero().squeeze(1))
 

@@ -97,7 +97,8 @@ def test_without_a_group_a_metric_is_that_of_the_other_rows(name, offset):
 
 @pytest.mark.parametrize("name", [
     "hidden", "token_ids", "sequences", "projected_query", "projected_key", "query", "key",
-    "visible", "squares_about_mean", "ordinary_rows", "token_labels",
+    "visible", "squares_about_mean", "ordinary_rows", "token_labels", "positions",
+    "query_sequences", "key_sequences",
 ])  # fmt: skip
 def test_what_has_an_entry_for_each_row_is_sliced_and_not_computed_again(name):
     views = LayerViews(layer())
@@ -106,8 +107,15 @@ def test_what_has_an_entry_for_each_row_is_sliced_and_not_computed_again(name):
     assert torch.equal(found, whole[groups_of(own).of != 3] if len(whole) > 1 else whole)
 
 
-def test_what_is_none_for_all_rows_is_none_without_a_group():
-    assert ViewsWithout(LayerViews(layer()), 3)["bias"] is None
+def test_what_is_of_no_row_is_the_same_without_a_group():
+    views = LayerViews(layer(), given={"queries": 300})
+    without = ViewsWithout(views, 3)
+    assert without["bias"] is None
+    for name in ("queries", "duplicates", "repeated", "rounding", "scale"):
+        assert without[name] == views[name]
+    for name in ("nearest", "members", "distinct_rows", "max_logits"):
+        with pytest.raises(NoMarginError):
+            without[name]
 
 
 def test_a_row_keeps_its_two_nearest_and_passes_over_the_group_for_the_others():

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -113,6 +115,23 @@ def test_sizes_follow_from_heads_and_widths(children, sizes):
     for unknown in (None, 0):
         module.num_heads = unknown
         assert find_sizes(find_projections(module), [module]).heads is None
+
+
+@pytest.mark.parametrize(
+    ("number", "names"),
+    [
+        (0, "num_heads num_attention_heads n_heads n_head nhead heads"),
+        (1, "num_key_value_heads num_kv_heads n_kv_heads n_head_kv n_kv_head kv_heads"),
+        (1, "num_query_groups"),
+        (2, "head_dim key_value_proj_dim d_kv attention_head_size head_size d_head dim_head"),
+    ],
+)
+def test_sizes_have_the_names_of_the_field_in_a_module_or_its_config(number, names):
+    for name in names.split():
+        holder = SimpleNamespace(**{name: 5})
+        for known in (holder, SimpleNamespace(config=holder)):
+            sizes = find_sizes(None, [SimpleNamespace(), known])
+            assert sizes == tuple(5 if place == number else None for place in range(3))
 
 
 @pytest.mark.parametrize(
