@@ -101,7 +101,7 @@ def _stages_of(model: Any) -> tuple[Any, ...] | None:
         return (model,)
     if isinstance(model, list | tuple):
         if model and all(map(_is_stage, model)):
-            return tuple(sorted(model, key=lambda stage: int(stage.stage_index)))
+            return tuple(sorted(model, key=lambda stage: stage.stage_index))
         return None
     # A schedule has no public name for its stages.
     stages = getattr(model, "_stages", None) or getattr(model, "_stage", None)

@@ -96,7 +96,7 @@ def is_sharded(values: Any) -> bool:
     Args:
         values: Any value.
     """
-    return hasattr(values, "placements") and hasattr(values, "device_mesh")
+    return hasattr(values, "placements")
 
 
 def slice_of(values: Tensor) -> Slice:

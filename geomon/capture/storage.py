@@ -3,11 +3,9 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from geomon.capture import private
-
-_PLAIN = (Tensor, nn.Parameter)
 
 
 def local_shard(values: Tensor) -> Tensor:
@@ -20,7 +18,7 @@ def local_shard(values: Tensor) -> Tensor:
         values: A tensor, sharded among ranks or not.
     """
     values = _inner(values)
-    wait: Any = None if type(values) in _PLAIN else getattr(values, "trigger_wait", None)
+    wait: Any = getattr(values, "trigger_wait", None)
     return values if wait is None else wait()
 
 
@@ -44,18 +42,13 @@ def followed_part(values: Tensor) -> Tensor:
     Args:
         values: A tensor; the result of a collective that is under way is not waited for.
     """
-    values = _inner(values)
-    if type(values) in _PLAIN or not hasattr(values, "trigger_wait"):
-        return values
-    inner: Any = values
-    return inner.elem
+    inner: Any = _inner(values)
+    return inner.elem if hasattr(inner, "trigger_wait") else inner
 
 
 def _inner(values: Tensor) -> Tensor:
     while private.is_wrapped_by_grad(values):
         values = private.unwrapped(values)
-    if type(values) in _PLAIN:
-        return values
     to_local: Any = getattr(values, "to_local", None)
     if to_local is None:
         return values

@@ -26,7 +26,7 @@ def test_stages_are_parts_in_their_own_order_and_some_have_no_blocks(chosen):
     modules = PlainDecoder(layers=2), PlainDecoder(layers=2), nn.Linear(2, 2)
     stages = [stage(index, modules[index]) for index in (2, 0, 1)]
     parts = ModelParts(stages)
-    assert parts.modules == tuple(parts.root) == modules
+    assert parts.modules == tuple(parts.root.children()) == modules
     blocks = [modules[1].blocks[1], modules[0].blocks[0]] if chosen else None
     stacks = parts.find_anatomy(blocks).stacks
     assert [stack.part for stack in stacks] == [0, 1]

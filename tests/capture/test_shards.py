@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from geomon.capture.shards import (
+    WHOLE,
     ShardingError,
     Slice,
     TensorPlace,
@@ -83,6 +84,7 @@ def test_even_shares_lie_one_after_another(dim):
     assert [each.start[dim] for each in found] == [0, (4, 6)[dim], 2 * (4, 6)[dim]]
     assert {each.start[1 - dim] for each in found} == {0}
     assert not any(each.is_whole for each in found)
+    assert sharded_along(dim, (4, 6), WHOLE) == whole((4, 6))
 
 
 @pytest.mark.parametrize(
