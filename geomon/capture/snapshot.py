@@ -72,7 +72,7 @@ def check_extra_layers(names: Iterable[str]) -> tuple[str, ...]:
     Raises:
         ValueError: There is no extra layer of a name.
     """
-    asked = [names] if isinstance(names, str) else list(names)
+    asked = [names] if isinstance(names, str) else [*names]
     for name in asked:
         if name not in EXTRA_LAYERS:
             raise ValueError(f"extra_layers are some of {', '.join(EXTRA_LAYERS)}, got {name!r}")

@@ -3,7 +3,6 @@
 Nothing is captured and no view is computed for them, so that they cost a copy.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -100,7 +99,7 @@ def _plain(values: Tensor, *, single_rows: bool) -> NDArray[Any]:
     if not values.is_floating_point():
         return values.numpy().copy()
     largest = values.abs().max().item() if values.numel() else 0.0
-    half = single_rows and (math.isnan(largest) or largest <= _LARGEST_HALF)
+    half = single_rows and not largest > _LARGEST_HALF  # which no NaN is
     return values.to(torch.float16 if half else torch.float32).numpy().copy()
 
 

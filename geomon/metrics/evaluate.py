@@ -345,9 +345,9 @@ def _sizes_of_attention(layer: Layer) -> tuple[tuple[int, int] | None, int | Non
     """
     projected, query, visible = map(layer.captured.get, ("projected_query", "query", "visible"))
     heads = queries = None
-    if projected is not None and projected.ndim == 3:
+    if projected is not None:
         heads = (projected.shape[1], projected.shape[2])
-    if query is not None and visible is not None and query.ndim == visible.ndim == 4:
+    if query is not None and visible is not None:
         real = visible.any(dim=3).any(dim=1)
         queries = int(real.expand(query.shape[0], query.shape[2]).sum())
     return heads, queries
@@ -356,7 +356,7 @@ def _sizes_of_attention(layer: Layer) -> tuple[tuple[int, int] | None, int | Non
 def _log_visible(layer: Layer) -> float | None:
     """Average the logarithm of the number of visible keys over queries that see one."""
     visible = layer.captured.get("visible")
-    if not isinstance(visible, Tensor) or visible.ndim != 4:
+    if visible is None:
         return None
     keys = visible.sum(dim=3).double()
     known = keys[keys > 0]
@@ -633,7 +633,7 @@ def _as_parts(result: Any) -> Parts:
 def _as_value(result: Any) -> float | list[float]:
     """A number, or the numbers of heads."""
     if isinstance(result, Tensor) and result.ndim == 1:
-        return [float(value) for value in result.tolist()]
+        return [*result.double().tolist()]
     if isinstance(result, Tensor) and result.ndim > 1:
         raise ValueError(
             f"a metric returns a scalar, a vector [heads] or a dict, got {list(result.shape)}"

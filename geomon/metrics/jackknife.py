@@ -141,7 +141,7 @@ def _slice(view: Any, stay: Tensor, dimension: int) -> Any:
         return view if view.shape[dimension] == 1 else view.index_select(dimension, stay)
     if isinstance(view, tuple):
         parts = [_slice(part, stay, dimension) for part in view]
-        return type(view)(*parts) if hasattr(view, "_fields") else tuple(parts)
+        return type(view)(*parts)
     return view
 
 

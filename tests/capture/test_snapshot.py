@@ -127,6 +127,7 @@ ALIKE, OTHER = torch.eye(3).bool()[None, None], torch.ones(1, 1, 3, 3).bool()
         ),
         (ALIKE, OTHER[..., :1], torch.cat([ALIKE, OTHER, OTHER], 1)),
         (OTHER.float(), None, torch.tensor([1.0, 0, 0])[None, :, None, None].expand(1, 3, 3, 3)),
+        (None, OTHER.float(), torch.tensor([0, 1.0, 1])[None, :, None, None].expand(1, 3, 3, 3)),
     ],
 )  # fmt: skip
 def test_masks_and_biases_are_given_once_where_all_heads_have_the_same(first, second, expected):

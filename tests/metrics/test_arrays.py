@@ -7,6 +7,7 @@ import torch
 from whole_layer import ROWS, whole_layer
 
 from geomon.capture.snapshot import Layer
+from geomon.kernels.token_types import TokenTypes
 from geomon.metrics import METRICS, Evaluator, arrays, select
 from geomon.metrics.arrays import ARRAYS, join_arrays
 from geomon.metrics.views import DERIVED, alternatives
@@ -79,10 +80,10 @@ def test_arrays_are_copies_of_their_own():
         assert array.base is None
 
 
-@pytest.mark.parametrize(("scale", "dtype"), [(1.0, np.float16), (1e6, np.float32)])
-def test_single_rows_are_short_where_their_range_allows(scale, dtype):
+@pytest.mark.parametrize(("largest", "dtype"), [(65504.0, np.float16), (65505.0, np.float32)])
+def test_single_rows_are_short_where_their_range_allows(largest, dtype):
     one = whole_layer()
-    one.captured["projected_query"] *= scale
+    one.captured["projected_query"][0, 0, 0] = largest
     found = arrays_with(METRICS, one)
     assert found["queries/layer_01"].dtype == dtype
     assert np.isfinite(found["queries/layer_01"]).all()
@@ -101,6 +102,13 @@ def test_a_reading_that_is_too_large_has_fewer_single_rows_and_all_the_rest(monk
         assert len(found.get("queries/layer_02", ())) == wanted
         assert len(found.get("keys/layer_02", ())) == wanted
         np.testing.assert_array_equal(found["mean_query/layer_00"], whole["mean_query"])
+
+
+def test_a_reading_has_a_mebibyte_and_a_layer_so_many_eigenvalues_and_types():
+    ((_, rows),) = join_arrays([("", 0, {"queries": np.ones((32, 2**14), "f4")})]).items()
+    assert len(rows) == 16
+    assert len(ARRAYS["eigenvalues"](torch.ones(300))) == 256
+    assert len(ARRAYS["type_rows"](TokenTypes(*[torch.arange(300.0)] * 3))) == 256
 
 
 def test_the_most_frequent_types_are_kept(monkeypatch):

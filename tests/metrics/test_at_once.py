@@ -138,9 +138,11 @@ def here_or_not(_):
 
 
 def test_no_thread_is_started_whose_stack_is_too_small_for_linear_algebra():
-    before = threading.stack_size(64 * 1024)
+    before = threading.stack_size(2**20 - 2**12)
     try:
         assert all(in_threads(here_or_not, range(4), at_once=2))
+        threading.stack_size(2**20)
+        assert not any(in_threads(here_or_not, range(4), at_once=2))
     finally:
         threading.stack_size(before)
 

@@ -37,6 +37,7 @@ def test_value_is_the_mean_over_batches_and_std_their_deviation():
     assert found["m/mean/std"] == pytest.approx(math.sqrt(8.0))
     found = values({"m": lambda hidden: hidden.mean().log()}, snapshot(hidden - 9, hidden - 9))
     assert math.isnan(found["m/layer_01/std"])  # negative in one of the splits
+    assert values({"m": lambda hidden: {1: hidden.mean()}}, snapshot(hidden))["m/layer_00/1"] == 3.5
 
 
 def test_a_metric_that_draws_random_numbers_leaves_those_of_the_training():
@@ -207,15 +208,17 @@ def test_a_note_says_where_spectra_stand_on_fewer_rows(metric, shape, said):
 def test_a_layer_without_attention_between_others_is_no_failure_of_its_metrics():
     query = {"query": torch.ones(2)}
     layers = [
-        Layer(index, f"layer {index}", views, sources=frozenset({source}))
+        Layer(index, f"layer {index}", views, stack="s", sources=frozenset({source}))
         for index, views, source in (
             (1, query, "attention"), (2, {"hidden": torch.ones(4, 2)}, "hidden"),
             (3, query, "attention"),
         )
     ]  # fmt: skip
-    evaluator = Evaluator(check_metrics({"q": lambda query: query}), 1)
+    metrics = {"q": lambda query: query, "nan": lambda hidden: math.nan}
+    evaluator = Evaluator(check_metrics(metrics), 1)
     measured = [evaluator.measure_layer(one, 4) for one in layers]
     result = evaluator.combine(measured, 4)
-    assert math.isnan(result.stacks[""]["q"].at(2))
-    assert result.stacks[""]["q"].by_head() == {(n, h): 1.0 for n in (1, 3) for h in (0, 1)}
-    assert evaluator.explain_missing(result, measured) == []
+    assert math.isnan(result.stacks["s"]["q"].at(2))
+    assert result.stacks["s"]["q"].by_head() == {(n, h): 1.0 for n in (1, 3) for h in (0, 1)}
+    said = [note.words() for note in evaluator.explain_missing(result, measured)]
+    assert said == ["s: nan, layer 2: NaN: the metric returned it"]

@@ -167,3 +167,17 @@ def test_nulls_in_closed_form(name, expected):
     sizes = Sizes(100, 12, (2, 3), (4, 16), (math.log(4), math.log(16)), 8)
     assert ALL[name].null(sizes) == pytest.approx(expected)
     assert ALL[name].null(Sizes(0, 0)) == {}  # of no size
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "fewer"),
+    [
+        ("anisotropy", Sizes(3, 2), [Sizes(2, 2), Sizes(3, 1)]),
+        ("alpha_last", Sizes(0, 40, sequences=2), [Sizes(90, 40, sequences=1)]),
+        ("neighbour_overlap", Sizes(11, 4), [Sizes(10, 4)]),
+        ("mean_query_share", Sizes(3, 2, queries=(1,)), [Sizes(3, 2, queries=(5, 0))]),
+    ],
+)
+def test_nulls_begin_at_the_fewest_rows_that_have_one(name, least, fewer):
+    assert ALL[name].null(least).keys() == {"null"}
+    assert [ALL[name].null(sizes) for sizes in fewer] == [{}] * len(fewer)
