@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 from samples import generator, normal
 
 import geomon.kernels.neighbours
-from geomon.kernels.neighbours import Neighbours, copies_of, nearest, unique_rows
+from geomon.kernels.neighbours import (
+    Neighbours,
+    content_keys,
+    copies_of,
+    nearest,
+    unique_rows,
+)
 
 
 @pytest.fixture(params=["faiss", "torch"])
@@ -165,6 +171,15 @@ def test_unique_rows_takes_out_exact_copies_and_nothing_else(dtype, tokens):
     for size in (1, torch.finfo(dtype).tiny, torch.finfo(dtype).max / 4):
         assert copies_of(column * size).tolist() == [0, 1, 0, 1]
     assert copies_of(column[:, :0]).tolist() == [0, 0, 0, 0]
+
+
+def test_rows_of_few_digits_are_copies_only_where_they_are_equal():
+    """Powers of two differ in 12 bits alone, so that numbers of their content are the same."""
+    rows = 2.0 ** torch.randint(-12, 12, (600, 3), generator=generator(3)).double()
+    first = {}
+    expected = [first.setdefault(tuple(row), index) for index, row in enumerate(rows.tolist())]
+    assert len(content_keys(rows, torch.arange(600)).unique()) < len(first) < 600
+    assert copies_of(rows).tolist() == expected
 
 
 @pytest.mark.parametrize("wanted", [30, 3000])
