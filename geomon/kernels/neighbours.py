@@ -271,7 +271,7 @@ def _places(index: Tensor, among: Tensor) -> Tensor:
     """Convert indices into the rows to places among those that are searched."""
     index = _as_indices(index)
     places = torch.searchsorted(among, index)
-    if not torch.equal(among[places.clamp(max=len(among) - 1)], index):
+    if not (among[places.clamp(max=len(among) - 1)] == index).all():
         raise ValueError(
             f"expected only indices of the {len(among)} rows that are searched, got others too"
         )

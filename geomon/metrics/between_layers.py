@@ -203,7 +203,7 @@ def compare_near_rows(
 
 def _without_copies(before: NearRows, after: NearRows) -> Tensor:
     """Choose rows of which no two are copies at either of the two layers, ascending."""
-    if torch.equal(before.copies, after.copies):
+    if (before.copies == after.copies).all():
         return before.copies.unique()
     taken: tuple[set[int], set[int]] = set(), set()
     kept = []

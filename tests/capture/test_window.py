@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 from watched import attend_by_hand, blocks_of, look, notes, window
 
 from geomon.capture import Window, find_anatomy
-from geomon.capture.anatomy import Anatomy
+from geomon.capture.anatomy import join_anatomies
 from geomon.capture.calling.patches import Patch
 from geomon.capture.snapshot import CAPTURED, PassInfo, Snapshot
 
@@ -182,7 +182,7 @@ def test_a_limit_of_memory_counts_all_that_is_kept_of_a_row(views, extra, kept):
 
 
 def test_a_stage_without_blocks_has_an_empty_snapshot():
-    with Window(Anatomy((), ()), set(CAPTURED), rows=10, seed=0) as seen:
+    with Window(join_anatomies(()), set(CAPTURED), rows=10, seed=0) as seen:
         PlainDecoder()(batch())
     assert seen.snapshots() == [Snapshot([], PassInfo(0, "", ""))]
     assert seen.snapshot().is_empty

@@ -107,6 +107,15 @@ def test_what_has_an_entry_for_each_row_is_sliced_and_not_computed_again(name):
     assert torch.equal(found, whole[groups_of(own).of != 3] if len(whole) > 1 else whole)
 
 
+def test_scores_and_a_bias_of_each_sequence_are_sliced():
+    scores = torch.randn(SEQUENCES, HEADS, LENGTH, LENGTH)
+    want = scores[groups_of(torch.arange(SEQUENCES)).of != 3]
+    given = {"scores": scores, "visible": torch.ones(1, 1, 1, LENGTH, dtype=torch.bool)}
+    for name, captured in (("scores", given), ("bias", layer().captured | {"bias": scores})):
+        without = ViewsWithout(LayerViews(Layer(1, "block", captured)), 3)
+        assert torch.equal(without[name], want)
+
+
 def test_what_is_of_no_row_is_the_same_without_a_group():
     views = LayerViews(layer(), given={"queries": 300})
     without = ViewsWithout(views, 3)

@@ -342,7 +342,7 @@ def _visibility(call: AttentionCall, keys: int) -> tuple[Tensor, Tensor | None]:
     given = call.given
     hidden, bias = split_mask(None if given.mask is None else given.mask.cpu(), keys)
     bias = bias if call.bias is None else call.bias.cpu()
-    every = torch.ones(1, 1, 1, keys, dtype=torch.bool, device="cpu")
+    every = torch.ones(keys, dtype=torch.bool, device="cpu")[None, None, None]
     visible = every if hidden is None else ~hidden
     if given.causal:
         # Query 0 is aligned with key 0, as scaled_dot_product_attention does.

@@ -178,14 +178,14 @@ def test_a_key_that_is_joined_to_scores_is_a_sink_where_it_is_one_number_of_a_he
     elif kind == "no scale":
         query = torch.zeros_like(query)
     places = torch.arange(6).expand(2, 6)
-    call = SoftmaxCall(
-        torch.cat([scores, joined], -1), torch.arange(2), places, (2, 6), made_of=(query, key)
-    )
+    moved = torch.cat([scores, joined], -1) - torch.rand(2, 4, 6, 1)  # each row by a number
+    call = SoftmaxCall(moved, torch.arange(2), places, (2, 6), made_of=(query, key))
     found = read_scores(call)
     assert ("query" in found) == known
     if known:
         torch.testing.assert_close(found["sink"], torch.arange(4.0))
         assert found["scale"] == pytest.approx(0.25)
+        assert found["bias"] is None
     else:
         assert torch.equal(found["scores"], call.scores)
 

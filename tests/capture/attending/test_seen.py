@@ -104,6 +104,34 @@ def test_keys_of_another_stack_have_rows_and_a_role_of_their_own():
     torch.testing.assert_close(seen.projected[1].values, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("shape", "entered", "own"), [((10,), (2, 5), (10,)), ((2, 5), (10,), (2, 5))]
+)
+def test_rows_in_which_sequences_are_not_known_are_those_of_the_hidden_states(shape, entered, own):
+    made = projection(*shape, 8)
+    heads, seen, asked = columns_of_all(made, shape, entered, 2, 2, 4), SeenAttention(), []
+    rows = torch.tensor([7, 0, 9])
+    seen.add_heads(heads, heads)
+    seen.project(lambda *of: asked.append(of) or rows, entered, length_first=False, key_role="key")
+    assert asked == [(entered, ""), (own, "key")]
+    for sampled in seen.projected:
+        assert torch.equal(sampled.values, made.by_token[0].reshape(10, 2, 4)[rows])
+
+
+@pytest.mark.parametrize("of", ["queries", "keys"])
+def test_heads_of_projections_of_different_tokens_are_not_projected(of):
+    one = columns_of_all(projection(2, 5, 8), (2, 5), (2, 5), 2, 2, 4)
+    mixed = one._replace(
+        projections=(*one.projections, projection(2, 6, 8)), steps=one.steps * 2,
+        which=np.array([[0] * 4, [1] * 4]),
+    )  # fmt: skip
+    seen = SeenAttention()
+    seen.add_heads(*((mixed, one) if of == "queries" else (one, mixed)))
+    seen.project(lambda *_: torch.arange(3), (2, 5), length_first=False, key_role="")
+    assert seen.projected is None
+    assert not seen.numbers
+
+
 def test_what_is_not_known_is_not_projected():
     made = columns_of_all(projection(2, 5, 8), (2, 5), (2, 5), 2, 2, 4)
     seen = SeenAttention()
@@ -112,6 +140,9 @@ def test_what_is_not_known_is_not_projected():
     seen.project(lambda *_: torch.zeros(1).long(), (2, 5), length_first=False, key_role="")
     assert seen.projected is None
     assert not seen.numbers
+    assert not seen.other_source
+    unknown = columns_of_all(projection(2, 5, 8, given=None), (2, 5), (2, 5), 2, 2, 4)
+    seen.add_heads(unknown, made)
     assert not seen.other_source
 
 
@@ -128,10 +159,10 @@ def test_repeated_keys_are_numbered_once_and_other_heads_are_added():
         (whole.projections, whole.which[:1], whole.columns[:1], whole.steps, 2),
         (whole.projections, whole.which[1:], whole.columns[1:], whole.steps, 2),
     ))  # fmt: skip
-    seen.add_heads(first, first)
-    seen.add_heads(second, second)
-    for columns in seen.heads:
-        np.testing.assert_array_equal(columns.columns, whole.columns)
+    seen.add_heads(first, second)
+    seen.add_heads(second, first)
+    for columns, order in zip(seen.heads, (1, -1), strict=True):
+        np.testing.assert_array_equal(columns.columns, whole.columns[::order])
 
 
 def test_a_refused_call_is_dropped_with_what_was_kept_of_it():
