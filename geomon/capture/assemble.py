@@ -204,11 +204,11 @@ def matrix_layer(name: str, module: nn.Module | None, sampler: RowSampler) -> La
         module: The module whose weight it is, [rows, width]; None where there is none.
         sampler: Sampler of the rows.
     """
-    weight = None if module is None else present_weight(module)
     layer = Layer(0, name, {}, {}, name, frozenset({"hidden"}), of_weights=True)
     if module is None:
         return replace(layer, missing=dict.fromkeys(_ROW_VIEWS, _NO_MATRIX[name]))
-    if not isinstance(weight, Tensor) or weight.ndim != 2 or hasattr(weight, "to_local"):
+    weight = present_weight(module)
+    if weight is None or weight.ndim != 2 or hasattr(weight, "to_local"):
         return replace(layer, missing=dict.fromkeys(_ROW_VIEWS, _IN_PARTS))
     try:
         rows = copy_rows(weight, sampler.sample_places(len(weight))).cpu()
@@ -302,7 +302,7 @@ class StackBuilder:
             layers.append(Layer(place, name, captured, missing, stack, _HEADS_ONLY, part=part))
         if any(layer.captured for layer in layers):
             return layers
-        if layers and self._pass.block_calls and label != CROSS:
+        if self._pass.block_calls and label != CROSS:
             for layer in layers:
                 self._remark("attention", layer.index, _SIDE_NOT_CALLED, stack)
         return []

@@ -253,10 +253,11 @@ def role_of_keys(block: Block, block_call: BlockCall, index: int) -> str:
         block_call: The call of the block.
         index: Index of the attention.
     """
-    known = index < len(block.attentions)
-    cross = known and block.attentions[index].cross
-    side = known and bool(block.attentions[index].label)
-    return "key" if cross or (side and block_call.seen(index).other_source) else ""
+    if index >= len(block.attentions):
+        return ""
+    attention = block.attentions[index]
+    side = attention.label and block_call.seen(index).other_source
+    return "key" if attention.cross or side else ""
 
 
 def _as_made(call: Arguments, query: Columns | None, key: Columns | None) -> Arguments:

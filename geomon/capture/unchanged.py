@@ -177,11 +177,10 @@ class _ModelState:
         self._model = model
         self._keep = keep
         # FSDP exchanges parameters as it gathers them; FSDP1 keeps them as attributes too.
-        flat = _of_fsdp(model, "FullyShardedDataParallel")
-        for module in flat:
+        self._flat = _of_fsdp(model, "FullyShardedDataParallel")
+        for module in self._flat:
             _refuse_unknown(module)
-        self._flat = bool(flat)
-        self._sharded = self._flat or bool(_of_fsdp(model, "FSDPModule"))
+        self._sharded = self._flat or _of_fsdp(model, "FSDPModule")
         self._seen: dict[int, Any] = {}  # by address: alive as long as this
         self._modules: list[nn.Module] = []
         self._costly: list[Tensor] = []  # parameters, and tensors of a graph

@@ -144,7 +144,7 @@ class Window:
         self._extra = tuple(extra_layers) if "hidden" in self._sources else ()
         self._wants_last = "last" in self._sources
         wants_ids = self._wants_last or EMBEDDING in self._extra
-        self._wants_tokens = wants_ids or bool(views & {"token_ids", "positions"})
+        self._wants_tokens = wants_ids or views & {"token_ids", "positions"}
         self._rows, self._seed = rows, seed
         blocks = sum(len(stack.blocks) for stack in anatomy.stacks)
         attentions = sum(max(1, len(block.attentions)) for block in anatomy.blocks)
@@ -275,8 +275,6 @@ class Window:
         # They refer to the window: what it keeps would be freed by the garbage collector alone.
         self._before.clear()
         self._after.clear()
-        self._running.clear()
-        self._norming.clear()
         self._tables.clear()
         for stack_pass in self._passes:
             stack_pass.leaving = None
@@ -440,8 +438,6 @@ class Window:
     # -- which calls are seen --------------------------------------------------------------------
 
     def _choose_calls(self) -> None:
-        self._before.clear()
-        self._after.clear()
         if self._wants_tokens:
             for table in self._anatomy.embeddings:
                 self._see(self._before, table, self._tables.before, table)

@@ -617,8 +617,6 @@ class LayerViews:
     def _function_for(self, name: str) -> Callable[..., Any]:
         """The first alternative that can be made of what was captured; else the preferred one."""
         functions = alternatives(name)
-        if len(functions) == 1:
-            return functions[0]
         there = self.layer.captured.keys()
         return next((f for f in functions if can_be_made(parameters(f), there)), functions[0])
 

@@ -110,10 +110,12 @@ def test_what_has_an_entry_for_each_row_is_sliced_and_not_computed_again(name):
 def test_scores_and_a_bias_of_each_sequence_are_sliced():
     scores = torch.randn(SEQUENCES, HEADS, LENGTH, LENGTH)
     want = scores[groups_of(torch.arange(SEQUENCES)).of != 3]
-    given = {"scores": scores, "visible": torch.ones(1, 1, 1, LENGTH, dtype=torch.bool)}
-    for name, captured in (("scores", given), ("bias", layer().captured | {"bias": scores})):
-        without = ViewsWithout(LayerViews(Layer(1, "block", captured)), 3)
-        assert torch.equal(without[name], want)
+    given = {"scores": scores, "visible": scores > 0}
+    without = ViewsWithout(LayerViews(Layer(1, "block", given)), 3)
+    assert torch.equal(without["scores"], want)
+    assert torch.equal(without["visible"], want > 0)
+    biased = Layer(1, "block", layer().captured | {"bias": scores})
+    assert torch.equal(ViewsWithout(LayerViews(biased), 3)["bias"], want)
 
 
 def test_what_is_of_no_row_is_the_same_without_a_group():
