@@ -413,7 +413,7 @@ def _block(
         shown_name(names[module]) or type(module).__name__,
         module,
         _labelled(found),
-        any(not a.cross for a in found) if found else attends(module),
+        attends(module),
         tuple(_called(held)) if lists else (),
         tuple(inner for inner in held.modules() if find_widths(inner) is not None),
     )

@@ -156,6 +156,11 @@ def test_the_attention_to_another_stack_is_told_from_a_blocks_own():
     block = find_anatomy(both).stacks[1].blocks[0]
     assert block.attends
     assert [a.label for a in block.attentions] == ["cross", ""]
+    # Without a name that says so, the second one of a later stack is to another.
+    plain = lambda: module(own=Attending(), source=Attending(), more=Attending())  # noqa: E731
+    both = module(encoder=module(layers=layers(plain)), decoder=module(layers=layers(plain)))
+    labels = [[a.label for a in stack.blocks[0].attentions] for stack in find_anatomy(both).stacks]
+    assert labels == [["", "source", "more"], ["", "cross", "more"]]
     alone = find_anatomy(layers(lambda: module(multihead_attn=nn.MultiheadAttention(8, 2))))
     assert not alone.blocks[0].attentions[0].cross
     only = module(layers=layers(Attending, lambda: module(cross_attn=Attending())))
@@ -185,6 +190,7 @@ def test_modules_above_several_stacks_are_those_of_the_first_and_no_list_owns_it
     model = nn.Transformer(16, 2, 1, 1, 32, batch_first=True)
     above = [stack.above for stack in find_anatomy(model).stacks]
     assert above == [(model, model.encoder), (model.decoder,)]
+    assert [*names(module(inner=module(model=model)))] == ["encoder", "decoder"]
     iterated = module(body=nn.Sequential(Attending(), Attending()))
     assert find_anatomy(iterated).stacks[0].owner is iterated
     root = nn.Sequential(Attending(), Attending())
@@ -315,7 +321,7 @@ def test_tables_and_heads_in_lists_that_torch_does_not_know_are_found():
     outer.parts = (module(head=head),)
     model.tables, model.heads = {"tokens": module(table=table)}, [outer]
     anatomy = find_anatomy(model)
-    assert (anatomy.embeddings, anatomy.output) == ((table,), head)
+    assert (anatomy.embeddings, anatomy.output, anatomy.of_output) == ((table,), head, (table,))
     assert anatomy.around_embeddings == ((model.tables["tokens"], table),)
     assert anatomy.adapted == ()
 
