@@ -98,8 +98,9 @@ def test_sequences_and_heads_in_one_dimension_have_to_fit_the_tokens(shape):
     "shape", [(2, 3, 6, 6), (2, 4, 5, 6), (3, 5, 7), (6, 6, 6), (2, 2, 3, 6, 6)]
 )
 def test_products_that_cannot_be_arranged_are_refused(shape):
-    with pytest.raises(NotUnderstoodError, match=r"sequences, heads and queries$"):
+    with pytest.raises(NotUnderstoodError, match=r"sequences, heads and queries$") as error:
         recorded(torch.randn(shape), heads=4)
+    assert f"a softmax of shape {list(shape)} over dimension -1" in str(error.value)
 
 
 @pytest.mark.parametrize(
