@@ -7,9 +7,8 @@ measures it. So a reading is that of all tokens and of the whole model, never an
 readings, and its time falls with the number of ranks.
 """
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,7 +26,6 @@ from geomon.distributed.mesh import Mesh
 from geomon.note import Note
 
 _Value = TypeVar("_Value")
-_NO_PASS = PassInfo(0, "", "")
 
 _Key = tuple[str, int]  # stack and depth of a layer
 _Parcel = list[tuple[int, Layer]]  # parts of layers, with the numbers of these
@@ -62,23 +60,17 @@ class _Owned:
 
 @dataclass(frozen=True)
 class _Report:
-    """What a rank reports to the others before any row is sent; plain values.
+    """What a rank reports of its snapshot to the others before any row is sent; plain values.
 
     Attributes:
-        about: Step and source of the reading.
-        failure: Why there is no snapshot, or None.
         layers: What the rank has of each of its layers, in order.
-        info: Facts about the rank's forward pass; None without a snapshot.
-        fingerprint: Checksum of the first rows, to see whether two ranks had the same inputs.
+        info: Facts about the rank's forward pass.
         empty: Whether no block was seen.
     """
 
-    about: tuple[int, str]
-    failure: str | None
-    layers: Mapping[_Key, _Owned] = field(default_factory=dict)
-    info: PassInfo = _NO_PASS
-    fingerprint: int = 0
-    empty: bool = False
+    layers: Mapping[_Key, _Owned]
+    info: PassInfo
+    empty: bool
 
 
 @dataclass(frozen=True)
@@ -96,7 +88,7 @@ class GatheredLayers:
     parts: list[tuple[Layer, ...]]
     count: int
     info: PassInfo
-    empty: bool = False
+    empty: bool
 
     def interleave(self, shares: Sequence[Sequence[_Value]]) -> list[_Value]:
         """Put what the ranks have of their layers into the order of all layers.
@@ -105,7 +97,7 @@ class GatheredLayers:
             shares: For each rank, one entry for each of its layers.
 
         Example:
-            >>> gathered = GatheredLayers([], 5, PassInfo(0, "", ""))
+            >>> gathered = GatheredLayers([], 5, PassInfo(0, "", ""), empty=True)
             >>> gathered.interleave([["a", "c", "e"], ["b", "d"]])
             ['a', 'b', 'c', 'd', 'e']
         """
@@ -148,9 +140,9 @@ def gather(
         snapshot = error
     if group.members == 1 and isinstance(snapshot, Exception):
         raise snapshot
-    reports = group.meet(about[0], _report(snapshot, about))
+    met = group.meet(about[0], (about, _report(snapshot)))
     mesh = group.mesh if group.connected else Mesh()
-    _check_reports(reports, mesh)
+    reports = _checked(met, mesh)
     assert isinstance(snapshot, Snapshot)
     tokens = _Tokens(reports, mesh, copies=copies)
     table = _Table(reports, tokens)
@@ -242,16 +234,11 @@ class _Table:
             rank: The rank.
             number: Number of the layer in `keys`.
         """
-        key = self.keys[number]
         data = self._tokens.mesh.data_ranks[rank]
-        if data not in self._tokens.giving or key not in self._reports[rank].layers:
+        if data not in self._tokens.giving:
             return frozenset()
-        found = frozenset[str]()
-        if rank in self._givers(data, number, _OF_ROWS):
-            found |= _OF_ROWS
-        if rank in self._givers(data, number, _OF_HEADS):
-            found |= _OF_HEADS
-        return found
+        given = (each for each in (_OF_ROWS, _OF_HEADS) if rank in self._givers(data, number, each))
+        return frozenset().union(*given)
 
     def gives_tokens(self, rank: int, stack: str) -> bool:
         """Whether a rank gives ids and places of the tokens for layers of later stages.
@@ -260,12 +247,8 @@ class _Table:
             rank: The rank.
             stack: Name of the stack.
         """
-        later = (
-            o for report in self._reports for (of, _), o in report.layers.items() if of == stack
-        )
-        needed = any(owned.tokens_elsewhere for owned in later)
         return (
-            needed
+            any(self.is_later(key) for key in self.keys if key[0] == stack)
             and (stack, 0) in self.keys
             and self.gives(rank, self.keys.index((stack, 0))) >= _OF_ROWS
         )
@@ -417,17 +400,12 @@ def _merge_passes(passes: Sequence[Snapshot], rows: int, queries: int) -> Snapsh
 # -- what the ranks agree on -----------------------------------------------------------------------
 
 
-def _report(snapshot: Snapshot | Exception, about: tuple[int, str]) -> _Report:
+def _report(snapshot: Snapshot | Exception) -> _Report | str:
+    """Report of a snapshot, or why there is none."""
     if isinstance(snapshot, Exception):
-        return _Report(about, f"{type(snapshot).__name__}: {snapshot}")
-    return _Report(
-        about=about,
-        failure=None,
-        layers={(layer.stack, layer.index): _owned(layer) for layer in snapshot.layers},
-        info=snapshot.info,
-        fingerprint=_fingerprint(snapshot.layers[0]) if snapshot.layers else 0,
-        empty=snapshot.is_empty,
-    )
+        return f"{type(snapshot).__name__}: {snapshot}"
+    layers = {(layer.stack, layer.index): _owned(layer) for layer in snapshot.layers}
+    return _Report(layers, snapshot.info, snapshot.is_empty)
 
 
 def _owned(layer: Layer) -> _Owned:
@@ -439,7 +417,7 @@ def _owned(layer: Layer) -> _Owned:
         lacking=_lacking(layer),
         rows=0 if hidden is None else len(hidden),
         start=part.start,
-        heads=tuple(sorted(part.heads.items())),
+        heads=tuple(part.heads.items()),
         tokens_elsewhere=part.tokens_elsewhere,
     )
 
@@ -452,21 +430,16 @@ def _lacking(layer: Layer) -> dict[str, str]:
     }
 
 
-def _fingerprint(layer: Layer) -> int:
-    hidden = layer.captured.get("hidden")
-    return 0 if hidden is None else zlib.crc32(hidden[:64].cpu().contiguous().numpy().tobytes())
-
-
-def _check_reports(reports: Sequence[_Report], mesh: Mesh) -> None:
-    """Raise the same error on every rank, or none on any."""
-    first = reports[0]
-    for rank, report in enumerate(reports):
-        if report.about != first.about:
+def _checked(met: Sequence[tuple[tuple[int, str], _Report | str]], mesh: Mesh) -> list[_Report]:
+    """Take the reports of all ranks on the same reading, or raise the same error on every rank."""
+    for rank, ((step, source), _) in enumerate(met):
+        if source != met[0][0][1]:
             raise RankFailedError(
-                f"rank {rank} reads step {report.about[0]} {report.about[1]} where rank 0 reads it "
-                f"{first.about[1]}: every rank builds the monitor with the same options"
+                f"rank {rank} reads step {step} {source} where rank 0 reads it {met[0][0][1]}: "
+                "every rank builds the monitor with the same options"
             )
-    failures = [f"rank {r}: {report.failure}" for r, report in enumerate(reports) if report.failure]
+    reports = [report for _, report in met if isinstance(report, _Report)]
+    failures = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(met) if isinstance(why, str)]
     if failures:
         more = f" (and {len(failures) - 1} other ranks)" if len(failures) > 1 else ""
         raise RankFailedError(failures[0] + more)
@@ -479,6 +452,7 @@ def _check_reports(reports: Sequence[_Report], mesh: Mesh) -> None:
                 f"{other} has {len(reports[other].layers)}, {_range(reports[other])}: ranks that "
                 "have the same blocks are expected to run the same ones; use gather=False"
             )
+    return reports
 
 
 def _names(report: _Report) -> list[tuple[_Key, str]]:
@@ -506,10 +480,10 @@ def _notes(reports: Sequence[_Report], tokens: _Tokens) -> list[Note]:
     notes = [_of_several(alike, len(tokens.giving), "rank") for alike in found.values()]
     if len({report.info.mode for report in reports if not report.empty}) > 1:
         notes.append(Note("modes", "some ranks were in train mode and some in eval mode"))
-    firsts = [tokens.first(data) for data in range(len(tokens.ranks))]
-    if tokens.copies and len({reports[rank].fingerprint for rank in firsts}) > 1:
-        notes.append(_PROBES_DIFFER)
-    elif not tokens.copies and len(tokens.giving) < len(tokens.ranks):
+    if tokens.copies:
+        if len(set(map(tokens.batch, range(len(tokens.ranks))))) > 1:
+            notes.append(_PROBES_DIFFER)
+    elif len(tokens.giving) < len(tokens.ranks):
         notes.append(_same_tokens(tokens))
     return notes + _other_tokens(reports, tokens)
 
@@ -538,7 +512,7 @@ def _notes_of(
         layers = sorted({layer for other in alike.values() for layer in other.layers})
         joined = msgspec.structs.replace(note, layers=tuple(layers))
         stages = {mesh.places[other].stages for other in ranks}
-        if len(ranks) > 1 and len(alike) < len(ranks) and len(stages) == 1:
+        if len(alike) < len(ranks) and len(stages) == 1:
             joined = msgspec.structs.replace(joined, text=f"rank {rank}: {joined.text}")
         yield ranks[0], joined
 

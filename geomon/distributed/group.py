@@ -9,7 +9,6 @@ group of one rank, in which every collective gives back what was put in.
 import contextlib
 import logging
 import math
-import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -58,8 +57,6 @@ class RankGroup:
         size: The argument.
         why_not_connected: The argument.
         mesh: The argument.
-        calls: Number of collectives that this rank has called.
-        bytes_sent: Number of bytes that it has sent to others in them.
     """
 
     def __init__(
@@ -76,7 +73,6 @@ class RankGroup:
         self.size = size
         self.why_not_connected = why_not_connected
         self.mesh = mesh or Mesh(tuple(RankPlace(other) for other in range(size)))
-        self.calls = self.bytes_sent = 0
         self._process_group = process_group
         self._timeout = timeout
         self._waited = 0.0  # seconds, in this reading
@@ -194,7 +190,6 @@ class RankGroup:
         if not self.connected:
             return [value]
         values: list[Any] = [None] * self.size
-        self._count(value, self.size - 1)
         self._call(dist.all_gather_object, values, value)
         return values
 
@@ -210,7 +205,6 @@ class RankGroup:
         if not self.connected:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        self._count(value, int(self.rank > 0))
         self._call(dist.gather_object, value, values, dst=0)
         return values
 
@@ -226,7 +220,6 @@ class RankGroup:
         if not self.connected:
             return value
         values = [value]
-        self._count(value, (self.rank == 0) * (self.size - 1))
         self._call(dist.broadcast_object_list, values, src=0)
         return values[0]
 
@@ -249,7 +242,6 @@ class RankGroup:
             for rank, parcel in enumerate(parcels)
         ]
         sizes = torch.tensor([len(part) for part in packed], dtype=torch.int64, device="cpu")
-        self.bytes_sent += int(sizes.sum())
         coming = torch.empty_like(sizes)
         self._call(dist.all_to_all_single, coming, sizes)
         received = torch.empty(int(coming.sum()), dtype=torch.uint8, device="cpu")
@@ -261,11 +253,6 @@ class RankGroup:
             for rank, part in enumerate(received.split(coming.tolist()))
         ]
 
-    def _count(self, value: Any, receivers: int) -> None:
-        """Count the bytes of a value that is sent to some others."""
-        if receivers:
-            self.bytes_sent += receivers * len(pickle.dumps(value))
-
     def _call(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Call a collective; every way in which the others fail to answer is one error.
 
@@ -275,7 +262,6 @@ class RankGroup:
         """
         failures: list[BaseException] = []
         group = self._process_group
-        self.calls += 1
 
         def call() -> None:
             try:

@@ -136,7 +136,7 @@ def merge_layers(parts: Sequence[Layer]) -> Layer:
     same: dict[int, list[Layer]] = {}
     for number, part in enumerate(parts):
         tokens = part.part.tokens
-        same.setdefault(-1 - number if tokens is None else tokens, []).append(part)
+        same.setdefault(number if tokens is None else tokens, []).append(part)
     joined = [join_parts(own) for own in same.values()]
     return joined[0] if len(joined) == 1 else _one_after_another(joined)
 
@@ -152,7 +152,7 @@ def join_parts(parts: Sequence[Layer]) -> Layer:
     first = parts[0]
     captured: dict[str, Any] = {}
     missing = {view: why for part in reversed(parts) for view, why in part.missing.items()}
-    numbers = dict.fromkeys(("", "last_"))
+    numbers: dict[str, Tensor | None] = {}
     for prefix, name in (("", "rows"), ("last_", "last_rows")):
         found, numbers[prefix] = _rows_of_parts(parts, prefix, name)
         captured |= found
@@ -270,7 +270,7 @@ def _heads_of_parts(
     }
     once = _keys_once(numbers[query], numbers[key], parts, query, key)
     if key in found and once is not None:
-        found[key] = found[key][:, list(once)]
+        found[key] = found[key][:, once]
         numbers[key] = tuple(numbers[key][place] for place in once)
     return found, missing, numbers
 

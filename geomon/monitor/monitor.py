@@ -335,11 +335,6 @@ class Monitor:
         """Share of the time since the first step that geomon took; NaN before the first step."""
         return self.budget.overhead
 
-    @property
-    def communication(self) -> tuple[int, int]:
-        """Number of collectives that this rank has called for geomon, and bytes it has sent."""
-        return self._group.calls, self._group.bytes_sent
-
     def expect_end(self, step: int | None) -> None:
         """Let the budget be a share of the time that the whole run is expected to take.
 

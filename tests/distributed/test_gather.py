@@ -95,7 +95,7 @@ def test_a_rank_that_saw_nothing_gives_nothing(turned):
     whole = merge_layers(parts[::-1] if turned else parts)
     assert torch.equal(whole.captured["hidden"], parts[1].captured["hidden"])
     assert whole.missing == {"positions": "why not"}
-    assert merge_layers([nothing, nothing]).missing == nothing.missing
+    assert merge_layers([nothing, layer_of({}, {"hidden": "lost"})]).missing == nothing.missing
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,8 @@ def test_heads_of_other_rows_do_not_belong_together():
     found = join_parts([attention([0, 1], [0]), attention([2, 3], [1], sequences=1)])
     assert "query" not in found.captured
     assert "did not keep the same rows" in found.missing["query"]
+    by_hand = [Layer(1, "block", {"scores": drawn(n, 2, 3, 5)}, {}) for n in (1, 2)]
+    assert "did not keep the same rows" in join_parts(by_hand).missing["scores"]
     found = join_parts([attention([0, 1], [0]), attention([2, 3], [1], scale=0.25)])
     assert "query" not in found.captured
     assert "differ in their scale" in found.missing["key"]

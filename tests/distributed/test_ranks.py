@@ -2,11 +2,12 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 
-from geomon.capture.snapshot import Layer, MeanLoss, PassInfo, Snapshot
+from geomon.capture.snapshot import Layer, MeanLoss, Part, PassInfo, Snapshot
 from geomon.distributed.gather import gather
 from geomon.distributed.group import RankFailedError, RankGroup
 from geomon.distributed.merge import merge_layers
@@ -42,11 +43,15 @@ class ThreadRank(RankGroup):
         return [sent[self.rank] for sent in self.exchange(self.rank, parcels)]
 
 
-def together(seen, about=(7, "train"), mesh=None, **options):
+def connected(size, mesh=None):
+    exchange = Exchange(size)
+    return [ThreadRank(rank, size, exchange, mesh) for rank in range(size)]
+
+
+def together(seen, about=(7, "train"), mesh=None, groups=None, **options):
     """What each rank gets, or the error that it ends in."""
     size = len(seen)
-    exchange = Exchange(size)
-    groups = [ThreadRank(rank, size, exchange, mesh) for rank in range(size)]
+    groups = groups or connected(size, mesh)
     each = about if isinstance(about, list) else [about] * size
 
     def run(rank):
@@ -70,11 +75,14 @@ def snapshot(*values, layers=3, mode="train", batch="", notes=(), loss=None):
     return Snapshot(found, PassInfo(len(values), mode, "float32", list(notes), loss, batch))
 
 
+def layers_of(found):
+    """All layers, by depth, of what the ranks have been given."""
+    return found[0].interleave([[merge_layers(parts) for parts in one.parts] for one in found])
+
+
 def rows_of(found):
-    """The rows of all layers, by depth, of what the ranks have been given."""
-    merged = [[merge_layers(parts).captured["hidden"][:, 0].tolist() for parts in one.parts]
-              for one in found]  # fmt: skip
-    return found[0].interleave(merged)
+    """The rows of all layers."""
+    return [layer.captured["hidden"][:, 0].tolist() for layer in layers_of(found)]
 
 
 def kinds(found):
@@ -144,10 +152,10 @@ def test_one_process_raises_its_own_error():
 
 
 def test_of_copies_the_first_is_measured_and_a_note_says_where_they_differ():
-    found = together([[snapshot(1.0)], [snapshot(1.0)]], copies=True)
+    found = together([[snapshot(1.0, batch="x")]] * 2, copies=True)
     assert rows_of(found)[0] == [1.0]
     assert not kinds(found)
-    found = together([[snapshot(1.0)], [snapshot(2.0)]], copies=True)
+    found = together([[snapshot(1.0, batch="x")], [snapshot(2.0, batch="y")]], copies=True)
     assert (rows_of(found)[0], kinds(found)) == ([1.0], ["probes differ"])
     assert found[0].info.tokens == 1
 
@@ -159,6 +167,17 @@ def test_the_same_tokens_on_several_ranks_count_once():
     assert note.text.startswith("rank 2 had the same tokens as rank 0 (and 1 other ranks alike)")
     found = together([[snapshot(1.0, batch=b)] for b in ("x", "x")])
     assert "rank 1 had the same tokens as rank 0: they are" in found[0].info.notes[0].text
+    assert found[0].info.notes[0].kind == "ranks with the same tokens"
+    for others, same in (("yy", True), ("yz", False), (("", ""), False)):  # of two passes each
+        seen = [[snapshot(1.0, batch="x"), snapshot(2.0, batch=other)] for other in others]
+        assert kinds(together(seen)) == ["ranks with the same tokens"] * same
+
+
+@pytest.mark.parametrize(("copies", "rows"), [(False, 10), (True, 5)])
+def test_the_next_reading_takes_more_rows_of_each_where_several_had_the_same(copies, rows):
+    groups = connected(2)
+    together([[snapshot(1.0, batch="x")]] * 2, groups=groups, copies=copies)
+    assert [group.rows_of(10) for group in groups] == [rows] * 2
 
 
 def test_modes_that_differ_and_notes_of_some_ranks_are_said():
@@ -186,18 +205,35 @@ def test_what_a_rank_has_not_seen_is_taken_from_the_others_and_said():
     found = together([[empty], [empty]])
     assert found[0].empty
     assert found[0].info.tokens == 0
+    some = snapshot(1.0)
+    some.layers[1] = Layer(1, "blocks.1", {}, {"hidden": "skipped"})
+    found = together([[some], [snapshot(2.0)]])
+    assert rows_of(found) == [[1.0, 2.0], [102.0], [201.0, 202.0]]
+    assert [(note.kind, note.words()) for note in found[0].info.notes] == [
+        ("no hidden at blocks.1 of some ranks", "rank 0: blocks.1: no hidden was seen: skipped")
+    ]
 
 
 def test_losses_are_weighted_by_their_sequences_and_passes_are_joined():
     losses = [MeanLoss(1.0, 1), MeanLoss(2.0, 3)]
     found = together([[snapshot(1.0, loss=loss)] for loss in losses])
     assert found[0].info.loss == MeanLoss(1.75, 4)
-    two = [snapshot(1.0, loss=losses[0], batch="a"), snapshot(2.0, 3.0, loss=losses[1], batch="b")]
+    note = Note("padding", "half is padding")
+    two = [
+        snapshot(1.0, loss=losses[0], batch="a"),
+        snapshot(2.0, 3.0, loss=losses[1], batch="b", notes=[note]),
+    ]
     alone = gather(two, (0, "train"), RankGroup(), rows=9, queries=8)
     assert [merge_layers(p).captured["hidden"][:, 0].tolist() for p in alone.parts] == [
         [100 * i + v for v in (1, 2, 3)] for i in range(3)
     ]
-    assert (alone.info.tokens, alone.info.loss) == (3, MeanLoss(1.75, 4))
+    said = Note("padding", "batch 1: half is padding")
+    assert alone.info == PassInfo(3, "train", "float32", [said], MeanLoss(1.75, 4))
+    said = Note("padding", "batch 1: half is padding (and 1 other batches alike)")
+    alone = gather([*two, two[1]], (0, "train"), RankGroup(), rows=9, queries=8)
+    assert alone.info.notes == [said]
+    alone = gather([two[1]] * 2, (0, "train"), RankGroup(), rows=9, queries=8)
+    assert alone.info.notes == [note]
 
 
 def test_ranks_of_one_model_with_other_tokens_are_named():
@@ -205,5 +241,75 @@ def test_ranks_of_one_model_with_other_tokens_are_named():
     found = together([[snapshot(1.0, batch="a 1")], [snapshot(1.0, batch="b 1")]], mesh=mesh)
     assert "rank 1 was given other tokens than rank 0, with which" in found[0].info.notes[-1].text
     assert rows_of(found)[0] == [1.0]
-    found = together([[snapshot(1.0, batch="a 1")], [snapshot(1.0, batch="a 2")]], mesh=mesh)
-    assert not kinds(found)
+    note = Note("padding", "half is padding")
+    seen = [[snapshot(1.0, batch="a 1")], [snapshot(1.0, batch="a 2", notes=[note])]]
+    assert [each.text for each in together(seen, mesh=mesh)[0].info.notes] == [
+        "rank 1: half is padding"
+    ]
+
+
+PAIRS = Mesh(
+    tuple(RankPlace(rank, tensor=(0, 3) if rank in (0, 3) else (1, 2)) for rank in range(4))
+)
+
+
+def test_rows_come_in_the_order_of_their_tokens_whichever_rank_gives_them():
+    note = Note("padding", "half is padding")
+    seen = [[snapshot(value, notes=[note])] for value in (1.0, 2.0, 2.0, 1.0)]
+    found = together(seen, mesh=PAIRS)
+    assert rows_of(found) == [[100 * i + 1, 100 * i + 2] for i in range(3)]
+    assert found[0].info.notes == [note]
+    lacking = dict.fromkeys(("hidden", "last_hidden"), "skipped")
+    for one in (0, 2):  # the other one with the same tokens gives
+        layers = seen[one][0].layers
+        layers[:] = [replace(each, captured={}, missing=lacking) for each in layers]
+    assert rows_of(together(seen, mesh=PAIRS)) == [[100 * i + 1, 100 * i + 2] for i in range(3)]
+
+
+@pytest.mark.parametrize("cut", [([2, 0], [3, 1]), ([0, 1, 2, 3],) * 2], ids=["rows", "heads"])
+def test_of_what_ranks_with_the_same_tokens_have_each_part_is_given_once(cut):
+    def part_of(rank):
+        number, same = torch.tensor(cut[rank]), cut[0] == cut[1]
+        views = {"hidden": number[:, None].float(), "projected_query": torch.ones(4, 1, 2) * rank}
+        part = Part(
+            rows=number, start=() if same else (2 * rank,), heads={"projected_query": (2 * rank,)}
+        )
+        return Snapshot(
+            [Layer(i, f"blocks.{i}", views, {}, part=part) for i in range(3)],
+            PassInfo(len(number), "train", "float32"),
+        )
+
+    mesh = Mesh(tuple(RankPlace(rank, tensor=(0, 1)) for rank in range(2)))
+    for layer in layers_of(found := together([[part_of(0)], [part_of(1)]], mesh=mesh)):
+        assert layer.captured["hidden"].flatten().tolist() == [0, 1, 2, 3]
+        assert layer.captured["projected_query"][0, :, 0].tolist() == [0, 1]
+    assert found[0].info.tokens == 4
+
+
+def stage(*depths, rows, later, batch=""):
+    """Layers of a stage of a pipeline: a later one does not know the tokens of its rows."""
+    number = torch.tensor(rows)
+    views = {"hidden": number[:, None].float()} | ({} if later else {"token_ids": number + 50})
+    views |= {f"last_{view}": values for view, values in views.items()}
+    part = Part(rows=number, last_rows=number, tokens_elsewhere=later)
+    layers = [Layer(depth, f"blocks.{depth}", views, {}, part=part) for depth in depths]
+    return [Snapshot(layers, PassInfo(len(rows), "train", "float32", batch=batch))]
+
+
+def test_later_stages_of_a_pipeline_learn_the_tokens_of_their_rows_from_the_first():
+    """Of two pipelines with the same tokens one is measured; the first stages are on ranks 1, 3."""
+    mesh = Mesh(tuple(
+        RankPlace(rank, pipeline=(rank // 2 * 2, rank // 2 * 2 + 1), stages=(1 - rank % 2,),
+                  num_stages=2)
+        for rank in range(4)
+    ))  # fmt: skip
+    first = stage(0, 1, rows=[2, 0, 1], later=False, batch="x")
+    later = stage(2, 3, rows=[1, 5, 0], later=True)
+    found = together([later, first] * 2, mesh=mesh)
+    for depth, layer in enumerate(layers_of(found)):
+        rows = [2, 0, 1] if depth < 2 else [1, 0]
+        for prefix in ("", "last_"):
+            assert layer.captured[f"{prefix}hidden"].flatten().tolist() == rows
+            assert layer.captured[f"{prefix}token_ids"].tolist() == [row + 50 for row in rows]
+    assert found[0].info.tokens == 3
+    assert found[0].info.notes[0].text.startswith("rank 3 had the same tokens as rank 1:")

@@ -12,7 +12,7 @@ import functools
 import pickle
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from io import BytesIO
 from types import FunctionType
@@ -127,10 +127,10 @@ def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def _observed(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling() or private.tracing_state() is not None:
         return _call(module, args, kwargs)  # what is traced must not depend on this
-    for first in _first_calls:
+    for first in _first_calls():
         if first.takes(module):
             return first.run(module, args, kwargs)
-    if is_compiled(module) or any(observer.hides(module) for observer in tuple(_observers)):
+    if is_compiled(module) or any(observer.hides(module) for observer in _observers()):
         return _call_compiled(module, args, kwargs)
     return _call_observed(module, args, kwargs)
 
@@ -144,10 +144,16 @@ def _fill_slots(undo: Undo) -> None:
                 replace(undo, module, _SLOT, functools.partial(_observed, module))
 
 
-_calls = Patch(_fill_slots)
-_observers: list[CallObserver] = []
-_first_calls: list["FirstCall"] = []
+_calls = Patch(_fill_slots)  # held by observers, and by those who wait for a first call
 _placed: list[tuple[nn.Module, "_Hook"]] = []  # hooks for the moment at which a call begins
+
+
+def _observers() -> list[CallObserver]:
+    return [holder for holder in _calls.holders if not isinstance(holder, FirstCall)]
+
+
+def _first_calls() -> list["FirstCall"]:
+    return [holder for holder in _calls.holders if isinstance(holder, FirstCall)]
 
 
 def watch_calls(observer: CallObserver) -> None:
@@ -161,7 +167,6 @@ def watch_calls(observer: CallObserver) -> None:
     """
     if not SEES_CALLS:
         raise RuntimeError(f"torch {torch.__version__} calls modules in a way that is not known")
-    _observers.append(observer)
     _calls.hold(observer)
 
 
@@ -171,17 +176,16 @@ def unwatch_calls(observer: CallObserver) -> None:
     Args:
         observer: The observer.
     """
-    _observers[:] = [other for other in _observers if other is not observer]
-    if not _observers:
+    _calls.release(observer)
+    if not _observers():
         while _placed:  # Ctrl-C has left them
             _take_away(*_placed[-1])
             _placed.pop()
         end_extra_passes()
-    _calls.release(observer)
 
 
 def _call_observed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    observers = [observer for observer in tuple(_observers) if observer.watches(module)]
+    observers = [observer for observer in _observers() if observer.watches(module)]
     if not observers:
         return _call(module, args, kwargs)
     with ExitStack() as stack:
@@ -205,16 +209,7 @@ def _call_behind_hooks(
     observers: list[CallObserver], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Make a call whose arguments are seen as the module's own hooks leave them."""
-    thread = threading.get_ident()
-
-    def begins(module: nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> None:
-        if threading.get_ident() == thread:
-            _take_away(module, hook)
-            for observer in observers:
-                observer.before_call(module, args, kwargs or {})
-
-    # The last of the module's hooks; it goes away as the call begins, before the module's forward.
-    hook = _Hook(begins)
+    hook = _Hook(observers)  # the last of the module's hooks
     try:
         _placed.append((module, hook))
         module.register_forward_pre_hook(hook, with_kwargs=True)
@@ -222,7 +217,6 @@ def _call_behind_hooks(
     finally:
         _take_away(module, hook)
         _placed[:] = [other for other in _placed if other[1] is not hook]
-        hook.end()
 
 
 def _take_away(module: nn.Module, hook: "_Hook") -> None:
@@ -233,24 +227,24 @@ def _take_away(module: nn.Module, hook: "_Hook") -> None:
 
 
 class _Hook:
-    """A hook on a module; in a copy or a pickle of the model it does nothing."""
+    """A hook that goes away as the call begins; in a copy or a pickle of the model it does nothing.
 
-    def __init__(self, action: Callable[..., None]) -> None:
-        self._action = action
+    Args:
+        observers: Observers of this call, which this thread makes.
+    """
 
-    def __call__(self, *call: Any) -> None:
-        self._action(*call)
+    def __init__(self, observers: Sequence[CallObserver]) -> None:
+        self._observers = observers
+        self._thread = threading.get_ident()
 
-    def end(self) -> None:
-        """Forget the action, which refers to the hook and to what observers keep of the model."""
-        self._action = _nothing
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> None:
+        if threading.get_ident() == self._thread:
+            _take_away(module, self)
+            for observer in self._observers:
+                observer.before_call(module, args, kwargs)
 
-    def __reduce__(self) -> tuple[Callable[[Callable[..., None]], "_Hook"], tuple[Any, ...]]:
-        return _Hook, (_nothing,)
-
-
-def _nothing(*call: Any) -> None:
-    return
+    def __reduce__(self) -> tuple[Callable[[Sequence[CallObserver]], "_Hook"], tuple[Any, ...]]:
+        return _Hook, ((),)
 
 
 class FirstCall:
@@ -285,12 +279,10 @@ class FirstCall:
 
     def begin(self) -> None:
         """Wait for the call."""
-        _first_calls.append(self)
         _calls.hold(self)
 
     def end(self) -> None:
         """Wait no longer; may be called more than once."""
-        _first_calls[:] = [other for other in _first_calls if other is not self]
         _calls.release(self)
 
     def modules(self) -> tuple[nn.Module, ...]:
@@ -373,11 +365,12 @@ def calling_compiled(modules: Iterable[nn.Module]) -> set[int]:
     """
     if "_dynamo" not in vars(torch):  # nothing can have been compiled
         return set()
-    of_class: Any = functools.cache(_class_reaches_compiled)  # modules share a few classes
+    modules = [*modules]
+    classes = {kind for kind in {*map(type, modules)} if _class_reaches_compiled(kind)}
     return {
         id(module)
         for module in modules
-        if of_class(type(module)) or _compiles_itself(module) or _holds_compiled(vars(module))
+        if type(module) in classes or _compiles_itself(module) or _holds_compiled(vars(module))
     }
 
 
@@ -448,7 +441,7 @@ def _call_compiled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     if in_extra_pass():
         return _call_eagerly(module, args, kwargs)
     target = unwrap(module)
-    observers = [observer for observer in tuple(_observers) if observer.needs_twin(target)]
+    observers = [observer for observer in _observers() if observer.needs_twin(target)]
     if observers:
         try:
             with observers[0].timed():
@@ -497,7 +490,7 @@ def _unpatched() -> Iterator[None]:
     Compiled code is guarded by what it refers to: it would be compiled again.
     """
     with ExitStack() as stack:
-        for observer in tuple(_observers):
+        for observer in _observers():
             stack.enter_context(observer.suspended())
         for patch in (_calls, run_eagerly, without_fast_path):
             stack.enter_context(patch.suspended())

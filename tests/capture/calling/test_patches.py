@@ -1,7 +1,9 @@
 import itertools
+from contextlib import suppress
 
 import pytest
 import torch
+from interrupting import Interrupting, files
 
 from geomon.capture.calling.patches import Patch, replace, run_eagerly, without_fast_path
 
@@ -47,6 +49,26 @@ def test_a_change_is_suspended_for_all_who_hold_it_and_is_back_after_the_last_of
         assert switch.on is True
         switch.on = "changed by another"
     assert switch.on == "changed by another"
+
+
+def test_what_ctrl_c_leaves_of_a_suspension_ends_with_the_last_holder():
+    """At any line of it; that the holder itself leaves is up to who holds it."""
+
+    def suspends(at):
+        change, switch = patch()
+        change.hold(change)
+        interrupting = Interrupting(files("capture/calling/patches.py"), at)
+        with suppress(KeyboardInterrupt), interrupting, change.suspended():
+            pass
+        change.release(change)
+        assert not switch.on
+        with change.held():
+            assert switch.on
+        assert not switch.on
+        return len(interrupting.lines)
+
+    for at in range(1, suspends(-1) + 1):
+        suspends(at)
 
 
 @pytest.mark.parametrize("before", [True, False])
