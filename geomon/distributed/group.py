@@ -331,7 +331,7 @@ def join_ranks(
             backend="gloo", timeout=timedelta(seconds=limit), group_desc="geomon"
         )
         joined = RankGroup(group.rank, group.size, process_group, timeout=limit)
-        reports = joined.all_gather((group.own, dict(options or {})))
+        reports = joined.all_gather((group.own, options or {}))
     except (RuntimeError, ValueError, RanksLostError) as error:
         log.warning(
             "the rows of the ranks are not gathered, the first rank measures its own: no gloo "

@@ -149,7 +149,7 @@ def join_parts(parts: Sequence[Layer]) -> Layer:
     """
     if len(parts) == 1:
         return parts[0]
-    first = parts[0]
+    first, *_ = parts
     captured: dict[str, Any] = {}
     missing = {view: why for part in reversed(parts) for view, why in part.missing.items()}
     numbers: dict[str, Tensor | None] = {}
@@ -319,25 +319,35 @@ def _keys_once(
 def _one_after_another(parts: Sequence[Layer]) -> Layer:
     """Make one layer of passes over other tokens, in their order."""
     captured: dict[str, Any] = {}
-    missing = dict(parts[0].missing)
-    for source in sorted({CAPTURED[view] for part in parts for view in part.captured}):
+    first, *_ = parts
+    missing = dict(first.missing)
+    for source in dict.fromkeys(CAPTURED[view] for part in parts for view in part.captured):
         seen = [_of(part, source) for part in parts]
         holders = [views for views in seen if views]
         missing = {view: why for view, why in missing.items() if CAPTURED[view] != source}
         if source != "attention":  # what one rank cannot tell of its rows takes nothing else away
-            lost = {view for views in holders for other in holders for view in views.keys() - other}
+            lost = dict.fromkeys(
+                view
+                for views in holders
+                for other in holders
+                for view in views
+                if view not in other
+            )
             holders = [{v: x for v, x in views.items() if v not in lost} for views in holders]
-            missing |= dict.fromkeys(sorted(lost), _NOT_ON_ALL)
+            missing |= dict.fromkeys(lost, _NOT_ON_ALL)
         if any(_kind(views) != _kind(holders[0]) for views in holders):
-            missing |= dict.fromkeys(holders[0], "ranks or batches captured it in different forms")
+            missing |= dict.fromkeys(
+                (view for views in holders for view in views),
+                "ranks or batches captured it in different forms",
+            )
             continue
         captured |= _attention(holders) if source == "attention" else _rows(holders)
         holder = next(part for part, views in zip(parts, seen, strict=True) if views)
         missing |= {v: why for v, why in holder.missing.items() if CAPTURED[v] == source}
     part = replace(
-        parts[0].part, rows=_numbered(parts, "rows"), last_rows=_numbered(parts, "last_rows")
+        first.part, rows=_numbered(parts, "rows"), last_rows=_numbered(parts, "last_rows")
     )
-    return replace(parts[0], captured=captured, missing=missing, part=part)
+    return replace(first, captured=captured, missing=missing, part=part)
 
 
 def _numbered(parts: Sequence[Layer], name: str) -> Tensor | None:
@@ -397,7 +407,7 @@ def _rows(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for name in _SEQUENCES:
         if name in joined:  # each rank counts its own from 0
             numbers = [part[name] for part in parts]
-            counts = [int(own.max()) + 1 if len(own) else 0 for own in numbers]
+            counts = [own.max().item() + 1 if len(own) else 0 for own in numbers]
             starts = accumulate(counts, initial=0)
             joined[name] = torch.cat([own + n for own, n in zip(numbers, starts, strict=False)])
     return joined

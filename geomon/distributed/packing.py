@@ -25,7 +25,7 @@ class _Packer(pickle.Pickler):
         padding = torch.zeros(-size % _ALIGNMENT, dtype=torch.uint8, device="cpu")
         self.pieces += [content.view(torch.uint8), padding]
         self._end = start + size + len(padding)
-        return start, size, value.dtype, tuple(value.shape)
+        return start, size, value.dtype, value.shape
 
 
 class _Unpacker(pickle.Unpickler):

@@ -254,9 +254,26 @@ def by_a_matrix_for_each_head(block, x):
     return *(each.transpose(0, 1) for each in outputs), *(each.movedim(0, 2) for each in outputs)
 
 
-def of_tokens_that_are_chosen_before(block, x):
+def chosen_in_another_order(block, x):
+    """Tokens before the projection, heads and features behind it."""
     query, key = by_two(block, x.index_select(1, torch.arange(LENGTH)))
+    query = query.index_select(-1, torch.arange(SIZE).flip(0))
+    key = key[:, :, torch.tensor([2, 0, 3, 1])]
     return query.transpose(1, 2), key.transpose(1, 2), query, key
+
+
+def widened_and_cut_again(block, x):
+    query, key = by_two(block, x)
+    cut = F.pad(key.transpose(1, 2), (1, 0, 2, 1))[:, :, 2:-1, 1:]
+    return query.transpose(1, 2), cut, query, key
+
+
+def before_other_keys(block, x):
+    """As in a cache that is longer than what is written into it."""
+    query, key = by_two(block, x)
+    cache = torch.randn(SEQUENCES, HEADS, 4 * LENGTH, SIZE)
+    cache[:, :, :LENGTH] = key.transpose(1, 2)
+    return query.transpose(1, 2), cache, query, key
 
 
 def behind_kept_keys(block, x):
@@ -270,7 +287,8 @@ def behind_kept_keys(block, x):
 WAYS = [
     by_low_rank, changed_in_place, changed_by_one_operator, with_a_bias_of_its_own,
     fewer_keys, of_channels, of_tokens_picked_by_a_mask,
-    of_a_latent, behind_kept_keys, by_a_matrix_for_each_head, of_tokens_that_are_chosen_before,
+    of_a_latent, behind_kept_keys, before_other_keys, by_a_matrix_for_each_head,
+    chosen_in_another_order, widened_and_cut_again,
 ]  # fmt: skip
 
 

@@ -305,6 +305,8 @@ def test_later_stages_of_a_pipeline_learn_the_tokens_of_their_rows_from_the_firs
     ))  # fmt: skip
     first = stage(0, 1, rows=[2, 0, 1], later=False, batch="x")
     later = stage(2, 3, rows=[1, 5, 0], later=True)
+    later[0].info.notes.append(Note("padding", "half is padding", layers=(8,)))
+    first[0].info.notes.append(Note("padding", "half is padding", layers=(1,)))
     found = together([later, first] * 2, mesh=mesh)
     for depth, layer in enumerate(layers_of(found)):
         rows = [2, 0, 1] if depth < 2 else [1, 0]
@@ -312,4 +314,6 @@ def test_later_stages_of_a_pipeline_learn_the_tokens_of_their_rows_from_the_firs
             assert layer.captured[f"{prefix}hidden"].flatten().tolist() == rows
             assert layer.captured[f"{prefix}token_ids"].tolist() == [row + 50 for row in rows]
     assert found[0].info.tokens == 3
-    assert found[0].info.notes[0].text.startswith("rank 3 had the same tokens as rank 1:")
+    padding, same = found[0].info.notes
+    assert padding == Note("padding", "half is padding", layers=(1, 8))
+    assert same.text.startswith("rank 3 had the same tokens as rank 1:")

@@ -77,7 +77,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def _has_forward(module: nn.Module) -> bool:
-    return getattr(type(unwrap(module)).forward, "__qualname__", "") not in _NOT_WRITTEN
+    return getattr(unwrap(module).forward, "__qualname__", "") not in _NOT_WRITTEN
 
 
 __all__ = ["BatchCall", "call_of_batch"]

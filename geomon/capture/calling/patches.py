@@ -28,7 +28,6 @@ class Patch:
         self._holders: list[object] = []
         self._suspensions: list[object] = []
         self._undo: list[Callable[[], Any]] = []
-        self._applied = False
         self._lock = threading.RLock()
 
     @property
@@ -83,15 +82,12 @@ class Patch:
                 self._settle()
 
     def _settle(self) -> None:
-        wanted = bool(self._holders) and not self._suspensions
-        if wanted and not self._applied:
-            self._applied = True
-            self._apply(self._undo.append)
-        elif not wanted:
+        if self._suspensions or not self._holders:
             while self._undo:
                 self._undo[-1]()
                 self._undo.pop()
-            self._applied = False
+        elif not self._undo:
+            self._apply(self._undo.append)
 
 
 def replace(undo: Undo, holder: Any, name: str, value: Any) -> None:

@@ -57,7 +57,7 @@ def extra_pass(
         TypeError: Nothing in the model can be called on a batch.
         ValueError: No extra pass may be made on the model (see `left_unchanged`).
     """
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = next((p.device for p in model.parameters()), "cpu")
     with extra_pass_begun(), left_unchanged(model):
         model.eval()
         moved = _move(inputs, device)
@@ -87,7 +87,7 @@ def _is_function(inputs: Any) -> bool:
     return callable(inputs) and not isinstance(inputs, torch.Tensor)
 
 
-def _move(inputs: Any, device: torch.device) -> Any:
+def _move(inputs: Any, device: torch.device | str) -> Any:
     """Move every tensor of the inputs to a device."""
     if isinstance(inputs, torch.Tensor):
         return inputs.to(device)

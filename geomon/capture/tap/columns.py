@@ -61,7 +61,7 @@ def layout_of(values: Tensor) -> Layout:
     """
     size = values.element_size()
     strides = tuple(stride * size for stride in values.stride())
-    return Layout(tuple(values.shape), strides, int(values.storage_offset()) * size, size)
+    return Layout(values.shape, strides, int(values.storage_offset()) * size, size)
 
 
 class Projection:
@@ -251,14 +251,6 @@ class Columns(NamedTuple):
         return tuple(map(int, firsts[self.which[:, 0]] + self.columns[:, 0]))
 
     @property
-    def firsts(self) -> list[int]:
-        """The first of each of the heads that differ."""
-        seen: dict[bytes, int] = {}
-        for head, row in enumerate(np.stack([self.which, self.columns], axis=1)):
-            seen.setdefault(row.tobytes(), head)
-        return list(seen.values())
-
-    @property
     def repeats(self) -> int:
         """How many heads in a row are the same, where that is the same number for all; else 1."""
         once = self.distinct()
@@ -268,8 +260,9 @@ class Columns(NamedTuple):
         return count if all(same) else 1
 
     def distinct(self) -> "Columns":
-        """Return those of the heads that differ."""
-        firsts = self.firsts
+        """Return those of the heads that differ, in the order of the first of each."""
+        rows = np.hstack([self.which, self.columns])
+        firsts = np.sort(np.unique(rows, axis=0, return_index=True)[1])
         return self._replace(which=self.which[firsts], columns=self.columns[firsts])
 
     def with_heads_of(self, other: "Columns") -> "Columns":
@@ -309,7 +302,7 @@ def find_columns(made: Made, values: Tensor) -> Columns | None:
         kernel); None where there are others whose source is not known.
     """
     length = values.shape[2]
-    for place in dict.fromkeys((length // 2, length - 1, 0)):  # some keys may be of no token
+    for place in dict.fromkeys((length - 1, 0)):  # some keys may be of no token
         found = _columns_at(made, values, place) if values.numel() else None
         if found is not None:
             return found
@@ -329,7 +322,7 @@ def _columns_at(made: Made, values: Tensor, place: int) -> Columns | None:
     addresses = layout_of(values).addresses(np.concatenate([tokens, others], axis=1))
     traced = made.trace(addresses, known)
     which, row, columns = (each[:-4].reshape(heads, width) for each in traced)
-    kept = width - int((which == _ZERO).all(axis=0)[::-1].cumprod().sum())
+    kept = width - (which == _ZERO).all(axis=0)[::-1].cumprod().sum().item()
     if not kept or (which[:, :kept] < 0).any():
         return None
     steps = [(0, 0)] * len(known)
@@ -337,7 +330,7 @@ def _columns_at(made: Made, values: Tensor, place: int) -> Columns | None:
         number, first = (each[0, (width - 1) * end] for each in (which, row))
         if number < 0:
             continue
-        across, along = (int(traced.row[at + end - 4] - first) for at in (0, 2))
+        across, along = ((traced.row[at + end - 4] - first).item() for at in (0, 2))
         apart = max(sequences - 1, 1), (beside - place) or 1
         steps[number] = across // apart[0], along // apart[1]
     pairs = np.stack([which, columns], axis=-1)[:, :kept]

@@ -31,13 +31,13 @@ from geomon.capture.tap.unseen import unseen
 _FACTORS = {"bmm": 0, "mm": 0, "baddbmm": 1, "addmm": 1}
 # Operators that do nothing but multiply by a number.
 _SCALINGS = {"mul": 1, "div": -1}
-_COPIES = frozenset(("clone", "_to_copy"))
+_COPIES = ("clone", "_to_copy")
 # Operators that add to scores, hide some or join more: what they were multiplied by stays.
-_KEEPING = frozenset((
+_KEEPING = (
     "add", "sub", "masked_fill", "where", "copy", "cat", "maximum", "constant_pad_nd", "index",
-))  # fmt: skip
+)  # fmt: skip
 # Operators after which an element is not what it was made of at the same place.
-_MIXING = frozenset(("_softmax", "_log_softmax", "cumsum", "sort", "gather", "scatter"))
+_MIXING = ("_softmax", "_log_softmax", "cumsum", "sort", "gather", "scatter")
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +141,7 @@ class Provenance:
             return found
         if made is not None and before is not None and made.roots and made.roots <= before.roots:
             return None
-        projection = Projection(output, (-1,), (storage_of(given), tuple(given.shape)))
+        projection = Projection(output, (-1,), (storage_of(given), given.shape))
         projection.first = first
         place = storage_of(output)
         if place is not None:
@@ -231,7 +231,7 @@ class Provenance:
         factor, other = self._of(left).factor, self._of(right).factor
         product = Product(left, right, factor if factor == other and factor else 1.0)
         alpha = kwargs.get("alpha", 1.0)
-        return _Tags((*summand.products, product), None if summand.products else float(alpha))
+        return _Tags((*summand.products, product), None if summand.products else alpha)
 
     # -- which columns of projections ------------------------------------------------------------
 
@@ -368,7 +368,7 @@ class Provenance:
 
 
 def _projection(out: Tensor, features: tuple[int, ...], tokens: Tensor) -> Made:
-    given = storage_of(tokens), tuple(tokens.shape)
+    given = storage_of(tokens), tokens.shape
     return Made(layout_of(out), projection=Projection(out, features, given))
 
 
@@ -410,4 +410,4 @@ def _scaled(tags: _Tags, name: str, other: Any) -> _Tags:
             other = other.item() if other.ndim == 0 and other.device.type == "cpu" else None
     if not isinstance(other, int | float) or not other or tags.factor is None:
         return tags._replace(factor=_changed(tags.products).factor)
-    return tags._replace(factor=tags.factor * float(other) ** _SCALINGS[name])
+    return tags._replace(factor=tags.factor * other ** _SCALINGS[name])

@@ -67,7 +67,7 @@ def find_places(
         if value.is_floating_point() or value.dtype == torch.bool:
             continue
         summed = bool(_SUMMED_LENGTHS.search(name))
-        positions = bool(_POSITIONS.search(name)) and not _OF_A_PICTURE.search(name)
+        positions = _POSITIONS.search(name) and not _OF_A_PICTURE.search(name)
         if (value.ndim == 1 and summed) or (value.ndim in (1, 2) and positions):
             found.append(GivenPlaces(name, value.detach().clone(), summed))
     return found
@@ -116,7 +116,7 @@ def sequences_from(begins: Tensor, valid: Tensor | None, source: str) -> Sequenc
     numbers = begins.flatten().cumsum(dim=0).view(begins.shape) - 1
     tokens = torch.ones_like(begins) if valid is None else valid.cpu()
     last = torch.where(tokens, numbers, -1).amax(dim=1)
-    if not bool((tokens & (numbers < last[:, None])).any()):
+    if not (tokens & (numbers < last[:, None])).any():
         return None
     order = torch.arange(begins.numel(), dtype=torch.int64, device="cpu")
     starts = torch.where(begins.flatten(), order, 0).cummax(dim=0).values
@@ -130,7 +130,7 @@ def _begins(argument: GivenPlaces, batch: int, length: int, valid: Tensor | None
     if argument.summed:
         places = values.long()
         ends = places[:1].tolist() == [0] and places[-1:].tolist() == [batch * length]
-        if not ends or bool((places.diff() < 0).any()):
+        if not ends or (places.diff() < 0).any():
             return None
         begins[places] = True
         return begins[:-1].view(batch, length)
@@ -141,7 +141,7 @@ def _begins(argument: GivenPlaces, batch: int, length: int, valid: Tensor | None
     begins[:, 1:] = (values[:, 1:] == 0) & tokens[:, 1:]
     both = tokens[:, 1:] & tokens[:, :-1]
     follows = values[:, 1:] == values[:, :-1] + 1
-    rising = bool((follows & both).any()) and bool((follows | begins[:, 1:] | ~both).all())
+    rising = (follows & both).any() and (follows | begins[:, 1:] | ~both).all()
     return begins if rising else None
 
 

@@ -198,7 +198,7 @@ def candidates(lookups: Sequence[Lookup], shape: Shape, *, streams: bool) -> Ite
     """
     list_ways = stream_layouts if streams else layouts
     for lookup in lookups:
-        for layout in list_ways(tuple(lookup.ids.shape), shape):
+        for layout in list_ways(lookup.ids.shape, shape):
             yield Found(lookup, layout)
 
 

@@ -146,13 +146,13 @@ class Padding:
         if any(other.data_ptr() == mask.data_ptr() for other in looked_at):
             return
         # On an accelerator the question would wait for it.
-        if before is not None and before.device.type == "cpu" and not bool(before.any()):
+        if before is not None and before.device.type == "cpu" and not before.any():
             return
         if not are_scores:
             looked_at.append(mask)  # kept alive: no other mask is at its address meanwhile
         if self._leaves_none is None:  # asked once: an accelerator is waited for
             own = [given.valid for given in self._given if not given.of_keys]
-            self._leaves_none = not all(bool(valid.any()) for valid in own)
+            self._leaves_none = not all(valid.any() for valid in own)
         find = _hidden_from_others if self._leaves_none else hidden_keys
         hidden = find(mask, are_scores=are_scores).expand(*place[1])
         self._hidden[place] = hidden if before is None else before & hidden.to(before.device)
@@ -198,7 +198,7 @@ class Padding:
             shape: Shape of the hidden states, without the width.
         """
         for name, valid in self._masks("", (shape, shape[::-1])):
-            hidden = self._hidden.get(("", tuple(valid.shape)))
+            hidden = self._hidden.get(("", valid.shape))
             if hidden is not None and torch.equal(valid, hidden.cpu()):
                 return _INVERTED.format(name=name)
         return None
@@ -217,10 +217,9 @@ class Padding:
             text = "padding, {percent:.0f} % of the tokens, was left out{source}"
             numbers: dict[str, float | str] = {"percent": percent, "source": source}
             return [Note("padding", text, stack, numbers=numbers)] * (percent > 0)
-        empty = {x.name for x in self._given if _fits(x.valid, shape) and not x.of_keys}
-        unread = {name for name, values in self._unread.items() if _may_pad(values, shape)}
-        texts = [_EMPTY.format(name=name) for name in sorted(empty)]
-        texts += [_MAY_COUNT.format(name=name) for name in sorted(unread)]
+        empty = {x.name: _EMPTY for x in self._given if _fits(x.valid, shape) and not x.of_keys}
+        unread = {x: _MAY_COUNT for x, values in self._unread.items() if _may_pad(values, shape)}
+        texts = [text.format(name=name) for name, text in (empty | unread).items()]
         return [Note(text, text, stack) for text in texts]
 
     def _find(self, shape: Shape, role: str) -> _Mask | None:
@@ -240,15 +239,15 @@ class Padding:
         for given in reversed(self._given):
             if given.of_keys == (role == "key") and given.valid.shape in shapes:
                 valid = given.valid.cpu()
-                hidden = self._hidden.get((role, tuple(valid.shape))) if self._over else None
-                if bool(valid.any()) or (hidden is not None and bool(hidden.all())):
+                hidden = self._hidden.get((role, valid.shape)) if self._over else None
+                if valid.any() or (hidden is not None and hidden.all()):
                     yield _Mask(given.name, valid)
 
     def _by_labels(self, shapes: tuple[Shape, Shape]) -> Iterator[_Mask]:
         """Iterate over padding behind the last label, which is the next token of a decoder."""
         for labels in self._labels:
             kept = labels.cpu() != _IGNORED
-            if labels.shape in shapes and not bool(kept.all()):
+            if labels.shape in shapes and not kept.all():
                 follows = kept.flip(1).cumsum(dim=1).flip(1) > 0  # a label is here or follows
                 start = torch.ones_like(follows[:, :1])
                 yield _Mask(_LABELS, torch.cat([start, follows[:, :-1]], dim=1))
@@ -261,10 +260,10 @@ class Padding:
         """
         for shape in shapes if self._over else ():
             hidden = self._hidden.get((role, shape))
-            if hidden is None or not bool(hidden.any()) or bool(hidden.all()):
+            if hidden is None or not hidden.any() or hidden.all():
                 continue
-            alike = bool((hidden == hidden[:1]).all())
-            if not alike or int(hidden[0].sum()) > 1:
+            alike = (hidden == hidden[:1]).all()
+            if not alike or hidden[0].sum() > 1:
                 yield _Mask(HIDDEN_KEYS, ~hidden)
 
 
@@ -331,7 +330,7 @@ def _as_valid(mask: Tensor, *, inverted: bool) -> Tensor:
 
 def _is_ones_for_tokens(mask: Tensor) -> bool:
     """Whether a floating-point mask has ones for tokens, and is not added to scores."""
-    return bool((mask > 0).any()) and not bool((mask < 0).any())
+    return bool((mask > 0).any()) and not (mask < 0).any()
 
 
 def _fits(matrix: Tensor, shape: Shape) -> bool:

@@ -217,7 +217,7 @@ class PassTokens:
         """
         first = self.valid(self.shape)
         known = shape in (self.shape, self.shape[::-1]) or self.valid(shape) is not None
-        return first is not None and not known and not bool(first.all())
+        return first is not None and not known and not first.all()
 
     # -- which sequences they are of -------------------------------------------------------------
 
@@ -342,8 +342,8 @@ class PassTokens:
         """
         found = self.ids.streams(shape)
         if found is not None:
-            return tuple(found.lookup.ids.shape), found.layout
-        taken = bool(self._attended) and all(shape[1:] == seen for seen in self._attended)
+            return found.lookup.ids.shape, found.layout
+        taken = self._attended and all(shape[1:] == seen for seen in self._attended)
         if len(shape) != 3 or shape[0] == 1 or not taken:
             return None
         return shape[1:], Layout(lambda x: x.expand(shape), shape[0])

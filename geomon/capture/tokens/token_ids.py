@@ -73,7 +73,7 @@ class TokenIds:
         Args:
             hidden: Any tensor.
         """
-        shape, width = tuple(hidden.shape[:-1]), hidden.shape[-1:]
+        shape, width = hidden.shape[:-1], hidden.shape[-1:]
         return any(
             found.lookup.rows is None or found.lookup.rows.shape[1:] == width
             for found in candidates(self.lookups, shape, streams=False)

@@ -105,7 +105,7 @@ def _scale(scores: Tensor, products: Tensor) -> Tensor | None:
     if ratios.shape[1] == 0:  # one key, or no query
         return None
     scale = ratios.nanmedian(dim=1).values
-    return scale[:, None, None] if bool(scale.isfinite().all()) else None
+    return scale[:, None, None] if scale.isfinite().all() else None
 
 
 def _ratios(scores: Tensor, products: Tensor) -> Tensor:
