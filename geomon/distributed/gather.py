@@ -218,6 +218,7 @@ class _Table:
 
     Attributes:
         keys: Stack and depth of all layers, in order.
+        firsts: Number of the first layer of each stack.
     """
 
     def __init__(self, reports: Sequence[_Report], tokens: _Tokens) -> None:
@@ -226,6 +227,7 @@ class _Table:
         found = dict.fromkeys(key for report in reports for key in report.layers)
         stacks = list(dict.fromkeys(stack for stack, _ in found))
         self.keys: list[_Key] = sorted(found, key=lambda key: (stacks.index(key[0]), key[1]))
+        self.firsts = [[stack for stack, _ in self.keys].index(stack) for stack in stacks]
 
     def gives(self, rank: int, number: int) -> frozenset[str]:
         """Return the sources of a layer that a rank gives.
@@ -240,18 +242,16 @@ class _Table:
         given = (each for each in (_OF_ROWS, _OF_HEADS) if rank in self._givers(data, number, each))
         return frozenset().union(*given)
 
-    def gives_tokens(self, rank: int, stack: str) -> bool:
+    def gives_tokens(self, rank: int, first: int) -> bool:
         """Whether a rank gives ids and places of the tokens for layers of later stages.
 
         Args:
             rank: The rank.
-            stack: Name of the stack.
+            first: Number of the first layer of their stack.
         """
-        return (
-            any(self.is_later(key) for key in self.keys if key[0] == stack)
-            and (stack, 0) in self.keys
-            and self.gives(rank, self.keys.index((stack, 0))) >= _OF_ROWS
-        )
+        of, _ = self.keys[first]
+        needed = any(self.is_later((stack, depth)) for stack, depth in self.keys if stack == of)
+        return needed and self.gives(rank, first) >= _OF_ROWS
 
     def shapes(self, number: int) -> list[Shape | None]:
         """Return the shapes of what was kept of a layer's attention, of each of the tokens."""
@@ -317,10 +317,10 @@ def _parcels(
             place = table.place_of(group.place)
             layer = take_share(_only(own[key], sources), table.shapes(number), place, rows, queries)
             parcels[number % group.members].append((number, _of_tokens(layer, place)))
-        for stack in dict.fromkeys(stack for stack, _ in table.keys):
-            if table.gives_tokens(group.place, stack):
+        for number in table.firsts:
+            if table.gives_tokens(group.place, number):
                 place = table.place_of(group.place)
-                tokens = _of_tokens(_tokens_alone(own[stack, 0]), place)
+                tokens = _of_tokens(_tokens_alone(own[table.keys[number]]), place)
                 for member in range(group.members):
                     parcels[member].append((-1, tokens))
     except Exception as error:  # the others wait for this rank's rows

@@ -137,8 +137,8 @@ def merge_layers(parts: Sequence[Layer]) -> Layer:
     for number, part in enumerate(parts):
         tokens = part.part.tokens
         same.setdefault(number if tokens is None else tokens, []).append(part)
-    joined = [join_parts(own) for own in same.values()]
-    return joined[0] if len(joined) == 1 else _one_after_another(joined)
+    first, *others = map(join_parts, same.values())
+    return _one_after_another([first, *others]) if others else first
 
 
 def join_parts(parts: Sequence[Layer]) -> Layer:

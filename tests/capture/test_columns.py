@@ -284,11 +284,29 @@ def behind_kept_keys(block, x):
     return query.transpose(1, 2), kept, query, key
 
 
+def with_numbers_of_each_place(block, x):
+    """What is added to tokens is no bias of the projection."""
+    outputs, added = by_two(block, x), torch.linspace(0, 1, LENGTH)[:, None]
+    projected = [each.detach().clone() for each in outputs]
+    query = heads_of(outputs[0].flatten(2) + added)
+    with torch.no_grad():
+        outputs[1].flatten(2).add_(added)
+    return query.transpose(1, 2), outputs[1].transpose(1, 2), *projected
+
+
+def place_by_place(block, x):
+    """Projected as [places, sequences, width], and as [sequences, width, places]."""
+    query, _ = by_two(block, x.transpose(0, 1).contiguous())
+    key = torch.bmm(block.b.weight.expand(SEQUENCES, -1, -1), x.mT).mT.unflatten(-1, (HEADS, SIZE))
+    asked = query.permute(1, 2, 0, 3).contiguous()
+    return asked, key.transpose(1, 2), query.transpose(0, 1), key
+
+
 WAYS = [
     by_low_rank, changed_in_place, changed_by_one_operator, with_a_bias_of_its_own,
     fewer_keys, of_channels, of_tokens_picked_by_a_mask,
     of_a_latent, behind_kept_keys, before_other_keys, by_a_matrix_for_each_head,
-    chosen_in_another_order, widened_and_cut_again,
+    chosen_in_another_order, widened_and_cut_again, with_numbers_of_each_place, place_by_place,
 ]  # fmt: skip
 
 

@@ -9,7 +9,11 @@ import torch
 from models import PlainDecoder, batch
 from torch import nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode, _len_torch_dispatch_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _len_torch_dispatch_stack,
+)
 from watched import Block, attend_by_hand, blocks_of, look, notes, window
 
 from geomon.capture import private
@@ -178,22 +182,28 @@ def test_no_mode_of_the_training_meets_an_operator_of_the_window(outside):
     assert all(queries(seen))
 
 
-def test_a_mode_that_a_pass_leaves_open_stays_open():
+def test_modes_that_a_pass_leaves_open_stay_open():
     class Passing(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
 
     def opens(module, args):
-        mode.__enter__()
+        for mode in modes:
+            mode.__enter__()
 
-    model, mode, before = PlainDecoder(), Passing(), _len_torch_dispatch_stack()
+    model, modes, before = (
+        PlainDecoder(),
+        [Passing(), Passing()],
+        _get_current_dispatch_mode_stack(),
+    )
     model.blocks[0].register_forward_pre_hook(opens)
     with window(model) as seen:
         model(batch())
-        assert _len_torch_dispatch_stack() == before + 1
+        assert _get_current_dispatch_mode_stack() == [*before, *modes]
     assert all(queries(seen))
-    mode.__exit__(None, None, None)
-    assert _len_torch_dispatch_stack() == before
+    for mode in reversed(modes):
+        mode.__exit__(None, None, None)
+    assert _get_current_dispatch_mode_stack() == before
 
 
 def test_a_compiled_function_around_the_model_runs_as_compiled_and_what_it_hides_is_said():

@@ -6,6 +6,7 @@ query. The first two are known before anything is sampled, the last one when the
 else may say it (a mask under another name, lengths) is named in a note and not read.
 """
 
+import contextlib
 import inspect
 import re
 from collections import deque
@@ -301,12 +302,8 @@ def named_tensors(
         kwargs: Arguments by name.
     """
     given = kwargs
-    if args:
-        try:
-            given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
-            given = given | dict(kwargs)
-        except (TypeError, ValueError):
-            given = kwargs
+    with contextlib.suppress(TypeError, ValueError):
+        given = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
     inner = [value for value in given.values() if isinstance(value, Mapping)]
     for name, value in [*given.items(), *(pair for held in inner for pair in held.items())]:
         plain = isinstance(value, Tensor) and not value.is_nested and not value.is_complex()
@@ -361,8 +358,8 @@ def hidden_keys(mask: Tensor, *, are_scores: bool = False) -> Tensor:
     if mask.is_floating_point():
         if are_scores or mask.shape[1] > 1:
             return mask.detach().amax(dim=(1, 2)) <= visibility.MASKED
-        return visibility.hidden_keys(mask.detach()).all(dim=2).all(dim=1)
-    return ~mask.detach().bool().any(dim=1).any(dim=1)
+        return visibility.hidden_keys(mask.detach()).all(dim=(1, 2))
+    return ~mask.detach().bool().any(dim=(1, 2))
 
 
 def _hidden_from_others(mask: Tensor, *, are_scores: bool) -> Tensor:
@@ -371,4 +368,4 @@ def _hidden_from_others(mask: Tensor, *, are_scores: bool) -> Tensor:
         return hidden_keys(mask, are_scores=are_scores)
     hidden = visibility.hidden_keys(mask) if mask.is_floating_point() else ~mask.bool()
     own = torch.eye(mask.shape[-1], dtype=torch.bool, device=mask.device)
-    return (hidden | own).all(dim=2).all(dim=1)
+    return (hidden | own).all(dim=(1, 2))

@@ -144,6 +144,13 @@ def test_an_image_behind_a_text_is_of_the_same_sequence(rows):
     assert any(note.kind == "packed sequences" for note in packed.info.notes)
 
 
+def test_tokens_without_a_batch_are_told_apart_by_their_positions():
+    blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(2))
+    for layer in look(Blocks(blocks), torch.randn(16, 8), position_ids=POSITIONS).layers:
+        places = 1000 * layer.captured["sequences"] + layer.captured["positions"]
+        assert torch.equal(places.sort().values, 1000 * NUMBERS + POSITIONS)
+
+
 def by_sequence(snapshot: Snapshot, depth: int) -> list[torch.Tensor]:
     """Views of a layer in the order of the sequences and the places in them."""
     seen = snapshot.layers[depth].captured

@@ -54,6 +54,34 @@ def test_keys_that_no_query_sees_are_hidden():
     seen = torch.tensor([[[[1, 0, 0], [1, 1, 0]]]])
     for mask in (seen, seen.bool(), torch.where(seen.bool(), 0.0, -1e9)):
         assert hidden_keys(mask).tolist() == [[False, False, True]]
+    assert not hidden_keys(-torch.ones(1, 1, 2, 3)).any()  # a bias
+    far = torch.tensor([0.0, -60.0]).expand(1, 1, 2, 2)
+    assert hidden_keys(far).tolist() == [[False, True]]
+    assert not hidden_keys(far, are_scores=True).any()
+    assert not hidden_keys(far.expand(1, 2, 2, 2)).any()
+
+
+ROLES = {
+    "attention_mask": "", "decoder_attention_mask": "", "key_padding_mask": "",
+    "src_key_padding_mask": "", "tgt_key_padding_mask": "", "encoder_attention_mask": "key",
+    "memory_key_padding_mask": "key", "encoder_padding_mask": "key",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "role"), ROLES.items())
+def test_masks_are_of_the_tokens_themselves_or_of_those_that_they_attend_to(name, role):
+    padding, real = Padding(), torch.tensor([[True, True, False]])
+    padding.take_arguments(nn.Module(), (), {name: ~real if "padding" in name else real})
+    assert torch.equal(padding.valid((1, 3), role), real)
+    assert padding.valid((1, 3), "" if role else "key") is None
+
+
+@pytest.mark.parametrize("name", ["tgt_mask", "decoder_mask", "trg_mask", "target_mask", "a_mask"])
+def test_of_what_is_given_to_several_stacks_the_first_takes_all_but_what_is_of_a_decoder(name):
+    for first in (True, False):
+        padding = Padding(first=first)
+        padding.take_arguments(nn.Module(), (), {name: torch.tensor([[True, False]])}, shared=True)
+        assert len(padding.notes((1, 2), "")) == (first and name == "a_mask")
 
 
 def test_without_a_signature_the_arguments_by_name_are_known():
@@ -260,6 +288,15 @@ def test_labels_of_minus_100_tell_the_padding_of_a_decoder():
     assert len(kept(seen, "encoder")) == real.sum()
     shown = dict(describe(model, given).rows)["padding"]
     assert "of the decoder left out, going by labels of -100" in shown
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_of_a_decoder_the_start_and_all_up_to_the_last_label_are_tokens(decodes):
+    padding, none = Padding(decodes=decodes), -100
+    labels = torch.tensor([[5, none, 6, none, none], [none] * 5])
+    padding.take_arguments(nn.Module(), (), {"labels": labels})
+    expected = torch.arange(5) < torch.tensor([[4], [1]])
+    assert torch.equal(padding.valid((2, 5)), expected) if decodes else not padding.valid((2, 5))
 
 
 def test_describe_says_what_the_padding_was_known_by():

@@ -43,6 +43,17 @@ def test_some_rows_are_kept_whatever_the_limit():
     assert sampler.max_rows == 16
 
 
+@pytest.mark.parametrize("valid", [None, torch.arange(20).view(4, 5) % 2 == 0])
+def test_rows_are_numbered_in_the_order_in_which_they_are_sampled(valid):
+    sampler = RowSampler(6, seed=0)
+    rows = sampler.sample_rows(torch.Size((4, 5)), valid)
+    numbers = sampler.number_rows(20)[rows]
+    assert len(rows.unique()) == 6
+    assert (numbers.diff() > 0).all()
+    assert (numbers[-1] == 5) == (valid is None)
+    assert valid is None or valid.flatten()[rows].all()
+
+
 @pytest.mark.parametrize(
     ("shape", "parts", "moved"),
     [
@@ -57,9 +68,12 @@ def test_some_rows_are_kept_whatever_the_limit():
     ],
 )
 def test_the_width_is_found_among_the_dimensions(shape, parts, moved):
+    """What leaves a block has the channels that it makes, what enters may have those it takes."""
     rows = torch.randn(shape)
-    found = move_width_last(rows, nn.Sequential(*parts), entering=False)
-    assert torch.equal(found, rows.movedim(1, -1) if moved else rows)
+    for block, entering in ((nn.Sequential(*parts), False), (nn.Conv1d(shape[1], 9, 1), True)):
+        found = move_width_last(rows, block, entering=entering)
+        assert torch.equal(found, rows.movedim(1, -1) if moved or entering else rows)
+    assert move_width_last(rows, nn.Conv1d(shape[1], 9, 1), entering=False) is rows
 
 
 @pytest.mark.parametrize(

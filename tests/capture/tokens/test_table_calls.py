@@ -98,6 +98,7 @@ def test_a_module_around_a_table_that_does_not_call_it_stands_for_it(calls_insid
         call(found, inner, IDS)
     found.after_around(inner, around, output)
     assert len(kept.lookups) == count
+    assert all(each.rows is not None for each in kept.lookups)
     found.after_around(inner, around, torch.ones(2, 3, 4))  # it is not running any more
     assert len(kept.lookups) == count
 

@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 from watched import blocks_of, look
 
-from geomon.capture.tokens.visibility import hidden_in_scores, hidden_keys
+from geomon.capture.tokens.visibility import (
+    are_made_of,
+    hidden_in_scores,
+    hidden_keys,
+    score_scale,
+)
 
 LENGTH, WIDTH = 12, 32
 LOWER = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
@@ -51,6 +56,22 @@ def test_rows_that_are_masked_as_a_whole_and_masks_of_one_head():
 )
 def test_a_key_is_hidden_that_is_far_below_the_others_and_apart_from_them(added, hidden):
     assert hidden_keys(torch.tensor(added).float()[None, None, None])[0, 0, 0].tolist() == hidden
+
+
+@pytest.mark.parametrize(("heads", "hidden"), [(1, False), (2, True)])
+def test_without_products_one_head_hides_only_what_no_score_reaches(heads, hidden):
+    scores = torch.tensor([0.0, 0.0, -60.0]).expand(1, heads, 1, 3)
+    assert hidden_in_scores(scores, None).any() == hidden
+    assert hidden_in_scores(1000 * scores, None).any()
+
+
+def test_scores_follow_the_products_that_they_are_made_of():
+    products, other = torch.randn(2, 2, 3, 8, 9)
+    assert are_made_of(0.5 * products, products)
+    assert not are_made_of(-products, products)
+    assert not are_made_of(other, products)
+    assert score_scale(0.5 * products, products) == pytest.approx(0.5)
+    assert score_scale(products[..., :1], products[..., :1]) is None
 
 
 @settings(deadline=None, max_examples=60)
