@@ -9,7 +9,6 @@ else may say it (a mask under another name, lengths) is named in a note and not 
 import contextlib
 import inspect
 import re
-from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -92,8 +91,6 @@ class Padding:
         """Forget what attention showed: another pass begins, with the same arguments."""
         # By the role of keys and (sequences, keys): True for keys that every call so far hid.
         self._hidden: dict[tuple[str, Shape], Tensor] = {}
-        # Masks that were looked at last, by the same: layers have one or two between them.
-        self._looked_at: dict[tuple[str, Shape], deque[Tensor]] = {}
         self._over = False
         self._leaves_none: bool | None = None  # whether a mask leaves no token
 
@@ -130,27 +127,20 @@ class Padding:
                     self._unread[name] = (values if matrix is None else matrix).detach().clone()
 
     @torch.no_grad()
-    def take_attention(
-        self, role: str, sequences: int, mask: Tensor, *, are_scores: bool = False
-    ) -> None:
+    def take_attention(self, role: str, sequences: int, mask: Tensor, *, are_scores: bool) -> None:
         """Keep which keys a call of attention hides from every query.
 
         Args:
             role: "key" for keys that come from another stack, "" for those of the stack itself.
             sequences: Number of sequences.
             mask: Mask of all queries, or masked scores.
-            are_scores: Whether they are scores. Masks are the same at several layers.
+            are_scores: Whether they are scores.
         """
         place = role, (sequences, mask.shape[-1])
-        looked_at = self._looked_at.setdefault(place, deque(maxlen=2))
         before = self._hidden.get(place)
-        if any(other.data_ptr() == mask.data_ptr() for other in looked_at):
-            return
         # On an accelerator the question would wait for it.
         if before is not None and before.device.type == "cpu" and not before.any():
             return
-        if not are_scores:
-            looked_at.append(mask)  # kept alive: no other mask is at its address meanwhile
         if self._leaves_none is None:  # asked once: an accelerator is waited for
             own = [given.valid for given in self._given if not given.of_keys]
             self._leaves_none = not all(valid.any() for valid in own)
@@ -161,7 +151,6 @@ class Padding:
     def settle(self) -> None:
         """Let the keys that attention hid count, now that the pass is over."""
         self._over = True
-        self._looked_at.clear()
         self._hidden = {place: hidden.cpu() for place, hidden in self._hidden.items()}
 
     def valid(self, shape: Shape, role: str = "", *, turned: bool = False) -> Tensor | None:

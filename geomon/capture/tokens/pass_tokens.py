@@ -74,6 +74,7 @@ class PassTokens:
         self.landmarks: Tensor | None = None
         self._begins: Tensor | None = None  # tokens that begin a sequence, in one packed row
         self._kept: dict[tuple[Shape, str], Tensor] = {}
+        self._last: dict[Shape, Tensor] = {}
         self._order: dict[int, Tensor] = {}  # number of each row, by how many there are
         self._attended: list[Shape] = []  # sequences and queries of each attention
         self._settled = False
@@ -154,9 +155,9 @@ class PassTokens:
         """
         if len(shape) != 2 and self.packed(shape) is None:
             return None
-        if (shape, "last") not in self._kept:
-            self._kept[shape, "last"] = self.last_of(shape)
-        return self._kept[shape, "last"]
+        if shape not in self._last:
+            self._last[shape] = self.last_of(shape)
+        return self._last[shape]
 
     def last_of(self, shape: Shape) -> Tensor:
         """The same of hidden states that are sequences, by what is known now."""
@@ -396,4 +397,4 @@ def _of_streams(shape: Shape, layout: Layout, *, length_first: bool) -> Sequence
     ways = [torch.arange(n, dtype=torch.int64, device="cpu") for n in shape]
     number, place = ways[0][:, None].expand(shape), ways[1].expand(shape)
     number, place = (place, number) if length_first else (number, place)
-    return Sequences(layout.arrange(number), layout.arrange(place), "streams")
+    return Sequences(layout.arrange(number), layout.arrange(place), "")

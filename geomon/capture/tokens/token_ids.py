@@ -133,9 +133,9 @@ class TokenIds:
 
     def _choose(self, shape: Shape, hidden: Tensor | None) -> Found | None:
         """Find token ids of a shape, by hidden states where several may be those."""
-        begun = len(self.lookups) if self._begun is None else self._begun
-        found = [*candidates(self.lookups[:begun], shape, streams=False)]
-        found = found or [*candidates(self.lookups[begun:], shape, streams=False)]
+        before, behind = self.lookups[: self._begun], self.lookups[self._begun :]
+        found = [*candidates(before, shape, streams=False)]
+        found = found or [*candidates(behind, shape, streams=False)]
         if len(found) == 1:
             return found[0]
         if found:
@@ -144,6 +144,6 @@ class TokenIds:
             )
         if hidden is None:
             return None
-        streams = [*candidates(self.lookups[:begun], shape, streams=True)]
+        streams = [*candidates(before, shape, streams=True)]
         strong = [(one, known) for one in streams if agrees(known := agreement(*one, hidden))]
         return choose(strong) if strong else None

@@ -74,6 +74,10 @@ def test_masks_are_of_the_tokens_themselves_or_of_those_that_they_attend_to(name
     padding.take_arguments(nn.Module(), (), {name: ~real if "padding" in name else real})
     assert torch.equal(padding.valid((1, 3), role), real)
     assert padding.valid((1, 3), "" if role else "key") is None
+    padding = Padding()
+    padding.take_arguments(nn.Module(), (), {name: torch.full((1, 3), "padding" in name)})
+    said = [note.words().partition(":")[0] for note in padding.notes((1, 3), "")]
+    assert said == [f"{name} leaves no token"] * (not role)
 
 
 @pytest.mark.parametrize("name", ["tgt_mask", "decoder_mask", "trg_mask", "target_mask", "a_mask"])
@@ -81,7 +85,8 @@ def test_of_what_is_given_to_several_stacks_the_first_takes_all_but_what_is_of_a
     for first in (True, False):
         padding = Padding(first=first)
         padding.take_arguments(nn.Module(), (), {name: torch.tensor([[True, False]])}, shared=True)
-        assert len(padding.notes((1, 2), "")) == (first and name == "a_mask")
+        for shape in ((1, 2), (2, 1)):
+            assert len(padding.notes(shape, "")) == (first and name == "a_mask")
 
 
 def test_without_a_signature_the_arguments_by_name_are_known():

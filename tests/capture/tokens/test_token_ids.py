@@ -63,7 +63,7 @@ def test_a_table_may_have_made_what_has_its_width_and_a_row_for_each_integer():
 def test_what_tables_are_given_behind_the_first_hidden_states_counts_where_nothing_else_does():
     found = given(WORDS)
     found.begin()
-    found.lookups += given(WORDS + 1).lookups
+    found.lookups += given(torch.tensor([[6, 4, 2], [1, 5, 3]])).lookups  # more that differ
     assert found.find((2, 3)).lookup is found.lookups[0]
     assert found.table((2, 3)) is found.lookups[0].table
     late = given()

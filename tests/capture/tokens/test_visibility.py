@@ -70,8 +70,12 @@ def test_scores_follow_the_products_that_they_are_made_of():
     assert are_made_of(0.5 * products, products)
     assert not are_made_of(-products, products)
     assert not are_made_of(other, products)
-    assert score_scale(0.5 * products, products) == pytest.approx(0.5)
+    for factor in (0.5, 1.0):
+        assert score_scale(factor * products, products) == pytest.approx(factor)
     assert score_scale(products[..., :1], products[..., :1]) is None
+    alternating = products.clone()
+    alternating[..., ::2] = -10_000.0  # no two neighbours are seen
+    assert score_scale(alternating, products) is None
 
 
 @settings(deadline=None, max_examples=60)
