@@ -9,7 +9,7 @@ readings, and its time falls with the number of ranks.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -35,8 +35,7 @@ _OF_ROWS = frozenset({"hidden", "last"})
 _OF_HEADS = frozenset({"attention", "projection"})
 
 
-@dataclass(frozen=True)
-class _Owned:
+class _Owned(NamedTuple):
     """What a rank has of one layer; plain values.
 
     Attributes:
@@ -58,8 +57,7 @@ class _Owned:
     tokens_elsewhere: bool
 
 
-@dataclass(frozen=True)
-class _Report:
+class _Report(NamedTuple):
     """What a rank reports of its snapshot to the others before any row is sent; plain values.
 
     Attributes:

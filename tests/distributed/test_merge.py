@@ -142,7 +142,9 @@ def test_parts_of_the_same_tokens_are_joined_before_those_of_others_follow():
     found = merge_layers(parts)
     order = [0, 1, 3, 2, 5, 6]
     assert torch.equal(found.captured["hidden"], drawn(ROWS, WIDTH)[order])
-    assert (found.part.rows.diff() > 0).all()  # no two rows have one number
+    assert (found.part.rows.diff() > 0).all()
+    many = Layer(1, "block", {"hidden": drawn(200, 2)}, {}, part=Part(rows=torch.arange(200)))
+    assert len(merge_layers([many, many]).part.rows.unique()) == 400
     assert merge_layers(parts[:1]) is parts[0]
     unnumbered = [of_rows([row]) for row in (4, 2)]  # each of its own tokens
     assert torch.equal(merge_layers(unnumbered).captured["hidden"], drawn(ROWS, WIDTH)[[4, 2]])
