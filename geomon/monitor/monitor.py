@@ -448,7 +448,7 @@ class Monitor:
         capture: Callable[[], list[Snapshot]],
         *,
         began: float,
-        copies: bool = True,
+        copies: bool = False,
         history: ProbeHistory | None = None,
         inputs: Inputs | None = None,
     ) -> None:

@@ -193,7 +193,7 @@ class Publisher:
             # Before the first hardly any training time has passed.
             overhead=math.nan if self._published is None else self._budget.overhead,
             training=reading.training | self._logged.read(reading.step),
-            notes=(*self._notes(), *job.notes),
+            notes=(*self._notes(), *reading.notes),
         )
         self._published = reading.step
         notes = [*reading.notes, *self._reactions.find_alerts(reading)]

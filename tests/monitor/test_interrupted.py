@@ -1,6 +1,7 @@
 """Ctrl-C while a reading is measured and written, and a process that is forked meanwhile."""
 
 import gc
+import itertools
 import os
 import threading
 
@@ -70,19 +71,28 @@ def test_ctrl_c_at_any_line_loses_no_reading_and_doubles_none(tmp_path, monkeypa
     gc.collect()
 
 
+@pytest.mark.usefixtures("own_metrics_in_background")
 @pytest.mark.parametrize("threads", [0, 1])
-def test_where_no_thread_can_be_started_the_background_measures_here(threads, monkeypatch):
+def test_where_no_thread_can_be_started_the_background_measures_here_in_order(threads, monkeypatch):
     def start(self):
         if len(started) >= threads:
             raise RuntimeError("can't start new thread")
         started.append(self)
         begin(self)
 
+    def numbered(hidden):
+        if threading.current_thread() in started:
+            overtaken.wait(0.1)
+        else:
+            overtaken.set()
+        return float(next(numbers))
+
     started, begin = [], threading.Thread.start
+    overtaken, numbers = threading.Event(), itertools.count()
     monkeypatch.setattr(threading.Thread, "start", start)
-    model, memory = PlainDecoder(), Memory()
+    model, memory = PlainDecoder(width=8, layers=1, heads=2), Memory()
     monitor = Monitor(
-        model, metrics=select("cosine"), tokens=64, schedule=every(1), directory=None,
+        model, metrics={"order": numbered}, tokens=64, schedule=every(1), directory=None,
         sinks=[memory], background=True, strict=True,
     )  # fmt: skip
     for step in range(5):
@@ -90,6 +100,8 @@ def test_where_no_thread_can_be_started_the_background_measures_here(threads, mo
             model(batch(seed=step))
     monitor.close()
     assert [r.step for r in memory.readings] == [0, 1, 2, 3, 4]
+    measured = [r.values["order/mean"] for r in memory.readings]
+    assert measured == sorted(measured)
 
 
 FORKED = """

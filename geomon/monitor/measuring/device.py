@@ -131,7 +131,7 @@ def check_device(name: Any) -> str:
     )
 
 
-def _open_device(name: str) -> torch.device:
+def _open_device(name: str | torch.device) -> torch.device:
     """Compute something on a device, to see that it is there, and return it with its number.
 
     Raises:
@@ -141,21 +141,25 @@ def _open_device(name: str) -> torch.device:
         tried = torch.zeros(1, dtype=torch.float64, device=name)
         tried.item()
     except Exception as error:  # each kind of device has its own
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ValueError(
-            f"device={name!r} cannot measure, which takes float64 ({reason}): leave device='auto', "
-            "or use 'cpu'"
+            f"device={name!r} cannot measure, which takes float64 ({first_line(error)}): leave "
+            "device='auto', or use 'cpu'"
         ) from error
     return tried.device
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache
 def _computes_in_float64(device: torch.device) -> bool:
     try:
-        _open_device(str(device))
+        _open_device(device)
     except ValueError:
         return False
     return True
+
+
+def first_line(error: object) -> str:
+    """The first line of what an error says; its type where it says nothing."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _streams_of(device: torch.device) -> Any:
@@ -167,25 +171,23 @@ def _streams_of(device: torch.device) -> Any:
 def _free_bytes(device: torch.device) -> float | None:
     """Memory that a training leaves at its largest; None where a device does not say.
 
-    What torch holds for later is free too, but for what the training has taken before and will take
-    again: after the forward pass its gradients are still to come.
+    What torch holds is free too, but for the most that the training has taken and will take again:
+    after the forward pass its gradients are still to come.
     """
     module: Any = getattr(torch, device.type, None)
     if not hasattr(module, "mem_get_info"):
         return None
     free, _ = module.mem_get_info(device)
-    taken = module.memory_allocated(device)
-    held, to_come = module.memory_reserved(device), module.max_memory_allocated(device)
-    return float(free + (held - taken) - (to_come - taken))
+    return float(free + module.memory_reserved(device) - module.max_memory_allocated(device))
 
 
 def _needed_bytes(layer: Layer) -> float:
     """Memory that measuring a layer takes beside its rows, estimated from above."""
     tensors = [value for value in layer.captured.values() if isinstance(value, Tensor)]
-    held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    held = sum(tensor.nbytes for tensor in tensors)
     hidden = layer.captured.get("hidden")
     width = 0 if hidden is None else hidden.shape[1]
     return _COPIES * held + _MATRICES * 8 * width**2 + _BUFFERS
 
 
-__all__ = ["AUTO", "MeasuringDevice", "check_device"]
+__all__ = ["AUTO", "MeasuringDevice", "check_device", "first_line"]

@@ -1,5 +1,6 @@
 """Executor of readings: measured immediately, or in a thread of their own."""
 
+import contextlib
 import threading
 from collections import deque
 
@@ -32,7 +33,7 @@ class ReadingExecutor:
     @property
     def busy(self) -> bool:
         """Whether a job is not finished yet."""
-        return bool(self._left) or bool(self._running)
+        return bool(self._left or self._running)
 
     def submit(self, job: ReadingJob) -> None:
         """Take a job on, after the one before it is finished.
@@ -44,14 +45,14 @@ class ReadingExecutor:
             job: The job.
         """
         if self._background and not job.is_collective:
-            self._submit_to_background(job)
+            self._finish_running(_WAITING)
+            self._start(job)
             return
         self._left.append(job)
         self.finish()
 
     def finish(self) -> None:
         """Measure what is left in this thread: the job that was submitted, or interrupted."""
-        self._collect()
         while self._left:
             job = self._left[0]
             try:
@@ -73,24 +74,28 @@ class ReadingExecutor:
 
     def forget(self) -> None:
         """Drop every job: in a fork, they are those of its parent."""
-        self._left.clear()
-        self._running.clear()
-        self._finished.clear()
+        for jobs in (self._left, self._running, self._finished):
+            jobs.clear()
 
     def close(self) -> None:
         """Finish everything; no thread is left. May be called more than once."""
         self.finish()
-        for running in tuple(self._running):
-            running.finish()
-        self._collect()
+        self._finish_running()
 
-    def _submit_to_background(self, job: ReadingJob) -> None:
-        while len(self._running) > _WAITING:
+    def _start(self, job: ReadingJob) -> None:
+        """Have a thread measure a job; where none can be had, measure it here, after the others."""
+        before = self._running[-1].done if self._running else None
+        running = _InBackground(job, before)
+        self._running.append(running)
+        running.start()
+        if not running.has_thread:
+            self._finish_running()
+
+    def _finish_running(self, most: int = 0) -> None:
+        """Wait until no more than so many jobs are in the background."""
+        while len(self._running) > most:
             self._running[0].finish()
             self._collect()
-        before = self._running[-1].done if self._running else None
-        self._running.append(_InBackground(job, before))
-        self._running[-1].start()
 
     def _collect(self) -> None:
         """Move the jobs that are finished to the finished ones."""
@@ -102,7 +107,7 @@ class ReadingExecutor:
             self._left.popleft()
 
     def _add_finished(self, job: ReadingJob) -> None:
-        if not any(other is job for other in self._finished):
+        if job not in self._finished:
             self._finished.append(job)
 
 
@@ -121,38 +126,30 @@ class _InBackground:
         self.job = job
         self.done = threading.Event()
         self._before = before
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._measure, name="geomon")
 
     @property
     def has_thread(self) -> bool:
         """Whether a thread measures the job."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread.is_alive()
 
     def start(self) -> None:
-        """Start the thread; where none can be had, measure here.
+        """Start the thread, where one can be had.
 
         A system limits the threads and the memory of its users; a program that ends starts none.
         """
-        self._thread = threading.Thread(target=self._measure, name="geomon")
-        try:
+        with contextlib.suppress(RuntimeError, MemoryError):
             if stacks_suffice():
                 self._thread.start()
-        except (RuntimeError, MemoryError):
-            pass
-        if not self.has_thread:
-            self.finish()
 
     def finish(self) -> None:
         """Wait until the job is done, or measure it here if no other thread does.
 
         The garbage collector may end a monitor in any thread, in the one that measures too.
         """
-        thread = self._thread
-        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
-            self.done.wait()
-            thread.join()
+        if self.has_thread and self._thread is not threading.current_thread():
+            self._thread.join()
         if not self.done.is_set():
-            self._before = None  # those before this one were finished by whoever asks for it
             self._measure()
 
     def _measure(self) -> None:

@@ -19,7 +19,7 @@ from geomon.distributed import RankFailedError, RankGroup, gather, merge_layers
 from geomon.metrics import Evaluator, LayerValues
 from geomon.metrics.at_once import in_modes, in_pieces
 from geomon.metrics.between_readings import INLINE, EarlierReading, Kept
-from geomon.monitor.measuring.device import MeasuringDevice
+from geomon.monitor.measuring.device import MeasuringDevice, first_line
 from geomon.note import Note
 from geomon.record import Reading, tags
 from geomon.record.arrays import Arrays
@@ -77,12 +77,11 @@ class ReadingJob:
         rows: Number of rows of hidden states in one split.
         seconds: Time that the passes took from the training.
         place: Where layers are measured.
-        copies: Whether the inputs of a probe are the same on every rank.
+        copies: Whether the inputs are the same on every rank, those of a probe.
         history: The last reading of the same probe; None where the reading is not of a probe.
 
     Attributes:
         inputs: What the model was called with, where somebody is to be given that.
-        notes: Remarks for the reader of the numbers, once the job is finished.
         arrays: Arrays for figures, once the job is finished.
         finished: Whether the reading is made, or has failed, and `result` can be asked.
 
@@ -104,7 +103,7 @@ class ReadingJob:
         rows: int,
         seconds: float,
         place: MeasuringDevice,
-        copies: bool = True,
+        copies: bool = False,
         history: ProbeHistory | None = None,
     ) -> None:
         began = time.perf_counter()
@@ -117,7 +116,7 @@ class ReadingJob:
         self._history = history
         self._gathered = gather(
             passes, (step, source), group, rows=rows * evaluator.batches, queries=QUERIES,
-            copies=copies and source == "probe",
+            copies=copies,
         )  # fmt: skip
         if self._gathered.empty:
             assert not isinstance(passes, Exception)
@@ -127,7 +126,7 @@ class ReadingJob:
         self._place = place
         self._device = place.device
         self._failing: set[str] = set()  # metrics that fail on the host as well
-        self._on_host: Note | None = None  # why a reading that has a device is not measured there
+        self._on_host: tuple[Note, ...] = ()  # why what has a device is not measured there
         why = place.why_not([layer for parts in self._parts for layer in parts])
         if why is not None:
             self._go_to_host(why)
@@ -135,7 +134,6 @@ class ReadingJob:
         self._measured: list[LayerValues] = []
         self._failure: Exception | None = None
         self.finished = False
-        self.notes: list[Note] = []
         self.arrays: Arrays = {}
         self._reading: Reading | None = None
         self.seconds = seconds + time.perf_counter() - began
@@ -154,13 +152,6 @@ class ReadingJob:
     def _left(self) -> list[_Parts]:
         """The layers that are not measured yet."""
         return self._parts[len(self._measured) :]
-
-    @property
-    def at_once(self) -> int:
-        """Number of layers that are measured at once, where so many are left."""
-        if self._device != HOST:
-            return 1
-        return self._evaluator.layers_at_once([parts[0] for parts in self._left], self.rows)
 
     @property
     def complete(self) -> bool:
@@ -194,10 +185,13 @@ class ReadingJob:
 
         On the host it is done outside of the modes that the training is in.
         """
-        outside = self._device == HOST and in_modes()
+        on_host = self._device == HOST
+        left = [parts[0] for parts in self._left]
+        at_once = self._evaluator.layers_at_once(left, self.rows) if on_host else 1
         return in_pieces(
-            self._measure_one, layers, self._evaluator.apart, self.at_once, outside=outside
-        )
+            self._measure_one, layers, self._evaluator.apart, at_once,
+            outside=on_host and in_modes(),
+        )  # fmt: skip
 
     def _measure_one(self, parts: _Parts) -> LayerValues:
         """Measure a layer on its device; on the host, with all that follow, what fails there."""
@@ -206,13 +200,13 @@ class ReadingJob:
         try:
             found = self._evaluator.measure_layer(_whole(parts, self._device), self.rows)
         except torch.OutOfMemoryError as error:
-            name, why = "", f"{self._device} has not memory enough ({_first_line(error)})"
+            name, why = "", f"{self._device} has not memory enough ({first_line(error)})"
         else:
             failed = found.failed | found.without_margin
             if failed.keys() <= self._failing:
                 return found
             name = min(failed.keys() - self._failing)
-            why = f"{name} failed on {self._device} ({_first_line(failed[name])})"
+            why = f"{name} failed on {self._device} ({first_line(failed[name])})"
         on_host = self._evaluator.measure_layer(_whole(parts, HOST), self.rows)
         self._failing |= on_host.failed.keys() | on_host.without_margin.keys()
         if name not in self._failing:
@@ -224,7 +218,7 @@ class ReadingJob:
         self._parts[:] = [tuple(layer.to(HOST) for layer in parts) for parts in self._parts]
         self._device = HOST
         text = "measured on the host: {why}"
-        self._on_host = Note("measured on the host", text, numbers={"why": why})
+        self._on_host = (Note("measured on the host", text, numbers={"why": why}),)
 
     def fail(self, error: BaseException) -> None:
         """Give the reading up.
@@ -272,8 +266,7 @@ class ReadingJob:
         evaluation = self._evaluator.combine(measured, self.rows, earlier)
         tokens = min(info.tokens, self.rows * self._evaluator.batches)
         self.arrays = evaluation.arrays
-        self.notes = [*info.notes, *evaluation.notes, *self._notes_on_rows(tokens)]
-        self.notes += [] if self._on_host is None else [self._on_host]
+        notes = (*info.notes, *evaluation.notes, *self._notes_on_rows(tokens), *self._on_host)
         self.seconds += time.perf_counter() - began
         return Reading(
             step=self.step,
@@ -286,7 +279,7 @@ class ReadingJob:
             dtype=info.dtype,
             stacks=evaluation.stacks,
             training={} if info.loss is None else {tags.PROBE_LOSS: info.loss.value},
-            notes=tuple(self.notes),
+            notes=notes,
         )
 
     def _all_layers(self) -> list[LayerValues] | None:
@@ -321,10 +314,6 @@ class ReadingJob:
 def _whole(parts: _Parts, device: torch.device) -> Layer:
     """A layer with the rows of all ranks, on a device."""
     return merge_layers(parts).to(device)
-
-
-def _first_line(error: object) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 __all__ = ["ProbeHistory", "ReadingJob"]

@@ -84,9 +84,8 @@ def test_a_named_device_measures_and_gives_the_same_values(tmp_path):
 def test_without_memory_for_it_a_reading_is_measured_on_the_host(monkeypatch):
     on_host = run(steps=1)
 
-    class Module:  # 10 + (45 - 30) - (52 - 30) MB: what the training took before it takes again
+    class Module:  # 10 + 45 - 52 MB: what the training took before it takes again
         mem_get_info = staticmethod(lambda device: (10e6, 80e6))
-        memory_allocated = staticmethod(lambda device: 30e6)
         memory_reserved = staticmethod(lambda device: 45e6)
         max_memory_allocated = staticmethod(lambda device: 52e6)
 
@@ -107,17 +106,18 @@ def test_a_layer_may_take_half_of_the_memory_that_the_training_leaves(monkeypatc
         Layer(0, "a", {}), Layer(1, "b", {"hidden": hidden, "positions": None}),
         Layer(2, "c", {"token_ids": torch.zeros(500, dtype=torch.int64)}),
     ]  # fmt: skip
-    free = [2.0 * needed, 2.0 * needed - 2]
+    free = [2.0 * needed, 2.0 * needed - 2, -4e6]
 
     class Module:
         mem_get_info = staticmethod(lambda device: (free.pop(0), 0))
-        memory_allocated = memory_reserved = max_memory_allocated = staticmethod(lambda device: 0)
+        memory_reserved = max_memory_allocated = staticmethod(lambda device: 0)
 
     monkeypatch.setattr(torch, DEVICE.type, Module, raising=False)
     monkeypatch.setattr(MeasuringDevice, "device", DEVICE)
     place = MeasuringDevice("auto", PlainDecoder())
     assert place.why_not(layers) is None
     assert "takes up to 1,000 MB" in place.why_not(layers)
+    assert "leaves 0 MB" in place.why_not(layers)  # others have taken what the training had
     monkeypatch.setattr(torch, DEVICE.type, None, raising=False)
     assert place.why_not(layers) is None  # nothing says how much there is
 
@@ -132,6 +132,8 @@ def test_a_device_without_float64_leaves_measuring_to_the_host():
     assert place.why_host == "mps does not compute in float64, in which distances are decided"
     assert MeasuringDevice("cpu", Elsewhere()).why_host is None
     assert MeasuringDevice("auto", PlainDecoder()).why_host is None
+    not_loaded = MeasuringDevice("auto", PlainDecoder().to("meta"))
+    assert (not_loaded.device, not_loaded.why_host) == (HOST, None)
 
 
 def test_where_memory_ends_in_a_metric_the_rest_is_measured_on_the_host():

@@ -44,9 +44,10 @@ def test_the_background_measures_the_same_in_the_same_order_and_leaves_no_thread
 
 @pytest.mark.usefixtures("own_metrics_in_background")
 def test_two_readings_wait_while_one_is_measured_and_a_third_holds_the_training_up():
-    free, model = threading.Event(), models.PlainDecoder()
+    free, names, model = threading.Event(), set(), models.PlainDecoder()
 
     def waits(hidden):
+        names.add(threading.current_thread().name)
         free.wait(5)
         return 1.0
 
@@ -62,6 +63,20 @@ def test_two_readings_wait_while_one_is_measured_and_a_third_holds_the_training_
     assert free.is_set()
     monitor.close()
     assert [reading.step for reading in memory.readings] == [0, 1, 2, 3]
+    assert names == {"geomon"}
+
+
+@pytest.mark.usefixtures("own_metrics_in_background")
+def test_within_a_budget_no_reading_is_made_while_the_one_before_is_measured():
+    free, model = threading.Event(), models.PlainDecoder()
+    metrics = {"waits": lambda hidden: float(free.wait(5))}
+    monitor, memory = watching(model, metrics=metrics, budget=0.5, background=True)
+    for step in range(2):
+        with monitor(step):
+            model(models.batch())
+    free.set()
+    monitor.close()
+    assert [reading.step for reading in memory.readings] == [0]
 
 
 def test_a_metric_of_ones_own_is_measured_by_the_thread_that_trains():

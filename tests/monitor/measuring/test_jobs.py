@@ -54,8 +54,7 @@ def test_layer_by_layer_gives_what_all_at_once_gives():
     reading = measured(job)
     whole = evaluate(snapshot(), METRICS, rows=500, batches=2, strict=True)
     assert values_of(reading) == whole.values
-    assert job.notes == [Note("kind", "seen"), *whole.notes]
-    assert reading.words() == [note.words() for note in job.notes]
+    assert reading.notes == (Note("kind", "seen"), *whole.notes)
     assert (reading.step, reading.source, reading.mode) == (7, "probe", "eval")
     assert (reading.tokens, reading.dtype, reading.world_size) == (1000, "float32", 1)
     assert reading.seconds == reading.values["geomon/seconds"] == job.seconds > 0.5
