@@ -77,6 +77,8 @@ class Monitor:
     {options}
     """
 
+    _process: int | None = None  # that of the last step: a fork leaves its parent's to it
+
     def __init__(self, model: Any, **options: Unpack[MonitorOptions]) -> None:
         self._options = options = check_options(options, type(self).__name__)
         self._parts = ModelParts(model)
@@ -106,8 +108,8 @@ class Monitor:
         schedule = options["schedule"]
         assert callable(schedule)  # of what is checked
         self.planner = ReadingPlanner(
-            _guard_schedule(schedule, warnings, strict=options["strict"]),
-            self.budget, self._group, source=self._source,
+            _guard_schedule("schedule", schedule, warnings), self.budget, self._group,
+            source=self._source,
         )  # fmt: skip
         self._checks = self._plan_checks()
         self._record = self._make_record(options["directory"])
@@ -123,13 +125,12 @@ class Monitor:
             LoggedValues(options["log"], warnings), self.budget, warnings,
             functools.partial(_notes_of_run, self.passes, self._group, self._device),
         )  # fmt: skip
-        self._process = os.getpid()  # that of the last step: a fork leaves its parent's to it
+        self._process = os.getpid()
         self._checked = False  # whether the first window has been checked for what is missing
         # The last readings of the monitor's own inputs (a sweep hands it on from one monitor to the
         # next), and of those that are given to `probe`. A function of the model may run it on other
         # inputs each time.
-        own = options["probe"]
-        self.probe_history = ProbeHistory(same_inputs=isinstance(own, HeldOut) or not callable(own))
+        self.probe_history = ProbeHistory(same_inputs=not callable(options["probe"]))
         self._given_history = ProbeHistory(same_inputs=False)
         close_at_exit(self)
 
@@ -178,9 +179,8 @@ class Monitor:
                 self._begin(number)
             if self.planner.advance(number):
                 self._group.begin_reading()
-                if self._executor.busy:
-                    self._executor.finish()
-                    self.publisher.publish()
+                self._executor.finish()  # what was interrupted
+                self.publisher.publish()
                 self.planner.settle(busy=self._executor.busy)
 
     def log(self, step: SupportsIndex | None = None, /, **values: Any) -> None:
@@ -326,7 +326,7 @@ class Monitor:
 
     def __del__(self) -> None:
         # Sinks may be somebody else's too by now; what has been begun is recorded.
-        if hasattr(self, "_process") and self._is_own():
+        if self._is_own():
             with contextlib.suppress(Exception):  # a strict one raises, and nobody would catch it
                 self._flush()
 
@@ -424,7 +424,7 @@ class Monitor:
             return None
         if not (self._options["alerts"] and self._group.own.is_whole):
             return None
-        return Checks(asked if callable(asked) else None)
+        return Checks(_guard_schedule("checks", asked, self.warnings) if callable(asked) else None)
 
     @contextmanager
     def _probing(self, step: int) -> Iterator[None]:
@@ -500,10 +500,10 @@ class Monitor:
         if snapshot.is_empty:  # there is nothing to check, and nothing to record if all ranks' are
             return
         missing = None if self._checked else explain_missing(snapshot, self._evaluator.views)
-        if missing is not None and self._options["strict"]:
-            raise NotSeenError(missing)
         if missing is not None:
-            self.warnings.warn(missing, kind="not seen")
+            if self._options["strict"]:
+                raise NotSeenError(missing)
+            self.warnings.warn(missing)
         self._checked = True
 
     # -- the run ---------------------------------------------------------------------------------
@@ -557,7 +557,7 @@ class Monitor:
         """Start at the first step: learn what the record holds already."""
         self.budget.begin(step)
         recorded = self.writer.begin(step, self.describe())
-        if recorded and self._record is not None and self._reactions.wants_history:
+        if self._record is not None:
             path = self._record.path
             self.warnings.attempt(
                 lambda: self._reactions.recall(r for r in read(path) if r.step < step),
@@ -607,21 +607,17 @@ def _share_of(budget: float | str | None, group: RankGroup) -> float | None:
     return budget
 
 
-def _guard_schedule(schedule: Schedule, warnings: Warnings, *, strict: bool) -> Schedule:
+def _guard_schedule(option: str, schedule: Schedule, warnings: Warnings) -> Schedule:
     """A schedule that has no reading at the steps where the given one raises."""
 
     def guarded(step: int) -> bool:
-        try:
-            return bool(schedule(step))
-        except Exception as error:
-            if strict:
-                raise
-            warnings.warn(
-                f"the schedule failed at step {step}, and nothing is read where it does: "
-                f"{type(error).__name__}: {error}",
-                kind="schedule",
-            )
-            return False
+        due: list[bool] = []
+        warnings.attempt(
+            lambda: due.append(schedule(step)),
+            f"the function given as {option} failed, and nothing is read where it does",
+            once=True,
+        )
+        return any(due)
 
     return guarded
 

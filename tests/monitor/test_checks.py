@@ -94,6 +94,7 @@ def test_a_step_is_checked_once(tmp_path):
     assert not monitor.is_due(2)
     monitor.advance(3)
     assert monitor.is_due(3)
+    assert not monitor.is_due(3, source="probe")  # nor is it a reading
 
 
 @pytest.mark.parametrize(("can_be_copied", "goes_on"), [(True, True), (False, False)])

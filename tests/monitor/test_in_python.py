@@ -46,14 +46,21 @@ def test_the_monitor_is_closed_whatever_ends_the_with():
 
     class Sink(Memory):
         def close(self):
-            closed.append(True)
+            closed.append(self)
 
+    sinks = [Sink(), Sink()]
+    options = {"metrics": ["cosine"], "directory": None, "sinks": sinks, "schedule": lambda _: True}
     with pytest.raises(RuntimeError, match="mine"):  # noqa: SIM117
-        with Monitor(model(), metrics=["cosine"], directory=None, sinks=[Sink()]) as monitor:
+        with Monitor(model(), **options) as monitor:
             raise RuntimeError("mine")
-    assert closed
+    assert closed == sinks[::-1]  # what draws into a logger comes after it
     assert monitor.path is None
-    assert "no record" in repr(monitor)
+    assert "no record, nothing read yet" in repr(monitor)
+    page = monitor._repr_html_()
+    assert page.startswith(
+        "<p>Monitor(TransformerEncoder, 2 blocks, 1 metrics, schedule=&lt;functi"
+    )
+    assert "Readings(none yet)" in page
 
 
 def test_a_phase_is_words_in_a_notebook():

@@ -1,14 +1,17 @@
 import copy
 import errno
 import gc
+import itertools
 import logging
 import math
 import os
+import platform
 import threading
 import time
 import weakref
 from collections import Counter
 from contextlib import ExitStack
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +21,7 @@ from forks import Forks
 from models import PlainDecoder, batch
 from torch import nn
 
-from geomon import METRICS, Memory, Monitor, every, measure, read, select
+from geomon import METRICS, Memory, Monitor, every, log_spaced, measure, read, select
 from geomon.capture.snapshot import NotSeenError
 from geomon.capture.window import Window
 from geomon.distributed import RankGroup
@@ -72,13 +75,17 @@ def test_a_schedule_that_raises_is_a_warning_once_and_the_rest_is_read(caplog):
         return step % 2 == 0
 
     memory, model = Memory(), PlainDecoder()
-    options = {"schedule": fails_at_times, "sinks": [memory], "strict": False}
+    options = {
+        "schedule": fails_at_times, "sinks": [memory], "strict": False, "metrics": ["max_logit"],
+        "checks": lambda step: step == 1 or 1 / (step - 3) > 0,
+    }  # fmt: skip
     seen = monitor(model, **options)
     train(model, seen)
     seen.close()
     assert [r.step for r in memory.readings] == [0, 4, 6, 8]
     (said,) = [r.getMessage() for r in caplog.records if "schedule" in r.getMessage()]
     assert "LookupError: nothing is known of step 2" in said
+    assert any("checks failed" in message for message in caplog.messages)
     strict = monitor(model, **(options | {"strict": True}))
     with pytest.raises(LookupError):
         train(model, strict)
@@ -97,9 +104,17 @@ def test_a_reading_says_what_it_stands_on(tmp_path):
     assert 0 < probe.values["geomon/overhead"] <= 1
     assert "geomon/overhead" not in inline.values  # no training time has passed before the first
     run = read(tmp_path).runs[0]
-    assert run["layers"] == ["blocks.0", "blocks.1", "blocks.2"]
     assert list(run["metrics"]) == list(METRICS)
     assert all(text["title"] for text in run["metrics"].values())
+    described = {
+        "geomon": version("geomon"), "python": platform.python_version(),
+        "torch": torch.__version__, "model": "PlainDecoder",
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "layers": ["blocks.0", "blocks.1", "blocks.2"], "schedule": str(log_spaced()),
+        "tokens": 64, "batches": 2, "queries": 2048, "seed": 0, "world_size": 1, "gather": False,
+        "mesh": "1 rank", "device": "cpu",
+    }  # fmt: skip
+    assert run.items() >= described.items()
 
 
 def test_a_failing_metric_never_ends_a_run(tmp_path, caplog):
@@ -172,8 +187,10 @@ def test_a_record_that_cannot_be_written_never_ends_a_run(tmp_path, caplog, monk
 def test_arrays_stand_beside_the_record_and_what_cannot_be_written_is_said_once(
     tmp_path, caplog, monkeypatch
 ):
+    tried = itertools.count(1)
+
     def full(*args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(errno.ENOSPC, f"No space left on device {next(tried)}")
 
     for name, options in (("with", {}), ("without", {"arrays": False})):
         torch.manual_seed(0)
@@ -354,7 +371,8 @@ def test_every_second_that_geomon_takes_counts_once_and_none_of_the_models(
     taken = clock.taken - before
     assert set(taken) == {"forward", "snapshots", "metric", "write", "submit", "call"}
     assert seen.budget.spent - spent == taken.total() - of_others
-    assert memory.readings[1].seconds % 1 == 0.75 - of_others  # so for what the reading says of it
+    delay = taken["snapshots"] + taken["metric"] + 0.75 - of_others
+    assert memory.readings[1].seconds == delay
 
 
 UNCLOSED = """
@@ -418,15 +436,17 @@ def test_readings_are_recorded_without_close(forks, tmp_path, way):
     assert code == (way == "exception"), said.read_text()
 
 
-def test_a_monitor_that_is_dropped_is_collected():
+def test_a_monitor_that_is_dropped_is_collected_and_what_it_has_read_is_recorded(tmp_path):
     model = PlainDecoder()
-    seen = monitor(model, None)
+    seen = monitor(model, tmp_path, log=("loss",))
     with seen(0):
         model(batch())
+    assert not read(tmp_path).readings  # it waits for the loss
     gone = weakref.ref(seen)
     del seen
     gc.collect()
     assert gone() is None
+    assert [r.step for r in read(tmp_path)] == [0]
 
 
 def test_a_program_that_changes_its_folder_has_one_record(tmp_path, monkeypatch):

@@ -52,7 +52,7 @@ class Checks:
         if self._again:
             return True
         if self._schedule is not None:
-            return bool(self._schedule(step))
+            return self._schedule(step)
         now = self._clock()
         self._began = now if self._began is None else self._began
         expected = self._spent + self._spent / max(self._made, 1)

@@ -51,13 +51,10 @@ class Warnings:
             self._group.disconnect()
             if self._strict:
                 raise
-            with contextlib.suppress(Exception):
-                log.warning(
-                    "rank %d lost the other ranks (%s): their rows are no longer gathered, rank 0 "
-                    "goes on with its own",
-                    self._group.rank,
-                    printable(str(error)),
-                )
+            self.warn(
+                f"rank {self._group.rank} lost the other ranks ({error}): their rows are no longer "
+                "gathered, rank 0 goes on with its own"
+            )
         except Exception as error:
             if self._strict:
                 raise
@@ -89,7 +86,7 @@ class Warnings:
             message: The words.
             kind: What stays the same while numbers in the words change; None takes the words.
         """
-        kind = message if kind is None else kind
+        kind = kind or message
         speaks = self._group.rank == 0 or not self._group.connected
         if speaks and kind not in self._kinds:
             self._kinds.add(kind)
@@ -97,7 +94,7 @@ class Warnings:
                 log.warning("%s", printable(message))
 
 
-@dataclass(eq=False)
+@dataclass
 class _Entry:
     """A sink, how it is called, and at how many readings in a row it has failed."""
 

@@ -34,14 +34,10 @@ class Reactions:
         self._on_phase = on_phase
         self._on_alert = on_alert
         self._warnings = warnings
-        self._curves: defaultdict[str, _Curve] = defaultdict(_Curve)  # by source of the readings
+        # Steps, dimensions and margins, by source of the readings.
+        self._curves: defaultdict[str, list[tuple[int, float, float]]] = defaultdict(list)
         self._phases: dict[str, str] = {}  # by source, the name of the last phase
         self._raised: list[Alert] = []  # by the reading that is being published
-
-    @property
-    def wants_history(self) -> bool:
-        """Whether readings of an earlier start of the run change what is called."""
-        return self._on_phase is not None or self._on_alert is not None
 
     @property
     def asks_again(self) -> bool:
@@ -77,9 +73,7 @@ class Reactions:
         Args:
             inputs: What the model was called with, where it is known.
         """
-        raised, self._raised = self._raised, []
-        for alert in raised if self._on_alert is not None else ():
-            assert self._on_alert is not None
+        for alert in self._raised:
             self._call("on_alert", self._on_alert, replace(alert, inputs=inputs))
 
     def call(self, reading: Reading, inputs: Inputs | None = None) -> None:
@@ -90,43 +84,30 @@ class Reactions:
             inputs: What the model was called with, where it is known.
         """
         self.call_of_alerts(inputs)
-        before = self._phases.get(reading.source)
         phase = self._follow(reading)
-        if self._on_phase is not None and phase is not None and phase.name != before:
+        if phase is not None:
             self._call("on_phase", self._on_phase, phase)
 
     def _follow(self, reading: Reading) -> Phase | None:
-        """Add a reading to the curve of the dimension; the phase, where it is known."""
+        """Add a reading to the curve of the dimension; the phase, where it is another one."""
         if self._on_phase is None:
             return None
-        value, margin = measured(reading, "twonn")
-        phase = self._curves[reading.source].add(reading.step, value, margin)
-        if phase.name == "unknown":
+        curve = self._curves[reading.source]
+        curve.append((reading.step, *measured(reading, "twonn")))
+        phase = find_phase(*zip(*curve, strict=True))
+        if phase.name in ("unknown", self._phases.get(reading.source)):
             return None
         self._phases[reading.source] = phase.name
         return phase
 
-    def _call(self, name: str, function: Callable[[Any], object], argument: object) -> None:
+    def _call(self, name: str, function: Callable[[Any], object] | None, argument: object) -> None:
+        if function is None:
+            return
         self._warnings.attempt(
             lambda: function(argument),
             f"{name} failed and is called again the next time; the training goes on",
             once=True,
         )
-
-
-class _Curve:
-    """The mean dimension of the main stack over training, from readings of one source."""
-
-    def __init__(self) -> None:
-        self._steps: list[int] = []
-        self._values: list[float] = []
-        self._margins: list[float] = []
-
-    def add(self, step: int, value: float, margin: float) -> Phase:
-        self._steps.append(step)
-        self._values.append(value)
-        self._margins.append(margin)
-        return find_phase(self._steps, self._values, self._margins)
 
 
 __all__ = ["Reactions"]

@@ -1,51 +1,57 @@
 """What a program that has set up no log sees of geomon's."""
 
-import subprocess
+import contextlib
+import logging
 import sys
 
 import pytest
+from tqdm.auto import tqdm
 
-_PROGRAM = """
-import logging, sys
 from geomon.monitor.writing.console import print_log
-{before}
-print_log(), print_log()
-bar = None
-if "{bar}":
-    from tqdm.auto import tqdm
-    bar = tqdm(total=9, file=sys.stderr, ncols=40)
-    bar.update(3)
-logging.getLogger("geomon").warning("two of\\n %d rows", 3)
-if bar: bar.close()
-"""
 
 
-def said(**parts):
-    program = _PROGRAM.format(**{"before": "", "bar": "", **parts})
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300
-    )
-    return done.stderr
+@contextlib.contextmanager
+def program(where=None, **modules):
+    """The log of geomon in a program that has no handlers, or one that prints."""
+    log = logging.getLogger("geomon")
+    with pytest.MonkeyPatch.context() as patch:  # pytest has handlers while a test runs
+        for each in (logging.getLogger(), log):
+            patch.setattr(each, "handlers", [])
+        for name, module in modules.items():
+            patch.setitem(sys.modules, name, module)
+        if where is not None:
+            logging.getLogger(where).addHandler(logging.StreamHandler(sys.stdout))
+        print_log()
+        print_log()
+        yield log
 
 
-@pytest.mark.parametrize("before", ["", "sys.modules['tqdm'] = None  # not installed"])
-def test_a_message_is_one_line_that_says_whose_it_is(before):
-    assert said(before=before) == "geomon: two of 3 rows\n"
+@pytest.mark.parametrize("modules", [{}, {"tqdm": None}], ids=["tqdm", "without"])
+def test_a_message_is_one_line_that_says_whose_it_is(capsys, modules):
+    with program(**modules) as log:
+        log.warning("two of\n %d rows", 3)
+        log.getChild("sweep").warning("done")
+    assert capsys.readouterr() == ("", "geomon: two of 3 rows\ngeomon.sweep: done\n")
 
 
-def test_a_message_is_not_glued_to_a_progress_bar():
-    pytest.importorskip("tqdm")
-    written = said(bar="yes").replace("\r", "\n").splitlines()
-    assert "geomon: two of 3 rows" in written
+def test_a_message_is_not_glued_to_a_progress_bar(capsys):
+    with program() as log, tqdm(total=9, file=sys.stderr, ncols=40) as bar:
+        bar.update(3)
+        log.warning("two rows")
+    assert "geomon: two rows" in capsys.readouterr().err.replace("\r", "\n").splitlines()
 
 
-def test_a_message_that_cannot_be_printed_ends_nothing_and_is_said_as_logging_does():
-    written = said(before="sys.modules['tqdm'] = logging  # which prints no line")
-    assert "Logging error" in written
-    assert "two of" in written
+def test_a_message_that_cannot_be_printed_ends_nothing_and_is_said_as_logging_does(capsys):
+    with program(tqdm=logging) as log:  # which prints no line
+        log.warning("two of %d rows", 3)
+    said = capsys.readouterr().err
+    assert "Logging error" in said
+    assert "two of" in said
 
 
 @pytest.mark.parametrize("where", ["", "geomon"])
-def test_a_log_of_the_program_alone_shows_it(where):
-    own = f"logging.getLogger({where!r}).addHandler(logging.StreamHandler(sys.stdout))"
-    assert said(before=own) == ""
+def test_a_log_of_the_program_alone_shows_it(capsys, where):
+    with program(where) as log:
+        log.warning("two rows")
+        log.getChild("sweep").warning("done")
+    assert capsys.readouterr() == ("two rows\ndone\n", "")

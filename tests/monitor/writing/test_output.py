@@ -7,8 +7,10 @@ from geomon.monitor.writing.output import Warnings
 
 
 class Connected:
-    rank = 0
     connected = True
+
+    def __init__(self, rank=0):
+        self.rank = rank
 
     def disconnect(self):
         self.connected = False
@@ -32,7 +34,17 @@ def test_a_rank_that_does_not_answer_is_left_alone_and_a_strict_one_raises(caplo
         raise RanksLostError("no answer")
     assert not group.connected
     assert "rank 0 lost the other ranks (no answer)" in caplog.text
+    assert "left out" not in caplog.text
     group = Connected()
     with pytest.raises(RanksLostError), Warnings(group, strict=True).guard():
         raise RanksLostError("no answer")
     assert not group.connected
+
+
+def test_of_connected_ranks_the_first_one_warns_and_each_one_that_is_alone(caplog):
+    group = Connected(rank=1)
+    warnings = Warnings(group, strict=False)
+    warnings.warn("together")
+    group.disconnect()
+    warnings.warn("alone")
+    assert caplog.messages == ["alone"]
