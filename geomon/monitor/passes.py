@@ -78,7 +78,7 @@ class Passes:
             step: Number of optimizer updates already in the weights.
         """
         rows = self._group.rows_of(self._rows())
-        return self._window(step, self._options["seed"], step, *self._place(), rows=rows)
+        return self._window(step, (step, *self._place()), rows=rows)
 
     def open_for_check(self, step: int, views: Collection[str], rows: int) -> Window:
         """Make a window that looks at less of the training's own forward pass, of this rank alone.
@@ -91,9 +91,7 @@ class Passes:
             views: Names of the views that are wanted.
             rows: Number of rows of hidden states to keep, of this rank alone.
         """
-        return self._window(
-            step, self._options["seed"], step, rows=rows, views=views, is_check=True
-        )
+        return self._window(step, (step,), rows=rows, views=views, is_check=True)
 
     def snapshots(self, window: Window) -> list[Snapshot]:
         """Return what a window has seen of each pass, with its rows where they stay.
@@ -191,7 +189,7 @@ class Passes:
             windows: Number of passes that share the memory of a reading.
             loss: Computes the loss of the pass; None for none.
         """
-        window = self._window(step, self._options["seed"], *place, rows=rows, windows=windows)
+        window = self._window(step, place, rows=rows, windows=windows)
         made = extra_pass(
             self._model, inputs, window, around=around, loss=loss, given=self._parts.given
         )
@@ -232,7 +230,8 @@ class Passes:
     def _window(
         self,
         step: int,
-        *seed_of: object,
+        place: tuple[object, ...],
+        *,
         rows: int,
         windows: int = 1,
         views: Collection[str] | None = None,
@@ -241,7 +240,8 @@ class Passes:
         self._renew_anatomy()
         most = self._options["max_capture_mb"]
         window = Window(
-            self._anatomy, set(views or self._views), rows=rows, seed=derive_seed(*seed_of),
+            self._anatomy, set(views or self._views), rows=rows,
+            seed=derive_seed(self._options["seed"], *place),
             max_mb=None if most is None else most / windows,
             extra_layers=self._options["extra_layers"], place=self._shard,
             micro_batches=self._parts.micro_batches,

@@ -148,9 +148,7 @@ class Publisher:
     def _takes_values(self, step: int, *, watched: bool) -> bool:
         """Whether a reading of a step is made, being made or due: it may hold logged values."""
         present = self._planner.step
-        if step in self._pending or step == self._published:
-            return True
-        if present is None or step > present or step == self.entered:
+        if step in self._pending or step == self._published or present is None or step > present:
             return True
         return step == present and (watched or self._planner.is_wanted)
 

@@ -172,7 +172,9 @@ def test_before_training_every_call_does_nothing():
     session.close()
     session.discard()
     session.probe(0, last=True)
+    session.log(0, dict)
     session.finish()
+    assert not session.lacks_values(0)
     assert math.isnan(session.overhead)
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 
@@ -252,7 +252,8 @@ def test_steps_are_whole_numbers_of_any_kind(tmp_path, kind):
 @pytest.mark.parametrize(
     ("step", "error"),
     [(1.0, TypeError), (torch.tensor(True), TypeError), ("3", TypeError), (None, TypeError),
-     (torch.arange(2), TypeError), (np.int64(-5), ValueError), (10**400, ValueError)],
+     (torch.arange(2), TypeError), (np.int64(-5), ValueError), (2**63, ValueError),
+     (10**400, ValueError)],
     ids=repr,
 )  # fmt: skip
 def test_a_step_that_is_none_is_refused_in_one_line(tmp_path, step, error):
@@ -298,12 +299,13 @@ class Clock:
         self._monkeypatch = monkeypatch
         monkeypatch.setattr(time, "perf_counter", self.taken.total)
 
-    def slow_down(self, holder, name, seconds):
-        """Let a method take so many seconds."""
+    def slow_down(self, holder, name, seconds, within=nullcontext):
+        """Let a method take so many seconds more."""
         method = getattr(holder, name)
 
         def slow(*args, **kwargs):
-            self.taken[name] += seconds
+            with within():
+                self.taken[name] += seconds
             return method(*args, **kwargs)
 
         self._monkeypatch.setattr(holder, name, slow)
@@ -364,6 +366,7 @@ def test_every_second_that_geomon_takes_counts_once_and_none_of_the_models(
     clock.slow_down(Memory, "write", 4096.0)
     clock.slow_down(ReadingExecutor, "submit", 32768.0)  # which waits for readings before
     clock.slow_down(Reactions, "call", 0.25)  # of the user's functions
+    clock.slow_down(Reactions, "call", 8.0, seen.budget.charge)  # in which geomon is called
     with seen(0):
         model(batch())
     spent, before = seen.budget.spent, clock.taken.copy()

@@ -97,7 +97,7 @@ def test_beyond_those_the_share_is_held_by_the_end(share, cost, step_time, every
     assert budget.overhead == pytest.approx(spent / clock.now)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=8)
 @given(share=st.floats(0.01, 0.2), cost=st.floats(0.5, 10.0))
 def test_of_a_known_length_the_beginning_is_dense_and_the_end_is_not_dark(share, cost):
     steps = 20_000

@@ -2,7 +2,7 @@ import itertools
 import pickle
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geomon.monitor.planning.schedule import check_schedule, every, first_steps, log_spaced
@@ -12,6 +12,7 @@ def fired(schedule, stop):
     return [step for step in range(stop) if schedule(step)]
 
 
+@settings(deadline=None, max_examples=25)
 @given(per_octave=st.integers(1, 8), at_most=st.integers(1, 500))
 def test_log_spaced_starts_at_zero_and_never_goes_dark(per_octave, at_most):
     steps = fired(log_spaced(per_octave, at_most, first=1), 3000)
