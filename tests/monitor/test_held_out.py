@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDatas
 
 from geomon import select
 from geomon.distributed import RankGroup
-from geomon.monitor.held_out import MOST_BATCHES, HeldOut, first_loader
+from geomon.monitor.held_out import MOST_BATCHES, HeldOut, first_loader, is_loader
 
 ROWS = torch.cat([batch(4, 16, seed=i) for i in range(12)])  # 48 sequences
 SEEN = {"ids": lambda token_ids: token_ids.double().mean()}
@@ -42,11 +42,21 @@ def values(reading):
     return {tag: v for tag, v in reading.values.items() if not tag.startswith("geomon/")}
 
 
-def test_several_batches_are_read_as_one_batch_of_all_is():
+def filled_again():
+    """Batches in one tensor, which the loader fills again and again."""
+    held = torch.empty(12, 16, dtype=torch.int64)
+    for rows in ROWS.split(12):
+        yield held.copy_(rows)
+
+
+@pytest.mark.parametrize(
+    "loader", [DataLoader(ROWS, batch_size=7), filled_again()], ids=["ragged", "filled again"]
+)
+def test_several_batches_are_read_as_one_batch_of_all_is(loader):
     names = ("variance", "anisotropy", "attention_entropy", "qk_cosine", "max_logit")
     options = {"metrics": select(*names)}
     (whole,) = read_of(ROWS, **options)
-    (parts,) = read_of(DataLoader(ROWS, batch_size=7), **options)
+    (parts,) = read_of(loader, **options)
     assert parts.tokens == whole.tokens == ROWS.numel()
     assert values(parts) == pytest.approx(values(whole), rel=1e-4, abs=1e-6)
     assert "variance/layer_01/margin" in parts.values  # the sequences of all batches are told apart
@@ -72,7 +82,7 @@ def test_a_random_endless_loader_is_drawn_from_once_and_no_random_state_is_chang
 
 @pytest.mark.parametrize(
     ("tokens", "size", "taken"),
-    [(60, 4, 4), (60, 1, 16), (200, 16, 1), (300, 16, 2), (10**6, 1, 64)],
+    [(60, 4, 4), (60, 1, 16), (256, 16, 1), (257, 16, 2), (10, 4, 3), (10**6, 1, 64)],
 )
 def test_batches_are_taken_until_rows_and_sequences_suffice(tokens, size, taken):
     drawn = []
@@ -91,11 +101,14 @@ def test_ranks_that_exchange_nothing_take_one_batch_each(monkeypatch):
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["own generator", "global generator"])
-def test_a_random_sampler_goes_on_as_if_nobody_had_drawn(own):
+@pytest.mark.parametrize(
+    ("rows", "size"), [(ROWS, 4), (ROWS.split(4), None)], ids=["rows", "batches"]
+)
+def test_a_random_sampler_goes_on_as_if_nobody_had_drawn(own, rows, size):
     def orders(watch):
         torch.manual_seed(5)
         generator = torch.Generator().manual_seed(3) if own else None
-        loader = DataLoader(ROWS, batch_size=4, shuffle=True, generator=generator)
+        loader = DataLoader(rows, batch_size=size, shuffle=True, generator=generator)
         found = [torch.cat(list(loader))]
         if watch:
             read_of(loader, steps=2)
@@ -192,7 +205,11 @@ def broken():
 
 
 @pytest.mark.parametrize(
-    ("loader", "message"), [(broken, "the disk"), (lambda: iter(()), "has no batch")]
+    ("loader", "message"),
+    [
+        (broken, "ValueError: the loader of the probe failed: OSError: the disk"),
+        (lambda: iter(()), "ValueError: the loader of the probe has no batch: expected"),
+    ],
 )
 def test_a_loader_that_fails_or_is_empty_is_one_warning(caplog, loader, message):
     with caplog.at_level(logging.WARNING, "geomon"):
@@ -242,6 +259,21 @@ def test_a_pass_that_fails_is_tried_again_with_the_same_batch(caplog):
 def test_validation_is_the_trainers_and_a_loader_the_monitors(probe, message):
     with pytest.raises(ValueError, match=message):
         monitor_of(PlainDecoder(), probe)[0].probe(0, DataLoader(ROWS))
+
+
+class Fields:
+    """Stands for a dict, and is none."""
+
+    def keys(self):
+        return ["ids"]
+
+    def __iter__(self):
+        return iter(self.keys())
+
+
+def test_arrays_and_what_stands_for_a_dict_are_inputs_of_a_model():
+    assert not is_loader(np.zeros((2, 3)))
+    assert not is_loader(Fields())
 
 
 @given(rows=st.lists(st.integers(1, 50), min_size=1, max_size=8), wanted=st.integers(1, 300))

@@ -110,7 +110,23 @@ def test_any_part_of_its_path_makes_a_text_a_secret(path):
     assert flat_settings(given | {"other": "text"}) == {"training/other": "text"}
 
 
+@pytest.mark.parametrize(
+    ("words", "numbers_stand"),
+    [
+        ("secret secrets password passwords passwd pwd passphrase credential credentials auth "
+         "authorization authentication bearer cookie cookies private", False),
+        ("token tokens key keys pass sig signature jwt webhook", True),
+    ],
+    ids=["whatever it is", "texts"],
+)  # fmt: skip
+def test_a_word_for_a_secret_makes_a_text_one_and_some_a_number_too(words, numbers_stand):
+    names = [f"my_{word}" for word in words.split()]
+    assert flat_settings(dict.fromkeys(names, "some text")) == {}
+    kept = {f"training/{name}": 1 for name in names if numbers_stand}
+    assert flat_settings(dict.fromkeys(names, 1)) == kept
+
+
 def test_numbers_and_names_that_speak_of_tokens_are_no_secrets():
-    given = {"token": 3, "num_tokens": 8, "keys": 4, "tokenizer": "bytes"}
+    given = {"num_tokens": 8, "tokenizer": "bytes"}
     assert flat_settings(given) == {f"training/{name}": value for name, value in given.items()}
     assert flat_settings({"password": 1234, "credentials": {"value": 5}}) == {}

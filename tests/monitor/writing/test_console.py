@@ -7,7 +7,8 @@ import sys
 import pytest
 from tqdm.auto import tqdm
 
-from geomon.monitor.writing.console import print_log
+from geomon.distributed import RankGroup
+from geomon.monitor.writing.output import Warnings
 
 
 @contextlib.contextmanager
@@ -21,8 +22,8 @@ def program(where=None, **modules):
             patch.setitem(sys.modules, name, module)
         if where is not None:
             logging.getLogger(where).addHandler(logging.StreamHandler(sys.stdout))
-        print_log()
-        print_log()
+        for _ in range(2):  # every monitor has some
+            Warnings(RankGroup(), strict=False)
         yield log
 
 
