@@ -169,8 +169,6 @@ class Monitor:
         if not self._is_own():
             self._process = os.getpid()
             self._executor.forget()
-            self.publisher.forget()
-            self.passes.forget()
         self.passes.sweep(number)
         if number != self.planner.step:
             self.publisher.move_to(number)
@@ -412,7 +410,7 @@ class Monitor:
         alerts, again = self.publisher.publish_check(reading, inputs)
         if alerts:
             self.planner.owe()
-        self._checks.add(step, time.perf_counter() - began, again=again)
+        self._checks.add(step, seconds, again=again)
 
     def _plan_checks(self) -> Checks | None:
         """Decide when checks are made; None where there are none.
@@ -582,7 +580,7 @@ def _notes_of_run(passes: Passes, group: RankGroup, device: MeasuringDevice) -> 
     notes = passes.notes()
     if (reason := group.why_not_connected) is not None:
         text = "rows are not gathered, only those of rank 0 are measured: {reason}"
-        notes.insert(0, Note("not gathered", text, numbers={"reason": reason}))
+        notes.append(Note("not gathered", text, numbers={"reason": reason}))
     if not group.connected:
         notes += group.own.notes_alone()
     if (reason := device.why_host) is not None:

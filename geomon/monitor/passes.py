@@ -131,10 +131,6 @@ class Passes:
             window.close()
             self._open = None
 
-    def forget(self) -> None:
-        """Leave the window that is open alone: in a fork, it is the parent's."""
-        self._open = None
-
     def run(self, inputs: Any, step: int) -> list[Snapshot]:
         """Make an extra pass over the inputs of a probe, or over each of its held-out batches.
 

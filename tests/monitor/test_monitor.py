@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import platform
+import sys
 import threading
 import time
 import weakref
@@ -159,6 +160,17 @@ class Dying:
         raise OSError("gone too")
 
 
+class Together(Memory):
+    """A sink that is made of others."""
+
+    def __init__(self, *sinks):
+        super().__init__()
+        self.sinks = sinks
+
+    def parts(self):
+        return self.sinks
+
+
 def test_a_record_that_cannot_be_written_never_ends_a_run(tmp_path, caplog, monkeypatch):
     memory = Memory()
     model = PlainDecoder()
@@ -220,7 +232,9 @@ def test_arrays_stand_beside_the_record_and_what_cannot_be_written_is_said_once(
 def test_a_sink_that_fails_is_tried_again_until_it_fails_five_times_in_a_row(tmp_path, caplog):
     dying, other, memory = Dying(*range(20)), Dying(*range(4), *range(5, 9)), Memory()
     model = PlainDecoder()
-    seen = monitor(model, tmp_path, strict=False, sinks=[dying, other, memory], schedule=every(1))
+    seen = monitor(
+        model, tmp_path, strict=False, sinks=[Together(dying, other), memory], schedule=every(1)
+    )
     with caplog.at_level(logging.WARNING, "geomon"):
         train(model, seen, steps=10)
         seen.close()
@@ -362,6 +376,7 @@ def test_every_second_that_geomon_takes_counts_once_and_none_of_the_models(
     options = {"metrics": {"m": metric}, "sinks": [memory], "probe_loss": loss}
     seen = monitor(model, schedule=every(1), **options)
     clock.slow_down(PlainDecoder, "forward", 0.5)
+    clock.slow_down(sys.modules[Window.__module__], "watch_calls", 2048.0)
     clock.slow_down(Window, "snapshots", 64.0)
     clock.slow_down(Memory, "write", 4096.0)
     clock.slow_down(ReadingExecutor, "submit", 32768.0)  # which waits for readings before
@@ -372,19 +387,25 @@ def test_every_second_that_geomon_takes_counts_once_and_none_of_the_models(
     spent, before = seen.budget.spent, clock.taken.copy()
     read_step(model, 1, seen)
     taken = clock.taken - before
-    assert set(taken) == {"forward", "snapshots", "metric", "write", "submit", "call"}
+    of_reading = {"watch_calls", "snapshots", "metric"}
+    assert set(taken) == of_reading | {"forward", "write", "submit", "call"}
     assert seen.budget.spent - spent == taken.total() - of_others
-    delay = taken["snapshots"] + taken["metric"] + 0.75 - of_others
+    delay = sum(taken[name] for name in of_reading) + 0.75 - of_others
     assert memory.readings[1].seconds == delay
 
 
 UNCLOSED = """
 import atexit, multiprocessing, sys, time
+from pathlib import Path
 from models import PlainDecoder, batch
-from geomon import Monitor, every
+from geomon import Memory, Monitor, every
 from geomon.metrics import Evaluator
 
 Evaluator.has_own_metrics = False  # the user's are measured in the background too
+
+class Sink(Memory):
+    def close(self):
+        Path(folder, "closed").touch()
 
 def slow(hidden):
     time.sleep(0.02)
@@ -394,7 +415,7 @@ def main(folder):
     model = PlainDecoder()
     monitor = Monitor(
         model, metrics={"slow": slow}, tokens=64, schedule=every(1), directory=folder,
-        background=way != "at exit",
+        background=way != "at exit", sinks=[Sink()],
     )
     for step in range(3):
         with monitor(step):
@@ -436,6 +457,7 @@ def test_readings_are_recorded_without_close(forks, tmp_path, way):
         )  # fmt: skip
     code = process.wait(300)
     assert [r.step for r in read(tmp_path / "run")] == [0, 1, 2], said.read_text()
+    assert (tmp_path / "run" / "closed").exists() == (way != "at exit")  # it is collected before
     assert code == (way == "exception"), said.read_text()
 
 

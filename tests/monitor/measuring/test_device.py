@@ -122,7 +122,7 @@ def test_a_layer_may_take_half_of_the_memory_that_the_training_leaves(monkeypatc
     assert place.why_not(layers) is None  # nothing says how much there is
 
 
-def test_a_device_without_float64_leaves_measuring_to_the_host():
+def test_a_device_without_float64_leaves_measuring_to_the_host(monkeypatch):
     class Elsewhere(nn.Module):
         def parameters(self, recurse=True):
             yield types.SimpleNamespace(device=torch.device("mps"))
@@ -134,6 +134,9 @@ def test_a_device_without_float64_leaves_measuring_to_the_host():
     assert MeasuringDevice("auto", PlainDecoder()).why_host is None
     not_loaded = MeasuringDevice("auto", PlainDecoder().to("meta"))
     assert (not_loaded.device, not_loaded.why_host) == (HOST, None)
+    monkeypatch.setattr(MeasuringDevice, "why_host", "so it is")
+    (reading,) = run(metrics=["variance"], steps=1)
+    assert "measured on the host: so it is" in reading.words()
 
 
 def test_where_memory_ends_in_a_metric_the_rest_is_measured_on_the_host():
