@@ -91,7 +91,7 @@ class Passes:
             views: Names of the views that are wanted.
             rows: Number of rows of hidden states to keep, of this rank alone.
         """
-        return self._window(step, (step,), rows=rows, views=views, is_check=True)
+        return self._window(step, (step,), rows=rows, views=views)
 
     def snapshots(self, window: Window) -> list[Snapshot]:
         """Return what a window has seen of each pass, with its rows where they stay.
@@ -231,7 +231,6 @@ class Passes:
         rows: int,
         windows: int = 1,
         views: Collection[str] | None = None,
-        is_check: bool = False,
     ) -> Window:
         self._renew_anatomy()
         most = self._options["max_capture_mb"]
@@ -242,7 +241,7 @@ class Passes:
             extra_layers=self._options["extra_layers"], place=self._shard,
             micro_batches=self._parts.micro_batches,
             keep_inputs=self._options["on_alert"] is not None, charge=self._budget.charge,
-            may_run_eagerly=not is_check,
+            may_run_eagerly=views is None,
         )  # fmt: skip
         self._open = window, step
         return window

@@ -261,6 +261,13 @@ def test_validation_is_the_trainers_and_a_loader_the_monitors(probe, message):
         monitor_of(PlainDecoder(), probe)[0].probe(0, DataLoader(ROWS))
 
 
+def test_batches_share_the_memory_that_a_reading_may_take():
+    options = {"metrics": select("variance"), "max_capture_mb": 0.4}
+    (whole,) = read_of(ROWS, **options)
+    (parts,) = read_of(DataLoader(ROWS, batch_size=12), **options)
+    assert whole.tokens // 2 < parts.tokens <= whole.tokens < ROWS.numel()
+
+
 class Fields:
     """Stands for a dict, and is none."""
 

@@ -58,7 +58,7 @@ class MeasuringDevice:
     def why_host(self) -> str | None:
         """Why rows are measured on the host though the model is on an accelerator; else None."""
         own = self.of_model
-        if self._chosen is not None or own == HOST or _computes_in_float64(own):
+        if self._chosen is not None or _computes_in_float64(own):
             return None
         return f"{own.type} does not compute in float64, in which distances are decided"
 
