@@ -1,8 +1,10 @@
 """Options are declared once: signatures, help and errors of all that take them agree."""
 
+import ast
 import inspect
 import re
 from fractions import Fraction
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
@@ -14,6 +16,7 @@ from geomon.huggingface import GeometryMonitor as OfTrainer
 from geomon.lightning import GeometryMonitor as OfLightning
 from geomon.monitor.options import (
     CALLBACK_DEFAULTS,
+    DEFAULT_SHARE,
     DEFAULTS,
     CallbackOptions,
     MonitorOptions,
@@ -71,6 +74,17 @@ def test_every_option_has_a_declaration_and_a_default():
     changed = {name for name in DEFAULTS if DEFAULTS[name] != CALLBACK_DEFAULTS[name]}
     assert changed == {"directory"}  # a callback's is the folder of the training
     assert check_options({}, "Monitor") == DEFAULTS | {"schedule": log_spaced()}
+
+
+def test_the_pages_state_the_defaults():
+    docs, stated = Path(__file__).parents[2] / "docs", {}
+    table = (docs / "options.md").read_text().partition("\n## ")[0]
+    for names, defaults in re.findall(r"^\| (`.*?) \| (.*?) \|", table, re.MULTILINE):
+        texts = defaults.partition(";")[0].replace("`", "").split(", ")
+        stated |= zip(re.findall(r"`(\w+)`", names), texts, strict=True)
+    for name in stated.keys() - {"metrics", "schedule", "alerts"}:  # which are shown by name
+        assert ast.literal_eval(stated[name]) == (CALLBACK_DEFAULTS | DEFAULTS)[name], name
+    assert f"| Lightning | {100 * DEFAULT_SHARE:g} % |" in (docs / "cost.md").read_text()
 
 
 def options_of(cls) -> dict[str, inspect.Parameter]:
