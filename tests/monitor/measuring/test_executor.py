@@ -14,7 +14,7 @@ from geomon.metrics import Evaluator
 METRICS = select("cosine", "variance", "twonn", "attention_entropy")
 
 
-def run(steps=12, **settings):
+def run(steps, **settings):
     """Readings of an untrained model that changes a little from step to step."""
     torch.manual_seed(0)
     model = models.PlainDecoder()
@@ -35,19 +35,19 @@ def measured(readings):
 
 
 def test_the_background_measures_the_same_in_the_same_order_and_leaves_no_thread():
-    *_, (_, _, behind) = run(background=True)
+    *_, (_, _, behind) = run(5, background=True)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("geomon")]
-    *_, (_, _, at_once) = run(background=False)
-    assert [reading.step for reading in behind] == list(range(12))
+    *_, (_, _, at_once) = run(5, background=False)
+    assert [reading.step for reading in behind] == list(range(5))
     assert measured(behind) == measured(at_once)
 
 
 @pytest.mark.usefixtures("own_metrics_in_background")
 def test_two_readings_wait_while_one_is_measured_and_a_third_holds_the_training_up():
-    free, names, model = threading.Event(), set(), models.PlainDecoder()
+    free, calls, model = threading.Event(), [], models.PlainDecoder()
 
     def waits(hidden):
-        names.add(threading.current_thread().name)
+        calls.append((threading.current_thread().name, free.is_set()))
         free.wait(5)
         return 1.0
 
@@ -63,7 +63,8 @@ def test_two_readings_wait_while_one_is_measured_and_a_third_holds_the_training_
     assert free.is_set()
     monitor.close()
     assert [reading.step for reading in memory.readings] == [0, 1, 2, 3]
-    assert names == {"geomon"}
+    assert {name for name, _ in calls} == {"geomon"}
+    assert [was_free for _, was_free in calls].count(False) <= 1  # one after another
 
 
 @pytest.mark.usefixtures("own_metrics_in_background")
@@ -95,9 +96,10 @@ def fails_at_once(hidden):
 
 
 @pytest.mark.usefixtures("own_metrics_in_background")
-def test_strict_raises_what_failed_in_the_background():
+@pytest.mark.parametrize("background", [True, False])
+def test_strict_raises_what_failed_wherever_it_is_measured(background):
     with pytest.raises(ValueError, match="broken on purpose"):
-        list(run(3, background=True, metrics={"broken": fails_at_once}))
+        list(run(3, background=background, metrics={"broken": fails_at_once}))
 
 
 def test_a_budget_without_gathering_is_refused_on_many_ranks(monkeypatch):
