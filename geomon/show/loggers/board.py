@@ -1,9 +1,9 @@
 """Pages of TensorBoard: headline values, the layout of their charts, pictures and text."""
 
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -90,7 +90,7 @@ class TensorBoard(BoardPages):
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        directory: str | Path,
         *,
         detail: Detail = HEADLINE,
         pictures: bool = True,
@@ -102,7 +102,7 @@ class TensorBoard(BoardPages):
                 f"TensorBoard's files need tensorboard ({error}): pip install 'geomon[tensorboard]'"
             ) from error
         check_detail(detail)  # before a file is opened
-        self._writer = SummaryWriter(os.fspath(directory))
+        self._writer = SummaryWriter(directory)
         super().__init__(
             "TensorBoard", self._log, lambda: [self._writer],
             detail=detail, pictures=pictures, save=self._writer.close,
@@ -112,7 +112,6 @@ class TensorBoard(BoardPages):
         for tag, value in values.items():
             # In float32: TensorBoard's data server, which is installed with it, shows no doubles.
             self._writer.add_scalar(tag, value, step, new_style=True)
-        self._writer.flush()
 
 
 class BoardText(RunDrawer):
@@ -126,7 +125,7 @@ class BoardText(RunDrawer):
         name: Name of the logger, for messages.
     """
 
-    def __init__(self, writers: Writers, *, name: str = "TensorBoard") -> None:
+    def __init__(self, writers: Writers, *, name: str) -> None:
         super().__init__(f"writing text for {name}", first_cost=0.0)
         self._writers = writers
         self._described: Mapping[str, Any] | None = None

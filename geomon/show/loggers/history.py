@@ -42,15 +42,16 @@ class RunHistory:
         self._shown = _SHOWN | set(metrics)
         self.runs: list[dict[str, Any]] = []
         self._kept: list[Reading] = []
+        self._next = 0.0  # first step at which a reading is kept again
         self._last: list[Reading] = []  # the last reading, unless it is kept
 
     def add(self, reading: Reading) -> None:
         """Take the next reading."""
         shown = {name: each for name, each in reading.columns.items() if name in self._shown}
         reading, self._last = replace(reading, stacks={"": shown}), []
-        spaced = not self._kept or reading.step >= _KEPT_RATIO * self._kept[-1].step
-        if spaced or any(note.is_alert for note in reading.notes):
+        if reading.step >= self._next or any(note.is_alert for note in reading.notes):
             self._kept.append(reading)
+            self._next = _KEPT_RATIO * reading.step
         else:
             self._last = [reading]
 

@@ -102,7 +102,7 @@ class WandBRows:
         # Whether others give numbers to their rows; None while they have logged nothing.
         self._numbered: bool | None = None
         self._waiting: deque[dict[str, Any]] = deque()  # rows that have not been logged yet
-        self._taken = -1  # the last number that a reading has taken
+        self._free = 0  # the first number that no reading has taken
         self._is_logging = False
         self._defined: set[str] = set()
         self._flushed_by_run = False
@@ -117,7 +117,7 @@ class WandBRows:
         texts = description.get("metrics")
         names = {"metrics": list(texts)} if isinstance(texts, dict) else {}
         self._description = {**description, **names}
-        if self.run is not None:
+        if self._run is not None:
             self._configure()
 
     def write(self, reading: Reading) -> None:
@@ -126,19 +126,22 @@ class WandBRows:
 
     @property
     def run(self) -> Any:
-        """The run of W&B: the active one where none was given; None while there is none."""
+        """The run of W&B: the active one where none was given.
+
+        None while there is none, and where it is disabled, which takes nothing.
+        """
         if self._run is None:
             import wandb
 
             if wandb.run is not None:
                 self._follow(wandb.run)
-        return self._run
+        return None if getattr(self._run, "disabled", False) else self._run
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Log values of a reading.
 
         Args:
-            values: Numbers, or charts of W&B, by the name under which they are shown.
+            values: Numbers, or charts of plotly, by the name under which they are shown.
             step: Step of the reading.
         """
         if self.run is None:
@@ -148,8 +151,6 @@ class WandBRows:
             # The chart of the intrinsic dimension has the ends of its interval as a band.
             hidden = self._charts.is_end(name)
             self._run.define_metric(name, step_metric=_STEP, hidden=hidden)
-        if getattr(self._run, "disabled", False):
-            return
         self._waiting.append({**values, _STEP: step})
         is_free = self._by_step and self._numbered is None
         self._fill(max(self._run.step, step) if is_free else self._run.step)
@@ -169,10 +170,11 @@ class WandBRows:
 
     def _follow(self, run: Any) -> None:
         self._run = run
-        if not getattr(run, "disabled", False):
-            self._flushed_by_run = _call_at_finish(run, self._end)
-            atexit.register(self._end)  # a run that is not finished ends with the program
-            self._unfollow = self._watch_rows(run)
+        if self.run is None:
+            return
+        self._flushed_by_run = _call_at_finish(run, self._end)
+        atexit.register(self._end)  # a run that is not finished ends with the program
+        self._unfollow = self._watch_rows(run)
         run.define_metric(_STEP, hidden=True)
         self._configure()
 
@@ -226,24 +228,23 @@ class WandBRows:
     def _before_row(self, step: int | None) -> None:
         """Others are about to log: readings take the numbers up to that of their row."""
         if step is not None:
-            self._numbered = True
             self._fill(step)
 
     def _after_row(self, step: int | None, commit: bool | None) -> None:
         """Others have logged: where W&B counts their rows, readings follow the one that ended."""
-        self._numbered = bool(self._numbered) or step is not None
+        self._numbered = self._numbered or step is not None
         if not self._numbered and commit is not False:
             self._flush()
 
     def _fill(self, last: int) -> None:
         """Give each waiting reading a number that none has taken, from the open row's to a last."""
-        while self._waiting and (number := max(self._run.step, self._taken + 1)) <= last:
-            self._taken = number
+        while self._waiting and (number := max(self._run.step, self._free)) <= last:
+            self._free = number + 1
             self._log(self._waiting.popleft(), step=number)
 
     def _flush(self) -> None:
         """Give each waiting reading a row of its own, whatever its number."""
-        if self._waiting and self._taken >= self._run.step:
+        if self._waiting and self._free > self._run.step:
             self._log({}, commit=True)  # ends the row that a reading has joined
         while self._waiting:
             self._log(self._waiting.popleft(), commit=True)
@@ -297,7 +298,7 @@ class WandBSummary:
             kept = replace(reading, stacks={"": {"twonn": column}}, training={}, notes=())
             self._measured.append(kept)
         run = self._rows.run
-        if run is None or getattr(run, "disabled", False):
+        if run is None:
             return
         numbers: dict[str, Any] = {"geomon/alerts": self._alerts}
         if self._measured:
@@ -335,13 +336,10 @@ class WandBCharts(RunDrawer):
             yield partial(self._log_charts, readings, step)
 
     def _log_charts(self, readings: Readings, step: int) -> None:
-        import wandb
-
         from geomon.show.charts import charts_of
 
         charts = charts_of(readings, self._metrics)
-        logged = {f"geomon_charts/{name}": wandb.Plotly(c) for name, c in charts.items()}
-        self._rows.log(logged, step)
+        self._rows.log({f"geomon_charts/{name}": chart for name, chart in charts.items()}, step)
 
 
 __all__ = ["WandB", "WandBCharts", "WandBRows", "WandBSummary"]

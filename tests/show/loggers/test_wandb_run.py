@@ -214,9 +214,12 @@ def test_a_reading_joins_the_row_that_is_open_and_its_charts_follow():
     run = Run()
     sink = rows_of(run)
     sink.write(reading(3))
+    assert run.metrics["geomon/step"] == (None, True)  # an axis and no chart
+    run.define_metric("geomon/twonn", "tokens")
     sink.log({"charts/a": "chart"}, 3)
     run.log({"loss": 1.0})
     sink.write(reading(4))
+    assert run.metrics["geomon/twonn"] == ("tokens", None)  # as the user has it
     sink.log({"charts/a": "chart"}, 4)
     run.log({"early": 1.0}, commit=False)
     run.log({"loss": 2.0})
@@ -313,7 +316,11 @@ def test_offline_the_file_has_panels_in_sections_configuration_summary_and_alert
     readings = alerted(readings, [(5, "rank_collapse")])
     run = wandb.init(project="test", dir=str(tmp_path), config={"own": 1})
     sink = WandB(run, detail=["anisotropy"])
-    sink.describe({"model": "Decoder", "metrics": TEXTS})
+    assert [*map(str, (sink, *sink.parts()[1:]))] == [
+        "W&B", "the summary of the W&B run", "sending alerts to W&B", "drawing charts for W&B",
+    ]  # fmt: skip
+    for model in ("of an earlier monitor", "Decoder"):
+        sink.describe({"model": model, "metrics": TEXTS})
     for each in readings:
         sink.write(each)
         run.log({"loss": 1.0}, step=each.step)
