@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from geomon.record import Readings
+from geomon.record.printable import printable
 from geomon.show.collect import cards_of
 from geomon.show.colours import GREY, NOTHING, PURPLE, SIGNED, UNSIGNED, faded
 from geomon.show.panels import AXES, Line, Lines, Matrix, StepAxis
@@ -285,8 +286,8 @@ def _shown(values: Iterable[float]) -> list[float | None]:
 
 
 def _plain(text: str) -> str:
-    """Escape what plotly reads as HTML: what a record says is shown as it is."""
-    return html.escape(text, quote=False)
+    """Escape what plotly reads as HTML, and make printable: a record's words act nowhere."""
+    return html.escape(printable(text), quote=False)
 
 
 def _figure() -> go.Figure:

@@ -159,7 +159,8 @@ def test_charts_of_wandb(run):
 def test_reports(count, run, other, monkeypatch):
     monkeypatch.setattr(plotly.offline, "get_plotlyjs", lambda: "")
     seeded = replace(other, runs=[{**run.runs[-1], "seed": 1}])  # beside `run` of another seed
-    named = zip("abc", (run, other, seeded), strict=True)
+    wider = replace(other, runs=[{**run.runs[-1], "width": 8}])
+    named = zip("abc", (run, wider, seeded), strict=True)
     page = render([Run(name, Path(name), readings) for name, readings in named][:count])
     page = re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL)
     charts, decoder = [], json.JSONDecoder()

@@ -25,7 +25,7 @@ def run(make_readings):
     """A run that measures a metric of which the record has a title and a unit alone."""
     own = {f"peak_norm/layer_{layer:02d}": 3.0 + layer for layer in range(5)}
     own |= {"peak_norm/mean": 5.5, "peak_norm/mean/margin": 0.25, "peak_norm/null": NULL}
-    own["gride/null"] = 3.0
+    own |= {"gride/null": 3.0, "anisotropy/null": 0.1}
     described = {"model": "Synthetic", "metrics": {**TEXTS, "peak_norm": TEXT}}
     readings = [with_values(each, {**each.values, **own}) for each in make_readings()]
     return Readings([described], readings)
@@ -40,6 +40,8 @@ def look_at_report(run, folder):
     assert (line.y[-1], line.high[-1], curve.null) == (5.5, 5.75, (NULL, f"noise: {NULL:.2g}"))
     assert (list(profile.lines[-1].y), profile.null) == ([3, 4, 5, 6, 7], curve.null)
     assert panels.maps[LABEL].label == LABEL
+    others = {**panels.training, **panels.others}  # neither a part nor an extreme has that null
+    assert not [name for name, each in others.items() if each.null and name != TITLE]
 
 
 def look_at_watch(run, folder):

@@ -135,8 +135,10 @@ def test_nothing_of_a_record_brings_control_characters_into_the_page(make_readin
     texts = {**TEXTS, "twonn": {**TEXTS["twonn"], "meaning": "bell\x07", "title": "esc\x1b"}}
     described = {"metrics": texts, "model": "M\x1b"}
     described |= {"geomon": "9999.1\x1b", "key\x07": "value\x1b"}
+    curves = {"twonn/layer_01": [5.0] * 9}
+    readings = make_readings(curves=curves, notes=["note\x07", alert_of("kind\x1b", "alert\x1b")])
     runs = [  # two of them differ in their seeds
-        run_of(make_readings(), name, seed=min(number, 1), tokens=number // 2, **described)
+        run_of(readings, name, seed=min(number, 1), tokens=number // 2, **described)
         for number, name in enumerate(name_runs([Path(f"run\x1b{n}") for n in range(3)]))
     ]
     page = render(runs)
@@ -185,12 +187,13 @@ def test_several_runs_stand_side_by_side_and_those_of_other_seeds_make_a_band(
 
 def test_the_mean_of_seeds_has_a_band_from_the_lowest_to_the_highest(make_readings):
     curves = [((0, 10, 20), [1.0, 2.0, 3.0]), ((0, 5, 20), [2.0, 3.0, 6.0])]
+    curves += [((0, 20), [1.5, 4.5])] * 3
     runs = [
         run_of(make_readings(steps, curves={"anisotropy/mean": curve}), f"{seed}", seed=seed)
         for seed, (steps, curve) in enumerate(curves)
     ]
     panel = build_panels(runs).training["anisotropy"]
-    mean = next(x for x in panel.lines if x.name == "mean of 0, 1: mean over layers")
+    mean = next(x for x in panel.lines if "mean of 0, 1, 2, 3, ...: " in x.name)
     assert (list(mean.x), list(mean.y)) == ([0, 10, 20], [1.5, 3.0, 4.5])
     assert (list(mean.low), list(mean.high)) == ([1.0, 2.0, 3.0], [2.0, 4.0, 6.0])
     assert all(line.width < mean.width / 2 for line in panel.lines if not line.name)
@@ -288,11 +291,16 @@ def test_the_time_of_a_run_is_from_its_first_to_its_last_reading(make_readings):
 def test_runs_that_were_taken_up_again_say_how_often(make_readings):
     readings = make_readings().readings
     runs = [
-        Run(name, Path(name), Readings([{"seed": 0}] * count, readings))
+        Run(name, Path(name), Readings([{"seed": 0, "model": 7}] * count, readings))
         for name, count in (("once", 1), ("again", 3))
     ]
-    (row,) = [x for x in build_content(runs)["configuration"] if x["name"] == "starts"]
+    content, panels = build_content(runs), build_panels(runs)
+    (row,) = [x for x in content["configuration"] if x["name"] == "starts"]
     assert (row["texts"], row["differs"]) == (["1", "3"], True)
+    assert content["runs"][0]["model"] == "7"  # whatever a record calls it
+    assert {name.partition(": ")[0] for name in (*panels.maps, *panels.heads)} == {"once", "again"}
+    ends = [line.name for line in panels.depth["anisotropy"].lines if line.name]
+    assert ends == ["once, step 1,500", "again, step 1,500"]
     once = build_content(runs[:1])["configuration"]
     assert not any(row["name"] == "starts" for row in once)
 

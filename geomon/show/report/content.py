@@ -128,7 +128,7 @@ def build_panels(runs: Sequence[Run]) -> Panels:
     for readings in selected:
         listed = quantities_of(readings)
         drawn = {tag: thin(each.curve(readings)) for tag, each in listed.items()}
-        curves.append({tag: curve for tag, curve in drawn.items() if len(curve)})
+        curves.append({tag: curve for tag, curve in drawn.items() if curve})
         present |= {tag: listed[tag] for tag in curves[-1] if tag not in present}
     series = _series_of(runs, curves)
     charts: dict[str, list[Quantity]] = {}
@@ -138,7 +138,7 @@ def build_panels(runs: Sequence[Run]) -> Panels:
     plain = sorted(present, key=lambda tag: (not tag.endswith("/mean"), tag))
     alerts = alerts_of(runs[0].readings) if len(runs) == 1 else []
 
-    def panel(quantities: Sequence[Quantity], label: str = "") -> Lines:
+    def panel(quantities: Sequence[Quantity], label: str) -> Lines:
         found = []
         for place, quantity in enumerate(quantities):
             below = quantity.name if len(quantities) > 1 else ""
@@ -200,8 +200,6 @@ def _mean(curves: Sequence[Curve], colour: str) -> Line:
     """The mean of curves, and a band from the lowest to the highest, where all have values."""
     first, last = max(c.steps[0] for c in curves), min(c.steps[-1] for c in curves)
     steps = [step for step in curves[0].steps if first <= step <= last]
-    if not steps:
-        return Line("", [], [], colour)
     rows = np.array([np.interp(steps, curve.steps, curve.values) for curve in curves])
     low, high = rows.min(axis=0).tolist(), rows.max(axis=0).tolist()
     return Line("", steps, rows.mean(axis=0).tolist(), colour, low, high, width=2.6)
@@ -215,7 +213,7 @@ def _depth(
     maps: dict[str, Matrix] = {}
     heads: dict[str, dict[int, Matrix]] = {}
     for metric, text in _texts_of(selected).items():
-        label = printable(text.label)
+        label = text.label
         for run, colour, readings in zip(runs, _colours(runs), selected, strict=True):
             name = f"{run.name}: {label}" if len(runs) > 1 else label
             matrix = map_panel(some := _at(readings, _MOST_COLUMNS), metric)
@@ -325,17 +323,18 @@ def _cost(runs: Sequence[Run]) -> list[dict[str, Any]]:
 def _configuration(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Rows of the table of descriptions: name, a text for each run, and whether they differ."""
     names = dict.fromkeys(name for run in runs for name in run.description)
-    rows = []
-    for name in names:
-        values = [run.description.get(name) for run in runs]
-        texts = [setting_words(name, value) for value in values]
-        differs = any(value != values[0] for value in values) and name != "time"
-        rows.append({"name": printable(name), "texts": texts, "differs": differs})
+    settings = {name: [run.description.get(name) for run in runs] for name in names}
     starts = [len(run.readings.runs) for run in runs]
     if max(starts) > 1:
-        texts = [f"{count}" for count in starts]
-        rows.append({"name": "starts", "texts": texts, "differs": len(set(starts)) > 1})
-    return rows
+        settings["starts"] = starts
+    return [
+        {
+            "name": printable(name),
+            "texts": [setting_words(name, value) for value in values],
+            "differs": any(value != values[0] for value in values) and name != "time",
+        }
+        for name, values in settings.items()
+    ]
 
 
 __all__ = ["Panels", "Run", "build_content", "build_panels"]
