@@ -323,7 +323,9 @@ def _cost(runs: Sequence[Run]) -> list[dict[str, Any]]:
 def _configuration(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Rows of the table of descriptions: name, a text for each run, and whether they differ."""
     names = dict.fromkeys(name for run in runs for name in run.description)
-    settings = {name: [run.description.get(name) for run in runs] for name in names}
+    settings: dict[str, list[Any]] = {
+        name: [run.description.get(name) for run in runs] for name in names
+    }
     starts = [len(run.readings.runs) for run in runs]
     if max(starts) > 1:
         settings["starts"] = starts
