@@ -40,7 +40,7 @@ from geomon.show.terminal.runs import Watched
 
 APPROVED = Path(__file__).parent / "approved"
 # Root mean square of the differences of two pictures, of 255: what another processor may round.
-TOLERANCE = 1.0
+TOLERANCE = 0.1
 # The age of a reading does not hang on the day of the test.
 NOW = 1_800_000_000.0
 # What is pressed in the terminal view: every page, and what each key changes there.
