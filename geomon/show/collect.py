@@ -92,9 +92,9 @@ def training_panel(readings: Readings, metric: str) -> Lines:
 def layers_panel(readings: Readings, metric: str) -> Lines:
     """Collect a metric over training, a line for each layer; the axis begins at 0."""
     curves = {layer: curve_of(readings, metric, layer=layer) for layer in readings.layers(metric)}
-    width, colours = (1.8 if len(curves) <= 8 else 1.1), _layer_colours(readings)
+    colours = _layer_colours(readings)
     lines = [
-        Line(str(layer), curve.steps, curve.values, colours[layer], width=width)
+        Line(str(layer), curve.steps, curve.values, colours[layer], width=1.4)
         for layer, curve in curves.items()
         if curve
     ]
@@ -105,15 +105,15 @@ def layers_panel(readings: Readings, metric: str) -> Lines:
     return Lines(label, lines, named_by="layer", null=null, alerts=alerts, ends=ends)
 
 
-def heads_panel(readings: Readings, metric: str) -> Lines:
-    """Collect a metric of heads over training: a line for each in the colour of its layer.
+def cosines_panel(readings: Readings) -> Lines:
+    """Collect the cosines of heads over training: a line for each in the colour of its layer.
 
     Their mean size is a line too. Of more heads than lines can be told apart, the shares of them
     between values are shown instead.
     """
-    measured, layers, tables = measured_heads(readings, metric)
+    measured, layers, tables = measured_heads(readings, "qk_cosine")
     steps = [reading.step for reading in measured]
-    if are_many_heads(readings, metric):
+    if are_many_heads(readings):
         flat = tables.reshape(len(steps), -1)
         middle = np.nanmedian(flat, axis=1).tolist()
         lines = []
@@ -127,16 +127,16 @@ def heads_panel(readings: Readings, metric: str) -> Lines:
             for row, layer in enumerate(layers)
             for values in tables[:, row].T
         ]
-    mean = mean_abs_over_heads(readings, metric)
+    mean = mean_abs_over_heads(readings, "qk_cosine")
     if mean:
         lines.append(Line("mean size over all heads", mean.steps, mean.values, BLACK, width=2.4))
-    ends = (-1.05, 1.05) if metric.endswith("cosine") else None
-    return Lines(readings.text_of(metric).label, lines, alerts=alerts_of(readings), ends=ends)
+    label, alerts = readings.text_of("qk_cosine").label, alerts_of(readings)
+    return Lines(label, lines, alerts=alerts, ends=(-1.05, 1.05))
 
 
-def are_many_heads(readings: Readings, metric: str) -> bool:
+def are_many_heads(readings: Readings) -> bool:
     """Return whether a run has more heads than lines can be told apart."""
-    return max((len(r.column(metric).by_head()) for r in readings), default=0) > _MOST_LINES
+    return any(len(each.column("qk_cosine").by_head()) > _MOST_LINES for each in readings)
 
 
 def furthest_loss(readings: Readings) -> tuple[str, Curve]:
@@ -390,7 +390,7 @@ def _profiles(
 
 def _layer_colours(readings: Readings) -> dict[int, str]:
     """Colours of the layers of a run; those of heads and of what attention gives are the same."""
-    layers = layers_of(readings)[1:] or [0]
+    layers = layers_of(readings)[1:]
     return {0: LAYERS[0]} | dict(zip(layers, ramp(LAYERS, len(layers)), strict=True))
 
 

@@ -96,8 +96,8 @@ class Lines:
     @property
     def null_inside(self) -> tuple[float, str] | None:
         """The null, unless it lies outside of what the lines reach over, or 0."""
-        values = [v for line in self.lines for v in (*line.y, *line.high)]  # NaN is no end
-        low, high = self.ends or (min(0.0, *values, 0.0), 1.1 * max(0.0, *values, 0.0))
+        values = [0.0, *(v for line in self.lines for v in (*line.y, *line.high))]  # NaN is no end
+        low, high = self.ends or (min(values), 1.1 * max(values))
         return self.null if self.null is not None and low < self.null[0] < high else None
 
 
@@ -159,7 +159,7 @@ class StepAxis:
     def ticks(self) -> list[int]:
         """Return the steps that the axis names: 0, the first after it, and powers of ten."""
         first, last = self.steps[0], self.steps[-1]
-        powers = [10**power for power in range(len(str(last)) + 1)]
+        powers = [10**power for power in range(len(str(last)))]
         named = [power for power in powers if max(first, self._after) <= power <= last]
         if self._after * 2 <= min(named, default=last):
             named.insert(0, self._after)

@@ -22,7 +22,7 @@ def lopsided(steps=(0, 4, 32), layers=3, heads=5):
         for layer in range(layers + 1):
             base = 0.01 * place + 0.1 * layer
             values[f"anisotropy/layer_{layer:02d}"] = 0.05 + base
-            values[f"anisotropy/layer_{layer:02d}/margin"] = 0.01 + 0.001 * layer
+            values[f"anisotropy/layer_{layer:02d}/margin"] = 0.01 + 0.001 * layer - 0.002 * place
             if layer:
                 values[f"attention_entropy/layer_{layer:02d}"] = 2 + base
             for head in range(heads if layer else 0):
@@ -73,7 +73,7 @@ def test_the_peak_is_named_where_the_dimension_has_fallen_from_one(make_readings
     assert not any("peak" in line.name for line in collect.dimension_panel(falling).lines)
 
 
-@pytest.mark.parametrize(("distinct", "is_logarithmic"), [(32.0, True), (4.0, False)])
+@pytest.mark.parametrize(("distinct", "is_logarithmic"), [(32.0, True), (10.0, False)])
 def test_the_dimension_is_logarithmic_only_where_variants_lie_far_apart(
     make_readings, distinct, is_logarithmic
 ):
@@ -88,7 +88,7 @@ def test_every_layer_and_every_head_is_a_line_in_the_colour_of_its_layer():
     readings = lopsided()
     layers = collect.layers_panel(readings, "attention_entropy").lines
     assert [line.name for line in layers] == ["1", "2", "3"]
-    *heads, mean = collect.heads_panel(readings, "qk_cosine").lines
+    *heads, mean = collect.cosines_panel(readings).lines
     for number, line in enumerate(heads):
         layer, head = number // 5 + 1, number % 5
         tag = f"qk_cosine/layer_{layer:02d}/head_{head}"
@@ -113,7 +113,7 @@ def test_the_axis_of_layers_begins_at_0_and_has_room_for_uniform_attention(make_
 
 def test_of_more_heads_than_lines_can_be_told_apart_shares_are_drawn():
     readings = lopsided(layers=4, heads=17)
-    *bands, _ = collect.heads_panel(readings, "qk_cosine").lines
+    *bands, _ = collect.cosines_panel(readings).lines
     heads = [v for t, v in readings[-1].values.items() if "qk_cosine" in t and "head_" in t]
     for band, shares in zip(bands, ((5, 95), (25, 75)), strict=True):
         assert (band.low[-1], band.high[-1]) == pytest.approx(tuple(np.percentile(heads, shares)))
@@ -135,6 +135,8 @@ def test_the_loss_is_that_which_reaches_furthest(make_readings, on_probe):
     assert (name, len(curve)) == (
         ("loss on the probe", 9) if on_probe else ("training loss", 8)
     )  # fmt: skip
+    first = make_readings((0,), curves={"training/probe_loss": [4.0]})
+    assert collect.furthest_loss(first)[0] == "loss on the probe"
 
 
 # -- over depth ------------------------------------------------------------------------------------
@@ -149,10 +151,10 @@ def test_a_profile_has_a_line_for_each_step_and_the_last_has_its_intervals():
     values = [readings[-1].values[f"anisotropy/layer_{layer:02d}"] for layer in range(4)]
     assert panel.lines[-1].y == values
     assert panel.lines[-1].high == pytest.approx(
-        [v + 0.01 + 0.001 * n for n, v in enumerate(values)]
+        [v + 0.006 + 0.001 * n for n, v in enumerate(values)]
     )
     assert panel.lines[-1].low == pytest.approx(
-        [v - 0.01 - 0.001 * n for n, v in enumerate(values)]
+        [v - 0.006 - 0.001 * n for n, v in enumerate(values)]
     )
     assert not any(len(line.low) for line in panel.lines[:-1])
 
@@ -198,21 +200,24 @@ def test_a_map_has_a_column_for_each_step_and_its_scale_from_the_blocks(make_rea
     assert matrix.values[:, -1].tolist() == [5.0, 8.0]
     assert (matrix.low, matrix.high, matrix.is_signed) == (0.0, 8.0, False)
     positive = collect.map_panel(single("cosine", [0.25, 0.0, 0.25, 0.5]), "cosine")
-    assert (positive.low, positive.high) == (0, 0.5)
+    assert (positive.low, positive.high, positive.is_logarithmic) == (0, 0.5, False)
+    nothing = collect.map_panel(single("drift", [0.0, 0.0]), "drift")
+    assert nothing.low == 0 < nothing.high
     both = collect.map_panel(single("drift", [0.25, -0.5, 0.25]), "drift")
     assert (both.low, both.high, both.is_signed) == (-0.5, 0.5, True)
     known = collect.map_panel(
         single("attention_entropy_normalised", [0.1, 0.4]), "attention_entropy_normalised"
     )
     assert (known.low, known.high) == (0, 1)
-    wide = collect.map_panel(single("norm", [0.25, 8.0, 2.0]), "norm")
-    assert (wide.low, wide.high, wide.is_logarithmic) == (0.25, 8.0, True)
+    wide = collect.map_panel(single("norm", [0.25, 4.0, 2.0]), "norm")
+    assert (wide.low, wide.high, wide.is_logarithmic) == (0.25, 4.0, True)
+    assert not collect.map_panel(single("norm", [0.25, 3.0, 2.0]), "norm").is_logarithmic
     assert collect.map_panel(Readings([], [reading_of({}, 0, "inline")]), "twonn") is None
 
 
 def test_heads_stand_by_layer_and_head_on_one_scale(make_readings):
     values = {
-        f"q/layer_{layer:02d}/head_{head}": 10.0 * layer + head
+        f"q/layer_{layer:02d}/head_{head}": 10.0 * (layer - 1) + head
         for layer in (1, 2)
         for head in range(3)
     }
@@ -221,9 +226,9 @@ def test_heads_stand_by_layer_and_head_on_one_scale(make_readings):
     )
     assert collect.head_panels(readings, "other") == {}
     first, last = collect.head_panels(readings, "q", 2).values()
-    assert first.values.tolist() == [[10, 11, 12], [20, 21, 22]]
+    assert first.values.tolist() == [[0, 1, 2], [10, 11, 12]]
     assert (list(first.layers), list(first.columns)) == ([1, 2], [0, 1, 2])
-    assert (first.low, first.high) == (last.low, last.high) == (10, 30)
+    assert (first.low, first.high) == (last.low, last.high) == (0, 30)
     run = make_readings()
     (cosines,) = collect.head_panels(run, "qk_cosine").values()
     assert (cosines.low, cosines.high) == (-1, 1)
@@ -238,7 +243,7 @@ def test_heads_stand_by_layer_and_head_on_one_scale(make_readings):
 
 
 @pytest.mark.parametrize(
-    ("null", "drawn"), [(6.0, 6.0), (500.0, None), (-1.0, None), (math.nan, 5.5)]
+    ("null", "drawn"), [(0.5, 0.5), (8.2, 8.2), (12.0, None), (-1.0, None), (math.nan, 5.5)]
 )
 def test_the_last_null_is_drawn_where_it_lies_within_the_panel(null, drawn):
     first, *others = with_all(lopsided(), {"twonn/null": null})
@@ -283,7 +288,10 @@ def test_looks_differ_as_long_as_they_can():
 def test_what_is_chosen_has_the_first_and_the_last():
     assert spread_steps([32, 0, 1, 2, 16, 4, 8], 3) == [0, 4, 32]
     assert spread_items(range(10), 3) == [0, 4, 9]
-    assert spread_items([3, 5], 7) == spread_steps([3, 5]) == [3, 5]
+    assert spread_items([3, 5], 7) == [3, 5]
+    assert spread_steps([0, 1, 2, 3, 4, 5, 100], 7) == [0, 1, 2, 3, 4, 5, 100]
+    short = Curve([*range(400)], [0.0] * 400, [0.0] * 400)
+    assert thin(short) == short
     curve = Curve(
         [*range(3000)], [math.sin(n / 300) + 9 * (n == 1717) for n in range(3000)], [0.0] * 3000
     )

@@ -16,18 +16,20 @@ def test_words_have_the_digits_that_tell_values_apart_and_no_percent_of_signs():
     found = [
         Difference("entropy/mean", 200, 3.2051, 3.2047, 1e-4),
         Difference("cosine/mean", 200, -0.4, -0.7, 0.02),
-        Difference("norm/mean", 200, 1.5, 45.0, 0.2),
-        Difference("square/mean", 200, 8.0, 2.4e7, 1e5),
-        Difference("training/loss", 128, 2.0, 2.01, math.nan),
+        Difference("norm/mean", 200, 4.0123, 45.0, 0.2),
+        Difference("square/mean", 200, 8.0, 12e3, 1e3),
+        Difference("training/loss", 128, 1.0, 1.007, math.nan),
     ]
     lines = describe_differences(found, ("a", "b"))
     assert lines[0] == "b against a, at step 200"
     entropy, cosine, norm, square, loss = (line for line in lines if "->" in line)
     assert entropy.endswith("3.2051 -> 3.2047, lower by 0.0004 ± 0.0001 (less than 0.1 %)")
     assert cosine.endswith("-0.4 -> -0.7, lower by 0.3 ± 0.02")
-    assert norm.endswith("(30 times as high)")
-    assert "%" not in square
-    assert loss.endswith("(+0.5 %), at step 128")
+    assert ": 4.01 -> 45, " in norm
+    assert norm.endswith("(11.2 times as high)")
+    assert square.endswith("± 1e+03")
+    assert ": 1 -> 1.007, " in loss
+    assert loss.endswith("(+0.7 %), at step 128")
 
 
 def test_equal_values_are_counted_and_other_steps_are_said(make_readings):
@@ -40,7 +42,8 @@ def test_equal_values_are_counted_and_other_steps_are_said(make_readings):
 @pytest.mark.parametrize(
     ("one", "other", "said"),
     [
-        ({"time": 1.0}, {"time": 2.0}, ""),
+        ({"time": 1.0, "from_step": 1}, {"time": 2.0, "from_step": 2}, ""),
+        ({"x": "a" * 60}, {"x": "b"}, f"x {'a' * 60} and b"),
         ({"layers": ["a", "b"]}, {"layers": ["a"]}, "layers 2: a, b and 1: a"),
         ({"seed": 0}, {"seed": 10**4}, "seed 0 and 10,000"),
         ({"x": 0.10001}, {"x": 0.10002}, "x 0.10001 and 0.10002"),

@@ -292,7 +292,7 @@ def add_bar(mesh: Any, panel: Matrix, places: Sequence[Axes]) -> None:
 def _name_ticks(axis: Any, names: Sequence[int]) -> None:
     """Name rows or columns by their numbers, sixteen at most."""
     ticks = range(0, len(names), math.ceil(len(names) / 16))
-    axis.set_ticks(ticks, labels=[str(names[tick]) for tick in ticks])
+    axis.set_ticks(ticks, labels=[names[tick] for tick in ticks])
 
 
 def _write_values(place: Axes, panel: Matrix, mesh: Any) -> None:

@@ -157,25 +157,23 @@ def _similar_and_opposite(readings: Readings) -> list[HeadHistory]:
             "no mean queries and keys stand beside the record: a Monitor with arrays=True keeps "
             "them where qk_cosine or qk_dot is measured"
         )
-    highest = max(known, key=lambda one: one.cosines[-1])
-    lowest = min(known, key=lambda one: one.cosines[-1])
-    return [highest] if highest is lowest else [highest, lowest]
+    known.sort(key=lambda one: -one.cosines[-1])
+    return [known[0], known[-1]] if len(known) > 1 else known
 
 
 def _histories(readings: Readings) -> Iterator[HeadHistory]:
     """All heads that have arrays at every one of a few steps."""
     by_step = arrays_by_step(readings, "mean_query", _MOST_ARROWS)
-    steps = sorted(by_step)
-    if not steps:
+    if not by_step:
         return
-    for layer in array_layers(by_step[steps[-1]], "mean_query", readings):
+    steps, last = sorted(by_step), by_step[max(by_step)]
+    for layer in array_layers(last, "mean_query", readings):
         tag, key_tag = (tags.layer_tag(name, layer) for name in ("mean_query", "mean_key"))
         if not all(tag in by_step[step] and key_tag in by_step[step] for step in steps):
             continue
-        last = by_step[steps[-1]][tag]
-        key_heads = len(by_step[steps[-1]][key_tag])
-        for head in range(len(last)):
-            key = head * key_heads // len(last)
+        heads, key_heads = len(last[tag]), len(last[key_tag])
+        for head in range(heads):
+            key = head * key_heads // heads
             yield HeadHistory(
                 layer, head, steps,
                 np.stack([_floats(by_step[step][tag])[head] for step in steps]),

@@ -31,7 +31,7 @@ def geometry_figure(readings: Readings, *, title: str | None = None) -> Figure:
     """
     dimension = collect.dimension_panel(readings)
     entropy = collect.layers_panel(readings, "attention_entropy")
-    many = collect.are_many_heads(readings, "qk_cosine")
+    many = collect.are_many_heads(readings)
     names = {name: readings.text_of(name).title for name in ("anisotropy", "qk_cosine")}
     figure = axes.draw_grid(
         [
@@ -39,7 +39,7 @@ def geometry_figure(readings: Readings, *, title: str | None = None) -> Figure:
             (f"{names['anisotropy']} over depth", collect.depth_panel(readings, "anisotropy")),
             (
                 f"{names['qk_cosine']}{', all heads' if many else ' by head'}",
-                collect.heads_panel(readings, "qk_cosine"),
+                collect.cosines_panel(readings),
             ),
             (
                 f"{readings.text_of('attention_entropy').title} by layer",

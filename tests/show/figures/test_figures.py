@@ -112,6 +112,11 @@ def test_a_logarithmic_axis_names_numbers(high):
     assert "1" in named
     (dot,) = drawn(Lines("values", [Line("", [7], [1.0], BLUE)]))[0].lines
     assert dot.get_marker() == "o"
+    norms = {f"norm/layer_{n:02d}": v for n, v in enumerate((0.25, 2.0, high))}
+    axes, bar = drawn(map_panel(Readings([], [reading_of(norms)]), "norm"))
+    axes.figure.draw_without_rendering()
+    assert bar.get_ylabel() == "norm\nlogarithmic"
+    assert ("3" in [label.get_text() for label in bar.get_yticklabels()]) == (high < 300)
 
 
 def test_an_alert_is_a_line_along_which_its_kind_is_written(make_readings):
@@ -197,6 +202,9 @@ def test_what_was_not_measured_is_said(make_readings):
         figure = geometry_figure(readings)
         as_image(figure)
         assert words_of(figure).count("not measured") == 4
+        assert {words.get_position() for axes in figure.axes for words in axes.texts} == {
+            (0.5, 0.5)
+        }
 
 
 @pytest.mark.parametrize(
@@ -218,6 +226,8 @@ def test_the_title_says_model_size_steps_and_loss(run, make_readings):
     acting = Readings([described], make_readings((0,)).readings)
     assert title_of(acting).isprintable()
     assert "1 billion parameters" in title_of(acting)
+    few = Readings([{"parameters": 5000}], acting.readings)
+    assert title_of(few) == "5,000 parameters, steps 0 to 0"
     small(draw("run", acting))
     assert title_of(Readings([], [])) is None
     losses = [a for a in draw("run", run).axes if "training loss" in a.get_ylabel()]
@@ -260,11 +270,15 @@ def test_a_metric_that_is_not_there_is_answered_by_those_that_are(run, kind, met
         draw(kind, run, metric)
 
 
-def test_the_most_similar_and_the_most_opposite_head_are_found(run):
+def test_the_most_similar_and_the_most_opposite_head_at_the_end_are_found(run):
+    arrays = arrays_at(run[1])
+    for layer in range(1, LAYERS + 1):
+        arrays["", "mean_query", layer] *= -1
+    run.folder.write(run[1].step, run[1].source, arrays)
     for words in (words_of(draw("means", run)), words_of(draw("clouds", run))):
         assert "most similar head\nlayer 1, head 0, cosine +1.00" in words
         assert "most opposite head\nlayer 4, head 3, cosine −0.98" in words
-    assert words.count(": cosine +1.00") == words.count(": cosine −0.98") == 4
+    assert words.count(": cosine +1.00") == words.count(": cosine −0.98") == 3
     assert "Queries and keys of single tokens, and their means" in words
     assert "from step 0 (open) to step 1,500 (filled)" in words_of(draw("means", run))
 
@@ -313,6 +327,12 @@ def test_a_figure_and_a_summary_count_the_same_heads(run):
     assert band.get_y() + band.get_height() == pytest.approx(found.limit)
 
 
+def test_heads_of_another_metric_are_coloured_by_their_sign():
+    values = {f"qk_dot/layer_01/head_{head}": head - 1.0 for head in range(3)}
+    (axes,) = draw("cosines", Readings([], [reading_of(values)]), "qk_dot").axes
+    assert [line.get_color() for line in axes.lines] == [BLUE, GREY, VERMILLION]
+
+
 @pytest.mark.parametrize("layers", [1, 2, 13])
 def test_the_title_of_few_and_of_many_layers_stays_inside(make_readings, tmp_path, layers):
     figure = draw("cosines", write_run(tmp_path, make_readings((0, 8), layers=layers, heads=8)))
@@ -359,10 +379,14 @@ def test_where_types_give_no_line_none_is_said(run, rows, scatter):
     assert "slope" not in figure.axes[0].get_xlabel()
 
 
-def test_shares_of_a_layer_sum_to_one(run):
-    panel = panels_of(draw("norms", run))["Parts of Q over depth, step 1,500"]
-    heights = np.array([bar.get_height() for bar in panel.patches]).reshape(3, LAYERS + 1)
-    assert heights.sum(axis=0) == pytest.approx(np.ones(LAYERS + 1))
+def test_shares_of_a_layer_sum_to_one():
+    parts = {"": 0.5, "/mean": 0.2, "/between": 0.3, "/within": 0.5}
+    values = {f"variance_shares/layer_{n:02d}{p}": x for n in range(14) for p, x in parts.items()}
+    figure = draw("norms", Readings([], [reading_of(values, 1500)]))
+    panel = panels_of(figure)["Parts of Q over depth, step 1,500"]
+    heights = np.array([bar.get_height() for bar in panel.patches]).reshape(3, 14)
+    assert heights.sum(axis=0) == pytest.approx(np.ones(14))
+    assert list(panel.get_xticks()) == [*range(0, 14, 2)]
 
 
 def test_p_values_stand_over_training(run):
@@ -427,7 +451,7 @@ def run_of(make_readings, tmp_path):
 
 
 def test_each_run_has_a_line_in_the_panel_of_each_layer(run_of):
-    ends = {"a": (0.9, 0.8, -0.7), "b": (0.8, -0.5, -0.9), "c": (0.7, 0.1, -0.8)}
+    ends = {"a": (0.9, 0.8, -0.7), "b": (0.8, -0.5, -0.9), "c": (0.6, 0.1, -0.8)}
     runs = [run_of(f"study/seed_{name}", values) for name, values in ends.items()]
     figure = draw("stability", runs)
     panels = panels_of(figure)

@@ -118,6 +118,7 @@ def test_every_row_of_both_arrives_and_readings_at_the_latest_with_the_next_row(
     assert steps_of(run) == {step: 0.1 + step for step in range(20)}
     kept = {name for row in run.rows for name in row if name.startswith("loss")}
     assert kept == {f"loss_{s}" for s in range(20) if HABITS[habit](s) is not None}
+    assert habit == "in tokens" or run.step <= len(run.rows)  # no number is left out
 
 
 def test_two_readings_of_one_step_are_two_rows():
@@ -173,15 +174,26 @@ def test_nothing_is_left_on_the_run(order):
     first.close()
     second.write(reading(1))
     run.log({"loss": 1.0}, step=7)
-    second.close()
-    run.end_row()
     assert steps_of(run).keys() == {0, 1}
+    second.close()
     if order < 0:
         rows = weakref.ref(second.parts()[0])
         del sink, sinks, first, second
         gc.collect()
         assert "_log" not in vars(run)
         assert rows() is None
+
+
+def test_a_run_whose_rows_cannot_be_watched_has_every_reading_in_the_end():
+    class Unwatched(Run):
+        log, _log = Run._log, None
+
+    run = Unwatched()
+    sink = WandB(run, pictures=False)
+    for step in range(3):
+        sink.write(reading(step))
+    sink.close()
+    assert steps_of(run).keys() == {0, 1, 2}
 
 
 def test_a_disabled_run_is_left_as_it_is():
@@ -208,6 +220,12 @@ def test_a_run_to_which_nobody_else_logs_is_said_once(caplog):
             sink.write(reading(step))
             assert len(caplog.messages) == (step >= 3)  # the first joins the open row
     assert "WandB(run, by_step=True)" in caplog.text
+    run = Run()
+    sink = WandB(run, pictures=False)
+    run.log({"loss": 1.0}, step=0)
+    for step in range(5):
+        sink.write(reading(step))
+    assert len(caplog.messages) == 1
 
 
 def test_a_reading_joins_the_row_that_is_open_and_its_charts_follow():
