@@ -134,6 +134,7 @@ def test_several_runs_are_printed_with_their_names(make_readings, run, tmp_path)
     assert printed[0] == run.name
     assert "other" in printed
     assert sum(line.startswith("step ") for line in printed) == 2
+    assert run.name not in invoke("watch", run, "--once").stdout  # one has no need of it
 
 
 class Terminal(io.StringIO):

@@ -48,7 +48,7 @@ def look_at_watch(run, folder):
     write(folder, run, metrics=run.runs[0]["metrics"])
 
     async def story():
-        app = WatchApp([Watched(folder)], poll=None)
+        app = WatchApp([Watched(folder, None, "a")], poll=None)
         async with app.run_test(size=(120, 30)) as pilot:
             app.look()
             app.query_one("#metric").value = "peak_norm/mean"

@@ -27,9 +27,9 @@ class Watched:
         trouble: Why the file cannot be read; "" where it can.
     """
 
-    def __init__(self, directory: Path, stack: str | None = None, name: str = "") -> None:
+    def __init__(self, directory: Path, stack: str | None, name: str) -> None:
         self._follower, self._stack = Follower(directory), stack
-        self.name = printable(name or str(directory))
+        self.name = printable(name)
         self.whole = self.readings = Readings([], [])
         self.quantities: dict[str, Quantity] = {}
         self.headline = ""
@@ -40,13 +40,13 @@ class Watched:
         """Read what was written since the last look, and return whether anything has changed."""
         before, follower = (self.state, self.trouble), self._follower
         try:
-            is_new = bool(follower.look())
+            is_new = follower.look()
             every = follower.readings()
             if is_new or (self.trouble and every):
                 self._take(every.of_stack(self._stack))
                 return True
         except (OSError, ValueError) as error:
-            self.trouble = printable(" ".join(str(error).split()))
+            self.trouble = " ".join(str(error).split())
             return before != (self.state, self.trouble)
         if not self.whole:
             there = follower.path.is_file()
@@ -61,9 +61,9 @@ class Watched:
         self.fallen = phase if phase.earliest is not None else None
         self.whole, self.readings, self.state, self.trouble = whole, selected, "", ""
 
-    def layers_of(self, quantity: Quantity) -> list[int]:
+    def layers_of(self, quantity: Quantity) -> set[int]:
         """List the layers at which a quantity has values; none for one of the run as a whole."""
         if not quantity.is_mean:
-            return []
+            return set()
         columns = [each.column(quantity.metric, quantity.part) for each in self.readings]
-        return sorted({layer for column in columns for layer in column.depths()})
+        return {layer for column in columns for layer in column.depths()}

@@ -209,6 +209,7 @@ def test_a_record_is_followed_while_it_is_written(make_readings, tmp_path):
             said = await shown()
             assert "step 1,500" in said
             assert "line 5 of" not in said
+            assert not app.runs[0].look()  # nothing is new
 
     run(story)
 

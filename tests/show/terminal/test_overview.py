@@ -66,6 +66,7 @@ def test_each_row_says_the_last_value_the_history_and_the_first(make_readings):
     ("values", "margin", "line"),
     [
         ([5.36, 5.44, 5.41, 5.35], 0.0, "▄▄▄▄"),
+        ([5.0, 5.15], 0.0, "▁█"),
         ([5.0, 5.4, 4.9, 5.2, 5.5, 5.1], 0.35, "▄▄▄▄▄▄"),  # within twice the margin
         ([0.0, 0.0], 0.0, "▄▄"),
         ([*range(80)], 0.0, "▁▁▂▂▃▃▄▄▅▅▆▆▇▇██"),
@@ -85,20 +86,22 @@ def test_what_was_not_measured_is_left_out_but_the_dimension(make_readings):
     assert shown(make_readings(without=ALL))[1:] == ["intrinsic dimension: not measured."]
     assert shown(Readings([], [])) == ["no readings yet"]
     first = make_readings((0,))
-    assert "too few readings to tell" in "\n".join(shown(first))
+    said = "\n".join(shown(first))
+    assert "too few readings to tell" in said
+    assert " from " not in said  # the one value
     empty = dict.fromkeys(first[0].values.keys() - {"geomon/seconds"}, math.nan)
     assert len(shown([with_values(first[0], empty)])) == 2
 
 
 @pytest.mark.parametrize(
     ("seconds", "words"),
-    [(0, "0 s"), (119, "119 s"), (130, "2 min"), (7100, "118 min"), (7300, "2 h"),
-     (172_000, "48 h"), (180_000, "2 d"), (-5, "0 s")],
+    [(0, "0 s"), (119, "119 s"), (120, "2 min"), (7100, "118 min"), (7200, "2 h"),
+     (172_000, "48 h"), (172_800, "2 d"), (-5, "0 s")],
 )  # fmt: skip
 def test_the_age_of_a_reading_has_a_unit_that_fits(make_readings, monkeypatch, seconds, words):
-    reading = make_readings((0,))[0]
+    reading = make_readings((0,), curves={"geomon/overhead": [0.1]})[0]
     monkeypatch.setattr("geomon.show.terminal.overview.time.time", lambda: reading.time + seconds)
-    assert shown([reading])[0].startswith(f"step 0 · {words} ago · probe, eval · geomon 90 %")
+    assert shown([reading])[0].startswith(f"step 0 · {words} ago · probe, eval · geomon 10 %")
 
 
 def test_alerts_take_the_headline_and_each_kind_is_shown_in_full_the_gravest_first(make_readings):
@@ -126,7 +129,8 @@ def test_a_plain_line(make_readings):
         "step 128: intrinsic dimension 7.3 ± 0.1 (expanding), distinct tokens 7.5 ± 0.1, attention "
         "entropy (nats) 2.8, |cosine of mean query and mean key| 0.40, training loss 4.0"
     )
-    assert "(compressing)" in format_line(readings[8], readings)
+    assert "(compressing)" in format_line(readings[6], readings)
+    assert "(expanding)" in format_line(readings[5], readings)
     assert format_line(readings[0], readings).startswith("step 0: intrinsic dimension 2.5 ± 0.1, ")
     later = with_values(readings[8], {"training/loss": 2.0}, step=1600)  # measured no dimension
     assert format_line(later, [*readings, later]) == "step 1600: training loss 2.0"
