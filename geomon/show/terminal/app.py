@@ -179,12 +179,13 @@ class WatchApp(App[str]):
 
     def _follow(self, poll: float) -> None:
         """Look at all files until the application ends; in a thread, for a record can be large."""
-        while not self._has_ended.is_set():
+        while True:
             news = [run.look() for run in self.runs]
             if any(news):
                 with contextlib.suppress(RuntimeError):  # the application has just ended
                     self.call_later(self.show)
-            self._has_ended.wait(poll)
+            if self._has_ended.wait(poll):
+                return
 
     def look(self) -> None:
         """Look at all files once, and show what is new."""
@@ -317,7 +318,7 @@ class WatchApp(App[str]):
                     fields.append(Text())
                     continue
                 ground = gradient.get_color((value - low) / (high - low) if high > low else 0.5)
-                style = Style(color=ground.get_contrast_text(1).hex6, bgcolor=ground.hex6)
+                style = Style(color=ground.get_contrast_text().hex6, bgcolor=ground.hex6)
                 fields.append(Text(f"{number(value):^7}", style))
             table.add_row(*fields, label=f"layer {layer}")
 

@@ -54,7 +54,7 @@ def draw(plot: Any, panel: Lines, *, is_linear: bool = False, chosen: int | None
     axis = StepAxis(at)
 
     def places(steps: Any) -> list[float]:
-        return list(steps) if is_linear else [math.log10(each) for each in axis.places(steps)]
+        return steps if is_linear else [math.log10(each) for each in axis.places(steps)]
 
     if panel.over == "layer":
         is_linear = True

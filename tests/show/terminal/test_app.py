@@ -66,6 +66,7 @@ def test_dimensions_phases_and_alerts_are_whole_at_any_size_above_a_chart(
             assert ("by layer not measured" in said) == (size[0] > 100)
             assert screen(app)[-1].startswith("q quit ? help")
             assert "r run" not in screen(app)[-1]
+            assert not app.query_one("#run").display  # there is nothing to choose
             await pilot.press("t", "t", "t")
             listed = re.findall(
                 r"Alert at step (\S+?):? (?:\(first of (\d)\): )?(\w+ \w+)", words(app)
@@ -96,7 +97,9 @@ def test_keys_change_what_is_shown(make_readings, tmp_path):
             assert "─loss on the probe  3.5─" in text(app)
             assert "1,000" in text(app)
             assert "1,000" not in await press("x")
+            assert "●" in text(app)  # the peak, of the dimension alone
             assert "─intrinsic dimension, distinct tokens  4.9" in await press("m")
+            assert "●" not in text(app)
             assert "─anisotropy, largest layer  0.60" in await press("m", "m", "m")
             assert "─anisotropy  not measured" in await press("M")
             assert "─anisotropy, layer 0  0.11" in await press("l")
@@ -112,6 +115,9 @@ def test_keys_change_what_is_shown(make_readings, tmp_path):
             assert "attention entropy (nats)" in await press("t", "t")
             assert "cosine of mean query" in await press("h")
             assert "next or previous metric" in await press("question_mark")
+            app.query_one("#metric").value = "training/loss"
+            await pilot.pause()
+            assert "─Training loss  4.0 at step 1,024" in await press("t")
 
     run(story)
 
@@ -147,7 +153,9 @@ def test_several_runs_lie_over_one_another_with_a_legend(
         monkeypatch.setenv("NO_COLOR", "1")
     mark = "━" if colours else "•"
     one = write(tmp_path / "one", make_readings())
-    other = write(tmp_path / "other", make_readings((0, 16, 32, 64), notes=["of the other"]))
+    *first, last = make_readings((0, 16, 32, 64))
+    last = with_values(last, last.values, notes=["of the other"])
+    other = write(tmp_path / "other", [*first, last])
 
     async def story():
         async with watched(one, other, tmp_path / "third", size=(120, 40)) as (app, pilot):

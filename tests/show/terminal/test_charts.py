@@ -18,6 +18,12 @@ def built(panel, columns=60, rows=20, **how):
     return plot.uncolorize(plot.build()).rstrip("\n").split("\n")
 
 
+def marks_of(lines):
+    """The highest and the lowest mark of the axis of values."""
+    marks = [float(text.split("┤")[0]) for text in lines if "┤" in text]
+    return [max(marks), min(marks)]
+
+
 def curve(x, y, margin=0.0, *, dash="dashdot", **more):
     """A panel of one line, of crosses unless it is solid."""
     band = ([v - margin for v in y], [v + margin for v in y]) if margin else ((), ())
@@ -44,16 +50,17 @@ def test_noise_within_the_margins_is_drawn_on_few_rows():
     values = [5.0 + 0.01 * (n % 3) for n in range(40)]
     lines = built(curve([*range(40)], values, 0.2))
     assert 1 <= sum("x" in text for text in lines) <= 2
+    assert marks_of(lines) == pytest.approx([5.41, 4.61])  # four margins about the middle
     lines = built(curve([*range(40)], values))
     assert 1 <= sum("x" in text for text in lines) <= 4
+    assert marks_of(lines) == pytest.approx([5.11, 4.91], abs=0.006)  # 4 % of the value
 
 
-@pytest.mark.parametrize("value", [0.0, 5e-324, 1e-10, 3.0, 1e38])
+@pytest.mark.parametrize("value", [0.0, 5e-324, 1e-10, 3.0, 1e38, -3.0])
 def test_a_constant_is_a_flat_line_on_an_axis_that_is_not_negative(value):
     lines = built(curve([*range(9)], [value] * 9))
     assert sum("x" in text for text in lines) == 1
-    marks = [float(text.split("┤")[0]) for text in lines if "┤" in text]
-    assert min(marks) >= 0
+    assert (marks_of(lines)[1] >= 0) == (value >= 0)
 
 
 def test_a_logarithmic_axis_has_room_for_step_0_and_marks_powers_of_ten():
@@ -83,10 +90,11 @@ def test_the_interval_a_single_point_the_chosen_step_and_alerts_are_drawn():
     assert 10 < rules(built(alert, is_linear=True)) < 20
 
 
-def test_layers_are_marked_by_their_numbers_and_what_is_missing_is_left_out():
-    values = [math.sin(n / 9) if n != 3 else math.nan for n in range(33)]
-    lines = built(curve([*range(33)], values, over="layer"))
-    assert [int(mark) for mark in lines[-1].split()] == [0, 5, 10, 15, 20, 25, 30]
+@pytest.mark.parametrize(("count", "every"), [(32, 4), (33, 5)])
+def test_layers_are_marked_by_their_numbers_and_what_is_missing_is_left_out(count, every):
+    values = [math.sin(n / 9) if n != 3 else math.nan for n in range(count)]
+    lines = built(curve([*range(count)], values, over="layer"))
+    assert [int(mark) for mark in lines[-1].split()] == [*range(0, count, every)]
 
 
 def test_the_title_names_lines_and_null_and_the_remark_stands_below():

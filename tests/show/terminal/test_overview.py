@@ -50,7 +50,10 @@ def test_each_row_says_the_last_value_the_history_and_the_first(make_readings):
         "attention_entropy/mean": [4.0, 3.2, 3.1, 3.0, 2.8, 2.4, 2.0, 1.8, 1.0],
         "training/loss": [4.2, 4, 3.8, 3.6, 3.4, 3.2, 3, 2.5, math.nan],
     }
-    lines = shown(make_readings(curves=curves), 120)
+    readings = make_readings(curves=curves)
+    wide = with_values(readings[1], readings[1].values | {"twonn/mean/margin": 0.5})
+    readings.readings[1] = wide  # of which the last value has nothing
+    lines = shown(readings, 120)
     assert lines[0] == "step 1,500 · 60 s ago · probe, eval · geomon 4.0 % of the time"
     assert [re.split(r"  +", line) for line in lines[-6:]] == [
         ["intrinsic dimension", "4.5 ± 0.1", "▁▂▃▆█▇▆▅▄", "from 2.0"],
@@ -67,6 +70,7 @@ def test_each_row_says_the_last_value_the_history_and_the_first(make_readings):
     [
         ([5.36, 5.44, 5.41, 5.35], 0.0, "▄▄▄▄"),
         ([5.0, 5.15], 0.0, "▁█"),
+        ([5.0, 6.0], 0.4, "▁█"),
         ([5.0, 5.4, 4.9, 5.2, 5.5, 5.1], 0.35, "▄▄▄▄▄▄"),  # within twice the margin
         ([0.0, 0.0], 0.0, "▄▄"),
         ([*range(80)], 0.0, "▁▁▂▂▃▃▄▄▅▅▆▆▇▇██"),
