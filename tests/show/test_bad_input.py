@@ -75,7 +75,7 @@ REMARKED = {
 
 def run_command(command, case, make_readings, tmp_path):
     make(case, tmp_path / "run", make_readings())
-    arguments = COMMANDS[command](tmp_path / "run", tmp_path / "out")
+    arguments = COMMANDS[command](tmp_path / "run", tmp_path)
     return CliRunner().invoke(make_app(), list(map(str, arguments)))
 
 

@@ -137,6 +137,7 @@ def test_nothing_of_a_record_brings_control_characters_into_the_page(make_readin
     described |= {"geomon": "9999.1\x1b", "key\x07": "value\x1b"}
     curves = {"twonn/layer_01": [5.0] * 9}
     readings = make_readings(curves=curves, notes=["note\x07", alert_of("kind\x1b", "alert\x1b")])
+    readings.readings[-1] = with_values(readings[-1], readings[-1].values, dtype="type\x07")
     runs = [  # two of them differ in their seeds
         run_of(readings, name, seed=min(number, 1), tokens=number // 2, **described)
         for number, name in enumerate(name_runs([Path(f"run\x1b{n}") for n in range(3)]))

@@ -189,9 +189,9 @@ class WatchApp(App[str]):
 
     def look(self) -> None:
         """Look at all files once, and show what is new."""
-        news = [run.look() for run in self.runs]
-        if any(news):
-            self.show()
+        for run in self.runs:
+            run.look()
+        self.show()
 
     # -- what is chosen --------------------------------------------------------------------------
 
@@ -221,8 +221,8 @@ class WatchApp(App[str]):
     @property
     def _layer(self) -> int | None:
         """The chosen layer; None for the value of all."""
-        chosen = self._chosen("layer")
-        return None if chosen in (None, _ALL) else int(chosen)
+        chosen: int | None = self._chosen("layer")
+        return None if chosen == _ALL else chosen
 
     def _offer(self, name: str, options: list[tuple[str, Any]]) -> None:
         """Offer a choice; what was chosen stays chosen where it is still there."""

@@ -115,9 +115,13 @@ def test_keys_change_what_is_shown(make_readings, tmp_path):
             assert "attention entropy (nats)" in await press("t", "t")
             assert "cosine of mean query" in await press("h")
             assert "next or previous metric" in await press("question_mark")
+            assert "no alerts, no notes" in await press("T")
             app.query_one("#metric").value = "training/loss"
             await pilot.pause()
-            assert "─Training loss  4.0 at step 1,024" in await press("t")
+            assert "─Training loss  4.0 at step 1,024" in await press("t", "t")
+            assert "not a value of layers" in text(app)
+            await press("ctrl+p")
+            assert len(app.screen_stack) == 1  # the keys are those of the footer
 
     run(story)
 

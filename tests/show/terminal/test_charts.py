@@ -83,6 +83,7 @@ def test_the_interval_a_single_point_the_chosen_step_and_alerts_are_drawn():
         return sum(text[40:].count("│") for text in lines)
 
     assert dots(built(interval, is_linear=True)) > 2 * dots(built(plain, is_linear=True))
+    assert dots(built(curve(steps, bell, 1.5, dash="dash"))) == 0  # which has no lines beside it
     top = next(text for text in built(peak, is_linear=True) if "●" in text)
     assert 0.4 < top.index("●") / 60 < 0.6
     assert rules(built(plain, is_linear=True)) == 0
