@@ -80,7 +80,6 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
         self, args: Any, state: Any, control: Any, model: Any = None, **event: Any
     ) -> None:
         """Find the blocks and what reports; the model and its step are as training starts."""
-        self._forget_step()
         trainer = _caller(Trainer)
         reporting = _reporting_callbacks(trainer)
         detail, pictures = self._session.options["detail"], self._session.options["pictures"]
@@ -144,7 +143,6 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
 
     def _end(self, state: Any, *, last_weights: bool = True) -> None:
         """The last probe, and the last pictures: at `on_train_end` TensorBoard is closed."""
-        self._forget_step()
         if last_weights:
             self._session.probe(state.global_step, last=True)
             # No batch is trained on with the last weights: there is no loss.

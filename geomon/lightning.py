@@ -88,7 +88,6 @@ class GeometryMonitor(L.Callback):
     def on_train_start(self, trainer: "L.Trainer", pl_module: "L.LightningModule") -> None:
         """Find the blocks and open the record: on a resume the step is right only from here on."""
         folder = _folder_of(trainer)
-        self._note_place(trainer, pl_module)
         detail, pictures = self._session.options["detail"], self._session.options["pictures"]
         sinks = [
             _sink_of(logger, self._axis_step, detail, pictures=pictures)
@@ -108,7 +107,6 @@ class GeometryMonitor(L.Callback):
         self, trainer: "L.Trainer", pl_module: "L.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         """Probe, or open the window on this batch's forward pass."""
-        self._session.discard()
         self._note_place(trainer, pl_module, in_batch=True)
         self._probe(trainer)
         if not self._session.probes:
@@ -137,16 +135,14 @@ class GeometryMonitor(L.Callback):
 
     def on_train_end(self, trainer: "L.Trainer", pl_module: "L.LightningModule") -> None:
         """The last reading, and the end."""
-        self._session.discard()
         self._note_place(trainer, pl_module)
         self._probe(trainer, last=True)
         step, _ = self._began  # no batch is trained on with the last weights: there is no loss
         self._session.log(step, lambda: {**trainer.callback_metrics, LOSS: None})
         self._session.finish()
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, *event: Any) -> None:
         """No other event follows an exception or Ctrl-C: leave nothing on the model."""
-        self._session.close(exception)
         self._session.finish()
 
     def teardown(self, *event: Any, **more: Any) -> None:

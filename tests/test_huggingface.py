@@ -287,16 +287,23 @@ def test_a_checkpoint_with_metrics_resumes_and_the_curves_go_on(tmp_path):
         assert torch.equal(one, other)
 
 
-def test_copies_of_the_model_in_threads_are_not_watched(tmp_path, caplog):
+@pytest.mark.parametrize(("devices", "steps"), [(1, [0]), (2, [])])
+def test_another_loop_may_send_the_events_but_with_no_copies_of_the_model_in_threads(
+    tmp_path, caplog, devices, steps
+):
     """Several GPUs in one process: a stand-in for `forward` would run the wrong copy."""
-    monitor = GeometryMonitor(**FEW)
-    trainer = trainer_of(tmp_path, [monitor], steps=2)
-    trainer.args._n_gpu = 2
+    trainer = trainer_of(tmp_path, [GeometryMonitor(**FEW)], steps=2)
+    trainer.args._n_gpu = devices
+    send, told = trainer.callback_handler, (trainer.args, trainer.state, trainer.control)
     with caplog.at_level(logging.WARNING):
-        trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
-        trainer.callback_handler.on_step_begin(trainer.args, trainer.state, trainer.control)
-    assert "DataParallel" in caplog.text
+        send.on_train_begin(*told)
+        send.on_step_begin(*told)
+    assert ("DataParallel" in caplog.text) == (devices > 1)
+    trainer.model(batch())
     assert not any(map(sum, fingerprint(trainer.model)["hooks"]))
+    for event in (send.on_pre_optimizer_step, send.on_step_end, send.on_train_end):
+        event(*told)
+    assert [reading.step for reading in read(tmp_path)] == steps
 
 
 @pytest.mark.usefixtures("own_metrics_in_background")
@@ -330,24 +337,30 @@ def test_a_reading_that_comes_late_is_logged_at_its_own_step(tmp_path):
     assert [(entry["step"], entry["geomon/slow"]) for entry in logged(trainer)] == expected
 
 
-def test_a_window_ends_with_the_first_batch_of_a_step_though_the_model_was_not_called(tmp_path):
+@pytest.mark.parametrize("batches", [1, 3])
+def test_a_window_ends_with_the_first_batch_of_a_step_though_the_model_was_not_called(
+    tmp_path, batches
+):
     model, before = trained(tmp_path)
     touched = []
 
     class Apart(Trainer):
-        """The loss of the first of three batches does not call the model."""
+        """The loss of the first batch of a step does not call the model."""
 
         def compute_loss(self, model, inputs, *args, **kwargs):
-            found = fingerprint(model)
-            touched.append(found != before)
-            if len(touched) % 3 == 1:
+            touched.append(fingerprint(model) != before)
+            if len(touched) % (batches + 1) == 1:
                 return next(model.parameters()).square().sum()
             return super().compute_loss(model, inputs, *args, **kwargs)
 
+    class Looks(TrainerCallback):
+        def on_optimizer_step(self, args, state, control, **event):
+            touched.append(fingerprint(model) != before)
+
     monitor = GeometryMonitor(**{**FEW, "strict": False})
-    fit(tmp_path, [monitor], model=model, kind=Apart, steps=2, gradient_accumulation_steps=3)
-    assert touched == [True, False, False] * 2
-    assert fingerprint(model) == before
+    fit(tmp_path, [monitor, Looks()], model=model, kind=Apart, steps=2,
+        gradient_accumulation_steps=batches)  # fmt: skip
+    assert touched == [True, *[False] * batches] * 2
 
 
 class Scoring(Trainer):

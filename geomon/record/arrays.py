@@ -137,12 +137,8 @@ class ArrayFolder:
         path = self._file(step, source)
         try:
             check_regular(path)
-            with path.open("rb") as content:
-                if not zipfile.is_zipfile(content):
-                    raise ValueError("it is no .npz file")
-                content.seek(0)
-                with np.load(content) as file:  # it reads no pickles
-                    found = {_place(key): file[key] for key in file.files if key != _MARK}
+            with zipfile.ZipFile(path), np.load(path) as file:  # no archive is no array
+                found = {_place(key): file[key] for key in file.files if key != _MARK}
         except FileNotFoundError:
             raise FileNotFoundError(
                 f"no arrays of step {step} at {path}: a Monitor with a directory and arrays=True "
@@ -179,8 +175,6 @@ class ArrayFolder:
         for name in self._names():
             target.path.mkdir(exist_ok=True)
             (self.path / name.string).rename(target.path / name.string)
-        with contextlib.suppress(OSError):  # it is not there, or not empty
-            self.path.rmdir()
 
     def _file(self, step: int, source: str) -> Path:
         # A source of another name is none of geomon's: nothing is read or written under it.

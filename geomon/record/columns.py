@@ -86,6 +86,15 @@ class Column(msgspec.Struct, omit_defaults=True):
         """
         return _entry(self.margin, layer - self.first)
 
+    def heads_at(self, layer: int) -> list[float]:
+        """Return the values of the heads at a depth; none where there are none.
+
+        Args:
+            layer: Number of the layer.
+        """
+        place = layer - self.first
+        return self.heads[place] if 0 <= place < len(self.heads) else []
+
     def depths(self) -> range:
         """Return the depths of the entries of `layers`."""
         return range(self.first, self.first + len(self.layers))
@@ -175,9 +184,7 @@ class Place(NamedTuple):
             return column.at(self.layer)
         if self.kind == "margin":
             return column.margin_at(self.layer)
-        place = self.layer - column.first
-        heads = column.heads[place] if 0 <= place < len(column.heads) else []
-        return _entry(heads, self.head)
+        return _entry(column.heads_at(self.layer), self.head)
 
 
 def _extreme(column: Column, layer: int | None, kind: str) -> float:
@@ -185,7 +192,7 @@ def _extreme(column: Column, layer: int | None, kind: str) -> float:
     rows = (
         [heads for depth, heads in enumerate(column.heads, column.first) if depth > 0]
         if layer is None
-        else column.heads[layer - column.first : layer - column.first + 1]
+        else [column.heads_at(layer)]
     )
     known = [value for heads in rows for value in heads if math.isfinite(value)]
     return (min if kind == "min" else max)(known, default=NAN)

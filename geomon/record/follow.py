@@ -1,6 +1,7 @@
 """Reading a record, `readings.jsonl`, while the run goes on or after it."""
 
 import itertools
+import math
 import os
 import reprlib
 import stat
@@ -15,7 +16,7 @@ from geomon.record.reading import Reading, Readings
 FILE_NAME = "readings.jsonl"
 
 # Longest line in bytes: a model of 1,000 layers and heads, ten times over, stays below it.
-MAX_LINE = 2**26
+MAX_LINE = 67_108_864
 # What every line of a record begins with.
 _BEGINNINGS = (b'{"run"', b'{"step"')
 _MOST_NAMED = 4  # folders, in a message
@@ -85,7 +86,7 @@ class Follower:
                     known = 0
                 file.seek(self._offset)
                 # A line at a time: a record that grew for long is larger than the memory for it.
-                while (line := file.readline(MAX_LINE + 1)).endswith(b"\n") or len(line) > MAX_LINE:
+                while (line := file.readline(MAX_LINE)).endswith(b"\n") or len(line) == MAX_LINE:
                     self._take(line)
                 self._torn = line
         except ValueError:
@@ -96,9 +97,9 @@ class Follower:
         return self._readings[known:]
 
     def _take(self, line: bytes) -> None:
-        """Take the next whole line."""
+        """Take the next line, or as much of it as a line may have."""
         try:
-            if len(line) > MAX_LINE:
+            if not line.endswith(b"\n"):
                 raise ValueError(f"it is longer than {MAX_LINE:,} bytes")
             content = parse_line(line)
         except ValueError as error:
@@ -109,7 +110,7 @@ class Follower:
         if isinstance(content, Reading):
             # One run writes ascending steps: where one comes again, and no line says that a run has
             # begun there, another run is writing too.
-            if content.step <= self._last.get(content.source, -1) and self._mixed_at is None:
+            if content.step <= self._last.get(content.source, -math.inf) and self._mixed_at is None:
                 self._mixed_at = self._lines
             self._last[content.source] = content.step
             self._readings.append(content)

@@ -12,7 +12,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping
-from io import FileIO
+from io import DEFAULT_BUFFER_SIZE, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ _LOCK_NAME = ".readings.lock"
 
 # Lines kept in memory while the disk is full: a large model's have 100 kB each.
 _MAX_PENDING = 100
-_CHUNK = 2**16  # bytes
 
 
 class Record:
@@ -97,7 +96,6 @@ class Record:
         self._pending.append(self._opening)
         follower = Follower(self.path)
         try:
-            check_regular(self.path)
             follower.look()
             follower.check_writable()
         except ValueError:
@@ -196,7 +194,6 @@ class Record:
         The file is unbuffered, so that a line is one write; a line torn by a kill is removed first.
         Whatever comes between, even Ctrl-C, the line is in the file or waits, and never both.
         """
-        check_regular(self.path)
         with self.path.open("a+b", buffering=0) as file:
             end = _truncate_torn_line(file)
             # A file that was removed in the middle of a run begins with what describes the run.
@@ -217,11 +214,10 @@ def _truncate_torn_line(file: FileIO) -> int:
     """Remove a last line without its end from a file, and return the file's length in bytes."""
     length = end = file.seek(0, os.SEEK_END)
     while end > 0:
-        start = max(0, end - _CHUNK)
+        start = max(0, end - DEFAULT_BUFFER_SIZE)
         file.seek(start)
-        found = file.read(_CHUNK).rfind(b"\n")
-        if found >= 0:
-            end = start + found + 1
+        if whole := file.read(DEFAULT_BUFFER_SIZE).rfind(b"\n") + 1:
+            end = start + whole
             break
         end = start
     return end if end == length else file.truncate(end)

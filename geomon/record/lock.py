@@ -72,24 +72,14 @@ class FolderLock:
         """Whether this process still holds the lock, on a file that is still there."""
         return self._process == os.getpid() and self._is_in_place()
 
-    def follow(self) -> bool:
-        """Find the folder again where it was renamed while this process holds it.
-
-        Returns:
-            Whether the lock is held, under the folder's name of now.
-        """
-        if self._process != os.getpid() or self._descriptor < 0 or self._is_in_place():
-            return self.is_held
-        try:
-            if not os.fstat(self._descriptor).st_nlink:
-                return False  # the folder was removed, and not renamed
+    def follow(self) -> None:
+        """Find the folder again where it was renamed while this process holds it."""
+        if self._process != os.getpid() or self._is_in_place():
+            return
+        with contextlib.suppress(OSError):
             found = _path_of(self._descriptor)
-            same = os.path.samestat(os.fstat(self._descriptor), os.stat(found))
-        except (OSError, ValueError):
-            return False
-        if same and found.name == self.path.name:
-            self.path = found
-        return self.is_held
+            if found.name == self.path.name:  # a file that was removed has another one
+                self.path = found
 
     def refresh(self) -> None:
         """Show that this process is alive, where only the file says so."""
@@ -109,8 +99,6 @@ class FolderLock:
 
     def _is_in_place(self) -> bool:
         """Whether the file that is open is the one that stands in the folder."""
-        if self._descriptor < 0:
-            return False
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
         except OSError:
@@ -134,7 +122,6 @@ class FolderLock:
     def _owner(self) -> dict[str, Any]:
         """What the file says of the process that made it; nothing where it cannot be read."""
         try:
-            os.lseek(self._descriptor, 0, os.SEEK_SET)
             owner = json.loads(os.read(self._descriptor, 4096))
         except (OSError, ValueError, RecursionError):
             return {}
@@ -151,11 +138,12 @@ class FolderLock:
         owner = json.dumps({"host": socket.gethostname(), "process": os.getpid()}).encode()
         with contextlib.suppress(OSError):  # a full disk: the lock holds without
             os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, owner, 0) if fcntl else os.write(self._descriptor, owner)
+            os.lseek(self._descriptor, 0, os.SEEK_SET)
+            os.write(self._descriptor, owner)
 
     def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
+        with contextlib.suppress(OSError):  # it was closed before
             os.close(descriptor)
 
 
@@ -195,10 +183,10 @@ def follow_folder(lock: FolderLock) -> bool:
         Whether it is held.
     """
     with _TAKING:
-        held = lock.follow()
-        if held:
+        lock.follow()
+        if lock.is_held:
             _HELD[os.path.realpath(lock.path)] = lock
-        return held
+        return lock.is_held
 
 
 def _path_of(descriptor: int) -> Path:
@@ -219,7 +207,7 @@ def _exists(process: int) -> bool:
     except ProcessLookupError:
         return False
     except (OSError, OverflowError):  # another user's
-        return True
+        pass
     return True
 
 

@@ -75,6 +75,11 @@ def test_tags_are_made_of_columns_and_each_finds_its_value():
     assert all(math.isnan(place.find(stacks)) for place in nowhere)
 
 
+def test_a_mean_is_missing_where_layers_are_and_absent_where_layer_0_is_the_only_one():
+    alone, one = Column(layers=[5.0]), Column(first=1, layers=[5.0])
+    assert list(tagged({"": {"a": alone, "b": one}})) == ["a/layer_00", "b/layer_01", "b/mean"]
+
+
 def test_the_extremes_of_all_heads_leave_layer_0_out():
     heads = {"a/layer_00/head_0": -9.0, "a/layer_01/head_0": 1.0, "a/layer_02/head_0": 2.0}
     values = tagged(stacks_of(heads))

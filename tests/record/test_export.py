@@ -61,9 +61,11 @@ def test_a_data_frame_has_a_row_for_each_value(run):
 
 def test_parquet_and_csv_hold_the_same_to_the_last_bit(run, tmp_path):
     import pandas
+    from pyarrow import parquet
 
-    table = pandas.read_parquet(export.export(run, tmp_path / "new" / "in it" / "values.parquet"))
-    assert missing_as_none(table) == EXPECTED
+    path = export.export(run, tmp_path / "new" / "in it" / "values.parquet")
+    assert missing_as_none(pandas.read_parquet(path)) == EXPECTED
+    assert tuple(parquet.read_schema(path).names) == export.COLUMNS
     with export.export(run, f"{tmp_path}/values.csv").open(newline="") as file:
         rows = list(csv.reader(file))
     assert tuple(rows[0]) == export.COLUMNS

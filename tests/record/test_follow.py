@@ -70,6 +70,9 @@ def test_the_follower_counts_lines_and_tells_runs_that_write_at_once(make_readin
         file.write("hello\n")
     with pytest.raises(ValueError, match="line 4 of"):
         follower.look()
+    assert follower.look() == []
+    path.write_text(path.read_text().replace("hello", readings[2].line()))
+    assert [reading.step for reading in follower.look()] == [0, 16, 0, 32]
 
 
 def test_a_line_that_is_being_written_is_not_too_long_because_of_those_before(

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from full_disk import FullDisk
 from tagged import reading_of
 
-from geomon.record import FILE_NAME, Follower, Reading, Readings, Record, read
+from geomon.record import FILE_NAME, Follower, Reading, Readings, Record, lock, read
 from geomon.record.arrays import ArrayPlace
 
 
@@ -151,8 +152,25 @@ def test_records_below_a_folder_that_holds_none_are_named(tmp_path):
         read(tmp_path)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="a folder in use cannot be renamed")
-def test_a_folder_that_is_renamed_while_a_run_goes_on_keeps_its_record(tmp_path):
+def named_as_on_macos(monkeypatch):
+    """Have the system tell the name of an open file in the other way that there is."""
+
+    def name_of(descriptor, what, buffer):
+        return os.fsencode(os.readlink(f"/proc/self/fd/{descriptor}")).ljust(len(buffer), b"\0")
+
+    monkeypatch.setattr(
+        lock,
+        "fcntl",
+        types.SimpleNamespace(**{**vars(lock.fcntl), "F_GETPATH": 50, "fcntl": name_of}),
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the other way is made from this one")
+@pytest.mark.parametrize("system", [lambda patch: None, named_as_on_macos])
+def test_a_folder_that_is_renamed_while_a_run_goes_on_keeps_its_record(
+    tmp_path, monkeypatch, system
+):
+    system(monkeypatch)
     record, beside = Record(tmp_path / "a"), Record(tmp_path / "a")
     record.begin(0, {"model": "M"})
     record.write(reading(0))

@@ -1,4 +1,5 @@
 import math
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -6,7 +7,10 @@ from tagged import reading_of
 
 from geomon.note import Note
 from geomon.record import Readings
+from geomon.record.arrays import ArrayFolder
+from geomon.record.columns import Column, MetricText
 from geomon.record.reading import main_stack
+from geomon.record.versions import installed
 
 VALUES = {
     "twonn/encoder_layer_00": 1.0, "twonn/encoder_null": 4.0, "twonn/decoder_layer_01": 5.0,
@@ -26,6 +30,7 @@ def test_a_series_draws_itself_with_its_interval():
     (band,) = axes.collections
     assert {*band.get_paths()[0].vertices[:, 1]} == {1.5, 2.5, 5.5, 6.5}
     assert axes.get_xlabel().startswith("training step")
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["t/mean"]
     axes.set_xlim(0, 4096)
     step_0, step_4, step_16, step_64 = axes.transData.transform([(0, 0), (4, 0), (16, 0), (64, 0)])[
         :, 0
@@ -64,6 +69,31 @@ def test_layers_are_those_of_the_columns():
 def test_a_step_below_0_and_times_that_are_not_finite_are_no_readings(wrong):
     with pytest.raises(ValueError, match="expected a step from 0, and a time and seconds that are"):
         msgspec.structs.replace(reading_of({"t/mean": 1.0}), **wrong)
+
+
+def test_what_was_recorded_stays_as_it_is():
+    one = reading_of({"t/mean": 1.0}, notes=["a"])
+    for thing, name in (
+        (one, "step"), (one.notes[0], "kind"), (Readings([], [one]), "readings"),
+        (MetricText("t"), "title"), (ArrayFolder(Path()), "path"),
+    ):  # fmt: skip
+        with pytest.raises(AttributeError):
+            setattr(thing, name, getattr(thing, name))
+
+
+def test_a_line_holds_what_differs_from_the_defaults():
+    note, column = Note("a", "b"), Column(layers=[1.0])
+    line = reading_of({}, notes=[note], stacks={"": {"t": column}}).line()
+    assert '"notes":[{"kind":"a","text":"b"}]' in line
+    assert '"stacks":{"":{"t":{"layers":[1.0]}}}' in line
+
+
+def test_of_a_record_the_last_run_may_be_of_a_newer_version():
+    newer, older = {"geomon": "9999.1"}, {"geomon": "0.0.1"}
+    (remark,) = Readings([older, newer], []).remarks()
+    assert "newer geomon (9999.1)" in remark
+    for others in ([newer, older], [{"geomon": installed()}], [{}], []):
+        assert Readings(others, []).remarks() == []
 
 
 def test_arrays_are_of_a_record():
