@@ -25,8 +25,6 @@ _LONGEST = ("max_position_embeddings", "n_positions", "max_target_positions")
 # Characters for each token of a window: far more than a token has, so that no window comes out
 # short, and few enough that a long text is not tokenised whole.
 _CHARACTERS = 16
-# Bytes of a text that are looked at where its bytes are the tokens.
-_MOST_BYTES = 2**26
 _EMPTY = "the text is empty: name a file with text in it"
 # Files of which a tokenizer has at least one, unless its tokens are bytes or characters.
 _TOKENIZER_FILES = (
@@ -234,31 +232,26 @@ def _tokenise(tokenizer: Any, parts: list[str], length: int) -> list[list[int]]:
 
 def _byte_windows(model: nn.Module, text: bytes, size: InputSize) -> tuple[Tensor, list[str]]:
     """Cut a text into windows of bytes, evenly spread over it, which do not overlap."""
-    vocabulary = _vocabulary(model)
-    symbols = sorted(set(text[:_MOST_BYTES]))
-    if vocabulary >= 256:
-        notes = ["tokens are the bytes of the text: no tokenizer stands beside the model"]
-        ids = _integers(list(text[:_MOST_BYTES]))
-    elif len(symbols) <= vocabulary:
-        notes = [
-            "tokens are the distinct bytes of the text in ascending order: no tokenizer stands "
-            "beside the model"
-        ]
-        place = {symbol: number for number, symbol in enumerate(symbols)}
-        ids = _integers([place[symbol] for symbol in text[:_MOST_BYTES]])
-    else:
-        raise InputError(
-            f"the text has {len(symbols)} distinct bytes, and the model {vocabulary} tokens: give "
-            "the text that the model was trained on, or tokens in Python, scan(..., inputs=...)"
-        )
-    length = min(size.length, len(ids))
-    count = min(size.sequences, len(ids) // max(1, length))
-    if count == 0:
+    if not text:
         raise InputError(_EMPTY)
+    vocabulary, kind = _vocabulary(model), "bytes of the text"
+    if vocabulary < 256:
+        symbols = sorted(set(text))
+        if len(symbols) > vocabulary:
+            raise InputError(
+                f"the text has {len(symbols)} distinct bytes, and the model {vocabulary} tokens: "
+                "give the text that the model was trained on, or tokens in Python, scan(..., "
+                "inputs=...)"
+            )
+        text = text.translate(bytes.maketrans(bytes(symbols), bytes(range(len(symbols)))))
+        kind = "distinct bytes of the text in ascending order"
+    notes = [f"tokens are the {kind}: no tokenizer stands beside the model"]
+    length = min(size.length, len(text))
+    count = min(size.sequences, len(text) // length)
     if count < size.sequences:
         notes.append(_few_note(count, size))
-    places = [n * (len(ids) - length) // max(1, count - 1) for n in range(count)]
-    return torch.stack([ids[place : place + length] for place in places]), notes
+    places = [n * (len(text) - length) // max(1, count - 1) for n in range(count)]
+    return _integers([list(text[place : place + length]) for place in places]), notes
 
 
 def _vocabulary(model: nn.Module) -> int:

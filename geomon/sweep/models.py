@@ -3,7 +3,7 @@
 import importlib
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -115,8 +115,7 @@ def _of_transformers(checkpoint: Checkpoint) -> tuple[nn.Module, list[str]]:
             checkpoint.source, revision=checkpoint.revision, output_loading_info=True,
             trust_remote_code=False,
         )  # fmt: skip
-    missing = sorted(report["missing_keys"] | {str(k[0]) for k in report["mismatched_keys"]})
-    lacking = [name for name in missing if _HEAD.search(name) is None]
+    lacking = sorted(name for name in report["missing_keys"] if _HEAD.search(name) is None)
     if lacking:
         raise ValueError(
             f"{checkpoint.name} lacks {len(lacking)} of the weights of {type(model).__name__}, "
@@ -184,15 +183,12 @@ def import_transformers() -> Any:
 def _quiet(transformers: Any) -> Iterator[None]:
     """Show no progress bar and no report of a load, and put both settings back."""
     logging: Any = transformers.utils.logging
-    verbosity: int = logging.get_verbosity()
-    restore: Callable[[], None] | None = None
-    if logging.is_progress_bar_enabled():
-        restore = logging.enable_progress_bar
+    verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
-        if restore is not None:
-            restore()
+        if has_bar:
+            logging.enable_progress_bar()

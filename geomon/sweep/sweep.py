@@ -117,7 +117,6 @@ def scan(
         missing = [one for one in found if one.step not in sweep.recorded]
         for checkpoint in missing:
             gc.collect()  # modules refer to each other in circles
-            torch.cuda.empty_cache()
             with sweep.attempt(checkpoint):
                 given = batch or (content, size)
                 probed = _probe(checkpoint, build, device, options, given, history)
@@ -158,8 +157,7 @@ class _Sweep:
         self._asked, self._notes, self._sinks = asked, notes, list(sinks)
         self._failed: list[Note] = []  # of which no reading has said so yet
         self._failures: list[str] = []
-        self._made = 0
-        self._begun = False
+        self._begun = False  # whether a reading was made
         earlier = _earlier(directory, asked)
         self.recorded = {reading.step for reading in earlier}
         self._record = Record(directory)
@@ -172,7 +170,7 @@ class _Sweep:
             self._record.close()
         for sink in self._sinks:
             self._call(sink, sink.close)
-        if kind is None and self._failures and not self._made and not self.recorded:
+        if kind is None and self._failures and not self._begun and not self.recorded:
             others = len(self._failures) - 1
             more_failed = f", and so with {others} more" if others else ""
             raise ValueError(f"no checkpoint could be read: {self._failures[0]}{more_failed}")
@@ -182,9 +180,7 @@ class _Sweep:
         """Leave a checkpoint out if it fails: a warning now, a note in the next reading."""
         try:
             yield
-        except InputError:  # it would be so at each checkpoint
-            raise
-        except _RecordError:
+        except (InputError, _RecordError):  # it would be so at each checkpoint
             raise
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
@@ -215,7 +211,6 @@ class _Sweep:
                 self._begun = True
             self._record.write(own)
         self._failed = []
-        self._made += 1
         for sink in self._sinks:
             self._call(sink, lambda sink=sink: sink.write(own))
 
@@ -330,9 +325,7 @@ def _read(
         Exception: What the model or the reading failed with.
     """
     memory = Memory()
-    monitor = Monitor(
-        model, **options, probe=inputs, directory=None, sinks=[memory], background=False
-    )
+    monitor = Monitor(model, **options, probe=inputs, directory=None, sinks=[memory])
     if history is not None:
         monitor.probe_history = history
     monitor.probe(step)

@@ -114,6 +114,7 @@ class _Adapted:
 
     def __init__(self, model, folder):
         self.model, self.weights = model, torch.load(Path(folder) / "adapter.pt")
+        warnings.warn("of no interest to who scans", stacklevel=1)
 
     @classmethod
     def from_pretrained(cls, model, folder):
@@ -185,6 +186,8 @@ def test_revisions_of_a_model_on_the_hub_are_loaded_by_their_names(tmp_path, mon
 
     def from_hub(source, *, revision, **options):
         loaded.append((source, revision, options["trust_remote_code"]))
+        says = transformers.utils.logging
+        assert (says.is_progress_bar_enabled(), says.get_verbosity()) == (False, logging.ERROR)
         return local(tmp_path / revision, **options)
 
     def letters(text, max_length=None, **options):
@@ -310,18 +313,27 @@ class TooLong(CharacterDecoder):
     ],
 )  # fmt: skip
 def test_where_every_checkpoint_fails_the_first_reason_is_the_error(run, tmp_path, build, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=words) as caught:
         scan(build, checkpoints=run / "checkpoints", directory=tmp_path, **SMALL)
+    assert caught  # what it refers to does not hold the folder
+    assert not (tmp_path / ".readings.lock").exists()
 
 
 class Broken(Memory):
+    closed = False
+
     def write(self, reading):
         raise OSError("gone")
 
+    def close(self):
+        self.closed = True
+
 
 def test_a_sink_that_fails_is_a_warning_and_the_record_goes_on(run, scanned, tmp_path, caplog):
-    few = {**SMALL, "sinks": [Broken()], "device": "cpu"}
-    readings = scan(build, checkpoints=run / "checkpoints", directory=tmp_path, **few)
+    sink = Broken()
+    given = {**SMALL, "sinks": [sink]}
+    readings = scan(build, checkpoints=run / "checkpoints", directory=tmp_path, **given)
+    assert sink.closed
     assert [values(one) for one in readings] == [values(one) for one in read(scanned)]
     assert "Broken failed; the record goes on: gone" in caplog.text
 
