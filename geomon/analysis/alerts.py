@@ -91,13 +91,12 @@ look there; false alarms: 0 in 61,608 healthy steps (geomon alerts logit_growth)
         """Build the note of the reading, whose kind is the name of the rule."""
         where = f" ({self.where})" if self.where else ""
         rule = RULES[self.name]
-        odds = {"false_alarms": rule.false_alarms, "healthy_steps": HEALTHY_STEPS}
         return Note(
             self.name,
             f"{self.name.replace('_', ' ')}{where}: {rule.text}; {self.advice}; {rule.odds} "
             f"(geomon alerts {self.name})",
             stack=self.stack, layers=self.layers, heads=self.heads,
-            numbers={**self.numbers, **odds}, advice=self.advice,
+            numbers=self.numbers, advice=self.advice,
         )  # fmt: skip
 
 

@@ -31,11 +31,6 @@ _LEVEL = 4
 # Without margins, a scatter from which on a curve without a trend is erratic, as a share.
 _ERRATIC = 0.1
 
-# Share of the runs without any change of which a change is said at some reading, and share of those
-# that only rise or only fall of which the opposite is said. Measured: benchmarks/README.md.
-FALSE_ALARMS = 0.05
-FALSE_TURNS = 0.04
-
 # The bound on the difference of two block means, in standard errors, is
 # _BOUND + _GROWTH * log2(readings / sqrt(block) * (1 - correlation of blocks) ** _INDEPENDENCE).
 # A bound that did not grow would be passed by chance sooner or later, larger blocks are fewer, and
@@ -129,8 +124,8 @@ def find_phase(
     that of the last turn, or "level" where the values since two octaves of steps cannot be told
     from the highest (after a fall, lowest) one. Of 100 curves without a change, about 5 are
     called something else than steady at one of their readings; of 100 that only rise or only fall,
-    at most 4 are called the opposite (`FALSE_ALARMS`, `FALSE_TURNS`), whether the errors of
-    neighbouring readings are independent or correlated.
+    at most 4 are called the opposite (benchmarks/README.md), whether the errors of neighbouring
+    readings are independent or correlated.
 
     Errors are those that the margins say. From 8 readings on, those of an erratic curve are raised
     to its scatter. Where there are no margins, the scatter alone gives them: chance is then called

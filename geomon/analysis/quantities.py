@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from geomon.analysis.curves import Curve, curve_of, plain_curve
 from geomon.record import Reading, Readings, tags
+from geomon.record.columns import NAN
 from geomon.record.headline import OVERHEAD, headlines_of, shortened
 from geomon.record.printable import printable
 
@@ -112,7 +113,7 @@ def _has_values(quantity: Quantity, readings: Readings) -> bool:
 
 
 def _logged(name: str) -> Callable[[Reading], float]:
-    return lambda reading: reading.training.get(name, float("nan"))
+    return lambda reading: reading.training.get(name, NAN)
 
 
 __all__ = ["Quantity", "quantities_of"]

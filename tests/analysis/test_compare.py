@@ -72,5 +72,7 @@ def test_runs_of_other_schedules_are_compared_at_steps_near_one_another(make_rea
     assert (found.step, found.second_step) == (200, 190)
     found = by_tag(compare(first, make_readings((0, 380, 400))))["twonn/mean"]
     assert (found.step, found.second_step) == (400, None)
+    dense = by_tag(compare(make_readings((0, 96, 100)), make_readings((0, 97, 140))))["twonn/mean"]
+    assert (dense.step, dense.second_step) == (96, 97)  # and not 100, a bit later and further off
     with pytest.raises(ValueError, match="no values at steps near one another"):
         compare(first, make_readings((0, 140, 300)))  # step 0 alone says nothing of the training

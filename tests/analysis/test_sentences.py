@@ -416,6 +416,7 @@ class Checker:
         self.hold(self.prints(found.statistic, tau) and found.pvalue < 0.05, text, "tau")
         self.hold((found.statistic > 0) == (verb == "rises"), text, "direction")
         small, printed = found.pvalue < 0.001, p.removeprefix("below ")
+        self.hold(printed.startswith("."), text, "p")
         self.hold(small == (printed != p) and (small or self.prints(found.pvalue, p)), text, "p")
 
     def dots(self, text, first, last):
