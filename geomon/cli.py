@@ -126,7 +126,3 @@ class _Lines:
 
     def close(self) -> None:
         """Do nothing: there is nothing to flush."""
-
-
-if __name__ == "__main__":
-    main()

@@ -41,7 +41,7 @@ _ONE_PASS = "shown by one pass: describe(model, inputs)"
 _Row = tuple[str, str]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Description:
     """Description of what would be watched in a model; `print` it.
 

@@ -55,8 +55,8 @@ class GeometryMonitor(L.Callback):
 
     def __init__(self, **options: Unpack[CallbackOptions]) -> None:
         self._session = CallbackSession(options, type(self).__name__)
-        self._last_step = math.inf  # the last step of the run, where its number is known
-        self._began = 0, 0  # step, and its place on the axis of loggers, as the last batch began
+        self._last_step: float  # the last step of the run; infinity where it is not known
+        self._began: tuple[int, int]  # the last batch: its step, and where the loggers have it
 
     def __repr__(self) -> str:
         return repr(self._session)
@@ -166,7 +166,7 @@ class GeometryMonitor(L.Callback):
         if loss is not None:
             # Lightning divides it where gradients are accumulated.
             parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-            known[LOSS] = loss if parts == 1 else loss * parts
+            known[LOSS] = loss * parts
         return known
 
     def _note_place(

@@ -1,5 +1,3 @@
-import re
-
 import numpy as np
 import pytest
 import torch
@@ -35,9 +33,10 @@ def test_the_same_numbers_in_any_container_are_the_same_rows(given):
         assert (given == ROWS).all()
 
 
-def test_truth_values_are_numbers():
+def test_truth_values_and_whole_numbers_are_numbers():
     rows, _ = as_rows(np.array([[True, False], [False, False]]))
     assert rows.tolist() == [[1.0, 0.0], [0.0, 0.0]]
+    assert as_rows([[2**53 - 1, -7]])[0].tolist() == [[2.0**53 - 1, -7.0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
@@ -64,7 +63,7 @@ def test_short_numbers_keep_their_own_spacing(dtype):
         (ROWS.astype(object), "array of objects: convert it"),
         (ROWS.astype(np.longdouble), "convert it to numbers first"),
         (np.ma.masked_array(ROWS), r"masked array: give array.filled\(numpy.nan\)"),
-        (torch.tensor([[2**53 + 1, 0], [1, 2], [3, 4]]), "whole numbers below 2\\^53"),
+        (torch.tensor([[2**53, 0], [1, 2], [3, 4]]), "whole numbers below 2\\^53"),
     ],
     ids=range(14),
 )
@@ -76,14 +75,16 @@ def test_what_cannot_be_read_is_refused_in_one_line(given, message):
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:The PyTorch API of nested")
 @pytest.mark.parametrize(
-    ("make", "way"),
+    ("make", "words"),
     [
-        (lambda: torch.quantize_per_tensor(torch.ones(3, 2), 0.1, 0, torch.qint8), "dequantize()"),
-        (lambda: torch.nested.nested_tensor([torch.ones(2, 3)]), "torch.cat(hidden.unbind())"),
+        (lambda: torch.quantize_per_tensor(torch.ones(3, 2), 0.1, 0, torch.qint8),
+         r"got a quantised tensor: .* or hidden\.dequantize\(\)"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2, 3)]),
+         r"got a nested tensor: .* torch\.cat\(hidden\.unbind\(\)\)"),
     ],
-)
-def test_other_kinds_of_tensors_are_refused_with_the_way_out(make, way):
-    with pytest.raises(ValueError, match=re.escape(way)):
+)  # fmt: skip
+def test_other_kinds_of_tensors_are_refused_with_the_way_out(make, words):
+    with pytest.raises(ValueError, match=words):
         as_rows(make())
 
 
@@ -121,12 +122,13 @@ def test_labels_that_differ_stay_different(given):
         ([1.0, 2.5, 3.0], "got 2.5 at row 1"),
         ([1.0, 2.0, np.nan], "got nan at row 2"),
         ([np.inf, 2.0, 3.0], "got inf at row 0"),
+        ([2.0**63, 2.0, 3.0], "got 9.223372036854776e+18 at row 0"),
         ([1, 2.5, 3], "got 2.5 at row 1"),
         ([1, 2**63, -1], "at row 1"),
         ([1j, 2, 3], "at row 0"),
         (["a", "b", "a"], "return_inverse=True"),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_labels_that_are_no_whole_numbers_are_refused(given, got):
     with pytest.raises(ValueError, match="expected positions as whole numbers") as caught:

@@ -25,6 +25,7 @@ def run(tmp_path_factory):
     for step in (20, 3):
         transformer("gpt2").save_pretrained(folder / f"checkpoint-{step}")
     (folder / "text").write_text("to be or not to be, that is the question; " * 40)
+    (folder / "in_this_folder.py").write_text("build = None")
     return folder
 
 
@@ -54,10 +55,12 @@ def test_scan_prints_a_line_for_each_checkpoint_and_pages_show_the_record(run, t
         (["{run}", "--text", "{run}/none"], "No such file"),
         (["{run}", "--text", "{run}/text", "--length", "0"], "length is a whole number"),
         (["no.such.module:build", "--checkpoints", "{run}"], "cannot be imported"),
+        (["in_this_folder:build", "--checkpoints", "{run}"], "in_this_folder:build is no function"),
         (["{run}", "--checkpoints", "{run}", "--revisions", "a, b"], "not both"),
     ],
 )
-def test_bad_input_ends_in_one_line_and_exit_code_2(run, tmp_path, arguments, words):
+def test_bad_input_ends_in_one_line_and_exit_code_2(run, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(run)
     own = [text.format(run=run) for text in arguments]
     result = invoke("scan", *own, "--directory", tmp_path / "scan")
     assert result.exit_code == 2, result.output
@@ -106,3 +109,13 @@ def test_metrics_are_listed_with_the_default_ones_first(monkeypatch):
     assert "twonn" in first
     assert "alpha" in more
     assert "twonn_gaussian" not in first
+    monkeypatch.setenv("COLUMNS", "200")
+    page = invoke("metrics").stdout
+    for metric in METRICS.values():
+        has_unit = f"{metric.text.title}, in {metric.text.unit} " in page
+        assert has_unit == bool(metric.text.unit)
+
+
+def test_without_a_command_all_are_listed():
+    page = invoke().output
+    assert all(command.callback.__name__ in page for command in make_app().registered_commands)

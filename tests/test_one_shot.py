@@ -170,3 +170,5 @@ def test_measure_hands_on_the_notes_of_the_pass_and_of_the_values():
     assert "gone, layer 0, 1, 2, 3: NaN: the metric returned it" in notes
     assert math.isnan(values["gride/mean/k32"])
     assert "gride/k16, gride/k32, layer 0, 1, 2, 3: NaN: scale k takes 2k + 1 rows" in notes
+    with pytest.raises(ZeroDivisionError):
+        measure(PlainDecoder(), batch(4, 8), metrics={"broken": lambda hidden: 1 / 0})
