@@ -27,6 +27,7 @@ _UNKNOWN = "by a route that the first pass shows"
 _AS_IT_RUNS = "seen as it runs"
 
 _WIDTH = 100
+_NAMED = 3  # in a row, of a kind
 _ROWS = 1024  # rows that are kept in the pass that shows what is seen
 _NOT_SEEN = "not seen in this pass"
 _NAME_ALONE = (
@@ -256,7 +257,7 @@ def _token_ids(model: nn.Module, embeddings: Iterable[nn.Module], *, later: bool
         return "known at the first stage, whose ranks give them to the others"
     if not tables:
         return "none: no embedding outside the blocks; metrics of token types are missing"
-    return f"inputs of {_listed(tables, most=2)}"
+    return f"inputs of {_listed(tables)}"
 
 
 def _padding(anatomy: Anatomy) -> str:
@@ -269,10 +270,10 @@ def _padding(anatomy: Anatomy) -> str:
     )
 
 
-def _listed(words: Iterable[str], most: int = 3) -> str:
-    """Join words with commas; those after the first `most` are counted."""
+def _listed(words: Iterable[str]) -> str:
+    """Join words with commas; those after the first three are counted."""
     every = list(words)
-    shown, rest = every[:most], len(every) - most
+    shown, rest = every[:_NAMED], len(every) - _NAMED
     if rest > 0:
         return f"{', '.join(shown)} and {rest} more"
     return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))

@@ -294,7 +294,7 @@ def _sinks_of(
 
     def logs_of(values: dict[str, float]) -> dict[str, float]:
         # The history is saved as JSON with each checkpoint: a number of another kind ends the run.
-        return values if state.epoch is None or not values else {**values, "epoch": state.epoch}
+        return {**values, "epoch": state.epoch}
 
     def remember(values: dict[str, float], step: int) -> None:
         state.log_history.append({**logs_of(values), "step": step})
@@ -310,7 +310,7 @@ def _sinks_of(
 
     def draw(callback: Any, values: dict[str, float], step: int) -> None:
         if callback.tb_writer is None:  # it is closed at the end of training: have it opened again
-            report(callback, {}, step)
+            callback.on_log(args, state, control, logs={}, **event)
         for writer in writers(callback):
             for name, value in values.items():
                 writer.add_scalar(name, value, step)

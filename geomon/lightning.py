@@ -182,7 +182,7 @@ class GeometryMonitor(L.Callback):
         """Where a step is on the axis of Lightning's loggers, which count batches."""
         present, batches = self._began
         # A reading may be of an earlier step, measured in the background.
-        return batches if step >= present else round(step * batches / present)
+        return round(step * batches / present) if present else 0
 
     def _is_last(self, trainer: "L.Trainer", pl_module: "L.LightningModule") -> bool:
         """Whether no step comes after this batch's, as far as that can be known beforehand."""

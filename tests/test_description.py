@@ -193,6 +193,19 @@ def test_stacks_are_described_one_after_the_other():
     ]
 
 
+class Summed(PlainDecoder):
+    """Has four tables beside the blocks, of which the first is given the tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.kinds, self.others = nn.Embedding(2, 32), nn.Embedding(2, 32)
+
+
+def test_of_the_tables_a_pass_shows_those_that_are_given_the_tokens():
+    found = [rows(Summed(), inputs)["token ids"] for inputs in (None, batch())]
+    assert found == ["inputs of tokens, places, kinds and 1 more", "inputs of tokens"]
+
+
 def test_blocks_that_are_left_out_or_chosen():
     model = nn.Module()
     model.layers = two(None, "linear")

@@ -9,6 +9,7 @@ import torch
 from fingerprint import fingerprint
 from models import batch, transformer
 from tagged import charts_of
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from geomon import Memory, Monitor, every, read, select
@@ -56,12 +57,16 @@ def logged(trainer):
 
 
 def test_a_trial_of_a_search_has_a_folder_of_its_own_and_its_settings(tmp_path, monkeypatch):
-    trainer = trainer_of(tmp_path, [GeometryMonitor(**FEW)], steps=1, learning_rate=0.25)
+    told = {"learning_rate": 0.25, "warmup_steps": 3, "weight_decay": 0.5, "max_grad_norm": 2.0,
+            "optim": "adamw_torch", "per_device_train_batch_size": 4, "seed": 7,
+            "gradient_accumulation_steps": 2, "bf16": True}  # fmt: skip
+    trainer = trainer_of(tmp_path, [GeometryMonitor(**FEW)], steps=1, **told)
     trainer.train()
     (plain,) = read(tmp_path).runs
-    assert plain["training/learning_rate"] == 0.25
-    assert plain["training/lr_scheduler_type"] == "constant"
-    assert "training/trial" not in plain
+    expected = told | {"lr_scheduler_type": "constant", "fp16": False}
+    assert {name: x for name, x in plain.items() if name.startswith("training/")} == {
+        f"training/{name}": x for name, x in expected.items()
+    }
     own = f"{tmp_path}/run-7"
     monkeypatch.setattr(trainer, "_get_output_dir", lambda trial: own if trial else str(tmp_path))
     begin = trainer.callback_handler.on_train_begin
@@ -155,6 +160,18 @@ def test_probe_reads_the_last_weights_and_not_the_best(tmp_path, event, at, step
     assert trainer.state.best_global_step == 2
     assert [r.step for r in read(tmp_path)] == steps
     assert seen == [len(steps)]
+
+
+def test_a_board_that_was_closed_gets_the_last_values_of_a_run_that_stops_unannounced(tmp_path):
+    probe = {"input_ids": batch(seed=77)}
+    monitor = GeometryMonitor(probe=probe, schedule=every(8), pictures=False, **FEW)
+    fit(tmp_path, [monitor, Stop("on_step_end", 2)], steps=8, report_to="tensorboard")
+    events = EventAccumulator(str(*(tmp_path / "runs").iterdir()))
+    events.Reload()
+    shown = {event.step: event.value for event in events.Scalars("~geomon/variance")}
+    values = {reading.step: reading.values["variance/mean"] for reading in read(tmp_path)}
+    assert list(values) == [0, 2]
+    assert shown == pytest.approx(values)
 
 
 def run_part(self, model, inputs, *args, **kwargs):
@@ -299,6 +316,7 @@ def test_another_loop_may_send_the_events_but_with_no_copies_of_the_model_in_thr
         send.on_train_begin(*told)
         send.on_step_begin(*told)
     assert ("DataParallel" in caplog.text) == (devices > 1)
+    assert "what the Trainer reports to is not found" in caplog.text
     trainer.model(batch())
     assert not any(map(sum, fingerprint(trainer.model)["hooks"]))
     for event in (send.on_pre_optimizer_step, send.on_step_end, send.on_train_end):

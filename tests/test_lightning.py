@@ -89,11 +89,14 @@ def test_early_stopping_and_checkpoints_follow_a_headline_value(tmp_path):
 @pytest.mark.parametrize("probe", [None, batch(seed=77)], ids=["inline", "probe"])
 def test_a_due_step_that_is_passed_over_is_read_at_the_next_batch(tmp_path, probe):
     options = {**FEW, "probe": probe, "schedule": every(3)}
-    in_lightning(Learner(), options, tmp_path, kind="two", steps=7)
+    logger = CSVLogger(tmp_path, name="", version="csv")
+    in_lightning(Learner(), options, tmp_path, kind="two", steps=7, logger=logger)
     # Due are 0, 3, 6, 9 and 12; the batches begin at even steps.
-    assert [r.step for r in read(tmp_path)] == [0, 4, 6, 10, 12] + (
-        [14] if probe is not None else []
-    )
+    steps = [0, 4, 6, 10, 12] + ([14] if probe is not None else [])
+    assert [r.step for r in read(tmp_path)] == steps
+    with (tmp_path / "csv" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [2 * int(row["step"]) for row in rows if row["geomon/variance"]] == steps
 
 
 @pytest.mark.parametrize("bound", [{"max_steps": 10}, {"max_steps": -1, "max_epochs": 1}])
