@@ -145,10 +145,6 @@ class GeometryMonitor(L.Callback):
         """No other event follows an exception or Ctrl-C: leave nothing on the model."""
         self._session.finish()
 
-    def teardown(self, *event: Any, **more: Any) -> None:
-        """Leave nothing on the model, whatever the way out was."""
-        self._session.finish()
-
     def _probe(self, trainer: "L.Trainer", *, last: bool = False) -> None:
         """In the precision that training has, outside of its autocast cache."""
         around = trainer.precision_plugin.forward_context

@@ -140,7 +140,7 @@ class Record:
         Raises:
             OSError: The file cannot be written; what was there is unchanged.
         """
-        if self._pending or self._is_foreign or not arrays:
+        if self._pending or not arrays:
             return
         if self.arrays.takes(reading.step, reading.source):
             self.arrays.write(reading.step, reading.source, arrays)

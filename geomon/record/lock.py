@@ -74,7 +74,7 @@ class FolderLock:
 
     def follow(self) -> None:
         """Find the folder again where it was renamed while this process holds it."""
-        if self._process != os.getpid() or self._is_in_place():
+        if self._is_in_place():
             return
         with contextlib.suppress(OSError):
             found = _path_of(self._descriptor)

@@ -1,7 +1,5 @@
 """Printable text: what a record or a model says, before it is written to a terminal or to a log."""
 
-import unicodedata
-
 _UNPRINTABLE = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -41,6 +39,4 @@ def text_of(value: object) -> str:
 def _shown(character: str) -> str:
     if character.isprintable():
         return character
-    if character.isspace() or unicodedata.category(character).startswith("Z"):
-        return " "
-    return _UNPRINTABLE
+    return " " if character.isspace() else _UNPRINTABLE

@@ -88,8 +88,9 @@ def test_a_resumed_run_goes_on_in_the_same_folder(tmp_path):
     assert [number_of(tmp_path, step) for step in (0, 10, 20, 30)] == [0, 10, 1.5, 2.5]
     assert not (tmp_path / "arrays.1").exists()
     write(resumed, 30, 3.5, "inline")
+    resumed.write_arrays(reading(30), some(4.5))  # in place of those before
     found = [number_of(tmp_path, 30, source) for source in (None, "inline", "probe")]
-    assert found == [3.5, 3.5, 2.5]
+    assert found == [3.5, 3.5, 4.5]
 
 
 def test_of_readings_close_together_only_some_have_arrays(tmp_path):

@@ -126,6 +126,7 @@ def test_readings_are_one_line_and_names_of_a_record_do_not_act_in_a_notebook(ma
     )
     assert repr(readings[1]) == f"Reading(step 16, probe, {len(readings[1].values)} values, 1 note)"
     assert repr(Readings([], [])) == "Readings(none yet)"
+    assert repr(Readings([{}], readings.readings)).startswith("Readings(9 readings")
     attack = "<script>alert(1)</script>"
     page = Readings([{"model": attack}], readings.readings)._repr_html_()
     assert attack not in page

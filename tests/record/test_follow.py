@@ -5,9 +5,10 @@ import pytest
 from geomon.record import FILE_NAME, Follower, follow
 
 
-def test_the_follower_reads_on_where_it_stopped(make_readings, tmp_path):
+@pytest.mark.parametrize("name", ["", FILE_NAME])
+def test_the_follower_reads_on_where_it_stopped(make_readings, tmp_path, name):
     readings = make_readings()
-    follower = Follower(tmp_path)
+    follower = Follower(tmp_path / name)
     assert follower.look() == []  # the record does not exist yet
     path = tmp_path / FILE_NAME
     with path.open("a") as file:
@@ -32,18 +33,19 @@ def test_the_follower_begins_anew_with_a_new_record(make_readings, tmp_path):
     assert len(follower.readings()) == 1
 
 
-@pytest.mark.parametrize("count", [1, 3, 6])
-def test_the_follower_begins_anew_with_a_file_written_in_its_place(make_readings, tmp_path, count):
+@pytest.mark.parametrize("errors", [[0.2], [0.2] * 3, [0.2] * 6, [0.2, 0.1, 0.1]], ids=str)
+def test_the_follower_begins_anew_with_a_file_written_in_its_place(make_readings, tmp_path, errors):
     first, second = make_readings(), make_readings(error=0.2)
     path = tmp_path / FILE_NAME
     path.write_text("".join(reading.line() + "\n" for reading in first.readings[:3]))
     follower = Follower(tmp_path)
     assert len(follower.look()) == 3
     inode = path.stat().st_ino
-    path.write_text("".join(reading.line() + "\n" for reading in second.readings[:count]))
+    lines = [(second if error == 0.2 else first)[n].line() for n, error in enumerate(errors)]
+    path.write_text("".join(line + "\n" for line in lines))
     assert path.stat().st_ino == inode
-    assert [reading.values["twonn/mean/margin"] for reading in follower.look()] == [0.2] * count
-    assert len(follower.readings()) == count
+    assert [reading.values["twonn/mean/margin"] for reading in follower.look()] == errors
+    assert len(follower.readings()) == len(errors)
     assert follower.readings().mixed_at is None
 
 

@@ -211,8 +211,9 @@ def test_a_folder_that_was_removed_is_made_again(tmp_path):
     assert resumed.begin(3, {"model": "m"}) == set()
 
 
+@pytest.mark.parametrize("end", [Record.close, lambda record: record.write(reading(1))])
 @pytest.mark.parametrize("moment", range(4))
-def test_ctrl_c_in_a_write_neither_loses_nor_doubles_the_line(tmp_path, monkeypatch, moment):
+def test_ctrl_c_in_a_write_neither_loses_nor_doubles_the_line(tmp_path, monkeypatch, moment, end):
     """Between any two steps of the write: before it, in it, after it, and at the file's end."""
     record = Record(tmp_path)
     record.begin(0, {})
@@ -236,7 +237,7 @@ def test_ctrl_c_in_a_write_neither_loses_nor_doubles_the_line(tmp_path, monkeypa
         patch.setattr(Path, "open", lambda path, mode="r", **kwargs: File(path, "a+"))
         with pytest.raises(KeyboardInterrupt):
             record.write(reading(1))
-    record.close()
+    end(record)
     assert steps(read(tmp_path)) == [0, 1]
 
 

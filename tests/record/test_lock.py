@@ -112,6 +112,7 @@ def test_a_reading_after_the_end_takes_the_folder_again(tmp_path):
     record = Record(tmp_path)
     record.begin(0, {})
     record.close()
+    assert record.path.read_text() == ""
     record.write(reading(0))
     assert (tmp_path / ".readings.lock").is_file()
 
@@ -131,6 +132,7 @@ class NoLocks:
     [
         ({"host": "here", "process": "parent"}, 10_000, True),  # alive: however long ago
         ({"host": "here", "process": "gone"}, 0, False),
+        ({"host": "here", "process": "own"}, 0, False),  # numbers come again: in a container
         ({"host": "elsewhere", "process": 1}, 0, True),
         ({"host": "elsewhere", "process": 1}, 70, False),
         ({}, 0, False),
@@ -144,7 +146,8 @@ def test_without_locks_the_file_says_who_writes(tmp_path, monkeypatch, owner, ag
     monkeypatch.setattr(lock, "fcntl", NoLocks)
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    words = {"here": socket.gethostname(), "parent": os.getppid(), "gone": gone.pid}
+    words = {"here": socket.gethostname(), "parent": os.getppid(), "gone": gone.pid,
+             "own": os.getpid()}  # fmt: skip
     if isinstance(owner, dict):
         owner = {key: words.get(value, value) for key, value in owner.items()}
     path = tmp_path / ".readings.lock"

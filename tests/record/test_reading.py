@@ -92,7 +92,7 @@ def test_of_a_record_the_last_run_may_be_of_a_newer_version():
     newer, older = {"geomon": "9999.1"}, {"geomon": "0.0.1"}
     (remark,) = Readings([older, newer], []).remarks()
     assert "newer geomon (9999.1)" in remark
-    for others in ([newer, older], [{"geomon": installed()}], [{}], []):
+    for others in ([newer, older], [{"geomon": f"{installed()}.0"}], [{}], []):
         assert Readings(others, []).remarks() == []
 
 
