@@ -7,8 +7,8 @@ def number(value: float) -> str:
     """Format a value with two decimals below one, one below a hundred, and else none.
 
     Example:
-        >>> number(0.256), number(5.31), number(1234.5), number(math.nan)
-        ('0.26', '5.3', '1234', 'none')
+        >>> number(0.256), number(1.0), number(5.31), number(100.0), number(math.nan)
+        ('0.26', '1.0', '5.3', '100', 'none')
     """
     if not math.isfinite(value):
         return "none"

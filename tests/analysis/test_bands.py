@@ -120,6 +120,7 @@ def test_what_varies_by_factors_has_a_band_of_factors(metric):
     (departure,) = departures(values, tag=f"{metric}/layer_01")[49]
     assert 0 < departure.low < 1 < departure.high
     assert departure.high == pytest.approx(1 / departure.low, rel=0.5)
+    assert not any(departures([0.0, -1.0] * 12, tag=f"{metric}/layer_01"))  # which have no factor
 
 
 def test_the_largest_departure_comes_first():

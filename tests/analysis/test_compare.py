@@ -30,7 +30,8 @@ def test_runs_are_compared_at_their_last_common_step(make_readings):
     ("second", "margin", "verdict"),
     [
         (5.0, 0.1, "equal"), (5.2, 0.1, "higher"), (4.8, 0.1, "lower"),
-        (5.2, 0.2001, "within the errors"), (5.2, math.nan, "error unknown"),
+        (5.2, 0.2001, "within the errors"), (5.5, 0.5, "within the errors"),
+        (5.2, math.nan, "error unknown"),
         (5.0 + 1e-15, 0.1, "equal"), (5.0 - 1e-15, math.nan, "equal"),  # another order of sums
         (5.0 + 1e-7, math.nan, "error unknown"), (5.0 - 1e-7, 1e-8, "lower"),
     ],
@@ -44,6 +45,16 @@ def test_the_other_way_round_the_verdict_is_the_opposite(first, second, margin):
     opposite = {"higher": "lower", "lower": "higher"}
     one = Difference("a/mean", 1, first, second, margin).verdict
     assert Difference("a/mean", 1, second, first, margin).verdict == opposite.get(one, one)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "share"),
+    [(2.0, 0.0, -1.0), (2.0, 3.0, 0.5), (0.0, 1.0, math.nan), (-1.0, 1.0, math.nan),
+     (1.0, -1.0, math.nan)],
+)  # fmt: skip
+def test_a_change_is_a_share_of_what_has_no_sign(first, second, share):
+    found = Difference("a/mean", 1, first, second, 0.1).share
+    assert found == pytest.approx(share, nan_ok=True)
 
 
 def test_a_run_beside_itself_has_no_difference(make_readings):
@@ -72,6 +83,8 @@ def test_runs_of_other_schedules_are_compared_at_steps_near_one_another(make_rea
     assert (found.step, found.second_step) == (200, 190)
     found = by_tag(compare(first, make_readings((0, 380, 400))))["twonn/mean"]
     assert (found.step, found.second_step) == (400, None)
+    found = by_tag(compare(make_readings((0, 100)), make_readings((0, 90))))["twonn/mean"]
+    assert (found.step, found.second_step) == (100, 90)  # a tenth of the larger one, to the step
     dense = by_tag(compare(make_readings((0, 96, 100)), make_readings((0, 97, 140))))["twonn/mean"]
     assert (dense.step, dense.second_step) == (96, 97)  # and not 100, a bit later and further off
     with pytest.raises(ValueError, match="no values at steps near one another"):

@@ -82,6 +82,9 @@ def test_a_cosine_that_falls_with_depth_is_found():
     found = queries_and_keys([at(0, [[0.1] * 8, [0.1, -0.1] * 4, [-0.1] * 7 + [0.1]])])
     assert found.depth < 0
     assert found.depth_p < 0.001
+    two = queries_and_keys([at(0, [[0.1] * 8, [-0.1] * 8], **{"qk_dot/layer_01/head_0": 0.0})])
+    assert two.depth == pytest.approx(-1)
+    assert not any("Mean query · mean key" in sentence for sentence in two.words())
     heads = queries_and_keys([at(0, [[0.7, 0.9, -0.8, -0.95, 0.8]])])
     assert [head.head for head in heads.of("similar")] == [1, 4, 0]
     assert [head.head for head in heads.of("opposite")] == [3, 2]

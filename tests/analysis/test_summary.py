@@ -51,6 +51,7 @@ def test_the_run_of_the_definitions_in_words(make_readings):
 )
 def test_near_duplicates_are_named_only_where_the_data_says_so(make_readings, curves):
     assert "near-duplicates (" in text_of(make_readings())
+    assert "near-duplicates (" in text_of(make_readings((0, 16)))
     assert "near-duplicates (" not in text_of(make_readings(curves=curves))
 
 
