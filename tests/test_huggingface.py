@@ -110,6 +110,7 @@ def test_other_callbacks_get_the_values_and_the_terminal_does_not(tmp_path, caps
     trainer = fit(
         tmp_path, [before, GeometryMonitor(schedule=every(1), **FEW), after], logging_steps=1
     )
+    assert "training_step" not in vars(trainer)  # it has its own again
     for reporter in (before, after):
         assert [step for step, _ in reporter.seen] == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
         ours = [logs for _, logs in reporter.seen if "geomon/variance" in logs]

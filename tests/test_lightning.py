@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fingerprint import fingerprint
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -104,6 +105,24 @@ def test_the_last_batch_is_read_with_two_optimizers_too(tmp_path, bound):
     options = {**FEW, "schedule": every(50)}
     in_lightning(Learner(), options, tmp_path, kind="two", limit_train_batches=5, **bound)
     assert [r.step for r in read(tmp_path)] == [0, 8]
+
+
+def test_a_batch_that_was_skipped_leaves_no_window_open_at_the_end_of_its_epoch(tmp_path):
+    found = []
+
+    class Looks(Module):
+        def on_train_start(self):
+            found.append(fingerprint(self))
+
+        on_train_epoch_end = on_train_start
+
+    in_lightning(
+        Learner(), {**FEW, "schedule": every(1)}, tmp_path, module=Looks(Learner(), skip="-1"),
+        max_steps=-1, max_epochs=1,
+    )  # fmt: skip
+    before, after = found
+    assert after == before
+    assert [reading.step for reading in read(tmp_path)] == [0, 1]
 
 
 @pytest.mark.usefixtures("own_metrics_in_background")
