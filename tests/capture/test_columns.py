@@ -284,6 +284,18 @@ def behind_kept_keys(block, x):
     return query.transpose(1, 2), kept, query, key
 
 
+def between_other_keys(block, x):
+    """Keys that are learned at both ends, as a prefix and as a sink."""
+    query, key = by_two(block, x)
+    learned = torch.randn(2, SEQUENCES, HEADS, 3, SIZE)
+    return (
+        query.transpose(1, 2),
+        torch.cat([learned[0], key.transpose(1, 2), learned[1]], 2),
+        query,
+        key,
+    )
+
+
 def with_numbers_of_each_place(block, x):
     """What is added to tokens is no bias of the projection."""
     outputs, added = by_two(block, x), torch.linspace(0, 1, LENGTH)[:, None]
@@ -305,7 +317,7 @@ def place_by_place(block, x):
 WAYS = [
     by_low_rank, changed_in_place, changed_by_one_operator, with_a_bias_of_its_own,
     fewer_keys, of_channels, of_tokens_picked_by_a_mask,
-    of_a_latent, behind_kept_keys, before_other_keys, by_a_matrix_for_each_head,
+    of_a_latent, behind_kept_keys, before_other_keys, between_other_keys, by_a_matrix_for_each_head,
     chosen_in_another_order, widened_and_cut_again, with_numbers_of_each_place, place_by_place,
 ]  # fmt: skip
 
