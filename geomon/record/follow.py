@@ -16,7 +16,7 @@ from geomon.record.reading import Reading, Readings
 FILE_NAME = "readings.jsonl"
 
 # Longest line in bytes: a model of 1,000 layers and heads, ten times over, stays below it.
-MAX_LINE = 67_108_864
+MAX_LINE = 2**26
 # What every line of a record begins with.
 _BEGINNINGS = (b'{"run"', b'{"step"')
 _MOST_NAMED = 4  # folders, in a message

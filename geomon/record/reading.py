@@ -3,7 +3,6 @@
 import difflib
 import functools
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from html import escape
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     import pandas
 
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=sys.maxsize)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Reading(msgspec.Struct, frozen=True, dict=True):
