@@ -40,6 +40,7 @@ def test_wrappers_do_not_show_in_names():
     for anatomy in (find_anatomy(model), find_anatomy(model, r"blocks\.\d")):
         assert anatomy.blocks[1].name == "blocks.1"
         assert ("final_norm", plain.final_norm) in anatomy.norms
+        assert {type(norm) for _, norm in anatomy.norms} == {nn.LayerNorm}
     assert shown_name("module._forward_module.a.module_list.0") == "a.module_list.0"
 
 
@@ -186,11 +187,39 @@ def test_further_attentions_of_a_block_have_labels_of_their_own(block, labels):
     assert stack.side_labels == [label for label in labels if label]
 
 
+def test_heads_that_are_modules_of_a_list_are_those_of_the_own_attention():
+    model = module(layers=layers(*[lambda: module(heads=layers(Half, Half))] * 2))
+    heads = find_anatomy(model).blocks[0].attentions
+    assert [(head.label, head.is_head, head.sizes) for head in heads] == [("", True, (1, 1, 4))] * 2
+
+
+def test_of_several_outputs_the_one_that_shares_the_table_counts_else_the_last():
+    table, head, other = nn.Embedding(50, 8), nn.Linear(8, 50, bias=False), nn.Linear(8, 50)
+    model = module(table=table, layers=layers(Attending, Attending), head=head, other=other)
+    model.low = nn.Linear(2, 50)  # a factor of an adapter
+    assert find_anatomy(model).output is other
+    head.weight = table.weight
+    assert find_anatomy(model).output is head
+    narrow = module(table=table, layers=layers(Attending, Attending), head=nn.Linear(6, 50))
+    assert find_anatomy(narrow).output is narrow.head
+
+
+def test_the_owner_is_the_innermost_module_of_which_one_call_runs_all_blocks():
+    model = nn.Transformer(16, 2, 1, 1, 32, batch_first=True)
+    assert [x.owner for x in find_anatomy(model).stacks] == [model.encoder, model.decoder]
+    group = module(inner=layers(Attending, Attending))  # which may be called several times
+    shared = module(groups=nn.ModuleList([group]))
+    assert find_anatomy(shared).stacks[0].owner is shared
+
+
 def test_modules_above_several_stacks_are_those_of_the_first_and_no_list_owns_its_blocks():
     model = nn.Transformer(16, 2, 1, 1, 32, batch_first=True)
     above = [stack.above for stack in find_anatomy(model).stacks]
     assert above == [(model, model.encoder), (model.decoder,)]
     assert [*names(module(inner=module(model=model)))] == ["encoder", "decoder"]
+    one, two, three = (module(layers=layers(Attending, Attending)) for _ in range(3))
+    nested = module(a=module(x=one, y=two), b=three)
+    assert [*names(nested)] == ["a.x", "a.y", "b.layers"]
     iterated = module(body=nn.Sequential(Attending(), Attending()))
     assert find_anatomy(iterated).stacks[0].owner is iterated
     root = nn.Sequential(Attending(), Attending())
