@@ -9,6 +9,7 @@ group of one rank, in which every collective gives back what was put in.
 import contextlib
 import logging
 import math
+import reprlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -363,8 +364,7 @@ def _difference(options: Sequence[Mapping[str, Any]]) -> str | None:
     """Say in which option a rank differs from the first one; None where all are the same."""
     for rank, given in enumerate(options):
         for name, value in options[0].items():
-            if given.get(name) != value:
-                values = f" ({given.get(name)!r}, there {value!r})"
-                shown = values if len(values) < 200 else ""
-                return f"rank {rank} was built with other {name} than rank 0{shown}"
+            if given[name] != value:
+                own, first = map(reprlib.repr, (given[name], value))
+                return f"rank {rank} was built with other {name} than rank 0 ({own}, there {first})"
     return None
