@@ -97,14 +97,12 @@ def take_share(
     if len(mine) == shape[0] and each == shape[1]:
         return layer
     sequences = torch.tensor([local for _, local in mine], dtype=torch.int64, device="cpu")
-    # As one rank samples them: each eighth of the sequences covers the same positions.
+    # As one rank samples them, (order + (shift + 1/2) / shifts) * length / each in integers: each
+    # eighth of the sequences covers the same positions.
     shifts = max(1, wanted // _EIGHTHS)
-    places_of = [(n % shifts + 0.5) / shifts for n, _ in mine]
-    shift = torch.tensor(places_of, dtype=torch.float64, device="cpu")[:, None]
-    order = torch.arange(shape[1], dtype=torch.int64, device="cpu")
-    places = order.expand(len(mine), -1)
-    if each < shape[1]:
-        places = ((order[:each] + shift) * (shape[1] / each)).long()
+    shift = torch.tensor([n % shifts for n, _ in mine], dtype=torch.int64, device="cpu")[:, None]
+    order = torch.arange(each, dtype=torch.int64, device="cpu")
+    places = (2 * (shifts * order + shift) + 1) * shape[1] // (2 * shifts * each)
     (device,) = layer.devices
     sequences, places = sequences.to(device), places.to(device)
     changed: dict[str, Any] = {}

@@ -59,6 +59,7 @@ def test_the_dimensions_of_a_mesh_are_said(place, ranks, words):
 def test_ranks_that_share_one_model_have_the_same_tokens():
     assert Mesh().data_ranks == (0,)
     assert Mesh().places == (RankPlace(0, stages=(0,), num_stages=1),)
+    assert (Mesh().difference(), Mesh().blocks_around(0, "")) == (None, (0, 0))
     assert Mesh(tuple(RankPlace(rank) for rank in range(3))).data_ranks == (0, 1, 2)
     pairs = tuple(tensor(rank, rank // 2 * 2, rank // 2 * 2 + 1) for rank in range(4))
     assert (Mesh(pairs).data_ranks, Mesh(pairs).data_size) == ((0, 0, 1, 1), 2)

@@ -354,7 +354,7 @@ def _make_distinct(pairs: Integers, others: Integers) -> bool:
         pairs: Projection and column of each number, [heads, width, 2]; changed in place.
         others: What else they were made of.
     """
-    for head, other in zip(pairs, others, strict=False):
+    for head, other in zip(pairs, others, strict=True):
         taken = set[tuple[int, int]]()
         for place, pair in enumerate(head):
             own = tuple(map(int, pair))
