@@ -177,9 +177,17 @@ def test_scores_of_attention_written_by_hand_are_joined():
     ]
     whole = merge_layers(parts)
     assert whole.captured["scores"].shape == (3, HEADS, 4, 5)
+    assert whole.captured["visible"].shape == (3, 1, 1, 5)
     assert whole.captured["visible"][:, 0, 0].sum(1).tolist() == [4, 5, 5]
     assert whole.missing == reasons
     assert "query" not in whole.captured
+
+
+def test_the_largest_logit_of_several_passes_is_that_of_any():
+    largest = torch.tensor([[1.0, math.nan, 3.0, math.nan], [2.0, -5.0, 1.0, math.nan]])
+    parts = [attention_layer(n, 2, 5, 5, max_logits=own) for n, own in enumerate(largest)]
+    found = merge_layers(parts).captured["max_logits"]
+    torch.testing.assert_close(found, torch.tensor([2.0, -5.0, 3.0, math.nan]), equal_nan=True)
 
 
 def test_what_belongs_to_the_layer_has_to_be_the_same():
@@ -238,6 +246,9 @@ def test_thinned_queries_cover_all_positions_alike():
     thin = [take_share(layer, shapes, n, 10_000, 64).captured for n, layer in enumerate(layers)]
     places = torch.cat([views["visible"].sum(3).flatten() - 1 for views in thin])
     assert places.tolist() == [4, 20, 36, 52, 12, 28, 44, 60] * 8
+    alike = attention_layer(0, 10, length, length, grid=torch.ones(1, 1, 1, length).bool())
+    thin = take_share(alike, shapes, 0, 10_000, 64).captured
+    assert (thin["query"].shape[2], thin["visible"].shape) == (4, (1, 1, 1, length))
 
 
 # -- what ranks say to one another -----------------------------------------------------------------

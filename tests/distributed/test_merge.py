@@ -62,6 +62,15 @@ def test_rows_of_a_later_stage_take_the_ids_that_the_first_one_knows(known, kept
     assert torch.equal(found.captured["hidden"], whole[found.part.rows])
 
 
+def test_what_the_first_stage_knows_of_tokens_stands_for_what_a_later_one_does():
+    known = Layer(
+        0, "block", {"positions": torch.tensor([0, 1])}, {}, part=first_stage([1, 3]).part
+    )
+    found = join_parts([of_rows([3, 1], elsewhere=True), known])
+    assert found.captured.keys() == {"hidden", "positions"}
+    assert found.captured["positions"].tolist() == [1, 0]
+
+
 def attention(heads, key_heads, *, each=2, sequences=SEQUENCES, **more):
     """Some heads of an attention of 4 query and 2 key heads, of width 2."""
     query, key = drawn(SEQUENCES, 4, QUERIES, 2), drawn(SEQUENCES, 2, KEYS, 2, seed=1)
@@ -82,6 +91,7 @@ def attention(heads, key_heads, *, each=2, sequences=SEQUENCES, **more):
         [([2, 3], [1]), ([0, 1], [0])],  # in any order
         [([0], [0]), ([1], [0]), ([2], [1]), ([3], [1])],  # a key head on two ranks counts once
         [([0], [0]), ([1, 2], [0, 1]), ([3], [1])],
+        [([0, 1], [0]), ([2], [1]), ([3], [1])],
     ],
 )
 def test_heads_come_in_the_order_of_their_numbers_and_key_heads_of_several_ranks_once(cut):
@@ -124,6 +134,7 @@ def test_projected_heads_are_joined_by_themselves():
     found = join_parts(parts)
     assert torch.equal(found.captured["projected_query"], rows)
     assert torch.equal(found.captured["projected_key"], rows)
+    assert found.part.heads == dict.fromkeys(("projected_query", "projected_key"), (0, 1, 2, 3))
     short = replace(parts[0], captured={v: x[:-1] for v, x in parts[0].captured.items()})
     assert "same rows" in join_parts([short, parts[1]]).missing["projected_key"]
 

@@ -296,24 +296,26 @@ def stage(*depths, rows, later, batch=""):
     return [Snapshot(layers, PassInfo(len(rows), "train", "float32", batch=batch))]
 
 
-def test_later_stages_of_a_pipeline_learn_the_tokens_of_their_rows_from_the_first():
+@pytest.mark.parametrize("pipelines", [1, 2])
+def test_later_stages_of_a_pipeline_learn_the_tokens_of_their_rows_from_the_first(pipelines):
     """Of two pipelines with the same tokens one is measured; the first stages are on ranks 1, 3."""
     mesh = Mesh(tuple(
         RankPlace(rank, pipeline=(rank // 2 * 2, rank // 2 * 2 + 1), stages=(1 - rank % 2,),
                   num_stages=2)
-        for rank in range(4)
+        for rank in range(2 * pipelines)
     ))  # fmt: skip
     first = stage(0, 1, rows=[2, 0, 1], later=False, batch="x")
     later = stage(2, 3, rows=[1, 5, 0], later=True)
     later[0].info.notes.append(Note("padding", "half is padding", layers=(8,)))
     first[0].info.notes.append(Note("padding", "half is padding", layers=(1,)))
-    found = together([later, first] * 2, mesh=mesh)
+    found = together([later, first] * pipelines, mesh=mesh)
     for depth, layer in enumerate(layers_of(found)):
         rows = [2, 0, 1] if depth < 2 else [1, 0]
         for prefix in ("", "last_"):
             assert layer.captured[f"{prefix}hidden"].flatten().tolist() == rows
             assert layer.captured[f"{prefix}token_ids"].tolist() == [row + 50 for row in rows]
     assert found[0].info.tokens == 3
-    padding, same = found[0].info.notes
+    padding, *same = found[0].info.notes
     assert padding == Note("padding", "half is padding", layers=(1, 8))
-    assert same.text.startswith("rank 3 had the same tokens as rank 1:")
+    said = [note.text.partition(":")[0] for note in same]
+    assert said == ["rank 3 had the same tokens as rank 1"] * (pipelines - 1)
