@@ -44,7 +44,7 @@ def draw_grid(
     panels: Sequence[tuple[str, Lines | Matrix]],
     *,
     columns: int,
-    size: tuple[float, float] = (5.2, 4.1),
+    size: tuple[float, float],
     share: bool = False,
 ) -> Figure:
     """Draw panels in rows.
@@ -177,7 +177,7 @@ def _number_axis(place: Axes, panel: Lines) -> None:
         place.xaxis.set_major_formatter("{x:g}")
         place.xaxis.set_minor_locator(NullLocator())
     else:
-        place.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9, min_n_ticks=1))
+        place.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def _scale(place: Axes, panel: Lines) -> None:
@@ -281,7 +281,7 @@ def add_bar(mesh: Any, panel: Matrix, places: Sequence[Axes]) -> None:
         panel: This one.
         places: Axes of all of them.
     """
-    bar = places[0].figure.colorbar(mesh, ax=list(places), pad=0.02)
+    bar = places[0].figure.colorbar(mesh, ax=places, pad=0.02)
     bar.set_label(panel.label + "\nlogarithmic" * panel.is_logarithmic, fontsize=9)
     bar.ax.tick_params(labelsize=8.5, length=2)
     bar.outline.set_visible(False)

@@ -63,7 +63,7 @@ def drawn(panel):
 def test_lines_have_their_places_colours_bands_and_names():
     lines = [
         Line("one", [0, 4, 32], [5.0, 6.0, 7.0], BLUE, [4.5, 5.5, 6.0], [5.5, 6.5, 8.0]),
-        Line("two", [0, 4, 32], [2.0, math.nan, 3.0], VERMILLION, dash="dash", width=3.0),
+        Line("two", [0, 4, 32], [0.0, math.nan, 3.0], VERMILLION, dash="dash", width=3.0),
     ]
     panel = Lines("values", lines, null=(4.0, "noise: 4"), chance=(1.5, "by chance"))
     (axes,) = drawn(panel)
@@ -154,8 +154,12 @@ def test_a_map_has_columns_about_its_steps(make_readings):
     steps = list(matrix.columns)[1:]
     assert all(a < step < b for a, step, b in zip(edges[1:], steps, edges[2:], strict=False))
     assert axes.get_xlabel().endswith("\nlayer 0, far above: 35")
-    large = head_panels(make_readings((0,), layers=24, heads=16), "qk_cosine")[0]
-    assert not drawn(large)[0].texts
+    large, small = (
+        drawn(head_panels(make_readings((0,), layers=layers, heads=2), "qk_cosine")[0])[0]
+        for layers in (17, 12)
+    )
+    assert (len(large.texts), len(small.texts)) == (0, 24)
+    assert [int(label.get_text()) for label in large.get_yticklabels()] == [*range(1, 18, 2)]
 
 
 # -- the figure of a run ---------------------------------------------------------------------------
@@ -205,6 +209,7 @@ def test_what_was_not_measured_is_said(make_readings):
         assert {words.get_position() for axes in figure.axes for words in axes.texts} == {
             (0.5, 0.5)
         }
+        assert not any(axes.get_xticks().size for axes in figure.axes)
 
 
 @pytest.mark.parametrize(
@@ -230,6 +235,10 @@ def test_the_title_says_model_size_steps_and_loss(run, make_readings):
     assert title_of(few) == "5,000 parameters, steps 0 to 0"
     small(draw("run", acting))
     assert title_of(Readings([], [])) is None
+    curves = {"training/loss": [5.0, 4.0]}
+    for steps in ((0,), (0, 16)):  # a line needs two points
+        axes = geometry_figure(make_readings(steps, curves=curves)).axes
+        assert sum("loss" in each.get_ylabel() for each in axes) == len(steps) - 1
     losses = [a for a in draw("run", run).axes if "training loss" in a.get_ylabel()]
     assert list(losses[0].lines[0].get_ydata()) == run.series("training/loss")[1]
     assert losses[0].get_ylabel() == "training loss (dash-dotted)"
