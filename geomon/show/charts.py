@@ -201,8 +201,6 @@ def _mode(line: Line) -> str:
 
 def _value_axis(panel: Lines) -> dict[str, Any]:
     axis: dict[str, Any] = {"title": {"text": _plain(panel.label)}, "zeroline": False}
-    if panel.ends is not None:
-        return axis | {"range": panel.ends}
     return axis | (
         {"type": "log", "dtick": "D2"} if panel.is_logarithmic else {"rangemode": "tozero"}
     )

@@ -72,7 +72,7 @@ class Lines:
         null: Value of rows without structure and its words; None where it is not known.
         chance: Half width of a band about 0 and its words; None for none.
         alerts: Steps of alerts, and the kinds that are there first, in words.
-        ends: Lowest and highest value of the axis; None where its ends follow the lines.
+        ends: Lowest and highest value of the axis in pictures; None where it follows the lines.
         remark: What a reader has to know besides.
         is_logarithmic: Whether the axis of values is.
     """

@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from shown import write
@@ -77,6 +78,7 @@ def test_what_stood_there_stays_where_the_new_one_cannot_be_finished(
     name, file, writes, run, tmp_path, monkeypatch
 ):
     def fill_up(*given, **more):
+        next(each for each in given if isinstance(each, Path)).write_text("half")
         raise OSError(28, "No space left on device")
 
     (tmp_path / file).write_text("of yesterday")
