@@ -41,6 +41,7 @@ def test_it_fits_the_terminal_and_cuts_no_word(make_readings, width):
     assert "distinct tokens 4.9 ± 0.1, falling since step 0, 85 % below 32.1" in text
     assert note in text
     assert "…" not in text or width == 40  # of the rows below
+    assert any("5.3 ± 0.1     ▁▁▂▅██▇▆▅ " in f"{line} " for line in lines)  # value and curve whole
 
 
 def test_each_row_says_the_last_value_the_history_and_the_first(make_readings):
