@@ -80,7 +80,7 @@ class CallbackSession:
     def __repr__(self) -> str:
         """Show the callback by the main ones of its options, or its monitor while it trains."""
         if self.monitor is not None:
-            return repr(self.monitor).replace(type(self.monitor).__name__, self._owner, 1)
+            return self._owner + repr(self.monitor).removeprefix("Monitor")
         given = self.options
         probed = f"probe={text_of(given['probe'])}" if self.probes else "the training forward"
         parts = [

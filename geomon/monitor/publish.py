@@ -72,10 +72,6 @@ class Publisher:
         """
         self._pending.append(step)
 
-    def forget(self) -> None:
-        """Expect nothing: in a fork, what was begun is its parent's."""
-        self._pending.clear()
-
     def move_to(self, step: int) -> None:
         """Publish what is finished, as the training moves on: nothing waits any more.
 

@@ -1,6 +1,7 @@
 """The session that callbacks share, driven by hand: no framework is loaded here."""
 
 import copy
+import functools
 import math
 import pickle
 from pathlib import Path
@@ -45,7 +46,8 @@ def test_what_is_discarded_or_failed_is_not_measured(tmp_path):
     session.open(4)
     session.start(model, 0, tmp_path, [])  # of a training that ended without a word
     assert not is_watched()
-    session.open(6)
+    session.open_at_call(6)
+    assert is_watched()
     session.finish()
     assert not is_watched()
 
@@ -105,15 +107,22 @@ def test_a_window_that_no_pass_went_through_gives_way_to_the_next(tmp_path):
 
 def test_fixed_inputs_are_read_when_due_and_at_the_end(tmp_path):
     session, _, memory = started(tmp_path, probe=batch())
+    asked = []
+
+    def logged_at(step):
+        asked.append(step)
+        return {"loss": 1.0 / step if step else 0.5, "other": 3.0}
+
     for step in range(4):
         session.probe(step, last=step == 3)
         session.close()
         assert session.last_seen == step
         assert session.lacks_values(step) == (step != 1)
-        session.log(step, lambda step=step: {"loss": 1.0 / step if step else 0.5, "other": 3.0})
+        session.log(step, functools.partial(logged_at, step))
         assert not session.lacks_values(step)
     found = [(r.step, r.source, r.values["training/loss"]) for r in memory.readings]
     assert found == [(0, "probe", 0.5), (2, "probe", 0.5), (3, "probe", 1 / 3)]
+    assert asked == [0, 2, 3]
 
 
 def test_a_call_at_a_step_that_is_not_due_is_not_watched(tmp_path):
@@ -134,11 +143,21 @@ def test_a_model_that_is_not_called_is_said_unless_its_step_has_failed(tmp_path)
     model(batch())
     assert not is_watched()
     assert session.last_seen == -1
-    session.open_at_call(2)
+    session.open_at_call(3, force=True)
     with pytest.raises(NotSeenError):
         session.close()
     assert not is_watched()
     assert not memory.readings
+
+
+@pytest.mark.parametrize("last_step", [None, 10**12])
+def test_the_budget_is_a_share_of_the_whole_run_where_its_end_is_known(tmp_path, last_step):
+    session = CallbackSession(FEW, "GeometryMonitor")
+    session.start(PlainDecoder(), 0, tmp_path, [], last_step=last_step)
+    session.prepare(0)
+    session.monitor.budget.count_reading()
+    session.prepare(20)
+    assert session.monitor.budget.decide(made=8).paid == (last_step is not None)
 
 
 def test_while_it_trains_a_session_shows_its_monitor(tmp_path):

@@ -137,9 +137,15 @@ def test_small_limits_are_limits():
 
 
 @pytest.mark.parametrize("callback", CALLBACKS)
-def test_a_callback_shows_its_main_options(callback):
+def test_a_callback_shows_its_main_options_on_a_line(callback):
     shown = repr(callback(metrics=["twonn"], schedule=100, tokens=512, probe=torch.zeros(9, 99)))
     assert shown == "GeometryMonitor(1 metric, schedule=every(steps=100), 512 tokens, probe=Tensor)"
+
+    class Probe:
+        __call__ = __repr__ = lambda *given: "a\nb"
+
+    shown = repr(callback(metrics=["twonn", "cosine"], schedule=100, probe=Probe()))
+    assert shown == "GeometryMonitor(2 metrics, schedule=every(steps=100), 4,096 tokens, probe=a b)"
 
 
 @pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[message for _, message in WRONG])

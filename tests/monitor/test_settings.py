@@ -13,6 +13,7 @@ import torch
 from models import PlainDecoder
 
 from geomon import Monitor
+from geomon.monitor import CallbackSession
 from geomon.monitor.settings import flat_settings, readable_items
 
 
@@ -59,6 +60,13 @@ def test_settings_stand_in_the_description_under_their_paths(tmp_path):
     monitor.close()
     with pytest.raises(TypeError, match="settings is a dict"):
         Monitor(PlainDecoder(), settings=[3])
+
+
+def test_settings_that_cannot_be_read_end_no_training(tmp_path):
+    session = CallbackSession({"settings": Failing()}, "GeometryMonitor")
+    session.start(PlainDecoder(), 0, tmp_path, [], settings=Failing())
+    assert session.monitor.describe()["training/known"] == 1
+    session.finish()
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,7 @@ def test_a_value_that_comes_late_is_said_once_and_waited_for_from_then_on(caplog
     ]  # fmt: skip
     said = [text for text in caplog.messages if "'loss'" in text]
     assert len(said) == 1
+    assert said[0].startswith("'loss' of step 0 came after its reading was recorded")
     assert "log=('loss',)" in said[0]
 
 
