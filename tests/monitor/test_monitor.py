@@ -26,6 +26,7 @@ from geomon import METRICS, Memory, Monitor, every, log_spaced, measure, read, s
 from geomon.capture.snapshot import NotSeenError
 from geomon.capture.window import Window
 from geomon.distributed import RankGroup
+from geomon.metrics import Evaluator
 from geomon.monitor.measuring.executor import ReadingExecutor
 from geomon.monitor.writing.reactions import Reactions
 
@@ -378,6 +379,7 @@ def test_every_second_that_geomon_takes_counts_once_and_none_of_the_models(
     clock.slow_down(PlainDecoder, "forward", 0.5)
     clock.slow_down(sys.modules[Window.__module__], "watch_calls", 2048.0)
     clock.slow_down(Window, "snapshots", 64.0)
+    clock.slow_down(Evaluator, "combine", 1024.0)
     clock.slow_down(Memory, "write", 4096.0)
     clock.slow_down(ReadingExecutor, "submit", 32768.0)  # which waits for readings before
     clock.slow_down(Reactions, "call", 0.25)  # of the user's functions
@@ -387,7 +389,7 @@ def test_every_second_that_geomon_takes_counts_once_and_none_of_the_models(
     spent, before = seen.budget.spent, clock.taken.copy()
     read_step(model, 1, seen)
     taken = clock.taken - before
-    of_reading = {"watch_calls", "snapshots", "metric"}
+    of_reading = {"watch_calls", "snapshots", "metric", "combine"}
     assert set(taken) == of_reading | {"forward", "write", "submit", "call"}
     assert seen.budget.spent - spent == taken.total() - of_others
     delay = sum(taken[name] for name in of_reading) + 0.75 - of_others

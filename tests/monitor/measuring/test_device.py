@@ -5,6 +5,7 @@ import math
 import types
 
 import pytest
+import threadpoolctl
 import torch
 from accelerator import DEVICE, Accelerator
 from measuring import watching
@@ -79,6 +80,12 @@ def test_a_named_device_measures_and_gives_the_same_values(tmp_path):
     for one, other in zip(on_host, on_device, strict=True):
         assert_same_values(one, other)
     assert read(tmp_path).runs[0]["device"] == NAME
+
+
+def test_a_device_measures_in_turn_whatever_the_host_could_do_at_once():
+    with Accelerator(), threadpoolctl.threadpool_limits(2, user_api="openmp"):
+        (reading,) = run(metrics=["anisotropy"], steps=1, sequences=2, batches=1, device=NAME)
+    assert math.isfinite(reading.values["anisotropy/mean"])  # other threads see no such device
 
 
 def test_without_memory_for_it_a_reading_is_measured_on_the_host(monkeypatch):

@@ -74,6 +74,15 @@ def test_a_reading_without_its_value_is_recorded_at_the_next_step_and_at_the_end
     assert "'once'" not in said[0]
 
 
+def test_a_reading_that_fails_waits_for_no_value():
+    def fails(hidden):
+        raise ValueError("on purpose")
+
+    monitor, model, _ = started(metrics={"fails": fails}, log=("loss",))
+    with pytest.raises(ValueError, match="on purpose"), monitor(0):
+        model(batch())
+
+
 def test_a_value_that_comes_late_is_said_once_and_waited_for_from_then_on(caplog):
     monitor, model, memory = started()
     for step in range(5):
