@@ -139,16 +139,16 @@ class Noisy(Dataset):
 
 
 def test_workers_of_the_training_are_left_to_it():
-    loader = DataLoader(Noisy(), batch_size=4, num_workers=1, persistent_workers=True)
+    loader = DataLoader(Noisy(), batch_size=4, num_workers=2, persistent_workers=True)
     batches = iter(loader)
     assert next(batches)[0, 0] == 1
     before = random_state()
     (reading,) = read_of(loader, tokens=64)
     assert random_state() == before
-    assert reading.values["ids/layer_01"] == 1  # loaded by a worker, as the training's are
+    assert reading.values["ids/layer_01"] == 1  # loaded by one worker, as by the training's
     assert loader._iterator is batches
     assert len(list(batches)) == 15
-    assert vars(loader)["num_workers"] == 1
+    assert vars(loader)["num_workers"] == 2
 
 
 class Labelled(nn.Module):
@@ -208,7 +208,10 @@ def broken():
     ("loader", "message"),
     [
         (broken, "ValueError: the loader of the probe failed: OSError: the disk"),
-        (lambda: iter(()), "ValueError: the loader of the probe has no batch: expected"),
+        (
+            lambda: iter(()),
+            "ValueError: the loader of the probe has no batch for every rank (of 1): ",
+        ),
     ],
 )
 def test_a_loader_that_fails_or_is_empty_is_one_warning(caplog, loader, message):
@@ -249,7 +252,7 @@ def test_a_pass_that_fails_is_tried_again_with_the_same_batch(caplog):
     assert [reading.step for reading in readings] == [1, 2]
     assert len(drawn) == 4
     assert readings[0].values["ids/layer_01"] == readings[1].values["ids/layer_01"]
-    assert len([text for text in caplog.messages if "out of memory" in text]) == 1
+    assert caplog.messages == ["a reading failed and is left out: RuntimeError: out of memory"]
 
 
 @pytest.mark.parametrize(
