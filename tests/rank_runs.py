@@ -486,7 +486,8 @@ def whole_state(model: nn.Module) -> dict:
 def strategies(ranks: RankGroup, folder: Path) -> None:
     """Trained with and without a monitor; readings of the first and the last weights."""
     begin = {}
-    for name, wrap in STRATEGIES.items():
+    # FSDP1 on four ranks is no different from two, and slow.
+    for name, wrap in [*STRATEGIES.items()][: 4 if ranks.size == 2 else 2]:
         plain = wrap(Decoder(dropout=0.2))
         losses = train(plain, ranks.rank, ranks.size, lambda step: contextlib.nullcontext())
         before = [copy.deepcopy(p) for p in local(plain)]
@@ -646,7 +647,7 @@ def budgeted(ranks: RankGroup, folder: Path) -> None:
     model, (ids, mask) = Decoder(), ragged(ranks.rank)
     monitor, memory = monitor_of(model, folder / "budgeted", schedule=every(1), checks=None)
     passes = []
-    for step in range(1000):
+    for step in range(400):
         with monitor(step):
             if monitor.passes.step == step:
                 passes.append(step)
@@ -658,7 +659,7 @@ def budgeted(ranks: RankGroup, folder: Path) -> None:
     dist.all_gather_object(every_rank, passes)
     assert every_rank == [passes] * ranks.size
     assert passes[:8] == list(range(8))
-    assert len(passes) < 500
+    assert len(passes) < 200
     assert steps(memory) == ([] if ranks.rank else passes)
     assert ranks.rank or len(passes) == 8 or monitor.overhead < 0.06
 

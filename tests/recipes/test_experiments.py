@@ -90,12 +90,11 @@ def test_the_command_leaves_records_claims_and_pictures_and_repeats_nothing(fini
     assert other.stderr.count("\n") == 1
 
 
-def test_several_processes_do_what_one_does(text, tmp_path):
-    for processes in (1, 2):
-        common = ["--data", text, "--seeds", 1, "--processes", processes]
-        folder = tmp_path / str(processes)
-        assert run("overfit", *common, *TINY["overfit"], "--out", folder).exit_code == 0
-    one, two = (read(tmp_path / n / "seed_0" / "few") for n in "12")
+@pytest.mark.parametrize("finished", ["overfit"], indirect=True)
+def test_several_processes_do_what_one_does(finished, tmp_path):
+    _, arguments, _ = finished
+    assert run(*arguments[:-1], tmp_path, "--seeds", 1, "--processes", 2).exit_code == 0
+    one, two = (read(folder / "seed_0" / "few") for folder in (arguments[-1], tmp_path))
     assert [r.step for r in one] == [r.step for r in two] == [0, 2, 3]
     assert one[-1].values["twonn/mean"] == pytest.approx(two[-1].values["twonn/mean"], rel=1e-3)
     assert one[-1].values["training/held_out_loss"] > 2

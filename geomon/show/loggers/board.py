@@ -112,6 +112,7 @@ class TensorBoard(BoardPages):
         for tag, value in values.items():
             # In float32: TensorBoard's data server, which is installed with it, shows no doubles.
             self._writer.add_scalar(tag, value, step, new_style=True)
+        self._writer.flush()  # where tensorflow is installed, it would wait for two minutes
 
 
 class BoardText(RunDrawer):
