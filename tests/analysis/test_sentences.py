@@ -553,7 +553,7 @@ class Texts:
 
 def check_board(readings, curves):
     """The false sentences of TensorBoard, which are of the readings that are kept for it."""
-    board, history, texts = BoardText(lambda: [texts]), RunHistory(), Texts()
+    board, history, texts = BoardText(lambda: [texts], name="TensorBoard"), RunHistory(), Texts()
     board.describe(readings.runs[0])
     for reading in readings:
         board.write(reading)
