@@ -52,7 +52,6 @@ FEW = select("variance", "twonn", "within_variance", "attention_entropy", "qk_co
 TWO_STAGES = MeshSpec(pipeline=2, tensor=2, schedule="interleaved", hidden="DTensor")
 CELLS = (
     (MeshSpec(data=2, tensor=2, wrap="FSDP2", hidden="sequence"), "Llama", 0.1),
-    (MeshSpec(data=2, tensor=2, wrap="DDP"), "GPT", 0.0),
     (MeshSpec(data=2, pipeline=2, wrap="DDP", schedule="1F1B"), "Llama", 0.0),
     (TWO_STAGES, "GPT", 0.1),
 )

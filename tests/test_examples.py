@@ -11,11 +11,12 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
 def test_an_example_runs_and_its_record_and_curves_are_there(tmp_path, path):
-    runpy.run_path(str(path))["main"](steps=33, folder=str(tmp_path))
+    runpy.run_path(str(path))["main"](steps=2, folder=str(tmp_path))
     (record,) = tmp_path.rglob("readings.jsonl")
     readings = read(record)
-    assert [reading.step for reading in readings] == [0, 32]
+    steps = [reading.step for reading in readings]
+    assert steps in ([0], [0, 1])  # a callback knows the last one, which is read too
     assert all(reading.tokens == 4096 for reading in readings)
-    assert readings.series("twonn/mean")[0] == [0, 32]
+    assert readings.series("twonn/mean")[0] == steps
     assert len(list(tmp_path.rglob("events.out.tfevents.*"))) == 1
     assert len(path.read_text().splitlines()) <= 50

@@ -1,7 +1,7 @@
 import math
 
 import pytest
-from tagged import with_values
+from tagged import reading_of, with_values
 
 from geomon.analysis import summarise
 from geomon.record import Readings
@@ -170,3 +170,9 @@ def test_entropy_is_a_share_of_its_start_where_there_is_one(make_readings):
 
     assert entropy(0.0, 2.0) == ["attention entropy: 0.00 nats at step 0, 2.0 nats at step 8."]
     assert entropy(2.0) == ["attention entropy: 2.0 nats at step 0."]
+
+
+def test_heads_at_a_limit_itself_are_not_counted_as_beyond_it():
+    cosines = {f"qk_cosine/layer_01/head_{head}": x for head, x in enumerate((0.5, -0.5, -0.6))}
+    text = " ".join(summarise(Readings([], [reading_of(cosines)])))
+    assert "above 0.5 in 0 of 3 heads, and below -0.5 in 1." in text

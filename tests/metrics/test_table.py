@@ -135,6 +135,12 @@ def test_the_nulls_of_neighbourhoods_are_those_of_noise(rows):
         assert found[0][f"{name}/null"] == pytest.approx(values.mean(), abs=error)
 
 
+def test_what_charts_show_of_a_metric_exists():
+    kinds = {"mean", "interval", "largest", "smallest", "highest", "size"}
+    for name, metric in ALL.items():
+        assert {*metric.text.charts} <= kinds | metric.text.parts.keys(), name
+
+
 def norm(hidden):
     return hidden.norm()
 

@@ -180,17 +180,20 @@ assert [reading.step for reading in read(sys.argv[1])] == [0, 1]
 """
 
 
+@pytest.fixture(scope="module")
+def forks():
+    forks = Forks("import models, geomon, scipy.stats, faiss; geomon.Monitor")
+    yield forks
+    forks.close()
+
+
 @pytest.mark.parametrize(
     ("code", "arguments"),
     [(FORKED, []), (FORKED_INSIDE, ["run", "inline"]), (FORKED_INSIDE, ["run", "probe"])],
 )
-def test_a_fork_leaves_its_parents_readings_to_it(tmp_path, code, arguments):
+def test_a_fork_leaves_its_parents_readings_to_it(forks, tmp_path, code, arguments):
     program = tmp_path / "forked.py"
     program.write_text(code)
     arguments = [str(tmp_path / each) if each == "run" else each for each in arguments]
-    forks = Forks("import models, geomon; geomon.Monitor")
-    try:
-        process = forks.start(str(program), *arguments, environment=os.environ, stdout=1, stderr=2)
-        assert process.wait(120) == 0
-    finally:
-        forks.close()
+    process = forks.start(str(program), *arguments, environment=os.environ, stdout=1, stderr=2)
+    assert process.wait(120) == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forks import ONE_THREAD, Forks
+from forks import Forks
 from typer.testing import CliRunner
 
 from geomon import read
@@ -77,16 +77,15 @@ def run_here(*arguments: object) -> tuple[int, str]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(start, tmp_path_factory):
     """A run without data and without network, and its output."""
     folder = tmp_path_factory.mktemp("recipe")
-    done = subprocess.run(
-        [sys.executable, "-m", "recipes.enwik8", "--out", folder / "run", *TINY, "--steps", "6"],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=400,
-        env=os.environ | ONE_THREAD | OFFLINE | {"GEOMON_CACHE": str(folder / "cache")},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return folder / "run", done.stdout
+    command = start(
+        "--out", folder / "run", *TINY, "--steps", 6, GEOMON_CACHE=str(folder / "cache")
+    )
+    code, out, err = command.end()
+    assert code == 0, err
+    return folder / "run", out
 
 
 def test_without_network_it_names_its_fallback_and_leaves_everything(finished):

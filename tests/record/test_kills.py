@@ -11,7 +11,7 @@ from forks import Forks
 
 from geomon import read
 
-_KILLS = 3
+_KILLS = 2
 _BACK = 2  # steps from the last checkpoint to the kill
 # Says "begun" when a reading begins to be measured, and its step when it has been shown.
 _RUN = """

@@ -40,7 +40,7 @@ def test_there_is_a_chart_for_each_thing_that_was_measured(readings, make_readin
 def test_lines_have_their_places_bands_names_and_marks():
     lines = [
         Line("one", [0, 4, 32], [5.0, math.nan, 7.0], BLUE, [4.5, 5.5, 6.0], [5.5, 6.5, 8.0]),
-        Line("two", [0, 4, 32], [2.0, 2.5, 3.0], VERMILLION, dash="dash", width=3.0),
+        Line("two <i>", [0, 4, 32], [2.0, 2.5, 3.0], VERMILLION, dash="dash", width=3.0),
         Line("", [*range(50)], [1.0] * 50, BLUE, width=0.7),
     ]
     panel = Lines(
@@ -57,6 +57,7 @@ def test_lines_have_their_places_bands_names_and_marks():
     )  # fmt: skip
     assert [trace.showlegend for trace in chart.data] == [False, True, True, False]
     assert third.mode == "lines"
+    assert [trace.name for trace in chart.data] == [None, "one", "two &lt;i&gt;", ""]
     layout = chart.layout
     assert (layout.showlegend, layout.yaxis.title.text) == (True, "values &lt;b&gt;")
     assert layout.xaxis.title.text == "training step (logarithmic)<br>one more thing"

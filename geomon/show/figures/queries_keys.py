@@ -7,7 +7,7 @@ before any rotation by position.
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -26,8 +26,7 @@ _MOST_ARROWS = 14
 _MOST_CLOUDS = 4
 
 
-@dataclass(frozen=True)
-class HeadHistory:
+class HeadHistory(NamedTuple):
     """Queries and keys of one head over training.
 
     Attributes:

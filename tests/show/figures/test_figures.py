@@ -460,7 +460,7 @@ def run_of(make_readings, tmp_path):
 
 
 def test_each_run_has_a_line_in_the_panel_of_each_layer(run_of):
-    ends = {"a": (0.9, 0.8, -0.7), "b": (0.8, -0.5, -0.9), "c": (0.6, 0.1, -0.8)}
+    ends = {"a": (0.9, 0.01, -0.7), "b": (0.8, -0.5, -0.9), "c": (0.6, -0.01, -0.8)}
     runs = [run_of(f"study/seed_{name}", values) for name, values in ends.items()]
     figure = draw("stability", runs)
     panels = panels_of(figure)
