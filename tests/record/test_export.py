@@ -128,6 +128,7 @@ def test_readings_are_one_line_and_names_of_a_record_do_not_act_in_a_notebook(ma
     assert repr(Readings([], [])) == "Readings(none yet)"
     assert repr(Readings([{}], readings.readings)).startswith("Readings(9 readings")
     attack = "<script>alert(1)</script>"
+    assert "\x1b" not in repr(Readings([{"model": "\x1b[2J"}], readings.readings))
     page = Readings([{"model": attack}], readings.readings)._repr_html_()
     assert attack not in page
     assert "&lt;script&gt;" in page

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def steps(record: Readings) -> list[int]:
 
 
 def test_record_goes_on_after_a_resume(tmp_path):
-    record = Record(tmp_path)
+    record, began = Record(tmp_path), time.time()
     assert record.begin(0, {"metrics": ["a"]}) == set()
     assert record.path.read_text() == ""  # the run is described with its first reading
     record.write(reading(0))
@@ -37,6 +38,7 @@ def test_record_goes_on_after_a_resume(tmp_path):
     assert steps(found) == [0, 5, 8]
     described = [(run["from_step"], run["metrics"]) for run in found.runs]
     assert described == [(0, ["a"]), (4, ["a", "b"])]
+    assert began <= found.runs[0]["time"] <= found.runs[1]["time"] <= time.time()
     kinds = ["run" in json.loads(line) for line in record.path.read_text().splitlines()]
     assert kinds == [True, False, False, True, False]
 
