@@ -52,8 +52,8 @@ FEW = select("variance", "twonn", "within_variance", "attention_entropy", "qk_co
 TWO_STAGES = MeshSpec(pipeline=2, tensor=2, schedule="interleaved", hidden="DTensor")
 CELLS = (
     (MeshSpec(data=2, tensor=2, wrap="FSDP2", hidden="sequence"), "Llama", 0.1),
-    (MeshSpec(data=2, pipeline=2, wrap="DDP", schedule="1F1B"), "Llama", 0.0),
-    (TWO_STAGES, "GPT", 0.1),
+    (MeshSpec(data=2, pipeline=2, wrap="DDP", schedule="1F1B"), "Llama", 0.1),
+    (TWO_STAGES, "GPT", 0.0),
 )
 PAGE = (Path(__file__).parent.parent / "docs" / "many_ranks.md").read_text()
 # Values of the last digits of a forward pass that is shared out, in one that is not.
@@ -400,41 +400,36 @@ def parts(ranks: RankGroup, folder: Path) -> None:
 
 # -- two ranks -------------------------------------------------------------------------------------
 
-PAIRS = (
-    MeshSpec(tensor=2, hidden="sequence"),
-    MeshSpec(pipeline=2, schedule="1F1B"),
-)
-
 
 def slow(ranks: RankGroup, folder: Path) -> None:
     """A rank that is late for a reading is given up; the training ends as it would without."""
-    for spec in PAIRS:
-        plain = Training(spec, "Llama", 0.1)
-        plain.seed()
-        losses = [loss for step in range(3) for loss in plain.step(step)]
-        training = Training(spec, "Llama", 0.1)
-        monitor, memory = monitor_of(training.watched, strict=False, rank_timeout=1.5)
-        training.seed()
+    spec = MeshSpec(pipeline=2, schedule="1F1B")
+    plain = Training(spec, "Llama", 0.1)
+    plain.seed()
+    losses = [loss for step in range(3) for loss in plain.step(step)]
+    training = Training(spec, "Llama", 0.1)
+    monitor, memory = monitor_of(training.watched, strict=False, rank_timeout=1.5)
+    training.seed()
 
-        @contextmanager
-        def around(step: int, monitor: Monitor = monitor) -> Iterator[None]:
-            with monitor(step):
-                yield
-                if step == 1 and ranks.rank == 1:
-                    time.sleep(2.5)
+    @contextmanager
+    def around(step: int) -> Iterator[None]:
+        with monitor(step):
+            yield
+            if step == 1 and ranks.rank == 1:
+                time.sleep(2.5)
 
-        found = [loss for step in range(3) for loss in training.step(step, partial(around, step))]
-        assert found == losses
-        assert all(map(torch.equal, training.state(), plain.state()))
-        if ranks.rank == 0:
-            assert [reading.step for reading in memory.readings] == [0, 2]
-            assert "the part of rank 0 is measured" in notes(memory)
-        dist.barrier()
+    found = [loss for step in range(3) for loss in training.step(step, partial(around, step))]
+    assert found == losses
+    assert all(map(torch.equal, training.state(), plain.state()))
+    if ranks.rank == 0:
+        assert [reading.step for reading in memory.readings] == [0, 2]
+        assert "the part of rank 0 is measured" in notes(memory)
+    dist.barrier()
 
 
 def dies(ranks: RankGroup, folder: Path) -> None:
     """A rank that is lost ends the training as it would without, and no reading waits for it."""
-    training = Training(PAIRS[0], "GPT", 0.0)
+    training = Training(MeshSpec(tensor=2, hidden="sequence"), "GPT", 0.0)
     monitor, memory = monitor_of(training.watched, strict=False, rank_timeout=20)
     training.step(0, partial(monitor, 0))
     if ranks.rank == 1:

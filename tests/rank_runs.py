@@ -749,7 +749,7 @@ def lightning(ranks: RankGroup, folder: Path) -> None:
         for source, rows in (
             ("inline", None), ("probe", None), ("validation", slice(None)), ("loader", slice(24)),
         ):  # fmt: skip
-            if name == "fsdp2" and source == "loader":
+            if name == "fsdp2" and source in ("probe", "loader"):
                 continue  # as under DDP
             inputs = dict(zip(("ids", "attention_mask"), ragged(0), strict=True))
             probe = {"inline": None, "probe": inputs, "loader": data}.get(source, source)
