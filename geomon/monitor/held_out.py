@@ -80,9 +80,10 @@ class HeldOut:
                     break
                 self._look(group, look)
         if not self.batches:
+            each = f" for each of {group.members} ranks" * (group.members > 1)
             self._failure = (
-                f"the loader of the probe has no batch for every rank (of {group.members}): "
-                "expected held-out batches, as a validation loader gives them"
+                f"the loader of the probe has no batch{each}: expected held-out batches, as a "
+                "validation loader gives them"
             )
             raise ValueError(self._failure)
         self._loader = self._iterator = self._drawn = None

@@ -210,7 +210,7 @@ def broken():
         (broken, "ValueError: the loader of the probe failed: OSError: the disk"),
         (
             lambda: iter(()),
-            "ValueError: the loader of the probe has no batch for every rank (of 1): ",
+            "ValueError: the loader of the probe has no batch: expected held-out batches",
         ),
     ],
 )
