@@ -44,8 +44,9 @@ faults: $(READY)
 claims $(EXPERIMENTS): $(READY)
 	@$(BIN)/python -m recipes.study $@ $(ARGS)
 
+# By path: those with the fewest tests are the longest, and would all come last.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(READY)
 	$(BIN)/ruff check .
