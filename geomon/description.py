@@ -27,7 +27,7 @@ _UNKNOWN = "by a route that the first pass shows"
 _AS_IT_RUNS = "seen as it runs"
 
 _WIDTH = 100
-_NAMED = 3  # in a row, of a kind
+_NAMED = 3  # modules of one kind that a line names
 _ROWS = 1024  # rows that are kept in the pass that shows what is seen
 _NOT_SEEN = "not seen in this pass"
 _NAME_ALONE = (

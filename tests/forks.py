@@ -161,7 +161,7 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     exec(sys.argv[2])
-    gc.freeze()  # no program that ends searches what was imported for garbage
+    gc.freeze()  # a program that ends need not search what was imported for garbage
     answer, stdout, stderr = _serve(socket.socket(fileno=int(sys.argv[1])))
     with answer.makefile() as asked:
         request = json.load(asked)

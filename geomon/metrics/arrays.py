@@ -99,7 +99,7 @@ def _plain(values: Tensor, *, single_rows: bool) -> NDArray[Any]:
     if not values.is_floating_point():
         return values.numpy().copy()
     largest = values.abs().max().item() if values.numel() else 0.0
-    half = single_rows and not largest > _LARGEST_HALF  # which no NaN is
+    half = single_rows and not largest > _LARGEST_HALF  # NaN fits as well
     return values.to(torch.float16 if half else torch.float32).numpy().copy()
 
 

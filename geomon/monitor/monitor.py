@@ -612,7 +612,7 @@ def _guard_schedule(option: str, schedule: Schedule, warnings: Warnings) -> Sche
         due: list[bool] = []
         warnings.attempt(
             lambda: due.append(schedule(step)),
-            f"the function given as {option} failed, and nothing is read where it does",
+            f"the function given as {option} failed: there is no reading at a step where it fails",
             once=True,
         )
         return any(due)

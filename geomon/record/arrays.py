@@ -137,7 +137,7 @@ class ArrayFolder:
         path = self._file(step, source)
         try:
             check_regular(path)
-            with zipfile.ZipFile(path), np.load(path) as file:  # no archive is no array
+            with zipfile.ZipFile(path), np.load(path) as file:  # any other file is refused
                 found = {_place(key): file[key] for key in file.files if key != _MARK}
         except FileNotFoundError:
             raise FileNotFoundError(

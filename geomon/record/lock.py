@@ -78,7 +78,7 @@ class FolderLock:
             return
         with contextlib.suppress(OSError):
             found = _path_of(self._descriptor)
-            if found.name == self.path.name:  # a file that was removed has another one
+            if found.name == self.path.name:  # that of a removed file is another
                 self.path = found
 
     def refresh(self) -> None:

@@ -302,7 +302,7 @@ def find_columns(made: Made, values: Tensor) -> Columns | None:
         kernel); None where there are others whose source is not known.
     """
     length = values.shape[2]
-    # Some keys may be of no token, at the ends: those of a cache, or learned ones.
+    # Keys at both ends may be of no token of this pass: kept in a cache, or learned.
     for place in dict.fromkeys((length // 2, length - 1, 0)):
         found = _columns_at(made, values, place) if values.numel() else None
         if found is not None:
