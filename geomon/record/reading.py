@@ -4,7 +4,7 @@ import difflib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from html import escape
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, overload
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from geomon.note import Note
 from geomon.record import tags
+from geomon.record.alert import RaisedAlert
 from geomon.record.arrays import ArrayFolder
 from geomon.record.columns import (
     NAN,
@@ -52,6 +53,7 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
         dtype: Data type of the model's hidden states.
         stacks: Column of each metric, by name of the stack ("" for the only one) and metric.
         overhead: Share of the time since the first step that geomon has taken; NaN where unknown.
+        left_out: Number of readings that were due by now and that the budget has left out.
         training: What the training logs beside the geometry, by name: its loss, say.
         notes: Remarks on how far the values can be trusted, and alerts.
     """
@@ -68,6 +70,7 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
     overhead: Number = NAN
     training: dict[str, Number] = {}
     notes: tuple[Note, ...] = ()
+    left_out: Count = 0
 
     def __post_init__(self) -> None:
         """Put NaN in the place of the nulls of JSON, and refuse what no reading has."""
@@ -189,6 +192,9 @@ class Readings:
         mixed_at: Number of the line from which the file holds the readings of two runs at once;
             None for one run.
         folder: Folder of the arrays beside the record; None where there is no record.
+        raised: Alerts that stand in lines of their own, in the order in which they were raised.
+        abandoned: Readings of branches that were given up: a later start of the run went back to an
+            earlier step and trained on from there.
     """
 
     # Builds the page of a run for a notebook. `geomon` sets it: the record imports no pages.
@@ -198,6 +204,19 @@ class Readings:
     readings: list[Reading]
     mixed_at: int | None = None
     folder: ArrayFolder | None = None
+    raised: list[RaisedAlert] = field(default_factory=list)
+    abandoned: list[Reading] = field(default_factory=list)
+
+    @functools.cached_property
+    def alerts(self) -> list[RaisedAlert]:
+        """Alerts of the run, steps ascending; those of an older record stand in its readings."""
+        noted = [
+            RaisedAlert(reading.step, reading.time, reading.source, note)
+            for reading in self
+            for note in reading.notes
+            if note.is_alert
+        ]
+        return sorted([*noted, *self.raised], key=lambda alert: alert.step)
 
     def __len__(self) -> int:
         return len(self.readings)

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from geomon.record.alert import RaisedAlert
 from geomon.record.headline import HEADLINE, Charts, Detail
 from geomon.record.reading import Reading
 
@@ -36,6 +37,14 @@ class DescribedSink(Protocol):
 
     def describe(self, description: Mapping[str, Any]) -> None:
         """Take the description of the run, as the record holds it, before the first reading."""
+
+
+@runtime_checkable
+class AlertSink(Protocol):
+    """Sink that shows alerts at the moment when they are raised."""
+
+    def alert(self, alert: RaisedAlert) -> None:
+        """Take an alert: its step may lie between two readings."""
 
 
 @runtime_checkable
