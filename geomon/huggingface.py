@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
-from geomon.monitor import CallbackOptions, CallbackSession, show_callback_options
+from geomon.monitor import CallbackOptions, CallbackSession, documented
 from geomon.record import Sink
 from geomon.record.headline import Detail, without_layers
 from geomon.record.sinks import LoggerSink
@@ -40,7 +40,7 @@ _TELLING = (
 )  # fmt: skip
 
 
-@show_callback_options
+@documented(CallbackOptions)
 class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
     """Watch the geometry of a model's representations while a `transformers.Trainer` trains it.
 
@@ -58,6 +58,12 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
     last ones under that name in `state.log_history`.
 
     {options}
+
+    Raises:
+        TypeError: An argument has a name that does not exist. A hook is not callable.
+        ValueError: A metric reads an unknown view, the schedule never fires, no alert has such a
+            name, a number is out of range, or the detail names no metric. When training starts: no
+            blocks in the model, a directory that cannot be written.
     """
 
     def __init__(self, **options: Unpack[CallbackOptions]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
-from geomon.monitor import CallbackOptions, CallbackSession, show_callback_options
+from geomon.monitor import CallbackOptions, CallbackSession, documented
 from geomon.record import Sink
 from geomon.record.headline import Detail, without_layers
 from geomon.record.sinks import LoggerSink
@@ -34,7 +34,7 @@ else:
         ) from error
 
 
-@show_callback_options
+@documented(CallbackOptions)
 class GeometryMonitor(L.Callback):
     """Watch the geometry of a model's representations while Lightning trains it.
 
@@ -51,6 +51,12 @@ class GeometryMonitor(L.Callback):
     read, on the first rank. If it returned none, it is the value logged as "loss", or NaN.
 
     {options}
+
+    Raises:
+        TypeError: An argument has a name that does not exist. A hook is not callable.
+        ValueError: A metric reads an unknown view, the schedule never fires, no alert has such a
+            name, a number is out of range, or the detail names no metric. When training starts: no
+            blocks in the model, a directory that cannot be written.
     """
 
     def __init__(self, **options: Unpack[CallbackOptions]) -> None:

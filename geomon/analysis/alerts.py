@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from geomon.analysis.bands import QUIET, SCATTER, SCATTER_READINGS, Bands, Found
 from geomon.note import Note
-from geomon.record import Reading
+from geomon.record import Course, Reading
 from geomon.record.columns import Column, Place
 
 # Entropy of a head as a share of that of uniform attention: nearly all attention is on one key.
@@ -33,6 +33,9 @@ _MASSIVE = 0.5
 # An alert is raised again when what is found is so many times what it was.
 _AGAIN = 4.0
 _NAMED = 3  # places that are named
+_COURSES = 16  # values whose course an alert shows
+# Rules that need no bands.
+_NOTHING = Found([], [], math.nan, is_strange=False)
 
 # Steps of healthy trainings in which false alarms were counted: docs/warnings.md.
 HEALTHY_STEPS = 61_608
@@ -54,6 +57,8 @@ class Alert:
         heads: Layer and number of each head, in the same order.
         numbers: Numbers that were found, by name.
         advice: What to look at.
+        courses: The values that left their bands, the first one first, over the last 32 readings
+            or checks; empty for a rule without bands.
         inputs: Positional arguments and arguments by name with which the model was called in the
             forward pass that was looked at, for `on_alert`; None for a probe and for an alert of a
             record.
@@ -66,6 +71,7 @@ class Alert:
     heads: tuple[tuple[int, int], ...] = ()
     numbers: Mapping[str, int | float | str] = field(default_factory=dict)
     advice: str = ""
+    courses: tuple[Course, ...] = field(default=(), compare=False, repr=False)
     inputs: Inputs | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -334,6 +340,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 )
 
 
+_BY_BANDS = {"left_band", "scatter_growth"}
+
+
 class AlertWatch:
     """Raises alerts of a run, reading by reading.
 
@@ -378,10 +387,12 @@ class AlertWatch:
         first = reading.source not in self._begun
         self._begun.add(reading.source)
         stacks = dict.fromkeys([*reading.stacks, *(note.stack for note in reading.notes)])
-        bands = {
-            stack: self._bands.setdefault((reading.source, stack), Bands(stack)).add(reading)
+        own = {
+            stack: self._bands.setdefault((reading.source, stack), Bands(stack))
             for stack in stacks
+            if not self._rules.keys().isdisjoint(_BY_BANDS)
         }
+        bands = {stack: own[stack].add(reading) if own else _NOTHING for stack in stacks}
         strange = any(found.is_strange for found in bands.values())
         self.asks_again = strange and "left_band" in self._rules
         alerts = []
@@ -393,8 +404,12 @@ class AlertWatch:
                 assert found is not None
                 if not (first and rule.may_begin):
                     _, numbers, layers, heads = found
+                    left = bands[stack].left[:_COURSES] if name == "left_band" else []
+                    courses = tuple(own[stack].course(one.departure.place) for one in left)
                     alerts.append(
-                        Alert(name, reading.step, stack, layers, heads, numbers, rule.advice)
+                        Alert(
+                            name, reading.step, stack, layers, heads, numbers, rule.advice, courses
+                        )
                     )
         return alerts
 

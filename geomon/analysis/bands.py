@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from geomon.record import Reading
+from geomon.record import Course, Reading
 from geomon.record.columns import Column, Columns, Place
 
 _Array = NDArray[np.float64]
@@ -31,6 +31,8 @@ OUTSIDE = 1.15
 _BEYOND = 3e-7
 # Scatter is measured in units that are at least this share of the least half width.
 _LEAST_SCATTER = 0.3
+# Readings of a course: what a value was before it left its band.
+COURSE = 32
 # Readings at which all values are inside, after which a departure is another event.
 QUIET = 12
 # Readings over which the scatter of all values is averaged, and the largest mean of its logarithm
@@ -303,6 +305,18 @@ class Bands:
         enough = len(self._scatters) == SCATTER_READINGS
         mean = float(np.mean(self._scatters)) if enough else math.nan
         return Found(departures, list(self._left.values()), mean, bool((distance.alone > 1).any()))
+
+
+    def course(self, place: Place) -> Course:
+        """Return what a value was at the last 32 readings, this one included.
+
+        Args:
+            place: What the value is of.
+        """
+        values = self._history[-COURSE:, self._columns[place]]
+        if WATCHED[place.metric].by_logarithm:
+            values = np.exp(values)
+        return Course(place.tag, tuple(self._steps[-COURSE:]), tuple(values.tolist()))
 
 
 def _watched(stack: str, columns: Columns) -> Iterator[tuple[Place, float]]:

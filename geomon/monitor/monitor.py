@@ -1,16 +1,21 @@
 """The monitor: `with monitor(step): model(x)`.
 
 It conducts: the planner says when, passes are seen through windows, the executor measures them, the
-publisher records and shows what is finished. None of them ends a run.
+outbox records and shows what is finished. None of them ends a run. The verbs of the monitor (enter,
+log, probe, close) are the one place in which time is charged and errors are guarded.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import functools
+import multiprocessing
+import multiprocessing.util
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from html import escape
 from importlib.metadata import version
@@ -34,50 +39,52 @@ from geomon.distributed import (
     join_ranks,
 )
 from geomon.distributed.mesh import Mesh, find_place
-from geomon.metrics import Evaluator, check_metrics
-from geomon.monitor.at_exit import close_at_exit
+from geomon.metrics import Evaluator
+from geomon.monitor.device import MeasuringDevice
+from geomon.monitor.executor import ReadingExecutor
 from geomon.monitor.held_out import HeldOut, is_loader
-from geomon.monitor.measuring.device import MeasuringDevice
-from geomon.monitor.measuring.executor import ReadingExecutor
-from geomon.monitor.measuring.jobs import ProbeHistory, ReadingJob
+from geomon.monitor.jobs import ProbeHistory, ReadingJob
 from geomon.monitor.options import (
-    DEFAULT_SHARE,
+    AUTO,
     MonitorOptions,
     check_options,
     check_step,
-    show_monitor_options,
+    documented,
 )
+from geomon.monitor.outbox import Outbox
 from geomon.monitor.passes import Passes
-from geomon.monitor.planning.budget import Budget
-from geomon.monitor.planning.checks import Checks
-from geomon.monitor.planning.planner import ReadingPlanner
-from geomon.monitor.planning.schedule import Schedule, first_steps
+from geomon.monitor.planner import DEFAULT_SHARE, Account, Due, Planner
 from geomon.monitor.probe_loss import ProbeLoss
-from geomon.monitor.publish import Publisher
-from geomon.monitor.settings import flat_settings
-from geomon.monitor.writing.logged import LoggedValues
-from geomon.monitor.writing.output import ReadingWriter, Warnings
-from geomon.monitor.writing.reactions import Reactions
+from geomon.monitor.schedule import Schedule, first_steps, log_spaced
+from geomon.monitor.warnings import Warnings
 from geomon.note import Note
-from geomon.record import Reading, Readings, Record, read
+from geomon.record import Reading, Readings, Record, Sink, read
 from geomon.record.printable import printable, text_of
 
 _NOTHING = nullcontext()  # what a step that is not due gets
 # Rows of hidden states at which a check looks.
 _CHECK_ROWS = 1024
+# Longest text of a setting in the description of a run.
+_LONGEST = 200
 
 
-@show_monitor_options
+@documented(MonitorOptions)
 class Monitor:
-    """Reads the geometry of a model's representations at scheduled steps.
+    """Reads the geometry of a model's representations while it trains.
 
     Args:
         model: Any module that contains a transformer. In a pipeline of
             `torch.distributed.pipelining` the schedule, or the stages that this rank runs.
     {options}
+
+    Raises:
+        TypeError: An argument has a name that does not exist. A hook is not callable.
+        ValueError: The model has no blocks, a metric reads an unknown view, the schedule never
+            fires, no alert has such a name, a number is out of range, or the directory cannot be
+            written.
     """
 
-    _process: int | None = None  # that of the last step: a fork leaves its parent's to it
+    _process: int | None = None  # of the last step: a fork leaves what its parent does to it
 
     def __init__(self, model: Any, **options: Unpack[MonitorOptions]) -> None:
         self._options = options = check_options(options, type(self).__name__)
@@ -86,8 +93,7 @@ class Monitor:
         if options["probe"] is not None:
             self._parts.check_probe(options["probe"])
         self._evaluator = Evaluator(
-            check_metrics(options["metrics"]), options["batches"], options["queries"],
-            options["strict"],
+            options["metrics"], options["batches"], options["queries"], options["strict"],
             keeps_arrays=options["arrays"] and options["directory"] is not None,
         )  # fmt: skip
         self._checker = Evaluator(
@@ -97,32 +103,19 @@ class Monitor:
         self._device = MeasuringDevice(options["device"], self._model)
         self._source = "inline" if options["probe"] is None else "probe"
         self._group = self._join_ranks()
-        self.warnings = warnings = Warnings(self._group, strict=options["strict"])
-        self.budget = Budget(_share_of(options["budget"], self._group))
+        self.warnings = Warnings(self._group, strict=options["strict"])
+        self._account = Account()
         loss = options["probe_loss"]
         self.passes = Passes(
             self._parts, options, views=self._evaluator.views, group=self._group,
-            device=self._device, budget=self.budget,
-            loss=None if loss is None else ProbeLoss(loss, warnings),
+            device=self._device, account=self._account,
+            loss=None if loss is None else ProbeLoss(loss, self.warnings),
         )  # fmt: skip
-        schedule = options["schedule"]
-        assert callable(schedule)  # of what is checked
-        self.planner = ReadingPlanner(
-            _guard_schedule("schedule", schedule, warnings), self.budget, self._group,
-            source=self._source,
-        )  # fmt: skip
-        self._checks = self._plan_checks()
+        self.planner = self._make_planner()
         self._record = self._make_record(options["directory"])
         self._executor = ReadingExecutor(background=self._in_background())
-        self._reactions = Reactions(
-            options["alerts"], options["on_phase"], options["on_alert"], warnings
-        )
-        self.writer = ReadingWriter(
-            self._record, options["sinks"], warnings, sink_timeout=options["sink_timeout"]
-        )
-        self.publisher = Publisher(
-            self._executor, self.planner, self.writer, self._reactions,
-            LoggedValues(options["log"], warnings), self.budget, warnings,
+        self.outbox = Outbox(
+            self._record, options, self._executor, self.planner, self._account, self.warnings,
             functools.partial(_notes_of_run, self.passes, self._group, self._device),
         )  # fmt: skip
         self._process = os.getpid()
@@ -132,7 +125,9 @@ class Monitor:
         # inputs each time.
         self.probe_history = ProbeHistory(same_inputs=not callable(options["probe"]))
         self._given_history = ProbeHistory(same_inputs=False)
-        close_at_exit(self)
+        _close_at_exit(self)
+
+    # -- verbs -------------------------------------------------------------------------------------
 
     def __call__(self, step: SupportsIndex, *, force: bool = False) -> AbstractContextManager[None]:
         """Return a context manager around the forward pass of a step; it does nothing if not due.
@@ -149,15 +144,15 @@ class Monitor:
             TypeError: The step is no whole number.
             ValueError: The step is below 0.
         """
-        with self.budget.charge():
-            number = check_step(step)
-            self.advance(number)
-            if not self.is_due(number, source=self._source, force=force):
+        with self._account.charge():
+            self.advance(step)
+            due = self._due(self._source, force=force)
+            if due is Due.NOTHING:
                 return _NOTHING
+            number = check_step(step)
             if self._source == "probe":
                 return self._probing(number)
-            is_read = self.planner.is_due(number, "inline", force=force)
-            return self._watching(number) if is_read else self._checking(number)
+            return self._watching(number) if due is Due.READING else self._checking(number)
 
     def advance(self, step: SupportsIndex) -> None:
         """Move to a step: publish what earlier steps left, and decide what is due.
@@ -166,20 +161,22 @@ class Monitor:
             step: Number of optimizer updates already in the weights.
         """
         number = check_step(step)
-        if not self._is_own():
-            self._process = os.getpid()
-            self._executor.forget()
-        self.passes.sweep(number)
-        if number != self.planner.step:
-            self.publisher.move_to(number)
-        with self.budget.charge(), self.warnings.guard():
-            if not self.budget.begun:
-                self._begin(number)
-            if self.planner.advance(number):
+        if number == self.planner.step and self._is_own():
+            self.passes.sweep(number)
+            return
+        with self._account.charge():
+            if not self._is_own():
+                self._process = os.getpid()
+                self._executor.forget()
+            self.passes.sweep(number)
+            self.outbox.move_to(number)
+            with self.warnings.guard():
+                if self.planner.step is None:
+                    self._begin(number)
                 self._group.begin_reading()
-                self._executor.finish()  # what was interrupted
-                self.publisher.publish()
-                self.planner.settle(busy=self._executor.busy)
+                self._executor.resume()
+                self.outbox.publish()
+                self.planner.advance(number, busy=self._executor.busy)
 
     def log(self, step: SupportsIndex | None = None, /, **values: Any) -> None:
         """Put values into the reading of a step, under `training/<name>`: the loss, say.
@@ -206,31 +203,17 @@ class Monitor:
                 "`with monitor(step)`"
             )
         if self._is_own():
-            self.publisher.log(number, values, watched=self.passes.step == number)
-
-    def is_due(self, step: int, *, source: str = "inline", force: bool = False) -> bool:
-        """Whether the present step is looked at: a reading due, paid for and not made yet; a check.
-
-        Args:
-            step: The step that `advance` has moved to.
-            source: "inline" or "probe".
-            force: Whether to read whatever the schedule and the budget say.
-        """
-        if source == "inline" and not self._takes_part():
-            return False
-        if self.planner.is_due(step, source, force=force):
-            return True
-        if self._checks is None or source == "probe" or self.planner.is_read(step, source):
-            return False
-        return self._checks.is_due(step)
+            self.outbox.log(number, values, watched=self.passes.step == number)
 
     def probe(self, step: SupportsIndex, inputs: Any = None) -> None:
         """Read the geometry on fixed inputs in an extra pass, whatever the schedule and budget say.
 
         The pass runs without autograd, in eval mode, with the random state forked; every module's
-        training flag is restored. With many ranks all run the pass (a sharded model hangs
-        otherwise) on the same inputs: the first rank's rows are measured, and the ranks share the
-        layers. If the monitor's `probe` is a loader, each rank reads batches of its own.
+        training flag is restored. What the model keeps outside of its modules (a global list, a
+        generator of a module of Python, a counter) cannot be put back. With many ranks all run the
+        pass (a sharded model hangs otherwise) on the same inputs: the first rank's rows are
+        measured, and the ranks share the layers. If the monitor's `probe` is a loader, each rank
+        reads batches of its own.
 
         Args:
             step: Number of optimizer updates already in the weights.
@@ -242,7 +225,6 @@ class Monitor:
             ValueError: There are no inputs, here or in the monitor, or none that a pipeline takes;
                 or the step is below 0.
         """
-        number = check_step(step)
         history = self.probe_history if inputs is None else self._given_history
         inputs = self._options["probe"] if inputs is None else inputs
         if inputs is None:
@@ -256,22 +238,127 @@ class Monitor:
                 "Monitor(model, probe=loader), and call probe(step)"
             )
         self._parts.check_probe(inputs)
-        self.advance(number)
-        if not self.is_due(number, source="probe", force=True):
-            return
+        with self._account.charge():
+            self.advance(step)
+            number = check_step(step)
+            if self._due("probe", force=True) is Due.READING:
+                self._read(
+                    number, "probe", lambda: self.passes.run(inputs, number),
+                    began=time.perf_counter(), copies=not isinstance(inputs, HeldOut),
+                    history=history,
+                )  # fmt: skip
 
-        self._read(
-            number, "probe", lambda: self.passes.run(inputs, number), began=time.perf_counter(),
-            copies=not isinstance(inputs, HeldOut), history=history,
-        )  # fmt: skip
+    def close(self) -> None:
+        """Finish what is being measured, and close record and sinks; may be called more than once.
+
+        It is called when the program ends without it.
+        """
+        if self._is_own():
+            with self._account.charge():
+                self._flush()
+                self._say_left_out()
+                self.outbox.close()
 
     def __enter__(self) -> Self:
         """Return the monitor, which is closed at the end of the `with`."""
         return self
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         """Close the monitor, however the `with` ends."""
+        if kind is None and self.planner.step is None:
+            self.warnings.warn(
+                "`with monitor:` only closes the monitor at its end and reads nothing: write "
+                "`with monitor(step):` around the forward pass"
+            )
         self.close()
+
+    def __del__(self) -> None:
+        # Sinks may be somebody else's too by now; what has been begun is recorded.
+        if self._is_own():
+            with contextlib.suppress(Exception):  # a strict one raises, and nobody would catch it
+                self._flush()
+
+    # -- what is known -----------------------------------------------------------------------------
+
+    def is_due(self, step: int, *, source: str = "inline", force: bool = False) -> bool:
+        """Return whether the present step is looked at: by a reading or a check.
+
+        Args:
+            step: The step that `advance` has moved to.
+            source: "inline" or "probe".
+            force: Whether to read whatever the schedule and the budget say.
+        """
+        return step == self.planner.step and self._due(source, force=force) is not Due.NOTHING
+
+    def lacks_values(self, step: int) -> bool:
+        """Return whether a reading of a step waits for values of the option `log`.
+
+        Args:
+            step: Number of optimizer updates already in the weights.
+        """
+        return self.outbox.lacks_values(step)
+
+    def expect_end(self, step: int | None) -> None:
+        """Say how long the run is going to be, so that its readings are spread over all of it.
+
+        Args:
+            step: The last step of the run; None if it is not known.
+        """
+        self.planner.expect_end(step)
+
+    def add_loggers(self, sinks: Sequence[Sink]) -> None:
+        """Add sinks that are called in the training's own thread, without a limit of time.
+
+        Args:
+            sinks: Sinks that write to loggers of the training.
+        """
+        self.outbox.sinks.add_loggers(sinks)
+
+    def charge(self) -> AbstractContextManager[None]:
+        """Return a context manager that counts the time inside it as geomon's."""
+        return self._account.charge()
+
+    @property
+    def overhead(self) -> float:
+        """Share of the time since the first step that geomon took; NaN before the first step."""
+        return self._account.overhead
+
+    @property
+    def latest(self) -> Reading | None:
+        """The last reading that was recorded; None before the first, and on other ranks."""
+        return self.outbox.latest
+
+    @property
+    def path(self) -> Path | None:
+        """Path of the record; None if nothing is recorded, and on other ranks."""
+        return None if self._record is None else self._record.path
+
+    def describe(self) -> dict[str, Any]:
+        """Describe the run for its record: versions, model, layers, metrics, numbers of rows."""
+        options, metrics = self._options, self._evaluator.metrics
+        return {
+            "geomon": version("geomon"),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "model": self._parts.name,
+            "parameters": sum(
+                parameter.numel()
+                for parameter in self._model.parameters()
+                if not nn.parameter.is_lazy(parameter)
+            ),
+            "layers": self._block_names,
+            "metrics": {name: msgspec.to_builtins(metric.text) for name, metric in metrics.items()},
+            "schedule": text_of(options["schedule"] or "within the budget"),
+            "tokens": options["tokens"],
+            "batches": options["batches"],
+            "queries": options["queries"],
+            "seed": options["seed"],
+            "world_size": self._group.size,
+            "gather": self._group.connected,
+            "mesh": self._group.mesh.words(),
+            "device": str(self._device.device),
+            **_settings(options["settings"], "training"),
+        }
 
     def __repr__(self) -> str:
         options = self._options
@@ -292,152 +379,72 @@ class Monitor:
             recorded = read(self.path)
         return f"<p>{escape(repr(self))}</p>{recorded._repr_html_()}"
 
-    @property
-    def latest(self) -> Reading | None:
-        """The last reading that was recorded; None before the first, and on other ranks."""
-        return self.publisher.latest
+    # -- from a pass to a reading ------------------------------------------------------------------
 
-    @property
-    def path(self) -> Path | None:
-        """Path of the record; None where nothing is recorded, and on other ranks."""
-        return None if self._record is None else self._record.path
+    def _due(self, source: str, *, force: bool) -> Due:
+        if source == "inline" and not self._takes_part():
+            return Due.NOTHING
+        return self.planner.due(source, force=force)
 
-    def close(self) -> None:
-        """Finish what is being measured, and close record and sinks; may be called more than once.
-
-        Where a program ends without it, it is called then.
-        """
-        if self._is_own():
-            with self.budget.charge():
-                self._flush()
-                self.publisher.end()
+    def _takes_part(self) -> bool:
+        """Whether this rank's training forward is watched."""
+        return self._group.connected or self._group.rank == 0
 
     def _is_own(self) -> bool:
         """Whether no other process has made the last step: a fork has copies of its parent's."""
         return self._process == os.getpid()
 
-    def _flush(self) -> None:
-        """Finish what is being measured, and record it."""
-        self.passes.sweep(None)
-        self._executor.close()
-        self.publisher.publish(wait=False)
-
-    def __del__(self) -> None:
-        # Sinks may be somebody else's too by now; what has been begun is recorded.
-        if self._is_own():
-            with contextlib.suppress(Exception):  # a strict one raises, and nobody would catch it
-                self._flush()
-
-    @property
-    def overhead(self) -> float:
-        """Share of the time since the first step that geomon took; NaN before the first step."""
-        return self.budget.overhead
-
-    def expect_end(self, step: int | None) -> None:
-        """Let the budget be a share of the time that the whole run is expected to take.
-
-        Args:
-            step: The last step of the run; None where it is not known.
-        """
-        self.budget.expect_end(step)
-
-    def describe(self) -> dict[str, Any]:
-        """Describe the run for its record: versions, model, layers, metrics, numbers of rows."""
-        options, metrics = self._options, self._evaluator.metrics
-        return {
-            "geomon": version("geomon"),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "model": self._parts.name,
-            "parameters": sum(
-                parameter.numel()
-                for parameter in self._model.parameters()
-                if not nn.parameter.is_lazy(parameter)
-            ),
-            "layers": self._block_names,
-            "metrics": {name: msgspec.to_builtins(metric.text) for name, metric in metrics.items()},
-            "schedule": text_of(options["schedule"]),
-            "tokens": options["tokens"],
-            "batches": options["batches"],
-            "queries": options["queries"],
-            "seed": options["seed"],
-            "world_size": self._group.size,
-            "gather": self._group.connected,
-            "mesh": self._group.mesh.words(),
-            "device": str(self._device.device),
-            **flat_settings(options["settings"]),
-        }
-
-    # -- from a pass to a reading ------------------------------------------------------------------
-
     @contextmanager
     def _watching(self, step: int) -> Iterator[None]:
-        with self.budget.charge():
+        with self._account.charge():
             window = self.passes.open(step)
         with window:
             yield
         if not self._is_own():
             return
-        began = time.perf_counter() - window.seconds
-        inputs, window.inputs = window.inputs, None  # kept no longer than the reading
-        self._read(
-            step, "inline", lambda: self.passes.snapshots(window), began=began, inputs=inputs
-        )
+        with self._account.charge():
+            began = time.perf_counter() - window.seconds
+            inputs, window.inputs = window.inputs, None  # kept no longer than the reading
+            capture = functools.partial(self.passes.snapshots, window)
+            self._read(step, "inline", capture, began=began, inputs=inputs)
 
     @contextmanager
     def _checking(self, step: int) -> Iterator[None]:
         """Look at few values of the training's forward pass, of this rank's rows."""
-        with self.budget.charge():
+        with self._account.charge():
             window = self.passes.open_for_check(step, self._checker.views, _CHECK_ROWS)
         with window:
             yield
         if self._is_own():
-            with self.budget.charge(), self.warnings.guard():
+            with self._account.charge(), self.warnings.guard():
                 self._check_values(step, window)
 
     def _check_values(self, step: int, window: Window) -> None:
-        assert self._checks is not None
         began = time.perf_counter() - window.seconds
         snapshot = window.snapshot()
         if snapshot.is_empty:
-            self._checks.stop()  # compiled code hides what it would look at
+            self.planner.stop_checks()  # compiled code hides what it would look at
         stacks = self._checker.evaluate(snapshot.layers, _CHECK_ROWS).stacks
         info, seconds = snapshot.info, time.perf_counter() - began
-        reading = Reading(
+        check = Reading(
             step, time.time(), seconds, "check", info.mode, info.tokens, 1, info.dtype, stacks
         )
         inputs, window.inputs = window.inputs, None
-        alerts, again = self.publisher.publish_check(reading, inputs)
-        if alerts:
+        if self.outbox.alert_of(check, inputs):
             self.planner.owe()
-        self._checks.add(step, seconds, again=again)
-
-    def _plan_checks(self) -> Checks | None:
-        """Decide when checks are made; None where there are none.
-
-        One rank alone makes them, so it has to have the whole model.
-        """
-        asked, first = self._options["checks"], self._group.rank == 0
-        if asked is None or not (first and self._source == "inline" and self._checker.metrics):
-            return None
-        if not (self._options["alerts"] and self._group.own.is_whole):
-            return None
-        return Checks(_guard_schedule("checks", asked, self.warnings) if callable(asked) else None)
+        self.planner.mark_checked(seconds, again=self.outbox.asks_again)
 
     @contextmanager
     def _probing(self, step: int) -> Iterator[None]:
-        self.publisher.entered = step
+        self.outbox.entered = step
         try:
             self.probe(step)
             yield  # what is logged here is of this step
         finally:
-            self.publisher.entered = None
+            self.outbox.entered = None
             if self._is_own():
-                self.publisher.publish()
-
-    def _takes_part(self) -> bool:
-        """Whether this rank's training forward is watched."""
-        return self._group.connected or self._group.rank == 0
+                with self._account.charge():
+                    self.outbox.publish()
 
     def _read(
         self,
@@ -451,31 +458,22 @@ class Monitor:
         inputs: Inputs | None = None,
     ) -> None:
         """Make a reading of what is captured, or begin to."""
-        self.planner.mark_read(step, source)
+        self.planner.mark_read(source)
+        job = ReadingJob(
+            step, source, self._group, self._evaluator, rows=self._options["tokens"],
+            place=self._device, copies=copies, history=history, inputs=inputs,
+        )  # fmt: skip
         with self.warnings.guard():
-            with self.budget.charge():
-                job = self._make_job(step, source, capture, began, copies=copies, history=history)
-            if job is not None:
-                job.inputs = inputs
-                self.publisher.expect(step)
-                with self.budget.charge():  # the training may wait for an earlier reading
-                    self._executor.submit(job)
-        self.publisher.publish()
+            if self._begin_job(job, capture, began):
+                self._executor.submit(job)  # the training may wait for an earlier reading
+        self.outbox.publish()
 
-    def _make_job(
-        self,
-        step: int,
-        source: str,
-        capture: Callable[[], list[Snapshot]],
-        began: float,
-        *,
-        copies: bool,
-        history: ProbeHistory | None,
-    ) -> ReadingJob | None:
-        """The job of measuring passes; None where another rank measures or has measured them."""
+    def _begin_job(
+        self, job: ReadingJob, capture: Callable[[], list[Snapshot]], began: float
+    ) -> bool:
+        """Begin the job with what is captured; returns whether this rank measures it."""
         passes: list[Snapshot] | Exception
-        left_out = self.budget.left_out
-
+        left_out = self._account.left_out
         try:
             passes = capture()
             self._check(passes[0])
@@ -483,15 +481,13 @@ class Monitor:
             raise
         except Exception as error:  # several ranks fail together
             passes = error
-        seconds = time.perf_counter() - began - (self.budget.left_out - left_out)
-        if not self._takes_part() or self.planner.is_recorded(step, source):
+        seconds = time.perf_counter() - began - (self._account.left_out - left_out)
+        if not self._takes_part():
             if isinstance(passes, Exception):
                 raise passes
-            return None
-        return ReadingJob(
-            step, source, passes, self._group, self._evaluator, rows=self._options["tokens"],
-            seconds=seconds, copies=copies, history=history, place=self._device,
-        )  # fmt: skip
+            return False
+        job.begin(passes, seconds)
+        return True
 
     def _check(self, snapshot: Snapshot) -> None:
         """Warn of what was expected in the first snapshot and is missing."""
@@ -503,6 +499,12 @@ class Monitor:
                 raise NotSeenError(missing)
             self.warnings.warn(missing)
         self._checked = True
+
+    def _flush(self) -> None:
+        """Finish what is being measured, and record it."""
+        self.passes.sweep(None)
+        self._executor.finish()
+        self.outbox.publish(wait=False)
 
     # -- the run ---------------------------------------------------------------------------------
 
@@ -520,24 +522,51 @@ class Monitor:
             ranks.mesh = Mesh((place,))
             return ranks
         schedule = options["schedule"]
-        assert callable(schedule)  # of what is checked
         compared = {
-            "schedule": first_steps(schedule),
+            "schedule": first_steps(schedule) if callable(schedule) else None,
             "metrics": list(options["metrics"]),
             "probe": options["probe"] is not None,
             **{name: options[name] for name in ("tokens", "batches", "queries", "budget", "seed")},
         }
         return join_ranks(place, compared, timeout=options["rank_timeout"])
 
-    @property
-    def _block_names(self) -> list[str]:
-        """Names of the blocks of the whole model, as far as they are known."""
-        if self._parts.stages and self._group.connected:
-            return self._group.mesh.block_names()
-        return self.passes.block_names
+    def _make_planner(self) -> Planner:
+        """Plan what the options ask for: a schedule, a share of the time, or both.
+
+        Raises:
+            ValueError: A budget is given, and the ranks exchange no decisions.
+        """
+        schedule, budget = self._options["schedule"], self._options["budget"]
+        # Every rank makes a probe's passes, at the same steps.
+        agree = self._group.members == self._group.size or self._source == "inline"
+        if not agree and budget not in (AUTO, None):
+            raise ValueError(
+                "a budget is one decision for all ranks, which they share if their rows are "
+                "gathered: use gather=True, or budget=None"
+            )
+        share = DEFAULT_SHARE if schedule is None and agree else None
+        share = share if budget == AUTO else budget  # type: ignore[assignment]
+        if schedule is None and share is None:
+            schedule = log_spaced()
+        guarded = None
+        if schedule is not None:
+            assert callable(schedule)  # of what is checked
+            guarded = _guard_schedule("schedule", schedule, self.warnings)
+        return Planner(
+            guarded, share, self._checks(), self._group, self._account, source=self._source
+        )
+
+    def _checks(self) -> Schedule | str | None:
+        """When checks are made. One rank alone makes them, so it has to have the whole model."""
+        asked, is_first = self._options["checks"], self._group.rank == 0
+        if not (is_first and self._source == "inline" and self._checker.metrics):
+            return None
+        if not (self._options["alerts"] and self._group.own.is_whole):
+            return None
+        return _guard_schedule("checks", asked, self.warnings) if callable(asked) else asked  # type: ignore[return-value]
 
     def _make_record(self, directory: str | os.PathLike[str] | None) -> Record | None:
-        """The record, on the first rank; where it cannot be made all ranks raise the same."""
+        """The record, on the first rank; if it cannot be made all ranks raise the same."""
         record: Record | None = None
         failure: ValueError | None = None
         if directory is not None and self._group.rank == 0:
@@ -553,18 +582,30 @@ class Monitor:
 
     def _begin(self, step: int) -> None:
         """Start at the first step: learn what the record holds already."""
-        self.budget.begin(step)
-        recorded = self.writer.begin(step, self.describe())
-        if self._record is not None:
-            path = self._record.path
-            self.warnings.attempt(
-                lambda: self._reactions.recall(r for r in read(path) if r.step < step),
-                f"{path} could not be read: phases and alerts begin anew",
-            )
+        self._account.begin()
+        earlier = self.outbox.begin(step, self.describe())
+        if self.path is not None:
+            folder = self.path.parent
+            self.warnings.say(f"the record is {self.path}; to see it: geomon watch {folder}")
         try:
-            recorded = self._group.broadcast(recorded)
+            earlier = self._group.broadcast(earlier)
         finally:  # a first rank that is alone from here on knows its record
-            self.planner.skip_recorded(recorded)
+            self.planner.begin(step, earlier)
+
+    def _say_left_out(self) -> None:
+        left_out = self.planner.left_out
+        if left_out:
+            self.warnings.warn(
+                f"the budget left out {left_out} of {left_out + self.planner.made} readings that "
+                "were due"
+            )
+
+    @property
+    def _block_names(self) -> list[str]:
+        """Names of the blocks of the whole model, as far as they are known."""
+        if self._parts.stages and self._group.connected:
+            return self._group.mesh.block_names()
+        return self.passes.block_names
 
     def _in_background(self) -> bool:
         """Whether rows are measured in the background."""
@@ -589,24 +630,8 @@ def _notes_of_run(passes: Passes, group: RankGroup, device: MeasuringDevice) -> 
     return notes
 
 
-def _share_of(budget: float | str | None, group: RankGroup) -> float | None:
-    """The share of the time that a monitor may take; None for no limit.
-
-    Raises:
-        ValueError: A share is given, and the ranks exchange no decisions.
-    """
-    if isinstance(budget, str):  # "auto"
-        return DEFAULT_SHARE if group.connected else None
-    if budget is not None and group.members < group.size:
-        raise ValueError(
-            "a budget is one decision for all ranks, which they share where their rows are "
-            "gathered: use gather=True, or budget=None"
-        )
-    return budget
-
-
 def _guard_schedule(option: str, schedule: Schedule, warnings: Warnings) -> Schedule:
-    """A schedule that has no reading at the steps where the given one raises."""
+    """A schedule that has no reading at the steps at which the given one raises."""
 
     def guarded(step: int) -> bool:
         due: list[bool] = []
@@ -618,6 +643,42 @@ def _guard_schedule(option: str, schedule: Schedule, warnings: Warnings) -> Sche
         return any(due)
 
     return guarded
+
+
+def _settings(settings: Mapping[str, Any], before: str) -> dict[str, bool | int | float | str]:
+    """Flatten settings for the description of a run: numbers, and everything else as text."""
+    found: dict[str, bool | int | float | str] = {}
+    for name, value in settings.items():
+        path = f"{before}/{name}"
+        if isinstance(value, Mapping):
+            found |= _settings(value, path)
+        elif isinstance(value, bool | int | float) and abs(value) < 2**63:
+            found[path] = value  # a number that is not finite becomes a text: JSON has none
+        else:
+            found[path] = text_of(value)[:_LONGEST]
+    return found
+
+
+# Monitors that are open, by the process that has opened them.
+_OPEN: "weakref.WeakKeyDictionary[Monitor, int]" = weakref.WeakKeyDictionary()
+
+
+def _close_at_exit(monitor: Monitor) -> None:
+    """Have a monitor closed when the program ends, if it still exists then.
+
+    A process of multiprocessing ends without the handlers of atexit, and calls finalizers.
+    """
+    if os.getpid() not in _OPEN.values():
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
+        if multiprocessing.parent_process() is not None:
+            multiprocessing.util.Finalize(None, _close_all, exitpriority=0)
+    _OPEN[monitor] = os.getpid()
+
+
+def _close_all() -> None:
+    for monitor in list(_OPEN):
+        monitor.close()
 
 
 __all__ = ["Monitor"]

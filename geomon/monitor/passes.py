@@ -14,9 +14,9 @@ from geomon.capture.shards import TensorPlace
 from geomon.capture.snapshot import HOST, Snapshot
 from geomon.distributed import RankGroup
 from geomon.monitor.held_out import HeldOut
-from geomon.monitor.measuring.device import MeasuringDevice
+from geomon.monitor.device import MeasuringDevice
 from geomon.monitor.options import MonitorOptions
-from geomon.monitor.planning.budget import Budget
+from geomon.monitor.planner import Account
 from geomon.monitor.probe_loss import ProbeLoss
 from geomon.note import Note
 
@@ -30,7 +30,7 @@ class Passes:
         views: Names of the views that metrics read.
         group: The ranks.
         device: Where layers are measured.
-        budget: Account of the time that windows and extra passes take.
+        account: Account of the time that windows and extra passes take.
         loss: Computes the loss of extra passes; None for none.
 
     Raises:
@@ -45,7 +45,7 @@ class Passes:
         views: Collection[str],
         group: RankGroup,
         device: MeasuringDevice,
-        budget: Budget,
+        account: Account,
         loss: ProbeLoss | None,
     ) -> None:
         self._parts, self._model = model, model.root
@@ -56,7 +56,7 @@ class Passes:
         self._names = self.block_names  # as the run began
         self._views = set(views)
         self._device = device
-        self._budget = budget
+        self._account = account
         self._loss = loss
         self._open: tuple[Window, int] | None = None  # the window that is open, and its step
         self._shard = TensorPlace(group.own.shard, group.own.shards)
@@ -109,13 +109,13 @@ class Passes:
         What it has seen is measured when its `with` ends, unless it sees more after `proceed`.
         """
         if self._open is not None:
-            with self._budget.charge():
+            with self._account.charge():
                 self._open[0].close()
 
     def proceed(self) -> None:
         """Let the window that `pause` has stopped see calls again."""
         if self._open is not None:
-            with self._budget.charge():
+            with self._account.charge():
                 self._open[0].__enter__()
 
     def sweep(self, step: int | None) -> None:
@@ -190,7 +190,7 @@ class Passes:
             self._model, inputs, window, around=around, loss=loss, given=self._parts.given
         )
         if loss is not None:  # a validation that the training asks for, like its own forward pass
-            self._budget.leave_out(max(0.0, made.seconds - window.seconds))
+            self._account.leave_out(made.seconds - window.seconds)
         first, *others = self.snapshots(window)
         info = replace(first.info, loss=made.loss)
         if made.left_out:
@@ -240,7 +240,7 @@ class Passes:
             max_mb=None if most is None else most / windows,
             extra_layers=self._options["extra_layers"], place=self._shard,
             micro_batches=self._parts.micro_batches,
-            keep_inputs=self._options["on_alert"] is not None, charge=self._budget.charge,
+            keep_inputs=self._options["on_alert"] is not None, charge=self._account.charge,
             may_run_eagerly=views is None,
         )  # fmt: skip
         self._open = window, step

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from geomon.capture.snapshot import MeanLoss
-from geomon.monitor.writing.logged import copy_number
-from geomon.monitor.writing.output import Warnings
+from geomon.monitor.logged import copy_number
+from geomon.monitor.warnings import Warnings
 
 # Takes what the model returned and what it was given; returns a number or a tensor of one.
 LossFunction = Callable[[Any, Any], Any]

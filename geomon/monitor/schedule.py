@@ -71,15 +71,18 @@ class log_spaced:  # noqa: N801
         return near or (wide and step % self.at_most == 0)
 
 
-def check_schedule(schedule: Schedule | int) -> Schedule:
+def check_schedule(schedule: Schedule | int | None) -> Schedule | None:
     """Give a schedule back after seeing it fire; a number of steps as the schedule `every`.
 
     Args:
-        schedule: Function from a step to whether a reading is due, or a number of steps.
+        schedule: Function from a step to whether a reading is due, or a number of steps; None if
+            the budget decides.
 
     Raises:
         ValueError: It fires at none of the first steps, or does not take a step.
     """
+    if schedule is None:
+        return None
     if isinstance(schedule, int) and not isinstance(schedule, bool) and schedule > 0:
         schedule = every(schedule)
     if not callable(schedule):

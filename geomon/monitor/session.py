@@ -15,18 +15,15 @@ from torch import nn
 
 from geomon.capture import FirstCall
 from geomon.capture.unchanged import random_states_kept
-from geomon.distributed import find_ranks
 from geomon.monitor.held_out import HeldOut, first_loader
 from geomon.monitor.monitor import Monitor
 from geomon.monitor.options import (
-    AUTO_BUDGET,
-    DEFAULT_SHARE,
-    DEFAULTS,
     VALIDATION,
     CallbackOptions,
+    MonitorOptions,
     check_callback_options,
+    declared,
 )
-from geomon.monitor.settings import readable_items
 from geomon.record import Sink
 from geomon.record.printable import printable, text_of
 from geomon.record.tags import LOSS
@@ -139,21 +136,16 @@ class CallbackSession:
         options = {name: value for name, value in self.options.items() if name not in shown}
         elsewhere = os.path.realpath(directory) != os.path.realpath(os.curdir)
         options["directory"] = options["directory"] or (
-            directory if elsewhere else DEFAULTS["directory"]
+            directory if elsewhere else declared(MonitorOptions)["directory"].default
         )
         if options["probe"] == VALIDATION:
             options["probe"] = self._held_out(model, validation)
         options["log"] = self.logged
-        own = readable_items(self.options["settings"])
-        options["settings"] = {**dict(readable_items(settings)), **dict(own)}
-        if options["budget"] == AUTO_BUDGET and find_ranks().size == 1:
-            options["budget"] = DEFAULT_SHARE
         self.monitor = Monitor(model, **options)  # type: ignore[arg-type]
-        self.monitor.writer.add_loggers(sinks)
+        self.monitor.add_loggers(sinks)
         self.monitor.expect_end(last_step)
         if self.last_seen is None or self.last_seen >= step:  # of another training
             self.last_seen = step - 1
-        self.monitor.planner.resume(self.last_seen)
 
     def _held_out(self, model: nn.Module, validation: Callable[[], Any]) -> HeldOut:
         """The batches of the validation loader, which are taken at the first reading."""
@@ -175,7 +167,7 @@ class CallbackSession:
         """
         if self.monitor is None:
             return False
-        with self.monitor.budget.charge():
+        with self.monitor.charge():
             self.discard()
             self._step = step
             self.monitor.advance(step)
@@ -204,7 +196,7 @@ class CallbackSession:
         """
         if not self.prepare(step, force=force) or self.monitor is None:
             return
-        with self.monitor.budget.charge():
+        with self.monitor.charge():
             self._first_call = FirstCall(
                 self.monitor.passes.modules_around_blocks(),
                 before=lambda: self._open_or_proceed(step, force=force),
@@ -219,7 +211,7 @@ class CallbackSession:
         if self._window is not None:
             self.monitor.passes.proceed()
             return
-        with self.monitor.budget.charge(), ExitStack() as stack:
+        with self.monitor.charge(), ExitStack() as stack:
             stack.enter_context(self.monitor(step, force=force))
             self._window = stack.pop_all()
 
@@ -238,7 +230,7 @@ class CallbackSession:
             self._first_call = None
         if missed and error is None:  # the model was not called: a window says what was not seen
             self.open(self._step, force=True)
-        with self.monitor.budget.charge():
+        with self.monitor.charge():
             window, self._window = self._window, None
             if error is None and not self.probes:
                 self.last_seen = self._step
@@ -265,7 +257,7 @@ class CallbackSession:
         """
         if self.monitor is None or not self.probes:
             return
-        with self.monitor.budget.charge():
+        with self.monitor.charge():
             self.last_seen = step
             self.monitor.advance(step)
             if self.monitor.is_due(step, source="probe", force=last):
@@ -278,7 +270,7 @@ class CallbackSession:
         Args:
             step: Number of optimizer updates already in the weights.
         """
-        return self.monitor is not None and self.monitor.publisher.lacks_values(step)
+        return self.monitor is not None and self.monitor.lacks_values(step)
 
     def log(self, step: int, values: Callable[[], Mapping[str, Any]]) -> None:
         """Put the values of `logged` into the reading of a step, if there is one.
@@ -289,7 +281,7 @@ class CallbackSession:
         """
         if self.monitor is None or not self.lacks_values(step):
             return
-        with self.monitor.budget.charge():
+        with self.monitor.charge():
             known: dict[str, Any] = {}
             self.monitor.warnings.attempt(
                 lambda: known.update(values()),

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from geomon.monitor.writing.output import Warnings
+from geomon.monitor.warnings import Warnings
 from geomon.record import tags
 
 

@@ -1,5 +1,6 @@
 """A reading to be measured: a snapshot of one rank or of all, measured layer by layer."""
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +20,7 @@ from geomon.distributed import RankFailedError, RankGroup, gather, merge_layers
 from geomon.metrics import Evaluator, LayerValues
 from geomon.metrics.at_once import in_modes, in_pieces
 from geomon.metrics.between_readings import INLINE, EarlierReading, Kept
-from geomon.monitor.measuring.device import MeasuringDevice, first_line
+from geomon.monitor.device import MeasuringDevice, first_line
 from geomon.note import Note
 from geomon.record import Reading, tags
 from geomon.record.arrays import Arrays
@@ -65,77 +66,83 @@ class ProbeHistory:
 class ReadingJob:
     """One reading between its snapshot and its values.
 
-    With several ranks, making the job and finishing it are collectives: the rows of all ranks are
-    brought together here, and each rank measures its share of the layers.
+    Making a job communicates nothing. With several ranks, beginning it and finishing it are
+    collectives: the rows of all ranks are brought together, and each rank measures its share of the
+    layers.
 
     Args:
         step: Number of optimizer updates in the weights that were seen.
         source: "inline" or "probe".
-        passes: Snapshot of each pass that this rank has made, or why there is none.
         group: The ranks.
         evaluator: Measures the layers.
         rows: Number of rows of hidden states in one split.
-        seconds: Time that the passes took from the training.
         place: Where layers are measured.
         copies: Whether the inputs are the same on every rank, those of a probe.
-        history: The last reading of the same probe; None where the reading is not of a probe.
+        history: The last reading of the same probe; None if the reading is not of a probe.
+        inputs: What the model was called with; None if nobody is to be given that.
 
     Attributes:
-        inputs: What the model was called with, where somebody is to be given that.
         arrays: Arrays for figures, once the job is finished.
         finished: Whether the reading is made, or has failed, and `result` can be asked.
-
-    Raises:
-        RankFailedError: A rank has no snapshot, or other layers. A single rank raises its own
-            exception.
-        RanksLostError: A rank does not answer.
-        NotSeenError: No block was seen, on any rank: there is nothing to measure.
+        done: Set once the next job may finish.
+        seconds: Seconds by which the reading delayed the training.
     """
 
     def __init__(
         self,
         step: int,
         source: str,
-        passes: Sequence[Snapshot] | Exception,
         group: RankGroup,
         evaluator: Evaluator,
         *,
         rows: int,
-        seconds: float,
         place: MeasuringDevice,
         copies: bool = False,
         history: ProbeHistory | None = None,
+        inputs: Inputs | None = None,
     ) -> None:
-        began = time.perf_counter()
-        self.step = step
-        self.inputs: Inputs | None = None
-        self.source = source
+        self.step, self.source, self.inputs = step, source, inputs
         self.rows = rows
-        self._group = group
-        self._evaluator = evaluator
-        self._history = history
+        self.seconds = 0.0
+        self.arrays: Arrays = {}
+        self.finished, self.done = False, threading.Event()
+        self._group, self._evaluator = group, evaluator
+        self._place, self._copies, self._history = place, copies, history
+        self._measured: list[LayerValues] = []
+        self._failing: set[str] = set()  # metrics that fail on the host as well
+        self._on_host: tuple[Note, ...] = ()  # why what has a device is not measured there
+        self._failure: Exception | None = None
+        self._reading: Reading | None = None
+
+    def begin(self, passes: Sequence[Snapshot] | Exception, seconds: float) -> None:
+        """Bring the rows of all ranks together; a collective if there are several.
+
+        Args:
+            passes: Snapshot of each pass that this rank has made, or why there is none.
+            seconds: Time that the passes took from the training.
+
+        Raises:
+            RankFailedError: A rank has no snapshot, or other layers. A single rank raises its own
+                exception.
+            RanksLostError: A rank does not answer.
+            NotSeenError: No block was seen, on any rank: there is nothing to measure.
+        """
+        began = time.perf_counter()
         self._gathered = gather(
-            passes, (step, source), group, rows=rows * evaluator.batches, queries=QUERIES,
-            copies=copies,
+            passes, (self.step, self.source), self._group,
+            rows=self.rows * self._evaluator.batches, queries=QUERIES, copies=self._copies,
         )  # fmt: skip
         if self._gathered.empty:
             assert not isinstance(passes, Exception)
-            raise NotSeenError(explain_missing(passes[0], evaluator.views) or "no block was run")
+            missing = explain_missing(passes[0], self._evaluator.views)
+            raise NotSeenError(missing or "no block was run")
         # All layers, in order; those that are measured are empty, for their rows are freed.
         self._parts = self._gathered.parts
-        self._place = place
-        self._device = place.device
-        self._failing: set[str] = set()  # metrics that fail on the host as well
-        self._on_host: tuple[Note, ...] = ()  # why what has a device is not measured there
-        why = place.why_not([layer for parts in self._parts for layer in parts])
+        self._device = self._place.device
+        why = self._place.why_not([layer for parts in self._parts for layer in parts])
         if why is not None:
             self._go_to_host(why)
-        self._ready = place.mark_ready()
-        self._measured: list[LayerValues] = []
-        self._failure: Exception | None = None
-        self.finished = False
-        self.arrays: Arrays = {}
-        self._reading: Reading | None = None
+        self._ready = self._place.mark_ready()
         self.seconds = seconds + time.perf_counter() - began
 
     @property
@@ -154,14 +161,22 @@ class ReadingJob:
         return self._parts[len(self._measured) :]
 
     @property
-    def complete(self) -> bool:
-        """Whether every layer of this rank has been measured."""
-        return self.left <= 0
-
-    @property
     def failed(self) -> bool:
         """Whether the job has been given up, so that `result` raises."""
         return self._failure is not None
+
+    def measure(self, at_once: int | None = None) -> None:
+        """Measure what is left, and make the reading; what goes wrong is kept for `result`.
+
+        Args:
+            at_once: Number of layers to measure at once; by default all that are left.
+        """
+        try:
+            while self.left > 0:
+                self.measure_next(at_once or self.left)
+        except Exception as error:
+            self.fail(error)
+        self.finish()
 
     def measure_next(self, count: int = 1) -> None:
         """Measure more layers, as many at once as pays, and free what was captured of them.
@@ -248,6 +263,7 @@ class ReadingJob:
         self.finished = True
         if self._history is not None and kept is not None:
             self._history.keep(self.step, kept)  # not before: it would be compared with itself
+        self.done.set()
 
     def result(self) -> Reading | None:
         """The finished reading on the first rank, None on the others.

@@ -1,0 +1,105 @@
+"""The executor: measures readings immediately, or each in a thread of its own."""
+
+import contextlib
+import threading
+from collections import deque
+
+from geomon.metrics.at_once import stacks_suffice
+from geomon.monitor.jobs import ReadingJob
+
+# Readings whose rows may wait in memory while the background measures those before them.
+_WAITING = 2
+
+
+class ReadingExecutor:
+    """Measures jobs in order, and keeps them until they are taken.
+
+    A thread in the background measures and does nothing else: records, sinks and warnings belong to
+    the thread that trains. Ctrl-C may come between any two lines: a job is kept until it is taken,
+    and what was interrupted is finished by the next call.
+
+    Args:
+        background: Whether to measure in threads.
+
+    Attributes:
+        jobs: The jobs that are not taken yet, in order.
+    """
+
+    def __init__(self, *, background: bool) -> None:
+        self._background = background
+        self.jobs: deque[ReadingJob] = deque()
+        self._threads: dict[ReadingJob, threading.Thread] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is not finished yet."""
+        return any(not job.finished for job in self.jobs)
+
+    def submit(self, job: ReadingJob) -> None:
+        """Take a job on. In the background at most two jobs wait; a third one waits here.
+
+        Args:
+            job: The job. One of several ranks is measured immediately.
+        """
+        in_background = self._background and not job.is_collective
+        if in_background:
+            self.finish(_WAITING)
+        before = self.jobs[-1] if self.jobs else None
+        self.jobs.append(job)
+        # A system limits the threads and the memory of its users; a program that ends has none.
+        with contextlib.suppress(RuntimeError, MemoryError):
+            if in_background and stacks_suffice():
+                thread = threading.Thread(target=_measure, args=(job, before), name="geomon")
+                self._threads[job] = thread
+                thread.start()
+                return
+        self.finish()
+
+    def finish(self, most: int = 0) -> None:
+        """Finish jobs until no more than so many are left.
+
+        The garbage collector may end a monitor in any thread, in the one that measures too.
+
+        Args:
+            most: Number of jobs that may be left in the background.
+        """
+        left = [job for job in self.jobs if not job.finished]
+        for job in left[: max(0, len(left) - most)]:
+            thread = self._threads.get(job)
+            if thread is not None and thread.is_alive() and thread is not threading.current_thread():
+                thread.join()
+            if not job.finished:
+                job.measure()
+
+    def resume(self) -> None:
+        """Finish what Ctrl-C has interrupted in this thread."""
+        if any(job not in self._threads for job in self.jobs):
+            self.finish()
+
+    def first_finished(self) -> ReadingJob | None:
+        """Return the first job if it is finished; None if it is not, or there is none."""
+        return self.jobs[0] if self.jobs and self.jobs[0].finished else None
+
+    def take_first(self) -> None:
+        """Drop the first job, which is recorded or has failed."""
+        self._threads.pop(self.jobs.popleft(), None)
+
+    def forget(self) -> None:
+        """Drop every job: in a fork, they belong to its parent."""
+        self.jobs.clear()
+        self._threads.clear()
+
+
+def _measure(job: ReadingJob, before: ReadingJob | None) -> None:
+    """Measure a job in a thread of its own, after the job before it."""
+    if before is not None:
+        before.done.wait()
+    try:
+        with job.beside_training():
+            job.measure(1)
+    except BaseException as error:  # even Ctrl-C in a metric: it is kept with the job
+        job.fail(error)
+        job.finish()
+
+
+__all__ = ["ReadingExecutor"]

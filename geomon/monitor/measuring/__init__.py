@@ -1,1 +1,0 @@
-"""Measuring: a reading as a job, on which device it is measured, and when."""

@@ -1,0 +1,310 @@
+"""The outbox: from measured to shown, the one queue of a monitor's readings and alerts.
+
+A reading is measured, completed with what the training logs, recorded, then shown. An alert is
+recorded, printed and shown at the moment when it is seen.
+"""
+
+import functools
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from geomon.analysis import Phase, find_phase
+from geomon.analysis.alerts import Alert, AlertWatch, Inputs
+from geomon.analysis.curves import measured
+from geomon.monitor.executor import ReadingExecutor
+from geomon.monitor.jobs import ReadingJob
+from geomon.monitor.logged import LoggedValues
+from geomon.monitor.options import MonitorOptions
+from geomon.monitor.planner import Account, Due, Planner
+from geomon.monitor.sinks import SinkCalls
+from geomon.monitor.warnings import Warnings
+from geomon.note import Note
+from geomon.record import RaisedAlert, Reading, Record
+
+
+class Outbox:
+    """Takes finished readings from the executor, in order, and records and shows each once.
+
+    The reading of the present step waits for the values that are to stand in it. After Ctrl-C the
+    next call goes on where the last one was interrupted.
+
+    Args:
+        record: The record; None for no record.
+        options: All options of the monitor, checked.
+        executor: Measures the readings.
+        planner: Knows the step that the training is at, and whether it is read.
+        account: Account of the time.
+        warnings: Turns what goes wrong into warnings.
+        notes: Function that returns notes that hold for every reading.
+
+    Attributes:
+        sinks: The sinks.
+        latest: The last reading that was recorded; None before the first, and on other ranks.
+        entered: The step of a probe whose `with` is open: its reading waits for values.
+    """
+
+    def __init__(
+        self,
+        record: Record | None,
+        options: MonitorOptions,
+        executor: ReadingExecutor,
+        planner: Planner,
+        account: Account,
+        warnings: Warnings,
+        notes: Callable[[], list[Note]],
+    ) -> None:
+        self._record = record
+        self._executor, self._planner, self._account = executor, planner, account
+        self._warnings, self._notes = warnings, notes
+        self._on_phase, self._on_alert = options["on_phase"], options["on_alert"]
+        self._watch = AlertWatch(options["alerts"])
+        self._logged = LoggedValues(options["log"], warnings)
+        self.sinks = SinkCalls(options["sinks"], warnings, options["sink_timeout"])
+        self.latest: Reading | None = None
+        self.entered: int | None = None
+        self._published: int | None = None  # step of the last reading that was published
+        # Steps, dimensions and margins, and the name of the last phase, by source of the readings.
+        self._curves: defaultdict[str, list[tuple[int, float, float]]] = defaultdict(list)
+        self._phases: dict[str, str] = {}
+
+    @property
+    def asks_again(self) -> bool:
+        """Whether the next check decides about an alert."""
+        return self._watch.asks_again
+
+    def begin(self, step: int, description: dict[str, Any]) -> int:
+        """Open the record at the first step of this start, and take up what it holds.
+
+        Args:
+            step: The step.
+            description: Description of the run.
+
+        Returns:
+            Number of readings of earlier starts, on whose branch this one goes on.
+        """
+        earlier: list[Reading] = []
+        record = self._record
+        if record is not None:
+            self._warnings.attempt(
+                lambda: earlier.extend(record.begin(step, description)),
+                f"{record.path} could not be read and is kept under another name; phases and "
+                "alerts begin anew",
+            )
+        for reading in earlier:
+            self._warnings.attempt(
+                functools.partial(self._recall, reading), "earlier readings raise no alerts", once=True
+            )
+        self.sinks.describe(description)
+        return len(earlier)
+
+    def publish(self, *, wait: bool = True) -> None:
+        """Record and show the readings that are finished, in order.
+
+        Args:
+            wait: Whether the present step's reading waits for values that are to be logged.
+        """
+        while (job := self._executor.first_finished()) is not None:
+            if wait and self._waits(job):
+                return
+            with self._warnings.guard():
+                self._publish(job)
+
+    def move_to(self, step: int) -> None:
+        """Publish what is finished, as the training moves on: nothing waits any more.
+
+        Args:
+            step: The step that the training comes to.
+        """
+        self.publish(wait=False)
+        self._logged.forget_before(step, self._pending)
+
+    def alert_of(self, reading: Reading, inputs: Inputs | None) -> bool:
+        """Look for the alerts of a reading or check, and record and show each at once.
+
+        Args:
+            reading: The reading or check.
+            inputs: What the model was called with; None if it is not known.
+
+        Returns:
+            Whether there are any.
+        """
+        alerts: list[Alert] = []
+        self._warnings.attempt(
+            lambda: alerts.extend(self._watch.add(reading)),
+            "alerts could not be looked for in a reading",
+        )
+        for alert in alerts:
+            note = alert.note()
+            raised = RaisedAlert(reading.step, time.time(), reading.source, note, alert.courses)
+            if self._record is not None:
+                record = self._record
+                self._attempt_to_write(lambda record=record, raised=raised: record.write_alert(raised))
+            self._warnings.warn(f"alert at step {reading.step:,}: {note.words()}")
+            self.sinks.alert(raised)
+            self._call("on_alert", self._on_alert, replace(alert, inputs=inputs))
+        return bool(alerts)
+
+    def log(self, step: int, values: Mapping[str, Any], *, watched: bool) -> None:
+        """Put values into the reading of a step.
+
+        Args:
+            step: Number of optimizer updates already in the weights.
+            values: Numbers, or tensors of one number, by name; None for a value that there is not.
+            watched: Whether the window of the step is open.
+        """
+        if not self._takes_values(step, watched=watched):
+            return
+        with self._account.charge():
+            if step == self._published and step not in self._pending:
+                # Of accumulated batches the first is read: the others' values are not late.
+                self._warn_of_late([name for name in values if not self._logged.has(step, name)])
+                return
+            self._logged.put(step, values)
+            self.publish()
+
+    def lacks_values(self, step: int) -> bool:
+        """Return whether a reading of a step waits for values of the option `log`.
+
+        Args:
+            step: Number of optimizer updates already in the weights.
+        """
+        return step in self._pending and not self._logged.is_complete(step)
+
+    def close(self) -> None:
+        """Publish everything, and close record and sinks; may be called more than once."""
+        self.publish(wait=False)
+        if self._published is not None:
+            self._logged.warn_of_absent()
+        if self._record is not None:
+            path = self._record.path
+            self._warnings.attempt(self._record.close, f"{path} is not complete")
+        self.sinks.close()
+
+    @property
+    def _pending(self) -> list[int]:
+        """Steps of the readings that are not published yet."""
+        return [job.step for job in self._executor.jobs]
+
+    def _takes_values(self, step: int, *, watched: bool) -> bool:
+        """Whether a reading of a step is made, being made or due: it may hold logged values."""
+        present = self._planner.step
+        if step in self._pending or step == self._published or present is None or step > present:
+            return True
+        return step == present and (watched or self._planner.wants_reading)
+
+    def _waits(self, job: ReadingJob) -> bool:
+        """Whether values may still be logged that belong into a reading."""
+        if job.failed or job.step != self._planner.step:
+            return False
+        return job.step == self.entered or not self._logged.is_complete(job.step)
+
+    def _publish(self, job: ReadingJob) -> None:
+        """Record a reading, and show it. After Ctrl-C it is recorded by the next call, and once."""
+        with self._account.charge():
+            try:
+                reading = self._completed(job)
+                if reading is not None:
+                    self._write(reading, job)
+            except Exception:
+                self._executor.take_first()
+                raise
+            self._executor.take_first()
+            if reading is None:
+                return
+            self.latest = reading
+            for note in reading.notes:
+                self._warnings.warn(note.words(), kind=f"{note.stack}: {note.kind}")
+            self.sinks.write(reading)
+            self.alert_of(reading, job.inputs)
+            phase = self._follow(reading)
+            if phase is not None:
+                self._call("on_phase", self._on_phase, phase)
+
+    def _completed(self, job: ReadingJob) -> Reading | None:
+        """The reading of a job with what the run knows of its step."""
+        reading = job.result()
+        if reading is None:
+            return None
+        # Before the first hardly any training time has passed.
+        overhead = math.nan if self._published is None else self._account.overhead
+        return msgspec.structs.replace(
+            reading,
+            overhead=overhead,
+            training=reading.training | self._logged.read(reading.step),
+            notes=(*self._notes(), *reading.notes),
+            left_out=self._planner.left_out,
+        )
+
+    def _write(self, reading: Reading, job: ReadingJob) -> None:
+        """Write a reading to the record: before it is shown, so that nothing shown is ever lost."""
+        self._published = reading.step
+        record = self._record
+        if record is not None:
+            self._attempt_to_write(lambda: record.write(reading))
+            self._warnings.attempt(
+                lambda: record.write_arrays(reading, job.arrays),
+                f"arrays for figures could not be written to {record.arrays.path}, the record "
+                "goes on without them",
+                once=True,
+            )
+
+    def _attempt_to_write(self, write: Callable[[], object]) -> None:
+        assert self._record is not None
+        self._warnings.attempt(
+            write,
+            f"{self._record.path} could not be written, and its readings are kept until it can be",
+        )
+
+    def _recall(self, reading: Reading) -> None:
+        """Take a reading of an earlier start; nothing is called for it."""
+        self._watch.add(reading)
+        self._follow(reading)
+
+    def _follow(self, reading: Reading) -> Phase | None:
+        """Add a reading to the curve of the dimension; the phase, if it is another one."""
+        if self._on_phase is None:
+            return None
+        curve = self._curves[reading.source]
+        curve.append((reading.step, *measured(reading, "twonn")))
+        phase = find_phase(*zip(*curve, strict=True))
+        if phase.name in ("unknown", self._phases.get(reading.source)):
+            return None
+        self._phases[reading.source] = phase.name
+        return phase
+
+    def _call(self, name: str, function: Callable[[Any], object] | None, argument: object) -> None:
+        """Call a function of the user's; its time is the training's, but for calls of geomon."""
+        if function is None:
+            return
+        began, spent = time.perf_counter(), self._account.spent
+        try:
+            self._warnings.attempt(
+                lambda: function(argument),
+                f"{name} failed and is called again the next time; the training goes on",
+                once=True,
+            )
+        finally:
+            taken = time.perf_counter() - began
+            self._account.leave_out(taken - (self._account.spent - spent))
+
+    def _warn_of_late(self, late: Sequence[str]) -> None:
+        """Warn of values whose reading is recorded without them, and have later readings wait."""
+        if not late:
+            return
+        names = ", ".join(map(repr, late))
+        option = "log=(" + "".join(f"{name!r}, " for name in late).rstrip() + ")"
+        self._warnings.warn(
+            f"{names} of step {self._published} came after its reading was recorded, and later "
+            f"readings wait for it: log inside `with monitor(step)`, or give Monitor {option}",
+            kind=f"late {names}",
+        )
+        self._logged.wait_for(late)
+
+
+__all__ = ["Outbox"]

@@ -1,0 +1,389 @@
+"""The planner: which steps are read, which are checked, and what that takes of the time.
+
+By default the readings of a run fill a share of its time. They are dense while curves move fast and
+never stop, so that no part of a run is unseen.
+"""
+
+import bisect
+import enum
+import math
+import time
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+from geomon.distributed import RankGroup
+from geomon.monitor.schedule import Schedule
+
+# Share of the time that geomon takes if nothing else is asked for, checks included.
+DEFAULT_SHARE = 0.05
+# Share of the time that checks take if no schedule says when they are made.
+CHECK_SHARE = 0.01
+# First step of a check that no schedule asks for: before it everything moves.
+_FIRST_CHECK = 32
+# Earliest steps of the first readings, which are made whatever they cost: fewer are no curve.
+ALWAYS_READ = (0, 16, 48)
+# Part of a run's readings that is spread evenly over the logarithm of the step; the others are
+# spread evenly over the steps.
+_BY_LOGARITHM = 0.3
+# Between two readings lie at least so many steps, this share of the steps so far (500 readings in
+# 100,000 steps), and this share of the distance that readings have on average at this place of the
+# run: what was saved up is not spent at once.
+_LEAST_STEPS, _LEAST_APART, _OF_AVERAGE = 4, 0.015, 0.5
+# Largest wait until the next decision, as a share of the steps so far: costs and lengths change.
+_LONGEST_WAIT = 0.05
+# Steps that are looked at if a training jumps: no schedule is asked for more at once.
+_MOST_JUMPED = 10_000
+
+
+class Due(enum.Enum):
+    """What is made at a step."""
+
+    NOTHING = 0
+    CHECK = 1
+    READING = 2
+
+
+class _Charge:
+    """Time of the code inside a `with`: written out, because it is paid at every step.
+
+    Charges are meant for the thread that trains. The time that two charges have in common counts
+    once.
+    """
+
+    __slots__ = ("_account", "_began", "_known")
+
+    def __init__(self, account: "Account") -> None:
+        self._account = account
+
+    def __enter__(self) -> None:
+        self._known = self._account.spent + self._account.left_out
+        self._began = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        now, account = time.perf_counter(), self._account
+        known = account.spent + account.left_out
+        if account.began > self._began:  # the training has begun inside: nothing before counts
+            taken = now - account.began
+        else:
+            taken, known = now - self._began, known - self._known
+        account.spent += max(0.0, taken - known)
+
+
+class Account:
+    """Account of the seconds that geomon takes from a training.
+
+    Attributes:
+        began: When the training began, in seconds of `time.perf_counter`; infinity before that.
+        spent: Seconds that geomon has taken since.
+        left_out: Seconds inside charges that the training would have taken without geomon too.
+    """
+
+    def __init__(self) -> None:
+        self.began = math.inf
+        self.spent = self.left_out = 0.0
+
+    def begin(self) -> None:
+        """Start the clock: what was spent before the first step does not count."""
+        self.began = time.perf_counter()
+        self.spent = self.left_out = 0.0
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the training began; 0 before that."""
+        return max(0.0, time.perf_counter() - self.began)
+
+    @property
+    def overhead(self) -> float:
+        """Share of the time since the first step that geomon took; NaN before it."""
+        elapsed = self.elapsed
+        return self.spent / elapsed if elapsed else math.nan
+
+    def charge(self) -> AbstractContextManager[None]:
+        """Return a context manager that adds the time inside it to what geomon has taken.
+
+        What is spent inside on its own charge counts once, and what is left out does not count.
+        """
+        return _Charge(self)
+
+    def leave_out(self, seconds: float) -> None:
+        """Leave time inside a charge out: the training takes it without geomon too.
+
+        Args:
+            seconds: The time.
+        """
+        self.left_out += max(0.0, seconds)
+
+
+class _Decision(NamedTuple):
+    """Whether a reading is made now, and after how many steps to ask again."""
+
+    is_made: bool
+    wait: int
+
+
+class Planner:
+    """Decides at each step whether a reading, a check or nothing is made.
+
+    With a schedule, a reading is made if it is due, and if the share of the time allows it. A
+    reading that cannot be paid, or whose step is jumped over, is made at the next step that can be
+    paid. Without a schedule, readings fill the share: with `N = share * steps / cost`, where the
+    cost of a reading is in steps, reading number `N * (0.3 ln(1 + s) / ln(1 + S) + 0.7 s / S)` is
+    made by step s of S. If the length of the run is not known, readings are made as soon as what
+    was spent is within the share of the time so far. The first three are made whatever they cost.
+
+    Args:
+        schedule: Function from a step to whether a reading is due; step 0 always is. None fills the
+            share of the time.
+        share: Largest share of the time that geomon may take; None for no limit.
+        checks: Function from a step to whether a check is due; "auto" for as many as one per cent
+            of the time affords; None for none.
+        group: The ranks. If they are connected, the first one decides for all.
+        account: Account of the time.
+        source: Source of the readings that are planned, "inline" or "probe".
+
+    Attributes:
+        step: The last step that the training was at; None before the first.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule | None,
+        share: float | None,
+        checks: Schedule | str | None,
+        group: RankGroup,
+        account: Account,
+        *,
+        source: str,
+    ) -> None:
+        self._schedule, self._share, self._checks = schedule, share, checks
+        self._group, self._account, self._source = group, account, source
+        self.step: int | None = None
+        self._last: int | None = None  # the last step of the run
+        self._first = 0
+        self._from = (0, 0.0)  # a step, and the seconds of training until then
+        self._earlier = 0  # readings of earlier starts
+        self._made = 0  # readings of this start
+        self._first_cost = 0.0  # of the first reading, which loads libraries
+        self._checks_made, self._checks_cost = 0, 0.0
+        self._last_read = self._ask = 0
+        self._read_here: set[str] = set()  # sources of which this step has a reading
+        self._left_out = 0
+        self._is_owed = self._is_urgent = self._is_paid = False
+        self._check_again = self._check_here = False
+
+    @property
+    def left_out(self) -> int:
+        """Number of readings that were due and that the share did not allow."""
+        return self._left_out + (self._share is not None and self._is_owed)
+
+    @property
+    def made(self) -> int:
+        """Number of readings of this start."""
+        return self._made
+
+    @property
+    def wants_reading(self) -> bool:
+        """Whether a reading was planned for the present step."""
+        return self._is_paid
+
+    def begin(self, step: int, earlier: int) -> None:
+        """Begin at the first step of this start of the run.
+
+        Args:
+            step: The step.
+            earlier: Number of readings that earlier starts have made.
+        """
+        self._first, self._earlier, self._ask = step, earlier, step
+
+    def expect_end(self, step: int | None) -> None:
+        """Take the share from the time of the whole run.
+
+        Args:
+            step: The last step of the run; None if it is not known.
+        """
+        self._last = step
+
+    def advance(self, step: int, *, busy: bool = False) -> None:
+        """Move to the step that the training is at, and decide what is due.
+
+        It is a collective if the ranks are connected and a reading has to be paid.
+
+        Args:
+            step: Number of optimizer updates already in the weights.
+            busy: Whether an earlier reading is not finished yet.
+
+        Raises:
+            RankFailedError: Another rank is at a later step.
+            RanksLostError: A rank does not answer.
+        """
+        before, self.step = self.step, step
+        if step == before:
+            return
+        self._read_here.clear()
+        self._is_paid = self._check_here = False  # stays so if a schedule raises
+        if before is not None and before == self._first:  # the first step may compile
+            self._from = step, self._account.elapsed - self._account.spent
+        if self._made == 1 and not self._first_cost:
+            self._first_cost = self._spent_on_readings
+        self._check_here = self._is_check_due(step)
+        self._is_paid = self._is_reading_due(before, step, busy=busy)
+
+    def due(self, source: str = "inline", *, force: bool = False) -> Due:
+        """Return what is to be made at the step that the training is at.
+
+        Args:
+            source: "inline" or "probe".
+            force: Whether to read whatever the schedule and the share say.
+        """
+        if source in self._read_here:
+            return Due.NOTHING
+        if force or (self._is_paid and source == self._source):
+            return Due.READING
+        return Due.CHECK if self._check_here and source == "inline" else Due.NOTHING
+
+    def mark_read(self, source: str) -> None:
+        """Note that a reading of the present step is being made.
+
+        Args:
+            source: "inline" or "probe".
+        """
+        self._read_here.add(source)
+        if source == self._source:
+            self._is_owed = self._is_urgent = False
+            self._last_read = self.step or 0
+        self._made += 1
+
+    def mark_checked(self, seconds: float, *, again: bool) -> None:
+        """Note that a check of the present step was made.
+
+        Args:
+            seconds: Time that it took.
+            again: Whether the next step is to be checked too, whatever the schedule says. Such a
+                second check has no third one: checks stay few if every value is strange.
+        """
+        self._checks_made, self._checks_cost = self._checks_made + 1, self._checks_cost + seconds
+        self._check_here, self._check_again = False, again and not self._check_again
+
+    def stop_checks(self) -> None:
+        """Make no further checks."""
+        self._checks, self._check_again = None, False
+
+    def owe(self) -> None:
+        """Have the next step read whatever the schedule and the share say.
+
+        Connected ranks, which have to agree, read the next step at which they decide together.
+        """
+        self._is_urgent = True
+
+    def _is_check_due(self, step: int) -> bool:
+        if self._checks is None:
+            return False
+        if self._check_again:
+            return True
+        if callable(self._checks):
+            return self._checks(step)
+        expected = self._checks_cost + self._checks_cost / max(self._checks_made, 1)
+        return step >= _FIRST_CHECK and expected <= CHECK_SHARE * self._account.elapsed
+
+    def _is_reading_due(self, before: int | None, step: int, *, busy: bool) -> bool:
+        is_alone = not self._group.connected
+        if self._schedule is None:
+            asks = step >= self._ask
+        else:
+            jumped = range(max(before + 1, step - _MOST_JUMPED), step) if before is not None else ()
+            self._is_owed = self._is_owed or any(map(self._schedule, jumped))
+            is_scheduled = step == 0 or self._schedule(step)
+            if self._share is None:
+                return is_scheduled or self._is_owed or (self._is_urgent and is_alone)
+            self._left_out += is_scheduled and self._is_owed
+            asks = is_scheduled or (self._is_owed and step >= self._ask)
+            self._is_owed = self._is_owed or is_scheduled
+        if not asks and not (self._is_urgent and is_alone):
+            return False
+        decision = self._decide(step)
+        if is_alone:
+            decision = decision._replace(is_made=decision.is_made and not busy)
+        else:
+            decision = self._group.meet(step, decision)[0]
+        self._ask = step + decision.wait
+        return decision.is_made
+
+    def _decide(self, step: int) -> _Decision:
+        """Decide whether the reading of a step is made: wanted anyway, or paid."""
+        made = self._earlier + self._made
+        always = made < len(ALWAYS_READ)
+        begun = 0 if self._earlier else self._first
+        if self._schedule is None and always:
+            is_made = step - begun >= ALWAYS_READ[made] or not self._made
+        else:
+            # What the first reading of a process costs is not known.
+            is_made = always or not self._made or self._is_payable(step, step, 0.0)
+        is_made = is_made or self._is_urgent
+        made += is_made
+        if self._schedule is None and made < len(ALWAYS_READ):
+            return _Decision(is_made, max(1, begun + ALWAYS_READ[made] - step))
+        later = range(step + 1, step + 1 + max(1, int(_LONGEST_WAIT * step)))
+        cost = self._cost if is_made else 0.0
+        wait = 1 + bisect.bisect_left(
+            later, True, key=lambda other: self._is_payable(step, other, cost)
+        )
+        return _Decision(is_made, wait)
+
+    @property
+    def _spent_on_readings(self) -> float:
+        return self._account.spent - self._checks_cost
+
+    @property
+    def _cost(self) -> float:
+        """Mean seconds of a reading, without the first one, which loads libraries."""
+        if self._made < 2:
+            return self._spent_on_readings
+        return max(0.0, self._spent_on_readings - self._first_cost) / (self._made - 1)
+
+    def _is_payable(self, step: int, other: int, more: float) -> bool:
+        """Return whether a reading could be paid at a step from this one on.
+
+        Args:
+            step: The present step.
+            other: The present step or a later one.
+            more: Seconds that are spent meanwhile.
+        """
+        assert self._share is not None
+        elapsed, spent = self._account.elapsed, self._account.spent
+        since, trained = self._from
+        step_time = max(elapsed - spent - trained, 1e-9) / max(step - since, 1)
+        cost, ahead = self._cost, other - step
+        if self._last is None or self._last <= step:
+            allowed = self._share * (elapsed + more + ahead * step_time)
+            slope = self._share * step_time
+        else:
+            end = (elapsed - spent + (self._last - step) * step_time) / (1 - self._share)
+            purse = max(self._share * end - cost, 0.0)  # the last step is read anyway
+            begun = self._progress(self._first)
+            allowed = purse * (self._progress(other) - begun) / (1 - begun)
+            slope = purse * self._slope(other) / (1 - begun)
+        if spent + more + cost > allowed:
+            return False
+        if self._schedule is not None:
+            return True
+        last_read = step if more else self._last_read
+        average = cost / slope if slope else math.inf
+        apart = other - last_read
+        return apart >= max(_LEAST_STEPS, _LEAST_APART * other, _OF_AVERAGE * average)
+
+    def _progress(self, step: int) -> float:
+        """Part of a run's readings that are made by a step."""
+        assert self._last is not None
+        by_logarithm = math.log1p(step) / math.log1p(self._last)
+        return _BY_LOGARITHM * by_logarithm + (1 - _BY_LOGARITHM) * step / self._last
+
+    def _slope(self, step: int) -> float:
+        """Part of a run's readings that are made in one step."""
+        assert self._last is not None
+        by_logarithm = 1 / ((1 + step) * math.log1p(self._last))
+        return _BY_LOGARITHM * by_logarithm + (1 - _BY_LOGARITHM) / self._last
+
+
+
+
+__all__ = ["ALWAYS_READ", "CHECK_SHARE", "DEFAULT_SHARE", "Account", "Due", "Planner"]

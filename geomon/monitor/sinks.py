@@ -1,0 +1,210 @@
+"""Calls of sinks: one that fails or hangs is left out, and holds nothing up."""
+
+import contextlib
+import functools
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from geomon.monitor.warnings import Warnings
+from geomon.record import RaisedAlert, Reading, Sink
+from geomon.record.sinks import AlertSink, DescribedSink, parts_of
+
+# Readings in a row at which a sink has failed before it is left out.
+_MOST_FAILURES = 5
+
+_Action = Callable[[], object]
+
+
+class SinkTimeoutError(TimeoutError):
+    """A call took longer than its limit."""
+
+
+class SinkThread:
+    """Calls functions in a thread of its own, one after another, while the caller waits.
+
+    The thread is started by the first call and ended by `close`: none is left between readings. A
+    call that takes too long is left to itself, with the thread that it holds.
+
+    Args:
+        seconds: Largest time that the caller waits for one call.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._thread: threading.Thread | None = None
+        self._calls: queue.SimpleQueue[tuple[_Action, Future[None]] | None] = queue.SimpleQueue()
+
+    def call(self, action: _Action) -> None:
+        """Call a function in the thread; if none can be started, here and without a limit.
+
+        Args:
+            action: The function.
+
+        Raises:
+            SinkTimeoutError: It takes longer than the limit.
+            Exception: What the function has raised.
+        """
+        if not self._is_running():
+            action()
+            return
+        done: Future[None] = Future()
+        self._calls.put((action, done))
+        try:
+            done.exception(self._seconds)
+        except BaseException as error:  # too late, or Ctrl-C: nothing more waits behind this call
+            self._calls.put(None)
+            self._thread = None
+            if isinstance(error, TimeoutError):
+                raise SinkTimeoutError(f"it takes more than {self._seconds:g} s") from None
+            raise
+        done.result()
+
+    def close(self) -> None:
+        """End the thread, if there is one."""
+        thread, self._thread = self._thread, None
+        if thread is not None and thread.is_alive():
+            self._calls.put(None)
+            thread.join(self._seconds)
+
+    def _is_running(self) -> bool:
+        """Start the thread unless it runs; a fork has none, and a program that ends starts none."""
+        if self._thread is None or not self._thread.is_alive():
+            self._calls = queue.SimpleQueue()
+            self._thread = threading.Thread(
+                target=_serve, args=(self._calls,), name="geomon sinks", daemon=True
+            )
+            with contextlib.suppress(RuntimeError, MemoryError):
+                self._thread.start()
+        return self._thread.is_alive()
+
+
+def _serve(calls: "queue.SimpleQueue[tuple[_Action, Future[None]] | None]") -> None:
+    while (call := calls.get()) is not None:
+        action, done = call
+        try:
+            action()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+
+@dataclass
+class _Entry:
+    """A sink, how it is called, and at how many readings in a row it has failed."""
+
+    sink: Sink
+    call: Callable[[_Action], object]
+    failures: int = 0
+
+    @property
+    def name(self) -> str:
+        """What messages call the sink: as it calls itself, or else its class."""
+        calls_itself = type(self.sink).__str__ is not object.__str__
+        return str(self.sink) if calls_itself else type(self.sink).__name__
+
+
+class SinkCalls:
+    """The sinks of a monitor, and how they are called.
+
+    A sink that fails is tried again with the next readings, and left out if it fails at five in a
+    row. Sinks are called in a thread for which the training waits; one that takes longer than its
+    limit is left out. A trainer's own loggers are called in the training's thread, as the training
+    calls them: some of them keep state by thread.
+
+    Args:
+        sinks: The sinks.
+        warnings: Turns what goes wrong into warnings.
+        seconds: Largest duration of one call of a sink.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], warnings: Warnings, seconds: float) -> None:
+        self._thread = SinkThread(seconds)
+        self._entries = [_Entry(sink, self._thread.call) for sink in parts_of(sinks)]
+        self._warnings = warnings
+
+    def add_loggers(self, sinks: Sequence[Sink]) -> None:
+        """Add sinks that are called in the training's own thread, without a limit.
+
+        Args:
+            sinks: Sinks that write to loggers of the training.
+        """
+        self._entries += [_Entry(sink, lambda action: action()) for sink in parts_of(sinks)]
+
+    def describe(self, description: dict[str, Any]) -> None:
+        """Give the description of the run to the sinks that take one.
+
+        Args:
+            description: The description.
+        """
+        with contextlib.closing(self._thread):
+            for entry in self._entries:
+                if isinstance(entry.sink, DescribedSink):
+                    message = f"{entry.name} did not take the description of the run"
+                    self._call(entry, functools.partial(entry.sink.describe, description), message)
+
+    def write(self, reading: Reading) -> None:
+        """Give a reading to all sinks.
+
+        Args:
+            reading: The reading, which is recorded.
+        """
+        with contextlib.closing(self._thread):
+            for entry in self._entries:
+                self._write(entry, functools.partial(entry.sink.write, reading))
+
+    def alert(self, alert: RaisedAlert) -> None:
+        """Give an alert to the sinks that take alerts.
+
+        Args:
+            alert: The alert, which is recorded.
+        """
+        with contextlib.closing(self._thread):
+            for entry in self._entries:
+                if isinstance(entry.sink, AlertSink):
+                    self._write(entry, functools.partial(entry.sink.alert, alert))
+
+    def close(self) -> None:
+        """Close the sinks, the last one first: what draws into a logger comes after it."""
+        with contextlib.closing(self._thread):
+            for entry in self._entries[::-1]:
+                self._call(entry, entry.sink.close, f"closing {entry.name} failed")
+        self._entries = []
+
+    def _write(self, entry: _Entry, action: _Action) -> None:
+        message = (
+            f"{entry.name} failed and is tried again with the next readings; the record goes on"
+        )
+        if self._call(entry, action, message):
+            entry.failures = 0
+            return
+        entry.failures += 1
+        if entry.failures == _MOST_FAILURES:
+            self._leave_out(entry)
+            self._warnings.warn(
+                f"{entry.name} failed at {_MOST_FAILURES} readings in a row and is left out from "
+                "here on; the record holds every reading"
+            )
+
+    def _call(self, entry: _Entry, action: _Action, message: str) -> bool:
+        """Call a sink; returns whether it went well. One that takes too long is left out."""
+        left_out = f"{entry.name} takes too long and is left out from here on"
+
+        def limited() -> None:
+            try:
+                entry.call(action)
+            except SinkTimeoutError as error:
+                self._leave_out(entry)
+                self._warnings.warn(f"{left_out}: {error}", kind=left_out)
+
+        return self._warnings.attempt(limited, message)
+
+    def _leave_out(self, entry: _Entry) -> None:
+        self._entries = [other for other in self._entries if other is not entry]
+
+
+__all__ = ["SinkCalls", "SinkThread", "SinkTimeoutError"]

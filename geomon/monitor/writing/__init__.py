@@ -1,1 +1,0 @@
-"""Writing: what a reading leaves in the record, in sinks, and with the user's functions."""
