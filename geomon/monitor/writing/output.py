@@ -158,9 +158,13 @@ class ReadingWriter:
         recorded: set[tuple[int, str]] = set()
         if self._record is not None:
             record = self._record
+
+            def begin() -> None:
+                earlier = record.begin(step, description)
+                recorded.update((reading.step, reading.source) for reading in earlier)
+
             self._warnings.attempt(
-                lambda: recorded.update(record.begin(step, description)),
-                f"{record.path} could not be read and is kept under another name",
+                begin, f"{record.path} could not be read and is kept under another name"
             )
         with contextlib.closing(self._thread):
             for entry in self._entries:
