@@ -6,6 +6,7 @@ import msgspec
 
 from geomon.note import Note
 from geomon.record.columns import Number, number
+from geomon.record.encode import encode_line
 
 _Step = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
@@ -53,7 +54,7 @@ class RaisedAlert(msgspec.Struct, frozen=True):
 
     def line(self) -> str:
         """Format the alert as one line of JSON; a value that is not finite becomes null."""
-        return msgspec.json.encode({"alert": self}).decode()
+        return encode_line({"alert": self})
 
 
 __all__ = ["Course", "RaisedAlert"]

@@ -163,16 +163,19 @@ class ArrayFolder:
                 if _PART.fullmatch(name):
                     (self.path / name).unlink()
 
-    def move(self, target: "ArrayFolder") -> None:
-        """Move all arrays into another folder; what else is in the folder stays.
+    def move(self, target: "ArrayFolder", first: int = 0) -> None:
+        """Move arrays into another folder; what else is in the folder stays.
 
         Args:
             target: The other folder.
+            first: Step from which arrays are moved.
 
         Raises:
             OSError: A file cannot be moved.
         """
         for name in self._names():
+            if int(name["step"]) < first:
+                continue
             target.path.mkdir(exist_ok=True)
             (self.path / name.string).rename(target.path / name.string)
 

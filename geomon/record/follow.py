@@ -10,18 +10,32 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from geomon.record.alert import RaisedAlert
 from geomon.record.arrays import ArrayFolder
 from geomon.record.reading import Reading, Readings
+from geomon.record.versions import is_newer
 
 FILE_NAME = "readings.jsonl"
 
 # Longest line in bytes: a model of 1,000 layers and heads, ten times over, stays below it.
 MAX_LINE = 2**26
-# What every line of a record begins with.
-_BEGINNINGS = (b'{"run"', b'{"step"')
 _MOST_NAMED = 4  # folders, in a message
 
-_READING = msgspec.json.Decoder(Reading)
+
+class _RunLine(msgspec.Struct):
+    run: dict[str, Any]
+
+
+class _AlertLine(msgspec.Struct):
+    alert: RaisedAlert
+
+
+# The kinds of lines, by what each begins with.
+_KINDS: dict[bytes, msgspec.json.Decoder[Any]] = {
+    b'{"run"': msgspec.json.Decoder(_RunLine),
+    b'{"alert"': msgspec.json.Decoder(_AlertLine),
+    b'{"step"': msgspec.json.Decoder(Reading),
+}
 
 
 class Follower:
@@ -42,8 +56,10 @@ class Follower:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._readings: list[Reading] = []
         self._runs: list[dict[str, Any]] = []
+        self._branch: list[Reading | RaisedAlert] = []
+        self._new: list[Reading | RaisedAlert] = []  # of the branch, since the last look
+        self._abandoned: list[Reading] = []
         self._offset = self._lines = 0
         self._mixed_at: int | None = None
         self._last: dict[str, int] = {}  # by source, the last step of the present run
@@ -53,22 +69,38 @@ class Follower:
         self._torn = b""
 
     def readings(self) -> Readings:
-        """Return all readings so far, with the descriptions of the run."""
+        """Return the readings and alerts of the branch that is trained now, and the others."""
+        readings = [each for each in self._branch if isinstance(each, Reading)]
+        raised = [each for each in self._branch if isinstance(each, RaisedAlert)]
         folder = ArrayFolder.beside(self.path)
-        return Readings([*self._runs], [*self._readings], self._mixed_at, folder)
+        return Readings([*self._runs], readings, self._mixed_at, folder, raised, [*self._abandoned])
 
-    def look(self) -> list[Reading]:
+    def rewind(self, step: int) -> None:
+        """Give up the branch from a step on: its readings are abandoned, its alerts are dropped.
+
+        Args:
+            step: First step that is trained again.
+        """
+        self._abandoned += [
+            each for each in self._branch if each.step >= step and isinstance(each, Reading)
+        ]
+        self._branch = [each for each in self._branch if each.step < step]
+        self._new = [each for each in self._new if each.step < step]
+
+    def look(self) -> list[Reading | RaisedAlert]:
         """Read what was written since the last call.
 
         A file that was replaced, or written anew in its place, is read from its start; so is one
         that was no record, when it has changed.
 
         Returns:
-            The new readings.
+            The new readings and alerts. If the run went back to an earlier step meanwhile,
+            `readings` no longer holds all of those that were returned before.
 
         Raises:
             ValueError: The file is not a record.
         """
+        self._new = []
         try:
             status = self.path.stat()
         except FileNotFoundError:
@@ -78,12 +110,10 @@ class Follower:
         state = status.st_ino, status.st_size, status.st_mtime_ns
         if state == self._state:
             return []
-        known = len(self._readings)
         try:
             with self.path.open("rb") as file:
                 if not self._goes_on(file):
                     self._begin_anew()
-                    known = 0
                 file.seek(self._offset)
                 # A line at a time: a record that grew for long is larger than the memory for it.
                 while (line := file.readline(MAX_LINE)).endswith(b"\n") or len(line) == MAX_LINE:
@@ -94,16 +124,18 @@ class Follower:
             self._state = state  # as it is, the file will not do: not before it has changed
             raise
         self._state = state
-        return self._readings[known:]
+        return self._new
 
     def _take(self, line: bytes) -> None:
         """Take the next line, or as much of it as a line may have."""
         try:
             if not line.endswith(b"\n"):
                 raise ValueError(f"it is longer than {MAX_LINE:,} bytes")
-            content = parse_line(line)
+            content = _parse(line)
         except ValueError as error:
-            raise self._is_no_line(error) from error
+            if not self._is_of_newer_kind(line):
+                raise self._is_no_line(error) from error
+            content = None
         self._offset += len(line)
         self._lines += 1
         self._head, self._tail = self._head or line, line
@@ -113,10 +145,20 @@ class Follower:
             if content.step <= self._last.get(content.source, -math.inf) and self._mixed_at is None:
                 self._mixed_at = self._lines
             self._last[content.source] = content.step
-            self._readings.append(content)
-        else:
+        if isinstance(content, dict):
             self._last.clear()
             self._runs.append(content)
+            if "rewound_to" in content:  # an older record has no such line
+                self.rewind(content["rewound_to"])
+        elif content is not None:
+            self._branch.append(content)
+            self._new.append(content)
+
+    def _is_of_newer_kind(self, line: bytes) -> bool:
+        """Whether a line is of a kind that a newer geomon writes, which wrote this record."""
+        versions = [str(run.get("geomon", "")) for run in self._runs[-1:]]
+        is_known = line.startswith(tuple(_KINDS))
+        return line.startswith(b'{"') and not is_known and any(map(is_newer, versions))
 
     def _is_no_line(self, why: object) -> ValueError:
         return ValueError(
@@ -140,7 +182,7 @@ class Follower:
             ValueError: It cannot.
         """
         torn = self._torn
-        if not any(torn.startswith(x) or x.startswith(torn) for x in _BEGINNINGS):
+        if not any(torn.startswith(x) or x.startswith(torn) for x in _KINDS):
             raise self._is_no_line(reprlib.repr(torn))
 
 
@@ -175,26 +217,20 @@ def _records_below(folder: Path) -> str:
     return f"; there is one in {', '.join(named)}" if named else ""
 
 
-def parse_line(line: bytes) -> Reading | dict[str, Any]:
-    """Parse one line of a record.
-
-    Args:
-        line: Whole line, in UTF-8.
-
-    Returns:
-        A reading, or the description of a run.
-
-    Raises:
-        ValueError: The line is neither of the two.
-    """
+def _parse(line: bytes) -> Reading | RaisedAlert | dict[str, Any]:
+    """Parse one whole line: a reading, an alert, or the description of a run."""
+    decoder = next((_KINDS[x] for x in _KINDS if line.startswith(x)), _KINDS[b'{"step"'])
     try:
-        if not line.startswith(_BEGINNINGS[0]):
-            return _READING.decode(line.decode())  # in what it passes over it checks no UTF-8
-        run = msgspec.json.decode(line)["run"]
+        content = decoder.decode(line.decode())  # in what it passes over it checks no UTF-8
     except msgspec.MsgspecError as error:
         raise ValueError(str(error)) from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if not isinstance(run, dict):
-        raise ValueError(f"'run' is {reprlib.repr(run)}, expected an object")
+    if isinstance(content, _AlertLine):
+        return content.alert
+    if isinstance(content, Reading):
+        return content
+    run: dict[str, Any] = content.run
+    if type(run.get("rewound_to", 0)) is not int:
+        raise ValueError(f"'rewound_to' is {reprlib.repr(run['rewound_to'])}, expected a step")
     return run

@@ -1,13 +1,14 @@
-"""Writing `readings.jsonl`: one line of JSON per reading, written before it is shown.
+"""Writing `readings.jsonl`: one line of JSON for each reading or alert, before it is shown.
 
-A line either describes the run (`"run"`: versions, model, layers, metrics) or is a reading. Each
-line is written whole and immediately: a killed run keeps every reading, and a resumed run appends
-to the same file. One process at a time writes into a folder (see `geomon.record.lock`).
+A line describes the run (`"run"`: versions, model, layers, metrics), or is a reading, or an alert.
+Each line is written whole and immediately: a killed run keeps every reading, and a resumed run
+appends to the same file. If it goes back to a step that was read already, the line that describes
+it says so (`"rewound_to"`), and what was read from that step on is of a branch that was given up.
+One process at a time writes into a folder (see `geomon.record.lock`).
 """
 
 import contextlib
 import errno
-import json
 import os
 import time
 from collections import deque
@@ -16,17 +17,20 @@ from io import DEFAULT_BUFFER_SIZE, FileIO
 from pathlib import Path
 from typing import Any
 
+from geomon.record.alert import RaisedAlert
 from geomon.record.arrays import ArrayFolder, Arrays
+from geomon.record.encode import encode_line
 from geomon.record.follow import FILE_NAME, Follower
 from geomon.record.lock import FolderLock, follow_folder, lock_folder
-from geomon.record.printable import text_of
-from geomon.record.reading import Reading
+from geomon.record.reading import Reading, Readings
 from geomon.record.regular import check_regular
 
 _LOCK_NAME = ".readings.lock"
 
 # Lines kept in memory while the disk is full: a large model's have 100 kB each.
 _MAX_PENDING = 100
+# Lines that are not written twice: of the last reading, and of the alerts beside it.
+_REMEMBERED = 4
 
 
 class Record:
@@ -49,13 +53,12 @@ class Record:
         self.path = Path(os.path.abspath(directory)) / FILE_NAME
         self.arrays = ArrayFolder.beside(self.path)
         self._is_foreign = False  # whether the file on disk belongs to another run
-        self._begins = False  # whether the file has no readings, so that arrays are of another run
+        # The step from which arrays that are there are of another run, or of a branch given up.
+        self._set_aside: int | None = None
         self._opening: str | None = None  # the line that describes this run
         self._pending: deque[str] = deque()
-        # After Ctrl-C the same reading may be given again. So the last one is kept, by its step,
-        # source and time, with its line; and the last line that was written.
-        self._given: tuple[tuple[int, str, float], str] | None = None
-        self._written: str | None = None
+        # After Ctrl-C the same reading or alert may be given again.
+        self._written: deque[str] = deque(maxlen=_REMEMBERED)
         self._lock: FolderLock | None = None
         self._locked: Path | None = None  # where the lock stood when this record last looked
         try:
@@ -72,12 +75,14 @@ class Record:
 
     def begin(
         self, step: int, description: Mapping[str, Any], *, resumes: bool = False
-    ) -> set[tuple[int, str]]:
-        """Start the file or continue it, and report which readings it holds already.
+    ) -> Readings:
+        """Start the file or continue it, and return what it holds of this run already.
 
         A run that begins at or before the first recorded step is a new one: the old file is then
-        renamed with a number, as is a file that is not a record. The line that describes the run is
-        written with the first reading.
+        renamed with a number, as is a file that is not a record. A run that begins at a later step
+        which the record has reached rewinds: what was recorded from that step on stays in the file,
+        as a branch that was given up. The line that says so, and describes the run, is written with
+        the first reading or alert: until then nothing has changed.
 
         Args:
             step: First step that this run reads.
@@ -85,26 +90,38 @@ class Record:
             resumes: Whether earlier readings are of the same run, whatever their steps.
 
         Returns:
-            (step, source) of each reading that the file holds.
+            The earlier readings and alerts of the run that goes on: those before `step`, or all of
+            them if it resumes.
 
         Raises:
             ValueError: The file is not a record.
             OSError: The file cannot be read.
         """
-        opening = {"run": {**description, "time": time.time(), "from_step": step}}
-        self._opening = json.dumps(opening, default=text_of)
-        self._pending.append(self._opening)
-        follower = Follower(self.path)
+        opening = {**description, "time": time.time(), "from_step": step}
+        try:
+            follower = Follower(self.path)
+            self._look(follower)
+            earlier = follower.readings()
+            steps = [r.step for r in earlier.readings] + [a.step for a in earlier.raised]
+            self._is_foreign = not resumes and min(steps, default=-1) >= step
+            if self._is_foreign or not steps:
+                self._set_aside = 0
+            elif not resumes and max(steps) >= step:
+                opening["rewound_to"] = self._set_aside = step
+                follower.rewind(step)
+            return Readings([], []) if self._is_foreign else follower.readings()
+        finally:
+            self._opening = encode_line({"run": opening})
+            self._pending.append(self._opening)
+
+    def _look(self, follower: Follower) -> None:
+        """Read the file, which is somebody else's if it is not a record."""
         try:
             follower.look()
             follower.check_writable()
         except ValueError:
-            self._is_foreign = True
+            self._is_foreign, self._set_aside = True, 0
             raise
-        earlier = follower.readings().readings
-        self._begins = not earlier
-        self._is_foreign = bool(earlier) and step <= earlier[0].step and not resumes
-        return set() if self._is_foreign else {(item.step, item.source) for item in earlier}
 
     def write(self, reading: Reading) -> None:
         """Append a reading to the file; on return it is with the operating system.
@@ -118,11 +135,23 @@ class Record:
             OSError: The file cannot be written now; the reading is kept and written with the next.
             FolderLockedError: Another process writes there since `close`; the reading is kept.
         """
-        this = reading.step, reading.source, reading.time
-        if self._given is None or self._given[0] != this:
-            self._given = this, reading.line()
-        _, line = self._given
-        if line is not self._written and not any(other is line for other in self._pending):
+        self._write(reading.line())
+
+    def write_alert(self, alert: RaisedAlert) -> None:
+        """Append an alert to the file, as `write` appends a reading.
+
+        Args:
+            alert: Alert to append.
+
+        Raises:
+            OSError: The file cannot be written now; the alert is kept and written with the next.
+            FolderLockedError: Another process writes there since `close`; the alert is kept.
+        """
+        self._write(alert.line())
+
+    def _write(self, line: str) -> None:
+        """Append a line, after those that wait."""
+        if line not in self._written and line not in self._pending:
             self._pending.append(line)
         if len(self._pending) > _MAX_PENDING:
             del self._pending[1]  # the first may be the line that opens the run
@@ -177,14 +206,13 @@ class Record:
 
     def _write_pending(self) -> None:
         self._take_lock()
-        if self._is_foreign or self._begins:
+        if self._set_aside is not None:
             free = _free_name(self.path)
-            self.arrays.move(ArrayFolder.beside(free))
-            self._begins = False
+            self.arrays.move(ArrayFolder.beside(free), self._set_aside)
             if self._is_foreign:
                 with contextlib.suppress(FileNotFoundError):
                     self.path.rename(free)
-                self._is_foreign = False
+            self._is_foreign, self._set_aside = False, None
         while self._pending:
             self._append(self._pending[0])
 
@@ -202,7 +230,7 @@ class Record:
             try:
                 if file.write(content) < len(content):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                self._written = line
+                self._written.append(line)
                 self._pending.popleft()
             except BaseException:
                 if self._pending and self._pending[0] is line:

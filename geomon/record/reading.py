@@ -28,6 +28,7 @@ from geomon.record.columns import (
     tagged,
     texts_of,
 )
+from geomon.record.encode import encode_line
 from geomon.record.printable import printable
 from geomon.record.versions import installed, is_newer
 
@@ -128,7 +129,7 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
 
     def line(self) -> str:
         """Format the reading as one line of JSON; a value that is not finite becomes null."""
-        return msgspec.json.encode(self).decode()
+        return encode_line(self)
 
 
 _NONE = Column()
@@ -322,6 +323,9 @@ class Readings:
     def remarks(self) -> list[str]:
         """List what a page says before it shows the run, in sentences; mostly nothing."""
         remarks = []
+        if left_out := self.readings[-1].left_out if self.readings else 0:
+            due = left_out + len(self)
+            remarks.append(f"The budget left out {left_out:,} of {due:,} readings that were due.")
         if self.mixed_at is not None:
             remarks.append(
                 f"From line {self.mixed_at} on, two runs wrote into this record at once: its "
@@ -401,12 +405,15 @@ class Readings:
             raise ValueError(f"no stack is called {chosen!r}: {hint}")
         if names == [""]:
             return self
-        selected = [
-            msgspec.structs.replace(reading, stacks={"": reading.stacks.get(chosen, {})})
-            for reading in self
-        ]
+        selected, abandoned = (
+            [
+                msgspec.structs.replace(reading, stacks={"": reading.stacks.get(chosen, {})})
+                for reading in branch
+            ]
+            for branch in (self.readings, self.abandoned)
+        )
         folder = self.folder and self.folder.of_stack(chosen)
-        return replace(self, readings=selected, folder=folder)
+        return replace(self, readings=selected, abandoned=abandoned, folder=folder)
 
 
 def _at(place: Place, width: Place | None, reading: Reading) -> tuple[float, float]:

@@ -92,6 +92,6 @@ def test_a_line_that_is_being_written_is_not_too_long_because_of_those_before(
 
 
 def test_a_line_that_is_nested_too_deeply_is_refused(tmp_path):
-    (tmp_path / FILE_NAME).write_text('{"run": ' + "[" * 100_000 + "\n")
+    (tmp_path / FILE_NAME).write_text('{"run": {"a": ' + "[" * 100_000 + "\n")
     with pytest.raises(ValueError, match="nested too deeply"):
         Follower(tmp_path).look()

@@ -42,7 +42,7 @@ class Watched:
         try:
             is_new = follower.look()
             every = follower.readings()
-            if is_new or (self.trouble and every):
+            if every and (is_new or self.trouble):
                 self._take(every.of_stack(self._stack))
                 return True
         except (OSError, ValueError) as error:

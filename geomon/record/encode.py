@@ -1,0 +1,47 @@
+"""Lines of a record: any content as one line of JSON in UTF-8."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from geomon.record.printable import text_of
+
+_MOST = 2**63  # integers from here on are no numbers for every reader of JSON
+
+
+def encode_line(content: object) -> str:
+    r"""Encode content as one line of JSON; a number that is not finite becomes null.
+
+    Text that is not UTF-8 (the name of a file may hold lone surrogates) is written with backslashes
+    in their place, and an object that JSON does not know as its text.
+
+    Args:
+        content: Dicts, lists, structs and plain values.
+
+    Example:
+        >>> encode_line({"file": "a\udce9", "kind": complex})
+        '{"file":"a\\\\udce9","kind":"<class \'complex\'>"}'
+    """
+    try:
+        return msgspec.json.encode(content).decode()
+    except (TypeError, ValueError, OverflowError):
+        return msgspec.json.encode(_plain(content)).decode()
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of which JSON knows every part."""
+    if isinstance(value, msgspec.Struct):
+        return _plain(msgspec.to_builtins(value))
+    if isinstance(value, Mapping):
+        return {_text(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if value is None or isinstance(value, bool) or type(value) is float:
+        return value
+    return value if type(value) is int and abs(value) < _MOST else _text(value)
+
+
+def _text(value: object) -> str:
+    """Return a value as text that UTF-8 can hold."""
+    return text_of(value).encode(errors="backslashreplace").decode()
