@@ -33,8 +33,8 @@ from geomon.capture import Window, derive_seed, find_anatomy
 from geomon.capture.snapshot import Layer, PassInfo, Snapshot
 from geomon.distributed import RankFailedError, RankGroup, RanksLostError, join_ranks
 from geomon.metrics import Evaluator
-from geomon.monitor.measuring.device import MeasuringDevice
-from geomon.monitor.measuring.jobs import ReadingJob
+from geomon.monitor.device import MeasuringDevice
+from geomon.monitor.jobs import ReadingJob
 from geomon.record.columns import tagged
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 40, 16, 2, 3, 24
@@ -249,13 +249,11 @@ def same_rows(ranks: RankGroup, folder: Path) -> None:
         ]  # fmt: skip
         seen = Snapshot(parts, PassInfo(len(parts[0].captured["hidden"]), "train", "float32"))
         job = ReadingJob(
-            0, "inline", [seen], group,
-            Evaluator(METRICS | MORE, 2, strict=True, keeps_arrays=True),
-            rows=48, seconds=0.0, place=MeasuringDevice("cpu", model),
+            0, "inline", group, Evaluator(METRICS | MORE, 2, strict=True, keeps_arrays=True),
+            rows=48, place=MeasuringDevice("cpu", model),
         )  # fmt: skip
-        while not job.complete:
-            job.measure_next()
-        job.finish()
+        job.begin([seen], 0.0)
+        job.measure()
         return job
 
     layers = []
@@ -653,7 +651,7 @@ def budgeted(ranks: RankGroup, folder: Path) -> None:
                 passes.append(step)
             model(ids, attention_mask=mask)
         if ranks.rank == 1:  # whose own clock would decide otherwise
-            monitor.budget.spend(1.0)
+            monitor.account.spent += 1.0
     monitor.close()
     every_rank = [None] * ranks.size
     dist.all_gather_object(every_rank, passes)

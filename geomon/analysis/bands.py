@@ -306,7 +306,6 @@ class Bands:
         mean = float(np.mean(self._scatters)) if enough else math.nan
         return Found(departures, list(self._left.values()), mean, bool((distance.alone > 1).any()))
 
-
     def course(self, place: Place) -> Course:
         """Return what a value was at the last 32 readings, this one included.
 

@@ -66,7 +66,11 @@ class ReadingExecutor:
         left = [job for job in self.jobs if not job.finished]
         for job in left[: max(0, len(left) - most)]:
             thread = self._threads.get(job)
-            if thread is not None and thread.is_alive() and thread is not threading.current_thread():
+            if (
+                thread is not None
+                and thread.is_alive()
+                and thread is not threading.current_thread()
+            ):
                 thread.join()
             if not job.finished:
                 job.measure()

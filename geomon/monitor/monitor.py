@@ -39,7 +39,7 @@ from geomon.distributed import (
     join_ranks,
 )
 from geomon.distributed.mesh import Mesh, find_place
-from geomon.metrics import Evaluator
+from geomon.metrics import Evaluator, check_metrics
 from geomon.monitor.device import MeasuringDevice
 from geomon.monitor.executor import ReadingExecutor
 from geomon.monitor.held_out import HeldOut, is_loader
@@ -93,7 +93,8 @@ class Monitor:
         if options["probe"] is not None:
             self._parts.check_probe(options["probe"])
         self._evaluator = Evaluator(
-            options["metrics"], options["batches"], options["queries"], options["strict"],
+            check_metrics(options["metrics"]), options["batches"], options["queries"],
+            options["strict"],
             keeps_arrays=options["arrays"] and options["directory"] is not None,
         )  # fmt: skip
         self._checker = Evaluator(
@@ -104,18 +105,18 @@ class Monitor:
         self._source = "inline" if options["probe"] is None else "probe"
         self._group = self._join_ranks()
         self.warnings = Warnings(self._group, strict=options["strict"])
-        self._account = Account()
+        self.account = Account()
         loss = options["probe_loss"]
         self.passes = Passes(
             self._parts, options, views=self._evaluator.views, group=self._group,
-            device=self._device, account=self._account,
+            device=self._device, account=self.account,
             loss=None if loss is None else ProbeLoss(loss, self.warnings),
         )  # fmt: skip
         self.planner = self._make_planner()
         self._record = self._make_record(options["directory"])
         self._executor = ReadingExecutor(background=self._in_background())
         self.outbox = Outbox(
-            self._record, options, self._executor, self.planner, self._account, self.warnings,
+            self._record, options, self._executor, self.planner, self.account, self.warnings,
             functools.partial(_notes_of_run, self.passes, self._group, self._device),
         )  # fmt: skip
         self._process = os.getpid()
@@ -144,7 +145,7 @@ class Monitor:
             TypeError: The step is no whole number.
             ValueError: The step is below 0.
         """
-        with self._account.charge():
+        with self.account.charge():
             self.advance(step)
             due = self._due(self._source, force=force)
             if due is Due.NOTHING:
@@ -164,14 +165,14 @@ class Monitor:
         if number == self.planner.step and self._is_own():
             self.passes.sweep(number)
             return
-        with self._account.charge():
+        with self.account.charge():
             if not self._is_own():
                 self._process = os.getpid()
                 self._executor.forget()
             self.passes.sweep(number)
             self.outbox.move_to(number)
             with self.warnings.guard():
-                if self.planner.step is None:
+                if self.planner.step is None or number < self.planner.step:
                     self._begin(number)
                 self._group.begin_reading()
                 self._executor.resume()
@@ -238,7 +239,7 @@ class Monitor:
                 "Monitor(model, probe=loader), and call probe(step)"
             )
         self._parts.check_probe(inputs)
-        with self._account.charge():
+        with self.account.charge():
             self.advance(step)
             number = check_step(step)
             if self._due("probe", force=True) is Due.READING:
@@ -254,7 +255,7 @@ class Monitor:
         It is called when the program ends without it.
         """
         if self._is_own():
-            with self._account.charge():
+            with self.account.charge():
                 self._flush()
                 self._say_left_out()
                 self.outbox.close()
@@ -316,12 +317,12 @@ class Monitor:
 
     def charge(self) -> AbstractContextManager[None]:
         """Return a context manager that counts the time inside it as geomon's."""
-        return self._account.charge()
+        return self.account.charge()
 
     @property
     def overhead(self) -> float:
         """Share of the time since the first step that geomon took; NaN before the first step."""
-        return self._account.overhead
+        return self.account.overhead
 
     @property
     def latest(self) -> Reading | None:
@@ -396,13 +397,13 @@ class Monitor:
 
     @contextmanager
     def _watching(self, step: int) -> Iterator[None]:
-        with self._account.charge():
+        with self.account.charge():
             window = self.passes.open(step)
         with window:
             yield
         if not self._is_own():
             return
-        with self._account.charge():
+        with self.account.charge():
             began = time.perf_counter() - window.seconds
             inputs, window.inputs = window.inputs, None  # kept no longer than the reading
             capture = functools.partial(self.passes.snapshots, window)
@@ -411,12 +412,12 @@ class Monitor:
     @contextmanager
     def _checking(self, step: int) -> Iterator[None]:
         """Look at few values of the training's forward pass, of this rank's rows."""
-        with self._account.charge():
+        with self.account.charge():
             window = self.passes.open_for_check(step, self._checker.views, _CHECK_ROWS)
         with window:
             yield
         if self._is_own():
-            with self._account.charge(), self.warnings.guard():
+            with self.account.charge(), self.warnings.guard():
                 self._check_values(step, window)
 
     def _check_values(self, step: int, window: Window) -> None:
@@ -443,7 +444,7 @@ class Monitor:
         finally:
             self.outbox.entered = None
             if self._is_own():
-                with self._account.charge():
+                with self.account.charge():
                     self.outbox.publish()
 
     def _read(
@@ -473,7 +474,7 @@ class Monitor:
     ) -> bool:
         """Begin the job with what is captured; returns whether this rank measures it."""
         passes: list[Snapshot] | Exception
-        left_out = self._account.left_out
+        left_out = self.account.left_out
         try:
             passes = capture()
             self._check(passes[0])
@@ -481,7 +482,7 @@ class Monitor:
             raise
         except Exception as error:  # several ranks fail together
             passes = error
-        seconds = time.perf_counter() - began - (self._account.left_out - left_out)
+        seconds = time.perf_counter() - began - (self.account.left_out - left_out)
         if not self._takes_part():
             if isinstance(passes, Exception):
                 raise passes
@@ -553,7 +554,7 @@ class Monitor:
             assert callable(schedule)  # of what is checked
             guarded = _guard_schedule("schedule", schedule, self.warnings)
         return Planner(
-            guarded, share, self._checks(), self._group, self._account, source=self._source
+            guarded, share, self._checks(), self._group, self.account, source=self._source
         )
 
     def _checks(self) -> Schedule | str | None:
@@ -581,8 +582,12 @@ class Monitor:
         return record
 
     def _begin(self, step: int) -> None:
-        """Start at the first step: learn what the record holds already."""
-        self._account.begin()
+        """Start at the first step, or go back to an earlier one: learn what the record holds."""
+        if self.planner.step is not None:
+            self.outbox.begin(step, self.describe())
+            self.planner.rewind(step)
+            return
+        self.account.begin()
         earlier = self.outbox.begin(step, self.describe())
         if self.path is not None:
             folder = self.path.parent

@@ -41,7 +41,7 @@ VALIDATION = "validation"
 _Class = TypeVar("_Class", bound=type)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # parsers of command lines hash it
 class Option:
     """What is declared of an option beside its name and type.
 

@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -21,11 +21,21 @@ from geomon.monitor.executor import ReadingExecutor
 from geomon.monitor.jobs import ReadingJob
 from geomon.monitor.logged import LoggedValues
 from geomon.monitor.options import MonitorOptions
-from geomon.monitor.planner import Account, Due, Planner
+from geomon.monitor.planner import Account, Planner
 from geomon.monitor.sinks import SinkCalls
 from geomon.monitor.warnings import Warnings
 from geomon.note import Note
 from geomon.record import RaisedAlert, Reading, Record
+
+
+class _Completed(NamedTuple):
+    """A reading that is ready to be recorded, and its alerts; no reading on ranks but the first."""
+
+    reading: Reading | None
+    alerts: Sequence[Alert] = ()
+
+
+_NOTHING = _Completed(None)
 
 
 class Outbox:
@@ -63,11 +73,14 @@ class Outbox:
         self._executor, self._planner, self._account = executor, planner, account
         self._warnings, self._notes = warnings, notes
         self._on_phase, self._on_alert = options["on_phase"], options["on_alert"]
-        self._watch = AlertWatch(options["alerts"])
+        self._alerts = options["alerts"]
+        self._watch = AlertWatch(self._alerts)
         self._logged = LoggedValues(options["log"], warnings)
         self.sinks = SinkCalls(options["sinks"], warnings, options["sink_timeout"])
         self.latest: Reading | None = None
         self.entered: int | None = None
+        self._noted: list[Note] = []  # alerts of checks since the last reading
+        self._last_completed: tuple[ReadingJob | None, _Completed] = None, _NOTHING
         self._published: int | None = None  # step of the last reading that was published
         # Steps, dimensions and margins, and the name of the last phase, by source of the readings.
         self._curves: defaultdict[str, list[tuple[int, float, float]]] = defaultdict(list)
@@ -81,6 +94,8 @@ class Outbox:
     def begin(self, step: int, description: dict[str, Any]) -> int:
         """Open the record at the first step of this start, and take up what it holds.
 
+        The same is done if the training goes back to an earlier step.
+
         Args:
             step: The step.
             description: Description of the run.
@@ -89,6 +104,9 @@ class Outbox:
             Number of readings of earlier starts, on whose branch this one goes on.
         """
         earlier: list[Reading] = []
+        self._watch = AlertWatch(self._alerts)
+        self._curves.clear()
+        self._phases.clear()
         record = self._record
         if record is not None:
             self._warnings.attempt(
@@ -98,7 +116,9 @@ class Outbox:
             )
         for reading in earlier:
             self._warnings.attempt(
-                functools.partial(self._recall, reading), "earlier readings raise no alerts", once=True
+                functools.partial(self._recall, reading),
+                "earlier readings raise no alerts",
+                once=True,
             )
         self.sinks.describe(description)
         return len(earlier)
@@ -124,30 +144,20 @@ class Outbox:
         self.publish(wait=False)
         self._logged.forget_before(step, self._pending)
 
-    def alert_of(self, reading: Reading, inputs: Inputs | None) -> bool:
-        """Look for the alerts of a reading or check, and record and show each at once.
+    def alert_of(self, check: Reading, inputs: Inputs | None) -> bool:
+        """Look for the alerts of a check, and record and show each at once.
 
         Args:
-            reading: The reading or check.
+            check: What the check has measured.
             inputs: What the model was called with; None if it is not known.
 
         Returns:
             Whether there are any.
         """
-        alerts: list[Alert] = []
-        self._warnings.attempt(
-            lambda: alerts.extend(self._watch.add(reading)),
-            "alerts could not be looked for in a reading",
-        )
+        alerts = self._find_alerts(check)
         for alert in alerts:
-            note = alert.note()
-            raised = RaisedAlert(reading.step, time.time(), reading.source, note, alert.courses)
-            if self._record is not None:
-                record = self._record
-                self._attempt_to_write(lambda record=record, raised=raised: record.write_alert(raised))
-            self._warnings.warn(f"alert at step {reading.step:,}: {note.words()}")
-            self.sinks.alert(raised)
-            self._call("on_alert", self._on_alert, replace(alert, inputs=inputs))
+            self._raise(alert, check.source, inputs)
+            self._noted.append(alert.note())
         return bool(alerts)
 
     def log(self, step: int, values: Mapping[str, Any], *, watched: bool) -> None:
@@ -208,38 +218,72 @@ class Outbox:
         """Record a reading, and show it. After Ctrl-C it is recorded by the next call, and once."""
         with self._account.charge():
             try:
-                reading = self._completed(job)
+                reading, alerts = self._completed(job)
                 if reading is not None:
                     self._write(reading, job)
             except Exception:
-                self._executor.take_first()
+                self._take_first()
                 raise
-            self._executor.take_first()
+            self._take_first()
             if reading is None:
                 return
+            self._noted.clear()
             self.latest = reading
             for note in reading.notes:
-                self._warnings.warn(note.words(), kind=f"{note.stack}: {note.kind}")
+                if not note.is_alert:
+                    self._warnings.warn(note.words(), kind=f"{note.stack}: {note.kind}")
             self.sinks.write(reading)
-            self.alert_of(reading, job.inputs)
+            for alert in alerts:
+                self._raise(alert, reading.source, job.inputs)
             phase = self._follow(reading)
             if phase is not None:
                 self._call("on_phase", self._on_phase, phase)
 
-    def _completed(self, job: ReadingJob) -> Reading | None:
-        """The reading of a job with what the run knows of its step."""
+    def _take_first(self) -> None:
+        self._executor.take_first()
+        self._last_completed = None, _NOTHING
+
+    def _completed(self, job: ReadingJob) -> "_Completed":
+        """The reading of a job with what the run knows; made once, also after Ctrl-C."""
+        if self._last_completed[0] is not job:
+            self._last_completed = job, self._complete(job)
+        return self._last_completed[1]
+
+    def _complete(self, job: ReadingJob) -> "_Completed":
         reading = job.result()
         if reading is None:
-            return None
+            return _NOTHING
         # Before the first hardly any training time has passed.
         overhead = math.nan if self._published is None else self._account.overhead
-        return msgspec.structs.replace(
+        reading = msgspec.structs.replace(
             reading,
             overhead=overhead,
             training=reading.training | self._logged.read(reading.step),
             notes=(*self._notes(), *reading.notes),
             left_out=self._planner.left_out,
         )
+        alerts = self._find_alerts(reading)
+        # Sinks that take no alerts learn of those since the last reading.
+        noted = *reading.notes, *self._noted, *(alert.note() for alert in alerts)
+        return _Completed(msgspec.structs.replace(reading, notes=noted), alerts)
+
+    def _find_alerts(self, reading: Reading) -> list[Alert]:
+        found: list[Alert] = []
+        self._warnings.attempt(
+            lambda: found.extend(self._watch.add(reading)),
+            "alerts could not be looked for in a reading",
+        )
+        return found
+
+    def _raise(self, alert: Alert, source: str, inputs: Inputs | None) -> None:
+        """Record, print and show an alert, and call the user's function."""
+        note = alert.note()
+        raised = RaisedAlert(alert.step, time.time(), source, note, alert.courses)
+        if self._record is not None:
+            self._attempt_to_write(functools.partial(self._record.write_alert, raised))
+        self._warnings.warn(f"alert at step {alert.step:,}: {note.words()}")
+        self.sinks.alert(raised)
+        self._call("on_alert", self._on_alert, replace(alert, inputs=inputs))
 
     def _write(self, reading: Reading, job: ReadingJob) -> None:
         """Write a reading to the record: before it is shown, so that nothing shown is ever lost."""

@@ -13,8 +13,8 @@ from geomon.capture.model_parts import ModelParts
 from geomon.capture.shards import TensorPlace
 from geomon.capture.snapshot import HOST, Snapshot
 from geomon.distributed import RankGroup
-from geomon.monitor.held_out import HeldOut
 from geomon.monitor.device import MeasuringDevice
+from geomon.monitor.held_out import HeldOut
 from geomon.monitor.options import MonitorOptions
 from geomon.monitor.planner import Account
 from geomon.monitor.probe_loss import ProbeLoss

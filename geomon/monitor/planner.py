@@ -195,6 +195,14 @@ class Planner:
         """
         self._first, self._earlier, self._ask = step, earlier, step
 
+    def rewind(self, step: int) -> None:
+        """Plan anew from an earlier step on, to which the training goes back.
+
+        Args:
+            step: The step.
+        """
+        self.step, self._last_read, self._ask, self._is_owed = None, 0, step, False
+
     def expect_end(self, step: int | None) -> None:
         """Take the share from the time of the whole run.
 
@@ -382,8 +390,6 @@ class Planner:
         assert self._last is not None
         by_logarithm = 1 / ((1 + step) * math.log1p(self._last))
         return _BY_LOGARITHM * by_logarithm + (1 - _BY_LOGARITHM) / self._last
-
-
 
 
 __all__ = ["ALWAYS_READ", "CHECK_SHARE", "DEFAULT_SHARE", "Account", "Due", "Planner"]

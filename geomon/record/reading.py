@@ -210,12 +210,17 @@ class Readings:
 
     @functools.cached_property
     def alerts(self) -> list[RaisedAlert]:
-        """Alerts of the run, steps ascending; those of an older record stand in its readings."""
+        """Alerts of the run, steps ascending.
+
+        A reading notes the alerts since the one before it for sinks that take readings alone. In
+        the records of older versions they stand nowhere else.
+        """
+        lines = [alert.note for alert in self.raised]
         noted = [
             RaisedAlert(reading.step, reading.time, reading.source, note)
             for reading in self
             for note in reading.notes
-            if note.is_alert
+            if note.is_alert and note not in lines
         ]
         return sorted([*noted, *self.raised], key=lambda alert: alert.step)
 

@@ -68,7 +68,7 @@ def test_the_record_is_in_the_folder_of_the_training_unless_another_is_given(
 def test_no_budget_is_taken_where_none_is_wanted_or_the_ranks_could_not_share_it(
     tmp_path, monkeypatch, given
 ):
-    monkeypatch.setattr("geomon.monitor.callback.find_ranks", lambda: RankGroup(0, 2))
+    monkeypatch.setattr("geomon.monitor.session.find_ranks", lambda: RankGroup(0, 2))
     monkeypatch.setattr("geomon.monitor.monitor.find_ranks", lambda: RankGroup(0, 2))
     session, model, memory = started(tmp_path, schedule=every(1), **({"gather": False} | given))
     for step in range(20):

@@ -12,16 +12,14 @@ from interrupting import Interrupting, files
 from models import PlainDecoder, batch
 
 from geomon import Memory, Monitor, every, read, select
-from geomon.monitor.measuring.jobs import ReadingJob
+from geomon.monitor.jobs import ReadingJob
 
 # What a reading goes through from the first layer that is measured to its line in the record.
 PARTS = files(
-    "monitor/monitor.py", "monitor/publish.py", "monitor/measuring/executor.py",
-    "monitor/measuring/jobs.py", "monitor/writing/sink_thread.py",
-    "monitor/writing/output.py", "monitor/writing/reactions.py", "record/jsonl.py",
-    "metrics/at_once.py",
+    "monitor/monitor.py", "monitor/outbox.py", "monitor/executor.py", "monitor/jobs.py",
+    "monitor/sinks.py", "monitor/warnings.py", "record/jsonl.py", "metrics/at_once.py",
 )  # fmt: skip
-MOVES = ("executor.py", "jsonl.py")
+MOVES = ("executor.py", "outbox.py", "jsonl.py")
 
 
 def go_on_after_ctrl_c(folder, at, monkeypatch):

@@ -22,13 +22,12 @@ from forks import Forks
 from models import PlainDecoder, batch
 from torch import nn
 
-from geomon import METRICS, Memory, Monitor, every, log_spaced, measure, read, select
+from geomon import METRICS, Memory, Monitor, every, measure, read, select
 from geomon.capture.snapshot import NotSeenError
 from geomon.capture.window import Window
 from geomon.distributed import RankGroup
 from geomon.metrics import Evaluator
-from geomon.monitor.measuring.executor import ReadingExecutor
-from geomon.monitor.writing.reactions import Reactions
+from geomon.monitor.executor import ReadingExecutor
 
 
 def monitor(model, tmp_path=None, **kwargs):
@@ -59,8 +58,6 @@ def test_readings_come_at_scheduled_steps_once_and_are_in_the_record_before_they
     memory, model = Reader(), PlainDecoder()
     seen = monitor(model, tmp_path, schedule=lambda step: step in (4, 8), sinks=[memory])
     train(model, seen)  # step 0 is read whatever the schedule says
-    with seen(8):
-        model(batch())
     with seen(9, force=True):
         model(batch())
     seen.close()
@@ -68,6 +65,25 @@ def test_readings_come_at_scheduled_steps_once_and_are_in_the_record_before_they
     assert [r.step for r in memory.readings] == [0, 4, 8, 9]
     assert found == [[0], [0, 4], [0, 4, 8], [0, 4, 8, 9]]
     assert dict(read(tmp_path)[1].values) == dict(memory.readings[1].values)
+
+
+def test_a_training_that_goes_back_in_the_same_process_is_read_from_there_on(tmp_path, caplog):
+    """As one does that takes up weights of an earlier step after its loss has jumped."""
+    model, memory = PlainDecoder(), Memory()
+    seen = monitor(model, tmp_path, schedule=every(2), sinks=[memory])
+    train(model, seen, steps=9)
+    train(model, seen, steps=7, start=3)
+    seen.close()
+    record = read(tmp_path)
+    assert [r.step for r in memory.readings] == [0, 2, 4, 6, 8, 4, 6, 8]
+    assert [r.step for r in record] == [0, 2, 4, 6, 8]
+    assert [r.step for r in record.abandoned] == [4, 6, 8]
+    assert record.mixed_at is None
+    assert [run.get("rewound_to") for run in record.runs] == [None, 3]
+    shown_last = [memory.readings[at] for at in (0, 1, 5, 6, 7)]
+    for reading, shown in zip(record, shown_last, strict=True):
+        assert reading.values["variance/mean"] == shown.values["variance/mean"]
+    assert caplog.messages == []
 
 
 def test_a_schedule_that_raises_is_a_warning_once_and_the_rest_is_read(caplog):
@@ -112,7 +128,7 @@ def test_a_reading_says_what_it_stands_on(tmp_path):
         "geomon": version("geomon"), "python": platform.python_version(),
         "torch": torch.__version__, "model": "PlainDecoder",
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "layers": ["blocks.0", "blocks.1", "blocks.2"], "schedule": str(log_spaced()),
+        "layers": ["blocks.0", "blocks.1", "blocks.2"], "schedule": "within the budget",
         "tokens": 64, "batches": 2, "queries": 2048, "seed": 0, "world_size": 1, "gather": False,
         "mesh": "1 rank", "device": "cpu",
     }  # fmt: skip
@@ -334,10 +350,10 @@ def inline(model, step, seen):
 def inside_a_charge(model, step, seen):
     """As a callback does, whose calls are charges around the monitor's."""
     with ExitStack() as stack:
-        with seen.budget.charge():
+        with seen.charge():
             stack.enter_context(seen(step))
         model(batch())
-        with seen.budget.charge():
+        with seen.charge():
             stack.close()
 
 
@@ -373,8 +389,16 @@ def test_every_second_that_geomon_takes_counts_once_and_none_of_the_models(
         clock.taken["metric"] += 512.0
         return 0.0
 
+    def on_alert(alert):
+        clock.taken["call"] += 0.25  # the user's own time
+        with seen.charge():  # geomon is called in it
+            clock.taken["call"] += 8.0
+
     memory = Memory()
-    options = {"metrics": {"m": metric}, "sinks": [memory], "probe_loss": loss}
+    options = {
+        "metrics": {"m": metric} | select("max_logit"), "sinks": [memory], "probe_loss": loss,
+        "alerts": ["logit_growth"], "on_alert": on_alert, "checks": None,
+    }  # fmt: skip
     seen = monitor(model, schedule=every(1), **options)
     clock.slow_down(PlainDecoder, "forward", 0.5)
     clock.slow_down(sys.modules[Window.__module__], "watch_calls", 2048.0)
@@ -382,16 +406,15 @@ def test_every_second_that_geomon_takes_counts_once_and_none_of_the_models(
     clock.slow_down(Evaluator, "combine", 1024.0)
     clock.slow_down(Memory, "write", 4096.0)
     clock.slow_down(ReadingExecutor, "submit", 32768.0)  # which waits for readings before
-    clock.slow_down(Reactions, "call", 0.25)  # of the user's functions
-    clock.slow_down(Reactions, "call", 8.0, seen.budget.charge)  # in which geomon is called
-    with seen(0):
-        model(batch())
-    spent, before = seen.budget.spent, clock.taken.copy()
+    read_step(model, 0, seen)
+    with torch.no_grad():
+        model.blocks[0].c_attn.weight *= 1000  # an alert of the second reading
+    spent, before = seen.account.spent, clock.taken.copy()
     read_step(model, 1, seen)
     taken = clock.taken - before
     of_reading = {"watch_calls", "snapshots", "metric", "combine"}
     assert set(taken) == of_reading | {"forward", "write", "submit", "call"}
-    assert seen.budget.spent - spent == taken.total() - of_others
+    assert seen.account.spent - spent == taken.total() - of_others
     delay = sum(taken[name] for name in of_reading) + 0.75 - of_others
     assert memory.readings[1].seconds == delay
 

@@ -5,24 +5,23 @@ import inspect
 import re
 from fractions import Fraction
 from pathlib import Path
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
 from models import PlainDecoder
 
-from geomon import Memory, Monitor, log_spaced
+from geomon import Memory, Monitor
 from geomon.huggingface import GeometryMonitor as OfTrainer
 from geomon.lightning import GeometryMonitor as OfLightning
 from geomon.monitor.options import (
-    CALLBACK_DEFAULTS,
-    DEFAULT_SHARE,
-    DEFAULTS,
     CallbackOptions,
     MonitorOptions,
     check_callback_options,
     check_options,
+    declared,
 )
+from geomon.monitor.planner import DEFAULT_SHARE
 
 CALLBACKS = (OfLightning, OfTrainer)
 # What a user may type wrong, and the words of the answer.
@@ -61,19 +60,23 @@ WRONG = [
     ],
 )  # fmt: skip
 def test_a_budget_is_understood_as_people_type_it(typed, share):
-    for check, defaults in ((check_options, DEFAULTS), (check_callback_options, CALLBACK_DEFAULTS)):
-        checked = check({**defaults, "budget": typed}, "Monitor")["budget"]
+    for check in (check_options, check_callback_options):
+        checked = check({"budget": typed}, "Monitor")["budget"]
         assert checked == share
         assert checked is None or type(checked) is float
-        assert check({**defaults, "budget": checked}, "Monitor")["budget"] == checked
+        assert check({"budget": checked}, "Monitor")["budget"] == checked
 
 
-def test_every_option_has_a_declaration_and_a_default():
-    assert get_type_hints(MonitorOptions).keys() == DEFAULTS.keys()
-    assert get_type_hints(CallbackOptions).keys() == CALLBACK_DEFAULTS.keys()
-    changed = {name for name in DEFAULTS if DEFAULTS[name] != CALLBACK_DEFAULTS[name]}
-    assert changed == {"directory"}  # a callback's is the folder of the training
-    assert check_options({}, "Monitor") == DEFAULTS | {"schedule": log_spaced()}
+def test_every_option_has_a_default_that_its_own_check_lets_pass():
+    for check, options in (
+        (check_options, MonitorOptions),
+        (check_callback_options, CallbackOptions),
+    ):
+        checked = check({}, "Monitor")
+        assert checked.keys() == get_type_hints(options).keys() == declared(options).keys()
+        assert check(checked, "Monitor") == checked
+        assert all(one.words.endswith(".") for one in declared(options).values())
+    assert check_callback_options({}, "GeometryMonitor")["directory"] is None
 
 
 def test_the_pages_state_the_defaults():
@@ -83,34 +86,29 @@ def test_the_pages_state_the_defaults():
         texts = defaults.partition(";")[0].replace("`", "").split(", ")
         stated |= zip(re.findall(r"`(\w+)`", names), texts, strict=True)
     for name in stated.keys() - {"metrics", "schedule", "alerts"}:  # which are shown by name
-        assert ast.literal_eval(stated[name]) == (CALLBACK_DEFAULTS | DEFAULTS)[name], name
+        assert ast.literal_eval(stated[name]) == declared(CallbackOptions)[name].default, name
     assert f"| Lightning | {100 * DEFAULT_SHARE:g} % |" in (docs / "cost.md").read_text()
 
 
-def options_of(cls) -> dict[str, inspect.Parameter]:
-    parameters = inspect.signature(cls).parameters.values()
-    return {p.name: p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
-
-
 @pytest.mark.parametrize(
-    ("cls", "defaults"),
-    [(Monitor, DEFAULTS), *((callback, CALLBACK_DEFAULTS) for callback in CALLBACKS)],
+    ("cls", "options"),
+    [(Monitor, MonitorOptions), *((callback, CallbackOptions) for callback in CALLBACKS)],
     ids=["Monitor", "Lightning", "Trainer"],
 )
-def test_signature_and_help_show_every_option_with_its_default(cls, defaults):
-    shown = options_of(cls)
-    assert shown.keys() == defaults.keys()
-    for name, parameter in shown.items():
-        assert repr(parameter.default) == ("METRICS" if name == "metrics" else repr(defaults[name]))
-        assert parameter.annotation is not inspect.Parameter.empty
-    keywords = inspect.signature(cls.__init__).parameters
-    assert list(keywords)[-len(shown) :] == list(shown)
+def test_help_shows_every_option_with_its_default_and_type_checkers_see_its_type(cls, options):
     text = inspect.getdoc(cls)
     assert "{options}" not in text
+    assert max(map(len, text.splitlines())) <= 100
     arguments = text.partition("Raises:")[0]
-    named = re.findall(r"^ {4}(\w+): ", arguments, re.MULTILINE)
-    assert named == list(inspect.signature(cls).parameters)
+    named = re.findall(r"^ {4}(\w+) \(default ", arguments, re.MULTILINE)
+    assert named == list(declared(options))
     assert "TypeError: An argument has a name that does not exist." in text.partition("Raises:")[2]
+    (given,) = [
+        parameter
+        for parameter in inspect.signature(cls).parameters.values()
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD
+    ]
+    assert get_args(given.annotation) == (options,)
 
 
 @pytest.mark.parametrize("callback", CALLBACKS)
@@ -127,13 +125,13 @@ def test_a_detail_that_is_not_measured_is_refused(callback):
 
 
 def test_one_name_to_log_stands_for_itself_and_all_rows_may_be_queries():
-    checked = check_options({**DEFAULTS, "log": "val_loss", "queries": None}, "Monitor")
+    checked = check_options({"log": "val_loss", "queries": None}, "Monitor")
     assert (checked["log"], checked["queries"]) == (("val_loss",), None)
 
 
 def test_small_limits_are_limits():
     small = {"max_capture_mb": 0.5, "rank_timeout": 0.5, "sink_timeout": 0.5}
-    assert check_options({**DEFAULTS, **small}, "Monitor").items() >= small.items()
+    assert check_options(small, "Monitor").items() >= small.items()
 
 
 @pytest.mark.parametrize("callback", CALLBACKS)
@@ -172,7 +170,7 @@ def test_a_name_that_does_not_exist_is_answered_with_a_close_one(build):
         TypeError, match=r"has no argument 'token' \(did you mean 'tokens'\?\); there"
     ):
         build(token=3)
-    with pytest.raises(TypeError, match="has no argument 'zzz'; there are metrics, schedule"):
+    with pytest.raises(TypeError, match="has no argument 'zzz'; there are metrics, tokens"):
         build(zzz=3)
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geomon.monitor.planning.schedule import check_schedule, every, first_steps, log_spaced
+from geomon.monitor.schedule import check_schedule, every, first_steps, log_spaced
 
 
 def fired(schedule, stop):

@@ -7,8 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from geomon.capture.snapshot import Layer, PassInfo, Snapshot
 from geomon.distributed import RankGroup
 from geomon.metrics import Evaluator, check_metrics, select
-from geomon.monitor.measuring.device import MeasuringDevice
-from geomon.monitor.measuring.jobs import ReadingJob
+from geomon.monitor.device import MeasuringDevice
+from geomon.monitor.jobs import ReadingJob
 from geomon.note import Note
 
 aten = torch.ops.aten
@@ -29,17 +29,16 @@ def snapshot(rows=1200):
 
 
 def make_job(metrics=METRICS, rows=500, batches=2, of=None):
-    return ReadingJob(
-        7, "probe", [of or snapshot()], RankGroup(),
-        Evaluator(check_metrics(metrics), batches, strict=True),
-        rows=rows, seconds=0.5, place=MeasuringDevice("cpu", nn.Identity()),
+    job = ReadingJob(
+        7, "probe", RankGroup(), Evaluator(check_metrics(metrics), batches, strict=True),
+        rows=rows, place=MeasuringDevice("cpu", nn.Identity()),
     )  # fmt: skip
+    job.begin([of or snapshot()], 0.5)
+    return job
 
 
 def measured(job):
-    while not job.complete:
-        job.measure_next()
-    job.finish()
+    job.measure(1)
     return job.result()
 
 
@@ -86,7 +85,6 @@ def test_rows_are_measured_outside_of_the_modes_of_the_training():
         plain, job = make_job(metrics), make_job(metrics)
         expected = values_of(measured(plain))
         with Rounded() as mode:
-            while not job.complete:
-                job.measure_next()
+            job.measure()
         assert mode.seen == 0
         assert values_of(measured(job)) == expected

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from geomon.monitor.writing.sink_thread import SinkThread, SinkTimeoutError
+from geomon.monitor.sinks import SinkThread, SinkTimeoutError
 
 
 def threads():

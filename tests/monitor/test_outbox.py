@@ -1,8 +1,9 @@
-"""Alerts in the notes, and functions of the user's that a training calls."""
+"""What a run shows: alerts as lines of their own, and functions of the user's that are called."""
 
 import logging
 import math
 import threading
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,15 @@ import torch
 from models import PlainDecoder, batch
 from tagged import reading_of
 
-from geomon import Monitor, every, read, select
+from geomon import Memory, Monitor, every, read, select
 from geomon.analysis import Phase
-from geomon.analysis.alerts import Alert, alert_notes
-from geomon.monitor.writing.output import Warnings
-from geomon.monitor.writing.reactions import Reactions
+from geomon.analysis.alerts import Alert
+from geomon.analysis.bands import Bands
+from geomon.distributed import RankGroup
+from geomon.monitor.options import check_options
+from geomon.monitor.outbox import Outbox
+from geomon.monitor.planner import Account, Planner
+from geomon.monitor.warnings import Warnings
 
 
 def monitor(model, directory=None, **options):
@@ -39,47 +44,64 @@ def run(seen, model, steps, change=spoil, at=2):
             model(batch(seed=step))
 
 
-def test_an_alert_is_recorded_before_the_function_is_called(tmp_path, caplog):
+class Told(Memory):
+    """A sink that says in which order it was told of readings and alerts."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def write(self, reading):
+        self.told.append(("reading", reading.step))
+
+    def alert(self, alert):
+        self.told.append(("alert", alert.step))
+
+
+def test_an_alert_is_recorded_printed_and_shown_before_the_function_is_called(tmp_path, caplog):
     calls = []
 
     def on_alert(alert):
-        recorded = [alert_notes(reading) for reading in read(tmp_path)]
-        calls.append((alert, recorded, threading.current_thread()))
+        calls.append((alert, read(tmp_path), threading.current_thread(), [*told.told]))
 
-    model = PlainDecoder()
-    seen = monitor(model, tmp_path, on_alert=on_alert, background=True)
+    model, told = PlainDecoder(), Told()
+    seen = monitor(model, tmp_path, on_alert=on_alert, background=True, sinks=[told])
     with caplog.at_level(logging.WARNING, "geomon"):
         run(seen, model, 6)
         seen.close()
-    ((alert, recorded, thread),) = calls
+    ((alert, recorded, thread, before),) = calls
     assert isinstance(alert, Alert)
     assert (alert.name, alert.step) == ("not_finite", 2)
-    assert recorded[2] == [alert.note()]
+    (raised,) = recorded.alerts
+    assert (raised.step, raised.source, raised.note) == (2, "inline", alert.note())
+    assert raised.time >= recorded[2].time
+    assert before[-2:] == [("reading", 2), ("alert", 2)]
+    assert [note for reading in recorded for note in reading.notes if note.is_alert] == [raised.note]
     assert thread is threading.current_thread()
-    assert sum("alert: not finite" in record.message for record in caplog.records) == 1
+    assert sum("alert at step 2: not finite" in message for message in caplog.messages) == 1
 
 
-def test_alerts_are_chosen_by_name(tmp_path):
+@pytest.mark.parametrize("names", [(), ("rank_collapse", "logit_growth")])
+def test_without_alerts_that_need_bands_none_are_made(tmp_path, monkeypatch, names):
+    monkeypatch.setattr(Bands, "add", None)
     model = PlainDecoder()
-    seen = monitor(model, tmp_path, alerts=())
-    run(seen, model, 4)
+    seen = monitor(model, tmp_path, alerts=names, strict=True)
+    run(seen, model, 4, change=lambda model: None)
     seen.close()
-    assert not any(alert_notes(reading) for reading in read(tmp_path))
+    assert len(read(tmp_path)) == 4
+    assert not read(tmp_path).alerts
 
 
 @pytest.mark.parametrize("hook", ["on_alert", "on_phase"])
-def test_a_function_that_raises_is_one_warning_and_the_run_goes_on(tmp_path, caplog, hook):
+def test_a_function_that_raises_is_one_warning_and_the_run_goes_on(caplog, hook):
     calls = []
 
     def fail(argument):
         calls.append(argument)
         raise RuntimeError(f"attempt {len(calls)}")
 
-    warnings_of = Warnings(FirstRank(), strict=False)
-    reactions = Reactions(["rank_collapse"], **{"on_alert": None, "on_phase": None, hook: fail},
-                          warnings=warnings_of)  # fmt: skip
     with caplog.at_level(logging.WARNING, "geomon"):
-        follow(reactions, COURSE)
+        follow(outbox_of(**{hook: fail}), COURSE)
     assert len(calls) == {"on_alert": 2, "on_phase": 3}[hook]
     (record,) = [r for r in caplog.records if hook in r.message]
     assert record.message == (
@@ -88,9 +110,47 @@ def test_a_function_that_raises_is_one_warning_and_the_run_goes_on(tmp_path, cap
     )
 
 
-class FirstRank:
-    rank = 0
-    connected = False
+class Jobs:
+    """An executor whose jobs are finished."""
+
+    def __init__(self):
+        self.jobs = deque()
+
+    def first_finished(self):
+        return self.jobs[0] if self.jobs else None
+
+    def take_first(self):
+        self.jobs.popleft()
+
+
+class Job:
+    inputs, arrays, failed = None, {}, False
+
+    def __init__(self, reading):
+        self.step, self.result = reading.step, lambda: reading
+
+
+class Recorded:
+    """A record that holds readings of an earlier start."""
+
+    def __init__(self, readings):
+        self.path = Path("record")
+        self.arrays = self
+        self.begin = lambda step, description: readings
+        self.write = self.write_alert = lambda line: None
+        self.write_arrays = lambda reading, arrays: None
+
+
+def outbox_of(earlier=None, strict=False, **options):
+    account, warnings = Account(), Warnings(RankGroup(), strict=strict)
+    planner = Planner(every(1), None, None, RankGroup(), account, source="inline")
+    given = {"alerts": ["rank_collapse"], **options}
+    found = Outbox(
+        None if earlier is None else Recorded(earlier), check_options(given, "Monitor"), Jobs(),
+        planner, account, warnings, list,
+    )  # fmt: skip
+    found.begin(0, {})
+    return found
 
 
 # Steps, dimensions and least ranks of a training: it expands, peaks and is compressed.
@@ -107,23 +167,24 @@ def course(step, dimension, rank):
     return reading_of(values, step, time=0.0)
 
 
-def follow(reactions, steps):
+def publish(outbox, reading):
+    outbox._executor.jobs.append(Job(reading))
+    outbox.publish(wait=False)
+
+
+def follow(outbox, steps):
     for values in steps:
-        reading = course(*values)
-        reactions.find_alerts(reading)
-        reactions.call(reading)
+        publish(outbox, course(*values))
 
 
-def reactions_with(phases, alerts):
-    return Reactions(
-        ["rank_collapse"], phases.append, alerts.append, Warnings(FirstRank(), strict=True)
-    )
+def called(phases, alerts, earlier=None):
+    return outbox_of(earlier, strict=True, on_phase=phases.append, on_alert=alerts.append)
 
 
 def test_the_phase_is_given_when_it_changes():
     phases, alerts = [], []
     unknown = [(step, math.nan, 20.0) for step in (3, 96, 300, 700)]  # change nothing
-    follow(reactions_with(phases, alerts), sorted([*COURSE, *unknown]))
+    follow(called(phases, alerts), sorted([*COURSE, *unknown]))
     assert all(isinstance(phase, Phase) for phase in phases)
     assert [phase.name for phase in phases] == ["steady", "expanding", "compressing"]
     assert (phases[-1].peak_step, phases[-1].peak) == (64, 7.5)
@@ -135,10 +196,10 @@ def test_the_phase_is_given_when_it_changes():
 def test_two_sources_are_two_curves():
     """Inputs that are probed besides are other tokens: a change between the two is no phase."""
     phases = []
-    reactions = reactions_with(phases, [])
+    outbox = called(phases, [])
     for values in COURSE:
-        reactions.call(course(*values))
-        reactions.call(msgspec.structs.replace(course(values[0], 3.0, 20.0), source="inline"))
+        publish(outbox, course(*values))
+        publish(outbox, msgspec.structs.replace(course(values[0], 3.0, 20.0), source="inline"))
     assert [phase.name for phase in phases] == [
         "steady", "steady", "expanding", "compressing",
     ]  # fmt: skip
@@ -146,14 +207,13 @@ def test_two_sources_are_two_curves():
 
 def test_a_run_that_is_taken_up_again_goes_on_where_it_was():
     whole, parts = [], []
-    follow(reactions_with(whole, []), COURSE)
+    follow(called(whole, []), COURSE)
     for cut in range(len(COURSE)):
         before, after = [], []
-        follow(reactions_with(before, []), COURSE[:cut])
-        reactions = reactions_with(after, [])
-        reactions.recall(course(*values) for values in COURSE[:cut])
+        follow(called(before, []), COURSE[:cut])
+        outbox = called(after, [], earlier=[course(*values) for values in COURSE[:cut]])
         assert after == []  # nothing is called for what is past
-        follow(reactions, COURSE[cut:])
+        follow(outbox, COURSE[cut:])
         parts.append(before + after)
     assert all(phases == whole for phases in parts)
 
@@ -170,7 +230,8 @@ def test_a_resumed_monitor_raises_no_alert_again_that_its_record_holds(tmp_path)
             model(batch(seed=step))
     second.close()
     assert [alert.step for alert in alerts] == [0]
-    assert [bool(alert_notes(reading)) for reading in read(tmp_path)] == [True] + [False] * 5
+    assert [alert.step for alert in read(tmp_path).alerts] == [0]
+    assert len(read(tmp_path)) == 6
 
 
 @pytest.mark.parametrize(
@@ -189,7 +250,7 @@ def test_bad_options_are_said(options, error, words):
 
 def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    page = Path(__file__).parents[3] / "docs" / "alerts.md"
+    page = Path(__file__).parents[2] / "docs" / "alerts.md"
     names: dict[str, Any] = {"model": PlainDecoder()}
     exec(page.read_text().partition("```python\n")[2].partition("```")[0], names)
     names["save"](Phase("level", 8, 7.0, 0.0))

@@ -14,7 +14,7 @@ from torch import nn
 
 from geomon import Monitor, read, select
 from geomon.capture.snapshot import HOST, Layer
-from geomon.monitor.measuring.device import MeasuringDevice
+from geomon.monitor.device import MeasuringDevice
 
 NAME = str(DEVICE)
 FEW = select("anisotropy", "twonn", "within_variance", "qk_cosine", "attention_entropy")

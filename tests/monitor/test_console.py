@@ -8,7 +8,7 @@ import pytest
 from tqdm.auto import tqdm
 
 from geomon.distributed import RankGroup
-from geomon.monitor.writing.output import Warnings
+from geomon.monitor.warnings import Warnings
 
 
 @contextlib.contextmanager

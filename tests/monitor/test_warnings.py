@@ -3,7 +3,7 @@
 import pytest
 
 from geomon.distributed import RankFailedError, RanksLostError
-from geomon.monitor.writing.output import Warnings
+from geomon.monitor.warnings import Warnings
 
 
 class Connected:

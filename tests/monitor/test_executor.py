@@ -107,8 +107,10 @@ def test_a_budget_without_gathering_is_refused_on_many_ranks(monkeypatch):
     from geomon.distributed import RankGroup
 
     monkeypatch.setattr(module, "find_ranks", lambda: RankGroup(0, 2))
+    options = {"directory": None, "budget": 0.01, "gather": False}
     with pytest.raises(ValueError, match="use gather=True, or budget=None"):
-        Monitor(models.PlainDecoder(), directory=None, budget=0.01, gather=False)
+        Monitor(models.PlainDecoder(), probe=models.batch(), **options)
+    Monitor(models.PlainDecoder(), **options)  # one rank alone watches its training
 
 
 @pytest.mark.usefixtures("own_metrics_in_background")
