@@ -121,8 +121,7 @@ def draw(
 
 
 def _draw_lines(place: Axes, panel: Lines, legend: str) -> None:
-    steps = [step for line in panel.lines for step in line.x]
-    axis = StepAxis(steps) if panel.over == "step" else None
+    axis = StepAxis(panel.steps) if panel.over == "step" else None
     for line in panel.lines:
         _draw_line(place, line, axis)
     if axis is not None:
@@ -230,7 +229,8 @@ def draw_loss(place: Axes, readings: Readings) -> None:
     axis = place.twinx()
     axis.set_zorder(place.get_zorder() - 1)
     place.patch.set_visible(False)
-    places = StepAxis(reading.step for reading in single_source(readings)).places(loss.steps)
+    shown = (*single_source(readings), *readings.alerts)
+    places = StepAxis(each.step for each in shown).places(loss.steps)
     axis.plot(places, loss.values, color=GREY, lw=1.2, ls="-.")
     leave_room(axis, place)
     axis.spines[["top", "left"]].set_visible(False)

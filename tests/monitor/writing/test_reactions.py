@@ -15,7 +15,7 @@ from tagged import reading_of
 
 from geomon import Monitor, every, read, select
 from geomon.analysis import Phase
-from geomon.analysis.alerts import Alert, alert_notes
+from geomon.analysis.alerts import Alert
 from geomon.monitor.writing.output import Warnings
 from geomon.monitor.writing.reactions import Reactions
 
@@ -43,7 +43,7 @@ def test_an_alert_is_recorded_before_the_function_is_called(tmp_path, caplog):
     calls = []
 
     def on_alert(alert):
-        recorded = [alert_notes(reading) for reading in read(tmp_path)]
+        recorded = [(raised.step, raised.note) for raised in read(tmp_path).alerts]
         calls.append((alert, recorded, threading.current_thread()))
 
     model = PlainDecoder()
@@ -54,7 +54,7 @@ def test_an_alert_is_recorded_before_the_function_is_called(tmp_path, caplog):
     ((alert, recorded, thread),) = calls
     assert isinstance(alert, Alert)
     assert (alert.name, alert.step) == ("not_finite", 2)
-    assert recorded[2] == [alert.note()]
+    assert recorded == [(2, alert.note())]
     assert thread is threading.current_thread()
     assert sum("alert: not finite" in record.message for record in caplog.records) == 1
 
@@ -64,7 +64,7 @@ def test_alerts_are_chosen_by_name(tmp_path):
     seen = monitor(model, tmp_path, alerts=())
     run(seen, model, 4)
     seen.close()
-    assert not any(alert_notes(reading) for reading in read(tmp_path))
+    assert not read(tmp_path).alerts
 
 
 @pytest.mark.parametrize("hook", ["on_alert", "on_phase"])
@@ -170,7 +170,7 @@ def test_a_resumed_monitor_raises_no_alert_again_that_its_record_holds(tmp_path)
             model(batch(seed=step))
     second.close()
     assert [alert.step for alert in alerts] == [0]
-    assert [bool(alert_notes(reading)) for reading in read(tmp_path)] == [True] + [False] * 5
+    assert [raised.step for raised in read(tmp_path).alerts] == [0]
 
 
 @pytest.mark.parametrize(
