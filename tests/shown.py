@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import numpy as np
-from tagged import TEXTS, alert_of, with_values
+from tagged import TEXTS, raised_of, with_values
 
 from geomon.record import FILE_NAME, Course, Readings, read, tags
 from geomon.record.arrays import ArrayPlace
@@ -31,7 +31,7 @@ def write(folder, readings, arrays=None, **description):
 
 def alerted(readings, alerts, courses=()):
     """The same run with alerts: kinds, with their steps."""
-    raised = [alert_of(kind, step, courses=tuple(courses)) for step, kind in alerts]
+    raised = [raised_of(kind, step, courses=tuple(courses)) for step, kind in alerts]
     return replace(readings, raised=raised)
 
 

@@ -159,9 +159,13 @@ def with_values(reading: Reading, values: Mapping[str, float], **fields: Any) ->
     return reading_of(values, **{name: getattr(reading, name) for name in names} | fields)
 
 
-def alert_of(kind: str, step: int, words: str = "", **fields: Any) -> RaisedAlert:
-    """Build an alert."""
+def alert_of(kind: str, words: str) -> Note:
+    """Build a note that is an alert."""
+    return Note(kind, words, advice="look there")
+
+
+def raised_of(kind: str, step: int, words: str = "", **fields: Any) -> RaisedAlert:
+    """Build an alert as a line of a record."""
     words = words or f"{kind.replace('_', ' ')} (layer 2): look there (geomon alerts {kind})"
-    note = Note(kind, words, advice="look there")
     given = {"time": time.time() - 60, "source": "check", **fields}
-    return RaisedAlert(step=step, note=note, **given)
+    return RaisedAlert(step=step, note=alert_of(kind, words), **given)

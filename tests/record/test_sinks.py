@@ -1,7 +1,7 @@
 import math
 
 import pytest
-from tagged import alert_of, reading_of
+from tagged import raised_of, reading_of
 
 from geomon.record import Reading, Sink
 from geomon.record.headline import Charts
@@ -57,7 +57,7 @@ def test_memory_keeps_the_last_ten_thousand_readings():
 
 
 def test_memory_keeps_alerts_and_a_logger_of_numbers_takes_none():
-    sink, alert = Memory(), alert_of("rank_collapse", 3)
+    sink, alert = Memory(), raised_of("rank_collapse", 3)
     sink.alert(alert)
     assert [*sink.alerts] == [alert]
     assert isinstance(sink, AlertSink)

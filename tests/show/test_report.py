@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from shown import course_of, write
-from tagged import TEXTS, alert_of, with_values
+from tagged import TEXTS, raised_of, with_values
 from typer.testing import CliRunner
 
 from geomon.analysis import summarise
@@ -119,9 +119,9 @@ def test_what_a_record_says_is_shown_and_does_not_act(make_readings, library):
     ]
     courses = (course_of(TAG, 40), course_of("x", 40))
     said = {"model": ACTING, ACTING: ACTING, "layers": [ACTING]}
-    raised = [alert_of(ACTING, 16, ACTING, courses=courses)]
+    raised = [raised_of(ACTING, 16, ACTING, courses=courses)]
     run = run_of(Readings([], odd, raised=raised), ACTING, **said)
-    alarmed = replace(readings, raised=[alert_of("a", 16, courses=courses)])
+    alarmed = replace(readings, raised=[raised_of("a", 16, courses=courses)])
     plain = Page(render([run_of(alarmed), run_of(readings)]))
     page = Page(render([run, run_of(readings)]))
     assert page.words.count(ACTING) >= 7  # names, model, alert, note, configuration, cost
@@ -142,7 +142,7 @@ def test_nothing_of_a_record_brings_control_characters_into_the_page(make_readin
     described |= {"geomon": "9999.1\x1b", "key\x07": "value\x1b"}
     curves = {"twonn/layer_01": [5.0] * 9}
     readings = make_readings(curves=curves, notes=["note\x07"])
-    readings = replace(readings, raised=[alert_of("kind\x1b", 0, "alert\x1b")])
+    readings = replace(readings, raised=[raised_of("kind\x1b", 0, "alert\x1b")])
     readings.readings[-1] = with_values(readings[-1], readings[-1].values, dtype="type\x07")
     runs = [  # two of them differ in their seeds
         run_of(readings, name, seed=min(number, 1), tokens=number // 2, **described)
@@ -246,8 +246,8 @@ def test_the_values_are_those_of_the_record(make_readings):
 def test_what_led_to_an_alert_is_a_chart_for_each_value(make_readings):
     courses = [course_of(f"max_logit/layer_01/head_{head}", 1055) for head in range(99)]
     at = {"words": "x", "courses": tuple(courses)}
-    first, other = (alert_of("left_band", step, **at) for step in (1055, 1400))
-    readings = replace(make_readings(), raised=[first, other, alert_of("not_finite", 8)])
+    first, other = (raised_of("left_band", step, **at) for step in (1055, 1400))
+    readings = replace(make_readings(), raised=[first, other, raised_of("not_finite", 8)])
     panels = build_panels([run_of(readings)]).before_alerts
     assert len(panels) == 12
     panel = panels["left band at step 1,055: max_logit/layer_01/head_1"]
@@ -260,7 +260,7 @@ def test_what_led_to_an_alert_is_a_chart_for_each_value(make_readings):
 
 
 def test_alerts_come_with_their_number_and_notes_are_counted(make_readings):
-    raised = [alert_of("rank_collapse", step) for step in (20, 1700)]
+    raised = [raised_of("rank_collapse", step) for step in (20, 1700)]
     readings = replace(make_readings(notes=["few rows: 64"]), raised=raised)
     (run,) = build_content([run_of(readings)])["runs"]
     assert run["alerts"] == [f"Alert at step 20 (first of 2): {raised[0].words()}."]

@@ -44,8 +44,8 @@ class Watched:
             every = follower.readings()
             # An alert is a line of its own, and a run that goes back has fewer readings.
             sizes, known = [(len(x), len(x.raised)) for x in (every, self.whole)]
-            if is_new or (any(sizes) and (self.trouble or sizes != known)):
-                self._take(every.of_stack(self._stack))
+            if any(sizes) and (is_new or self.trouble or sizes != known):
+                self._take(every.of_stack(self._stack) if every else every)
                 return True
         except (OSError, ValueError) as error:
             self.trouble = " ".join(str(error).split())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from models import PlainDecoder, batch
 from msgspec.structs import replace
 from shown import course_of
-from tagged import TEXTS, alert_of, reading_of
+from tagged import TEXTS, raised_of, reading_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
@@ -44,7 +44,7 @@ def test_memory_grows_with_the_logarithm_of_the_run_and_alerts_are_kept():
     history = RunHistory()
     for step in range(300):
         history.add(reading(step, ["a note"], **{"qk_dot/layer_01": 1.0, "twonn/null": 60.0}))
-    history.raised.append(alert_of("rank_collapse", 197))
+    history.raised.append(raised_of("rank_collapse", 197))
     kept = history.readings()
     assert kept.alerts == history.raised
     steps = [each.step for each in kept]
@@ -98,7 +98,7 @@ def test_it_draws_at_first_then_each_time_the_step_has_doubled_and_once_at_the_e
 def test_it_draws_with_the_reading_after_an_alert_and_one_after_the_last_at_the_end():
     drawer, seen = Drawer(), []
     drawer._draw = lambda readings, step: iter([lambda: seen.append((step, readings.alerts))])
-    alerts = [alert_of("rank_collapse", step) for step in (18, 43)]
+    alerts = [raised_of("rank_collapse", step) for step in (18, 43)]
     for step in (0, 16, 17):
         drawer.write(reading(step))
     drawer.alert(replace(alerts[0], courses=(course_of("a", 18),)))
@@ -256,7 +256,7 @@ def test_alerts_and_new_notes_are_text_at_their_steps(clock):
     text.describe({"a_b": "c|d"})
     text.write(reading(0, [Note("copies", "58 % of the rows are copies"), "another"]))
     text.write(reading(1, [Note("copies", "57 % of the rows are copies")]))
-    text.alert(alert_of("rank_collapse", 5, "rank_collapse (layer 2): down to 1.2"))
+    text.alert(raised_of("rank_collapse", 5, "rank_collapse (layer 2): down to 1.2"))
     assert writer.flushed == len(writer.texts)  # it is shown at once
     text.write(reading(7, ["a third *note*, a_b"]))
     text.close()
@@ -314,7 +314,7 @@ def run_through(sink, make_readings):
     sink.describe({"model": "Decoder", "metrics": TEXTS})
     for each in readings:
         if each.step == 256:
-            sink.alert(alert_of("rank_collapse", 230))
+            sink.alert(raised_of("rank_collapse", 230))
         sink.write(each)
     sink.close()
     sink.close()
@@ -367,7 +367,7 @@ def test_mlflow_logs_to_the_run_that_is_given_or_active(given, used, monkeypatch
         assert not images
         sink = MLflow(given, detail="layers", **pictures)
         sink.write(last)
-        sink.alert(alert_of("rank_collapse", 18))
+        sink.alert(raised_of("rank_collapse", 18))
     assert str(sink) == "MLflow"
     assert [(run_id, len(metrics)) for run_id, metrics in rows[2:]] == [(used, 1000), (used, 503)]
     assert ("geomon/twonn", 16.1, 12345, 16) in rows[0][1]
@@ -431,7 +431,7 @@ def test_trackio_gets_values_the_alert_and_pictures_where_they_are_wanted(option
     sink = Trackio(run, **options)
     assert str(sink) == "trackio"
     sink.write(reading(16))
-    sink.alert(alert_of("rank_collapse", 18))
+    sink.alert(raised_of("rank_collapse", 18))
     (step, values), *pictures = rows
     assert (step, values["geomon/twonn"]) == (16, 16.1)
     assert pictures == ([] if options else [(16, {"geomon/1 Intrinsic dimension": 3})])

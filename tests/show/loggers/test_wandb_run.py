@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from models import PlainDecoder, batch
-from tagged import TEXTS, alert_of, reading_of
+from tagged import TEXTS, raised_of, reading_of
 from wandb_file import wandb_records, wandb_rows, work_offline
 
 from geomon import Monitor, WandB, read, select
@@ -262,7 +262,7 @@ def test_the_summary_holds_phase_peak_and_last_value_and_is_kept_up_to_date():
         "geomon/alerts": 0, "geomon/phase": "compressing", "geomon/peak_step": 32,
         "geomon/peak": 8.0, "geomon/final": 3.0,
     }  # fmt: skip
-    summary.alert(alert_of("rank_collapse", 256))
+    summary.alert(raised_of("rank_collapse", 256))
     assert run.summary["geomon/alerts"] == 1  # at once
     summary.close()
 
@@ -342,7 +342,7 @@ def test_offline_the_file_has_panels_in_sections_configuration_summary_and_alert
     for each in readings:
         sink.write(each)
         run.log({"loss": 1.0}, step=each.step)
-    sink.alert(alert_of("rank_collapse", 1700))
+    sink.alert(raised_of("rank_collapse", 1700))
     sink.close()
     run.finish()
     records = wandb_records(tmp_path)

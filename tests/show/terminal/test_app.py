@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from shown import alerted, write
-from tagged import alert_of, with_values
+from tagged import raised_of, with_values
 from textual.widgets import DataTable
 
 from geomon.record import FILE_NAME
@@ -245,12 +245,17 @@ def test_an_alert_is_shown_at_once_and_what_a_run_gave_up_is_not(make_readings, 
             write(tmp_path, readings)
             assert "Alert at" not in await shown()
             with (tmp_path / FILE_NAME).open("a") as file:
-                file.write(alert_of("logit_growth", 1700).line() + "\n")
+                file.write(raised_of("logit_growth", 1700).line() + "\n")
             said = await shown()
             assert "Alert: logit growth at step 1,700. intrinsic dimension 5.3" in said
             assert sum(line.count("│") >= 2 for line in screen(app)) >= 6  # beyond the curve
             await pilot.press("t", "t", "t")
             assert "Alert at step 1,700: logit growth (layer 2)" in words(app)
+            with (tmp_path / FILE_NAME).open("a") as file:
+                file.write('{"run": {"rewound_to": 500}}\n')
+            said = await shown()  # before the first reading of the new branch
+            assert "step 256 ·" in said
+            assert "Alert at" not in said
 
     run(story)
 
