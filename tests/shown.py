@@ -1,19 +1,27 @@
 """Synthetic runs for tests of pages: on disk, with arrays, and with alerts."""
 
 import json
+import math
+from dataclasses import replace
 
 import numpy as np
-from tagged import TEXTS, alert_of, with_values
+from tagged import TEXTS, raised_of, with_values
 
-from geomon.record import FILE_NAME, Readings, read, tags
+from geomon.record import FILE_NAME, Course, Readings, read, tags
 from geomon.record.arrays import ArrayPlace
 
 
 def write(folder, readings, arrays=None, **description):
-    """Write a record, with arrays by name and layer where a function of a reading gives them."""
+    """Write a record, with its alerts, and with the arrays that a function of a reading gives."""
     folder.mkdir(parents=True, exist_ok=True)
     run = {"run": {"model": "Synthetic", "metrics": TEXTS, **description}}
-    lines = [json.dumps(run), *(reading.line() for reading in readings)]
+    alerts = list(getattr(readings, "raised", ()))
+    lines = [json.dumps(run)]
+    for reading in readings:
+        while alerts and alerts[0].step < reading.step:
+            lines.append(alerts.pop(0).line())
+        lines.append(reading.line())
+    lines += [alert.line() for alert in alerts]
     (folder / FILE_NAME).write_text("\n".join(lines) + "\n")
     run = read(folder)
     for reading in readings if arrays is not None else ():
@@ -21,14 +29,16 @@ def write(folder, readings, arrays=None, **description):
     return folder
 
 
-def alerted(readings, alerts):
-    """The same run with alerts: kinds, with the place of their reading."""
-    changed = list(readings)
-    for place, kind in alerts:
-        words = f"{kind.replace('_', ' ')} (layer 2): look there (geomon alerts {kind})"
-        notes = (*changed[place].notes, alert_of(kind, words))
-        changed[place] = with_values(changed[place], changed[place].values, notes=notes)
-    return Readings(readings.runs, changed)
+def alerted(readings, alerts, courses=()):
+    """The same run with alerts: kinds, with their steps."""
+    raised = [raised_of(kind, step, courses=tuple(courses)) for step, kind in alerts]
+    return replace(readings, raised=raised)
+
+
+def course_of(tag, step):
+    """The course of a value that jumps at the last of 32 steps, after one that failed."""
+    values = [3 + 0.2 * math.sin(n) for n in range(30)]
+    return Course(tag, tuple(range(step - 31, step + 1)), (*values, math.nan, 9.0))
 
 
 LAYERS, HEADS, WIDTH, ROWS = 4, 4, 8, 6
@@ -87,4 +97,4 @@ def write_run(folder, readings, arrays=arrays_at) -> Readings:
     last = max(readings[-1].step, 1)
     whole = [with_values(r, {**more_values(r.step / last), **r.values}) for r in readings]
     facts = {"parameters": 1_234_567, "layers": ["block"] * LAYERS, "compiled": True, "time": 1.8e9}
-    return read(write(folder, whole, arrays, **facts))
+    return read(write(folder, replace(readings, readings=whole), arrays, **facts))

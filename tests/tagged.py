@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from geomon.note import Note
-from geomon.record import Reading, Readings, tags
+from geomon.record import RaisedAlert, Reading, Readings, tags
 from geomon.record.columns import Column, Stacks
 from geomon.record.headline import HEADLINE, Charts, Detail
 
@@ -162,3 +162,10 @@ def with_values(reading: Reading, values: Mapping[str, float], **fields: Any) ->
 def alert_of(kind: str, words: str) -> Note:
     """Build a note that is an alert."""
     return Note(kind, words, advice="look there")
+
+
+def raised_of(kind: str, step: int, words: str = "", **fields: Any) -> RaisedAlert:
+    """Build an alert as a line of a record."""
+    words = words or f"{kind.replace('_', ' ')} (layer 2): look there (geomon alerts {kind})"
+    given = {"time": time.time() - 60, "source": "check", **fields}
+    return RaisedAlert(step=step, note=alert_of(kind, words), **given)

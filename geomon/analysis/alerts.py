@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from geomon.analysis.bands import QUIET, SCATTER, SCATTER_READINGS, Bands, Found
 from geomon.note import Note
-from geomon.record import Course, Reading
+from geomon.record import Course, RaisedAlert, Reading, Readings
 from geomon.record.columns import Column, Place
 
 # Entropy of a head as a share of that of uniform attention: nearly all attention is on one key.
@@ -106,50 +106,50 @@ look there; false alarms: 0 in 61,608 healthy steps (geomon alerts logit_growth)
         )  # fmt: skip
 
 
-def alert_notes(reading: Reading) -> list[Note]:
-    """Select the notes of a reading that are alerts.
-
-    Args:
-        reading: A reading of a record.
-    """
-    return [note for note in reading.notes if note.is_alert]
-
-
 class FirstAlert(NamedTuple):
     """The first alert of a kind.
 
     Attributes:
-        step: Step of its reading.
-        note: Its note; of several about the same departure the last one, which names all that
-            followed.
+        step: Step at which it was raised.
+        alert: The alert. If several are about the same departure, the last of them, which names
+            all that followed.
         total: Number of alerts of the kind.
     """
 
     step: int
-    note: Note
+    alert: RaisedAlert
     total: int
 
     @property
     def kind(self) -> str:
         """Name of the kind in words."""
-        return self.note.kind.replace("_", " ")
+        return kind_of(self.alert)
 
 
-def first_alerts(readings: Iterable[Reading]) -> list[FirstAlert]:
+def kind_of(alert: RaisedAlert) -> str:
+    """Name the kind of an alert in words.
+
+    Args:
+        alert: An alert of a record.
+    """
+    return alert.note.kind.replace("_", " ")
+
+
+def first_alerts(readings: Readings) -> list[FirstAlert]:
     """Find the first alert of each kind, the gravest kind first.
 
     Args:
-        readings: Readings of a run.
+        readings: Readings of a run, with its alerts.
     """
     found: dict[str, FirstAlert] = {}
-    for reading in readings:
-        for note in alert_notes(reading):
-            first = found.get(note.kind, FirstAlert(reading.step, note, 0))
-            since = note.numbers.get("since")
-            goes_on = since is not None and since == first.note.numbers.get("since")
-            found[note.kind] = first._replace(
-                total=first.total + 1, note=note if goes_on else first.note
-            )
+    for alert in readings.alerts:
+        note = alert.note
+        first = found.get(note.kind, FirstAlert(alert.step, alert, 0))
+        since = note.numbers.get("since")
+        goes_on = since is not None and since == first.alert.note.numbers.get("since")
+        found[note.kind] = first._replace(
+            total=first.total + 1, alert=alert if goes_on else first.alert
+        )
     known = [found.pop(kind) for kind in RULES if kind in found]
     return [*known, *found.values()]  # others are of a newer version
 
@@ -471,8 +471,8 @@ __all__ = [
     "Alert",
     "AlertWatch",
     "FirstAlert",
-    "alert_notes",
     "check_alerts",
     "find_alerts",
     "first_alerts",
+    "kind_of",
 ]

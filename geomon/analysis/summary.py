@@ -40,7 +40,7 @@ def summarise(readings: Iterable[Reading]) -> list[str]:
     whole = readings if isinstance(readings, Readings) else Readings([], list(readings))
     selected = Readings(whole.runs, single_source(whole))
     if not len(selected):
-        return ["No readings yet."]
+        return [*whole.remarks(), *alert_sentences(whole), "No readings yet."]
     describers: tuple[Callable[[Readings], list[str]], ...] = (
         dimension_sentences, _start, _first_rise, _scales, _entropy, _alignment, _beyond_chance,
         _profile, _cost,
@@ -52,15 +52,15 @@ def summarise(readings: Iterable[Reading]) -> list[str]:
     return [*whole.remarks(), *alert_sentences(whole), *sentences]
 
 
-def alert_sentences(readings: Iterable[Reading]) -> list[str]:
+def alert_sentences(readings: Readings) -> list[str]:
     """Say, for each kind of alert, when it came first, and how many there were.
 
     Args:
-        readings: Readings of a run.
+        readings: Readings of a run, with its alerts.
     """
     return [
         f"Alert at step {first.step:,}{f' (first of {first.total})' if first.total > 1 else ''}: "
-        f"{first.note.words()}."
+        f"{first.alert.words()}."
         for first in first_alerts(readings)
     ]
 

@@ -329,8 +329,10 @@ class Readings:
         """List what a page says before it shows the run, in sentences; mostly nothing."""
         remarks = []
         if left_out := self.readings[-1].left_out if self.readings else 0:
-            due = left_out + len(self)
-            remarks.append(f"The budget left out {left_out:,} of {due:,} readings that were due.")
+            remarks.append(
+                f"The budget left out {left_out:,} reading{'s' * (left_out > 1)} that were due: a "
+                "larger budget= makes more of them."
+            )
         if self.mixed_at is not None:
             remarks.append(
                 f"From line {self.mixed_at} on, two runs wrote into this record at once: its "

@@ -68,18 +68,24 @@ def parts_of(sinks: Iterable[Sink]) -> list[Sink]:
 
 
 class Memory:
-    """Sink that keeps the last 10,000 readings in memory.
+    """Sink that keeps the last 10,000 readings in memory, and as many alerts.
 
     Attributes:
         readings: Readings kept, oldest first.
+        alerts: Alerts kept, in the order in which they were raised.
     """
 
     def __init__(self) -> None:
         self.readings: deque[Reading] = deque(maxlen=_MOST_READINGS)
+        self.alerts: deque[RaisedAlert] = deque(maxlen=_MOST_READINGS)
 
     def write(self, reading: Reading) -> None:
         """Keep a reading; beyond the largest number, the oldest is dropped."""
         self.readings.append(reading)
+
+    def alert(self, alert: RaisedAlert) -> None:
+        """Keep an alert, likewise."""
+        self.alerts.append(alert)
 
     def close(self) -> None:
         """Do nothing: there is nothing to flush."""
@@ -121,6 +127,8 @@ class ChartLayout:
 
 class LoggerSink:
     """Sink that writes charted values to one logger.
+
+    It takes no alerts: they are no values, and would add a column to a table of them.
 
     Args:
         name: Name of the logger, for messages.

@@ -138,7 +138,7 @@ def add_linear_axis(chart: go.Figure) -> go.Figure:
 
 def _draw_lines(panel: Lines, steps: Iterable[int]) -> go.Figure:
     chart = _figure()
-    axis = StepAxis([*steps, *(step for line in panel.lines for step in line.x)])
+    axis = StepAxis([*steps, *panel.steps])
     over_steps = panel.over == "step"
     x_axis = _step_axis(axis) if over_steps else _number_axis(panel.over)
     names = 0

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
-from geomon.analysis.alerts import alert_notes
+from geomon.analysis.alerts import kind_of
 from geomon.analysis.curves import training_curve
 from geomon.analysis.profile import is_far_above
 from geomon.analysis.queries_keys import layers_of
@@ -171,12 +171,11 @@ def alerts_of(readings: Readings) -> list[tuple[int, str]]:
     """List the steps of the alerts of a run, and in words the kinds that come first there."""
     found: dict[int, list[str]] = {}
     known: set[str] = set()
-    for reading in sorted(readings, key=lambda each: each.step):
-        for note in alert_notes(reading):
-            kinds = found.setdefault(reading.step, [])
-            if note.kind not in known:
-                kinds.append(note.kind.replace("_", " "))
-                known.add(note.kind)
+    for alert in readings.alerts:
+        kinds = found.setdefault(alert.step, [])
+        if (kind := kind_of(alert)) not in known:
+            kinds.append(kind)
+            known.add(kind)
     return [(step, ", ".join(kinds)) for step, kinds in found.items()]
 
 

@@ -14,11 +14,9 @@ _PIXELS_PER_INCH = 80
 def html_of(readings: Readings) -> str:
     """Build the summary and the picture of a run; the summary alone where matplotlib is missing."""
     heading = f"<p><b>{escape(repr(readings))}</b></p>"
-    if not readings:
-        return heading + "".join(f"<p>{escape(printable(text))}</p>" for text in readings.remarks())
     main = readings.of_stack()
     words = "".join(f"<li>{escape(printable(text))}</li>" for text in summarise(main))
-    return f"{heading}<ul>{words}</ul>{_picture(main)}"
+    return f"{heading}<ul>{words}</ul>{_picture(main) if main else ''}"
 
 
 def _picture(readings: Readings) -> str:

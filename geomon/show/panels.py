@@ -89,6 +89,11 @@ class Lines:
     is_logarithmic: bool = False
 
     @property
+    def steps(self) -> list[int]:
+        """Steps that an axis reaches over: those of the lines and of the alerts."""
+        return [*(at for line in self.lines for at in line.x), *(at for at, _ in self.alerts)]
+
+    @property
     def has_bands(self) -> bool:
         """Whether a line has a band."""
         return any(line.low for line in self.lines)
@@ -157,13 +162,13 @@ class StepAxis:
         return [at[0] ** 2 / inner[0], *inner, at[-1] ** 2 / inner[-1]]
 
     def ticks(self) -> list[int]:
-        """Return the steps that the axis names: 0, the first after it, and powers of ten."""
+        """Return the steps that the axis names: 0, the next, powers of ten, or else its ends."""
         first, last = self.steps[0], self.steps[-1]
         powers = [10**power for power in range(len(str(last)))]
         named = [power for power in powers if max(first, self._after) <= power <= last]
         if self._after * 2 <= min(named, default=last):
             named.insert(0, self._after)
-        return [0] * (first == 0) + (named or [last] * (last > 0))
+        return [0] * (first == 0) + (named or sorted({first, last} - {0}))
 
 
 def spread_steps(steps: Sequence[int], most: int = _MAX_PROFILES) -> list[int]:

@@ -10,7 +10,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from geomon import Memory, Reading
+from geomon import Memory, Reading, Readings
+from geomon.record import RaisedAlert
 from geomon.record.tags import PROBE_LOSS, training_tag
 from geomon.show import format_line, view
 
@@ -25,15 +26,17 @@ class LiveView(ProgressBar):
     it to the `GeometryMonitor`.
 
     Args:
-        history: Readings of the run so far, for a resumed run.
+        history: The run so far, for a resumed run.
     """
 
-    def __init__(self, history: list[Reading]) -> None:
+    def __init__(self, history: Readings) -> None:
         super().__init__()
         self._console = Console(file=sys.stdout)
         self._memory = Memory()
         for reading in history:
             self._memory.write(reading)
+        for alert in history.alerts:
+            self._memory.alert(alert)
         self._numbers = ""
         self._progress = Progress(
             TextColumn("step"), BarColumn(bar_width=None), MofNCompleteColumn(),
@@ -53,6 +56,12 @@ class LiveView(ProgressBar):
             self._console.print(
                 format_line(reading, list(self._memory.readings)), soft_wrap=True, highlight=False
             )
+
+    def alert(self, alert: RaisedAlert) -> None:
+        """Take an alert and show it; without a terminal, the log has it."""
+        self._memory.alert(alert)
+        if self._live is not None:
+            self._live.update(self._picture())
 
     def close(self) -> None:
         """Leave the last picture standing."""
@@ -107,4 +116,6 @@ class LiveView(ProgressBar):
     def _picture(self) -> Group:
         if not self._memory.readings:
             return Group(self._progress)
-        return Group(self._progress, view(list(self._memory.readings)))
+        memory = self._memory
+        whole = Readings([], [*memory.readings], raised=[*memory.alerts])
+        return Group(self._progress, view(whole))

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
-from geomon import Reading, Readings, read
+from geomon import Readings, read
 from geomon.analysis import summarise
 from geomon.lightning import GeometryMonitor
 from geomon.record import FILE_NAME
@@ -231,12 +231,12 @@ def _earlier(folder: Path) -> dict[str, Any]:
     return earlier
 
 
-def _history(folder: Path) -> list[Reading]:
-    """The readings so far; none where there is no record, or one that is about to be put aside."""
+def _history(folder: Path) -> Readings:
+    """The run so far; empty if there is no record, or one that is about to be put aside."""
     try:
-        return list(read(folder))
+        return read(folder)
     except (OSError, ValueError):
-        return []
+        return Readings([], [])
 
 
 def _first_sentence(error: BaseException) -> str:

@@ -10,11 +10,11 @@ from geomon.analysis.alerts import (
     HEALTHY_STEPS,
     RULES,
     AlertWatch,
-    alert_notes,
     find_alerts,
     first_alerts,
 )
 from geomon.note import Note
+from geomon.record import RaisedAlert, Readings
 
 
 def reading(step, values, notes=()):
@@ -103,16 +103,21 @@ def test_the_stacks_of_a_model_are_watched_each_by_itself():
     assert second.words().startswith("decoder: rank collapse (layer 2): ")
 
 
-def test_alerts_stand_in_the_notes_of_a_reading_as_data():
+def raised(*alerts):
+    """A run without readings, with alerts."""
+    lines = [RaisedAlert(alert.step, 0.0, "check", alert.note()) for alert in alerts]
+    return Readings([], [], raised=lines)
+
+
+def test_alerts_are_data():
     (alert,) = find_alerts([healthy(0), healthy(8, **{"max_logit/layer_03/head_1": 130.4})])
-    noted = reading(8, {}, ["another note", alert.note()])
-    (note,) = alert_notes(noted)
+    note = alert.note()
     assert (note.kind, note.heads, note.numbers["largest"]) == ("logit_growth", ((3, 1),), 130.4)
     assert note.words() == (
         "logit growth (layer 3, head 1): largest score before the softmax 130, above 100; "
         f"{note.advice}; {RULES['logit_growth'].odds} (geomon alerts logit_growth)"
     )
-    (first,) = first_alerts([noted, noted])
+    (first,) = first_alerts(raised(alert, alert))
     assert (first.kind, first.step, first.total) == ("logit growth", 8, 2)
 
 
@@ -176,12 +181,13 @@ def test_a_value_that_leaves_its_band_is_an_alert_that_names_it_and_those_that_f
         f"was {first.numbers['value']:.3g} at step 1,051, where {low:.3g} to {high:.3g} was exp"
         in (first.words())
     )
-    noted = [reading(a.step, {}, [a.note()]) for a in (first, second)]
-    (story,) = first_alerts(noted)
-    assert (story.step, story.total, story.note) == (1051, 2, second.note())
+    (story,) = first_alerts(raised(first, second))
+    assert (story.step, story.total, story.alert.note) == (1051, 2, second.note())
     another = replace(second, step=1058, numbers={**second.numbers, "since": 1058})
-    (story,) = first_alerts([*noted, reading(1058, {}, [another.note()])])
-    assert (story.total, story.note) == (3, second.note())
+    (story,) = first_alerts(raised(first, second, another))
+    assert (story.total, story.alert.note) == (3, second.note())
+    noted = [reading(8, {}, ["another note", first.note()])]  # as an older record has it
+    assert [each.total for each in first_alerts(Readings([], noted))] == [1]
 
 
 def test_an_event_after_a_quiet_time_is_another_alert():

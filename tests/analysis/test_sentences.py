@@ -20,7 +20,7 @@ from tagged import TEXTS, reading_of
 from geomon.analysis import summarise
 from geomon.analysis.alerts import RULES, Alert
 from geomon.note import Note
-from geomon.record import Readings
+from geomon.record import RaisedAlert, Readings
 from geomon.show.collect import dimension_panel
 from geomon.show.loggers.board import BoardText
 from geomon.show.loggers.history import RunHistory
@@ -98,7 +98,7 @@ def record(seed):
     curves["gride k1"] = course(rng.choice(KINDS[:3]), steps, has_margins, rng)
     curves["gride k32"] = course(rng.choice(KINDS[:3]), steps, has_margins, rng)
     curves["attention_entropy"] = course("fall", steps, has_margins=False, rng=rng)
-    readings = []
+    readings, alerts = [], []
     for step in steps:
         values = {"geomon/overhead": rng.uniform(0.001, 0.2), "training/loss": rng.uniform(1, 4)}
         for name, points in curves.items():
@@ -115,15 +115,13 @@ def record(seed):
                 values[f"qk_dot/{place}"] = rng.uniform(-9, 9)
         values["qk_cosine/null_magnitude"] = 0.0798  # isotropic directions of width 100
         raised = ["rank_collapse"] * (step in steps[-2:]) + ["logit_growth"] * (step == steps[-1])
-        notes = [
-            Alert(name, step, layers=(2,), numbers=FOUND, advice="look there").note()
-            for name in raised
-            if kind == "diverged"
-        ]
-        if rng.random() < 0.5:
-            notes.append(Note(DISAGREE, "they do"))
+        for name in raised * (kind == "diverged"):
+            alert = Alert(name, step, layers=(2,), numbers=FOUND, advice="look there")
+            alerts.append(RaisedAlert(step, 0.0, "check", alert.note()))
+        notes = [Note(DISAGREE, "they do")] * (rng.random() < 0.5)
         readings.append(reading_of(values, step, "probe", notes))
-    return Readings([{"model": "Synthetic", "metrics": TEXTS}], readings), curves
+    runs = [{"model": "Synthetic", "metrics": TEXTS}]
+    return Readings(runs, readings, raised=alerts), curves
 
 
 def value_of(text):
@@ -141,6 +139,7 @@ class Checker:
     def __init__(self, readings, curves):
         self.readings = list(readings)
         self.last = self.readings[-1]
+        self.raised = [(alert.step, alert.note.kind) for alert in readings.alerts]
         self.curves = curves
         self.said = {}  # words of the phase of each estimate
         self.made = []  # kinds of the sentences
@@ -306,8 +305,7 @@ class Checker:
 
     def alerts(self):
         """Steps of the alerts by kind in words, the gravest first."""
-        found = {name: [r.step for r in self.readings for n in r.notes if n.kind == name]
-                 for name in RULES}  # fmt: skip
+        found = {name: [at for at, kind in self.raised if kind == name] for name in RULES}
         return {name.replace("_", " "): steps for name, steps in found.items() if steps}
 
     def alert(self, text, step, total, kind):
@@ -550,16 +548,23 @@ class Texts:
     def add_text(self, name, text, step):
         self.said[name] = re.sub(r"\\(.)", r"\1", text)
 
+    def flush(self):
+        pass
+
 
 def check_board(readings, curves):
     """The false sentences of TensorBoard, which are of the readings that are kept for it."""
     board, history, texts = BoardText(lambda: [texts], name="TensorBoard"), RunHistory(), Texts()
     board.describe(readings.runs[0])
+    alerts = [*readings.raised]
     for reading in readings:
         board.write(reading)
         history.add(reading)
+        while alerts and alerts[0].step <= reading.step:
+            board.alert(alerts[0])
+            history.raised.append(alerts.pop(0))
     board.close()
-    kept = history.readings().readings
+    kept = history.readings()
     steps = {reading.step for reading in kept}
     checker = Checker(kept, {name: {step: point for step, point in points.items() if step in steps}
                              for name, points in curves.items()})  # fmt: skip
@@ -592,6 +597,8 @@ def check_all(seed):
     checker.legends(dimension_panel(readings).lines)
     texts = Texts()
     summary = WandBSummary(texts)
+    for alert in readings.raised:
+        summary.alert(alert)
     for reading in readings:
         texts.run = texts if reading is readings[-1] else None  # at each reading it takes long
         summary.write(reading)

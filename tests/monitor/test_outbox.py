@@ -76,7 +76,9 @@ def test_an_alert_is_recorded_printed_and_shown_before_the_function_is_called(tm
     assert (raised.step, raised.source, raised.note) == (2, "inline", alert.note())
     assert raised.time >= recorded[2].time
     assert before[-2:] == [("reading", 2), ("alert", 2)]
-    assert [note for reading in recorded for note in reading.notes if note.is_alert] == [raised.note]
+    assert [note for reading in recorded for note in reading.notes if note.is_alert] == [
+        raised.note
+    ]
     assert thread is threading.current_thread()
     assert sum("alert at step 2: not finite" in message for message in caplog.messages) == 1
 

@@ -1,11 +1,11 @@
 import math
 
 import pytest
-from tagged import reading_of
+from tagged import raised_of, reading_of
 
 from geomon.record import Reading, Sink
 from geomon.record.headline import Charts
-from geomon.record.sinks import ChartLayout, LoggerSink, Memory, parts_of
+from geomon.record.sinks import AlertSink, ChartLayout, LoggerSink, Memory, parts_of
 
 
 def reading(step: int) -> Reading:
@@ -54,6 +54,14 @@ def test_memory_keeps_the_last_ten_thousand_readings():
     assert (len(sink.readings), sink.readings[0]) == (10_000, first)
     sink.write(other)
     assert (len(sink.readings), sink.readings[0]) == (10_000, other)
+
+
+def test_memory_keeps_alerts_and_a_logger_of_numbers_takes_none():
+    sink, alert = Memory(), raised_of("rank_collapse", 3)
+    sink.alert(alert)
+    assert [*sink.alerts] == [alert]
+    assert isinstance(sink, AlertSink)
+    assert not isinstance(LoggerSink("L", max), AlertSink)
 
 
 class Writer:

@@ -22,13 +22,12 @@ import plotly.offline
 import pytest
 from matplotlib.testing.compare import compare_images
 from rich.console import Console
-from shown import HEADS, LAYERS, STEPS, alerted, write_run
+from shown import HEADS, LAYERS, STEPS, alerted, course_of, write_run
 from typer.testing import CliRunner
 
 from geomon.analysis.compare import compare
 from geomon.cli import make_app
 from geomon.note import Note
-from geomon.record import Readings
 from geomon.show.charts import charts_of
 from geomon.show.collect import cards_of
 from geomon.show.figures import KINDS, card, draw
@@ -50,9 +49,9 @@ KEYS = ["m", "l", "x", "p", "t", "h", "t", "r", "t", "t", "question_mark"]
 def made(make_readings, folder, alerts=(), **options):
     """A run on disk, of known times."""
     whole = make_readings(**{"steps": STEPS, "layers": LAYERS, "heads": HEADS, **options})
-    readings = alerted(whole, alerts)
-    timed = [msgspec.structs.replace(each, time=NOW - 100 + each.step / 20) for each in readings]
-    return write_run(folder, Readings(readings.runs, timed))
+    whole = alerted(whole, alerts, [course_of("max_logit/layer_02/head_1", 700)])
+    timed = [msgspec.structs.replace(each, time=NOW - 100 + each.step / 20) for each in whole]
+    return write_run(folder, replace(whole, readings=timed))
 
 
 @pytest.fixture
@@ -60,7 +59,7 @@ def run(make_readings, tmp_path, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: NOW)
     monkeypatch.setattr(time, "gmtime", lambda *_: datetime.fromtimestamp(NOW, UTC).timetuple())
     notes = [Note("rows", "half of the rows are near-duplicates", layers=(1, 2))]
-    kinds = [(1, "logit_growth"), (2, "not_finite")]
+    kinds = [(16, "logit_growth"), (700, "not_finite")]
     return made(make_readings, tmp_path / "run", kinds, notes=notes)
 
 

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from shown import write
-from tagged import TEXTS, alert_of, with_values
+from shown import course_of, write
+from tagged import TEXTS, raised_of, with_values
 from typer.testing import CliRunner
 
 from geomon.analysis import summarise
 from geomon.cli import make_app
 from geomon.note import Note
 from geomon.record import FILE_NAME, Readings
+from geomon.show.charts import draw
 from geomon.show.loading import load, name_runs
 from geomon.show.report import Run, render
 from geomon.show.report.content import build_content, build_panels
@@ -107,7 +108,7 @@ def test_the_page_asks_the_network_for_nothing_and_holds_the_library_once(make_r
 
 
 def test_what_a_record_says_is_shown_and_does_not_act(make_readings, library):
-    readings = make_readings(notes=[ACTING, alert_of(ACTING, ACTING)])
+    readings = make_readings(notes=[ACTING])
     values = [
         {**reading.values, f"{TAG}/mean": 1.0, f"{TAG}/layer_01": 2.0, f"{TAG}/layer_02": 2.0}
         for reading in readings
@@ -116,8 +117,12 @@ def test_what_a_record_says_is_shown_and_does_not_act(make_readings, library):
         with_values(reading, each, source=ACTING, mode=ACTING, dtype=ACTING)
         for reading, each in zip(readings, values, strict=True)
     ]
-    run = run_of(Readings([], odd), ACTING, model=ACTING, **{ACTING: ACTING, "layers": [ACTING]})
-    plain = Page(render([run_of(readings), run_of(readings)]))
+    courses = (course_of(TAG, 40), course_of("x", 40))
+    said = {"model": ACTING, ACTING: ACTING, "layers": [ACTING]}
+    raised = [raised_of(ACTING, 16, ACTING, courses=courses)]
+    run = run_of(Readings([], odd, raised=raised), ACTING, **said)
+    alarmed = replace(readings, raised=[raised_of("a", 16, courses=courses)])
+    plain = Page(render([run_of(alarmed), run_of(readings)]))
     page = Page(render([run, run_of(readings)]))
     assert page.words.count(ACTING) >= 7  # names, model, alert, note, configuration, cost
     assert page.elements.count("script") == plain.elements.count("script")
@@ -136,7 +141,8 @@ def test_nothing_of_a_record_brings_control_characters_into_the_page(make_readin
     described = {"metrics": texts, "model": "M\x1b"}
     described |= {"geomon": "9999.1\x1b", "key\x07": "value\x1b"}
     curves = {"twonn/layer_01": [5.0] * 9}
-    readings = make_readings(curves=curves, notes=["note\x07", alert_of("kind\x1b", "alert\x1b")])
+    readings = make_readings(curves=curves, notes=["note\x07"])
+    readings = replace(readings, raised=[raised_of("kind\x1b", 0, "alert\x1b")])
     readings.readings[-1] = with_values(readings[-1], readings[-1].values, dtype="type\x07")
     runs = [  # two of them differ in their seeds
         run_of(readings, name, seed=min(number, 1), tokens=number // 2, **described)
@@ -237,15 +243,32 @@ def test_the_values_are_those_of_the_record(make_readings):
     np.testing.assert_array_equal(table[:, -1], profile.y)
 
 
+def test_what_led_to_an_alert_is_a_chart_for_each_value(make_readings):
+    courses = [course_of(f"max_logit/layer_01/head_{head}", 1055) for head in range(99)]
+    at = {"words": "x", "courses": tuple(courses)}
+    first, other = (raised_of("left_band", step, **at) for step in (1055, 1400))
+    readings = replace(make_readings(), raised=[first, other, raised_of("not_finite", 8)])
+    panels = build_panels([run_of(readings)]).before_alerts
+    assert len(panels) == 12
+    panel = panels["left band at step 1,055: max_logit/layer_01/head_1"]
+    assert (panel.label, panel.alerts) == (courses[1].tag, [(1055, "left band")])
+    (line,) = panel.lines
+    assert (line.x, line.y) == (courses[1].steps, courses[1].values)
+    assert draw(panel).layout.xaxis.ticktext == ("1,024", "1,055")
+    both = build_panels([run_of(readings, "a"), run_of(make_readings(), "b")]).before_alerts
+    assert next(iter(both)) == "a: left band at step 1,055: max_logit/layer_01/head_0"
+
+
 def test_alerts_come_with_their_number_and_notes_are_counted(make_readings):
-    alert = alert_of("rank_collapse", "rank collapse (layer 4): effective rank 1.2; look there")
-    readings = make_readings(notes=[alert, "few rows: 64"])
+    raised = [raised_of("rank_collapse", step) for step in (20, 1700)]
+    readings = replace(make_readings(notes=["few rows: 64"]), raised=raised)
     (run,) = build_content([run_of(readings)])["runs"]
-    assert run["alerts"] == [f"Alert at step 0 (first of 9): {alert.text}."]
+    assert run["alerts"] == [f"Alert at step 20 (first of 2): {raised[0].words()}."]
     panel = build_panels([run_of(readings)]).training["Intrinsic dimension"]
-    assert [step for step, _ in panel.alerts] == [reading.step for reading in readings]
+    assert [step for step, _ in panel.alerts] == [20, 1700]
     words = [run["headline"], *run["alerts"], *run["sentences"]]
     assert sorted(words) == sorted(summarise(readings))  # each sentence once
+    assert [note["text"] for note in run["notes"]] == ["few rows: 64"]
     once, often = Note("a", "once"), [Note("b", f"{n} often") for n in range(3)]
     noted = [
         with_values(reading, reading.values, notes=(each, *([once] * (reading.step == 8))))

@@ -121,8 +121,7 @@ def draw(
 
 
 def _draw_lines(place: Axes, panel: Lines, legend: str) -> None:
-    steps = [step for line in panel.lines for step in line.x]
-    axis = StepAxis(steps) if panel.over == "step" else None
+    axis = StepAxis(panel.steps) if panel.over == "step" else None
     for line in panel.lines:
         _draw_line(place, line, axis)
     if axis is not None:
@@ -230,14 +229,15 @@ def draw_loss(place: Axes, readings: Readings) -> None:
     axis = place.twinx()
     axis.set_zorder(place.get_zorder() - 1)
     place.patch.set_visible(False)
-    places = StepAxis(reading.step for reading in single_source(readings)).places(loss.steps)
+    steps = [reading.step for reading in single_source(readings)]
+    places = StepAxis([*steps, *(alert.step for alert in readings.alerts)]).places(loss.steps)
     axis.plot(places, loss.values, color=GREY, lw=1.2, ls="-.")
     leave_room(axis, place)
     axis.spines[["top", "left"]].set_visible(False)
     axis.spines["right"].set_color(GREY)
     axis.tick_params(labelsize=9, length=3, colors=GREY)
     said = ["dash-dotted"]
-    if loss.steps[-1] < single_source(readings)[-1].step:
+    if loss.steps[-1] < steps[-1]:
         said.append(f"known to step {loss.steps[-1]:,}")
     axis.set_ylabel(f"{name} ({', '.join(said)})", fontsize=9.5, color=GREY)
 

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geomon.analysis import summarise
-from geomon.analysis.alerts import alert_notes
-from geomon.record import Reading, Readings, Sink
+from geomon.record import RaisedAlert, Reading, Readings, Sink
 from geomon.record.headline import HEADLINE, Detail, check_detail
 from geomon.record.sinks import LoggerSink
 from geomon.show.loggers.history import Part, RunDrawer
@@ -116,10 +115,11 @@ class TensorBoard(BoardPages):
 
 
 class BoardText(RunDrawer):
-    """Sink that writes the text of TensorBoard: the run in words, its alerts and its notes.
+    """Sink that writes the text of TensorBoard: alerts, the run in words, and notes.
 
-    An alert is written at its reading, and so is a note, unless there was one of its kind before.
-    The run in words is written each time its step has doubled, and at the end.
+    An alert is written at once, at its own step. A note is written at its reading, unless there was
+    one of its kind before. The run in words is written each time its step has doubled, with the
+    reading after an alert, and at the end.
 
     Args:
         writers: Function that returns the `SummaryWriter`s.
@@ -142,13 +142,18 @@ class BoardText(RunDrawer):
         if self._described is not None:
             self._post("4 model and options", _table(self._described), reading.step)
             self._described = None
-        if alerts := alert_notes(reading):
-            self._post("2 alerts", _bullets(map(str, alerts)), reading.step)
         kinds = {(note.stack, note.kind): note for note in reading.notes if not note.is_alert}
         if new := [str(note) for kind, note in kinds.items() if kind not in self._noted]:
             self._post("3 notes", _bullets(new), reading.step)
         self._noted |= kinds.keys()
         super().write(reading)
+
+    def alert(self, alert: RaisedAlert) -> None:
+        """Write an alert, above all other text, and have it shown at once."""
+        super().alert(alert)
+        self._post("0 alerts", _bullets([alert.words()]), alert.step)
+        for writer in self._writers():
+            writer.flush()
 
     def _draw(self, readings: Readings, step: int) -> Iterator[Part]:
         words = f"{_bullets(summarise(readings))}\n\n{_GUIDE}"

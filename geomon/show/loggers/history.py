@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from geomon.record import Reading, Readings
+from geomon.record import RaisedAlert, Reading, Readings
 from geomon.show.collect import BY_HEAD, BY_LAYER, DIMENSIONS
 
 # What pages draw and describe of a reading: a large model's has tens of thousands of values.
@@ -29,18 +29,20 @@ Part = Callable[[], object]
 class RunHistory:
     """Readings of the main stack of a run, thinned: memory grows with the logarithm of the steps.
 
-    A reading with an alert is kept in any case.
+    Alerts are all kept, without their courses.
 
     Args:
         metrics: Names of metrics that are kept beside the usual ones.
 
     Attributes:
         runs: The description of the run, once it is known.
+        raised: The alerts so far.
     """
 
     def __init__(self, metrics: Collection[str] = ()) -> None:
         self._shown = _SHOWN | set(metrics)
         self.runs: list[dict[str, Any]] = []
+        self.raised: list[RaisedAlert] = []
         self._kept: list[Reading] = []
         self._next = 0.0  # first step at which a reading is kept again
         self._last: list[Reading] = []  # the last reading, unless it is kept
@@ -49,23 +51,24 @@ class RunHistory:
         """Take the next reading."""
         shown = {name: each for name, each in reading.columns.items() if name in self._shown}
         reading, self._last = replace(reading, stacks={"": shown}), []
-        if reading.step >= self._next or any(note.is_alert for note in reading.notes):
+        if reading.step >= self._next:
             self._kept.append(reading)
             self._next = _KEPT_RATIO * reading.step
         else:
             self._last = [reading]
 
     def readings(self) -> Readings:
-        """Return the readings that are kept, and the last one."""
-        return Readings(self.runs, self._kept + self._last)
+        """Return the readings that are kept, and the last one, with all alerts."""
+        return Readings(self.runs, self._kept + self._last, raised=[*self.raised])
 
 
 class RunDrawer(abc.ABC):
     """Sink that draws a run at first, each time its step has doubled, and when it is closed.
 
-    The number of drawings grows with the logarithm of the steps. While the run goes on they take at
-    most 0.5 % of the time since the sink was made: of a drawing those parts that there is time for,
-    in their order. The last drawing has all parts.
+    After an alert it draws with the next reading. Otherwise the number of drawings grows with the
+    logarithm of the steps. While the run goes on they take at most 0.5 % of the time since the sink
+    was made: of a drawing those parts that there is time for, in their order. The last drawing has
+    all parts.
 
     Args:
         what: What it does, in words for messages.
@@ -102,6 +105,12 @@ class RunDrawer(abc.ABC):
         self._is_whole = False
         if reading.step >= self._next:
             self._draw_run(last=False)
+
+    def alert(self, alert: RaisedAlert) -> None:
+        """Keep an alert, which is drawn with the next reading, or else at the end."""
+        self._history.raised.append(replace(alert, courses=()))
+        self._next = 0
+        self._is_whole = not self._history.readings()
 
     def close(self) -> None:
         """Draw the end of the run; may be called more than once.

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geomon.analysis.alerts import alert_notes
-from geomon.record import Reading, Sink
+from geomon.analysis.alerts import kind_of
+from geomon.record import RaisedAlert, Reading, Sink
 from geomon.record.headline import HEADLINE, Detail
 from geomon.record.sinks import LoggerSink
 from geomon.show.loggers.parts import Pages
@@ -132,7 +132,7 @@ class Trackio(Logger):
 
 
 class Alerts:
-    """Sink that hands the alerts of readings to a function.
+    """Sink that hands alerts to a function, each at the moment when it is raised.
 
     Args:
         send: Function of a title, a text and a step.
@@ -147,10 +147,11 @@ class Alerts:
         return f"sending alerts to {self._name}"
 
     def write(self, reading: Reading) -> None:
-        """Send the alerts of a reading."""
-        for alert in alert_notes(reading):
-            title = f"geomon: {alert.kind.replace('_', ' ')}"
-            self._send(title, str(alert), reading.step)
+        """Do nothing: alerts come by themselves."""
+
+    def alert(self, alert: RaisedAlert) -> None:
+        """Send an alert."""
+        self._send(f"geomon: {kind_of(alert)}", alert.words(), alert.step)
 
     def close(self) -> None:
         """Do nothing: alerts are sent at once."""

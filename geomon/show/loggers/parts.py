@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from geomon.record import Reading, Sink
-from geomon.record.sinks import DescribedSink
+from geomon.record import RaisedAlert, Reading, Sink
+from geomon.record.sinks import AlertSink, DescribedSink
 
 
 class Pages:
@@ -38,6 +38,12 @@ class Pages:
         """Show a reading on every page."""
         for part in self._parts:
             part.write(reading)
+
+    def alert(self, alert: RaisedAlert) -> None:
+        """Show an alert on every page that takes alerts."""
+        for part in self._parts:
+            if isinstance(part, AlertSink):
+                part.alert(alert)
 
     def close(self) -> None:
         """Close every page, the last one first; may be called more than once."""

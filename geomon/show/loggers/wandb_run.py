@@ -13,8 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from geomon.analysis import curve_of
-from geomon.analysis.alerts import alert_notes
-from geomon.record import Reading, Readings
+from geomon.record import RaisedAlert, Reading, Readings
 from geomon.record.columns import Column
 from geomon.record.headline import HEADLINE, Charts, Detail
 from geomon.show.loggers.history import Part, RunDrawer
@@ -291,7 +290,6 @@ class WandBSummary:
 
     def write(self, reading: Reading) -> None:
         """Bring the summary up to date."""
-        self._alerts += len(alert_notes(reading))
         found = reading.column("twonn")
         if math.isfinite(found.mean):
             column = Column(mean=found.mean, mean_margin=found.mean_margin)
@@ -312,6 +310,12 @@ class WandBSummary:
                 "geomon/final": curve.values[-1],
             }
         run.summary.update(numbers)
+
+    def alert(self, alert: RaisedAlert) -> None:
+        """Count an alert."""
+        self._alerts += 1
+        if (run := self._rows.run) is not None:
+            run.summary.update({"geomon/alerts": self._alerts})
 
     def close(self) -> None:
         """Do nothing: the summary is up to date."""

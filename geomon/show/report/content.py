@@ -13,18 +13,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from geomon.analysis import Curve, single_source, summarise
+from geomon.analysis.alerts import first_alerts
 from geomon.analysis.quantities import Quantity, quantities_of
 from geomon.analysis.summary import alert_sentences, dimension_sentences
 from geomon.record import Readings
 from geomon.record.columns import MetricText
 from geomon.record.printable import printable
 from geomon.show.collect import alerts_of, depth_panel, head_panels, line_of, map_panel, null_of
-from geomon.show.colours import DASHES, look_of
+from geomon.show.colours import BLUE, DASHES, look_of
 from geomon.show.panels import Line, Lines, Matrix, spread_both, thin
 from geomon.show.settings import OF_A_START, setting_words
 
 # Largest numbers of steps in maps, and in what a slider moves over.
 _MOST_COLUMNS, _MOST_STEPS = 64, 16
+# Largest number of values whose courses before an alert are shown.
+_MOST_COURSES = 12
 # What describes a start of a run and nothing that distinguishes it from runs beside it.
 _OF_ONE_SEED = (*OF_A_START, "seed", "training/seed")
 
@@ -35,6 +38,7 @@ class Panels(NamedTuple):
     Attributes:
         training: Headline values over training.
         others: All other values over training.
+        before_alerts: Values that left their bands, up to the first alert of each kind.
         depth: Metrics over depth.
         maps: Metrics by layer and step.
         heads: Metrics by layer and head, by step.
@@ -43,6 +47,7 @@ class Panels(NamedTuple):
 
     training: dict[str, Lines]
     others: dict[str, Lines]
+    before_alerts: dict[str, Lines]
     depth: dict[str, Lines]
     maps: dict[str, Matrix]
     heads: dict[str, dict[int, Matrix]]
@@ -166,9 +171,24 @@ def build_panels(runs: Sequence[Run]) -> Panels:
             for tag in plain
             if not present[tag].chart
         },
+        _before_alerts(runs),
         *_depth(runs, selected),
         steps,
     )
+
+
+def _before_alerts(runs: Sequence[Run]) -> dict[str, Lines]:
+    """Collect what led to the first alert of each kind, by the alert and the tag of the value."""
+    found = {}
+    for run in runs:
+        for first in first_alerts(run.readings):
+            step, name = first.alert.step, f"{run.name}: " * (len(runs) > 1)
+            name += f"{first.kind} at step {step:,}"
+            for course in first.alert.courses[:_MOST_COURSES]:
+                line = Line("", course.steps, course.values, BLUE)
+                alerts = [(step, first.kind)]
+                found[f"{name}: {course.tag}"] = Lines(course.tag, [line], alerts=alerts)
+    return found
 
 
 def _series_of(

@@ -10,7 +10,7 @@ from typing import Any
 
 from geomon.show.report.content import Panels, Run, build_content, build_panels
 
-_OTHERS = "Any other value"
+_OTHERS, _BEFORE = "Any other value", "Before the alerts"
 _CONFIG = {"responsive": True, "displaylogo": False, "displayModeBar": False}
 
 
@@ -62,7 +62,7 @@ def render(runs: Sequence[Run]) -> str:
             {
                 "section": section,
                 "title": title[:1].upper() + title[1:],
-                "wide": " wide" * (section == "lead" or title == _OTHERS),
+                "wide": " wide" * (section == "lead" or title in (_OTHERS, _BEFORE)),
                 "html": chart.to_html(
                     config=_CONFIG, include_plotlyjs=False, full_html=False, div_id=f"chart-{place}"
                 ),
@@ -86,6 +86,9 @@ def _charts(panels: Panels) -> Iterator[tuple[str, str, Any]]:
             yield "training", title, chart
         else:
             yield "lead", title, charts.add_linear_axis(chart)
+    if panels.before_alerts:
+        before = {name: charts.draw(each) for name, each in panels.before_alerts.items()}
+        yield "training", _BEFORE, charts.choose(before, letters=90)
     if panels.others:
         others = {name: charts.draw(each, panels.steps) for name, each in panels.others.items()}
         yield "training", _OTHERS, charts.choose(others, letters=90)

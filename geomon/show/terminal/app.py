@@ -284,7 +284,8 @@ class WatchApp(App[str]):
                 parts.append(Text.assemble((f"{name} · ", f"bold {colour}"), said))
             else:
                 parts.append(Text.assemble((name, colour), (f" · {run.state}", "dim")))
-            remarks = filter(None, (*run.whole.remarks(), run.trouble))
+            alerts = () if run.readings else alert_sentences(run.whole)  # else in the headline
+            remarks = filter(None, (*alerts, *run.whole.remarks(), run.trouble))
             parts += [safe(remark, "red") for remark in remarks]
         self.query_one("#headline", Static).update(Text("\n").join(parts))
 

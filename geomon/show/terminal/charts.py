@@ -50,7 +50,7 @@ def draw(plot: Any, panel: Lines, *, is_linear: bool = False, chosen: int | None
     panel = replace(panel, lines=[_finite(line) for line in panel.lines])
     if not any(line.x for line in panel.lines):
         return
-    at = sorted({step for line in panel.lines for step in line.x})
+    at = sorted({*panel.steps})
     axis = StepAxis(at)
 
     def places(steps: Any) -> list[float]:

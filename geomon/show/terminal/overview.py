@@ -33,15 +33,15 @@ def view(readings: Readings | Sequence[Reading]) -> Group:
     """
     whole = readings if isinstance(readings, Readings) else Readings([], list(readings))
     remarks = [safe(remark, "red") for remark in whole.remarks()]
+    alerts = [safe(sentence, "red") for sentence in alert_sentences(whole)]
     selected = Readings(whole.runs, single_source(whole))
     if not selected:
-        return Group(safe("no readings yet", "dim"), *remarks)
+        return Group(safe("no readings yet", "dim"), *alerts, *remarks)
     table = Table.grid(padding=(0, 2, 0, 0))
     for no_wrap in (False, True, True, False):
         table.add_column(no_wrap=no_wrap)
     for label, value, line, after in _rows(selected):
         table.add_row(safe(label), safe(value, "bold"), safe(line, "blue"), safe(after, "dim"))
-    alerts = [safe(sentence, "red") for sentence in alert_sentences(whole)]
     notes = [note.words() for note in selected[-1].notes if not note.is_alert]
     more = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
     last = [safe(f"note{more}: {' '.join(notes[-1].split())}", "dim")] if notes else []
@@ -130,8 +130,6 @@ def format_line(reading: Reading, readings: Readings | Sequence[Reading]) -> str
     phase = curve_of(past, "twonn").phase().name
     if math.isfinite(reading.column("twonn").mean) and phase != "unknown":
         parts[0] += f" ({phase})"
-    if alerts := [note.words() for note in reading.notes if note.is_alert]:
-        parts.append(f"alert: {' '.join('; '.join(alerts).split())}")
     return f"step {reading.step}: {', '.join(parts) or f'{len(reading.values)} values'}"
 
 

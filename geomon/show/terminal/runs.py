@@ -18,7 +18,7 @@ class Watched:
         name: Name of the run on the screen.
 
     Attributes:
-        whole: All readings of the record.
+        whole: All readings of the record, and its alerts.
         readings: One reading per step, of the source that the run used most.
         quantities: What can be drawn over steps, by tag.
         headline: What a reader must know first.
@@ -42,8 +42,10 @@ class Watched:
         try:
             is_new = follower.look()
             every = follower.readings()
-            if every and (is_new or self.trouble):
-                self._take(every.of_stack(self._stack))
+            # An alert is a line of its own, and a run that goes back has fewer readings.
+            sizes, known = [(len(x), len(x.raised)) for x in (every, self.whole)]
+            if any(sizes) and (is_new or self.trouble or sizes != known):
+                self._take(every.of_stack(self._stack) if every else every)
                 return True
         except (OSError, ValueError) as error:
             self.trouble = " ".join(str(error).split())
@@ -59,7 +61,8 @@ class Watched:
         self.quantities, self.headline = quantities_of(selected), headline(whole)
         phase = curve_of(selected, "twonn").phase()
         self.fallen = phase if phase.earliest is not None else None
-        self.whole, self.readings, self.state, self.trouble = whole, selected, "", ""
+        self.whole, self.readings, self.trouble = whole, selected, ""
+        self.state = "" if selected else "no readings yet"
 
     def layers_of(self, quantity: Quantity) -> set[int]:
         """List the layers at which a quantity has values; none for one of the run as a whole."""

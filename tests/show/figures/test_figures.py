@@ -120,13 +120,19 @@ def test_a_logarithmic_axis_names_numbers(high):
 
 
 def test_an_alert_is_a_line_along_which_its_kind_is_written(make_readings):
-    readings = alerted(make_readings(), [(4, "rank_collapse"), (6, "rank_collapse")])
+    readings = alerted(make_readings(), [(200, "rank_collapse"), (1700, "rank_collapse")])
     figure = geometry_figure(readings)
     for panel in (figure.axes[place] for place in (0, 2, 3)):
         marked = [line.get_xdata()[0] for line in panel.lines if line.get_color() == "#A8488A"]
-        assert marked == [128, 512]
+        assert marked == [200, 1700]
+        assert panel.get_xlim()[1] > 1700  # after the last reading
         texts = [(t.get_text(), t.xy[0]) for t in panel.texts if t.get_rotation() == 90]
-        assert texts == [("rank collapse", 128), ("", 512)]
+        assert texts == [("rank collapse", 200), ("", 1700)]
+    losses = {"training/loss": [4.0] * 9}
+    early = geometry_figure(alerted(make_readings(curves=losses), [(3, "not_finite")]))
+    (loss,) = next(axes for axes in early.axes if "loss" in axes.get_ylabel()).lines
+    # Step 0 has its place by the first step that is drawn, that of the alert.
+    assert loss.get_xdata()[0] == early.axes[0].lines[0].get_xdata()[0] < 3
 
 
 def test_a_matrix_has_the_first_layer_at_the_bottom_and_small_ones_their_values():

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import PlainDecoder, batch
-from shown import alerted
-from tagged import TEXTS, alert_of, reading_of
+from msgspec.structs import replace
+from shown import course_of
+from tagged import TEXTS, raised_of, reading_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
@@ -42,12 +43,13 @@ def reading(step, notes=(), **values):
 def test_memory_grows_with_the_logarithm_of_the_run_and_alerts_are_kept():
     history = RunHistory()
     for step in range(300):
-        notes = [alert_of("rank_collapse", "x")] if step == 197 else ["a note"]
-        history.add(reading(step, notes, **{"qk_dot/layer_01": 1.0, "twonn/null": 60.0}))
+        history.add(reading(step, ["a note"], **{"qk_dot/layer_01": 1.0, "twonn/null": 60.0}))
+    history.raised.append(raised_of("rank_collapse", 197))
     kept = history.readings()
+    assert kept.alerts == history.raised
     steps = [each.step for each in kept]
     assert steps[:9] == [0, 1, 2, 3, 4, 5, 6, 8, 10]
-    assert {197, 299} < set(steps)
+    assert steps[-1] == 299
     assert len(steps) < 5 * math.log2(300)
     assert kept[-1].columns.keys() == {"twonn"}  # what is drawn
     assert kept[-1].column("twonn").whole == {"null": 60.0}
@@ -91,6 +93,26 @@ def test_it_draws_at_first_then_each_time_the_step_has_doubled_and_once_at_the_e
     drawer.close()
     assert [step for step, _ in drawer.drawn] == [0, 17, 34, 68, 70]
     Drawer().close()  # nothing was written
+
+
+def test_it_draws_with_the_reading_after_an_alert_and_one_after_the_last_at_the_end():
+    drawer, seen = Drawer(), []
+    drawer._draw = lambda readings, step: iter([lambda: seen.append((step, readings.alerts))])
+    alerts = [raised_of("rank_collapse", step) for step in (18, 43)]
+    for step in (0, 16, 17):
+        drawer.write(reading(step))
+    drawer.alert(replace(alerts[0], courses=(course_of("a", 18),)))
+    for step in (18, 19, 40, 41):
+        drawer.write(reading(step))
+    drawer.close()
+    drawer.alert(alerts[1])
+    drawer.close()
+    assert [step for step, _ in seen] == [0, 16, 18, 40, 41, 41]
+    assert [found for _, found in seen[1:]] == [[], alerts[:1], alerts[:1], alerts[:1], alerts]
+    empty = Drawer()
+    empty.alert(alerts[0])
+    empty.close()  # without a reading there is nothing to draw
+    assert not empty.drawn
 
 
 def test_a_part_that_fails_keeps_no_other_back_and_is_made_again_as_the_step_doubles():
@@ -173,7 +195,7 @@ def events_of(folder):
 
 class Writer:
     def __init__(self):
-        self.texts, self.images, self.layouts = [], [], []
+        self.texts, self.images, self.layouts, self.flushed = [], [], [], 0
 
     def add_text(self, name, text, step):
         self.texts.append((name, text, step))
@@ -183,6 +205,9 @@ class Writer:
 
     def add_custom_scalars(self, layout):
         self.layouts.append(layout)
+
+    def flush(self):
+        self.flushed = len(self.texts)
 
 
 @pytest.mark.parametrize("options", [{}, {"pictures": False}])
@@ -229,18 +254,19 @@ def test_alerts_and_new_notes_are_text_at_their_steps(clock):
     writer = Writer()
     text = BoardText(lambda: [writer], name="Board")
     text.describe({"a_b": "c|d"})
-    alert = alert_of("rank_collapse", "rank collapse (layer 2): down to 1.2")
     text.write(reading(0, [Note("copies", "58 % of the rows are copies"), "another"]))
-    text.write(reading(1, [Note("copies", "57 % of the rows are copies"), alert]))
-    text.write(reading(2, ["a third *note*, a_b"]))
+    text.write(reading(1, [Note("copies", "57 % of the rows are copies")]))
+    text.alert(raised_of("rank_collapse", 5, "rank_collapse (layer 2): down to 1.2"))
+    assert writer.flushed == len(writer.texts)  # it is shown at once
+    text.write(reading(7, ["a third *note*, a_b"]))
     text.close()
     # The first words of the run wait for nothing.
-    assert [step for name, _, step in writer.texts if name[8] == "1"] == [0, 2]
+    assert [step for name, _, step in writer.texts if name[8] == "1"] == [0, 7]
     assert [each for each in writer.texts if each[0][8] != "1"] == [
         ("~geomon/4 model and options", "| | |\n|---|---|\n| a\\_b | c\\|d |\n", 0),
         ("~geomon/3 notes", "- 58 % of the rows are copies\n- another", 0),
-        ("~geomon/2 alerts", "- rank collapse (layer 2): down to 1.2", 1),
-        ("~geomon/3 notes", r"- a third \*note\*, a\_b", 2),
+        ("~geomon/0 alerts", r"- rank\_collapse (layer 2): down to 1.2", 5),
+        ("~geomon/3 notes", r"- a third \*note\*, a\_b", 7),
     ]
 
 
@@ -284,9 +310,11 @@ WORDS = "rank collapse (layer 2): look there (geomon alerts rank_collapse)"
 
 def run_through(sink, make_readings):
     """Write a run with an alert, as a monitor does; returns its readings."""
-    readings = alerted(make_readings((0, 200, 256), layers=2, heads=2), [(2, "rank_collapse")])
+    readings = make_readings((0, 200, 256), layers=2, heads=2)
     sink.describe({"model": "Decoder", "metrics": TEXTS})
     for each in readings:
+        if each.step == 256:
+            sink.alert(raised_of("rank_collapse", 230))
         sink.write(each)
     sink.close()
     sink.close()
@@ -310,7 +338,7 @@ def test_functions_get_values_pictures_and_alerts(make_readings):
     readings = run_through(sink, make_readings)
     assert [step for step, _ in rows] == [each.step for each in readings]
     assert rows[-1][1]["geomon/twonn"] == 3.3
-    assert alerts == [("geomon: rank collapse", WORDS, 256)]
+    assert alerts == [("geomon: rank collapse", WORDS, 230)]
     assert set(pictures) == {*CARDS, "9 anisotropy over depth"} - {CARDS[2]}
     assert last[0] == len(pictures)  # values are saved when all has been logged
     rows.clear()
@@ -334,16 +362,17 @@ def test_mlflow_logs_to_the_run_that_is_given_or_active(given, used, monkeypatch
     monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
     monkeypatch.setattr("geomon.show.loggers.others.time.time", lambda: 12.3456)
     values = {f"own_{number}/mean": 1.0 for number in range(1500)}
-    last = reading(16, [alert_of("rank_collapse", WORDS)], **values)
+    last = reading(16, **values)
     for pictures in ({"pictures": False}, {}):
         assert not images
         sink = MLflow(given, detail="layers", **pictures)
         sink.write(last)
+        sink.alert(raised_of("rank_collapse", 18))
     assert str(sink) == "MLflow"
     assert [(run_id, len(metrics)) for run_id, metrics in rows[2:]] == [(used, 1000), (used, 503)]
     assert ("geomon/twonn", 16.1, 12345, 16) in rows[0][1]
     assert images == [(used, 3, "geomon/1 Intrinsic dimension", 16)]
-    assert tags[1:] == [(used, "geomon: rank collapse", f"Step 16: {WORDS}")]
+    assert tags[1:] == [(used, "geomon: rank collapse", f"Step 18: {WORDS}")]
 
 
 def test_mlflow_without_a_run_is_refused(monkeypatch):
@@ -370,7 +399,7 @@ def test_mlflow_has_every_value_the_pictures_and_the_alert(make_readings, tmp_pa
     ]
     assert client.get_metric_history(run.info.run_id, "anisotropy/layer_01")
     tags = client.get_run(run.info.run_id).data.tags
-    assert tags["geomon: rank collapse"] == f"Step 256: {WORDS}"
+    assert tags["geomon: rank collapse"] == f"Step 230: {WORDS}"
     images = [path.name for path in tmp_path.rglob("*.png")]
     assert any("ntrinsic dimension" in name for name in images)
 
@@ -387,7 +416,7 @@ def test_trackio_has_every_value_the_pictures_and_the_alert(make_readings, tmp_p
     assert values == {each.step: each.column("twonn").mean for each in readings}
     assert any("geomon/1 Intrinsic dimension" in row for row in rows)
     (alert,) = trackio.Api().alerts("test")
-    assert (alert["title"], alert["text"], alert["step"]) == ("geomon: rank collapse", WORDS, 256)
+    assert (alert["title"], alert["text"], alert["step"]) == ("geomon: rank collapse", WORDS, 230)
 
 
 @pytest.mark.parametrize("options", [{}, {"pictures": False}])
@@ -401,8 +430,9 @@ def test_trackio_gets_values_the_alert_and_pictures_where_they_are_wanted(option
     )
     sink = Trackio(run, **options)
     assert str(sink) == "trackio"
-    sink.write(reading(16, [alert_of("rank_collapse", WORDS)]))
+    sink.write(reading(16))
+    sink.alert(raised_of("rank_collapse", 18))
     (step, values), *pictures = rows
     assert (step, values["geomon/twonn"]) == (16, 16.1)
     assert pictures == ([] if options else [(16, {"geomon/1 Intrinsic dimension": 3})])
-    assert alerts == [("geomon: rank collapse", WORDS, 16)]
+    assert alerts == [("geomon: rank collapse", WORDS, 18)]

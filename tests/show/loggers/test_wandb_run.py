@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 from models import PlainDecoder, batch
-from shown import alerted
-from tagged import TEXTS, reading_of
+from tagged import TEXTS, raised_of, reading_of
 from wandb_file import wandb_records, wandb_rows, work_offline
 
 from geomon import Monitor, WandB, read, select
@@ -263,6 +262,8 @@ def test_the_summary_holds_phase_peak_and_last_value_and_is_kept_up_to_date():
         "geomon/alerts": 0, "geomon/phase": "compressing", "geomon/peak_step": 32,
         "geomon/peak": 8.0, "geomon/final": 3.0,
     }  # fmt: skip
+    summary.alert(raised_of("rank_collapse", 256))
+    assert run.summary["geomon/alerts"] == 1  # at once
     summary.close()
 
 
@@ -331,7 +332,6 @@ def test_offline_the_file_has_panels_in_sections_configuration_summary_and_alert
 
     work_offline(monkeypatch, tmp_path)
     readings = make_readings(without=["geomon"], layers=2, heads=2)
-    readings = alerted(readings, [(5, "rank_collapse")])
     run = wandb.init(project="test", dir=str(tmp_path), config={"own": 1})
     sink = WandB(run, detail=["anisotropy"])
     assert [*map(str, (sink, *sink.parts()[1:]))] == [
@@ -342,6 +342,7 @@ def test_offline_the_file_has_panels_in_sections_configuration_summary_and_alert
     for each in readings:
         sink.write(each)
         run.log({"loss": 1.0}, step=each.step)
+    sink.alert(raised_of("rank_collapse", 1700))
     sink.close()
     run.finish()
     records = wandb_records(tmp_path)
@@ -379,7 +380,7 @@ def test_offline_the_file_has_panels_in_sections_configuration_summary_and_alert
     assert (alert.title, alert.level, alert.wait_duration) == (
         "geomon: rank collapse", "WARN", 600_000,
     )  # fmt: skip
-    assert alert.text.startswith("Step 256: rank collapse (layer 2)")
+    assert alert.text.startswith("Step 1700: rank collapse (layer 2)")
 
     media = [json.loads(path.read_text()) for path in tmp_path.rglob("*.plotly.json")]
     assert {trace["type"] for chart in media for trace in chart["data"]} == {"scatter", "heatmap"}

@@ -3,10 +3,11 @@
 import asyncio
 import re
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from shown import alerted, write
-from tagged import with_values
+from tagged import raised_of, with_values
 from textual.widgets import DataTable
 
 from geomon.record import FILE_NAME
@@ -47,7 +48,8 @@ def run(story):
 def test_dimensions_phases_and_alerts_are_whole_at_any_size_above_a_chart(
     make_readings, tmp_path, size
 ):
-    kinds = [(1, "logit_growth"), (3, "not_finite"), (5, "entropy_collapse"), (6, "logit_growth")]
+    kinds = [(16, "logit_growth"), (64, "not_finite"), (256, "entropy_collapse")]
+    kinds.append((512, "logit_growth"))
     folder = write(tmp_path / "a", alerted(make_readings(layers=12, heads=16), kinds))
 
     async def story():
@@ -223,6 +225,37 @@ def test_a_record_is_followed_while_it_is_written(make_readings, tmp_path):
             assert "step 1,500" in said
             assert "line 5 of" not in said
             assert not app.runs[0].look()  # nothing is new
+
+    run(story)
+
+
+def test_an_alert_is_shown_at_once_and_what_a_run_gave_up_is_not(make_readings, tmp_path):
+    readings = make_readings(source="inline")
+
+    async def story():
+        async with watched(tmp_path) as (app, pilot):
+
+            async def shown():
+                app.look()
+                await pilot.pause()
+                return words(app)
+
+            write(tmp_path, alerted(replace(readings, readings=[]), [(0, "not_finite")]))
+            assert "no readings yet Alert at step 0: not finite (layer 2)" in await shown()
+            write(tmp_path, readings)
+            assert "Alert at" not in await shown()
+            with (tmp_path / FILE_NAME).open("a") as file:
+                file.write(raised_of("logit_growth", 1700).line() + "\n")
+            said = await shown()
+            assert "Alert: logit growth at step 1,700. intrinsic dimension 5.3" in said
+            assert sum(line.count("│") >= 2 for line in screen(app)) >= 6  # beyond the curve
+            await pilot.press("t", "t", "t")
+            assert "Alert at step 1,700: logit growth (layer 2)" in words(app)
+            with (tmp_path / FILE_NAME).open("a") as file:
+                file.write('{"run": {"rewound_to": 500}}\n')
+            said = await shown()  # before the first reading of the new branch
+            assert "step 256 ·" in said
+            assert "Alert at" not in said
 
     run(story)
 

@@ -110,22 +110,22 @@ def test_the_age_of_a_reading_has_a_unit_that_fits(make_readings, monkeypatch, s
 
 
 def test_alerts_take_the_headline_and_each_kind_is_shown_in_full_the_gravest_first(make_readings):
-    kinds = [(2, "logit_growth"), (5, "logit_growth"), (6, "rank_collapse")]
+    kinds = [(40, "logit_growth"), (256, "logit_growth"), (512, "rank_collapse")]
     readings = alerted(make_readings(notes=["first", "second"]), kinds)
     lines = shown(readings, width=100)
     assert lines[1].startswith(
-        "Alerts: rank collapse at step 512, logit growth at step 32. intrinsic dimension 5.3"
+        "Alerts: rank collapse at step 512, logit growth at step 40. intrinsic dimension 5.3"
     )
     assert lines[-3:] == [
         "Alert at step 512: rank collapse (layer 2): look there (geomon alerts rank_collapse).",
-        "Alert at step 32 (first of 2): logit growth (layer 2): look there (geomon alerts "
+        "Alert at step 40 (first of 2): logit growth (layer 2): look there (geomon alerts "
         "logit_growth).",
         "note (and 1 more): second",
     ]
     assert "alert" not in "".join(shown(make_readings(notes=["first"]))).lower()
-    assert format_line(readings[2], readings).endswith(
-        "alert: logit growth (layer 2): look there (geomon alerts logit_growth)"
-    )
+    nothing = shown(alerted(Readings([], []), kinds[:1]), width=100)
+    assert nothing[0] == "no readings yet"
+    assert nothing[1].startswith("Alert at step 40: logit growth (layer 2): look there")
 
 
 def test_a_plain_line(make_readings):
