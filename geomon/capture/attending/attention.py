@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from geomon.capture.attending.rules import Rule
-from geomon.capture.snapshot import at_places
+from geomon.capture.snapshot import at_places, cover_all
 from geomon.capture.tokens.sampling import RowSampler
 from geomon.capture.tokens.visibility import (
     MASKED,
     are_made_of,
+    hidden_for_sure,
     hidden_in_scores,
     hidden_keys,
     score_scale,
@@ -214,6 +215,8 @@ def at_sampled_rows(scores: Tensor, sequences: Tensor, places: Tensor) -> Tensor
     Returns:
         [sampled sequences, heads, sampled queries, keys].
     """
+    if cover_all(places, scores.shape[2]):
+        return scores.detach()[sequences.to(scores.device)]
     sequences, places = sequences.to(scores.device), places.to(scores.device)
     return scores.detach()[sequences[:, None], :, places].transpose(1, 2)
 
@@ -291,10 +294,18 @@ def read_scores(call: SoftmaxCall) -> dict[str, Any]:
     scale = call.scale or score_scale(scores, products) if follow else None
     if scale is None:
         return _scores_alone(call)
-    hidden = hidden_in_scores(scores, products)
-    bias = (scores - scale * products).masked_fill(hidden, 0)
-    rounding = 8 * torch.finfo(call.scores.dtype).eps
-    bias_is_rounding = bias.abs().amax() <= rounding * (scale * products).abs().amax()
+    scaled = scale * products
+    added = scores - scaled
+    rounding = 8 * torch.finfo(call.scores.dtype).eps * scaled.abs().amax()
+    hidden = hidden_for_sure(scores, added)
+    bias = added.masked_fill(hidden, 0)
+    bias_is_rounding = bias.abs().amax() <= rounding
+    if not bias_is_rounding:  # a bias, or a mask that hides by less
+        hidden = hidden_in_scores(scores, products)
+        bias = added.masked_fill(hidden, 0)
+        bias_is_rounding = bias.abs().amax() <= rounding
+    if torch.equal(hidden, hidden[:, :1].expand_as(hidden)):  # by the mask of all heads
+        hidden = hidden[:, :1]
     return {
         "query": query,
         "key": key,
