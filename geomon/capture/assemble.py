@@ -420,7 +420,11 @@ class StackBuilder:
         """
         stack = self._pass.stack.name
         hidden = kept.values
-        finite = hidden.isfinite().all(dim=1).cpu()
+        # One sum decides for nearly every layer; it may be infinite of finite numbers, too.
+        if hidden.sum().isfinite():
+            finite = torch.ones(len(hidden), dtype=torch.bool, device="cpu")
+        else:
+            finite = hidden.isfinite().all(dim=1).cpu()
         if not finite.all():
             self._lost[subject][depth] = int((~finite).sum()), len(hidden)
             hidden = hidden[finite.to(hidden.device)]

@@ -60,6 +60,9 @@ with_functions: Callable[[], Any] = _find(
 hide_modes: Callable[[], Any] = _find(
     "torch.utils._python_dispatch._disable_current_modes", nullcontext, _MODES
 )
+traced_modes: Callable[[], int] = _find(
+    "torch._ops._len_torch_dispatch_stack_pre_dispatch", lambda: 1, _MODES
+)
 _STACK = "torch.utils._python_dispatch."
 _OUT_OF_TURN = "a mode that is left open inside a window may take the window's place"
 top_mode: Callable[[], Any] | None = _find(

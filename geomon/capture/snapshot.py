@@ -181,6 +181,19 @@ class Layer:
         return replace(self, captured=moved)
 
 
+def cover_all(places: Tensor, length: int) -> bool:
+    """Whether places are all positions of each sequence, in order: then nothing is to be chosen.
+
+    Args:
+        places: Positions in each sequence, [sequences, places], on the host.
+        length: Length of the sequences.
+    """
+    if places.shape[1] != length or places.device.type != "cpu":
+        return False
+    order = torch.arange(length, dtype=places.dtype, device="cpu")
+    return torch.equal(places, order.expand(len(places), -1))
+
+
 @torch.no_grad()
 def at_places(values: Tensor, places: Tensor) -> Tensor:
     """Take rows of a tensor of attention at places that differ from sequence to sequence.
@@ -193,6 +206,8 @@ def at_places(values: Tensor, places: Tensor) -> Tensor:
         [sequences, heads, rows, width].
     """
     values = values.detach().expand(len(places), -1, -1, -1)
+    if cover_all(places, values.shape[2]):
+        return values.clone(memory_format=torch.contiguous_format)
     index = places.to(values.device)[:, None, :, None]
     return values.gather(2, index.expand(-1, values.shape[1], -1, values.shape[3]))
 

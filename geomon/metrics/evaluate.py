@@ -188,9 +188,12 @@ class Evaluator:
         if "sequences" in layer.captured:
             result.sequences = len(layer.captured["sequences"].unique())
         result.has_token_ids = "token_ids" in layer.captured
-        result.heads, result.queries = _sizes_of_attention(layer)
-        result.log_visible = _log_visible(layer)
-        splits = split_rows(layer, rows, self.batches, self.queries)
+        if any(metric.null is not None for metric in self.metrics.values()):
+            result.heads, result.queries = _sizes_of_attention(layer)
+            result.log_visible = _log_visible(layer)
+        splits = split_rows(
+            layer, rows, self.batches, self.queries, has_groups=self.has_margins
+        )
         with _plain_arithmetic(layer):
             for name, metric in self.metrics.items():
                 if not sources_of(metric) <= layer.sources:

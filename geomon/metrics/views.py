@@ -85,6 +85,21 @@ class Groups(NamedTuple):
         return Groups(self.of[rows], self.size)
 
 
+# Views of groups, and the captured views with a row for each entry.
+_GROUPED = {
+    "groups": "hidden",
+    "query_groups": "projected_query",
+    "key_groups": "projected_key",
+    "attention_groups": "query",
+}
+
+
+def _all_in_one_group(layer: Layer) -> dict[str, Groups]:
+    """Put the rows of a layer into one group: nothing is left out of them."""
+    known = ((name, layer.captured.get(view)) for name, view in _GROUPED.items())
+    return {name: _one_group(rows) for name, rows in known if rows is not None}
+
+
 def groups_of(sequences: Tensor) -> Groups:
     """Put rows into groups of sequences.
 
@@ -631,7 +646,9 @@ def _copied(view: Any) -> Any:
     return view
 
 
-def split_rows(layer: Layer, rows: int, count: int, queries: int | None) -> list[LayerViews]:
+def split_rows(
+    layer: Layer, rows: int, count: int, queries: int | None, *, has_groups: bool = True
+) -> list[LayerViews]:
     """Cut the rows of a layer into splits of equal size; views that are not of rows are shared.
 
     A sequence is in the same group in every split.
@@ -642,19 +659,21 @@ def split_rows(layer: Layer, rows: int, count: int, queries: int | None) -> list
             out.
         count: Largest number of splits.
         queries: Number of rows of a split from which distances are measured; None for all.
+        has_groups: Whether sums are kept by group of sequences, for margins.
     """
     hidden = layer.captured.get("hidden")
     if hidden is None:
-        return [LayerViews(layer)]
+        return [LayerViews(layer, given={} if has_groups else _all_in_one_group(layer))]
     full = max(1, min(count, len(hidden) // rows))
     sequences = layer.captured.get("sequences")
-    groups = None if sequences is None else groups_of(sequences)
+    groups = None if sequences is None or not has_groups else groups_of(sequences)
     splits = []
     for start in range(full):
         cut = slice(start * rows, (start + 1) * rows)
         captured = {k: v[cut] if k in ROW_VIEWS else v for k, v in layer.captured.items()}
-        given: dict[str, Any] = {"queries": queries}
+        part = replace(layer, captured=captured)
+        given: dict[str, Any] = {} if has_groups else _all_in_one_group(part)
         if groups is not None:
             given["groups"] = Groups(groups.of[cut], groups.size)
-        splits.append(LayerViews(replace(layer, captured=captured), given=given))
+        splits.append(LayerViews(part, given={**given, "queries": queries}))
     return splits

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from geomon.capture.attending.rules import Rule
-from geomon.capture.snapshot import at_places
+from geomon.capture.snapshot import at_places, cover_all
 from geomon.capture.tokens.sampling import RowSampler
 from geomon.capture.tokens.visibility import (
     MASKED,
     are_made_of,
+    hidden_for_sure,
     hidden_in_scores,
     hidden_keys,
     score_scale,
@@ -214,6 +215,8 @@ def at_sampled_rows(scores: Tensor, sequences: Tensor, places: Tensor) -> Tensor
     Returns:
         [sampled sequences, heads, sampled queries, keys].
     """
+    if cover_all(places, scores.shape[2]):
+        return scores.detach()[sequences.to(scores.device)]
     sequences, places = sequences.to(scores.device), places.to(scores.device)
     return scores.detach()[sequences[:, None], :, places].transpose(1, 2)
 
@@ -285,25 +288,52 @@ def read_scores(call: SoftmaxCall) -> dict[str, Any]:
     query, key = (factor.cpu().float() for factor in call.made_of)
     products = _products(query, key)
     scores, sink = _without_sink(call.scores.cpu().float(), products, call.scale)
-    follow = scores.shape == products.shape and are_made_of(scores, products)
-    if call.doubtful and not follow:
-        raise NotUnderstoodError(NO_SCORES.format(keys=scores.shape[3]))
-    scale = call.scale or score_scale(scores, products) if follow else None
-    if scale is None:
-        return _scores_alone(call)
-    hidden = hidden_in_scores(scores, products)
-    bias = (scores - scale * products).masked_fill(hidden, 0)
-    rounding = 8 * torch.finfo(call.scores.dtype).eps
-    bias_is_rounding = bias.abs().amax() <= rounding * (scale * products).abs().amax()
+    alike, eps = scores.shape == products.shape, 8 * torch.finfo(call.scores.dtype).eps
+    scale = call.scale if alike else None
+    if scale and (found := _plainly_hidden(scores, scale * products, eps)) is not None:
+        hidden, bias = found, None
+    else:
+        follow = alike and are_made_of(scores, products)
+        if call.doubtful and not follow:
+            raise NotUnderstoodError(NO_SCORES.format(keys=scores.shape[3]))
+        scale = call.scale or score_scale(scores, products) if follow else None
+        if scale is None:
+            return _scores_alone(call)
+        hidden = hidden_in_scores(scores, products)
+        scaled = scale * products
+        bias = (scores - scaled).masked_fill(hidden, 0)
+        if bias.abs().amax() <= eps * scaled.abs().amax():
+            bias = None
+    if torch.equal(hidden, hidden[:, :1].expand_as(hidden)):  # by the mask of all heads
+        hidden = hidden[:, :1]
     return {
         "query": query,
         "key": key,
         "visible": ~hidden,
-        "bias": None if bias_is_rounding else bias,
+        "bias": bias,
         "scale": scale,
         "softcap": None,
         "sink": sink,
     }
+
+
+def _plainly_hidden(scores: Tensor, scaled: Tensor, eps: float) -> Tensor | None:
+    """Find the keys that a mask of -inf hides, if next to nothing is added to all other scores.
+
+    Args:
+        scores: Masked scores.
+        scaled: Scaled products of queries and keys, of the same shape.
+        eps: What is next to nothing, as a share of the largest of the products.
+
+    Returns:
+        True where a key is hidden; None if the mask or a bias needs a closer look.
+    """
+    added = scores - scaled
+    hidden = hidden_for_sure(scores, added)
+    limit = eps * scaled.abs().amax()
+    if limit > 0 and added.masked_fill_(hidden, 0).abs_().amax() <= limit:
+        return hidden
+    return None
 
 
 def _scores_alone(call: SoftmaxCall) -> dict[str, Any]:

@@ -173,7 +173,7 @@ def _sample(
     if not role and count == math.prod(entered):
         shape = entered
     indices = rows(shape, role)
-    places = torch.unravel_index(indices, shape) if length and shape == ordered else ()
+    in_order = length and shape == ordered
     width = columns.which.shape[1]
     values: Tensor | None = None
     for number, projection in enumerate(columns.projections):
@@ -181,10 +181,16 @@ def _sample(
         if not own.any():
             continue
         wanted = torch.from_numpy(columns.columns.flatten())[own]
-        order = _order(columns.steps[number], sequences, length) if places else None
+        order = _order(columns.steps[number], sequences, length) if in_order else None
         steps = order[::-1] if order is not None and turned else order
-        taken = indices if steps is None else places[0] * steps[0] + places[1] * steps[1]
+        taken = indices
+        if steps is not None and (turned or steps != (length, 1)):  # not in the order of indices
+            across, along = torch.unravel_index(indices, shape)
+            taken = across * steps[0] + along * steps[1]
         part = _rows_of(projection, taken, wanted)
+        if own.all():  # of one projection, as nearly always
+            values = part
+            break
         if values is None:
             values = part.new_empty(len(part), len(own))
         values[:, own.to(part.device)] = part

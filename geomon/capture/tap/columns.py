@@ -8,7 +8,7 @@ layouts have to be known.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,6 +98,11 @@ class Projection:
     def width(self) -> int:
         """Number of features."""
         return math.prod(self._values.shape[dim] for dim in self._features)
+
+    @property
+    def sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape of the product, and its dimensions that count features."""
+        return tuple(self._values.shape), self._features
 
     def keep(self) -> None:
         """Copy the product: it is about to be changed in place."""
@@ -190,6 +195,28 @@ class Made:
         own = frozenset[Projection](() if projection is None else (projection,))
         self.roots: frozenset[Projection] = own.union(*(made.roots for made in parts))
 
+    def outline(self, roots: list[Projection]) -> tuple[Any, ...] | None:
+        """Return all that tracing depends on, for a key; None if indices chose elements.
+
+        Args:
+            roots: Projections, to which those that are met are added; numbers stand for them.
+        """
+        parts: list[Any] = [self.out, self._pads]
+        if self.projection is not None:
+            if self.projection not in roots:
+                roots.append(self.projection)
+            parts.append((roots.index(self.projection), *self.projection.sizes))
+        for piece in self._pieces:
+            inner = None if piece.chosen is not None else piece.made.outline(roots)
+            if inner is None:
+                return None
+            parts.append((piece.layout, piece.start, inner))
+        if self._before is not None:
+            parts.append(self._before.outline(roots))
+            if parts[-1] is None:
+                return None
+        return tuple(parts)
+
     def trace(
         self, addresses: Integers, known: list[Projection], *, second: bool = False
     ) -> Traced:
@@ -262,7 +289,10 @@ class Columns(NamedTuple):
     def distinct(self) -> "Columns":
         """Return those of the heads that differ, in the order of the first of each."""
         rows = np.hstack([self.which, self.columns])
-        firsts = np.sort(np.unique(rows, axis=0, return_index=True)[1])
+        heads: dict[bytes, int] = {}  # np.unique takes ten times as long
+        for number, row in enumerate(rows):
+            heads.setdefault(row.tobytes(), number)
+        firsts = [*heads.values()]
         return self._replace(which=self.which[firsts], columns=self.columns[firsts])
 
     def with_heads_of(self, other: "Columns") -> "Columns":
@@ -291,6 +321,34 @@ class Columns(NamedTuple):
 
 
 def find_columns(made: Made, values: Tensor) -> Columns | None:
+    """Find the columns of projections that heads are made of; of blocks that are alike, once.
+
+    Args:
+        made: How the storage of the heads was made.
+        values: Queries or keys, [sequences, heads, places, width].
+    """
+    roots: list[Projection] = []
+    outline = made.outline(roots)
+    if outline is None:
+        return _find_columns(made, values)
+    key = outline, layout_of(values)
+    if key not in _FOUND:
+        found = _find_columns(made, values)
+        order = () if found is None else tuple(map(roots.index, found.projections))
+        if len(_FOUND) >= _MOST_FOUND:
+            _FOUND.clear()
+        _FOUND[key] = order, found and found._replace(projections=())
+    order, found = _FOUND[key]
+    return found and found._replace(projections=tuple(roots[number] for number in order))
+
+
+# Columns that were found, without their projections, by all that they depend on; and the numbers of
+# these projections among those that were met.
+_FOUND: dict[Any, tuple[tuple[int, ...], Columns | None]] = {}
+_MOST_FOUND = 16
+
+
+def _find_columns(made: Made, values: Tensor) -> Columns | None:
     """Find the columns of projections that heads are made of.
 
     Args:

@@ -6,7 +6,7 @@ keys, or of weights of attention and values, and a product of one with weights i
 Nothing is computed and nothing is copied.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -187,7 +187,9 @@ class Provenance:
                 address.
         """
         self._starts, name = starts, name.removesuffix("_")
-        given = [*tensors_in(args), *tensors_in(kwargs.values())]
+        given = tensors_in(args)
+        if kwargs:
+            given += tensors_in(kwargs.values())
         places = [place for tensor in given if (place := storage_of(tensor)) is not None]
         known = [tags for place in places if (tags := self._tags.get(place)) is not None]
         results = [(x, place) for x in tensors_in((out,)) if (place := storage_of(x)) is not None]
@@ -383,19 +385,22 @@ def _fitted(layout: Layout, out: Tensor) -> Layout | None:
     return layout if fits else None
 
 
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Iterate over the tensors among values, and in lists, tuples and dicts among them.
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
-    Args:
-        values: Arguments of a call, say.
-    """
+
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """List the tensors among arguments, and those in lists, tuples and dicts among them."""
+    found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            yield value
+            found.append(value)
+        elif type(value) in _PLAIN:  # nearly all others, and asking for a mapping takes long
+            continue
         elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
+            found += tensors_in(value)
         elif isinstance(value, Mapping):
-            yield from tensors_in(value.values())
+            found += tensors_in(value.values())
+    return found
 
 
 def _changed(products: tuple[Product, ...]) -> _Tags:

@@ -26,7 +26,8 @@ _WEIGHTLESS = 16.0
 # of. Of others half of the pairs do.
 _FOLLOWING = 0.6
 
-_ROWS_FOR_SCALE = 64  # rows of which the scale of the scores is estimated
+# Queries of all sequences, and at least of each, from which the scale of the scores is estimated.
+_QUERIES_FOR_SCALE, _FEWEST_FOR_SCALE = 64, 8
 
 
 @torch.no_grad()
@@ -75,6 +76,19 @@ def hidden_in_scores(scores: Tensor, products: Tensor | None) -> Tensor:
 
 
 @torch.no_grad()
+def hidden_for_sure(scores: Tensor, added: Tensor) -> Tensor:
+    """Find the keys that a mask of -inf, or of the lowest number of a type, hides in one head.
+
+    `hidden_in_scores` hides the same keys if next to nothing is added to the others.
+
+    Args:
+        scores: Masked input of the softmax, [sequences, heads, queries, keys].
+        added: What the scores have beyond the scaled products of queries and keys.
+    """
+    return ~((added >= _MASKED_IN_ONE_HEAD) | (scores >= MASKED))
+
+
+@torch.no_grad()
 def are_made_of(scores: Tensor, products: Tensor) -> bool:
     """Whether scores follow products, up to a factor of each head, masks and biases.
 
@@ -113,8 +127,9 @@ def _ratios(scores: Tensor, products: Tensor) -> Tensor:
 
     Neighbouring keys are nearly always both hidden or both visible: the mask cancels.
     """
-    queries = scores.shape[2]
-    some = torch.arange(min(queries, _ROWS_FOR_SCALE), dtype=torch.int64, device=scores.device)
+    sequences, queries = scores.shape[0], scores.shape[2]
+    count = min(queries, max(_FEWEST_FOR_SCALE, _QUERIES_FOR_SCALE // max(1, sequences)))
+    some = torch.arange(count, dtype=torch.int64, device=scores.device)
     rows = some * queries // len(some)
     scores, products = scores[:, :, rows], products[:, :, rows]
     seen = (scores > MASKED)[..., 1:] & (scores > MASKED)[..., :-1]

@@ -396,7 +396,7 @@ def test_projections_of_feature_maps_have_their_width_in_the_channels():
         found = layer.captured[name]
         assert found.shape == rows.shape
         assert torch.allclose(found.double().sum(0), rows.double().sum(0), atol=1e-5)
-    assert layer.captured["visible"].shape == (3, HEADS, 36, 9)
+    assert layer.captured["visible"].shape == (3, 1, 36, 9)
 
 
 def test_scores_of_unknown_order_are_missed_with_the_cure():
