@@ -408,7 +408,7 @@ def resumed(ranks: RankGroup, folder: Path) -> None:
     ids, mask = ragged(ranks.rank)
     for step in range(max(0, first - 2), first + 5):
         monitor.advance(step)
-        assert monitor.is_due(step) == (step >= first)  # every rank knows what the record holds
+        assert monitor.is_due(step)  # what an earlier start has read is read again
         with monitor(step):
             model(ids, attention_mask=mask)
 
@@ -641,9 +641,11 @@ def irregular(ranks: RankGroup, folder: Path) -> None:
 
 
 def budgeted(ranks: RankGroup, folder: Path) -> None:
-    """By default the ranks have a budget: the first one decides, and all do as it says."""
+    """With a budget the first rank decides, and all do as it says."""
     model, (ids, mask) = Decoder(), ragged(ranks.rank)
-    monitor, memory = monitor_of(model, folder / "budgeted", schedule=every(1), checks=None)
+    monitor, memory = monitor_of(
+        model, folder / "budgeted", schedule=every(1), checks=None, budget="5%"
+    )
     passes = []
     for step in range(400):
         with monitor(step):
@@ -656,10 +658,10 @@ def budgeted(ranks: RankGroup, folder: Path) -> None:
     every_rank = [None] * ranks.size
     dist.all_gather_object(every_rank, passes)
     assert every_rank == [passes] * ranks.size
-    assert passes[:8] == list(range(8))
+    assert passes[:3] == list(range(3))
     assert len(passes) < 200
     assert steps(memory) == ([] if ranks.rank else passes)
-    assert ranks.rank or len(passes) == 8 or monitor.overhead < 0.06
+    assert ranks.rank or len(passes) == 3 or monitor.overhead < 0.06
 
 
 def interrupted(ranks: RankGroup, folder: Path) -> None:

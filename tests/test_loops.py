@@ -243,7 +243,7 @@ def test_without_validation_data_there_is_one_line(tmp_path, loop):
 def test_no_option_is_needed(tmp_path, loop):
     LOOPS[loop](Learner(), {"directory": None}, tmp_path, steps=34)
     assert [(r.step, r.source, r.mode) for r in read(tmp_path)] == [
-        (step, "inline", "train") for step in (0, 32, 33)
+        (step, "inline", "train") for step in (0, 16, 33)
     ]
 
 

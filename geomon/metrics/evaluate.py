@@ -191,9 +191,7 @@ class Evaluator:
         if any(metric.null is not None for metric in self.metrics.values()):
             result.heads, result.queries = _sizes_of_attention(layer)
             result.log_visible = _log_visible(layer)
-        splits = split_rows(
-            layer, rows, self.batches, self.queries, has_groups=self.has_margins
-        )
+        splits = split_rows(layer, rows, self.batches, self.queries, has_groups=self.has_margins)
         with _plain_arithmetic(layer):
             for name, metric in self.metrics.items():
                 if not sources_of(metric) <= layer.sources:

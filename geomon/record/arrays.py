@@ -5,7 +5,6 @@ Each reading may have one file, `arrays/step_000128_probe.npz` for the reading o
 """
 
 import contextlib
-import os
 import re
 import zipfile
 from collections.abc import Mapping
@@ -17,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geomon.record import tags
-from geomon.record.regular import check_regular
+from geomon.record.paths import check_regular
 
 
 class ArrayPlace(NamedTuple):
-    """What an array is of.
+    """What an array belongs to.
 
     Attributes:
         stack: Name of the stack; "" for the only one.
@@ -37,10 +36,7 @@ class ArrayPlace(NamedTuple):
 # Arrays of one reading.
 Arrays = Mapping[ArrayPlace, NDArray[Any]]
 
-# An entry that every file has: a file without it is somebody else's.
-_MARK = "geomon"
 _FILE = re.compile(r"step_(?P<step>\d+)_(?P<source>inline|probe)\.npz")
-_PART = re.compile(r"\.step_\d+_(inline|probe)\.npz\.part")
 # Arrays are kept of readings whose steps are so much apart, as a share of the step: a run that is
 # read every 10 steps has some hundred files and not ten thousand.
 _APART = 0.05
@@ -69,15 +65,11 @@ class ArrayFolder:
         return cls(record.with_name(f"arrays{record.stem.removeprefix('readings')}"))
 
     def of_stack(self, stack: str) -> "ArrayFolder":
-        """Select the arrays of one stack.
-
-        Args:
-            stack: Name of the stack.
-        """
+        """Select the arrays of one stack."""
         return replace(self, stack=stack)
 
     def steps(self, source: str) -> list[int]:
-        """List the steps of which there are arrays, ascending.
+        """List the steps that have arrays, ascending.
 
         Args:
             source: "inline" or "probe".
@@ -85,12 +77,7 @@ class ArrayFolder:
         return sorted(int(name["step"]) for name in self._names() if name["source"] == source)
 
     def takes(self, step: int, source: str) -> bool:
-        """Return whether arrays of a step are kept: it is 5 % beyond the last one that has some.
-
-        Args:
-            step: Step of a reading.
-            source: Source of the reading.
-        """
+        """Return whether arrays of a step are kept: it is 5 % beyond the last one that has some."""
         before = [known for known in self.steps(source) if known < step]
         return not before or step - before[-1] >= _APART * before[-1]
 
@@ -103,25 +90,19 @@ class ArrayFolder:
             arrays: The arrays.
 
         Raises:
-            OSError: The file cannot be written, or one of that name is not geomon's. What was there
-                is unchanged.
+            OSError: The file cannot be written. What was there is unchanged.
         """
         path = self._file(step, source)
         self.path.mkdir(exist_ok=True)
-        if path.exists() and not _is_own(path):
-            raise FileExistsError(f"{path} is not a file of geomon's and is kept")
         part = path.with_name(f".{path.name}.part")
-        check_regular(part)
+        part.unlink(missing_ok=True)
+        content: dict[str, Any] = {"|".join(map(str, place)): arrays[place] for place in arrays}
         try:
-            with part.open("wb") as file:
-                content: dict[str, Any] = {_MARK: _MARK}
-                content |= {_key(place): array for place, array in arrays.items()}
+            with part.open("xb") as file:  # no link or pipe of that name is written through
                 np.savez(file, **content)
             part.replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                part.unlink()
-            raise
+        finally:
+            part.unlink(missing_ok=True)
 
     def read(self, step: int, source: str) -> dict[str, NDArray[Any]]:
         """Read the arrays of a reading, by tag.
@@ -135,10 +116,15 @@ class ArrayFolder:
             ValueError: The file is damaged.
         """
         path = self._file(step, source)
+        found: dict[str, NDArray[Any]] = {}
         try:
             check_regular(path)
             with zipfile.ZipFile(path), np.load(path) as file:  # any other file is refused
-                found = {_place(key): file[key] for key in file.files if key != _MARK}
+                for key in (key for key in file.files if "|" in key):
+                    stack, name, layer = key.rsplit("|", 2)
+                    if self.stack in (None, stack):
+                        shown = "" if self.stack else stack
+                        found[tags.in_stack(tags.layer_tag(name, int(layer)), shown)] = file[key]
         except FileNotFoundError:
             raise FileNotFoundError(
                 f"no arrays of step {step} at {path}: a Monitor with a directory and arrays=True "
@@ -148,20 +134,13 @@ class ArrayFolder:
             raise ValueError(
                 f"{path} cannot be read ({error}): move it away, the record does without it"
             ) from error
-        return {
-            tags.in_stack(
-                tags.layer_tag(place.name, place.layer), "" if self.stack else place.stack
-            ): array
-            for place, array in found.items()
-            if self.stack is None or place.stack == self.stack
-        }
+        return found
 
     def remove_parts(self) -> None:
         """Remove what a killed process was writing."""
-        with contextlib.suppress(OSError):
-            for name in os.listdir(self.path):
-                if _PART.fullmatch(name):
-                    (self.path / name).unlink()
+        for part in self.path.glob(".step_*.npz.part"):
+            with contextlib.suppress(OSError):
+                part.unlink()
 
     def move(self, target: "ArrayFolder", first: int = 0) -> None:
         """Move arrays into another folder; what else is in the folder stays.
@@ -174,40 +153,18 @@ class ArrayFolder:
             OSError: A file cannot be moved.
         """
         for name in self._names():
-            if int(name["step"]) < first:
-                continue
-            target.path.mkdir(exist_ok=True)
-            (self.path / name.string).rename(target.path / name.string)
+            if int(name["step"]) >= first:
+                target.path.mkdir(exist_ok=True)
+                (self.path / name.string).rename(target.path / name.string)
 
     def _file(self, step: int, source: str) -> Path:
-        # A source of another name is none of geomon's: nothing is read or written under it.
+        """Name the file of a reading; a source that geomon does not know has none."""
         name = f"step_{step:06d}_{source}.npz"
         if not _FILE.fullmatch(name):
             raise FileNotFoundError(f"no arrays of source {source!r}: expected inline or probe")
         return self.path / name
 
     def _names(self) -> list[re.Match[str]]:
-        try:
-            names = os.listdir(self.path)
-        except OSError:
-            return []
-        return [found for found in map(_FILE.fullmatch, names) if found]
-
-
-def _key(place: ArrayPlace) -> str:
-    """Name the entry of an array in a file."""
-    return f"{place.stack}|{place.name}|{place.layer}"
-
-
-def _place(key: str) -> ArrayPlace:
-    stack, name, layer = key.rsplit("|", 2)
-    return ArrayPlace(stack, name, int(layer))
-
-
-def _is_own(path: Path) -> bool:
-    try:
-        check_regular(path)
-        with zipfile.ZipFile(path) as file:
-            return f"{_MARK}.npy" in file.namelist()
-    except (OSError, zipfile.BadZipFile):
-        return False
+        """Match the names of all files of arrays."""
+        found = (_FILE.fullmatch(path.name) for path in self.path.glob("step_*.npz"))
+        return [name for name in found if name]

@@ -23,13 +23,17 @@ else:
 NAN = math.nan
 
 
-def number(value: float | None) -> float:
-    """Return NaN in the place of a null of JSON.
-
-    Args:
-        value: A number or null.
-    """
+def number(value: Any) -> Any:
+    """Return a number, or a list or dict of numbers, with NaN in the place of nulls of JSON."""
+    if isinstance(value, list):
+        return [*map(number, value)] if None in value or _is_nested(value) else value
+    if isinstance(value, dict):
+        return {name: number(each) for name, each in value.items()}
     return NAN if value is None else value
+
+
+def _is_nested(values: list[Any]) -> bool:
+    return bool(values) and isinstance(values[0], list)
 
 
 class Column(msgspec.Struct, omit_defaults=True):
@@ -59,16 +63,8 @@ class Column(msgspec.Struct, omit_defaults=True):
 
     def __post_init__(self) -> None:
         """Put NaN in the place of the nulls of JSON."""
-        if None in self.layers:
-            self.layers = [*map(number, self.layers)]
-        if None in self.margin:
-            self.margin = [*map(number, self.margin)]
-        if any(None in heads for heads in self.heads):
-            self.heads = [[*map(number, heads)] for heads in self.heads]
-        self.mean = number(self.mean)
-        self.mean_margin = number(self.mean_margin)
-        if None in self.whole.values():
-            self.whole = {name: number(value) for name, value in self.whole.items()}
+        for name in ("layers", "margin", "heads", "mean", "mean_margin", "whole"):
+            setattr(self, name, number(getattr(self, name)))
 
     def at(self, layer: int) -> float:
         """Return the value at a depth; NaN where there is none.
@@ -118,10 +114,24 @@ class Column(msgspec.Struct, omit_defaults=True):
             if math.isfinite(value)
         }
 
+    def extreme(self, kind: str, layer: int | None = None) -> float:
+        """Return the least or largest value of the heads of a layer, or of all but layer 0.
+
+        Args:
+            kind: "min" or "max".
+            layer: Number of the layer.
+        """
+        deep = self.heads[max(0, 1 - self.first) :]
+        rows = deep if layer is None else [self.heads_at(layer)]
+        found = [value for heads in rows for value in heads if math.isfinite(value)]
+        return (min if kind == "min" else max)(found, default=NAN)
+
 
 def _entry(values: list[float], place: int) -> float:
     return values[place] if 0 <= place < len(values) else NAN
 
+
+EMPTY = Column()  # has no values
 
 Columns = dict[str, Column]  # by metric
 Stacks = dict[str, Columns]  # by name of the stack; "" for the only one of a model
@@ -169,33 +179,19 @@ class Place(NamedTuple):
         Args:
             stacks: Columns of a reading, by stack and metric.
         """
-        column = stacks.get(self.stack, {}).get(self.metric)
-        if column is not None and self.part:
-            column = column.parts.get(self.part)
-        if column is None:
-            return NAN
-        if self.kind == "whole":
-            return column.whole.get(self.name, NAN)
-        if self.kind in ("min", "max"):
-            return _extreme(column, self.layer, self.kind)
-        if self.layer is None:
-            return column.mean if self.kind == "value" else column.mean_margin
-        if self.kind == "value":
-            return column.at(self.layer)
-        if self.kind == "margin":
-            return column.margin_at(self.layer)
-        return _entry(column.heads_at(self.layer), self.head)
-
-
-def _extreme(column: Column, layer: int | None, kind: str) -> float:
-    """Return the least or the largest value of the heads of a layer, or of all but layer 0."""
-    rows = (
-        [heads for depth, heads in enumerate(column.heads, column.first) if depth > 0]
-        if layer is None
-        else [column.heads_at(layer)]
-    )
-    known = [value for heads in rows for value in heads if math.isfinite(value)]
-    return (min if kind == "min" else max)(known, default=NAN)
+        column = stacks.get(self.stack, {}).get(self.metric, EMPTY)
+        if self.part:
+            column = column.parts.get(self.part, EMPTY)
+        match self.kind:
+            case "whole":
+                return column.whole.get(self.name, NAN)
+            case "min" | "max":
+                return column.extreme(self.kind, self.layer)
+            case "head":
+                return _entry(column.heads_at(self.layer or 0), self.head)
+            case "margin":
+                return column.mean_margin if self.layer is None else column.margin_at(self.layer)
+        return column.mean if self.layer is None else column.at(self.layer)
 
 
 def places_of(metric: str, column: Column, stack: str = "") -> Iterator[Place]:
@@ -228,6 +224,17 @@ def places_of(metric: str, column: Column, stack: str = "") -> Iterator[Place]:
             yield base._replace(kind="whole", name=name)
 
 
+def all_places(stacks: Mapping[str, Mapping[str, Column]]) -> Iterator[Place]:
+    """List the places of all values of a reading.
+
+    Args:
+        stacks: Columns of a reading, by stack and metric.
+    """
+    for stack, columns in stacks.items():
+        for metric, column in columns.items():
+            yield from places_of(metric, column, stack)
+
+
 def tagged(stacks: Mapping[str, Mapping[str, Column]]) -> dict[str, float]:
     """Make the tag of every value.
 
@@ -238,12 +245,7 @@ def tagged(stacks: Mapping[str, Mapping[str, Column]]) -> dict[str, float]:
         >>> tagged({"": {"cosine": Column(layers=[0.1, 0.3], mean=0.3)}})
         {'cosine/layer_00': 0.1, 'cosine/layer_01': 0.3, 'cosine/mean': 0.3}
     """
-    return {
-        place.tag: place.find(stacks)
-        for stack, columns in stacks.items()
-        for metric, column in columns.items()
-        for place in places_of(metric, column, stack)
-    }
+    return {place.tag: place.find(stacks) for place in all_places(stacks)}
 
 
 class MetricText(msgspec.Struct, frozen=True, omit_defaults=True):

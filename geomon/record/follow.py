@@ -12,6 +12,7 @@ import msgspec
 
 from geomon.record.alert import RaisedAlert
 from geomon.record.arrays import ArrayFolder
+from geomon.record.paths import local_path
 from geomon.record.reading import Reading, Readings
 from geomon.record.versions import is_newer
 
@@ -48,9 +49,13 @@ class Follower:
 
     Attributes:
         path: Path of the file.
+
+    Raises:
+        ValueError: The directory is remote.
     """
 
     def __init__(self, directory: Path) -> None:
+        directory = local_path(directory)
         is_path = directory.suffix == ".jsonl" or directory.is_file()
         self.path = directory if is_path else directory / FILE_NAME
         self._begin_anew()
@@ -194,9 +199,9 @@ def read(directory: str | os.PathLike[str]) -> Readings:
 
     Raises:
         FileNotFoundError: The folder holds no record.
-        ValueError: The file is not a record.
+        ValueError: The file is not a record, or the directory is remote.
     """
-    path = Path(directory)
+    path = local_path(directory)
     path = path / FILE_NAME if path.is_dir() else path
     if not path.is_file():
         raise FileNotFoundError(

@@ -7,10 +7,11 @@ what that selects; the record holds every value under its own tag.
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from geomon.record import tags
-from geomon.record.columns import NAN, Column, MetricText, Place, places_of, texts_of
+from geomon.record.columns import EMPTY, NAN, Column, MetricText, Place, all_places, texts_of
 from geomon.record.reading import Reading, main_stack
 
 HEADLINE = "headline"
@@ -86,6 +87,26 @@ def shortened(words: str, chart: str) -> str:
     return re.sub(r"[()]", "", words[len(chart) :]).strip(" ,") or words
 
 
+# What charts show of a column, by the word for it in `MetricText.charts`: the ending of the name,
+# the words, and the value. Means and extremes are over the layers without layer 0.
+_Shown = tuple[str, str, Callable[[Column], float]]
+_SHOWN: dict[str, list[_Shown]] = {
+    "mean": [("", "{title}, mean over layers", lambda column: column.mean)],
+    "interval": [
+        ("_low", "lower end of its 95 % interval", lambda c: c.mean - c.mean_margin),
+        ("_high", "upper end of its 95 % interval", lambda c: c.mean + c.mean_margin),
+    ],
+    "largest": [
+        ("_max", "{title}, largest layer",
+         lambda c: max((x for layer, x in c.by_layer().items() if layer), default=NAN)),
+    ],
+    "smallest": [("_min", "{title}, lowest head", lambda column: column.extreme("min"))],
+    "highest": [("_max", "{title}, highest head", lambda column: column.extreme("max"))],
+    "size": [("_size", "{title}, mean size over heads", Column.mean_size)],
+}  # fmt: skip
+_OF_TAG = {"mean": "value", "smallest": "min", "highest": "max"}  # what the record has a tag for
+
+
 def headlines_of(metric: str, text: MetricText, *, stack: str = "") -> Iterator[Headline]:
     """List the headline values of a metric. Means are over the layers without layer 0.
 
@@ -94,45 +115,23 @@ def headlines_of(metric: str, text: MetricText, *, stack: str = "") -> Iterator[
         text: How pages speak of it.
         stack: Name of the stack.
     """
-    chart, title = chart_title(metric, text), text.title
-
-    def copy(name: str, words: str, part: str = "", kind: str = "value") -> Headline:
-        place = Place(stack, metric, part, kind=kind)
-        return Headline(name, chart, words, lambda reading: place.find(reading.stacks), place.tag)
-
-    def made(name: str, words: str, function: Callable[[Column], float]) -> Headline:
-        def value(reading: Reading) -> float:
-            column = reading.stacks.get(stack, {}).get(metric)
-            return NAN if column is None else function(column)
-
-        return Headline(f"{metric}_{name}", chart, words, value)
-
     for kind in text.charts:
-        if kind == "mean":
-            yield copy(metric, f"{title}, mean over layers")
-        elif kind == "interval":
-            for name, words, sign in (("low", "lower", -1), ("high", "upper", 1)):
-                yield made(name, f"{words} end of its 95 % interval", _end(sign))._replace(chart="")
-        elif kind == "largest":
-            yield made("max", f"{title}, largest layer", _largest)
-        elif kind == "smallest":
-            yield copy(f"{metric}_min", f"{title}, lowest head", kind="min")
-        elif kind == "highest":
-            yield copy(f"{metric}_max", f"{title}, highest head", kind="max")
-        elif kind == "size":
-            yield made("size", f"{title}, mean size over heads", Column.mean_size)
-        else:
-            yield copy(f"{metric}_{kind}", f"{text.title_of(kind)}, mean over layers", kind)
+        part = "" if kind in _SHOWN else kind
+        is_tagged = part or kind in _OF_TAG
+        tag = Place(stack, metric, part, kind=_OF_TAG.get(kind, "value")).tag if is_tagged else ""
+        chart = "" if kind == "interval" else chart_title(metric, text)  # the ends are a band
+        for ending, words, function in _SHOWN["mean" if part else kind]:
+            name = f"{metric}_{part}" if part else metric + ending
+            value = partial(_value, stack, metric, part, function)
+            yield Headline(name, chart, words.format(title=text.title_of(part)), value, tag)
 
 
-def _end(sign: int) -> Callable[[Column], float]:
-    """Make the function that gives an end of the 95 % interval of a mean."""
-    return lambda column: column.mean + sign * column.mean_margin
-
-
-def _largest(column: Column) -> float:
-    """Return the largest value over the layers without layer 0."""
-    return max((value for layer, value in column.by_layer().items() if layer), default=NAN)
+def _value(
+    stack: str, metric: str, part: str, function: Callable[[Column], float], reading: Reading
+) -> float:
+    """Compute a value from a column of a reading, or from that of a part."""
+    column = reading.stacks.get(stack, {}).get(metric, EMPTY)
+    return function(column.parts.get(part, EMPTY) if part else column)
 
 
 def headline_tag(name: str, stack: str = "") -> str:
@@ -186,7 +185,7 @@ def without_layers(detail: Detail) -> Detail:
 class Charts:
     """Selects what one sink charts of each reading.
 
-    Where a reading holds fewer metrics than there are places for headline values, the means of its
+    If a reading holds fewer metrics than there are places for headline values, the means of its
     other metrics take the free ones.
 
     Args:
@@ -202,7 +201,8 @@ class Charts:
         self._all = detail == LAYERS
         self.named = () if isinstance(detail, str) else detail
         self._texts: dict[str, MetricText] = {}
-        self._selected: dict[str, dict[str, Headline]] = {}  # by stack and name
+        # By stack, and by the name under which each is shown: once shown, always shown.
+        self._selected: dict[str, dict[str, Headline]] = {}
 
     def describe(self, description: Mapping[str, Any]) -> None:
         """Take the description of the run, which holds the texts of its metrics.
@@ -218,36 +218,21 @@ class Charts:
         Args:
             reading: A reading.
         """
-        headlines = self.headlines(reading)
-        if not self._all:
-            return headlines
-        copied = self._copied(reading)
-        return headlines | {t: v for t, v in _charted(reading).items() if t not in copied}
-
-    def headlines(self, reading: Reading) -> dict[str, float]:
-        """Select the headline values alone, by the name under which they are shown; no NaN.
-
-        Args:
-            reading: A reading.
-        """
-        found = {
-            headline_tag(headline.name, stack): float(headline.value(reading))
-            for stack, selected in self._by_stack(reading)
-            for headline in selected
-        }
-        return {tag: value for tag, value in found.items() if not math.isnan(value)}
+        headlines = self._headlines(reading)
+        found = {name: float(headline.value(reading)) for name, headline in headlines.items()}
+        if self._all:
+            copied = {headline.tag for headline in headlines.values()}
+            found |= {tag: x for tag, x in _charted(reading).items() if tag not in copied}
+        return {name: value for name, value in found.items() if not math.isnan(value)}
 
     def is_end(self, tag: str) -> bool:
-        """Return whether a name is that of an end of an interval, which has no chart of its own.
+        """Return whether a value is the end of an interval, which has no chart of its own.
 
         Args:
             tag: Name under which a headline value is shown.
         """
-        return any(
-            not headline.chart and headline_tag(headline.name, stack) == tag
-            for stack, selected in self._selected.items()
-            for headline in selected.values()
-        )
+        found = [selected[tag] for selected in self._selected.values() if tag in selected]
+        return any(not headline.chart for headline in found)
 
     def layout(self, reading: Reading) -> dict[str, dict[str, list[Any]]]:
         """Lay out the charts of a reading for TensorBoard's custom scalars.
@@ -259,64 +244,50 @@ class Charts:
             Kind of chart and names of its curves, by category and title.
         """
         charts: dict[str, list[Any]] = {}
-        for stack, selected in self._by_stack(reading):
-            titles: dict[str, list[str]] = {}
-            for headline in selected:
-                if headline.chart:
-                    tag = f"{headline_tag(headline.name, stack)}$"
-                    titles.setdefault(_in_words(headline.chart, stack), []).append(tag)
-            charts |= {title: ["Multiline", names] for title, names in titles.items()}
+        for name, headline in self._headlines(reading).items():
+            if headline.chart:
+                charts.setdefault(headline.chart, ["Multiline", []])[1].append(f"{name}$")
         # In one category TensorBoard draws the charts of intervals below all others.
         laid_out: dict[str, dict[str, list[Any]]] = {}
-        for title, stack, ends in self._intervals(reading):
-            category = laid_out.setdefault(next(iter(laid_out), f"geomon: {title}"), {})
-            category[f"{_in_words(title, stack)}, 95 % interval"] = ["Margin", ends]
-        laid_out["geomon"] = charts
-        if self._all:
-            laid_out["by layer"] = dict(self._by_layer(reading))
-        return laid_out
-
-    def _intervals(self, reading: Reading) -> Iterator[tuple[str, str, list[str]]]:
-        """For each metric with an interval: its title, the stack, and the names of the curves."""
         for stack, inside in _stacks_of(reading):
             for metric, column in reading.stacks.get(inside, {}).items():
                 text = self._text_of(metric)
                 if "interval" in text.charts and math.isfinite(column.mean_margin):
-                    names = metric, f"{metric}_low", f"{metric}_high"
-                    yield text.title, stack, [headline_tag(name, stack) for name in names]
+                    first = next(iter(laid_out), f"geomon: {text.title}")
+                    category = laid_out.setdefault(first, {})
+                    names = [headline_tag(metric + end, stack) for end in ("", "_low", "_high")]
+                    category[f"{_in_words(text.title, stack)}, 95 % interval"] = ["Margin", names]
+        laid_out["geomon"] = charts
+        if self._all:
+            laid_out["by layer"] = self._by_layer(reading)
+        return laid_out
 
-    def _by_layer(self, reading: Reading) -> Iterator[tuple[str, list[Any]]]:
-        """For each metric: the title of a chart of all layers, and patterns of its curves."""
-        copied = self._copied(reading)
-        for inside, columns in reading.stacks.items():
+    def _by_layer(self, reading: Reading) -> dict[str, list[Any]]:
+        """Lay out a chart of all layers of each metric, and one of its scales."""
+        copied = {headline.tag: name for name, headline in self._headlines(reading).items()}
+        charts: dict[str, list[Any]] = {}
+        for stack, columns in reading.stacks.items():
             for metric, column in columns.items():
-                title = _in_words(self._text_of(metric).label, inside)
-                if column.layers:
-                    mean = Place(inside, metric).tag
-                    layers = tags.in_stack(f"{metric}/layer_[0-9]+$", inside)
-                    yield title, ["Multiline", [layers, f"{copied.get(mean, mean)}$"]]
+                title = _in_words(self._text_of(metric).label, stack)
                 scales = [part for part in column.parts if part[1:].isdigit()]
-                if scales:
-                    tags_of = [Place(inside, metric, part).tag for part in scales]
-                    others = [f"{copied[tag]}$" for tag in tags_of if tag in copied]
-                    pattern = tags.in_stack(f"{tags.mean_tag(metric, 'k')}[0-9]+$", inside)
-                    yield f"{title}, by scale", ["Multiline", [pattern, *others]]
+                means = {part: Place(stack, metric, part).tag for part in ("", *scales)}
+                shown = {part: f"{copied.get(tag, tag)}$" for part, tag in means.items()}
+                mean = shown.pop("")
+                if column.layers:
+                    layers = tags.in_stack(f"{metric}/layer_[0-9]+$", stack)
+                    charts[title] = ["Multiline", [layers, mean]]
+                if shown:
+                    charts[f"{title}, by scale"] = ["Multiline", [*shown.values()]]
+        return charts
 
-    def _copied(self, reading: Reading) -> dict[str, str]:
-        """Tags that headline values copy, and the names under which these are shown."""
-        return {
-            headline.tag: headline_tag(headline.name, stack)
-            for stack, selected in self._by_stack(reading)
-            for headline in selected
-        }
-
-    def _by_stack(self, reading: Reading) -> Iterator[tuple[str, list[Headline]]]:
-        """For each stack: its name, "" for the main one, and its headline values."""
+    def _headlines(self, reading: Reading) -> dict[str, Headline]:
+        """Select headline values, by the name under which each is shown."""
         for stack, inside in _stacks_of(reading):
             selected = self._selected.setdefault(stack, {})
-            for headline in self._wanted(reading, stack, inside, selected):
-                selected.setdefault(headline.name, headline)
-            yield stack, list(selected.values())
+            for each in self._wanted(reading, stack, inside, selected):
+                chart = each.chart and _in_words(each.chart, stack)
+                selected.setdefault(headline_tag(each.name, stack), each._replace(chart=chart))
+        return {name: each for found in self._selected.values() for name, each in found.items()}
 
     def _wanted(
         self, reading: Reading, stack: str, inside: str, selected: Mapping[str, Headline]
@@ -326,22 +297,19 @@ class Charts:
         for metric in columns:
             yield from headlines_of(metric, self._text_of(metric), stack=inside)
         if not stack:
-            if tags.PROBE_LOSS in reading.training:
-                yield PROBE_LOSS
+            yield from [PROBE_LOSS] if tags.PROBE_LOSS in reading.training else []
             yield OVERHEAD
         for metric, column in columns.items():
             text = self._text_of(metric)
-            free = len(selected.keys() - {PROBE_LOSS.name}) < _PLACES and not text.charts
+            taken = len(selected.keys() - {headline_tag(PROBE_LOSS.name)})
+            is_free = taken < _PLACES and not text.charts
             has_mean = any(column.depths()) or not math.isnan(column.mean)
-            if (metric in self.named or free) and has_mean and metric not in _TAKEN:
-                yield from headlines_of(metric, _mean_alone(text), stack=inside)
+            if (metric in self.named or is_free) and has_mean and metric not in _TAKEN:
+                alone = MetricText(text.title, text.unit, charts=("mean",))
+                yield from headlines_of(metric, alone, stack=inside)
 
     def _text_of(self, metric: str) -> MetricText:
         return self._texts.get(metric, MetricText(metric))
-
-
-def _mean_alone(text: MetricText) -> MetricText:
-    return MetricText(text.title, text.unit, charts=("mean",))
 
 
 def _in_words(title: str, stack: str) -> str:
@@ -350,22 +318,16 @@ def _in_words(title: str, stack: str) -> str:
 
 def _charted(reading: Reading) -> dict[str, float]:
     """Select what charts of all layers show: no heads, and of single layers no error parts."""
-    places = (
-        place
-        for stack, columns in reading.stacks.items()
-        for metric, column in columns.items()
-        for place in places_of(metric, column, stack)
-        if place.kind != "head"
-    )
     found = {
         place.tag: place.find(reading.stacks)
-        for place in places
-        if place.layer is None
-        or not (place.kind == "margin" or place.part.rpartition("/")[2] in TRUST)
+        for place in all_places(reading.stacks)
+        if place.kind != "head"
+        and not (
+            place.layer is not None
+            and (place.kind == "margin" or place.part.rpartition("/")[2] in TRUST)
+        )
     }
-    found |= {tags.training_tag(name): value for name, value in reading.training.items()}
-    found |= {tags.SECONDS: reading.seconds, tags.OVERHEAD: reading.overhead}
-    return {tag: value for tag, value in found.items() if not math.isnan(value)}
+    return found | reading.of_run()
 
 
 def _stacks_of(reading: Reading) -> list[tuple[str, str]]:

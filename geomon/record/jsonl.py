@@ -21,9 +21,9 @@ from geomon.record.alert import RaisedAlert
 from geomon.record.arrays import ArrayFolder, Arrays
 from geomon.record.encode import encode_line
 from geomon.record.follow import FILE_NAME, Follower
-from geomon.record.lock import FolderLock, follow_folder, lock_folder
+from geomon.record.lock import FolderLock, lock_folder
+from geomon.record.paths import check_regular, local_path
 from geomon.record.reading import Reading, Readings
-from geomon.record.regular import check_regular
 
 _LOCK_NAME = ".readings.lock"
 
@@ -38,19 +38,19 @@ class Record:
 
     A line that cannot be written (a full disk, say) stays in memory and is written before the next
     one, or by `close`. At most 100 lines are kept; then the oldest reading is dropped. A folder
-    that was removed is made again; one that was renamed is gone on with, where the system tells
-    its new name.
+    that was removed or renamed is made again.
 
     Args:
         directory: Folder of the run; made if it does not exist.
 
     Raises:
-        ValueError: The directory cannot be made or written, or another process writes there.
+        ValueError: The directory is remote, it cannot be made or written, or another process writes
+            there.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         # Absolute: the program may go to another folder while it trains.
-        self.path = Path(os.path.abspath(directory)) / FILE_NAME
+        self.path = local_path(directory).absolute() / FILE_NAME
         self.arrays = ArrayFolder.beside(self.path)
         self._is_foreign = False  # whether the file on disk belongs to another run
         # The step from which arrays that are there are of another run, or of a branch given up.
@@ -60,7 +60,6 @@ class Record:
         # After Ctrl-C the same reading or alert may be given again.
         self._written: deque[str] = deque(maxlen=_REMEMBERED)
         self._lock: FolderLock | None = None
-        self._locked: Path | None = None  # where the lock stood when this record last looked
         try:
             self._take_lock()
             check_regular(self.path)
@@ -190,19 +189,10 @@ class Record:
             self._lock = None
 
     def _take_lock(self) -> None:
-        """Make the folder if it is not there, and see that this process holds it.
-
-        A folder that was renamed while it is held is gone on with under its new name.
-        """
-        if self._lock is not None and follow_folder(self._lock) and self._lock.path != self._locked:
-            self._locked = self._lock.path
-            self.path = self._lock.path.with_name(FILE_NAME)
-            self.arrays = ArrayFolder.beside(self.path)
+        """Make the folder if it is not there, and see that this process holds it."""
         if self._lock is None or not self._lock.is_held:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = lock_folder(self.path.parent / _LOCK_NAME)
-            self._locked = self._lock.path
-        self._lock.refresh()
 
     def _write_pending(self) -> None:
         self._take_lock()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from html import escape
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, overload
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, overload
 
 import msgspec
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from geomon.record import tags
 from geomon.record.alert import RaisedAlert
 from geomon.record.arrays import ArrayFolder
 from geomon.record.columns import (
+    EMPTY,
     NAN,
     Column,
     Columns,
@@ -23,6 +24,7 @@ from geomon.record.columns import (
     Number,
     Place,
     Stacks,
+    all_places,
     number,
     places_of,
     tagged,
@@ -35,6 +37,13 @@ from geomon.record.versions import installed, is_newer
 if TYPE_CHECKING:
     import pandas
 
+
+# Columns of a run in long form, and their kinds in a data frame. None has the name of a method of a
+# data frame, as "head" and "stack" would.
+COLUMNS = {
+    "step": "int64", "source": "category", "metric": "category", "stack_name": "category",
+    "layer": "Int32", "head_index": "Int32", "part": "category", "value": "float64",
+}  # fmt: skip
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
@@ -76,9 +85,7 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
     def __post_init__(self) -> None:
         """Put NaN in the place of the nulls of JSON, and refuse what no reading has."""
         msgspec.structs.force_setattr(self, "overhead", number(self.overhead))
-        if None in self.training.values():
-            known = {name: number(value) for name, value in self.training.items()}
-            msgspec.structs.force_setattr(self, "training", known)
+        msgspec.structs.force_setattr(self, "training", number(self.training))
         if self.step < 0 or not (math.isfinite(self.time) and math.isfinite(self.seconds)):
             raise ValueError("expected a step from 0, and a time and seconds that are finite")
 
@@ -89,9 +96,10 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
     @functools.cached_property
     def values(self) -> Mapping[str, float]:
         """Every value by its tag; NaN where one could not be measured."""
-        return tagged(self.stacks) | self._of_run()
+        return tagged(self.stacks) | self.of_run()
 
-    def _of_run(self) -> dict[str, float]:
+    def of_run(self) -> dict[str, float]:
+        """Return the values of the run as a whole by tag: what it logs, and what geomon costs."""
         values = {tags.training_tag(name): value for name, value in self.training.items()}
         values[tags.SECONDS] = self.seconds
         return values if math.isnan(self.overhead) else values | {tags.OVERHEAD: self.overhead}
@@ -116,8 +124,8 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
             metric: Name of the metric.
             part: Name of a part of it; "" for the value itself.
         """
-        column = self.columns.get(metric, _NONE)
-        return column.parts.get(part, _NONE) if part else column
+        column = self.columns.get(metric, EMPTY)
+        return column.parts.get(part, EMPTY) if part else column
 
     def layers(self, metric: str) -> list[int]:
         """List the layers of the main stack for which the reading has a metric, ascending."""
@@ -127,21 +135,27 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
         """Return the notes as sentences."""
         return [note.words() for note in self.notes]
 
+    def rows(self) -> Iterator[tuple[Any, ...]]:
+        """List all values in long form, in the order of `COLUMNS`."""
+        for place in all_places(self.stacks):
+            head = place.head if place.kind == "head" else None
+            kind = place.kind if place.kind in ("margin", "min", "max") else place.name
+            part = "/".join(filter(None, (place.part, kind)))
+            yield (
+                self.step, self.source, place.metric, place.stack, place.layer, head, part,
+                place.find(self.stacks),
+            )  # fmt: skip
+        for tag, value in self.of_run().items():
+            group, _, name = tag.partition("/")
+            yield self.step, self.source, group, "", None, None, name, value
+
     def line(self) -> str:
         """Format the reading as one line of JSON; a value that is not finite becomes null."""
         return encode_line(self)
 
 
-_NONE = Column()
-
-
-class _Points(NamedTuple):
-    steps: list[int]
-    values: list[float]
-    margins: list[float]
-
-
-class Series(_Points):
+@dataclass(frozen=True)
+class Series:
     """Values of a tag over training.
 
     Attributes:
@@ -151,6 +165,9 @@ class Series(_Points):
         tag: Name of the values.
     """
 
+    steps: list[int]
+    values: list[float]
+    margins: list[float]
     tag: str = ""
 
     def plot(self, axes: Any = None, **style: Any) -> Any:
@@ -173,8 +190,8 @@ class Series(_Points):
                 raise ImportError("plot needs matplotlib: pip install 'geomon[figures]'") from error
             axes = pyplot.subplots()[1]
         (line,) = axes.plot(self.steps, self.values, **({"label": self.tag} | style))
-        pairs = list(zip(self.values, self.margins, strict=True))
-        low, high = [v - m for v, m in pairs], [v + m for v, m in pairs]
+        low = [value - margin for value, margin in zip(self.values, self.margins, strict=True)]
+        high = [value + margin for value, margin in zip(self.values, self.margins, strict=True)]
         axes.fill_between(self.steps, low, high, color=line.get_color(), alpha=0.2, lw=0)
         after = min((step for step in self.steps if step > 0), default=1)
         axes.set_xscale("symlog", linthresh=after, linscale=0.45)  # step 0 has a place too
@@ -259,32 +276,24 @@ class Readings:
         points = sorted((reading.step, *getter(reading)) for reading in self)
         known = [point for point in points if not math.isnan(point[1])]
         steps, values, margins = zip(*known, strict=True) if known else ((), (), ())
-        series = Series([*steps], [*values], [*margins])
-        series.tag = tag
-        return series
+        return Series([*steps], [*values], [*margins], tag)
 
     def _getter(self, tag: str) -> Callable[[Reading], tuple[float, float]] | None:
         """Find a tag among those that the columns make: a function that gives value and margin."""
         metric = tag.partition("/")[0]
         for reading in reversed(self.readings):
-            if tag in reading._of_run():
-                return lambda reading: (reading._of_run().get(tag, NAN), NAN)
+            if tag in reading.of_run():
+                return lambda reading: (reading.of_run().get(tag, NAN), NAN)
             for stack, columns in reading.stacks.items():
-                if metric not in columns:
-                    continue
-                for place in places_of(metric, columns[metric], stack):
+                for place in places_of(metric, columns.get(metric, EMPTY), stack):
                     if place.tag == tag:
-                        width = place._replace(kind="margin") if place.kind == "value" else None
-                        return functools.partial(_at, place, width)
+                        return functools.partial(_point, place)
         return None
 
     @functools.cached_property
     def metrics(self) -> dict[str, MetricText]:
         """How pages speak of each metric, by its name."""
-        found: dict[str, MetricText] = {}
-        for run in self.runs:
-            found |= texts_of(run)
-        return found
+        return {name: text for run in self.runs for name, text in texts_of(run).items()}
 
     def text_of(self, metric: str) -> MetricText:
         """Return how pages speak of a metric; by its name where the record does not say.
@@ -321,9 +330,20 @@ class Readings:
         Raises:
             ImportError: pandas is missing.
         """
-        from geomon.record.export import to_pandas
-
-        return to_pandas(self)
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("to_pandas needs pandas: pip install 'geomon[export]'") from error
+        columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+        appends = [column.append for column in columns.values()]
+        for reading in self:
+            for row in reading.rows():
+                for append, field_ in zip(appends, row, strict=True):
+                    append(field_)
+        # A column at a time, so that its list is freed: a large run has tens of millions of values.
+        return pandas.DataFrame(
+            {name: pandas.Series(columns.pop(name), dtype=kind) for name, kind in COLUMNS.items()}
+        )
 
     def remarks(self) -> list[str]:
         """List what a page says before it shows the run, in sentences; mostly nothing."""
@@ -384,8 +404,8 @@ class Readings:
         Raises:
             KeyError: No reading has a value of that name.
         """
-        steps, values, _ = self._curve(tag)
-        return steps, values
+        curve = self._curve(tag)
+        return curve.steps, curve.values
 
     def layers(self, metric: str) -> list[int]:
         """List the layers of the main stack for which any reading has a metric, ascending."""
@@ -423,9 +443,10 @@ class Readings:
         return replace(self, readings=selected, abandoned=abandoned, folder=folder)
 
 
-def _at(place: Place, width: Place | None, reading: Reading) -> tuple[float, float]:
+def _point(place: Place, reading: Reading) -> tuple[float, float]:
     """Return the value at a place of a reading, and its margin."""
-    return place.find(reading.stacks), NAN if width is None else width.find(reading.stacks)
+    width = place._replace(kind="margin").find(reading.stacks) if place.kind == "value" else NAN
+    return place.find(reading.stacks), width
 
 
 def main_stack(names: Iterable[str]) -> str:

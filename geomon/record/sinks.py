@@ -91,40 +91,6 @@ class Memory:
         """Do nothing: there is nothing to flush."""
 
 
-class ChartLayout:
-    """Layout of TensorBoard's custom scalars, written with the first reading only.
-
-    Args:
-        charts: What is charted.
-        prefix: What the logger has before every name.
-    """
-
-    def __init__(self, charts: Charts, prefix: str = "") -> None:
-        self._charts = charts
-        self._prefix = prefix
-        self._is_written = False
-
-    def write_once(self, reading: Reading, writers: Iterable[Any]) -> None:
-        """Write the layout of the charts of a reading, unless one was written before.
-
-        Args:
-            reading: Reading whose values the charts show.
-            writers: `SummaryWriter`s of TensorBoard; iterated over only when the layout is written.
-        """
-        if self._is_written:
-            return
-        layout = {
-            category: {
-                title: [kind, [f"{self._prefix}{name}" for name in names]]
-                for title, (kind, names) in charts.items()
-            }
-            for category, charts in self._charts.layout(reading).items()
-        }
-        for writer in writers:
-            writer.add_custom_scalars(layout)
-        self._is_written = True  # only now: one that failed is written with the next reading
-
-
 class LoggerSink:
     """Sink that writes charted values to one logger.
 
@@ -156,14 +122,10 @@ class LoggerSink:
         writers: Callable[[], Iterable[Any]] | None = None,
         prefix: str = "",
     ) -> None:
-        self._name = name
-        self._log = log
-        self._save = save
-        self._writers = writers
-        self._charts = Charts(detail)
+        self._name, self._log, self._save, self._writers = name, log, save, writers
+        self._charts, self._prefix = Charts(detail), prefix
         self.named = self._charts.named
-        self._prefix = prefix
-        self._layout = ChartLayout(self._charts, prefix)
+        self._is_laid_out = False
 
     def __str__(self) -> str:
         return self._name
@@ -178,10 +140,23 @@ class LoggerSink:
 
     def write(self, reading: Reading) -> None:
         """Hand charted values to the logger; before the first, write the layout of their charts."""
-        if self._writers is not None:
-            self._layout.write_once(reading, self._writers())
+        if self._writers is not None and not self._is_laid_out:
+            layout = self._layout(reading)
+            for writer in self._writers():
+                writer.add_custom_scalars(layout)
+            self._is_laid_out = True  # only now: one that failed is written with the next reading
         if values := self._charts.select(reading):
             self._log({f"{self._prefix}{tag}": v for tag, v in values.items()}, reading.step)
+
+    def _layout(self, reading: Reading) -> dict[str, dict[str, list[Any]]]:
+        """Lay out the charts of a reading, with the names that the logger gets."""
+        return {
+            category: {
+                title: [kind, [f"{self._prefix}{name}" for name in names]]
+                for title, (kind, names) in charts.items()
+            }
+            for category, charts in self._charts.layout(reading).items()
+        }
 
     def close(self) -> None:
         """Flush the logger, which is closed by whoever made it."""

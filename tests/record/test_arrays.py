@@ -106,19 +106,16 @@ def test_of_readings_close_together_only_some_have_arrays(tmp_path):
     assert max(b / a for a, b in itertools.pairwise(kept) if a > 200) < 1.1
 
 
-def test_what_is_of_somebody_else_is_left_alone(tmp_path):
+def test_what_is_of_somebody_else_is_kept(tmp_path):
     theirs = tmp_path / "arrays"
     theirs.mkdir()
     np.savez(theirs / "step_000000_probe.npz", own=np.arange(3))
     (theirs / "weights.bin").write_bytes(b"weights")
-    before = {path.name: path.read_bytes() for path in theirs.iterdir()}
-    folder = ArrayFolder(theirs)
-    with pytest.raises(FileExistsError, match="is not a file of geomon's and is kept"):
-        folder.write(0, "probe", some(1.0))
-    assert {path.name: path.read_bytes() for path in theirs.iterdir()} == before
-    folder.write(1, "probe", some(1.0))
-    folder.move(ArrayFolder(tmp_path / "arrays.1"))
+    content = (theirs / "step_000000_probe.npz").read_bytes()
+    write(began(tmp_path), 0, 1.0)
+    assert (tmp_path / "arrays.1" / "step_000000_probe.npz").read_bytes() == content
     assert (theirs / "weights.bin").read_bytes() == b"weights"
+    assert number_of(tmp_path, 0) == 1.0
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
@@ -194,5 +191,16 @@ def test_a_pipe_holds_no_arrays(tmp_path):
     with pytest.raises(ValueError, match="no regular file"):
         folder.read(0, "probe")
     for step in (0, 1):
-        with pytest.raises(OSError, match=r"is not a file of geomon's|no regular file"):
-            folder.write(step, "probe", some(1.0))
+        folder.write(step, "probe", some(1.0))
+        assert folder.read(step, "probe")["mean_query/layer_01"][0, 0] == 1.0
+
+
+def test_a_link_in_place_of_a_part_is_not_written_through(tmp_path):
+    other = tmp_path / "elsewhere.txt"
+    other.write_text("precious")
+    folder = ArrayFolder(tmp_path / "arrays")
+    folder.path.mkdir()
+    (folder.path / ".step_000001_probe.npz.part").symlink_to(other)
+    folder.write(1, "probe", some(1.0))
+    assert other.read_text() == "precious"
+    assert folder.steps("probe") == [1]

@@ -8,6 +8,8 @@ from tagged import reading_of
 
 from geomon.record import Readings, export
 
+COLUMNS = ("step", "source", "metric", "stack_name", "layer", "head_index", "part", "value")
+
 
 @pytest.fixture
 def run():
@@ -51,8 +53,8 @@ def missing_as_none(frame):
 
 def test_a_data_frame_has_a_row_for_each_value(run):
     frame = run.to_pandas()
-    assert tuple(frame.columns) == export.COLUMNS
-    assert not [name for name in export.COLUMNS if hasattr(type(frame), name)]  # hides no method
+    assert tuple(frame.columns) == COLUMNS
+    assert not [name for name in COLUMNS if hasattr(type(frame), name)]  # hides no method
     assert missing_as_none(frame) == EXPECTED
     heads = frame[(frame.metric == "qk_cosine") & (frame.head_index == 1)]
     assert heads.value.item() == -0.25
@@ -65,10 +67,10 @@ def test_parquet_and_csv_hold_the_same_to_the_last_bit(run, tmp_path):
 
     path = export.export(run, tmp_path / "new" / "in it" / "values.parquet")
     assert missing_as_none(pandas.read_parquet(path)) == EXPECTED
-    assert tuple(parquet.read_schema(path).names) == export.COLUMNS
+    assert tuple(parquet.read_schema(path).names) == COLUMNS
     with export.export(run, f"{tmp_path}/values.csv").open(newline="") as file:
         rows = list(csv.reader(file))
-    assert tuple(rows[0]) == export.COLUMNS
+    assert tuple(rows[0]) == COLUMNS
     assert rows[1:] == [["" if x is None else str(x) for x in row] for row in EXPECTED]
     with pytest.raises(ValueError, match=r"ends in .csv or .parquet"):
         export.export(run, tmp_path / "a.xlsx")

@@ -1,20 +1,30 @@
 import contextlib
 import io
 import json
+import math
 import os
 import shutil
-import sys
 import time
-import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 from full_disk import FullDisk
+from hypothesis import given
+from hypothesis import strategies as st
 from tagged import reading_of
 
-from geomon.record import FILE_NAME, Follower, Reading, Readings, Record, lock, read
-from geomon.record.arrays import ArrayPlace
+from geomon.note import Note
+from geomon.record import (
+    FILE_NAME,
+    Course,
+    Follower,
+    RaisedAlert,
+    Reading,
+    Readings,
+    Record,
+    read,
+)
 
 
 def reading(step: int, source: str = "inline") -> Reading:
@@ -156,44 +166,17 @@ def test_records_below_a_folder_that_holds_none_are_named(tmp_path):
         read(tmp_path)
 
 
-def named_as_on_macos(monkeypatch):
-    """Have the system tell the name of an open file in the other way that there is."""
-
-    def name_of(descriptor, what, buffer):
-        return os.fsencode(os.readlink(f"/proc/self/fd/{descriptor}")).ljust(len(buffer), b"\0")
-
-    monkeypatch.setattr(
-        lock,
-        "fcntl",
-        types.SimpleNamespace(**{**vars(lock.fcntl), "F_GETPATH": 50, "fcntl": name_of}),
-    )
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the other way is made from this one")
-@pytest.mark.parametrize("system", [lambda patch: None, named_as_on_macos])
-def test_a_folder_that_is_renamed_while_a_run_goes_on_keeps_its_record(
-    tmp_path, monkeypatch, system
-):
-    system(monkeypatch)
+def test_a_folder_that_is_renamed_while_a_run_goes_on_is_made_again(tmp_path):
     record, beside = Record(tmp_path / "a"), Record(tmp_path / "a")
     record.begin(0, {"model": "M"})
     record.write(reading(0))
-    record.write_arrays(reading(0), {ArrayPlace("", "mean_query", 1): np.ones(2)})
     (tmp_path / "a").rename(tmp_path / "b")
     record.write(reading(1))
-    record.write_arrays(reading(1), {ArrayPlace("", "mean_query", 1): np.ones(2)})
     beside.write(reading(2))  # of another monitor of the same folder
-    assert [path.name for path in tmp_path.iterdir()] == ["b"]
-    found = read(tmp_path / "b")
-    assert (steps(found), len(found.runs)) == ([0, 1, 2], 1)
-    assert record.path == beside.path == tmp_path / "b" / FILE_NAME
-    assert found.arrays(1)["mean_query/layer_01"].tolist() == [1, 1]
-    other = Record(tmp_path / "a")  # the name is free for another run
-    other.begin(0, {"model": "N"})
-    other.write(reading(0))
-    record.write(reading(3))
-    assert steps(read(tmp_path / "a")) == [0]
-    assert steps(read(tmp_path / "b")) == [0, 1, 2, 3]
+    assert steps(read(tmp_path / "b")) == [0]
+    found = read(tmp_path / "a")
+    assert (steps(found), [run["model"] for run in found.runs]) == ([1, 2], ["M"])
+    other = Record(tmp_path / "b")  # nothing of this process locks it any more
     for each in (record, beside, other):
         each.close()
     assert not list(tmp_path.glob("*/.readings.lock"))
@@ -290,3 +273,96 @@ def test_pages_can_tell_that_two_runs_wrote_at_once(tmp_path, order, mixed):
     (tmp_path / FILE_NAME).write_text("".join(f"{line}\n" for line in lines))
     assert read(tmp_path).mixed_at == mixed
     assert read(tmp_path).of_stack().mixed_at == mixed
+
+
+@pytest.mark.parametrize(
+    "directory", ["s3://bucket/run", "gs://b", "memory://b/run", Path("memory://b/run"), "az:/b"]
+)
+@pytest.mark.parametrize("use", [Record, read, lambda folder: Follower(Path(folder))])
+def test_remote_storage_is_refused_in_one_sentence(tmp_path, monkeypatch, directory, use):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"is remote storage, .* directory='runs/a'") as refusal:
+        use(directory)
+    scheme, _, place = str(directory).partition(":")
+    assert f"'{scheme}://{place.lstrip('/')}'" in str(refusal.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_may_be_named_as_a_file_of_this_machine(tmp_path):
+    Record(f"file://{tmp_path}/a%20b").close()
+    assert (tmp_path / "a b" / FILE_NAME).is_file()
+    assert steps(read(f"file://{tmp_path}/a%20b")) == []
+
+
+@pytest.mark.parametrize("directory", ["\0", "a\0b", "\ud800"])
+@pytest.mark.parametrize("use", [Record, read])
+def test_what_is_no_path_is_said_in_words(directory, use):
+    with pytest.raises(ValueError, match=r"^directory='.*' is no path \(.*give a folder"):
+        use(directory)
+
+
+SURROGATE = "fichier\udce9.txt"
+
+
+def test_text_that_is_not_utf_8_makes_no_record_unreadable(tmp_path):
+    name = SURROGATE
+    record = Record(tmp_path)
+    record.begin(0, {"model": name, name: 1, "deep": {"a": [name, {name: (1.5, None, True)}]}})
+    whole = reading_of(
+        {f"m{name}/layer_01/head_0": 1.0, f"m{name}/mean": math.nan, f"training/{name}": 2.0},
+        dtype=name, notes=[name],
+    )  # fmt: skip
+    record.write(whole)
+    course = Course(name, (0, 1), (1.0, math.nan))
+    record.write_alert(RaisedAlert(1, 1.0, name, Note(name, name, advice=name), (course,)))
+    record.close()
+    found = read(tmp_path)
+    shown = "fichier\\udce9.txt"
+    assert found.runs[0]["model"] == shown
+    assert found.runs[0][shown] == 1
+    assert found.runs[0]["deep"] == {"a": [shown, {shown: [1.5, None, True]}]}
+    assert found[0].values[f"m{shown}/layer_01/head_0"] == 1.0
+    assert math.isnan(found[0].values[f"m{shown}/mean"])
+    assert found[0].training == {shown: 2.0}
+    assert (found[0].dtype, found[0].words()) == (shown, [shown])
+    (alert,) = found.raised
+    assert (alert.words(), alert.courses[0].tag) == (shown, shown)
+
+
+@given(st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(st.characters()),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(st.characters()) | st.integers(), inner)
+    | st.tuples(inner, inner) | st.sets(st.integers()), max_leaves=8,
+))  # fmt: skip
+def test_any_facts_leave_a_record_that_can_be_read(tmp_path_factory, fact):
+    record = Record(tmp_path_factory.mktemp("run"))
+    record.begin(0, {"fact": fact})
+    record.write(reading(0))
+    record.close()
+    assert steps(read(record.path)) == [0]
+
+
+@pytest.mark.parametrize("line", ['{"check": {"step": 1}}', '{"x":[]}'])
+def test_lines_that_only_a_newer_geomon_knows_are_passed_over(tmp_path, line):
+    def write(version):
+        run = json.dumps({"run": {"geomon": version}})
+        lines = (run, reading(0).line(), line, reading(1).line())
+        (tmp_path / FILE_NAME).write_text("".join(f"{each}\n" for each in lines))
+
+    write("9999.0")
+    found = read(tmp_path)
+    assert (steps(found), found.mixed_at) == ([0, 1], None)
+    assert "newer geomon (9999.0)" in found.remarks()[0]
+    write("0.0.1")
+    with pytest.raises(ValueError, match="line 3 of"):
+        read(tmp_path)
+
+
+def test_what_the_budget_left_out_is_said(tmp_path):
+    def said(*left_out):
+        readings = [reading_of({}, step, left_out=n) for step, n in enumerate(left_out)]
+        return Readings([], readings).remarks()
+
+    assert said() == said(0) == said(3, 0) == []
+    sentence = "The budget left out 12 of 14 readings that were due."
+    assert said(3, 12) == [sentence]

@@ -1,12 +1,9 @@
 """One process at a time writes into a folder."""
 
 import errno
-import json
 import os
-import socket
 import subprocess
 import sys
-import time
 
 import pytest
 from tagged import reading_of
@@ -127,54 +124,53 @@ class NoLocks:
         raise OSError(errno.ENOLCK, "No locks available")
 
 
-@pytest.mark.parametrize(
-    ("owner", "age", "refused"),
-    [
-        ({"host": "here", "process": "parent"}, 10_000, True),  # alive: however long ago
-        ({"host": "here", "process": "gone"}, 0, False),
-        ({"host": "here", "process": "own"}, 0, False),  # numbers come again: in a container
-        ({"host": "elsewhere", "process": 1}, 0, True),
-        ({"host": "elsewhere", "process": 1}, 70, False),
-        ({}, 0, False),
-        ([], 0, False),
-        (None, 0, False),  # of no JSON: it was ended as it wrote
-        ({"host": "here", "process": 10**40}, 0, True),
-        ({"host": "here", "process": "a word"}, 120, False),
-    ],
-)
-def test_without_locks_the_file_says_who_writes(tmp_path, monkeypatch, owner, age, refused):
-    monkeypatch.setattr(lock, "fcntl", NoLocks)
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    words = {"here": socket.gethostname(), "parent": os.getppid(), "gone": gone.pid,
-             "own": os.getpid()}  # fmt: skip
-    if isinstance(owner, dict):
-        owner = {key: words.get(value, value) for key, value in owner.items()}
+@pytest.mark.parametrize("system", [NoLocks, None], ids=["no locks", "windows"])
+def test_without_locks_a_run_is_recorded_all_the_same(tmp_path, monkeypatch, system):
+    monkeypatch.setattr(lock, "fcntl", system)
     path = tmp_path / ".readings.lock"
-    path.write_text("{" if owner is None else json.dumps(owner))
-    os.utime(path, (time.time() - age,) * 2)
-    if refused:
-        with pytest.raises(ValueError, match="is in use"):
-            Record(tmp_path)
-        return
+    path.write_text("what a process has left there")
     record = Record(tmp_path)
-    assert json.loads(path.read_text())["process"] == os.getpid()
-    os.utime(path, (0, 0))
+    assert str(os.getpid()) in path.read_text()
     record.begin(0, {})
     record.write(reading(0))
-    assert time.time() - path.stat().st_mtime < 30  # a sign of life, for other hosts
     record.close()
-    assert not path.exists()
+    assert [each.name for each in tmp_path.iterdir()] == ["readings.jsonl"]
+    assert len(read(tmp_path)) == 1
 
 
-def test_a_lock_that_the_system_keeps_needs_no_sign_of_life(tmp_path):
-    """A file system may not have it: only there the age of the file says who is alive."""
-    path = tmp_path / "lock"
-    held_here = lock.FolderLock(path)
-    try:
-        os.utime(path, (1, 1))
-        held_here.refresh()
-        kept_by_system = lock.fcntl is not None
-        assert (path.stat().st_mtime == 1) == kept_by_system
-    finally:
-        held_here.release()
+@pytest.mark.parametrize("is_there", [True, False], ids=["a file", "nothing"])
+def test_a_link_in_place_of_the_lock_is_refused_and_nothing_is_written_through(tmp_path, is_there):
+    other = tmp_path / "elsewhere.txt"
+    if is_there:
+        other.write_text("precious")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".readings.lock").symlink_to(other)
+    with pytest.raises(ValueError, match=r"run' cannot be written \(.*/\.readings\.lock: "):
+        Record(tmp_path / "run")
+    assert other.exists() == is_there
+    assert not is_there or other.read_text() == "precious"
+
+
+def test_a_link_that_appears_in_the_middle_of_a_run_is_not_written_through(tmp_path):
+    other = tmp_path / "elsewhere.txt"
+    other.write_text("precious")
+    record = Record(tmp_path / "run")
+    record.begin(0, {})
+    path = tmp_path / "run" / ".readings.lock"
+    path.unlink()
+    path.symlink_to(other)
+    with pytest.raises(OSError, match=r"regular|links"):
+        record.write(reading(0))
+    path.unlink()
+    record.write(reading(1))
+    record.close()
+    assert other.read_text() == "precious"
+    assert [each.step for each in read(tmp_path / "run")] == [0, 1]
+
+
+def test_what_a_lock_file_says_does_not_act_on_a_terminal(held):
+    folder, _ = held
+    (folder / ".readings.lock").write_text("\x1b[2Jprocess")
+    with pytest.raises(ValueError, match="is in use") as refusal:
+        Record(folder)
+    assert "\x1b" not in str(refusal.value)

@@ -4,8 +4,7 @@ import pytest
 from tagged import raised_of, reading_of
 
 from geomon.record import Reading, Sink
-from geomon.record.headline import Charts
-from geomon.record.sinks import AlertSink, ChartLayout, LoggerSink, Memory, parts_of
+from geomon.record.sinks import AlertSink, LoggerSink, Memory, parts_of
 
 
 def reading(step: int) -> Reading:
@@ -98,9 +97,11 @@ def test_a_layout_that_could_not_be_written_is_written_with_the_next_reading():
             if len(self.layouts) == 1:
                 raise OSError("gone")
 
-    writer, layout = Failing(), ChartLayout(Charts())
+    writer, logged = Failing(), []
+    sink = LoggerSink("Board", lambda *row: logged.append(row), writers=lambda: [writer])
     with pytest.raises(OSError, match="gone"):
-        layout.write_once(reading(0), [writer])
+        sink.write(reading(0))
     for step in (1, 2):
-        layout.write_once(reading(step), [writer])
+        sink.write(reading(step))
     assert len(writer.layouts) == 2
+    assert [step for _, step in logged] == [1, 2]

@@ -70,7 +70,7 @@ def test_a_place_that_cannot_be_written_is_named_with_what_to_do(command, run, t
 @pytest.mark.parametrize(
     ("name", "file", "writes"),
     [
-        ("export", "a.csv", "geomon.record.export._write_csv"),
+        ("export", "a.csv", "pandas.DataFrame.to_csv"),
         ("figure", "a.png", "matplotlib.figure.Figure.savefig"),
     ],
 )

@@ -386,7 +386,9 @@ def _class_reaches_compiled(kind: type) -> bool:
 
 def _holds_compiled(names: Mapping[str, Any]) -> bool:
     functions = (FunctionType, functools.partial)  # a handful of hundreds of names
-    return any(_reaches_compiled(value) for value in [*names.values()] if isinstance(value, functions))
+    return any(
+        _reaches_compiled(value) for value in [*names.values()] if isinstance(value, functions)
+    )
 
 
 def _reaches_compiled(value: Any) -> bool:
