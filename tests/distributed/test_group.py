@@ -72,6 +72,5 @@ def test_a_run_goes_on_with_another_number_of_ranks(ran, folder):
     assert [r.step for r in record] == list(range(15))
     assert [r.world_size for r in record] == [2] * 3 + [4] * 5 + [1] * 7
     assert [r.step for r in record.abandoned] == [3, 4, 8, 9]
-    assert [(run["world_size"], run["from_step"], run.get("rewound_to")) for run in record.runs] == [
-        (2, 0, None), (4, 3, 3), (1, 8, 8),
-    ]  # fmt: skip
+    starts = [(run["world_size"], run["from_step"], run.get("rewound_to")) for run in record.runs]
+    assert starts == [(2, 0, None), (4, 3, 3), (1, 8, 8)]
