@@ -66,24 +66,24 @@ class Column(msgspec.Struct, omit_defaults=True):
         for name in ("layers", "margin", "heads", "mean", "mean_margin", "whole"):
             setattr(self, name, number(getattr(self, name)))
 
-    def at(self, layer: int) -> float:
-        """Return the value at a depth; NaN where there is none.
+    def at(self, layer: int | None) -> float:
+        """Return the value at a depth, or the mean over layers; NaN if there is none.
 
         Args:
-            layer: Number of the layer.
+            layer: Number of the layer; None for the mean.
         """
-        return _entry(self.layers, layer - self.first)
+        return self.mean if layer is None else _entry(self.layers, layer - self.first)
 
-    def margin_at(self, layer: int) -> float:
-        """Return the half width of the 95 % interval at a depth; NaN where there is none.
+    def margin_at(self, layer: int | None) -> float:
+        """Return the half width of the 95 % interval of `at`; NaN if there is none.
 
         Args:
-            layer: Number of the layer.
+            layer: Number of the layer; None for the mean.
         """
-        return _entry(self.margin, layer - self.first)
+        return self.mean_margin if layer is None else _entry(self.margin, layer - self.first)
 
     def heads_at(self, layer: int) -> list[float]:
-        """Return the values of the heads at a depth; none where there are none.
+        """Return the values of the heads at a depth; none if there are none.
 
         Args:
             layer: Number of the layer.
@@ -190,8 +190,8 @@ class Place(NamedTuple):
             case "head":
                 return _entry(column.heads_at(self.layer or 0), self.head)
             case "margin":
-                return column.mean_margin if self.layer is None else column.margin_at(self.layer)
-        return column.mean if self.layer is None else column.at(self.layer)
+                return column.margin_at(self.layer)
+        return column.at(self.layer)
 
 
 def places_of(metric: str, column: Column, stack: str = "") -> Iterator[Place]:
@@ -203,25 +203,18 @@ def places_of(metric: str, column: Column, stack: str = "") -> Iterator[Place]:
         stack: Name of the stack.
     """
     for part, own in {"": column, **column.parts}.items():
-        base = Place(stack, metric, part)
-        for place, layer in enumerate(own.depths()):
-            at = base._replace(layer=layer)
+        has_mean = any(own.depths()) or not math.isnan(own.mean)
+        for layer in (*own.depths(), *([None] if has_mean else [])):
+            at = Place(stack, metric, part, layer)
             yield at
-            if place < len(own.margin) and math.isfinite(own.margin[place]):
+            if math.isfinite(own.margin_at(layer)):
                 yield at._replace(kind="margin")
-            if place < len(own.heads) and own.heads[place]:
+            if heads := own.heads if layer is None else own.heads_at(layer):
                 yield from (at._replace(kind=kind) for kind in ("min", "max"))
-                yield from (
-                    at._replace(kind="head", head=head) for head in range(len(own.heads[place]))
-                )
-        if any(layer > 0 for layer in own.depths()) or not math.isnan(own.mean):
-            yield base
-            if math.isfinite(own.mean_margin):
-                yield base._replace(kind="margin")
-            if own.heads:
-                yield from (base._replace(kind=kind) for kind in ("min", "max"))
+                if layer is not None:
+                    yield from (at._replace(kind="head", head=i) for i in range(len(heads)))
         for name in own.whole:
-            yield base._replace(kind="whole", name=name)
+            yield Place(stack, metric, part, kind="whole", name=name)
 
 
 def all_places(stacks: Mapping[str, Mapping[str, Column]]) -> Iterator[Place]:
