@@ -170,6 +170,10 @@ class Series:
     margins: list[float]
     tag: str = ""
 
+    def __iter__(self) -> Iterator[list[Any]]:
+        """Give steps, values and margins."""
+        return iter((self.steps, self.values, self.margins))
+
     def plot(self, axes: Any = None, **style: Any) -> Any:
         """Draw the values over training, on a logarithmic axis of steps, with their intervals.
 
