@@ -1,7 +1,7 @@
 """Columns: the values of a metric at all layers and heads of a reading, and the tags made of them.
 
 A reading holds a `Column` for each metric of each stack of blocks. A tag, `twonn/layer_03` say, is
-made of a column where a logger or a user asks for it by name, and is nowhere parsed.
+made of a column when a logger or a user asks for it by name, and is never parsed.
 """
 
 import contextlib
@@ -42,9 +42,9 @@ class Column(msgspec.Struct, omit_defaults=True):
     Attributes:
         first: Depth of the first entry of `layers`, `margin` and `heads`: 1 for what the input of
             the first block has not.
-        layers: Value at each depth; NaN where it could not be measured. A metric of heads has the
+        layers: Value at each depth; NaN if it could not be measured. A metric of heads has the
             mean over heads there.
-        margin: Half width of the 95 % interval at each depth; empty where there is none.
+        margin: Half width of the 95 % interval at each depth; empty if there are none.
         heads: Values of the heads at each depth; empty for a metric without heads.
         mean: Mean over the layers without layer 0.
         mean_margin: Half width of the 95 % interval of the mean.
@@ -101,7 +101,7 @@ class Column(msgspec.Struct, omit_defaults=True):
         return {layer: value for layer, value in pairs if math.isfinite(value)}
 
     def mean_size(self) -> float:
-        """Return the mean absolute value over all heads; NaN where there is none."""
+        """Return the mean absolute value over all heads; NaN if there are none."""
         sizes = [abs(value) for value in self.by_head().values()]
         return math.fsum(sizes) / len(sizes) if sizes else NAN
 
@@ -138,7 +138,7 @@ Stacks = dict[str, Columns]  # by name of the stack; "" for the only one of a mo
 
 
 class Place(NamedTuple):
-    """Where a value stands in the columns of a reading.
+    """The place of a value in the columns of a reading.
 
     Attributes:
         stack: Name of the stack.
@@ -146,8 +146,8 @@ class Place(NamedTuple):
         part: Name of the part; "" for the value itself.
         layer: Depth; None for the mean over layers.
         kind: "value"; "margin"; "head"; "min" or "max" over heads; or "whole".
-        head: Number of the head, where the kind is "head".
-        name: Name of the number, where the kind is "whole".
+        head: Number of the head, if the kind is "head".
+        name: Name of the number, if the kind is "whole".
     """
 
     stack: str
@@ -174,7 +174,7 @@ class Place(NamedTuple):
         return tags.in_stack(plain, self.stack)
 
     def find(self, stacks: Mapping[str, Mapping[str, Column]]) -> float:
-        """Return the value that stands there; NaN where there is none.
+        """Return the value at this place; NaN if there is none.
 
         Args:
             stacks: Columns of a reading, by stack and metric.
@@ -252,7 +252,7 @@ class MetricText(msgspec.Struct, frozen=True, omit_defaults=True):
         missing: When there is no value, in words.
         charts: What charts show of it by default: "mean"; "interval", the ends of the interval of
             the mean; "largest" of the layers; "smallest" and "highest" of the heads; "size", the
-            mean absolute value of the heads; or names of its parts, of which the means are shown.
+            mean absolute value of the heads; or names of its parts, whose means are shown.
         parts: Titles of its parts by name.
     """
 

@@ -17,7 +17,7 @@ def installed() -> str:
 def is_newer(version: str) -> bool:
     """Return whether a version is newer than the one that is running.
 
-    Compared are the numbers of the releases; what is no version is not newer.
+    The numbers of the releases are compared; text that is not a version is not newer.
 
     Args:
         version: Version that a record names, for instance "0.1.0".
