@@ -16,7 +16,7 @@ class Course(msgspec.Struct, frozen=True):
 
     Attributes:
         tag: Name of the value, "max_logit/layer_03/head_1" for instance.
-        steps: Steps at which it was read, ascending; the last one is that of the alert.
+        steps: Steps at which it was read, ascending; the alert was raised at the last one.
         values: Value at each step; NaN if it could not be measured.
     """
 
@@ -34,7 +34,7 @@ class RaisedAlert(msgspec.Struct, frozen=True):
     """An alert as a line of the record.
 
     Attributes:
-        step: Step at which it was raised: that of the reading or check which saw it.
+        step: Step of the reading or check that raised it.
         time: Moment at which it was raised, in seconds since the epoch.
         source: "inline" or "probe" for an alert of a reading, "check" for one of a check.
         note: What was found, in words and numbers; its kind is the name of the rule.

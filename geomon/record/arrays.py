@@ -82,7 +82,7 @@ class ArrayFolder:
         return not before or step - before[-1] >= _APART * before[-1]
 
     def write(self, step: int, source: str, arrays: Arrays) -> None:
-        """Write the arrays of a reading, in place of those of the same step.
+        """Write the arrays of a reading, replacing earlier ones of the same step.
 
         Args:
             step: Step of the reading.

@@ -1,7 +1,7 @@
 """Columns: the values of a metric at all layers and heads of a reading, and the tags made of them.
 
 A reading holds a `Column` for each metric of each stack of blocks. A tag, `twonn/layer_03` say, is
-made of a column where a logger or a user asks for it by name, and is nowhere parsed.
+made of a column when a logger or a user asks for it by name, and is never parsed.
 """
 
 import contextlib
@@ -42,9 +42,9 @@ class Column(msgspec.Struct, omit_defaults=True):
     Attributes:
         first: Depth of the first entry of `layers`, `margin` and `heads`: 1 for what the input of
             the first block has not.
-        layers: Value at each depth; NaN where it could not be measured. A metric of heads has the
+        layers: Value at each depth; NaN if it could not be measured. A metric of heads has the
             mean over heads there.
-        margin: Half width of the 95 % interval at each depth; empty where there is none.
+        margin: Half width of the 95 % interval at each depth; empty if there are none.
         heads: Values of the heads at each depth; empty for a metric without heads.
         mean: Mean over the layers without layer 0.
         mean_margin: Half width of the 95 % interval of the mean.
@@ -66,24 +66,24 @@ class Column(msgspec.Struct, omit_defaults=True):
         for name in ("layers", "margin", "heads", "mean", "mean_margin", "whole"):
             setattr(self, name, number(getattr(self, name)))
 
-    def at(self, layer: int) -> float:
-        """Return the value at a depth; NaN where there is none.
+    def at(self, layer: int | None) -> float:
+        """Return the value at a depth, or the mean over layers; NaN if there is none.
 
         Args:
-            layer: Number of the layer.
+            layer: Number of the layer; None for the mean.
         """
-        return _entry(self.layers, layer - self.first)
+        return self.mean if layer is None else _entry(self.layers, layer - self.first)
 
-    def margin_at(self, layer: int) -> float:
-        """Return the half width of the 95 % interval at a depth; NaN where there is none.
+    def margin_at(self, layer: int | None) -> float:
+        """Return the half width of the 95 % interval of `at`; NaN if there is none.
 
         Args:
-            layer: Number of the layer.
+            layer: Number of the layer; None for the mean.
         """
-        return _entry(self.margin, layer - self.first)
+        return self.mean_margin if layer is None else _entry(self.margin, layer - self.first)
 
     def heads_at(self, layer: int) -> list[float]:
-        """Return the values of the heads at a depth; none where there are none.
+        """Return the values of the heads at a depth; none if there are none.
 
         Args:
             layer: Number of the layer.
@@ -101,7 +101,7 @@ class Column(msgspec.Struct, omit_defaults=True):
         return {layer: value for layer, value in pairs if math.isfinite(value)}
 
     def mean_size(self) -> float:
-        """Return the mean absolute value over all heads; NaN where there is none."""
+        """Return the mean absolute value over all heads; NaN if there are none."""
         sizes = [abs(value) for value in self.by_head().values()]
         return math.fsum(sizes) / len(sizes) if sizes else NAN
 
@@ -138,7 +138,7 @@ Stacks = dict[str, Columns]  # by name of the stack; "" for the only one of a mo
 
 
 class Place(NamedTuple):
-    """Where a value stands in the columns of a reading.
+    """The place of a value in the columns of a reading.
 
     Attributes:
         stack: Name of the stack.
@@ -146,8 +146,8 @@ class Place(NamedTuple):
         part: Name of the part; "" for the value itself.
         layer: Depth; None for the mean over layers.
         kind: "value"; "margin"; "head"; "min" or "max" over heads; or "whole".
-        head: Number of the head, where the kind is "head".
-        name: Name of the number, where the kind is "whole".
+        head: Number of the head, if the kind is "head".
+        name: Name of the number, if the kind is "whole".
     """
 
     stack: str
@@ -174,7 +174,7 @@ class Place(NamedTuple):
         return tags.in_stack(plain, self.stack)
 
     def find(self, stacks: Mapping[str, Mapping[str, Column]]) -> float:
-        """Return the value that stands there; NaN where there is none.
+        """Return the value at this place; NaN if there is none.
 
         Args:
             stacks: Columns of a reading, by stack and metric.
@@ -190,8 +190,8 @@ class Place(NamedTuple):
             case "head":
                 return _entry(column.heads_at(self.layer or 0), self.head)
             case "margin":
-                return column.mean_margin if self.layer is None else column.margin_at(self.layer)
-        return column.mean if self.layer is None else column.at(self.layer)
+                return column.margin_at(self.layer)
+        return column.at(self.layer)
 
 
 def places_of(metric: str, column: Column, stack: str = "") -> Iterator[Place]:
@@ -203,25 +203,18 @@ def places_of(metric: str, column: Column, stack: str = "") -> Iterator[Place]:
         stack: Name of the stack.
     """
     for part, own in {"": column, **column.parts}.items():
-        base = Place(stack, metric, part)
-        for place, layer in enumerate(own.depths()):
-            at = base._replace(layer=layer)
+        has_mean = any(own.depths()) or not math.isnan(own.mean)
+        for layer in (*own.depths(), *([None] if has_mean else [])):
+            at = Place(stack, metric, part, layer)
             yield at
-            if place < len(own.margin) and math.isfinite(own.margin[place]):
+            if math.isfinite(own.margin_at(layer)):
                 yield at._replace(kind="margin")
-            if place < len(own.heads) and own.heads[place]:
+            if heads := own.heads if layer is None else own.heads_at(layer):
                 yield from (at._replace(kind=kind) for kind in ("min", "max"))
-                yield from (
-                    at._replace(kind="head", head=head) for head in range(len(own.heads[place]))
-                )
-        if any(layer > 0 for layer in own.depths()) or not math.isnan(own.mean):
-            yield base
-            if math.isfinite(own.mean_margin):
-                yield base._replace(kind="margin")
-            if own.heads:
-                yield from (base._replace(kind=kind) for kind in ("min", "max"))
+                if layer is not None:
+                    yield from (at._replace(kind="head", head=i) for i in range(len(heads)))
         for name in own.whole:
-            yield base._replace(kind="whole", name=name)
+            yield Place(stack, metric, part, kind="whole", name=name)
 
 
 def all_places(stacks: Mapping[str, Mapping[str, Column]]) -> Iterator[Place]:
@@ -259,7 +252,7 @@ class MetricText(msgspec.Struct, frozen=True, omit_defaults=True):
         missing: When there is no value, in words.
         charts: What charts show of it by default: "mean"; "interval", the ends of the interval of
             the mean; "largest" of the layers; "smallest" and "highest" of the heads; "size", the
-            mean absolute value of the heads; or names of its parts, of which the means are shown.
+            mean absolute value of the heads; or names of its parts, whose means are shown.
         parts: Titles of its parts by name.
     """
 

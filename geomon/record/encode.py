@@ -30,7 +30,7 @@ def encode_line(content: object) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of which JSON knows every part."""
+    """Return a value that consists of what JSON knows."""
     if isinstance(value, msgspec.Struct):
         return _plain(msgspec.to_builtins(value))
     if isinstance(value, Mapping):

@@ -40,7 +40,7 @@ _KINDS: dict[bytes, msgspec.json.Decoder[Any]] = {
 
 
 class Follower:
-    """Reader of a record, which may grow and reach hundreds of MB: it continues where it stopped.
+    """Reader of a record that grows, up to hundreds of MB: each look continues after the last one.
 
     A last line without its end is torn or being written, and left for later.
 
@@ -111,7 +111,7 @@ class Follower:
         except FileNotFoundError:
             return []
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{self.path} is no record: expected a regular file")
+            raise ValueError(f"{self.path} is not a record: expected a regular file")
         state = status.st_ino, status.st_size, status.st_mtime_ns
         if state == self._state:
             return []
@@ -145,7 +145,7 @@ class Follower:
         self._lines += 1
         self._head, self._tail = self._head or line, line
         if isinstance(content, Reading):
-            # One run writes ascending steps: where one comes again, and no line says that a run has
+            # One run writes ascending steps: if one comes again, and no line says that a run has
             # begun there, another run is writing too.
             if content.step <= self._last.get(content.source, -math.inf) and self._mixed_at is None:
                 self._mixed_at = self._lines
@@ -172,7 +172,7 @@ class Follower:
         )
 
     def _goes_on(self, file: BinaryIO) -> bool:
-        """Return whether the file still holds, where they were, the first and last line read."""
+        """Return whether the first and the last line read still stand in their places."""
         if file.read(len(self._head)) != self._head:
             return False
         file.seek(self._offset - len(self._tail))
@@ -214,7 +214,7 @@ def read(directory: str | os.PathLike[str]) -> Readings:
 
 
 def _records_below(folder: Path) -> str:
-    """Name a few records in the folders below one; "" where there are none."""
+    """Name a few records in the folders below one; "" if there are none."""
     found = itertools.chain.from_iterable(
         folder.glob(f"{below}/{FILE_NAME}") for below in ("*", "*/*")
     )

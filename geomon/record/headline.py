@@ -27,8 +27,8 @@ class Headline(NamedTuple):
         name: Name after `geomon/`.
         chart: Title of the chart in which TensorBoard's layout draws it, with its kin.
         words: What it is, in words.
-        value: Function of a reading; NaN where it has no such value.
-        tag: Tag of which the value is a copy; "" where it is computed.
+        value: Function of a reading; NaN if it has no such value.
+        tag: Tag whose value it copies; "" if it is computed.
     """
 
     name: str
@@ -41,14 +41,14 @@ class Headline(NamedTuple):
 # Metrics that share a chart, because they measure the same, and its title.
 _SHARED = dict.fromkeys(("twonn", "twonn_distinct", "gride"), "Intrinsic dimension")
 # Parts that say how far a layer's value can be trusted. Charts of them for every layer would bury
-# the values, so charts show those of the mean only; the record holds all.
+# the values, so charts show only the parts of the mean; the record holds all.
 TRUST = frozenset({
     "std", tags.ROWS, tags.SEQUENCES, tags.STEPS, "duplicates", "repeated", "rounding",
     "rows", "types",
 })  # fmt: skip
 # Names in the group `geomon/` that are taken: the step of W&B's charts, the seconds of a reading.
 _TAKEN = {"step", "seconds"}
-# Charts of a run: where it measures fewer metrics, the means of others take the free ones.
+# Charts of a run: if it measures fewer metrics, the means of others take the free ones.
 _PLACES = 14
 
 OVERHEAD = Headline(
@@ -129,7 +129,7 @@ def headlines_of(metric: str, text: MetricText, *, stack: str = "") -> Iterator[
 def _value(
     stack: str, metric: str, part: str, function: Callable[[Column], float], reading: Reading
 ) -> float:
-    """Compute a value from a column of a reading, or from that of a part."""
+    """Compute a value from the column of a metric, or of one of its parts."""
     column = reading.stacks.get(stack, {}).get(metric, EMPTY)
     return function(column.parts.get(part, EMPTY) if part else column)
 
@@ -331,7 +331,7 @@ def _charted(reading: Reading) -> dict[str, float]:
 
 
 def _stacks_of(reading: Reading) -> list[tuple[str, str]]:
-    """Names of stacks in charts, where the main one comes first and has none, and in the record."""
+    """Name each stack in charts and in the record; in charts the main one is first, as ""."""
     names = list(reading.stacks) or [""]
     main = main_stack(names)
     return [("", main), *((name, name) for name in names if name != main)]

@@ -13,14 +13,14 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping
-from io import DEFAULT_BUFFER_SIZE, FileIO
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from geomon.record.alert import RaisedAlert
 from geomon.record.arrays import ArrayFolder, Arrays
 from geomon.record.encode import encode_line
-from geomon.record.follow import FILE_NAME, Follower
+from geomon.record.follow import FILE_NAME, MAX_LINE, Follower
 from geomon.record.lock import FolderLock, lock_folder
 from geomon.record.paths import check_regular, local_path
 from geomon.record.reading import Reading, Readings
@@ -29,6 +29,9 @@ _LOCK_NAME = ".readings.lock"
 
 # Lines kept in memory while the disk is full: a large model's have 100 kB each.
 _MAX_PENDING = 100
+# What tells a line from others: step, source, time, and what else an alert has.
+_Key = tuple[Any, ...]
+_OPENING: _Key = ()  # of the line that describes the run
 # Lines that are not written twice: of the last reading, and of the alerts beside it.
 _REMEMBERED = 4
 
@@ -56,9 +59,9 @@ class Record:
         # The step from which arrays that are there are of another run, or of a branch given up.
         self._set_aside: int | None = None
         self._opening: str | None = None  # the line that describes this run
-        self._pending: deque[str] = deque()
+        self._pending: dict[_Key, str] = {}  # lines that wait, in their order
         # After Ctrl-C the same reading or alert may be given again.
-        self._written: deque[str] = deque(maxlen=_REMEMBERED)
+        self._written: deque[_Key] = deque(maxlen=_REMEMBERED)
         self._lock: FolderLock | None = None
         try:
             self._take_lock()
@@ -97,9 +100,10 @@ class Record:
             OSError: The file cannot be read.
         """
         opening = {**description, "time": time.time(), "from_step": step}
+        follower = Follower(self.path)
         try:
-            follower = Follower(self.path)
-            self._look(follower)
+            follower.look()
+            follower.check_writable()
             earlier = follower.readings()
             steps = [r.step for r in earlier.readings] + [a.step for a in earlier.raised]
             self._is_foreign = not resumes and min(steps, default=-1) >= step
@@ -109,18 +113,11 @@ class Record:
                 opening["rewound_to"] = self._set_aside = step
                 follower.rewind(step)
             return Readings([], []) if self._is_foreign else follower.readings()
-        finally:
-            self._opening = encode_line({"run": opening})
-            self._pending.append(self._opening)
-
-    def _look(self, follower: Follower) -> None:
-        """Read the file, which is somebody else's if it is not a record."""
-        try:
-            follower.look()
-            follower.check_writable()
-        except ValueError:
+        except ValueError:  # somebody else's file
             self._is_foreign, self._set_aside = True, 0
             raise
+        finally:
+            self._opening = self._pending[_OPENING] = encode_line({"run": opening})
 
     def write(self, reading: Reading) -> None:
         """Append a reading to the file; on return it is with the operating system.
@@ -134,7 +131,7 @@ class Record:
             OSError: The file cannot be written now; the reading is kept and written with the next.
             FolderLockedError: Another process writes there since `close`; the reading is kept.
         """
-        self._write(reading.line())
+        self._write((reading.step, reading.source, reading.time), reading.line())
 
     def write_alert(self, alert: RaisedAlert) -> None:
         """Append an alert to the file, as `write` appends a reading.
@@ -146,14 +143,15 @@ class Record:
             OSError: The file cannot be written now; the alert is kept and written with the next.
             FolderLockedError: Another process writes there since `close`; the alert is kept.
         """
-        self._write(alert.line())
+        key = alert.step, alert.source, alert.time, alert.note.kind, alert.note.text
+        self._write(key, alert.line())
 
-    def _write(self, line: str) -> None:
+    def _write(self, key: _Key, line: str) -> None:
         """Append a line, after those that wait."""
-        if line not in self._written and line not in self._pending:
-            self._pending.append(line)
+        if key not in self._written:
+            self._pending.setdefault(key, line)
         if len(self._pending) > _MAX_PENDING:
-            del self._pending[1]  # the first may be the line that opens the run
+            del self._pending[next(other for other in self._pending if other != _OPENING)]
         self._write_pending()
 
     def write_arrays(self, reading: Reading, arrays: Arrays) -> None:
@@ -183,7 +181,7 @@ class Record:
                 process ends now.
         """
         try:
-            if any(line != self._opening for line in self._pending):
+            if self._pending.keys() - {_OPENING}:
                 self._write_pending()
         finally:
             self._lock = None
@@ -203,15 +201,16 @@ class Record:
                 with contextlib.suppress(FileNotFoundError):
                     self.path.rename(free)
             self._is_foreign, self._set_aside = False, None
-        while self._pending:
-            self._append(self._pending[0])
+        for key in [*self._pending]:
+            self._append(key)
 
-    def _append(self, line: str) -> None:
-        """Append the first line that waits, whole, or leave the file as it was.
+    def _append(self, key: _Key) -> None:
+        """Append a line that waits, whole, or leave the file as it was.
 
         The file is unbuffered, so that a line is one write; a line torn by a kill is removed first.
         Whatever comes between, even Ctrl-C, the line is in the file or waits, and never both.
         """
+        line = self._pending[key]
         with self.path.open("a+b", buffering=0) as file:
             end = _truncate_torn_line(file)
             # A file that was removed in the middle of a run begins with what describes the run.
@@ -220,25 +219,22 @@ class Record:
             try:
                 if file.write(content) < len(content):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                self._written.append(line)
-                self._pending.popleft()
+                self._written.append(key)
+                del self._pending[key]
             except BaseException:
-                if self._pending and self._pending[0] is line:
+                if key in self._pending:
                     file.truncate(end)
                 raise
 
 
 def _truncate_torn_line(file: FileIO) -> int:
     """Remove a last line without its end from a file, and return the file's length in bytes."""
-    length = end = file.seek(0, os.SEEK_END)
-    while end > 0:
-        start = max(0, end - DEFAULT_BUFFER_SIZE)
-        file.seek(start)
-        if whole := file.read(DEFAULT_BUFFER_SIZE).rfind(b"\n") + 1:
-            end = start + whole
-            break
-        end = start
-    return end if end == length else file.truncate(end)
+    end = file.seek(0, os.SEEK_END)
+    file.seek(max(0, end - 1))
+    if file.read(1) in (b"", b"\n"):
+        return end
+    start = file.seek(max(0, end - MAX_LINE))
+    return file.truncate(start + file.readall().rfind(b"\n") + 1)
 
 
 def _free_name(path: Path) -> Path:

@@ -19,7 +19,7 @@ def local_path(directory: str | os.PathLike[str]) -> Path:
         directory: A path, or one as "file:///runs/a".
 
     Raises:
-        ValueError: It names a folder elsewhere, or is no path.
+        ValueError: It names remote storage, or is not a path.
 
     Example:
         >>> local_path("file:///runs/a").as_posix()

@@ -21,7 +21,7 @@ def printable(text: str) -> str:
 
 
 def text_of(value: object) -> str:
-    """Return a value as text; its type where the value raises instead.
+    """Return a value as text, or its type if the value raises.
 
     Args:
         value: Any object.

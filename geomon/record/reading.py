@@ -1,4 +1,4 @@
-"""A reading holds the values measured at one step; readings, those of a whole run."""
+"""A reading holds the values measured at one step; `Readings` holds a whole run."""
 
 import difflib
 import functools
@@ -62,7 +62,7 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
         world_size: Number of ranks.
         dtype: Data type of the model's hidden states.
         stacks: Column of each metric, by name of the stack ("" for the only one) and metric.
-        overhead: Share of the time since the first step that geomon has taken; NaN where unknown.
+        overhead: Share of the time since the first step that geomon has taken; NaN if unknown.
         left_out: Number of readings that were due by now and that the budget has left out.
         training: What the training logs beside the geometry, by name: its loss, say.
         notes: Remarks on how far the values can be trusted, and alerts.
@@ -95,7 +95,7 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
 
     @functools.cached_property
     def values(self) -> Mapping[str, float]:
-        """Every value by its tag; NaN where one could not be measured."""
+        """Every value by its tag; NaN if one could not be measured."""
         return tagged(self.stacks) | self.of_run()
 
     def of_run(self) -> dict[str, float]:
@@ -105,7 +105,7 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
         return values if math.isnan(self.overhead) else values | {tags.OVERHEAD: self.overhead}
 
     def value(self, tag: str) -> float:
-        """Return the value of a tag; NaN where there is none.
+        """Return the value of a tag; NaN if there is none.
 
         Args:
             tag: Name of a value, for instance "twonn/mean".
@@ -118,7 +118,7 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
         return self.stacks[main_stack(self.stacks)] if self.stacks else {}
 
     def column(self, metric: str, part: str = "") -> Column:
-        """Return a column of the main stack; an empty one where the reading has none.
+        """Return a column of the main stack; an empty one if the reading has none.
 
         Args:
             metric: Name of the metric.
@@ -161,7 +161,7 @@ class Series:
     Attributes:
         steps: Training steps, ascending.
         values: Values, one for each step.
-        margins: Half widths of their 95 % intervals; NaN where unknown.
+        margins: Half widths of their 95 % intervals; NaN if unknown.
         tag: Name of the values.
     """
 
@@ -170,11 +170,15 @@ class Series:
     margins: list[float]
     tag: str = ""
 
+    def __iter__(self) -> Iterator[list[Any]]:
+        """Give steps, values and margins."""
+        return iter((self.steps, self.values, self.margins))
+
     def plot(self, axes: Any = None, **style: Any) -> Any:
         """Draw the values over training, on a logarithmic axis of steps, with their intervals.
 
         Args:
-            axes: Axes of matplotlib; None for those of a new figure of pyplot.
+            axes: Axes of matplotlib; None makes a new figure of pyplot.
             **style: Style of the line, as `Axes.plot` takes it.
 
         Returns:
@@ -209,7 +213,7 @@ class Readings:
         readings: Readings in the order in which they were written.
         mixed_at: Number of the line from which the file holds the readings of two runs at once;
             None for one run.
-        folder: Folder of the arrays beside the record; None where there is no record.
+        folder: Folder of the arrays beside the record; None if there is no record.
         raised: Alerts that stand in lines of their own, in the order in which they were raised.
         abandoned: Readings of branches that were given up: a later start of the run went back to an
             earlier step and trained on from there.
@@ -272,7 +276,7 @@ class Readings:
             close = difflib.get_close_matches(tag, self.tags(), cutoff=0.5)
             advice = f": did you mean {' or '.join(map(repr, close))}?" if close else ""
             raise KeyError(f"no reading has a value called {tag!r}{advice}")
-        # Of each reading its own: those of two sources may share a step.
+        # Readings of two sources may share a step.
         points = sorted((reading.step, *getter(reading)) for reading in self)
         known = [point for point in points if not math.isnan(point[1])]
         steps, values, margins = zip(*known, strict=True) if known else ((), (), ())
@@ -296,7 +300,7 @@ class Readings:
         return {name: text for run in self.runs for name, text in texts_of(run).items()}
 
     def text_of(self, metric: str) -> MetricText:
-        """Return how pages speak of a metric; by its name where the record does not say.
+        """Return how pages speak of a metric; by its name if the record does not say.
 
         Args:
             metric: Name of the metric.
@@ -315,7 +319,7 @@ class Readings:
         )
 
     def _repr_html_(self) -> str:
-        """Show the run in a notebook: in words and in a picture where the package has pages."""
+        """Show the run in a notebook: in words, and in a picture if the package has pages."""
         build = type(self).notebook_form
         return f"<p>{escape(repr(self))}</p>" if build is None else build(self)
 
@@ -324,7 +328,7 @@ class Readings:
 
         Returns:
             Columns step, source, metric, stack_name, layer, head_index, part and value; layer and
-            head are missing where a value is of none. What is no metric stands under its group:
+            head are missing if a value has none. What is no metric stands under its group:
             metric "training" and part "loss", say.
 
         Raises:
@@ -376,7 +380,7 @@ class Readings:
 
         Args:
             step: Step of a reading.
-            source: "inline" or "probe"; None for that of the last reading of the step.
+            source: "inline" or "probe"; None for the source of the last reading of the step.
 
         Raises:
             FileNotFoundError: There are no arrays of that step.

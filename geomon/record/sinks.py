@@ -102,7 +102,7 @@ class LoggerSink:
         detail: "headline", "layers", or names of metrics whose means are headline values too.
         save: Function that flushes the logger.
         writers: Function that returns the logger's `SummaryWriter`s, which get the layout of the
-            charts; None where it is not TensorBoard.
+            charts; None if it is not TensorBoard.
         prefix: What the logger gets before every name.
 
     Attributes:

@@ -4,7 +4,8 @@ import functools
 import importlib.metadata
 import re
 
-_RELEASE = re.compile(r"v?(\d{1,9}(?:\.\d{1,9}){0,9})", re.ASCII)
+# The zeros at the end are left out: 1.0 is 1.0.0.
+_RELEASE = re.compile(r"v?(\d{1,9}(?:\.\d{1,9}){0,9}?)(?:\.0+)*(?![.\d])", re.ASCII)
 
 
 @functools.cache
@@ -16,7 +17,7 @@ def installed() -> str:
 def is_newer(version: str) -> bool:
     """Return whether a version is newer than the one that is running.
 
-    Compared are the numbers of the releases; what is no version is not newer.
+    The numbers of the releases are compared; text that is not a version is not newer.
 
     Args:
         version: Version that a record names, for instance "0.1.0".
@@ -30,10 +31,7 @@ def is_newer(version: str) -> bool:
 
 def _release(version: str) -> tuple[int, ...]:
     found = _RELEASE.match(version)
-    numbers = [int(number) for number in found[1].split(".")] if found else []
-    while numbers and numbers[-1] == 0:  # 1.0 is 1.0.0
-        numbers.pop()
-    return tuple(numbers)
+    return tuple(map(int, found[1].split("."))) if found else ()
 
 
 __all__ = ["installed", "is_newer"]

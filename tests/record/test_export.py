@@ -108,6 +108,7 @@ def test_a_tag_gives_its_curve_with_margins_of_their_own(make_readings):
     curve = readings["twonn/mean"]
     assert (curve.steps, curve.values) == readings.series("twonn/mean")
     assert curve.margins == [0.1] * len(readings)
+    assert [*curve] == [curve.steps, curve.values, curve.margins]
     assert all(map(math.isnan, readings["gride/mean/k1"].margins))
     assert readings[-1].step == 1500
     never = Readings([], [reading_of({"a/layer_01": math.nan, "a/mean": math.nan})])

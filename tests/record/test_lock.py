@@ -168,6 +168,17 @@ def test_a_link_that_appears_in_the_middle_of_a_run_is_not_written_through(tmp_p
     assert [each.step for each in read(tmp_path / "run")] == [0, 1]
 
 
+@pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="the system cannot refuse links")
+def test_a_link_that_appears_after_the_look_is_not_followed(tmp_path, monkeypatch):
+    other = tmp_path / "elsewhere.txt"
+    other.write_text("precious")
+    monkeypatch.setattr(lock, "check_regular", lambda path, **options: None)
+    (tmp_path / ".readings.lock").symlink_to(other)
+    with pytest.raises(ValueError, match="cannot be written"):
+        Record(tmp_path)
+    assert other.read_text() == "precious"
+
+
 def test_what_a_lock_file_says_does_not_act_on_a_terminal(held):
     folder, _ = held
     (folder / ".readings.lock").write_text("\x1b[2Jprocess")

@@ -67,7 +67,6 @@ def test_from_the_step_of_the_resume_on_the_new_readings_count(tmp_path):
     assert [each.get("rewound_to") for each in run.runs] == [None, 25]
     assert run.mixed_at is None
     assert run["a/mean"].steps == [0, 10, 20, 25, 30, 40]
-    assert points(run.of_stack().abandoned) == points(run.abandoned)
     assert (tmp_path / FILE_NAME).read_bytes().startswith(before)
     assert not list(tmp_path.glob("readings.*.jsonl"))
 
@@ -157,6 +156,19 @@ def test_a_line_that_says_no_step_is_refused(tmp_path, word):
     (tmp_path / FILE_NAME).write_text(f'{{"run":{{"rewound_to":{word}}}}}\n')
     with pytest.raises(ValueError, match=r"line 1 .*'rewound_to' is .*, expected a step"):
         read(tmp_path)
+
+
+def test_a_stack_is_selected_in_every_branch():
+    both = reading_of({"a/encoder_mean": 1.0, "a/decoder_mean": 2.0})
+    run = Readings([], [both], abandoned=[both]).of_stack("encoder")
+    assert points(run) == points(run.abandoned) == [(0, 1)]
+
+
+def test_a_reading_given_again_with_other_notes_stands_once(tmp_path):
+    record = start(tmp_path, 0, [0])
+    record.write(reading(1))
+    record.write(reading_of({"a/mean": 1.0}, 1, "inline", ["a note"], time=1.0))
+    assert points(read(tmp_path)) == [(0, 1), (1, 1)]
 
 
 # -- arrays ------------------------------------------------------------------------------------
