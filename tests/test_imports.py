@@ -29,8 +29,8 @@ BESIDE = {"note"}
 INNER = {
     "capture": {
         "anatomy": set(),
-        "calling": {"private", "snapshot", "unchanged"},
-        "tap": {"private", "shards", "storage"},
+        "calling": {"modes", "private", "snapshot", "unchanged"},
+        "tap": {"modes", "private", "shards", "storage"},
         "tokens": {"anatomy", "snapshot", "storage"},
         "attending": {"anatomy", "private", "shards", "snapshot", "storage", "tap", "tokens"},
     },
@@ -46,16 +46,17 @@ INNER = {
         "terminal": {"collect", "colours", "loading", "panels"},
     },
 }
-# Modules that are faces of their own: the data of a pass, which part of it is on a rank, the mesh
-# of the ranks, the notes on values, their intervals, metrics of the last tokens, what a reading is
-# compared with, arrays beside the record, columns and
+# Modules that are faces of their own: the data of a pass, what keeps the training's modes away,
+# which part of a pass is on a rank, the mesh of the ranks, the notes on values, their intervals,
+# metrics of the last tokens, what a reading is compared with, arrays beside the record, columns and
 # the names of values, which of them charts show, their long form, where they go, the main stack,
 # what makes text of unknown origin fit for a terminal, curves, the kinds of alerts, the commands of
 # pages, two runs compared, the shape of profiles, what can be drawn over training and the alignment
 # of queries and keys.
 DOORS = {
     "analysis.alerts", "analysis.bands", "analysis.curves", "analysis.numbers", "analysis.summary",
-    "capture.model_parts", "capture.shards", "capture.snapshot", "capture.unchanged",
+    "capture.model_parts", "capture.modes", "capture.shards", "capture.snapshot",
+    "capture.unchanged",
     "distributed.mesh",
     "metrics.at_once", "metrics.between_readings",
     "metrics.last_tokens", "record.arrays", "record.columns", "record.export", "record.headline",
@@ -67,7 +68,7 @@ DOORS = {
 WITHOUT_A_FACE = {"kernels"}
 # What the few modules with a narrower door import of a folder.
 ONLY = {
-    ("metrics", "capture"): {"capture.snapshot"},
+    ("metrics", "capture"): {"capture.modes", "capture.snapshot"},
     ("metrics", "record"): {"record.tags", "record.columns", "record.arrays", "record"},
     ("distributed", "capture"): {"capture.snapshot"},
     ("capture", "kernels"): {"kernels.products"},

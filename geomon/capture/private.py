@@ -60,6 +60,12 @@ with_functions: Callable[[], Any] = _find(
 hide_modes: Callable[[], Any] = _find(
     "torch.utils._python_dispatch._disable_current_modes", nullcontext, _MODES
 )
+function_modes: Callable[[], int] = _find("torch._C._len_torch_function_stack", lambda: 0, _MODES)
+pop_function_mode: Callable[[], Any] = _find("torch._C._pop_torch_function_stack", _none, _MODES)
+push_function_mode: Callable[[Any], Any] = _find(
+    "torch._C._push_on_torch_function_stack", _itself, _MODES
+)
+device_mode: Any = _find("torch.utils._device.DeviceContext", (), _MODES)
 traced_modes: Callable[[], int] = _find(
     "torch._ops._len_torch_dispatch_stack_pre_dispatch", lambda: 1, _MODES
 )

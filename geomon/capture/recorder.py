@@ -25,8 +25,9 @@ from geomon.capture.attending.fused import read_flash, read_flex, read_sdpa
 from geomon.capture.attending.max_logit import max_logits_of_call, max_logits_of_scores
 from geomon.capture.attending.seen import SeenAttention, columns_of_all
 from geomon.capture.first_pass import BlockCall, StackPass
+from geomon.capture.modes import unseen
 from geomon.capture.storage import local_shard
-from geomon.capture.tap import Columns, Provenance, unseen
+from geomon.capture.tap import Columns, Provenance
 
 # What reads the arguments of a call of fused attention, by its route.
 _FUSED = {"sdpa": read_sdpa, "flex": read_flex, "flash": read_flash}

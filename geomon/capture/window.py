@@ -34,6 +34,7 @@ from geomon.capture.first_pass import (
     StackPass,
     attention_key,
 )
+from geomon.capture.modes import unseen
 from geomon.capture.recorder import AttentionRecorder
 from geomon.capture.shards import (
     WHOLE,
@@ -52,7 +53,7 @@ from geomon.capture.snapshot import (
     Snapshot,
 )
 from geomon.capture.storage import local_shard
-from geomon.capture.tap import Tap, unseen
+from geomon.capture.tap import Tap
 from geomon.capture.tokens.sampling import (
     MemoryLimit,
     RowSampler,
@@ -304,6 +305,11 @@ class Window:
         """
         if self._failure is not None:
             raise self._failure
+        with unseen():
+            return self._snapshots(device)
+
+    def _snapshots(self, device: torch.device) -> list[Snapshot]:
+        """Build the snapshots, once the window could be opened."""
         every = [[*x, last] for x, last in zip(self._earlier, self._passes, strict=True)]
         every = [passes[self._inferred(n) :] for n, passes in enumerate(every)]
         count = min(map(len, every), default=1)

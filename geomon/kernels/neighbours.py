@@ -11,7 +11,9 @@ The memory beyond the rows is one float32 copy of those that are searched, the r
 """
 
 import math
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,6 +38,10 @@ _MODERATE = 30
 _LARGEST = 1022
 # Wanted rows that are searched at a time.
 _QUERIES = 4096
+# Fewest rows that a thread of our own searches: starting one takes .1 ms.
+_QUERIES_OF_A_THREAD = 256
+# Smallest stack of a thread, in bytes: with 64 kB, libraries of linear algebra end the process.
+_SMALL_STACK = 2**20
 # More than squares in float32 lose together where they are too small for it, below 1e-38.
 _UNDERFLOW = 1e-30
 
@@ -364,7 +370,7 @@ def _search(points: _Points, values: Tensor, own: Tensor, k: int) -> Neighbours:
 def _candidates(values: Tensor, own: Tensor, count: int) -> Tensor:
     """Find the `count` points that seem nearest to each wanted one in float32, mostly with it."""
     if faiss is not None and values.device.type == "cpu":
-        return torch.from_numpy(faiss.knn(values[own].numpy(), values.numpy(), count)[1])
+        return _by_faiss(values, own, count)
     kind = factor_type(values.device)
     squares = torch.linalg.vector_norm(values, dim=1).to(kind).square()
     found = []
@@ -372,6 +378,33 @@ def _candidates(values: Tensor, own: Tensor, count: int) -> Tensor:
         expanded = _expanded(lambda places: values[places].to(kind), squares, part)
         found.append(expanded.topk(count, dim=1, largest=False).indices)
     return torch.cat(found)
+
+
+def _by_faiss(values: Tensor, own: Tensor, count: int) -> Tensor:
+    """Search with FAISS in threads of our own, each of which searches alone.
+
+    FAISS would start OpenMP threads that belong to the thread that asks, and a process that such a
+    thread forks (a worker of a data loader) hangs as soon as it searches itself. The number of
+    threads is a setting of a thread: that of the threads of the training stays as it is.
+    """
+    rows, every = values[own].numpy(), values.numpy()
+    threads = min(torch.get_num_threads(), max(1, len(own) // _QUERIES_OF_A_THREAD))
+    if faiss.omp_get_max_threads() > 1 or threads > 1:
+        cuts = [part.numpy() for part in torch.from_numpy(rows).chunk(threads)]
+        try:
+            if 0 < threading.stack_size() < _SMALL_STACK:
+                raise RuntimeError("BLAS needs larger stacks")
+            with ThreadPoolExecutor(threads, "geomon", faiss.omp_set_num_threads, (1,)) as pool:
+                found = [pool.submit(faiss.knn, part, every, count) for part in cuts]
+                return torch.cat([torch.from_numpy(each.result()[1]) for each in found])
+        except RuntimeError:  # no thread can be had
+            pass
+    before = faiss.omp_get_max_threads()
+    try:
+        faiss.omp_set_num_threads(1)
+        return torch.from_numpy(faiss.knn(rows, every, count)[1])
+    finally:
+        faiss.omp_set_num_threads(before)
 
 
 def _expanded(points: Callable[[Tensor], Tensor], squares: Tensor, own: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from geomon.kernels import neighbourhoods
 from geomon.kernels.neighbours import Neighbours
 from geomon.metrics.layer_values import LayerValues
+from geomon.metrics.metric import ENDING, said
 from geomon.metrics.views import Groups, MissingViewError, renamed, spread_rows
 
 # Nearest rows that are compared: of the 24 that are listed, so many are left where some are copies
@@ -114,10 +115,12 @@ def with_comparison(
         found = [*compare()]
     except MissingViewError as error:
         return replace(layer, unseen={**layer.unseen, name: str(error)})
-    except Exception as error:
+    except ENDING:
+        raise
+    except BaseException as error:
         if strict:
             raise
-        return replace(layer, failed={**layer.failed, name: str(error) or type(error).__name__})
+        return replace(layer, failed={**layer.failed, name: said(error)})
     each = zip(*(one.without for one in found), strict=True)
     without = [sum(group) / len(found) for group in each]
     return replace(

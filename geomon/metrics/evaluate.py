@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from geomon.capture.modes import unseen
 from geomon.capture.snapshot import CAPTURED, OF_THE_BATCH, SOURCES, Layer, group_by_layer
 from geomon.kernels.groups import GROUPS
 from geomon.kernels.products import without_autocast
@@ -33,7 +34,7 @@ from geomon.metrics.cautions import cautions, explain_not_finite
 from geomon.metrics.jackknife import NoMarginError, ViewsWithout, margin
 from geomon.metrics.last_tokens import AtLast
 from geomon.metrics.layer_values import LayerValues, Parts
-from geomon.metrics.metric import Metric, Sizes
+from geomon.metrics.metric import ENDING, Metric, Sizes, said
 from geomon.metrics.table import is_bundled
 from geomon.metrics.views import (
     QUERIES,
@@ -205,12 +206,12 @@ class Evaluator:
                     result.parts[name] = _measure(metric, splits)
                 except MissingViewError as error:
                     result.unseen[name] = str(error)
-                except torch.OutOfMemoryError:  # no fault of the metric: elsewhere there is memory
+                except ENDING:
                     raise
-                except Exception as error:
+                except BaseException as error:
                     if self.strict:
                         raise
-                    result.failed[name] = str(error) or type(error).__name__
+                    result.failed[name] = said(error)
             self._take_arrays(splits[0], result)
             if self.has_margins:
                 self._leave_out(splits, result)
@@ -247,12 +248,12 @@ class Evaluator:
                 except (MissingViewError, NoMarginError):
                     result.without_margin.setdefault(name, "")
                     continue
-                except torch.OutOfMemoryError:
+                except ENDING:
                     raise
-                except Exception as error:
+                except BaseException as error:
                     if self.strict:
                         raise
-                    result.without_margin[name] = str(error) or type(error).__name__
+                    result.without_margin[name] = said(error)
                     continue
                 parts = found.setdefault(name, defaultdict(list))
                 for part in each[0].keys() - metric.without_margin:
@@ -275,6 +276,13 @@ class Evaluator:
             earlier: The reading that this one is compared with; None for the first of a probe,
                 which has no values of the metrics that compare readings.
         """
+        with unseen():
+            return self._combine(measured, rows, earlier)
+
+    def _combine(
+        self, measured: Sequence[LayerValues], rows: int, earlier: EarlierReading | None
+    ) -> Evaluation:
+        """Make the values of a whole reading."""
         result = Evaluation()
         metrics = self.metrics
         if earlier is None:
@@ -333,9 +341,9 @@ class Evaluator:
 
 @contextlib.contextmanager
 def _plain_arithmetic(layer: Layer) -> Iterator[None]:
-    """Leave autograd and autocast out, on the host too: nulls are computed there for any rows."""
+    """Leave autograd, autocast and modes out, on the host too: nulls are computed there."""
     kinds = sorted({"cpu", *(device.type for device in layer.devices)})
-    with torch.no_grad(), without_autocast(kinds):
+    with unseen(), torch.no_grad(), without_autocast(kinds):
         yield
 
 

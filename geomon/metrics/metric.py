@@ -5,7 +5,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
+import torch
+
 from geomon.record.columns import MetricText
+
+# What ends a measurement: memory that another device may have, and Ctrl-C. Anything else that a
+# metric raises, SystemExit too, costs its own values alone.
+ENDING = (KeyboardInterrupt, torch.OutOfMemoryError)
 
 # Parts that say on what a value stands: they have no margin.
 COUNTS = frozenset({"n", "rows", "types", "coverage", "steps", "sequences"})
@@ -91,3 +97,9 @@ def as_metric(name: str, function: Callable[..., Any]) -> Metric:
     own = getattr(function, "__doc__", None) if inspect.isroutine(function) else None
     meaning = (inspect.cleandoc(own).partition("\n\n")[0].replace("\n", " ")) if own else ""
     return Metric(function, MetricText(name, meaning=meaning, charts=("mean",)))
+
+
+def said(error: BaseException) -> str:
+    """Return what an error says; with its name if it is none that a metric should raise."""
+    kind = type(error).__name__
+    return (str(error) or kind) if isinstance(error, Exception) else f"{kind}: {error}"

@@ -1,4 +1,7 @@
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -192,3 +195,54 @@ def test_autocast_of_the_training_rounds_no_distance(wanted):
         got = nearest(rows, 16, of=some)
     assert torch.equal(got.distances, want.distances)
     assert torch.equal(got.indices, want.indices)
+
+
+FORKING = """
+import os, sys
+import faiss, torch  # in this order, as users of both have it
+from geomon.kernels.neighbours import nearest
+
+torch.set_num_threads(2)
+rows = torch.randn(2000, 16)
+before = faiss.omp_get_max_threads(), torch.get_num_threads()
+nearest(rows, 5)
+assert (faiss.omp_get_max_threads(), torch.get_num_threads()) == before
+if os.fork() == 0:
+    faiss.knn(rows.numpy(), rows.numpy(), 5)
+    os._exit(7)
+sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_process_that_is_forked_after_a_search_can_search_itself():
+    pytest.importorskip("faiss")
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    ran = subprocess.run([sys.executable, "-c", FORKING], env=environment, timeout=60, check=False)
+    assert ran.returncode == 7
+
+
+@pytest.mark.parametrize("why", ["no thread can be started", "small stacks"])
+def test_without_threads_of_its_own_a_search_is_right_and_leaves_their_number(why, monkeypatch):
+    faiss = pytest.importorskip("faiss")
+    rows = normal(700, 12).float()
+    expected = nearest(rows, 5)
+
+    def refuse(*args):
+        raise RuntimeError("can't start new thread")
+
+    if why == "small stacks":
+        monkeypatch.setattr("threading.stack_size", lambda: 65536)
+    else:
+        monkeypatch.setattr(geomon.kernels.neighbours.ThreadPoolExecutor, "submit", refuse)
+    limits = faiss.omp_get_max_threads(), torch.get_num_threads()
+    try:
+        faiss.omp_set_num_threads(2)
+        torch.set_num_threads(2)
+        found = nearest(rows, 5)
+        assert faiss.omp_get_max_threads() == 2
+    finally:
+        faiss.omp_set_num_threads(limits[0])
+        torch.set_num_threads(limits[1])
+    assert torch.equal(found.indices, expected.indices)
+    assert torch.equal(found.distances, expected.distances)

@@ -222,3 +222,25 @@ def test_a_layer_without_attention_between_others_is_no_failure_of_its_metrics()
     assert result.stacks["s"]["q"].by_head() == {(n, h): 1.0 for n in (1, 3) for h in (0, 1)}
     said = [note.words() for note in evaluator.explain_missing(result, measured)]
     assert said == ["s: nan, layer 2: NaN: the metric returned it"]
+
+
+@pytest.mark.parametrize("error", [SystemExit("usage: tool FILE"), GeneratorExit(), SystemExit(2)])
+def test_a_metric_that_exits_costs_its_own_values_alone(error):
+    def leaves(hidden):
+        raise error
+
+    seen = snapshot(torch.ones(4, 1), torch.ones(4, 1))
+    found = evaluate(seen, {"leaves": leaves, "m": lambda hidden: hidden.mean()}, rows=4, batches=1)
+    assert found.values["m/layer_01"] == 1.0
+    assert math.isnan(found.values["leaves/layer_01"])
+    assert any(type(error).__name__ in str(note) for note in found.notes)
+    with pytest.raises(type(error)):
+        evaluate(seen, {"leaves": leaves}, rows=4, batches=1, strict=True)
+
+
+def test_ctrl_c_in_a_metric_ends_the_measurement():
+    def interrupted(hidden):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(snapshot(torch.ones(4, 1)), {"m": interrupted}, rows=4, batches=1)

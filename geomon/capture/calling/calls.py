@@ -32,6 +32,7 @@ from geomon.capture.calling.patches import (
     run_eagerly,
     without_fast_path,
 )
+from geomon.capture.modes import without_modes
 from geomon.capture.unchanged import left_unchanged
 
 
@@ -447,7 +448,7 @@ def _call_compiled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     observers = [observer for observer in _observers() if observer.needs_twin(target)]
     if observers:
         try:
-            with observers[0].timed():
+            with observers[0].timed(), without_modes():
                 copies = _copies(target, args, kwargs)
         except Exception:  # no twin can be made: what is watched is the step itself
             forced = [observer.forces_eager() for observer in observers]
@@ -474,8 +475,8 @@ def _run_twin(
     with observers[0].timed():
         try:
             with (
-                extra_pass_begun(), run_eagerly.held(), left_unchanged(target),
-                warnings.catch_warnings(),
+                _suspended(observers), without_modes(), extra_pass_begun(), run_eagerly.held(),
+                left_unchanged(target), warnings.catch_warnings(),
             ):  # fmt: skip
                 warnings.simplefilter("ignore")  # of what is not run eagerly by the training
                 nn.Module.__call__(target, *args, **kwargs)
@@ -487,14 +488,21 @@ def _run_twin(
 
 
 @contextmanager
+def _suspended(observers: Iterable[CallObserver]) -> Iterator[None]:
+    """Let observers see no operator; what the body calls may let them see again."""
+    with ExitStack() as stack:
+        for observer in observers:
+            stack.enter_context(observer.suspended())
+        yield
+
+
+@contextmanager
 def _unpatched() -> Iterator[None]:
     """Leave compiled code alone with the process as it is without any window.
 
     Compiled code is guarded by what it refers to: it would be compiled again.
     """
-    with ExitStack() as stack:
-        for observer in _observers():
-            stack.enter_context(observer.suspended())
+    with _suspended(_observers()), ExitStack() as stack:
         for patch in (_calls, run_eagerly, without_fast_path):
             stack.enter_context(patch.suspended())
         yield

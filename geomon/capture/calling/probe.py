@@ -10,6 +10,7 @@ from torch import nn
 
 from geomon.capture.calling.batch import call_of_batch
 from geomon.capture.calling.patches import extra_pass_begun
+from geomon.capture.modes import without_modes
 from geomon.capture.snapshot import MeanLoss
 from geomon.capture.unchanged import left_unchanged
 
@@ -40,7 +41,9 @@ def extra_pass(
     """Run the model on inputs under a window.
 
     The pass runs without autograd (never in inference mode, which poisons cached rotary tables), in
-    eval mode. Afterwards the model is as it was (see `geomon.capture.unchanged`).
+    eval mode. Modes of torch that the training is in do not see it, whether they count operators
+    (`FlopCounterMode`) or change them. Afterwards the model is as it was (see
+    `geomon.capture.unchanged`).
 
     Args:
         model: Any module.
@@ -58,7 +61,7 @@ def extra_pass(
         ValueError: No extra pass may be made on the model (see `left_unchanged`).
     """
     device = next((p.device for p in model.parameters()), "cpu")
-    with extra_pass_begun(), left_unchanged(model):
+    with without_modes(), extra_pass_begun(), left_unchanged(model):
         model.eval()
         moved = _move(inputs, device)
         batch = None

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from geomon.capture.modes import unseen
 from geomon.capture.storage import storage_of
 from geomon.capture.tap.columns import (
     Columns,
@@ -23,7 +24,6 @@ from geomon.capture.tap.columns import (
     find_columns,
     layout_of,
 )
-from geomon.capture.tap.unseen import unseen
 
 # Operators have the names of those that write into a new tensor: "add" stands for "add_" as well.
 
