@@ -10,7 +10,7 @@ import functools
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from html import escape
 from importlib.metadata import version
@@ -59,7 +59,7 @@ from geomon.monitor.writing.logged import LoggedValues
 from geomon.monitor.writing.output import ReadingWriter, Warnings
 from geomon.monitor.writing.reactions import Reactions
 from geomon.note import Note
-from geomon.record import Reading, Readings, Record, read
+from geomon.record import Reading, Readings, Record, Sink, read
 from geomon.record.printable import printable, text_of
 
 _NOTHING = nullcontext()  # what a step that is not due gets
@@ -264,6 +264,18 @@ class Monitor:
             number, "probe", lambda: self.passes.run(inputs, number), began=time.perf_counter(),
             copies=not isinstance(inputs, HeldOut), history=history,
         )  # fmt: skip
+
+    def add_loggers(self, sinks: Sequence[Sink]) -> None:
+        """Add sinks that write to the loggers of a trainer, in its own thread, without a limit."""
+        self.writer.add_loggers(sinks)
+
+    def lacks_values(self, step: int) -> bool:
+        """Whether a reading of a step waits for values of the option `log`."""
+        return self.publisher.lacks_values(step)
+
+    def charge(self) -> AbstractContextManager[None]:
+        """Return a context manager whose time counts as geomon's."""
+        return self.budget.charge()
 
     def __enter__(self) -> Self:
         """Return the monitor, which is closed at the end of the `with`."""

@@ -64,7 +64,7 @@ def test_settings_stand_in_the_description_under_their_paths(tmp_path):
 
 def test_settings_that_cannot_be_read_end_no_training(tmp_path):
     session = CallbackSession({"settings": Failing()}, "GeometryMonitor")
-    session.start(PlainDecoder(), 0, tmp_path, [], settings=Failing())
+    session.start(PlainDecoder(), 0, tmp_path, [])
     assert session.monitor.describe()["training/known"] == 1
     session.finish()
 
