@@ -97,7 +97,7 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
     def on_step_begin(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         """Probe, or wait for the step's first forward pass, which is watched."""
         self._expect_evaluation(None, due=False)
-        self._loss, step = None, state.global_step
+        step = state.global_step
         self._session.probe(step)
         if not self._session.probes and args.n_gpu <= 1:
             last = step == state.max_steps - 1
@@ -164,7 +164,7 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
         held_out = self._session.held_out
         if due and not self._evaluates:
             held_out.begin()
-        if self._evaluates and not due:
+        if not due:
             held_out.end()
         self._evaluates = due
 

@@ -455,6 +455,28 @@ def test_nothing_is_left_on_a_model_whose_evaluation_is_probed(tmp_path, fails):
     assert fingerprint(model.train()) == before
 
 
+@pytest.mark.parametrize("event", ["on_step_begin", "on_step_end"])
+def test_what_a_callback_predicts_is_no_validation_of_the_training(tmp_path, event):
+    other = [{"input_ids": row * 0} for row in batch(8)]
+
+    class Predicts(TrainerCallback):
+        def predict(self, args, state, control, **given):
+            if state.global_step == 1:
+                trainer.predict(other)
+
+    setattr(Predicts, event, Predicts.predict)
+    metrics = {"ids": lambda token_ids: token_ids.double().mean()}
+    options = {**FEW, "metrics": metrics, "schedule": every(1), "probe": "validation"}
+    trainer = trainer_of(
+        tmp_path, [GeometryMonitor(**options), Predicts()], steps=3, eval_strategy="steps",
+        eval_steps=2,
+    )  # fmt: skip
+    trainer.train()
+    found = read(tmp_path)
+    assert [reading.step for reading in found] == [2, 3]
+    assert all(reading.values["ids/layer_01"] > 1 for reading in found)
+
+
 @pytest.mark.parametrize("batches", [1, 3])
 def test_a_window_ends_with_the_first_batch_of_a_step_though_the_model_was_not_called(
     tmp_path, batches

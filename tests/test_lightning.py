@@ -1,6 +1,7 @@
 """What Lightning's callback does by itself; what both callbacks do is in test_loops.py."""
 
 import csv
+import gc
 import math
 import os
 import subprocess
@@ -222,6 +223,32 @@ def test_a_validation_on_a_stream_is_left_where_it_was(tmp_path, sanity):
     assert all(map(torch.equal, after, bare))
     steps = [reading.step for reading in read(tmp_path)]
     assert steps == ([0, 2, 4, 6, 8, 10, 12] if sanity else [4, 6, 8, 10, 12])
+
+
+def test_of_several_validation_sets_the_first_is_read_and_nothing_of_a_validation_by_hand(tmp_path):
+    class Both(Module):
+        def validation_step(self, ids, index, dataloader_idx=0):
+            self.learner(ids)
+
+    metrics = {"ids": lambda token_ids: token_ids.double().mean()}
+    monitor = GeometryMonitor(
+        **{**FEW, "metrics": metrics}, probe="validation", directory=tmp_path, schedule=every(1)
+    )
+    trainer = L.Trainer(
+        max_steps=2, limit_val_batches=1, accelerator="cpu", logger=False, callbacks=[monitor],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    sets = [DataLoader(data, batch_size=4) for data in (ROWS, ROWS * 0)]
+    module = Both(Learner())
+    trainer.fit(module, DataLoader(ROWS, batch_size=8), sets)
+    expected = ROWS[:4].double().mean().item()
+    for reading in read(tmp_path):
+        assert reading.values["ids/layer_01"] == pytest.approx(expected, abs=4)
+        assert reading.tokens == 64
+    trainer.validate(module, DataLoader(torch.zeros(4, 31, dtype=torch.int64)), verbose=False)
+    gc.collect()
+    kept = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.shape == (1, 31)]
+    assert not kept
 
 
 # -- two optimizers: each batch makes two steps ----------------------------------------------------

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -150,6 +149,7 @@ def is_loader(inputs: Any) -> bool:
         inputs: What was given as `probe`.
 
     Example:
+        >>> import torch
         >>> is_loader(torch.zeros(2, 3)), is_loader({}), is_loader(iter([1])), is_loader([1])
         (False, False, True, False)
     """
@@ -193,10 +193,12 @@ def _next(batches: Iterator[Any]) -> tuple[Any, str]:
 
 
 def _to_host(batch: Any) -> Any:
-    """A copy of a batch on the host: a loader may fill the same tensors again."""
+    """A copy of a batch on the host: a loader may fill the same tensors again.
+
+    Those that were offered are copied once more as they are taken: not in inference mode.
+    """
     if isinstance(batch, Tensor):
-        with torch.inference_mode(mode=False):  # as Lightning validates: other passes follow
-            return batch.detach().to("cpu", copy=True)
+        return batch.detach().to("cpu", copy=True)
     if isinstance(batch, Mapping):
         return {name: _to_host(value) for name, value in batch.items()}
     if isinstance(batch, tuple | list):
