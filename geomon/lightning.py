@@ -4,6 +4,7 @@ Lightning comes as two packages with the same events, `lightning` and `pytorch_l
 trainers and loggers of both are served, and one of the two is enough.
 """
 
+import functools
 import importlib
 import math
 import os
@@ -21,6 +22,7 @@ from geomon.record.tags import LOSS
 from geomon.show.loggers import BoardPages, WandB
 
 _PACKAGES = ("lightning", "pytorch_lightning")
+_STATE = "geomon"  # key of the newest headline values in checkpoints
 
 if TYPE_CHECKING:
     import lightning as L
@@ -41,11 +43,14 @@ class GeometryMonitor(L.Callback):
     `L.Trainer(callbacks=[GeometryMonitor()])`: no argument is needed. Curves go to every logger of
     the trainer, pictures to those that show them, readings to `readings.jsonl` beside them.
     On one rank the headline values are in `trainer.callback_metrics` too, for EarlyStopping and
-    ModelCheckpoint: `monitor="geomon/twonn"`.
+    ModelCheckpoint: `monitor="geomon/twonn"`. Checkpoints hold the newest ones. A second monitor in
+    one trainer needs a folder of its own, `directory=`.
 
     Without `probe` the training forward itself is watched (dropout on, no extra pass), the first
     batch of a step with accumulated gradients. With `probe` an extra pass on fixed inputs runs
     before the batch, and once more at the end of training. The last step is always read.
+    `probe="validation"` keeps the first batches of the first validation, or of the sanity check
+    before it, and reads them from then on: nothing is drawn from your loaders.
 
     `training/loss` of a reading is the loss that `training_step` returned for the batch that was
     read, on the first rank. If it returned none, it is the value logged as "loss", or NaN.
@@ -61,7 +66,8 @@ class GeometryMonitor(L.Callback):
 
     def __init__(self, **options: Unpack[CallbackOptions]) -> None:
         self._session = CallbackSession(options, type(self).__name__)
-        self._last_step: float  # the last step of the run; infinity where it is not known
+        self._newest: dict[str, float] = {}  # headline values of the last reading
+        self._last_step: float  # the last step of the run; infinity if it is not known
         self._began: tuple[int, int]  # the last batch: its step, and where the loggers have it
 
     def __repr__(self) -> str:
@@ -69,27 +75,48 @@ class GeometryMonitor(L.Callback):
 
     @property
     def overhead(self) -> float:
-        """Share of the training's wall time that geomon took; NaN before training."""
+        """Share of the training's wall time that geomon took, in the process that trained.
+
+        NaN before training, and in a process that spawned others to train: the record has it.
+        """
         return self._session.overhead
 
-    @property
-    def state_key(self) -> str:
-        """Tells the callbacks of one trainer apart in its checkpoints, by their options."""
-        return f"{type(self).__qualname__}{self._session.summary()!r}"
+    def on_save_checkpoint(
+        self, trainer: "L.Trainer", pl_module: "L.LightningModule", checkpoint: dict[str, Any]
+    ) -> None:
+        """Keep the newest headline values for what stops or saves by them."""
+        checkpoint.setdefault(_STATE, {}).update(self._newest)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The last step that was watched; what was measured is in the record."""
-        return {"seen": self._session.last_seen}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on after the step that the state names."""
-        self._session.last_seen = state_dict["seen"]
+    def on_load_checkpoint(
+        self, trainer: "L.Trainer", pl_module: "L.LightningModule", checkpoint: dict[str, Any]
+    ) -> None:
+        """Take the headline values of the last reading before the checkpoint."""
+        self._newest = dict(checkpoint.get(_STATE, {}))
 
     def __getstate__(self) -> dict[str, Any]:
         """No copy takes along the module's methods, which Lightning places on its callbacks."""
         return {
             name: value for name, value in vars(self).items() if name not in ("log", "log_dict")
         }
+
+    def setup(self, trainer: "L.Trainer", pl_module: "L.LightningModule", stage: str) -> None:
+        """Begin anew, before checkpoints are loaded and before the sanity check.
+
+        Raises:
+            ValueError: Another monitor of the trainer would write the same record.
+        """
+        if stage != "fit":
+            return
+        self._session.finish()
+        self._newest = {}
+        directory = self._session.options["directory"]
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        others = [x for x in callbacks if isinstance(x, GeometryMonitor)]
+        if any(x is not self and x._session.options["directory"] == directory for x in others):
+            raise ValueError(
+                f"{len(others)} {type(self).__name__}s of one trainer would write the same record: "
+                "give each a folder of its own, directory='runs/b' for instance"
+            )
 
     def on_train_start(self, trainer: "L.Trainer", pl_module: "L.LightningModule") -> None:
         """Find the blocks and open the record: on a resume the step is right only from here on."""
@@ -100,14 +127,34 @@ class GeometryMonitor(L.Callback):
             for logger in trainer.loggers
         ]
         if trainer.world_size == 1:  # readings are the first rank's, and all ranks decide alike
-            sinks.append(_metrics_of(trainer, without_layers(detail)))
+            publish = functools.partial(self._publish, trainer)
+            publish(self._newest)
+            place = "the trainer's callback_metrics"
+            sinks.append(LoggerSink(place, publish, detail=without_layers(detail)))
         step, steps = trainer.global_step, trainer.estimated_stepping_batches
         self._session.start(
-            pl_module, step, folder, sinks, lambda: _validation_loaders(trainer),
-            settings=getattr(pl_module, "_hparams", {}),  # `hparams` would make them
+            pl_module, step, folder, sinks,
             last_step=None if math.isinf(steps) else int(steps),
+            validates=trainer.enable_validation,
         )  # fmt: skip
         self._last_step = steps - 1
+
+    def on_validation_start(self, trainer: "L.Trainer", pl_module: "L.LightningModule") -> None:
+        """A validation of the training begins, or the sanity check: its batches may be wanted."""
+        if trainer.state.fn == "fit":
+            self._session.held_out.begin()
+
+    def on_validation_batch_start(
+        self, trainer: "L.Trainer", pl_module: "L.LightningModule", batch: Any, batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:  # fmt: skip
+        """Keep a batch of the first loader, if it is wanted."""
+        if dataloader_idx == 0:
+            self._session.held_out.offer(batch)
+
+    def on_validation_end(self, trainer: "L.Trainer", pl_module: "L.LightningModule") -> None:
+        """What was kept of the validation is read from now on."""
+        self._session.held_out.end()
 
     def on_train_batch_start(
         self, trainer: "L.Trainer", pl_module: "L.LightningModule", batch: Any, batch_idx: int
@@ -152,7 +199,7 @@ class GeometryMonitor(L.Callback):
         self._session.finish()
 
     def _probe(self, trainer: "L.Trainer", *, last: bool = False) -> None:
-        """In the precision that training has, outside of its autocast cache."""
+        """Read the probe in the training's precision, outside of its autocast cache."""
         around = trainer.precision_plugin.forward_context
         self._session.probe(trainer.global_step, last=last, around=around)
 
@@ -161,10 +208,8 @@ class GeometryMonitor(L.Callback):
     ) -> dict[str, Any]:
         """What the trainer logs, and the loss that the module gave for the batch that has ended."""
         loss = outputs.get(LOSS) if isinstance(outputs, Mapping) else outputs
-        if loss is None or len(self._session.logged) > 1:
-            known: dict[str, Any] = dict(trainer.callback_metrics)
-        else:
-            known = {}
+        wanted = loss is None or len(self._session.logged) > 1
+        known: dict[str, Any] = dict(trainer.callback_metrics) if wanted else {}
         if loss is not None:
             # Lightning divides it where gradients are accumulated.
             parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
@@ -188,11 +233,19 @@ class GeometryMonitor(L.Callback):
 
     def _is_last(self, trainer: "L.Trainer", pl_module: "L.LightningModule") -> bool:
         """Whether no step comes after this batch's, as far as that can be known beforehand."""
-        step, last_seen = trainer.global_step, self._session.last_seen
-        if pl_module.automatic_optimization or last_seen is None:
+        step, batches = self._began
+        if pl_module.automatic_optimization:
             return step == self._last_step
         is_last = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
-        return is_last or 0 < trainer.max_steps <= 2 * step - last_seen  # as many steps again
+        steps = step // max(batches, 1)  # of one batch
+        return is_last or 0 < trainer.max_steps <= step + steps
+
+    def _publish(self, trainer: "L.Trainer", values: dict[str, float], step: int = 0) -> None:
+        """Put the newest values where EarlyStopping and ModelCheckpoint find them."""
+        self._newest = values
+        trainer.callback_metrics.update(
+            {name: torch.tensor(value, device="cpu") for name, value in values.items()}
+        )
 
 
 def _folder_of(trainer: "L.Trainer") -> str:
@@ -206,40 +259,6 @@ def _folder_of(trainer: "L.Trainer") -> str:
         root = logger.save_dir or trainer.default_root_dir
         folder = os.path.join(root, str(logger.name), version)
     return str(trainer.strategy.broadcast(folder))  # a collective: every rank asks
-
-
-def _validation_loaders(trainer: "L.Trainer") -> Any:
-    """The loaders of the validation, which may not have been set up when training starts.
-
-    Raises:
-        ValueError: They have not been set up, and this release of Lightning hides them.
-    """
-    loaders = trainer.val_dataloaders
-    if loaders is not None:
-        return loaders
-    try:  # there is no public name for what is not set up
-        source = trainer.fit_loop.epoch_loop.val_loop._data_source
-        return source.dataloader() if source.is_defined() else None
-    except AttributeError as error:
-        raise ValueError(
-            "probe='validation' cannot find the validation data of this release of Lightning "
-            f"before a validation has run ({error}): give the loader, probe=loader, or leave "
-            "num_sanity_val_steps above 0"
-        ) from error
-
-
-def _metrics_of(trainer: "L.Trainer", detail: Detail) -> Sink:
-    """The sink that keeps the newest values where EarlyStopping and ModelCheckpoint find them."""
-
-    def log(values: dict[str, float], step: int) -> None:
-        trainer.callback_metrics.update(
-            {
-                name: torch.tensor(value, dtype=torch.float32, device="cpu")
-                for name, value in values.items()
-            }
-        )
-
-    return LoggerSink("the trainer's callback_metrics", log, detail=detail)
 
 
 def _sink_of(

@@ -745,9 +745,9 @@ def lightning(ranks: RankGroup, folder: Path) -> None:
     of_ddp: dict[str, Memory] = {}
     for name, strategy in (("ddp", DDPStrategy), ("fsdp2", sharded)):
         plain = fit(strategy(), [])
-        # The ranks that are given the same batches share them out, and read as many each.
+        # The sanity check has a batch for each rank. From a loader, ranks take turns.
         for source, rows in (
-            ("inline", None), ("probe", None), ("validation", slice(None)), ("loader", slice(24)),
+            ("inline", None), ("probe", None), ("validation", slice(6)), ("loader", slice(24)),
         ):  # fmt: skip
             if name == "fsdp2" and source in ("probe", "loader"):
                 continue  # as under DDP
@@ -874,14 +874,13 @@ def trainer(ranks: RankGroup, folder: Path) -> None:
     if int(os.environ["RANK"]):
         assert not memory.readings
         return
-    assert steps(memory) == [0, 2, 4]
+    assert steps(memory) == [2, 4]  # the first evaluation comes before step 2
     kept = ids[mask].double()
     for reading in memory.readings:
         assert reading.tokens == len(kept)
         assert math.isclose(reading.values["ids/layer_01"], float(kept.mean()))
-    assert losses(memory)[:2] == [float(loss) for loss in seen[0::2]]
     # Both ranks' batches, at the steps at which the Trainer evaluates them too.
-    _, *probed = (reading.values["training/probe_loss"] for reading in memory.readings)
+    probed = [reading.values["training/probe_loss"] for reading in memory.readings]
     assert all(map(partial(math.isclose, rel_tol=1e-5), probed, evaluated))
 
 

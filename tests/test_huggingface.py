@@ -1,15 +1,17 @@
 import copy
 import json
 import logging
+import math
+import sys
 import threading
 import types
 
 import pytest
 import torch
 from fingerprint import fingerprint
+from loops import board_of
 from models import batch, transformer
 from tagged import charts_of
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from geomon import Memory, Monitor, every, read, select
@@ -50,37 +52,25 @@ def trained(folder):
     return model, fingerprint(model)
 
 
-def logged(trainer):
-    """What geomon's readings put into the Trainer's history."""
-    history = trainer.state.log_history
-    return [entry for entry in history if any(name.startswith("geomon/") for name in entry)]
-
-
-def test_a_trial_of_a_search_has_a_folder_of_its_own_and_its_settings(tmp_path, monkeypatch):
-    told = {"learning_rate": 0.25, "warmup_steps": 3, "weight_decay": 0.5, "max_grad_norm": 2.0,
-            "optim": "adamw_torch", "per_device_train_batch_size": 4, "seed": 7,
-            "gradient_accumulation_steps": 2, "bf16": True}  # fmt: skip
-    trainer = trainer_of(tmp_path, [GeometryMonitor(**FEW)], steps=1, **told)
-    trainer.train()
-    (plain,) = read(tmp_path).runs
-    expected = told | {"lr_scheduler_type": "constant", "fp16": False}
-    assert {name: x for name, x in plain.items() if name.startswith("training/")} == {
-        f"training/{name}": x for name, x in expected.items()
-    }
-    own = f"{tmp_path}/run-7"
-    monkeypatch.setattr(trainer, "_get_output_dir", lambda trial: own if trial else str(tmp_path))
+@pytest.mark.parametrize(
+    ("name", "folders"), [(None, ["run-0", "run-1"]), (lambda trial: "wide", ["wide"])]
+)
+def test_each_trial_of_a_search_has_a_folder_of_its_own(tmp_path, monkeypatch, name, folders):
+    trainer = trainer_of(tmp_path, [GeometryMonitor(**FEW, settings={"width": 32})], steps=1)
     begin = trainer.callback_handler.on_train_begin
 
     def begins(args, state, control):  # as a search leaves it to the events
-        trainer._trial = types.SimpleNamespace(number=7)
-        state.trial_params = {"width": 32}
+        state.is_hyper_param_search = True
+        state.trial_name = name and name(None)
         return begin(args, state, control)
 
     monkeypatch.setattr(trainer.callback_handler, "on_train_begin", begins)
-    trainer.train()
-    (trial,) = read(tmp_path / "run-7").runs
-    assert (trial["training/trial"], trial["training/width"]) == (7, 32)
-    assert len(read(tmp_path).runs) == 1
+    for _ in folders:
+        trainer.train()
+    for folder in folders:
+        (run,) = read(tmp_path / folder).runs
+        # No argument of the Trainer is taken: they may hold what is nobody's business.
+        assert {n: x for n, x in run.items() if "training/" in n} == {"training/width": 32}
 
 
 def test_by_default_a_budget_leaves_readings_out_but_not_the_first_eight_and_the_last(tmp_path):
@@ -96,32 +86,81 @@ def test_by_default_a_budget_leaves_readings_out_but_not_the_first_eight_and_the
     assert [r.step for r in read(tmp_path)] == [*range(8), 29]
 
 
-def test_other_callbacks_get_the_values_and_the_terminal_does_not(tmp_path, capsys):
-    class Reporter(TrainerCallback):
-        def __init__(self):
-            self.seen = []
+class Reporter(TrainerCallback):
+    """Keeps what it is told, and stops the training at its fifth log."""
 
-        def on_log(self, args, state, control, logs=None, model=None, **kwargs):
-            assert model is not None
-            self.seen.append((state.global_step, dict(logs)))
-            logs.clear()  # a reporter that takes what it is given
+    def __init__(self):
+        self.seen = []
 
-    before, after = Reporter(), Reporter()
-    trainer = fit(
-        tmp_path, [before, GeometryMonitor(schedule=every(1), **FEW), after], logging_steps=1
-    )
-    assert "training_step" not in vars(trainer)  # it has its own again
-    for reporter in (before, after):
-        assert [step for step, _ in reporter.seen] == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
-        ours = [logs for _, logs in reporter.seen if "geomon/variance" in logs]
-        for logs, entry in zip(ours, logged(trainer), strict=True):
-            assert logs | {"step": entry["step"]} == entry
-    charts = charts_of(read(tmp_path))
-    for entry, reading in zip(logged(trainer), read(tmp_path), strict=True):
-        assert entry == charts.select(reading) | {"step": reading.step, "epoch": entry["epoch"]}
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.seen.append((state.global_step, logs["loss"] if "loss" in logs else sorted(logs)))
+        control.should_training_stop = control.should_training_stop or len(self.seen) == 5
+
+
+def test_other_callbacks_and_the_history_get_nothing(tmp_path, capsys):
+    found = {}
+    for name, ours in (("plain", []), ("read", [GeometryMonitor(schedule=every(1), **FEW)])):
+        before, after = Reporter(), Reporter()
+        folder = tmp_path / name
+        trainer = fit(
+            folder, [before, *ours, after], steps=8, logging_steps=1, report_to="tensorboard"
+        )
+        assert before.seen == after.seen
+        history = [sorted(entry) for entry in trainer.state.log_history]
+        found[name] = before.seen, history, trainer.state.global_step
+        assert "training_step" not in vars(trainer)
+    assert found["read"] == found["plain"]
+    assert found["read"][2] == 5
+    assert "geomon" not in str(found["read"])
+    assert [r.step for r in read(tmp_path / "read")] == [*range(5)]
     assert "variance" not in capsys.readouterr().out
-    losses = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [entry["step"] for entry in losses] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("service", "log"),
+    [
+        ("swanlab", "log"), ("trackio", "log"), ("comet_ml", "log_metrics"), ("clearml", None),
+    ],
+)  # fmt: skip
+def test_a_service_gets_the_values_by_its_own_functions_or_is_named(
+    tmp_path, monkeypatch, caplog, service, log
+):
+    rows = []
+
+    def take(values, step=None):
+        rows.append((step if step is not None else values["train/global_step"], values))
+
+    module = types.SimpleNamespace(**{log: take} if log else {})
+    module.get_running_experiment = lambda: module
+    monkeypatch.setitem(sys.modules, service, module)
+    trainer = trainer_of(tmp_path, [GeometryMonitor(schedule=every(2), **FEW)], steps=4)
+    trainer.args.report_to = [service]
+    trainer.train()
+    assert ("geomon cannot write to" in caplog.text) == (log is None)
+    record = read(tmp_path)
+    assert [step for step, _ in rows] == ([r.step for r in record] if log else [])
+    charts = charts_of(record)
+    for reading, (_, values) in zip(record, rows, strict=False):
+        assert charts.select(reading).items() <= values.items()
+
+
+def test_mlflow_gets_the_values_of_its_active_run(tmp_path, monkeypatch):
+    logged = []
+    client = types.SimpleNamespace(log_batch=lambda run, metrics: logged.append((run, metrics)))
+    run = types.SimpleNamespace(info=types.SimpleNamespace(run_id="a"))
+    entities = types.SimpleNamespace(Metric=lambda *parts: parts)
+    module = types.SimpleNamespace(
+        MlflowClient=lambda: client, active_run=lambda: run, entities=entities
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    monitor = GeometryMonitor(schedule=every(2), pictures=False, **FEW)
+    trainer = trainer_of(tmp_path, [monitor], steps=4)
+    trainer.args.report_to = ["mlflow"]
+    trainer.train()
+    found = [(name, {part[0]: part[1] for part in parts}) for name, parts in logged]
+    charts = charts_of(read(tmp_path))
+    assert found == [("a", charts.select(reading)) for reading in read(tmp_path)]
 
 
 class Stop(TrainerCallback):
@@ -163,13 +202,13 @@ def test_probe_reads_the_last_weights_and_not_the_best(tmp_path, event, at, step
     assert seen == [len(steps)]
 
 
-def test_a_board_that_was_closed_gets_the_last_values_of_a_run_that_stops_unannounced(tmp_path):
+def test_the_board_gets_the_last_values_of_a_run_that_stops_unannounced(tmp_path):
     probe = {"input_ids": batch(seed=77)}
     monitor = GeometryMonitor(probe=probe, schedule=every(8), pictures=False, **FEW)
     fit(tmp_path, [monitor, Stop("on_step_end", 2)], steps=8, report_to="tensorboard")
-    events = EventAccumulator(str(*(tmp_path / "runs").iterdir()))
-    events.Reload()
-    shown = {event.step: event.value for event in events.Scalars("~geomon/variance")}
+    (folder,) = (tmp_path / "runs").iterdir()
+    _, curves = board_of(folder / "geomon")
+    shown = curves["~geomon/variance"]
     values = {reading.step: reading.values["variance/mean"] for reading in read(tmp_path)}
     assert list(values) == [0, 2]
     assert shown == pytest.approx(values)
@@ -224,7 +263,9 @@ def test_the_window_is_open_for_one_forward_and_no_longer(tmp_path, error, part)
     ("place", "error"),
     [("callback", RuntimeError), ("inputs", KeyboardInterrupt), ("loss", RuntimeError)],
 )
-def test_a_training_that_breaks_before_its_forward_leaves_nothing(tmp_path, place, error):
+def test_after_a_training_that_broke_before_its_forward_the_next_one_leaves_nothing(
+    tmp_path, place, error
+):
     """Nobody is told of that."""
 
     class Breaks(TrainerCallback):
@@ -245,10 +286,11 @@ def test_a_training_that_breaks_before_its_forward_leaves_nothing(tmp_path, plac
     trainer = trainer_of(tmp_path / "a", [monitor, Breaks()], model=model, kind=Breaking, steps=2)
     with pytest.raises(error, match="before the forward pass"):
         trainer.train()
-    assert fingerprint(model) == before
+    with torch.no_grad():
+        model(batch())  # another use of the model
     fit(tmp_path / "b", [monitor], model=model, steps=2)
-    assert "training_step" not in vars(trainer)
     assert fingerprint(model) == before
+    assert not read(tmp_path / "a")
     assert [r.step for r in read(tmp_path / "b")] == [0, 1]
 
 
@@ -292,10 +334,8 @@ def test_a_checkpoint_with_metrics_resumes_and_the_curves_go_on(tmp_path):
     fit(tmp_path / "cut", [monitor()], steps=4, **told)
     checkpoint = tmp_path / "cut" / "checkpoint-4"
     saved = json.loads((checkpoint / "trainer_state.json").read_text())
-    assert [e["step"] for e in saved["log_history"] if "geomon/variance" in e] == [0, 2, 3]
+    assert "geomon" not in json.dumps(saved["log_history"])
     resumed = fit(tmp_path / "cut", [monitor()], steps=8, resume=str(checkpoint), **told)
-    assert [entry["step"] for entry in logged(resumed)] == [0, 2, 3, 4, 6, 7]
-    assert [entry["step"] for entry in logged(whole)] == [0, 2, 4, 6, 7]
     assert len(read(tmp_path / "cut").runs) == 2
     values = {r.step: r.values["variance/mean"] for r in read(tmp_path / "cut")}
     assert list(values) == [0, 2, 3, 4, 6, 7]
@@ -317,7 +357,6 @@ def test_another_loop_may_send_the_events_but_with_no_copies_of_the_model_in_thr
         send.on_train_begin(*told)
         send.on_step_begin(*told)
     assert ("DataParallel" in caplog.text) == (devices > 1)
-    assert "what the Trainer reports to is not found" in caplog.text
     trainer.model(batch())
     assert not any(map(sum, fingerprint(trainer.model)["hooks"]))
     for event in (send.on_pre_optimizer_step, send.on_step_end, send.on_train_end):
@@ -327,7 +366,7 @@ def test_another_loop_may_send_the_events_but_with_no_copies_of_the_model_in_thr
 
 @pytest.mark.usefixtures("own_metrics_in_background")
 def test_a_reading_that_comes_late_is_logged_at_its_own_step(tmp_path):
-    go, seen = threading.Event(), []
+    go, seen = threading.Event(), Memory()
     go.set()
 
     def slow(hidden):
@@ -343,17 +382,99 @@ def test_a_reading_that_comes_late_is_logged_at_its_own_step(tmp_path):
             if state.global_step == 4:
                 go.set()
 
-        def on_log(self, args, state, control, logs=None, **event):
-            if "geomon/slow" in logs:
-                seen.append((state.global_step, logs["geomon/slow"]))
-
     metrics = FEW["metrics"] | {"slow": slow}
     options = {**FEW, "metrics": metrics, "schedule": lambda step: step == 2, "background": True}
-    trainer = fit(tmp_path, [Holds(), GeometryMonitor(**options)])
+    fit(tmp_path, [Holds(), GeometryMonitor(**options, sinks=[seen])], report_to="tensorboard")
     expected = [(reading.step, reading.values["slow/mean"]) for reading in read(tmp_path)]
     assert [step for step, _ in expected] == [0, 2, 5]
-    assert seen == expected
-    assert [(entry["step"], entry["geomon/slow"]) for entry in logged(trainer)] == expected
+    assert [(r.step, r.values["slow/mean"]) for r in seen.readings] == expected
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert list(board_of(folder / "geomon")[1]["~geomon/slow"]) == [0, 2, 5]
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+def test_the_loss_is_the_mean_over_the_batch_that_was_read_however_many_are_accumulated(
+    tmp_path, per_token
+):
+    """The Trainer has the model divide by the tokens of all batches of a step, if it can."""
+    found = []
+    for accumulate in (1, 4):
+        model = transformer("gpt2")
+        model.accepts_loss_kwargs = per_token
+        trainer = fit(
+            tmp_path / str(accumulate), [GeometryMonitor(**FEW)], model=model, steps=1,
+            gradient_accumulation_steps=accumulate, logging_steps=1,
+        )  # fmt: skip
+        (reading,) = read(tmp_path / str(accumulate))
+        found.append(reading.values["training/loss"])
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+    assert found[1] == pytest.approx(trainer.state.log_history[0]["loss"], rel=0.05)
+
+
+def test_a_loss_that_the_model_does_not_return_is_the_last_that_was_logged(tmp_path):
+    class Apart(Trainer):
+        compute_loss = run_part
+
+    trainer = fit(
+        tmp_path, [GeometryMonitor(**FEW, schedule=every(1))], kind=Apart, steps=4, logging_steps=2
+    )
+    logged = {
+        entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry
+    }
+    losses = [reading.values["training/loss"] for reading in read(tmp_path)]
+    assert all(map(math.isnan, losses[:2]))
+    assert losses[2:] == [logged[2]] * 2
+
+
+@pytest.mark.parametrize("fails", [None, 1, 2], ids=["none", "first batch", "second batch"])
+def test_nothing_is_left_on_a_model_whose_evaluation_is_probed(tmp_path, fails):
+    model, before = trained(tmp_path)
+    hooks, seen = before["hooks"], []
+
+    class Evaluating(Trainer):
+        def prediction_step(self, model, inputs, *args, **kwargs):
+            done = super().prediction_step(model, inputs, *args, **kwargs)
+            seen.append(fingerprint(model)["hooks"] == hooks)
+            if len(seen) == fails:
+                raise RuntimeError("in an evaluation")
+            return done
+
+    monitor = GeometryMonitor(**{**FEW, "tokens": 10_000}, probe="validation", schedule=every(1))
+    arguments = {"eval_strategy": "steps", "eval_steps": 2}
+    trainer = trainer_of(
+        tmp_path / "run", [monitor], model=model, kind=Evaluating, steps=4, **arguments
+    )
+    if fails:
+        with pytest.raises(RuntimeError, match="in an evaluation"):
+            trainer.train()
+    else:
+        trainer.train()
+        trainer.evaluate()  # the user's own
+        assert [reading.step for reading in read(tmp_path / "run")] == [2, 3, 4]
+    assert all(seen)  # after each call
+    assert fingerprint(model.train()) == before
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_step_end"])
+def test_what_a_callback_predicts_is_no_validation_of_the_training(tmp_path, event):
+    other = [{"input_ids": row * 0} for row in batch(8)]
+
+    class Predicts(TrainerCallback):
+        def predict(self, args, state, control, **given):
+            if state.global_step == 1:
+                trainer.predict(other)
+
+    setattr(Predicts, event, Predicts.predict)
+    metrics = {"ids": lambda token_ids: token_ids.double().mean()}
+    options = {**FEW, "metrics": metrics, "schedule": every(1), "probe": "validation"}
+    trainer = trainer_of(
+        tmp_path, [GeometryMonitor(**options), Predicts()], steps=3, eval_strategy="steps",
+        eval_steps=2,
+    )  # fmt: skip
+    trainer.train()
+    found = read(tmp_path)
+    assert [reading.step for reading in found] == [2, 3]
+    assert all(reading.values["ids/layer_01"] > 1 for reading in found)
 
 
 @pytest.mark.parametrize("batches", [1, 3])

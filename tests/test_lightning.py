@@ -1,29 +1,32 @@
 """What Lightning's callback does by itself; what both callbacks do is in test_loops.py."""
 
-import argparse
 import csv
+import gc
 import math
 import os
 import subprocess
 import sys
 import threading
-import types
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
-from fingerprint import fingerprint
+from fingerprint import fingerprint, weights
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from loops import Learner, Module, in_lightning
+from loops import ROWS, Learner, Module, in_lightning
 from models import batch
 from tagged import charts_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader, IterableDataset
 from wandb_file import work_offline
 
 import geomon
 from geomon import every, read, select
+from geomon.lightning import GeometryMonitor
 
 FEW = {
     "metrics": select("variance", "attention_entropy", "qk_cosine"),
@@ -35,24 +38,19 @@ FEW = {
 
 
 class Described(Module):
-    """Hyper-parameters as people keep them: some are no numbers, one is nobody's business."""
+    """Hyper-parameters as people keep them: some are nobody's business."""
 
-    def __init__(self, config, rate, token, rows=None) -> None:
+    def __init__(self, rate, token) -> None:
         super().__init__(Learner())
         self.save_hyperparameters()
 
 
-def test_hyper_parameters_stand_in_the_record_and_yours_count(tmp_path):
-    module = Described(
-        types.SimpleNamespace(a=1), torch.tensor(0.5), "hf_abc", argparse.Namespace(n=3)
-    )
-    settings = {"rate": 0.25, "trial": 7}
-    for name, given in (("run", {"settings": settings}), ("plain", {})):
-        told = {"module": module} if given else {}
-        in_lightning(Learner(), {**FEW, **given}, tmp_path / name, steps=1, **told)
-    runs = [read(tmp_path / name).runs[0] for name in ("run", "plain")]
-    told = [{name: v for name, v in run.items() if name.startswith("training/")} for run in runs]
-    assert told == [{"training/rows/n": 3, "training/rate": 0.25, "training/trial": 7}, {}]
+def test_of_settings_those_that_you_give_stand_in_the_record(tmp_path):
+    options = {**FEW, "settings": {"trial": 7}}
+    in_lightning(Learner(), options, tmp_path, steps=1, module=Described(0.5, "hf_abc"))
+    (run,) = read(tmp_path).runs
+    assert {n: x for n, x in run.items() if n.startswith("training/")} == {"training/trial": 7}
+    assert "hf_abc" not in (tmp_path / "readings.jsonl").read_text()
 
 
 @pytest.mark.parametrize("detail", ["headline", "layers"])
@@ -82,6 +80,175 @@ def test_early_stopping_and_checkpoints_follow_a_headline_value(tmp_path):
     assert trainer.global_step == 4 * (fell + 1)
     kept = min(record[step] for step in range(1, len(record), 2))
     assert keeping.best_model_score.item() == pytest.approx(kept, rel=1e-6)
+
+
+class Logged(Callback):
+    """Keeps the newest value under a name as each batch begins, or None."""
+
+    def __init__(self, name):
+        self.name, self.seen = name, []
+
+    def on_train_batch_start(self, trainer, *event):
+        self.seen.append(trainer.callback_metrics.get(self.name))
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize("by", ["this", "an earlier version", "without geomon"])
+def test_early_stopping_on_a_headline_value_outlives_a_resume(tmp_path, by):
+    name, told = "geomon/variance", {"max_steps": -1, "limit_train_batches": 4}
+    options = {**FEW, "schedule": every(1000)}
+    keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=6, save_top_k=-1)
+    first = options if by == "this" else None
+    in_lightning(Learner(), first, tmp_path, callbacks=[keep], max_epochs=2, **told)
+    path = tmp_path / "step=6.ckpt"
+    saved = torch.load(path, weights_only=True)
+    if by == "an earlier version":
+        saved["callbacks"]["GeometryMonitor{'tokens': 64}"] = {"seen": 5}
+        torch.save(saved, path)
+    logged = Logged(name)
+    stopping = EarlyStopping(name, patience=9, strict=by == "this", check_on_train_epoch_end=True)
+    trainer = in_lightning(
+        Learner(), options, tmp_path, callbacks=[stopping, logged], resume=path, max_epochs=4,
+        **told,
+    )  # fmt: skip
+    assert trainer.global_step == 16
+    (before, *_) = logged.seen
+    if by == "this":
+        value = read(tmp_path)[0].values["variance/mean"]
+        assert saved["geomon"][name] == value
+        assert before.item() == pytest.approx(value, rel=1e-6)
+    else:
+        assert before is None
+
+
+def test_values_of_one_training_are_not_those_of_the_next(tmp_path):
+    logged, monitor = Logged("geomon/variance"), GeometryMonitor(**FEW, directory=tmp_path)
+    for _ in range(2):
+        in_lightning(Learner(), None, tmp_path, callbacks=[monitor, logged], steps=2)
+    assert [value is None for value in logged.seen] == [True, False] * 2
+
+
+def test_a_second_monitor_is_told_to_take_a_folder_of_its_own(tmp_path):
+    with pytest.raises(ValueError, match=r"would write the same record: .*directory=") as error:
+        in_lightning(Learner(), None, tmp_path, callbacks=[GeometryMonitor(), GeometryMonitor()])
+    assert "\n" not in str(error.value)
+    two = [GeometryMonitor(**FEW, directory=tmp_path / name) for name in "ab"]
+    in_lightning(Learner(), None, tmp_path, callbacks=two, steps=1)
+    assert [len(read(tmp_path / name)) for name in "ab"] == [1, 1]
+
+
+def test_the_record_is_asked_for_the_folder_as_the_trainer_names_it(tmp_path, monkeypatch):
+    """A remote one must not become a local folder."""
+    asked = []
+
+    def refuses(directory):
+        asked.append(str(directory))
+        raise ValueError("not on memory:")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("geomon.monitor.monitor.Record", refuses)
+    with pytest.raises(ValueError, match="not on memory:"):
+        in_lightning(Learner(), {**FEW, "directory": None}, "memory://bucket/run", steps=1)
+    assert asked == ["memory://bucket/run"]
+    assert not (tmp_path / "memory:").exists()
+
+
+class WithoutForward(Module):
+    forward = LightningModule.forward
+
+
+def test_inputs_for_a_module_without_forward_are_refused_with_a_remedy(tmp_path):
+    module = WithoutForward(Learner())
+    with pytest.raises(ValueError, match="define forward, give a function") as error:
+        in_lightning(Learner(), {**FEW, "probe": batch()}, tmp_path / "a", module=module)
+    assert 'probe="validation"' in str(error.value)
+    options = {**FEW, "probe": lambda module: module.learner(batch())}
+    in_lightning(Learner(), options, tmp_path / "b", module=module, steps=1)
+    assert [reading.step for reading in read(tmp_path / "b")] == [0, 1]
+
+
+# -- the validation's own batches ------------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    """Goes on where it stopped, and never ends."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        while True:
+            self.at = (self.at + 7) % len(ROWS)
+            yield ROWS[self.at]
+
+
+class Reduced(Module):
+    """The learning rate follows the validation loss, so that it decides about the weights."""
+
+    def __init__(self, learner):
+        super().__init__(learner)
+        self.validated = []
+
+    def validation_step(self, ids, index):
+        self.validated.append(self.learner(ids)["loss"].item())
+        self.log("val/loss", self.validated[-1])
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "monitor": "val/loss", "interval": "epoch"},
+        }
+
+
+@pytest.mark.parametrize("sanity", [0, 2])
+def test_a_validation_on_a_stream_is_left_where_it_was(tmp_path, sanity):
+    found = []
+    options = {**FEW, "schedule": every(2), "probe": "validation", "directory": tmp_path}
+    for callbacks in ([], [GeometryMonitor(**options)]):
+        module = Reduced(Learner())
+        trainer = L.Trainer(
+            max_epochs=4, limit_train_batches=3, limit_val_batches=3, accelerator="cpu",
+            logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, num_sanity_val_steps=sanity, callbacks=callbacks,
+            default_root_dir=tmp_path,
+        )  # fmt: skip
+        trainer.fit(module, *(DataLoader(data, batch_size=8) for data in (ROWS, Stream())))
+        rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+        found.append((module.validated, rates, weights(module)))
+    (plain, rate, bare), (watched, same, after) = found
+    assert (watched, same) == (plain, rate)
+    assert rate[0] < 1e-3
+    assert all(map(torch.equal, after, bare))
+    steps = [reading.step for reading in read(tmp_path)]
+    assert steps == ([0, 2, 4, 6, 8, 10, 12] if sanity else [4, 6, 8, 10, 12])
+
+
+def test_of_several_validation_sets_the_first_is_read_and_nothing_of_a_validation_by_hand(tmp_path):
+    class Both(Module):
+        def validation_step(self, ids, index, dataloader_idx=0):
+            self.learner(ids)
+
+    metrics = {"ids": lambda token_ids: token_ids.double().mean()}
+    monitor = GeometryMonitor(
+        **{**FEW, "metrics": metrics}, probe="validation", directory=tmp_path, schedule=every(1)
+    )
+    trainer = L.Trainer(
+        max_steps=2, limit_val_batches=1, accelerator="cpu", logger=False, callbacks=[monitor],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    sets = [DataLoader(data, batch_size=4) for data in (ROWS, ROWS * 0)]
+    module = Both(Learner())
+    trainer.fit(module, DataLoader(ROWS, batch_size=8), sets)
+    expected = ROWS[:4].double().mean().item()
+    for reading in read(tmp_path):
+        assert reading.values["ids/layer_01"] == pytest.approx(expected, abs=4)
+        assert reading.tokens == 64
+    trainer.validate(module, DataLoader(torch.zeros(4, 31, dtype=torch.int64)), verbose=False)
+    gc.collect()
+    kept = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.shape == (1, 31)]
+    assert not kept
 
 
 # -- two optimizers: each batch makes two steps ----------------------------------------------------

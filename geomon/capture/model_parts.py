@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from geomon.capture.anatomy import Anatomy, find_anatomy, join_anatomies
+from geomon.capture.calling.batch import has_forward
 
 _FUNCTION = (
     "in a pipeline the probe is a function that runs one pass of the schedule on every rank, "
@@ -87,10 +88,17 @@ class ModelParts:
             inputs: What a probe is given.
 
         Raises:
-            ValueError: The model is a pipeline, and the inputs are no function that runs it.
+            ValueError: The model is a pipeline and the inputs are no function that runs it, or the
+                model has no `forward` that takes inputs.
         """
         if self.stages and not (callable(inputs) and not isinstance(inputs, Mapping)):
             raise ValueError(_FUNCTION)
+        if isinstance(inputs, Tensor | Mapping | tuple | list) and not has_forward(self.root):
+            raise ValueError(
+                f"{self.name} has no forward() to call with the inputs of the probe: define "
+                "forward, give a function, probe=lambda module: module.decoder(ids) for instance, "
+                'or in a callback take probe="validation"'
+            )
 
 
 def _stages_of(model: Any) -> tuple[Any, ...] | None:

@@ -1,95 +1,128 @@
-"""Held-out batches: the first ones of a data loader, taken once, and read at every reading.
+"""Held-out batches: the first ones of a loader or of a trainer's validation, read at every reading.
 
-The loader is the training's: its sampler, its worker processes and the random states are left as
-they were. A random or endless loader is drawn from once only.
+A loader that the user gives is drawn from, once. Of a trainer's validation, the batches that it
+draws for itself are kept: its loader, samplers and workers are never touched.
 """
 
 import copy
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from geomon.capture.unchanged import random_states_kept
-from geomon.distributed import RankFailedError, RankGroup
+from geomon.distributed import RankGroup
+from geomon.monitor.probe_loss import count_sequences, tensors_of
 
-# Batches that are taken at most by each rank: they stay in the memory of the host, and each is one
-# more forward pass in every reading.
+# Most batches of one rank: they stay in the memory of the host, and each is one more forward pass
+# in every reading.
 MOST_BATCHES = 64
-# Sequences that are wanted besides the rows: with fewer the 95 % intervals are wider.
+# Sequences that are wanted besides the rows: with fewer, the 95 % intervals are wider.
 _SEQUENCES = 16
-
-# Makes a pass over a batch; returns the rows and the sequences that can be read of it.
-Look = Callable[[Any], tuple[int, int]]
+# Rows that a sequence without token ids is expected to have: those of a small image.
+_ROWS_WITHOUT_IDS = 64
 
 
 class HeldOut:
-    """The first batches of a loader.
-
-    A copy shares the batches: a generator can be drawn from once.
+    """Held-out batches, drawn from a loader or offered by a trainer. Copies share them.
 
     Args:
-        loader: Any iterable of batches, each as the model takes it (see `capture.calling.batch`).
+        loader: Iterable of batches, each as the model takes it (see `capture.calling.batch`), the
+            same on every rank; None if the batches are offered.
+        rows: Number of rows for which offered batches are kept.
 
     Attributes:
-        batches: The batches of this rank, on the host; empty before `settle`.
-        rows: Number of rows that can be read of each.
+        batches: Batches of this rank, on the host; empty before `settle`.
+        rows: Number of rows that each is expected to have.
     """
 
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self._loader: Iterable[Any] | None = loader  # None once there are enough batches
-        self._iterator: Iterator[Any] | None = None
-        self._drawn: tuple[int, Any] | None = None  # a batch that no pass was made over yet
-        self._skipped = 0  # batches of other ranks between two of this rank's
-        self._counts = [0, 0]  # rows and sequences of all ranks so far
-        self._failure = ""
+    def __init__(self, loader: Iterable[Any] | None = None, rows: int = 0) -> None:
+        self._loader = loader
+        self._wanted = rows
+        self._offered: list[Any] | None = None  # by the validation that is going on
+        self._source: Iterator[Any] | None = None
         self.batches: list[Any] = []
         self.rows: list[int] = []
 
-    def settle(self, model: nn.Module, group: RankGroup, rows: int, look: Look) -> None:
+    @property
+    def is_ready(self) -> bool:
+        """Whether there are batches, or a source of them: else a validation has to come first."""
+        return bool(self.batches) or self._loader is not None or self._source is not None
+
+    def begin(self) -> None:
+        """A validation begins: its batches are wanted, unless those of another one are kept."""
+        self._offered = None if self.is_ready else []
+
+    @property
+    def takes(self) -> bool:
+        """Whether another batch of the validation is wanted."""
+        kept = self._offered
+        if kept is None or len(kept) == MOST_BATCHES:
+            return False
+        return not _is_enough(map(_count, kept), self._wanted)
+
+    def offer(self, batch: Any) -> None:
+        """Keep a copy of a batch of the validation, if it is wanted."""
+        if self._offered is not None and self.takes:
+            self._offered.append(_to_host(batch))
+
+    def end(self) -> None:
+        """The validation is over: what was kept of it is read from now on, on every rank."""
+        if self._offered is not None:
+            self._source, self._offered = iter(self._offered), None
+
+    def settle(self, model: nn.Module, group: RankGroup, rows: int) -> None:
         """Take batches until they hold enough rows and sequences; a collective, done once.
 
-        Every rank takes as many batches. Ranks whose loaders give the same batches share them out:
-        each takes every so-manieth. Where the ranks exchange nothing each takes one batch.
+        Every rank takes as many batches. From a loader, ranks take turns. If the ranks exchange
+        nothing, each takes one batch.
 
         Args:
             model: The model, whose device may have a random state that the loader draws from.
             group: The ranks.
             rows: Number of rows that are wanted of all ranks together.
-            look: Makes a pass over a batch.
 
         Raises:
             ValueError: The loader has failed or has no batch, on this rank or another.
-            RankFailedError: A pass over a batch has failed on a rank.
             RanksLostError: Another rank does not answer.
         """
-        if self._failure:
-            raise ValueError(self._failure)
-        if self._loader is None:
+        if self._loader is not None:
+            turns = _batches_of(self._loader), group.data_rank, None, group.data_size
+            self._source, self._loader = itertools.islice(*turns), None
+        if self._source is None:
             return
+        most = MOST_BATCHES if group.connected or group.size == 1 else 1
+        counts: list[tuple[int, int]] = []  # rows and sequences of every batch of every rank
         with random_states_kept(model):
-            if self._iterator is None:
-                self._iterator = _batches_of(self._loader)
-            alone = group.size > 1 and not group.connected
-            most = 1 if alone else MOST_BATCHES
-            while len(self.batches) < most and not self._has_enough(rows):
-                if not self._draw(self._iterator, group):
+            while len(self.batches) < most and not _is_enough(counts, rows):
+                batch, failure = _next(self._source)
+                reports = group.all_gather((None if batch is None else _count(batch), failure))
+                for place, (_, why) in enumerate(reports):
+                    if why:
+                        where = f"rank {place}: " if group.members > 1 else ""
+                        raise ValueError(f"{where}the loader of the probe failed: {why}")
+                by_tokens = {group.data_rank_of(rank): one for rank, (one, _) in enumerate(reports)}
+                found = [one for one in by_tokens.values() if one is not None]
+                if len(found) < len(by_tokens):
                     break
-                self._look(group, look)
+                counts += found
+                self.batches.append(batch)
+                self.rows.append(_count(batch)[0])
         if not self.batches:
             each = f" for each of {group.members} ranks" * (group.members > 1)
-            self._failure = (
+            raise ValueError(
                 f"the loader of the probe has no batch{each}: expected held-out batches, as a "
                 "validation loader gives them"
             )
-            raise ValueError(self._failure)
-        self._loader = self._iterator = self._drawn = None
+        self._source = None
 
     def shares(self, rows: int) -> list[int]:
         """Share out the rows that are wanted among the batches, evenly as far as they reach.
+
+        If they do not reach, every batch may have more rows than was expected.
 
         Args:
             rows: Number of rows that are wanted.
@@ -97,62 +130,16 @@ class HeldOut:
         Example:
             >>> held_out = HeldOut([])
             >>> held_out.rows = [100, 10, 100]
-            >>> held_out.shares(110)
-            [50, 10, 50]
+            >>> held_out.shares(110), held_out.shares(420)
+            ([50, 10, 50], [200, 20, 200])
         """
         found = [0] * len(self.rows)
+        more = max(1.0, rows / sum(self.rows))
         order = sorted(range(len(self.rows)), key=lambda number: self.rows[number])
         for place, number in enumerate(order):
             even = -(-(rows - sum(found)) // (len(order) - place))
-            found[number] = max(1, min(self.rows[number], even))
+            found[number] = max(1, min(math.ceil(more * self.rows[number]), even))
         return found
-
-    def _has_enough(self, rows: int) -> bool:
-        return self._counts[0] >= rows and self._counts[1] >= min(_SEQUENCES, rows)
-
-    def _draw(self, batches: Iterator[Any], group: RankGroup) -> bool:
-        """Take this rank's next batch, and return whether every rank has one: a collective."""
-        number = len(self.batches)
-        if self._drawn is None or self._drawn[0] != number:
-            batch, failure = _next(batches, self._skipped)
-            if number == 0 and group.data_size > 1:
-                marks = group.all_gather(None if failure else _mark(batch))
-                if None not in marks and len(set(marks)) == 1:
-                    self._skipped = group.data_size - 1
-                    if group.data_rank:
-                        batch, failure = _next(batches, group.data_rank - 1)
-            reasons = group.all_gather(failure)
-            if any(reasons):  # what was drawn is gone, and other batches would not compare
-                place = next(place for place, why in enumerate(reasons) if why)
-                where = f"rank {place}: " if group.members > 1 else ""
-                self._failure = f"{where}the loader of the probe failed: {reasons[place]}"
-                raise ValueError(self._failure)
-            self._drawn = number, batch
-        return all(group.all_gather(self._drawn[1] is not None))
-
-    def _look(self, group: RankGroup, look: Look) -> None:
-        """Make a pass over the batch that was drawn, and keep it. A collective.
-
-        What fails is tried again with the same batch at the next reading.
-        """
-        assert self._drawn is not None
-        seen: tuple[int, int] = 0, 0
-        failure = None
-        try:
-            seen = look(self._drawn[1])
-        except Exception as error:
-            if group.members == 1:
-                raise
-            failure = f"{type(error).__name__}: {error}"
-        reports = group.all_gather((failure, seen))
-        failures = [(place, why) for place, (why, _) in enumerate(reports) if why is not None]
-        if failures:
-            raise RankFailedError(f"rank {failures[0][0]}: {failures[0][1]}")
-        self.batches.append(self._drawn[1])
-        self.rows.append(seen[0])
-        of_tokens = {group.data_rank_of(rank): own for rank, (_, own) in enumerate(reports)}
-        for index in range(2):
-            self._counts[index] += sum(own[index] for own in of_tokens.values())
 
 
 def is_loader(inputs: Any) -> bool:
@@ -162,6 +149,7 @@ def is_loader(inputs: Any) -> bool:
         inputs: What was given as `probe`.
 
     Example:
+        >>> import torch
         >>> is_loader(torch.zeros(2, 3)), is_loader({}), is_loader(iter([1])), is_loader([1])
         (False, False, True, False)
     """
@@ -171,65 +159,44 @@ def is_loader(inputs: Any) -> bool:
     return isinstance(inputs, Iterable) and not plain and not like_inputs
 
 
-def first_loader(loaders: Any) -> Any:
-    """The first of several loaders, which trainers hold in lists and dicts; None for none.
+def _is_enough(counts: Iterable[tuple[int, int]], wanted: int) -> bool:
+    """Whether batches hold enough rows and sequences, by those of each."""
+    rows, sequences = map(sum, zip((0, 0), *counts, strict=True))
+    return rows >= wanted and sequences >= min(_SEQUENCES, wanted)
 
-    Args:
-        loaders: A loader, or loaders in lists, tuples and dicts.
-    """
-    if isinstance(loaders, Mapping):
-        loaders = list(loaders.values())
-    if isinstance(loaders, list | tuple):
-        return next((one for each in loaders if (one := first_loader(each)) is not None), None)
-    return loaders
+
+def _count(batch: Any) -> tuple[int, int]:
+    """Rows that a batch is expected to have, as its mask or its token ids say, and sequences."""
+    sequences = count_sequences(batch)
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        return int(mask.count_nonzero()), sequences
+    ids = [one for one in tensors_of(batch) if one.ndim > 1 and not one.is_floating_point()]
+    return ids[0].shape[:2].numel() if ids else _ROWS_WITHOUT_IDS * sequences, sequences
 
 
 def _batches_of(loader: Iterable[Any]) -> Iterator[Any]:
-    """The batches; what beginning with them raises is raised with the first."""
-    yield from _own(loader)
+    """Begin with a loader as the first batch is drawn; a pass of its owner's goes on."""
+    if isinstance(loader, DataLoader):
+        loader = copy.copy(loader)
+        # Persistent workers would begin anew for their owner too; a loader refuses to be set.
+        vars(loader).update(_iterator=None, pin_memory=False)
+    yield from loader
 
 
-def _own(loader: Iterable[Any]) -> Iterable[Any]:
-    """A loader of the same batches, with a sampler of its own, and no worker of the training's."""
-    # What accelerate prepares counts its own passes; inside is the loader that gives the batches.
-    loader = getattr(loader, "base_dataloader", loader)
-    if not isinstance(loader, DataLoader):
-        return loader
-    own = copy.copy(loader)
-    memo: dict[int, Any] = {id(loader.dataset): loader.dataset}
-    changed: dict[str, Any] = {
-        name: _copied(vars(loader).get(name), memo)
-        for name in ("generator", "sampler", "batch_sampler")
-    }
-    # Of a dataset that is drawn from by its own workers each has its share.
-    ordered = not isinstance(loader.dataset, IterableDataset)
-    changed["num_workers"] = min(loader.num_workers, 1) if ordered else loader.num_workers
-    changed |= {"_iterator": None, "pin_memory": False}
-    vars(own).update(changed)  # a loader refuses to have them set
-    return own
-
-
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
+def _next(batches: Iterator[Any]) -> tuple[Any, str]:
+    """The next batch, on the host, or None at the end; and why there is none if that failed."""
     try:
-        return copy.deepcopy(value, memo)
-    except Exception:  # objects of the user's own that cannot be copied
-        return value
-
-
-def _next(batches: Iterator[Any], skipped: int) -> tuple[Any, str | None]:
-    """The next batch after some that are skipped, on the host; None at the end, or why not."""
-    try:
-        for _ in range(skipped):
-            next(batches)
-        return _to_host(next(batches)), None
-    except StopIteration:
-        return None, None
+        return _to_host(next(batches, None)), ""
     except Exception as error:  # the loader is the user's
         return None, f"{type(error).__name__}: {error}"
 
 
 def _to_host(batch: Any) -> Any:
-    """A copy of a batch on the host: a loader may fill the same tensors again."""
+    """A copy of a batch on the host: a loader may fill the same tensors again.
+
+    Those that were offered are copied once more as they are taken: not in inference mode.
+    """
     if isinstance(batch, Tensor):
         return batch.detach().to("cpu", copy=True)
     if isinstance(batch, Mapping):
@@ -239,15 +206,4 @@ def _to_host(batch: Any) -> Any:
     return batch
 
 
-def _mark(batch: Any) -> int:
-    """A checksum of a batch, to see whether the ranks are given the same."""
-    if isinstance(batch, Tensor):
-        plain = batch.reshape(-1).contiguous().view(torch.uint8)
-        return zlib.crc32(plain.numpy().tobytes(), zlib.crc32(str(batch.shape).encode()))
-    parts = list(batch.values()) if isinstance(batch, Mapping) else batch
-    if isinstance(parts, tuple | list):
-        parts = [_mark(part) for part in parts]
-    return zlib.crc32(repr(parts).encode())
-
-
-__all__ = ["HeldOut", "first_loader", "is_loader"]
+__all__ = ["HeldOut", "is_loader"]

@@ -202,19 +202,8 @@ class Passes:
     def _run_held_out(self, held_out: HeldOut, step: int) -> list[Snapshot]:
         """Make an extra pass over each held-out batch; at first, take the batches."""
         around = (self._model, *self.modules_around_blocks())
-        wanted = self._rows()
-
-        def look(batch: Any) -> tuple[int, int]:
-            rows = self._group.rows_of(wanted) or 1
-            (snapshot,) = self._run(batch, step, self._place(), rows, around=around)
-            if snapshot.is_empty:  # more batches would show no more
-                return wanted, wanted
-            numbers = snapshot.layers[0].captured.get("sequences")
-            sequences = wanted if numbers is None else len(numbers.unique())
-            return snapshot.info.tokens, sequences
-
-        held_out.settle(self._model, self._group, wanted, look)
-        shares = held_out.shares(self._group.rows_of(wanted))
+        held_out.settle(self._model, self._group, self._rows())
+        shares = held_out.shares(self._group.rows_of(self._rows()))
         passes = []
         for number, (batch, rows) in enumerate(zip(held_out.batches, shares, strict=True)):
             place = (*self._place(), "batch", number) if number else self._place()

@@ -22,7 +22,7 @@ class ProbeLoss:
 
     Args:
         function: The user's function of the model's outputs and its inputs.
-        warnings: Where a loss that cannot be computed is reported.
+        warnings: Reports a loss that cannot be computed.
     """
 
     def __init__(self, function: LossFunction, warnings: Warnings) -> None:
@@ -51,7 +51,7 @@ class ProbeLoss:
 
 
 def count_sequences(inputs: Any) -> int:
-    """Number of sequences in a batch: the first size of its first tensor; 1 where it has none.
+    """Number of sequences in a batch: the first size of its first tensor, or 1 without a tensor.
 
     Trainers weight the losses of batches by it.
 
@@ -63,18 +63,18 @@ def count_sequences(inputs: Any) -> int:
         >>> count_sequences({"name": "x", "ids": torch.zeros(4, 16)}), count_sequences([])
         (4, 1)
     """
-    return next((tensor.shape[0] for tensor in _tensors(inputs) if tensor.ndim), 1)
+    return next((tensor.shape[0] for tensor in tensors_of(inputs) if tensor.ndim), 1)
 
 
-def _tensors(inputs: Any) -> Iterator[Tensor]:
+def tensors_of(inputs: Any) -> Iterator[Tensor]:
+    """The tensors in dicts, tuples and lists, in order."""
     if isinstance(inputs, Tensor):
         yield inputs
-    elif isinstance(inputs, Mapping):
-        for value in inputs.values():
-            yield from _tensors(value)
-    elif isinstance(inputs, tuple | list):
-        for value in inputs:
-            yield from _tensors(value)
+        return
+    parts = inputs.values() if isinstance(inputs, Mapping) else inputs
+    if isinstance(inputs, Mapping | tuple | list):
+        for part in parts:
+            yield from tensors_of(part)
 
 
-__all__ = ["LossFunction", "ProbeLoss", "count_sequences"]
+__all__ = ["LossFunction", "ProbeLoss", "count_sequences", "tensors_of"]

@@ -8,14 +8,12 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from geomon.capture import FirstCall
-from geomon.capture.unchanged import random_states_kept
-from geomon.monitor.held_out import HeldOut, first_loader
+from geomon.monitor.held_out import HeldOut
 from geomon.monitor.monitor import Monitor
 from geomon.monitor.options import (
     VALIDATION,
@@ -27,6 +25,9 @@ from geomon.monitor.options import (
 from geomon.record import Sink
 from geomon.record.printable import printable, text_of
 from geomon.record.tags import LOSS
+
+# Takes the keyword arguments of the model's call, and what it returned.
+Seen = Callable[[Mapping[str, Any], Any], object]
 
 
 class CallbackSession:
@@ -41,8 +42,7 @@ class CallbackSession:
     Attributes:
         options: All options of the callback, checked.
         monitor: Monitor of the training that is going on; None before training.
-        last_seen: Last step whose forward pass was watched or whose inputs were probed; None before
-            training. A callback keeps it in checkpoints and sets it before `start`.
+        held_out: Takes the batches of the trainer's validation, if those are to be read.
 
     Raises:
         TypeError: An option has a name that does not exist.
@@ -53,7 +53,7 @@ class CallbackSession:
     def __init__(self, options: CallbackOptions, owner: str) -> None:
         self.options = check_callback_options(options, owner)
         self.monitor: Monitor | None = None
-        self.last_seen: int | None = None
+        self.held_out = self._new_held_out()
         self._step = 0  # the step that the training is at
         self._owner = owner
         self._window: ExitStack | None = None
@@ -63,6 +63,11 @@ class CallbackSession:
     def probes(self) -> bool:
         """Whether fixed inputs are read in extra passes; else the training forward is watched."""
         return self.options["probe"] is not None
+
+    @property
+    def waits(self) -> bool:
+        """Whether a validation of the trainer has to come before anything can be read."""
+        return self._reads_validation and not self.held_out.is_ready
 
     @property
     def logged(self) -> tuple[str, ...]:
@@ -88,31 +93,15 @@ class CallbackSession:
         ]
         return printable(f"{self._owner}({', '.join(parts)})")
 
-    def summary(self) -> dict[str, Any]:
-        """The options that tell one callback from another, in plain values."""
-        given = self.options
-        blocks, schedule, directory = given["blocks"], given["schedule"], given["directory"]
-        return {
-            "tokens": given["tokens"],
-            "batches": given["batches"],
-            "queries": given["queries"],
-            "seed": given["seed"],
-            "blocks": blocks if isinstance(blocks, str) else None,
-            "metrics": list(given["metrics"]),
-            "schedule": getattr(schedule, "__qualname__", text_of(schedule)),
-            "source": "probe" if self.probes else "inline",
-            "directory": None if directory is None else os.fspath(directory),
-        }
-
     def start(
         self,
         model: nn.Module,
         step: int,
         directory: str | os.PathLike[str],
         sinks: Sequence[Sink],
-        validation: Callable[[], Any] = lambda: None,
-        settings: Mapping[str, Any] = MappingProxyType({}),
+        *,
         last_step: int | None = None,
+        validates: bool = True,
     ) -> None:
         """Start watching the model of a training.
 
@@ -122,56 +111,33 @@ class CallbackSession:
             directory: Folder of the record, if the options name none; the current directory stands
                 for the default one of a `Monitor`.
             sinks: Where readings go besides the record and the sinks of the options.
-            validation: Gives the training's validation loader, or several in lists and dicts, of
-                which the first is taken; None where there is none.
-            settings: Settings of the training that the trainer knows.
-            last_step: The last step of the training; None where it is not known.
+            last_step: The last step of the training, or None if it is not known.
+            validates: Whether the trainer makes validations during the training.
 
         Raises:
-            ValueError: The model has no blocks, the directory cannot be written, or the validation
-                data are to be read and there are none.
+            ValueError: The model has no blocks, the directory cannot be written, or validation
+                batches are to be read and there are none.
         """
         self.discard()
+        if self._reads_validation and not validates:
+            raise ValueError(
+                f"{self._owner}(probe='{VALIDATION}') reads the batches of the trainer's own "
+                "validation, and it makes none: give it validation data, or a loader here, "
+                "probe=loader"
+            )
         shown = ("pictures", "detail")  # of what the callback shows: its own affair
         options = {name: value for name, value in self.options.items() if name not in shown}
         elsewhere = os.path.realpath(directory) != os.path.realpath(os.curdir)
         options["directory"] = options["directory"] or (
             directory if elsewhere else declared(MonitorOptions)["directory"].default
         )
-        if options["probe"] == VALIDATION:
-            options["probe"] = self._held_out(model, validation)
+        if self._reads_validation:
+            options["probe"] = self.held_out
         options["log"] = self.logged
         self.monitor = Monitor(model, **options)  # type: ignore[arg-type]
         self.monitor.add_loggers(sinks)
         self.monitor.expect_end(last_step)
-        if self.last_seen is None or self.last_seen >= step:  # of another training
-            self.last_seen = step - 1
-
-    def _held_out(self, model: nn.Module, validation: Callable[[], Any]) -> HeldOut:
-        """The batches of the validation loader, which are taken at the first reading."""
-        with random_states_kept(model):
-            loader = first_loader(validation())
-        if loader is None:
-            raise ValueError(
-                f"{self._owner}(probe='{VALIDATION}') reads the trainer's validation data, and "
-                "there are none: give them to the trainer, or a loader here, probe=loader"
-            )
-        return HeldOut(loader)
-
-    def prepare(self, step: int, *, force: bool = False) -> bool:
-        """Move to a step; returns whether its forward pass is to be watched.
-
-        Args:
-            step: Number of optimizer updates already in the weights.
-            force: Whether to read whatever the schedule and the budget say.
-        """
-        if self.monitor is None:
-            return False
-        with self.monitor.charge():
-            self.discard()
-            self._step = step
-            self.monitor.advance(step)
-            return self.monitor.is_due(step, force=force)
+        self._step = step
 
     def open(self, step: int, *, force: bool = False) -> None:
         """Open a window on the next forward pass if a reading is due.
@@ -180,10 +146,12 @@ class CallbackSession:
             step: Number of optimizer updates already in the weights.
             force: Whether to read whatever the schedule and the budget say.
         """
-        if self.prepare(step, force=force):
+        if self._is_due(step, force=force):
             self._open_or_proceed(step, force=force)
 
-    def open_at_call(self, step: int, *, force: bool = False) -> None:
+    def open_at_call(
+        self, step: int, *, force: bool = False, seen: Seen = lambda arguments, output: None
+    ) -> None:
         """Open a window on the next call of the model, and close it when the call ends.
 
         Whatever ends the call closes the window. Nothing is open before. After a call without
@@ -193,17 +161,33 @@ class CallbackSession:
         Args:
             step: Number of optimizer updates already in the weights.
             force: Whether to read whatever the schedule and the budget say.
+            seen: Takes what the call was given by name, and what it returned.
         """
-        if not self.prepare(step, force=force) or self.monitor is None:
+        if not self._is_due(step, force=force) or self.monitor is None:
             return
+        attempt = self.monitor.warnings.attempt
+
+        def show(*call: Any) -> None:
+            attempt(lambda: seen(*call), "what the model returned cannot be read", once=True)
+
         with self.monitor.charge():
-            self._first_call = FirstCall(
+            self._first_call = _SeenCall(
                 self.monitor.passes.modules_around_blocks(),
                 before=lambda: self._open_or_proceed(step, force=force),
                 after=self.close,
                 between=self.monitor.passes.pause,
             )
+            self._first_call.seen = show
             self._first_call.begin()
+
+    def _is_due(self, step: int, *, force: bool) -> bool:
+        """Move to a step; returns whether its forward pass is to be watched."""
+        if self.monitor is None:
+            return False
+        self.discard()
+        self._step = step
+        self.monitor.advance(step)
+        return self.monitor.is_due(step, force=force)
 
     def _open_or_proceed(self, step: int, *, force: bool) -> None:
         """Open the window of the step, or have the one that is open see calls again."""
@@ -211,7 +195,7 @@ class CallbackSession:
         if self._window is not None:
             self.monitor.passes.proceed()
             return
-        with self.monitor.charge(), ExitStack() as stack:
+        with ExitStack() as stack:
             stack.enter_context(self.monitor(step, force=force))
             self._window = stack.pop_all()
 
@@ -221,21 +205,15 @@ class CallbackSession:
         Args:
             error: What ended the forward pass; nothing is measured then.
         """
-        if self.monitor is None:
-            return
-        missed = False
-        if self._first_call is not None:
-            missed = not self._first_call.came
-            self._first_call.end()
-            self._first_call = None
-        if missed and error is None:  # the model was not called: a window says what was not seen
-            self.open(self._step, force=True)
-        with self.monitor.charge():
-            window, self._window = self._window, None
-            if error is None and not self.probes:
-                self.last_seen = self._step
-            if window is not None:
-                window.__exit__(type(error) if error else None, error, None)
+        call = self._first_call
+        if call is not None:
+            call.end()
+            self._first_call = None  # only now: Ctrl-C may come between
+            if error is None and not call.came:  # a window says what was not seen
+                self.open(self._step, force=True)
+        window, self._window = self._window, None
+        if window is not None:
+            window.__exit__(type(error) if error else None, error, None)
 
     def discard(self) -> None:
         """Close a window on which no forward pass was run: there is nothing to measure."""
@@ -257,20 +235,15 @@ class CallbackSession:
         """
         if self.monitor is None or not self.probes:
             return
-        with self.monitor.charge():
-            self.last_seen = step
-            self.monitor.advance(step)
-            if self.monitor.is_due(step, source="probe", force=last):
-                with around():
-                    self.monitor.probe(step)
-
-    def lacks_values(self, step: int) -> bool:
-        """Whether a reading of a step waits for the values of `logged`.
-
-        Args:
-            step: Number of optimizer updates already in the weights.
-        """
-        return self.monitor is not None and self.monitor.lacks_values(step)
+        self.monitor.advance(step)
+        if self.waits:
+            if last:
+                self.monitor.warnings.warn(
+                    f"the training made no validation, so probe='{VALIDATION}' read nothing"
+                )
+        elif self.monitor.is_due(step, source="probe", force=last):
+            with around():
+                self.monitor.probe(step)
 
     def log(self, step: int, values: Callable[[], Mapping[str, Any]]) -> None:
         """Put the values of `logged` into the reading of a step, if there is one.
@@ -279,25 +252,46 @@ class CallbackSession:
             step: Number of optimizer updates already in the weights.
             values: Gives what the training knows, by name; called only for a step that was read.
         """
-        if self.monitor is None or not self.lacks_values(step):
+        if self.monitor is None or not self.monitor.lacks_values(step):
             return
-        with self.monitor.charge():
-            known: dict[str, Any] = {}
-            self.monitor.warnings.attempt(
-                lambda: known.update(values()),
-                "what the training logs cannot be read and is missing",
-                once=True,
-            )
-            self.monitor.log(step, **{name: known.get(name) for name in self.logged})
+        known: dict[str, Any] = {}
+        self.monitor.warnings.attempt(
+            lambda: known.update(values()),
+            "what the training logs cannot be read and is missing",
+            once=True,
+        )
+        self.monitor.log(step, **{name: known.get(name) for name in self.logged})
 
     def finish(self) -> None:
         """End the training: nothing is left on the model; may be called more than once."""
         self.discard()
         if self.monitor is not None:
             self.monitor.close()
+        self.held_out = self._new_held_out()
+
+    @property
+    def _reads_validation(self) -> bool:
+        return isinstance(self.options["probe"], str)
+
+    def _new_held_out(self) -> HeldOut:
+        """What takes the batches of the next training's validation, if they are to be read."""
+        rows = self.options["tokens"] * self.options["batches"]
+        return HeldOut(rows=rows if self._reads_validation else 0)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CallbackSession, (self.options, self._owner)
+
+
+class _SeenCall(FirstCall):
+    """A first call that shows what it was given and what it returned."""
+
+    seen: Seen
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make the call, and show it."""
+        output = super().run(module, args, kwargs)
+        self.seen(kwargs, output)
+        return output
 
 
 __all__ = ["CallbackSession"]

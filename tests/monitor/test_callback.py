@@ -4,7 +4,6 @@ import copy
 import functools
 import math
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +17,9 @@ from geomon.monitor import CallbackSession
 FEW = {"metrics": select("variance"), "tokens": 64, "schedule": every(2), "strict": True}
 
 
-def started(tmp_path, step=0, last_seen=None, **options):
+def started(tmp_path, step=0, **options):
     memory, model = Memory(), PlainDecoder()
     session = CallbackSession({**FEW, **options}, "GeometryMonitor")
-    session.last_seen = last_seen
     session.start(model, step, tmp_path, [memory])
     return session, model, memory
 
@@ -42,7 +40,6 @@ def test_what_is_discarded_or_failed_is_not_measured(tmp_path):
     session.close(ValueError("the forward pass failed"))
     assert not is_watched()
     assert not memory.readings
-    assert session.last_seen == -1
     session.open(4)
     session.start(model, 0, tmp_path, [])  # of a training that ended without a word
     assert not is_watched()
@@ -79,22 +76,6 @@ def test_no_budget_is_taken_where_none_is_wanted_or_the_ranks_could_not_share_it
     assert len(memory.readings) == 20
 
 
-@pytest.mark.parametrize(
-    ("step", "last_seen", "read"),
-    [(9, 6, [9]), (9, 8, []), (9, 20, []), (9, None, []), (10, 10, [10])],
-)
-def test_what_was_due_since_the_last_step_that_was_watched_is_read_first(
-    tmp_path, step, last_seen, read
-):
-    session, model, memory = started(tmp_path, step=step, last_seen=last_seen)
-    session.open(step)
-    model(batch())
-    session.close()
-    session.finish()
-    assert [reading.step for reading in memory.readings] == read
-    assert session.last_seen == step
-
-
 def test_a_window_that_no_pass_went_through_gives_way_to_the_next(tmp_path):
     session, model, memory = started(tmp_path)
     for step in (0, 2):
@@ -116,10 +97,7 @@ def test_fixed_inputs_are_read_when_due_and_at_the_end(tmp_path):
     for step in range(4):
         session.probe(step, last=step == 3)
         session.close()
-        assert session.last_seen == step
-        assert session.lacks_values(step) == (step != 1)
         session.log(step, functools.partial(logged_at, step))
-        assert not session.lacks_values(step)
     found = [(r.step, r.source, r.values["training/loss"]) for r in memory.readings]
     assert found == [(0, "probe", 0.5), (2, "probe", 0.5), (3, "probe", 1 / 3)]
     assert asked == [0, 2, 3]
@@ -142,10 +120,10 @@ def test_a_model_that_is_not_called_is_said_unless_its_step_has_failed(tmp_path)
     session.close(ValueError("before the call"))
     model(batch())
     assert not is_watched()
-    assert session.last_seen == -1
     session.open_at_call(3, force=True)
     with pytest.raises(NotSeenError):
         session.close()
+    session.close()  # said once
     assert not is_watched()
     assert not memory.readings
 
@@ -154,9 +132,9 @@ def test_a_model_that_is_not_called_is_said_unless_its_step_has_failed(tmp_path)
 def test_the_budget_is_a_share_of_the_whole_run_where_its_end_is_known(tmp_path, last_step):
     session = CallbackSession(FEW, "GeometryMonitor")
     session.start(PlainDecoder(), 0, tmp_path, [], last_step=last_step)
-    session.prepare(0)
+    session.open(0)
     session.monitor.budget.count_reading()
-    session.prepare(20)
+    session.open(20)
     assert session.monitor.budget.decide(made=8).paid == (last_step is not None)
 
 
@@ -166,22 +144,54 @@ def test_while_it_trains_a_session_shows_its_monitor(tmp_path):
     assert session.monitor.budget.limited  # by default
 
 
-def test_the_options_by_which_checkpoints_know_a_callback():
-    """A change of these words would cut every training off from the state in its checkpoints."""
+def test_the_call_that_was_watched_is_shown_whatever_comes_of_that(tmp_path, caplog):
+    session, model, memory = started(tmp_path, strict=False, schedule=every(1))
+    seen = []
 
-    def summary(**options):
-        return CallbackSession({**FEW, **options}, "GeometryMonitor").summary()
+    def see(given, output):
+        seen.append((list(given), output.shape))
+        raise KeyError("of the framework", len(memory.readings))
 
-    plain = {
-        "tokens": 64, "batches": 1, "queries": 2048, "seed": 0, "blocks": None,
-        "metrics": ["variance"], "schedule": "every(steps=2)", "source": "inline",
-        "directory": None,
-    }  # fmt: skip
-    assert summary(queries=2048, blocks=[torch.nn.Identity()]) == plain
-    others = {"tokens": 9, "batches": 2, "queries": 99, "seed": 4, "blocks": "h", "directory": "a"}
-    own = {"directory": Path("a"), "probe": batch(), "schedule": math.isfinite}
-    named = {"source": "probe", "schedule": "isfinite"}
-    assert summary(**others | own) == plain | others | named
+    for step in range(2):
+        session.open_at_call(step, seen=see)
+        model(ids=batch()) if step else model(batch())
+    model(batch())
+    shape = model(batch()).shape
+    session.finish()
+    assert seen == [([], shape), (["ids"], shape)]
+    assert len(memory.readings) == 2
+    (said,) = caplog.messages
+    assert "cannot be read: KeyError" in said
+
+
+# -- the batches of the trainer's validation -------------------------------------------------------
+
+
+def test_the_first_validation_is_read_from_then_on_and_by_the_next_training_not(tmp_path, caplog):
+    session, _, memory = started(tmp_path, probe="validation", schedule=every(1))
+    for step in range(4):
+        assert session.waits == (step < 2)
+        session.probe(step)
+        session.log(step, dict)
+        if step:
+            session.held_out.begin()
+            session.held_out.offer(batch(8, 32, seed=step))
+            session.held_out.end()
+    session.finish()
+    assert [reading.step for reading in memory.readings] == [2, 3]
+    assert {reading.tokens for reading in memory.readings} == {64}
+    assert not caplog.messages
+    session.start(PlainDecoder(), 0, tmp_path / "next", [])
+    assert session.waits
+    session.probe(0, last=True)
+    (said,) = caplog.messages
+    assert "made no validation" in said
+
+
+def test_a_trainer_that_does_not_validate_is_said_at_the_start(tmp_path):
+    session = CallbackSession({**FEW, "probe": "validation"}, "GeometryMonitor")
+    with pytest.raises(ValueError, match="it makes none: give it validation data, or a loader"):
+        session.start(PlainDecoder(), 0, tmp_path, [], validates=False)
 
 
 def test_before_training_every_call_does_nothing():
@@ -193,7 +203,6 @@ def test_before_training_every_call_does_nothing():
     session.probe(0, last=True)
     session.log(0, dict)
     session.finish()
-    assert not session.lacks_values(0)
     assert math.isnan(session.overhead)
 
 
@@ -203,7 +212,6 @@ def test_a_copy_starts_with_its_own_training(tmp_path, copied_by):
     session.open(0)
     copied = copied_by(session)
     assert copied.monitor is None
-    assert copied.last_seen is None
     assert copied.options["tokens"] == 64
     copied.discard()
     assert is_watched()

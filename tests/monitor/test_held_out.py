@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from measuring import watching
 from models import VOCABULARY, PlainDecoder, batch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from geomon import select
 from geomon.distributed import RankGroup
-from geomon.monitor.held_out import MOST_BATCHES, HeldOut, first_loader, is_loader
+from geomon.monitor.held_out import MOST_BATCHES, HeldOut, is_loader
 
 ROWS = torch.cat([batch(4, 16, seed=i) for i in range(12)])  # 48 sequences
 SEEN = {"ids": lambda token_ids: token_ids.double().mean()}
@@ -100,55 +100,32 @@ def test_ranks_that_exchange_nothing_take_one_batch_each(monkeypatch):
     assert reading.tokens == drawn[0].numel()
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["own generator", "global generator"])
-@pytest.mark.parametrize(
-    ("rows", "size"), [(ROWS, 4), (ROWS.split(4), None)], ids=["rows", "batches"]
-)
-def test_a_random_sampler_goes_on_as_if_nobody_had_drawn(own, rows, size):
-    def orders(watch):
-        torch.manual_seed(5)
-        generator = torch.Generator().manual_seed(3) if own else None
-        loader = DataLoader(rows, batch_size=size, shuffle=True, generator=generator)
-        found = [torch.cat(list(loader))]
-        if watch:
-            read_of(loader, steps=2)
-        return torch.cat([*found, *loader])
-
-    assert torch.equal(orders(True), orders(False))
+def test_the_global_random_states_are_left_as_they_were_by_a_loader_that_shuffles():
+    loader = DataLoader(ROWS, batch_size=4, shuffle=True)
+    before = random_state()
+    read_of(loader, steps=2)
+    assert random_state() == before
 
 
-def test_a_sampler_that_cannot_be_copied_is_drawn_from_itself():
-    class Uncopied(SequentialSampler):
-        def __deepcopy__(self, memo):
-            raise TypeError("holds a file")
-
-    (reading,) = read_of(DataLoader(ROWS, batch_size=8, sampler=Uncopied(ROWS)))
-    assert reading.tokens == ROWS.numel()
-
-
-class Noisy(Dataset):
-    """Rows that depend on where they are loaded, and on random numbers there."""
-
+class Numbered(Dataset):
     def __len__(self):
         return 64
 
     def __getitem__(self, index):
         torch.rand(1), np.random.rand(), random.random()
-        worker = torch.utils.data.get_worker_info()
-        return torch.full((16,), 0 if worker is None else 1 + worker.id)
+        return torch.full((16,), index)
 
 
-def test_workers_of_the_training_are_left_to_it():
-    loader = DataLoader(Noisy(), batch_size=4, num_workers=2, persistent_workers=True)
+def test_a_pass_of_the_owner_over_the_same_loader_goes_on():
+    """Persistent workers have one iterator for all passes, which a new pass begins anew."""
+    loader = DataLoader(Numbered(), batch_size=4, num_workers=1, persistent_workers=True)
     batches = iter(loader)
-    assert next(batches)[0, 0] == 1
+    assert next(batches)[0, 0] == 0
     before = random_state()
-    (reading,) = read_of(loader, tokens=64)
+    (reading,) = read_of(loader, tokens=256)
     assert random_state() == before
-    assert reading.values["ids/layer_01"] == 1  # loaded by one worker, as by the training's
-    assert loader._iterator is batches
-    assert len(list(batches)) == 15
-    assert vars(loader)["num_workers"] == 2
+    assert reading.values["ids/layer_01"] == pytest.approx(7.5)  # the first 16 rows
+    assert [int(rows[0, 0]) for rows in batches] == list(range(4, 64, 4))
 
 
 class Labelled(nn.Module):
@@ -199,42 +176,61 @@ def test_the_model_is_given_what_its_forward_takes(model, batches, left_out):
     assert all(f"all but {left_out}," in note for note in said)
 
 
-def broken():
-    yield batch(4, 16)
-    raise OSError("the disk\nis gone")
-
-
 @pytest.mark.parametrize(
-    ("loader", "message"),
+    ("batches", "messages", "steps"),
     [
-        (broken, "ValueError: the loader of the probe failed: OSError: the disk"),
-        (
-            lambda: iter(()),
-            "ValueError: the loader of the probe has no batch: expected held-out batches",
-        ),
+        (1, ["the loader of the probe failed: OSError: the disk"], [1, 2]),
+        (0, ["failed: OSError: the disk", "the loader of the probe has no batch: expected"], []),
     ],
 )
-def test_a_loader_that_fails_or_is_empty_is_one_warning(caplog, loader, message):
+def test_a_loader_that_fails_is_a_warning_and_what_it_gave_is_read(
+    caplog, batches, messages, steps
+):
+    def broken():
+        yield from [batch(4, 16)] * batches
+        raise OSError("the disk\nis gone")
+
     with caplog.at_level(logging.WARNING, "geomon"):
-        assert read_of(loader(), steps=3, strict=False) == []
-    said = [text for text in caplog.messages if message in text]
-    assert len(said) == len(caplog.messages) == 1
-    assert "\n" not in said[0]
+        found = read_of(broken(), steps=3, strict=False)
+    assert [reading.step for reading in found] == steps
+    ours = [said for said in caplog.messages if "the loader of the probe" in said]
+    for said, message in zip(ours, messages, strict=True):
+        assert message in said
+        assert "\n" not in said
 
 
-def test_where_no_block_runs_one_batch_is_taken():
+def test_a_loader_without_batches_is_one_warning(caplog):
+    assert read_of(iter(()), steps=3, strict=False) == []
+    (said,) = caplog.messages
+    assert "the loader of the probe has no batch: expected held-out batches" in said
+
+
+@pytest.mark.parametrize("kind", ["padded", "images"])
+def test_rows_are_counted_by_the_mask_and_are_all_read_where_they_were_guessed(kind):
+    """Of padded batches more are taken; an image may have more patches than is expected."""
+    if kind == "padded":
+        mask = torch.ones(4, 16, dtype=torch.int64)
+        mask[:, 4:] = 0
+        found = iter([{"ids": batch(4, 16, seed=n), "attention_mask": mask} for n in range(40)])
+        monitor, _ = monitor_of(Labelled(), found, tokens=128)
+        monitor.probe(0)
+        assert len(list(found)) == 32  # 16 rows each
+        return
+
+    class OfImages(PlainDecoder):
+        def forward(self, images):
+            return super().forward(images[:, 0].reshape(2 * len(images), -1).long())
+
+    images = torch.randint(VOCABULARY, (4, 1, 10, 10)).float()
+    (reading,) = read_of(iter([images, images]), OfImages(), tokens=10_000)
+    assert reading.tokens == 800
+
+
+def test_where_no_block_runs_batches_are_taken_once():
     drawn = []
     loader = (drawn.append(n) or (lambda model: None) for n in itertools.count())
     assert read_of(loader, steps=3, strict=False) == []
-    assert drawn == [0]
-
-
-@pytest.mark.parametrize(
-    ("held", "first"),
-    [("a", "a"), (None, None), ([], None), ([None, ("a", "b")], "a"), ({"x": [], "y": "a"}, "a")],
-)
-def test_the_first_of_the_loaders_that_a_trainer_holds_is_found(held, first):
-    assert first_loader(held) == first
+    assert len(drawn) == MOST_BATCHES
 
 
 def test_a_pass_that_fails_is_tried_again_with_the_same_batch(caplog):
@@ -271,6 +267,81 @@ def test_batches_share_the_memory_that_a_reading_may_take():
     assert whole.tokens // 2 < parts.tokens <= whole.tokens < ROWS.numel()
 
 
+# -- batches that a trainer's validation draws ----------------------------------------------------
+
+
+def offered(batches, rows=10_000, taken=None):
+    """Held-out batches of one validation; `taken` counts those that were wanted."""
+    held_out = HeldOut(rows=rows)
+    held_out.begin()
+    for one in batches:
+        if taken is not None and held_out.takes:
+            taken.append(one)
+        held_out.offer(one)
+    held_out.end()
+    return held_out
+
+
+def test_batches_that_are_offered_are_read_as_those_of_a_loader_are():
+    (drawn,) = read_of(DataLoader(ROWS, batch_size=7))
+    (kept,) = read_of(offered(ROWS.split(7)))
+    assert values(kept) == values(drawn)
+    assert kept.tokens == ROWS.numel()
+
+
+def test_a_validation_that_fills_the_same_tensor_again_or_infers_is_copied():
+    class Writes(PlainDecoder):
+        def forward(self, ids):
+            return super().forward(ids.clamp_(min=0))
+
+    with torch.inference_mode():
+        held_out = offered(filled_again())
+    (reading,) = read_of(held_out, Writes())
+    assert reading.values["ids/layer_01"] == pytest.approx(float(ROWS.double().mean()))
+
+
+@pytest.mark.parametrize(
+    ("of", "rows", "count"),
+    [
+        ({"shape": (4, 16)}, 60, 4),  # sixteen sequences
+        ({"shape": (16, 16)}, 257, 2),
+        ({"shape": (1, 2)}, 10**6, MOST_BATCHES),
+        ({"shape": (16, 3, 8, 8), "dtype": torch.float32}, 4096, 4),  # images
+    ],
+    ids=["sequences", "rows", "most", "images"],
+)
+def test_no_more_is_kept_of_a_validation_than_will_be_read(of, rows, count):
+    of, taken = dict(of), []
+    shape = of.pop("shape")
+    offered((torch.zeros(shape, **{"dtype": torch.int64} | of) for _ in range(100)), rows, taken)
+    assert len(taken) == count
+
+
+def test_only_the_first_validation_that_ends_is_kept():
+    held_out = HeldOut(rows=64)
+    assert not held_out.is_ready
+    held_out.offer(ROWS)  # outside of any
+    held_out.begin()
+    held_out.offer(ROWS[:4] * 0)
+    held_out.begin()  # the one before was broken off
+    held_out.offer(ROWS[:20])
+    assert not held_out.is_ready
+    held_out.end()
+    held_out.begin()
+    assert not held_out.takes
+    held_out.offer(ROWS[20:])
+    held_out.end()
+    readings = read_of(held_out, steps=2)
+    assert held_out.is_ready
+    assert [r.values["ids/layer_01"] for r in readings] == [float(ROWS[:20].double().mean())] * 2
+
+
+def test_a_validation_without_batches_is_one_warning(caplog):
+    assert read_of(offered([]), steps=3, strict=False) == []
+    (said,) = caplog.messages
+    assert "no batch: expected held-out batches" in said
+
+
 class Fields:
     """Stands for a dict, and is none."""
 
@@ -292,9 +363,12 @@ def test_rows_are_shared_out_evenly_as_far_as_they_reach(rows, wanted):
     held_out = HeldOut([])
     held_out.rows = rows
     shares = held_out.shares(wanted)
+    assert sum(shares) == max(wanted, len(rows))
+    if wanted > sum(rows):  # each has as many more
+        more = wanted / sum(rows)
+        assert all(abs(x - more * own) < 8 for x, own in zip(shares, rows, strict=True))
+        return
     assert all(1 <= share <= own for share, own in zip(shares, rows, strict=True))
-    if wanted >= len(rows):
-        assert sum(shares) == min(wanted, sum(rows))
     most = max(shares)
     assert all(share in (own, most, most - 1) for share, own in zip(shares, rows, strict=True))
 

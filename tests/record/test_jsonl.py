@@ -364,7 +364,5 @@ def test_what_the_budget_left_out_is_said(tmp_path):
         return Readings([], readings).remarks()
 
     assert said() == said(0) == said(3, 0) == []
-    sentence = (
-        "The budget left out 12 readings that were due: a larger budget= makes more of them."
-    )
+    sentence = "The budget left out 12 readings that were due: a larger budget= makes more of them."
     assert said(3, 12) == [sentence]

@@ -48,7 +48,7 @@ def call_of_batch(model: nn.Module, around: Sequence[nn.Module], batch: Any) -> 
     Raises:
         TypeError: No module around the blocks has a `forward`.
     """
-    module = next((one for one in (model, *around) if _has_forward(one)), None)
+    module = next((one for one in (model, *around) if has_forward(one)), None)
     if module is None:
         raise TypeError(
             f"{type(model).__name__} and what holds its blocks have no forward() that could be "
@@ -76,8 +76,9 @@ def call_of_batch(model: nn.Module, around: Sequence[nn.Module], batch: Any) -> 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def _has_forward(module: nn.Module) -> bool:
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module has a `forward` of its own: one that trains may do without."""
     return getattr(unwrap(module).forward, "__qualname__", "") not in _NOT_WRITTEN
 
 
-__all__ = ["BatchCall", "call_of_batch"]
+__all__ = ["BatchCall", "call_of_batch", "has_forward"]
