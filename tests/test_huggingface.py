@@ -73,8 +73,8 @@ def test_each_trial_of_a_search_has_a_folder_of_its_own(tmp_path, monkeypatch, n
         assert {n: x for n, x in run.items() if "training/" in n} == {"training/width": 32}
 
 
-def test_by_default_a_budget_leaves_readings_out_but_not_the_first_eight_and_the_last(tmp_path):
-    few = {name: value for name, value in FEW.items() if name != "budget"}
+def test_a_budget_leaves_readings_out_but_not_the_first_three_and_the_last(tmp_path):
+    few = {**FEW, "budget": "1%", "checks": None}
     told = []
     with pytest.MonkeyPatch.context() as patch:
         expect = Monitor.expect_end
@@ -83,7 +83,9 @@ def test_by_default_a_budget_leaves_readings_out_but_not_the_first_eight_and_the
         )
         fit(tmp_path, [GeometryMonitor(**few, schedule=every(1))], steps=30)
     assert told == [30]  # the share is of the time of the whole run
-    assert [r.step for r in read(tmp_path)] == [*range(8), 29]
+    record = read(tmp_path)
+    assert [r.step for r in record] == [*range(3), 29]
+    assert record[-1].left_out == 26
 
 
 class Reporter(TrainerCallback):

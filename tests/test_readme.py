@@ -98,7 +98,7 @@ def test_every_block_of_python_runs(page, trained, tmp_path, monkeypatch):
 @of_pages
 def test_every_block_says_its_language(page):
     found = [language for language, _ in FENCE.findall(page.read_text())]
-    assert set(found) <= {"bash", "json", "mermaid", "py", "python", "text"}
+    assert set(found) <= {"bash", "json", "mermaid", "py", "python", "text", "yaml"}
     assert 2 * len(found) == len(re.findall("^ *```", page.read_text(), flags=re.MULTILINE))
     for block in blocks(page, "json"):
         json.loads(block)

@@ -8,6 +8,7 @@ import bisect
 import enum
 import math
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -57,10 +58,11 @@ class _Charge:
 
     def __enter__(self) -> None:
         self._known = self._account.spent + self._account.left_out
-        self._began = time.perf_counter()
+        self._began = self._account.clock()
 
     def __exit__(self, *error: object) -> None:
-        now, account = time.perf_counter(), self._account
+        account = self._account
+        now = account.clock()
         known = account.spent + account.left_out
         if account.began > self._began:  # the training has begun inside: nothing before counts
             taken = now - account.began
@@ -72,25 +74,33 @@ class _Charge:
 class Account:
     """Account of the seconds that geomon takes from a training.
 
+    Args:
+        clock: Function that returns seconds, which never go back.
+
     Attributes:
-        began: When the training began, in seconds of `time.perf_counter`; infinity before that.
+        clock: The argument.
+        began: When the training began, by the clock; infinity before that.
         spent: Seconds that geomon has taken since.
         left_out: Seconds inside charges that the training would have taken without geomon too.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = lambda: time.perf_counter(),  # noqa: PLW0108  (may be replaced)
+    ) -> None:
+        self.clock = clock
         self.began = math.inf
         self.spent = self.left_out = 0.0
 
     def begin(self) -> None:
         """Start the clock: what was spent before the first step does not count."""
-        self.began = time.perf_counter()
+        self.began = self.clock()
         self.spent = self.left_out = 0.0
 
     @property
     def elapsed(self) -> float:
         """Seconds since the training began; 0 before that."""
-        return max(0.0, time.perf_counter() - self.began)
+        return max(0.0, self.clock() - self.began)
 
     @property
     def overhead(self) -> float:

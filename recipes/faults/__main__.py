@@ -19,6 +19,7 @@ from geomon.analysis.alerts import find_alerts
 from recipes.enwik8.data import DataError, load
 from recipes.faults.detectors import OF_MARGINS
 from recipes.faults.figure import odds_figure
+from recipes.faults.live import live_section, plan_live, read_live, run_live
 from recipes.faults.page import Verified, write
 from recipes.faults.plan import (
     OTHER_TEXT,
@@ -56,25 +57,36 @@ def main(
     page: Annotated[
         Path | None, typer.Option(help="The page; warnings.md in the folder by default.")
     ] = None,
+    live: Annotated[
+        bool, typer.Option(help="Only the runs with all defaults, and their section of the page.")
+    ] = False,
 ) -> None:
     """Put faults into healthy trainings, and measure which numbers notice them, and how early."""
     folder = out or Path("runs") / ("faults-small" if small else "faults")
     try:
         given = load(data)
-        jobs = plan_odds(2 if small else count, ("narrow",) if small else ("narrow", "wide"))
-        jobs += [] if small else plan_other_text(count // 4)
-        jobs += plan_verification(1)[::2] if small else plan_verification(9)
-        print(f"text: {given.source}\n{len(jobs)} healthy trainings, in {folder}", flush=True)
+        sizes = ("narrow",) if small else ("narrow", "wide")
+        jobs = [] if live else plan_odds(2 if small else count, sizes)
+        if not live:
+            jobs += [] if small else plan_other_text(count // 4)
+            jobs += plan_verification(1)[::2] if small else plan_verification(9)
+        of_users = [] if small and not live else plan_live(1 if small else count // 3, sizes)
+        print(f"text: {given.source}\n{len(jobs)} healthy trainings and {len(of_users)} runs with "
+              f"all defaults, in {folder}", flush=True)  # fmt: skip
         began = time.perf_counter()
 
         def report(done: int, number: int) -> None:
             print(f"{done} of {number}, {time.perf_counter() - began:.0f} s", flush=True)
 
         in_processes(run_job, [(job, given, folder) for job in jobs], processes, report)
+        in_processes(run_live, [(job, given, folder) for job in of_users], processes, report)
     except (DataError, RunError, OSError) as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2) from error
-    show(folder, page or folder / "warnings.md")
+    if live:
+        print("\n".join(live_section(read_live(folder))))
+    else:
+        show(folder, page or folder / "warnings.md")
 
 
 def show(folder: Path, page: Path) -> None:
@@ -107,8 +119,10 @@ def show(folder: Path, page: Path) -> None:
         for name in OF_MARGINS
     }
     page.parent.mkdir(parents=True, exist_ok=True)
+    of_users = read_live(folder)
+    section = live_section(of_users) if of_users else []
     page.write_text(
-        write(compared, loose, strict, sparse, of_margins, others, count_alerts(folder))
+        write(compared, loose, strict, sparse, of_margins, others, count_alerts(folder), section)
     )
     picture = save_small(odds_figure(compared), page.parent / "pictures" / "warnings.png")
     print(f"{page}, {picture}")

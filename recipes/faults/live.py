@@ -1,5 +1,12 @@
-"""As a user gets it: a monitor with all defaults watches a run into which a fault is put."""
+"""As a user gets it: a monitor with all defaults watches a run into which a fault is put.
 
+What a monitor does by default depends on what readings and checks cost in training steps. These
+models are so small that a step takes little more than the calls of Python in it. So the planner of
+geomon is asked what it would do at the costs that were measured on usual batches, and a monitor
+follows that plan.
+"""
+
+import contextlib
 import json
 import logging
 import random
@@ -7,10 +14,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from geomon import Monitor, read
+from geomon.distributed import RankGroup
+from geomon.monitor.planner import DEFAULT_SHARE, Account, Due, Planner
 from recipes.enwik8.data import Corpus
 from recipes.faults.kinds import FAULTS
 from recipes.faults.odds import Rate
@@ -29,6 +39,55 @@ _EARLY = 50
 # Alerts are counted from the first step with bands on.
 _FROM = 200
 _RESULT = "live.json"
+
+
+class Costs(NamedTuple):
+    """What geomon costs, in training steps (docs/cost.md: 6 layers of width 128, one thread).
+
+    Attributes:
+        reading: Cost of a reading of all default metrics.
+        check: Cost of a check.
+    """
+
+    reading: float
+    check: float
+
+
+# By the batches of a training.
+BATCHES = {"32 x 128 tokens": Costs(1.3, 0.08), "8 x 64 tokens": Costs(4.7, 0.6)}
+
+
+def plan(costs: Costs, steps: int) -> tuple[set[int], set[int]]:
+    """Plan a run as a monitor does by default.
+
+    Args:
+        costs: Costs of readings and checks.
+        steps: Updates of the run, which the monitor is told.
+
+    Returns:
+        Steps that are read, and steps that are checked.
+    """
+    now = 0.0
+    account = Account(clock=lambda: now)
+    planner = Planner(None, DEFAULT_SHARE, "auto", RankGroup(), account, source="inline")
+    read_at, checked_at = set(), set()
+    planner.expect_end(steps - 1)
+    account.begin()
+    planner.begin(0, 0)
+    for step in range(steps):
+        planner.advance(step)
+        due = planner.due(force=step == steps - 1)
+        with account.charge():
+            if due is Due.READING:
+                planner.mark_read("inline")
+                read_at.add(step)
+                now += costs.reading
+            elif due is Due.CHECK:
+                planner.mark_checked(costs.check, again=False)
+                checked_at.add(step)
+                now += costs.check
+        now += 1.0
+    return read_at, checked_at
 
 
 @dataclass(frozen=True)
@@ -86,8 +145,13 @@ def run_live(job: LiveJob, given: Corpus, folder: Path) -> None:
     subject = new_subject(settings, corpus)
     generator = torch.Generator().manual_seed(settings.number)
     first = fault_step(settings, FAULTS[job.fault]) if job.fault else job.steps
-    planted, monitor = None, Monitor(subject.model, directory=place)
-    monitor.expect_end(job.steps - 1)
+    planted, monitors = None, {}
+    for number, (batches, costs) in enumerate(BATCHES.items()):
+        read_at, checked_at = plan(costs, job.steps)
+        monitors[batches] = Monitor(
+            subject.model, directory=place / str(number), schedule=read_at.__contains__,
+            checks=checked_at.__contains__, arrays=False,
+        )  # fmt: skip
     for step in range(min(job.steps, first + AFTER)):
         if step == first:
             chance = random.Random(f"{settings.name} {job.fault} where")
@@ -95,7 +159,9 @@ def run_live(job: LiveJob, given: Corpus, folder: Path) -> None:
         if planted is not None:
             planted.each_step(step - first)
         windows = subject.draw(generator)
-        with monitor(step):
+        with contextlib.ExitStack() as stack:
+            for monitor in monitors.values():
+                stack.enter_context(monitor(step))
             loss = subject.loss(subject.model, windows)
         subject.optimizer.zero_grad()
         loss.backward()
@@ -103,16 +169,19 @@ def run_live(job: LiveJob, given: Corpus, folder: Path) -> None:
         for group in subject.optimizer.param_groups:
             group["lr"] = settings.learning_rate * subject.rate(step)
         subject.optimizer.step()
-    monitor.close()
-    record = read(place)
-    alerts = [
-        (alert.step, alert.note.kind, [*alert.note.layers, *(n for n, _ in alert.note.heads)])
-        for alert in record.alerts
-    ]
+    alerts, readings = {}, {}
+    for batches, monitor in monitors.items():
+        monitor.close()
+        assert monitor.path is not None
+        record = read(monitor.path)
+        readings[batches] = len(record)
+        alerts[batches] = [
+            (alert.step, alert.note.kind, [*alert.note.layers, *(n for n, _ in alert.note.heads)])
+            for alert in record.alerts
+        ]
     found = {
-        "first": first, "block": planted and planted.block, "alerts": alerts,
-        "readings": [reading.step for reading in record], "overhead": monitor.overhead,
-        "size": settings.size, "fault": job.fault, "last": step,
+        "first": first, "block": planted and planted.block, "size": settings.size,
+        "fault": job.fault, "last": step, "alerts": alerts, "readings": readings,
     }  # fmt: skip
     (place / _RESULT).write_text(json.dumps(found) + "\n")
     finish_training(place, description, began)
@@ -123,20 +192,20 @@ class LiveRun:
     """What came of a run.
 
     Attributes:
+        batches: Name of the batches whose costs were planned with.
         fault: Name of the fault; "" for a healthy run.
         outcome: Whether the record has an alert after the fault; None for a healthy run.
         false: Alerts before the fault, from step 200 on.
         steps: Healthy steps in which these were counted.
         readings: Number of readings.
-        overhead: Share of the time that geomon took.
     """
 
+    batches: str
     fault: str
     outcome: Outcome | None
     false: int
     steps: int
     readings: int
-    overhead: float
 
 
 def read_live(folder: Path) -> list[LiveRun]:
@@ -154,18 +223,18 @@ def _read_live(folder: Path) -> Iterator[LiveRun]:
             continue
         found = json.loads(path.read_text())
         first, block = found["first"], found["block"]
-        false = [step for step, *_ in found["alerts"] if _FROM <= step < first]
-        outcome = None
-        if found["fault"]:
-            after = [(step, layers) for step, _, layers in found["alerts"] if step >= first]
-            step, layers = after[0] if after else (None, [])
-            place = None if block is None or not layers else layers[0] == block + 1
-            delay = None if step is None else step - first
-            outcome = Outcome(FAULTS[found["fault"]], found["size"], delay, place, 0.0)
-        yield LiveRun(
-            found["fault"], outcome, len(false), max(0, min(first, found["last"] + 1) - _FROM),
-            len(found["readings"]), found["overhead"],
-        )  # fmt: skip
+        for batches, alerts in found["alerts"].items():
+            false = [step for step, *_ in alerts if _FROM <= step < first]
+            outcome = None
+            if found["fault"]:
+                after = [(step, layers) for step, _, layers in alerts if step >= first]
+                step, layers = after[0] if after else (None, [])
+                place = None if block is None or not layers else layers[0] == block + 1
+                delay = None if step is None else step - first
+                outcome = Outcome(FAULTS[found["fault"]], found["size"], delay, place, 0.0)
+            healthy = max(0, min(first, found["last"] + 1) - _FROM)
+            readings = found["readings"][batches]
+            yield LiveRun(batches, found["fault"], outcome, len(false), healthy, readings)
 
 
 def live_section(runs: Sequence[LiveRun]) -> list[str]:
@@ -174,48 +243,47 @@ def live_section(runs: Sequence[LiveRun]) -> list[str]:
     Args:
         runs: What came of all runs.
     """
-    outcomes = [run.outcome for run in runs if run.outcome is not None]
-    healthy = [run for run in runs if not run.fault]
-    rate = Rate(sum(run.false for run in runs), sum(run.steps for run in runs))
-    one, low, high = (1e4 * x for x in (rate.count / max(rate.trials, 1), rate.low, rate.high))
+    by_batches = {name: [run for run in runs if run.batches == name] for name in BATCHES}
+    counts = {sum(run.fault == name for run in by_batches[next(iter(BATCHES))]) for name in FAULTS}
     rows = [
-        f"All defaults, runs of {STEPS:,} steps of which the monitor was told, each fault in "
-        f"{_counts(outcomes)} runs that no limit was chosen with. An alert counts from the step at "
-        "which it stands in the record.\n",
-        f"| | fault | within {_EARLY} steps | within {AFTER} steps | steps until the alert "
+        f"All defaults, runs of {STEPS:,} steps of which the monitor was told, as it plans them at "
+        "the costs of two sizes of batches. Each fault was put into "
+        f"{' to '.join(map(str, sorted({min(counts), max(counts)})))} runs that no limit was "
+        "chosen with. An alert counts from the step at which it stands in the record.\n",
+        f"| batches | | within {_EARLY} steps | within {AFTER} steps | steps until the alert "
         "| right block |",
         "|---|---|---:|---:|---:|---:|",
     ]
+    for name, own in by_batches.items():
+        for kind in KINDS:
+            rows.append(f"| {name} | {kind} | {_cells(_outcomes(own, kind))} |")
+    rows += [
+        f"\n| | fault | {' | '.join(f'{name}, within {AFTER} steps' for name in BATCHES)} |",
+        f"|---|---|{'---:|' * len(BATCHES)}",
+    ]
     for kind in KINDS:
+        for fault in (fault for fault in FAULTS.values() if fault.kind == kind):
+            cells = [
+                share([o for o in _outcomes(own, kind) if o.fault.name == fault.name])
+                for own in by_batches.values()
+            ]
+            rows.append(f"| {kind} | {fault.words}{' *' * fault.held_out} | {' | '.join(cells)} |")
+    for name, own in by_batches.items():
+        rate = Rate(sum(run.false for run in own), sum(run.steps for run in own))
+        one, low, high = (1e4 * x for x in (rate.count / rate.trials, rate.low, rate.high))
+        read_at, checked_at = plan(BATCHES[name], STEPS)
         rows.append(
-            f"| **{kind}** | all | {_cells([o for o in outcomes if o.fault.kind == kind])} |"
-        )
-    for kind in KINDS:
-        for name, fault in FAULTS.items():
-            own = [outcome for outcome in outcomes if outcome.fault.name == name]
-            if fault.kind == kind and own:
-                words = f"{fault.words}{' *' * fault.held_out}"
-                rows.append(f"| {kind} | {words} | {_cells(own)} |")
-    shares = sorted(run.overhead for run in healthy)
-    made = sorted(run.readings for run in healthy)
-    rows.append(
-        f"\nIn {rate.trials:,} healthy steps of these runs, from step {_FROM} on, {rate.count} "
-        f"alert{'s' * (rate.count != 1)} came: {one:.1f} (95 % interval {low:.1f} to {high:.1f}) "
-        f"in 10,000 steps."
-    )
-    if healthy:
-        rows.append(
-            f"\nThe {len(healthy)} healthy runs were read {made[0]} to {made[-1]} times, for "
-            f"{shares[0]:.1%} to {shares[-1]:.1%} of the time.".replace("%", " %")
+            f"\n{name}: {len(read_at)} readings and {len(checked_at)} checks in {STEPS:,} steps. "
+            f"In {rate.trials:,} healthy steps of these runs, from step {_FROM} on, {rate.count} "
+            f"alert{'s' * (rate.count != 1)} came: {one:.1f} (95 % interval {low:.1f} to "
+            f"{high:.1f}) in 10,000 steps."
         )
     return rows
 
 
-def _counts(outcomes: Sequence[Outcome]) -> str:
-    counts = {sum(o.fault.name == name for o in outcomes) for name in FAULTS} - {0}
-    return (
-        " to ".join(str(count) for count in sorted({min(counts), max(counts)})) if counts else "0"
-    )
+def _outcomes(runs: Sequence[LiveRun], kind: str) -> list[Outcome]:
+    found = [run.outcome for run in runs if run.outcome is not None]
+    return [outcome for outcome in found if outcome.fault.kind == kind]
 
 
 def _cells(outcomes: Sequence[Outcome]) -> str:

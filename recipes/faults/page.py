@@ -50,6 +50,7 @@ def write(
     of_margins: Mapping[str, Result],
     other_text: Mapping[str, Result],
     verified: Verified,
+    live: Sequence[str] = (),
 ) -> str:
     """Write the page.
 
@@ -61,11 +62,13 @@ def write(
         of_margins: Results of numbers with margins, read every 20 steps.
         other_text: Those of `by_step` on another text.
         verified: Alerts counted in healthy trainings.
+        live: Section on runs with all defaults; empty if there are none.
     """
     seen = [name for name in FAULTS if not FAULTS[name].held_out]
     by_chance, stretches = by_step["geometry"].by_chance(160)
     parts = [
         _HEAD,
+        *(["## As a user gets it\n", *live, ""] if live else []),
         "## In short\n",
         *in_short(by_step, verified),
         "\n## By fault\n",
@@ -81,9 +84,9 @@ def write(
         f"{by_chance} of {stretches} healthy stretches of 160 steps.\n",
         *by_detector(loose, strict, seen),
         "\n## By schedule\n",
-        "Readings of the default schedule alone are too few for a band. Between them checks are "
-        "made in 1 % of the time ([alerts](alerts.md#checks)): the longer a training step takes, "
-        "the fewer steps lie between two checks.\n",
+        "Readings that are log-spaced are too few for a band. Between readings checks are made in "
+        "1 % of the time ([alerts](alerts.md#checks)): the longer a training step takes, the fewer "
+        "steps lie between two checks.\n",
         *by_schedule(sparse, seen),
         "\n## Intrinsic dimension and phases\n",
         "They are read with their intervals every 20 steps. A number is strange where it is many "

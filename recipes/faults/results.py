@@ -22,8 +22,8 @@ from recipes.faults.plan import MAIN_TEXT, OTHER_TEXT
 from recipes.faults.track import EACH_STEP, FULL, Named, Track, read_tracks
 from recipes.faults.training import FIRST_READ, FULL_INTERVAL
 
-# Schedules that are compared: readings of the default one, and of one in so many steps.
-SCHEDULES = ("each step", "every 10 steps", "default schedule")
+# Schedules that are compared.
+SCHEDULES = ("each step", "every 10 steps", "log_spaced()")
 
 
 def select(track: Track, schedule: str) -> Track:
@@ -33,7 +33,7 @@ def select(track: Track, schedule: str) -> Track:
         track: Numbers of a training.
         schedule: One of `SCHEDULES`.
     """
-    if schedule == "default schedule":
+    if schedule == "log_spaced()":
         due = log_spaced()
         return track.at(np.array([bool(due(int(step))) for step in track.steps]))
     end = math.inf if track.fault_step is None else track.fault_step + FAULTS[track.fault].steps

@@ -61,14 +61,14 @@ def test_the_record_is_in_the_folder_of_the_training_unless_another_is_given(
     assert session.monitor.path == tmp_path / folder / "readings.jsonl"
 
 
-@pytest.mark.parametrize("given", [{"budget": None}, {"gather": False}], ids=str)
-def test_no_budget_is_taken_where_none_is_wanted_or_the_ranks_could_not_share_it(
-    tmp_path, monkeypatch, given
+@pytest.mark.parametrize("probe", [None, batch()], ids=["inline", "probe"])
+def test_a_schedule_is_followed_without_a_budget_also_where_ranks_could_not_share_one(
+    tmp_path, monkeypatch, probe
 ):
-    monkeypatch.setattr("geomon.monitor.session.find_ranks", lambda: RankGroup(0, 2))
     monkeypatch.setattr("geomon.monitor.monitor.find_ranks", lambda: RankGroup(0, 2))
-    session, model, memory = started(tmp_path, schedule=every(1), **({"gather": False} | given))
+    session, model, memory = started(tmp_path, schedule=every(1), gather=False, probe=probe)
     for step in range(20):
+        session.probe(step)
         session.open(step)
         model(batch())
         session.close()
@@ -128,20 +128,9 @@ def test_a_model_that_is_not_called_is_said_unless_its_step_has_failed(tmp_path)
     assert not memory.readings
 
 
-@pytest.mark.parametrize("last_step", [None, 10**12])
-def test_the_budget_is_a_share_of_the_whole_run_where_its_end_is_known(tmp_path, last_step):
-    session = CallbackSession(FEW, "GeometryMonitor")
-    session.start(PlainDecoder(), 0, tmp_path, [], last_step=last_step)
-    session.open(0)
-    session.monitor.budget.count_reading()
-    session.open(20)
-    assert session.monitor.budget.decide(made=8).paid == (last_step is not None)
-
-
 def test_while_it_trains_a_session_shows_its_monitor(tmp_path):
     session, *_ = started(tmp_path)
     assert repr(session).startswith("GeometryMonitor(PlainDecoder, 3 blocks, 1 metrics")
-    assert session.monitor.budget.limited  # by default
 
 
 def test_the_call_that_was_watched_is_shown_whatever_comes_of_that(tmp_path, caplog):

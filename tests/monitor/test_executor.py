@@ -114,8 +114,11 @@ def test_a_budget_without_gathering_is_refused_on_many_ranks(monkeypatch):
 
 
 @pytest.mark.usefixtures("own_metrics_in_background")
-@pytest.mark.parametrize("place", ["metric", "across layers"])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [("metric", KeyboardInterrupt), ("across layers", KeyboardInterrupt),
+     ("across layers", SystemExit)],
+)  # fmt: skip
 def test_what_is_raised_in_the_background_ends_nothing(caplog, monkeypatch, place, error):
     def interrupted(*args, **kwargs):
         raise error

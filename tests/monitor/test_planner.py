@@ -1,7 +1,6 @@
 """When a step is read: scenarios of runs, with a clock that goes by the costs of each."""
 
 import math
-import time
 from dataclasses import dataclass
 
 import pytest
@@ -13,16 +12,17 @@ from geomon.monitor.schedule import Schedule
 
 
 class Clock:
-    """A clock of seconds that goes on only where a scenario says so."""
+    """A clock of seconds that goes on only if a scenario says so."""
 
-    def __init__(self, monkeypatch):
-        self.now = 0.0
-        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+    now = 0.0
+
+    def __call__(self):
+        return self.now
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    return Clock(monkeypatch)
+def clock():
+    return Clock()
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Course:
 
 
 def follow(run, clock, group=None):
-    account = Account()
+    account = Account(clock)
     planner = Planner(run.schedule, run.share, run.checks, group or RankGroup(), account,
                       source="inline")  # fmt: skip
     last = run.steps - 1
@@ -239,7 +239,7 @@ def test_sources_are_kept_apart_and_a_forced_reading_is_made_at_any_step():
 
 
 def test_an_alert_has_the_next_step_read_whatever_the_schedule_and_the_share_say(clock):
-    live = Planner(None, 0.001, None, RankGroup(), Account(), source="inline")
+    live = Planner(None, 0.001, None, RankGroup(), Account(clock), source="inline")
     for planner in (planned(every(10)), planned(every(10), share=0.001), live):
         made_at(planner, range(100))
         planner.owe()
@@ -305,7 +305,7 @@ def test_without_a_limit_a_schedule_of_ranks_needs_no_meeting():
 
 
 def test_the_account_counts_what_overlaps_once_and_what_is_left_out_not(clock):
-    account = Account()
+    account = Account(clock)
     assert math.isnan(account.overhead)
     with account.charge():
         clock.now += 4.0  # before the training
