@@ -66,9 +66,9 @@ class MonitorOptions(TypedDict, total=False):
         tokens: Number of rows of hidden states in one split.
         batches: Largest number of splits, over which the mean is taken. With two or more, their
             deviation is recorded too, as the papers give it; margins need none.
-        queries: Number of rows of a split from which distances to all its rows are measured: 2,048
-            halve the cost of the intrinsic dimension for 3 to 20 % more scatter. None for all rows,
-            as in the papers.
+        queries: Number of rows of a split from which distances to all its rows are measured: 1,024
+            halve the cost of the intrinsic dimension for 10 to 50 % more scatter. None for all
+            rows, as in the papers.
         probe: Fixed inputs for an extra pass in eval mode at due steps, instead of watching the
             training forward. A tensor, a dict of keyword arguments, a tuple of arguments, or a
             function of the model; or a data loader or another iterable of batches. The first

@@ -173,11 +173,11 @@ def test_the_options_by_which_checkpoints_know_a_callback():
         return CallbackSession({**FEW, **options}, "GeometryMonitor").summary()
 
     plain = {
-        "tokens": 64, "batches": 1, "queries": 2048, "seed": 0, "blocks": None,
+        "tokens": 64, "batches": 1, "queries": 1024, "seed": 0, "blocks": None,
         "metrics": ["variance"], "schedule": "every(steps=2)", "source": "inline",
         "directory": None,
     }  # fmt: skip
-    assert summary(queries=2048, blocks=[torch.nn.Identity()]) == plain
+    assert summary(queries=1024, blocks=[torch.nn.Identity()]) == plain
     others = {"tokens": 9, "batches": 2, "queries": 99, "seed": 4, "blocks": "h", "directory": "a"}
     own = {"directory": Path("a"), "probe": batch(), "schedule": math.isfinite}
     named = {"source": "probe", "schedule": "isfinite"}
