@@ -11,9 +11,9 @@ from collections import Counter
 from typing import Any
 
 import torch
-from short_products import FIRST_FACTOR
+from short_products import FIRST_FACTOR, Hardware
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from geomon.capture import modes
 
@@ -73,7 +73,7 @@ class OnDevice(torch.Tensor):
         raise RuntimeError(f"{func} was called outside of Accelerator")
 
 
-class Accelerator(TorchDispatchMode):
+class Accelerator(Hardware):
     """The pretended device, which exists while this is entered.
 
     Attributes:

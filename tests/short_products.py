@@ -1,9 +1,12 @@
 """A pretended processor whose float32 products round their factors, as a training may have it."""
 
+import functools
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from geomon.capture import private
 
 aten = torch.ops.aten
 
@@ -14,7 +17,25 @@ FIRST_FACTOR = {
 }  # fmt: skip
 
 
-class ShortProducts(TorchDispatchMode):
+class Hardware(TorchDispatchMode):
+    """A mode that stands for what a machine does: geomon, which hides from modes, meets it too."""
+
+    def __enter__(self) -> Any:
+        self._top = private.top_mode
+        private.top_mode = functools.partial(_top_but_hardware, self._top)
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        private.top_mode = self._top
+
+
+def _top_but_hardware(top: Any) -> Any:
+    mode = top()
+    return None if isinstance(mode, Hardware) else mode
+
+
+class ShortProducts(Hardware):
     """Rounds the factors of float32 products while it is entered.
 
     A processor with matrix units does so after `torch.set_float32_matmul_precision("medium")`.

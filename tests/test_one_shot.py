@@ -35,12 +35,12 @@ def test_input_is_unchanged_and_results_are_the_same_twice():
 
 
 def test_batches_have_a_deviation():
-    values = geometry(cloud(1200), tokens=400)
+    values = geometry(cloud(1000), tokens=400)
     assert values["twonn/n"] == 400
     assert values["twonn/std"] > 0
     for options in ({}, {"tokens": 2000}, {"queries": None}):
-        values = geometry(cloud(1200), **options)
-        assert values["twonn/n"] == 1200
+        values = geometry(cloud(1000), **options)
+        assert values["twonn/n"] == 1000
         assert "twonn/std" not in values
 
 

@@ -49,7 +49,7 @@ from geomon.kernels.spectrum import PrincipalAxes, head_axes, principal_axes
 from geomon.kernels.token_types import TokenTypes, token_types
 
 # Rows from which distances are measured by default; None for all of them.
-QUERIES = 2048
+QUERIES = 1024
 # Neighbours of each of these rows that metrics read, and that are listed: a margin passes over
 # those of one group of sequences.
 NEAR, _NEAR_LISTED = 16, 24

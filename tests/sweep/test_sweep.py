@@ -78,7 +78,7 @@ def test_a_scan_equals_the_live_record_to_the_last_digit(run, scanned):
     assert scan_first["scan"] == {  # by which a scan that was ended goes on
         "model": "recipes.enwik8.model:build", "checkpoints": str(run / "checkpoints"),
         "text": None, "inputs": digest(PROBE), "sequences": 64, "length": 128,
-        "metrics": list(CHOSEN), "tokens": 192, "batches": 1, "queries": 2048, "seed": 0,
+        "metrics": list(CHOSEN), "tokens": 192, "batches": 1, "queries": 1024, "seed": 0,
         "blocks": None,
     }  # fmt: skip
     first = {name: x for name, x in first.items() if not name.startswith("training/")}
