@@ -58,7 +58,7 @@ DOORS = {
     "capture.model_parts", "capture.modes", "capture.shards", "capture.snapshot",
     "capture.unchanged",
     "distributed.mesh",
-    "metrics.at_once", "metrics.between_readings",
+    "metrics.at_once", "metrics.between_readings", "monitor.planner",
     "metrics.last_tokens", "record.arrays", "record.columns", "record.export", "record.headline",
     "record.tags", "record.sinks", "record.printable", "record.reading", "show.commands",
     "analysis.compare", "analysis.profile", "analysis.quantities",
