@@ -4,17 +4,37 @@ A mode that counts operations, that changes them, or that keeps what a checkpoin
 must not meet operators that the training did not call.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from geomon.capture import private
 
 
-def unseen() -> AbstractContextManager[None]:
+@contextmanager
+def unseen() -> Iterator[None]:
     """Keep the operators of the body from all modes of torch, and from tensor subclasses."""
-    return _Unseen()
+    with private.without_functions():
+        inside = private.leave_transforms() if private.transforms() else nullcontext()
+        with inside, _without_operators():
+            yield
+
+
+@contextmanager
+def _without_operators() -> Iterator[None]:
+    """Take away the modes that see operators."""
+    top, pop, push = private.top_mode, private.pop_mode, private.push_mode
+    if top is None or pop is None or push is None or private.traced_modes():
+        with private.hide_modes():
+            yield
+        return
+    taken: list[Any] = []  # torch's own way takes longer, and a pass enters this 200 times
+    try:
+        while top() is not None:
+            taken.append(pop())
+        yield
+    finally:
+        _put_back(push, taken)
 
 
 @contextmanager
@@ -26,59 +46,24 @@ def without_modes() -> Iterator[None]:
     """
     pop, push = private.pop_function_mode, private.push_function_mode
     taken: list[Any] = []
-    with private.hide_modes():
+    with _without_operators():
         try:
             while private.function_modes() > 0:
                 taken.append(pop())
-            for mode in reversed([mode for mode in taken if isinstance(mode, private.device_mode)]):
-                push(mode)
+            kept = [mode for mode in taken if isinstance(mode, private.device_mode)]
+            _put_back(push, kept)
             yield
         finally:
             while private.function_modes() > 0:
                 pop()
-            while taken:
-                push(taken.pop())
+            _put_back(push, taken)
 
 
-class _Unseen:
-    """Takes the modes of this thread away; written out, as it is entered 200 times in a pass."""
-
-    def __init__(self) -> None:
-        self._stack: ExitStack | None = None
-        self._functions: Any = None
-        self._modes: list[Any] = []
-
-    def __enter__(self) -> None:
-        self._functions = private.without_functions()
-        self._functions.__enter__()
-        try:
-            top, pop = private.top_mode, private.pop_mode
-            takes = top is not None and pop is not None and private.push_mode is not None
-            if takes and not (private.transforms() or private.traced_modes()):
-                assert top is not None
-                assert pop is not None
-                while top() is not None:
-                    self._modes.append(pop())
-                return
-            with ExitStack() as stack:
-                if private.transforms():
-                    stack.enter_context(private.leave_transforms())
-                stack.enter_context(private.hide_modes())
-                self._stack = stack.pop_all()
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._stack is not None:
-            self._stack.close()
-        while self._modes:
-            assert private.push_mode is not None
-            private.push_mode(self._modes[-1])
-            self._modes.pop()
-        self._functions.__exit__(kind, error, trace)
+def _put_back(push: Callable[[Any], Any], modes: list[Any]) -> None:
+    """Put modes back, the last of the list first; also if Ctrl-C comes in between."""
+    try:
+        while modes:
+            push(modes.pop())
+    finally:
+        while modes:
+            push(modes.pop())

@@ -34,7 +34,7 @@ from geomon.capture.first_pass import (
     StackPass,
     attention_key,
 )
-from geomon.capture.modes import unseen
+from geomon.capture.modes import unseen, without_modes
 from geomon.capture.recorder import AttentionRecorder
 from geomon.capture.shards import (
     WHOLE,
@@ -305,7 +305,7 @@ class Window:
         """
         if self._failure is not None:
             raise self._failure
-        with unseen():
+        with without_modes():  # weights may be of subclasses, whose functions give their rows
             return self._snapshots(device)
 
     def _snapshots(self, device: torch.device) -> list[Snapshot]:
