@@ -15,8 +15,6 @@ from short_products import FIRST_FACTOR, Hardware
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from geomon.capture import modes
-
 DEVICE = torch.device("meta")
 aten = torch.ops.aten
 
@@ -96,16 +94,11 @@ class Accelerator(Hardware):
         # torch.tensor puts numbers on a device without a call that could be seen here.
         self._tensor = torch.tensor
         torch.tensor = self._make_tensor
-        # A device is there for all of geomon's operators; this one is a mode, which they would
-        # leave aside.
-        self._unseen = modes._Unseen.__enter__, modes._Unseen.__exit__
-        modes._Unseen.__enter__ = modes._Unseen.__exit__ = lambda *given: None
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
         torch.tensor = self._tensor
-        modes._Unseen.__enter__, modes._Unseen.__exit__ = self._unseen
 
     def _make_tensor(self, numbers: Any, *, device: Any = "cpu", **options: Any) -> torch.Tensor:
         made = self._tensor(numbers, device="cpu", **options)

@@ -11,8 +11,8 @@ from geomon.kernels._blocks import sort_each
 # Doublings of the rank of the neighbour: 32 needs the 64 nearest.
 SCALES = (1, 2, 4, 8, 16, 32)
 
-# Newton's steps: from the estimate by moments, four reach the last digits of float64.
-_NEWTON_STEPS = 4
+# Newton's steps: from the estimate by moments, three reach the last digits of float64.
+_NEWTON_STEPS = 3
 
 # Logarithms of the ratio of two distances that are equal: each is the root of a rounded sum of
 # differences of rounded coordinates, which may be thousands of times as large as the distance.
@@ -76,9 +76,8 @@ def twonn(neighbours: Tensor) -> TwoNN:
     """
     _require_distances(neighbours)
     log_mu, n = _sorted_ratios(neighbours[None], _ROUNDING)
-    fit, all_ratios, smallest = (_slope(log_mu, n, discard) for discard in (0.1, 0.0, 0.8))
-    found = (fit, _likely(log_mu, n, 0.1), all_ratios, smallest)
-    return TwoNN(*(values.squeeze(0) for values in found))
+    fit, all_ratios, smallest = _slope(log_mu, n, n.new_tensor([[0.1], [0.0], [0.8]]))
+    return TwoNN(fit, _likely(log_mu, n, 0.1).squeeze(0), all_ratios, smallest)
 
 
 def twonn_of_each(neighbours: Tensor, *, rounding: float) -> Tensor:
@@ -118,14 +117,14 @@ def _sorted_ratios(neighbours: Tensor, rounding: float) -> tuple[Tensor, Tensor]
     return x, valid.sum(dim=1, keepdim=True).double()
 
 
-def _kept(log_mu: Tensor, n: Tensor, discard: float) -> tuple[Tensor, Tensor]:
+def _kept(log_mu: Tensor, n: Tensor, discard: float | Tensor) -> tuple[Tensor, Tensor]:
     """Count the ratios that are kept of n, [sets, 1], and number all ratios from 1, [points]."""
     rank = torch.arange(1, log_mu.shape[1] + 1, dtype=torch.float64, device=log_mu.device)
     return (n * (1 - discard)).round(decimals=_DIGITS).floor(), rank
 
 
-def _slope(log_mu: Tensor, n: Tensor, discard: float) -> Tensor:
-    """Fit the line through the origin to the smallest ratios of each set."""
+def _slope(log_mu: Tensor, n: Tensor, discard: float | Tensor) -> Tensor:
+    """Fit the line through the origin to the smallest ratios of each set; of one, to each share."""
     kept, rank = _kept(log_mu, n, discard)
     kept = torch.minimum(kept, n - 1)  # at F = 1 the logarithm ends
     counts = rank <= kept
@@ -193,6 +192,8 @@ def _gride_at(neighbours: Tensor, scales: Sequence[int]) -> Tensor:
     logs = torch.where(valid, far / near, 1).log()
     x = _without_rounding(logs, _ROUNDING).T.contiguous()  # [scales, points]; 0 adds nothing
     n, total, k = valid.sum(dim=0).double(), x.sum(dim=1), rank.double()
+    if max(scales) == 1:
+        return torch.where(n >= 3, (n - 1) / total, torch.nan)
     spread = [sum(1 / i for i in range(scale, 2 * scale)) for scale in scales]
     d = n * n.new_tensor(spread) / total
     known = (n - 1) / total  # the root with k = 1

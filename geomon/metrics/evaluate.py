@@ -234,15 +234,18 @@ class Evaluator:
         A failure costs the margin alone, and is noted with the layer.
         """
         found: dict[str, dict[str, list[float]]] = {}  # by metric and part, of each group
+        asked = {name: self.metrics[name] for name in result.parts}
+        reads_rows = {
+            name: "hidden" in sources_of(metric)
+            for name, metric in asked.items()
+            if metric.has_margin and _groups_of(metric, splits[0]) == GROUPS
+        }
         for group in range(GROUPS):
             views = [ViewsWithout(split, group) for split in splits]
-            for name in result.parts:
-                metric = self.metrics[name]
-                if not metric.has_margin or name in result.without_margin:
+            for name, of_rows in reads_rows.items():
+                if name in result.without_margin:
                     continue
-                if _groups_of(metric, splits[0]) < GROUPS:
-                    continue
-                used = views if "hidden" in sources_of(metric) else views[:1]
+                metric, used = asked[name], views if of_rows else views[:1]
                 try:
                     each = [_as_parts(_apply(metric, one)) for one in used]
                 except (MissingViewError, NoMarginError):

@@ -95,6 +95,7 @@ class ViewsWithout(LayerViews):
         super().__init__(whole.layer, whole.prefix)
         self._whole = whole
         self._group = group
+        self._stay: dict[str, Tensor] = {}  # rows of other groups, by the name of the groups
 
     def __getitem__(self, name: str) -> Any:
         """Return the view called `name` without the group.
@@ -115,7 +116,9 @@ class ViewsWithout(LayerViews):
             return self._whole[name]
         if name in _OF_ROWS:
             groups, dimension = _OF_ROWS[name]
-            return _slice(self._whole[name], self._staying(self._whole[groups]), dimension)
+            if groups not in self._stay:
+                self._stay[groups] = self._staying(self._whole[groups])
+            return _slice(self._whole[name], self._stay[groups], dimension)
         if name in _OF_SOME:
             groups = self._whole["groups"].at(self._whole[_OF_SOME[name]])
             return _slice(self._whole[name], self._staying(groups), 0)

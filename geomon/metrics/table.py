@@ -633,6 +633,7 @@ MORE_METRICS: dict[str, Callable[..., Any]] = {
 
 _BUNDLED = {name: as_metric(name, one) for name, one in (METRICS | MORE_METRICS).items()}
 Metric.bundled = _BUNDLED
+_FUNCTIONS = {id(one.function) for one in _BUNDLED.values()}  # the user's may have no hash
 
 
 def is_bundled(metric: Metric) -> bool:
@@ -641,7 +642,7 @@ def is_bundled(metric: Metric) -> bool:
     Args:
         metric: A metric.
     """
-    return any(metric.function is known.function for known in _BUNDLED.values())
+    return id(metric.function) in _FUNCTIONS
 
 
 def check_metrics(
