@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import importlib
 import multiprocessing
 import multiprocessing.util
 import os
@@ -64,6 +65,8 @@ from geomon.record.printable import printable, text_of
 _NOTHING = nullcontext()  # what a step that is not due gets
 # Rows of hidden states at which a check looks.
 _CHECK_ROWS = 1024
+# What a first reading would load inside a step, which takes a second.
+_LOADED_FIRST = ("torch._dynamo", "faiss", "scipy.special")
 # Longest text of a setting in the description of a run.
 _LONGEST = 200
 
@@ -587,6 +590,9 @@ class Monitor:
             self.outbox.begin(step, self.describe())
             self.planner.rewind(step)
             return
+        for name in _LOADED_FIRST:
+            with contextlib.suppress(ImportError):  # said by what needs it
+                importlib.import_module(name)
         self.account.begin()
         earlier = self.outbox.begin(step, self.describe())
         if self.path is not None:
