@@ -11,7 +11,8 @@ from geomon.kernels._blocks import sort_each
 # Doublings of the rank of the neighbour: 32 needs the 64 nearest.
 SCALES = (1, 2, 4, 8, 16, 32)
 
-# Newton's steps: from the estimate by moments, three reach the last digits of float64.
+# Newton's steps: from the estimate by moments, three come within 3e-8 of the root, on clusters and
+# heavy tails too.
 _NEWTON_STEPS = 3
 
 # Logarithms of the ratio of two distances that are equal: each is the root of a rounded sum of
@@ -172,10 +173,25 @@ def gride(neighbours: Tensor, scales: Sequence[int] = SCALES) -> Tensor:
     _require_distances(neighbours)
     if any(k < 1 for k in scales):
         raise ValueError(f"scales are ranks of neighbours, 1 or more, got {list(scales)}")
-    estimates = torch.full((len(scales),), torch.nan, dtype=torch.float64, device=neighbours.device)
-    able = [place for place, k in enumerate(scales) if 2 * k <= neighbours.shape[1]]
+    return gride_of_each(neighbours[None], scales).squeeze(0)
+
+
+def gride_of_each(neighbours: Tensor, scales: Sequence[int]) -> Tensor:
+    """Estimate the intrinsic dimension of several sets of points by Gride, all at once.
+
+    Args:
+        neighbours: Distances to the nearest neighbours, ascending, [sets, points, neighbours]; a
+            point whose distances are 0 is none of its set.
+        scales: Ranks k of the nearer neighbour.
+
+    Returns:
+        [sets, len(scales)], float64; NaN with fewer than 2k neighbours or 3 points.
+    """
+    sets = len(neighbours)
+    estimates = neighbours.new_full((sets, len(scales)), torch.nan, dtype=torch.float64)
+    able = [place for place, k in enumerate(scales) if 2 * k <= neighbours.shape[2]]
     if able:
-        estimates[able] = _gride_at(neighbours, [scales[place] for place in able])
+        estimates[:, able] = _gride_at(neighbours, [scales[place] for place in able])
     return estimates
 
 
@@ -187,26 +203,26 @@ def _gride_at(neighbours: Tensor, scales: Sequence[int]) -> Tensor:
     numbers, and never go below a quarter of N / sum x, where by Jensen the function is positive.
     """
     rank = torch.tensor(scales, dtype=torch.int64, device=neighbours.device)
-    near, far = neighbours[:, rank - 1].double(), neighbours[:, 2 * rank - 1].double()
+    near, far = neighbours[:, :, rank - 1].double(), neighbours[:, :, 2 * rank - 1].double()
     valid = (near > 0) & torch.isfinite(far)
     logs = torch.where(valid, far / near, 1).log()
-    x = _without_rounding(logs, _ROUNDING).T.contiguous()  # [scales, points]; 0 adds nothing
-    n, total, k = valid.sum(dim=0).double(), x.sum(dim=1), rank.double()
-    if max(scales) == 1:
-        return torch.where(n >= 3, (n - 1) / total, torch.nan)
-    spread = [sum(1 / i for i in range(scale, 2 * scale)) for scale in scales]
-    d = n * n.new_tensor(spread) / total
-    known = (n - 1) / total  # the root with k = 1
+    x = _without_rounding(logs, _ROUNDING).mT.contiguous()  # [sets, scales, points]; 0 adds nothing
+    n, total = valid.sum(dim=1).double(), x.sum(dim=2)
+    d = (n - 1) / total  # the root with k = 1
     some = [place for place, scale in enumerate(scales) if scale > 1]
     if some:
-        d[some] = _newton(x[some], d[some], n[some], k[some])
-    # With k = 1, or where all are ties, the root is known; from infinity no step is possible.
-    d = torch.where((k == 1) | (total == 0), known, d)
+        of_all = [sum(1 / i for i in range(scales[place], 2 * scales[place])) for place in some]
+        moments = n[:, some] * n.new_tensor(of_all) / total[:, some]
+        k = rank[some].double().expand(len(n), -1)
+        parts = (x[:, some], moments, n[:, some], k)
+        found = _newton(*(part.flatten(0, 1) for part in parts)).view_as(moments)
+        # If all are ties, the estimate is infinite, from which no step is possible.
+        d[:, some] = torch.where(total[:, some] == 0, d[:, some], found)
     return torch.where(n >= 3, d, torch.nan)
 
 
 def _newton(x: Tensor, d: Tensor, n: Tensor, k: Tensor) -> Tensor:
-    """Take the steps of Newton from d at scales k, of n of the points each; x is 0 for others."""
+    """Take the steps of Newton from d at scales k, of n points each; x is 0 for other points."""
     total = x.sum(dim=1)
     left_out = x.shape[1] - n
     about = x.clamp(min=_NOTHING)

@@ -240,26 +240,37 @@ class Evaluator:
             for name, metric in asked.items()
             if metric.has_margin and _groups_of(metric, splits[0]) == GROUPS
         }
+
+        def attempt(name: str, measure: Callable[[LayerViews], Any], views: list[Any]) -> list[Any]:
+            used = views if reads_rows[name] else views[:1]
+            try:
+                return [measure(one) for one in used]
+            except (MissingViewError, NoMarginError):
+                result.without_margin.setdefault(name, "")
+            except ENDING:
+                raise
+            except BaseException as error:
+                if self.strict:
+                    raise
+                result.without_margin[name] = said(error)
+            return []
+
+        at_once = {name: asked[name].each_group for name in reads_rows}
+        for name, function in at_once.items():
+            if function is not None:
+                every = attempt(name, functools.partial(_apply_at_once, function), splits)
+                for part in every[0] if every else ():
+                    means = zip(*(one[part].tolist() for one in every), strict=True)
+                    found.setdefault(name, {})[part] = list(map(_mean, means))
         for group in range(GROUPS):
             views = [ViewsWithout(split, group) for split in splits]
-            for name, of_rows in reads_rows.items():
-                if name in result.without_margin:
+            for name in reads_rows:
+                if name in result.without_margin or at_once[name] is not None:
                     continue
-                metric, used = asked[name], views if of_rows else views[:1]
-                try:
-                    each = [_as_parts(_apply(metric, one)) for one in used]
-                except (MissingViewError, NoMarginError):
-                    result.without_margin.setdefault(name, "")
-                    continue
-                except ENDING:
-                    raise
-                except BaseException as error:
-                    if self.strict:
-                        raise
-                    result.without_margin[name] = said(error)
-                    continue
+                metric = asked[name]
+                each = attempt(name, functools.partial(_parts_of, metric), views)
                 parts = found.setdefault(name, defaultdict(list))
-                for part in each[0].keys() - metric.without_margin:
+                for part in (each[0].keys() - metric.without_margin) if each else ():
                     values = [_over_heads(one[part]) for one in each if part in one]
                     parts[part].append(_mean(values))
         for name, parts in found.items():
@@ -581,7 +592,16 @@ def _join_metrics(reasons: Mapping[tuple[str, str], list[int]]) -> dict[tuple[st
 def _measure(metric: Metric, splits: list[LayerViews]) -> list[Parts]:
     """The parts of one metric, for each split of the rows if it reads rows."""
     used = splits if "hidden" in sources_of(metric) else splits[:1]
-    return [_as_parts(_apply(metric, views)) for views in used]
+    return [_parts_of(metric, views) for views in used]
+
+
+def _parts_of(metric: Metric, views: LayerViews) -> Parts:
+    return _as_parts(_apply(metric, views))
+
+
+def _apply_at_once(function: Callable[..., Any], views: LayerViews) -> Mapping[str, Tensor]:
+    """Call a function that leaves out all groups at once."""
+    return views.apply(function)
 
 
 def _apply(metric: Metric, views: LayerViews) -> Any:

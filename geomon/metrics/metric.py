@@ -53,6 +53,8 @@ class Metric:
             name, {"null": 0.0}, {} where there are none; None for none at all.
         has_margin: Whether other sequences would move the value smoothly; False for an extreme.
         without_margin: Parts that say on what the value stands, and have no margin.
+        each_group: Function of views that returns what the function returns without each group of
+            sequences, a vector [groups] by part; None if it is called once for each group.
     """
 
     function: Callable[..., Any]
@@ -60,6 +62,7 @@ class Metric:
     null: Null | None = None
     has_margin: bool = True
     without_margin: frozenset[str] = field(default=COUNTS)
+    each_group: Callable[..., Mapping[str, torch.Tensor]] | None = None
     # Those that geomon brings, by name: the table fills it.
     bundled: ClassVar[Mapping[str, "Metric"]] = {}
 
@@ -69,7 +72,7 @@ class Metric:
             if known is self:
                 return _bundled, (name,)
         parts = self.function, self.text, self.null, self.has_margin, self.without_margin
-        return Metric, parts
+        return Metric, (*parts, self.each_group)
 
     def __call__(self, *views: Any) -> Any:
         """Call the function."""

@@ -34,7 +34,8 @@ from geomon.kernels.attention import (
 )
 from geomon.kernels.baselines import gaussian_like
 from geomon.kernels.frequency import CLASSES, moments_by_frequency
-from geomon.kernels.neighbours import nearest
+from geomon.kernels.groups import GROUPS
+from geomon.kernels.neighbours import Neighbours, nearest, pass_over
 from geomon.kernels.scores import mean_query_share, score_mean, score_spread
 from geomon.kernels.token_types import TokenTypes
 from geomon.metrics import nulls
@@ -42,7 +43,7 @@ from geomon.metrics.between_layers import SHARED, neighbour_overlap
 from geomon.metrics.between_readings import neighbour_overlap_in_time
 from geomon.metrics.last_tokens import at_last
 from geomon.metrics.metric import COUNTS, Metric, as_metric
-from geomon.metrics.views import DERIVED, NEAR, is_view, parameters, renamed
+from geomon.metrics.views import DERIVED, FAR, NEAR, Groups, is_view, parameters, renamed
 from geomon.record import tags
 from geomon.record.columns import MetricText
 
@@ -116,6 +117,36 @@ def _gride(two_nearest: Tensor, neighbours: Tensor, far_neighbours: Tensor) -> d
         *dimension.gride(far_neighbours, far),
     ]
     return {f"k{k}": value for k, value in zip(dimension.SCALES, estimates, strict=True)}
+
+
+def _gride_of_each_group(
+    two_nearest: Tensor, nearest: Neighbours, query_rows: Tensor, far_nearest: Neighbours,
+    far_rows: Tensor, groups: Groups,
+) -> dict[str, Tensor]:  # fmt: skip
+    """As `_gride` without each group: rows are left out, and so are neighbours, but the nearest."""
+    own, far_own = groups.of[query_rows], groups.of[far_rows]
+    each = torch.arange(GROUPS, dtype=own.dtype, device=own.device)[:, None]
+    two = torch.where((own == each)[:, :, None], 0, two_nearest)
+    near = [k for k in dimension.SCALES if 1 < k <= NEAR // 2]
+    far = [k for k in dimension.SCALES if k > NEAR // 2]
+    estimates = torch.cat(
+        [
+            dimension.gride_of_each(two, [1]),
+            dimension.gride_of_each(_without_each(nearest, own, groups, NEAR), near),
+            dimension.gride_of_each(_without_each(far_nearest, far_own, groups, FAR), far),
+        ],
+        dim=1,
+    )
+    return {f"k{k}": values for k, values in zip(dimension.SCALES, estimates.T, strict=True)}
+
+
+def _without_each(listed: Neighbours, own: Tensor, groups: Groups, count: int) -> Tensor:
+    """Distances to the nearest rows without each group, [groups, rows, count]; 0 for its own."""
+    each = torch.arange(GROUPS, dtype=own.dtype, device=own.device)[:, None, None]
+    distances, passed = listed.distances, groups.of[listed.indices] == each
+    flat = distances.expand(GROUPS, -1, -1).flatten(0, 1)
+    left = pass_over(flat, passed.flatten(0, 1), count).view(GROUPS, len(own), -1)
+    return torch.where(own[:, None] == each, 0, left)
 
 
 def _local_dimension(local_dimensions: Tensor) -> dict[str, Tensor | float]:
@@ -208,6 +239,7 @@ METRICS: dict[str, Callable[..., Any]] = {
             charts=("k32",),
             parts={f"k{k}": f"scale {k}" for k in dimension.SCALES},
         ),
+        each_group=_gride_of_each_group,
     ),
     "anisotropy": Metric(
         spectral.anisotropy,

@@ -376,9 +376,10 @@ class Planner:
             slope = self._share * step_time
         else:
             end = (elapsed - spent + (self._last - step) * step_time) / (1 - self._share)
-            purse = max(self._share * end - cost, 0.0)  # the last step is read anyway
+            # The last step is read anyway; the others are made half a distance ahead.
+            purse = max(self._share * end - 1.5 * cost, 0.0)
             begun = self._progress(self._first)
-            allowed = purse * (self._progress(other) - begun) / (1 - begun)
+            allowed = purse * (self._progress(other) - begun) / (1 - begun) + cost / 2
             slope = purse * self._slope(other) / (1 - begun)
         if spent + more + cost > allowed:
             return False
