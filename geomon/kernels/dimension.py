@@ -76,9 +76,23 @@ def twonn(neighbours: Tensor) -> TwoNN:
         [5.0, 5.0, 5.0, 5.0]
     """
     _require_distances(neighbours)
-    log_mu, n = _sorted_ratios(neighbours[None], _ROUNDING)
-    fit, all_ratios, smallest = _slope(log_mu, n, n.new_tensor([[0.1], [0.0], [0.8]]))
-    return TwoNN(fit, _likely(log_mu, n, 0.1).squeeze(0), all_ratios, smallest)
+    return TwoNN(*(values.squeeze(0) for values in twonn_in_forms(neighbours[None])))
+
+
+def twonn_in_forms(neighbours: Tensor) -> TwoNN:
+    """Estimate the intrinsic dimension of several sets of points by TwoNN, in all its forms.
+
+    Args:
+        neighbours: Distances to the nearest neighbours, ascending, [sets, points, k], k >= 2; a
+            point whose nearest distance is 0 is none of its set.
+
+    Returns:
+        The estimates, [sets] each, as `twonn` has them.
+    """
+    log_mu, n = _sorted_ratios(neighbours, _ROUNDING)
+    discards = n.new_tensor([0.1, 0.0, 0.8])[:, None, None]
+    fit, all_ratios, smallest = _slope(log_mu, n, discards)
+    return TwoNN(fit, _likely(log_mu, n, 0.1), all_ratios, smallest)
 
 
 def twonn_of_each(neighbours: Tensor, *, rounding: float) -> Tensor:
@@ -125,16 +139,16 @@ def _kept(log_mu: Tensor, n: Tensor, discard: float | Tensor) -> tuple[Tensor, T
 
 
 def _slope(log_mu: Tensor, n: Tensor, discard: float | Tensor) -> Tensor:
-    """Fit the line through the origin to the smallest ratios of each set; of one, to each share."""
+    """Fit the line through the origin to the smallest ratios of each set, for each discard."""
     kept, rank = _kept(log_mu, n, discard)
     kept = torch.minimum(kept, n - 1)  # at F = 1 the logarithm ends
     counts = rank <= kept
     x = torch.where(counts, log_mu, 0)
     y = -torch.log1p(-torch.where(counts, rank / n, 0))
-    square = x.square().sum(dim=1)
-    slope = torch.where(square > 0, (x * y).sum(dim=1) / square, torch.inf)
+    square = x.square().sum(dim=-1)
+    slope = torch.where(square > 0, (x * y).sum(dim=-1) / square, torch.inf)
     enough = (n >= 3) & (kept >= 1)
-    return torch.where(enough.squeeze(1), slope, torch.nan)
+    return torch.where(enough.squeeze(-1), slope, torch.nan)
 
 
 def _likely(log_mu: Tensor, n: Tensor, discard: float) -> Tensor:

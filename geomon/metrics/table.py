@@ -108,6 +108,28 @@ def _twonn_distinct(distinct_neighbours: Tensor, repeated: float) -> dict[str, T
     }
 
 
+def _twonn_of_each_group(
+    two_nearest: Tensor, query_rows: Tensor, groups: Groups
+) -> dict[str, Tensor]:
+    """As `_twonn` without the rows of each group."""
+    found = dimension.twonn_in_forms(_of_others(two_nearest, groups.of[query_rows]))
+    return {"": found.value, "censored": found.censored, "discard_80": found.discard_80}
+
+
+def _twonn_distinct_of_each_group(
+    distinct_neighbours: Tensor, distinct_rows: Tensor, groups: Groups
+) -> dict[str, Tensor]:
+    """As `_twonn_distinct` without the rows of each group."""
+    found = dimension.twonn_in_forms(_of_others(distinct_neighbours, groups.of[distinct_rows]))
+    return {"": found.value, "censored": found.censored}
+
+
+def _of_others(distances: Tensor, own: Tensor) -> Tensor:
+    """Distances of the rows of other groups, [groups, rows, k]; 0 for those of each group."""
+    each = torch.arange(GROUPS, dtype=own.dtype, device=own.device)[:, None]
+    return torch.where((own == each)[:, :, None], 0, distances)
+
+
 def _gride(two_nearest: Tensor, neighbours: Tensor, far_neighbours: Tensor) -> dict[str, Tensor]:
     near = [k for k in dimension.SCALES if 1 < k <= NEAR // 2]
     far = [k for k in dimension.SCALES if k > NEAR // 2]
@@ -125,13 +147,11 @@ def _gride_of_each_group(
 ) -> dict[str, Tensor]:  # fmt: skip
     """As `_gride` without each group: rows are left out, and so are neighbours, but the nearest."""
     own, far_own = groups.of[query_rows], groups.of[far_rows]
-    each = torch.arange(GROUPS, dtype=own.dtype, device=own.device)[:, None]
-    two = torch.where((own == each)[:, :, None], 0, two_nearest)
     near = [k for k in dimension.SCALES if 1 < k <= NEAR // 2]
     far = [k for k in dimension.SCALES if k > NEAR // 2]
     estimates = torch.cat(
         [
-            dimension.gride_of_each(two, [1]),
+            dimension.gride_of_each(_of_others(two_nearest, own), [1]),
             dimension.gride_of_each(_without_each(nearest, own, groups, NEAR), near),
             dimension.gride_of_each(_without_each(far_nearest, far_own, groups, FAR), far),
         ],
@@ -212,6 +232,7 @@ METRICS: dict[str, Callable[..., Any]] = {
         ),
         nulls.twonn,
         without_margin=_ON_ROWS | {"discard_0"},  # which a few largest ratios decide
+        each_group=_twonn_of_each_group,
     ),
     "twonn_distinct": Metric(
         _twonn_distinct,
@@ -228,6 +249,7 @@ METRICS: dict[str, Callable[..., Any]] = {
             },
         ),
         without_margin=_ON_ROWS,
+        each_group=_twonn_distinct_of_each_group,
     ),
     "gride": Metric(
         _gride,
