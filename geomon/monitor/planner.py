@@ -29,7 +29,9 @@ _BY_LOGARITHM = 0.3
 # Between two readings lie at least so many steps, this share of the steps so far (500 readings in
 # 100,000 steps), and this share of the distance that readings have on average at this place of the
 # run: what was saved up is not spent at once.
-_LEAST_STEPS, _LEAST_APART, _OF_AVERAGE = 4, 0.015, 0.5
+_LEAST_STEPS, _LEAST_APART, _OF_AVERAGE = 4, 0.015, 0.8
+# Largest gap of a run that can pay for it, as a share of its length.
+_LONGEST = 0.09
 # Largest wait until the next decision, as a share of the steps so far: costs and lengths change.
 _LONGEST_WAIT = 0.05
 # Steps that are looked at if a training jumps: no schedule is asked for more at once.
@@ -371,6 +373,7 @@ class Planner:
         since, trained = self._from
         step_time = max(elapsed - spent - trained, 1e-9) / max(step - since, 1)
         cost, ahead = self._cost, other - step
+        apart = other - (step if more else self._last_read)
         if self._last is None or self._last <= step:
             allowed = self._share * (elapsed + more + ahead * step_time)
             slope = self._share * step_time
@@ -381,13 +384,16 @@ class Planner:
             begun = self._progress(self._first)
             allowed = purse * (self._progress(other) - begun) / (1 - begun) + cost / 2
             slope = purse * self._slope(other) / (1 - begun)
+            # What was dear once (memory that Python has cleaned up, say) leaves no hole.
+            longest = _LONGEST * self._last
+            left = purse - spent - more - CHECK_SHARE * max(end - elapsed, 0.0)
+            if apart >= longest and left >= cost * (1 + (self._last - other) / longest):
+                return True
         if spent + more + cost > allowed:
             return False
         if self._schedule is not None:
             return True
-        last_read = step if more else self._last_read
         average = cost / slope if slope else math.inf
-        apart = other - last_read
         return apart >= max(_LEAST_STEPS, _LEAST_APART * other, _OF_AVERAGE * average)
 
     def _progress(self, step: int) -> float:
