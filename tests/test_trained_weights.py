@@ -45,7 +45,7 @@ def model(stored):
 @pytest.fixture(scope="module")
 def values(model, stored):
     ids = torch.from_numpy(stored["ids"]).long()
-    return measure(model, ids, metrics=MEASURED, tokens=TOKENS)
+    return measure(model, ids, metrics=MEASURED, tokens=TOKENS, queries=None)
 
 
 def norm(x, stored, name):

@@ -111,7 +111,7 @@ class Warnings:
         Args:
             message: The words.
         """
-        if self._speaks:
+        if self._speaks and log.level <= logging.INFO:  # by default no level is set
             text = printable(message)
             with contextlib.suppress(Exception):
                 _CONSOLE.handle(logging.LogRecord("geomon", logging.INFO, "", 0, text, None, None))
