@@ -17,7 +17,7 @@ import torch
 from geomon.monitor import CallbackOptions, CallbackSession, documented
 from geomon.record import Sink
 from geomon.record.headline import Detail, without_layers
-from geomon.record.sinks import LoggerSink
+from geomon.record.sinks import LoggerSink, NumberSink
 from geomon.record.tags import LOSS
 from geomon.show.loggers import BoardPages, WandB
 
@@ -274,7 +274,7 @@ def _sink_of(
 
     name = type(logger).__name__
     if not _is_logger(logger, "TensorBoardLogger"):
-        return LoggerSink(name, log, detail=detail, save=logger.save)
+        return NumberSink(name, log, detail=detail, save=logger.save)
     return BoardPages(
         name, log, lambda: [shown.experiment], detail=detail, pictures=pictures, save=logger.save
     )

@@ -20,6 +20,11 @@ from geomon.monitor.planner import Account
 from geomon.monitor.probe_loss import ProbeLoss
 from geomon.note import Note
 
+_EXTRA = (
+    "this reading is of an extra pass of the model: what the model changes outside of its modules "
+    "(a global list, a generator, a counter) cannot be put back"
+)
+
 
 class Passes:
     """Opens windows on the passes of a model, and makes the extra ones.
@@ -58,6 +63,7 @@ class Passes:
         self._device = device
         self._account = account
         self._loss = loss
+        self._has_passed = False  # whether an extra pass was made
         self._open: tuple[Window, int] | None = None  # the window that is open, and its step
         self._shard = TensorPlace(group.own.shard, group.own.shards)
 
@@ -193,6 +199,9 @@ class Passes:
             self._account.leave_out(made.seconds - window.seconds)
         first, *others = self.snapshots(window)
         info = replace(first.info, loss=made.loss)
+        if not self._has_passed:
+            self._has_passed = True
+            info = replace(info, notes=[*info.notes, Note("extra pass", _EXTRA)])
         if made.left_out:
             text = "the model gets all but {left_out}, which its forward() does not take"
             note = Note("parts of a batch", text, numbers={"left_out": made.left_out})

@@ -94,8 +94,6 @@ class Memory:
 class LoggerSink:
     """Sink that writes charted values to one logger.
 
-    It takes no alerts: they are no values, and would add a column to a table of them.
-
     Args:
         name: Name of the logger, for messages.
         log: Function that hands the charted values to the logger, by name, with their step.
@@ -160,4 +158,16 @@ class LoggerSink:
 
     def close(self) -> None:
         """Flush the logger, which is closed by whoever made it."""
+        self._save()
+
+
+class NumberSink(LoggerSink):
+    """Sink that writes to a logger without a place for words: it counts the alerts."""
+
+    _alerts = 0
+
+    def alert(self, alert: RaisedAlert) -> None:
+        """Log the number of alerts so far, `geomon/alerts`, at the step of this one."""
+        self._alerts += 1
+        self._log({f"{self._prefix}geomon/alerts": float(self._alerts)}, alert.step)
         self._save()

@@ -169,11 +169,11 @@ def test_the_first_validation_is_read_from_then_on_and_by_the_next_training_not(
     session.finish()
     assert [reading.step for reading in memory.readings] == [2, 3]
     assert {reading.tokens for reading in memory.readings} == {64}
-    assert not caplog.messages
+    assert not [text for text in caplog.messages if "extra pass" not in text]
     session.start(PlainDecoder(), 0, tmp_path / "next", [])
     assert session.waits
     session.probe(0, last=True)
-    (said,) = caplog.messages
+    (said,) = [text for text in caplog.messages if "extra pass" not in text]
     assert "made no validation" in said
 
 

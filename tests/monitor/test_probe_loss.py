@@ -122,7 +122,7 @@ def test_a_loss_that_fails_is_one_warning_and_a_reading_without_it(model, caplog
     assert len(found) == 3
     assert all(math.isnan(reading.values[TAG]) for reading in found)
     assert all(reading.values["variance/mean"] > 0 for reading in found)
-    (said,) = caplog.messages
+    (said,) = [text for text in caplog.messages if "extra pass" not in text]
     assert said.startswith("probe_loss failed")
     assert "\n" not in said
     with pytest.raises(Exception, match=r"no|expected a number or a tensor of one"):

@@ -4,7 +4,7 @@ import pytest
 from tagged import raised_of, reading_of
 
 from geomon.record import Reading, Sink
-from geomon.record.sinks import AlertSink, LoggerSink, Memory, parts_of
+from geomon.record.sinks import AlertSink, LoggerSink, Memory, NumberSink, parts_of
 
 
 def reading(step: int) -> Reading:
@@ -61,6 +61,15 @@ def test_memory_keeps_alerts_and_a_logger_of_numbers_takes_none():
     assert [*sink.alerts] == [alert]
     assert isinstance(sink, AlertSink)
     assert not isinstance(LoggerSink("L", max), AlertSink)
+
+
+def test_a_logger_without_a_place_for_words_counts_alerts():
+    logged, saved = [], []
+    sink = NumberSink("L", lambda *given: logged.append(given), save=lambda: saved.append(1))
+    for step in (3, 9):
+        sink.alert(raised_of("rank_collapse", step))
+    assert logged == [({"geomon/alerts": 1.0}, 3), ({"geomon/alerts": 2.0}, 9)]
+    assert len(saved) == 2
 
 
 class Writer:
