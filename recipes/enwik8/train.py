@@ -27,7 +27,6 @@ from recipes.enwik8.extras import explain_missing
 from recipes.enwik8.live import LiveView
 from recipes.enwik8.model import CharacterDecoder, bits_per_character
 from recipes.enwik8.presets import Preset
-from recipes.enwik8.schedule import ReadingSteps
 from recipes.enwik8.windows import CharacterData, spread
 
 # Characters that a reading looks at, of which it measures 4,096 rows, the paper's least batch:
@@ -111,7 +110,6 @@ def train(
     monitor = GeometryMonitor(
         probe=probe_windows(corpus, preset.context),
         probe_loss=bits_per_character,  # a validation at every reading, without a pass of its own
-        schedule=ReadingSteps(preset.steps),
         batches=BATCHES,
         directory=folder,
         sinks=[live],
