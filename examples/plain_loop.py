@@ -31,6 +31,7 @@ def main(steps: int = 200, folder: str = "runs/plain") -> None:
     model = Reader()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     monitor = Monitor(model, directory=folder, sinks=[TensorBoard(folder)])
+    monitor.expect_end(steps - 1)  # so that readings are spread over the whole run
     for step in range(steps):
         places = torch.randint(len(TEXT) - 64, (64, 1)) + torch.arange(65)
         ids = TEXT[places]

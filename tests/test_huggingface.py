@@ -4,6 +4,7 @@ import logging
 import math
 import sys
 import threading
+import time
 import types
 
 import pytest
@@ -543,3 +544,20 @@ def test_of_passes_without_gradients_others_are_read_where_there_are_any(
     assert all(map(torch.equal, found["bare"], found["read"]))
     rows = 8 * batch().shape[1]  # of a whole batch of eight, and not of one or two short ones
     assert [r.tokens for r in watched.readings] == [rows] * 3
+
+
+def test_what_follows_a_checkpoint_that_the_training_went_back_to_is_read_and_not_the_old(tmp_path):
+    """The Trainer always resumes from an earlier step than that at which a run was ended."""
+
+    def monitor():
+        return GeometryMonitor(schedule=every(2), pictures=False, **FEW)
+
+    told = {"save_strategy": "steps", "save_steps": 4, "steps": 9}
+    fit(tmp_path, [monitor()], **told)
+    again, checkpoint = time.time(), str(tmp_path / "checkpoint-4")
+    fit(tmp_path, [monitor()], resume=checkpoint, **told)
+    record = read(tmp_path)
+    assert [reading.step for reading in record] == [0, 2, 4, 6, 8]
+    assert [reading.time > again for reading in record] == [False, False, True, True, True]
+    assert [reading.step for reading in record.abandoned] == [4, 6, 8]
+    assert record.runs[-1]["rewound_to"] == 4

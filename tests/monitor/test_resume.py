@@ -1,5 +1,7 @@
 """A training that is cut and goes on; that of the Trainer is in test_huggingface.py."""
 
+import time
+
 import loops
 import pytest
 import torch
@@ -7,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from loops import Learner, in_lightning
 from models import PlainDecoder, batch
 
-from geomon import every, read, select
+from geomon import Monitor, every, read, select
 from geomon.lightning import GeometryMonitor
 
 FEW = {"metrics": select("variance", "qk_cosine"), "tokens": 64, "strict": True}
@@ -67,3 +69,35 @@ def test_after_a_cut_the_values_are_those_of_a_run_without_one(tmp_path, monkeyp
                     assert found[reading.step].values[tag] == same, (reading.step, tag)
         moved = [reading.values["variance/mean"] for reading in expected]
         assert len(set(moved)) == len(moved)  # a curve that stands still would prove nothing
+
+
+@pytest.mark.parametrize("loop", ["lightning", "plain"])
+def test_after_a_rewind_the_record_is_that_of_the_training_that_goes_on(tmp_path, loop):
+    options = {**FEW, "schedule": every(2)}
+    for resumes, rate in ((False, 1e-3), (True, 0.1)):
+        began = time.time()
+        if loop == "lightning":
+            learner = Learner()
+            learner.optimizers = lambda kind, own=learner, rate=rate: [
+                torch.optim.SGD(own.parameters(), rate)
+            ]
+            keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
+            in_lightning(
+                learner, options, tmp_path, steps=9, callbacks=[keep],
+                resume=tmp_path / "step=4.ckpt" if resumes else None,
+            )  # fmt: skip
+            continue
+        model = PlainDecoder()
+        with Monitor(model, directory=tmp_path, **options) as monitor:
+            for step in range(4 if resumes else 0, 9):
+                with monitor(step):
+                    model(batch(seed=step))
+                with torch.no_grad():
+                    model.head.weight.mul_(1 + rate)
+                    model.blocks[0].c_attn.weight.mul_(1 + rate)
+    record = read(tmp_path)
+    assert [reading.step for reading in record] == [0, 2, 4, 6, 8]
+    assert [reading.time > began for reading in record] == [False, False, True, True, True]
+    assert [reading.step for reading in record.abandoned] == [4, 6, 8]
+    assert record.runs[-1]["rewound_to"] == 4
+    assert record.mixed_at is None
