@@ -63,10 +63,10 @@ class MeasuringDevice:
         return f"{own.type} does not compute in float64, in which distances are decided"
 
     def why_not(self, layers: Sequence[Layer]) -> str | None:
-        """Say why layers cannot be measured on the device at present; None where they can.
+        """Return why layers cannot be measured on the device now, or None if they can.
 
         Args:
-            layers: Layers that are to be measured, wherever their rows are.
+            layers: Layers that will be measured; their rows may be on any device.
         """
         device = self.device
         if device == HOST:
@@ -84,7 +84,7 @@ class MeasuringDevice:
         )
 
     def mark_ready(self) -> Any:
-        """Mark what the training has queued on the device by now; None where nothing is queued."""
+        """Record an event behind the work that the training has queued, or None on the host."""
         module = _streams_of(self.device)
         return None if module is None else module.current_stream(self.device).record_event()
 
@@ -158,18 +158,18 @@ def _computes_in_float64(device: torch.device) -> bool:
 
 
 def first_line(error: object) -> str:
-    """The first line of what an error says; its type where it says nothing."""
+    """Return the first line of an error's message, or its type if the message is empty."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _streams_of(device: torch.device) -> Any:
-    """The module of torch that makes streams of a device; None where it has none."""
+    """Return torch's module with the streams of a device, or None if the device has no streams."""
     module = None if device == HOST else getattr(torch, device.type, None)
     return module if hasattr(module, "Stream") else None
 
 
 def _free_bytes(device: torch.device) -> float | None:
-    """Memory that a training leaves at its largest; None where a device does not say.
+    """Return the memory that a training leaves free at its peak, or None if the device does not tell.
 
     What torch holds is free too, but for the most that the training has taken and will take again:
     after the forward pass its gradients are still to come.
@@ -182,7 +182,7 @@ def _free_bytes(device: torch.device) -> float | None:
 
 
 def _needed_bytes(layer: Layer) -> float:
-    """Memory that measuring a layer takes beside its rows, estimated from above."""
+    """Estimate from above how much memory measuring a layer takes, in addition to its rows."""
     tensors = [value for value in layer.captured.values() if isinstance(value, Tensor)]
     held = sum(tensor.nbytes for tensor in tensors)
     hidden = layer.captured.get("hidden")

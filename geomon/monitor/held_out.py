@@ -53,7 +53,7 @@ class HeldOut:
         return bool(self.batches) or self._loader is not None or self._source is not None
 
     def begin(self) -> None:
-        """A validation begins: its batches are wanted, unless those of another one are kept."""
+        """Begin to collect the batches of a validation, unless an earlier one was collected."""
         self._offered = None if self.is_ready else []
 
     @property
@@ -160,7 +160,7 @@ def is_loader(inputs: Any) -> bool:
 
 
 def _is_enough(counts: Iterable[tuple[int, int]], wanted: int) -> bool:
-    """Whether batches hold enough rows and sequences, by those of each."""
+    """Return whether batches together hold enough rows and sequences."""
     rows, sequences = map(sum, zip((0, 0), *counts, strict=True))
     return rows >= wanted and sequences >= min(_SEQUENCES, wanted)
 

@@ -43,7 +43,7 @@ class ProbeHistory:
         self._kept: tuple[int, Kept] | None = None
 
     def earlier(self, step: int) -> EarlierReading | None:
-        """Return what a reading is compared with; None where it is the first.
+        """Return the reading that a reading is compared with, or None if it is the first.
 
         Args:
             step: Step of the reading.
@@ -247,7 +247,7 @@ class ReadingJob:
     def finish(self) -> None:
         """Make the reading, once every layer is measured or the job has failed; a collective.
 
-        What goes wrong is kept for `result`. Nothing is done where it is finished already.
+        An error is kept for `result`. A second call does nothing.
         """
         if self.finished:
             return
@@ -266,7 +266,7 @@ class ReadingJob:
         self.done.set()
 
     def result(self) -> Reading | None:
-        """The finished reading on the first rank, None on the others.
+        """Return the finished reading on the first rank, and None on the others.
 
         Raises:
             Exception: Why there is none: what a metric raised, or RankFailedError or RanksLostError

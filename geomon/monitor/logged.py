@@ -12,7 +12,7 @@ from geomon.record import tags
 
 
 class LoggedValues:
-    """The values of a few steps: of those whose readings are being made, and of the present one.
+    """Keeps the values of the present step, and of the steps whose readings are being made.
 
     A tensor is copied where it is, and read with the reading: logging waits for no device.
 

@@ -461,7 +461,7 @@ class Monitor:
         history: ProbeHistory | None = None,
         inputs: Inputs | None = None,
     ) -> None:
-        """Make a reading of what is captured, or begin to."""
+        """Measure what was captured, or start a thread that does."""
         self.planner.mark_read(source)
         job = ReadingJob(
             step, source, self._group, self._evaluator, rows=self._options["tokens"],
@@ -494,7 +494,7 @@ class Monitor:
         return True
 
     def _check(self, snapshot: Snapshot) -> None:
-        """Warn of what was expected in the first snapshot and is missing."""
+        """Warn if views are missing that the first snapshot should have."""
         if snapshot.is_empty:  # there is nothing to check, and nothing to record if all ranks' are
             return
         missing = None if self._checked else explain_missing(snapshot, self._evaluator.views)
@@ -642,7 +642,7 @@ def _notes_of_run(passes: Passes, group: RankGroup, device: MeasuringDevice) -> 
 
 
 def _guard_schedule(option: str, schedule: Schedule, warnings: Warnings) -> Schedule:
-    """A schedule that has no reading at the steps at which the given one raises."""
+    """Wrap a schedule: if it raises, the step is not due."""
 
     def guarded(step: int) -> bool:
         due: list[bool] = []

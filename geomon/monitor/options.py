@@ -43,11 +43,11 @@ _Class = TypeVar("_Class", bound=type)
 
 @dataclass(frozen=True, eq=False)  # parsers of command lines hash it
 class Option:
-    """What is declared of an option beside its name and type.
+    """Declares an option, whose name and type are those of its field.
 
     Attributes:
-        default: Its value if it is not given.
-        words: What it does.
+        default: Value if the user gives none.
+        words: Explains the option, for help.
         check: Returns the value as it is used, or raises what is wrong with it.
         group: Heading under which help shows it and the options behind it.
     """

@@ -148,8 +148,8 @@ class Outbox:
         """Look for the alerts of a check, and record and show each at once.
 
         Args:
-            check: What the check has measured.
-            inputs: What the model was called with; None if it is not known.
+            check: Values that the check has measured.
+            inputs: Arguments of the model's call, or None if they are not known.
 
         Returns:
             Whether there are any.

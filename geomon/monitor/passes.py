@@ -245,7 +245,7 @@ class Passes:
         return window
 
     def _renew_anatomy(self) -> None:
-        """Find the anatomy again where modules of the model have come, gone or been replaced.
+        """Find the anatomy again if modules of the model were added, removed or replaced.
 
         Adapters are put around projections, merged and taken off, blocks are added or wrapped: what
         was found before would be looked at in place of what the model runs. Where no blocks are
@@ -259,7 +259,7 @@ class Passes:
             self._anatomy = self._find_anatomy()
 
     def _find_anatomy(self) -> Anatomy:
-        """Find the blocks, and where they are in the whole model."""
+        """Find the blocks and their places in the whole model."""
         anatomy = self._parts.find_anatomy(self._options["blocks"])
         mesh, own = self._group.mesh, self._group.own
         stacks = []
@@ -273,7 +273,7 @@ class Passes:
         return replace(anatomy, stacks=tuple(stacks))
 
     def _place(self) -> tuple[int, ...]:
-        """What samples of ranks depend on; those of the first tokens are a single process's."""
+        """Return what the sample of this rank depends on; the first rank samples as one process does."""
         return (self._group.data_rank,) if self._group.data_rank else ()
 
     def _rows(self) -> int:

@@ -39,7 +39,7 @@ _MOST_JUMPED = 10_000
 
 
 class Due(enum.Enum):
-    """What is made at a step."""
+    """Says whether a step is read, checked or passed over."""
 
     NOTHING = 0
     CHECK = 1

@@ -71,7 +71,7 @@ class CallbackSession:
 
     @property
     def logged(self) -> tuple[str, ...]:
-        """Names of the values that stand in every reading beside the metrics."""
+        """Names of the values that every reading holds in addition to the metrics."""
         return LOSS, *self.options["log"]
 
     @property
@@ -274,7 +274,7 @@ class CallbackSession:
         return isinstance(self.options["probe"], str)
 
     def _new_held_out(self) -> HeldOut:
-        """What takes the batches of the next training's validation, if they are to be read."""
+        """Make a new collector for the batches of the next training's validation."""
         rows = self.options["tokens"] * self.options["batches"]
         return HeldOut(rows=rows if self._reads_validation else 0)
 

@@ -103,7 +103,7 @@ class _Entry:
 
     @property
     def name(self) -> str:
-        """What messages call the sink: as it calls itself, or else its class."""
+        """Name of the sink in messages: its own `__str__`, or its class."""
         calls_itself = type(self.sink).__str__ is not object.__str__
         return str(self.sink) if calls_itself else type(self.sink).__name__
 
