@@ -169,7 +169,7 @@ def _streams_of(device: torch.device) -> Any:
 
 
 def _free_bytes(device: torch.device) -> float | None:
-    """Return the memory that a training leaves free at its peak, or None if the device does not tell.
+    """Return the memory that a training leaves at its peak, or None if it is not known.
 
     What torch holds is free too, but for the most that the training has taken and will take again:
     after the forward pass its gradients are still to come.

@@ -273,7 +273,7 @@ class Passes:
         return replace(anatomy, stacks=tuple(stacks))
 
     def _place(self) -> tuple[int, ...]:
-        """Return what the sample of this rank depends on; the first rank samples as one process does."""
+        """Return what the sample of this rank depends on; the first samples as one process does."""
         return (self._group.data_rank,) if self._group.data_rank else ()
 
     def _rows(self) -> int:
