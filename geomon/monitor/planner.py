@@ -17,8 +17,12 @@ from geomon.monitor.schedule import Schedule
 
 # Share of the time that geomon takes if nothing else is asked for, checks included.
 DEFAULT_SHARE = 0.05
-# Share of the time that checks take if no schedule says when they are made.
+# Share of the time that checks take if no schedule says when they are made; without a schedule of
+# readings either, the parts of geomon's share that are for checks: what so many readings leave of
+# it, but at least and at most so much. More readings show little more; more checks see a fault
+# sooner.
 CHECK_SHARE = 0.01
+_ENOUGH, _LEAST_PART, _LARGEST_PART = 40, 0.2, 0.6
 # First step of a check that no schedule asks for: before it everything moves.
 _FIRST_CHECK = 32
 # Earliest steps of the first readings, which are made whatever they cost: fewer are no curve.
@@ -148,7 +152,8 @@ class Planner:
             share of the time.
         share: Largest share of the time that geomon may take; None for no limit.
         checks: Function from a step to whether a check is due; "auto" for as many as one per cent
-            of the time affords; None for none.
+            of the time affords, or up to three fifths of the share if 40 readings leave that much
+            of it; None for none.
         group: The ranks. If they are connected, the first one decides for all.
         account: Account of the time.
         source: Source of the readings that are planned, "inline" or "probe".
@@ -177,6 +182,7 @@ class Planner:
         self._made = 0  # readings of this start
         self._first_cost = 0.0  # of the first reading, which loads libraries
         self._checks_made, self._checks_cost = 0, 0.0
+        self._check_purse = self._purse_at = 0.0  # seconds for checks, as it was at some time
         self._last_read = self._ask = 0
         self._read_here: set[str] = set()  # sources of which this step has a reading
         self._left_out = 0
@@ -302,8 +308,11 @@ class Planner:
             return True
         if callable(self._checks):
             return self._checks(step)
+        elapsed, since = self._account.elapsed, self._purse_at
+        self._check_purse += self._check_share(step) * (elapsed - since)
+        self._purse_at = elapsed
         expected = self._checks_cost + self._checks_cost / max(self._checks_made, 1)
-        return step >= _FIRST_CHECK and expected <= CHECK_SHARE * self._account.elapsed
+        return step >= _FIRST_CHECK and expected <= self._check_purse
 
     def _is_reading_due(self, before: int | None, step: int, *, busy: bool) -> bool:
         is_alone = not self._group.connected
@@ -360,6 +369,24 @@ class Planner:
             return self._spent_on_readings
         return max(0.0, self._spent_on_readings - self._first_cost) / (self._made - 1)
 
+    def _check_share(self, step: int) -> float:
+        """Share of the time that checks may take."""
+        if self._schedule is not None or self._share is None:
+            return CHECK_SHARE
+        _, end = self._times(step)
+        left = self._share - _ENOUGH * self._cost / max(end, 1e-9)
+        return min(max(left, _LEAST_PART * self._share), _LARGEST_PART * self._share)
+
+    def _times(self, step: int) -> tuple[float, float]:
+        """Seconds of a training step, and of the run until its end, or until now if it is open."""
+        assert self._share is not None
+        elapsed, spent = self._account.elapsed, self._account.spent
+        since, trained = self._from
+        step_time = max(elapsed - spent - trained, 1e-9) / max(step - since, 1)
+        if self._last is None or self._last <= step:
+            return step_time, elapsed
+        return step_time, (elapsed - spent + (self._last - step) * step_time) / (1 - self._share)
+
     def _is_payable(self, step: int, other: int, more: float) -> bool:
         """Return whether a reading could be paid at a step from this one on.
 
@@ -370,15 +397,13 @@ class Planner:
         """
         assert self._share is not None
         elapsed, spent = self._account.elapsed, self._account.spent
-        since, trained = self._from
-        step_time = max(elapsed - spent - trained, 1e-9) / max(step - since, 1)
+        step_time, end = self._times(step)
         cost, ahead = self._cost, other - step
         apart = other - (step if more else self._last_read)
         if self._last is None or self._last <= step:
             allowed = self._share * (elapsed + more + ahead * step_time)
             slope = self._share * step_time
         else:
-            end = (elapsed - spent + (self._last - step) * step_time) / (1 - self._share)
             # The last step is read anyway; the others are made half a distance ahead.
             purse = max(self._share * end - 1.5 * cost, 0.0)
             begun = self._progress(self._first)
@@ -386,7 +411,7 @@ class Planner:
             slope = purse * self._slope(other) / (1 - begun)
             # What was dear once (memory that Python has cleaned up, say) leaves no hole.
             longest = _LONGEST * self._last
-            left = purse - spent - more - CHECK_SHARE * max(end - elapsed, 0.0)
+            left = purse - spent - more - self._check_share(step) * max(end - elapsed, 0.0)
             if apart >= longest and left >= cost * (1 + (self._last - other) / longest):
                 return True
         if spent + more + cost > allowed:

@@ -99,8 +99,8 @@ LIVE = [
     (Run(2_000, 2.5, first=10.0), 28, 200),
     (Run(2_000, 2.5, compiles=300.0), 30, 200),
     (Run(2_000, 4.8, check=0.5), 15, 200),
-    (Run(10_000, 2.5), 150, 200),
-    (Run(10_000, 7.0, check=1.0), 50, 500),
+    (Run(10_000, 2.5), 80, 400),
+    (Run(10_000, 7.0, check=1.0), 40, 1_000),
     (Run(100_000, 1.5), 400, 2_000),
 ]
 
@@ -127,7 +127,7 @@ def test_a_run_of_unknown_length_is_within_its_share_at_any_end(steps, cost, clo
     paid = [step for step in course.read if step > 48]
     assert paid[0] <= 100 * cost + 60  # as soon as four readings are a twentieth of the time
     gaps = [b - a for a, b in zip(paid, [*paid[1:], steps], strict=True)]
-    assert max(gaps) <= max(30 * cost, 0.02 * steps)
+    assert max(gaps) <= max(50 * cost, 0.02 * steps)
 
 
 def test_the_first_readings_are_made_whatever_they_cost_and_the_last_one_where_it_is_known(clock):
@@ -154,7 +154,24 @@ def test_checks_take_a_hundredth_of_the_time_and_begin_at_step_32(clock):
     assert course.checked[0] == 32
     assert 2.0 * len(course.checked) <= 0.011 * clock.now
     spaces = {b - a for a, b in zip(course.checked[1:], course.checked[2:], strict=False)}
-    assert spaces <= {198, 199, 200}
+    assert spaces <= {197, 198, 199, 200}
+
+
+@pytest.mark.parametrize(
+    ("run", "least", "most"),
+    [
+        (Run(2_000, 4.8), 0.009, 0.011),  # forty readings would take a tenth of the time
+        (Run(10_000, 2.5), 0.025, 0.031),
+        (Run(10_000, 2.5, known=False), 0.015, 0.031),
+        (Run(10_000, 2.5, share=0.01), 0.002, 0.0062),
+        (Run(10_000, 2.5, share=None, schedule=every(100)), 0.009, 0.011),
+    ],
+)
+def test_checks_get_what_forty_readings_leave_of_the_share(run, least, most, clock):
+    course = follow(run, clock)
+    share = run.check * len(course.checked) / clock.now
+    assert least <= share <= most
+    assert run.share is None or course.account.overhead <= 1.002 * run.share
 
 
 def test_a_check_that_was_asked_for_asks_for_no_other():
