@@ -312,7 +312,7 @@ class MonitorOptions(TypedDict, total=False):
         Option(
             AUTO,
             "When the few cheap values that alerts watch are looked at between readings, in the "
-            'training forward of the first rank: "auto" as often as 1 % of the time affords, a '
+            'training forward of the first rank: "auto" as 1 to 3 % of the time affords, a '
             "function or number of steps as for `schedule`, or None for never. An alert of a check "
             "is recorded and shown at once, and the next step is read. With a probe, without "
             "alerts and if the model is compiled there are none.",

@@ -163,7 +163,7 @@ def test_checks_take_a_hundredth_of_the_time_and_begin_at_step_32(clock):
         (Run(2_000, 4.8), 0.009, 0.011),  # forty readings would take a tenth of the time
         (Run(10_000, 2.5), 0.025, 0.031),
         (Run(10_000, 2.5, known=False), 0.015, 0.031),
-        (Run(10_000, 2.5, share=0.01), 0.002, 0.0062),
+        (Run(10_000, 2.5, share=0.01), 0.0019, 0.0062),
         (Run(10_000, 2.5, share=None, schedule=every(100)), 0.009, 0.011),
     ],
 )
