@@ -251,8 +251,8 @@ class Planner:
             self._from = step, self._account.elapsed - self._account.spent
         if self._made == 1 and not self._first_cost:
             self._first_cost = self._spent_on_readings
-        self._check_here = self._is_check_due(step)
-        self._is_paid = self._is_reading_due(before, step, busy=busy)
+        self._check_here = self._decide_check(step)
+        self._is_paid = self._decide_reading(before, step, busy=busy)
 
     def due(self, source: str = "inline", *, force: bool = False) -> Due:
         """Return what is to be made at the step that the training is at.
@@ -301,7 +301,8 @@ class Planner:
         """
         self._is_urgent = True
 
-    def _is_check_due(self, step: int) -> bool:
+    def _decide_check(self, step: int) -> bool:
+        """Return whether a check is made at a step, and add to the seconds for checks."""
         if self._checks is None:
             return False
         if self._check_again:
@@ -314,7 +315,8 @@ class Planner:
         expected = self._checks_cost + self._checks_cost / max(self._checks_made, 1)
         return step >= _FIRST_CHECK and expected <= self._check_purse
 
-    def _is_reading_due(self, before: int | None, step: int, *, busy: bool) -> bool:
+    def _decide_reading(self, before: int | None, step: int, *, busy: bool) -> bool:
+        """Return whether a reading is made at a step; a collective if it has to be paid."""
         is_alone = not self._group.connected
         if self._schedule is None:
             asks = step >= self._ask

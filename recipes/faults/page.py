@@ -85,8 +85,8 @@ def write(
         *by_detector(loose, strict, seen),
         "\n## By schedule\n",
         "Readings that are log-spaced are too few for a band. Between readings checks are made in "
-        "1 to 3 % of the time ([alerts](alerts.md#checks)): the longer a training step takes, the fewer "
-        "steps lie between two checks.\n",
+        "1 to 3 % of the time ([alerts](alerts.md#checks)): the longer a training step takes, the "
+        "fewer steps lie between two checks.\n",
         *by_schedule(sparse, seen),
         "\n## Intrinsic dimension and phases\n",
         "They are read with their intervals every 20 steps. A number is strange where it is many "
