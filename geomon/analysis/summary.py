@@ -312,7 +312,8 @@ def _cost(readings: Readings) -> list[str]:
     if not len(curve):
         return []
     share = curve.values[-1] * 100
-    return [f"geomon took {share:.{1 if share < 10 else 0}f} % of the run's time."]
+    digits = 1 if share < 10 else 0
+    return [f"geomon took {share:.{digits}f} % of the time until step {curve.steps[-1]:,}."]
 
 
 def _at(curve: Curve, index: int) -> str:

@@ -285,7 +285,7 @@ class Checker:
              self.flat),
             (r"anisotropy over depth at step (\S+): highest, (\S+), at layer (\d+), (.*) \((\S+) "
              r"at layer 0, (\S+) at layer 4\); (.*)\.", self.profile),
-            (r"geomon took (\S+) % of the run's time\.", self.cost),
+            (r"geomon took (\S+) % of the time until step (\S+)\.", self.cost),
         ):  # fmt: skip
             if found := re.fullmatch(pattern, text):
                 self.made.append(check.__name__)
@@ -456,7 +456,8 @@ class Checker:
         }  # fmt: skip
         self.hold(shape == words[above, rises and falls], text, "shape")
 
-    def cost(self, text, share):
+    def cost(self, text, share, step):
+        self.hold(step == f"{self.last.step:,}", text, "step")
         self.hold(self.prints(100 * self.last.overhead, share), text, "share")
 
     # -- pages -------------------------------------------------------------------------------------

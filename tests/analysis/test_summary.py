@@ -36,7 +36,7 @@ def test_the_run_of_the_definitions_in_words(make_readings):
         "1,500. At the end it is above 0.5 in 8 of 16 heads, and below -0.5 in 8.",
         "anisotropy over depth at step 1,500: highest, 0.60, at layer 2, in the middle (0.11 at "
         "layer 0, 0.11 at layer 4); bell-shaped.",
-        "geomon took 4.0 % of the run's time.",
+        "geomon took 4.0 % of the time until step 1,500.",
     ]
 
 
@@ -88,7 +88,9 @@ def test_the_words_on_a_profile_change_at_its_limits(make_readings, profile, err
 
 def test_what_was_not_measured_is_not_mentioned(make_readings):
     without = ["twonn", "twonn_distinct", "gride", "anisotropy", "qk_cosine", "attention_entropy"]
-    assert summarise(make_readings(without=without)) == ["geomon took 4.0 % of the run's time."]
+    assert summarise(make_readings(without=without)) == [
+        "geomon took 4.0 % of the time until step 1,500."
+    ]
     nothing = summarise(make_readings(without=[*without, "geomon"]))
     assert nothing == ["9 readings, none of the metrics that this summary speaks of."]
     assert summarise(Readings([], [])) == ["No readings yet."]
