@@ -34,8 +34,9 @@ _BY_LOGARITHM = 0.3
 # 100,000 steps), and this share of the distance that readings have on average at this place of the
 # run: what was saved up is not spent at once.
 _LEAST_STEPS, _LEAST_APART, _OF_AVERAGE = 4, 0.015, 0.8
-# Largest gap of a run that can pay for it, as a share of its length.
-_LONGEST = 0.09
+# Gap after which a run that can pay for it is read, as a share of its length, and the gap that it
+# has to be able to keep until its end.
+_LONGEST, _KEPT = 0.09, 0.1
 # Largest wait until the next decision, as a share of the steps so far: costs and lengths change.
 _LONGEST_WAIT = 0.05
 # Steps that are looked at if a training jumps: no schedule is asked for more at once.
@@ -412,9 +413,9 @@ class Planner:
             allowed = purse * (self._progress(other) - begun) / (1 - begun) + cost / 2
             slope = purse * self._slope(other) / (1 - begun)
             # What was dear once (memory that Python has cleaned up, say) leaves no hole.
-            longest = _LONGEST * self._last
             left = purse - spent - more - self._check_share(step) * max(end - elapsed, 0.0)
-            if apart >= longest and left >= cost * (1 + (self._last - other) / longest):
+            needed = cost * (1 - other / self._last) / _KEPT
+            if apart >= _LONGEST * self._last and left >= needed:
                 return True
         if spent + more + cost > allowed:
             return False
