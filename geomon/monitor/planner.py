@@ -414,7 +414,7 @@ class Planner:
             slope = purse * self._slope(other) / (1 - begun)
             # What was dear once (memory that Python has cleaned up, say) leaves no hole.
             left = purse - spent - more - self._check_share(step) * max(end - elapsed, 0.0)
-            needed = cost * (1 - other / self._last) / _KEPT
+            needed = cost * max(1.0, (1 - other / self._last) / _KEPT)
             if apart >= _LONGEST * self._last and left >= needed:
                 return True
         if spent + more + cost > allowed:
