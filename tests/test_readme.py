@@ -194,6 +194,15 @@ def test_the_odds_are_those_of_their_page():
     leads = [row[6] for row in rows if row[0] == "loud" and len(row) > 8]
     latest = max(-int(lead.split()[0].strip(";")) for lead in leads)
     assert f"as early as alerts, or up to {latest} steps earlier" in words
+    live = {(row[0], row[1]): row[2:] for row in rows if row[0].endswith(" tokens")}
+    long, short = ("32 x 128 tokens", "8 x 64 tokens")
+    assert (
+        f"on batches of 32 × 128 tokens, {live[long, 'silent'][0]} of the faults that we put into "
+        "one block of small decoders stood in the record as an alert within 50 steps, and "
+        f"{live[long, 'creeping'][1]} of those that grow slowly within 200"
+    ) in words
+    fewer = f"{live[short, 'silent'][0]} and {live[short, 'creeping'][1]}"
+    assert f"where a check costs half a step, {fewer} (" in words
 
 
 def test_the_claims_are_counted_as_on_their_page():

@@ -68,7 +68,6 @@ def write(
     by_chance, stretches = by_step["geometry"].by_chance(160)
     parts = [
         _HEAD,
-        *(["## As a user gets it\n", *live, ""] if live else []),
         "## In short\n",
         *in_short(by_step, verified),
         "\n## By fault\n",
@@ -78,6 +77,7 @@ def write(
         '"Alone" counts trainings in which only the alert came.\n',
         *by_fault(by_step),
         "\n![Share noticed, by the steps since the fault](pictures/warnings.png)\n",
+        *(["## As a user gets it\n", *live, ""] if live else []),
         "## By detector\n",
         "Without the faults marked with *. The first three columns are at one false alarm in 1,000 "
         "healthy readings, the next three at one in 10,000. By chance an alert fell into "
