@@ -1,5 +1,6 @@
 """Margins: every metric without a group of sequences, against the metric on the other rows."""
 
+import dataclasses
 import math
 
 import definitions as by_book
@@ -178,6 +179,17 @@ def test_margins_of_rows_that_are_alike_within_sequences_cover():
     column = found[0]["peak"]
     squares = layer(1.0, 0, sequences=48).captured["hidden"].square().mean(dim=1)
     assert column.margin_at(1) > 1.5 * 1.96 * squares.std().item() / len(squares) ** 0.5
+
+
+@pytest.mark.parametrize("name", ["twonn", "twonn_distinct", "gride"])
+def test_all_groups_at_once_have_the_margins_of_one_after_another(name):
+    def margins(metric):
+        column = measured({name: metric}, layer(1.0, sequences=48))[0][name]
+        return {part: each.margin_at(1) for part, each in {"": column, **column.parts}.items()}
+
+    expected = margins(dataclasses.replace(EVERY[name], each_group=None))
+    assert np.isfinite(list(expected.values())).any()
+    assert margins(EVERY[name]) == pytest.approx(expected, rel=1e-5, nan_ok=True)
 
 
 def test_the_mean_over_layers_has_the_margin_of_means_without_each_group():

@@ -50,6 +50,9 @@ def test_a_fault_between_readings_is_an_alert_at_its_step_and_the_step_after_is_
     assert (hidden.shape, named) == ((16, 12, 16), {})
     record = read(tmp_path)
     assert [reading.step for reading in record] == [1000, 1062, 1080]
+    noted = {r.step: [note.kind for note in r.notes if note.is_alert] for r in record}
+    assert noted == {1000: [], 1062: ["left_band"], 1080: []}  # for sinks of readings alone
+    assert len(record.alerts) == len(record.raised)
     raised = record.alerts[0]
     assert (raised.step, raised.source, raised.note.kind) == (1061, "check", "left_band")
     assert raised.note == seen[0].note()

@@ -642,3 +642,36 @@ def test_blocks_that_are_replaced_or_added_between_readings_are_seen():
     said = [[note for note in r.words() if "began with" in note] for r in memory.readings]
     assert list(map(len, said)) == [0, 0, 1]
     assert "4 now, 3 then" in said[2][0]
+
+
+def test_what_the_budget_left_out_is_said_at_the_end_and_in_each_reading(tmp_path, caplog):
+    model = PlainDecoder()
+    seen = monitor(model, tmp_path, schedule=every(1), budget=0.001, checks=None)
+    train(model, seen, steps=8)
+    assert not caplog.messages
+    with seen(8, force=True):
+        model(batch())
+    seen.close()
+    assert [(r.step, r.left_out) for r in read(tmp_path)] == [(0, 0), (1, 0), (2, 0), (8, 5)]
+    assert caplog.messages == ["the budget left out 5 of 9 readings that were due"]
+
+
+def test_a_monitor_that_is_entered_without_a_step_says_how_to_give_it(caplog):
+    model = PlainDecoder()
+    seen = monitor(model)
+    for _ in range(3):
+        with seen:
+            model(batch())
+    (said,) = caplog.messages
+    assert "`with monitor(step):`" in said
+    with monitor(model) as other, other(0):
+        model(batch())
+    assert len(caplog.messages) == 1
+
+
+def test_the_first_extra_pass_alone_says_what_cannot_be_put_back(tmp_path):
+    seen = monitor(PlainDecoder(), tmp_path)
+    for step in range(3):
+        seen.probe(step, batch())
+    noted = [[note.kind for note in r.notes].count("extra pass") for r in read(tmp_path)]
+    assert noted == [1, 0, 0]

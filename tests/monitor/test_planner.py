@@ -1,5 +1,6 @@
 """When a step is read: scenarios of runs, with a clock that goes by the costs of each."""
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -134,6 +135,26 @@ def test_the_first_readings_are_made_whatever_they_cost_and_the_last_one_where_i
     assert follow(Run(100, 50.0), clock).read == [0, 16, 48, 99]
     assert follow(Run(100, 50.0, known=False), clock).read == [0, 16, 48]
     assert follow(Run(30, 50.0), clock).read == [0, 16, 29]
+
+
+@pytest.mark.parametrize("dear", [8, 12])
+def test_one_reading_that_was_dear_leaves_no_hole_in_a_run_that_can_pay_for_it(dear, clock):
+    account = Account(clock)
+    planner = Planner(None, 0.05, None, RankGroup(), account, source="inline")
+    planner.expect_end(1_999)
+    account.begin()
+    planner.begin(0, 0)
+    read = []
+    for step in range(2_000):
+        planner.advance(step)
+        with account.charge():
+            if planner.due(force=step == 1_999) is Due.READING:
+                planner.mark_read("inline")
+                clock.now += 12.0 if len(read) == dear else 4.0
+                read.append(step)
+        clock.now += 1.0
+    assert max(b - a for a, b in itertools.pairwise(read)) <= 200
+    assert account.overhead <= 0.0505
 
 
 def test_a_run_that_begins_late_has_its_first_readings_from_there(clock):
