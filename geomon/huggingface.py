@@ -141,7 +141,7 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
         self._expect_evaluation(model, due=self._evaluates)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **event: Any) -> None:
-        """What was kept of the evaluation is read from now on."""
+        """Read the batches that were kept of this evaluation from now on."""
         self._expect_evaluation(None, due=False)
         self.on_save(args, state, control)
 
@@ -155,7 +155,7 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
         self._end(state, last_weights=not args.load_best_model_at_end)
 
     def _end(self, state: Any, *, last_weights: bool = True) -> None:
-        """The last probe; no batch is trained on with the last weights, so there is no loss."""
+        """Read the probe a last time; no batch is trained with these weights: there is no loss."""
         if last_weights:
             self._session.probe(state.global_step, last=True)
             known = {**self._known_values(state, None), LOSS: None}

@@ -153,7 +153,7 @@ class GeometryMonitor(L.Callback):
             self._session.held_out.offer(batch)
 
     def on_validation_end(self, trainer: "L.Trainer", pl_module: "L.LightningModule") -> None:
-        """What was kept of the validation is read from now on."""
+        """Read the batches that were kept of this validation from now on."""
         self._session.held_out.end()
 
     def on_train_batch_start(

@@ -94,7 +94,7 @@ def measure(
         seed: Seed of the private generator that samples rows.
         blocks: The blocks of the model, where the search does not find them: a regular expression
             that matches their whole names, or the modules.
-        extra_layers: Layers to measure beside the blocks: "final_norm" (the last block's output
+        extra_layers: Layers to measure too: "final_norm" (the last block's output
             after the final norm), "embedding" and "unembedding" (rows of the two matrices).
 
     Raises:

@@ -1,4 +1,4 @@
-"""Modes: what geomon computes beside a training is no business of the training's own modes.
+"""Modes: the training's own modes do not see the operators that geomon calls.
 
 A mode that counts operations, that changes them, or that keeps what a checkpointed block computes,
 must not meet operators that the training did not call.

@@ -385,7 +385,7 @@ def _by_faiss(values: Tensor, own: Tensor, count: int) -> Tensor:
 
     FAISS would start OpenMP threads that belong to the thread that asks, and a process that such a
     thread forks (a worker of a data loader) hangs as soon as it searches itself. The number of
-    threads is a setting of a thread: that of the threads of the training stays as it is.
+    threads is a setting of a thread: the training's threads keep theirs.
     """
     rows, every = values[own].numpy(), values.numpy()
     threads = min(torch.get_num_threads(), max(1, len(own) // _QUERIES_OF_A_THREAD))

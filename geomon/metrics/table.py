@@ -125,7 +125,7 @@ def _twonn_distinct_of_each_group(
 
 
 def _of_others(distances: Tensor, own: Tensor) -> Tensor:
-    """Distances of the rows of other groups, [groups, rows, k]; 0 for those of each group."""
+    """Distances without each group, [groups, rows, k]: the rows of the group itself get 0."""
     each = torch.arange(GROUPS, dtype=own.dtype, device=own.device)[:, None]
     return torch.where((own == each)[:, :, None], 0, distances)
 

@@ -70,7 +70,7 @@ class HeldOut:
             self._offered.append(_to_host(batch))
 
     def end(self) -> None:
-        """The validation is over: what was kept of it is read from now on, on every rank."""
+        """End the validation: every rank reads the batches that were kept from now on."""
         if self._offered is not None:
             self._source, self._offered = iter(self._offered), None
 

@@ -100,7 +100,7 @@ class Monitor:
             options["strict"],
             keeps_arrays=options["arrays"] and options["directory"] is not None,
         )  # fmt: skip
-        self._checker = Evaluator(
+        self._quick_evaluator = Evaluator(
             {name: m for name, m in self._evaluator.metrics.items() if name in WATCHED},
             batches=1, has_margins=False,
         )  # fmt: skip
@@ -123,7 +123,7 @@ class Monitor:
             functools.partial(_notes_of_run, self.passes, self._group, self._device),
         )  # fmt: skip
         self._process = os.getpid()
-        self._checked = False  # whether the first window has been checked for what is missing
+        self._is_verified = False  # whether the first window was looked at for missing views
         # The last readings of the monitor's own inputs (a sweep hands it on from one monitor to the
         # next), and of those that are given to `probe`. A function of the model may run it on other
         # inputs each time.
@@ -145,7 +145,7 @@ class Monitor:
                 run, say).
 
         Raises:
-            TypeError: The step is no whole number.
+            TypeError: The step is not a whole number.
             ValueError: The step is below 0.
         """
         with self.account.charge():
@@ -163,6 +163,10 @@ class Monitor:
 
         Args:
             step: Number of optimizer updates already in the weights.
+
+        Raises:
+            TypeError: The step is not a whole number.
+            ValueError: The step is below 0.
         """
         number = check_step(step)
         if number == self.planner.step and self._is_own():
@@ -197,7 +201,7 @@ class Monitor:
             values: Numbers, or tensors with one element; None for a missing value.
 
         Raises:
-            TypeError: The step is no whole number.
+            TypeError: The step is not a whole number.
             ValueError: The step is below 0, or None before the first one.
         """
         number = self.planner.step if step is None else check_step(step)
@@ -225,7 +229,7 @@ class Monitor:
                 the model; None takes the monitor's `probe`.
 
         Raises:
-            TypeError: The step is no whole number.
+            TypeError: The step is not a whole number.
             ValueError: There are no inputs, here or in the monitor, or none that a pipeline takes;
                 or the step is below 0.
         """
@@ -416,19 +420,19 @@ class Monitor:
     def _checking(self, step: int) -> Iterator[None]:
         """Look at few values of the training's forward pass, of this rank's rows."""
         with self.account.charge():
-            window = self.passes.open_for_check(step, self._checker.views, _CHECK_ROWS)
+            window = self.passes.open_for_check(step, self._quick_evaluator.views, _CHECK_ROWS)
         with window:
             yield
         if self._is_own():
             with self.account.charge(), self.warnings.guard():
-                self._check_values(step, window)
+                self._look_for_alerts(step, window)
 
-    def _check_values(self, step: int, window: Window) -> None:
+    def _look_for_alerts(self, step: int, window: Window) -> None:
         began = time.perf_counter() - window.seconds
         snapshot = window.snapshot()
         if snapshot.is_empty:
             self.planner.stop_checks()  # compiled code hides what it would look at
-        stacks = self._checker.evaluate(snapshot.layers, _CHECK_ROWS).stacks
+        stacks = self._quick_evaluator.evaluate(snapshot.layers, _CHECK_ROWS).stacks
         info, seconds = snapshot.info, time.perf_counter() - began
         check = Reading(
             step, time.time(), seconds, "check", info.mode, info.tokens, 1, info.dtype, stacks
@@ -440,12 +444,12 @@ class Monitor:
 
     @contextmanager
     def _probing(self, step: int) -> Iterator[None]:
-        self.outbox.entered = step
+        self.outbox.open_step = step
         try:
             self.probe(step)
             yield  # what is logged here is of this step
         finally:
-            self.outbox.entered = None
+            self.outbox.open_step = None
             if self._is_own():
                 with self.account.charge():
                     self.outbox.publish()
@@ -480,7 +484,7 @@ class Monitor:
         left_out = self.account.left_out
         try:
             passes = capture()
-            self._check(passes[0])
+            self._verify(passes[0])
         except (RanksLostError, RankFailedError):  # raised on all ranks alike
             raise
         except Exception as error:  # several ranks fail together
@@ -493,16 +497,16 @@ class Monitor:
         job.begin(passes, seconds)
         return True
 
-    def _check(self, snapshot: Snapshot) -> None:
+    def _verify(self, snapshot: Snapshot) -> None:
         """Warn if views are missing that the first snapshot should have."""
         if snapshot.is_empty:  # there is nothing to check, and nothing to record if all ranks' are
             return
-        missing = None if self._checked else explain_missing(snapshot, self._evaluator.views)
+        missing = None if self._is_verified else explain_missing(snapshot, self._evaluator.views)
         if missing is not None:
             if self._options["strict"]:
                 raise NotSeenError(missing)
             self.warnings.warn(missing)
-        self._checked = True
+        self._is_verified = True
 
     def _flush(self) -> None:
         """Finish what is being measured, and record it."""
@@ -554,16 +558,21 @@ class Monitor:
             schedule = log_spaced()
         guarded = None
         if schedule is not None:
-            assert callable(schedule)  # of what is checked
+            assert callable(schedule)  # the options were checked
             guarded = _guard_schedule("schedule", schedule, self.warnings)
         return Planner(
-            guarded, share, self._checks(), self._group, self.account, source=self._source
+            guarded,
+            share,
+            self._schedule_of_checks(),
+            self._group,
+            self.account,
+            source=self._source,
         )
 
-    def _checks(self) -> Schedule | str | None:
+    def _schedule_of_checks(self) -> Schedule | str | None:
         """When checks are made. One rank alone makes them, so it has to have the whole model."""
         asked, is_first = self._options["checks"], self._group.rank == 0
-        if not (is_first and self._source == "inline" and self._checker.metrics):
+        if not (is_first and self._source == "inline" and self._quick_evaluator.metrics):
             return None
         if not (self._options["alerts"] and self._group.own.is_whole):
             return None

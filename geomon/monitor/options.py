@@ -43,7 +43,7 @@ _Class = TypeVar("_Class", bound=type)
 
 @dataclass(frozen=True, eq=False)  # parsers of command lines hash it
 class Option:
-    """Declares an option, whose name and type are those of its field.
+    """Declares an option; the field gives its name and type.
 
     Attributes:
         default: Value if the user gives none.
@@ -81,7 +81,7 @@ def check_step(step: SupportsIndex) -> int:
         step: Number of optimizer updates already in the weights.
 
     Raises:
-        TypeError: The step is no whole number.
+        TypeError: The step is not a whole number.
         ValueError: The step is below 0, or no 64 bits hold it.
     """
     expected = "a step is the number of optimizer updates already in the weights, a whole number"
@@ -282,9 +282,9 @@ class MonitorOptions(TypedDict, total=False):
         Sequence[str],
         Option(
             (),
-            'Layers to measure beside the blocks, each as costly as one of them: "final_norm" (the '
-            'last block\'s output after the final norm), "embedding" and "unembedding" (rows of '
-            "the two matrices).",
+            "Layers to measure in addition to the blocks, each as costly as one of them: "
+            '"final_norm" (the last block\'s output after the final norm), "embedding" and '
+            '"unembedding" (rows of the two matrices).',
             check_extra_layers,
         ),
     ]
@@ -374,7 +374,7 @@ class MonitorOptions(TypedDict, total=False):
         bool,
         Option(
             True,
-            "Whether to write the arrays that figures need to files beside the record, in "
+            "Whether to write the arrays that figures need to files next to the record, in "
             "`arrays/`: mean queries and keys, a few single ones, eigenvalues, moments of token "
             "types. At most about a megabyte a reading; of readings less than 5 % apart only some "
             "have them.",
@@ -395,7 +395,7 @@ class MonitorOptions(TypedDict, total=False):
         Sequence[str],
         Option(
             (),
-            "Names of values to record in every reading beside the metrics, as `training/<name>`. "
+            "Names of values to record in every reading with the metrics, as `training/<name>`. "
             "Each reading of a `Monitor` waits for `Monitor.log` to give them, until the next "
             "step. The callbacks take the loss by themselves (`loss`), and values of these names "
             'from what the trainer logs: `log=("val_loss",)`.',
@@ -445,7 +445,7 @@ class MonitorOptions(TypedDict, total=False):
         bool,
         Option(
             True,
-            "With several ranks, whether a reading is that of the rows of all ranks: each keeps "
+            "With several ranks, whether a reading measures the rows of all ranks: each keeps "
             "its share of the rows, the ranks share the layers out for measuring, and the first "
             "rank records. Build the monitor on every rank after `torch.distributed` is "
             "initialised, and call it with the same steps and options. If False, the first rank "
@@ -558,8 +558,8 @@ def check_options(options: Mapping[str, Any], owner: str) -> MonitorOptions:
         owner: Name of the class that was called, for messages.
 
     Raises:
-        TypeError: An option has a name that does not exist, metrics are no mapping, a sink is none,
-            or a hook is no function.
+        TypeError: An option has a name that does not exist, metrics are not a mapping, a sink
+            lacks its methods, or a hook is not a function.
         ValueError: A number is out of range, a metric reads an unknown view, no alert has such a
             name, or the schedule never fires.
     """

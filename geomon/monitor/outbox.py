@@ -56,7 +56,7 @@ class Outbox:
     Attributes:
         sinks: The sinks.
         latest: The last reading that was recorded; None before the first, and on other ranks.
-        entered: The step of a probe whose `with` is open: its reading waits for values.
+        open_step: The step of a probe whose `with` is open: its reading waits for values.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Outbox:
         self._logged = LoggedValues(options["log"], warnings)
         self.sinks = SinkCalls(options["sinks"], warnings, options["sink_timeout"])
         self.latest: Reading | None = None
-        self.entered: int | None = None
+        self.open_step: int | None = None
         self._noted: list[Note] = []  # alerts of checks since the last reading
         self._last_completed: tuple[ReadingJob | None, _Completed] = None, _NOTHING
         self._published: int | None = None  # step of the last reading that was published
@@ -172,7 +172,7 @@ class Outbox:
             return
         with self._account.charge():
             if step == self._published and step not in self._pending:
-                # Of accumulated batches the first is read: the others' values are not late.
+                # Only the first accumulated batch is read: the others' values are not late.
                 self._warn_of_late([name for name in values if not self._logged.has(step, name)])
                 return
             self._logged.put(step, values)
@@ -212,7 +212,7 @@ class Outbox:
         """Whether values may still be logged that belong into a reading."""
         if job.failed or job.step != self._planner.step:
             return False
-        return job.step == self.entered or not self._logged.is_complete(job.step)
+        return job.step == self.open_step or not self._logged.is_complete(job.step)
 
     def _publish(self, job: ReadingJob) -> None:
         """Record a reading, and show it. After Ctrl-C it is recorded by the next call, and once."""

@@ -25,7 +25,7 @@ CHECK_SHARE = 0.01
 _ENOUGH, _LEAST_PART, _LARGEST_PART = 40, 0.2, 0.6
 # First step of a check that no schedule asks for: before it everything moves.
 _FIRST_CHECK = 32
-# Earliest steps of the first readings, which are made whatever they cost: fewer are no curve.
+# Earliest steps of the first readings, which are made whatever they cost: a curve needs three.
 ALWAYS_READ = (0, 16, 48)
 # Part of a run's readings that is spread evenly over the logarithm of the step; the others are
 # spread evenly over the steps.
@@ -118,7 +118,7 @@ class Account:
     def charge(self) -> AbstractContextManager[None]:
         """Return a context manager that adds the time inside it to what geomon has taken.
 
-        What is spent inside on its own charge counts once, and what is left out does not count.
+        Time that is charged twice counts once, and time that is left out does not count.
         """
         return _Charge(self)
 
@@ -185,7 +185,7 @@ class Planner:
         self._checks_made, self._checks_cost = 0, 0.0
         self._check_purse = self._purse_at = 0.0  # seconds for checks, as it was at some time
         self._last_read = self._ask = 0
-        self._read_here: set[str] = set()  # sources of which this step has a reading
+        self._read_here: set[str] = set()  # sources that have a reading of this step
         self._left_out = 0
         self._is_owed = self._is_urgent = self._is_paid = False
         self._check_again = self._check_here = False
@@ -285,8 +285,9 @@ class Planner:
 
         Args:
             seconds: Time that it took.
-            again: Whether the next step is to be checked too, whatever the schedule says. Such a
-                second check has no third one: checks stay few if every value is strange.
+            again: Whether the next step is to be checked too, whatever the schedule says. No
+                third check follows such a second one, so checks stay few if every value is
+                strange.
         """
         self._checks_made, self._checks_cost = self._checks_made + 1, self._checks_cost + seconds
         self._check_here, self._check_again = False, again and not self._check_again

@@ -106,7 +106,7 @@ class Warnings:
                 log.warning("%s", printable(message))
 
     def say(self, message: str) -> None:
-        """Print a line that is no warning; a program with a log of its own gets it as INFO.
+        """Print a line of information; a program with a log of its own gets it as INFO.
 
         Args:
             message: The words.

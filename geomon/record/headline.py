@@ -226,7 +226,7 @@ class Charts:
         return {name: value for name, value in found.items() if not math.isnan(value)}
 
     def is_end(self, tag: str) -> bool:
-        """Return whether a value is the end of an interval, which has no chart of its own.
+        """Return whether a value is the end of an interval, drawn in the chart of its quantity.
 
         Args:
             tag: Name under which a headline value is shown.

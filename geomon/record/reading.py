@@ -328,8 +328,8 @@ class Readings:
 
         Returns:
             Columns step, source, metric, stack_name, layer, head_index, part and value; layer and
-            head are missing if a value has none. What is no metric stands under its group:
-            metric "training" and part "loss", say.
+            head are missing if a value has none. Values that are not metrics stand under their
+            group: metric "training" and part "loss", say.
 
         Raises:
             ImportError: pandas is missing.

@@ -90,7 +90,7 @@ class Lines:
 
     @property
     def steps(self) -> list[int]:
-        """Steps that an axis reaches over: those of the lines and of the alerts."""
+        """Steps of all lines and alerts, which the axis spans."""
         return [*(at for line in self.lines for at in line.x), *(at for at, _ in self.alerts)]
 
     @property

@@ -230,7 +230,7 @@ def _earlier(folder: Path) -> dict[str, Any]:
 
 
 def _history(folder: Path) -> Readings:
-    """The run so far; empty if there is no record, or one that is about to be put aside."""
+    """The run so far; empty if there is no record or the record is about to be put aside."""
     try:
         return read(folder)
     except (OSError, ValueError):

@@ -189,7 +189,7 @@ def run_live(job: LiveJob, given: Corpus, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class LiveRun:
-    """What came of a run.
+    """Results of a run.
 
     Attributes:
         batches: Name of the batches whose costs were planned with.

@@ -326,7 +326,7 @@ def _plainly_hidden(scores: Tensor, scaled: Tensor, eps: float) -> Tensor | None
         eps: What is next to nothing, as a share of the largest of the products.
 
     Returns:
-        True where a key is hidden; None if the mask or a bias needs a closer look.
+        Boolean tensor, true for a hidden key, or None if the mask or a bias needs a closer look.
     """
     added = scores - scaled
     hidden = hidden_for_sure(scores, added)

@@ -40,6 +40,12 @@ def words(app):
     return " ".join(text(app).split())
 
 
+async def words_after_look(app, pilot):
+    app.look()
+    await pilot.pause()
+    return words(app)
+
+
 def run(story):
     asyncio.run(story())
 
@@ -193,35 +199,29 @@ def test_a_record_is_followed_while_it_is_written(make_readings, tmp_path):
 
     async def story():
         async with watched(tmp_path) as (app, pilot):
-
-            async def shown():
-                app.look()
-                await pilot.pause()
-                return words(app)
-
-            assert "· waiting for" in await shown()
+            assert "· waiting for" in await words_after_look(app, pilot)
             path.write_text('{"run": {}}\n')
-            assert "no readings yet" in await shown()
+            assert "no readings yet" in await words_after_look(app, pilot)
             line = readings[0].line()
             path.write_text('{"run": {}}\n' + line[:100])  # torn: the rest is on its way
-            assert "no readings yet" in await shown()
+            assert "no readings yet" in await words_after_look(app, pilot)
             with path.open("a") as file:
                 file.write(line[100:] + "\n")
-            assert "step 0 " in await shown()
+            assert "step 0 " in await words_after_look(app, pilot)
             write(tmp_path, readings)
-            assert "step 1,500" in await shown()
+            assert "step 1,500" in await words_after_look(app, pilot)
             path.unlink()  # a synced file is replaced
-            assert "step 1,500" in await shown()
+            assert "step 1,500" in await words_after_look(app, pilot)
             write(tmp_path, readings.readings[:3])
-            assert "step 32 " in await shown()
+            assert "step 32 " in await words_after_look(app, pilot)
             with path.open("a") as file:
                 file.write("hello\n")
             for _ in range(2):
-                said = await shown()
+                said = await words_after_look(app, pilot)
                 assert "line 5 of" in said
                 assert "step 32 " in said
             write(tmp_path, readings)
-            said = await shown()
+            said = await words_after_look(app, pilot)
             assert "step 1,500" in said
             assert "line 5 of" not in said
             assert not app.runs[0].look()  # nothing is new
@@ -234,26 +234,23 @@ def test_an_alert_is_shown_at_once_and_what_a_run_gave_up_is_not(make_readings, 
 
     async def story():
         async with watched(tmp_path) as (app, pilot):
-
-            async def shown():
-                app.look()
-                await pilot.pause()
-                return words(app)
-
             write(tmp_path, alerted(replace(readings, readings=[]), [(0, "not_finite")]))
-            assert "no readings yet Alert at step 0: not finite (layer 2)" in await shown()
+            assert (
+                "no readings yet Alert at step 0: not finite (layer 2)"
+                in await words_after_look(app, pilot)
+            )
             write(tmp_path, readings)
-            assert "Alert at" not in await shown()
+            assert "Alert at" not in await words_after_look(app, pilot)
             with (tmp_path / FILE_NAME).open("a") as file:
                 file.write(raised_of("logit_growth", 1700).line() + "\n")
-            said = await shown()
+            said = await words_after_look(app, pilot)
             assert "Alert: logit growth at step 1,700. intrinsic dimension 5.3" in said
             assert sum(line.count("│") >= 2 for line in screen(app)) >= 6  # beyond the curve
             await pilot.press("t", "t", "t")
             assert "Alert at step 1,700: logit growth (layer 2)" in words(app)
             with (tmp_path / FILE_NAME).open("a") as file:
                 file.write('{"run": {"rewound_to": 500}}\n')
-            said = await shown()  # before the first reading of the new branch
+            said = await words_after_look(app, pilot)  # before the first reading of the new branch
             assert "step 256 ·" in said
             assert "Alert at" not in said
 
