@@ -6,7 +6,9 @@ never stop, so that no part of a run is unseen.
 
 import bisect
 import enum
+import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -181,7 +183,7 @@ class Planner:
         self._from = (0, 0.0)  # a step, and the seconds of training until then
         self._earlier = 0  # readings of earlier starts
         self._made = 0  # readings of this start
-        self._first_cost = 0.0  # of the first reading, which loads libraries
+        self._costs_before: list[float] = []  # seconds of all readings before each
         self._checks_made, self._checks_cost = 0, 0.0
         self._check_purse = self._purse_at = 0.0  # seconds for checks, as it was at some time
         self._last_read = self._ask = 0
@@ -250,8 +252,6 @@ class Planner:
         self._is_paid = self._check_here = False  # stays so if a schedule raises
         if before is not None and before == self._first:  # the first step may compile
             self._from = step, self._account.elapsed - self._account.spent
-        if self._made == 1 and not self._first_cost:
-            self._first_cost = self._spent_on_readings
         self._check_here = self._decide_check(step)
         self._is_paid = self._decide_reading(before, step, busy=busy)
 
@@ -279,6 +279,7 @@ class Planner:
             self._is_owed = self._is_urgent = False
             self._last_read = self.step or 0
         self._made += 1
+        self._costs_before.append(self._spent_on_readings)
 
     def mark_checked(self, seconds: float, *, again: bool) -> None:
         """Note that a check of the present step was made.
@@ -371,7 +372,13 @@ class Planner:
         """Mean seconds of a reading, without the first one, which loads libraries."""
         if self._made < 2:
             return self._spent_on_readings
-        return max(0.0, self._spent_on_readings - self._first_cost) / (self._made - 1)
+        return max(0.0, self._spent_on_readings - self._costs_before[1]) / (self._made - 1)
+
+    @property
+    def _usual_cost(self) -> float:
+        """Median seconds of a reading, without the first one: one that was dear says little."""
+        ends = *self._costs_before[1:], self._spent_on_readings
+        return statistics.median([b - a for a, b in itertools.pairwise(ends)] or [ends[0]])
 
     def _check_share(self, step: int) -> float:
         """Share of the time that checks may take."""
@@ -415,7 +422,7 @@ class Planner:
             slope = purse * self._slope(other) / (1 - begun)
             # What was dear once (memory that Python has cleaned up, say) leaves no hole.
             left = purse - spent - more - self._check_share(step) * max(end - elapsed, 0.0)
-            needed = cost * max(1.0, (1 - other / self._last) / _KEPT)
+            needed = self._usual_cost * max(1.0, (1 - other / self._last) / _KEPT)
             if apart >= _LONGEST * self._last and left >= needed:
                 return True
         if spent + more + cost > allowed:

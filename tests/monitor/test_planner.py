@@ -137,8 +137,10 @@ def test_the_first_readings_are_made_whatever_they_cost_and_the_last_one_where_i
     assert follow(Run(30, 50.0), clock).read == [0, 16, 29]
 
 
-@pytest.mark.parametrize("dear", [8, 12])
-def test_one_reading_that_was_dear_leaves_no_hole_in_a_run_that_can_pay_for_it(dear, clock):
+@pytest.mark.parametrize(
+    ("dear", "cost"), [((8,), 12), ((12,), 12), ((3,), 20), ((8,), 20), ((5, 6), 12), ((8, 9), 12)]
+)
+def test_readings_that_were_dear_leave_no_hole_in_a_run_that_can_pay_for_it(dear, cost, clock):
     account = Account(clock)
     planner = Planner(None, 0.05, None, RankGroup(), account, source="inline")
     planner.expect_end(1_999)
@@ -150,7 +152,7 @@ def test_one_reading_that_was_dear_leaves_no_hole_in_a_run_that_can_pay_for_it(d
         with account.charge():
             if planner.due(force=step == 1_999) is Due.READING:
                 planner.mark_read("inline")
-                clock.now += 12.0 if len(read) == dear else 4.0
+                clock.now += cost if len(read) in dear else 4.0
                 read.append(step)
         clock.now += 1.0
     assert max(b - a for a, b in itertools.pairwise(read)) <= 200
