@@ -28,8 +28,8 @@ BESIDE = {"note"}
 # What folders inside a folder import of the other parts of it. The files beside them import any.
 INNER = {
     "capture": {
-        "anatomy": set(),
-        "calling": {"modes", "private", "snapshot", "unchanged"},
+        "anatomy": {"weights"},
+        "calling": {"modes", "private", "snapshot", "unchanged", "weights"},
         "tap": {"modes", "private", "shards", "storage"},
         "tokens": {"anatomy", "snapshot", "storage"},
         "attending": {"anatomy", "private", "shards", "snapshot", "storage", "tap", "tokens"},

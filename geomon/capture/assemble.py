@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from geomon.capture.anatomy import CROSS, Block
-from geomon.capture.anatomy.weights import present_weight
 from geomon.capture.attending.attention import (
     AttentionCall,
     NotUnderstoodError,
@@ -40,6 +39,7 @@ from geomon.capture.snapshot import (
     group_by_layer,
 )
 from geomon.capture.tokens.sampling import RowSampler, SampledRows, copy_rows
+from geomon.capture.weights import present_weight
 from geomon.note import Note
 
 _HIDDEN_ONLY = frozenset({"hidden", "last"})
@@ -75,7 +75,9 @@ _AS_ATTENDED = (
 _NO_ATTENTION = (
     "no attention was seen in the block: neither fused attention (torch's own, flex attention, or "
     "a kernel that is registered as an operator of torch: one that a package calls by pybind is "
-    "not seen), nor a softmax of scores of its tokens (linear attention has none)"
+    "not seen), nor a softmax of scores of its tokens (linear attention has none; the fused "
+    "inference path of nn.TransformerEncoder, in eval mode without gradients, shows none: measure "
+    "by a probe)"
 )
 _CALLED_AGAIN = (
     "it is called more than once in the block, and only the first call is measured (a second "
@@ -125,7 +127,10 @@ _ENDS_LATE = (
     "the hidden states are [tokens, width]: where one sequence ends is known by the attention that "
     "follows, when the rows have been kept"
 )
-_NESTED = "the hidden states are nested tensors, or there are none in what the block returns"
+_NESTED = (
+    "the hidden states are nested tensors (the fused inference path of nn.TransformerEncoder makes "
+    "them of a padded batch: measure by a probe), or there are none in what the block returns"
+)
 _NO_FINAL_NORM = (
     "no module outside the blocks whose class is called a norm was given what leaves the last "
     "block (blocks that end in a norm need none; a norm that is a function is not seen)"

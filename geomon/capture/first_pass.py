@@ -27,6 +27,7 @@ from geomon.capture.tap import Projection, Provenance
 from geomon.capture.tokens.padding import Padding
 from geomon.capture.tokens.pass_tokens import PassTokens
 from geomon.capture.tokens.sampling import RowSampler, SampledRows
+from geomon.capture.weights import said
 
 Shape = tuple[int, ...]
 
@@ -144,7 +145,7 @@ class StackPass:
 
     def _see_tokens(self) -> None:
         length_first = any(
-            getattr(attention.module, "batch_first", True) is False
+            said(attention.module, "batch_first") is False
             for block in self.stack.blocks
             for attention in block.attentions
         )

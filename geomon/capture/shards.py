@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from geomon.capture.weights import stored_weight
+
 Shape = tuple[int, ...]
 
 
@@ -144,8 +146,8 @@ def first_feature(module: nn.Module) -> int:
     Args:
         module: A projection, as it is while its forward pass runs.
     """
-    weight: Any = getattr(module, "weight", None)
-    if not is_sharded(weight):
+    weight = stored_weight(module)
+    if weight is None or not is_sharded(weight):
         return 0
     starts = starts_of(weight)
     transposed = hasattr(module, "nf")  # transformers' Conv1D

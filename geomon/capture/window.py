@@ -23,11 +23,7 @@ from geomon.capture.anatomy.projections import projects_in_its_own_way
 from geomon.capture.assemble import build_snapshot, matrix_layer
 from geomon.capture.attending.seen import SeenAttention
 from geomon.capture.calling.calls import calling_compiled, unwatch_calls, unwrap, watch_calls
-from geomon.capture.calling.patches import (
-    in_extra_pass,
-    run_eagerly,
-    without_fast_path,
-)
+from geomon.capture.calling.patches import in_extra_pass, run_eagerly
 from geomon.capture.first_pass import (
     LANDMARKS,
     BlockCall,
@@ -54,6 +50,7 @@ from geomon.capture.snapshot import (
 )
 from geomon.capture.storage import local_shard
 from geomon.capture.tap import Tap
+from geomon.capture.tap.provenance import tensors_in
 from geomon.capture.tokens.sampling import (
     MemoryLimit,
     RowSampler,
@@ -240,7 +237,6 @@ class Window:
             )
             self._tap = Tap(self._recorder)
             self._find_compiled()
-        without_fast_path.hold(self)
         watch_calls(self)
 
     def _memory(self, number: int) -> MemoryLimit:
@@ -272,7 +268,6 @@ class Window:
             self._tap.close()
         self._recorder.close()
         unwatch_calls(self)
-        without_fast_path.release(self)
         # They refer to the window: what it keeps would be freed by the garbage collector alone.
         self._before.clear()
         self._after.clear()
@@ -796,12 +791,11 @@ class Window:
         if block_call is None:
             return
         self._finish(stack_pass, block_call, stack_pass.stack.blocks[index])
-        values = output.values() if isinstance(output, Mapping) else output
-        hidden = first_tensor(values)
+        hidden = first_tensor(output)
         if hidden is None:
             return
         if hidden is not output:
-            alike = [x for x in _floating(values) if tuple(x.shape) == block_call.entered]
+            alike = [x for x in _floating(output) if tuple(x.shape) == block_call.entered]
             hidden = next(iter(alike), hidden)
             stack_pass.hands_on_several |= len(alike) > 1
         if not hidden.is_nested:
@@ -930,7 +924,12 @@ def _ids_to_come(passes: Sequence[StackPass]) -> list[TokenIds]:
 
 
 def _floating(values: Any) -> list[Tensor]:
-    return [x for x in values or () if isinstance(x, Tensor) and x.is_floating_point()]
+    """List the tensors of floating-point numbers, those at the top before those in containers."""
+    given = [values] if isinstance(values, Tensor) else values or ()
+    given = list(given.values() if isinstance(given, Mapping) else given)
+    inner = tensors_in(x for x in given if not isinstance(x, Tensor))
+    every = [*(x for x in given if isinstance(x, Tensor)), *inner]
+    return [x for x in every if x.is_floating_point()]
 
 
 def _entering(stack_pass: StackPass, given: Sequence[Any]) -> Tensor | None:

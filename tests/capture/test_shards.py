@@ -22,6 +22,10 @@ from geomon.capture.shards import (
 )
 
 
+class Placed(torch.Tensor):
+    """Stands for a DTensor."""
+
+
 def sharded(shape, placements, mesh, coordinate):
     sizes = SimpleNamespace(get_coordinate=lambda: coordinate, size=lambda dim: mesh[dim])
     return SimpleNamespace(shape=shape, ndim=len(shape), placements=placements, device_mesh=sizes)
@@ -107,11 +111,15 @@ def test_dimensions_that_are_shared_out_are_listed_and_plain_tensors_have_none()
 
 
 def test_the_first_feature_of_a_projection_is_that_of_its_rows_or_of_its_columns():
-    rows = SimpleNamespace(weight=sharded((12, 4), (Shard(0),), (3,), (2,)))
-    assert first_feature(rows) == 8
-    columns = SimpleNamespace(weight=sharded((4, 12), (Shard(1),), (3,), (1,)), nf=12)
-    assert first_feature(columns) == 4
-    flat = SimpleNamespace(weight=sharded((12,), (Shard(0),), (3,), (1,)), nf=12)
-    assert first_feature(flat) == 4
+    class Projecting(torch.nn.Module):
+        def __init__(self, *of_weight, **attributes):
+            super().__init__()
+            self.weight = torch.empty(of_weight[0]).as_subclass(Placed)
+            vars(self.weight).update(vars(sharded(*of_weight)))
+            vars(self).update(attributes)
+
+    assert first_feature(Projecting((12, 4), (Shard(0),), (3,), (2,))) == 8
+    assert first_feature(Projecting((4, 12), (Shard(1),), (3,), (1,), nf=12)) == 4
+    assert first_feature(Projecting((12,), (Shard(0),), (3,), (1,), nf=12)) == 4
     assert first_feature(torch.nn.Linear(2, 2)) == 0
     assert first_feature(torch.nn.ReLU()) == 0

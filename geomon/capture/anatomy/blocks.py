@@ -37,7 +37,7 @@ from geomon.capture.anatomy.projections import (
     find_sizes,
     find_widths,
 )
-from geomon.capture.anatomy.weights import stored_weight
+from geomon.capture.weights import said, stored_weight
 
 # What attention to another stack is called.
 _CROSS_NAME = re.compile(r"cross|enc_?dec|encoder_att|multihead_attn|memory|src_att", re.IGNORECASE)
@@ -328,13 +328,13 @@ def _find_output(outside: Iterable[nn.Module], embeddings: Sequence[nn.Module]) 
 def _makes_rows_of(output: nn.Module | None, table: nn.Module) -> bool:
     """Whether the output has as many features as an embedding table has rows."""
     shape = find_widths(table)
-    return shape is not None and getattr(output, "out_features", None) == shape[0]
+    return shape is not None and said(output, "out_features") == shape[0]
 
 
 def _is_adapted(matrix: nn.Module, names: Names, model: nn.Module) -> bool:
     """Whether a module of the same widths around a matrix has parameters of its own."""
     around = member_at(model, names[matrix].rpartition(".")[0])
-    says = {getattr(around, name, None) for name in ("in_features", "out_features")}
+    says = {said(around, name) for name in ("in_features", "out_features")}
     if says != {*(find_widths(matrix) or ())}:
         return False
     return {*around.parameters()} != {*matrix.parameters()}

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from geomon.capture.anatomy.weights import has_weight, stored_weight
+from geomon.capture.weights import has_weight, said, stored_weight
 
 # Siblings that project to queries and to keys.
 _SEPARATE = (
@@ -172,7 +172,7 @@ def find_sizes(projections: Projections | None, holders: Iterable[Any]) -> Sizes
         holders: Objects whose attributes are asked, in this order: the attention module, and others
             that know the heads.
     """
-    known = [each for holder in holders for each in (holder, getattr(holder, "config", None))]
+    known = [each for holder in holders for each in (holder, said(holder, "config"))]
     heads, key_heads, width = (
         _first_of(names, known) for names in (_HEADS, _KEY_HEADS, _HEAD_WIDTH)
     )
@@ -209,7 +209,7 @@ def _halves_of_heads(made: int, keys: int, heads: int, key_heads: int | None, wi
 
 def _first_of(names: Iterable[str], holders: list[Any]) -> int | None:
     for holder, name in itertools.product(holders, names):
-        value = getattr(holder, name, None)
+        value = said(holder, name)
         if isinstance(value, int) and value > 0:
             return value
     return None
@@ -228,7 +228,7 @@ def find_widths(module: nn.Module) -> tuple[int, int] | None:
         Both; None where the module is no matrix.
     """
     for names in _WIDTHS:
-        made, taken = (getattr(module, name, None) for name in names)
+        made, taken = (said(module, name) for name in names)
         if isinstance(made, int) and isinstance(taken, int):
             return made, taken
     weight = stored_weight(module)
@@ -236,7 +236,7 @@ def find_widths(module: nn.Module) -> tuple[int, int] | None:
         return None
     rows, columns = weight.shape
     # Conv1D of an older release of transformers says `nf` alone: its weight is transposed.
-    return (columns, rows) if getattr(module, "nf", None) == columns else (rows, columns)
+    return (columns, rows) if said(module, "nf") == columns else (rows, columns)
 
 
 def projects_in_its_own_way(module: nn.Module) -> bool:

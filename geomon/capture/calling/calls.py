@@ -34,6 +34,7 @@ from geomon.capture.calling.patches import (
 )
 from geomon.capture.modes import without_modes
 from geomon.capture.unchanged import left_unchanged
+from geomon.capture.weights import said
 
 
 class CallObserver(Protocol):
@@ -376,8 +377,7 @@ def calling_compiled(modules: Iterable[nn.Module]) -> set[int]:
 
 
 def _compiles_itself(module: nn.Module) -> bool:
-    config = vars(module).get("config")
-    return getattr(config, "_attn_implementation", None) == _COMPILED_BY_ITSELF
+    return said(vars(module).get("config"), "_attn_implementation") == _COMPILED_BY_ITSELF
 
 
 def _class_reaches_compiled(kind: type) -> bool:
@@ -476,7 +476,7 @@ def _run_twin(
         try:
             with (
                 _suspended(observers), without_modes(), extra_pass_begun(), run_eagerly.held(),
-                left_unchanged(target), warnings.catch_warnings(),
+                without_fast_path.held(), left_unchanged(target), warnings.catch_warnings(),
             ):  # fmt: skip
                 warnings.simplefilter("ignore")  # of what is not run eagerly by the training
                 nn.Module.__call__(target, *args, **kwargs)
@@ -503,7 +503,7 @@ def _unpatched() -> Iterator[None]:
     Compiled code is guarded by what it refers to: it would be compiled again.
     """
     with _suspended(_observers()), ExitStack() as stack:
-        for patch in (_calls, run_eagerly, without_fast_path):
+        for patch in (_calls, run_eagerly):
             stack.enter_context(patch.suspended())
         yield
 

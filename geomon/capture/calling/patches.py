@@ -9,11 +9,19 @@ change is made, and everything can be undone twice.
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 Undo = Callable[[Callable[[], Any]], None]  # takes note of what undoes a change
+
+
+@dataclass(eq=False)
+class _Body:
+    """What holds a patch for the body of a `with`."""
+
+    thread: int
 
 
 class Patch:
@@ -60,12 +68,18 @@ class Patch:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Make the change for the body."""
-        holder = object()
+        holder = _Body(threading.get_ident())
         try:
             self.hold(holder)
             yield
         finally:
             self.release(holder)
+
+    def end_bodies(self) -> None:
+        """Undo the change for the bodies of this thread that Ctrl-C has left without their end."""
+        for holder in self.holders:
+            if isinstance(holder, _Body) and holder.thread == threading.get_ident():
+                self.release(holder)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -151,8 +165,9 @@ def extra_pass_begun() -> Iterator[None]:
 
 
 def end_extra_passes() -> None:
-    """Take away marks that Ctrl-C has left in this thread."""
+    """Take away marks and switches that Ctrl-C has left in this thread."""
     _marker.passes.clear()
+    without_fast_path.end_bodies()
 
 
 def in_extra_pass() -> bool:

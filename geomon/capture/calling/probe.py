@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from geomon.capture.calling.batch import call_of_batch
-from geomon.capture.calling.patches import extra_pass_begun
+from geomon.capture.calling.patches import extra_pass_begun, without_fast_path
 from geomon.capture.modes import without_modes
 from geomon.capture.snapshot import MeanLoss
 from geomon.capture.unchanged import left_unchanged
@@ -61,7 +61,7 @@ def extra_pass(
         ValueError: No extra pass may be made on the model (see `left_unchanged`).
     """
     device = next((p.device for p in model.parameters()), "cpu")
-    with without_modes(), extra_pass_begun(), left_unchanged(model):
+    with without_modes(), extra_pass_begun(), without_fast_path.held(), left_unchanged(model):
         model.eval()
         moved = _move(inputs, device)
         batch = None

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from geomon.capture import find_anatomy
-from geomon.capture.anatomy.weights import has_weight, present_weight, stored_weight
+from geomon.capture.weights import has_weight, present_weight, stored_weight
 
 
 def constrained() -> nn.Linear:

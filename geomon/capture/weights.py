@@ -1,12 +1,29 @@
-"""Weights of modules, looked at without an effect on training.
+"""What modules say of themselves, asked without an effect on training.
 
 A weight under `torch.nn.utils.parametrize` is made anew at each access, and its making may change
-what the next one is made of: spectral norm iterates in train mode.
+what the next one is made of: spectral norm iterates in train mode. So may any property, and a
+config may raise whatever it likes.
 """
+
+import inspect
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
+
+
+def said(holder: Any, name: str) -> Any:
+    """Return an attribute of a module or a config; None if it has none, or raises an error.
+
+    Args:
+        holder: Any object.
+        name: Name of the attribute, which is no weight.
+    """
+    try:
+        return getattr(holder, name, None)
+    except Exception:  # of a value that differs between the layers, say
+        return None
 
 
 def has_weight(module: nn.Module, name: str) -> bool:
@@ -20,7 +37,9 @@ def has_weight(module: nn.Module, name: str) -> bool:
 
 
 def stored_weight(module: nn.Module, name: str = "weight") -> Tensor | None:
-    """Return the parameter that a weight is, or is made of; None where there is no single one.
+    """Return the parameter that a weight is, or is made of; None if there is no single one.
+
+    A weight that a property makes is not asked for.
 
     Args:
         module: Any module.
@@ -29,6 +48,8 @@ def stored_weight(module: nn.Module, name: str = "weight") -> Tensor | None:
     if is_parametrized(module, name):
         made_of = getattr(module.parametrizations, name)._parameters
         return made_of.get("original")
+    if isinstance(inspect.getattr_static(type(module), name, None), property):
+        return None
     weight = getattr(module, name, None)
     return weight if isinstance(weight, Tensor) else None
 
