@@ -130,6 +130,7 @@ class Stack:
         key_heads: Key heads.
         attending: Depths of the blocks that attend; None for all.
         length_first: Whether hidden states are [length, sequences, width].
+        windows: Whether rows are projected in another order than that of the hidden states.
     """
 
     blocks: str
@@ -146,6 +147,7 @@ class Stack:
     key_heads: int = 4
     attending: tuple[int, ...] | None = None
     length_first: bool = False
+    windows: bool = False
 
     def blocks_in(self, model: nn.Module) -> list[nn.Module]:
         """The blocks, in order."""

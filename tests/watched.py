@@ -47,15 +47,22 @@ def check_hidden(seen: Window, depth: int, state: Tensor) -> None:
     assert torch.equal(layer.captured["hidden"], state.flatten(0, -2)[rows])
 
 
-def check_attention(seen: Window, stack: str, depth: int, attention: nn.Module) -> None:
-    """Hold the views of an attention against the `query`, `key` and `weights` that it has kept."""
+def check_attention(
+    seen: Window, stack: str, depth: int, attention: nn.Module, order: Tensor | None = None
+) -> None:
+    """Hold the views of an attention against the `query`, `key` and `weights` that it has kept.
+
+    `order` has the row of the attention's own for each row of the hidden states; None if these are
+    the same.
+    """
     layer, chosen = by_place(seen.snapshot())[stack, depth], sampled(seen, stack, depth)
     found, kept = rebuilt(layer)
     truth = attention.weights[chosen.sequences]
     torch.testing.assert_close(found[kept], truth[kept], atol=1e-6, rtol=0)
     for which, rows in (("query", chosen.query_rows), ("key", chosen.key_rows)):
         expected = getattr(attention, which).transpose(1, 2).flatten(0, 1)
-        assert torch.equal(layer.captured[f"projected_{which}"], expected[rows])
+        own = rows if order is None else order[rows]
+        assert torch.equal(layer.captured[f"projected_{which}"], expected[own])
 
 
 def scores_of(q: Tensor, k: Tensor) -> Tensor:

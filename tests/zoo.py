@@ -416,7 +416,7 @@ VISION_AND_SPEECH = [
         _hf("SwinModel", "SwinConfig", image_size=16, patch_size=2, embed_dim=16, depths=[2, 2],
             num_heads=[4, 4], window_size=4),
         images,
-        {"": Stack("encoder.layers.*.blocks", "in attention", **_ATTENTION)},
+        {"": Stack("encoder.layers.*.blocks", "in attention", windows=True, **_ATTENTION)},
         INTERFACE, uncovered=_WITHOUT_IDS, remark="attention within windows of each image",
     ),
     Specimen(

@@ -72,6 +72,10 @@ _AS_ATTENDED = (
     "queries and keys were not traced back to products of tokens with weights: Q and K as attended "
     "stand for them"
 )
+_LEFT_OUT = (
+    "queries or keys were not traced back to products with weights at {percent:.0f} % of the "
+    "tokens: they are left out"
+)
 _NO_ATTENTION = (
     "no attention was seen in the block: neither fused attention (torch's own, flex attention, or "
     "a kernel that is registered as an operator of torch: one that a package calls by pybind is "
@@ -481,6 +485,9 @@ class StackBuilder:
             return captured, missing
         if seen.projected is not None:
             query, key = seen.projected
+            if seen.left_out:
+                remark = _LEFT_OUT.format(percent=100 * seen.left_out)
+                self._remark(PROJECTED, depth, remark, stack)
             found = [query.values, key.values]
             sequences = self._projected_sequences(query, key)
         elif "query" in captured:

@@ -199,7 +199,8 @@ class AttentionRecorder:
         """
         for index, attention in enumerate(block.attentions):
             outputs = [block_call.outputs.get(id(x)) for x in attention.projections.apart]
-            if block_call.seen(index).heads is None and outputs:
+            # Of queries that were seen, and not traced, no name says what they are made of.
+            if block_call.seen(index).lacks_queries and outputs:
                 entered, first = stack_pass.shape_at(block_call), stack_pass.tokens.length_first
                 heads = (
                     x and columns_of_all(*x, entered, *attention.sizes, length_first=first)
@@ -263,8 +264,8 @@ def role_of_keys(block: Block, block_call: BlockCall, index: int) -> str:
 
 def _as_made(call: Arguments, query: Columns | None, key: Columns | None) -> Arguments:
     """Take away zeros that widen heads for a kernel, and copies of keys for several query heads."""
-    if query is not None and query.which.shape[1] < call.query.shape[-1]:
-        width = query.which.shape[1]
+    if query is not None and query.which.shape[2] < call.query.shape[-1]:
+        width = query.which.shape[2]
         call = call._replace(query=call.query[..., :width], key=call.key[..., :width])
     return call if key is None else call._replace(key=call.key[:, :: key.repeats])
 

@@ -711,13 +711,26 @@ class Window:
         kwargs: Mapping[str, Any],
     ) -> None:
         block_call = self._begin_call(stack_pass, index, module, args, kwargs)
-        self._run(stack_pass, block_call, [args, kwargs])
+        self._run(stack_pass, block_call, module, args, kwargs)
 
-    def _run(self, stack_pass: StackPass, block_call: BlockCall | None, given: list[Any]) -> None:
+    def _run(
+        self,
+        stack_pass: StackPass,
+        block_call: BlockCall | None,
+        module: nn.Module,
+        args: Any,
+        kwargs: Mapping[str, Any],
+    ) -> None:
         self._running.append((stack_pass, block_call))
-        if block_call is not None:
-            block_call.finished = False
-            block_call.provenance.start(given)
+        if block_call is None:
+            return
+        block_call.finished = False
+        hidden = _entering(stack_pass, [*args, *kwargs.values()])
+        if hidden is not None and not hidden.is_nested:
+            hidden = move_width_last(local_shard(hidden), module, entering=True)
+            if tuple(hidden.shape[:-1]) != block_call.shape:  # others are on other ranks
+                hidden = None
+        block_call.provenance.start([args, kwargs], hidden)
 
     def _on_part(
         self,
@@ -731,7 +744,7 @@ class Window:
         if block != index or id(module) in called:
             block_call, called = self._begin_call(stack_pass, index, module, args, kwargs), set()
         stack_pass.parts = block_call, index, called | {id(module)}
-        self._run(stack_pass, block_call, [args, kwargs])
+        self._run(stack_pass, block_call, module, args, kwargs)
 
     def _begin_call(
         self,

@@ -209,7 +209,8 @@ def test_a_second_attention_of_a_block_makes_layers_of_its_own(by_hand, kind, fi
     for stack, depth in layers:
         if depth:
             attention = getattr(model.transformer_blocks[depth - 1], stack or first)
-            check_attention(seen, stack, depth, attention)
+            own = torch.arange(36).view(4, 3, 3).mT.flatten() if stack == "time" else None
+            check_attention(seen, stack, depth, attention, own)
     assert layers[second, 2].name == f"transformer_blocks.1.{second}"
     assert layers[second, 2].sources == {"attention", "projection"}
     shown = dict(describe(model, lambda run: run(x, context)).rows)["further attention"]

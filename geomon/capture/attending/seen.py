@@ -10,6 +10,7 @@ from torch import Tensor
 
 from geomon.capture.attending.attention import AttentionCall, SoftmaxCall
 from geomon.capture.tap import Columns, Projection
+from geomon.capture.tap.columns import Integers
 from geomon.capture.tokens.sampling import SampledRows, copy_rows
 
 Shape = tuple[int, ...]
@@ -34,6 +35,7 @@ class SeenAttention:
         numbers: Number of the first feature of each head among those of all ranks, by the view that
             has these heads: "query", "key", "projected_query" and "projected_key".
         other_source: Whether its keys are made of another tensor than its queries.
+        left_out: Share of the sampled tokens whose query or key as projected is not known.
     """
 
     call: AttentionCall | SoftmaxCall | None = None
@@ -47,6 +49,15 @@ class SeenAttention:
     projected: tuple[SampledRows, SampledRows] | None = None
     numbers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     other_source: bool = False
+    left_out: float = 0.0
+
+    @property
+    def lacks_queries(self) -> bool:
+        """Whether no queries and keys were seen that could be traced to projections."""
+        if isinstance(self.call, SoftmaxCall):
+            seen = self.call.made_of is not None and not self.call.doubtful
+            return self.heads is None and not seen
+        return self.heads is None and self.call is None
 
     def refuse(self, reason: str) -> None:
         """Drop what was recorded.
@@ -94,14 +105,7 @@ class SeenAttention:
         length_first: bool,
         key_role: str,
     ) -> None:
-        """Copy sampled rows of queries and keys as projected; the projections are let go.
-
-        Args:
-            rows: Returns flat indices of the sampled rows of a shape, for a role.
-            entered: Shape of the hidden states that entered the block, without the width.
-            length_first: Whether these are [length, batch].
-            key_role: Role of the keys: "key" where they come from another stack.
-        """
+        """Copy sampled rows of queries and keys as projected; the projections are let go."""
         if self.heads is None or self.projected is not None:
             return
         query, key = (columns.distinct() for columns in self.heads)
@@ -109,10 +113,10 @@ class SeenAttention:
             _sample(columns, rows, entered, role, length_first=length_first)
             for columns, role in ((query, ""), (key, key_role))
         ]
+        self.projected = sampled[0][0], sampled[1][0]
+        self.left_out = max(sampled[0][1], sampled[1][1])
         self.heads = None
-        if sampled[0] is not None and sampled[1] is not None:
-            self.projected = sampled[0], sampled[1]
-            self.numbers |= {"projected_query": query.numbers, "projected_key": key.numbers}
+        self.numbers |= {"projected_query": query.numbers, "projected_key": key.numbers}
 
 
 def columns_of_all(
@@ -145,12 +149,12 @@ def columns_of_all(
     count, odd = divmod(projection.width, width)
     if odd or count not in (heads, key_heads):
         return None
-    columns = np.arange(projection.width).reshape(count, width)
-    sequences, step = 0, (0, 0)
+    columns = np.arange(projection.width).reshape(1, count, width)
+    rows = np.arange(projection.rows)[None]
     if len(shape) == 2:
         turned = shape == entered[::-1] and (entered != shape or length_first)
-        sequences, step = (shape[1], (1, shape[1])) if turned else (shape[0], (shape[1], 1))
-    return Columns((projection,), np.zeros_like(columns), columns, (step,), sequences)
+        rows = rows.reshape(shape).T if turned else rows.reshape(shape)
+    return Columns((projection,), 0 * columns, columns, 0 * rows, rows[None], None)
 
 
 def _sample(
@@ -160,42 +164,55 @@ def _sample(
     role: str,
     *,
     length_first: bool,
-) -> SampledRows | None:
-    """Copy sampled rows of heads; None where projections are not of the same tokens."""
-    count, sequences = columns.projections[0].rows, columns.sequences
-    if any(projection.rows != count for projection in columns.projections):
-        return None
-    length = count // sequences if sequences and count % sequences == 0 else 0
-    square = len(entered) == 2 and entered[0] == entered[1]
-    turned = length_first if square else len(entered) == 2 and entered[1] == sequences
-    ordered = (length, sequences) if turned else (sequences, length)
-    shape: Shape = ordered if length else (count,)
-    if not role and count == math.prod(entered):
-        shape = entered
+) -> tuple[SampledRows, float]:
+    """Copy sampled rows of heads; the second value is the share of rows that are not known."""
+    order = None if role else _rows_of_hidden(columns, entered, length_first=length_first)
+    shape = columns.kinds.shape if order is None else entered
     indices = rows(shape, role)
-    in_order = length and shape == ordered
-    width = columns.which.shape[1]
-    values: Tensor | None = None
-    for number, projection in enumerate(columns.projections):
-        own = torch.from_numpy(columns.which.flatten() == number)
-        if not own.any():
-            continue
-        wanted = torch.from_numpy(columns.columns.flatten())[own]
-        order = _order(columns.steps[number], sequences, length) if in_order else None
-        steps = order[::-1] if order is not None and turned else order
-        taken = indices
-        if steps is not None and (turned or steps != (length, 1)):  # not in the order of indices
-            across, along = torch.unravel_index(indices, shape)
-            taken = across * steps[0] + along * steps[1]
-        part = _rows_of(projection, taken, wanted)
-        if own.all():  # of one projection, as nearly always
-            values = part
-            break
-        if values is None:
-            values = part.new_empty(len(part), len(own))
-        values[:, own.to(part.device)] = part
-    assert values is not None
-    return SampledRows(values.unflatten(1, (-1, width)), indices, shape, role)
+    token = np.full(math.prod(shape), -1)  # of each row
+    known = columns.kinds.ravel() >= 0
+    token[np.arange(known.size)[known] if order is None else order.ravel()[known]] = (
+        known.nonzero()[0]
+    )
+    taken = token[indices.numpy()]
+    left_out = float((taken < 0).mean()) if len(taken) else 0.0
+    indices, taken = indices[torch.from_numpy(taken >= 0)], taken[taken >= 0]
+    heads, width = columns.which.shape[1:]
+    kinds, values = columns.kinds.ravel()[taken], None
+    for kind, (which, places) in enumerate(zip(columns.which, columns.columns, strict=True)):
+        of_kind = kinds == kind
+        for number in np.unique(which) if of_kind.any() else ():
+            own = torch.from_numpy(which.ravel() == number)
+            at = torch.from_numpy(columns.rows[number].ravel()[taken[of_kind]])
+            wanted = torch.from_numpy(places.ravel())[own]
+            part = _rows_of(columns.projections[number], at, wanted)
+            if own.all() and of_kind.all():  # of one projection, as nearly always
+                return SampledRows(
+                    part.unflatten(1, (heads, width)), indices, shape, role
+                ), left_out
+            if values is None:
+                values = part.new_empty(len(taken), heads * width)
+            chosen = torch.from_numpy(of_kind).nonzero().to(part.device)
+            values[chosen, own.nonzero().squeeze(1).to(part.device)] = part
+    if values is None:
+        values = torch.empty(0, heads * width)
+    return SampledRows(values.unflatten(1, (heads, width)), indices, shape, role), left_out
+
+
+def _rows_of_hidden(columns: Columns, entered: Shape, *, length_first: bool) -> Integers | None:
+    """Return the row of each token in the hidden states; None if it is of no row of them."""
+    grid, rows = columns.kinds.shape, columns.rows[0]
+    if columns.tokens is not None:
+        return columns.tokens
+    order = np.arange(rows.size)
+    square = grid[0] == grid[1] and length_first
+    if entered == grid and not square:
+        return order.reshape(grid)
+    if entered == grid[::-1]:
+        return order.reshape(entered).T
+    if rows.size == math.prod(entered) and len(np.unique(rows)) == rows.size:
+        return rows  # in the order of what was projected
+    return None
 
 
 def _rows_of(projection: Projection, rows: Tensor, columns: Tensor) -> Tensor:
@@ -208,12 +225,3 @@ def _rows_of(projection: Projection, rows: Tensor, columns: Tensor) -> Tensor:
     if torch.equal(columns, torch.arange(first, first + count, dtype=torch.int64, device="cpu")):
         return copy_rows(values.narrow(-1, first, count), rows)
     return copy_rows(values, rows)[:, columns.to(values.device)]
-
-
-def _order(steps: tuple[int, int], sequences: int, length: int) -> tuple[int, int] | None:
-    """Return the steps between sequences and tokens in rows of a projection; None for neither."""
-    for order in ((length, 1), (1, sequences)):
-        across = sequences == 1 or steps[0] == order[0]
-        if across and (length == 1 or steps[1] == order[1]):
-            return order
-    return None

@@ -1,9 +1,10 @@
-"""Columns: which columns of which projection the elements of a tensor were made of.
+"""Columns: which rows and columns of which projection the elements of a tensor were made of.
 
 A projection is a product of tokens with a matrix of weights. What follows it until attention (heads
 taken apart, rotations, norms, copies) keeps each element of the same token and head: so an element
 is traced back through the operators, by where it lies in memory, and neither names of modules nor
-layouts have to be known.
+layouts have to be known. From a row of a projection it goes on to the row of the hidden states that
+the block was given. If any part of an element is not traced, the element is not.
 """
 
 import math
@@ -65,16 +66,21 @@ def layout_of(values: Tensor) -> Layout:
 
 
 class Projection:
-    """What a matrix of weights made of tokens.
+    """What a matrix of weights made of tokens; or the hidden states, of which all others are made.
 
     Args:
         values: The product.
         features: Its dimensions that count features, from the first; the others count tokens.
-        given: Address and shape of what it was made of; None where it was not seen.
+        given: Address and shape of what it was made of; None if that was not seen.
+        source: How what it was made of was itself made, and where its elements lie; None if that is
+            not known.
+        is_input: Whether these are the hidden states that the block was given.
 
     Attributes:
         given: The argument.
+        is_input: The argument.
         first: Number of its first feature among those of all ranks that share out the matrix.
+        reaches: Whether its rows may be traced to those of the hidden states.
     """
 
     def __init__(
@@ -82,12 +88,22 @@ class Projection:
         values: Tensor,
         features: tuple[int, ...],
         given: tuple[int | None, tuple[int, ...]] | None = None,
+        source: "tuple[Made, Layout] | None" = None,
+        *,
+        is_input: bool = False,
     ) -> None:
         self.first = 0
+        self.is_input = is_input
+        self._source = source
+        self.reaches: bool = is_input or (source is not None and source[0].reaches)
         self._values = values
         self._features = tuple(dim % values.ndim for dim in features)
         self._tokens = tuple(dim for dim in range(values.ndim) if dim not in self._features)
         self.given = given
+
+    def like(self, values: Tensor) -> "Projection":
+        """Make a projection of the same tokens, whose values have the width last."""
+        return Projection(values, (-1,), self.given, self._source)
 
     @property
     def rows(self) -> int:
@@ -103,6 +119,28 @@ class Projection:
     def sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shape of the product, and its dimensions that count features."""
         return tuple(self._values.shape), self._features
+
+    def outline(self, roots: "list[Projection]") -> tuple[Any, ...] | None:
+        """Return all that tracing its rows depends on (see `Made.outline`)."""
+        source = self._source if self.reaches else None
+        inner = None if source is None else source[0].outline(roots)
+        if source is not None and inner is None:
+            return None
+        return *self.sizes, self.is_input, source and source[1], inner
+
+    def trace_rows(self, rows: Integers) -> Integers:
+        """Return the rows of the hidden states that some rows were made of; -1 if not known."""
+        found = np.full_like(rows, _UNKNOWN)
+        if self.is_input or not self.reaches or self._source is None:
+            return rows if self.is_input else found
+        made, layout = self._source
+        known: list[Projection] = []
+        indices = np.stack([*np.unravel_index(rows, layout.shape[:-1]), 0 * rows])
+        traced = made.trace(layout.addresses(indices), known, of_rows=True)
+        for number, root in enumerate(known):
+            own = traced.projection == number
+            found[own] = root.trace_rows(traced.row[own])
+        return found
 
     def keep(self) -> None:
         """Copy the product: it is about to be changed in place."""
@@ -134,21 +172,29 @@ class Piece(NamedTuple):
         layout: Where its elements lie, with as many dimensions as the tensor.
         start: Index of its first element in the tensor, by dimension; None where it covers all of
             it, repeated along dimensions in which it is shorter.
-        chosen: A dimension, and which of its indices were taken; None for all.
+        chosen: Its first dimension, or another one, and which indices were taken there of each of
+            the dimensions from that one on; None for all.
+        where: Which elements of the tensor are its own, as a tensor that can be expanded to it;
+            None for all.
     """
 
     made: "Made"
     layout: Layout
     start: tuple[int, ...] | None = None
-    chosen: tuple[int, Tensor] | None = None
+    chosen: tuple[int, tuple[Tensor, ...]] | None = None
+    where: Tensor | None = None
 
     def enter(self, indices: Integers) -> tuple[Integers, NDArray[np.bool_] | None]:
         """Return the indices in the other tensor, and which are inside it (None for all)."""
         sizes = np.array(self.layout.shape, dtype=np.int64)[:, None]
+        if self.where is not None:
+            own = self.where.cpu().numpy()
+            places = np.minimum(indices, np.array(own.shape)[:, None] - 1)
+            return indices % sizes, own[tuple(places)]
         if self.chosen is not None:
-            dim, order = self.chosen
-            indices = indices.copy()
-            indices[dim] = order.cpu().numpy()[indices[dim]]
+            dim, orders = self.chosen
+            taken = [order.cpu().numpy()[indices[dim]] for order in orders]
+            indices = np.stack([*indices[:dim], *taken, *indices[dim + 1 :]])
         if self.start is None:
             return indices % sizes, None
         indices = indices - np.array(self.start, dtype=np.int64)[:, None]
@@ -172,11 +218,15 @@ class Made:
         projection: What they are themselves, instead.
         before: How the rest of the storage was made.
         pads: Whether what is of no piece is zero.
+        mixes: Whether an element is made of several numbers of its token, so that it has no column.
+        moves: Whether elements may be of another token than those at their place in the pieces.
 
     Attributes:
         out: The argument.
         projection: The argument.
+        mixes: The argument.
         roots: Projections that they come from.
+        reaches: Whether rows may be traced to those of the hidden states.
     """
 
     def __init__(
@@ -187,13 +237,19 @@ class Made:
         before: "Made | None" = None,
         *,
         pads: bool = False,
+        mixes: bool = False,
+        moves: bool = False,
     ) -> None:
         self.out = out
+        if mixes:  # of several that may tell the row, those that lead to the hidden states go first
+            pieces = sorted(pieces, key=lambda piece: not piece.made.reaches)
         self._pieces, self._before, self._pads = pieces, before, pads
+        self.mixes, self._moves = mixes, moves
         self.projection = projection
         parts = [piece.made for piece in pieces] + ([] if before is None else [before])
         own = frozenset[Projection](() if projection is None else (projection,))
         self.roots: frozenset[Projection] = own.union(*(made.roots for made in parts))
+        self.reaches: bool = any(root.reaches for root in self.roots)
 
     def outline(self, roots: list[Projection]) -> tuple[Any, ...] | None:
         """Return all that tracing depends on, for a key; None if indices chose elements.
@@ -201,13 +257,17 @@ class Made:
         Args:
             roots: Projections, to which those that are met are added; numbers stand for them.
         """
-        parts: list[Any] = [self.out, self._pads]
+        parts: list[Any] = [self.out, self._pads, self.mixes, self._moves]
         if self.projection is not None:
             if self.projection not in roots:
                 roots.append(self.projection)
-            parts.append((roots.index(self.projection), *self.projection.sizes))
+            rows = self.projection.outline(roots)
+            if rows is None:
+                return None
+            parts.append((roots.index(self.projection), rows))
         for piece in self._pieces:
-            inner = None if piece.chosen is not None else piece.made.outline(roots)
+            by_values = piece.chosen is not None or piece.where is not None
+            inner = None if by_values else piece.made.outline(roots)
             if inner is None:
                 return None
             parts.append((piece.layout, piece.start, inner))
@@ -218,7 +278,12 @@ class Made:
         return tuple(parts)
 
     def trace(
-        self, addresses: Integers, known: list[Projection], *, second: bool = False
+        self,
+        addresses: Integers,
+        known: list[Projection],
+        *,
+        second: bool = False,
+        of_rows: bool = False,
     ) -> Traced:
         """Return where elements come from.
 
@@ -226,6 +291,7 @@ class Made:
             addresses: Their addresses in the storage.
             known: Projections, to which those that are met are added.
             second: Whether sums are followed to the last of what was added, not to the first.
+            of_rows: Whether rows are asked for, and not columns.
         """
         found = Traced(*np.full((3, len(addresses)), _UNKNOWN, dtype=np.int64))
         indices, rest, inside = self.out.indices(addresses)
@@ -234,18 +300,27 @@ class Made:
                 known.append(self.projection)
             found.row[:], found.column[:] = self.projection.places(indices)
             found.projection[inside] = known.index(self.projection)
-        for piece in self._pieces[::-1] if second else self._pieces:
+        pieces = () if (self._moves if of_rows else self.mixes) else self._pieces
+        for piece in pieces[::-1] if second else pieces:
             entered, fits = piece.enter(indices)
             here = inside & (found.projection == _UNKNOWN)
             here = here if fits is None else here & fits
             if here.any():
                 inner = piece.layout.addresses(entered[:, here])
                 scaled = rest[here] * piece.layout.size // self.out.size  # in a complex number
-                _assign(found, here, piece.made.trace(inner + scaled, known, second=second))
+                _assign(
+                    found,
+                    here,
+                    piece.made.trace(inner + scaled, known, second=second, of_rows=of_rows),
+                )
         if self._pads:
             found.projection[inside & (found.projection == _UNKNOWN)] = _ZERO
         if self._before is not None and not inside.all():
-            _assign(found, ~inside, self._before.trace(addresses[~inside], known, second=second))
+            _assign(
+                found,
+                ~inside,
+                self._before.trace(addresses[~inside], known, second=second, of_rows=of_rows),
+            )
         return found
 
 
@@ -257,65 +332,70 @@ def _assign(found: Traced, here: NDArray[np.bool_], others: Traced) -> None:
 class Columns(NamedTuple):
     """The columns of projections that the heads of queries or keys are made of.
 
+    Tokens that are projected by the same weights are a *kind*: there is more than one if a model
+    has weights of their own for the tokens of an image, say.
+
     Attributes:
         projections: The projections.
-        which: Which of them each number of a head comes from, [heads, width].
-        columns: Which of its columns, [heads, width].
-        steps: From a sequence to the next, and from a token to the next, in rows of each of them.
-        sequences: Number of sequences.
+        which: Which of them each number of a head comes from, [kinds, heads, width].
+        columns: Which of its columns, [kinds, heads, width].
+        kinds: The kind of each token, [sequences, tokens]; -1 for one whose source is not known: it
+            was kept in a cache, or is learned.
+        rows: Row of each token in each projection, [projections, sequences, tokens]; -1 if it has
+            none there.
+        tokens: Row of each token in the hidden states that the block was given, [sequences,
+            tokens]; None if it is not known of all, or not another one for each.
     """
 
     projections: tuple[Projection, ...]
     which: Integers
     columns: Integers
-    steps: tuple[tuple[int, int], ...]
-    sequences: int
+    kinds: Integers
+    rows: Integers
+    tokens: Integers | None
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """Number of the first feature of each head among those of all ranks."""
         firsts = np.array([projection.first for projection in self.projections], dtype=np.int64)
-        return tuple(map(int, firsts[self.which[:, 0]] + self.columns[:, 0]))
+        return tuple(map(int, firsts[self.which[0, :, 0]] + self.columns[0, :, 0]))
 
     @property
     def repeats(self) -> int:
-        """How many heads in a row are the same, where that is the same number for all; else 1."""
+        """How many heads in a row are the same, if that is the same number for all; else 1."""
         once = self.distinct()
-        count = len(self.which) // len(once.which)
-        same = (np.array_equal(own, each.repeat(count, axis=0)) for own, each in
+        count = self.which.shape[1] // once.which.shape[1]
+        same = (np.array_equal(own, each.repeat(count, axis=1)) for own, each in
                 ((self.which, once.which), (self.columns, once.columns)))  # fmt: skip
         return count if all(same) else 1
 
     def distinct(self) -> "Columns":
         """Return those of the heads that differ, in the order of the first of each."""
-        rows = np.hstack([self.which, self.columns])
+        every = np.concatenate([self.which, self.columns], axis=2).swapaxes(0, 1)
         heads: dict[bytes, int] = {}  # np.unique takes ten times as long
-        for number, row in enumerate(rows):
-            heads.setdefault(row.tobytes(), number)
+        for number, head in enumerate(every):
+            heads.setdefault(head.tobytes(), number)
         firsts = [*heads.values()]
-        return self._replace(which=self.which[firsts], columns=self.columns[firsts])
+        return self._replace(which=self.which[:, firsts], columns=self.columns[:, firsts])
 
     def with_heads_of(self, other: "Columns") -> "Columns":
         """Add the heads of another call of the same attention that are not here yet.
 
         Args:
-            other: Columns of heads of the same width; others are not added.
+            other: Columns of heads of the same width and of the same tokens; others are not added.
         """
-        if other.which.shape[1] != self.which.shape[1] or other.sequences != self.sequences:
+        alike = other.which.shape[::2] == self.which.shape[::2]
+        if not alike or not np.array_equal(other.kinds, self.kinds):
             return self
-        projections = list(self.projections)
-        steps = list(self.steps)
-        for projection, step in zip(other.projections, other.steps, strict=True):
-            if projection not in projections:
-                projections.append(projection)
-                steps.append(step)
+        every = dict(zip(self.projections, self.rows, strict=True))
+        every = dict(zip(other.projections, other.rows, strict=True)) | every
+        projections = (*self.projections, *(x for x in every if x not in self.projections))
         order = np.array([projections.index(each) for each in other.projections])
-        joined = Columns(
-            tuple(projections),
-            np.concatenate([self.which, order[other.which]]),
-            np.concatenate([self.columns, other.columns]),
-            tuple(steps),
-            self.sequences,
+        joined = self._replace(
+            projections=projections,
+            which=np.concatenate([self.which, order[other.which]], axis=1),
+            columns=np.concatenate([self.columns, other.columns], axis=1),
+            rows=np.stack([every[each] for each in projections]),
         )
         return joined.distinct()
 
@@ -325,7 +405,11 @@ def find_columns(made: Made, values: Tensor) -> Columns | None:
 
     Args:
         made: How the storage of the heads was made.
-        values: Queries or keys, [sequences, heads, places, width].
+        values: Queries or keys, [sequences, heads, tokens, width].
+
+    Returns:
+        The columns, without those at the end that no head has (zeros that widen heads for a
+        kernel); None if there are others whose source is not known.
     """
     roots: list[Projection] = []
     outline = made.outline(roots)
@@ -346,61 +430,83 @@ def find_columns(made: Made, values: Tensor) -> Columns | None:
 # these projections among those that were met.
 _FOUND: dict[Any, tuple[tuple[int, ...], Columns | None]] = {}
 _MOST_FOUND = 16
+# More kinds of tokens than this are no kinds: each token has its own weights (experts, say).
+_MOST_KINDS = 8
 
 
 def _find_columns(made: Made, values: Tensor) -> Columns | None:
-    """Find the columns of projections that heads are made of.
+    """Trace both ends of every token, and all numbers of one token of each kind."""
+    sequences, heads, length, _ = values.shape
+    layout, known = layout_of(values), list[Projection]()
+    number, place = (each.ravel() for each in np.indices((sequences, length)))
+    every = np.arange(number.size)
 
-    Args:
-        made: How the storage of the heads was made.
-        values: Queries or keys, [sequences, heads, places, width].
+    def trace(tokens: Integers, head: int, column: int) -> Traced:
+        at = np.stack([number[tokens], 0 * tokens + head, place[tokens], 0 * tokens + column])
+        return made.trace(layout.addresses(at), known)
 
-    Returns:
-        The columns, without those at the end that no head has (zeros that widen heads for a
-        kernel); None where there are others whose source is not known.
-    """
-    length = values.shape[2]
-    # Keys at both ends may be of no token of this pass: kept in a cache, or learned.
-    for place in dict.fromkeys((length // 2, length - 1, 0)):
-        found = _columns_at(made, values, place) if values.numel() else None
-        if found is not None:
-            return found
-    return None
+    if not values.numel():
+        return None
+    ends = [trace(every, head, 0) for head in (0, heads - 1)]
+    traced = np.stack([x for end in ends for x in (end.projection, end.column)])
+    unique, kind_of = np.unique(traced, axis=1, return_inverse=True)
+    kind_of = kind_of.reshape(-1)
+    kinds = np.flatnonzero((unique[::2] >= 0).all(axis=0))
+    if not 0 < len(kinds) <= _MOST_KINDS:
+        return None
+    members = [every[kind_of == kind] for kind in kinds]
+    middle = [own[len(own) // 2] for own in members]
+    found = [_columns_of(made, layout, number[at], place[at], known) for at in middle]
+    pairs = [each for each in found if each is not None]
+    if len(pairs) < len(found) or len({each.shape for each in pairs}) > 1:
+        return None
+    which, columns = np.moveaxis(np.stack(pairs), -1, 0)
+    used = np.unique(which)
+    rows, tokens = np.full((len(used), number.size), -1), np.full(number.size, -1)
+    kind = np.full(number.size, -1)
+    for at, own in enumerate(members):
+        kind[own] = at
+        for root in np.unique(which[at]):
+            end = trace(own, *np.argwhere(which[at] == root)[0])
+            rows[used == root, own] = np.where(end.projection == root, end.row, -1)
+        first = which[at, 0, 0]
+        tokens[own] = known[first].trace_rows(rows[used == first, own])
+    of_kind = tokens[kind >= 0]
+    is_order = (of_kind >= 0).all() and len(np.unique(of_kind)) == len(of_kind)
+    grid = sequences, length
+    return Columns(
+        tuple(known[root] for root in used), np.searchsorted(used, which), columns,
+        kind.reshape(grid), rows.reshape(-1, *grid), tokens.reshape(grid) if is_order else None,
+    )  # fmt: skip
 
 
-def _columns_at(made: Made, values: Tensor, place: int) -> Columns | None:
-    """Find the columns by one token, and by the next ones the steps between tokens."""
-    sequences, heads, length, width = values.shape
-    beside = place - 1 if place else min(1, length - 1)
-    head, column = (each.flatten() for each in np.indices((heads, width)))
-    tokens = np.stack([np.zeros_like(head), head, np.full_like(head, place), column])
-    ends = tokens[:, [0, width - 1]]
-    others = np.concatenate([ends, ends], axis=1)
-    others[0, :2], others[2, 2:] = sequences - 1, beside
-    known: list[Projection] = []
-    addresses = layout_of(values).addresses(np.concatenate([tokens, others], axis=1))
+def _columns_of(
+    made: Made, layout: Layout, sequence: int, token: int, known: list[Projection]
+) -> Integers | None:
+    """Find projection and column of each number of the heads of a token, [heads, width, 2]."""
+    heads, width = layout.shape[1], layout.shape[3]
+    head, place = (each.ravel() for each in np.indices((heads, width)))
+    at = np.stack([0 * head + sequence, head, 0 * head + token, place])
+    addresses = layout.addresses(at)
     traced = made.trace(addresses, known)
-    which, row, columns = (each[:-4].reshape(heads, width) for each in traced)
+    pairs = np.stack([traced.projection, traced.column], axis=-1).reshape(heads, width, 2)
+    which = pairs[..., 0]
     kept = width - (which == _ZERO).all(axis=0)[::-1].cumprod().sum().item()
     if not kept or (which[:, :kept] < 0).any():
         return None
-    steps = [(0, 0)] * len(known)
-    for end in (1, 0):
-        number, first = (each[0, (width - 1) * end] for each in (which, row))
-        if number < 0:
-            continue
-        across, along = ((traced.row[at + end - 4] - first).item() for at in (0, 2))
-        apart = max(sequences - 1, 1), (beside - place) or 1
-        steps[number] = across // apart[0], along // apart[1]
-    pairs = np.stack([which, columns], axis=-1)[:, :kept]
+    of = [known[root] for root in np.unique(which[:, :kept])]
+    # Hidden states are no projection, and heads are of the same tokens.
+    if any(root.is_input for root in of) or len({root.rows for root in of}) > 1:
+        return None
+    pairs = pairs[:, :kept].copy()
     widest = max(projection.width for projection in known)
     numbers = np.sort(pairs[..., 0] * widest + pairs[..., 1], axis=1)
     if (numbers[:, 1:] == numbers[:, :-1]).any():
-        again = made.trace(addresses[:-4], known, second=True)
+        again = made.trace(addresses, known, second=True)
         both = np.stack([again.projection, again.column], axis=-1)
         if not _make_distinct(pairs, both.reshape(heads, width, 2)):
             return None
-    return Columns(tuple(known), pairs[..., 0], pairs[..., 1], tuple(steps), sequences)
+    return pairs
 
 
 def _make_distinct(pairs: Integers, others: Integers) -> bool:

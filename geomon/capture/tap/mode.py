@@ -129,7 +129,7 @@ class Tap(dispatch.TorchDispatchMode):
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        kind, name, names, writes = _kind_of(func)
+        kind, name, names, writes, keeps_places = _kind_of(func)
         followed = observer.following()
         try:
             if writes and followed is not None:
@@ -149,7 +149,7 @@ class Tap(dispatch.TorchDispatchMode):
                 starts: dict[int, tuple[int, ...]] = {}
                 own = [args, kwargs, result]
                 own = _on_this_rank(own, starts) if types else own
-                followed.follow(name, own[0], own[1], own[2], starts)
+                followed.follow(name, own[0], own[1], own[2], starts, keeps_places=keeps_places)
         except Exception as error:
             observer.on_failure(error)
         return result
@@ -188,6 +188,14 @@ class _Kind(NamedTuple):
     name: str  # "" where it is not known what becomes of its arguments' elements
     names: tuple[str, ...]  # of its arguments
     writes: tuple[str, ...]  # of those that it changes
+    keeps_places: bool = False  # whether what it returns has no numbers of one place at another
+
+
+# Operators that keep places without being said to work on each number alone.
+_KEEPING_PLACES = (
+    "native_layer_norm", "_fused_rms_norm", "native_dropout", "clone", "_to_copy", "copy_",
+    "native_batch_norm", "_native_batch_norm_legit", "repeat",
+)  # fmt: skip
 
 
 @functools.cache
@@ -206,4 +214,5 @@ def _kind_of(func: Any) -> _Kind:
     if {"query", "key", "value"} <= given or {"q", "k", "v"} <= given:
         kind = "sdpa" if name.startswith("_scaled_dot_product") else "flash"
         return _Kind(kind, "", names, writes)
-    return _Kind("other", name if space == "aten" else "", names, writes)
+    keeps = torch.Tag.pointwise in func.tags or name in _KEEPING_PLACES
+    return _Kind("other", name if space == "aten" else "", names, writes, keeps)

@@ -63,12 +63,14 @@ class Product:
 class _Tags(NamedTuple):
     """What is known of a storage.
 
-    Products in it, what these were multiplied by since, and how its elements were made.
+    Products in it, what these were multiplied by since, how its elements were made, and whether
+    they depend on the hidden states that the block was given, and not on other arguments alone.
     """
 
     products: tuple[Product, ...] = ()
     factor: float | None = 1.0
     made: Made | None = None
+    of_tokens: bool = False
 
 
 _TOKENS = _Tags()
@@ -79,17 +81,26 @@ class Provenance:
 
     def __init__(self) -> None:
         self._tags: dict[int, _Tags] = {}
-        self._starts: Mapping[int, tuple[int, ...]] = {}  # of the operator that is followed
+        # Of the operator that is followed.
+        self._starts: Mapping[int, tuple[int, ...]] = {}
+        self._moves = False
 
-    def start(self, values: Iterable[Any]) -> None:
+    def start(self, values: Iterable[Any], hidden: Tensor | None = None) -> None:
         """Follow tensors; those in lists, tuples and dicts too.
 
         Args:
             values: Arguments of a block.
+            hidden: The hidden states among them, with the width last; None if they are not known,
+                or if some of them are on other ranks.
         """
         for tensor in tensors_in(values):
             if tensor.is_floating_point() and (place := storage_of(tensor)) is not None:
                 self._tags.setdefault(place, _TOKENS)
+        place = None if hidden is None else storage_of(hidden)
+        if hidden is not None and place is not None:
+            root = Projection(hidden, (-1,), is_input=True)
+            made = Made(layout_of(hidden), projection=root)
+            self._tags[place] = _Tags(made=made, of_tokens=True)
 
     def products(self, values: Tensor) -> tuple[Product, ...]:
         """Return the products that flowed into a tensor.
@@ -136,17 +147,18 @@ class Provenance:
         """
         made, before = self._of(output).made, self._of(given).made
         found = None if made is None else made.projection
-        if found is not None and found.width == output.shape[-1]:
+        if found is not None and found.width == output.shape[-1] and not found.is_input:
             found.first = first
             return found
         if made is not None and before is not None and made.roots and made.roots <= before.roots:
             return None
-        projection = Projection(output, (-1,), (storage_of(given), given.shape))
-        projection.first = first
+        made = self._projection(output, (-1,), given)
+        assert made.projection is not None
+        made.projection.first = first
         place = storage_of(output)
         if place is not None:
-            self._tags[place] = _Tags(made=Made(layout_of(output), projection=projection))
-        return projection
+            self._tags[place] = _Tags(made=made, of_tokens=True)
+        return made.projection
 
     def forget(self) -> None:
         """Follow nothing; what was kept alive is freed."""
@@ -163,7 +175,11 @@ class Provenance:
         for values in tensors_in(written):
             made = self._of(values).made
             projection = None if made is None else made.projection
-            if projection is None or (name == "add_" and self._is_bias(args[1], projection.width)):
+            if (
+                projection is None
+                or projection.is_input
+                or (name == "add_" and _is_bias(args[1], projection.width))
+            ):
                 continue
             with unseen():
                 projection.keep()
@@ -175,6 +191,8 @@ class Provenance:
         kwargs: Mapping[str, Any],
         out: Any,
         starts: Mapping[int, tuple[int, ...]],
+        *,
+        keeps_places: bool = True,
     ) -> None:
         """Follow tensors through one operator.
 
@@ -185,8 +203,9 @@ class Provenance:
             out: What it returned.
             starts: First index of the parts of sharded tensors among these, by dimension, by their
                 address.
+            keeps_places: Whether what it returns has no numbers of one place at another.
         """
-        self._starts, name = starts, name.removesuffix("_")
+        self._starts, name, self._moves = starts, name.removesuffix("_"), not keeps_places
         given = tensors_in(args)
         if kwargs:
             given += tensors_in(kwargs.values())
@@ -213,9 +232,10 @@ class Provenance:
                 tags = known[0]
             elif name in _KEEPING and products:
                 tags = _Tags(products, next(each.factor for each in known if each.products))
+        of_tokens = any(each.of_tokens for each in known)
         for result, place in results:
             made = self._made(name, args, given, result, place)
-            self._tags[place] = tags._replace(made=made)
+            self._tags[place] = tags._replace(made=made, of_tokens=of_tokens)
 
     def _of(self, values: Any) -> _Tags:
         place = storage_of(values) if isinstance(values, Tensor) else None
@@ -223,6 +243,9 @@ class Provenance:
 
     def _is_followed(self, values: Tensor) -> bool:
         return storage_of(values) in self._tags
+
+    def _is_of_tokens(self, values: Tensor) -> bool:
+        return values.is_floating_point() and self._of(values).of_tokens
 
     def _multiplied(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], at: int) -> _Tags:
         """Return the tags of a product: a product of weights holds none."""
@@ -245,36 +268,46 @@ class Provenance:
         if name in _FACTORS:
             return self._made_by_product(args[_FACTORS[name] :], out)
         if "mm" in name or name.endswith("linear"):  # of other types of numbers
-            return _projection(out, (-1,), args[0]) if self._is_followed(args[0]) else None
+            return self._projection(out, (-1,), args[0]) if self._is_followed(args[0]) else None
         if name in _MIXING or not name:
             return None
+        if name == "add" and (found := self._sum(given, out)) is not None:
+            return found
         if any(storage_of(values) == place for values in given):  # changed in place
             before = self._tags.get(place, _TOKENS).made
-            if name != "copy":
+            if name == "copy":
+                return self._like([args[1]], out, before=before) or before
+            others = [values for values in given if storage_of(values) != place]
+            changed = self._like(given, out) if others and before is not None else None
+            if before is None or changed is None:
                 return before
-            return Made(layout, self._like([args[1]], out), before=before)
+            if not changed.mixes and not (self._moves and any(map(self._is_of_tokens, others))):
+                return before
+            return Made(layout, [Piece(before, layout)], before=before, mixes=True)
         if name == "convolution":
             if args[8] != args[0].shape[1]:  # groups
-                return _projection(out, (1,), args[0])
+                return self._projection(out, (1,), args[0])
             made = self._of(args[0]).made  # a filter for each channel
-            return None if made is None else Made(layout, [Piece(made, layout_of(args[0]))])
+            if made is None:
+                return None
+            # Places that were joined before the tokens are seen by the first of them.
+            shift = [own - other for own, other in zip(out.shape, args[0].shape, strict=True)][2:]
+            is_short = any(size > 0 for size in shift) or any(step != 1 for step in args[3])
+            start = (0, 0, *shift)
+            return Made(layout, [Piece(made, layout_of(args[0]), start)], moves=is_short)
         if name in ("cat", "stack"):
             return Made(layout, self._joined(name, args, out))
         if name == "constant_pad_nd":
             return self._padded(args, out)
         if name == "index_select":
-            made = self._of(args[0]).made
-            if made is None:
-                return None
-            return Made(
-                layout, [Piece(made, layout_of(args[0]), None, (args[1] % out.ndim, args[2]))]
-            )
+            return self._taken(args[0], [None] * (args[1] % out.ndim) + [args[2]], out)
         if name == "index":
             return self._taken(args[0], args[1], out)
-        pieces = self._like(given, out)
-        if name == "add" and len(given) == 2 and (found := self._sum(given, out)) is not None:
-            return found
-        return Made(layout, pieces) if pieces else None
+        if name == "where" and len(args) == 3:
+            return self._chosen(args, out)
+        if name in ("roll", "flip"):
+            return self._turned(name, args, out)
+        return self._like(given, out)
 
     def _made_by_product(self, factors: tuple[Any, ...], out: Tensor) -> Made | None:
         """Say of a product with weights that it is a projection."""
@@ -286,10 +319,18 @@ class Provenance:
         features: tuple[int, ...] = (-1,) if on_left else (-2,)
         if out.ndim == 3 and weight.shape[0] > 1 and weight.stride(0):
             features = (0, *features)  # a matrix for each head
-        made = _projection(out, features, tokens)
+        made = self._projection(out, features, tokens)
         if made.projection is not None and id(weight) in self._starts:
             made.projection.first = self._starts[id(weight)][-1 if on_left else -2]
         return made
+
+    def _projection(self, out: Tensor, features: tuple[int, ...], tokens: Tensor) -> Made:
+        """Say of an operator's result that it is a projection of tokens."""
+        before = self._of(tokens).made
+        in_order = before is not None and features[-1] == -1  # the width of the tokens is last
+        source = (before, layout_of(tokens)) if before is not None and in_order else None
+        given = storage_of(tokens), tokens.shape
+        return Made(layout_of(out), projection=Projection(out, features, given, source))
 
     def _taken(self, values: Tensor, indices: Sequence[Tensor | None], out: Tensor) -> Made | None:
         """Say of some of a tensor's elements which these are."""
@@ -297,46 +338,83 @@ class Provenance:
         dims = [dim for dim, index in enumerate(indices) if index is not None]
         if made is None:
             return None
-        index = indices[dims[0]]
-        assert index is not None
-        if len(dims) == 1 and index.ndim == 1 and index.dtype != torch.bool:
-            return Made(layout_of(out), [Piece(made, layout, None, (dims[0], index))])
-        count = sum(
-            each.ndim if each.dtype == torch.bool else 1 for each in indices if each is not None
-        )
-        if dims != [*range(len(dims))]:
+        orders: list[Tensor] = []
+        for index in indices:
+            if index is not None:
+                orders += index.nonzero().unbind(1) if index.dtype == torch.bool else [index]
+        if dims == [*range(dims[0], dims[-1] + 1)] and all(each.ndim == 1 for each in orders):
+            return Made(layout_of(out), [Piece(made, layout, None, (dims[0], tuple(orders)))])
+        if dims[0]:
             return None
         # Tokens, whose order is no longer known.
-        layout = layout._replace(shape=layout.shape[count:], strides=layout.strides[count:])
+        layout = layout._replace(
+            shape=layout.shape[len(orders) :], strides=layout.strides[len(orders) :]
+        )
         for _ in range(out.ndim - len(layout.shape)):
             layout = layout.with_dimension(0)
-        return Made(layout_of(out), [Piece(made, layout)])
+        return Made(layout_of(out), [Piece(made, layout)], moves=True)
 
-    def _like(self, given: Iterable[Tensor], out: Tensor) -> list[Piece]:
-        """List the tensors that have, at the same places, what elements were made of."""
-        found: list[Piece] = []
-        for values in given:
-            made = self._of(values).made
+    def _turned(self, name: str, args: tuple[Any, ...], out: Tensor) -> Made | None:
+        """Say of what was shifted around, or turned over, along some dimensions where it was."""
+        made, layout = self._of(args[0]).made, layout_of(args[0])
+        dims = args[-1] if name == "flip" or len(args) > 2 else ()
+        if made is None or not dims:
+            return None
+        found = made
+        for number, dim in enumerate(dims):
+            order = torch.arange(out.shape[dim], dtype=torch.int64, device="cpu")
+            order = order.flip(0) if name == "flip" else order.roll(args[1][number])
+            found = Made(layout, [Piece(found, layout, None, (dim % out.ndim, (order,)))])
+        return Made(layout_of(out), [Piece(found, layout)])
+
+    def _chosen(self, args: tuple[Any, ...], out: Tensor) -> Made | None:
+        """Say of what a condition chose of two tensors which elements are of which."""
+        condition, pieces = args[0].expand(out.shape), []
+        for values, own in ((args[1], condition), (args[2], ~condition)):
+            made = self._of(values).made if isinstance(values, Tensor) else None
             layout = None if made is None else _fitted(layout_of(values), out)
-            if made is None or layout is None:
+            if made is not None and layout is not None:
+                pieces.append(Piece(made, layout, where=own))
+        return Made(layout_of(out), pieces) if pieces else None
+
+    def _like(
+        self, given: Iterable[Tensor], out: Tensor, before: Made | None = None
+    ) -> Made | None:
+        """Say of what has numbers of several tensors at each place what these were made of.
+
+        Numbers that are made of the tokens in a way that is not known, one for each element, leave
+        it unknown; one for each row, as a norm has them, do not.
+        """
+        pieces: list[Piece] = []
+        mixes = False
+        for values in given:
+            tags = self._tags.get(storage_of(values) or 0)
+            if tags is None:
                 continue
-            if found and made.roots.isdisjoint(found[0].made.roots):
-                return []  # of two projections, which of them is not clear
-            found.append(Piece(made, layout))
-        return found
+            layout = None if tags.made is None else _fitted(layout_of(values), out)
+            if tags.made is None or layout is None:
+                mixes |= tags.of_tokens and _is_one_for_each(values, out)
+                continue
+            mixes |= bool(pieces) and tags.made.roots.isdisjoint(pieces[0].made.roots)
+            pieces.append(Piece(tags.made, layout))
+        if not pieces and before is None:
+            return None
+        return Made(layout_of(out), pieces, before=before, mixes=mixes, moves=self._moves)
 
     def _sum(self, given: list[Tensor], out: Tensor) -> Made | None:
-        """Take for a projection the sum of one with its bias, or with that of an adapter."""
+        """Take for a projection the sum of one with its bias, or of several of the same tokens."""
         whole = [made for values in given if (made := self._of(values).made) is not None]
-        roots = [root for made in whole for root in made.roots]
-        if not whole or any(root.rows * root.width != out.numel() for root in roots):
+        roots = [*dict.fromkeys(root for made in whole for root in made.roots)]
+        width = out.shape[-1]
+        if len(given) != 2 or not roots or any(root.is_input for root in roots):
             return None
-        width, other = out.shape[-1], given[1]
-        biased = len(whole) == len(roots) == 1 and self._is_bias(other, width)
-        joined = len(whole) == len(roots) == 2 and roots[0] is not roots[1]
-        if any(root.width != width for root in roots) or not (biased or joined):
+        if any(root.rows * width != out.numel() or root.width < width for root in roots):
             return None
-        return Made(layout_of(out), projection=Projection(out, (-1,), roots[0].given))
+        biased = len(whole) == len(roots) == 1 and _is_bias(given[1], width)
+        joined = len(whole) == len(roots) == 2
+        if not (joined or (biased and roots[0].width == width)):
+            return None
+        return Made(layout_of(out), projection=roots[0].like(out))
 
     def _joined(self, name: str, args: tuple[Any, ...], out: Tensor) -> list[Piece]:
         """Say of what several tensors were joined to that its parts are these."""
@@ -364,14 +442,16 @@ class Provenance:
         before = (*(0,) * (out.ndim - len(widths) // 2), *widths[::2][::-1])
         return Made(layout_of(out), [Piece(made, layout_of(values), before)], pads=True)
 
-    def _is_bias(self, values: Any, width: int) -> bool:
-        """Whether a tensor that is added has one number for each feature, and is no token's."""
-        return isinstance(values, Tensor) and values.shape == (width,)
+
+def _is_bias(values: Any, width: int) -> bool:
+    """Whether a tensor that is added has one number for each feature, and is no token's."""
+    return isinstance(values, Tensor) and values.shape == (width,)
 
 
-def _projection(out: Tensor, features: tuple[int, ...], tokens: Tensor) -> Made:
-    given = storage_of(tokens), tokens.shape
-    return Made(layout_of(out), projection=Projection(out, features, given))
+def _is_one_for_each(values: Tensor, out: Tensor) -> bool:
+    """Whether a tensor has a number for each element of another, and not one for each row."""
+    alike = bool(values.ndim and out.ndim) and values.shape[-1] == out.shape[-1] > 1
+    return alike and values.is_floating_point() and values.stride(-1) != 0
 
 
 def _fitted(layout: Layout, out: Tensor) -> Layout | None:

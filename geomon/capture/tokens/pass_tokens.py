@@ -189,7 +189,8 @@ class PassTokens:
         Returns:
             False where there is padding, a tensor of the given shape; None where nothing says it.
         """
-        known = self.padding.valid(shape, role, turned=self._by_modules or self.turned)
+        turned = not role and (self._by_modules or self.turned)
+        known = self.padding.valid(shape, role, turned=turned)
         streams = None if role else self._streams(shape)
         if known is not None or streams is None:
             return known
@@ -284,7 +285,7 @@ class PassTokens:
             role: "key" for keys that come from another stack.
         """
         if role and len(shape) > 1:
-            return rows_as_sequences(shape, length_first=self.length_first).numbers.flatten()[rows]
+            return rows_as_sequences(shape, length_first=False).numbers.flatten()[rows]
         found = None if role else self.sequences(shape)
         return None if found is None else found.numbers.flatten()[rows]
 
