@@ -83,8 +83,13 @@ _NO_ATTENTION = (
     "inference path of nn.TransformerEncoder, in eval mode without gradients, shows none: measure "
     "by a probe)"
 )
+_WEIGHTS_CHANGED = (
+    "values are mixed by other weights than those of the softmax, which are changed before they "
+    "are used: entropy and the like are those of the softmax"
+)
 _CALLED_AGAIN = (
-    "it is called more than once in the block, and only the first call is measured (a second "
+    "it is called more than once in the block, and one call is measured: the first of its own "
+    "module, else the first (a second "
     "attention is measured by itself where it is a module that projects to queries and keys under "
     "names such as to_q and to_k)"
 )
@@ -479,6 +484,8 @@ class StackBuilder:
         if seen.call is not None:
             if "visible" in captured and self._goes_across(seen.call, captured):
                 self._remark("attention", depth, _ACROSS, stack)
+            if seen.weights.changed:
+                self._remark("attention", depth, _WEIGHTS_CHANGED, stack)
             if seen.further:
                 self._remark("attention", depth, _CALLED_AGAIN, stack)
         if "projection" not in self._sources:

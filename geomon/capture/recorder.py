@@ -1,5 +1,6 @@
 """Recorder: keeps sampled queries, keys and scores of the attentions that a tap sees."""
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,6 +13,7 @@ from geomon.capture.attending.attention import (
     Arguments,
     AttentionCall,
     NotUnderstoodError,
+    SoftmaxCall,
     record_call,
 )
 from geomon.capture.attending.by_hand import (
@@ -23,11 +25,13 @@ from geomon.capture.attending.by_hand import (
 )
 from geomon.capture.attending.fused import read_flash, read_flex, read_sdpa
 from geomon.capture.attending.max_logit import max_logits_of_call, max_logits_of_scores
-from geomon.capture.attending.seen import SeenAttention, columns_of_all
+from geomon.capture.attending.seen import Rank, SeenAttention, columns_of_all
 from geomon.capture.first_pass import BlockCall, StackPass
 from geomon.capture.modes import unseen
 from geomon.capture.storage import local_shard
 from geomon.capture.tap import Columns, Provenance
+
+_OTHER_TOKENS = "{} x {} queries were attended with, of {} tokens"
 
 # What reads the arguments of a call of fused attention, by its route.
 _FUSED = {"sdpa": read_sdpa, "flex": read_flex, "flash": read_flash}
@@ -106,24 +110,25 @@ class AttentionRecorder:
             return
         stack_pass, block_call, _ = current
         index = block_call.running_attention or 0
-        seen = block_call.seen(index)
-        inside = block_call.running_attention == index
-        again = isinstance(seen.call, AttentionCall)
-        seen.further = seen.further or again
-        # The first call counts, but one from the attention's own module goes before others.
-        again = again and (not inside or seen.inside)
-        seen.inside = seen.inside or inside
+        seen, provenance = block_call.seen(index), block_call.provenance
         with self._guarded(), torch.no_grad(), unseen():
+            again = isinstance(seen.call, AttentionCall)
+            seen.further = seen.further or again
             try:
                 call = _FUSED[route](given)
                 _show_shape(call, stack_pass, block_call)
-                if route != "sdpa":
-                    _check_tokens(call, stack_pass.shape_at(block_call))
-                columns = [block_call.provenance.columns(x) for x in (call.query, call.key)]
+                columns = [provenance.columns(x) for x in (call.query, call.key)]
+                of_tokens = _are_tokens(call, columns[0], stack_pass.shape_at(block_call))
+                rank = Rank(block_call.running_attention == index, of_tokens, fused=True)
+                if not seen.takes(rank):
+                    return
+                if route != "sdpa" and not of_tokens:
+                    count = math.prod(stack_pass.shape_at(block_call))
+                    raise NotUnderstoodError(_OTHER_TOKENS.format(*call.query.shape[::2], count))
+                again = seen.call is not None
                 seen.add_heads(*columns)
                 call = _as_made(call, *columns)
                 if not again:
-                    seen.max_logits.clear()
                     seen.call, seen.route = record_call(stack_pass.sampler, call), route
                     seen.number_heads(*columns)
                 self._keep_max_logits(seen, call)
@@ -155,9 +160,10 @@ class AttentionRecorder:
         if index is None or (logarithm and not products):
             return
         seen = block_call.seen(index)
-        if isinstance(seen.call, AttentionCall) or seen.refused or not stack_pass.shape:
+        rank = Rank(block_call.running_attention == index, of_tokens=True)
+        if rank < seen.rank or seen.refused or not stack_pass.shape:
             return
-        if seen.call is not None:
+        if rank == seen.rank and isinstance(seen.call, SoftmaxCall):
             if is_second_softmax(seen.call, scores, dim):
                 if index < len(block.attentions):
                     seen.refuse(SEVERAL_SOFTMAXES)
@@ -176,11 +182,12 @@ class AttentionRecorder:
             except NotUnderstoodError as error:
                 seen.passed_over = seen.passed_over or str(error)
                 return
-            if call is None:
+            if call is None or not seen.takes(rank):
                 return
             stack_pass.take_attention(block_call, known.shape)
             seen.add_heads(*columns)
             seen.call, seen.route = call, "softmax"
+            provenance.expect(seen.weights)
             seen.number_heads(*columns)
             arranged = arrange_scores(local_shard(scores), dim, known)
             if arranged is not None:
@@ -286,20 +293,14 @@ def _fits(scores: Tensor, dim: int, known: Known) -> bool:
     return arranged is not None and sorted(arranged.shape[::2]) == sorted(known.shape)
 
 
-def _check_tokens(given: Arguments, shape: tuple[int, ...]) -> None:
-    """Refuse queries that are not those of the tokens that a block was given.
+def _are_tokens(given: Arguments, query: Columns | None, shape: tuple[int, ...]) -> bool:
+    """Whether queries are the tokens that a block was given, or those that are no padding.
 
     A function may have the name of another and take its arguments in another order.
-
-    Raises:
-        NotUnderstoodError: There are not as many.
     """
     sequences, _, queries, _ = given.query.shape
-    count = torch.Size(shape).numel()
-    if shape and sequences * queries != count:
-        raise NotUnderstoodError(
-            f"{sequences} x {queries} queries were attended with, of {count} tokens"
-        )
+    traced = query is not None and query.tokens is not None
+    return traced or not shape or sequences * queries == math.prod(shape)
 
 
 def _index_of_softmax(block: Block, block_call: BlockCall, *, made: bool) -> int | None:

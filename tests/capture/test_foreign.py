@@ -1,6 +1,7 @@
 """What code that nobody here wrote does in its blocks: seen as it is, and left as it is."""
 
 import contextlib
+import re
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm
 
-from geomon import Monitor, describe, every, measure
+from geomon import Monitor, describe, every, measure, read
 
 HEADS, WIDTH, LENGTH = 4, 32, 16
 
@@ -226,3 +227,184 @@ def test_a_frozen_encoder_keeps_its_fused_path(within, tmp_path):
         values = monitor.probe(0, {"src": x, "src_key_padding_mask": padding})
         assert values is None or "attention_entropy/mean" in values.values
     assert torch.equal(step(), plain)
+
+
+# -- which attention is the block's ----------------------------------------------------------------
+
+
+def causal(scores):
+    return scores.masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf)
+
+
+def weights_of(q, k):
+    return causal(q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+
+
+class Attention(Block):
+    """An attention alone, without its residual."""
+
+    def __init__(self, *, by_hand):
+        super().__init__()
+        self.by_hand = by_hand
+
+    def attend(self, q, k, v):
+        self.weights = weights_of(q, k)
+        return self.weights @ v if self.by_hand else super().attend(q, k, v)
+
+    def forward(self, x):
+        return self.branch(x)
+
+
+def over_states(block, states):
+    """[batch, token, 2, width]: each token asks its own two states."""
+    asks = block.asks.expand(*states.shape[:2], -1, -1)
+    return F.scaled_dot_product_attention(asks, states, states)[..., 0, :]
+
+
+def over_projected_states(block, states):
+    q, k = block.one(states[..., 1:, :]), block.other(states)
+    return F.scaled_dot_product_attention(q, k, states)[..., 0, :]
+
+
+def over_all_tokens(block, states):
+    """Not over depth: over all tokens, from outside the attention's own module."""
+    x = states[..., 1, :]
+    q, k = (by_head(each(x)) for each in (block.one, block.other))
+    return F.scaled_dot_product_attention(q, k, by_head(x)).transpose(1, 2).flatten(2)
+
+
+def by_hand_over_all_tokens(block, states):
+    x = states[..., 1, :]
+    return (block.one(x) @ block.other(x).mT).softmax(-1) @ x
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize(
+    "mix", [over_states, over_projected_states, over_all_tokens, by_hand_over_all_tokens]
+)
+def test_attention_outside_the_block_s_own_module_is_not_taken_for_it(mix, by_hand, before):
+    class Mixing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = Attention(by_hand=by_hand)
+            self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.asks = nn.Parameter(torch.randn(1, WIDTH))
+
+        def forward(self, x):
+            if before:
+                x = x + mix(self, torch.stack([x, x], dim=-2))
+            y = x + self.attention(x)
+            return y if before else y + mix(self, torch.stack([x, y], dim=-2))
+
+    model = Model(Mixing)
+    values = measure(model, ids(), metrics=["attention_entropy", "qk_cosine"])
+    model(ids())
+    for number, layer in enumerate(model.layers, 1):
+        own = layer.attention
+        entropy = torch.special.entr(own.weights.double()).sum(-1).mean((0, 2))
+        means = (by_head(each).detach().double().mean((0, 2)) for each in (own.q, own.k))
+        cosines = F.cosine_similarity(*means, dim=1)
+        for metric, right in (("attention_entropy", entropy), ("qk_cosine", cosines)):
+            found = [values[f"{metric}/layer_{number:02d}/head_{head}"] for head in range(HEADS)]
+            assert found == pytest.approx(right.tolist(), abs=1e-5)
+
+
+def straight_through(weights):
+    hard = F.one_hot(weights.argmax(-1), weights.shape[-1]).to(weights.dtype)
+    return hard + weights - weights.detach()
+
+
+def scattered(weights):
+    top = weights.topk(2, dim=-1)
+    return torch.zeros_like(weights).scatter(-1, top.indices, top.values)
+
+
+USES = {
+    "straight through": (straight_through, True),
+    "one-hot alone": (lambda w: F.one_hot(w.argmax(-1), w.shape[-1]).to(w.dtype), True),
+    "the largest two": (scattered, True),
+    "sharpened": (lambda w: w**2 / (w**2).sum(-1, keepdim=True), True),
+    "mixed over heads": (lambda w: torch.einsum("hg,bhqk->bgqk", torch.eye(HEADS) + 0.1, w), False),
+    "as they are": (lambda w: w, False),
+    "in half precision and back": (lambda w: w.half().float(), False),
+    "with dropout": (lambda w: F.dropout(w, 0.1), False),
+    "hidden again": (lambda w: w.masked_fill(torch.eye(LENGTH).triu(1).bool(), 0), False),
+    "by a mask of heads": (lambda w: w * torch.ones(HEADS, 1, 1), False),
+    "without NaN": (torch.nan_to_num, False),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("use", USES)
+def test_weights_that_are_changed_before_they_are_used_are_said(use, grad, tmp_path):
+    change, is_said = USES[use]
+
+    class Changing(Block):
+        def attend(self, q, k, v):
+            return change(weights_of(q, k)) @ v
+
+    model = Model(Changing)
+    if grad:
+        with Monitor(model, directory=tmp_path, schedule=every(1), sinks=[]) as monitor, monitor(0):
+            model(ids()).sum().backward()
+        notes = [note.words() for note in read(tmp_path)[0].notes]
+    else:
+        notes = list(measure(model, ids(), metrics=["attention_entropy"]).notes)
+    assert any("mixed by other weights" in note for note in notes) == is_said, notes
+
+
+@torch.library.custom_op("geomon_tests::unpadded", mutates_args=())
+def unpadded(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor, causal: bool,
+) -> torch.Tensor:  # fmt: skip
+    """Attention of sequences behind one another, [tokens, heads, width], as FlashAttention's."""
+    out = torch.empty_like(q)
+    for start, end in zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist(), strict=True):
+        one = (x[start:end].transpose(0, 1) for x in (q, k, v))
+        out[start:end] = F.scaled_dot_product_attention(*one, is_causal=causal).transpose(0, 1)
+    return out
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["heads unpadded", "tokens unpadded"])
+def test_attention_without_padding_is_that_of_the_tokens(early):
+    """Padding is taken out of queries and keys, or of what is projected to them."""
+    mask = torch.arange(LENGTH) < torch.tensor([16, 9, 12, 5, 16, 7, 3, 11])[:, None]
+    ends = F.pad(mask.sum(1).cumsum(0), (1, 0)).int()
+
+    class Unpadded(Block):
+        packs = False
+
+        def branch(self, x):
+            if not self.packs:
+                return super().branch(x)
+            y = self.norm(x)
+            where = mask.flatten().nonzero().squeeze(1)
+            rows = y.flatten(0, 1)[where] if early else y
+            parts = [p(rows) for p in (self.q_proj, self.k_proj, self.v_proj)]
+            parts = [(p if early else p.flatten(0, 1)[where]).unflatten(-1, (HEADS, -1))
+                     for p in parts]  # fmt: skip
+            mixed = unpadded(*parts, ends, ends, True)
+            out = torch.zeros(mask.numel(), WIDTH).index_copy(0, where, mixed.flatten(1))
+            return self.o_proj(out.view(x.shape))
+
+        def attend(self, q, k, v):
+            seen = mask[:, None, None] & torch.ones(LENGTH, LENGTH).tril().bool()
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+    class Padded(Model):
+        def forward(self, ids, attention_mask=None):
+            return super().forward(ids)
+
+    model = Padded(Unpadded)
+    metrics = ["attention_entropy", "qk_cosine", "query_mean_norm", "mean_square_norm"]
+    batch = {"ids": ids(), "attention_mask": mask}
+    expected = measure(model, batch, metrics=metrics)
+    Unpadded.packs = True
+    found = measure(model, batch, metrics=metrics)
+    # Queries in one row have no sequences that a margin could leave out.
+    without = {name for name in expected if re.fullmatch("attention_entropy.*margin", name)}
+    assert found.keys() == expected.keys() - without
+    right = {name: expected[name] for name in found}
+    assert {name: found[name] for name in found} == pytest.approx(right, abs=1e-4, rel=1e-4)

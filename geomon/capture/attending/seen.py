@@ -3,17 +3,32 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from geomon.capture.attending.attention import AttentionCall, SoftmaxCall
-from geomon.capture.tap import Columns, Projection
+from geomon.capture.tap import Columns, Projection, Weights
 from geomon.capture.tap.columns import Integers
 from geomon.capture.tokens.sampling import SampledRows, copy_rows
 
 Shape = tuple[int, ...]
+
+
+class Rank(NamedTuple):
+    """What decides which call in a block is that of its attention: the greater one, or the first.
+
+    Attributes:
+        inside: Whether it came from the attention's own module.
+        of_tokens: Whether its queries are the tokens of the block.
+        fused: Whether it is a call of fused attention, and not a softmax.
+    """
+
+    inside: bool = False
+    of_tokens: bool = False
+    fused: bool = False
 
 
 @dataclass
@@ -26,9 +41,9 @@ class SeenAttention:
         refused: Why its call was not kept, or must not be; "" for no reason.
         passed_over: Why a softmax was not taken for its own.
         max_logits: Largest score of each row of each of its calls, [sequences, heads, queries].
-        inside: Whether the call came from its own module, and not from elsewhere in the block:
-            such a call goes before another.
-        further: Whether it was called again, which is not measured.
+        rank: What tells its call from others in the block (see `Rank`).
+        further: Whether attention was called again, which is not measured.
+        weights: What became of the weights that its softmax made.
         heads: Columns of projections of which its queries and its keys are made; None where these
             are not known.
         projected: Rows of its queries and of its keys as projected, [rows, heads, head width].
@@ -43,13 +58,14 @@ class SeenAttention:
     refused: str = ""
     passed_over: str = ""
     max_logits: list[Tensor] = field(default_factory=list)
-    inside: bool = False
+    rank: Rank = field(default_factory=Rank)
     further: bool = False
     heads: tuple[Columns, Columns] | None = None
     projected: tuple[SampledRows, SampledRows] | None = None
     numbers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     other_source: bool = False
     left_out: float = 0.0
+    weights: Weights = field(default_factory=Weights)
 
     @property
     def lacks_queries(self) -> bool:
@@ -58,6 +74,20 @@ class SeenAttention:
             seen = self.call.made_of is not None and not self.call.doubtful
             return self.heads is None and not seen
         return self.heads is None and self.call is None
+
+    def takes(self, rank: Rank) -> bool:
+        """Say whether a call is one of this attention; what was recorded of a lower one is dropped.
+
+        Args:
+            rank: What tells the call from others.
+        """
+        if self.call is not None and rank < self.rank:
+            return False
+        if rank > self.rank:
+            self.call, self.route, self.heads = None, "", None
+            self.max_logits.clear()
+        self.rank = rank
+        return True
 
     def refuse(self, reason: str) -> None:
         """Drop what was recorded.

@@ -36,6 +36,11 @@ _COPIES = ("clone", "_to_copy")
 _KEEPING = (
     "add", "sub", "masked_fill", "where", "copy", "cat", "maximum", "constant_pad_nd", "index",
 )  # fmt: skip
+# Operators after which weights are still those of the softmax: dropout, masks, other types.
+_KEEPING_WEIGHTS = (
+    "clone", "_to_copy", "copy", "native_dropout", "mul", "div", "masked_fill", "where", "cat",
+    "index", "index_select", "constant_pad_nd", "nan_to_num", "repeat",
+)  # fmt: skip
 # Operators after which an element is not what it was made of at the same place.
 _MIXING = ("_softmax", "_log_softmax", "cumsum", "sort", "gather", "scatter")
 
@@ -60,17 +65,30 @@ class Product:
         return self.left.shape[:-1].numel() * self.right.shape[-1]
 
 
+@dataclass
+class Weights:
+    """What becomes of the weights that a softmax made.
+
+    Attributes:
+        changed: Whether values are mixed by what was made of them, and not by themselves.
+    """
+
+    changed: bool = False
+
+
 class _Tags(NamedTuple):
     """What is known of a storage.
 
-    Products in it, what these were multiplied by since, how its elements were made, and whether
-    they depend on the hidden states that the block was given, and not on other arguments alone.
+    Products in it, what these were multiplied by since, how its elements were made, whether they
+    depend on the hidden states that the block was given, and not on other arguments alone, and the
+    weights in it, with whether these were changed.
     """
 
     products: tuple[Product, ...] = ()
     factor: float | None = 1.0
     made: Made | None = None
     of_tokens: bool = False
+    weights: tuple[Weights, bool] | None = None
 
 
 _TOKENS = _Tags()
@@ -84,6 +102,7 @@ class Provenance:
         # Of the operator that is followed.
         self._starts: Mapping[int, tuple[int, ...]] = {}
         self._moves = False
+        self._expected: Weights | None = None  # of the softmax that comes next
 
     def start(self, values: Iterable[Any], hidden: Tensor | None = None) -> None:
         """Follow tensors; those in lists, tuples and dicts too.
@@ -120,6 +139,14 @@ class Provenance:
             The number; None where it was multiplied by tensors, or changed in another way.
         """
         return self._of(values).factor
+
+    def expect(self, weights: Weights) -> None:
+        """Follow what the next softmax makes.
+
+        Args:
+            weights: Takes note of what becomes of it.
+        """
+        self._expected = weights
 
     def columns(self, heads: Tensor) -> Columns | None:
         """Return the columns of projections that queries or keys were made of.
@@ -215,7 +242,7 @@ class Provenance:
         outputs = [place for _, place in results]
         for place in {*outputs} - {*places}:  # what lay there before is gone
             self._tags.pop(place, None)
-        if not known:
+        if not known or name.endswith("_like"):  # of which nothing but the shape is taken
             return
         if outputs == places:  # a view, or a change in place
             if name in _SCALINGS:
@@ -233,6 +260,7 @@ class Provenance:
             elif name in _KEEPING and products:
                 tags = _Tags(products, next(each.factor for each in known if each.products))
         of_tokens = any(each.of_tokens for each in known)
+        tags = tags._replace(weights=self._weights(name, known))
         for result, place in results:
             made = self._made(name, args, given, result, place)
             self._tags[place] = tags._replace(made=made, of_tokens=of_tokens)
@@ -243,6 +271,20 @@ class Provenance:
 
     def _is_followed(self, values: Tensor) -> bool:
         return storage_of(values) in self._tags
+
+    def _weights(self, name: str, known: Sequence[_Tags]) -> tuple[Weights, bool] | None:
+        """Say whether what an operator returned is weights of attention, and whether changed."""
+        if name == "_softmax" and self._expected is not None:
+            weights, self._expected = self._expected, None
+            return weights, False
+        given = [each.weights for each in known if each.weights is not None]
+        if not given or name in _FACTORS:
+            for weights, changed in given if name in _FACTORS else ():
+                weights.changed |= changed
+            return None
+        others = any(each.of_tokens and each.weights is None for each in known)
+        changed = name not in _KEEPING_WEIGHTS or others or any(was for _, was in given)
+        return given[0][0], changed
 
     def _is_of_tokens(self, values: Tensor) -> bool:
         return values.is_floating_point() and self._of(values).of_tokens
