@@ -106,6 +106,23 @@ _RESTARTS = (
     "blocks are called again on something else than the last block gave (another part of the "
     "sequences, say): each call is a layer, and its rows may not be those of the layers before"
 )
+_ADDS_OUTSIDE = (
+    "blocks return branches, and what they were given is added outside of them: layers are the "
+    "sums, which enter the next block or the final norm"
+)
+_LAST_BRANCH = "; the last layer is the branch, whose sum enters no norm that is a module"
+_SIDE_BY_SIDE = (
+    "blocks are given the same hidden states, side by side: a layer is not made of the one before"
+)
+_HIDES_BETWEEN = (
+    "what enters a block is not what the block before returned, and what is done between them was "
+    "not seen (only with metrics of attention, and outside of compiled code): layers are what the "
+    "blocks return, which may be a branch without its residual"
+)
+_PASSED_OVER = (
+    "the blocks were run {count} times: the first is measured, of those in which gradients are "
+    "recorded if there are any"
+)
 _SEVERAL = (
     "blocks give several tensors of the shape of hidden states, and the first is measured. Where "
     "the hidden state is their sum (a branch and its residual), this is one part of it"
@@ -349,6 +366,17 @@ class StackBuilder:
         notes += self._tokens.notes(stack)
         if stack_pass.hands_on_several:
             notes.append(Note(_SEVERAL, _SEVERAL, stack))
+        sums = [block_call.is_sum for block_call in stack_pass.block_calls]
+        if any(sums):
+            text = _ADDS_OUTSIDE + _LAST_BRANCH * (not sums[-1])
+            notes.append(Note(text, text, stack))
+        if stack_pass.side_by_side:
+            notes.append(Note(_SIDE_BY_SIDE, _SIDE_BY_SIDE, stack))
+        if stack_pass.hides_between:
+            notes.append(Note(_HIDES_BETWEEN, _HIDES_BETWEEN, stack))
+        if stack_pass.passed_over:
+            text = _PASSED_OVER.format(count=stack_pass.passed_over + 1)
+            notes.append(Note(text, text, stack))
         if stack_pass.restarts:
             notes.append(Note(_RESTARTS, _RESTARTS, stack))
         return notes

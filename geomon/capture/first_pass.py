@@ -48,6 +48,7 @@ class BlockCall:
         entered: The same with the width, as the block was given it.
         handed_on: Whether what entered the block is what left the one that was called before.
         hidden: Rows of the hidden states that left the block.
+        is_sum: Whether these are the sum of what entered the block and what left it.
         running_attention: Index of the attention that is running, if the block has several.
         attentions: What was seen of each attention.
         provenance: What follows tensors through the call.
@@ -62,6 +63,7 @@ class BlockCall:
     entered: Shape | None = None
     handed_on: bool = True
     hidden: SampledRows | None = None
+    is_sum: bool = False
     running_attention: int | None = None
     attentions: dict[int, SeenAttention] = field(default_factory=dict)
     provenance: Provenance = field(default_factory=Provenance)
@@ -93,10 +95,11 @@ class StackPass:
 
     The rule, here and nowhere else: of the calls of a stack's blocks those count that come between
     the first call of the stack's owner and its return. A second pass in the same window (of
-    contrastive training, of a generation loop) does not count, and neither does a pass that never
-    returned, once another begins. A pass in which gradients are recorded takes the place of one in
-    which none are: what a training step generates or scores without them is not what it trains on.
-    Where nobody calls the owner (its `forward` is called directly,
+    contrastive training, of a generation loop) does not count, unless it goes on with what the one
+    before has made: then the model runs its blocks in a loop, and each call is a layer. Nor does a
+    pass that never returned count, once another begins. A pass in which gradients are recorded
+    takes the place of one in which none are: what a training step generates or scores without them
+    is not what it trains on. Where nobody calls the owner (its `forward` is called directly,
     or the training step runs the blocks itself) the first call of each block counts.
 
     Args:
@@ -118,6 +121,10 @@ class StackPass:
         left: Address and shape of what left the last block that was called.
         hands_on_several: Whether a block gave several tensors of the hidden states' shape.
         restarts: Whether a block was called again on another tensor than the last block gave.
+        side_by_side: Whether a block was given what the block before was given.
+        hides_between: Whether what enters a block is not what the block before returned, and what
+            is done between them is not seen.
+        passed_over: Number of passes that did not count and were no part of a loop.
         leaving: What left the last block that was called; kept for the final norm alone.
         normed: Rows of what the final norm made of it, and the name of the norm.
         mode: "train" or "eval"; "" where no block was called.
@@ -167,22 +174,29 @@ class StackPass:
         self.parts: tuple[BlockCall | None, int | None, set[int]] = (None, None, set())
         self.left: tuple[int, Shape] | None = None
         self.restarts = False
+        self.side_by_side = self.hides_between = False
+        self.passed_over = 0
         self.hands_on_several = False
         self.leaving: Tensor | None = None
         self.normed: tuple[SampledRows, str] | None = None
 
     # -- which calls count -----------------------------------------------------------------------
 
-    def begin(self, *, with_gradients: bool) -> bool:
+    def begin(self, *, with_gradients: bool, goes_on: bool = False) -> bool:
         """Note that the owner is called.
 
         Args:
             with_gradients: Whether gradients are recorded.
+            goes_on: Whether it is given what the blocks have made before.
 
         Returns:
-            Whether the pass that counts begins.
+            Whether the pass that counts begins, or goes on.
         """
         if self._state == "over":
+            if goes_on and with_gradients == self.with_gradients:
+                self._state = "running"
+                return True
+            self.passed_over += with_gradients == self.with_gradients
             return False
         self._clear()
         self.tokens.forget_states()
@@ -237,9 +251,10 @@ class StackPass:
         return self.block_calls[-1]
 
     @property
-    def repeats_blocks(self) -> bool:
-        """Whether a block was called more than once: each call is a layer then."""
-        return len({call.block for call in self.block_calls}) < len(self.block_calls)
+    def counts_calls(self) -> bool:
+        """Whether each call is a layer: a block came again, or behind one that follows it."""
+        pairs = itertools.pairwise(self.block_calls)
+        return any(call.block >= following.block for call, following in pairs)
 
     # -- which rows are kept ---------------------------------------------------------------------
 
@@ -358,8 +373,8 @@ class StackPass:
 
     @property
     def depth(self) -> int:
-        """Number of layers: of blocks, or of calls where blocks are called again."""
-        return len(self.block_calls) if self.repeats_blocks else len(self.stack.blocks)
+        """Number of layers: of blocks, or of calls (see `counts_calls`)."""
+        return len(self.block_calls) if self.counts_calls else len(self.stack.blocks)
 
     def is_routed(self, shape: Shape) -> bool:
         """Whether hidden states are of some tokens, which only some of the blocks are given.
@@ -389,7 +404,7 @@ class StackPass:
         Args:
             depth: Depth of the layer, from 1.
         """
-        if self.repeats_blocks:
+        if self.counts_calls:
             block_call = self.block_calls[depth - 1]
             block = self.stack.blocks[block_call.block]
             return block, block_call, f"{block.name}, call {depth}"

@@ -29,7 +29,7 @@ from geomon.capture.attending.seen import Rank, SeenAttention, columns_of_all
 from geomon.capture.first_pass import BlockCall, StackPass
 from geomon.capture.modes import unseen
 from geomon.capture.storage import local_shard
-from geomon.capture.tap import Columns, Provenance
+from geomon.capture.tap import Columns, Provenance, Stream
 
 _OTHER_TOKENS = "{} x {} queries were attended with, of {} tokens"
 
@@ -54,6 +54,7 @@ class AttentionRecorder:
         self.attends_outside = False
         self._current: Callable[[], Current | None] = _nobody
         self._outside: Callable[[], bool] = bool
+        self._stream: Stream | None = None
         self._guarded: Callable[[], AbstractContextManager[None]] = nullcontext
         self.on_failure: Callable[[Exception], None] = _ignore
 
@@ -64,6 +65,7 @@ class AttentionRecorder:
         outside: Callable[[], bool],
         guarded: Callable[[], AbstractContextManager[None]],
         on_failure: Callable[[Exception], None],
+        stream: Stream,
     ) -> None:
         """Record from here on.
 
@@ -72,21 +74,22 @@ class AttentionRecorder:
             outside: Whether no block is running, and calls are not ignored.
             guarded: Returns a context manager that keeps an error of its body for the notes.
             on_failure: Takes an error of geomon's own.
+            stream: Follows tensors between blocks.
         """
-        self._current, self._outside = current, outside
+        self._current, self._outside, self._stream = current, outside, stream
         self._guarded, self.on_failure = guarded, on_failure
 
     def close(self) -> None:
         """Record nothing more: what is asked, which refers to this, is let go."""
-        self._current, self._outside = _nobody, bool
+        self._current, self._outside, self._stream = _nobody, bool, None
         self._guarded, self.on_failure = nullcontext, _ignore
 
-    def following(self) -> Provenance | None:
-        """Return what follows the tensors of the block that is running (see `TapObserver`)."""
+    def following(self) -> Provenance | Stream | None:
+        """Return what follows tensors (see `TapObserver`)."""
         current = self._current()
-        if current is None or current[1].finished:
-            return None
-        return current[1].provenance
+        if current is not None:
+            return None if current[1].finished else current[1].provenance
+        return self._stream if self._outside() else None
 
     def has_all(self, block_call: BlockCall, block: Block) -> bool:
         """Whether the calls of all known attentions of a block were recorded.

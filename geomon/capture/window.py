@@ -49,7 +49,7 @@ from geomon.capture.snapshot import (
     Snapshot,
 )
 from geomon.capture.storage import local_shard
-from geomon.capture.tap import Tap
+from geomon.capture.tap import Stream, Tap
 from geomon.capture.tap.provenance import tensors_in
 from geomon.capture.tokens.sampling import (
     MemoryLimit,
@@ -176,6 +176,9 @@ class Window:
         self._recorder = AttentionRecorder(max_logits="max_logits" in views)
         self._twin_records = False  # whether the call that a twin is run for records gradients
         self._forced_eager = False  # whether compiled code of the training was run eagerly
+        self._stream = Stream()  # what follows tensors between blocks
+        self._entered: Tensor | None = None  # what the block that is running was given
+        self._above: set[int] = set()  # addresses of outermost modules that are running
         self._tap: Tap | None = None  # what sees attention, while the window is open
         self._sees_above = True  # whether operators around the blocks are seen too
         self._blocks: set[int] = set()  # addresses of the blocks and of their parts
@@ -234,6 +237,7 @@ class Window:
                 outside=lambda: not (self._running or self._ignored()),
                 guarded=self._guarded,
                 on_failure=self.on_failure,
+                stream=self._stream,
             )
             self._tap = Tap(self._recorder)
             self._find_compiled()
@@ -272,6 +276,8 @@ class Window:
         self._before.clear()
         self._after.clear()
         self._tables.clear()
+        self._stream.forget()
+        self._entered = None
         for stack_pass in self._passes:
             stack_pass.leaving = None
             for block_call in stack_pass.block_calls:
@@ -446,12 +452,16 @@ class Window:
             for module, table in self._anatomy.around_embeddings:
                 self._see(self._before, module, self._tables.before_around)
                 self._see(self._after, module, self._tables.after_around, table)
+        for _, norm in self._anatomy.norms if self._attends else ():
+            self._see(self._before, norm, self._on_next)
         for name, norm in self._anatomy.norms if FINAL_NORM in self._extra else ():
             self._see(self._before, norm, self._on_norm)
             self._see(self._after, norm, self._on_normed, name)
         for number, stack_pass in enumerate(self._passes):
             for module in stack_pass.stack.above:
                 self._see(self._before, module, self._on_call_above, stack_pass, number)
+            for module in stack_pass.stack.above[:1]:
+                self._see(self._after, module, self._on_return_above)
             owner = stack_pass.stack.owner
             if owner is not None:
                 self._see(self._before, owner, self._on_owner, stack_pass)
@@ -591,7 +601,7 @@ class Window:
         more_to_come = self._micro_batches or FINAL_NORM in self._extra
         if more_to_come or in_extra_pass() or not self._before:
             return
-        complete = all(x.over and x.with_gradients for x in self._passes)
+        complete = all(x.over and x.with_gradients for x in self._passes) and not self._above
         if complete and any(self._seen_attentions()):
             self.close()
 
@@ -630,6 +640,8 @@ class Window:
     ) -> None:
         if self._count(stack_pass) == 0:
             return  # shapes are inferred, of numbers that mean nothing
+        if module is unwrap(stack_pass.stack.above[0]):
+            self._above.add(id(module))
         self._prefer_gradients(module)
         if module is unwrap(stack_pass.stack.above[0]):
             self._begin_micro_batch(number)
@@ -643,6 +655,10 @@ class Window:
         for other in around if shared else (stack_pass,):
             if not other.block_calls:
                 other.tokens.take_arguments(module, args, kwargs, shared=shared)
+
+    def _on_return_above(self, module: nn.Module, output: Any) -> None:
+        self._above.discard(id(module))
+        self._stream.forget()  # what is done outside of the model is not seen
 
     def _prefer_gradients(self, module: nn.Module) -> None:
         """Forget passes without gradients where one with gradients begins."""
@@ -694,7 +710,9 @@ class Window:
     def _on_owner(self, stack_pass: StackPass, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._count(stack_pass) == 0:
             return
-        if stack_pass.begin(with_gradients=self._records_gradients()):
+        given = tensors_in([args, kwargs])
+        goes_on = any("returned" in self._stream.origins(x) for x in given)
+        if stack_pass.begin(with_gradients=self._records_gradients(), goes_on=goes_on):
             self._running.clear()
 
     def _on_owner_left(self, stack_pass: StackPass, module: nn.Module, output: Any) -> None:
@@ -776,9 +794,16 @@ class Window:
             block_call.shape = self._shape_of(stack_pass, entered, rows)
             block_call.entered = tuple(entered.shape)
             block_call.handed_on = stack_pass.left in (None, _place(entered))
-            if again and not block_call.handed_on:
+            if again and not (block_call.handed_on or self._stream.origins(entered)):
                 stack_pass.restarts = True
+            if self._entered is not None and len(stack_pass.block_calls) > 1:
+                same = _place(entered) == _place(self._entered)
+                stack_pass.side_by_side |= same and not block_call.handed_on
+        self._entered = entered
         if len(stack_pass.block_calls) > 1:
+            before = stack_pass.block_calls[-2]
+            if entered is not None and index == before.block + 1:
+                self._take_sum(stack_pass, before, entered, module)
             if stack_pass.stack.entering:
                 before = stack_pass.block_calls[-2]
                 if index <= before.block:  # another round, whose input may be other rows
@@ -797,6 +822,26 @@ class Window:
                 stack_pass.tokens.landmarks = copy_rows(rows, places)
         return block_call
 
+    def _take_sum(
+        self, stack_pass: StackPass, before: BlockCall, stream: Tensor, module: nn.Module
+    ) -> None:
+        """Take for a layer the sum that is made behind a block, of its input and its output."""
+        if tuple(stream.shape) != before.entered:
+            return
+        if self._tap is None or not (self._sees_above or in_extra_pass()):
+            stack_pass.hides_between |= _place(stream) != stack_pass.left
+        elif len(self._stream.origins(stream)) > 1 and not stack_pass.side_by_side:
+            before.is_sum = True
+            before.hidden = self._sample_hidden(stack_pass, stream, module, entering=True)
+
+    def _on_next(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Look at what enters a norm outside the blocks: behind the last one, it may be the sum."""
+        given = first_tensor([*args, *kwargs.values()])
+        for stack_pass in self._passes if given is not None and not self._running else ():
+            last = stack_pass.block_calls[-1:]
+            if given is not None and last and last[0].block == len(stack_pass.stack.blocks) - 1:
+                self._take_sum(stack_pass, last[0], given, module)
+
     def _on_block_left(
         self, stack_pass: StackPass, index: int, module: nn.Module, output: Any
     ) -> None:
@@ -813,6 +858,7 @@ class Window:
             stack_pass.hands_on_several |= len(alike) > 1
         if not hidden.is_nested:
             stack_pass.left = _place(hidden)
+            self._stream.start(self._entered, hidden)
             if FINAL_NORM in self._extra:
                 # It is kept alive: no other tensor is at its address while the window is open.
                 stack_pass.leaving = hidden.detach()

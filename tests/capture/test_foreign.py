@@ -408,3 +408,157 @@ def test_attention_without_padding_is_that_of_the_tokens(early):
     assert found.keys() == expected.keys() - without
     right = {name: expected[name] for name in found}
     assert {name: found[name] for name in found} == pytest.approx(right, abs=1e-4, rel=1e-4)
+
+
+# -- what stands between blocks --------------------------------------------------------------------
+
+
+def norms_of(kept):
+    return [x.detach().double().square().sum(-1).mean().item() for x in kept]
+
+
+class Looped(Model):
+    """Runs its blocks again and again, each time on what they made and on the first input."""
+
+    class Core(nn.Module):
+        def __init__(self, layers):
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    def __init__(self):
+        super().__init__()
+        self.core = self.Core(self.layers)
+        del self.layers
+
+    def run(self, x):
+        first = x
+        for _ in range(4):
+            x = self.core(self.final_norm(x + first))
+        return x
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_each_call_of_blocks_in_a_loop_is_a_layer(grad, tmp_path):
+    model, kept = Looped(), []
+    for layer in model.core.layers:
+        layer.register_forward_hook(lambda module, given, out: kept.append(out))
+    if grad:
+        with Monitor(model, directory=tmp_path, schedule=every(1), sinks=[]) as monitor, monitor(0):
+            model(ids()).sum().backward()
+        reading = read(tmp_path)[0]
+        values, notes = reading.values, [note.words() for note in reading.notes]
+    else:
+        found = measure(model, ids(), metrics=["mean_square_norm", "attention_entropy"])
+        values, notes = found, list(found.notes)
+    assert by_layer(values, "mean_square_norm", 12) == pytest.approx(norms_of(kept), rel=1e-5)
+    assert "attention_entropy/layer_12/head_0" in values
+    assert not any("run 4 times" in note or "something else" in note for note in notes)
+    alone = measure(model, ids(), metrics=["mean_square_norm"])
+    assert any("the blocks were run 4 times: the first" in note for note in alone.notes)
+
+
+def test_passes_on_inputs_of_their_own_are_counted_and_said():
+    class Twice(Model):
+        def forward(self, one, other):
+            return super().forward(one) @ super().forward(other).mT
+
+    batch = {"one": ids(), "other": ids(3)}
+    model, wrapped = Model(), nn.Module()
+    wrapped.encoder = model
+    wrapped.forward = lambda one, other: model(one).mean() * model(other).mean()
+    found = measure(wrapped, batch, metrics=["mean_square_norm", "attention_entropy"])
+    expected = measure(model, ids(), metrics=["mean_square_norm", "attention_entropy"])
+    assert by_layer(found, "mean_square_norm") == by_layer(expected, "mean_square_norm")
+    assert any("the blocks were run 2 times: the first is measured" in n for n in found.notes)
+    assert not any("the blocks were run" in note for note in expected.notes)
+
+
+RESIDUALS = {
+    "sum": lambda x, y: x + y,
+    "branch first": lambda x, y: y + x,
+    "dropout": lambda x, y: x + F.dropout(y, 0.1),
+    "scaled": lambda x, y: 0.9 * x + 0.5 * y,
+    "in place": lambda x, y: y.add_(x),
+    "highway": lambda x, y: torch.lerp(x, y, 0.3),
+}
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("way", RESIDUALS)
+@torch.no_grad()
+def test_a_sum_that_is_made_behind_a_block_is_the_layer(way, norm):
+    class Branch(Block):
+        def forward(self, x):
+            return self.branch(x)
+
+    kept = []
+
+    class Outside(Model):
+        def run(self, x):
+            kept.clear()
+            for layer in self.layers:
+                x = RESIDUALS[way](x, layer(x))
+                kept.append(x.clone())
+            return x
+
+        def forward(self, ids):
+            x = self.run(self.embed(ids))
+            return self.final_norm(x) if norm else F.layer_norm(x, (WIDTH,))
+
+    model = Outside(Branch)
+    torch.manual_seed(1)
+    values = measure(model, ids(), metrics=["mean_square_norm", "attention_entropy"])
+    found, right = by_layer(values, "mean_square_norm"), norms_of(kept)
+    said = [note for note in values.notes if "added outside of them" in note]
+    assert len(said) == 1
+    assert found[:2] == pytest.approx(right[:2], rel=1e-5)
+    assert (found[2] == pytest.approx(right[2], rel=1e-5)) == norm
+    assert ("the last layer is the branch" in said[0]) != norm
+    alone = measure(model, ids(), metrics=["mean_square_norm"])
+    said = any("may be a branch without its residual" in note for note in alone.notes)
+    assert said == (way != "in place")  # which no call shows
+
+
+def test_what_is_done_to_the_stream_between_blocks_is_no_residual():
+    class Normed(Model):
+        def run(self, x):
+            for number, layer in enumerate(self.layers):
+                x = self.final_norm(layer(x)) + 0.1 * number
+            return x
+
+    model, kept = Normed(), []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda module, given, out: kept.append(out))
+    values = measure(model, ids(), metrics=["mean_square_norm", "attention_entropy"])
+    assert by_layer(values, "mean_square_norm") == pytest.approx(norms_of(kept), rel=1e-5)
+    assert list(values.notes) == []
+
+
+@pytest.mark.parametrize("order", [(2, 1, 0), (1, 0, 2)])
+def test_blocks_are_numbered_as_they_are_called(order):
+    class Ordered(Model):
+        def run(self, x):
+            for number in order:
+                x = self.layers[number](x)
+            return x
+
+    model, kept = Ordered(), []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda module, given, out: kept.append(out))
+    values = measure(model, ids(), metrics=["mean_square_norm"])
+    assert by_layer(values, "mean_square_norm") == pytest.approx(norms_of(kept), rel=1e-5)
+
+
+def test_blocks_side_by_side_are_said():
+    class Parallel(Model):
+        def run(self, x):
+            return x + sum(layer(x) for layer in self.layers)
+
+    values = measure(Parallel(), ids(), metrics=["mean_square_norm", "attention_entropy"])
+    assert any("side by side" in note for note in values.notes)
+    assert not any("added outside" in note for note in values.notes)

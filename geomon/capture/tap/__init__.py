@@ -6,6 +6,15 @@ attention by the names in its schema, softmaxes with the products that flowed in
 
 from geomon.capture.tap.columns import Columns, Projection
 from geomon.capture.tap.mode import Tap, TapObserver
-from geomon.capture.tap.provenance import Product, Provenance, Weights
+from geomon.capture.tap.provenance import Product, Provenance, Stream, Weights
 
-__all__ = ["Columns", "Product", "Projection", "Provenance", "Tap", "TapObserver", "Weights"]
+__all__ = [
+    "Columns",
+    "Product",
+    "Projection",
+    "Provenance",
+    "Stream",
+    "Tap",
+    "TapObserver",
+    "Weights",
+]

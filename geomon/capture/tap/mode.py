@@ -16,14 +16,14 @@ from torch.utils import _python_dispatch as dispatch
 from geomon.capture import private
 from geomon.capture.shards import is_sharded, starts_of
 from geomon.capture.storage import followed_part
-from geomon.capture.tap.provenance import Provenance
+from geomon.capture.tap.provenance import Provenance, Stream
 
 
 class TapObserver(Protocol):
     """An object that is notified of attention. Nothing that it raises reaches the model."""
 
-    def following(self) -> Provenance | None:
-        """Return what follows the tensors of the block that is running; None where none counts."""
+    def following(self) -> Provenance | Stream | None:
+        """Return what follows tensors: of the block that is running, or between blocks; or None."""
 
     def on_fused(self, route: str, given: dict[str, Any]) -> None:
         """Take a call of a fused attention operator.

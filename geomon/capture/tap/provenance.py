@@ -94,6 +94,66 @@ class _Tags(NamedTuple):
 _TOKENS = _Tags()
 
 
+class Stream:
+    """Follows what the last block was given and has returned, through what stands between blocks.
+
+    So a sum that is made outside of the blocks is told from a stream that begins anew.
+    """
+
+    def __init__(self) -> None:
+        self._origins: dict[int, frozenset[str]] = {}
+
+    def start(self, given: Tensor | None, returned: Tensor) -> None:
+        """Follow what a block was given, if that is known, and what it has returned; nothing else.
+
+        Args:
+            given: The hidden states that it was given.
+            returned: Those that it returned.
+        """
+        places = {"given": given, "returned": returned}
+        known = {name: storage_of(x) for name, x in places.items() if x is not None}
+        self._origins = {
+            place: frozenset([name]) for name, place in known.items() if place is not None
+        }
+
+    def origins(self, values: Tensor) -> frozenset[str]:
+        """Say which of the two a tensor was made of.
+
+        Args:
+            values: Any tensor.
+        """
+        return self._origins.get(storage_of(values) or 0, frozenset())
+
+    def forget(self) -> None:
+        """Follow nothing."""
+        self._origins = {}
+
+    def before_write(self, name: str, written: Iterable[Any], args: tuple[Any, ...]) -> None:
+        """Nothing is kept of what an operator changes in place."""
+
+    def follow(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        out: Any,
+        starts: Mapping[int, tuple[int, ...]],
+        *,
+        keeps_places: bool = True,
+    ) -> None:
+        """Follow tensors of floating-point numbers through one operator (see `Provenance`)."""
+        if not self._origins:
+            return
+        given = [x for x in tensors_in([args, kwargs]) if x.is_floating_point()]
+        found = frozenset[str]().union(*map(self.origins, given))
+        for result in tensors_in((out,)):
+            place = storage_of(result)
+            if place is not None:
+                self._origins.pop(place, None)
+                if found and result.is_floating_point():
+                    self._origins[place] = found
+
+
 class Provenance:
     """Follows what a block was given through the operators of its call."""
 
