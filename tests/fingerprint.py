@@ -28,6 +28,7 @@ def fingerprint(model: nn.Module) -> dict[str, object]:
         "slot": vars(nn.Module)["_compiled_call_impl"],  # filled while a window is open
         "modes": _len_torch_dispatch_stack(),
         "attention": torch.nn.functional.scaled_dot_product_attention,
+        "class of tensors": "__new__" in vars(torch.Tensor),
         "fast path": torch.backends.mha.get_fastpath_enabled(),
         "stance": dynamo._stance.stance if dynamo else "default",
         "threads": {thread.name for thread in threading.enumerate()},

@@ -23,7 +23,7 @@ from geomon.capture.anatomy.projections import projects_in_its_own_way
 from geomon.capture.assemble import build_snapshot, matrix_layer
 from geomon.capture.attending.seen import SeenAttention
 from geomon.capture.calling.calls import calling_compiled, unwatch_calls, unwrap, watch_calls
-from geomon.capture.calling.patches import in_extra_pass, run_eagerly
+from geomon.capture.calling.patches import in_extra_pass, run_eagerly, subclasses
 from geomon.capture.first_pass import (
     LANDMARKS,
     BlockCall,
@@ -240,6 +240,7 @@ class Window:
                 stream=self._stream,
             )
             self._tap = Tap(self._recorder)
+            subclasses.hold(self)
             self._find_compiled()
         watch_calls(self)
 
@@ -272,6 +273,7 @@ class Window:
             self._tap.close()
         self._recorder.close()
         unwatch_calls(self)
+        subclasses.release(self)
         # They refer to the window: what it keeps would be freed by the garbage collector alone.
         self._before.clear()
         self._after.clear()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -562,3 +563,50 @@ def test_blocks_side_by_side_are_said():
     values = measure(Parallel(), ids(), metrics=["mean_square_norm", "attention_entropy"])
     assert any("side by side" in note for note in values.notes)
     assert not any("added outside" in note for note in values.notes)
+
+
+# -- classes of tensors ----------------------------------------------------------------------------
+
+
+class Marked(torch.Tensor):
+    """A tensor as others make them."""
+
+
+class Tagged(torch.Tensor):
+    @staticmethod
+    def __new__(cls, values, tag):
+        return super().__new__(cls, values)
+
+    def __init__(self, values, tag):
+        self.tag = tag
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda q: Marked(q).as_subclass(torch.Tensor),
+        lambda q: q + Marked(q.tolist()).as_subclass(torch.Tensor) * 0,
+        lambda q: q + 0 * Marked(*q.shape).as_subclass(torch.Tensor).fill_(1),
+        lambda q: Tagged(q, "a").as_subclass(torch.Tensor),
+        lambda q: q * nn.Parameter(torch.ones(())),
+        lambda q: q.as_subclass(Marked).as_subclass(torch.Tensor),
+    ],
+)
+def test_a_block_may_make_tensors_of_any_class(make, tmp_path):
+    class Making(Block):
+        def attend(self, q, k, v):
+            bias = causal_lower_right(LENGTH, LENGTH)
+            return F.scaled_dot_product_attention(make(q), k, v, attn_mask=bias)
+
+    model = Model(Making)
+    with torch.no_grad():
+        plain = model(ids())
+        with Monitor(model, directory=tmp_path, schedule=every(1), sinks=[]) as monitor, monitor(0):
+            assert torch.equal(model(ids()), plain)
+    values = read(tmp_path)[0].values
+    for number, layer in enumerate(model.layers, 1):
+        entropy = torch.special.entr(weights_of(by_head(layer.q), by_head(layer.k)).double())
+        right = entropy.sum(-1).mean((0, 2)).tolist()
+        found = [values[f"attention_entropy/layer_{number:02d}/head_{h}"] for h in range(HEADS)]
+        assert found == pytest.approx(right, abs=1e-5)
+    assert "__new__" not in vars(torch.Tensor)

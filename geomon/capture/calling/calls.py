@@ -30,6 +30,7 @@ from geomon.capture.calling.patches import (
     in_extra_pass,
     replace,
     run_eagerly,
+    subclasses,
     without_fast_path,
 )
 from geomon.capture.modes import without_modes
@@ -503,7 +504,7 @@ def _unpatched() -> Iterator[None]:
     Compiled code is guarded by what it refers to: it would be compiled again.
     """
     with _suspended(_observers()), ExitStack() as stack:
-        for patch in (_calls, run_eagerly):
+        for patch in (_calls, run_eagerly, subclasses):
             stack.enter_context(patch.suspended())
         yield
 

@@ -8,11 +8,12 @@ change is made, and everything can be undone twice.
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 Undo = Callable[[Callable[[], Any]], None]  # takes note of what undoes a change
 
@@ -182,5 +183,26 @@ def _forbid_fast_path(undo: Undo) -> None:
         torch.backends.mha.set_fastpath_enabled(False)
 
 
+def _make_subclasses(undo: Undo) -> None:
+    """Let classes of tensors be called: what a mode has seen cannot become one of a subclass."""
+    plain: Any = torch._C.TensorBase.__new__
+
+    def make(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for window in subclasses.holders:
+                stack.enter_context(window.suspended())
+            return plain(kind, *args, **kwargs)
+
+    def restore() -> None:
+        if vars(Tensor).get("__new__") is placed:
+            del Tensor.__new__
+
+    placed = staticmethod(make)
+    if "__new__" not in vars(Tensor):
+        undo(restore)
+        type.__setattr__(Tensor, "__new__", placed)
+
+
 run_eagerly = Patch(_force_eager)
+subclasses = Patch(_make_subclasses)  # held by what sees operators, and can be suspended
 without_fast_path = Patch(_forbid_fast_path)
