@@ -579,7 +579,7 @@ class Window:
         Args:
             module: The module that is called.
         """
-        wanted = self._sees_above or id(module) in self._blocks or in_extra_pass()
+        wanted = self._sees_between or id(module) in self._blocks
         if self._tap is None or not wanted or self._ignored():
             yield
             return
@@ -824,13 +824,18 @@ class Window:
                 stack_pass.tokens.landmarks = copy_rows(rows, places)
         return block_call
 
+    @property
+    def _sees_between(self) -> bool:
+        """Whether operators between the blocks are seen."""
+        return self._tap is not None and (self._sees_above or in_extra_pass())
+
     def _take_sum(
         self, stack_pass: StackPass, before: BlockCall, stream: Tensor, module: nn.Module
     ) -> None:
         """Take for a layer the sum that is made behind a block, of its input and its output."""
         if tuple(stream.shape) != before.entered:
             return
-        if self._tap is None or not (self._sees_above or in_extra_pass()):
+        if not self._sees_between:
             stack_pass.hides_between |= _place(stream) != stack_pass.left
         elif len(self._stream.origins(stream)) > 1 and not stack_pass.side_by_side:
             before.is_sum = True
@@ -860,7 +865,8 @@ class Window:
             stack_pass.hands_on_several |= len(alike) > 1
         if not hidden.is_nested:
             stack_pass.left = _place(hidden)
-            self._stream.start(self._entered, hidden)
+            if self._sees_between:  # else memory that is used again would tell nothing
+                self._stream.start(self._entered, hidden)
             if FINAL_NORM in self._extra:
                 # It is kept alive: no other tensor is at its address while the window is open.
                 stack_pass.leaving = hidden.detach()

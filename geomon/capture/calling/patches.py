@@ -6,6 +6,7 @@ it since. Ctrl-C may come between any two of these lines: what undoes a change i
 change is made, and everything can be undone twice.
 """
 
+import importlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -185,6 +186,7 @@ def _forbid_fast_path(undo: Undo) -> None:
 
 def _make_subclasses(undo: Undo) -> None:
     """Let classes of tensors be called: what a mode has seen cannot become one of a subclass."""
+    importlib.import_module("torch._dynamo")  # which any mode does, and which looks at this name
     plain: Any = torch._C.TensorBase.__new__
 
     def make(kind: Any, *args: Any, **kwargs: Any) -> Any:
