@@ -76,6 +76,10 @@ _LEFT_OUT = (
     "queries or keys were not traced back to products with weights at {percent:.0f} % of the "
     "tokens: they are left out"
 )
+_OTHER_KEYS = (
+    "keys of other tokens (of another stack, say) stand beside those of its own: they are left out "
+    "of keys as projected"
+)
 _NO_ATTENTION = (
     "no attention was seen in the block: neither fused attention (torch's own, flex attention, or "
     "a kernel that is registered as an operator of torch: one that a package calls by pybind is "
@@ -520,6 +524,8 @@ class StackBuilder:
             return captured, missing
         if seen.projected is not None:
             query, key = seen.projected
+            if seen.has_other_keys:
+                self._remark(PROJECTED, depth, _OTHER_KEYS, stack)
             if seen.left_out:
                 remark = _LEFT_OUT.format(percent=100 * seen.left_out)
                 self._remark(PROJECTED, depth, remark, stack)

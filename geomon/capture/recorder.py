@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -142,7 +143,8 @@ class AttentionRecorder:
             if not again and call.rule is not None and call.query.shape[0] == 1:
                 stack_pass.tokens.take_begins(call.query.shape[2], call.rule.begins)
             if not again and call.mask is not None:
-                self._keep_hidden_keys(current, index, len(call.query), call.mask)
+                mask = _over_tokens(call.mask, columns[1])
+                self._keep_hidden_keys(current, index, len(call.query), mask)
 
     def on_softmax(self, scores: Tensor, dim: int, *, logarithm: bool) -> None:
         """Record the sampled rows of a softmax of scores (see `TapObserver`).
@@ -197,7 +199,8 @@ class AttentionRecorder:
                 if call.joined:  # how far they are above the logit of the sink
                     arranged = arranged[..., :-1] - arranged[..., -1:]
                 self._keep_max_logits(seen, arranged)
-                self._keep_hidden_keys(current, index, len(arranged), arranged, are_scores=True)
+                own = _over_tokens(arranged, columns[1])
+                self._keep_hidden_keys(current, index, len(arranged), own, are_scores=True)
 
     def finish(self, stack_pass: StackPass, block_call: BlockCall, block: Block) -> None:
         """Copy queries and keys as projected: the call of the block is over.
@@ -304,6 +307,20 @@ def _are_tokens(given: Arguments, query: Columns | None, shape: tuple[int, ...])
     sequences, _, queries, _ = given.query.shape
     traced = query is not None and query.tokens is not None
     return traced or not shape or sequences * queries == math.prod(shape)
+
+
+def _over_tokens(mask: Tensor, keys: Columns | None) -> Tensor:
+    """Take those keys of a mask, or of masked scores, that are tokens of the block.
+
+    Args:
+        mask: [..., keys].
+        keys: What the keys are made of; None if it is not known.
+    """
+    if keys is None or keys.tokens is None or mask.shape[-1] != keys.tokens.shape[1]:
+        return mask
+    own = np.flatnonzero((keys.tokens >= 0).all(axis=0))
+    in_order = (np.diff(keys.tokens[:, own], axis=1) == 1).all()
+    return mask[..., torch.from_numpy(own)] if len(own) < mask.shape[-1] and in_order else mask
 
 
 def _index_of_softmax(block: Block, block_call: BlockCall, *, made: bool) -> int | None:

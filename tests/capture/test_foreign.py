@@ -610,3 +610,64 @@ def test_a_block_may_make_tensors_of_any_class(make, tmp_path):
         found = [values[f"attention_entropy/layer_{number:02d}/head_{h}"] for h in range(HEADS)]
         assert found == pytest.approx(right, abs=1e-5)
     assert "__new__" not in vars(torch.Tensor)
+
+
+# -- keys of several sources -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("behind", [False, True])
+def test_keys_joined_to_those_of_the_tokens_are_left_out_and_padding_is_seen(by_hand, behind):
+    """A decoder whose tokens attend to those of an encoder and to one another at once."""
+    sizes = torch.tensor([16, 9, 12, 5, 16, 7, 3, 11])
+    real = torch.arange(LENGTH) < sizes[:, None]
+    others = torch.ones(8, 5, dtype=torch.bool)
+
+    class Joined(Block):
+        def __init__(self):
+            super().__init__()
+            self.memory_k, self.memory_v = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x, memory):
+            self.memory = memory
+            return super().forward(x)
+
+        def attend(self, q, k, v):
+            join = [self.memory_k(self.memory), self.memory_v(self.memory)]
+            seen = real[:, None, None] & torch.ones(LENGTH, LENGTH).tril().bool()
+            parts = [others[:, None, None].expand(-1, 1, LENGTH, -1), seen]
+            order = slice(None, None, -1 if behind else 1)
+            k, v = (torch.cat([by_head(m), own][order], 2)
+                    for m, own in zip(join, (k, v), strict=True))  # fmt: skip
+            mask = torch.cat(parts[order], dim=3)
+            if by_hand:
+                scores = q @ k.mT / q.shape[-1] ** 0.5
+                return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    class Decoder(Model):
+        def forward(self, ids, memory):
+            x = self.embed(ids)
+            for layer in self.layers:
+                x = layer(x, memory)
+            return self.final_norm(x)
+
+    model, kept = Decoder(Joined), []
+    for layer in model.layers:
+        layer.register_forward_hook(
+            lambda module, given, out: kept.append([x[real] for x in (out, module.q, module.k)])
+        )
+    memory = torch.randn(8, 5, WIDTH)
+    values = measure(
+        model, {"ids": ids(), "memory": memory},
+        metrics=["mean_square_norm", "qk_cosine", "attention_entropy"],
+    )  # fmt: skip
+    assert by_layer(values, "mean_square_norm") == pytest.approx(
+        norms_of([out for out, *_ in kept]), rel=1e-5
+    )
+    assert any("keys of other tokens" in note for note in values.notes)
+    for number, (_, *asked) in enumerate(kept, 1):
+        means = (each.detach().unflatten(-1, (HEADS, -1)).double().mean(0) for each in asked)
+        right = F.cosine_similarity(*means, dim=1).tolist()
+        found = [values[f"qk_cosine/layer_{number:02d}/head_{head}"] for head in range(HEADS)]
+        assert found == pytest.approx(right, abs=1e-5)

@@ -51,6 +51,7 @@ class SeenAttention:
             has these heads: "query", "key", "projected_query" and "projected_key".
         other_source: Whether its keys are made of another tensor than its queries.
         left_out: Share of the sampled tokens whose query or key as projected is not known.
+        has_other_keys: Whether there are keys of other tokens than those of the block beside them.
     """
 
     call: AttentionCall | SoftmaxCall | None = None
@@ -65,6 +66,7 @@ class SeenAttention:
     numbers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     other_source: bool = False
     left_out: float = 0.0
+    has_other_keys: bool = False
     weights: Weights = field(default_factory=Weights)
 
     @property
@@ -145,6 +147,8 @@ class SeenAttention:
         ]
         self.projected = sampled[0][0], sampled[1][0]
         self.left_out = max(sampled[0][1], sampled[1][1])
+        own = None if key_role else key.tokens
+        self.has_other_keys = own is not None and bool(((own < 0) & (key.kinds >= 0)).any())
         self.heads = None
         self.numbers |= {"projected_query": query.numbers, "projected_key": key.numbers}
 
@@ -200,10 +204,9 @@ def _sample(
     shape = columns.kinds.shape if order is None else entered
     indices = rows(shape, role)
     token = np.full(math.prod(shape), -1)  # of each row
-    known = columns.kinds.ravel() >= 0
-    token[np.arange(known.size)[known] if order is None else order.ravel()[known]] = (
-        known.nonzero()[0]
-    )
+    places = np.arange(columns.kinds.size) if order is None else order.ravel()
+    known = np.flatnonzero((columns.kinds.ravel() >= 0) & (places >= 0))
+    token[places[known]] = known
     taken = token[indices.numpy()]
     left_out = float((taken < 0).mean()) if len(taken) else 0.0
     indices, taken = indices[torch.from_numpy(taken >= 0)], taken[taken >= 0]

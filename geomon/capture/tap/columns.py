@@ -344,7 +344,8 @@ class Columns(NamedTuple):
         rows: Row of each token in each projection, [projections, sequences, tokens]; -1 if it has
             none there.
         tokens: Row of each token in the hidden states that the block was given, [sequences,
-            tokens]; None if it is not known of all, or not another one for each.
+            tokens]; -1 for one that is none of them, and None if that is all of them, or if two are
+            of one row.
     """
 
     projections: tuple[Projection, ...]
@@ -471,8 +472,8 @@ def _find_columns(made: Made, values: Tensor) -> Columns | None:
             rows[used == root, own] = np.where(end.projection == root, end.row, -1)
         first = which[at, 0, 0]
         tokens[own] = known[first].trace_rows(rows[used == first, own])
-    of_kind = tokens[kind >= 0]
-    is_order = (of_kind >= 0).all() and len(np.unique(of_kind)) == len(of_kind)
+    own = tokens[tokens >= 0]
+    is_order = len(own) > 0 and len(np.unique(own)) == len(own)
     grid = sequences, length
     return Columns(
         tuple(known[root] for root in used), np.searchsorted(used, which), columns,
