@@ -177,7 +177,10 @@ class AttentionRecorder:
             return
         with self._guarded(), torch.no_grad(), unseen():
             known = _known(stack_pass, block_call, block, index)
-            possible = [known._replace(shape=x) for x in stack_pass.possible_shapes(block_call)]
+            shapes = stack_pass.possible_shapes(block_call)
+            # Of several streams attention may take one: what is projected has its tokens.
+            taken = [(n,) for each in products[:1] for n in provenance.tokens(each.left)]
+            possible = [known._replace(shape=x) for x in (*shapes, *taken)]
             known = min(possible, key=lambda known: not _fits(scores, dim, known))
             try:
                 call, columns = record_softmax(
@@ -189,7 +192,8 @@ class AttentionRecorder:
                 return
             if call is None or not seen.takes(rank):
                 return
-            stack_pass.take_attention(block_call, known.shape)
+            if known.shape in shapes:
+                stack_pass.take_attention(block_call, known.shape)
             seen.add_heads(*columns)
             seen.call, seen.route = call, "softmax"
             provenance.expect(seen.weights)
@@ -296,7 +300,9 @@ def _show_shape(given: Arguments, stack_pass: StackPass, block_call: BlockCall) 
 def _fits(scores: Tensor, dim: int, known: Known) -> bool:
     """Whether scores are of as many sequences and queries as the hidden states."""
     arranged = arrange_scores(local_shard(scores), dim, known)
-    return arranged is not None and sorted(arranged.shape[::2]) == sorted(known.shape)
+    if arranged is None:
+        return False
+    return len(known.shape) == 1 or sorted(arranged.shape[::2]) == sorted(known.shape)
 
 
 def _are_tokens(given: Arguments, query: Columns | None, shape: tuple[int, ...]) -> bool:

@@ -671,3 +671,40 @@ def test_keys_joined_to_those_of_the_tokens_are_left_out_and_padding_is_seen(by_
         right = F.cosine_similarity(*means, dim=1).tolist()
         found = [values[f"qk_cosine/layer_{number:02d}/head_{head}"] for head in range(HEADS)]
         assert found == pytest.approx(right, abs=1e-5)
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+LAYOUTS = {
+    "behind tokens": (lambda x: x[:, :, None].repeat(1, 1, 4, 1), lambda x: x.mean(2), 2),
+    "first": (lambda x: x.repeat(4, 1, 1, 1), lambda x: x.mean(0), 0),
+    "beside sequences": (lambda x: x.repeat_interleave(4, 0),
+                         lambda x: x.unflatten(0, (-1, 4)).mean(1), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_attention_of_one_of_several_streams_is_that_of_the_tokens(layout, by_hand):
+    spread, join, dim = LAYOUTS[layout]
+    entropies = []
+
+    class Streamed(Block):
+        def attend(self, q, k, v):
+            weights = weights_of(q, k)
+            entropies.append(torch.special.entr(weights.double()).sum(-1).mean((0, 2)).tolist())
+            return weights @ v if by_hand else super().attend(q, k, v)
+
+        def forward(self, x):
+            made = self.branch(join(x))
+            return x + (made.repeat_interleave(4, 0) if dim is None else made.unsqueeze(dim))
+
+    class Model4(Model):
+        def run(self, x):
+            return join(super().run(spread(x)))
+
+    values = measure(Model4(Streamed), ids(), metrics=["mean_square_norm", "attention_entropy"])
+    for number, right in enumerate(entropies, 1):
+        found = [values[f"attention_entropy/layer_{number:02d}/head_{head}"] for head in range(4)]
+        assert found == pytest.approx(right, abs=1e-5)

@@ -220,6 +220,15 @@ class Provenance:
         made = self._of(heads).made
         return None if made is None else find_columns(made, heads)
 
+    def tokens(self, values: Tensor) -> list[int]:
+        """List how many tokens the projections have that a tensor was made of.
+
+        Args:
+            values: Any tensor.
+        """
+        made = self._of(values).made
+        return sorted({x.rows for x in made.roots if not x.is_input}) if made is not None else []
+
     def projected(self, output: Tensor, given: Tensor, first: int = 0) -> Projection | None:
         """Return the projection that the output of a module is; follow it as one from here on.
 
