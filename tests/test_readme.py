@@ -90,7 +90,8 @@ def test_every_block_of_python_runs(page, trained, tmp_path, monkeypatch):
                 if (readings := read(path))[-1].step == step
             ]
             measured = {tag.split("/")[0] for tag in readings[-1].values}
-            assert measured >= set(readings.runs[-1]["metrics"])
+            of_experts = {"expert_load"}  # the models have none
+            assert measured >= set(readings.runs[-1]["metrics"]) - of_experts
         if "wandb" in names:
             names["wandb"].finish()
 

@@ -5,6 +5,7 @@ scalar, a vector [heads], or a dict of both by part, in which "" is the value it
 """
 
 import difflib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ from geomon.kernels.attention import (
 from geomon.kernels.baselines import gaussian_like
 from geomon.kernels.frequency import CLASSES, moments_by_frequency
 from geomon.kernels.groups import GROUPS
+from geomon.kernels.loads import expert_load
 from geomon.kernels.neighbours import Neighbours, nearest, pass_over
 from geomon.kernels.scores import mean_query_share, score_mean, score_spread
 from geomon.kernels.token_types import TokenTypes
@@ -432,6 +434,27 @@ METRICS: dict[str, Callable[..., Any]] = {
             meaning="Largest score before the softmax, over all rows and visible keys; growth "
             "without bound is an early sign of instability.",
             charts=("highest",),
+        ),
+        has_margin=False,
+    ),
+    "weight_norm": Metric(
+        lambda weight_norms: {"": math.hypot(*weight_norms.values()), **weight_norms},
+        MetricText(
+            "Norm of the weights",
+            meaning="Frobenius norm of a block's matrices of weights, all together and each by its "
+            "name (of experts all together); what changes the weights shows here, whatever the "
+            "batch.",
+            missing="a shard of the weights is all that this rank has",
+        ),
+        has_margin=False,
+    ),
+    "expert_load": Metric(
+        expert_load,
+        MetricText(
+            "Evenness of the experts' loads",
+            meaning="How evenly a router gives tokens to experts: geometric mean of their loads "
+            "over the mean load, 1 if all get as many.",
+            missing="no token chose an expert",
         ),
         has_margin=False,
     ),
