@@ -73,7 +73,7 @@ WATCHED = {
     "variance": Watched(0.05, by_logarithm=True),
     "within_variance": Watched(0.05, by_logarithm=True),
     "weight_norm": Watched(0.02, by_logarithm=True, by_part=True),
-    "expert_load": Watched(0.05, by_logarithm=True),
+    "expert_load": Watched(0.2, by_logarithm=True, by_part=True),
 }
 
 

@@ -36,7 +36,7 @@ from geomon.kernels.attention import (
 from geomon.kernels.baselines import gaussian_like
 from geomon.kernels.frequency import CLASSES, moments_by_frequency
 from geomon.kernels.groups import GROUPS
-from geomon.kernels.loads import expert_load
+from geomon.kernels.loads import expert_loads
 from geomon.kernels.neighbours import Neighbours, nearest, pass_over
 from geomon.kernels.scores import mean_query_share, score_mean, score_spread
 from geomon.kernels.token_types import TokenTypes
@@ -188,6 +188,12 @@ def _attention_extremes(
         "sequence_median": sequence_extremes.median.nanmean(dim=1),
         "sequence_min": sequence_extremes.minimum.nanmean(dim=1),
     }
+
+
+def _expert_load(expert_counts: Tensor) -> dict[str, Tensor]:
+    loads = expert_loads(expert_counts)
+    parts = {f"expert_{number}": load for number, load in enumerate(loads)}
+    return {"": loads.log().mean().exp(), **parts}
 
 
 def _token_frequency(hidden: Tensor, token_ids: Tensor) -> dict[str, Tensor]:
@@ -449,11 +455,12 @@ METRICS: dict[str, Callable[..., Any]] = {
         has_margin=False,
     ),
     "expert_load": Metric(
-        expert_load,
+        _expert_load,
         MetricText(
             "Evenness of the experts' loads",
             meaning="How evenly a router gives tokens to experts: geometric mean of their loads "
-            "over the mean load, 1 if all get as many.",
+            "over the mean load, 1 if all get as many; each expert's load over the mean (0.01 if "
+            "it is less) by its number.",
             missing="no token chose an expert",
         ),
         has_margin=False,

@@ -183,6 +183,8 @@ def test_a_lost_expert_and_norms_are_values_of_a_reading_and_the_training_is_the
     assert torch.equal(state, other_state)
     load = [columns["expert_load"] for columns in values]
     assert [column.at(2) < 0.4 < column.at(1) for column in load] == [False, False, True, True]
+    lost = [column.parts["expert_1"].at(2) for column in load]
+    assert (lost[2:], min(lost[:2]) > 0.1) == ([pytest.approx(0.01)] * 2, True)
     norm = values[0]["weight_norm"]
     parts = [part.at(1) for part in norm.parts.values()]
     assert norm.at(1) == pytest.approx(np.linalg.norm(parts))

