@@ -212,7 +212,7 @@ def _left_band(reading: Reading, stack: str, bands: Found) -> Finding | None:
     ]
     then = "; then " + ", ".join(others[:_NAMED]) if others else ""
     numbers: dict[str, int | float | str] = {
-        "metric": first.place.metric, "value": first.value, "low": first.low, "high": first.high,
+        "metric": _name_of(first.place), "value": first.value, "low": first.low, "high": first.high,
         "since": bands.left[0].step, "count": len(bands.left), "then": then,
     }  # fmt: skip
     places = [left.departure.place for left in bands.left]
@@ -222,9 +222,13 @@ def _left_band(reading: Reading, stack: str, bands: Found) -> Finding | None:
     return Finding(len(places), numbers, () if by_head else layers, heads if by_head else ())
 
 
+def _name_of(place: Place) -> str:
+    return "/".join(filter(None, (place.metric, place.part)))
+
+
 def _words_of(place: Place) -> str:
     head = f", head {place.head}" if place.kind == "head" else ""
-    return f"{place.metric} of layer {place.layer}{head}"
+    return f"{_name_of(place)} of layer {place.layer}{head}"
 
 
 def _scatter_growth(reading: Reading, stack: str, bands: Found) -> Finding | None:
@@ -387,8 +391,11 @@ class AlertWatch:
         first = reading.source not in self._begun
         self._begun.add(reading.source)
         stacks = dict.fromkeys([*reading.stacks, *(note.stack for note in reading.notes)])
+        # A check and a reading of one rank look at the same pass.
+        alone = reading.source == "inline" and reading.world_size == 1
+        source = "check" if alone else reading.source
         own = {
-            stack: self._bands.setdefault((reading.source, stack), Bands(stack))
+            stack: self._bands.setdefault((source, stack), Bands(stack))
             for stack in stacks
             if not self._rules.keys().isdisjoint(_BY_BANDS)
         }

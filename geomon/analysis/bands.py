@@ -20,10 +20,14 @@ from geomon.record.columns import Column, Columns, Place
 _Array = NDArray[np.float64]
 
 # Readings before a value by which its band is made, at most and at least; none is further back than
-# this share of the training so far, in which curves bend.
-WINDOW, LEAST, SHARE = 48, 8, 0.25
+# this share of the training so far, in which curves bend. If these are too few, the fewest that
+# make a band may be as far back as the second share.
+WINDOW, LEAST, SHARE, SPARSE_SHARE = 48, 8, 0.25, 0.75
 # First step with bands: in the first steps of a training everything changes.
 FIRST = 200
+# Every few readings are compared among themselves too: what creeps is in the line through the last
+# 48 readings before it is outside of the band.
+SLOW = 5
 # A value has left its band where two readings in a row, on one side, are `OUTSIDE` times as far
 # from the line as normal errors get once in three million readings. A single strange batch moves
 # values as far as a fault does, for one reading.
@@ -40,6 +44,8 @@ QUIET = 12
 SCATTER_READINGS, SCATTER = 20, 0.62
 # Limits of the scatter of one reading: a single jump is no growth of the scatter.
 _CALM, _RESTLESS = 0.1, math.e
+# Smallest value of which a logarithm is taken: weights that are set to 0 leave their band.
+_TINY = 1e-9
 # Smallest error, as a share of the value: what rounding alone may do.
 _ROUNDING = 1e-5
 
@@ -52,10 +58,12 @@ class Watched(NamedTuple):
             model, less of a change means nothing.
         by_logarithm: Whether bands are of the value's logarithm: what grows and falls by factors
             scatters by factors.
+        by_part: Whether each part of the metric has a band, and not its value.
     """
 
     least: float
     by_logarithm: bool = False
+    by_part: bool = False
 
 
 WATCHED = {
@@ -64,6 +72,8 @@ WATCHED = {
     "qk_dot": Watched(0.25),
     "variance": Watched(0.05, by_logarithm=True),
     "within_variance": Watched(0.05, by_logarithm=True),
+    "weight_norm": Watched(0.02, by_logarithm=True, by_part=True),
+    "expert_load": Watched(0.2, by_logarithm=True, by_part=True),
 }
 
 
@@ -220,7 +230,8 @@ def start_of_window(steps: Sequence[int] | NDArray[np.int64], step: int) -> int:
     """
     if step < FIRST:
         return len(steps)
-    first = bisect.bisect_left(steps, (1 - SHARE) * step)
+    first, sparse = (bisect.bisect_left(steps, (1 - x) * step) for x in (SHARE, SPARSE_SHARE))
+    first = min(first, max(sparse, len(steps) - LEAST - 1))
     return max(first, len(steps) - WINDOW - 1)
 
 
@@ -255,6 +266,24 @@ class Found(NamedTuple):
     is_strange: bool
 
 
+class _Lane:
+    """The last readings, or the last of every few, with which the next one is compared."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.history = np.empty((0, 0))
+
+    def add(self, step: int, values: _Array, least: _Array) -> Distance:
+        """Compare the values of a reading with those before, and keep them."""
+        missing = len(values) - self.history.shape[1]
+        self.history = np.pad(self.history, ((0, 0), (0, missing)), constant_values=np.nan)
+        start = start_of_window(self.steps, step)
+        distance = measure_distance(self.history[start:], values, least)
+        self.steps = [*self.steps, step][-WINDOW - 1 :]
+        self.history = np.vstack([self.history, values])[-WINDOW - 1 :]
+        return distance
+
+
 class Bands:
     """The bands of a run, reading by reading.
 
@@ -265,8 +294,8 @@ class Bands:
     def __init__(self, stack: str = "") -> None:
         self._stack = stack
         self._columns: dict[Place, int] = {}
-        self._steps: list[int] = []
-        self._history = np.empty((0, 0))
+        self._count = 0
+        self._lane, self._slow_lane = _Lane(), _Lane()
         self._scatters: deque[float] = deque(maxlen=SCATTER_READINGS)
         self._left: dict[Place, Left] = {}
         self._quiet = 0  # readings since a value was outside of its band
@@ -280,21 +309,24 @@ class Bands:
         found = dict(_watched(self._stack, reading.stacks.get(self._stack, {})))
         for place in found:
             self._columns.setdefault(place, len(self._columns))
-        missing = len(self._columns) - self._history.shape[1]
-        self._history = np.pad(self._history, ((0, 0), (0, missing)), constant_values=np.nan)
         values = np.full(len(self._columns), np.nan)
         for place, value in found.items():
             values[self._columns[place]] = value
-        least = np.array([WATCHED[place.metric].least for place in self._columns])
-        start = start_of_window(self._steps, reading.step)
-        distance = measure_distance(self._history[start:], values, least)
-        self._steps = [*self._steps, reading.step][-WINDOW - 1 :]
-        self._history = np.vstack([self._history, values])[-WINDOW - 1 :]
-        self._scatters.append(scatter(distance.normed))
+        watched = [WATCHED[place.metric] for place in self._columns]
+        least = np.array([each.least for each in watched])
+        distance = self._lane.add(reading.step, values, least)
+        expected, width, size = distance[:3]
+        if self._count % SLOW == 0:
+            slow = self._slow_lane.add(reading.step, values, least)[:3]
+            further = np.nan_to_num(slow[2]) > np.nan_to_num(size)
+            pairs = zip(slow, distance[:3], strict=True)
+            expected, width, size = (np.where(further, *pair) for pair in pairs)
+        self._count += 1
+        self._scatters.append(scatter(distance.normed[[not each.by_part for each in watched]]))
         departures = [
-            _departure(place, values[column], *(numbers[column] for numbers in distance[:3]))
+            _departure(place, values[column], expected[column], width[column], size[column])
             for place, column in self._columns.items()
-            if distance.size[column] > 1
+            if size[column] > 1
         ]
         departures.sort(key=lambda departure: -departure.size)
         self._quiet = 0 if departures else self._quiet + 1
@@ -312,28 +344,27 @@ class Bands:
         Args:
             place: What the value is of.
         """
-        values = self._history[-COURSE:, self._columns[place]]
+        values = self._lane.history[-COURSE:, self._columns[place]]
         if WATCHED[place.metric].by_logarithm:
             values = np.exp(values)
-        return Course(place.tag, tuple(self._steps[-COURSE:]), tuple(values.tolist()))
+        return Course(place.tag, tuple(self._lane.steps[-COURSE:]), tuple(values.tolist()))
 
 
 def _watched(stack: str, columns: Columns) -> Iterator[tuple[Place, float]]:
     """Iterate over the values that are watched, logarithms where the band is one of these."""
-    for metric in WATCHED:
+    for metric, watched in WATCHED.items():
         column = columns.get(metric, Column())
         found = {
             Place(stack, metric, layer=layer, kind="head", head=head): value
             for (layer, head), value in column.by_head().items()
         }
         found = found or {
-            Place(stack, metric, layer=layer): value for layer, value in column.by_layer().items()
+            Place(stack, metric, part, layer): value
+            for part, own in (column.parts if watched.by_part else {"": column}).items()
+            for layer, value in own.by_layer().items()
         }
         for place, value in found.items():
-            if not WATCHED[metric].by_logarithm:
-                yield place, value
-            elif value > 0:
-                yield place, math.log(value)
+            yield place, math.log(max(value, _TINY)) if watched.by_logarithm else value
 
 
 def _departure(place: Place, value: float, expected: float, width: float, size: float) -> Departure:

@@ -29,7 +29,6 @@ from geomon.capture.snapshot import (
     FINAL_NORM,
     HOST,
     PROJECTED,
-    SOURCES,
     UNEMBEDDING,
     Layer,
     Part,
@@ -45,7 +44,7 @@ from geomon.note import Note
 _HIDDEN_ONLY = frozenset({"hidden", "last"})
 _HIDDEN = "hidden states"  # what remarks on them are about
 _LAST_QUERIES = 64  # of a sequence, which show whether queries see keys of another
-_HEADS_ONLY = SOURCES - _HIDDEN_ONLY
+_HEADS_ONLY = frozenset({"attention", "projection"})
 _ROW_VIEWS = ("hidden", "token_ids", "positions", "sequences", "precision")
 _QUERY_VIEWS = ("query", "key", "bias", "scale", "softcap", "sink")
 _PROJECTED_VIEWS = ("projected_query", "projected_key")
@@ -172,6 +171,7 @@ _NO_MATRIX = {
     ),
 }
 _NO_ROWS_OF = "its weight, of the class {kind}, does not give its rows ({error})"
+_NO_MATRICES = "its weights are no whole matrices on this rank (shared out among ranks, say)"
 _IN_PARTS = "its weight is no matrix on this rank (shared out among ranks, say)"
 
 
@@ -396,6 +396,9 @@ class StackBuilder:
         stack = self._pass.stack.name
         kept = None if block_call is None else block_call.hidden
         captured, missing, part = self._row_views(depth, kept, ran=block_call is not None)
+        own = self._own_views(block_call, missing)
+        captured |= own
+        others = _HIDDEN_ONLY - _lacking(kept) | {"weights"} | {CAPTURED[view] for view in own}
         index = attention_key(block)
         called = (
             block_call is not None
@@ -405,8 +408,7 @@ class StackBuilder:
         if index is None or not (called or (block.attends and block.attentions)):
             if block.attends and block_call is not None and self._sources & _HEADS_ONLY:
                 self._remark("attention", depth, _BY_NAME_ALONE, stack)
-            sources = _HIDDEN_ONLY - _lacking(kept)
-            return Layer(depth, name, captured, missing, stack, sources, part=part)
+            return Layer(depth, name, captured, missing, stack, others, part=part)
         if self._sources & _HEADS_ONLY:
             indices = block.attention_indices() or [index]
             heads = [self._head_views(depth, block, block_call, i, stack) for i in indices]
@@ -414,7 +416,20 @@ class StackBuilder:
             captured, missing = captured | more, missing | lacking
             if len(indices) == 1:
                 part = replace(part, heads=self._head_numbers(block, block_call, indices[0]))
-        return Layer(depth, name, captured, missing, stack, SOURCES - _lacking(kept), part=part)
+        return Layer(depth, name, captured, missing, stack, others | _HEADS_ONLY, part=part)
+
+    def _own_views(self, block_call: BlockCall | None, missing: dict[str, str]) -> dict[str, Any]:
+        """Return the views of a block as a whole, and note why its weights are missing."""
+        found: dict[str, Any] = {}
+        norms = {} if block_call is None else block_call.weight_norms
+        if norms:
+            values = torch.stack([*norms.values()]).tolist()  # one wait for the device
+            found["weight_norms"] = dict(zip(norms, values, strict=True))
+        elif "weights" in self._sources:
+            missing["weight_norms"] = self._not_run if block_call is None else _NO_MATRICES
+        if block_call is not None and block_call.expert_counts is not None:
+            found["expert_counts"] = block_call.expert_counts
+        return found
 
     # -- hidden states -----------------------------------------------------------------------------
 

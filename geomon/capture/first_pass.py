@@ -56,6 +56,9 @@ class BlockCall:
         inputs: Inputs of the modules that are projecting, by the address of the module.
         outputs: Outputs of projections that are modules, with their shapes, by the same.
         firsts: Number of the first feature of each of these modules, among those of all ranks.
+        weight_norms: Frobenius norm of the block's matrices of weights by name; empty if they were
+            not read.
+        expert_counts: How often the tokens chose each expert; None without experts.
     """
 
     block: int
@@ -71,6 +74,8 @@ class BlockCall:
     inputs: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, tuple[Projection, Shape]] = field(default_factory=dict)
     firsts: dict[int, int] = field(default_factory=dict)
+    weight_norms: dict[str, Tensor] = field(default_factory=dict)
+    expert_counts: Tensor | None = None
 
     def seen(self, index: int) -> SeenAttention:
         """Return what was seen of an attention; nothing so far where it was not met yet.

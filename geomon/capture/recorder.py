@@ -206,6 +206,28 @@ class AttentionRecorder:
                 own = _over_tokens(arranged, columns[1])
                 self._keep_hidden_keys(current, index, len(arranged), own, are_scores=True)
 
+    def on_choice(self, scores: Tensor, chosen: Tensor) -> None:
+        """Count which experts the tokens of a block choose (see `TapObserver`).
+
+        A router chooses once for each token. The last choice counts: groups of experts may be
+        chosen before.
+
+        Args:
+            scores: Scores of the experts, [..., experts].
+            chosen: Indices of the chosen experts, [..., chosen].
+        """
+        current = self._current()
+        if current is None or current[0].shape_at(current[1]) == ():
+            return
+        stack_pass, block_call, _ = current
+        with self._guarded(), torch.no_grad(), unseen():
+            scores, chosen = local_shard(scores), local_shard(chosen)
+            tokens = math.prod(stack_pass.shape_at(block_call))
+            if scores.ndim > 1 and scores.shape[:-1].numel() == tokens == chosen[..., 0].numel():
+                flat = chosen.flatten()
+                counts = torch.zeros(scores.shape[-1], device=flat.device)
+                block_call.expert_counts = counts.index_add_(0, flat, torch.ones_like(flat).float())
+
     def finish(self, stack_pass: StackPass, block_call: BlockCall, block: Block) -> None:
         """Copy queries and keys as projected: the call of the block is over.
 

@@ -41,6 +41,8 @@ CAPTURED: dict[str, str] = {
     "projected_key": "projection",  # [tokens, key heads, head width]
     "query_sequences": "projection",  # number of the sequence that each query is of, [tokens]
     "key_sequences": "projection",  # the same of each key
+    "weight_norms": "weights",  # Frobenius norms of the block's matrices, numbers by name
+    "expert_counts": "routing",  # how often the tokens chose each expert, float32, [experts]
 }
 
 # All that a layer of a transformer has; what enters the first block has hidden states only.

@@ -6,10 +6,12 @@ config may raise whatever it likes.
 """
 
 import inspect
+from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 
@@ -74,3 +76,39 @@ def present_weight(module: nn.Module, name: str = "weight") -> Tensor | None:
         for maker, flag in zip(makers, flags, strict=True):
             maker.training = flag
     return weight if isinstance(weight, Tensor) else None
+
+
+@torch.no_grad()
+def weight_norms(module: nn.Module) -> dict[str, Tensor]:
+    """Compute the Frobenius norm of each weight inside a module that is no vector, by its name.
+
+    Numbers of modules in lists are left out of the names: the matrices of experts in a list have
+    one norm, as those of experts that are stacked in one parameter.
+
+    Args:
+        module: A block.
+
+    Returns:
+        float32 scalars on the device of the weights; none at all if this rank has only a shard of
+        one of them.
+    """
+    norms: dict[str, list[Tensor]] = defaultdict(list)
+    lists = {place for place, each in module.named_modules() if isinstance(each, nn.ModuleList)}
+    paths = {"": ""}  # of modules, without their numbers in lists
+    for place, inner in module.named_modules():
+        above, _, own = place.rpartition(".")
+        paths[place] = paths[above] + ("" if above in lists or not own else f"{own}.")
+        if "parametrizations" in place.split("."):  # what weights are made of
+            continue
+        made = inner.parametrizations if is_parametrized(inner) else ()
+        for name in (*inner._parameters, *made):
+            weight = present_weight(inner, name)
+            if hasattr(weight, "to_local"):
+                return {}
+            if weight is None or is_lazy(weight) or weight.ndim < 2 or weight.is_meta:
+                continue
+            if not weight.is_floating_point() or weight.element_size() < 2:
+                continue  # quantised, say
+            norm = torch.linalg.vector_norm(weight, dtype=torch.float32)
+            norms[(paths[place] + name).removesuffix(".weight")].append(norm)
+    return {name: torch.linalg.vector_norm(torch.stack(each)) for name, each in norms.items()}

@@ -62,6 +62,7 @@ from geomon.capture.tokens.sampling import (
 )
 from geomon.capture.tokens.table_calls import TableCalls
 from geomon.capture.tokens.token_ids import TokenIds
+from geomon.capture.weights import weight_norms
 from geomon.note import Note
 
 _FORCED = (
@@ -146,7 +147,7 @@ class Window:
         self._rows, self._seed = rows, seed
         blocks = sum(len(stack.blocks) for stack in anatomy.stacks)
         attentions = sum(max(1, len(block.attentions)) for block in anatomy.blocks)
-        self._attends = bool(self._sources & {"attention", "projection"})
+        self._attends = bool(self._sources & {"attention", "projection", "routing"})
         beside = len(anatomy.stacks) * (1 + (FINAL_NORM in self._extra))
         layers = (blocks + beside) * (1 + self._wants_last)
         self._limit = functools.partial(
@@ -474,6 +475,9 @@ class Window:
                     self._see(self._after, part, self._on_block_left, stack_pass, index)
                 self._see(self._before, block.module, self._on_block, stack_pass, index)
                 self._see(self._after, block.module, self._on_block_left, stack_pass, index)
+                if "weights" in self._sources and self._place.shards == 1:
+                    for part in (block.module, *block.parts):
+                        self._see(self._before, part, self._on_weights, block)
                 if self._attends:
                     self._choose_calls_of_attention(block)
 
@@ -732,6 +736,12 @@ class Window:
     ) -> None:
         block_call = self._begin_call(stack_pass, index, module, args, kwargs)
         self._run(stack_pass, block_call, module, args, kwargs)
+
+    def _on_weights(self, block: Block, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Read the norms of the weights of a block that begins: its optimizer step is to come."""
+        current = self._current_call()
+        if current is not None and not current[1].weight_norms:
+            current[1].weight_norms = weight_norms(unwrap(block.module))
 
     def _run(
         self,

@@ -33,6 +33,8 @@ _Parcel = list[tuple[int, Layer]]  # parts of layers, with the numbers of these
 # Sources of which ranks have other rows, and those of which they have other heads.
 _OF_ROWS = frozenset({"hidden", "last"})
 _OF_HEADS = frozenset({"attention", "projection"})
+# Sources of a block as a whole, which go with the rows.
+_WITH_ROWS = frozenset({"weights", "routing"})
 
 
 class _Owned(NamedTuple):
@@ -238,7 +240,8 @@ class _Table:
         if data not in self._tokens.giving:
             return frozenset()
         given = (each for each in (_OF_ROWS, _OF_HEADS) if rank in self._givers(data, number, each))
-        return frozenset().union(*given)
+        sources = frozenset().union(*given)
+        return sources | _WITH_ROWS if sources & _OF_ROWS else sources
 
     def gives_tokens(self, rank: int, first: int) -> bool:
         """Whether a rank gives ids and places of the tokens for layers of later stages.

@@ -47,6 +47,8 @@ _OTHER_ROWS = "its heads are on several ranks, which did not keep the same rows"
 _NEXT_PASS = 2**40
 
 _OF_HEADS = ("attention", "projection")
+# Sources of a block as a whole: views without rows or heads.
+_OF_BLOCK = ("weights", "routing")
 
 
 def attention_shape(layer: Layer) -> Shape | None:
@@ -154,6 +156,8 @@ def join_parts(parts: Sequence[Layer]) -> Layer:
     for prefix, name in (("", "rows"), ("last_", "last_rows")):
         found, numbers[prefix] = _rows_of_parts(parts, prefix, name)
         captured |= found
+    for source in _OF_BLOCK:
+        captured |= next((own for part in parts if (own := _of(part, source))), {})
     heads: dict[str, tuple[int, ...]] = {}
     for source in _OF_HEADS:
         holders = [part for part in parts if _of(part, source)]
@@ -323,6 +327,10 @@ def _one_after_another(parts: Sequence[Layer]) -> Layer:
         seen = [_of(part, source) for part in parts]
         holders = [views for views in seen if views]
         missing = {view: why for view, why in missing.items() if CAPTURED[view] != source}
+        if source == "routing":
+            counts = torch.stack([views["expert_counts"] for views in holders])
+            captured["expert_counts"] = counts.sum(dim=0)
+            continue
         if source != "attention":  # what one rank cannot tell of its rows takes nothing else away
             lost = dict.fromkeys(
                 view
@@ -387,6 +395,8 @@ def _kind(views: Mapping[str, Any]) -> dict[str, Any]:
             kinds[name] = value.dtype, value.shape[1], value.shape[3]
         elif name in _GRIDS:
             kinds[name] = None  # may be given for all rows at once, or not at all
+        elif name == "weight_norms":
+            kinds[name] = None  # the same on all ranks
         elif name == "max_logits":
             kinds[name] = value.dtype, value.shape
         elif isinstance(value, Tensor):

@@ -54,7 +54,7 @@ _CONSTANT = frozenset({"queries", "duplicates", "repeated", "rounding"})
 
 # Views that name rows of the whole layer, or are an extreme of it: what reads them has no margin,
 # nor has a view that is made of them.
-_OF_WHOLE = frozenset({"copies", "max_logits"})
+_OF_WHOLE = frozenset({"copies", "max_logits", "weight_norms", "expert_counts"})
 
 
 class NoMarginError(LookupError):

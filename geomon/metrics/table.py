@@ -5,6 +5,7 @@ scalar, a vector [heads], or a dict of both by part, in which "" is the value it
 """
 
 import difflib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ from geomon.kernels.attention import (
 from geomon.kernels.baselines import gaussian_like
 from geomon.kernels.frequency import CLASSES, moments_by_frequency
 from geomon.kernels.groups import GROUPS
+from geomon.kernels.loads import expert_loads
 from geomon.kernels.neighbours import Neighbours, nearest, pass_over
 from geomon.kernels.scores import mean_query_share, score_mean, score_spread
 from geomon.kernels.token_types import TokenTypes
@@ -186,6 +188,12 @@ def _attention_extremes(
         "sequence_median": sequence_extremes.median.nanmean(dim=1),
         "sequence_min": sequence_extremes.minimum.nanmean(dim=1),
     }
+
+
+def _expert_load(expert_counts: Tensor) -> dict[str, Tensor]:
+    loads = expert_loads(expert_counts)
+    parts = {f"expert_{number}": load for number, load in enumerate(loads)}
+    return {"": loads.log().mean().exp(), **parts}
 
 
 def _token_frequency(hidden: Tensor, token_ids: Tensor) -> dict[str, Tensor]:
@@ -432,6 +440,28 @@ METRICS: dict[str, Callable[..., Any]] = {
             meaning="Largest score before the softmax, over all rows and visible keys; growth "
             "without bound is an early sign of instability.",
             charts=("highest",),
+        ),
+        has_margin=False,
+    ),
+    "weight_norm": Metric(
+        lambda weight_norms: {"": math.hypot(*weight_norms.values()), **weight_norms},
+        MetricText(
+            "Norm of the weights",
+            meaning="Frobenius norm of a block's matrices of weights, all together and each by its "
+            "name (of experts all together); what changes the weights shows here, whatever the "
+            "batch.",
+            missing="a shard of the weights is all that this rank has",
+        ),
+        has_margin=False,
+    ),
+    "expert_load": Metric(
+        _expert_load,
+        MetricText(
+            "Evenness of the experts' loads",
+            meaning="How evenly a router gives tokens to experts: geometric mean of their loads "
+            "over the mean load, 1 if all get as many; each expert's load over the mean (0.01 if "
+            "it is less) by its number.",
+            missing="no token chose an expert",
         ),
         has_margin=False,
     ),

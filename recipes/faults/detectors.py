@@ -12,7 +12,9 @@ from geomon.analysis.bands import (
     LEAST,
     SCATTER,
     SCATTER_READINGS,
+    SLOW,
     WATCHED,
+    Distance,
     measure_distance,
     scatter,
     start_of_window,
@@ -62,6 +64,8 @@ class Distances(NamedTuple):
 def distances(track: Track) -> Distances:
     """Compare each number at each reading with the line through those before it.
 
+    Every fifth reading is compared with every fifth before it too, as bands do.
+
     Args:
         track: Numbers of a training.
     """
@@ -70,7 +74,7 @@ def distances(track: Track) -> Distances:
     for place in places:
         values = track.values[place]
         if place.metric in _LOGARITHMS:
-            values = np.log(np.where(values > 0, values, np.nan))
+            values = np.log(np.maximum(values, 1e-9))
         columns.append(values)
     numbers = np.stack(columns, axis=1)
     least = np.array([WATCHED[p.metric].least if p.metric in WATCHED else 0.0 for p in places])
@@ -82,10 +86,21 @@ def distances(track: Track) -> Distances:
         steps, at = track.steps[pattern], np.flatnonzero(pattern)
         chosen = numbers[np.ix_(at, alike)]
         for reading in range(LEAST, len(at)):
-            start = start_of_window(steps[:reading], int(steps[reading]))
-            found = measure_distance(chosen[start:reading], chosen[reading], least[alike])
-            sizes[at[reading], alike], normed[at[reading], alike] = found.size, found.normed
+            found = _compare(chosen, steps, reading, least[alike])
+            size = found.size
+            if reading % SLOW == 0:
+                slow = _compare(chosen, steps, reading, least[alike], every=SLOW)
+                size = np.fmax(size, slow.size)
+            sizes[at[reading], alike], normed[at[reading], alike] = size, found.normed
     return Distances(track.steps, places, sizes, normed)
+
+
+def _compare(
+    numbers: Array, steps: NDArray[np.int64], reading: int, least: Array, every: int = 1
+) -> Distance:
+    """Compare the numbers of a reading with every so many of those before."""
+    start = start_of_window(steps[:reading:every], int(steps[reading]))
+    return measure_distance(numbers[:reading:every][start:], numbers[reading], least)
 
 
 def scores_of_bands(found: Distances, metrics: Iterable[str]) -> Scores:
@@ -123,7 +138,8 @@ def scores_of_scatter(found: Distances) -> Scores:
     Args:
         found: Distances of a training.
     """
-    chosen = [number for number, place in enumerate(found.places) if place.metric in WATCHED]
+    of_pass = {name for name, watched in WATCHED.items() if not watched.by_part}
+    chosen = [number for number, place in enumerate(found.places) if place.metric in of_pass]
     each = np.array([scatter(normed[chosen]) for normed in found.normed])
     scores = np.full(len(each), np.nan)
     for reading in range(SCATTER_READINGS - 1, len(each)):
@@ -274,6 +290,8 @@ DETECTORS = {
     ),
     "anisotropy": Detector("anisotropy", _bands("anisotropy"), "geometry"),
     "effective_rank": Detector("effective rank", _bands("effective_rank"), "geometry"),
+    "weight_norm": Detector("norm of the weights", _bands("weight_norm"), "geometry"),
+    "expert_load": Detector("evenness of the experts' loads", _bands("expert_load"), "geometry"),
     "kurtosis": Detector("kurtosis", _bands("kurtosis"), "others"),
     "kurtosis_cusum": Detector("kurtosis, CUSUM", _cusum("kurtosis"), "others"),
     "rms": Detector("root mean square", _bands("mean_square_norm"), "others"),
@@ -283,7 +301,6 @@ DETECTORS = {
     ),
     "stable_rank": Detector("stable rank of weights", _bands("stable_rank"), "others"),
     "near_unit_modes": Detector("modes near the unit circle", _bands("near_unit_modes"), "others"),
-    "expert_load": Detector("load of the experts", _bands("expert_load"), "others"),
     "departure": Detector("departure of any value", _bands(*WATCHED), "geometry"),
     "scatter": Detector(
         "scatter of all values", lambda _, found: scores_of_scatter(found), "geometry"

@@ -54,7 +54,7 @@ class Costs(NamedTuple):
 
 
 # By the batches of a training.
-BATCHES = {"32 x 128 tokens": Costs(1.0, 0.12), "8 x 64 tokens": Costs(3.4, 0.58)}
+BATCHES = {"32 x 128 tokens": Costs(1.0, 0.13), "8 x 64 tokens": Costs(3.4, 0.6)}
 
 
 def plan(costs: Costs, steps: int) -> tuple[set[int], set[int]]:

@@ -1,8 +1,6 @@
 """Numbers of weights and of single layers that others have proposed as warnings."""
 
-import functools
 import itertools
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,29 +55,6 @@ class UpdateEntropy:
             for weights in (map(parts.query, blocks), map(parts.key, blocks))
         ]
         return found[0].clone(), found[1].clone()
-
-
-class ExpertLoads:
-    """Shares of the characters that a router gives to each expert.
-
-    Args:
-        model: A decoder; one without experts has no shares.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._shares: dict[str, float] = {}
-        for number, block in enumerate(Parts(model).blocks, 1):
-            if hasattr(block.mlp, "experts"):
-                block.mlp.experts.register_forward_pre_hook(functools.partial(self._count, number))
-
-    def __call__(self) -> dict[str, float]:
-        """Return the shares in the last forward pass."""
-        return dict(self._shares)
-
-    def _count(self, block: int, module: Any, inputs: tuple[Tensor, ...]) -> None:
-        chosen = inputs[1].flatten().bincount(minlength=module.num_experts) / inputs[1].numel()
-        for expert, share in enumerate(chosen.tolist()):
-            self._shares[f"expert_load/{block}/{expert}"] = share
 
 
 def stable_ranks(model: nn.Module) -> dict[str, float]:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geomon import read
+from geomon.analysis.bands import WATCHED
 from geomon.record import Reading
 from recipes.faults.training import EACH_STEP, FULL
 from recipes.study.training import is_finished
@@ -30,7 +31,7 @@ class Place(NamedTuple):
     Attributes:
         metric: Name of a metric, or of a value that the training logs.
         layer: Number of the layer; 0 for the input of the first block, and where there is none.
-        part: Number of the head or expert, name of the matrix; "" where there is none.
+        part: Number of the head, name of the matrix; "" where there is none.
     """
 
     metric: str
@@ -147,6 +148,11 @@ def _read(folder: Path) -> tuple[NDArray[np.int64], dict[Place, Array]]:
 
 def _values(reading: Reading) -> Iterator[tuple[Place, float]]:
     for metric, column in reading.columns.items():
+        if metric in WATCHED and WATCHED[metric].by_part:
+            for part, own in column.parts.items():
+                for layer, value in own.by_layer().items():
+                    yield Place(metric, layer, part), value
+            continue
         heads = column.by_head()
         for (layer, head), value in heads.items():
             yield Place(metric, layer, str(head)), value

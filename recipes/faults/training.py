@@ -17,7 +17,7 @@ from geomon import Metric, MetricText, Monitor, log_spaced, select
 from geomon.analysis.bands import FIRST, WATCHED
 from recipes.enwik8.data import Corpus
 from recipes.faults.kinds import FAULTS, Fault
-from recipes.faults.spectra import ExpertLoads, UpdateEntropy, near_unit_modes, stable_ranks
+from recipes.faults.spectra import UpdateEntropy, near_unit_modes, stable_ranks
 from recipes.faults.subject import (
     SIZES,
     Settings,
@@ -45,7 +45,8 @@ EARLIEST, LATEST = 600, 780
 
 _CHEAP = (
     "anisotropy", "effective_rank", "variance", "mean_square_norm", "within_variance", "qk_cosine",
-    "qk_dot", "attention_entropy_normalised", "attention_sink", "max_logit",
+    "qk_dot", "attention_entropy_normalised", "attention_sink", "max_logit", "weight_norm",
+    "expert_load",
 )  # fmt: skip
 # All that alerts look at.
 _OF_ALERTS = (*WATCHED, "effective_rank", "sink_share")
@@ -243,7 +244,7 @@ def train(
         verifies: Whether alerts are raised as in any run, and nothing else is recorded.
         before: Function that is called before each forward pass with its step.
     """
-    model, entropy, loads = subject.model, UpdateEntropy(subject.model), ExpertLoads(subject.model)
+    model, entropy = subject.model, UpdateEntropy(subject.model)
     default = log_spaced()
     monitors = [] if folder is None else monitors_of(model, folder, settings, verifies=verifies)
     for step in steps:
@@ -259,7 +260,7 @@ def train(
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if monitors and reads:
             values = {"loss": float(loss.detach()), "gradient_norm": float(norm)}
-            values |= {} if verifies else entropy() | loads()
+            values |= {} if verifies else entropy()
             if step % _WEIGHTS_INTERVAL == 0 and not verifies:
                 values |= stable_ranks(model) | near_unit_modes(model, windows[:, :-1])
             for monitor in monitors:

@@ -170,14 +170,52 @@ def test_one_reading_at_which_all_values_jump_is_no_growth_of_their_scatter():
 
 @pytest.mark.parametrize(
     ("first", "spacing", "has_bands"),
-    [(189, 1, True), (188, 1, False), (1250, 50, True), (1249, 50, False)],
+    [(189, 1, True), (188, 1, False), (100, 100, True), (99, 100, False)],
 )
-def test_bands_need_readings_of_the_last_quarter_of_the_run(first, spacing, has_bands):
-    """Ten readings and a jump; none of the first 200 steps, nor of a run four times shorter."""
+def test_bands_need_nine_readings_of_the_last_three_quarters_of_the_run(first, spacing, has_bands):
+    """Ten readings and a jump; none in the first 200 steps."""
     bands, jumped = Bands(), None
     for n, value in enumerate([*noise(10)[:, 0], 1e3, 1e3]):
         jumped = bands.add(reading_of({SCORES: value}, first + n * spacing))
     assert bool(jumped.departures) is has_bands
+
+
+@pytest.mark.parametrize(("spacing", "leaves"), [(25, True), (30, False)])
+def test_readings_before_the_last_quarter_count_only_if_those_in_it_are_too_few(spacing, leaves):
+    """A level that was left long ago makes the band wide, if it is in the line at all."""
+    steps = range(1000 - 40 * spacing // 2, 1000 + 1, spacing)
+    values = [200.0 * (step < 740) + noise(1, seed=step)[0, 0] for step in steps]
+    values[-2:] = 200.0, 200.0
+    bands = Bands()
+    pairs = zip(steps, values, strict=True)
+    found = [bands.add(reading_of({SCORES: value}, step)) for step, value in pairs]
+    assert bool(found[-1].departures) is leaves
+
+
+def test_what_creeps_leaves_the_band_of_every_fifth_reading():
+    """A slope that changes: the line through the last 48 readings goes along with it."""
+    steps = np.arange(400)
+    values = 100 + noise(400)[:, 0] + np.where(steps > 300, 1.2 * (steps - 300), 0)
+    out = [n for n, each in enumerate(departures(values, first=2000)) if each]
+    assert out
+    assert 300 < out[0] < 400
+    assert all(n % 5 == 0 for n in out)
+
+
+@pytest.mark.parametrize("after", [0.0, 1.2, 0.8])
+def test_norms_of_weights_have_a_band_by_name_and_are_no_part_of_the_scatter(after):
+    steps = np.arange(60)
+    values = 3 * 1.0001**steps * np.where(steps >= 50, after, 1)
+    found = run(noise(60)[:, 0], **{"weight_norm/layer_02/attn.c_proj": values})
+    plain = run(noise(60)[:, 0])
+    (departure,) = found[51].departures
+    assert departure.place == Place("", "weight_norm", "attn.c_proj", layer=2)
+    assert departure.value == pytest.approx(max(values[51], 1e-9))
+    assert departure.low < 3 < departure.high
+    assert [each.scatter for each in found] == pytest.approx(
+        [each.scatter for each in plain], nan_ok=True
+    )
+    assert not any(each.departures for each in found[:51])
 
 
 def test_stacks_have_bands_of_their_own():

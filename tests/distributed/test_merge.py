@@ -174,3 +174,20 @@ def test_every_order_of_the_parts_gives_the_same():
     parts = [of_rows([5, 1]), of_rows([0, 3, 2]), of_rows([6, 4])]
     for order in itertools.permutations(parts):
         assert torch.equal(join_parts(order).captured["hidden"], drawn(ROWS, WIDTH))
+
+
+def of_block(tokens, counts, scale=1.0):
+    captured = {
+        "weight_norms": {"mlp": 2.0 * scale}, "expert_counts": torch.tensor(counts),
+        "hidden": drawn(3, WIDTH),
+    }  # fmt: skip
+    return Layer(1, "block", captured, {}, part=Part(tokens=tokens))
+
+
+def test_experts_are_counted_over_all_tokens_and_weights_once():
+    found = merge_layers([of_block(0, [1.0, 2.0]), of_block(1, [3.0, 0.0], scale=1.5)])
+    assert found.captured["expert_counts"].tolist() == [4.0, 2.0]
+    assert found.captured["weight_norms"] == {"mlp": 2.0}
+    assert len(found.captured["hidden"]) == 6
+    same = merge_layers([of_block(0, [1.0, 2.0]), of_block(0, [1.0, 2.0])])
+    assert same.captured["expert_counts"].tolist() == [1.0, 2.0]

@@ -103,9 +103,14 @@ def test_an_item_is_not_kept_after_its_call(at_once):
 
 def test_metrics_of_heads_are_measured_apart_from_those_of_hidden_states():
     hidden, *others = Evaluator(METRICS, 1).apart
-    assert hidden == {"hidden", "last"}  # no metric of these reads the last tokens
+    assert hidden == {
+        "hidden",
+        "last",
+        "weights",
+        "routing",
+    }  # no metric of these reads the last tokens
     assert others == [{"attention"}, {"projection"}]
-    assert Evaluator(ALL, 1).apart[0] == {"hidden"}
+    assert Evaluator(ALL, 1).apart[0] == {"hidden", "weights", "routing"}
     assert Evaluator(select("qk_cosine"), 1).apart == [SOURCES - {"projection"}, {"projection"}]
     own = check_metrics({"both": lambda hidden, projected_query: 0.0})
     both = own | select("attention_entropy")
@@ -124,7 +129,12 @@ def test_small_pieces_come_last_and_each_layer_has_all_of_its_own(count):
         time.sleep(0.01)
         return LayerValues("", layer.index, None, failed=dict.fromkeys(layer.captured, "seen"))
 
-    apart = [frozenset({"hidden", "last"}), frozenset({"attention"}), frozenset({"projection"})]
+    quick = {"weights", "routing"}
+    apart = [
+        frozenset({"hidden", "last", *quick}),
+        frozenset({"attention"}),
+        frozenset({"projection"}),
+    ]
     found = [*in_pieces(measure, [(layer,) for layer in several], apart, 2)]
     assert [values.index for values in found] == [*range(count)]
     assert [values.failed.keys() for values in found] == [one.captured.keys() for one in several]

@@ -14,6 +14,7 @@ import definitions as by_book
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from whole_layer import HEAD_WIDTH, LENGTH, ROWS, WIDTH, normal, whole_layer
 
 from geomon import METRICS, MORE_METRICS, select
@@ -98,6 +99,8 @@ CONTRACTS = {
     "attention_sink": SHARE,
     "attention_extremes": SHARE,
     "max_logit": UNBOUNDED,
+    "weight_norm": Contract(0, shift=True),
+    "expert_load": SHARE,
     "score_mean": UNBOUNDED,
     "score_spread": Contract(0, shift=True),
     "mean_query_share": Contract(0, shift=True),
@@ -225,8 +228,16 @@ def definitions(change):
     of_all = by_book.of_rows(views) | by_book.of_neighbours(views["hidden"])
     of_last = {f"{name}_last": last[name] for name in ("effective_rank", "alpha")}
     of_heads = by_book.of_heads(views["projected_query"], views["projected_key"])
-    logits = {"max_logit": views["max_logits"]}
-    return of_all | of_last | of_heads | logits
+    norms, loads = views["weight_norms"], views["expert_counts"]
+    whole = {
+        "max_logit": views["max_logits"],
+        "weight_norm": np.linalg.norm([*norms.values()]),
+        **{f"weight_norm/{name}": norm for name, norm in norms.items()},
+        "expert_load": stats.gmean(np.maximum(loads / loads.mean(), 0.01)),
+        "expert_load/expert_2": 0.01,
+        "expert_load/expert_3": 2.0,
+    }
+    return of_all | of_last | of_heads | whole
 
 
 @pytest.mark.parametrize("change", ["none", "far", "near-duplicates", "a grid"])

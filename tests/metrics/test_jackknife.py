@@ -26,7 +26,7 @@ FIRST_ORDER = {
 OTHERS = {
     "twonn", "twonn_distinct", "gride", "local_dimension", "local_anisotropy", "local_cosine",
     "neighbour_overlap", "neighbour_overlap_in_time", "alpha", "alpha_last", "max_logit",
-    "twonn_gaussian",
+    "twonn_gaussian", "weight_norm", "expert_load",
 }  # fmt: skip
 
 

@@ -42,6 +42,14 @@ class TapObserver(Protocol):
             logarithm: Whether its logarithm is computed, as losses do.
         """
 
+    def on_choice(self, scores: Tensor, chosen: Tensor) -> None:
+        """Take a choice of the largest entries (`topk`).
+
+        Args:
+            scores: What is chosen from, [..., entries].
+            chosen: Indices of the chosen entries, [..., chosen].
+        """
+
     def on_failure(self, error: Exception) -> None:
         """Take an error of geomon's own, met while a call was looked at.
 
@@ -138,13 +146,15 @@ class Tap(dispatch.TorchDispatchMode):
                 followed.before_write(name, [given[each] for each in writes if each in given], own)
             if kind == "softmax":
                 observer.on_softmax(args[0], args[1], logarithm=name == "_log_softmax")
-            elif kind != "other":
+            elif kind not in ("other", "choice"):
                 given = dict(zip(names, args, strict=False)) | kwargs
                 observer.on_fused(kind, given)
         except Exception as error:
             observer.on_failure(error)
         result = func(*args, **kwargs)
         try:
+            if kind == "choice":
+                observer.on_choice(args[0], result[1])
             if followed is not None:  # of DTensors the parts on this rank are followed
                 starts: dict[int, tuple[int, ...]] = {}
                 own = [args, kwargs, result]
@@ -184,7 +194,7 @@ _FLEX = (
 class _Kind(NamedTuple):
     """What an operator is."""
 
-    kind: str  # "softmax", the route of a fused attention, or "other"
+    kind: str  # "softmax", the route of a fused attention, "choice", or "other"
     name: str  # "" where it is not known what becomes of its arguments' elements
     names: tuple[str, ...]  # of its arguments
     writes: tuple[str, ...]  # of those that it changes
@@ -210,6 +220,8 @@ def _kind_of(func: Any) -> _Kind:
     writes = tuple(argument.name for argument in changed)
     if space == "aten" and name in ("_softmax", "_safe_softmax", "_log_softmax"):
         return _Kind("softmax", name, names, writes)
+    if space == "aten" and name == "topk":
+        return _Kind("choice", name, names, writes)
     given = set(names)
     if {"query", "key", "value"} <= given or {"q", "k", "v"} <= given:
         kind = "sdpa" if name.startswith("_scaled_dot_product") else "flash"
