@@ -220,13 +220,24 @@ class Residual(nn.Module):
         return x + residual
 
 
+class Gate(nn.Module):
+    """A residual with more parameters than a sublayer, as gated recurrent units are."""
+
+    def __init__(self):
+        super().__init__()
+        self.unit = nn.GRUCell(32, 32)
+
+    def forward(self, x, residual):
+        return self.unit(x.flatten(0, 1), residual.flatten(0, 1)).view(x.shape)
+
+
 class Lists(nn.Module):
     """Sublayers in lists, as x-transformers has them: "a" attends, "c" to a context, "f" does not.
 
     A norm comes before the sublayer or after the sum.
     """
 
-    def __init__(self, kinds: str, *, before: bool) -> None:
+    def __init__(self, kinds: str, *, before: bool, residual: type = Residual) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.kinds, self.layers = kinds, nn.ModuleList()
@@ -234,7 +245,7 @@ class Lists(nn.Module):
             norms = [nn.LayerNorm(32), None] if before else [None, nn.LayerNorm(32)]
             wide = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
             sublayer = nn.Sequential(wide) if kind == "f" else ToContext(by_hand=True)
-            self.layers.append(nn.ModuleList([nn.ModuleList(norms), sublayer, Residual()]))
+            self.layers.append(nn.ModuleList([nn.ModuleList(norms), sublayer, residual()]))
 
     def forward(self, x, context=None):
         self.states = [x]
@@ -256,8 +267,10 @@ class Lists(nn.Module):
         ("affaff", [0, 3, 6], [0, 3]),
     ],
 )
-def test_of_lists_with_a_residual_the_sum_is_the_layer(kinds, ends, attending, before):
-    model, x, context = Lists(kinds, before=before), torch.randn(4, 9, 32), torch.randn(4, 9, 32)
+@pytest.mark.parametrize("residual", [Residual, Gate])
+def test_of_lists_with_a_residual_the_sum_is_the_layer(kinds, ends, attending, before, residual):
+    model = Lists(kinds, before=before, residual=residual)
+    x, context = torch.randn(4, 9, 32), torch.randn(4, 9, 32)
     seen = look(model, x, context)
     layers = by_place(seen.snapshot())
     side = [("attention_2", d) for d in range(1, len(ends))] if "c" in kinds else []

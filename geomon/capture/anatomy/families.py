@@ -4,6 +4,7 @@ Stacks are found by structure, never by a table of class names: those change fro
 and under sharding.
 """
 
+import inspect
 import math
 import re
 from collections import defaultdict
@@ -365,16 +366,23 @@ def leading_lists(family: Family) -> Family:
 def _ends_in_residual(member: nn.Module) -> bool:
     """Whether a list holds one sublayer, and behind it what adds its output to the stream."""
     children = list(member.children())
-    if not isinstance(member, nn.ModuleList):
+    if not isinstance(member, nn.ModuleList) or isinstance(children[-1], NOT_CALLABLE):
         return False
     sizes = [_size(child) for child in children]
+    if _takes_two(children[-1]):  # a gate may have more parameters than what it adds
+        sizes[-1] = 0
     largest = sizes.index(max(sizes))
     return (
         largest < len(sizes) - 1
         and 4 * sizes[largest] > 3 * sum(sizes)
         and not isinstance(children[largest], NOT_CALLABLE)
-        and not isinstance(children[-1], NOT_CALLABLE)
     )
+
+
+def _takes_two(module: nn.Module) -> bool:
+    """Whether a module has to be given two values: the stream, and what is added to it."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters) > 1
 
 
 def are_first_parts(model: nn.Module, family: Family, names: Names) -> bool:
