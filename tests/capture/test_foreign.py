@@ -299,14 +299,19 @@ def test_attention_outside_the_block_s_own_module_is_not_taken_for_it(mix, by_ha
             return y if before else y + mix(self, torch.stack([x, y], dim=-2))
 
     model = Model(Mixing)
-    values = measure(model, ids(), metrics=["attention_entropy", "qk_cosine"])
+    values = measure(model, ids(), metrics=["attention_entropy", "qk_cosine", "max_logit"])
     model(ids())
+    assert not any(f"head_{HEADS}" in name for name in values)
     for number, layer in enumerate(model.layers, 1):
         own = layer.attention
         entropy = torch.special.entr(own.weights.double()).sum(-1).mean((0, 2))
         means = (by_head(each).detach().double().mean((0, 2)) for each in (own.q, own.k))
         cosines = F.cosine_similarity(*means, dim=1)
-        for metric, right in (("attention_entropy", entropy), ("qk_cosine", cosines)):
+        scores = causal(by_head(own.q) @ by_head(own.k).mT / (WIDTH // HEADS) ** 0.5)
+        largest = scores.amax((0, 2, 3))
+        for metric, right in (
+            ("attention_entropy", entropy), ("qk_cosine", cosines), ("max_logit", largest),
+        ):  # fmt: skip
             found = [values[f"{metric}/layer_{number:02d}/head_{head}"] for head in range(HEADS)]
             assert found == pytest.approx(right.tolist(), abs=1e-5)
 
@@ -477,6 +482,23 @@ def test_passes_on_inputs_of_their_own_are_counted_and_said():
     assert by_layer(found, "mean_square_norm") == by_layer(expected, "mean_square_norm")
     assert any("the blocks were run 2 times: the first is measured" in n for n in found.notes)
     assert not any("the blocks were run" in note for note in expected.notes)
+
+
+@torch.no_grad()
+def test_memory_that_is_used_again_is_no_loop():
+    """Windows without attention see no operator: an address says nothing of what lies there."""
+
+    class Again(Looped):
+        def run(self, x):
+            first = x.clone()
+            for _ in range(2):
+                made = self.core(x)
+                x = made.copy_(first)
+            return x
+
+    found = measure(Again(), ids(), metrics=["mean_square_norm"])
+    assert by_layer(found, "mean_square_norm", 4)[3] is None
+    assert any("the blocks were run 2 times" in note for note in found.notes)
 
 
 RESIDUALS = {
