@@ -156,7 +156,7 @@ def geometry(
         seed: Seed of the private generator that shuffles the rows.
 
     Returns:
-        `{"twonn": 7.3, "twonn/n": 4096.0, ...}`, a dict with `.notes`; NaN where a value does not
+        `{"twonn": 7.3, "twonn/n": 4096.0, ...}`, a dict with `.notes`; NaN if a value does not
         exist, and a note that says why.
 
     Raises:

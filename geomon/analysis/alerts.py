@@ -184,7 +184,7 @@ class Rule(NamedTuple):
         advice: What to look at.
         false_alarms: Number of such alerts in `HEALTHY_STEPS` steps of healthy trainings.
         may_begin: Whether what the first reading has already is no reason for an alert.
-        passes: Readings without a finding after which the next one is a new alert; None where that
+        passes: Readings without a finding after which the next one is a new alert; None if that
             is one that finds four times as much.
     """
 

@@ -99,7 +99,7 @@ class Line(NamedTuple):
     """Where the next value of each of several curves is expected.
 
     Attributes:
-        expected: Value of the line at the next reading, [curves]; NaN where too few are known.
+        expected: Value of the line at the next reading, [curves]; NaN if too few are known.
         error: Standard error of that value with the scatter of a single one, [curves].
         freedom: Degrees of freedom of the error, [curves].
     """
@@ -126,7 +126,7 @@ def continue_line(history: _Array, ahead: int = 1) -> Line:
 
     Args:
         history: Values of the readings before, the last one at the end, [readings, curves]; NaN
-            where one is missing. At most 48 readings are used.
+            if one is missing. At most 48 readings are used.
         ahead: Which reading after the last one is expected: 1 for the next.
 
     Returns:
@@ -164,7 +164,7 @@ class Distance(NamedTuple):
         expected: Value of the line through the readings before the last one, [curves].
         width: Half width of the band, [curves].
         size: Distance in units of the half width, [curves]: of this reading or of the one before,
-            whichever is smaller; 0 where they are on different sides, NaN where too few are known.
+            whichever is smaller; 0 where they are on different sides, NaN if too few are known.
         alone: Distance of this reading from the line through all before, in the same unit.
         normed: Distances with their signs in standard errors, of mean square 1 where errors are
             normal, [curves].
@@ -255,7 +255,7 @@ class Found(NamedTuple):
         left: Values that have left their bands since all were inside for 12 readings, in the order
             in which they did; the largest departure first at each step.
         scatter: Logarithm of the mean square of the distances of all values from their lines, in
-            standard errors, over the last 20 readings; NaN where fewer are known.
+            standard errors, over the last 20 readings; NaN if fewer are known.
         is_strange: Whether a value of this reading is so far from its line that it has left its
             band if the next reading is as far on the same side.
     """

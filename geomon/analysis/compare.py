@@ -24,7 +24,7 @@ class Difference:
         step: Step of the reading of the first run.
         first: Value of the first run.
         second: Value of the second run.
-        margin: Half width of the 95 % interval of second minus first; NaN where an error is
+        margin: Half width of the 95 % interval of second minus first; NaN if an error is
             unknown.
         second_step: Step of the reading of the second run; None for the same.
     """
@@ -43,7 +43,7 @@ class Difference:
 
     @property
     def share(self) -> float:
-        """The change as a share of the first value; NaN where a sign makes that meaningless."""
+        """The change as a share of the first value; NaN if a sign makes that meaningless."""
         return self.change / self.first if self.first > 0 and self.second >= 0 else math.nan
 
     @property

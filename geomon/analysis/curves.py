@@ -40,7 +40,7 @@ class Curve:
             other: Index of the value that is compared with it.
 
         Returns:
-            0 where the difference is within 1.96 of their errors (`find_noise`); None where these
+            0 where the difference is within 1.96 of their errors (`find_noise`); None if these
             are unknown.
         """
         noise = find_noise(self.steps, self.values, self.margins)
@@ -75,7 +75,7 @@ class Measured(NamedTuple):
     """A value with its margin.
 
     Attributes:
-        value: The value; NaN where it was not measured.
+        value: The value; NaN if it was not measured.
         margin: Half width of its 95 % interval, over other sequences; 0 where unknown.
     """
 
@@ -132,7 +132,7 @@ def plain_curve(readings: Iterable[Reading], value: Callable[[Reading], float]) 
 
     Args:
         readings: Readings of a run.
-        value: Function of a reading; NaN where there is no value.
+        value: Function of a reading; NaN if there is no value.
     """
     return _curve(readings, lambda reading: Measured(value(reading), 0.0))
 

@@ -58,7 +58,7 @@ class Phase:
             the fall began, or of all.
         peak: Value at that step.
         change: Last value over the peak, minus 1; 0 at the peak, negative after it.
-        earliest: First step at which the peak may have been, within the errors; None where the
+        earliest: First step at which the peak may have been, within the errors; None if the
             curve did not fall from one.
         latest: Last step at which the peak may have been; None likewise.
         since: Step since which the curve rises, falls or is level; None for the other phases.

@@ -26,7 +26,7 @@ class Correlation(NamedTuple):
     """Correlation of two metrics over layers.
 
     Attributes:
-        value: Correlation, [-1, 1]; NaN where a metric does not vary.
+        value: Correlation, [-1, 1]; NaN if a metric does not vary.
         p_value: Two-sided probability of one at least as strong between independent series.
     """
 
@@ -85,7 +85,7 @@ def _orders(count: int) -> NDArray[np.int8]:
 
 
 def profile_of(reading: Reading, metric: str, *, part: str = "") -> list[float]:
-    """Collect the values of a metric by layer, first to last; NaN where a layer has none.
+    """Collect the values of a metric by layer, first to last; NaN if a layer has none.
 
     Args:
         reading: A reading.

@@ -61,7 +61,7 @@ class QueriesKeys:
         depth: Kendall's tau-b of layer and cosine over all heads: below 0 where cosines fall with
             depth; NaN with one layer.
         depth_p: Its two-sided p-value for independent heads.
-        dot: Mean |mean query . mean key| over heads at the first and at the last step; NaN where it
+        dot: Mean |mean query . mean key| over heads at the first and at the last step; NaN if it
             was not recorded.
     """
 
@@ -113,7 +113,7 @@ class LayerAlignment:
         layer: Number of the layer.
         width: Length of the vectors: number of query heads times width of one head.
         steps: Steps with mean queries and mean keys, ascending.
-        cosines: Cosine of the two vectors at each step; NaN where one of them is 0 or not finite.
+        cosines: Cosine of the two vectors at each step; NaN if one of them is 0 or not finite.
     """
 
     layer: int
@@ -129,7 +129,7 @@ def queries_and_keys(readings: Iterable[Reading]) -> QueriesKeys | None:
         readings: Readings of a run, of one stack.
 
     Returns:
-        What was found at the last step with values of heads; None where the record has none, or no
+        What was found at the last step with values of heads; None if the record has none, or no
         null, off which the width of a head is read.
     """
     every = [(each, each.column(_COSINE).by_head()) for each in single_source(readings)]
@@ -295,7 +295,7 @@ def _holm_level(p_values: Collection[float]) -> float:
 
 
 def _trend(cosines: dict[tuple[int, int], float]) -> tuple[float, float]:
-    """Compute Kendall's tau-b of layer and cosine, and its p-value; NaN where one does not vary."""
+    """Compute Kendall's tau-b of layer and cosine, and its p-value; NaN if one does not vary."""
     layers = [layer for layer, _ in cosines]
     if len(set(layers)) < 2 or len(set(cosines.values())) < 2:
         return math.nan, math.nan

@@ -191,7 +191,7 @@ def _scales(readings: Readings) -> list[str]:
 def _late_change(curve: Curve) -> tuple[int, float, float] | None:
     """Return the step two octaves ago, the last value, and the share by which it changed since.
 
-    None where there is no reading so long ago, or no change above the errors.
+    None if there is no reading so long ago, or no change above the errors.
     """
     before = [
         index for index, step in enumerate(curve.steps) if step * _END_FACTOR <= curve.steps[-1]

@@ -236,7 +236,7 @@ def matrix_layer(name: str, module: nn.Module | None, sampler: RowSampler) -> La
 
     Args:
         name: Name of the layer: "embedding" or "unembedding".
-        module: The module whose weight it is, [rows, width]; None where there is none.
+        module: The module whose weight it is, [rows, width]; None if there is none.
         sampler: Sampler of the rows.
     """
     layer = Layer(0, name, {}, {}, name, frozenset({"hidden"}), of_weights=True)
@@ -593,7 +593,7 @@ class StackBuilder:
     def _projected_sequences(
         self, query: SampledRows, key: SampledRows
     ) -> tuple[Tensor, Tensor] | None:
-        """Return the numbers of the sequences that projected rows are of; None where unknown."""
+        """Return the numbers of the sequences that projected rows are of; None if unknown."""
         one, other = (
             self._tokens.numbers(kept.indices, kept.shape, kept.role) for kept in (query, key)
         )

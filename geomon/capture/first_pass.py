@@ -44,7 +44,7 @@ class BlockCall:
     Attributes:
         block: Index of the block in its stack, from 0.
         shape: Shape of the hidden states that entered the block, of all ranks that share them out,
-            without the width; None where they are nested.
+            without the width; None if they are nested.
         entered: The same with the width, as the block was given it.
         handed_on: Whether what entered the block is what left the one that was called before.
         hidden: Rows of the hidden states that left the block.
@@ -121,7 +121,7 @@ class StackPass:
         tokens: The tokens of the pass: padding, token ids, sequences, sampled rows.
         block_calls: The calls that count, in order.
         entered: Rows of the hidden states that entered the first of these calls.
-        parts: Last call of a block that is a list of modules (None where it does not count), index
+        parts: Last call of a block that is a list of modules (None if it does not count), index
             of the block, and addresses of the modules that it called.
         left: Address and shape of what left the last block that was called.
         hands_on_several: Whether a block gave several tensors of the hidden states' shape.
@@ -247,7 +247,7 @@ class StackPass:
             block: Index of the block in the stack.
 
         Returns:
-            The call, to which what is kept of it is added; None where it does not count.
+            The call, to which what is kept of it is added; None if it does not count.
         """
         called = any(call.block == block for call in self.block_calls)
         if self._state == "over" or (self._state == "never called" and called):
@@ -404,7 +404,7 @@ class StackPass:
         return max(map(self.shape_at, self.block_calls), key=math.prod, default=())
 
     def layer_at(self, depth: int) -> tuple[Block, BlockCall | None, str]:
-        """Return the block of a layer, its call (None where it was not called) and a name.
+        """Return the block of a layer, its call (None if it was not called) and a name.
 
         Args:
             depth: Depth of the layer, from 1.
@@ -434,6 +434,6 @@ def attention_key(block: Block, label: str = "") -> int | None:
 
     Returns:
         The index in `Block.attentions`; 0 for the own attention of a block without known ones; None
-        where the block has no such attention.
+        if the block has no such attention.
     """
     return 0 if not block.attentions and not label else block.attention_index(label)

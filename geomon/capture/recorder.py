@@ -26,7 +26,7 @@ from geomon.capture.attending.by_hand import (
 )
 from geomon.capture.attending.fused import read_flash, read_flex, read_sdpa
 from geomon.capture.attending.max_logit import max_logits_of_call, max_logits_of_scores
-from geomon.capture.attending.seen import Rank, SeenAttention, columns_of_all
+from geomon.capture.attending.seen import Precedence, SeenAttention, columns_of_all
 from geomon.capture.first_pass import BlockCall, StackPass
 from geomon.capture.modes import unseen
 from geomon.capture.storage import local_shard
@@ -123,8 +123,10 @@ class AttentionRecorder:
                 _show_shape(call, stack_pass, block_call)
                 columns = [provenance.columns(x) for x in (call.query, call.key)]
                 of_tokens = _are_tokens(call, columns[0], stack_pass.shape_at(block_call))
-                rank = Rank(block_call.running_attention == index, of_tokens, fused=True)
-                if not seen.takes(rank):
+                precedence = Precedence(
+                    block_call.running_attention == index, of_tokens, fused=True
+                )
+                if not seen.takes(precedence):
                     return
                 if route != "sdpa" and not of_tokens:
                     count = math.prod(stack_pass.shape_at(block_call))
@@ -137,7 +139,8 @@ class AttentionRecorder:
                     seen.number_heads(*columns)
                 self._keep_max_logits(seen, call)
             except NotUnderstoodError as error:
-                if not again:
+                inside = block_call.running_attention == index
+                if not again and inside >= seen.precedence.inside:
                     seen.refused = seen.refused or str(error)
                 return
             if not again and call.rule is not None and call.query.shape[0] == 1:
@@ -165,10 +168,11 @@ class AttentionRecorder:
         if index is None or (logarithm and not products):
             return
         seen = block_call.seen(index)
-        rank = Rank(block_call.running_attention == index, of_tokens=True)
-        if rank < seen.rank or seen.refused or not stack_pass.shape:
+        precedence = Precedence(block_call.running_attention == index, of_tokens=True)
+        refused = seen.refused and precedence.inside <= seen.precedence.inside
+        if precedence < seen.precedence or refused or not stack_pass.shape:
             return
-        if rank == seen.rank and isinstance(seen.call, SoftmaxCall):
+        if precedence == seen.precedence and isinstance(seen.call, SoftmaxCall):
             if is_second_softmax(seen.call, scores, dim):
                 if index < len(block.attentions):
                     seen.refuse(SEVERAL_SOFTMAXES)
@@ -179,7 +183,7 @@ class AttentionRecorder:
             known = _known(stack_pass, block_call, block, index)
             shapes = stack_pass.possible_shapes(block_call)
             # Of several streams attention may take one: what is projected has its tokens.
-            taken = [(n,) for each in products[:1] for n in provenance.tokens(each.left)]
+            taken = [(n,) for each in products[:1] for n in provenance.token_counts(each.left)]
             possible = [known._replace(shape=x) for x in (*shapes, *taken)]
             known = min(possible, key=lambda known: not _fits(scores, dim, known))
             try:
@@ -190,7 +194,7 @@ class AttentionRecorder:
             except NotUnderstoodError as error:
                 seen.passed_over = seen.passed_over or str(error)
                 return
-            if call is None or not seen.takes(rank):
+            if call is None or not seen.takes(precedence):
                 return
             if known.shape in shapes:
                 stack_pass.take_attention(block_call, known.shape)
@@ -352,7 +356,7 @@ def _over_tokens(mask: Tensor, keys: Columns | None) -> Tensor:
 
 
 def _index_of_softmax(block: Block, block_call: BlockCall, *, made: bool) -> int | None:
-    """Return the index of the block's attention that a softmax is of; None where it is of none.
+    """Return the index of the block's attention that a softmax is of; None if it is of none.
 
     Args:
         block: The block.

@@ -104,7 +104,7 @@ class Part:
     Numbers are those of the whole layer, the same on every rank.
 
     Attributes:
-        rows: Number of each row of hidden states, by which rows are put in order; None where ranks
+        rows: Number of each row of hidden states, by which rows are put in order; None if ranks
             share nothing out.
         last_rows: The same of the last tokens.
         start: First index of the hidden states that the rank has, by dimension; () for all.
@@ -112,7 +112,7 @@ class Part:
             "key", "projected_query" and "projected_key". Of a view that is not named all heads are
             here, or it is not known which.
         tokens: Number of the tokens that the rows are of: parts of the same tokens belong together.
-            None where no other part is of these.
+            None if no other part is of these.
         tokens_elsewhere: Whether ids and places of the tokens are known elsewhere: at the first
             stage of a pipeline.
     """
@@ -281,7 +281,7 @@ class MeanLoss(NamedTuple):
     """The loss of a probe's pass, a mean over its sequences.
 
     Attributes:
-        value: The loss; NaN where it could not be computed.
+        value: The loss; NaN if it could not be computed.
         sequences: Number of sequences, by which the losses of several passes are weighted.
     """
 
@@ -298,7 +298,7 @@ class PassInfo:
         mode: "train" or "eval"; "" where no block was run. Dropout changes the numbers.
         dtype: Data type of the hidden states in the model, before they were copied to float32.
         notes: Remarks for the reader of the numbers.
-        loss: Loss of a probe's pass; None where none was asked for.
+        loss: Loss of a probe's pass; None if none was asked for.
         batch: What tells the tokens of the pass from others: ranks with the same one had the same
             tokens. "" where nothing was seen.
     """
@@ -362,7 +362,7 @@ def explain_missing(snapshot: Snapshot, views: Iterable[str]) -> str | None:
         views: Captured views that the metrics read.
 
     Returns:
-        The explanation, or None where everything expected was seen.
+        The explanation, or None if everything expected was seen.
     """
     asked = {CAPTURED[view] for view in views}
     found = []

@@ -23,7 +23,7 @@ def local_shard(values: Tensor) -> Tensor:
 
 
 def storage_of(values: Tensor) -> int | None:
-    """Return the address of the memory in which a tensor lies; None where it has none.
+    """Return the address of the memory in which a tensor lies; None if it has none.
 
     Sparse and nested tensors have none, nor have those that are traced.
 

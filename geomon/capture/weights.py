@@ -58,7 +58,7 @@ def stored_weight(module: nn.Module, name: str = "weight") -> Tensor | None:
 
 @torch.no_grad()
 def present_weight(module: nn.Module, name: str = "weight") -> Tensor | None:
-    """Return a weight as it is in a forward pass in eval mode; None where there is none.
+    """Return a weight as it is in a forward pass in eval mode; None if there is none.
 
     Args:
         module: Any module.

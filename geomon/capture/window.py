@@ -109,7 +109,7 @@ class Window:
             (`geomon.capture.snapshot.EXTRA_LAYERS`).
         place: Place of this rank among those that share out the weights of the blocks.
         micro_batches: For each part of a pipeline, a function that counts the micro-batches of a
-            batch, 0 before that is known: each is a pass. None where a batch is one pass.
+            batch, 0 before that is known: each is a pass. None if a batch is one pass.
         charge: Returns a context manager, which is entered around each piece of work beside the
             pass to account for its time. Pieces may be nested.
 
@@ -437,7 +437,7 @@ class Window:
         return tuple(dict.fromkeys(table for table in tables if table is not None))
 
     def padding(self, stack: str) -> str | None:
-        """Say what the padding of a stack is known by; None where nothing says that there is any.
+        """Say what the padding of a stack is known by; None if nothing says that there is any.
 
         Args:
             stack: Name of the stack.
@@ -734,8 +734,9 @@ class Window:
         args: Any,
         kwargs: Mapping[str, Any],
     ) -> None:
-        block_call = self._begin_call(stack_pass, index, module, args, kwargs)
-        self._run(stack_pass, block_call, module, args, kwargs)
+        entered = _entering(stack_pass, [*args, *kwargs.values()])
+        block_call = self._begin_call(stack_pass, index, module, args, kwargs, entered)
+        self._run(stack_pass, block_call, module, [args, kwargs], entered)
 
     def _on_weights(self, block: Block, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Read the norms of the weights of a block that begins: its optimizer step is to come."""
@@ -748,19 +749,18 @@ class Window:
         stack_pass: StackPass,
         block_call: BlockCall | None,
         module: nn.Module,
-        args: Any,
-        kwargs: Mapping[str, Any],
+        given: list[Any],
+        entered: Tensor | None,
     ) -> None:
         self._running.append((stack_pass, block_call))
         if block_call is None:
             return
         block_call.finished = False
-        hidden = _entering(stack_pass, [*args, *kwargs.values()])
-        if hidden is not None and not hidden.is_nested:
-            hidden = move_width_last(local_shard(hidden), module, entering=True)
-            if tuple(hidden.shape[:-1]) != block_call.shape:  # others are on other ranks
-                hidden = None
-        block_call.provenance.start([args, kwargs], hidden)
+        if entered is not None and not entered.is_nested:
+            entered = move_width_last(local_shard(entered), module, entering=True)
+            if tuple(entered.shape[:-1]) != block_call.shape:  # others are on other ranks
+                entered = None
+        block_call.provenance.start(given, entered)
 
     def _on_part(
         self,
@@ -771,10 +771,12 @@ class Window:
         kwargs: Mapping[str, Any],
     ) -> None:
         block_call, block, called = stack_pass.parts
+        entered = _entering(stack_pass, [*args, *kwargs.values()])
         if block != index or id(module) in called:
-            block_call, called = self._begin_call(stack_pass, index, module, args, kwargs), set()
+            block_call = self._begin_call(stack_pass, index, module, args, kwargs, entered)
+            called = set()
         stack_pass.parts = block_call, index, called | {id(module)}
-        self._run(stack_pass, block_call, module, args, kwargs)
+        self._run(stack_pass, block_call, module, [args, kwargs], entered)
 
     def _begin_call(
         self,
@@ -783,13 +785,13 @@ class Window:
         module: nn.Module,
         args: Any,
         kwargs: Mapping[str, Any],
+        entered: Tensor | None,
     ) -> BlockCall | None:
         """Note that a block is called, and keep what enters the first one that counts.
 
         A call without tokens does not count: where data run out, a rank is given an empty batch.
         Nor does one inside `torch.func.vmap`, whose tensors are of no use behind it.
         """
-        entered = _entering(stack_pass, [*args, *kwargs.values()])
         if entered is not None and (why := _why_no_rows(entered)) is not None:
             self._no_rows = why
             return None
@@ -817,7 +819,6 @@ class Window:
             if entered is not None and index == before.block + 1:
                 self._take_sum(stack_pass, before, entered, module)
             if stack_pass.stack.entering:
-                before = stack_pass.block_calls[-2]
                 if index <= before.block:  # another round, whose input may be other rows
                     return block_call
                 before.hidden = (
@@ -1023,7 +1024,7 @@ def _entering(stack_pass: StackPass, given: Sequence[Any]) -> Tensor | None:
 
 
 def _why_no_rows(entered: Tensor) -> str | None:
-    """Say why nothing can be seen of a call on a tensor; None where it can."""
+    """Say why nothing can be seen of a call on a tensor; None if it can."""
     if entered.numel() == 0:
         return "the block was given a batch without tokens"
     if private.is_batched(local_shard(entered)):

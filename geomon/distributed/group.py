@@ -47,7 +47,7 @@ class RankGroup:
     Args:
         rank: Rank of this process.
         size: Number of processes.
-        process_group: geomon's process group of torch.distributed; None where the ranks do not
+        process_group: geomon's process group of torch.distributed; None if the ranks do not
             exchange anything.
         timeout: Largest time in seconds that this rank waits for the others in one reading.
         why_not_connected: Why the rows of this model's ranks cannot be gathered, or None.
@@ -316,7 +316,7 @@ def join_ranks(
     group comes back without one; `why_not_connected` or a warning says why.
 
     Args:
-        place: Place of this rank in the mesh; None where it has a whole model and its own tokens.
+        place: Place of this rank in the mesh; None if it has a whole model and its own tokens.
         options: Plain values that have to be the same on every rank, by name.
         timeout: Largest time in seconds that a rank waits for the others in one reading. At most
             half of what the training's own process group waits is used, so that geomon gives up
@@ -361,7 +361,7 @@ def _patience_of_training() -> float:
 
 
 def _difference(options: Sequence[Mapping[str, Any]]) -> str | None:
-    """Say in which option a rank differs from the first one; None where all are the same."""
+    """Say in which option a rank differs from the first one; None if all are the same."""
     for rank, given in enumerate(options):
         for name, value in options[0].items():
             if given[name] != value:

@@ -231,7 +231,7 @@ def _with_tokens(
 
 
 def _numbers(parts: Sequence[Layer], name: str) -> Tensor | None:
-    """Return the numbers of the rows of all parts; None where there are none."""
+    """Return the numbers of the rows of all parts; None if there are none."""
     numbers: list[Tensor] = []
     for part in parts:
         own = getattr(part.part, name)
@@ -290,7 +290,7 @@ def _count_rows(views: Mapping[str, Any]) -> tuple[Any, ...]:
 def _keys_once(
     queries: Sequence[int], keys: Sequence[int], parts: Sequence[Layer], query: str, key: str
 ) -> list[int] | None:
-    """Choose one of the key heads that several ranks have; None where all are to stay.
+    """Choose one of the key heads that several ranks have; None if all are to stay.
 
     Query heads share key heads in their order. Where ranks share them in another way, each keeps
     its own.
@@ -357,7 +357,7 @@ def _one_after_another(parts: Sequence[Layer]) -> Layer:
 
 
 def _numbered(parts: Sequence[Layer], name: str) -> Tensor | None:
-    """Number the rows of several passes on; None where some have no numbers."""
+    """Number the rows of several passes on; None if some have no numbers."""
     numbers = [getattr(part.part, name) for part in parts]
     if any(own is None for own in numbers):
         return None
@@ -365,7 +365,7 @@ def _numbered(parts: Sequence[Layer], name: str) -> Tensor | None:
 
 
 def mean_loss(infos: Sequence[PassInfo]) -> MeanLoss | None:
-    """Mean of the losses of several passes, weighted by their sequences; None where there is none.
+    """Mean of the losses of several passes, weighted by their sequences; None if there is none.
 
     Args:
         infos: Facts about each pass.

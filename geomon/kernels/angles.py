@@ -30,13 +30,13 @@ class SequenceCosines(NamedTuple):
 
     @property
     def within(self) -> Tensor:
-        """Mean cosine over the pairs of rows of one sequence; NaN where there is no such pair."""
+        """Mean cosine over the pairs of rows of one sequence; NaN if there is no such pair."""
         pairs = (self.rows * (self.rows - 1)).sum()
         return torch.where(pairs > 0, (self.own - self.rows).sum() / pairs, torch.nan)
 
     @property
     def between(self) -> Tensor:
-        """Mean cosine over the pairs of rows of two sequences; NaN where there is no such pair."""
+        """Mean cosine over the pairs of rows of two sequences; NaN if there is no such pair."""
         pairs = self.rows.sum().square() - self.rows.square().sum()
         return torch.where(pairs > 0, (self.total - self.own.sum()) / pairs, torch.nan)
 
@@ -54,7 +54,7 @@ def cosine_centred(hidden: Tensor) -> Tensor:
         hidden: Rows, [tokens, width].
 
     Returns:
-        A scalar; NaN where fewer than two rows differ from the mean.
+        A scalar; NaN if fewer than two rows differ from the mean.
 
     Raises:
         ValueError: `hidden` is not a floating-point matrix with at least two rows.
@@ -128,7 +128,7 @@ def leading_share(eigenvalues: Tensor) -> Tensor:
         eigenvalues: Eigenvalues of the covariance of each head, [heads, head width].
 
     Returns:
-        [heads]; NaN where all rows of a head are equal.
+        [heads]; NaN if all rows of a head are equal.
 
     Example:
         >>> leading_share(torch.tensor([[3.0, 1.0]])).tolist()
@@ -149,7 +149,7 @@ def qk_cosine(mean_query: Tensor, mean_key: Tensor) -> Tensor:
         mean_key: Mean key of each key head, [..., key heads, head width]; key heads divide heads.
 
     Returns:
-        [..., heads]; NaN where one of the means is 0.
+        [..., heads]; NaN if one of the means is 0.
 
     Raises:
         ValueError: The shapes of the means do not fit one another.
@@ -176,7 +176,7 @@ def qk_cosine_concatenated(mean_query: Tensor, mean_key: Tensor) -> Tensor:
         mean_key: Mean key of each key head, [..., key heads, head width]; key heads divide heads.
 
     Returns:
-        [...], of plain means a scalar; NaN where all means of queries, or all of keys, are 0.
+        [...], of plain means a scalar; NaN if all means of queries, or all of keys, are 0.
 
     Raises:
         ValueError: The shapes of the means do not fit one another.

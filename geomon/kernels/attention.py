@@ -291,7 +291,7 @@ def attention_entropy(attention: AttentionRows) -> Tensor:
         attention: Reduced softmax rows.
 
     Returns:
-        [heads]; NaN where no row sees a key.
+        [heads]; NaN if no row sees a key.
     """
     return mean_over(attention.entropy, attention.visible > 0)
 
@@ -306,7 +306,7 @@ def attention_entropy_normalised(attention: AttentionRows) -> Tensor:
         attention: Reduced softmax rows.
 
     Returns:
-        [heads]; NaN where no row sees two keys.
+        [heads]; NaN if no row sees two keys.
     """
     return mean_over(attention.entropy / attention.visible.log(), attention.visible > 1)
 
@@ -320,13 +320,13 @@ def attention_sink(attention: AttentionRows) -> Tensor:
         attention: Reduced softmax rows.
 
     Returns:
-        [heads]; NaN where no row sees two keys.
+        [heads]; NaN if no row sees two keys.
     """
     return mean_over(attention.first, attention.visible > 1)
 
 
 def mean_over(values: Tensor, rows: Tensor) -> Tensor:
-    """Average over the given rows of each head; 0/0 gives NaN where there are none: [heads].
+    """Average over the given rows of each head; 0/0 gives NaN if there are none: [heads].
 
     Args:
         values: One number for each row, [heads, rows].

@@ -173,7 +173,7 @@ def gride(neighbours: Tensor, scales: Sequence[int] = SCALES) -> Tensor:
         scales: Ranks k of the nearer neighbour, one for each estimate; 2k neighbours are needed.
 
     Returns:
-        [len(scales)], each in [0, inf); NaN where there are fewer than 2k neighbours or 3 points.
+        [len(scales)], each in [0, inf); NaN if there are fewer than 2k neighbours or 3 points.
 
     Raises:
         ValueError: There are fewer than two distances for each point, or a scale is below 1.

@@ -75,7 +75,7 @@ class GroupSums(NamedTuple):
 
         (|sum_i u_i|^2 - n) / (n (n - 1)) with u_i = x_i / |x_i|: exact over all pairs at the cost
         of one pass, where Godey et al. (2401.12143, section 3) sample pairs. Range [-1/(n-1), 1];
-        about 0 for isotropic rows. Rows of norm 0 have no direction and are left out; NaN where
+        about 0 for isotropic rows. Rows of norm 0 have no direction and are left out; NaN if
         fewer than two rows have one.
         """
         n = self.directed.sum(dim=0)

@@ -86,7 +86,7 @@ def share_beyond(squares: Tensor, ordinary: Tensor) -> Tensor:
         ordinary: True for rows that are not massive, bool, [tokens].
 
     Returns:
-        A scalar; NaN where all rows are equal.
+        A scalar; NaN if all rows are equal.
 
     Example:
         >>> import torch

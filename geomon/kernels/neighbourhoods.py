@@ -75,7 +75,7 @@ def local_isotropy(rows: Tensor, members: Tensor) -> LocalIsotropy:
         members: Indices of the rows of each neighbourhood, int64, [neighbourhoods, size].
 
     Returns:
-        Both for each neighbourhood; NaN where all its rows are equal.
+        Both for each neighbourhood; NaN if all its rows are equal.
 
     Raises:
         ValueError: `rows` is not a floating-point matrix, or `members` not a matrix of integers.
@@ -119,7 +119,7 @@ def neighbour_overlap(one: Tensor, other: Tensor) -> Tensor:
         other: Neighbours of the same rows elsewhere, int64, [rows, k].
 
     Returns:
-        [rows], float64; NaN where k is 0.
+        [rows], float64; NaN if k is 0.
 
     Raises:
         ValueError: The two are not matrices of one shape.

@@ -106,7 +106,7 @@ def score_mean(score_moments: ScoreMoments) -> Tensor:
         score_moments: Moments of the scores of each query.
 
     Returns:
-        [heads]; NaN where no query sees a key.
+        [heads]; NaN if no query sees a key.
     """
     return mean_over(score_moments.mean, score_moments.visible > 0)
 
@@ -121,7 +121,7 @@ def score_spread(score_moments: ScoreMoments) -> Tensor:
         score_moments: Moments of the scores of each query.
 
     Returns:
-        [heads]; NaN where no query sees two keys.
+        [heads]; NaN if no query sees two keys.
     """
     return mean_over(score_moments.variance, score_moments.visible > 1).sqrt()
 
@@ -190,7 +190,7 @@ def mean_query_share(query_variances: QueryVariances) -> Tensor:
         query_variances: Variances of the scores of the mean query, and of each query itself.
 
     Returns:
-        [heads]; NaN where scores do not vary.
+        [heads]; NaN if scores do not vary.
     """
     return query_variances.common[0].sum(dim=1) / query_variances.own.sum(dim=1)
 

@@ -149,7 +149,7 @@ def anisotropy(spectrum: Tensor) -> Tensor:
         spectrum: Eigenvalues in any order, [rank].
 
     Returns:
-        A scalar; NaN where all rows are equal.
+        A scalar; NaN if all rows are equal.
 
     Raises:
         ValueError: `spectrum` is empty or not one-dimensional.
@@ -172,7 +172,7 @@ def effective_rank(spectrum: Tensor) -> Tensor:
         spectrum: Eigenvalues in any order, [rank].
 
     Returns:
-        A scalar; NaN where all rows are equal.
+        A scalar; NaN if all rows are equal.
 
     Raises:
         ValueError: `spectrum` is empty or not one-dimensional.
@@ -194,7 +194,7 @@ def participation_ratio(spectrum: Tensor) -> Tensor:
         spectrum: Eigenvalues in any order, [rank].
 
     Returns:
-        A scalar; NaN where all rows are equal.
+        A scalar; NaN if all rows are equal.
 
     Raises:
         ValueError: `spectrum` is empty or not one-dimensional.
@@ -283,7 +283,7 @@ def head_axes(rows: Tensor, group: Tensor, groups: int) -> PrincipalAxes:
 
 
 def _shares(spectrum: Tensor) -> Tensor:
-    """Divide eigenvalues by their sum, in float64; NaN where the sum is 0.
+    """Divide eigenvalues by their sum, in float64; NaN if the sum is 0.
 
     Those of a covariance that was computed elsewhere may be below 0 by rounding: they are 0.
     """

@@ -61,7 +61,7 @@ class TokenTypes:
         rows: Number of rows of each type, n_t, [types].
         m: Squared norm of the mean of each type, M_t = |mean x|^2, [types].
         scatter: Sum of the squared distances of the rows from the mean of their type, [types].
-        cells: The same by group of sequences; None where no groups were given.
+        cells: The same by group of sequences; None if no groups were given.
     """
 
     rows: Tensor
@@ -97,7 +97,7 @@ class TokenTypes:
 
         K is the number of types in the sample. sum n_t V_t / n, the plain form, is low by the
         factor 1 - K/n, since every type's mean is fitted to its own rows: 40 % for natural text at
-        n = 2,048. Range [0, inf), in squared units of the rows; NaN where no type comes twice.
+        n = 2,048. Range [0, inf), in squared units of the rows; NaN if no type comes twice.
 
         Example:
             >>> hidden = torch.tensor([[1.0], [3.0], [10.0], [12.0]])

@@ -107,7 +107,7 @@ def stacks_suffice() -> bool:
 
 
 def _start_threads(count: int) -> ThreadPoolExecutor | None:
-    """Start threads, each with a part of torch's threads; None where they cannot be started.
+    """Start threads, each with a part of torch's threads; None if they cannot be started.
 
     A system limits the threads and the memory of its users; a program that ends starts none.
     """

@@ -228,7 +228,7 @@ def _lists(own: NearRows, rows: Tensor, kept: Tensor) -> Tensor:
 
 
 def _shares(lists: Sequence[Tensor]) -> Tensor:
-    """Compute the overlap of the first 10 of each list that are kept; NaN where there are fewer."""
+    """Compute the overlap of the first 10 of each list that are kept; NaN if there are fewer."""
     inside = [near >= 0 for near in lists]
     enough = (inside[0].sum(dim=1) >= SHARED) & (inside[1].sum(dim=1) >= SHARED)
     one, other = (

@@ -362,7 +362,7 @@ def _plain_arithmetic(layer: Layer) -> Iterator[None]:
 
 
 def _sizes_of_attention(layer: Layer) -> tuple[tuple[int, int] | None, int | None]:
-    """Count the heads and their width, and the sampled queries that see a key; None where unknown.
+    """Count the heads and their width, and the sampled queries that see a key; None if unknown.
 
     Nulls depend on them.
     """
@@ -691,12 +691,12 @@ def _with_sequences(splits: list[Parts], sequences: int | None) -> list[Parts]:
 
 
 def _mean(values: Iterable[float]) -> float:
-    """Mean; NaN where there are no values or one is NaN."""
+    """Mean; NaN if there are no values or one is NaN."""
     known = list(values)
     return sum(known) / len(known) if known else math.nan
 
 
 def _deviation(values: list[float]) -> float:
-    """Sample standard deviation; NaN where a value is not finite, or there are fewer than two."""
+    """Sample standard deviation; NaN if a value is not finite, or there are fewer than two."""
     enough = len(values) > 1 and all(map(math.isfinite, values))
     return statistics.stdev(values) if enough else math.nan

@@ -17,21 +17,21 @@ class LayerValues:
     Attributes:
         stack: Stack of the layer.
         index: Depth of the layer.
-        shape: Rows and width of the layer's hidden states; None where it has none.
+        shape: Rows and width of the layer's hidden states; None if it has none.
         parts: For each metric, its parts in each split of the rows.
         without: For each metric that has a margin, by part: the value without each group of
             sequences, of heads their mean; mean over splits.
-        sequences: Number of sequences that the rows are of; None where unknown.
+        sequences: Number of sequences that the rows are of; None if unknown.
         has_token_ids: Whether the tokens of the rows have ids.
         kept: For each metric that compares layers or readings, what it kept of this layer in each
             split.
         unseen: For each metric that could not be asked, which view was not seen and why.
         failed: For each metric that failed, what it raised.
         without_margin: For each metric whose margin failed, what it raised.
-        heads: Number of query heads as projected, and the width of one; None where unknown.
-        queries: Number of sampled queries that see a key; None where unknown.
+        heads: Number of query heads as projected, and the width of one; None if unknown.
+        queries: Number of sampled queries that see a key; None if unknown.
         log_visible: Mean logarithm of the number of keys that a sampled query sees, over queries
-            and heads: the entropy of uniform attention; None where unknown.
+            and heads: the entropy of uniform attention; None if unknown.
         arrays: Arrays for figures by name, of the first split of the rows.
         without_arrays: What taking the arrays raised; "" for nothing.
     """

@@ -23,7 +23,7 @@ class Sizes(NamedTuple):
     Attributes:
         rows: Number of rows of hidden states in one split, without copies; 0 where there are none.
         width: Width of the hidden states.
-        heads: Number of query heads and width of one; None where unknown, or not the same at all
+        heads: Number of query heads and width of one; None if unknown, or not the same at all
             layers.
         queries: Number of sampled queries that see a key, at each layer.
         log_visible: Mean logarithm of the number of keys that a sampled query sees, at each layer.

@@ -279,7 +279,7 @@ def _every(numbers: Sequence[int]) -> int:
 
 
 def _shown(values: Iterable[float]) -> list[float | None]:
-    """Return values with five digits, and None where there is none: JSON has no NaN."""
+    """Return values with five digits, and None if there is none: JSON has no NaN."""
     return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values]
 
 

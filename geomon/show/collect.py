@@ -229,7 +229,7 @@ def scales_panel(readings: Readings) -> Lines:
 
 
 def map_panel(readings: Readings, metric: str) -> Matrix | None:
-    """Collect a metric at every layer and step; None where it was not measured.
+    """Collect a metric at every layer and step; None if it was not measured.
 
     The scale begins at 0 where it can; it is logarithmic where the values lie far apart, and the
     entropy of attention reaches up to that of uniform attention. Layer 0, the embedding, is left
@@ -284,7 +284,7 @@ def measured_heads(
 
     Returns:
         The readings, one for each step; the layers in which heads have a value in any; the values,
-        [readings, layers, heads], NaN where there is none.
+        [readings, layers, heads], NaN if there is none.
     """
     selected = single_source(readings)
     known = [reading.column(metric).by_head() for reading in selected]
@@ -404,7 +404,7 @@ def _range_of(values: Floats, metric: str, most: float) -> tuple[float, float]:
 
 
 def _largest(readings: Readings, metric: str) -> float:
-    """Return the largest value that a metric can have; NaN where there is none, or not known."""
+    """Return the largest value that a metric can have; NaN if there is none, or not known."""
     if metric == "attention_entropy":  # that of uniform attention
         return (null_of(readings, metric) or (NAN, ""))[0]
     return 1.0 if metric == "attention_entropy_normalised" else NAN

@@ -41,7 +41,7 @@ class Line:
     Attributes:
         name: What it is; "" to leave it out of the legend.
         x: Steps, layers, scales or ranks, ascending.
-        y: Values; NaN where there is none.
+        y: Values; NaN if there is none.
         colour: Its colour, as "#RRGGBB".
         low: Lower ends of a band about it; empty for none.
         high: Upper ends.
@@ -69,10 +69,10 @@ class Lines:
         over: What they run over, a key of `AXES`.
         named_by: What the names of lines are numbers of, "step" or "layer", where a colour bar
             shows them; "" for a legend.
-        null: Value of rows without structure and its words; None where it is not known.
+        null: Value of rows without structure and its words; None if it is not known.
         chance: Half width of a band about 0 and its words; None for none.
         alerts: Steps of alerts, and the kinds that are there first, in words.
-        ends: Lowest and highest value of the axis in pictures; None where it follows the lines.
+        ends: Lowest and highest value of the axis in pictures; None if it follows the lines.
         remark: What a reader has to know besides.
         is_logarithmic: Whether the axis of values is.
     """
@@ -112,7 +112,7 @@ class Matrix:
 
     Attributes:
         label: What the colours stand for.
-        values: Values, [layers, columns]; NaN where there is none.
+        values: Values, [layers, columns]; NaN if there is none.
         layers: Number of the layer of each row.
         columns: Step or number of the head of each column.
         low: Lowest value of the scale.

@@ -30,7 +30,7 @@ class Checkpoint:
         step: Number of optimizer updates already in the weights; -1 where nothing says it.
         source: Folder, file, or name of the model on the hub.
         revision: Revision of the model, where it is on the hub.
-        base: Folder or name of the model to which an adapter in the folder belongs; None where the
+        base: Folder or name of the model to which an adapter in the folder belongs; None if the
             folder holds a whole model.
     """
 
@@ -112,7 +112,7 @@ def _is_adapter(folder: Path) -> bool:
 
 
 def _base_of(folder: Path, given: str | None = None) -> str | None:
-    """Return the model to which the adapter in a folder belongs; None where it holds none.
+    """Return the model to which the adapter in a folder belongs; None if it holds none.
 
     Args:
         folder: Folder of a checkpoint.

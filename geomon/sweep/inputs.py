@@ -71,7 +71,7 @@ def make_inputs(
     Args:
         model: The model.
         checkpoint: The checkpoint of the model, which holds the tokenizer if there is one.
-        text: Content of the text file; None where none is named.
+        text: Content of the text file; None if none is named.
         size: Size of the batch.
 
     Raises:
@@ -175,7 +175,7 @@ def _length(config: Any, size: InputSize) -> int:
 
 
 def _load_tokenizer(checkpoint: Checkpoint, config: Any) -> Any:
-    """Load the tokenizer of a checkpoint; None where it has none.
+    """Load the tokenizer of a checkpoint; None if it has none.
 
     A folder without the files of a tokenizer is not asked: some classes then make one that knows
     no words. Tokenizers of bytes and of characters need no files.

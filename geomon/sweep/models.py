@@ -23,7 +23,7 @@ _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def resolve_build(name: str) -> Build | None:
-    """Import the function that builds a model; None where the name is not `module:function`.
+    """Import the function that builds a model; None if the name is not `module:function`.
 
     Args:
         name: Name of a function, for instance "recipes.enwik8.model:build".

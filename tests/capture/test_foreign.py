@@ -225,8 +225,10 @@ def test_a_frozen_encoder_keeps_its_fused_path(within, tmp_path):
     assert found.shape == plain.shape
     assert torch.equal(found, plain)
     with Monitor(watched, directory=tmp_path / "probe", schedule=every(1)) as monitor:
-        values = monitor.probe(0, {"src": x, "src_key_padding_mask": padding})
-        assert values is None or "attention_entropy/mean" in values.values
+        monitor.probe(0, {"src": x, "src_key_padding_mask": padding})
+    assert "attention_entropy/mean" in read(tmp_path / "probe")[0].values
+    hidden = [note for note in read(tmp_path)[0].notes if "measure by a probe" in note.words()]
+    assert bool(hidden) == within
     assert torch.equal(step(), plain)
 
 
@@ -279,10 +281,25 @@ def by_hand_over_all_tokens(block, states):
     return (block.one(x) @ block.other(x).mT).softmax(-1) @ x
 
 
+def over_some_tokens(block, states):
+    """By an operator whose queries are other tokens than those of the block: it is refused."""
+    rows = torch.cat([states[..., 1, :]] * 2).flatten(0, 1).unflatten(-1, (HEADS, -1))
+    ends = torch.tensor([0, len(rows)], dtype=torch.int32)
+    mixed = unpadded(rows.relu(), rows, rows, ends, ends, True)
+    return mixed[: len(rows) // 2].flatten(1).view(states[..., 1, :].shape)
+
+
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize(
-    "mix", [over_states, over_projected_states, over_all_tokens, by_hand_over_all_tokens]
+    "mix",
+    [
+        over_states,
+        over_projected_states,
+        over_all_tokens,
+        by_hand_over_all_tokens,
+        over_some_tokens,
+    ],
 )
 def test_attention_outside_the_block_s_own_module_is_not_taken_for_it(mix, by_hand, before):
     class Mixing(nn.Module):
@@ -469,10 +486,6 @@ def test_each_call_of_blocks_in_a_loop_is_a_layer(grad, tmp_path):
 
 
 def test_passes_on_inputs_of_their_own_are_counted_and_said():
-    class Twice(Model):
-        def forward(self, one, other):
-            return super().forward(one) @ super().forward(other).mT
-
     batch = {"one": ids(), "other": ids(3)}
     model, wrapped = Model(), nn.Module()
     wrapped.encoder = model

@@ -101,7 +101,7 @@ class Block:
     matrices: tuple[nn.Module, ...]
 
     def attention_index(self, label: str = "") -> int | None:
-        """Return the index in `attentions` of the one with a label; None where there is none.
+        """Return the index in `attentions` of the one with a label; None if there is none.
 
         Args:
             label: Label of the attention: "" for the one to the block's own stack.
@@ -124,7 +124,7 @@ class Stack:
     Attributes:
         name: Name that tells the stack from others of the model; "" in a model with one stack.
         blocks: Blocks in order: the output of block l (counted from 1) is layer l.
-        owner: The module whose forward runs the blocks; None where only the model's caller does.
+        owner: The module whose forward runs the blocks; None if only the model's caller does.
         above: Modules around the blocks, outermost first: their calls carry padding masks.
         entering: Whether layer l is the input of block l + 1 instead: each block is the first of
             several sublayers whose sums are made outside any module.
@@ -165,7 +165,7 @@ class Anatomy:
             take the token ids and never call it.
         norms: Names and modules of the norms outside the blocks, one of which may be the final one.
         output: The module whose weight makes logits of hidden states, [vocabulary, width]; None
-            where none is known.
+            if none is known.
         of_output: Those of the embeddings that have one row for each output of that module.
         adapted: Those of the embeddings and the output around which a module of the same widths
             has parameters of its own: what it adds is not in their weights.

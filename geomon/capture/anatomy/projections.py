@@ -110,7 +110,7 @@ def _named_alike(children: dict[str, nn.Module]) -> Projections | None:
 
 
 class Sizes(NamedTuple):
-    """Number of query heads, number of key heads and head width; None where not known."""
+    """Number of query heads, number of key heads and head width; None if that is not known."""
 
     heads: int | None
     key_heads: int | None
@@ -124,7 +124,7 @@ def find_projections(module: nn.Module) -> Projections | None:
         module: A module that may be an attention.
 
     Returns:
-        The projections, or None where no children have the names of projections.
+        The projections, or None if no children have the names of projections.
     """
     children = {name: child for name, child in module._modules.items() if child is not None}
     # What is around one, an adapter say, may pass its attributes on, and changes its weights.
@@ -147,7 +147,7 @@ def are_heads(attentions: Sequence[Projections | None]) -> bool:
     """Whether the attentions of a list are heads: together as wide as the input of each.
 
     Args:
-        attentions: Projections of each module of the list; None where it has none.
+        attentions: Projections of each module of the list; None if it has none.
     """
     known = [each for each in attentions if each is not None and each.kind == "separate"]
     widths = {find_widths(each.query) for each in known}
@@ -225,7 +225,7 @@ def find_widths(module: nn.Module) -> tuple[int, int] | None:
         module: A module that may be a projection, or an embedding table.
 
     Returns:
-        Both; None where the module is no matrix.
+        Both; None if the module is no matrix.
     """
     for names in _WIDTHS:
         made, taken = (said(module, name) for name in names)
@@ -265,6 +265,6 @@ def _fused_head_width(made: int, taken: int, heads: int) -> int:
 
 
 def _fused_key_heads(made: int, heads: int, width: int) -> int | None:
-    """Count the key heads of a projection to queries, keys and values; None where none fit."""
+    """Count the key heads of a projection to queries, keys and values; None if none fit."""
     rest, odd = divmod(made - heads * width, 2 * width)
     return rest if not odd and rest > 0 and heads % rest == 0 else None

@@ -114,9 +114,9 @@ class SoftmaxCall:
         places: Position of each sampled query in its sequence, [sequences, queries].
         shape: Number of sequences and length of the whole batch.
         made_of: Queries and keys of the product that the scores were made of, [sequences, heads,
-            queries, head width] and [sequences, key heads, keys, head width]; None where it was not
+            queries, head width] and [sequences, key heads, keys, head width]; None if it was not
             seen.
-        scale: Factor from products of these to scores; None where it is not known.
+        scale: Factor from products of these to scores; None if it is not known.
         unknown: Why queries and keys are not known.
         doubtful: Whether they may be other products, as there are as many keys as features.
         source: Address, shape and dimension of the whole input of the softmax.
@@ -349,7 +349,7 @@ def _without_sink(
     A number may have been taken from all scores of a row, which does not change their softmax.
 
     Returns:
-        The scores without these, and the logit of each head, or None where nothing was joined.
+        The scores without these, and the logit of each head, or None if nothing was joined.
     """
     rest, joined = scores[..., :-1], scores[..., -1]
     if rest.shape != products.shape:

@@ -78,11 +78,11 @@ def record_softmax(
         dim: The dimension that the softmax runs over: the keys.
         known: What is known of the attention.
         products: Products that flowed into the scores.
-        scale: What the product was multiplied by to make the scores; None where it is not known.
+        scale: What the product was multiplied by to make the scores; None if it is not known.
         find_columns: Returns the columns of projections that queries or keys were made of.
 
     Returns:
-        The recorded call, or None where the softmax is nothing like one of attention (a router's);
+        The recorded call, or None if the softmax is nothing like one of attention (a router's);
         and the columns of its queries and keys.
 
     Raises:
@@ -137,7 +137,7 @@ def record_softmax(
 def _factors(
     product: Product, shape: Sequence[int], *, turned: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """View the factors of a product as queries and keys; None where their sizes do not fit.
+    """View the factors of a product as queries and keys; None if their sizes do not fit.
 
     Args:
         product: The product.
@@ -208,7 +208,7 @@ def arrange_scores(scores: Tensor, dim: int, known: Known) -> Tensor | None:
         known: What is known of the attention.
 
     Returns:
-        The scores, or None where the sizes of their dimensions do not fit these numbers.
+        The scores, or None if the sizes of their dimensions do not fit these numbers.
     """
     tokens, heads = math.prod(known.shape), known.heads
     if 0 in scores.shape or tokens == 0:
@@ -233,7 +233,7 @@ def arrange_scores(scores: Tensor, dim: int, known: Known) -> Tensor | None:
 
 
 def _unfold(scores: Tensor, tokens: int, heads: int | None) -> Tensor | None:
-    """View [sequences x heads, queries, keys] as four dimensions; None where that does not fit."""
+    """View [sequences x heads, queries, keys] as four dimensions; None if that does not fit."""
     folded, length, _ = scores.shape
     if tokens % length or folded % (tokens // length):
         return None

@@ -115,7 +115,7 @@ _TRACED = ("FakeTensor", "FunctionalTensor")  # what a compiler traces with
 
 
 def _first(given: Mapping[str, Any], *names: str) -> Any:
-    """Return the first argument that was given under some names; None where none was."""
+    """Return the first argument that was given under some names; None if none was."""
     return next((given[name] for name in names if given.get(name) is not None), None)
 
 

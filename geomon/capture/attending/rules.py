@@ -36,7 +36,7 @@ class Rule(Protocol):
 
     @property
     def changed(self) -> Change | None:
-        """The function that changes scaled scores before the softmax; None where there is none."""
+        """The function that changes scaled scores before the softmax; None if there is none."""
 
     def reach(self, rows: slice) -> tuple[int, int]:
         """Return the first key that any query of some rows may see, and the one after the last.
@@ -67,7 +67,7 @@ class PlaceRule:
         right: The same behind its own place: 0 where no later key is seen.
         offset: Place of the first query among the keys: the last query stands at the last key.
         ends: Ends of the packed queries and of the packed keys, from 0 on, [sequences + 1] each;
-            None where nothing is packed.
+            None if nothing is packed.
     """
 
     keys: int
@@ -131,7 +131,7 @@ class FlexRule:
         device: Where the queries are.
         mask: Function of sequence, head, query and key: whether the key is visible.
         heads: Number of heads over which the mask differs, or 1.
-        score: Function of a score and the same: the score that enters the softmax; None where that
+        score: Function of a score and the same: the score that enters the softmax; None if that
             is the score itself.
         mask_buffers: Further arguments of `mask`.
         score_buffers: Further arguments of `score`.

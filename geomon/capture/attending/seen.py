@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from geomon.capture.attending.attention import AttentionCall, SoftmaxCall
-from geomon.capture.tap import Columns, Projection, Weights
+from geomon.capture.tap import AttentionWeights, Columns, Projection
 from geomon.capture.tap.columns import Integers
 from geomon.capture.tokens.sampling import SampledRows, copy_rows
 
 Shape = tuple[int, ...]
 
 
-class Rank(NamedTuple):
+class Precedence(NamedTuple):
     """What decides which call in a block is that of its attention: the greater one, or the first.
 
     Attributes:
@@ -36,15 +36,15 @@ class SeenAttention:
     """One attention in one call of a block, and what was kept of it.
 
     Attributes:
-        call: Its recorded call; None where none was kept.
+        call: Its recorded call; None if none was kept.
         route: Where it was seen: "sdpa", "flex", "flash" or "softmax"; "" where it was not.
         refused: Why its call was not kept, or must not be; "" for no reason.
         passed_over: Why a softmax was not taken for its own.
         max_logits: Largest score of each row of each of its calls, [sequences, heads, queries].
-        rank: What tells its call from others in the block (see `Rank`).
+        precedence: What tells its call from others in the block (see `Precedence`).
         further: Whether attention was called again, which is not measured.
         weights: What became of the weights that its softmax made.
-        heads: Columns of projections of which its queries and its keys are made; None where these
+        heads: Columns of projections of which its queries and its keys are made; None if these
             are not known.
         projected: Rows of its queries and of its keys as projected, [rows, heads, head width].
         numbers: Number of the first feature of each head among those of all ranks, by the view that
@@ -59,7 +59,7 @@ class SeenAttention:
     refused: str = ""
     passed_over: str = ""
     max_logits: list[Tensor] = field(default_factory=list)
-    rank: Rank = field(default_factory=Rank)
+    precedence: Precedence = field(default_factory=Precedence)
     further: bool = False
     heads: tuple[Columns, Columns] | None = None
     projected: tuple[SampledRows, SampledRows] | None = None
@@ -67,7 +67,7 @@ class SeenAttention:
     other_source: bool = False
     left_out: float = 0.0
     has_other_keys: bool = False
-    weights: Weights = field(default_factory=Weights)
+    weights: AttentionWeights = field(default_factory=AttentionWeights)
 
     @property
     def lacks_queries(self) -> bool:
@@ -77,18 +77,20 @@ class SeenAttention:
             return self.heads is None and not seen
         return self.heads is None and self.call is None
 
-    def takes(self, rank: Rank) -> bool:
+    def takes(self, precedence: Precedence) -> bool:
         """Say whether a call is one of this attention; what was recorded of a lower one is dropped.
 
         Args:
-            rank: What tells the call from others.
+            precedence: What tells the call from others.
         """
-        if self.call is not None and rank < self.rank:
+        if self.call is not None and precedence < self.precedence:
             return False
-        if rank > self.rank:
+        if precedence > self.precedence:
             self.call, self.route, self.heads = None, "", None
             self.max_logits.clear()
-        self.rank = rank
+        if precedence.inside > self.precedence.inside:  # what was refused came from elsewhere
+            self.refused = self.passed_over = ""
+        self.precedence = precedence
         return True
 
     def refuse(self, reason: str) -> None:
@@ -105,7 +107,7 @@ class SeenAttention:
         """Take note of what the queries and keys of a call are made of.
 
         Args:
-            query: Columns of the queries; None where they are not known.
+            query: Columns of the queries; None if they are not known.
             key: Columns of the keys, or None.
         """
         if query is None or key is None:
@@ -121,7 +123,7 @@ class SeenAttention:
         """Number the heads of the call that was recorded, by what they are made of.
 
         Args:
-            query: Columns of the queries; None where they are not known.
+            query: Columns of the queries; None if they are not known.
             key: Columns of the keys, or None; of repeated ones the first is kept.
         """
         if query is not None:
@@ -176,7 +178,7 @@ def columns_of_all(
             tell.
 
     Returns:
-        The columns; None where heads do not make up the width of the projection.
+        The columns; None if heads do not make up the width of the projection.
     """
     if not heads or not width:
         return None

@@ -20,7 +20,7 @@ class ExtraPass(NamedTuple):
 
     Attributes:
         left_out: Which parts of a batch the model was not given, in words; "" for none.
-        loss: Loss of the pass; None where none was asked for.
+        loss: Loss of the pass; None if none was asked for.
         seconds: Time of the model's call and of the loss, the window's own time included.
     """
 

@@ -6,7 +6,7 @@ attention by the names in its schema, softmaxes with the products that flowed in
 
 from geomon.capture.tap.columns import Columns, Projection
 from geomon.capture.tap.mode import Tap, TapObserver
-from geomon.capture.tap.provenance import Product, Provenance, Stream, Weights
+from geomon.capture.tap.provenance import AttentionWeights, Product, Provenance, Stream
 
 __all__ = [
     "Columns",
@@ -16,5 +16,5 @@ __all__ = [
     "Stream",
     "Tap",
     "TapObserver",
-    "Weights",
+    "AttentionWeights",
 ]

@@ -170,7 +170,7 @@ class Piece(NamedTuple):
     Attributes:
         made: How the other one was made.
         layout: Where its elements lie, with as many dimensions as the tensor.
-        start: Index of its first element in the tensor, by dimension; None where it covers all of
+        start: Index of its first element in the tensor, by dimension; None if it covers all of
             it, repeated along dimensions in which it is shorter.
         chosen: Its first dimension, or another one, and which indices were taken there of each of
             the dimensions from that one on; None for all.

@@ -66,7 +66,7 @@ class Product:
 
 
 @dataclass
-class Weights:
+class AttentionWeights:
     """What becomes of the weights that a softmax made.
 
     Attributes:
@@ -88,7 +88,7 @@ class _Tags(NamedTuple):
     factor: float | None = 1.0
     made: Made | None = None
     of_tokens: bool = False
-    weights: tuple[Weights, bool] | None = None
+    weights: tuple[AttentionWeights, bool] | None = None
 
 
 _TOKENS = _Tags()
@@ -133,13 +133,12 @@ class Stream:
 
     def follow(
         self,
-        name: str,
+        _: str,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         out: Any,
-        starts: Mapping[int, tuple[int, ...]],
-        *,
-        keeps_places: bool = True,
+        *__: Any,
+        **___: Any,
     ) -> None:
         """Follow tensors of floating-point numbers through one operator (see `Provenance`)."""
         if not self._origins:
@@ -162,7 +161,7 @@ class Provenance:
         # Of the operator that is followed.
         self._starts: Mapping[int, tuple[int, ...]] = {}
         self._moves = False
-        self._expected: Weights | None = None  # of the softmax that comes next
+        self._expected: AttentionWeights | None = None  # of the softmax that comes next
 
     def start(self, values: Iterable[Any], hidden: Tensor | None = None) -> None:
         """Follow tensors; those in lists, tuples and dicts too.
@@ -196,11 +195,11 @@ class Provenance:
             values: Any tensor.
 
         Returns:
-            The number; None where it was multiplied by tensors, or changed in another way.
+            The number; None if it was multiplied by tensors, or changed in another way.
         """
         return self._of(values).factor
 
-    def expect(self, weights: Weights) -> None:
+    def expect(self, weights: AttentionWeights) -> None:
         """Follow what the next softmax makes.
 
         Args:
@@ -215,12 +214,12 @@ class Provenance:
             heads: [sequences, heads, places, head width].
 
         Returns:
-            The columns; None where some of these numbers were made in another way.
+            The columns; None if some of these numbers were made in another way.
         """
         made = self._of(heads).made
         return None if made is None else find_columns(made, heads)
 
-    def tokens(self, values: Tensor) -> list[int]:
+    def token_counts(self, values: Tensor) -> list[int]:
         """List how many tokens the projections have that a tensor was made of.
 
         Args:
@@ -238,7 +237,7 @@ class Provenance:
             first: Number of its first feature among those of all ranks.
 
         Returns:
-            The projection; None where the output is made, element by element, of one that the
+            The projection; None if the output is made, element by element, of one that the
             module was given (a norm's).
         """
         made, before = self._of(output).made, self._of(given).made
@@ -341,7 +340,7 @@ class Provenance:
     def _is_followed(self, values: Tensor) -> bool:
         return storage_of(values) in self._tags
 
-    def _weights(self, name: str, known: Sequence[_Tags]) -> tuple[Weights, bool] | None:
+    def _weights(self, name: str, known: Sequence[_Tags]) -> tuple[AttentionWeights, bool] | None:
         """Say whether what an operator returned is weights of attention, and whether changed."""
         if name == "_softmax" and self._expected is not None:
             weights, self._expected = self._expected, None
@@ -374,7 +373,7 @@ class Provenance:
     def _made(
         self, name: str, args: tuple[Any, ...], given: list[Tensor], out: Tensor, place: int
     ) -> Made | None:
-        """Say how the elements of what an operator returned were made; None where not known."""
+        """Say how the elements of what an operator returned were made; None if it is unknown."""
         layout = layout_of(out)
         if name in _FACTORS:
             return self._made_by_product(args[_FACTORS[name] :], out)
@@ -566,7 +565,7 @@ def _is_one_for_each(values: Tensor, out: Tensor) -> bool:
 
 
 def _fitted(layout: Layout, out: Tensor) -> Layout | None:
-    """Give a tensor as many dimensions as another has; None where it has not the same elements."""
+    """Give a tensor as many dimensions as another has; None if it has not the same elements."""
     for _ in range(out.ndim - len(layout.shape)):
         layout = layout.with_dimension(0)
     if len(layout.shape) != out.ndim or 0 in layout.shape:

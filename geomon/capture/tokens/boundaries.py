@@ -90,7 +90,7 @@ def find_sequences(
             without padding.
 
     Returns:
-        The sequences; None where nothing says that a row holds several.
+        The sequences; None if nothing says that a row holds several.
     """
     for argument in given:
         begins = _begins(argument, batch, length, valid)
@@ -109,7 +109,7 @@ def sequences_from(begins: Tensor, valid: Tensor | None, source: str) -> Sequenc
         source: What the boundaries are known by.
 
     Returns:
-        The sequences; None where no row holds several.
+        The sequences; None if no row holds several.
     """
     begins = begins.clone()
     begins[:, 0] = True
@@ -124,7 +124,7 @@ def sequences_from(begins: Tensor, valid: Tensor | None, source: str) -> Sequenc
 
 
 def _begins(argument: GivenPlaces, batch: int, length: int, valid: Tensor | None) -> Tensor | None:
-    """Find the first tokens of sequences, [batch, length]; None where the values do not say it."""
+    """Find the first tokens of sequences, [batch, length]; None if the values do not say it."""
     values = argument.values.cpu()
     begins = torch.zeros(batch * length + 1, dtype=torch.bool, device="cpu")
     if argument.summed:

@@ -38,7 +38,7 @@ class Lookup(NamedTuple):
         table: The table.
         of_output: Whether the table has one row for each output of the model.
         passed: Whether the integers, or what they are a part of, are an argument of the model.
-        rows: Rows of what it returned, [rows, width]; None where it was not seen.
+        rows: Rows of what it returned, [rows, width]; None if it was not seen.
     """
 
     ids: Tensor
@@ -82,7 +82,7 @@ def rows_of(output: Tensor, ids: Tensor) -> Tensor | None:
         ids: The integers that it was given.
 
     Returns:
-        The rows, [rows, width]; None where they are not one for each of the integers.
+        The rows, [rows, width]; None if they are not one for each of the integers.
     """
     alike = output.is_floating_point() and output.shape[:-1] == ids.shape
     return copy_rows(output, spread_indices(ids.numel(), _ROWS)) if alike and ids.numel() else None
@@ -142,7 +142,7 @@ def agreement(lookup: Lookup, layout: Layout, hidden: Tensor) -> float | None:
         hidden: Hidden states, [..., width].
 
     Returns:
-        The cosine; None where what the table returned was not seen, or has another width.
+        The cosine; None if what the table returned was not seen, or has another width.
     """
     if lookup.rows is None or lookup.rows.shape[1] != hidden.shape[-1]:
         return None
@@ -183,7 +183,7 @@ def agrees(strength: float | None) -> bool:
     """Whether hidden states are of what a table returned.
 
     Args:
-        strength: The agreement; None where it is not known.
+        strength: The agreement; None if it is not known.
     """
     return strength is not None and strength >= _AGREES
 

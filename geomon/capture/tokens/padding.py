@@ -162,7 +162,7 @@ class Padding:
             turned: Whether a shape of two equal numbers is [length, batch].
 
         Returns:
-            False where there is padding, of that shape; None where nothing says that there is any.
+            False where there is padding, of that shape; None if nothing says that there is any.
         """
         found = self._find(shape, role)
         if found is None:
@@ -171,7 +171,7 @@ class Padding:
         return found.valid.T if found.valid.shape != shape or (square and turned) else found.valid
 
     def source(self, shape: Shape) -> str | None:
-        """Return what padding is known by: the name of an argument, say; None where it is not.
+        """Return what padding is known by: the name of an argument, say; None if it is not.
 
         Args:
             shape: Shape of the hidden states, without the width.
@@ -180,7 +180,7 @@ class Padding:
         return None if found is None else found.name
 
     def contradiction(self, shape: Shape) -> str | None:
-        """Say that a mask marks as tokens exactly what attention hides; None where none does.
+        """Say that a mask marks as tokens exactly what attention hides; None if none does.
 
         The rows that were sampled by it are padding.
 

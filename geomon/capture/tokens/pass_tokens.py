@@ -151,7 +151,7 @@ class PassTokens:
 
         Returns:
             Flat indices into `shape`, ascending, of at most as many sequences as rows are sampled;
-            None where the hidden states are no sequences.
+            None if the hidden states are no sequences.
         """
         if len(shape) != 2 and self.packed(shape) is None:
             return None
@@ -187,7 +187,7 @@ class PassTokens:
             role: "key" for keys that come from another stack, whose padding is another.
 
         Returns:
-            False where there is padding, a tensor of the given shape; None where nothing says it.
+            False where there is padding, a tensor of the given shape; None if nothing says it.
         """
         turned = not role and (self._by_modules or self.turned)
         known = self.padding.valid(shape, role, turned=turned)
@@ -206,7 +206,7 @@ class PassTokens:
             places: Positions of the sampled queries in each of them, [sequences, queries].
 
         Returns:
-            False where a query is padding, [sequences, queries]; None where nothing says it.
+            False where a query is padding, [sequences, queries]; None if nothing says it.
         """
         valid = self.padding.valid(shape)
         return None if valid is None else valid[sequences].gather(1, places)
@@ -242,7 +242,7 @@ class PassTokens:
         return self._by_modules or self.turned or by_attention
 
     def sequences(self, shape: Shape) -> Sequences | None:
-        """Return which sequence, or feature map, each token is of; None where that is unknown.
+        """Return which sequence, or feature map, each token is of; None if that is unknown.
 
         Args:
             shape: Shape of the hidden states, without the width.
@@ -277,7 +277,7 @@ class PassTokens:
         return self._order[count][rows]
 
     def numbers(self, rows: Tensor, shape: Shape, role: str = "") -> Tensor | None:
-        """Return the number of the sequence that each row is of; None where it is unknown.
+        """Return the number of the sequence that each row is of; None if it is unknown.
 
         Args:
             rows: Flat indices into `shape`.

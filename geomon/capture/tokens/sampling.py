@@ -42,7 +42,7 @@ class SampledRows(NamedTuple):
         indices: Flat indices of the rows in `shape`.
         shape: Shape of the tensor that they were copied from, without the width.
         role: "key" for keys that come from another stack, whose padding is another.
-        last: Rows of the tokens that may be the last of their sequences; None where not wanted.
+        last: Rows of the tokens that may be the last of their sequences; None if not wanted.
         start: First index of the part of the tensor that is on this rank, by dimension; () where
             all of it is.
     """

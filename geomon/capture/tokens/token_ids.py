@@ -47,7 +47,7 @@ class TokenIds:
 
         Args:
             shape: Shape of the hidden states, without the width.
-            hidden: The hidden states, [..., width]; None where some of them are on other ranks.
+            hidden: The hidden states, [..., width]; None if some of them are on other ranks.
         """
         if shape not in self._found:
             self._found[shape] = self._choose(shape, hidden)
@@ -80,7 +80,7 @@ class TokenIds:
         )
 
     def find(self, shape: Shape) -> Found | None:
-        """Return the token ids of hidden states of a shape; None where no table was given any.
+        """Return the token ids of hidden states of a shape; None if no table was given any.
 
         Args:
             shape: Shape of the hidden states, without the width.
@@ -106,7 +106,7 @@ class TokenIds:
         return found if found is not None and found.layout.streams > 1 else None
 
     def table(self, shape: Shape) -> nn.Module | None:
-        """Return the embedding table of the tokens; None where no table was given token ids.
+        """Return the embedding table of the tokens; None if no table was given token ids.
 
         Args:
             shape: Shape of the hidden states, without the width.

@@ -61,7 +61,7 @@ def hidden_in_scores(scores: Tensor, products: Tensor | None) -> Tensor:
     Args:
         scores: Masked input of the softmax, [sequences, heads, queries, keys].
         products: Products of queries and keys of the same shape, which the scores were made of; any
-            scale of each head. None where they are not known.
+            scale of each head. None if they are not known.
 
     Returns:
         True where a key is hidden, of the same shape.
@@ -103,7 +103,7 @@ def are_made_of(scores: Tensor, products: Tensor) -> bool:
 
 @torch.no_grad()
 def score_scale(scores: Tensor, products: Tensor) -> float | None:
-    """Estimate the factor from products to scores, of all heads together; None where it is unknown.
+    """Estimate the factor from products to scores, of all heads together; None if it is unknown.
 
     Args:
         scores: Masked input of the softmax, [sequences, heads, queries, keys].
@@ -114,7 +114,7 @@ def score_scale(scores: Tensor, products: Tensor) -> float | None:
 
 
 def _scale(scores: Tensor, products: Tensor) -> Tensor | None:
-    """Estimate the factor of each head from products to scores; None where it is unknown."""
+    """Estimate the factor of each head from products to scores; None if it is unknown."""
     ratios = _ratios(scores, products)
     if ratios.shape[1] == 0:  # one key, or no query
         return None

@@ -49,7 +49,7 @@ class HeadHistory(NamedTuple):
 
     @property
     def cosines(self) -> Floats:
-        """Cosine of mean query and mean key at each step; NaN where one of them is 0."""
+        """Cosine of mean query and mean key at each step; NaN if one of them is 0."""
         with np.errstate(invalid="ignore", over="ignore"):
             products = (self.mean_query * self.mean_key).sum(axis=1)
             norms = np.linalg.norm(self.mean_query, axis=1) * np.linalg.norm(self.mean_key, axis=1)
