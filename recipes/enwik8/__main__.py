@@ -1,4 +1,4 @@
-"""`python -m recipes.enwik8`: pretrain a character decoder on enwik8 and watch its geometry."""
+"""`python -m recipes.enwik8`: pretrain a decoder on enwik8 or other text and watch its geometry."""
 
 import math
 import os
@@ -14,11 +14,13 @@ if missing := explain_missing():
     sys.exit(2)
 
 import typer
+from torch.cuda import is_available as has_cuda
 from typer import Option
 
 from geomon.lightning import GeometryMonitor
 from recipes.enwik8.data import DataError
 from recipes.enwik8.presets import PRESETS, Preset, preset_for_hardware
+from recipes.enwik8.subwords import FEWEST, MOST
 from recipes.enwik8.train import Machine, RecipeError, Settings, show, train
 
 # Lightning starts the other ranks with the environment of the first: one folder for all of them.
@@ -26,7 +28,8 @@ _FOLDER_OF_ALL_RANKS = "GEOMON_RECIPE_FOLDER"
 
 _DATA = (
     "Any text, a prefix of enwik8 for instance: raw, .gz, .bz2, .xz or .zip. Default: the file "
-    "that the environment variable ENWIK8 names; else a download; else text that Python carries."
+    "that the environment variable ENWIK8 names; else, for characters, a download or the text that "
+    "Python carries, and for subwords the installed packages."
 )
 _PRESET = "Default: that of the preset."
 
@@ -50,7 +53,7 @@ def main(
         int | None, Option(min=1, help=f"Width of the hidden states. {_PRESET}")
     ] = None,
     heads: Annotated[int | None, Option(min=1, help=f"Heads of each attention. {_PRESET}")] = None,
-    context: Annotated[int | None, Option(min=2, help=f"Characters in a window. {_PRESET}")] = None,
+    context: Annotated[int | None, Option(min=2, help=f"Tokens in a window. {_PRESET}")] = None,
     batch: Annotated[int | None, Option(min=1, help=f"Windows in a batch. {_PRESET}")] = None,
     steps: Annotated[int | None, Option(min=1, help=f"Optimizer updates. {_PRESET}")] = None,
     learning_rate: Annotated[float | None, Option(help=f"Highest learning rate. {_PRESET}")] = None,
@@ -60,7 +63,14 @@ def main(
     precision: Annotated[
         str | None, Option(help=f"Precision, as Lightning names it: bf16-mixed. {_PRESET}")
     ] = None,
-    compile: Annotated[bool, Option("--compile", help="Compile the network.")] = False,
+    vocabulary: Annotated[
+        int | None,
+        Option(min=0, max=MOST, help=f"Subwords to train; 0 for characters. {_PRESET}"),
+    ] = None,
+    compile: Annotated[
+        bool | None,
+        Option("--compile/--no-compile", help="Compile each block. Default: base does on CUDA."),
+    ] = None,
     accelerator: Annotated[str, Option(help="As Lightning names it: cpu, gpu, mps.")] = "auto",
     devices: Annotated[str, Option(help="Number of devices.")] = "auto",
     strategy: Annotated[
@@ -78,21 +88,32 @@ def main(
     resume: Annotated[
         bool, Option("--resume", help="Go on from the last checkpoint in --out.")
     ] = False,
+    minutes: Annotated[
+        float | None,
+        Option(
+            help="End after so many minutes with a checkpoint; --resume goes on. Default: never."
+        ),
+    ] = None,
     logger: Annotated[
         Literal["tensorboard", "wandb", "csv"], Option(help="Where curves are shown.")
     ] = "tensorboard",
 ) -> None:
-    """Pretrain a character decoder on enwik8 and watch its geometry live."""
+    """Pretrain a decoder on enwik8 or other text and watch its geometry live."""
     try:
-        _check_numbers(budget=budget, learning_rate=learning_rate)
+        _check_numbers(
+            budget=budget, learning_rate=learning_rate, vocabulary=vocabulary, minutes=minutes
+        )
         sizes = _override(
             PRESETS[preset or preset_for_hardware()],
             layers=layers, width=width, heads=heads, context=context, batch=batch, steps=steps,
             learning_rate=learning_rate, dropout=dropout, precision=precision,
+            vocabulary=vocabulary,
         )  # fmt: skip
+        if compile is None:
+            compile = sizes.compiled and accelerator in ("auto", "gpu", "cuda") and has_cuda()
         result = train(
             Settings(arch, text, seed, sizes),
-            Machine(accelerator, devices, strategy, compile, logger, budget),
+            Machine(accelerator, devices, strategy, compile, logger, budget, minutes),
             folder=out or _new_folder(resume=resume),
             data=data,
             resume=resume,
@@ -104,7 +125,9 @@ def main(
         show(result)
 
 
-def _check_numbers(*, budget: str, learning_rate: float | None) -> None:
+def _check_numbers(
+    *, budget: str, learning_rate: float | None, vocabulary: int | None, minutes: float | None
+) -> None:
     """Raise a `RecipeError` for what no run can have, before anything is loaded."""
     try:
         GeometryMonitor(budget=budget)
@@ -114,6 +137,13 @@ def _check_numbers(*, budget: str, learning_rate: float | None) -> None:
         raise RecipeError(
             f"--learning-rate {learning_rate} is no number from 0: give one like 0.001"
         )
+    if vocabulary and vocabulary < FEWEST:
+        raise RecipeError(
+            f"--vocabulary {vocabulary} is too few for all bytes: give {FEWEST} to {MOST:,}, or 0 "
+            "for characters"
+        )
+    if minutes is not None and not 0 < minutes < math.inf:
+        raise RecipeError(f"--minutes {minutes} is no time: give a number above 0, like 5")
 
 
 def _override(preset: Preset, **sizes: Any) -> Preset:
@@ -123,6 +153,7 @@ def _override(preset: Preset, **sizes: Any) -> Preset:
         RecipeError: Heads that do not share the width evenly.
     """
     chosen = replace(preset, **{name: size for name, size in sizes.items() if size is not None})
+    chosen = replace(chosen, vocabulary=chosen.vocabulary or None)  # 0 stands for characters
     if chosen.width % chosen.heads:
         raise RecipeError(
             f"--width {chosen.width} cannot be shared among --heads {chosen.heads}: choose heads "

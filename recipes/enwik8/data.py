@@ -133,12 +133,7 @@ def load(
         DataError: If ``text`` is unknown, a named file is missing or cannot be unpacked, a download
             fails its checksum twice, the cache cannot be written, or the text is short.
     """
-    if text not in get_args(Text):
-        raise DataError(f"text={text!r} is unknown; give 'bytes' or 'clean'")
-    raw, source, markup = _find(data, cache, url, published)
-    if text == "clean" and markup:
-        raw = clean(raw)
-        source += f"; {len(raw):,} bytes of prose after cleaning"
+    raw, source = find_text(data, text=text, cache=cache, url=url, published=published)
     if len(raw) < max(minimum, 1):
         raise DataError(
             f"too short: {source}; expected at least {max(minimum, 1):,} bytes of text;"
@@ -147,11 +142,49 @@ def load(
     return corpus_of(raw, source)
 
 
-def _find(data: str | Path | None, cache: Path | None, url: str, published: Published) -> _Found:
+def is_named(data: str | Path | None) -> bool:
+    """Return whether ``data`` or ``$ENWIK8`` names a file, which then is the text."""
+    return data is not None or bool(os.environ.get("ENWIK8"))
+
+
+def find_text(
+    data: str | Path | None = None,
+    *,
+    text: Text = "bytes",
+    cache: Path | None = None,
+    url: str = URL,
+    published: Published = ENWIK8,
+    limit: int | None = None,
+) -> tuple[bytes, str]:
+    """Return the bytes that `load` splits, and one line that says what text this is.
+
+    Args:
+        data: A file with text. ``$ENWIK8`` is read the same way.
+        text: ``"bytes"`` or ``"clean"``.
+        cache: The folder for the download.
+        url: Where to download from.
+        published: Size and checksums of the file to download.
+        limit: The most bytes to take of a file that is named; by default the size of enwik8.
+
+    Raises:
+        DataError: As `load` does, but not for a short text.
+    """
+    if text not in get_args(Text):
+        raise DataError(f"text={text!r} is unknown; give 'bytes' or 'clean'")
+    raw, source, markup = _find(data, cache, url, published, limit or published.size)
+    if text == "clean" and markup:
+        raw = clean(raw)
+        source += f"; {len(raw):,} bytes of prose after cleaning"
+    return raw, source
+
+
+def _find(
+    data: str | Path | None, cache: Path | None, url: str, published: Published, limit: int
+) -> _Found:
     if data is not None:
-        return _local(data, "", published)
+        return _local(data, "", published, limit)
     if named := os.environ.get("ENWIK8"):
-        return _local(named, "ENWIK8=", published)
+        return _local(named, "ENWIK8=", published, limit)
     folder = Path(cache or os.environ.get("GEOMON_CACHE") or pooch.os_cache("geomon")).expanduser()
     try:
         raw = _published(folder, url, published)
@@ -184,14 +217,14 @@ def corpus_of(raw: bytes, source: str) -> Corpus:
     return Corpus(source, symbols, train, validation, test)
 
 
-def _local(path: str | Path, origin: str, published: Published) -> _Found:
+def _local(path: str | Path, origin: str, published: Published, limit: int) -> _Found:
     path = Path(path).expanduser()
     name = f"{origin}{path}"
     if path.is_dir():
         raise DataError(f"{name} is a folder; give a file with text")
     if not path.exists():
         raise DataError(f"{name} does not exist; give a file with text")
-    raw = _read(path, name, limit=published.size)
+    raw = _read(path, name, limit=limit)
     if _is_published(raw, published):
         source = "enwik8, all"
     elif hashlib.sha256(raw[:_MIB]).hexdigest() == published.mebibyte_sha256:

@@ -15,7 +15,6 @@ from geomon.record import RaisedAlert
 from geomon.record.tags import PROBE_LOSS, training_tag
 from geomon.show import format_line, view
 
-_TRAINING = "train/bits_per_character"
 _VALIDATION = training_tag(PROBE_LOSS)
 
 
@@ -27,10 +26,12 @@ class LiveView(ProgressBar):
 
     Args:
         history: The run so far, for a resumed run.
+        loss_name: What the training logs its loss as, after "train/"; also its unit.
     """
 
-    def __init__(self, history: Readings) -> None:
+    def __init__(self, history: Readings, loss_name: str = "bits_per_character") -> None:
         super().__init__()
+        self._loss_name = loss_name
         self._console = Console(file=sys.stdout)
         self._memory = Memory()
         for reading in history:
@@ -91,8 +92,10 @@ class LiveView(ProgressBar):
         self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         """Move on."""
+        if self._live is None:  # the loss need not be waited for
+            return
         self._progress.update(
-            self._task, completed=trainer.global_step, numbers=self._bits(trainer)
+            self._task, completed=trainer.global_step, numbers=self._losses(trainer)
         )
 
     def on_exception(
@@ -105,13 +108,14 @@ class LiveView(ProgressBar):
         """Give the terminal back."""
         self.close()
 
-    def _bits(self, trainer: L.Trainer) -> str:
+    def _losses(self, trainer: L.Trainer) -> str:
         """The loss of the last batch, and that on the validation text at the last reading."""
-        found = {"train": float(trainer.callback_metrics.get(_TRAINING, math.nan))}
+        found = {"train": float(trainer.callback_metrics.get(f"train/{self._loss_name}", math.nan))}
         if self._memory.readings:
             found["validation"] = self._memory.readings[-1].values.get(_VALIDATION, math.nan)
-        shown = [f"{name} {bits:.3f}" for name, bits in found.items() if not math.isnan(bits)]
-        return ", ".join(shown) + " bits/character" if shown else ""
+        shown = [f"{name} {loss:.3f}" for name, loss in found.items() if not math.isnan(loss)]
+        unit = self._loss_name.replace("_per_", "/")
+        return f"{', '.join(shown)} {unit}" if shown else ""
 
     def _picture(self) -> Group:
         if not self._memory.readings:

@@ -4,16 +4,16 @@ import contextlib
 import json
 import logging
 import os
+import time
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 from geomon import Readings, read
@@ -25,11 +25,13 @@ from geomon.show.commands import fit_to_terminal
 from recipes.enwik8.data import Corpus, load
 from recipes.enwik8.extras import explain_missing
 from recipes.enwik8.live import LiveView
-from recipes.enwik8.model import CharacterDecoder, bits_per_character
+from recipes.enwik8.model import CharacterDecoder, bits_per_character, nats_per_token
 from recipes.enwik8.presets import Preset
+from recipes.enwik8.slices import Slice
+from recipes.enwik8.subwords import SubwordCorpus, prepare
 from recipes.enwik8.windows import CharacterData, spread
 
-# Characters that a reading looks at, of which it measures 4,096 rows, the paper's least batch:
+# Tokens that a reading looks at, of which it measures 4,096 rows, the paper's least batch:
 # rows of more windows are less alike.
 PROBE_TOKENS = 8192
 # The intervals come from halves of the windows, and need no second batch.
@@ -38,7 +40,7 @@ BATCHES = 1
 _CHECKPOINTS = "checkpoints"
 _SETTINGS = "settings.json"
 _TEXT = "text_sha256"
-_VALIDATION = "validation/bits_per_character"
+_VALIDATION = "validation/"
 
 
 class RecipeError(ValueError):
@@ -65,6 +67,7 @@ class Machine:
     compiled: bool
     logger: str
     budget: str = "auto"
+    minutes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Result:
 
     folder: Path
     readings: Readings
-    bits_per_character: float
+    validation: dict[str, float]  # the loss in each of its units: "bits_per_character"
     overhead: float
 
 
@@ -86,13 +89,15 @@ def train(
         RecipeError: The folder holds another run, or none to resume.
         DataError: The text cannot be used.
     """
+    began = time.monotonic()
     _quieten()
     check_machine(machine)
     check_folder(folder, settings, resume=resume)
     preset = settings.preset
     check_context(preset.context)
-    corpus = load(data, text=settings.text, minimum=20 * (PROBE_TOKENS + preset.context))
-    print(f"text: {corpus.source}; {corpus.vocabulary_size} distinct characters", flush=True)
+    with _plain_errors(folder):
+        corpus = _corpus(settings, folder, data=data, resume=resume)
+    print(f"text: {_described(corpus)}", flush=True)
     text_sha256 = corpus.sha256()
     last = folder / _CHECKPOINTS / "last.ckpt"
     if resume:
@@ -102,24 +107,29 @@ def train(
     L.seed_everything(settings.seed, verbose=False)
     with _plain_errors(folder):
         model = CharacterDecoder(
-            settings.arch, corpus.vocabulary_size, preset, compiled=machine.compiled
-        )
+            settings.arch, corpus.vocabulary_size, preset, compiled=machine.compiled,
+            tokens_per_byte=corpus.tokens_per_byte if isinstance(corpus, SubwordCorpus) else None,
+        )  # fmt: skip
     print(_introduction(settings, machine, model, folder), flush=True)
     history = _history(folder)
-    live = LiveView(history)
+    live = LiveView(history, model.loss_name)
+    validation = _VALIDATION + model.loss_name
     monitor = GeometryMonitor(
         probe=probe_windows(corpus, preset.context),
-        probe_loss=bits_per_character,  # a validation at every reading, without a pass of its own
+        # a validation at every reading, without a pass of its own
+        probe_loss=nats_per_token if preset.vocabulary else bits_per_character,
         batches=BATCHES,
         directory=folder,
         sinks=[live],
-        log=(_VALIDATION,),
+        log=(validation,),
         budget=machine.budget,
         seed=settings.seed,
     )
+    deadline = None if machine.minutes is None else began + 60 * machine.minutes
+    part = Slice(last, every=max(1, preset.steps // 10), deadline=deadline)
     keep_settings(folder, settings, text_sha256)
     try:
-        trainer = _trainer(settings, machine, folder, callbacks=[monitor, live])
+        trainer = _trainer(settings, machine, folder, callbacks=[monitor, live, part])
     except Exception as error:  # each accelerator, strategy and logger has its own kinds
         raise RecipeError(
             f"{_first_sentence(error)}: check --accelerator, --devices, --strategy, --precision "
@@ -129,13 +139,21 @@ def train(
     try:
         with _plain_errors(folder):
             trainer.fit(model, data_module, ckpt_path=last if resume and last.is_file() else None)
-            if _VALIDATION not in trainer.callback_metrics:  # resumed after the last update
+            if validation not in trainer.callback_metrics:  # resumed after the last update
                 trainer.validate(model, data_module, verbose=False)
     except SystemExit:  # Lightning's way out after Ctrl-C
         print(_interrupted(folder, last), flush=True)
         raise
-    bits = float(trainer.callback_metrics[_VALIDATION])
-    return Result(folder, read(folder), bits, monitor.overhead)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    trained = part.last > part.first
+    if trainer.is_global_zero and trained and (resume or part.last < preset.steps):
+        print(_progress(part, preset, trainer.world_size, metrics, model.loss_name, folder))
+    held_out = {
+        name.removeprefix(_VALIDATION): value
+        for name, value in metrics.items()
+        if name.startswith(_VALIDATION)
+    }
+    return Result(folder, read(folder), held_out, monitor.overhead)
 
 
 def show(result: Result) -> None:
@@ -145,13 +163,13 @@ def show(result: Result) -> None:
     print()
     for sentence in summarise(result.readings):
         print(fit_to_terminal(sentence, indent="  "))
-    print(f"  validation: {result.bits_per_character:.3f} bits per character.")
+    print(f"  validation: {_losses(result.validation)}.")
     print(f"figure: {figure}\nrecord: {result.folder / FILE_NAME}")
     if (result.folder / "tensorboard").is_dir():
         print(f"curves: tensorboard --logdir {result.folder}")
 
 
-def probe_windows(corpus: Corpus, context: int) -> Any:
+def probe_windows(corpus: Corpus | SubwordCorpus, context: int) -> Any:
     """Held-out windows that every reading looks at, so that readings compare."""
     return spread(corpus.validation, context, PROBE_TOKENS // context)
 
@@ -200,8 +218,8 @@ def check_context(context: int) -> None:
     """Raise a `RecipeError` where no window of the context fits into a probe."""
     if context > PROBE_TOKENS:
         raise RecipeError(
-            f"--context {context} is longer than the {PROBE_TOKENS:,} characters that a reading "
-            f"looks at: choose at most {PROBE_TOKENS}"
+            f"--context {context} is longer than the {PROBE_TOKENS:,} tokens that a reading looks "
+            f"at: choose at most {PROBE_TOKENS}"
         )
 
 
@@ -285,10 +303,6 @@ def _trainer(
     settings: Settings, machine: Machine, folder: Path, *, callbacks: list[Any]
 ) -> L.Trainer:
     steps = settings.preset.steps
-    often = max(1, steps // 10)
-    checkpoint = ModelCheckpoint(
-        folder / _CHECKPOINTS, save_last=True, save_top_k=0, every_n_train_steps=often
-    )
     return L.Trainer(
         accelerator=machine.accelerator,
         devices=machine.devices,
@@ -302,9 +316,10 @@ def _trainer(
         log_every_n_steps=10,
         use_distributed_sampler=False,
         enable_model_summary=False,
+        enable_checkpointing=False,  # a Slice saves
         default_root_dir=folder,
         logger=_logger(machine.logger, folder),
-        callbacks=[*callbacks, checkpoint],
+        callbacks=callbacks,
     )
 
 
@@ -326,8 +341,62 @@ def _introduction(
     return (
         f"model: {settings.arch}, {preset.layers} layers of width {preset.width}, {preset.heads} "
         f"heads, {parameters:,} parameters; {preset.steps} steps of {preset.batch} x "
-        f"{preset.context} characters, {preset.precision}, logs in {folder}"
+        f"{preset.context} {_unit(preset)}, {preset.precision}{', compiled' * machine.compiled}, "
+        f"logs in {folder}"
     )
+
+
+def _corpus(
+    settings: Settings, folder: Path, *, data: str | None, resume: bool
+) -> Corpus | SubwordCorpus:
+    """The text of the run, as characters or subwords."""
+    preset = settings.preset
+    minimum = 20 * (PROBE_TOKENS + preset.context)
+    if preset.vocabulary is None:
+        return load(data, text=settings.text, minimum=minimum)
+    # Lightning starts the other ranks when the first has made the text.
+    reuse = resume or os.environ.get("LOCAL_RANK", "0") != "0"
+    return prepare(
+        data, text=settings.text, vocabulary=preset.vocabulary, folder=folder, reuse=reuse,
+        minimum=minimum,
+    )  # fmt: skip
+
+
+def _described(corpus: Corpus | SubwordCorpus) -> str:
+    if isinstance(corpus, Corpus):
+        return f"{corpus.source}; {corpus.vocabulary_size} distinct characters"
+    each = sum(corpus.sizes) / corpus.tokens
+    return (
+        f"{corpus.source}; {corpus.vocabulary_size:,} subwords, {corpus.tokens:,} tokens of "
+        f"{each:.2f} bytes"
+    )
+
+
+def _unit(preset: Preset) -> str:
+    return "characters" if preset.vocabulary is None else "tokens"
+
+
+def _losses(losses: Mapping[str, float]) -> str:
+    """Losses in words: "3.412 nats per token, 1.299 bits per byte"."""
+    return ", ".join(f"{value:.3f} {name.replace('_', ' ')}" for name, value in losses.items())
+
+
+def _progress(
+    part: Slice, preset: Preset, devices: int, metrics: Mapping[str, float], loss_name: str,
+    folder: Path,
+) -> str:  # fmt: skip
+    """What a slice did, and how to go on if steps are left."""
+    each = preset.batch * preset.context * devices  # tokens of a step
+    shown = {name: metrics.get(f"{name}/{loss_name}") for name in ("train", "validation")}
+    losses = [f"{name} {_losses({loss_name: x})}" for name, x in shown.items() if x is not None]
+    line = (
+        f"slice: steps {part.first:,} to {part.last:,} of {preset.steps:,} in {part.seconds:.0f} "
+        f"s; {part.last * each:,} of {preset.steps * each:,} {_unit(preset)} trained; "
+        f"{', '.join(losses)}"
+    )
+    if part.last < preset.steps:
+        line += f"; go on with --resume --out {folder} and the same options"
+    return line
 
 
 def _interrupted(folder: Path, last: Path) -> str:

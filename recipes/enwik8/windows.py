@@ -11,17 +11,20 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from recipes.enwik8.data import Corpus
 from recipes.enwik8.presets import Preset
+from recipes.enwik8.subwords import SubwordCorpus
+
+Ids = NDArray[np.uint8] | NDArray[np.uint16]
 
 
 class Windows(Dataset[Tensor]):
-    """Windows of `length` characters at given places.
+    """Windows of `length` tokens at given places.
 
     Args:
-        ids: The text, one id per character.
+        ids: The text, one id per token.
         length: Of a window.
     """
 
-    def __init__(self, ids: NDArray[np.uint8], length: int) -> None:
+    def __init__(self, ids: Ids, length: int) -> None:
         self._ids = torch.from_numpy(ids)
         self._length = length
 
@@ -61,7 +64,7 @@ class RandomPlaces(Sampler[int]):
 
 
 class CharacterData(L.LightningDataModule):
-    """Random windows to train on, fixed ones to validate on; one character longer than the context.
+    """Random windows to train on, fixed ones to validate on; one token longer than the context.
 
     Args:
         corpus: The text.
@@ -70,7 +73,9 @@ class CharacterData(L.LightningDataModule):
         validation: Number of validation windows.
     """
 
-    def __init__(self, corpus: Corpus, preset: Preset, *, seed: int, validation: int = 512) -> None:
+    def __init__(
+        self, corpus: Corpus | SubwordCorpus, preset: Preset, *, seed: int, validation: int = 512
+    ) -> None:
         super().__init__()
         self._corpus, self._preset, self._seed, self._validation = corpus, preset, seed, validation
 
@@ -93,7 +98,7 @@ class CharacterData(L.LightningDataModule):
         return DataLoader(windows, batch_size=self._preset.batch)  # type: ignore[arg-type]
 
 
-def spread(ids: NDArray[np.uint8], length: int, count: int) -> Tensor:
+def spread(ids: Ids, length: int, count: int) -> Tensor:
     """`count` windows of `length`, evenly spread over the text, [count, length].
 
     Raises:
@@ -101,7 +106,7 @@ def spread(ids: NDArray[np.uint8], length: int, count: int) -> Tensor:
     """
     if len(ids) < length:
         raise ValueError(
-            f"the text has {len(ids)} characters, fewer than one window of {length}: give more "
+            f"the text has {len(ids)} tokens, fewer than one window of {length}: give more "
             "text, or a shorter --context"
         )
     starts = np.linspace(0, len(ids) - length, count).astype(int)

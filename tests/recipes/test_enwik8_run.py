@@ -191,6 +191,9 @@ def test_ctrl_c_keeps_every_reading_and_ends_as_lightning_ends(start, tmp_path):
         (["--budget", "much"], "or '1%' for one per cent"),
         (["--budget", "nan"], "between 0 and 1"),
         (["--learning-rate", "nan"], "is no number"),
+        (["--vocabulary", "100"], "too few for all bytes: give 257 to 65,536"),
+        (["--minutes", "0"], "give a number above 0"),
+        (["--minutes", "nan"], "give a number above 0"),
     ],
 )  # fmt: skip
 def test_bad_input_gets_one_clear_line(arguments, message, tmp_path):

@@ -79,5 +79,5 @@ def test_windows_are_spread_from_the_first_character_to_the_last():
     assert spread(ids, 10, 4)[:, 0].tolist() == [0, 30, 60, 90]
     assert spread(ids, 10, 4)[:, -1].tolist() == [9, 39, 69, 99]
     assert spread(ids, 100, 1).tolist() == [list(range(100))]
-    with pytest.raises(ValueError, match="100 characters, fewer than one window of 101"):
+    with pytest.raises(ValueError, match="100 tokens, fewer than one window of 101"):
         spread(ids, 101, 1)
