@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 try:
     __version__ = version("geomon")
 except PackageNotFoundError:  # a checkout on the path that was never installed
-    __version__ = "0+unknown"
+    __version__ = "unknown"
 
 __all__ = [
     "METRICS",

@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from html import escape
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self, SupportsIndex, Unpack
 
@@ -27,6 +26,7 @@ import msgspec
 import torch
 from torch import nn
 
+from geomon import __version__
 from geomon.analysis.alerts import Inputs
 from geomon.analysis.bands import WATCHED
 from geomon.capture import Window
@@ -112,7 +112,7 @@ class Monitor:
         loss = options["probe_loss"]
         self.passes = Passes(
             self._parts, options, views=self._evaluator.views, group=self._group,
-            device=self._device, account=self.account,
+            device=self._device, in_background=self._in_background(), account=self.account,
             loss=None if loss is None else ProbeLoss(loss, self.warnings),
         )  # fmt: skip
         self.planner = self._make_planner()
@@ -345,7 +345,7 @@ class Monitor:
         """Describe the run for its record: versions, model, layers, metrics, numbers of rows."""
         options, metrics = self._options, self._evaluator.metrics
         return {
-            "geomon": version("geomon"),
+            "geomon": __version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
             "model": self._parts.name,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, overload
 import msgspec
 from numpy.typing import NDArray
 
+from geomon import __version__
 from geomon.note import Note
 from geomon.record import tags
 from geomon.record.alert import RaisedAlert
@@ -32,7 +33,7 @@ from geomon.record.columns import (
 )
 from geomon.record.encode import encode_line
 from geomon.record.printable import printable
-from geomon.record.versions import installed, is_newer
+from geomon.record.versions import is_newer
 
 if TYPE_CHECKING:
     import pandas
@@ -365,7 +366,7 @@ class Readings:
         versions = [str(run.get("geomon", "")) for run in self.runs]
         for version in filter(is_newer, versions[-1:]):
             remarks.append(
-                f"This record was written by a newer geomon ({version}): this one ({installed()}) "
+                f"This record was written by a newer geomon ({version}): this one ({__version__}) "
                 "may miss values; pip install --upgrade geomon."
             )
         return remarks

@@ -5,12 +5,12 @@ import msgspec
 import pytest
 from tagged import reading_of
 
+from geomon import __version__
 from geomon.note import Note
 from geomon.record import Readings
 from geomon.record.arrays import ArrayFolder
 from geomon.record.columns import Column, MetricText
 from geomon.record.reading import main_stack
-from geomon.record.versions import installed
 
 VALUES = {
     "twonn/encoder_layer_00": 1.0, "twonn/encoder_null": 4.0, "twonn/decoder_layer_01": 5.0,
@@ -92,7 +92,7 @@ def test_of_a_record_the_last_run_may_be_of_a_newer_version():
     newer, older = {"geomon": "9999.1"}, {"geomon": "0.0.1"}
     (remark,) = Readings([older, newer], []).remarks()
     assert "newer geomon (9999.1)" in remark
-    for others in ([newer, older], [{"geomon": f"{installed()}.0"}], [{}], []):
+    for others in ([newer, older], [{"geomon": f"{__version__}.0"}], [{}], []):
         assert Readings(others, []).remarks() == []
 
 

@@ -7,10 +7,9 @@ import pytest
 from tagged import with_values
 from typer.testing import CliRunner
 
-from geomon import read
+from geomon import __version__, read
 from geomon.cli import make_app
 from geomon.record import FILE_NAME
-from geomon.record.versions import installed
 
 # Arguments of each command on the record of a folder.
 COMMANDS = {
@@ -33,7 +32,7 @@ def line(content):
 def make(case, path, readings):
     """Write the record of a case; at least three readings."""
     lines = [reading.line() + "\n" for reading in readings]
-    first = line({"run": {"geomon": installed(), "model": "Synthetic"}})
+    first = line({"run": {"geomon": __version__, "model": "Synthetic"}})
     texts = {
         "an empty file": "",
         "no reading": first,

@@ -3,11 +3,11 @@
 import os
 import time
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from geomon import __version__
 from geomon.show.report.content import Panels, Run, build_content, build_panels
 
 _OTHERS, _BEFORE = "Any other value", "Before the alerts"
@@ -71,7 +71,7 @@ def render(runs: Sequence[Run]) -> str:
         ],
         plotly=get_plotlyjs(),
         style=_part("page.css"),
-        version=version("geomon"),
+        version=__version__,
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
 
