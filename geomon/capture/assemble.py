@@ -36,6 +36,7 @@ from geomon.capture.snapshot import (
     Snapshot,
     beside,
     group_by_layer,
+    wait_for_copies,
 )
 from geomon.capture.tokens.sampling import RowSampler, SampledRows, copy_rows
 from geomon.capture.weights import present_weight
@@ -185,6 +186,7 @@ def build_snapshot(
     matrices: Iterable[Layer] = (),
     notes: Iterable[Note] = (),
     device: torch.device = HOST,
+    wait: bool = True,
 ) -> Snapshot:
     """Build the snapshot of a pass.
 
@@ -200,6 +202,7 @@ def build_snapshot(
         matrices: Layers of matrices of weights, which follow the others.
         notes: Further notes, which follow those on the layers.
         device: Where the captured views stay.
+        wait: Whether copies are there when this returns (see `Layer.to`).
     """
     layers: list[Layer] = []
     remarks: list[Note] = []
@@ -228,7 +231,11 @@ def build_snapshot(
         return Snapshot([], PassInfo(0, "", "", notes))
     dtype = str(first.dtype).removeprefix("torch.") if run else ""
     info = PassInfo(min(rows, default=0), first.mode, dtype, notes, batch=first.tokens.checksum)
-    return Snapshot([layer.to(device) for layer in [*layers, *matrices]], info)
+    every = [*layers, *matrices]
+    moved = [layer.to(device, wait=False) for layer in every]
+    if wait and device == HOST:
+        wait_for_copies(set().union(*(layer.devices for layer in every)))
+    return Snapshot(moved, info)
 
 
 def matrix_layer(name: str, module: nn.Module | None, sampler: RowSampler) -> Layer:

@@ -168,19 +168,49 @@ class Layer:
         kept = {name: view for name, view in self.captured.items() if CAPTURED[name] in sources}
         return replace(self, captured=kept, sources=self.sources & sources)
 
-    def to(self, device: torch.device) -> "Layer":
+    def to(self, device: torch.device, *, wait: bool = True) -> "Layer":
         """Return the layer with its captured tensors on a device; itself where they are there.
 
         Args:
             device: Any device of torch.
+            wait: Whether copies from CUDA to the host are there when this returns. If not, they are
+                queued behind what the device has to do, and are read only when that is done.
         """
         if self.devices <= {device}:
             return self
+        move = _queue_copy if device == HOST else Tensor.to
         moved = {
-            name: value.to(device) if isinstance(value, Tensor) else value
+            name: move(value, device) if isinstance(value, Tensor) else value
             for name, value in self.captured.items()
         }
+        if wait and device == HOST:
+            wait_for_copies(self.devices)
         return replace(self, captured=moved)
+
+
+def _queue_copy(value: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to the host; from CUDA the copy is queued, into memory that is pinned.
+
+    Each copy to other memory would wait for all that the training has queued.
+    """
+    if not value.is_cuda:
+        return value.to(device)
+    try:
+        target = torch.empty(value.shape, dtype=value.dtype, device=device, pin_memory=True)
+    except RuntimeError:  # a system limits the memory that can be pinned
+        return value.to(device)
+    return target.copy_(value, non_blocking=True)
+
+
+def wait_for_copies(devices: Iterable[torch.device]) -> None:
+    """Wait until copies to the host are there that this thread has queued.
+
+    Args:
+        devices: Devices from which they are copied.
+    """
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
 
 def cover_all(places: Tensor, length: int) -> bool:

@@ -298,11 +298,12 @@ class Window:
         """
         return self.snapshots(device)[0]
 
-    def snapshots(self, device: torch.device = HOST) -> list[Snapshot]:
+    def snapshots(self, device: torch.device = HOST, *, wait: bool = True) -> list[Snapshot]:
         """Build the snapshot of each pass: one, or in a pipeline one for each micro-batch.
 
         Args:
             device: Where the rows stay. On the device of the model they are not moved.
+            wait: Whether copies are there when this returns (see `Layer.to`).
 
         Raises:
             Exception: The window could not be opened; the error is the one that was met there.
@@ -310,15 +311,17 @@ class Window:
         if self._failure is not None:
             raise self._failure
         with without_modes():  # weights may be of subclasses, whose functions give their rows
-            return self._snapshots(device)
+            return self._snapshots(device, wait=wait)
 
-    def _snapshots(self, device: torch.device) -> list[Snapshot]:
+    def _snapshots(self, device: torch.device, *, wait: bool) -> list[Snapshot]:
         """Build the snapshots, once the window could be opened."""
         every = [[*x, last] for x, last in zip(self._earlier, self._passes, strict=True)]
         every = [passes[self._inferred(n) :] for n, passes in enumerate(every)]
         count = min(map(len, every), default=1)
         count = min([count, *(known() or count for known in self._micro_batches)])
-        return [self._snapshot([passes[n] for passes in every], device) for n in range(count)]
+        return [
+            self._snapshot([passes[n] for passes in every], device, wait=wait) for n in range(count)
+        ]
 
     def _inferred(self, number: int) -> int:
         """Count the calls of a stage that were made before the first micro-batch.
@@ -333,7 +336,9 @@ class Window:
         counts = self._micro_batches
         return counts[stack_pass.stack.part]() if counts else None
 
-    def _snapshot(self, passes: Sequence[StackPass], device: torch.device) -> Snapshot:
+    def _snapshot(
+        self, passes: Sequence[StackPass], device: torch.device, *, wait: bool
+    ) -> Snapshot:
         """Build the snapshot of a pass through all stacks."""
         texts = [
             f"a hook failed, and what it looks at is missing: {failure}"
@@ -366,6 +371,7 @@ class Window:
             no_rows=self._no_rows,
             notes=[*(Note(text, text) for text in texts), *self._memory(0).notes()],
             device=device,
+            wait=wait,
         )
 
     def _matrices(self) -> list[Layer]:
@@ -601,6 +607,22 @@ class Window:
     def on_twin_end(self) -> None:
         """Leave the training alone if the twin has shown all (see `CallObserver`)."""
         self._rest()
+
+    def on_compiled_end(self, module: nn.Module, output: Any) -> None:
+        """Note what goes on from a compiled block: not what its twin has returned.
+
+        Args:
+            module: The module, without wrappers.
+            output: What it returned.
+        """
+        left = next(iter(_floating(output)), None)
+        if left is None or self._ignored():
+            return
+        for stack_pass in self._passes:
+            if any(module is block.module for block in stack_pass.stack.blocks):
+                stack_pass.left = _place(left)
+                if stack_pass.leaving is not None:
+                    stack_pass.leaving = left.detach()
 
     def _rest(self) -> None:
         """Close the window where nothing more is to be seen: what follows is left alone."""

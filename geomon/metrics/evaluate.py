@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from geomon.capture.modes import unseen
-from geomon.capture.snapshot import CAPTURED, OF_THE_BATCH, SOURCES, Layer, group_by_layer
+from geomon.capture.snapshot import CAPTURED, HOST, OF_THE_BATCH, SOURCES, Layer, group_by_layer
 from geomon.kernels.groups import GROUPS
 from geomon.kernels.products import without_autocast
 from geomon.metrics.arrays import arrays_of, join_arrays
@@ -234,6 +234,7 @@ class Evaluator:
         A failure costs the margin alone, and is noted with the layer.
         """
         found: dict[str, dict[str, list[float]]] = {}  # by metric and part, of each group
+        kept: list[tuple[str, list[Any]]] = []  # what metrics returned for a group, for each split
         asked = {name: self.metrics[name] for name in result.parts}
         reads_rows = {
             name: "hidden" in sources_of(metric)
@@ -267,16 +268,18 @@ class Evaluator:
             for name in reads_rows:
                 if name in result.without_margin or at_once[name] is not None:
                     continue
-                metric = asked[name]
-                each = attempt(name, functools.partial(_parts_of, metric), views)
-                parts = found.setdefault(name, defaultdict(list))
-                for part in (each[0].keys() - metric.without_margin) if each else ():
-                    values = [_over_heads(one[part]) for one in each if part in one]
-                    parts[part].append(_mean(values))
+                kept.append((name, attempt(name, functools.partial(_apply, asked[name]), views)))
+        fetched = iter(_fetched([one for _, each in kept for one in each]))
+        for name, each in kept:
+            split_parts = [_as_parts(next(fetched)) for _ in each]
+            parts = found.setdefault(name, defaultdict(list))
+            for part in (split_parts[0].keys() - asked[name].without_margin) if each else ():
+                values = [_over_heads(one[part]) for one in split_parts if part in one]
+                parts[part].append(_mean(values))
         for name, parts in found.items():
             if name not in result.without_margin:
-                kept = {part: values for part, values in parts.items() if len(values) == GROUPS}
-                result.without[name] = kept
+                complete = {part: values for part, values in parts.items() if len(values) == GROUPS}
+                result.without[name] = complete
         result.without_margin = {n: why for n, why in result.without_margin.items() if why}
 
     def combine(
@@ -596,7 +599,24 @@ def _measure(metric: Metric, splits: list[LayerViews]) -> list[Parts]:
 
 
 def _parts_of(metric: Metric, views: LayerViews) -> Parts:
-    return _as_parts(_apply(metric, views))
+    return _as_parts(*_fetched([_apply(metric, views)]))
+
+
+def _fetched(results: Sequence[Any]) -> list[Any]:
+    """Bring what metrics returned to the host, all with one wait for the device."""
+    values = [x for y in results for x in (y.values() if isinstance(y, Mapping) else (y,))]
+    there = [x for x in values if isinstance(x, Tensor) and x.device != HOST and x.ndim < 2]
+    if not there:
+        return [*results]
+    joined = torch.cat([x.detach().reshape(-1).double() for x in there]).cpu()
+    pieces = joined.split([x.numel() for x in there])
+    here = {id(x): part.view(x.shape) for x, part in zip(there, pieces, strict=True)}
+    return [
+        {name: here.get(id(x), x) for name, x in result.items()}
+        if isinstance(result, Mapping)
+        else here.get(id(result), result)
+        for result in results
+    ]
 
 
 def _apply_at_once(function: Callable[..., Any], views: LayerViews) -> Mapping[str, Tensor]:

@@ -85,8 +85,9 @@ class MeasuringDevice:
 
     def mark_ready(self) -> Any:
         """Record an event behind the work that the training has queued, or None on the host."""
-        module = _streams_of(self.device)
-        return None if module is None else module.current_stream(self.device).record_event()
+        device = self.device if self.of_model == HOST else self.of_model
+        module = _streams_of(device)
+        return None if module is None else module.current_stream(device).record_event()
 
     @contextlib.contextmanager
     def beside_training(self, ready: Any) -> Iterator[None]:

@@ -185,6 +185,8 @@ class ReadingJob:
             count: Number of layers, of those that are left.
         """
         began = time.perf_counter()
+        if self._device == HOST and self._ready is not None:
+            self._ready.synchronize()  # copies to the host are queued behind the training's work
         for found in self._measure(self._left[:count]):
             # The one line that makes a layer measured: one that was interrupted is measured again.
             self._measured.append(found)

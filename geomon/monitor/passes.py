@@ -35,6 +35,7 @@ class Passes:
         views: Names of the views that metrics read.
         group: The ranks.
         device: Where layers are measured.
+        in_background: Whether a thread measures them.
         account: Account of the time that windows and extra passes take.
         loss: Computes the loss of extra passes; None for none.
 
@@ -50,6 +51,7 @@ class Passes:
         views: Collection[str],
         group: RankGroup,
         device: MeasuringDevice,
+        in_background: bool,
         account: Account,
         loss: ProbeLoss | None,
     ) -> None:
@@ -61,6 +63,7 @@ class Passes:
         self._names = self.block_names  # as the run began
         self._views = set(views)
         self._device = device
+        self._in_background = in_background
         self._account = account
         self._loss = loss
         self._has_passed = False  # whether an extra pass was made
@@ -102,12 +105,14 @@ class Passes:
     def snapshots(self, window: Window) -> list[Snapshot]:
         """Return what a window has seen of each pass, with its rows where they stay.
 
-        Rows that are sent to other ranks go by the host.
+        Rows that are sent to other ranks go by the host. If a thread measures them, it waits for
+        the copies (`ReadingJob`).
 
         Args:
             window: A window whose pass is over.
         """
-        return window.snapshots(HOST if self._group.connected else self._device.device)
+        device = HOST if self._group.connected else self._device.device
+        return window.snapshots(device, wait=not self._in_background)
 
     def pause(self) -> None:
         """Let the window that is open see nothing, and leave nothing on the model, for a while.

@@ -41,6 +41,9 @@ _LEAST_STEPS, _LEAST_APART, _OF_AVERAGE = 4, 0.015, 0.8
 _LONGEST, _KEPT = 0.09, 0.1
 # Largest wait until the next decision, as a share of the steps so far: costs and lengths change.
 _LONGEST_WAIT = 0.05
+# Steps without a thread beside them that are needed to know how long one is, and how many times as
+# long one may be that counts.
+_FEWEST_ALONE, _LONGEST_STEP = 32, 20
 # Steps that are looked at if a training jumps: no schedule is asked for more at once.
 _MOST_JUMPED = 10_000
 
@@ -66,18 +69,18 @@ class _Charge:
         self._account = account
 
     def __enter__(self) -> None:
-        self._known = self._account.spent + self._account.left_out
+        self._known = self._account.charged + self._account.left_out
         self._began = self._account.clock()
 
     def __exit__(self, *error: object) -> None:
         account = self._account
         now = account.clock()
-        known = account.spent + account.left_out
+        known = account.charged + account.left_out
         if account.began > self._began:  # the training has begun inside: nothing before counts
             taken = now - account.began
         else:
             taken, known = now - self._began, known - self._known
-        account.spent += max(0.0, taken - known)
+        account.charged += max(0.0, taken - known)
 
 
 class Account:
@@ -89,7 +92,7 @@ class Account:
     Attributes:
         clock: The argument.
         began: When the training began, by the clock; infinity before that.
-        spent: Seconds that geomon has taken since.
+        charged: Seconds since, for which the training has waited.
         left_out: Seconds inside charges that the training would have taken without geomon too.
     """
 
@@ -99,12 +102,54 @@ class Account:
     ) -> None:
         self.clock = clock
         self.began = math.inf
-        self.spent = self.left_out = 0.0
+        self.charged = self.left_out = self._slowed = 0.0
+        self._trained: float | None = None  # seconds of training until the last step
+        self._is_beside = False  # whether a thread measured as that step began
+        # Seconds and number of steps with a thread beside them that are not settled, and of others.
+        self._beside, self._steps_beside = 0.0, 0
+        self._alone, self._steps_alone = 0.0, 0.0
 
     def begin(self) -> None:
         """Start the clock: what was spent before the first step does not count."""
         self.began = self.clock()
-        self.spent = self.left_out = 0.0
+        self.charged = self.left_out = self._slowed = 0.0
+        self._trained, self._beside, self._steps_beside = None, 0.0, 0
+
+    def step(self, *, beside: bool) -> None:
+        """Note that a step begins, to learn what a thread that measures beside it costs.
+
+        A thread takes time from the training that nobody waits for: the lock of Python, cores, the
+        device. Means are compared, because a loop that looks at its loss at every tenth step waits
+        there for ten. What is too little in one comparison is too much in the next.
+
+        Args:
+            beside: Whether a thread measures now.
+        """
+        was_beside, self._is_beside = self._is_beside, beside
+        before, self._trained = self._trained, self.elapsed - self.charged
+        if before is None:
+            return
+        took, known = self._trained - before, self._steps_alone >= _FEWEST_ALONE
+        usual = self._alone / self._steps_alone if known else math.inf
+        took = min(took, _LONGEST_STEP * usual)  # a checkpoint or a validation is no usual step
+        if was_beside or beside:
+            self._beside, self._steps_beside = self._beside + took, self._steps_beside + 1
+            return
+        self._alone, self._steps_alone = self._alone + took, self._steps_alone + 1
+        if known and 0 < self._steps_beside <= self._steps_alone:
+            self._slowed += self._beside - self._steps_beside * usual
+            self._beside, self._steps_beside = 0.0, 0
+            self._alone, self._steps_alone = self._alone / 2, self._steps_alone / 2
+
+    @property
+    def slowed(self) -> float:
+        """Seconds by which steps were longer while a thread measured."""
+        return max(0.0, self._slowed)
+
+    @property
+    def spent(self) -> float:
+        """Seconds that geomon has taken from the training since it began."""
+        return self.charged + self.slowed
 
     @property
     def elapsed(self) -> float:
@@ -248,6 +293,7 @@ class Planner:
         before, self.step = self.step, step
         if step == before:
             return
+        self._account.step(beside=busy)
         self._read_here.clear()
         self._is_paid = self._check_here = False  # stays so if a schedule raises
         if before is not None and before == self._first:  # the first step may compile

@@ -168,6 +168,19 @@ def test_monitoring_compiles_nothing_again(name, way, compiled_first):
         assert found == pytest.approx(plain, rel=1e-4, abs=1e-5, nan_ok=True)
 
 
+def test_what_compiled_blocks_return_goes_on_to_the_final_norm():
+    torch.compiler.reset()
+    readings = []
+    for model in (made("GPT-2"), per_block(made("GPT-2"), Counting())):
+        monitor, memory = watching(model, extra_layers=["final_norm"])
+        train(model, monitor)
+        assert not [n for x in memory.readings for n in x.words() if "the block before" in n]
+        readings.append(values_of(memory))
+    for (_, plain), (_, found) in zip(*readings, strict=True):
+        assert any("final_norm" in tag for tag in plain)
+        assert found == pytest.approx(plain, rel=1e-4, abs=1e-5, nan_ok=True)
+
+
 @pytest.mark.parametrize("way", [whole, in_place, per_block])
 def test_compiled_models_give_the_same_readings_by_probe(way):
     backend = Counting()

@@ -113,6 +113,14 @@ class CallObserver(Protocol):
     def on_twin_end(self) -> None:
         """Note that the twin of a compiled call is over."""
 
+    def on_compiled_end(self, module: nn.Module, output: Any) -> None:
+        """Take what the training's own compiled call has returned, behind its twin.
+
+        Args:
+            module: The module, without wrappers.
+            output: What it returned.
+        """
+
 
 # -- the slot ------------------------------------------------------------------------------------
 
@@ -459,7 +467,10 @@ def _call_compiled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         else:
             _run_twin(observers, target, *copies)
     with _unpatched():
-        return nn.Module.__call__(module, *args, **kwargs)
+        output = nn.Module.__call__(module, *args, **kwargs)
+    for observer in observers:
+        observer.on_compiled_end(target, output)
+    return output
 
 
 def _call_eagerly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
