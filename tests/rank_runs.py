@@ -653,7 +653,7 @@ def budgeted(ranks: RankGroup, folder: Path) -> None:
                 passes.append(step)
             model(ids, attention_mask=mask)
         if ranks.rank == 1:  # whose own clock would decide otherwise
-            monitor.account.spent += 1.0
+            monitor.account.charged += 1.0
     monitor.close()
     every_rank = [None] * ranks.size
     dist.all_gather_object(every_rank, passes)

@@ -92,6 +92,46 @@ def follow(run, clock, group=None):
     return course
 
 
+def train_beside(clock, *, periods=10, first=100, slower=0.5, rare=None):
+    """An account of steps of a second, in periods of 200, 60 of which have a thread beside them.
+
+    After each seventh step the loop looks at its loss, and waits for all steps before.
+    """
+    account, queued = Account(clock), 0.0
+    account.begin()
+    for step in range(200 * periods):
+        account.step(beside=0 <= step % 200 - first < 60)
+        queued += 1.0 + slower * (0 <= step % 200 - first < 60)
+        if step % 7 == 6:
+            clock.now, queued = clock.now + queued, 0.0
+        clock.now += (rare or {}).get(step, 0.0)
+    return account
+
+
+@pytest.mark.parametrize("first", [0, 100])
+def test_what_a_thread_takes_from_the_steps_beside_it_is_spent(clock, first):
+    account = train_beside(clock, first=first)
+    assert account.charged == 0
+    assert account.spent == pytest.approx(300, rel=0.15)
+    assert account.overhead == pytest.approx(300 / 2300, rel=0.15)
+
+
+def test_first_steps_are_settled_when_others_are_known(clock):
+    account = train_beside(clock, periods=1, first=0)
+    assert account.spent == pytest.approx(30, abs=15)  # a look more or less
+
+
+@pytest.mark.parametrize("at", [50, 120])
+def test_what_is_rare_is_not_taken_for_the_thread(clock, at):
+    """A checkpoint of a thousand seconds, without and with a thread beside it."""
+    account = train_beside(clock, periods=2, rare={at: 1000.0})
+    assert account.spent == pytest.approx(60, abs=30)
+
+
+def test_a_thread_that_takes_nothing_costs_nothing(clock):
+    assert train_beside(clock, slower=0.0).overhead < 0.01
+
+
 # Runs without a schedule, and the fewest readings and the largest gap that they may have.
 LIVE = [
     (Run(300, 2.5), 4, 252),

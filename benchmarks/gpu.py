@@ -1,0 +1,498 @@
+"""What a training on an accelerator loses to geomon: tables as they come, eight minutes at most.
+
+Each part stands alone, so that what has been printed holds if a later part is interrupted. Without
+an accelerator the same parts run at tiny sizes, to see that they work.
+"""
+
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from benchmarks.timing import print_table
+from geomon import Memory, Monitor
+
+# Steps before anything is timed: what is compiled, and the memory that torch takes and keeps.
+_WARM_UP = 10
+# After so many steps a training looks at its loss, for which the host waits.
+_LOGGED = 10
+# Runs of each forced reading, of which the median is printed.
+_FORCED = 2
+# Steps before and behind a step with whose median it is compared.
+_AROUND = 50
+# Steps of the trainings whose weights are compared.
+_COMPARED_STEPS = 8
+# Share of tokens that repeat the one seven places before.
+_REPEATED = 0.3
+# Below this, two values of a metric are compared by their difference.
+_SMALL = 1e-3
+
+
+@dataclass(frozen=True)
+class Size:
+    """A decoder and its batch.
+
+    Attributes:
+        layers: Number of blocks.
+        width: Width of the hidden states; a head has 64 of it, or 16 at widths below 128.
+        sequences: Number of sequences in a batch.
+        length: Number of tokens of a sequence.
+        symbols: Number of distinct tokens.
+        steps: Length of a run.
+    """
+
+    layers: int
+    width: int
+    sequences: int
+    length: int
+    symbols: int
+    steps: int
+
+    def __str__(self) -> str:
+        return f"{self.layers} x {self.width:,}, {self.sequences} x {self.length:,} tokens"
+
+
+SIZES = {
+    "small": Size(12, 768, 16, 1024, 32_000, 1000),
+    "large": Size(24, 1024, 16, 1024, 32_000, 500),
+}
+TINY = Size(2, 32, 8, 32, 100, 20)
+
+
+class Training:
+    """A decoder in training: bfloat16 by autocast, fused AdamW, tokens whose frequencies fall.
+
+    Args:
+        size: Sizes of the decoder and its batch.
+        device: Where it trains.
+        compiled: Whether each block is compiled, as large trainings do it.
+    """
+
+    def __init__(self, size: Size, device: torch.device, *, compiled: bool = True) -> None:
+        torch.manual_seed(0)
+        heads = max(1, size.width // (64 if size.width >= 128 else 16))
+        configuration = LlamaConfig(
+            vocab_size=size.symbols, hidden_size=size.width, intermediate_size=size.width * 8 // 3,
+            num_hidden_layers=size.layers, num_attention_heads=heads, num_key_value_heads=heads,
+            max_position_embeddings=size.length, use_cache=False, bos_token_id=None,
+            eos_token_id=None,
+        )  # fmt: skip
+        self.size, self.device = size, device
+        with device:
+            self.model = AutoModelForCausalLM.from_config(configuration)
+        if compiled:
+            backend = "inductor" if device.type == "cuda" else "aot_eager"
+            for block in self.model.model.layers:
+                block.compile(backend=backend)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        frequencies = 1 / torch.arange(1, size.symbols + 1, dtype=torch.float32)
+        self._frequencies = frequencies.to(device)
+        self._number = 0
+
+    def batch(self) -> Tensor:
+        """Draw tokens, each of which is likely to come again soon, as in text."""
+        rows, length = self.size.sequences, self.size.length
+        drawn = torch.multinomial(self._frequencies, rows * length, replacement=True)
+        ids = drawn.view(rows, length)
+        again = torch.rand(rows, length, device=self.device) < _REPEATED
+        return torch.where(again, ids.roll(7, dims=1), ids)
+
+    def step(self, around: AbstractContextManager[None]) -> Tensor:
+        """Make one update, and return its loss.
+
+        Args:
+            around: What is entered for the forward pass.
+        """
+        ids = self.batch()
+        with torch.autocast(self.device.type, torch.bfloat16):
+            with around:
+                logits = self.model(input_ids=ids).logits
+            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+@dataclass
+class Run:
+    """What a run has shown.
+
+    Attributes:
+        milliseconds: Time of each step on the device, from the end of the one before.
+        seconds: Time of all steps, with all that is queued.
+        peak: Largest memory of the device in GB (10^9 bytes); NaN on the host.
+        graphs: Number of graphs that were compiled meanwhile.
+    """
+
+    milliseconds: list[float]
+    seconds: float
+    peak: float
+    graphs: int
+
+    @property
+    def median(self) -> float:
+        """Median time of a step in ms."""
+        return statistics.median(self.milliseconds)
+
+    @property
+    def lost(self) -> float:
+        """Share of the time by which steps exceed the quiet ones around them.
+
+        The card's own speed drifts by more than what is measured here: each step is compared with
+        the median of those around it, of which few are looked at.
+        """
+        around = [
+            statistics.median(self.milliseconds[max(0, at - _AROUND) : at + _AROUND + 1])
+            for at in range(len(self.milliseconds))
+        ]
+        return sum(self.milliseconds) / sum(around) - 1
+
+    @property
+    def slow(self) -> float:
+        """Time in ms that one step in a hundred exceeds."""
+        ordered = sorted(self.milliseconds)
+        return ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
+
+
+def run(training: Training, steps: int, monitor: Monitor | None = None) -> Run:
+    """Train for some steps.
+
+    Args:
+        training: The training, which continues.
+        steps: Number of steps.
+        monitor: Reads what is due; None for a training without geomon.
+    """
+    on_device = training.device.type == "cuda"
+    graphs = counters["stats"]["unique_graphs"]
+    synchronize(training.device)
+    if on_device:
+        torch.cuda.reset_peak_memory_stats()
+    marks: list[Any] = [_mark(on_device)]
+    began = time.perf_counter()
+    for step in range(steps):
+        loss = training.step(nullcontext() if monitor is None else monitor(step))
+        marks.append(_mark(on_device))
+        if step % _LOGGED == 0:
+            loss.item()
+    synchronize(training.device)
+    seconds = time.perf_counter() - began
+    return Run(
+        [_between(one, other) for one, other in itertools.pairwise(marks)],
+        seconds,
+        torch.cuda.max_memory_allocated() / 1e9 if on_device else float("nan"),
+        counters["stats"]["unique_graphs"] - graphs,
+    )
+
+
+def _mark(on_device: bool) -> Any:
+    if not on_device:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(one: Any, other: Any) -> float:
+    """Milliseconds from one mark to another."""
+    return 1e3 * (other - one) if isinstance(one, float) else float(one.elapsed_time(other))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all that is queued on a device.
+
+    Args:
+        device: The device; nothing is queued on the host.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+def runs(training: Training, steps: int) -> Iterator[list[object]]:
+    """Yield a row for each way to watch a run of so many steps, beside runs without geomon.
+
+    Args:
+        training: The training; it goes on from row to row.
+        steps: Length of each run.
+    """
+    few = max(_WARM_UP, steps // 10)
+    run(training, _WARM_UP)
+
+    def row(name: str, found: Run, monitor: Monitor | None = None, read: int = 0) -> list[object]:
+        return [
+            name, len(found.milliseconds), f"{found.median:.1f}", f"{found.slow:.1f}",
+            f"{100 * found.lost:+.1f}",
+            "" if monitor is None else f"{100 * monitor.overhead:.1f}", read or "",
+            f"{found.peak:.2f}", found.graphs,
+        ]  # fmt: skip
+
+    yield row("without geomon", run(training, few))
+    probe = training.batch()[:8, : training.size.length // 2]
+    ways: dict[str, tuple[int, dict[str, Any]]] = {
+        "defaults": (steps, {}),
+        'device="auto"': (steps, {"device": "auto"}),
+        "a probe": (steps // 4, {"probe": probe}),
+    }
+    for name, (length, options) in ways.items():
+        with _watching(training, steps=length, **options) as (monitor, memory):
+            found = run(training, length, monitor)
+        yield row(name, found, monitor, len(memory.readings))
+        yield row("without geomon", run(training, few))
+
+
+@contextmanager
+def _watching(
+    training: Training, steps: int | None = None, **options: Any
+) -> Iterator[tuple[Monitor, Memory]]:
+    memory = Memory()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Monitor(training.model, sinks=[memory], directory=folder, **options) as monitor,
+    ):
+        monitor.expect_end(None if steps is None else steps - 1)
+        yield monitor, memory
+
+
+_CHECK: dict[str, dict[str, Any]] = {"check": {"schedule": 10**9, "checks": 1}}
+_EVERY_LOOK: dict[str, dict[str, Any]] = {
+    **_CHECK,
+    'reading, device="auto", in the background': {"background": True, "device": "auto"},
+    "reading, on the host, in the background": {"background": True},
+    'reading, device="auto"': {"background": False, "device": "auto"},
+    "reading, on the host": {"background": False},
+}
+
+
+def costs(
+    training: Training, usual: float, looks: dict[str, dict[str, Any]]
+) -> Iterator[list[object]]:
+    """Yield a row for each way to look at a step, with all that the training waits for.
+
+    Args:
+        training: The training.
+        usual: Time of a step without geomon in ms.
+        looks: Options of the monitor for each.
+    """
+    for name, options in looks.items():
+        with _watching(training, **{"schedule": 1, "checks": None} | options) as (monitor, memory):
+            first = 0 if options.get("checks") is None else 1
+            delays, whole, waits = list[float](), list[float](), dict[str, int]()
+            for number in range(_FORCED + 1):
+                synchronize(training.device)
+                with _counted_waits(training.device) as counted:
+                    began = time.perf_counter()
+                    training.step(monitor(200 * first + number))
+                    synchronize(training.device)
+                    delays.append(1e3 * (time.perf_counter() - began) - usual)
+                    for thread in threading.enumerate():
+                        if thread.name == "geomon":
+                            thread.join()
+                    whole.append(1e3 * (time.perf_counter() - began) - usual)
+                waits = counted
+            notes = {
+                n for reading in memory.readings for n in reading.words() if "measured on" in n
+            }
+        yield [
+            name, f"{statistics.median(delays[1:]):.1f}",
+            f"{statistics.median(delays[1:]) / usual:.2f}",
+            f"{statistics.median(whole[1:]):.1f}", f"{statistics.median(whole[1:]) / usual:.2f}",
+            waits.get("MainThread", 0), waits.get("geomon", 0), "; ".join(sorted(notes)),
+        ]  # fmt: skip
+
+
+@contextmanager
+def _counted_waits(device: torch.device) -> Iterator[dict[str, int]]:
+    """Count the operations for which the host waits, by the name of the thread."""
+    found: dict[str, int] = {}
+    if device.type != "cuda":
+        yield found
+        return
+
+    def count(message: Any, *_: Any, **__: Any) -> None:
+        if "synchroniz" in str(message):
+            name = threading.current_thread().name
+            found[name] = found.get(name, 0) + 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = count
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def differences(training: Training) -> Iterator[list[object]]:
+    """Yield, for each metric, how far its values on the device are from those on the host.
+
+    Args:
+        training: The training whose model is probed.
+    """
+    probe = training.batch()[:8, : training.size.length // 2]
+    readings = []
+    for device in ("cpu", "auto"):
+        options = {"probe": probe, "background": False, "device": device, "checks": None}
+        watching, autocast = (
+            _watching(training, **options),
+            torch.autocast(training.device.type, torch.bfloat16),
+        )
+        with watching as (monitor, memory), autocast:
+            monitor.probe(0)
+        readings.append(memory.readings[0])
+    host, there = readings
+    worst: dict[str, tuple[float, str]] = {}
+    for tag, value in host.values.items():
+        if tag.startswith("geomon/"):
+            continue
+        metric = tag.split("/")[0] + ("/margin" if tag.endswith("margin") else "")
+        other = there.values.get(tag, float("nan"))
+        both_missing = value != value and other != other
+        apart = 0.0 if both_missing else abs(other - value) / max(abs(value), _SMALL)
+        worst[metric] = max(worst.get(metric, (0.0, "")), (apart, tag))
+    for metric, (apart, tag) in sorted(worst.items(), key=lambda item: -item[1][0])[:12]:
+        yield [metric, f"{apart:.1e}", tag]
+
+
+def same_weights(size: Size, device: torch.device) -> Iterator[list[object]]:
+    """Yield, for each way to watch an eager training, whether its weights are bit-identical.
+
+    Args:
+        size: Sizes of the decoder and its batch.
+        device: Where it trains.
+    """
+
+    def train(**options: Any) -> Tensor:
+        training = Training(size, device, compiled=False)
+        with _watching(training, schedule=2, **options) as (monitor, _):
+            for step in range(_COMPARED_STEPS):
+                training.step(monitor(step) if options else nullcontext())
+        return torch.cat([p.detach().flatten().cpu() for p in training.model.parameters()])
+
+    alone = train()
+    ways: dict[str, dict[str, Any]] = {
+        "without geomon, again": {},
+        "on the host": {"device": "cpu"},
+        'device="auto"': {"device": "auto"},
+        "a probe": {"probe": torch.arange(size.length, device=device)[None] % size.symbols},
+    }
+    for name, options in ways.items():
+        found = train(**options)
+        yield [name, "yes" if torch.equal(found, alone) else "no", int((found != alone).sum())]
+
+
+def tests() -> Iterator[list[object]]:
+    """Yield the last line of the tests that need an accelerator."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_cuda.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stdout[-6000:], done.stderr[-1000:], flush=True)
+    yield ["tests/test_cuda.py", done.stdout.strip().splitlines()[-1]]
+
+
+_RUNS = (
+    "run", "steps", "step, ms", "99 %, ms", "lost, %", "counted, %", "readings", "peak, GB",
+    "new graphs",
+)  # fmt: skip
+_COSTS = (
+    "what", "delay, ms", "in steps", "until done, ms", "in steps", "waits", "of its thread", "note",
+)  # fmt: skip
+
+
+def _parts(
+    device: torch.device, steps: int | None
+) -> dict[str, Callable[[], Iterator[tuple[str, tuple[str, ...], Iterator[list[object]]]]]]:
+    """What each part prints: titles, heads and rows, made when they are asked for."""
+    sizes = SIZES if device.type == "cuda" else dict.fromkeys(SIZES, TINY)
+
+    def tested() -> Iterator[tuple[str, tuple[str, ...], Iterator[list[object]]]]:
+        yield "Tests on the device", ("tests", "result"), tests()
+
+    def trained(name: str) -> Iterator[tuple[str, tuple[str, ...], Iterator[list[object]]]]:
+        size = sizes[name]
+        training = Training(size, device)
+        yield f"Compiled blocks, {size}", _RUNS, runs(training, steps or size.steps)
+        usual = run(training, 2 * _WARM_UP).median
+        yield f"Compiled blocks, {size}, one step", _COSTS, costs(training, usual, _EVERY_LOOK)
+        yield f"Device and host, {size}", ("metric", "apart", "value"), differences(training)
+        del training
+        training = Training(size, device, compiled=False)
+        run(training, _WARM_UP)
+        usual = run(training, 2 * _WARM_UP).median
+        yield f"Eager, {size}, one step of {usual:.1f} ms", _COSTS, costs(training, usual, _CHECK)
+
+    def compared() -> Iterator[tuple[str, tuple[str, ...], Iterator[list[object]]]]:
+        heads = ("eager training", "same bits", "weights that differ")
+        size = sizes["small"]
+        before = torch.are_deterministic_algorithms_enabled()
+        yield f"Weights, {size}", heads, same_weights(size, device)
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield f"Weights, deterministic, {size}", heads, same_weights(size, device)
+        finally:
+            torch.use_deterministic_algorithms(before)
+
+    return {
+        "tests": tested,
+        "small": lambda: trained("small"),
+        "weights": compared,
+        "large": lambda: trained("large"),
+    }
+
+
+def main(
+    parts: Annotated[
+        str, typer.Option(help="Parts to run, of tests, small, weights, large.")
+    ] = "tests,small,weights,large",
+    steps: Annotated[
+        int | None, typer.Option(help="Steps of a run, if not the size's own.")
+    ] = None,
+) -> None:
+    """Train with and without geomon on the accelerator that is here, and print what it costs."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic products
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    card = "no accelerator: tiny sizes, to see that the parts work"
+    if device.type == "cuda":
+        card = torch.cuda.get_device_name()
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+        card = f"{card}, driver {driver}, CUDA {torch.version.cuda}"
+    print(f"{card}; torch {torch.__version__}, transformers {transformers.__version__}", flush=True)
+    began = time.perf_counter()
+    known = _parts(device, steps)
+    unknown = [name for name in parts.split(",") if name not in known]
+    if unknown:
+        raise typer.BadParameter(f"parts are some of {', '.join(known)}, got {', '.join(unknown)}")
+    for name in parts.split(","):
+        try:
+            for title, heads, rows in known[name]():
+                print_table(title, heads, rows)
+        except Exception:
+            traceback.print_exc()
+        print(f"\n{name}: {time.perf_counter() - began:.0f} s since the start", flush=True)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    typer.run(main)
