@@ -289,9 +289,9 @@ def notes_of(window: Window) -> set[str]:
 
 def sampled(window: Window, stack: str, index: int) -> Seen:
     """Which rows a layer of the snapshot holds, from what the window keeps to itself."""
-    for stack_pass in window._passes:
+    for stack_pass in window._tracker.passes:
         names = {
-            side_stack_name(stack_pass, label, window._passes): label
+            side_stack_name(stack_pass, label, window._tracker.passes): label
             for label in stack_pass.stack.side_labels
         }
         if stack != stack_pass.stack.name and stack not in names:

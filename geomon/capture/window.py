@@ -6,8 +6,6 @@ does no arithmetic but for the largest logit, which no sample has (`capture.atte
 """
 
 import functools
-import math
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,24 +16,22 @@ import torch
 from torch import Tensor, nn
 
 from geomon.capture import private
-from geomon.capture.anatomy import Anatomy, Block, Stack
+from geomon.capture.anatomy import Anatomy, Block
 from geomon.capture.anatomy.projections import projects_in_its_own_way
 from geomon.capture.assemble import build_snapshot, matrix_layer
 from geomon.capture.attending.seen import SeenAttention
 from geomon.capture.calling.calls import calling_compiled, unwatch_calls, unwrap, watch_calls
 from geomon.capture.calling.patches import in_extra_pass, run_eagerly, subclasses
 from geomon.capture.first_pass import (
-    LANDMARKS,
     BlockCall,
     StackPass,
     attention_key,
 )
+from geomon.capture.hidden_states import HiddenStates, find_entering, first_tensor
 from geomon.capture.modes import unseen, without_modes
 from geomon.capture.recorder import AttentionRecorder
 from geomon.capture.shards import (
     WHOLE,
-    ShardingError,
-    Slice,
     TensorPlace,
     first_feature,
 )
@@ -49,19 +45,14 @@ from geomon.capture.snapshot import (
     Snapshot,
 )
 from geomon.capture.storage import local_shard
-from geomon.capture.tap import Stream, Tap
+from geomon.capture.tap import Tap
 from geomon.capture.tap.provenance import tensors_in
 from geomon.capture.tokens.sampling import (
     MemoryLimit,
-    RowSampler,
-    SampledRows,
-    copy_rows,
-    derive_seed,
     move_width_last,
-    spread_indices,
 )
 from geomon.capture.tokens.table_calls import TableCalls
-from geomon.capture.tokens.token_ids import TokenIds
+from geomon.capture.tracker import Tracker
 from geomon.capture.weights import weight_norms
 from geomon.note import Note
 
@@ -144,42 +135,28 @@ class Window:
         self._wants_last = "last" in self._sources
         wants_ids = self._wants_last or EMBEDDING in self._extra
         self._wants_tokens = wants_ids or views & {"token_ids", "positions"}
-        self._rows, self._seed = rows, seed
         blocks = sum(len(stack.blocks) for stack in anatomy.stacks)
         attentions = sum(max(1, len(block.attentions)) for block in anatomy.blocks)
         self._attends = bool(self._sources & {"attention", "projection", "routing"})
         beside = len(anatomy.stacks) * (1 + (FINAL_NORM in self._extra))
         layers = (blocks + beside) * (1 + self._wants_last)
-        self._limit = functools.partial(
+        limit = functools.partial(
             MemoryLimit, max_mb, layers=layers, blocks=attentions * self._attends
         )
-        self._micro_batches = micro_batches
-        self._memories: list[MemoryLimit] = []  # of each micro-batch, with the sampler of its rows
-        self._passes = [
-            StackPass(stack, self._memory(0).sampler, first=_is_first(stack, anatomy), place=place)
-            for stack in anatomy.stacks
-        ]
-        self._earlier: list[list[StackPass]] = [[] for _ in self._passes]  # of micro-batches
-        self._calls = [0] * len(self._passes)  # of the part that holds the stack
-        self._thread = threading.get_ident()
-        self._other_thread = False  # a block ran in another thread
-        self._no_rows: str | None = None  # why calls of blocks did not count
+        self._tracker = Tracker(
+            anatomy, limit, rows=rows, seed=seed, place=place, micro_batches=micro_batches
+        )
+        self._states = HiddenStates(
+            self._tracker, keeps_last=self._wants_last, keeps_final_norm=FINAL_NORM in self._extra
+        )
         # What is done as the call of a module begins, and when it has returned, by its address.
         self._before: dict[int, list[Callable[..., None]]] = {}
         self._after: dict[int, list[Callable[..., None]]] = {}
-        self._tables = TableCalls(anatomy.of_output, functools.partial(_ids_to_come, self._passes))
-        # Passes whose final norm is running, by the address of the norm.
-        self._norming: dict[int, StackPass] = {}
-        # Calls of blocks that are running, outermost first; None for one that does not count.
-        self._running: list[tuple[StackPass, BlockCall | None]] = []
+        self._tables = TableCalls(anatomy.of_output, self._tracker.ids_to_come)
         self._failure: Exception | None = None  # in opening the window
         self._failures: list[str] = []  # in what sees the calls
         self._recorder = AttentionRecorder(max_logits="max_logits" in views)
-        self._twin_records = False  # whether the call that a twin is run for records gradients
         self._forced_eager = False  # whether compiled code of the training was run eagerly
-        self._stream = Stream()  # what follows tensors between blocks
-        self._entered: Tensor | None = None  # what the block that is running was given
-        self._above: set[int] = set()  # addresses of outermost modules that are running
         self._tap: Tap | None = None  # what sees attention, while the window is open
         self._sees_above = True  # whether operators around the blocks are seen too
         self._blocks: set[int] = set()  # addresses of the blocks and of their parts
@@ -234,29 +211,16 @@ class Window:
         self._choose_calls()
         if self._attends:
             self._recorder.open(
-                current=self._current_call,
-                outside=lambda: not (self._running or self._ignored()),
+                current=lambda: self._tracker.current,
+                outside=lambda: not (self._tracker.in_block or self._tracker.is_ignored()),
                 guarded=self._guarded,
                 on_failure=self.on_failure,
-                stream=self._stream,
+                stream=self._states.stream,
             )
             self._tap = Tap(self._recorder)
             subclasses.hold(self)
             self._find_compiled()
         watch_calls(self)
-
-    def _memory(self, number: int) -> MemoryLimit:
-        """Return the sampler of the rows of a micro-batch, with its limit; a batch is the first."""
-        counts = [count() for count in self._micro_batches]
-        count = max(counts, default=1)
-        if not count:  # nothing is sampled before it is known
-            return self._limit(RowSampler(self._rows, self._seed))
-        while len(self._memories) <= number:
-            place = len(self._memories)
-            rows = self._rows // count + (place < self._rows % count)
-            seed = derive_seed(self._seed, "micro-batch", place) if place else self._seed
-            self._memories.append(self._limit(RowSampler(rows, seed), share=count))
-        return self._memories[number]
 
     def _find_compiled(self) -> None:
         """Find the blocks that call compiled functions, of which operators show nothing."""
@@ -279,9 +243,8 @@ class Window:
         self._before.clear()
         self._after.clear()
         self._tables.clear()
-        self._stream.forget()
-        self._entered = None
-        for stack_pass in self._passes:
+        self._states.forget()
+        for stack_pass in self._tracker.passes:
             stack_pass.leaving = None
             for block_call in stack_pass.block_calls:
                 block_call.forget_tensors()
@@ -311,30 +274,7 @@ class Window:
         if self._failure is not None:
             raise self._failure
         with without_modes():  # weights may be of subclasses, whose functions give their rows
-            return self._snapshots(device, wait=wait)
-
-    def _snapshots(self, device: torch.device, *, wait: bool) -> list[Snapshot]:
-        """Build the snapshots, once the window could be opened."""
-        every = [[*x, last] for x, last in zip(self._earlier, self._passes, strict=True)]
-        every = [passes[self._inferred(n) :] for n, passes in enumerate(every)]
-        count = min(map(len, every), default=1)
-        count = min([count, *(known() or count for known in self._micro_batches)])
-        return [
-            self._snapshot([passes[n] for passes in every], device, wait=wait) for n in range(count)
-        ]
-
-    def _inferred(self, number: int) -> int:
-        """Count the calls of a stage that were made before the first micro-batch.
-
-        Between training and evaluation torch calls a stage once more, to infer shapes.
-        """
-        calls, count = self._calls[number], self._count(self._passes[number]) or 0
-        return int(calls % count == 1 if count > 1 else count == 1 < calls)
-
-    def _count(self, stack_pass: StackPass) -> int | None:
-        """Count the micro-batches of a stage, 0 before they are known; None without a pipeline."""
-        counts = self._micro_batches
-        return counts[stack_pass.stack.part]() if counts else None
+            return [self._snapshot(x, device, wait=wait) for x in self._tracker.of_batch()]
 
     def _snapshot(
         self, passes: Sequence[StackPass], device: torch.device, *, wait: bool
@@ -367,19 +307,19 @@ class Window:
             self._sources,
             matrices=self._matrices(),
             final_norm=FINAL_NORM in self._extra,
-            other_thread=self._other_thread,
-            no_rows=self._no_rows,
-            notes=[*(Note(text, text) for text in texts), *self._memory(0).notes()],
+            other_thread=self._tracker.other_thread,
+            no_rows=self._tracker.no_rows,
+            notes=[*(Note(text, text) for text in texts), *self._tracker.notes_on_memory()],
             device=device,
             wait=wait,
         )
 
     def _matrices(self) -> list[Layer]:
         """Make the layers of the matrices of weights that are asked for."""
-        if not any(stack_pass.block_calls for stack_pass in self._passes):
+        if not any(stack_pass.block_calls for stack_pass in self._tracker.passes):
             return []
         found = self._found_matrices()
-        sampler = self._memory(0).sampler
+        sampler = self._tracker.sampler
         return [matrix_layer(name, module, sampler) for name, module in found.items()]
 
     def _found_matrices(self) -> dict[str, nn.Module | None]:
@@ -425,7 +365,7 @@ class Window:
 
     def _attentions(self, stack: str, label: str) -> Iterator[SeenAttention]:
         """Iterate over what was seen of the attentions with a label."""
-        for stack_pass in self._passes:
+        for stack_pass in self._tracker.passes:
             for block_call in stack_pass.block_calls if stack_pass.stack.name == stack else ():
                 index = attention_key(stack_pass.stack.blocks[block_call.block], label)
                 if index in block_call.attentions:
@@ -433,13 +373,13 @@ class Window:
 
     def _seen_attentions(self) -> Iterator[bool]:
         """Say of each attention that was met whether its call was seen."""
-        for stack_pass in self._passes:
+        for stack_pass in self._tracker.passes:
             for block_call in stack_pass.block_calls:
                 yield from (bool(seen.route) for seen in block_call.attentions.values())
 
     def token_tables(self) -> tuple[nn.Module, ...]:
         """List the embedding tables whose inputs were the token ids, in the order of the stacks."""
-        tables = (x.tokens.ids.table(x.shape) for x in self._passes if x.shape)
+        tables = (x.tokens.ids.table(x.shape) for x in self._tracker.passes if x.shape)
         return tuple(dict.fromkeys(table for table in tables if table is not None))
 
     def padding(self, stack: str) -> str | None:
@@ -448,7 +388,7 @@ class Window:
         Args:
             stack: Name of the stack.
         """
-        tokens = (x.tokens for x in self._passes if x.stack.name == stack)
+        tokens = (x.tokens for x in self._tracker.passes if x.stack.name == stack)
         return next((x.padding.source(x.batch) for x in tokens), None)
 
     # -- which calls are seen --------------------------------------------------------------------
@@ -465,8 +405,8 @@ class Window:
             self._see(self._before, norm, self._on_next)
         for name, norm in self._anatomy.norms if FINAL_NORM in self._extra else ():
             self._see(self._before, norm, self._on_norm)
-            self._see(self._after, norm, self._on_normed, name)
-        for number, stack_pass in enumerate(self._passes):
+            self._see(self._after, norm, self._states.leave_norm, name)
+        for number, stack_pass in enumerate(self._tracker.passes):
             for module in stack_pass.stack.above:
                 self._see(self._before, module, self._on_call_above, stack_pass, number)
             for module in stack_pass.stack.above[:1]:
@@ -527,7 +467,7 @@ class Window:
             args: Positional arguments.
             kwargs: Arguments by name.
         """
-        for action in () if self._ignored() else self._before.get(id(module), ()):
+        for action in () if self._tracker.is_ignored() else self._before.get(id(module), ()):
             with self._guarded(), unseen():
                 action(module, args, kwargs)
 
@@ -538,22 +478,12 @@ class Window:
             module: The module.
             output: What it returned.
         """
-        if self._ignored():
+        if self._tracker.is_ignored():
             return
         for action in self._after.get(id(module), ()):
             with self._guarded(), unseen():
                 action(module, output)
         self._rest()
-
-    @property
-    def finished(self) -> bool:
-        """Whether the passes that count are over: nothing more is to be seen.
-
-        Where gradients are recorded, a pass without them may be followed by one that counts.
-        """
-        records = self._records_gradients()
-        over = all(x.over and (x.with_gradients or not records) for x in self._passes)
-        return over and not self._micro_batches
 
     def needs_twin(self, module: nn.Module) -> bool:
         """Whether the compiled code of a module hides what this window is to see.
@@ -561,11 +491,12 @@ class Window:
         Args:
             module: The module, without wrappers.
         """
-        self._twin_records = torch.is_grad_enabled()
-        if self.finished:
+        self._tracker.take_twin()
+        if self._tracker.finished:
             return False
-        inside = self._attends and bool(self._running) and self._running[-1][1] is not None
-        return (inside or any(map(self.watches, module.modules()))) and not self._ignored()
+        inside = self._attends and self._tracker.current is not None
+        watched = inside or any(map(self.watches, module.modules()))
+        return watched and not self._tracker.is_ignored()
 
     def on_failure(self, error: Exception) -> None:
         """Keep an error for the notes.
@@ -590,7 +521,7 @@ class Window:
             module: The module that is called.
         """
         wanted = self._sees_between or id(module) in self._blocks
-        if self._tap is None or not wanted or self._ignored():
+        if self._tap is None or not wanted or self._tracker.is_ignored():
             yield
             return
         with run_eagerly.held(), self._tap.seeing():
@@ -615,22 +546,18 @@ class Window:
             module: The module, without wrappers.
             output: What it returned.
         """
-        left = next(iter(_floating(output)), None)
-        if left is None or self._ignored():
+        left = first_tensor(output)
+        if left is None or left.is_nested or self._tracker.is_ignored():
             return
-        for stack_pass in self._passes:
+        for stack_pass in self._tracker.passes:
             if any(module is block.module for block in stack_pass.stack.blocks):
-                stack_pass.left = _place(left)
-                if stack_pass.leaving is not None:
-                    stack_pass.leaving = left.detach()
+                self._states.hand_on(stack_pass, left)
 
     def _rest(self) -> None:
         """Close the window where nothing more is to be seen: what follows is left alone."""
-        more_to_come = self._micro_batches or FINAL_NORM in self._extra
-        if more_to_come or in_extra_pass() or not self._before:
+        if FINAL_NORM in self._extra or in_extra_pass() or not self._before:
             return
-        complete = all(x.over and x.with_gradients for x in self._passes) and not self._above
-        if complete and any(self._seen_attentions()):
+        if self._tracker.complete and any(self._seen_attentions()):
             self.close()
 
     def forces_eager(self) -> bool:
@@ -647,15 +574,6 @@ class Window:
             except Exception as error:
                 self.on_failure(error)
 
-    def _ignored(self) -> bool:
-        """Whether the present call is another thread's or a recomputation inside backward."""
-        if private.graph_task() != -1:
-            return True
-        if threading.get_ident() != self._thread:
-            self._other_thread = True
-            return True
-        return False
-
     # -- around the blocks -----------------------------------------------------------------------
 
     def _on_call_above(
@@ -666,82 +584,35 @@ class Window:
         args: Any,
         kwargs: Mapping[str, Any],
     ) -> None:
-        if self._count(stack_pass) == 0:
-            return  # shapes are inferred, of numbers that mean nothing
-        if module is unwrap(stack_pass.stack.above[0]):
-            self._above.add(id(module))
-        self._prefer_gradients(module)
-        if module is unwrap(stack_pass.stack.above[0]):
-            self._begin_micro_batch(number)
-        if self._keeps_inputs and self.inputs is None:
+        around, shared = self._tracker.call_above(number, module)
+        if (
+            self._keeps_inputs
+            and self.inputs is None
+            and not self._tracker.is_inferring(stack_pass)
+        ):
             self.inputs = tuple(args), dict(kwargs)
-        if stack_pass.block_calls or stack_pass.over:
-            return
-        self._tables.take_arguments(args, kwargs)
-        around = [x for x in self._passes if x.stack.part == stack_pass.stack.part]
-        shared = stack_pass is around[0] and len(around) > 1  # a module around all stacks
-        for other in around if shared else (stack_pass,):
-            if not other.block_calls:
-                other.tokens.take_arguments(module, args, kwargs, shared=shared)
+        if around:
+            self._tables.take_arguments(args, kwargs)
+        for other in around:
+            other.tokens.take_arguments(module, args, kwargs, shared=shared)
 
     def _on_return_above(self, module: nn.Module, output: Any) -> None:
-        self._above.discard(id(module))
-        self._stream.forget()  # what is done outside of the model is not seen
-
-    def _prefer_gradients(self, module: nn.Module) -> None:
-        """Forget passes without gradients where one with gradients begins."""
-        if not self._records_gradients():
-            return
-        for number, stack_pass in enumerate(self._passes):
-            passed = stack_pass.over and not stack_pass.with_gradients
-            if passed and any(x is stack_pass.stack.owner for x in module.modules()):
-                self._earlier[number].clear()
-                self._calls[number] = 0
-                stack_pass.forget(self._memory(0).sampler)  # and of micro-batches the first
-
-    def _begin_micro_batch(self, number: int) -> None:
-        """Begin the pass of a further micro-batch, if a stage is called again.
-
-        As many are kept as there are in a batch, and one more: the first may be none.
-        """
-        earlier, stack_pass = self._earlier[number], self._passes[number]
-        count = self._count(stack_pass)
-        if count is None:
-            return
-        self._calls[number] += 1
-        if self._calls[number] == 1:
-            stack_pass.forget(self._memory(0).sampler)
-        elif stack_pass.over and len(earlier) < count:
-            earlier.append(stack_pass.hand_over())
-            stack_pass.forget(self._memory(len(earlier)).sampler)
-
-    def _records_gradients(self) -> bool:
-        """Whether the call that is seen, or the one whose twin it is, records gradients."""
-        return self._twin_records if in_extra_pass() else torch.is_grad_enabled()
+        self._tracker.leave_above(module)
+        self._states.stream.forget()  # what is done outside of the model is not seen
 
     def _on_norm(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         given = first_tensor([*args, *kwargs.values()])
-        if given is None or given.is_nested:
-            return
-        for stack_pass in self._passes:
-            if stack_pass.leaving is not None and _place(given) == _place(stack_pass.leaving):
-                self._norming[id(module)] = stack_pass
+        if given is not None and not given.is_nested:
+            self._states.call_norm(module, given)
 
-    def _on_normed(self, name: str, module: nn.Module, output: Any) -> None:
-        stack_pass, normed = self._norming.pop(id(module), None), first_tensor(output)
-        if stack_pass is None or normed is None or stack_pass.normed is not None:
-            return
-        rows = self._sample_hidden(stack_pass, normed, stack_pass.stack.blocks[-1].module)
-        if rows is not None:
-            stack_pass.normed = rows, name
+    def _on_next(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        given = first_tensor([*args, *kwargs.values()])
+        if given is not None and not self._tracker.in_block:
+            self._states.take_next(given, module, sees_between=self._sees_between)
 
     def _on_owner(self, stack_pass: StackPass, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._count(stack_pass) == 0:
-            return
-        given = tensors_in([args, kwargs])
-        goes_on = any("returned" in self._stream.origins(x) for x in given)
-        if stack_pass.begin(with_gradients=self._records_gradients(), goes_on=goes_on):
-            self._running.clear()
+        origins = map(self._states.stream.origins, tensors_in([args, kwargs]))
+        self._tracker.call_owner(stack_pass, goes_on=any("returned" in x for x in origins))
 
     def _on_owner_left(self, stack_pass: StackPass, module: nn.Module, output: Any) -> None:
         stack_pass.end()
@@ -756,13 +627,13 @@ class Window:
         args: Any,
         kwargs: Mapping[str, Any],
     ) -> None:
-        entered = _entering(stack_pass, [*args, *kwargs.values()])
+        entered = find_entering(stack_pass, [*args, *kwargs.values()])
         block_call = self._begin_call(stack_pass, index, module, args, kwargs, entered)
         self._run(stack_pass, block_call, module, [args, kwargs], entered)
 
     def _on_weights(self, block: Block, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Read the norms of the weights of a block that begins: its optimizer step is to come."""
-        current = self._current_call()
+        current = self._tracker.current
         if current is not None and not current[1].weight_norms:
             current[1].weight_norms = weight_norms(unwrap(block.module))
 
@@ -774,15 +645,9 @@ class Window:
         given: list[Any],
         entered: Tensor | None,
     ) -> None:
-        self._running.append((stack_pass, block_call))
-        if block_call is None:
-            return
-        block_call.finished = False
-        if entered is not None and not entered.is_nested:
-            entered = move_width_last(local_shard(entered), module, entering=True)
-            if tuple(entered.shape[:-1]) != block_call.shape:  # others are on other ranks
-                entered = None
-        block_call.provenance.start(given, entered)
+        self._tracker.run(stack_pass, block_call)
+        if block_call is not None:
+            self._states.start_provenance(block_call, module, given, entered)
 
     def _on_part(
         self,
@@ -793,7 +658,7 @@ class Window:
         kwargs: Mapping[str, Any],
     ) -> None:
         block_call, block, called = stack_pass.parts
-        entered = _entering(stack_pass, [*args, *kwargs.values()])
+        entered = find_entering(stack_pass, [*args, *kwargs.values()])
         if block != index or id(module) in called:
             block_call = self._begin_call(stack_pass, index, module, args, kwargs, entered)
             called = set()
@@ -809,52 +674,13 @@ class Window:
         kwargs: Mapping[str, Any],
         entered: Tensor | None,
     ) -> BlockCall | None:
-        """Note that a block is called, and keep what enters the first one that counts.
-
-        A call without tokens does not count: where data run out, a rank is given an empty batch.
-        Nor does one inside `torch.func.vmap`, whose tensors are of no use behind it.
-        """
-        if entered is not None and (why := _why_no_rows(entered)) is not None:
-            self._no_rows = why
-            return None
-        if self._count(stack_pass) == 0:
-            return None
-        if not stack_pass.block_calls:
-            stack_pass.tokens.take_arguments(module, args, kwargs)
-        again = any(call.block == index for call in stack_pass.block_calls)
-        block_call = stack_pass.begin_call(index)
+        """Keep what a call gives of a block, if it counts."""
+        block_call = self._tracker.begin_call(stack_pass, index, entered)
         if block_call is None:
             return None
-        if entered is not None and not entered.is_nested:
-            rows = move_width_last(local_shard(entered), module, entering=True)
-            block_call.shape = self._shape_of(stack_pass, entered, rows)
-            block_call.entered = tuple(entered.shape)
-            block_call.handed_on = stack_pass.left in (None, _place(entered))
-            if again and not (block_call.handed_on or self._stream.origins(entered)):
-                stack_pass.restarts = True
-            if self._entered is not None and len(stack_pass.block_calls) > 1:
-                same = _place(entered) == _place(self._entered)
-                stack_pass.side_by_side |= same and not block_call.handed_on
-        self._entered = entered
-        if len(stack_pass.block_calls) > 1:
-            before = stack_pass.block_calls[-2]
-            if entered is not None and index == before.block + 1:
-                self._take_sum(stack_pass, before, entered, module)
-            if stack_pass.stack.entering:
-                if index <= before.block:  # another round, whose input may be other rows
-                    return block_call
-                before.hidden = (
-                    None
-                    if entered is None
-                    else self._sample_hidden(stack_pass, entered, module, entering=True)
-                )
-        else:
-            stack_pass.mode = "train" if module.training else "eval"
-            if entered is not None:
-                stack_pass.entered = self._sample_hidden(stack_pass, entered, module, entering=True)
-            if stack_pass.entered is not None:
-                places = spread_indices(math.prod(rows.shape[:-1]), LANDMARKS)
-                stack_pass.tokens.landmarks = copy_rows(rows, places)
+        if len(stack_pass.block_calls) == 1:
+            stack_pass.tokens.take_arguments(module, args, kwargs)
+        self._states.enter(stack_pass, block_call, module, entered, sees_between=self._sees_between)
         return block_call
 
     @property
@@ -862,107 +688,20 @@ class Window:
         """Whether operators between the blocks are seen."""
         return self._tap is not None and (self._sees_above or in_extra_pass())
 
-    def _take_sum(
-        self, stack_pass: StackPass, before: BlockCall, stream: Tensor, module: nn.Module
-    ) -> None:
-        """Take for a layer the sum that is made behind a block, of its input and its output."""
-        if tuple(stream.shape) != before.entered:
-            return
-        if not self._sees_between:
-            stack_pass.hides_between |= _place(stream) != stack_pass.left
-        elif len(self._stream.origins(stream)) > 1 and not stack_pass.side_by_side:
-            before.is_sum = True
-            before.hidden = self._sample_hidden(stack_pass, stream, module, entering=True)
-
-    def _on_next(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Look at what enters a norm outside the blocks: behind the last one, it may be the sum."""
-        given = first_tensor([*args, *kwargs.values()])
-        for stack_pass in self._passes if given is not None and not self._running else ():
-            last = stack_pass.block_calls[-1:]
-            if given is not None and last and last[0].block == len(stack_pass.stack.blocks) - 1:
-                self._take_sum(stack_pass, last[0], given, module)
-
     def _on_block_left(
         self, stack_pass: StackPass, index: int, module: nn.Module, output: Any
     ) -> None:
-        block_call = self._end_call(stack_pass, index)
-        if block_call is None:
-            return
-        self._finish(stack_pass, block_call, stack_pass.stack.blocks[index])
-        hidden = first_tensor(output)
-        if hidden is None:
-            return
-        if hidden is not output:
-            alike = [x for x in _floating(output) if tuple(x.shape) == block_call.entered]
-            hidden = next(iter(alike), hidden)
-            stack_pass.hands_on_several |= len(alike) > 1
-        if not hidden.is_nested:
-            stack_pass.left = _place(hidden)
-            if self._sees_between:  # else memory that is used again would tell nothing
-                self._stream.start(self._entered, hidden)
-            if FINAL_NORM in self._extra:
-                # It is kept alive: no other tensor is at its address while the window is open.
-                stack_pass.leaving = hidden.detach()
-                stack_pass.normed = None
-        if not stack_pass.stack.entering:
-            block_call.hidden = self._sample_hidden(stack_pass, hidden, module)
-
-    def _end_call(self, stack_pass: StackPass, index: int) -> BlockCall | None:
-        """Remove a block's call from those that run, and calls inside that an exception ended."""
-        while self._running:
-            owner, block_call = self._running.pop()
-            if owner is stack_pass and (block_call is None or block_call.block == index):
-                return block_call
-        return None
-
-    def _sample_hidden(
-        self, stack_pass: StackPass, hidden: Tensor, block: nn.Module, *, entering: bool = False
-    ) -> SampledRows | None:
-        if hidden.is_nested:
-            return None
-        rows = move_width_last(local_shard(hidden), block, entering=entering)
-        try:
-            part = stack_pass.slice_of(hidden, rows)
-        except ShardingError as error:
-            stack_pass.why_not_read = f"{error}"
-            return None
-        tokens = stack_pass.tokens
-        tokens.ids.meet(part.shape, rows if part.is_whole else None)
-        if not tokens.shape:
-            self._fit_rows(stack_pass, rows.shape[-1])
-            tokens.begin(part.shape)
-            stack_pass.dtype = rows.dtype
-        last = tokens.last(part.shape) if self._wants_last else None
-        ends = None if last is None else _copy_slice(rows, last, part)
-        return _copy_slice(rows, stack_pass.row_indices(part.shape), part)._replace(last=ends)
-
-    def _fit_rows(self, stack_pass: StackPass, width: int) -> None:
-        """Lower the number of rows of a pass, if a limit of memory asks for it."""
-        for memory in self._memories:
-            if memory.sampler is stack_pass.sampler:
-                memory.fit_rows(width)
-
-    def _shape_of(
-        self, stack_pass: StackPass, entered: Tensor, rows: Tensor
-    ) -> tuple[int, ...] | None:
-        """Return the shape of what entered a block, on all ranks and without the width."""
-        try:
-            return stack_pass.slice_of(entered, rows).shape
-        except ShardingError:  # what is sampled of it says why it is not read
-            return None
+        block_call = self._tracker.end_call(stack_pass, index)
+        if block_call is not None:
+            self._finish(stack_pass, block_call, stack_pass.stack.blocks[index])
+            self._states.leave(
+                stack_pass, block_call, module, output, sees_between=self._sees_between
+            )
 
     # -- attention -------------------------------------------------------------------------------
 
-    def _current_call(self) -> tuple[StackPass, BlockCall, Block] | None:
-        """Return the call of the innermost block that is running, if that call counts."""
-        if not self._running or self._running[-1][1] is None or self._ignored():
-            return None
-        stack_pass, block_call = self._running[-1]
-        assert block_call is not None
-        return stack_pass, block_call, stack_pass.stack.blocks[block_call.block]
-
     def _on_attending(self, index: int | None, module: nn.Module, *call: Any) -> None:
-        current = self._current_call()
+        current = self._tracker.current
         if current is None:
             return
         current[1].running_attention = index
@@ -976,14 +715,14 @@ class Window:
         block_call.forget_tensors()
 
     def _on_projecting(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        current, given = self._current_call(), first_tensor([*args, *kwargs.values()])
+        current, given = self._tracker.current, first_tensor([*args, *kwargs.values()])
         if current is not None and given is not None:
             current[1].inputs[id(module)] = given
             # FSDP has gathered the weight by now: what is sharded is so by tensor parallelism.
             current[1].firsts[id(module)] = first_feature(module)
 
     def _on_projected(self, module: nn.Module, output: Any) -> None:
-        current, output = self._current_call(), first_tensor(output)
+        current, output = self._tracker.current, first_tensor(output)
         given = None if current is None else current[1].inputs.pop(id(module), None)
         if current is None or given is None or output is None or output.is_nested:
             return
@@ -993,76 +732,3 @@ class Window:
         found = current[1].provenance.projected(output, local_shard(given), first)
         if found is not None:
             current[1].outputs.setdefault(id(module), (found, tuple(output.shape[:-1])))
-
-
-def _copy_slice(rows: Tensor, indices: Tensor, part: Slice) -> SampledRows:
-    """Copy those of some rows that are on this rank.
-
-    Args:
-        rows: Hidden states on this rank, [..., width].
-        indices: Flat indices of the rows among those of all ranks.
-        part: Where those on this rank lie.
-    """
-    places, flat = part.inside(indices)
-    start = () if part.is_whole else part.start
-    return SampledRows(copy_rows(rows, flat), indices[places], part.shape, start=start)
-
-
-def _is_first(stack: Stack, anatomy: Anatomy) -> bool:
-    """Whether a stack is the first one of its part of the model."""
-    return next(other for other in anatomy.stacks if other.part == stack.part) is stack
-
-
-def _ids_to_come(passes: Sequence[StackPass]) -> list[TokenIds]:
-    """List the token ids of the passes to which what tables are given now may belong."""
-    running = [stack_pass for stack_pass in passes if stack_pass.running]
-    return [
-        stack_pass.tokens.ids
-        for stack_pass in running or passes
-        if not stack_pass.over and not (stack_pass.block_calls and stack_pass not in running)
-    ]
-
-
-def _floating(values: Any) -> list[Tensor]:
-    """List the tensors of floating-point numbers, those at the top before those in containers."""
-    given = [values] if isinstance(values, Tensor) else values or ()
-    given = list(given.values() if isinstance(given, Mapping) else given)
-    inner = tensors_in(x for x in given if not isinstance(x, Tensor))
-    every = [*(x for x in given if isinstance(x, Tensor)), *inner]
-    return [x for x in every if x.is_floating_point()]
-
-
-def _entering(stack_pass: StackPass, given: Sequence[Any]) -> Tensor | None:
-    """Choose the hidden states among the arguments of a block.
-
-    Tables of rotations and masks may come before them: they are what the block before gave, else
-    of the shape and the width of what the tables of tokens gave, else the first argument.
-    """
-    found = _floating(given)
-    known = [x for x in found if not (x.is_nested or private.is_batched(local_shard(x)))]
-    handed_on = [x for x in known if _place(x) == stack_pass.left]
-    fitting = [x for x in known if stack_pass.tokens.ids.may_have_made(x)]
-    return next(iter(handed_on or fitting or found), None)
-
-
-def _why_no_rows(entered: Tensor) -> str | None:
-    """Say why nothing can be seen of a call on a tensor; None if it can."""
-    if entered.numel() == 0:
-        return "the block was given a batch without tokens"
-    if private.is_batched(local_shard(entered)):
-        return "the block was run inside torch.func.vmap: measure by a probe outside of it"
-    return None
-
-
-def _place(values: Tensor) -> tuple[int, tuple[int, ...]]:
-    """Return the address and the shape of a tensor, which tell it from others while it lives."""
-    return local_shard(values).data_ptr(), tuple(values.shape)
-
-
-def first_tensor(values: Any) -> Tensor | None:
-    """Return the first floating-point tensor.
-
-    Args:
-        values: Arguments of a call, or the output of a module: a tensor, or several values.
-    """
-    return values if isinstance(values, Tensor) else next(iter(_floating(values)), None)

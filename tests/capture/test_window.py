@@ -126,8 +126,8 @@ def test_a_hook_that_fails_never_ends_a_run(monkeypatch):
     model = PlainDecoder().eval()
     plain = model(batch())
     for name in (
-        "recorder.record_call", "first_pass.SeenAttention", "window.first_tensor",
-        "window.copy_rows", "window.spread_indices", "tap.provenance.layout_of",
+        "recorder.record_call", "first_pass.SeenAttention", "hidden_states.first_tensor",
+        "hidden_states.copy_rows", "hidden_states.spread_indices", "tap.provenance.layout_of",
     ):  # fmt: skip
         with monkeypatch.context() as patch:
             patch.setattr(f"geomon.capture.{name}", broken)

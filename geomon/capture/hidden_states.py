@@ -1,0 +1,300 @@
+"""Hidden states: copies of rows that enter and leave blocks, and of what the final norm makes."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from geomon.capture import private
+from geomon.capture.first_pass import LANDMARKS, BlockCall, StackPass
+from geomon.capture.shards import ShardingError, Slice
+from geomon.capture.storage import local_shard
+from geomon.capture.tap import Stream
+from geomon.capture.tap.provenance import tensors_in
+from geomon.capture.tokens.sampling import (
+    SampledRows,
+    copy_rows,
+    move_width_last,
+    spread_indices,
+)
+from geomon.capture.tracker import Tracker
+
+
+class HiddenStates:
+    """Copies sampled rows of hidden states, where the residual stream is what a block gives or not.
+
+    Args:
+        tracker: Knows the passes.
+        keeps_last: Whether the last token of each sequence is wanted.
+        keeps_final_norm: Whether what the final norm makes is wanted.
+
+    Attributes:
+        stream: What follows tensors between blocks.
+    """
+
+    def __init__(self, tracker: Tracker, *, keeps_last: bool, keeps_final_norm: bool) -> None:
+        self._tracker = tracker
+        self._keeps_last, self._keeps_final_norm = keeps_last, keeps_final_norm
+        self.stream = Stream()
+        self._entered: Tensor | None = None  # what the block that is running was given
+        # Passes whose final norm is running, by the address of the norm.
+        self._norming: dict[int, StackPass] = {}
+
+    def forget(self) -> None:
+        """Keep no tensor of the model."""
+        self.stream.forget()
+        self._entered = None
+
+    def enter(
+        self,
+        stack_pass: StackPass,
+        block_call: BlockCall,
+        module: nn.Module,
+        entered: Tensor | None,
+        *,
+        sees_between: bool,
+    ) -> None:
+        """Take what enters a block whose call counts.
+
+        Args:
+            stack_pass: The pass of its stack.
+            block_call: Its call, which is the last one.
+            module: The block, or the part of it that is called.
+            entered: The hidden states that it is given; None if they are not known.
+            sees_between: Whether operators between the blocks are seen.
+        """
+        index, earlier = block_call.block, stack_pass.block_calls[:-1]
+        rows = None
+        if entered is not None and not entered.is_nested:
+            rows = move_width_last(local_shard(entered), module, entering=True)
+            block_call.shape = self._shape_of(stack_pass, entered, rows)
+            block_call.entered = tuple(entered.shape)
+            block_call.handed_on = stack_pass.left in (None, place_of(entered))
+            again = any(call.block == index for call in earlier)
+            if again and not (block_call.handed_on or self.stream.origins(entered)):
+                stack_pass.restarts = True
+            if self._entered is not None and earlier:
+                same = place_of(entered) == place_of(self._entered)
+                stack_pass.side_by_side |= same and not block_call.handed_on
+        self._entered = entered
+        if not earlier:
+            stack_pass.mode = "train" if module.training else "eval"
+            if entered is not None:
+                stack_pass.entered = self._sample(stack_pass, entered, module, entering=True)
+            if stack_pass.entered is not None and rows is not None:
+                places = spread_indices(math.prod(rows.shape[:-1]), LANDMARKS)
+                stack_pass.tokens.landmarks = copy_rows(rows, places)
+            return
+        before = earlier[-1]
+        if entered is not None and index == before.block + 1:
+            self._take_sum(stack_pass, before, entered, module, sees_between=sees_between)
+        if stack_pass.stack.entering and index > before.block:  # else other rows may come again
+            before.hidden = (
+                None
+                if entered is None
+                else self._sample(stack_pass, entered, module, entering=True)
+            )
+
+    def start_provenance(
+        self, block_call: BlockCall, module: nn.Module, given: list[Any], entered: Tensor | None
+    ) -> None:
+        """Follow what a block is given through its call.
+
+        Args:
+            block_call: The call, which counts.
+            module: The block, or the part of it that is called.
+            given: Its arguments.
+            entered: The hidden states among them; None if they are not known.
+        """
+        block_call.finished = False
+        if entered is not None and not entered.is_nested:
+            entered = move_width_last(local_shard(entered), module, entering=True)
+            if tuple(entered.shape[:-1]) != block_call.shape:  # others are on other ranks
+                entered = None
+        block_call.provenance.start(given, entered)
+
+    def leave(
+        self,
+        stack_pass: StackPass,
+        block_call: BlockCall,
+        module: nn.Module,
+        output: Any,
+        *,
+        sees_between: bool,
+    ) -> None:
+        """Take what a block has returned.
+
+        Args:
+            stack_pass: The pass of its stack.
+            block_call: Its call, which counts.
+            module: The block, or the part of it that was called.
+            output: What it returned.
+            sees_between: Whether operators between the blocks are seen.
+        """
+        hidden = first_tensor(output)
+        if hidden is None:
+            return
+        if hidden is not output:
+            alike = [x for x in _floating(output) if tuple(x.shape) == block_call.entered]
+            hidden = next(iter(alike), hidden)
+            stack_pass.hands_on_several |= len(alike) > 1
+        if not hidden.is_nested:
+            self.hand_on(stack_pass, hidden)
+            stack_pass.normed = None
+            if sees_between:  # else memory that is used again would tell nothing
+                self.stream.start(self._entered, hidden)
+        if not stack_pass.stack.entering:
+            block_call.hidden = self._sample(stack_pass, hidden, module)
+
+    def hand_on(self, stack_pass: StackPass, hidden: Tensor) -> None:
+        """Note which tensor goes on from a block.
+
+        Args:
+            stack_pass: The pass of its stack.
+            hidden: The tensor.
+        """
+        stack_pass.left = place_of(hidden)
+        if self._keeps_final_norm:
+            # It is kept alive: no other tensor is at its address while the window is open.
+            stack_pass.leaving = hidden.detach()
+
+    def take_next(self, given: Tensor, module: nn.Module, *, sees_between: bool) -> None:
+        """Look at what enters a norm outside the blocks: behind the last one, it may be the sum.
+
+        Args:
+            given: What the norm is given.
+            module: The norm.
+            sees_between: Whether operators between the blocks are seen.
+        """
+        for stack_pass in self._tracker.passes:
+            last = stack_pass.block_calls[-1:]
+            if last and last[0].block == len(stack_pass.stack.blocks) - 1:
+                self._take_sum(stack_pass, last[0], given, module, sees_between=sees_between)
+
+    def call_norm(self, module: nn.Module, given: Tensor) -> None:
+        """Note that a norm outside the blocks is called: of what leaves the last one, it is final.
+
+        Args:
+            module: The norm.
+            given: What it is given.
+        """
+        for stack_pass in self._tracker.passes:
+            leaving = stack_pass.leaving
+            if leaving is not None and place_of(given) == place_of(leaving):
+                self._norming[id(module)] = stack_pass
+
+    def leave_norm(self, name: str, module: nn.Module, output: Any) -> None:
+        """Take what such a norm has returned.
+
+        Args:
+            name: Its name.
+            module: The norm.
+            output: What it returned.
+        """
+        stack_pass, normed = self._norming.pop(id(module), None), first_tensor(output)
+        if stack_pass is None or normed is None or stack_pass.normed is not None:
+            return
+        rows = self._sample(stack_pass, normed, stack_pass.stack.blocks[-1].module)
+        if rows is not None:
+            stack_pass.normed = rows, name
+
+    def _take_sum(
+        self,
+        stack_pass: StackPass,
+        before: BlockCall,
+        stream: Tensor,
+        module: nn.Module,
+        *,
+        sees_between: bool,
+    ) -> None:
+        """Take for a layer the sum that is made behind a block, of its input and its output."""
+        if tuple(stream.shape) != before.entered:
+            return
+        if not sees_between:
+            stack_pass.hides_between |= place_of(stream) != stack_pass.left
+        elif len(self.stream.origins(stream)) > 1 and not stack_pass.side_by_side:
+            before.is_sum = True
+            before.hidden = self._sample(stack_pass, stream, module, entering=True)
+
+    def _sample(
+        self, stack_pass: StackPass, hidden: Tensor, block: nn.Module, *, entering: bool = False
+    ) -> SampledRows | None:
+        """Copy the sampled rows of a tensor of hidden states; None if it has no rows to be read."""
+        if hidden.is_nested:
+            return None
+        rows = move_width_last(local_shard(hidden), block, entering=entering)
+        try:
+            part = stack_pass.slice_of(hidden, rows)
+        except ShardingError as error:
+            stack_pass.why_not_read = f"{error}"
+            return None
+        tokens = stack_pass.tokens
+        tokens.ids.meet(part.shape, rows if part.is_whole else None)
+        if not tokens.shape:
+            self._tracker.fit_rows(stack_pass, rows.shape[-1])
+            tokens.begin(part.shape)
+            stack_pass.dtype = rows.dtype
+        last = tokens.last(part.shape) if self._keeps_last else None
+        ends = None if last is None else _copy_slice(rows, last, part)
+        return _copy_slice(rows, stack_pass.row_indices(part.shape), part)._replace(last=ends)
+
+    def _shape_of(
+        self, stack_pass: StackPass, entered: Tensor, rows: Tensor
+    ) -> tuple[int, ...] | None:
+        """Return the shape of what entered a block, on all ranks and without the width."""
+        try:
+            return stack_pass.slice_of(entered, rows).shape
+        except ShardingError:  # what is sampled of it says why it is not read
+            return None
+
+
+def _copy_slice(rows: Tensor, indices: Tensor, part: Slice) -> SampledRows:
+    """Copy those of some rows, given by flat indices among those of all ranks, that are here."""
+    places, flat = part.inside(indices)
+    start = () if part.is_whole else part.start
+    return SampledRows(copy_rows(rows, flat), indices[places], part.shape, start=start)
+
+
+def _floating(values: Any) -> list[Tensor]:
+    """List the tensors of floating-point numbers, those at the top before those in containers."""
+    given = [values] if isinstance(values, Tensor) else values or ()
+    given = list(given.values() if isinstance(given, Mapping) else given)
+    inner = tensors_in(x for x in given if not isinstance(x, Tensor))
+    every = [*(x for x in given if isinstance(x, Tensor)), *inner]
+    return [x for x in every if x.is_floating_point()]
+
+
+def find_entering(stack_pass: StackPass, given: Sequence[Any]) -> Tensor | None:
+    """Choose the hidden states among the arguments of a block.
+
+    Tables of rotations and masks may come before them: they are what the block before gave, else
+    of the shape and the width of what the tables of tokens gave, else the first argument.
+
+    Args:
+        stack_pass: The pass of its stack.
+        given: The arguments.
+    """
+    found = _floating(given)
+    known = [x for x in found if not (x.is_nested or private.is_batched(local_shard(x)))]
+    handed_on = [x for x in known if place_of(x) == stack_pass.left]
+    fitting = [x for x in known if stack_pass.tokens.ids.may_have_made(x)]
+    return next(iter(handed_on or fitting or found), None)
+
+
+def place_of(values: Tensor) -> tuple[int, tuple[int, ...]]:
+    """Return the address and the shape of a tensor, which tell it from others while it lives.
+
+    Args:
+        values: Any tensor.
+    """
+    return local_shard(values).data_ptr(), tuple(values.shape)
+
+
+def first_tensor(values: Any) -> Tensor | None:
+    """Return the first floating-point tensor.
+
+    Args:
+        values: Arguments of a call, or the output of a module: a tensor, or several values.
+    """
+    return values if isinstance(values, Tensor) else next(iter(_floating(values)), None)
