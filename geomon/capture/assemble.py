@@ -518,7 +518,7 @@ class StackBuilder:
             fewer = self._alone and self._tokens.ids.fewer_than(self._pass.shape)
             reason = _LATER_STAGE if self._before else _NO_TOKENS + _FEWER_TOKENS * fewer
             return captured, missing | {"token_ids": reason}, rows
-        ids = found.layout.arrange(found.lookup.ids)
+        ids = found.arrange(found.lookup.ids)
         captured["token_ids"] = ids.flatten().cpu()[kept.indices][finite]
         return captured, missing, rows
 

@@ -230,7 +230,7 @@ class HiddenStates:
             stack_pass.why_not_read = f"{error}"
             return None
         tokens = stack_pass.tokens
-        tokens.ids.meet(part.shape, rows if part.is_whole else None)
+        tokens.ids.meet(part.shape, lambda: self.stream.rows_of(rows) if part.is_whole else {})
         if not tokens.shape:
             self._tracker.fit_rows(stack_pass, rows.shape[-1])
             tokens.begin(part.shape)

@@ -152,7 +152,9 @@ class Window:
         # What is done as the call of a module begins, and when it has returned, by its address.
         self._before: dict[int, list[Callable[..., None]]] = {}
         self._after: dict[int, list[Callable[..., None]]] = {}
-        self._tables = TableCalls(anatomy.of_output, self._tracker.ids_to_come)
+        self._tables = TableCalls(
+            anatomy.of_output, self._tracker.ids_to_come, self._states.stream.take_table
+        )
         self._failure: Exception | None = None  # in opening the window
         self._failures: list[str] = []  # in what sees the calls
         self._recorder = AttentionRecorder(max_logits="max_logits" in views)

@@ -74,13 +74,14 @@ class Projection:
         given: Address and shape of what it was made of; None if that was not seen.
         source: How what it was made of was itself made, and where its elements lie; None if that is
             not known.
-        is_input: Whether these are the hidden states that the block was given.
+        is_input: Whether these are what is followed from the start: the hidden states that a block
+            was given, or what an embedding table returned.
 
     Attributes:
         given: The argument.
         is_input: The argument.
         first: Number of its first feature among those of all ranks that share out the matrix.
-        reaches: Whether its rows may be traced to those of the hidden states.
+        inputs: What is followed from the start and its rows may be traced to.
     """
 
     def __init__(
@@ -95,7 +96,8 @@ class Projection:
         self.first = 0
         self.is_input = is_input
         self._source = source
-        self.reaches: bool = is_input or (source is not None and source[0].reaches)
+        above = frozenset[Projection]() if source is None else source[0].inputs
+        self.inputs: frozenset[Projection] = frozenset([self]) if is_input else above
         self._values = values
         self._features = tuple(dim % values.ndim for dim in features)
         self._tokens = tuple(dim for dim in range(values.ndim) if dim not in self._features)
@@ -122,25 +124,23 @@ class Projection:
 
     def outline(self, roots: "list[Projection]") -> tuple[Any, ...] | None:
         """Return all that tracing its rows depends on (see `Made.outline`)."""
-        source = self._source if self.reaches else None
+        source = self._source if self.inputs else None
         inner = None if source is None else source[0].outline(roots)
         if source is not None and inner is None:
             return None
         return *self.sizes, self.is_input, source and source[1], inner
 
-    def trace_rows(self, rows: Integers) -> Integers:
-        """Return the rows of the hidden states that some rows were made of; -1 if not known."""
-        found = np.full_like(rows, _UNKNOWN)
-        if self.is_input or not self.reaches or self._source is None:
-            return rows if self.is_input else found
+    def trace_rows(self, rows: Integers, start: "Projection | None" = None) -> Integers:
+        """Return the rows that some rows were made of, of what is followed; -1 if not known.
+
+        Args:
+            rows: Numbers of the rows.
+            start: What they are traced to; None for the only one there is.
+        """
+        if self.is_input or not self.inputs or self._source is None:
+            return rows if self.is_input else np.full_like(rows, _UNKNOWN)
         made, layout = self._source
-        known: list[Projection] = []
-        indices = np.stack([*np.unravel_index(rows, layout.shape[:-1]), 0 * rows])
-        traced = made.trace(layout.addresses(indices), known, of_rows=True)
-        for number, root in enumerate(known):
-            own = traced.projection == number
-            found[own] = root.trace_rows(traced.row[own])
-        return found
+        return made.trace_rows(layout, rows, start)
 
     def keep(self) -> None:
         """Copy the product: it is about to be changed in place."""
@@ -226,7 +226,7 @@ class Made:
         projection: The argument.
         mixes: The argument.
         roots: Projections that they come from.
-        reaches: Whether rows may be traced to those of the hidden states.
+        inputs: What is followed from the start and rows may be traced to.
     """
 
     def __init__(
@@ -241,15 +241,15 @@ class Made:
         moves: bool = False,
     ) -> None:
         self.out = out
-        if mixes:  # of several that may tell the row, those that lead to the hidden states go first
-            pieces = sorted(pieces, key=lambda piece: not piece.made.reaches)
+        if mixes:  # of several that may tell the row, those that lead to the start go first
+            pieces = sorted(pieces, key=lambda piece: not piece.made.inputs)
         self._pieces, self._before, self._pads = pieces, before, pads
         self.mixes, self._moves = mixes, moves
         self.projection = projection
         parts = [piece.made for piece in pieces] + ([] if before is None else [before])
         own = frozenset[Projection](() if projection is None else (projection,))
         self.roots: frozenset[Projection] = own.union(*(made.roots for made in parts))
-        self.reaches: bool = any(root.reaches for root in self.roots)
+        self.inputs = frozenset[Projection]().union(*(root.inputs for root in self.roots))
 
     def outline(self, roots: list[Projection]) -> tuple[Any, ...] | None:
         """Return all that tracing depends on, for a key; None if indices chose elements.
@@ -284,6 +284,7 @@ class Made:
         *,
         second: bool = False,
         of_rows: bool = False,
+        start: Projection | None = None,
     ) -> Traced:
         """Return where elements come from.
 
@@ -292,6 +293,7 @@ class Made:
             known: Projections, to which those that are met are added.
             second: Whether sums are followed to the last of what was added, not to the first.
             of_rows: Whether rows are asked for, and not columns.
+            start: Of what is followed, that which rows are traced to; None for all.
         """
         found = Traced(*np.full((3, len(addresses)), _UNKNOWN, dtype=np.int64))
         indices, rest, inside = self.out.indices(addresses)
@@ -301,6 +303,8 @@ class Made:
             found.row[:], found.column[:] = self.projection.places(indices)
             found.projection[inside] = known.index(self.projection)
         pieces = () if (self._moves if of_rows else self.mixes) else self._pieces
+        if start is not None:
+            pieces = [piece for piece in pieces if start in piece.made.inputs]
         for piece in pieces[::-1] if second else pieces:
             entered, fits = piece.enter(indices)
             here = inside & (found.projection == _UNKNOWN)
@@ -311,7 +315,9 @@ class Made:
                 _assign(
                     found,
                     here,
-                    piece.made.trace(inner + scaled, known, second=second, of_rows=of_rows),
+                    piece.made.trace(
+                        inner + scaled, known, second=second, of_rows=of_rows, start=start
+                    ),
                 )
         if self._pads:
             found.projection[inside & (found.projection == _UNKNOWN)] = _ZERO
@@ -319,8 +325,29 @@ class Made:
             _assign(
                 found,
                 ~inside,
-                self._before.trace(addresses[~inside], known, second=second, of_rows=of_rows),
+                self._before.trace(
+                    addresses[~inside], known, second=second, of_rows=of_rows, start=start
+                ),
             )
+        return found
+
+    def trace_rows(
+        self, layout: Layout, rows: Integers, start: Projection | None = None
+    ) -> Integers:
+        """Return the rows that some rows were made of, of what is followed; -1 if not known.
+
+        Args:
+            layout: Where the rows lie, with the width last.
+            rows: Numbers of the rows.
+            start: What they are traced to; None for the only one there is.
+        """
+        found = np.full_like(rows, _UNKNOWN)
+        known: list[Projection] = []
+        indices = np.stack([*np.unravel_index(rows, layout.shape[:-1]), 0 * rows])
+        traced = self.trace(layout.addresses(indices), known, of_rows=True, start=start)
+        for number, root in enumerate(known):
+            own = traced.projection == number
+            found[own] = root.trace_rows(traced.row[own], start)
         return found
 
 

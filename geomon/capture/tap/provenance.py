@@ -6,15 +6,18 @@ keys, or of weights of attention and values, and a product of one with weights i
 Nothing is computed and nothing is copied.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from geomon.capture.modes import unseen
-from geomon.capture.storage import storage_of
+from geomon.capture.storage import followed_part, storage_of
 from geomon.capture.tap.columns import (
     Columns,
     Layout,
@@ -95,13 +98,59 @@ _TOKENS = _Tags()
 
 
 class Stream:
-    """Follows what the last block was given and has returned, through what stands between blocks.
+    """Follows tensors through what stands outside of blocks.
 
-    So a sum that is made outside of the blocks is told from a stream that begins anew.
+    What the last block was given and has returned: so a sum that is made outside of the blocks is
+    told from a stream that begins anew. And what embedding tables returned: so it is known which
+    tokens enter a block.
     """
 
     def __init__(self) -> None:
         self._origins: dict[int, frozenset[str]] = {}
+        self._embedded = Provenance()
+        self._tables: dict[int, Projection] = {}  # what each call of a table returned
+        self._alive: dict[int, StorageWeakRef] = {}  # storages that were followed from these
+
+    def take_table(self, number: int, output: Tensor) -> None:
+        """Follow what an embedding table returned.
+
+        Args:
+            number: Number of the call.
+            output: The rows, [..., width].
+        """
+        root = self._embedded.begin_at(output)
+        if root is not None:
+            self._tables[number] = root
+            self._keep_track([output])
+
+    def rows_of(self, hidden: Tensor) -> dict[int, Tensor]:
+        """Trace hidden states to what calls of embedding tables returned.
+
+        Args:
+            hidden: Hidden states, [..., width].
+
+        Returns:
+            Of each call of which they were made, by its number, the row that each row of hidden
+            states is of; -1 for one that is of none.
+        """
+        made = self._embedded.made_of(hidden)
+        place = storage_of(hidden)
+        # Blocks are not followed: memory that was free since may hold what they have made.
+        if made is None or place not in self._alive or self._alive[place].expired():
+            return {}
+        rows = np.arange(math.prod(hidden.shape[:-1]))
+        layout = layout_of(hidden)
+        return {
+            number: torch.from_numpy(made.trace_rows(layout, rows, root))
+            for number, root in self._tables.items()
+            if root in made.inputs
+        }
+
+    def _keep_track(self, values: Iterable[Tensor]) -> None:
+        for tensor in values:
+            place = storage_of(tensor)
+            if place is not None:
+                self._alive[place] = StorageWeakRef(followed_part(tensor).untyped_storage())
 
     def start(self, given: Tensor | None, returned: Tensor) -> None:
         """Follow what a block was given, if that is known, and what it has returned; nothing else.
@@ -127,20 +176,28 @@ class Stream:
     def forget(self) -> None:
         """Follow nothing."""
         self._origins = {}
+        self._embedded.forget()
+        self._tables.clear()
+        self._alive.clear()
 
     def before_write(self, name: str, written: Iterable[Any], args: tuple[Any, ...]) -> None:
-        """Nothing is kept of what an operator changes in place."""
+        """Keep what an operator is about to change in place (see `Provenance`)."""
+        self._embedded.before_write(name, written, args)
 
     def follow(
         self,
-        _: str,
+        name: str,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         out: Any,
-        *__: Any,
-        **___: Any,
+        starts: Mapping[int, tuple[int, ...]],
+        *,
+        keeps_places: bool = True,
     ) -> None:
         """Follow tensors of floating-point numbers through one operator (see `Provenance`)."""
+        if self._tables:
+            self._embedded.follow(name, args, kwargs, out, starts, keeps_places=keeps_places)
+            self._keep_track(tensors_in((out,)))
         if not self._origins:
             return
         given = [x for x in tensors_in([args, kwargs]) if x.is_floating_point()]
@@ -174,11 +231,32 @@ class Provenance:
         for tensor in tensors_in(values):
             if tensor.is_floating_point() and (place := storage_of(tensor)) is not None:
                 self._tags.setdefault(place, _TOKENS)
-        place = None if hidden is None else storage_of(hidden)
-        if hidden is not None and place is not None:
-            root = Projection(hidden, (-1,), is_input=True)
-            made = Made(layout_of(hidden), projection=root)
-            self._tags[place] = _Tags(made=made, of_tokens=True)
+        if hidden is not None:
+            self.begin_at(hidden)
+
+    def begin_at(self, values: Tensor) -> Projection | None:
+        """Trace rows back to those of a tensor.
+
+        Args:
+            values: Its rows have the width last.
+
+        Returns:
+            What stands for it; None if it has no memory of its own.
+        """
+        place = storage_of(values)
+        if place is None:
+            return None
+        root = Projection(values, (-1,), is_input=True)
+        self._tags[place] = _Tags(made=Made(layout_of(values), projection=root), of_tokens=True)
+        return root
+
+    def made_of(self, values: Tensor) -> Made | None:
+        """Return how a tensor was made; None if that is not known.
+
+        Args:
+            values: Any tensor.
+        """
+        return self._of(values).made
 
     def products(self, values: Tensor) -> tuple[Product, ...]:
         """Return the products that flowed into a tensor.

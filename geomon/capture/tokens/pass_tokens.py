@@ -21,7 +21,6 @@ from geomon.capture.tokens.boundaries import (
     rows_as_sequences,
     sequences_from,
 )
-from geomon.capture.tokens.lookups import Layout
 from geomon.capture.tokens.padding import Padding
 from geomon.capture.tokens.sampling import RowSampler, SampledRows
 from geomon.capture.tokens.token_ids import TokenIds
@@ -195,7 +194,7 @@ class PassTokens:
         if known is not None or streams is None:
             return known
         tokens = self.padding.valid(streams[0])
-        return None if tokens is None else streams[1].arrange(tokens)
+        return None if tokens is None else _arranged(tokens, streams[1])
 
     def valid_at(self, shape: Shape, sequences: Tensor, places: Tensor) -> Tensor | None:
         """Return which of the sampled queries of an attention are no padding.
@@ -337,18 +336,19 @@ class PassTokens:
             return None
         return found._replace(numbers=found.numbers.view(shape), places=found.places.view(shape))
 
-    def _streams(self, shape: Shape) -> tuple[Shape, Layout] | None:
-        """Return the shape of the tokens, and how they lie in hidden states of several streams.
+    def _streams(self, shape: Shape) -> tuple[Shape, Tensor] | None:
+        """Return the shape of the tokens, and which each row of several streams of states is of.
 
         Token ids say it, or attention that takes one of the streams, which come first.
         """
         found = self.ids.streams(shape)
         if found is not None:
-            return found.lookup.ids.shape, found.layout
+            return found.lookup.ids.shape, found.order
         taken = self._attended and all(shape[1:] == seen for seen in self._attended)
         if len(shape) != 3 or shape[0] == 1 or not taken:
             return None
-        return shape[1:], Layout(lambda x: x.expand(shape), shape[0])
+        order = torch.arange(math.prod(shape[1:]), dtype=torch.int64, device="cpu")
+        return shape[1:], order.view(shape[1:]).expand(shape)
 
     # -- what is said of them --------------------------------------------------------------------
 
@@ -375,7 +375,11 @@ class PassTokens:
         """
         streams = self._streams(shape)
         found = [_LENGTHS_DIFFER] * self.loses_padding(shape)
-        return found + ([] if streams is None else [_STREAMS.format(streams=streams[1].streams)])
+        return found + (
+            []
+            if streams is None
+            else [_STREAMS.format(streams=math.prod(shape) // math.prod(streams[0]))]
+        )
 
     def notes(self, stack: str) -> list[Note]:
         """Make the notes that a reader of the numbers needs.
@@ -393,9 +397,14 @@ class PassTokens:
         return notes
 
 
-def _of_streams(shape: Shape, layout: Layout, *, length_first: bool) -> Sequences:
+def _of_streams(shape: Shape, order: Tensor, *, length_first: bool) -> Sequences:
     """Number the sequences where several rows of hidden states stand for each token."""
     ways = [torch.arange(n, dtype=torch.int64, device="cpu") for n in shape]
     number, place = ways[0][:, None].expand(shape), ways[1].expand(shape)
     number, place = (place, number) if length_first else (number, place)
-    return Sequences(layout.arrange(number), layout.arrange(place), "")
+    return Sequences(_arranged(number, order), _arranged(place, order), "")
+
+
+def _arranged(values: Tensor, order: Tensor) -> Tensor:
+    """Take numbers of tokens to the rows that are of them."""
+    return values.flatten()[order.to(values.device)]

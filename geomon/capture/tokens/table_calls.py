@@ -6,8 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from geomon.capture.storage import local_shard, storage_of
-from geomon.capture.tokens.lookups import Lookup, rows_of
-from geomon.capture.tokens.token_ids import TokenIds
+from geomon.capture.tokens.token_ids import Lookup, TokenIds
 
 
 class TableCalls:
@@ -16,14 +15,16 @@ class TableCalls:
     Args:
         of_output: Tables that have one row for each output of the model.
         receivers: Returns the token ids of the passes to which a call that comes now belongs.
+        follow: Follows what a call has returned, given the number of the call.
     """
 
     def __init__(
         self,
         of_output: Sequence[nn.Module],
         receivers: Callable[[], Iterable[TokenIds]],
+        follow: Callable[[int, Tensor], None],
     ) -> None:
-        self._of_output, self._receivers = of_output, receivers
+        self._of_output, self._receivers, self._follow = of_output, receivers, follow
         self._passed: set[int] = set()  # storages of integers that the model was given
         self._count = 0
         # Arguments of the calls around tables that are running, by the address of the module, and
@@ -69,26 +70,29 @@ class TableCalls:
         self._count += 1
         lookup = Lookup(
             local_shard(ids).detach().clone(), table, table in self._of_output,
-            storage_of(local_shard(ids)) in self._passed,
+            storage_of(local_shard(ids)) in self._passed, self._count,
         )  # fmt: skip
         for ids_of_pass in self._receivers():
             ids_of_pass.lookups.append(lookup)
 
     def after(self, table: nn.Module, module: nn.Module, output: Any) -> None:
-        """Keep rows of what a table returned.
+        """Follow what a table returned, if it is a row for each of the integers.
 
         Args:
             table: The table.
             module: The module that was called.
             output: What it returned.
         """
-        if not isinstance(output, Tensor) or output.is_nested:
+        rows = output[0] if isinstance(output, tuple) else output
+        if not isinstance(rows, Tensor) or rows.is_nested or not rows.is_floating_point():
             return
+        rows = local_shard(rows)
         for ids_of_pass in self._receivers():
             seen = ids_of_pass.lookups
-            if seen and seen[-1].table is table and seen[-1].rows is None:
-                rows = rows_of(local_shard(output), seen[-1].ids)
-                seen[-1] = seen[-1]._replace(rows=rows)
+            is_own = bool(seen) and seen[-1].table is table and seen[-1].width is None
+            if is_own and rows.shape[:-1] == seen[-1].ids.shape:
+                seen[-1] = seen[-1]._replace(width=rows.shape[-1])
+                self._follow(seen[-1].number, rows)
 
     def before_around(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]

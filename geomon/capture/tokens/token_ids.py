@@ -1,21 +1,93 @@
-"""Token ids: those of one pass, among all integers that embedding tables were given."""
+"""Token ids: those of one pass, among all integers that embedding tables were given.
 
+Several tables may be given integers of the tokens' shape: token types, positions, hashes of several
+tokens, the sentences of another stack, the tokens that are to be predicted next. Hidden states are
+traced back to the rows that a table returned; where operators between were not seen (compiled code,
+a window without metrics of attention), the shape says it.
+"""
+
+import functools
+import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from geomon.capture.tokens.lookups import (
-    Found,
-    Lookup,
-    agreement,
-    agrees,
-    candidates,
-    choose,
-    no_positions,
-)
-
 Shape = tuple[int, ...]
+
+# Share of steps by one from which integers are positions: of token ids few follow one another.
+_BY_ONE = 0.5
+# Most different values that types of tokens have.
+_MOST_TYPES = 4
+
+
+class Lookup(NamedTuple):
+    """One call of an embedding table.
+
+    Attributes:
+        ids: The integers that it was given.
+        table: The table.
+        of_output: Whether the table has one row for each output of the model.
+        passed: Whether the integers, or what they are a part of, are an argument of the model.
+        number: Number of the call in the window.
+        width: Width of what it returned; None if that was not seen.
+    """
+
+    ids: Tensor
+    table: nn.Module
+    of_output: bool = False
+    passed: bool = False
+    number: int = 0
+    width: int | None = None
+
+
+class Found(NamedTuple):
+    """The token ids of hidden states.
+
+    Attributes:
+        lookup: The call of the table that was given them.
+        order: Which of them each row of hidden states is of, of the shape of the hidden states.
+    """
+
+    lookup: Lookup
+    order: Tensor
+
+    def arrange(self, values: Tensor) -> Tensor:
+        """Take values of the ids' shape to that of the hidden states.
+
+        Args:
+            values: Numbers of the token ids.
+        """
+        return values.flatten()[self.order.to(values.device)]
+
+    @property
+    def streams(self) -> int:
+        """Number of rows of hidden states of each token."""
+        return max(1, self.order.numel() // max(1, self.lookup.ids.numel()))
+
+    @property
+    def turned(self) -> bool:
+        """Whether ids [batch, length] are those of hidden states [length, batch]."""
+        ids = self.lookup.ids.shape
+        if len(ids) != 2:
+            return False
+        first = self.order[..., 0] if self.order.ndim > len(ids) else self.order
+        plain = _numbered(ids)
+        return torch.equal(first, plain.T) and not torch.equal(first, plain)
+
+
+def no_positions(lookup: Lookup) -> bool:
+    """Whether integers are no positions: of those, most are one more than the one before.
+
+    Args:
+        lookup: The call of a table that was given them.
+    """
+    ids = lookup.ids
+    if ids.shape[-1:].numel() < 2:
+        return True
+    return float((ids.diff(dim=-1) == 1).float().mean()) < _BY_ONE
 
 
 class TokenIds:
@@ -42,15 +114,16 @@ class TokenIds:
         """
         self._begun = len(self.lookups)
 
-    def meet(self, shape: Shape, hidden: Tensor | None) -> None:
-        """Find the token ids of hidden states of a shape, where that was not done before.
+    def meet(self, shape: Shape, trace: Callable[[], Mapping[int, Tensor]]) -> None:
+        """Find the token ids of hidden states of a shape, if that was not done before.
 
         Args:
             shape: Shape of the hidden states, without the width.
-            hidden: The hidden states, [..., width]; None if some of them are on other ranks.
+            trace: Returns, for each call of a table of which they were made, the row of what it
+                returned that each row of hidden states is of, by the number of the call.
         """
         if shape not in self._found:
-            self._found[shape] = self._choose(shape, hidden)
+            self._found[shape] = self._choose(shape, trace())
 
     def first_fitting(self, shapes: Sequence[Shape]) -> Shape | None:
         """Return the first shape that hidden states of the token ids may have; None for none.
@@ -61,9 +134,9 @@ class TokenIds:
             shapes: Shapes of hidden states, without the width.
         """
         found = [
-            (not no_positions(one.lookup), one.layout.turned, shape)
+            (not no_positions(one.lookup), one.turned, shape)
             for shape in shapes
-            for one in candidates(self.lookups, shape, streams=False)
+            for one in _by_shape(self.lookups, shape)
         ]
         return min(found, key=lambda fit: fit[:2])[2] if found else None
 
@@ -73,11 +146,8 @@ class TokenIds:
         Args:
             hidden: Any tensor.
         """
-        shape, width = hidden.shape[:-1], hidden.shape[-1:]
-        return any(
-            found.lookup.rows is None or found.lookup.rows.shape[1:] == width
-            for found in candidates(self.lookups, shape, streams=False)
-        )
+        found = _by_shape(self.lookups, hidden.shape[:-1])
+        return any(one.lookup.width in (None, *hidden.shape[-1:]) for one in found)
 
     def find(self, shape: Shape) -> Found | None:
         """Return the token ids of hidden states of a shape; None if no table was given any.
@@ -85,7 +155,7 @@ class TokenIds:
         Args:
             shape: Shape of the hidden states, without the width.
         """
-        return self._found.get(shape) or self._choose(shape, None)
+        return self._found.get(shape) or self._choose(shape, {})
 
     def turned(self, shape: Shape) -> bool:
         """Whether ids [batch, length] are those of hidden states [length, batch, width].
@@ -94,7 +164,7 @@ class TokenIds:
             shape: Shape of the hidden states, without the width.
         """
         found = self._found.get(shape)
-        return found is not None and found.layout.turned
+        return found is not None and found.turned
 
     def streams(self, shape: Shape) -> Found | None:
         """Return the token ids of hidden states that have several rows for each; None for others.
@@ -103,7 +173,7 @@ class TokenIds:
             shape: Shape of the hidden states, without the width.
         """
         found = self._found.get(shape)
-        return found if found is not None and found.layout.streams > 1 else None
+        return found if found is not None and found.streams > 1 else None
 
     def table(self, shape: Shape) -> nn.Module | None:
         """Return the embedding table of the tokens; None if no table was given token ids.
@@ -131,19 +201,62 @@ class TokenIds:
         ids = (lookup.ids.cpu().contiguous() for lookup in self.lookups)
         return "-".join(f"{zlib.crc32(each.numpy().tobytes()):08x}" for each in ids)
 
-    def _choose(self, shape: Shape, hidden: Tensor | None) -> Found | None:
-        """Find token ids of a shape, by hidden states where several may be those."""
+    def _choose(self, shape: Shape, traced: Mapping[int, Tensor]) -> Found | None:
+        """Choose among the integers that hidden states are of, or else that have their shape."""
         before, behind = self.lookups[: self._begun], self.lookups[self._begun :]
-        found = [*candidates(before, shape, streams=False)]
-        found = found or [*candidates(behind, shape, streams=False)]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            return choose(
-                [(one, None if hidden is None else agreement(*one, hidden)) for one in found]
-            )
-        if hidden is None:
-            return None
-        streams = [*candidates(before, shape, streams=True)]
-        strong = [(one, known) for one in streams if agrees(known := agreement(*one, hidden))]
-        return choose(strong) if strong else None
+        found = [
+            Found(each, traced[each.number].view(shape))
+            for each in self.lookups
+            if each.number in traced and _is_whole(traced[each.number], each.ids.numel())
+        ]
+        one_each = [one for one in found if one.streams == 1]
+        found = one_each or [*_by_shape(before, shape)] or [x for x in found if _is_streams(x)]
+        found = found or [*_by_shape(behind, shape)]
+        for is_better in (no_positions, _of_output, _passed):
+            found = [one for one in found if is_better(one.lookup)] or found
+        return max(found, key=lambda one: _values(one.lookup), default=None)
+
+
+def _by_shape(lookups: Sequence[Lookup], shape: Shape) -> Iterator[Found]:
+    """Iterate over the integers that may be of hidden states of a shape, one row for each."""
+    for lookup in lookups:
+        ids = lookup.ids.shape
+        # Packed hidden states are flattened ids, or ids without sequences have got a batch of one.
+        packed = 1 in (len(shape), *shape[:-1])
+        if ids == shape or (math.prod(ids) == math.prod(shape) and packed):
+            yield Found(lookup, _numbered(ids).reshape(shape))
+        elif len(ids) == 2 and ids[::-1] == shape:
+            yield Found(lookup, _numbered(ids).T)
+
+
+@functools.lru_cache(maxsize=64)
+def _numbered(shape: Shape) -> Tensor:
+    """Number the places of a shape."""
+    return torch.arange(math.prod(shape), dtype=torch.int64, device="cpu").view(shape)
+
+
+def _is_whole(order: Tensor, count: int) -> bool:
+    """Whether every row is of an id, and as many are of each of them."""
+    if not count or order.numel() % count or bool((order < 0).any()):
+        return False
+    rows = torch.bincount(order.flatten(), minlength=count)
+    return bool((rows == order.numel() // count).all())
+
+
+def _is_streams(found: Found) -> bool:
+    """Whether several rows are of each token, and not of a position or a type of tokens."""
+    lookup = found.lookup
+    return lookup.ids.ndim == 2 and no_positions(lookup) and _values(lookup) > _MOST_TYPES
+
+
+def _of_output(lookup: Lookup) -> bool:
+    return lookup.of_output
+
+
+def _passed(lookup: Lookup) -> bool:
+    """Whether the integers are an argument of the model, and no types of tokens."""
+    return lookup.passed and _values(lookup) > _MOST_TYPES
+
+
+def _values(lookup: Lookup) -> int:
+    return len(lookup.ids.unique())

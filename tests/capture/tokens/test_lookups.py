@@ -17,16 +17,7 @@ from torch.nn import functional as F
 from geomon import measure
 from geomon.capture import Window, find_anatomy
 from geomon.capture.snapshot import CAPTURED, Layer, Snapshot
-from geomon.capture.tokens.lookups import (
-    Found,
-    Layout,
-    Lookup,
-    agrees,
-    choose,
-    layouts,
-    no_positions,
-    stream_layouts,
-)
+from geomon.capture.tokens.token_ids import Lookup, no_positions
 
 WIDTH, STREAMS = 32, 4
 
@@ -424,34 +415,6 @@ def test_of_routed_tokens_nobody_says_which_they_are(depths):
 
 
 # -- the parts ---------------------------------------------------------------------------------
-
-
-def test_layouts_take_ids_to_the_shape_of_hidden_states():
-    def shapes(found: list[Layout], ids: Tensor) -> list[tuple[int, ...]]:
-        return [tuple(layout.arrange(ids).shape) for layout in found]
-
-    ids = words(3, 5)
-    for shape, count in (((3, 5), 1), ((5, 3), 1), ((15,), 1), ((1, 15), 1), ((3, 6), 0)):
-        assert shapes(layouts((3, 5), shape), ids) == [shape] * count
-    for shape, count in (((6, 5), 2), ((3, 5, 2), 1), ((5, 3, 2), 1), ((2, 3, 5), 1), ((5, 6), 0)):
-        assert shapes(stream_layouts((3, 5), shape), ids) == [shape] * count
-    assert shapes(layouts((4, 4), (4, 4)), words(4, 4)) == [(4, 4)] * 2
-
-
-@pytest.mark.parametrize(
-    ("plain", "turned", "is_turned"),
-    [(0.9, 0.85, False), (0.5, 0.55, False), (0.5, 0.7, True), (0.0, 0.09, False)],
-)
-def test_as_many_sequences_as_tokens_are_turned_where_that_agrees_clearly_better(
-    plain, turned, is_turned
-):
-    lookup, strengths = Lookup(words(4, 4), nn.Embedding(VOCABULARY, 2)), (plain, turned)
-    known = [Found(lookup, layout) for layout in layouts((4, 4), (4, 4))]
-    assert choose([*zip(known, strengths, strict=True)]).layout.turned is is_turned
-
-
-def test_hidden_states_are_of_a_table_where_both_agree():
-    assert [agrees(strength) for strength in (None, 0.29, 0.3)] == [False, False, True]
 
 
 @pytest.mark.parametrize(

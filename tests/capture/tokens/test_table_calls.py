@@ -8,9 +8,9 @@ from geomon.capture.tokens.token_ids import TokenIds
 IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])
 
 
-def calls(of_output=()):
+def calls(of_output=(), follow=lambda number, output: None):
     kept = TokenIds()
-    return TableCalls(of_output, lambda: [kept]), kept
+    return TableCalls(of_output, lambda: [kept], follow), kept
 
 
 def table(width=4):
@@ -23,7 +23,7 @@ def call(found, used, ids):
     found.after(used, used, used(ids))
 
 
-def test_a_call_keeps_its_integers_its_table_and_rows_of_what_came_back():
+def test_a_call_keeps_its_integers_its_table_and_the_width_of_what_came_back():
     tokens, output = table(), table()
     found, kept = calls([output])
     found.take_arguments((IDS,), {})
@@ -36,7 +36,8 @@ def test_a_call_keeps_its_integers_its_table_and_rows_of_what_came_back():
     assert torch.equal(second.ids, IDS)
     assert (first.table, first.of_output) == (tokens, False)
     assert (second.table, second.of_output) == (output, True)
-    assert first.rows.shape[-1] == 4
+    assert (first.number, first.width) == (1, 4)
+    assert second.number == 2
     assert kept.find((2, 3)) is not None
 
 
@@ -68,17 +69,20 @@ def test_what_is_no_tensor_of_integers_is_no_call(given):
     assert kept.lookups == []
 
 
-def test_rows_are_those_of_the_last_call_of_the_same_table():
+def test_what_is_followed_is_of_the_last_call_of_the_same_table():
+    followed = []
     one, other = table(), table(5)
-    found, kept = calls()
+    found, kept = calls(follow=lambda *call: followed.append(call))
     found.before(one, one, (IDS,), {})
     found.after(other, other, other(IDS))  # it was not seen to begin
-    found.after(one, one, (one(IDS),))  # no tensor
-    assert kept.lookups[0].rows is None
-    found.after(one, one, one(IDS))
-    rows = kept.lookups[0].rows
+    found.after(one, one, one(IDS)[:, :2])  # not a row for each
+    assert kept.lookups[0].width is None
+    rows = one(IDS)
+    found.after(one, one, (rows, None))
     found.after(one, one, one(IDS) + 1)
-    assert kept.lookups[0].rows is rows
+    assert kept.lookups[0].width == 4
+    ((number, output),) = followed
+    assert (number, output is rows) == (1, True)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +102,7 @@ def test_a_module_around_a_table_that_does_not_call_it_stands_for_it(calls_insid
         call(found, inner, IDS)
     found.after_around(inner, around, output)
     assert len(kept.lookups) == count
-    assert all(each.rows is not None for each in kept.lookups)
+    assert all(each.width == 4 for each in kept.lookups)
     found.after_around(inner, around, torch.ones(2, 3, 4))  # it is not running any more
     assert len(kept.lookups) == count
 
