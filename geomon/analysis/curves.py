@@ -128,12 +128,7 @@ def training_curve(readings: Iterable[Reading], name: str = tags.LOSS) -> Curve:
 
 
 def plain_curve(readings: Iterable[Reading], value: Callable[[Reading], float]) -> Curve:
-    """Collect the curve of a function of readings; margins are unknown (0).
-
-    Args:
-        readings: Readings of a run.
-        value: Function of a reading; NaN if there is no value.
-    """
+    """Collect the curve of a function of readings; margins are unknown (0)."""
     return _curve(readings, lambda reading: Measured(value(reading), 0.0))
 
 

@@ -188,14 +188,6 @@ def find_noise(
 
     No margin counts as smaller than the median one: over a few groups of sequences some are, by
     chance.
-
-    Args:
-        steps: Training steps, ascending.
-        values: Finite values.
-        margins: Half widths of the 95 % intervals; 0 or not finite where they are unknown.
-
-    Returns:
-        The noise; None without margins and with fewer than 20 values.
     """
     array = np.asarray(values, dtype=np.float64)
     widths = np.array([margin if math.isfinite(margin) else 0.0 for margin in margins])

@@ -192,17 +192,6 @@ def build_snapshot(
 
     A stack that was not run is left out where another was: the decoder of a model of which only the
     encoder is used.
-
-    Args:
-        passes: Passes through the stacks of the model, in order.
-        sources: Sources of the views that are wanted: "hidden", "attention", "projection".
-        other_thread: Whether blocks were run in another thread.
-        no_rows: Why calls of blocks did not count, where some did not.
-        final_norm: Whether what the final norm of each stack returns is a layer too.
-        matrices: Layers of matrices of weights, which follow the others.
-        notes: Further notes, which follow those on the layers.
-        device: Where the captured views stay.
-        wait: Whether copies are there when this returns (see `Layer.to`).
     """
     layers: list[Layer] = []
     remarks: list[Note] = []
@@ -239,13 +228,7 @@ def build_snapshot(
 
 
 def matrix_layer(name: str, module: nn.Module | None, sampler: RowSampler) -> Layer:
-    """Make a layer of rows of a matrix of weights, in a stack of its own.
-
-    Args:
-        name: Name of the layer: "embedding" or "unembedding".
-        module: The module whose weight it is, [rows, width]; None if there is none.
-        sampler: Sampler of the rows.
-    """
+    """Make a layer of rows of a matrix of weights, in a stack of its own."""
     layer = Layer(0, name, {}, {}, name, frozenset({"hidden"}), of_weights=True)
     if module is None:
         return replace(layer, missing=dict.fromkeys(_ROW_VIEWS, _NO_MATRIX[name]))
@@ -262,13 +245,7 @@ def matrix_layer(name: str, module: nn.Module | None, sampler: RowSampler) -> La
 
 
 def side_stack_name(stack_pass: StackPass, label: str, passes: Sequence[StackPass]) -> str:
-    """Name the stack that the layers of cross-attention, or of a further attention, make.
-
-    Args:
-        stack_pass: Pass through the stack.
-        label: Label of the attention in the blocks.
-        passes: Passes through all stacks of the model.
-    """
+    """Name the stack that the layers of cross-attention, or of a further attention, make."""
     having = {other.stack.name for other in passes if label in other.stack.side_labels}
     taken = any(other.stack.name == label for other in passes)
     return _name_beside(stack_pass, label, alone=len(having) < 2 and not taken)
@@ -322,15 +299,7 @@ class StackBuilder:
         return [first, *(self._layer(depth) for depth in depths)]
 
     def side_layers(self, label: str, stack: str) -> list[Layer]:
-        """Build the cross-attention, or a further attention, of each block that has one.
-
-        Args:
-            label: Label of the attention in the blocks.
-            stack: Name of the stack that these layers make.
-
-        Returns:
-            The layers; none where none of these attentions was called.
-        """
+        """Build the cross-attention, or a further attention, of each block that has one."""
         layers = []
         for depth in range(1, self._pass.depth + 1):
             block, block_call, name = self._pass.layer_at(depth)

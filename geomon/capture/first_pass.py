@@ -269,11 +269,7 @@ class StackPass:
         return self.tokens.shape
 
     def shape_at(self, block_call: BlockCall) -> Shape:
-        """Return the shape of the hidden states that entered a block, without the width.
-
-        Args:
-            block_call: The call of the block.
-        """
+        """Return the shape of the hidden states that entered a block, without the width."""
         return self.shape if block_call.shape is None else block_call.shape
 
     def slice_of(self, hidden: Tensor, rows: Tensor) -> Slice:
@@ -281,13 +277,6 @@ class StackPass:
 
         Where a plan of tensor parallelism shares them out along the sequence, they may be plain
         tensors: token ids of so many times the length tell it, or attention (`take_attention`).
-
-        Args:
-            hidden: The hidden states, as a block is given them or returns them.
-            rows: What is on this rank of them, with the width last.
-
-        Raises:
-            ShardingError: They cannot be read by rows.
         """
         part = tuple(rows.shape[:-1])
         if is_sharded(hidden):
@@ -299,11 +288,7 @@ class StackPass:
         return sharded_along(self._along, part, self.place)
 
     def possible_shapes(self, block_call: BlockCall) -> list[Shape]:
-        """List the shapes that the hidden states which entered a block may have on all ranks.
-
-        Args:
-            block_call: The call of the block.
-        """
+        """List the shapes that the hidden states which entered a block may have on all ranks."""
         shape = self.shape_at(block_call)
         if self._along_is_known:
             return [shape]
@@ -314,10 +299,6 @@ class StackPass:
         """Take note that attention has shown the shape of the hidden states on all ranks.
 
         Rows that were sampled before, as if there were no others, are dropped.
-
-        Args:
-            block_call: The call of the block that attends.
-            shape: One of `possible_shapes`.
         """
         part = self.shape_at(block_call)
         self._along_is_known = True
@@ -337,11 +318,7 @@ class StackPass:
         self._along = None if shape in (None, part) else longer.index(shape)
 
     def row_indices(self, shape: Shape) -> Tensor:
-        """Return flat indices of the sampled rows; the same for hidden states of one shape.
-
-        Args:
-            shape: Shape of the hidden states, without the width.
-        """
+        """Return flat indices of the sampled rows; the same for hidden states of one shape."""
         return self.tokens.rows(self._unfolded(shape))
 
     def settle(self) -> None:
@@ -386,9 +363,6 @@ class StackPass:
 
         Tokens that were merged stay merged: they are routed where a block is given more than one
         before it, or as many that another block has not handed on.
-
-        Args:
-            shape: Shape of the hidden states, without the width.
         """
         if not _is_part(shape, self._longest):
             return False
@@ -404,11 +378,7 @@ class StackPass:
         return max(map(self.shape_at, self.block_calls), key=math.prod, default=())
 
     def layer_at(self, depth: int) -> tuple[Block, BlockCall | None, str]:
-        """Return the block of a layer, its call (None if it was not called) and a name.
-
-        Args:
-            depth: Depth of the layer, from 1.
-        """
+        """Return the block of a layer, its call (None if it was not called) and a name."""
         if self.counts_calls:
             block_call = self.block_calls[depth - 1]
             block = self.stack.blocks[block_call.block]
@@ -428,12 +398,6 @@ def _is_part(shape: Shape, whole: Shape) -> bool:
 def attention_key(block: Block, label: str = "") -> int | None:
     """Return the index under which an attention is kept in `BlockCall`.
 
-    Args:
-        block: The block.
-        label: Label of the attention: "" for the one to the block's own stack.
-
-    Returns:
-        The index in `Block.attentions`; 0 for the own attention of a block without known ones; None
-        if the block has no such attention.
+    None if the block has no such attention.
     """
     return 0 if not block.attentions and not label else block.attention_index(label)

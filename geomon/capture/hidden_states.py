@@ -99,14 +99,7 @@ class HiddenStates:
     def start_provenance(
         self, block_call: BlockCall, module: nn.Module, given: list[Any], entered: Tensor | None
     ) -> None:
-        """Follow what a block is given through its call.
-
-        Args:
-            block_call: The call, which counts.
-            module: The block, or the part of it that is called.
-            given: Its arguments.
-            entered: The hidden states among them; None if they are not known.
-        """
+        """Follow what a block is given through its call."""
         block_call.finished = False
         if entered is not None and not entered.is_nested:
             entered = move_width_last(local_shard(entered), module, entering=True)
@@ -148,50 +141,28 @@ class HiddenStates:
             block_call.hidden = self._sample(stack_pass, hidden, module)
 
     def hand_on(self, stack_pass: StackPass, hidden: Tensor) -> None:
-        """Note which tensor goes on from a block.
-
-        Args:
-            stack_pass: The pass of its stack.
-            hidden: The tensor.
-        """
+        """Note which tensor goes on from a block."""
         stack_pass.left = place_of(hidden)
         if self._keeps_final_norm:
             # It is kept alive: no other tensor is at its address while the window is open.
             stack_pass.leaving = hidden.detach()
 
     def take_next(self, given: Tensor, module: nn.Module, *, sees_between: bool) -> None:
-        """Look at what enters a norm outside the blocks: behind the last one, it may be the sum.
-
-        Args:
-            given: What the norm is given.
-            module: The norm.
-            sees_between: Whether operators between the blocks are seen.
-        """
+        """Look at what enters a norm outside the blocks: behind the last one, it may be the sum."""
         for stack_pass in self._tracker.passes:
             last = stack_pass.block_calls[-1:]
             if last and last[0].block == len(stack_pass.stack.blocks) - 1:
                 self._take_sum(stack_pass, last[0], given, module, sees_between=sees_between)
 
     def call_norm(self, module: nn.Module, given: Tensor) -> None:
-        """Note that a norm outside the blocks is called: of what leaves the last one, it is final.
-
-        Args:
-            module: The norm.
-            given: What it is given.
-        """
+        """Note that a norm outside the blocks is called: it may be the final one."""
         for stack_pass in self._tracker.passes:
             leaving = stack_pass.leaving
             if leaving is not None and place_of(given) == place_of(leaving):
                 self._norming[id(module)] = stack_pass
 
     def leave_norm(self, name: str, module: nn.Module, output: Any) -> None:
-        """Take what such a norm has returned.
-
-        Args:
-            name: Its name.
-            module: The norm.
-            output: What it returned.
-        """
+        """Take what such a norm has returned."""
         stack_pass, normed = self._norming.pop(id(module), None), first_tensor(output)
         if stack_pass is None or normed is None or stack_pass.normed is not None:
             return
@@ -270,10 +241,6 @@ def find_entering(stack_pass: StackPass, given: Sequence[Any]) -> Tensor | None:
 
     Tables of rotations and masks may come before them: they are what the block before gave, else
     of the shape and the width of what the tables of tokens gave, else the first argument.
-
-    Args:
-        stack_pass: The pass of its stack.
-        given: The arguments.
     """
     found = _floating(given)
     known = [x for x in found if not (x.is_nested or private.is_batched(local_shard(x)))]
@@ -292,9 +259,5 @@ def place_of(values: Tensor) -> tuple[int, tuple[int, ...]]:
 
 
 def first_tensor(values: Any) -> Tensor | None:
-    """Return the first floating-point tensor.
-
-    Args:
-        values: Arguments of a call, or the output of a module: a tensor, or several values.
-    """
+    """Return the first floating-point tensor."""
     return values if isinstance(values, Tensor) else next(iter(_floating(values)), None)

@@ -93,21 +93,11 @@ class AttentionRecorder:
         return self._stream if self._outside() else None
 
     def has_all(self, block_call: BlockCall, block: Block) -> bool:
-        """Whether the calls of all known attentions of a block were recorded.
-
-        Args:
-            block_call: The call of the block.
-            block: The block.
-        """
+        """Whether the calls of all known attentions of a block were recorded."""
         return all(block_call.seen(index).call for index in range(len(block.attentions)))
 
     def on_fused(self, route: str, given: dict[str, Any]) -> None:
-        """Record the sampled queries of a call of fused attention (see `TapObserver`).
-
-        Args:
-            route: "sdpa", "flex" or "flash".
-            given: Arguments by the names of its schema.
-        """
+        """Record the sampled queries of a call of fused attention (see `TapObserver`)."""
         current = self._current()
         if current is None:
             self.attends_outside |= self._outside()
@@ -150,13 +140,7 @@ class AttentionRecorder:
                 self._keep_hidden_keys(current, index, len(call.query), mask)
 
     def on_softmax(self, scores: Tensor, dim: int, *, logarithm: bool) -> None:
-        """Record the sampled rows of a softmax of scores (see `TapObserver`).
-
-        Args:
-            scores: Input of the softmax.
-            dim: The dimension that the softmax runs over.
-            logarithm: Whether its logarithm is computed.
-        """
+        """Record the sampled rows of a softmax of scores (see `TapObserver`)."""
         current = self._current()
         if current is None:
             self.attends_outside |= scores.ndim >= 3 and not logarithm and self._outside()
@@ -215,10 +199,6 @@ class AttentionRecorder:
 
         A router chooses once for each token. The last choice counts: groups of experts may be
         chosen before.
-
-        Args:
-            scores: Scores of the experts, [..., experts].
-            chosen: Indices of the chosen experts, [..., chosen].
         """
         current = self._current()
         if current is None or current[0].shape_at(current[1]) == ():
@@ -291,13 +271,7 @@ def _ignore(error: Exception) -> None:
 
 
 def role_of_keys(block: Block, block_call: BlockCall, index: int) -> str:
-    """Return the role of an attention's keys: "key" where they come from another stack.
-
-    Args:
-        block: The block.
-        block_call: The call of the block.
-        index: Index of the attention.
-    """
+    """Return the role of an attention's keys: "key" where they come from another stack."""
     if index >= len(block.attentions):
         return ""
     attention = block.attentions[index]
@@ -342,12 +316,7 @@ def _are_tokens(given: Arguments, query: Columns | None, shape: tuple[int, ...])
 
 
 def _over_tokens(mask: Tensor, keys: Columns | None) -> Tensor:
-    """Take those keys of a mask, or of masked scores, that are tokens of the block.
-
-    Args:
-        mask: [..., keys].
-        keys: What the keys are made of; None if it is not known.
-    """
+    """Take those keys of a mask, or of masked scores, that are tokens of the block."""
     if keys is None or keys.tokens is None or mask.shape[-1] != keys.tokens.shape[1]:
         return mask
     own = np.flatnonzero((keys.tokens >= 0).all(axis=0))
@@ -356,13 +325,7 @@ def _over_tokens(mask: Tensor, keys: Columns | None) -> Tensor:
 
 
 def _index_of_softmax(block: Block, block_call: BlockCall, *, made: bool) -> int | None:
-    """Return the index of the block's attention that a softmax is of; None if it is of none.
-
-    Args:
-        block: The block.
-        block_call: The call of the block.
-        made: Whether its scores were made of a product of what is no weight.
-    """
+    """Return the index of the block's attention that a softmax is of; None if it is of none."""
     inside = block_call.running_attention is not None or all(
         attention.module is block.module for attention in block.attentions
     )

@@ -76,13 +76,7 @@ def whole(shape: Sequence[int]) -> Slice:
 
 
 def sharded_along(dim: int, part: Shape, place: TensorPlace) -> Slice:
-    """Return the slice of a tensor that is shared out evenly along a dimension.
-
-    Args:
-        dim: The dimension.
-        part: Shape of the part on this rank, without the width.
-        place: Place of this rank.
-    """
+    """Return the slice of a tensor that is shared out evenly along a dimension."""
     shape, start = list(part), [0] * len(part)
     shape[dim], start[dim] = part[dim] * place.shards, part[dim] * place.shard
     return Slice(tuple(shape), tuple(start), part)
@@ -93,23 +87,12 @@ class ShardingError(ValueError):
 
 
 def is_sharded(values: Any) -> bool:
-    """Whether a value is a DTensor.
-
-    Args:
-        values: Any value.
-    """
+    """Whether a value is a DTensor."""
     return hasattr(values, "placements")
 
 
 def slice_of(values: Tensor) -> Slice:
-    """Find where the rows of a DTensor that are on this rank lie in the whole.
-
-    Args:
-        values: Hidden states, [..., width].
-
-    Raises:
-        ShardingError: Its rows are sums of what is on several ranks, or shared out by columns.
-    """
+    """Find where the rows of a DTensor that are on this rank lie in the whole."""
     sharded: Any = values
     starts, sizes = _local(sharded)
     if sizes[-1] != values.shape[-1]:
@@ -120,20 +103,12 @@ def slice_of(values: Tensor) -> Slice:
 
 
 def starts_of(values: Tensor) -> Shape:
-    """Return the first index of the part of a DTensor that is on this rank, by dimension.
-
-    Args:
-        values: A DTensor.
-    """
+    """Return the first index of the part of a DTensor that is on this rank, by dimension."""
     return _local(values)[0]
 
 
 def sharded_dims(values: Tensor) -> set[int]:
-    """List the dimensions along which a tensor is shared out; none for a plain tensor.
-
-    Args:
-        values: Any tensor.
-    """
+    """List the dimensions along which a tensor is shared out; none for a plain tensor."""
     if not is_sharded(values):
         return set()
     _, sizes = _local(values)
@@ -141,11 +116,7 @@ def sharded_dims(values: Tensor) -> set[int]:
 
 
 def first_feature(module: nn.Module) -> int:
-    """Return the number, among those of all ranks, of the first feature that a module makes.
-
-    Args:
-        module: A projection, as it is while its forward pass runs.
-    """
+    """Return the number, among those of all ranks, of the first feature that a module makes."""
     weight = stored_weight(module)
     if weight is None or not is_sharded(weight):
         return 0

@@ -203,23 +203,14 @@ def _queue_copy(value: Tensor, device: torch.device) -> Tensor:
 
 
 def wait_for_copies(devices: Iterable[torch.device]) -> None:
-    """Wait until copies to the host are there that this thread has queued.
-
-    Args:
-        devices: Devices from which they are copied.
-    """
+    """Wait until copies to the host are there that this thread has queued."""
     for device in devices:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 
 
 def cover_all(places: Tensor, length: int) -> bool:
-    """Whether places are all positions of each sequence, in order: then nothing is to be chosen.
-
-    Args:
-        places: Positions in each sequence, [sequences, places], on the host.
-        length: Length of the sequences.
-    """
+    """Whether places are all positions of each sequence, in order: then nothing is to be chosen."""
     if places.shape[1] != length or places.device.type != "cpu":
         return False
     order = torch.arange(length, dtype=places.dtype, device="cpu")

@@ -13,9 +13,6 @@ def local_shard(values: Tensor) -> Tensor:
 
     What `torch.func.grad` wraps around a tensor, which has no address, is taken away. The result of
     a collective that is under way is waited for.
-
-    Args:
-        values: A tensor, sharded among ranks or not.
     """
     values = _inner(values)
     wait: Any = getattr(values, "trigger_wait", None)
@@ -26,9 +23,6 @@ def storage_of(values: Tensor) -> int | None:
     """Return the address of the memory in which a tensor lies; None if it has none.
 
     Sparse and nested tensors have none, nor have those that are traced.
-
-    Args:
-        values: Any tensor.
     """
     try:
         return followed_part(values).untyped_storage().data_ptr() or None
@@ -37,11 +31,7 @@ def storage_of(values: Tensor) -> int | None:
 
 
 def followed_part(values: Tensor) -> Tensor:
-    """Return the part of a tensor that is on this rank, whatever is wrapped around it.
-
-    Args:
-        values: A tensor; the result of a collective that is under way is not waited for.
-    """
+    """Return the part of a tensor that is on this rank, whatever is wrapped around it."""
     if type(values) is Tensor and not private.is_wrapped_by_grad(values):  # nearly always
         return values
     inner: Any = _inner(values)

@@ -105,11 +105,7 @@ class Tracker:
         return over and not self._above and not self._micro_batches
 
     def is_inferring(self, stack_pass: StackPass) -> bool:
-        """Whether a stage of a pipeline only infers shapes, of numbers that mean nothing.
-
-        Args:
-            stack_pass: The pass of a stack of the stage.
-        """
+        """Whether a stage of a pipeline only infers shapes, of numbers that mean nothing."""
         return self._count(stack_pass) == 0
 
     def ids_to_come(self) -> list[TokenIds]:
@@ -139,12 +135,7 @@ class Tracker:
         return self._memory(0).notes()
 
     def fit_rows(self, stack_pass: StackPass, width: int) -> None:
-        """Lower the number of rows of a pass, if a limit of memory asks for it.
-
-        Args:
-            stack_pass: The pass.
-            width: Width of the hidden states.
-        """
+        """Lower the number of rows of a pass, if a limit of memory asks for it."""
         for memory in self._memories:
             if memory.sampler is stack_pass.sampler:
                 memory.fit_rows(width)

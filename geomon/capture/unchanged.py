@@ -58,13 +58,6 @@ def left_unchanged(model: nn.Module) -> Iterator[None]:
     Other objects of the user's are not looked into. A tensor without a copy that has been written
     into is named in a warning, and no further extra pass is made on the model. A hook that is
     placed or taken away in the body has to be taken away or placed there again.
-
-    Args:
-        model: Any module.
-
-    Raises:
-        ValueError: No extra pass may be made: parameters have no values yet, an earlier pass left
-            changes behind, or this release of torch does not let something be put back.
     """
     restore: list[Action] = []
     _keep_random_states(model, restore.append)
@@ -378,11 +371,7 @@ def _of_fsdp(model: nn.Module, name: str) -> list[Any]:
 
 
 def _refuse_unknown(module: Any) -> None:
-    """Refuse an FSDP1 module that could not be sharded again.
-
-    Raises:
-        ValueError: This release of torch has renamed what `_reshard_flat` calls.
-    """
+    """Refuse an FSDP1 module that could not be sharded again."""
     handle = getattr(module, "_handle", module)  # which has none of the names
     if handle is not None and not all(hasattr(handle, name) for name in _FSDP1):
         raise ValueError(

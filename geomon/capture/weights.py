@@ -29,12 +29,7 @@ def said(holder: Any, name: str) -> Any:
 
 
 def has_weight(module: nn.Module, name: str) -> bool:
-    """Whether a module has an attribute that may be a weight; it is not made for the answer.
-
-    Args:
-        module: Any module.
-        name: Name of the attribute.
-    """
+    """Whether a module has an attribute that may be a weight; it is not made for the answer."""
     return is_parametrized(module, name) or hasattr(module, name)
 
 
@@ -42,10 +37,6 @@ def stored_weight(module: nn.Module, name: str = "weight") -> Tensor | None:
     """Return the parameter that a weight is, or is made of; None if there is no single one.
 
     A weight that a property makes is not asked for.
-
-    Args:
-        module: Any module.
-        name: Name of the weight.
     """
     if is_parametrized(module, name):
         made_of = getattr(module.parametrizations, name)._parameters
@@ -58,12 +49,7 @@ def stored_weight(module: nn.Module, name: str = "weight") -> Tensor | None:
 
 @torch.no_grad()
 def present_weight(module: nn.Module, name: str = "weight") -> Tensor | None:
-    """Return a weight as it is in a forward pass in eval mode; None if there is none.
-
-    Args:
-        module: Any module.
-        name: Name of the weight.
-    """
+    """Return a weight as it is in a forward pass in eval mode; None if there is none."""
     if not is_parametrized(module, name):
         return stored_weight(module, name)
     makers = list(getattr(module.parametrizations, name).modules())

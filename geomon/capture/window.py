@@ -462,24 +462,13 @@ class Window:
     def before_call(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Take a call that begins.
-
-        Args:
-            module: The module.
-            args: Positional arguments.
-            kwargs: Arguments by name.
-        """
+        """Take a call that begins."""
         for action in () if self._tracker.is_ignored() else self._before.get(id(module), ()):
             with self._guarded(), unseen():
                 action(module, args, kwargs)
 
     def after_call(self, module: nn.Module, output: Any) -> None:
-        """Take a call that has returned.
-
-        Args:
-            module: The module.
-            output: What it returned.
-        """
+        """Take a call that has returned."""
         if self._tracker.is_ignored():
             return
         for action in self._after.get(id(module), ()):
@@ -488,11 +477,7 @@ class Window:
         self._rest()
 
     def needs_twin(self, module: nn.Module) -> bool:
-        """Whether the compiled code of a module hides what this window is to see.
-
-        Args:
-            module: The module, without wrappers.
-        """
+        """Whether the compiled code of a module hides what this window is to see."""
         self._tracker.take_twin()
         if self._tracker.finished:
             return False
@@ -501,11 +486,7 @@ class Window:
         return watched and not self._tracker.is_ignored()
 
     def on_failure(self, error: Exception) -> None:
-        """Keep an error for the notes.
-
-        Args:
-            error: The error.
-        """
+        """Keep an error for the notes."""
         self._failures.append(f"{type(error).__name__}: {error}")
 
     def modules(self) -> Iterator[nn.Module]:
@@ -542,12 +523,7 @@ class Window:
         self._rest()
 
     def on_compiled_end(self, module: nn.Module, output: Any) -> None:
-        """Note what goes on from a compiled block: not what its twin has returned.
-
-        Args:
-            module: The module, without wrappers.
-            output: What it returned.
-        """
+        """Note what goes on from a compiled block: not what its twin has returned."""
         left = first_tensor(output)
         if left is None or left.is_nested or self._tracker.is_ignored():
             return

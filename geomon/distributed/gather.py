@@ -244,12 +244,7 @@ class _Table:
         return sources | _WITH_ROWS if sources & _OF_ROWS else sources
 
     def gives_tokens(self, rank: int, first: int) -> bool:
-        """Whether a rank gives ids and places of the tokens for layers of later stages.
-
-        Args:
-            rank: The rank.
-            first: Number of the first layer of their stack.
-        """
+        """Whether a rank gives ids and places of the tokens for layers of later stages."""
         of, _ = self.keys[first]
         needed = any(self.is_later((stack, depth)) for stack, depth in self.keys if stack == of)
         return needed and self.gives(rank, first) >= _OF_ROWS
@@ -366,11 +361,7 @@ def _of_tokens(layer: Layer, number: int) -> Layer:
 
 
 def _merge_passes(passes: Sequence[Snapshot], rows: int, queries: int) -> Snapshot:
-    """Make one snapshot of those of several passes, as one of those of several ranks is made.
-
-    Raises:
-        ValueError: The passes have other layers.
-    """
+    """Make one snapshot of those of several passes, as one of those of several ranks is made."""
     first = passes[0]
     if len(passes) == 1:
         return first

@@ -132,11 +132,7 @@ class RankGroup:
         return rows // self.data_size + (self.data_rank < rows % self.data_size)
 
     def share_rows_among(self, givers: int) -> None:
-        """Share rows out among fewer tokens from here on: others are the same as these.
-
-        Args:
-            givers: Number of data ranks whose rows are measured.
-        """
+        """Share rows out among fewer tokens from here on: others are the same as these."""
         self._givers = None if givers == self.data_size else givers
 
     def disconnect(self) -> None:
@@ -225,17 +221,7 @@ class RankGroup:
         return values[0]
 
     def all_to_all(self, parcels: Sequence[_Value]) -> list[_Value]:
-        """Send each rank its parcel. Parcels may hold tensors of any size: these are not pickled.
-
-        Args:
-            parcels: One parcel for each member, this rank included.
-
-        Returns:
-            The parcels for this rank, in rank order; their tensors are on the host.
-
-        Raises:
-            RanksLostError: A rank does not answer.
-        """
+        """Send each rank its parcel, which may hold tensors of any size: they are not pickled."""
         if not self.connected:
             return list(parcels)
         packed = [

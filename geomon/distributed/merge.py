@@ -52,11 +52,7 @@ _OF_BLOCK = ("weights", "routing")
 
 
 def attention_shape(layer: Layer) -> Shape | None:
-    """Shape of what was kept of the layer's attention; None for nothing.
-
-    Args:
-        layer: The layer as a rank captured it.
-    """
+    """Shape of what was kept of the layer's attention; None for nothing."""
     return _shape(_of(layer, "attention"))
 
 
@@ -78,13 +74,6 @@ def take_share(
 
     Of the sequences of all ranks as many are taken as one rank would keep, evenly spread; of each
     its share of the queries, at places that are shifted from sequence to sequence.
-
-    Args:
-        layer: The layer as the rank captured it.
-        shapes: Shapes of what each rank kept of the layer's attention, in rank order.
-        rank: Place of the rank that captured the layer.
-        rows: Number of rows of hidden states for all ranks together.
-        queries: Number of attention rows for all ranks together.
     """
     shape = shapes[rank]
     if shape is None or len(shapes) == 1:
@@ -142,11 +131,7 @@ def merge_layers(parts: Sequence[Layer]) -> Layer:
 
 
 def join_parts(parts: Sequence[Layer]) -> Layer:
-    """Make one layer of its parts on ranks that have the same tokens.
-
-    Args:
-        parts: Some rows and some heads each, in any order.
-    """
+    """Make one layer of its parts on ranks that have the same tokens."""
     if len(parts) == 1:
         return parts[0]
     first, *_ = parts
@@ -173,13 +158,7 @@ def join_parts(parts: Sequence[Layer]) -> Layer:
 def _rows_of_parts(
     parts: Sequence[Layer], prefix: str, name: str
 ) -> tuple[dict[str, Any], Tensor | None]:
-    """Put rows into the order of their numbers; ids and places may be those of the first stage.
-
-    Args:
-        parts: The parts.
-        prefix: "last_" for the last tokens.
-        name: Name of their numbers in `Part`.
-    """
+    """Put rows into the order of their numbers; ids and places may be those of the first stage."""
     holders = [part for part in parts if f"{prefix}hidden" in part.captured]
     if not holders:
         return {}, None
@@ -208,15 +187,7 @@ def _rows_of_parts(
 def _with_tokens(
     found: Mapping[str, Any], number: Tensor, known: Sequence[Layer], tokens: Tensor, prefix: str
 ) -> tuple[dict[str, Any], Tensor]:
-    """Give rows of a later stage the ids and places of their tokens; others are left out.
-
-    Args:
-        found: Views of the rows.
-        number: Number of each row.
-        known: What the first stage knows of tokens.
-        tokens: Number of each of these.
-        prefix: "last_" for the last tokens.
-    """
+    """Give rows of a later stage the ids and places of their tokens; others are left out."""
     order = tokens.argsort()
     place = torch.searchsorted(tokens[order], number).clamp_(max=len(tokens) - 1)
     kept = (tokens[order][place] == number).nonzero().squeeze(1)
@@ -294,13 +265,6 @@ def _keys_once(
 
     Query heads share key heads in their order. Where ranks share them in another way, each keeps
     its own.
-
-    Args:
-        queries: Numbers of the query heads, part by part.
-        keys: Numbers of the key heads.
-        parts: The parts.
-        query: Name of the view of the queries.
-        key: Name of the view of the keys.
     """
     first = {number: place for place, number in reversed([*enumerate(keys)])}
     order = sorted(first)

@@ -57,11 +57,7 @@ def pack(parcel: Any) -> Tensor:
 
 
 def unpack(content: Tensor) -> Any:
-    """Turn the bytes that `pack` made into the parcel again.
-
-    Args:
-        content: uint8, [bytes]. The tensors of the parcel are views of it.
-    """
+    """Turn the bytes that `pack` made into the parcel again."""
     size = int.from_bytes(content[:_ALIGNMENT].numpy().tobytes(), "little")
     head = content[_ALIGNMENT : _ALIGNMENT + size].numpy().tobytes()
     start = _ALIGNMENT + size

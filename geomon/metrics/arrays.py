@@ -79,14 +79,7 @@ _ROWS_OF = ("queries", "keys")
 
 
 def arrays_of(views: LayerViews) -> dict[str, NDArray[Any]]:
-    """Take the arrays of a layer whose views are there already.
-
-    Args:
-        views: Views of the layer, after all metrics have read them.
-
-    Returns:
-        Arrays by name; float32, and float16 for single rows where their range allows.
-    """
+    """Take the arrays of a layer whose views are there already."""
     return {
         name: _plain(views.apply(function), single_rows=name in _ROWS_OF)
         for name, function in ARRAYS.items()
@@ -106,11 +99,7 @@ def _plain(values: Tensor, *, single_rows: bool) -> NDArray[Any]:
 def join_arrays(
     layers: Iterable[tuple[str, int, Mapping[str, NDArray[Any]]]],
 ) -> dict[ArrayPlace, NDArray[Any]]:
-    """Join the arrays of all layers of a reading, with fewer single rows where it is too large.
-
-    Args:
-        layers: Stack, depth and arrays of each layer.
-    """
+    """Join the arrays of all layers of a reading, with fewer single rows where it is too large."""
     found = {
         ArrayPlace(stack, name, index): array
         for stack, index, arrays in layers

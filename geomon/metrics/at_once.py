@@ -57,17 +57,6 @@ def in_threads(
     The threads end with the last item. The number of threads that torch uses in the thread that
     calls, and in every other one, stays as it is. An item is not kept after its call. Where no
     thread can be had, the calls are made in this one.
-
-    Args:
-        function: What is done with an item.
-        items: The items.
-        at_once: Largest number of items at once.
-        outside: Whether to call it in another thread even for one item at once: a thread is in
-            none of the modes of this one.
-
-    Raises:
-        Exception: What the function raised for the first item that failed, once those that have
-            begun are done; later ones are not begun.
     """
     left = deque(items)
     del items

@@ -71,17 +71,7 @@ class BetweenLayers(Comparing):
 def compare_layers(
     name: str, metric: BetweenLayers, layers: Sequence[LayerValues], *, strict: bool
 ) -> list[LayerValues]:
-    """Compare what a metric kept of each layer with what it kept of the one before.
-
-    Args:
-        name: Name of the metric.
-        metric: The metric.
-        layers: Values of the layers of one stack, in order of depth.
-        strict: Whether to raise what the metric raises, instead of a missing value.
-
-    Returns:
-        The values of the layers, with those of the metric.
-    """
+    """Compare what a metric kept of each layer with what it kept of the one before."""
 
     def compared(before: LayerValues, layer: LayerValues) -> list[Comparison]:
         if name not in before.kept:
@@ -101,14 +91,7 @@ def compare_layers(
 def with_comparison(
     name: str, layer: LayerValues, compare: Callable[[], Iterable[Comparison]], *, strict: bool
 ) -> LayerValues:
-    """Add the values of a metric that compares layers to those of a layer.
-
-    Args:
-        name: Name of the metric.
-        layer: Values of the layer. Where the metric kept nothing of it, they stay as they are.
-        compare: Function that returns a comparison for each split of the rows.
-        strict: Whether to raise what `compare` raises, instead of a missing value.
-    """
+    """Add the values of a metric that compares layers to those of a layer."""
     if name not in layer.kept:
         return layer
     try:
@@ -159,13 +142,6 @@ def keep_near_rows(
     """Choose up to 1,024 rows of a layer, evenly spread, and copy their neighbours to the host.
 
     Of rows that are copies at either of two layers one is compared in both.
-
-    Args:
-        nearest: Neighbours of some unique rows.
-        query_rows: Indices of these rows, ascending.
-        copies: For each row the first row of the same content, [tokens].
-        labels: Numbers by which the tokens of the rows are known, [tokens] or [tokens, labels].
-        groups: Groups of all rows.
     """
     rows = spread_rows(query_rows, _ROWS)
     near = nearest.indices[torch.searchsorted(query_rows, rows)]
@@ -176,16 +152,7 @@ def keep_near_rows(
 def compare_near_rows(
     before: NearRows, after: NearRows, earlier: str = _LAYER_BEFORE
 ) -> Comparison:
-    """Compare the neighbours of the rows of a layer with those that the same rows had elsewhere.
-
-    Args:
-        before: Neighbours where the rows enter the block, or at an earlier reading.
-        after: Neighbours where they leave it, or now.
-        earlier: Words for where `before` is from, for messages.
-
-    Raises:
-        MissingViewError: The rows are not the same tokens, or nearly all are copies of others.
-    """
+    """Compare the neighbours of the rows of a layer with those that the same rows had elsewhere."""
     if not torch.equal(before.labels, after.labels):
         raise MissingViewError(f"its rows are not the tokens that the rows of {earlier} are")
     kept = _without_copies(before, after)

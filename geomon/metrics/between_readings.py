@@ -71,18 +71,7 @@ def compare_readings(
     *,
     strict: bool,
 ) -> list[LayerValues]:
-    """Compare what a metric kept of each layer with what it kept at the earlier reading.
-
-    Args:
-        name: Name of the metric.
-        metric: The metric.
-        layers: Values of the layers.
-        earlier: The earlier reading.
-        strict: Whether to raise what the metric raises, instead of a missing value.
-
-    Returns:
-        The values of the layers, with those of the metric.
-    """
+    """Compare what a metric kept of each layer with what it kept at the earlier reading."""
 
     def compared(layer: LayerValues) -> list[Comparison]:
         if earlier.why_none:

@@ -59,12 +59,6 @@ def explain_not_finite(
     """Name every value of a stack that is not finite, and say why there is none.
 
     A part of a value that is not finite itself is not named beside it.
-
-    Args:
-        columns: Columns of one stack by metric.
-        explained: Metric and layer (None for the mean) of values for which another note gives the
-            reason.
-        metrics: The metrics that were measured, by name.
     """
     stacks = {"": columns}
     reasons: dict[tuple[str, str], list[int]] = defaultdict(list)

@@ -667,11 +667,7 @@ _GROUPS_OF = {
 
 
 def sources_of(metric: Callable[..., Any]) -> set[str]:
-    """List the sources of the views that a metric reads: "hidden", "attention", "projection".
-
-    Args:
-        metric: A function of views.
-    """
+    """List the sources of the views that a metric reads: "hidden", "attention", "projection"."""
     return {CAPTURED[view] for view in captured_views(parameters(metric))}
 
 

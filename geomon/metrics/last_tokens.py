@@ -69,10 +69,6 @@ def at_last(metric: Callable[..., Any], *, at_least: int = 2) -> AtLast:
 
 
 def read_last(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Rename the views of rows that a function reads to those of the last tokens.
-
-    Args:
-        function: A function of views.
-    """
+    """Rename the views of rows that a function reads to those of the last tokens."""
     names = [f"last_{name}" if has_last(name) else name for name in parameters(function)]
     return renamed(function, *names)

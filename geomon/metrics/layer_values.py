@@ -54,11 +54,7 @@ class LayerValues:
     without_arrays: str = ""
 
     def joined_with(self, other: "LayerValues") -> "LayerValues":
-        """Join the values of two measurements of one layer, each of other sources.
-
-        Args:
-            other: Values of the other measurement.
-        """
+        """Join the values of two measurements of one layer, each of other sources."""
         joined = {}
         for one in fields(self):
             mine, others = getattr(self, one.name), getattr(other, one.name)

@@ -182,11 +182,7 @@ def _noise(rows: int, width: int, generator: torch.Generator) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _gaussian_dimension(rows: int, width: int) -> tuple[float, float]:
-    """Measure TwoNN of Gaussian noise: far below the width, since distances concentrate.
-
-    Returns:
-        Mean over samples, and their standard deviation.
-    """
+    """Measure TwoNN of Gaussian noise: far below the width, since distances concentrate."""
     generator = torch.Generator("cpu").manual_seed(0)
     samples = max(_FEWEST_SAMPLES, min(_MOST_SAMPLES, 4 * _ROWS // rows))
     # Only some of many rows have their neighbours searched.

@@ -101,11 +101,7 @@ def _all_in_one_group(layer: Layer) -> dict[str, Groups]:
 
 
 def groups_of(sequences: Tensor) -> Groups:
-    """Put rows into groups of sequences.
-
-    Args:
-        sequences: Number of the sequence of each row, integers, [rows].
-    """
+    """Put rows into groups of sequences."""
     group = group_sequences(sequences)
     return Groups(torch.zeros_like(sequences), 1) if group is None else Groups(group, GROUPS)
 
@@ -235,12 +231,7 @@ def _far_nearest(hidden: Tensor, far_rows: Tensor, unique_rows: Tensor) -> Neigh
 
 
 def first_neighbours(distances: Tensor, count: int) -> Tensor:
-    """Take the nearest few of listed distances; a second one, infinitely far, where there is one.
-
-    Args:
-        distances: Distances, ascending, [rows, listed].
-        count: Number of neighbours.
-    """
+    """Take the nearest few of listed distances; a second one, infinitely far, if there is one."""
     missing = max(0, 2 - distances.shape[1])
     return torch.nn.functional.pad(distances, (0, missing), value=torch.inf)[:, :count]
 
@@ -434,11 +425,7 @@ _LAST = "last_"
 
 
 def alternatives(name: str) -> tuple[Callable[..., Any], ...]:
-    """List the functions that make a derived view, the preferred one first.
-
-    Args:
-        name: Name of a derived view.
-    """
+    """List the functions that make a derived view, the preferred one first."""
     made = DERIVED[name]
     return made if isinstance(made, tuple) else (made,)
 
@@ -466,14 +453,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def captured_views(names: Iterable[str]) -> set[str]:
-    """List the captured views from which the named views are made, by any alternative.
-
-    Args:
-        names: Names of views, captured or derived.
-
-    Raises:
-        KeyError: A name is no view.
-    """
+    """List the captured views from which the named views are made, by any alternative."""
     return set().union(*map(_captured_views, names))
 
 
@@ -488,15 +468,7 @@ def _captured_views(name: str) -> frozenset[str]:
 
 
 def can_be_made(names: Iterable[str], captured: Iterable[str]) -> bool:
-    """Whether views can all be made of the captured ones that are there, by some alternative.
-
-    Args:
-        names: Names of views, captured or derived.
-        captured: Names of the captured views that are there.
-
-    Raises:
-        KeyError: A name is no view.
-    """
+    """Whether views can all be made of the captured ones that are there, by some alternative."""
     there = frozenset(captured)
     return all(_can_be_made(name, there) for name in names)
 
@@ -512,32 +484,20 @@ def _can_be_made(name: str, captured: frozenset[str]) -> bool:
 
 
 def is_view(name: str) -> bool:
-    """Return whether there is a view of that name.
-
-    Args:
-        name: Any name; "last_spectrum", say, is the spectrum of the last tokens.
-    """
+    """Return whether there is a view of that name."""
     known = name in CAPTURED or name in DERIVED
     return known or (name.startswith(_LAST) and has_last(name.removeprefix(_LAST)))
 
 
 def has_last(name: str) -> bool:
-    """Return whether a view is made of rows alone, so that the last tokens have it too.
-
-    Args:
-        name: Name of a view.
-    """
+    """Return whether a view is made of rows alone, so that the last tokens have it too."""
     if name not in CAPTURED and name not in DERIVED:
         return False
     return {CAPTURED[view] for view in captured_views([name])} == {"hidden"}
 
 
 def _of_rows(name: str) -> str:
-    """Name the view of all rows that a view of the last tokens stands for.
-
-    Raises:
-        KeyError: There is no view of that name.
-    """
+    """Name the view of all rows that a view of the last tokens stands for."""
     if not is_view(name):
         raise KeyError(name)
     return name.removeprefix(_LAST)
@@ -620,12 +580,6 @@ class LayerViews:
 
         It may change them in place, and other metrics read the same views, as does a second
         measurement of a layer (after a trial of its cost, say).
-
-        Args:
-            function: A metric.
-
-        Raises:
-            MissingViewError: One of the views is made of something that was not captured.
         """
         return function(*(_copied(self[name]) for name in parameters(function)))
 
@@ -652,14 +606,6 @@ def split_rows(
     """Cut the rows of a layer into splits of equal size; views that are not of rows are shared.
 
     A sequence is in the same group in every split.
-
-    Args:
-        layer: The layer with its captured views.
-        rows: Number of rows in one split. Fewer rows than that make one split; a remainder is left
-            out.
-        count: Largest number of splits.
-        queries: Number of rows of a split from which distances are measured; None for all.
-        has_groups: Whether sums are kept by group of sequences, for margins.
     """
     hidden = layer.captured.get("hidden")
     if hidden is None:

@@ -63,11 +63,7 @@ class MeasuringDevice:
         return f"{own.type} does not compute in float64, in which distances are decided"
 
     def why_not(self, layers: Sequence[Layer]) -> str | None:
-        """Return why layers cannot be measured on the device now, or None if they can.
-
-        Args:
-            layers: Layers that will be measured; their rows may be on any device.
-        """
+        """Return why layers cannot be measured on the device now, or None if they can."""
         device = self.device
         if device == HOST:
             return None
@@ -91,11 +87,7 @@ class MeasuringDevice:
 
     @contextlib.contextmanager
     def beside_training(self, ready: Any) -> Iterator[None]:
-        """Queue work of this thread on a stream of its own: the training does not wait for it.
-
-        Args:
-            ready: What has to be done on the device before, as `mark_ready` returned it.
-        """
+        """Queue work of this thread on a stream of its own: the training does not wait for it."""
         module = None if ready is None else _streams_of(self.device)
         if module is None:
             yield
@@ -111,14 +103,7 @@ class MeasuringDevice:
 
 
 def check_device(name: Any) -> str:
-    """Return the name of a device, checked as far as can be without the device.
-
-    Args:
-        name: "auto", "cpu", or the name of a device of torch.
-
-    Raises:
-        ValueError: No device is called that.
-    """
+    """Return the name of a device, checked as far as can be without the device."""
     if isinstance(name, torch.device):
         name = str(name)
     try:
@@ -133,11 +118,7 @@ def check_device(name: Any) -> str:
 
 
 def _open_device(name: str | torch.device) -> torch.device:
-    """Compute something on a device, to see that it is there, and return it with its number.
-
-    Raises:
-        ValueError: It is not there, or does not compute in float64.
-    """
+    """Compute something on a device, to see that it is there, and return it with its number."""
     try:
         tried = torch.zeros(1, dtype=torch.float64, device=name)
         tried.item()

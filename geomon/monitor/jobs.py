@@ -179,11 +179,7 @@ class ReadingJob:
         self.finish()
 
     def measure_next(self, count: int = 1) -> None:
-        """Measure more layers, as many at once as pays, and free what was captured of them.
-
-        Args:
-            count: Number of layers, of those that are left.
-        """
+        """Measure more layers, as many at once as pays, and free what was captured of them."""
         began = time.perf_counter()
         if self._device == HOST and self._ready is not None:
             self._ready.synchronize()  # copies to the host are queued behind the training's work

@@ -50,11 +50,7 @@ class LoggedValues:
                 self._given.add(name)
 
     def wait_for(self, names: Iterable[str]) -> None:
-        """Have later readings wait for more names.
-
-        Args:
-            names: Names that were logged too late.
-        """
+        """Have later readings wait for more names."""
         for name in names:
             with contextlib.suppress(ValueError):
                 tags.training_tag(name)
@@ -70,11 +66,7 @@ class LoggedValues:
         return name in self._values.get(step, {})
 
     def is_complete(self, step: int) -> bool:
-        """Whether every value that the reading of a step waits for has come.
-
-        Args:
-            step: The step.
-        """
+        """Whether every value that the reading of a step waits for has come."""
         return self._awaited.keys() <= self._values.get(step, {}).keys()
 
     def read(self, step: int) -> dict[str, float]:
@@ -93,12 +85,7 @@ class LoggedValues:
         return found
 
     def forget_before(self, step: int, keep: Collection[int]) -> None:
-        """Drop the values of earlier steps.
-
-        Args:
-            step: The first step that is kept.
-            keep: Earlier steps that are kept too.
-        """
+        """Drop the values of earlier steps."""
         for other in [other for other in self._values if other < step and other not in keep]:
             del self._values[other]
 
@@ -121,15 +108,7 @@ class LoggedValues:
 
 
 def copy_number(value: Any) -> Tensor | float | None:
-    """Copy a value as it is now: what is logged may be changed in place, as a running sum is.
-
-    Args:
-        value: A number, a tensor of one number, or None, which is given back.
-
-    Raises:
-        TypeError: It is no number.
-        ValueError: It is not one number.
-    """
+    """Copy a value as it is now: what is logged may be changed in place, as a running sum is."""
     expected = "expected a number or a tensor of one"
     if value is None:
         return None

@@ -75,15 +75,7 @@ def check_count(name: str, value: int | None, at_least: int = 1, *, or_none: boo
 
 
 def check_step(step: SupportsIndex) -> int:
-    """Return a step as a plain int: whole numbers of numpy and tensors of one are taken too.
-
-    Args:
-        step: Number of optimizer updates already in the weights.
-
-    Raises:
-        TypeError: The step is not a whole number.
-        ValueError: The step is below 0, or no 64 bits hold it.
-    """
+    """Return a step as a plain int: whole numbers of numpy and tensors of one are taken too."""
     expected = "a step is the number of optimizer updates already in the weights, a whole number"
     is_flag = isinstance(step, bool) or str(getattr(step, "dtype", "")).endswith("bool")
     try:
@@ -551,18 +543,7 @@ def declared(options: type) -> dict[str, Option]:
 
 
 def check_options(options: Mapping[str, Any], owner: str) -> MonitorOptions:
-    """Return all options of a monitor, checked: those given, and the defaults of the others.
-
-    Args:
-        options: The options that were given.
-        owner: Name of the class that was called, for messages.
-
-    Raises:
-        TypeError: An option has a name that does not exist, metrics are not a mapping, a sink
-            lacks its methods, or a hook is not a function.
-        ValueError: A number is out of range, a metric reads an unknown view, no alert has such a
-            name, or the schedule never fires.
-    """
+    """Return all options of a monitor, checked: those given, and the defaults of the others."""
     checked: MonitorOptions = _check(options, MonitorOptions, owner)
     if isinstance(checked["probe"], str):
         raise ValueError(
@@ -573,16 +554,7 @@ def check_options(options: Mapping[str, Any], owner: str) -> MonitorOptions:
 
 
 def check_callback_options(options: Mapping[str, Any], owner: str) -> CallbackOptions:
-    """Return all options of a callback, checked: those given, and the defaults of the others.
-
-    Args:
-        options: The options that were given.
-        owner: Name of the class that was called, for messages.
-
-    Raises:
-        TypeError: As `check_options`.
-        ValueError: As `check_options`.
-    """
+    """Return all options of a callback, checked: those given, and the defaults of the others."""
     checked: CallbackOptions = _check({"directory": None, **options}, CallbackOptions, owner)
     _check_measured(checked["detail"], checked["metrics"])
     if checked["probe_loss"] is not None and checked["probe"] is None:

@@ -136,11 +136,7 @@ class Outbox:
                 self._publish(job)
 
     def move_to(self, step: int) -> None:
-        """Publish what is finished, as the training moves on: nothing waits any more.
-
-        Args:
-            step: The step that the training comes to.
-        """
+        """Publish what is finished, as the training moves on: nothing waits any more."""
         self.publish(wait=False)
         self._logged.forget_before(step, self._pending)
 
@@ -179,11 +175,7 @@ class Outbox:
             self.publish()
 
     def lacks_values(self, step: int) -> bool:
-        """Return whether a reading of a step waits for values of the option `log`.
-
-        Args:
-            step: Number of optimizer updates already in the weights.
-        """
+        """Return whether a reading of a step waits for values of the option `log`."""
         return step in self._pending and not self._logged.is_complete(step)
 
     def close(self) -> None:

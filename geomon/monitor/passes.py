@@ -94,11 +94,6 @@ class Passes:
 
         Compiled code of which no copy can be made stays compiled, and the check sees nothing of it.
         The other ranks make no check: a pass that ran eagerly here could wait for them forever.
-
-        Args:
-            step: Number of optimizer updates already in the weights.
-            views: Names of the views that are wanted.
-            rows: Number of rows of hidden states to keep, of this rank alone.
         """
         return self._window(step, (step,), rows=rows, views=views)
 
@@ -185,17 +180,7 @@ class Passes:
         windows: int = 1,
         loss: ProbeLoss | None = None,
     ) -> list[Snapshot]:
-        """Make one extra pass; of a pipeline, one over all micro-batches.
-
-        Args:
-            inputs: What the model is called with, or a batch.
-            step: Number of optimizer updates already in the weights.
-            place: What the sample of the rows depends on besides the seed.
-            rows: Number of rows of hidden states to keep.
-            around: For a batch, the modules that may be called on it.
-            windows: Number of passes that share the memory of a reading.
-            loss: Computes the loss of the pass; None for none.
-        """
+        """Make one extra pass; of a pipeline, one over all micro-batches."""
         window = self._window(step, place, rows=rows, windows=windows)
         made = extra_pass(
             self._model, inputs, window, around=around, loss=loss, given=self._parts.given

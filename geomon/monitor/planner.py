@@ -170,11 +170,7 @@ class Account:
         return _Charge(self)
 
     def leave_out(self, seconds: float) -> None:
-        """Leave time inside a charge out: the training takes it without geomon too.
-
-        Args:
-            seconds: The time.
-        """
+        """Leave time inside a charge out: the training takes it without geomon too."""
         self.left_out += max(0.0, seconds)
 
 
@@ -445,13 +441,7 @@ class Planner:
         return step_time, (elapsed - spent + (self._last - step) * step_time) / (1 - self._share)
 
     def _is_payable(self, step: int, other: int, more: float) -> bool:
-        """Return whether a reading could be paid at a step from this one on.
-
-        Args:
-            step: The present step.
-            other: The present step or a later one.
-            more: Seconds that are spent meanwhile.
-        """
+        """Return whether a reading could be paid at a step from this one on."""
         assert self._share is not None
         elapsed, spent = self._account.elapsed, self._account.spent
         step_time, end = self._times(step)

@@ -72,15 +72,7 @@ class log_spaced:  # noqa: N801
 
 
 def check_schedule(schedule: Schedule | int | None) -> Schedule | None:
-    """Give a schedule back after seeing it fire; a number of steps as the schedule `every`.
-
-    Args:
-        schedule: Function from a step to whether a reading is due, or a number of steps; None if
-            the budget decides.
-
-    Raises:
-        ValueError: It fires at none of the first steps, or does not take a step.
-    """
+    """Give a schedule back after seeing it fire; a number of steps as the schedule `every`."""
     if schedule is None:
         return None
     if isinstance(schedule, int) and not isinstance(schedule, bool) and schedule > 0:
@@ -99,11 +91,7 @@ def check_schedule(schedule: Schedule | int | None) -> Schedule | None:
 
 
 def first_steps(schedule: Schedule) -> list[int]:
-    """List the first steps, below 1,000, at which a schedule is due: by them two are compared.
-
-    Args:
-        schedule: Function from a step to whether a reading is due.
-    """
+    """List the first steps, below 1,000, at which a schedule is due: by them two are compared."""
     due = []
     for step in range(1000):
         with contextlib.suppress(Exception):  # said when the training is there

@@ -128,11 +128,7 @@ class SinkCalls:
         self._warnings = warnings
 
     def add_loggers(self, sinks: Sequence[Sink]) -> None:
-        """Add sinks that are called in the training's own thread, without a limit.
-
-        Args:
-            sinks: Sinks that write to loggers of the training.
-        """
+        """Add sinks that are called in the training's own thread, without a limit."""
         self._entries += [_Entry(sink, lambda action: action()) for sink in parts_of(sinks)]
 
     def describe(self, description: dict[str, Any]) -> None:

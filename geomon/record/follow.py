@@ -182,9 +182,6 @@ class Follower:
         """Raise unless the file, as it was at the last look, can be continued.
 
         Its last line too has to be of a record, for it is going to be removed if it is torn.
-
-        Raises:
-            ValueError: It cannot.
         """
         torn = self._torn
         if not any(torn.startswith(x) or x.startswith(torn) for x in _KINDS):

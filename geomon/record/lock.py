@@ -108,13 +108,6 @@ def lock_folder(path: Path) -> FolderLock:
 
     A second monitor of one process shares it: a notebook builds one again without closing the
     first, and a process that opened the file twice would lose its lock with the first close.
-
-    Args:
-        path: Path of the file that is locked.
-
-    Raises:
-        FolderLockedError: Another process holds the lock.
-        OSError: The file cannot be made, or something else stands there.
     """
     with _TAKING:
         name = os.path.join(os.path.realpath(path.parent), path.name)

@@ -45,15 +45,7 @@ def local_path(directory: str | os.PathLike[str]) -> Path:
 
 
 def check_regular(path: Path, *, follow_symlinks: bool = True) -> None:
-    """Raise if a path names something else than a file: a pipe opens once somebody writes into it.
-
-    Args:
-        path: Path of a file, which need not be there.
-        follow_symlinks: Whether a link to a file is as good.
-
-    Raises:
-        OSError: A pipe, a device, a folder or a link stands there.
-    """
+    """Raise if a path names no file: a pipe, say, opens once somebody writes into it."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(path.stat(follow_symlinks=follow_symlinks).st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", str(path))

@@ -29,12 +29,7 @@ _NAMES_BELOW = {"yref": "container", "y": 0, "yanchor": "bottom"}
 
 
 def charts_of(readings: Readings, metrics: Iterable[str] = ()) -> dict[str, go.Figure]:
-    """Draw the charts of a run that there are values for, by their names.
-
-    Args:
-        readings: Readings of the main stack of a run.
-        metrics: Names of metrics that are drawn over training and over depth besides.
-    """
+    """Draw the charts of a run that there are values for, by their names."""
     charts = {}
     for name, panel in cards_of(readings, metrics):
         chart = draw(panel)
@@ -87,12 +82,7 @@ def choose(charts: Mapping[str, go.Figure], *, letters: int = 44) -> go.Figure:
 
 
 def slide(charts: Sequence[Mapping[int, Matrix]], names: Sequence[str]) -> go.Figure:
-    """Draw matrices of heads with a slider over steps, and a menu where there are several.
-
-    Args:
-        charts: For each choice of the menu a matrix by step, the last of which is shown first.
-        names: The names of the choices.
-    """
+    """Draw matrices of heads with a slider over steps, and a menu where there are several."""
     last = [by_step[max(by_step)] for by_step in charts]
     whole = choose({n: _draw_matrix(each) for n, each in zip(names, last, strict=True)})
     steps = sorted({step for by_step in charts for step in by_step})
@@ -113,11 +103,7 @@ def slide(charts: Sequence[Mapping[int, Matrix]], names: Sequence[str]) -> go.Fi
 
 
 def add_linear_axis(chart: go.Figure) -> go.Figure:
-    """Add buttons to a chart over steps that make its axis of steps linear and logarithmic again.
-
-    Args:
-        chart: Chart over steps.
-    """
+    """Add buttons to a chart over steps: its axis of steps is linear or logarithmic."""
     axis = chart.layout.xaxis
     linear = {
         "xaxis.type": "linear", "xaxis.tickmode": "auto", "xaxis.title.text": "training step",

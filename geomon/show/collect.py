@@ -145,13 +145,6 @@ def furthest_loss(readings: Readings) -> tuple[str, Curve]:
     The loss of the training is that of the batch after a reading, and after the last update there
     is no batch: a loss on the probe reaches the end of the run. If both end at the same step, it is
     the training loss.
-
-    Args:
-        readings: Readings of a run.
-
-    Returns:
-        "training loss" or "loss on the probe", and its curve, which is empty where neither is
-        known.
     """
     names = {"training loss": tags.LOSS, "loss on the probe": tags.PROBE_LOSS}
     curves = {name: training_curve(readings, key) for name, key in names.items()}
@@ -187,11 +180,6 @@ def depth_panel(readings: Readings, metric: str, part: str = "") -> Lines:
 
     Layer 0, the embedding, is left out where it would flatten the blocks; a remark says how high it
     is.
-
-    Args:
-        readings: Readings of a run.
-        metric: Name of a metric with a value at each layer.
-        part: Name of a part of it; "" for its value.
     """
     columns, layers, table, remark = _profiles(readings, metric, part)
     rows = dict(zip(columns, table.T.tolist(), strict=True))
@@ -253,11 +241,6 @@ def head_panels(readings: Readings, metric: str, most: int = 1) -> dict[int, Mat
 
     The scale of cosines is -1 to 1, that of the attention entropy 0 to that of uniform attention,
     where it is known; others have that of the whole run.
-
-    Args:
-        readings: Readings of a run.
-        metric: Name of a metric with a value for each head.
-        most: Largest number of steps; with 1, the last alone.
     """
     measured, layers, tables = measured_heads(readings, metric)
     if not measured:
@@ -277,10 +260,6 @@ def measured_heads(
     readings: Iterable[Reading], metric: str
 ) -> tuple[list[Reading], list[int], Floats]:
     """Select the readings of one source in which a head has a value of a metric.
-
-    Args:
-        readings: Readings of a run.
-        metric: Name of the metric.
 
     Returns:
         The readings, one for each step; the layers in which heads have a value in any; the values,
@@ -306,12 +285,7 @@ def measured_heads(
 def cards_of(
     readings: Readings, metrics: Iterable[str] = ()
 ) -> Iterator[tuple[str, Lines | Matrix]]:
-    """List the panels that loggers show of a run, with their names, which are numbered.
-
-    Args:
-        readings: Readings of the main stack of a run.
-        metrics: Names of metrics that are shown over training and over depth besides.
-    """
+    """List the panels that loggers show of a run, with their names, which are numbered."""
     titles = {name: readings.text_of(name).title for name in (*BY_LAYER, *BY_HEAD, *metrics)}
     asked: list[tuple[str, Callable[[], Lines | Matrix | None]]] = [
         (chart_title("twonn", readings.text_of("twonn")), partial(dimension_panel, readings)),
@@ -341,13 +315,7 @@ def scales_of(readings: Iterable[Reading]) -> list[int]:
 
 
 def arrays_by_step(readings: Readings, name: str, most: int) -> dict[int, dict[str, NDArray[Any]]]:
-    """Read the arrays that stand beside a record at a few steps, evenly spaced in logarithm.
-
-    Args:
-        readings: Readings of a run.
-        name: Name of an array; steps without it are left out.
-        most: Largest number of steps.
-    """
+    """Read the arrays that stand beside a record at a few steps, evenly spaced in logarithm."""
     selected = single_source(readings)
     if readings.folder is None or not selected:
         return {}

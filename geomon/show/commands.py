@@ -280,9 +280,6 @@ def _writes(path: Path) -> Iterator[Path]:
 
     It yields the path to write to, of the same ending: that of a part beside the file, which takes
     its place in the end. What is no file, /dev/stdout say, is written itself.
-
-    Raises:
-        ValueError: The file cannot be written.
     """
     place = Path(os.path.realpath(path))
     whole = path.exists() and not path.is_file()

@@ -18,15 +18,7 @@ def load(directory: Path, stack: str | None = None) -> Readings:
 
 
 def load_all(directory: Path) -> Readings:
-    """Read all stacks of a record that has at least one reading.
-
-    Args:
-        directory: Folder of the run, or the path of its file.
-
-    Raises:
-        FileNotFoundError: The folder holds no record.
-        ValueError: The file is not a record, or has no readings.
-    """
+    """Read all stacks of a record that has at least one reading."""
     readings = read(directory)
     if not readings:
         why = [*readings.remarks(), "try again when the run has begun"][0]

@@ -56,19 +56,6 @@ def find_checkpoints(
     The step is that of `trainer_state.json` in a folder of transformers, `global_step` in a file of
     Lightning, or the number in the name (`checkpoint-500`, `step1000`). Where one of several names
     no step, all are numbered 0, 1, 2 in order. Of two with the same step, the first is taken.
-
-    Args:
-        model: Folder of a transformers model, name of one on the hub, or a function that builds the
-            model.
-        checkpoints: Folder with `checkpoint-N` folders of the Trainer or with `*.ckpt` files of
-            Lightning, or one such file; None for the model itself.
-        revisions: Revisions of a model on the hub, in the order of the training.
-
-    Returns:
-        The checkpoints, and notes on their steps for the reader of the numbers.
-
-    Raises:
-        ValueError: There are no checkpoints, or they do not fit the model.
     """
     name = os.fspath(model) if isinstance(model, str | os.PathLike) else None
     if checkpoints is None and name is not None and not revisions:
@@ -112,15 +99,7 @@ def _is_adapter(folder: Path) -> bool:
 
 
 def _base_of(folder: Path, given: str | None = None) -> str | None:
-    """Return the model to which the adapter in a folder belongs; None if it holds none.
-
-    Args:
-        folder: Folder of a checkpoint.
-        given: Folder or name of the model; None for the one that the adapter names.
-
-    Raises:
-        ValueError: The adapter does not say which model it belongs to.
-    """
+    """Return the model to which the adapter in a folder belongs; None if it holds none."""
     if not _is_adapter(folder):
         return None
     if given is not None:
@@ -224,23 +203,12 @@ def _in_order(path: Path) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the words of an error in one line, cut where they would fill a page.
-
-    Args:
-        error: The error.
-    """
+    """Return the words of an error in one line, cut where they would fill a page."""
     return " ".join(str(error).split())[:300]
 
 
 def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a checkpoint of Lightning without running code in it; its tensors stay on the disk.
-
-    Args:
-        path: Path of the file.
-
-    Raises:
-        ValueError: The file cannot be read, or holds other objects than tensors and plain values.
-    """
+    """Read a checkpoint of Lightning without running code in it; its tensors stay on the disk."""
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # torch has a kind for each way in which a file can be broken

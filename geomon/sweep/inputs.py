@@ -66,19 +66,7 @@ class InputSize(NamedTuple):
 def make_inputs(
     model: nn.Module, checkpoint: Checkpoint, text: bytes | None, size: InputSize
 ) -> Inputs:
-    """Make one batch of the kind that a model reads.
-
-    Args:
-        model: The model.
-        checkpoint: The checkpoint of the model, which holds the tokenizer if there is one.
-        text: Content of the text file; None if none is named.
-        size: Size of the batch.
-
-    Raises:
-        InputError: A model of text and no text, another model and a text, an empty text or one with
-            more distinct bytes than the model has tokens, or a model whose inputs are not known.
-        ValueError: The tokenizer of the checkpoint cannot be loaded.
-    """
+    """Make one batch of the kind that a model reads."""
     if checkpoint.is_file:
         return Inputs(*_byte_windows(model, _require(text), size))
     config: Any = model.config
@@ -255,11 +243,7 @@ def _byte_windows(model: nn.Module, text: bytes, size: InputSize) -> tuple[Tenso
 
 
 def _vocabulary(model: nn.Module) -> int:
-    """Return the number of tokens that a model knows.
-
-    Raises:
-        InputError: It has no table of embeddings.
-    """
+    """Return the number of tokens that a model knows."""
     known = getattr(getattr(model, "config", None), "vocab_size", None)
     if isinstance(known, int):
         return known

@@ -23,14 +23,7 @@ _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def resolve_build(name: str) -> Build | None:
-    """Import the function that builds a model; None if the name is not `module:function`.
-
-    Args:
-        name: Name of a function, for instance "recipes.enwik8.model:build".
-
-    Raises:
-        ValueError: The module cannot be imported, or holds no such function.
-    """
+    """Import the function that builds a model; None if the name is not `module:function`."""
     if _IMPORT_PATH.fullmatch(name) is None:
         return None
     module, _, attribute = name.partition(":")
@@ -49,20 +42,7 @@ def resolve_build(name: str) -> Build | None:
 
 
 def load_model(checkpoint: Checkpoint, build: Build | None) -> tuple[nn.Module, list[str]]:
-    """Load the model of a checkpoint, on the CPU; the random state stays as it is.
-
-    Args:
-        checkpoint: The checkpoint.
-        build: Function that builds the model of a file, from the hyper-parameters in the file; None
-            for a model of transformers.
-
-    Returns:
-        The model, and notes on its weights.
-
-    Raises:
-        ValueError: The weights cannot be read, or are not all of the model's.
-        ImportError: transformers is missing.
-    """
+    """Load the model of a checkpoint, on the CPU; the random state stays as it is."""
     with torch.random.fork_rng():
         if build is not None:
             return _of_file(checkpoint, build), []
@@ -166,11 +146,7 @@ def _of_adapter(checkpoint: Checkpoint, base: str) -> tuple[nn.Module, list[str]
 
 
 def import_transformers() -> Any:
-    """Import transformers.
-
-    Raises:
-        ImportError: It is missing; one line says what to install.
-    """
+    """Import transformers."""
     try:
         return importlib.import_module("transformers")
     except ImportError as error:

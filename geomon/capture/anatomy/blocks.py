@@ -235,11 +235,7 @@ def find_anatomy(model: nn.Module, blocks: str | Sequence[nn.Module] | None = No
 
 
 def join_anatomies(parts: Sequence[Anatomy]) -> Anatomy:
-    """Make one anatomy of those of the parts of a model: of none, one without blocks.
-
-    Args:
-        parts: Anatomy of each part, in order.
-    """
+    """Make one anatomy of those of the parts of a model: of none, one without blocks."""
     return Anatomy(
         stacks=tuple(stack for part in parts for stack in part.stacks),
         embeddings=tuple(table for part in parts for table in part.embeddings),
@@ -255,11 +251,7 @@ def join_anatomies(parts: Sequence[Anatomy]) -> Anatomy:
 def _families(
     model: nn.Module, blocks: str | Sequence[nn.Module] | None, names: Names
 ) -> tuple[list[Family], list[LeftOut]]:
-    """Find the families that are watched, and the others.
-
-    Raises:
-        ValueError: There are no blocks, or none that `blocks` names.
-    """
+    """Find the families that are watched, and the others."""
     if blocks is not None:
         return group_by_pattern(choose_blocks(model, blocks, names), names), []
     found, left_out = find_families(model, names)

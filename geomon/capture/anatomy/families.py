@@ -91,12 +91,6 @@ def name_members_of_lists(names: Names) -> Names:
     """Name also the modules in plain lists and dicts, which torch does not register.
 
     Keras keeps its layers there, and tracks their weights in its own way.
-
-    Args:
-        names: Names of the registered modules.
-
-    Returns:
-        Names of these, and of all others that the attributes of one of them hold.
     """
     found = dict(names)
     waiting = [*names]
@@ -115,12 +109,7 @@ def name_members_of_lists(names: Names) -> Names:
 
 
 def member_at(model: nn.Module, path: str) -> Any:
-    """Return what a path leads to: a module, or the plain list or dict that holds one.
-
-    Args:
-        model: Any model.
-        path: A name of `name_members_of_lists`, or the beginning of one.
-    """
+    """Return what a path leads to: a module, or the plain list or dict that holds one."""
     found: Any = model
     for part in filter(None, path.split(".")):
         if isinstance(found, nn.Module):
@@ -131,17 +120,7 @@ def member_at(model: nn.Module, path: str) -> Any:
 
 
 def choose_blocks(model: nn.Module, blocks: str | Sequence[nn.Module], names: Names) -> Family:
-    """List the blocks that the user named.
-
-    Args:
-        model: Model that holds the blocks.
-        blocks: A regular expression that matches the whole names of the blocks, or the blocks
-            themselves.
-        names: Names of all modules of the model.
-
-    Raises:
-        ValueError: No name matches, or one of the blocks is not part of the model.
-    """
+    """List the blocks that the user named."""
     if isinstance(blocks, str):
         pattern = re.compile(blocks)
         found = [m for m, name in names.items() if pattern.fullmatch(shown_name(name))]
@@ -162,11 +141,7 @@ def choose_blocks(model: nn.Module, blocks: str | Sequence[nn.Module], names: Na
 
 
 def _refuse_lists(blocks: Sequence[nn.Module], names: Names) -> None:
-    """Refuse lists of modules, which are never called: their members are the blocks.
-
-    Raises:
-        ValueError: One of the blocks is a list of modules.
-    """
+    """Refuse lists of modules, which are never called: their members are the blocks."""
     for block in blocks:
         if isinstance(block, NOT_CALLABLE):
             name = shown_name(names[block])
@@ -178,12 +153,7 @@ def _refuse_lists(blocks: Sequence[nn.Module], names: Names) -> None:
 
 
 def group_by_pattern(modules: Iterable[nn.Module], names: Names) -> list[Family]:
-    """Group modules whose names differ by a number alone.
-
-    Args:
-        modules: Modules of the model.
-        names: Names of all modules of the model.
-    """
+    """Group modules whose names differ by a number alone."""
     families: dict[str, Family] = defaultdict(list)
     for module in modules:
         families[pattern_of(names[module])].append(module)
@@ -191,15 +161,7 @@ def group_by_pattern(modules: Iterable[nn.Module], names: Names) -> list[Family]
 
 
 def find_families(model: nn.Module, names: Names) -> tuple[list[Family], list[LeftOut]]:
-    """Find the families that are stacks of blocks.
-
-    Args:
-        model: Any model.
-        names: Names of all modules of the model.
-
-    Returns:
-        The families that are watched, in the order of the modules, and the others.
-    """
+    """Find the families that are stacks of blocks."""
     families = _all_families(model, names)
     outermost: list[str] = []
     for pattern in families:  # outer modules come before those inside
@@ -348,12 +310,6 @@ def leading_lists(family: Family) -> Family:
 
     A block begins at a sublayer that attends, behind one that does not; the sums are made in the
     residual module of each list.
-
-    Args:
-        family: Modules of one family.
-
-    Returns:
-        The lists that begin a block; none where the members are no such lists.
     """
     attending = [isinstance(member, nn.ModuleList) and attends(member) for member in family]
     if all(attending) or not any(attending) or not all(map(_ends_in_residual, family)):
@@ -386,13 +342,7 @@ def _takes_two(module: nn.Module) -> bool:
 
 
 def are_first_parts(model: nn.Module, family: Family, names: Names) -> bool:
-    """Whether each member is the first of several modules in a list of its own.
-
-    Args:
-        model: Model that holds the family.
-        family: Modules of one family.
-        names: Names of all modules of the model.
-    """
+    """Whether each member is the first of several modules in a list of its own."""
     parents = [member_at(model, names[member].rpartition(".")[0]) for member in family]
     return all(
         isinstance(parent, nn.ModuleList)
@@ -458,11 +408,7 @@ def _why_not(family: Family, watched: list[Family]) -> str:
 
 
 def has_children(module: nn.Module) -> bool:
-    """Whether a module holds others.
-
-    Args:
-        module: Any module.
-    """
+    """Whether a module holds others."""
     return next(module.children(), None) is not None
 
 

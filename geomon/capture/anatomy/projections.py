@@ -118,14 +118,7 @@ class Sizes(NamedTuple):
 
 
 def find_projections(module: nn.Module) -> Projections | None:
-    """Find the projections among the children of a module.
-
-    Args:
-        module: A module that may be an attention.
-
-    Returns:
-        The projections, or None if no children have the names of projections.
-    """
+    """Find the projections among the children of a module."""
     children = {name: child for name, child in module._modules.items() if child is not None}
     # What is around one, an adapter say, may pass its attributes on, and changes its weights.
     if _is_multihead(module) and not any(map(_is_multihead, children.values())):
@@ -144,11 +137,7 @@ def find_projections(module: nn.Module) -> Projections | None:
 
 
 def are_heads(attentions: Sequence[Projections | None]) -> bool:
-    """Whether the attentions of a list are heads: together as wide as the input of each.
-
-    Args:
-        attentions: Projections of each module of the list; None if it has none.
-    """
+    """Whether the attentions of a list are heads: together as wide as the input of each."""
     known = [each for each in attentions if each is not None and each.kind == "separate"]
     widths = {find_widths(each.query) for each in known}
     if len(known) != len(attentions) or len(known) < 2 or len(widths) > 1:
@@ -166,11 +155,6 @@ def find_sizes(projections: Projections | None, holders: Iterable[Any]) -> Sizes
 
     They are attributes of the attention module or of its `config`, or follow from the widths of the
     projections.
-
-    Args:
-        projections: Projections of the attention, or None.
-        holders: Objects whose attributes are asked, in this order: the attention module, and others
-            that know the heads.
     """
     known = [each for holder in holders for each in (holder, said(holder, "config"))]
     heads, key_heads, width = (
@@ -221,11 +205,7 @@ def find_widths(module: nn.Module) -> tuple[int, int] | None:
     What the module says of itself goes first: of a weight that FSDP1 has flattened each rank holds
     a part without a shape.
 
-    Args:
-        module: A module that may be a projection, or an embedding table.
-
-    Returns:
-        Both; None if the module is no matrix.
+    None if the module is no matrix.
     """
     for names in _WIDTHS:
         made, taken = (said(module, name) for name in names)
@@ -243,9 +223,6 @@ def projects_in_its_own_way(module: nn.Module) -> bool:
     """Whether a matrix makes a projection that is more than a product and a bias.
 
     An adapter around one, a quantised or a sharded one, or one whose output a hook changes.
-
-    Args:
-        module: A module with the widths of a matrix.
     """
     if type(module) is not nn.Linear:
         return True

@@ -157,12 +157,7 @@ class SoftmaxCall:
 
 
 def record_call(sampler: RowSampler, given: Arguments) -> AttentionCall:
-    """Record an attention call: sampled queries, against all keys of the sampled sequences.
-
-    Args:
-        sampler: Sampler of the queries.
-        given: Arguments of the call.
-    """
+    """Record an attention call: sampled queries, against all keys of the sampled sequences."""
     count, _, length, _ = given.query.shape
     sequences, places = sampler.sample_queries(count, length)
     sampled = given._replace(
@@ -184,9 +179,6 @@ def _at_rule(
     """Write what a rule says of the sampled queries as a mask and a bias.
 
     A rule may change scores in any way: what it adds to those of these queries is a bias.
-
-    Raises:
-        NotUnderstoodError: The functions of the rule cannot be asked of many places at once.
     """
     try:
         mask = rule.visible(sequences, places)
@@ -206,11 +198,6 @@ def _at_rule(
 @torch.no_grad()
 def at_sampled_rows(scores: Tensor, sequences: Tensor, places: Tensor) -> Tensor:
     """Copy the sampled rows of scores.
-
-    Args:
-        scores: [sequences, heads, queries, keys].
-        sequences: Indices of the sampled sequences.
-        places: Position of each sampled query in its sequence, [sampled sequences, queries].
 
     Returns:
         [sampled sequences, heads, sampled queries, keys].
@@ -236,14 +223,6 @@ def read_call(call: AttentionCall | SoftmaxCall, valid: Tensor | None) -> dict[s
     """Make the captured views of a recorded call.
 
     Masks and scores are read on the host; queries and keys stay where they are.
-
-    Args:
-        call: The recorded call.
-        valid: False where a sampled query is padding, [sequences, queries]; None without padding.
-
-    Raises:
-        NotUnderstoodError: The call has a mask or an option that cannot be rebuilt, or a softmax is
-            not one of attention.
     """
     real = None if valid is None else valid.cpu()[:, None, :, None]
     if isinstance(call, SoftmaxCall):
@@ -276,12 +255,6 @@ def read_scores(call: SoftmaxCall) -> dict[str, Any]:
 
     These are queries and keys, with a scale and a bias that make exactly the scores of them; or the
     scores alone, where queries and keys were not seen.
-
-    Args:
-        call: The recorded softmax.
-
-    Raises:
-        NotUnderstoodError: The softmax is not one of attention.
     """
     if call.made_of is None:
         return _scores_alone(call)
@@ -318,16 +291,7 @@ def read_scores(call: SoftmaxCall) -> dict[str, Any]:
 
 
 def _plainly_hidden(scores: Tensor, scaled: Tensor, eps: float) -> Tensor | None:
-    """Find the keys that a mask of -inf hides, if next to nothing is added to all other scores.
-
-    Args:
-        scores: Masked scores.
-        scaled: Scaled products of queries and keys, of the same shape.
-        eps: What is next to nothing, as a share of the largest of the products.
-
-    Returns:
-        Boolean tensor, true for a hidden key, or None if the mask or a bias needs a closer look.
-    """
+    """Find the keys that a mask of -inf hides, if next to nothing is added to all other scores."""
     added = scores - scaled
     hidden = hidden_for_sure(scores, added)
     limit = eps * scaled.abs().amax()
@@ -347,9 +311,6 @@ def _without_sink(
     """Take the logits of sinks from scores, which they were joined to as one more key.
 
     A number may have been taken from all scores of a row, which does not change their softmax.
-
-    Returns:
-        The scores without these, and the logit of each head, or None if nothing was joined.
     """
     rest, joined = scores[..., :-1], scores[..., -1]
     if rest.shape != products.shape:
@@ -384,16 +345,8 @@ def _visibility(call: AttentionCall, keys: int) -> tuple[Tensor, Tensor | None]:
 def split_mask(mask: Tensor | None, keys: int) -> tuple[Tensor | None, Tensor | None]:
     """Split a mask into the keys that it hides and the bias that it adds.
 
-    Args:
-        mask: Boolean (True = attend) or additive, broadcastable to [sequences, heads, queries,
-            keys]; None for none.
-        keys: Number of keys.
-
     Returns:
         True where a key is hidden, and the bias, both broadcastable to that shape; None for none.
-
-    Raises:
-        NotUnderstoodError: The mask is neither boolean nor additive.
     """
     if mask is None:
         return None, None

@@ -70,25 +70,7 @@ def record_softmax(
     scale: float | None = None,
     find_columns: Callable[[Tensor], Columns | None] = lambda heads: None,
 ) -> tuple[SoftmaxCall | None, tuple[Columns | None, Columns | None]]:
-    """Record the sampled rows of a softmax of attention scores.
-
-    Args:
-        sampler: Sampler of the queries.
-        scores: Input of the softmax.
-        dim: The dimension that the softmax runs over: the keys.
-        known: What is known of the attention.
-        products: Products that flowed into the scores.
-        scale: What the product was multiplied by to make the scores; None if it is not known.
-        find_columns: Returns the columns of projections that queries or keys were made of.
-
-    Returns:
-        The recorded call, or None if the softmax is nothing like one of attention (a router's);
-        and the columns of its queries and keys.
-
-    Raises:
-        NotUnderstoodError: The softmax is one of an attention whose weights it does not give, or
-            whose scores cannot be arranged.
-    """
+    """Record the sampled rows of a softmax of attention scores."""
     unknown = None, None
     if scores.is_nested:
         return None, unknown
@@ -139,11 +121,6 @@ def _factors(
 ) -> tuple[Tensor, Tensor] | None:
     """View the factors of a product as queries and keys; None if their sizes do not fit.
 
-    Args:
-        product: The product.
-        shape: Shape of the scores, [sequences, heads, queries, keys].
-        turned: Whether keys may be the left factor.
-
     Returns:
         Queries, [sequences, heads, queries, head width], and keys, [sequences, key heads, keys,
         head width].
@@ -174,11 +151,6 @@ def is_second_softmax(recorded: SoftmaxCall, scores: Tensor, dim: int) -> bool:
     """Whether a softmax is a further one of the attention whose scores were recorded.
 
     One of the same scores over the same keys is not (the logarithm for a loss, say).
-
-    Args:
-        recorded: The first softmax of the attention.
-        scores: Input of the softmax.
-        dim: The dimension that the softmax runs over.
     """
     if scores.ndim != 4 or dim % 4 < 2:
         return False
@@ -201,14 +173,6 @@ def arrange_scores(scores: Tensor, dim: int, known: Known) -> Tensor | None:
     There are as many queries as tokens that the block was given: sequences times queries (windows
     of a sequence are sequences). Sequences and heads may be in one dimension, heads in two
     (groups).
-
-    Args:
-        scores: Scores of any number of dimensions.
-        dim: The dimension of the keys.
-        known: What is known of the attention.
-
-    Returns:
-        The scores, or None if the sizes of their dimensions do not fit these numbers.
     """
     tokens, heads = math.prod(known.shape), known.heads
     if 0 in scores.shape or tokens == 0:

@@ -23,14 +23,7 @@ _NOT_REBUILT = ("alibi_slopes", "block_table", "page_table", "seqused_k", "attn_
 
 
 def read_sdpa(given: Mapping[str, Any]) -> Arguments:
-    """Read a call of an operator behind `scaled_dot_product_attention`; nothing is copied.
-
-    Args:
-        given: Arguments by the names of its schema.
-
-    Raises:
-        NotUnderstoodError: The call cannot be rebuilt from what it was given.
-    """
+    """Read a call of an operator behind `scaled_dot_product_attention`; nothing is copied."""
     query, key = (_plain(given.get(name), name, 4, heads=1) for name in ("query", "key"))
     mask = _first(given, "attn_mask", "attn_bias")
     if mask is not None:
@@ -48,15 +41,7 @@ def read_sdpa(given: Mapping[str, Any]) -> Arguments:
 
 
 def read_flex(given: Mapping[str, Any]) -> Arguments:
-    """Read a call of flex attention; nothing is copied.
-
-    Args:
-        given: Arguments by the names of its operator; the mask is a tuple that ends with its
-            function.
-
-    Raises:
-        NotUnderstoodError: The call cannot be rebuilt from what it was given.
-    """
+    """Read a call of flex attention; nothing is copied."""
     query, key = (_plain(given.get(name), name, 4, heads=1) for name in ("query", "key"))
     block, score = given["block_mask"], given.get("score_mod")
     counts = next(part for part in block if isinstance(part, Tensor))  # [sequences, heads, ...]
@@ -73,14 +58,7 @@ def read_flex(given: Mapping[str, Any]) -> Arguments:
 
 
 def read_flash(given: Mapping[str, Any]) -> Arguments:
-    """Read a call of a function of flash attention; nothing is copied.
-
-    Args:
-        given: Arguments by the names of `flash_attn`, or of `torch.nn.attention.varlen`.
-
-    Raises:
-        NotUnderstoodError: The call cannot be rebuilt from what it was given.
-    """
+    """Read a call of a function of flash attention; nothing is copied."""
     for name in _NOT_REBUILT:
         if given.get(name) is not None:
             raise NotUnderstoodError(f"fused attention was given {name}")
@@ -124,18 +102,7 @@ def _scale(query: Tensor, given: float | None) -> float:
 
 
 def _plain(values: Any, what: str, dimensions: int, *, heads: int) -> Tensor:
-    """Return a tensor, or the part of it that is on this rank, without its graph.
-
-    Args:
-        values: What an operator was given.
-        what: What it is.
-        dimensions: Number of its dimensions.
-        heads: Its dimension of heads, along which ranks may share it out.
-
-    Raises:
-        NotUnderstoodError: It is none, has another number of dimensions, or ranks share out its
-            sequences.
-    """
+    """Return a tensor, or the part of it that is on this rank, without its graph."""
     if not isinstance(values, Tensor) or values.is_nested or values.ndim != dimensions:
         raise NotUnderstoodError(f"the {what} are no plain tensor of {dimensions} dimensions")
     if sharded_dims(values) - {heads}:

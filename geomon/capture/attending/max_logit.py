@@ -26,15 +26,9 @@ _CAUSAL_PARTS, _FEWEST_QUERIES = 8, 64
 def max_logits_of_call(given: Arguments) -> Tensor:
     """Find the largest score of each row before the softmax, over its visible keys.
 
-    Args:
-        given: Arguments of the attention call.
-
     Returns:
         float32, [sequences, heads, queries], on the device of the queries; -inf where a row sees no
         key.
-
-    Raises:
-        NotUnderstoodError: The mask is neither boolean nor additive.
     """
     query, key = given.query, given.key
     sequences, heads, queries, width = query.shape
@@ -85,9 +79,6 @@ def max_logits_of_scores(scores: Tensor) -> Tensor:
 
     A hidden key is far below the largest score of its row.
 
-    Args:
-        scores: Input of the softmax, [sequences, heads, queries, keys].
-
     Returns:
         float32, [sequences, heads, queries], on the device of the scores; -inf where a row sees no
         key.
@@ -99,10 +90,6 @@ def max_logits_of_scores(scores: Tensor) -> Tensor:
 @torch.no_grad()
 def over_rows(largest: Tensor, valid: Tensor | None) -> Tensor:
     """Find the largest score of each head over the rows that are no padding.
-
-    Args:
-        largest: Largest score of each row, [sequences, heads, queries].
-        valid: False where a query is padding, [sequences, queries]; None without padding.
 
     Returns:
         [heads]; -inf where no row sees a key.

@@ -104,12 +104,7 @@ class SeenAttention:
         self.max_logits.clear()
 
     def add_heads(self, query: Columns | None, key: Columns | None) -> None:
-        """Take note of what the queries and keys of a call are made of.
-
-        Args:
-            query: Columns of the queries; None if they are not known.
-            key: Columns of the keys, or None.
-        """
+        """Take note of what the queries and keys of a call are made of."""
         if query is None or key is None:
             return
         if self.heads is None:
@@ -120,12 +115,7 @@ class SeenAttention:
             self.heads = self.heads[0].with_heads_of(query), self.heads[1].with_heads_of(key)
 
     def number_heads(self, query: Columns | None, key: Columns | None) -> None:
-        """Number the heads of the call that was recorded, by what they are made of.
-
-        Args:
-            query: Columns of the queries; None if they are not known.
-            key: Columns of the keys, or None; of repeated ones the first is kept.
-        """
+        """Number the heads of the call that was recorded, by what they are made of."""
         if query is not None:
             self.numbers["query"] = query.numbers
         if key is not None:
@@ -167,18 +157,7 @@ def columns_of_all(
 ) -> Columns | None:
     """Take all columns of a projection for heads, one after another.
 
-    Args:
-        projection: The projection.
-        shape: Shape of its output, without the width.
-        entered: Shape of the hidden states that entered the block, without the width.
-        heads: Number of query heads.
-        key_heads: Number of key heads.
-        width: Head width.
-        length_first: Whether hidden states are [length, batch]: as many tokens as sequences do not
-            tell.
-
-    Returns:
-        The columns; None if heads do not make up the width of the projection.
+    None if heads do not make up the width of the projection.
     """
     if not heads or not width:
         return None

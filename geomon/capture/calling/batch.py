@@ -38,15 +38,6 @@ def call_of_batch(model: nn.Module, around: Sequence[nn.Module], batch: Any) -> 
     Of a dict those entries are arguments that `forward` names; where it names none, the dict is one
     argument. Of a tuple or a list the first parts are arguments, as many as `forward` requires:
     labels come last. Anything else is one argument.
-
-    Args:
-        model: Any module.
-        around: The model and the modules in it that hold blocks, outermost first: of a model
-            without a `forward` of its own the first that has one is called.
-        batch: A batch of a data loader.
-
-    Raises:
-        TypeError: No module around the blocks has a `forward`.
     """
     module = next((one for one in (model, *around) if has_forward(one)), None)
     if module is None:

@@ -60,35 +60,16 @@ class CallObserver(Protocol):
     def before_call(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Take a call that begins.
-
-        Args:
-            module: The module.
-            args: Positional arguments, as the module's own hooks have left them.
-            kwargs: Arguments by name.
-        """
+        """Take a call that begins."""
 
     def after_call(self, module: nn.Module, output: Any) -> None:
-        """Take a call that has returned.
-
-        Args:
-            module: The module.
-            output: What it returned.
-        """
+        """Take a call that has returned."""
 
     def needs_twin(self, module: nn.Module) -> bool:
-        """Whether something to be seen would be hidden by the compiled code of a module.
-
-        Args:
-            module: The module, without wrappers.
-        """
+        """Whether something to be seen would be hidden by the compiled code of a module."""
 
     def on_failure(self, error: Exception) -> None:
-        """Take an error of geomon's own.
-
-        Args:
-            error: The error.
-        """
+        """Take an error of geomon's own."""
 
     def forces_eager(self) -> bool:
         """Whether the training's own compiled code is to run eagerly, since it has no twin."""
@@ -114,12 +95,7 @@ class CallObserver(Protocol):
         """Note that the twin of a compiled call is over."""
 
     def on_compiled_end(self, module: nn.Module, output: Any) -> None:
-        """Take what the training's own compiled call has returned, behind its twin.
-
-        Args:
-            module: The module, without wrappers.
-            output: What it returned.
-        """
+        """Take what the training's own compiled call has returned, behind its twin."""
 
 
 # -- the slot ------------------------------------------------------------------------------------
@@ -168,25 +144,14 @@ def _first_calls() -> list["FirstCall"]:
 
 
 def watch_calls(observer: CallObserver) -> None:
-    """Notify an observer of the calls of modules, until `unwatch_calls`.
-
-    Args:
-        observer: The observer.
-
-    Raises:
-        RuntimeError: This release of torch calls modules in another way.
-    """
+    """Notify an observer of the calls of modules, until `unwatch_calls`."""
     if not SEES_CALLS:
         raise RuntimeError(f"torch {torch.__version__} calls modules in a way that is not known")
     _calls.hold(observer)
 
 
 def unwatch_calls(observer: CallObserver) -> None:
-    """Notify an observer no longer; may be called more than once.
-
-    Args:
-        observer: The observer.
-    """
+    """Notify an observer no longer; may be called more than once."""
     _calls.release(observer)
     if not _observers():
         while _placed:  # Ctrl-C has left them
@@ -346,12 +311,7 @@ class FirstCall:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a call of a module runs compiled code.
-
-    Args:
-        module: The module: wrapped by `torch.compile`, compiled in place, or with a forward that is
-            compiled.
-    """
+    """Whether a call of a module runs compiled code."""
     own = vars(module)
     forward = own.get("forward") or getattr(type(module), "forward", None)
     return own.get(_SLOT) is not None or _is_compiled_function(forward)
@@ -366,14 +326,7 @@ def _is_compiled_function(value: Any) -> bool:
 
 
 def calling_compiled(modules: Iterable[nn.Module]) -> set[int]:
-    """Find the modules that have compiled functions in reach: attributes, or globals of forward.
-
-    Args:
-        modules: Any modules.
-
-    Returns:
-        Their addresses.
-    """
+    """Find the modules that have compiled functions in reach: attributes, or globals of forward."""
     if "_dynamo" not in vars(torch):  # nothing can have been compiled
         return set()
     modules = [*modules]
@@ -430,11 +383,7 @@ def _globals_of(kind: type) -> dict[str, Any]:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Take away the wrappers of `torch.compile` and `DistributedDataParallel`.
-
-    Args:
-        module: Any module.
-    """
+    """Take away the wrappers of `torch.compile` and `DistributedDataParallel`."""
     while True:
         inner = _compiled_inside(module)
         if inner is None and isinstance(module, nn.parallel.DistributedDataParallel):
@@ -523,13 +472,7 @@ def _unpatched() -> Iterator[None]:
 def _copies(
     target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Copy the arguments of a call: what a forward pass writes into (a cache of keys) stays as is.
-
-    Raises:
-        ValueError: The call cannot be made twice: ranks exchange something in it, which all of them
-            would have to do, or parameters have no values yet.
-        Exception: An argument cannot be copied.
-    """
+    """Copy the arguments of a call: a forward pass may write into them (a cache of keys)."""
     if any(map(_is_collective, target.modules())):
         raise ValueError(f"ranks exchange something in the forward pass of {type(target).__name__}")
     if any(nn.parameter.is_lazy(parameter) for parameter in target.parameters()):

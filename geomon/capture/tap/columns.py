@@ -55,11 +55,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(values: Tensor) -> Layout:
-    """Return where the elements of a tensor lie in its storage.
-
-    Args:
-        values: Any strided tensor.
-    """
+    """Return where the elements of a tensor lie in its storage."""
     size = values.element_size()
     strides = tuple(stride * size for stride in values.stride())
     return Layout(values.shape, strides, int(values.storage_offset()) * size, size)
@@ -131,12 +127,7 @@ class Projection:
         return *self.sizes, self.is_input, source and source[1], inner
 
     def trace_rows(self, rows: Integers, start: "Projection | None" = None) -> Integers:
-        """Return the rows that some rows were made of, of what is followed; -1 if not known.
-
-        Args:
-            rows: Numbers of the rows.
-            start: What they are traced to; None for the only one there is.
-        """
+        """Return the rows that some rows were made of, of what is followed; -1 if not known."""
         if self.is_input or not self.inputs or self._source is None:
             return rows if self.is_input else np.full_like(rows, _UNKNOWN)
         made, layout = self._source
@@ -334,13 +325,7 @@ class Made:
     def trace_rows(
         self, layout: Layout, rows: Integers, start: Projection | None = None
     ) -> Integers:
-        """Return the rows that some rows were made of, of what is followed; -1 if not known.
-
-        Args:
-            layout: Where the rows lie, with the width last.
-            rows: Numbers of the rows.
-            start: What they are traced to; None for the only one there is.
-        """
+        """Return the rows that some rows were made of, of what is followed; -1 if not known."""
         found = np.full_like(rows, _UNKNOWN)
         known: list[Projection] = []
         indices = np.stack([*np.unravel_index(rows, layout.shape[:-1]), 0 * rows])
@@ -407,11 +392,7 @@ class Columns(NamedTuple):
         return self._replace(which=self.which[:, firsts], columns=self.columns[:, firsts])
 
     def with_heads_of(self, other: "Columns") -> "Columns":
-        """Add the heads of another call of the same attention that are not here yet.
-
-        Args:
-            other: Columns of heads of the same width and of the same tokens; others are not added.
-        """
+        """Add the heads of another call of the same attention that are not here yet."""
         alike = other.which.shape[::2] == self.which.shape[::2]
         if not alike or not np.array_equal(other.kinds, self.kinds):
             return self
@@ -431,13 +412,7 @@ class Columns(NamedTuple):
 def find_columns(made: Made, values: Tensor) -> Columns | None:
     """Find the columns of projections that heads are made of; of blocks that are alike, once.
 
-    Args:
-        made: How the storage of the heads was made.
-        values: Queries or keys, [sequences, heads, tokens, width].
-
-    Returns:
-        The columns, without those at the end that no head has (zeros that widen heads for a
-        kernel); None if there are others whose source is not known.
+    None if there are others whose source is not known.
     """
     roots: list[Projection] = []
     outline = made.outline(roots)
@@ -541,10 +516,6 @@ def _make_distinct(pairs: Integers, others: Integers) -> bool:
     """Give each number of a head a column of its own; say whether that was possible.
 
     A rotation makes two numbers of the same two: which of them comes from which is a choice.
-
-    Args:
-        pairs: Projection and column of each number, [heads, width, 2]; changed in place.
-        others: What else they were made of.
     """
     for head, other in zip(pairs, others, strict=True):
         taken = set[tuple[int, int]]()

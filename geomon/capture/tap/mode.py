@@ -26,36 +26,16 @@ class TapObserver(Protocol):
         """Return what follows tensors: of the block that is running, or between blocks; or None."""
 
     def on_fused(self, route: str, given: dict[str, Any]) -> None:
-        """Take a call of a fused attention operator.
-
-        Args:
-            route: "sdpa" (of torch), "flex" or "flash".
-            given: Its arguments by the names of its schema.
-        """
+        """Take a call of a fused attention operator."""
 
     def on_softmax(self, scores: Tensor, dim: int, *, logarithm: bool) -> None:
-        """Take a softmax.
-
-        Args:
-            scores: Its input.
-            dim: The dimension that it runs over.
-            logarithm: Whether its logarithm is computed, as losses do.
-        """
+        """Take a softmax."""
 
     def on_choice(self, scores: Tensor, chosen: Tensor) -> None:
-        """Take a choice of the largest entries (`topk`).
-
-        Args:
-            scores: What is chosen from, [..., entries].
-            chosen: Indices of the chosen entries, [..., chosen].
-        """
+        """Take a choice of the largest entries (`topk`)."""
 
     def on_failure(self, error: Exception) -> None:
-        """Take an error of geomon's own, met while a call was looked at.
-
-        Args:
-            error: The error.
-        """
+        """Take an error of geomon's own, met while a call was looked at."""
 
 
 class Tap(dispatch.TorchDispatchMode):
@@ -166,12 +146,7 @@ class Tap(dispatch.TorchDispatchMode):
 
 
 def _on_this_rank(values: Any, starts: dict[int, tuple[int, ...]]) -> Any:
-    """Replace tensors that are wrapped by what is on this rank of them, also in containers.
-
-    Args:
-        values: A tensor, or tensors in lists, tuples and dicts.
-        starts: Takes the first index of the parts of sharded ones, by dimension, by their address.
-    """
+    """Replace tensors that are wrapped by what is on this rank of them, also in containers."""
     if isinstance(values, Tensor):
         part = followed_part(values)
         if is_sharded(values):

@@ -112,12 +112,7 @@ class Stream:
         self._alive: dict[int, StorageWeakRef] = {}  # storages that were followed from these
 
     def take_table(self, number: int, output: Tensor) -> None:
-        """Follow what an embedding table returned.
-
-        Args:
-            number: Number of the call.
-            output: The rows, [..., width].
-        """
+        """Follow what an embedding table returned."""
         root = self._embedded.begin_at(output)
         if root is not None:
             self._tables[number] = root
@@ -166,11 +161,7 @@ class Stream:
         }
 
     def origins(self, values: Tensor) -> frozenset[str]:
-        """Say which of the two a tensor was made of.
-
-        Args:
-            values: Any tensor.
-        """
+        """Say which of the two a tensor was made of."""
         return self._origins.get(storage_of(values) or 0, frozenset())
 
     def forget(self) -> None:
@@ -235,14 +226,7 @@ class Provenance:
             self.begin_at(hidden)
 
     def begin_at(self, values: Tensor) -> Projection | None:
-        """Trace rows back to those of a tensor.
-
-        Args:
-            values: Its rows have the width last.
-
-        Returns:
-            What stands for it; None if it has no memory of its own.
-        """
+        """Trace rows back to those of a tensor; None if it has no memory of its own."""
         place = storage_of(values)
         if place is None:
             return None
@@ -251,11 +235,7 @@ class Provenance:
         return root
 
     def made_of(self, values: Tensor) -> Made | None:
-        """Return how a tensor was made; None if that is not known.
-
-        Args:
-            values: Any tensor.
-        """
+        """Return how a tensor was made; None if that is not known."""
         return self._of(values).made
 
     def products(self, values: Tensor) -> tuple[Product, ...]:
@@ -298,11 +278,7 @@ class Provenance:
         return None if made is None else find_columns(made, heads)
 
     def token_counts(self, values: Tensor) -> list[int]:
-        """List how many tokens the projections have that a tensor was made of.
-
-        Args:
-            values: Any tensor.
-        """
+        """List how many tokens the projections have that a tensor was made of."""
         made = self._of(values).made
         return sorted({x.rows for x in made.roots if not x.is_input}) if made is not None else []
 
@@ -338,13 +314,7 @@ class Provenance:
         self._tags.clear()
 
     def before_write(self, name: str, written: Iterable[Any], args: tuple[Any, ...]) -> None:
-        """Keep projections that an operator is about to change in place.
-
-        Args:
-            name: Name of the operator, without its overload.
-            written: The arguments that it changes.
-            args: Its positional arguments.
-        """
+        """Keep projections that an operator is about to change in place."""
         for values in tensors_in(written):
             made = self._of(values).made
             projection = None if made is None else made.projection

@@ -55,13 +55,7 @@ class Sequences(NamedTuple):
 def find_places(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[GivenPlaces]:
-    """Find the arguments of a call that may say where sequences begin.
-
-    Args:
-        module: The module that is called; its signature names positional arguments.
-        args: Positional arguments.
-        kwargs: Arguments by name.
-    """
+    """Find the arguments of a call that may say where sequences begin."""
     found = []
     for name, value in named_tensors(module, args, kwargs):
         if value.is_floating_point() or value.dtype == torch.bool:
@@ -82,15 +76,7 @@ def find_sequences(
     Positions count if each is one more than that before it, or 0, and not all are 0. Summed
     lengths count if they grow from 0 to the number of all tokens.
 
-    Args:
-        given: Arguments that may say it, the one that counts most first.
-        batch: Number of rows of the batch.
-        length: Number of tokens in each row.
-        valid: False where there is padding, whose positions may be any, [batch, length]; None
-            without padding.
-
-    Returns:
-        The sequences; None if nothing says that a row holds several.
+    None if nothing says that a row holds several.
     """
     for argument in given:
         begins = _begins(argument, batch, length, valid)
@@ -101,16 +87,7 @@ def find_sequences(
 
 
 def sequences_from(begins: Tensor, valid: Tensor | None, source: str) -> Sequences | None:
-    """Number the sequences in the rows of a batch.
-
-    Args:
-        begins: True for a token that begins a sequence, [batch, length], on the host.
-        valid: False where there is padding, [batch, length]; None without padding.
-        source: What the boundaries are known by.
-
-    Returns:
-        The sequences; None if no row holds several.
-    """
+    """Number the sequences in the rows of a batch; None if no row holds several."""
     begins = begins.clone()
     begins[:, 0] = True
     numbers = begins.flatten().cumsum(dim=0).view(begins.shape) - 1
@@ -146,12 +123,7 @@ def _begins(argument: GivenPlaces, batch: int, length: int, valid: Tensor | None
 
 
 def rows_as_sequences(shape: tuple[int, ...], *, length_first: bool) -> Sequences:
-    """Number the tokens of a batch in which each row, or feature map, is one sequence.
-
-    Args:
-        shape: Shape of the hidden states, without the width: [batch, length, ...].
-        length_first: Whether it is [length, batch].
-    """
+    """Number the tokens of a batch in which each row, or feature map, is one sequence."""
     order = torch.arange(math.prod(shape), dtype=torch.int64, device="cpu").view(shape)
     inner = math.prod(shape[1:])
     number, place = order // inner, order % inner

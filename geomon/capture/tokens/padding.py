@@ -103,14 +103,7 @@ class Padding:
         *,
         shared: bool = False,
     ) -> None:
-        """Keep the arguments of a call that say where padding is, or may say it.
-
-        Args:
-            module: The module that is called; its signature names positional arguments.
-            args: Positional arguments.
-            kwargs: Arguments by name.
-            shared: Whether the module is around several stacks.
-        """
+        """Keep the arguments of a call that say where padding is, or may say it."""
         for name, values in named_tensors(module, args, kwargs):
             matrix = _as_matrix(values)
             if name == "labels":
@@ -128,14 +121,7 @@ class Padding:
 
     @torch.no_grad()
     def take_attention(self, role: str, sequences: int, mask: Tensor, *, are_scores: bool) -> None:
-        """Keep which keys a call of attention hides from every query.
-
-        Args:
-            role: "key" for keys that come from another stack, "" for those of the stack itself.
-            sequences: Number of sequences.
-            mask: Mask of all queries, or masked scores.
-            are_scores: Whether they are scores.
-        """
+        """Keep which keys a call of attention hides from every query."""
         place = role, (sequences, mask.shape[-1])
         before = self._hidden.get(place)
         # On an accelerator the question would wait for it.
@@ -183,9 +169,6 @@ class Padding:
         """Say that a mask marks as tokens exactly what attention hides; None if none does.
 
         The rows that were sampled by it are padding.
-
-        Args:
-            shape: Shape of the hidden states, without the width.
         """
         for name, valid in self._masks("", (shape, shape[::-1])):
             hidden = self._hidden.get(("", valid.shape))
@@ -284,11 +267,6 @@ def named_tensors(
     """Iterate over the tensors that a module is given, by name, also those of one dict.
 
     Positional ones are lost where there is no signature.
-
-    Args:
-        module: The module that is called.
-        args: Positional arguments.
-        kwargs: Arguments by name.
     """
     given = kwargs
     with contextlib.suppress(TypeError, ValueError):
@@ -335,11 +313,6 @@ def _may_pad(values: Tensor, shape: Shape) -> bool:
 @torch.no_grad()
 def hidden_keys(mask: Tensor, *, are_scores: bool = False) -> Tensor:
     """Find the keys that a mask, or masked scores, hide from every query of every head.
-
-    Args:
-        mask: [sequences (or 1), heads (or 1), queries (or 1), keys]: True or 1 where a query sees a
-            key, or additive; or masked scores.
-        are_scores: Whether they are scores, of which only what none reaches is sure.
 
     Returns:
         True for a hidden key, [sequences (or 1), keys].

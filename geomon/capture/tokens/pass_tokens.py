@@ -87,25 +87,13 @@ class PassTokens:
         *,
         shared: bool = False,
     ) -> None:
-        """Keep the arguments of a call that say where padding is, and where sequences begin.
-
-        Args:
-            module: The module that is called.
-            args: Positional arguments.
-            kwargs: Arguments by name.
-            shared: Whether the module is around several stacks.
-        """
+        """Keep the arguments of a call that say where padding is, and where sequences begin."""
         self.padding.take_arguments(module, args, kwargs, shared=shared)
         if not shared:
             self._given += find_places(module, args, kwargs)
 
     def take_begins(self, length: int, find: Callable[[int], Tensor]) -> None:
-        """Keep where packed sequences begin in the one row that a stack was given.
-
-        Args:
-            length: Number of tokens in the row.
-            find: Finds them: True for a token that begins one, [length].
-        """
+        """Keep where packed sequences begin in the one row that a stack was given."""
         if self._begins is None and math.prod(self.shape) == length:
             self._begins = find(length)
 
@@ -165,12 +153,7 @@ class PassTokens:
         return last_tokens(found, self.valid(shape), self._sampler.max_rows)
 
     def without_padding(self, rows: SampledRows, shape: Shape) -> SampledRows:
-        """Remove rows of padding that was known only after they had been sampled.
-
-        Args:
-            rows: Sampled rows.
-            shape: Shape of the hidden states that they are of.
-        """
+        """Remove rows of padding that was known only after they had been sampled."""
         valid = self.valid(shape, rows.role)
         if valid is None:
             return rows
@@ -199,11 +182,6 @@ class PassTokens:
     def valid_at(self, shape: Shape, sequences: Tensor, places: Tensor) -> Tensor | None:
         """Return which of the sampled queries of an attention are no padding.
 
-        Args:
-            shape: Number of sequences and of queries in each.
-            sequences: Indices of the sampled sequences, [sequences].
-            places: Positions of the sampled queries in each of them, [sequences, queries].
-
         Returns:
             False where a query is padding, [sequences, queries]; None if nothing says it.
         """
@@ -211,11 +189,7 @@ class PassTokens:
         return None if valid is None else valid[sequences].gather(1, places)
 
     def loses_padding(self, shape: Shape) -> bool:
-        """Whether padding is known where the stack begins, and not for hidden states of a shape.
-
-        Args:
-            shape: Shape of the hidden states, without the width.
-        """
+        """Whether padding is known where the stack begins, and not for hidden states of a shape."""
         first = self.valid(self.shape)
         known = shape in (self.shape, self.shape[::-1]) or self.valid(shape) is not None
         return first is not None and not known and not first.all()

@@ -98,36 +98,18 @@ class RowSampler:
         self._max_queries = min(self._max_queries, rows)
 
     def sample_rows(self, shape: torch.Size, valid: Tensor | None) -> Tensor:
-        """Sample rows that are no padding.
-
-        Args:
-            shape: Shape of the hidden states without the width.
-            valid: False where there is padding, a tensor of that shape; None without padding.
-
-        Returns:
-            Flat indices into `shape`.
-        """
+        """Sample rows that are no padding."""
         rows = self._permute(math.prod(shape), "rows")
         if valid is not None:
             rows = rows[valid.flatten().cpu()[rows]]
         return rows[: self._max_rows]
 
     def sample_places(self, count: int) -> Tensor:
-        """Sample rows of a matrix of weights.
-
-        Args:
-            count: Number of rows of the matrix.
-
-        Returns:
-            Indices of the rows, in ascending order.
-        """
+        """Sample rows of a matrix of weights."""
         return self._permute(count, "places")[: self._max_rows].sort().values
 
     def number_rows(self, count: int) -> Tensor:
         """Number rows in the order in which they are sampled, those of padding too.
-
-        Args:
-            count: Number of rows of hidden states.
 
         Returns:
             Number of each row, [rows].
@@ -142,10 +124,6 @@ class RowSampler:
         spread, and shifted from sequence to sequence so that all positions are covered alike. The
         shifts repeat in each eighth of the sequences, since a margin leaves such eighths out: what
         is left covers the same positions.
-
-        Args:
-            sequences: Number of sequences.
-            length: Number of queries in each sequence.
 
         Returns:
             Indices of the sampled sequences, [sampled sequences], and positions of the sampled
@@ -215,9 +193,6 @@ class MemoryLimit:
 
         Of each row a hidden state is kept for every layer, and for every block its query and key,
         as projected and as attended.
-
-        Args:
-            width: Width of the hidden states.
         """
         if self._max_mb is not None:
             row = _BYTES * width * (self._layers + 4 * self._blocks)
@@ -240,10 +215,6 @@ def spread_indices(count: int, most: int) -> Tensor:
     """Return evenly spread indices, the first and the last among them.
 
     They are computed in whole numbers, so that all ranks have the same.
-
-    Args:
-        count: Number of sampled queries, say.
-        most: Largest number of indices.
     """
     kept = min(count, most)
     order = torch.arange(kept, dtype=torch.int64, device="cpu")
@@ -255,10 +226,6 @@ def copy_rows(values: Tensor, rows: Tensor) -> Tensor:
 
     A copy, because the model may change its tensors in place; of rows alone, because a view would
     keep the whole in memory.
-
-    Args:
-        values: Any tensor, [..., width], contiguous or not.
-        rows: Flat indices into all dimensions but the last.
 
     Returns:
         The rows, [rows, width].
@@ -277,11 +244,6 @@ def move_width_last(values: Tensor, block: nn.Module, *, entering: bool) -> Tens
     Feature maps are [batch, width, height, ...] where a convolution of the block makes as many
     channels as their second dimension, or takes as many of what enters. [batch, length, width] has
     the width last where another parameter of the block has that size.
-
-    Args:
-        values: Hidden states that enter or leave the block.
-        block: The block.
-        entering: Whether they enter the block.
     """
     if values.ndim < 3:
         return values

@@ -36,12 +36,7 @@ class TableCalls:
         self._around.clear()
 
     def take_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note which integers the model is given.
-
-        Args:
-            args: Positional arguments of a module around the blocks.
-            kwargs: Arguments by name.
-        """
+        """Note which integers the model is given."""
         self._passed |= {
             storage
             for value in _with_contents([*args, *kwargs.values()])
@@ -97,23 +92,11 @@ class TableCalls:
     def before_around(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Keep the arguments of a module that holds a table, and may not call it.
-
-        Args:
-            module: The module.
-            args: Positional arguments.
-            kwargs: Arguments by name.
-        """
+        """Keep the arguments of a module that holds a table, and may not call it."""
         self._around[id(module)] = args, self._count
 
     def after_around(self, table: nn.Module, module: nn.Module, output: Any) -> None:
-        """Take the call of such a module for one of the table, if that was not called inside.
-
-        Args:
-            table: The table.
-            module: The module that was called.
-            output: What it returned.
-        """
+        """Take the call of such a module for one of the table, if that was not called inside."""
         args, before = self._around.pop(id(module), ((), self._count))
         ids = args[0] if args else None
         if self._count > before or not isinstance(ids, Tensor):

@@ -55,11 +55,7 @@ class Found(NamedTuple):
     order: Tensor
 
     def arrange(self, values: Tensor) -> Tensor:
-        """Take values of the ids' shape to that of the hidden states.
-
-        Args:
-            values: Numbers of the token ids.
-        """
+        """Take values of the ids' shape to that of the hidden states."""
         return values.flatten()[self.order.to(values.device)]
 
     @property
@@ -79,11 +75,7 @@ class Found(NamedTuple):
 
 
 def no_positions(lookup: Lookup) -> bool:
-    """Whether integers are no positions: of those, most are one more than the one before.
-
-    Args:
-        lookup: The call of a table that was given them.
-    """
+    """Whether integers are no positions: of those, most are one more than the one before."""
     ids = lookup.ids
     if ids.shape[-1:].numel() < 2:
         return True
@@ -129,9 +121,6 @@ class TokenIds:
         """Return the first shape that hidden states of the token ids may have; None for none.
 
         Integers that look like positions come last, and before them ids that have to be turned.
-
-        Args:
-            shapes: Shapes of hidden states, without the width.
         """
         found = [
             (not no_positions(one.lookup), one.turned, shape)
@@ -141,11 +130,7 @@ class TokenIds:
         return min(found, key=lambda fit: fit[:2])[2] if found else None
 
     def may_have_made(self, hidden: Tensor) -> bool:
-        """Whether a table may have given one row for each row of a tensor, of the same width.
-
-        Args:
-            hidden: Any tensor.
-        """
+        """Whether a table may have given one row for each row of a tensor, of the same width."""
         found = _by_shape(self.lookups, hidden.shape[:-1])
         return any(one.lookup.width in (None, *hidden.shape[-1:]) for one in found)
 
@@ -185,11 +170,7 @@ class TokenIds:
         return None if found is None else found.lookup.table
 
     def fewer_than(self, shape: Shape) -> bool:
-        """Whether tables were given integers of the same sequences, and of none all tokens.
-
-        Args:
-            shape: Shape of the hidden states, without the width.
-        """
+        """Whether tables were given integers of the same sequences, and of none all tokens."""
         found = self.find(shape)
         if len(shape) != 2 or (found is not None and no_positions(found.lookup)):
             return False

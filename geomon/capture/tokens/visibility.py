@@ -34,10 +34,6 @@ _QUERIES_FOR_SCALE, _FEWEST_FOR_SCALE = 64, 8
 def hidden_keys(added: Tensor) -> Tensor:
     """Find the keys that a mask hides.
 
-    Args:
-        added: What is added to the scores, or masked scores themselves, [sequences (or 1), heads
-            (or 1), queries (or 1), keys]. What is not a number is hidden.
-
     Returns:
         True where a key is hidden, of the same shape.
     """
@@ -58,11 +54,6 @@ def hidden_in_scores(scores: Tensor, products: Tensor | None) -> Tensor:
     keys far below others by their products alone are not taken for hidden ones. Where the products
     are not known, the scores stand for what was added to them.
 
-    Args:
-        scores: Masked input of the softmax, [sequences, heads, queries, keys].
-        products: Products of queries and keys of the same shape, which the scores were made of; any
-            scale of each head. None if they are not known.
-
     Returns:
         True where a key is hidden, of the same shape.
     """
@@ -80,22 +71,13 @@ def hidden_for_sure(scores: Tensor, added: Tensor) -> Tensor:
     """Find the keys that a mask of -inf, or of the lowest number of a type, hides in one head.
 
     `hidden_in_scores` hides the same keys if next to nothing is added to the others.
-
-    Args:
-        scores: Masked input of the softmax, [sequences, heads, queries, keys].
-        added: What the scores have beyond the scaled products of queries and keys.
     """
     return ~((added >= _MASKED_IN_ONE_HEAD) | (scores >= MASKED))
 
 
 @torch.no_grad()
 def are_made_of(scores: Tensor, products: Tensor) -> bool:
-    """Whether scores follow products, up to a factor of each head, masks and biases.
-
-    Args:
-        scores: Masked input of the softmax, [sequences, heads, queries, keys].
-        products: Products that have the same shape.
-    """
+    """Whether scores follow products, up to a factor of each head, masks and biases."""
     ratio = _ratios(scores, products)
     known = ~ratio.isnan()
     return bool((ratio > 0).sum() > _FOLLOWING * known.sum())
@@ -103,12 +85,7 @@ def are_made_of(scores: Tensor, products: Tensor) -> bool:
 
 @torch.no_grad()
 def score_scale(scores: Tensor, products: Tensor) -> float | None:
-    """Estimate the factor from products to scores, of all heads together; None if it is unknown.
-
-    Args:
-        scores: Masked input of the softmax, [sequences, heads, queries, keys].
-        products: Products of queries and keys of the same shape.
-    """
+    """Estimate the factor from products to scores, of all heads together; None if it is unknown."""
     scale = _scale(scores, products)
     return None if scale is None else float(scale.median())
 

@@ -47,15 +47,7 @@ def draw_grid(
     size: tuple[float, float],
     share: bool = False,
 ) -> Figure:
-    """Draw panels in rows.
-
-    Args:
-        panels: Captions and panels; one without anything to draw says that it was not measured.
-        columns: Number of panels in a row.
-        size: Width and height of a panel, in inches.
-        share: Whether the panels have the same axes, which are named at the edge alone, and one
-            legend.
-    """
+    """Draw panels in rows."""
     rows = math.ceil(len(panels) / columns)
     width = max(columns, 2) if share else columns  # as wide as the line above them all
     figure = new_figure(size[0] * width, size[1] * rows + share)
@@ -274,13 +266,7 @@ def draw_matrix(place: Axes, panel: Matrix) -> Any:
 
 
 def add_bar(mesh: Any, panel: Matrix, places: Sequence[Axes]) -> None:
-    """Add a bar that says what the colours of panels in one row stand for.
-
-    Args:
-        mesh: What `draw_matrix` has returned of one of them.
-        panel: This one.
-        places: Axes of all of them.
-    """
+    """Add a bar that says what the colours of panels in one row stand for."""
     bar = places[0].figure.colorbar(mesh, ax=places, pad=0.02)
     bar.set_label(panel.label + "\nlogarithmic" * panel.is_logarithmic, fontsize=9)
     bar.ax.tick_params(labelsize=8.5, length=2)

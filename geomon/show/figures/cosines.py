@@ -36,13 +36,6 @@ def cosines_figure(readings: Readings, metric: str = "qk_cosine") -> Figure:
     Of `qk_cosine` the band of chance is drawn. Of directions that have nothing to do with one
     another none of all heads ends outside it, with a probability of 95 % (Holm's correction): the
     heads that a summary of the run counts.
-
-    Args:
-        readings: Readings of a run.
-        metric: Name of a metric with a value for each head.
-
-    Raises:
-        NotMeasuredError: The heads have no value of the metric.
     """
     selected, layers, table = measured_heads(readings, metric)
     if not selected:
@@ -96,12 +89,6 @@ def stability_figure(runs: Sequence[Readings]) -> Figure:
 
     The heads of a layer are joined to one vector; up to four layers have a panel, the first and the
     last among them. The band holds 95 % of the cosines of isotropic directions of that width.
-
-    Args:
-        runs: Readings of runs of one kind of model, for instance of several seeds.
-
-    Raises:
-        NotMeasuredError: A run has no mean queries and keys, or they have no layer in common.
     """
     names = name_runs(map(_folder, runs))
     found = [align_layers(run) for run in runs]

@@ -30,9 +30,6 @@ def dimension_figure(readings: Readings) -> Figure:
     """Draw the intrinsic dimension over training in all variants, and by scale at several steps.
 
     After figure 2 of Razzhigaev et al. (2311.05928).
-
-    Raises:
-        NotMeasuredError: No variant was measured.
     """
     over, by_scale = collect.dimension_panel(readings), collect.scales_panel(readings)
     if not over.lines and not by_scale.lines:
@@ -54,14 +51,6 @@ def profiles_figure(readings: Readings, metric: str | None = None) -> Figure:
 
     After figures 1 and 3 of Razzhigaev et al. (2311.05928) and figures 1 to 4 of Godey et al.
     (2401.12143).
-
-    Args:
-        readings: Readings of a run.
-        metric: Name of a metric with a value at each layer; None for the dimension and the
-            anisotropy.
-
-    Raises:
-        NotMeasuredError: No such metric was measured.
     """
     panels = []
     for name in _choose(metric, _PROFILES, readings.layers):
@@ -82,15 +71,7 @@ def profiles_figure(readings: Readings, metric: str | None = None) -> Figure:
 
 
 def map_figure(readings: Readings, metric: str | None = None) -> Figure:
-    """Draw metrics by layer and step as heat maps, with a column for each reading.
-
-    Args:
-        readings: Readings of a run.
-        metric: Name of a metric with a value at each layer; None for four of them.
-
-    Raises:
-        NotMeasuredError: No such metric was measured.
-    """
+    """Draw metrics by layer and step as heat maps, with a column for each reading."""
     maps = {name: collect.map_panel(readings, name) for name in ([metric] if metric else _MAPS)}
     names = _choose(metric, _MAPS, maps.get)
     panels = [(readings.text_of(name).title, map_) for name in names if (map_ := maps[name])]
@@ -102,14 +83,6 @@ def heads_figure(readings: Readings, metric: str | None = None) -> Figure:
 
     The entropy of attention runs from 0 to that of uniform attention, cosines from -1 to 1, other
     metrics between their ends over the whole run.
-
-    Args:
-        readings: Readings of a run.
-        metric: Name of a metric with a value for each head; None for the entropy of attention and
-            the cosine of mean query and mean key.
-
-    Raises:
-        NotMeasuredError: The heads have no value of such a metric.
     """
     wanted = [metric] if metric else _HEADS
     found = {name: collect.head_panels(readings, name, _MOST_OF_HEADS) for name in wanted}
@@ -129,11 +102,7 @@ def heads_figure(readings: Readings, metric: str | None = None) -> Figure:
 
 
 def spectra_figure(readings: Readings) -> Figure:
-    """Draw shares of the variance by rank: of each layer at the last step, of two over training.
-
-    Raises:
-        NotMeasuredError: No eigenvalues stand beside the record.
-    """
+    """Draw shares of the variance by rank: of each layer at the last step, of two over training."""
     by_step = collect.arrays_by_step(readings, "eigenvalues", _MOST_SPECTRA)
     if not by_step:
         raise NotMeasuredError(
@@ -179,9 +148,6 @@ def drift_figure(readings: Readings) -> Figure:
     """Draw the norm of the mean row against the mean cosine across layers, with p-values.
 
     After figures 5 and 16 of Godey et al. (2401.12143).
-
-    Raises:
-        NotMeasuredError: `drift_norm` or `cosine` was not measured, or at fewer than 4 layers.
     """
     for name in ("drift_norm", "cosine"):
         if not readings.layers(name):
@@ -253,11 +219,7 @@ def _choose(
     *,
     place: str = "",
 ) -> list[str]:
-    """Choose the metrics of a figure: the one that is asked for, or the usual ones.
-
-    Raises:
-        NotMeasuredError: The run has values of none of them.
-    """
+    """Choose the metrics of a figure: the one that is asked for, or the usual ones."""
     wanted = usual if metric is None else (metric,)
     found = [name for name in wanted if is_measured(name)]
     if not found:

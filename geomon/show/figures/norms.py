@@ -30,11 +30,7 @@ _SHARES = (
 
 
 def norms_figure(readings: Readings) -> Figure:
-    """Draw variance against squared norm of token types, and shares of the mean square over depth.
-
-    Raises:
-        NotMeasuredError: Neither moments of token types nor the shares were recorded.
-    """
+    """Draw variance against squared norm of token types, and shares of the mean square by depth."""
     found = arrays_by_step(readings, "type_rows", 2)
     step = max(found, default=None)
     arrays = {} if step is None else found[step]

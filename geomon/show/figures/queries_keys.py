@@ -61,9 +61,6 @@ def means_figure(readings: Readings) -> Figure:
 
     The planes are those of the two leading singular directions, not centred, of queries and keys of
     all steps together, of the keys alone and of the queries alone.
-
-    Raises:
-        NotMeasuredError: No mean queries and keys stand beside the record.
     """
     heads = _similar_and_opposite(readings)
     figure = axes.new_figure(11.4, 0.6 + 3.6 * len(heads))
@@ -99,9 +96,6 @@ def clouds_figure(readings: Readings) -> Figure:
 
     The plane is that of the two leading singular directions, not centred, of queries and keys of
     all steps together.
-
-    Raises:
-        NotMeasuredError: No queries and keys stand beside the record.
     """
     heads = _similar_and_opposite(readings)
     if not any(len(rows) for rows in heads[0].queries):

@@ -75,11 +75,7 @@ class Run:
 
 
 def build_content(runs: Sequence[Run]) -> dict[str, Any]:
-    """Build what the page says of runs, as texts, numbers, lists and dicts.
-
-    Args:
-        runs: Runs, at least one.
-    """
+    """Build what the page says of runs, as texts, numbers, lists and dicts."""
     texts = _texts_of([run.readings for run in runs])
     return {
         "runs": [
@@ -123,9 +119,6 @@ def build_panels(runs: Sequence[Run]) -> Panels:
 
     Runs that differ in their seed alone are drawn faintly, and as their mean with a band from the
     lowest to the highest.
-
-    Args:
-        runs: Runs, at least one.
     """
     selected = [Readings(run.readings.runs, single_source(run.readings)) for run in runs]
     present: dict[str, Quantity] = {}

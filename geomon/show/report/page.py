@@ -15,19 +15,7 @@ _CONFIG = {"responsive": True, "displaylogo": False, "displayModeBar": False}
 
 
 def write_report(runs: Sequence[Run], out: str | os.PathLike[str]) -> Path:
-    """Write the report of runs as one file.
-
-    Args:
-        runs: Runs, at least one.
-        out: Path of the file; folders above it are made.
-
-    Returns:
-        The path.
-
-    Raises:
-        ValueError: The path does not end in .html.
-        ImportError: plotly or jinja2 is missing.
-    """
+    """Write the report of runs as one file."""
     path = Path(out)
     if path.suffix not in (".html", ".htm"):
         raise ValueError(f"a report is written to a file that ends in .html, got {str(path)!r}")
