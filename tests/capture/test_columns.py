@@ -365,6 +365,26 @@ def in_windows_that_are_shifted(block, x):
     return query.transpose(1, 2), key.transpose(1, 2), *own
 
 
+def picked_by_each_head(block, x):
+    """Queries and keys of other tokens in each head, by an index of several dimensions."""
+    query, key = by_two(block, x)
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(SEQUENCES * HEADS, LENGTH, generator=generator)
+    number = torch.arange(SEQUENCES * HEADS)[:, None]
+    picked = [
+        each.transpose(1, 2).flatten(0, 1)[number, scores.argsort(dim=1, descending=down)]
+        for each, down in ((query, True), (key, False))
+    ]
+    asked, keys = (each.unflatten(0, (SEQUENCES, HEADS)) for each in picked)
+    return asked, keys, query, key
+
+
+def picked_in_the_middle(block, x):
+    query, key = by_two(block, x)
+    picked = query[:, torch.arange(LENGTH)[:, None], torch.arange(HEADS)]
+    return picked.transpose(1, 2), key.transpose(1, 2), query, key
+
+
 def behind_another_sublayer(block, x):
     """What enters the projections is a sum, in which the branch stands first."""
     if not hasattr(block, "first"):
@@ -382,6 +402,7 @@ WAYS = [
     chosen_in_another_order, widened_and_cut_again, with_numbers_of_each_place, place_by_place,
     of_two_kinds_of_tokens, chosen_by_a_condition, with_what_a_convolution_adds,
     with_what_an_adapter_adds, in_windows_that_are_shifted, behind_another_sublayer,
+    picked_by_each_head, picked_in_the_middle,
 ]  # fmt: skip
 
 
@@ -414,7 +435,7 @@ MOVES = {
 }
 MIXES = [
     "a product of both", "a gate", "what is added", "what is added in place",
-    "a sum with another", "a part", "the same twice", "picked in the middle", "of other tokens",
+    "a sum with another", "a part", "the same twice", "of other tokens",
     *MOVES,
 ]  # fmt: skip
 
@@ -439,8 +460,6 @@ def test_what_is_no_longer_of_one_projection_is_said_and_not_guessed(mix):
             query = torch.cat([query[..., :4], query[..., 4:].sort(dim=-1).values], dim=-1)
         elif mix == "the same twice":
             query = torch.cat([query[..., :4], query[..., :4]], dim=-1)
-        elif mix == "picked in the middle":
-            query = query[:, torch.arange(LENGTH)[:, None], torch.arange(HEADS)]
         elif mix == "of other tokens":  # half of each head is that of the mean of all sequences
             mean = block.a(x.mean(dim=0)).unflatten(-1, (HEADS, SIZE))
             query = torch.cat([query[..., :4], mean.expand_as(query)[..., 4:]], dim=-1)

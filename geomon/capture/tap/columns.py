@@ -163,8 +163,8 @@ class Piece(NamedTuple):
         layout: Where its elements lie, with as many dimensions as the tensor.
         start: Index of its first element in the tensor, by dimension; None if it covers all of
             it, repeated along dimensions in which it is shorter.
-        chosen: Its first dimension, or another one, and which indices were taken there of each of
-            the dimensions from that one on; None for all.
+        chosen: A dimension, and which indices were taken of each of the other tensor's dimensions
+            from that one on, all of one shape, which stands in their place; None for all.
         where: Which elements of the tensor are its own, as a tensor that can be expanded to it;
             None for all.
     """
@@ -184,8 +184,9 @@ class Piece(NamedTuple):
             return indices % sizes, own[tuple(places)]
         if self.chosen is not None:
             dim, orders = self.chosen
-            taken = [order.cpu().numpy()[indices[dim]] for order in orders]
-            indices = np.stack([*indices[:dim], *taken, *indices[dim + 1 :]])
+            end = dim + orders[0].ndim
+            taken = [order.cpu().numpy()[tuple(indices[dim:end])] for order in orders]
+            indices = np.stack([*indices[:dim], *taken, *indices[end:]])
         if self.start is None:
             return indices % sizes, None
         indices = indices - np.array(self.start, dtype=np.int64)[:, None]
@@ -458,6 +459,9 @@ def _find_columns(made: Made, values: Tensor) -> Columns | None:
     if not 0 < len(kinds) <= _MOST_KINDS:
         return None
     members = [every[kind_of == kind] for kind in kinds]
+    picked = not np.array_equal(ends[0].row, ends[1].row)  # each head has tokens of its own
+    if picked and (len(kinds) > 1 or any(root.rows != every.size for root in known)):
+        return None
     middle = [own[len(own) // 2] for own in members]
     found = [_columns_of(made, layout, number[at], place[at], known) for at in middle]
     pairs = [each for each in found if each is not None]
@@ -471,7 +475,8 @@ def _find_columns(made: Made, values: Tensor) -> Columns | None:
         kind[own] = at
         for root in np.unique(which[at]):
             end = trace(own, *np.argwhere(which[at] == root)[0])
-            rows[used == root, own] = np.where(end.projection == root, end.row, -1)
+            row = every if picked else end.row
+            rows[used == root, own] = np.where(end.projection == root, row, -1)
         first = which[at, 0, 0]
         tokens[own] = known[first].trace_rows(rows[used == first, own])
     own = tokens[tokens >= 0]

@@ -500,7 +500,8 @@ class Provenance:
         for index in indices:
             if index is not None:
                 orders += index.nonzero().unbind(1) if index.dtype == torch.bool else [index]
-        if dims == [*range(dims[0], dims[-1] + 1)] and all(each.ndim == 1 for each in orders):
+        if dims == [*range(dims[0], dims[-1] + 1)]:
+            orders = [*torch.broadcast_tensors(*orders)]
             return Made(layout_of(out), [Piece(made, layout, None, (dims[0], tuple(orders)))])
         if dims[0]:
             return None
