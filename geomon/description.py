@@ -97,8 +97,8 @@ def describe(
     rows = _mesh_rows(place)
     for stack in anatomy.stacks:
         rows += _stack_rows(stack, seen, several=bool(stack.name))
-    tables = anatomy.embeddings if seen is None else seen.token_tables() or anatomy.embeddings
-    rows.append(("token ids", _token_ids(parts.root, tables, later=0 not in place.stages)))
+    tables = None if seen is None else seen.token_tables()
+    rows.append(("token ids", _token_ids(parts.root, anatomy, tables, later=0 not in place.stages)))
     rows.append(("padding", _padding(anatomy) if seen is None else seen.padding(anatomy)))
     for left_out in anatomy.left_out:
         what = f"{_count(left_out.count, 'block')} {left_out.pattern}"
@@ -250,14 +250,22 @@ def _projections(attentions: list[Attention], *, seen: bool, found: bool) -> str
 # -- around the stacks ---------------------------------------------------------------------------
 
 
-def _token_ids(model: nn.Module, embeddings: Iterable[nn.Module], *, later: bool) -> str:
-    names = {module: shown_name(name) for name, module in model.named_modules()}
-    tables = [names.get(table, type(table).__name__) for table in embeddings]
-    if not tables and later:
+def _token_ids(
+    model: nn.Module, anatomy: Anatomy, seen: Sequence[nn.Module] | None, *, later: bool
+) -> str:
+    """Say which tables are given the token ids; `seen` are those of a pass."""
+    if not anatomy.embeddings and later:
         return "known at the first stage, whose ranks give them to the others"
-    if not tables:
-        return "none: no embedding outside the blocks; metrics of token types are missing"
-    return f"inputs of {_listed(tables)}"
+    missing = "metrics of token types are missing"
+    if not anatomy.embeddings:
+        return f"none: no embedding outside the blocks; {missing}"
+    if seen is not None and not seen:
+        return f"none were seen in the pass; {missing}"
+    names = {module: shown_name(name) for name, module in model.named_modules()}
+    tables = seen or anatomy.of_output or anatomy.embeddings
+    words = _listed(names.get(table, type(table).__name__) for table in tables)
+    is_open = len(tables) > 1 and not (seen or anatomy.of_output)
+    return f"inputs of one of {words}, as one pass shows" if is_open else f"inputs of {words}"
 
 
 def _padding(anatomy: Anatomy) -> str:

@@ -28,7 +28,7 @@ def test_it_prints_in_aligned_columns_without_running_the_model():
             "hidden states   layer 0 enters the first block, layers 1 to 3 leave the blocks",
             "attention       4 heads of width 8, seen as it runs",
             "Q, K projected  attn.c_attn, with V",
-            "token ids       inputs of transformer.wte and transformer.wpe",
+            "token ids       inputs of transformer.wte",
             "padding         left out, going by attention_mask",
             "routes          shown by one pass: describe(model, inputs)",
         ]
@@ -203,7 +203,27 @@ class Summed(PlainDecoder):
 
 def test_of_the_tables_a_pass_shows_those_that_are_given_the_tokens():
     found = [rows(Summed(), inputs)["token ids"] for inputs in (None, batch())]
-    assert found == ["inputs of tokens, places, kinds and 1 more", "inputs of tokens"]
+    assert found == ["inputs of tokens", "inputs of tokens"]  # which has a row for each output
+    headless = Summed()
+    headless.head = nn.Identity()
+    found = [rows(headless, inputs)["token ids"] for inputs in (None, batch())]
+    open_still = "inputs of one of tokens, places, kinds and 1 more, as one pass shows"
+    assert found == [open_still, "inputs of tokens"]
+
+
+def test_tables_that_are_given_no_tokens_are_none_of_them():
+    """As in models of series of numbers, where positions alone are embedded."""
+
+    class OfNumbers(PlainDecoder):
+        def forward(self, values):
+            x = values[..., None].expand(-1, -1, 32)
+            x = x + self.places(torch.arange(values.shape[1]))
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    found = rows(OfNumbers(), torch.randn(8, 32))["token ids"]
+    assert found.startswith("none were seen in the pass")
 
 
 def test_blocks_that_are_left_out_or_chosen():

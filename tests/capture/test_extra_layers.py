@@ -57,6 +57,26 @@ def test_each_stack_has_its_own_final_norm():
         assert torch.allclose(found.captured["hidden"], expected, atol=1e-5)
 
 
+def test_a_norm_that_every_block_is_read_by_is_final_behind_the_last():
+    """As in early exits and deep supervision, where one head reads all layers."""
+
+    class Read(PlainDecoder):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(32)
+
+        def forward(self, ids):
+            x = self.tokens(ids)
+            for block in self.blocks:
+                x = block(x)
+                kept.append(self.norm(x))
+            return self.head(kept[-1])
+
+    kept = []
+    found = layers(Read().eval(), batch())["final_norm/3"]
+    assert torch.equal(found.captured["hidden"], rows_of(found, kept[-1]))
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_torch_modules_of_either_order(batch_first):
     model = encoder(norm_first=True, batch_first=batch_first).eval()

@@ -560,6 +560,43 @@ def test_a_sum_that_is_made_behind_a_block_is_the_layer(way, norm):
     assert said == (way != "in place")  # which no call shows
 
 
+def test_a_pass_that_breaks_off_in_a_block_hides_nothing_of_the_next(tmp_path):
+    class Breaking(Block):
+        def forward(self, x):
+            if model.breaks:
+                raise RuntimeError("by design")
+            return self.branch(x)
+
+    class Outside(Model):
+        def run(self, x):
+            for layer in self.layers:
+                x = x + layer(x)
+            return x
+
+    model = Outside(Breaking)
+    model.breaks = True
+    with Monitor(model, directory=tmp_path, schedule=every(1), sinks=[]) as monitor, monitor(0):
+        with pytest.raises(RuntimeError, match="by design"):
+            model(ids())
+        model.breaks = False
+        model(ids())
+    (reading,) = read(tmp_path)
+    expected = measure(model, ids(), metrics=["mean_square_norm", "attention_entropy"])
+    found = by_layer(reading.values, "mean_square_norm")
+    assert found == pytest.approx(by_layer(expected, "mean_square_norm"), rel=1e-5)
+
+
+def test_tokens_that_are_merged_between_blocks_leave_no_branch_behind():
+    class Merging(Model):
+        def run(self, x):
+            for layer in self.layers:
+                x = layer(x)[:, ::2] * 1.0
+            return x
+
+    values = measure(Merging(), ids(), metrics=["mean_square_norm"])
+    assert not any("branch" in note for note in values.notes)
+
+
 def test_what_is_done_to_the_stream_between_blocks_is_no_residual():
     class Normed(Model):
         def run(self, x):

@@ -4,6 +4,7 @@ import importlib.util
 import threading
 from contextlib import ExitStack, nullcontext
 
+import numpy as np
 import pytest
 import torch
 from models import PlainDecoder, batch
@@ -18,6 +19,7 @@ from watched import Block, attend_by_hand, blocks_of, look, notes, window
 
 from geomon.capture import private
 from geomon.capture.calling import calls
+from geomon.capture.tap import Stream
 
 
 def queries(seen) -> list[bool]:
@@ -66,6 +68,32 @@ def test_zeros_that_widen_heads_are_no_part_of_queries_and_keys():
     assert torch.equal(found["query"], model[0].attention.query)
     assert torch.equal(found["key"], model[0].attention.key)
     assert found["scale"] == 0.5
+
+
+def test_a_sum_is_traced_to_the_rows_of_each_table():
+    stream, tokens, places = Stream(), torch.randn(6, 4), torch.randn(6, 4)
+    for number, rows in enumerate((tokens, places), 1):
+        stream.take_table(number, rows)
+    turned = places.flip(0)
+    stream.follow("flip", (places, [0]), {}, turned, {}, keeps_places=False)
+    both = tokens + turned
+    stream.follow("add", (tokens, turned), {}, both, {})
+    found = stream.rows_of(both)
+    assert torch.equal(found[1], torch.arange(6))
+    assert torch.equal(found[2], torch.arange(6).flip(0))
+
+
+def test_memory_that_was_free_since_holds_no_tokens():
+    """Blocks are not followed between the tables and what enters them: an address alone is none."""
+    stream, buffer = Stream(), np.zeros((6, 4), dtype=np.float32)
+    rows = torch.randn(6, 4)
+    stream.take_table(1, rows)
+    moved = torch.from_numpy(buffer)
+    stream.follow("add", (rows, 1), {}, moved, {})
+    assert torch.equal(stream.rows_of(moved)[1], torch.arange(6))
+    del moved
+    assert stream.rows_of(torch.from_numpy(buffer)) == {}
+    assert torch.equal(stream.rows_of(rows)[1], torch.arange(6))
 
 
 @pytest.mark.parametrize("attends", [True, False])
