@@ -59,6 +59,25 @@ def test_layer_by_layer_gives_what_all_at_once_gives():
     assert reading.seconds == reading.values["geomon/seconds"] == job.seconds > 0.5
 
 
+def test_copies_that_are_on_their_way_to_the_host_are_waited_for(monkeypatch):
+    """From CUDA they are queued: until then the rows are those of another reading, or none."""
+    arriving = snapshot()
+    rows = [layer.captured["hidden"] for layer in arriving.layers]
+    arrived = [each.clone() for each in rows]
+    for each in rows:
+        each.zero_()
+
+    class Event:
+        def synchronize(self):
+            for each, copy in zip(rows, arrived, strict=True):
+                each.copy_(copy)
+
+    monkeypatch.setattr(MeasuringDevice, "mark_ready", lambda self: Event())
+    found = values_of(measured(make_job(of=arriving)))
+    monkeypatch.undo()
+    assert found == values_of(measured(make_job()))
+
+
 def test_few_rows_are_noted():
     reading = measured(make_job(of=snapshot(200)))
     assert reading.tokens == 200

@@ -116,6 +116,17 @@ def test_what_a_thread_takes_from_the_steps_beside_it_is_spent(clock, first):
     assert account.overhead == pytest.approx(300 / 2300, rel=0.15)
 
 
+def test_steps_beside_a_reading_that_is_measured_are_those_of_the_planner(clock):
+    account = Account(clock)
+    planner = Planner(every(10**6), None, None, RankGroup(), account, source="inline")
+    account.begin()
+    planner.begin(0, 0)
+    for step in range(200):
+        planner.advance(step, busy=100 <= step < 150)
+        clock.now += 1.5 if 100 <= step < 150 else 1.0
+    assert account.spent == pytest.approx(25)
+
+
 def test_first_steps_are_settled_when_others_are_known(clock):
     account = train_beside(clock, periods=1, first=0)
     assert account.spent == pytest.approx(30, abs=15)  # a look more or less

@@ -70,8 +70,7 @@ class Found(NamedTuple):
         if len(ids) != 2:
             return False
         first = self.order[..., 0] if self.order.ndim > len(ids) else self.order
-        plain = _numbered(ids)
-        return torch.equal(first, plain.T) and not torch.equal(first, plain)
+        return torch.equal(first, _numbered(ids).T)
 
 
 def no_positions(lookup: Lookup) -> bool:
