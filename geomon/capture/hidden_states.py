@@ -180,7 +180,7 @@ class HiddenStates:
         sees_between: bool,
     ) -> None:
         """Take for a layer the sum that is made behind a block, of its input and its output."""
-        if tuple(stream.shape) != before.entered:
+        if stream.is_nested or tuple(stream.shape) != before.entered:
             return
         if not sees_between:
             stack_pass.hides_between |= place_of(stream) != stack_pass.left

@@ -24,6 +24,8 @@ def storage_of(values: Tensor) -> int | None:
 
     Sparse and nested tensors have none, nor have those that are traced.
     """
+    if values.is_nested:  # of which one layout has a storage, and neither sizes nor strides
+        return None
     try:
         return followed_part(values).untyped_storage().data_ptr() or None
     except (NotImplementedError, RuntimeError):

@@ -1,6 +1,7 @@
 """What code that nobody here wrote does in its blocks: seen as it is, and left as it is."""
 
 import contextlib
+import math
 import re
 
 import pytest
@@ -227,8 +228,11 @@ def test_a_frozen_encoder_keeps_its_fused_path(within, tmp_path):
     with Monitor(watched, directory=tmp_path / "probe", schedule=every(1)) as monitor:
         monitor.probe(0, {"src": x, "src_key_padding_mask": padding})
     assert "attention_entropy/mean" in read(tmp_path / "probe")[0].values
-    hidden = [note for note in read(tmp_path)[0].notes if "measure by a probe" in note.words()]
+    reading = read(tmp_path)[0]
+    hidden = [note for note in reading.notes if "measure by a probe" in note.words()]
     assert bool(hidden) == within
+    assert not any("hook failed" in note.words() for note in reading.notes)
+    assert all(math.isfinite(x) for x in reading.column("weight_norm").layers[1:])
     assert torch.equal(step(), plain)
 
 
