@@ -35,8 +35,6 @@ _WARM_UP = 10
 _LOGGED = 10
 # Runs of each forced reading, of which the median is printed.
 _FORCED = 2
-# Steps before and behind a step with whose median it is compared.
-_AROUND = 50
 # Steps of the trainings whose weights are compared.
 _COMPARED_STEPS = 8
 # Share of tokens that repeat the one seven places before.
@@ -153,17 +151,9 @@ class Run:
         return statistics.median(self.milliseconds)
 
     @property
-    def lost(self) -> float:
-        """Share of the time by which steps exceed the quiet ones around them.
-
-        The card's own speed drifts by more than what is measured here: each step is compared with
-        the median of those around it, of which few are looked at.
-        """
-        around = [
-            statistics.median(self.milliseconds[max(0, at - _AROUND) : at + _AROUND + 1])
-            for at in range(len(self.milliseconds))
-        ]
-        return sum(self.milliseconds) / sum(around) - 1
+    def mean(self) -> float:
+        """Mean time of a step in ms."""
+        return statistics.fmean(self.milliseconds)
 
     @property
     def slow(self) -> float:
@@ -238,15 +228,14 @@ def runs(training: Training, steps: int) -> Iterator[list[object]]:
     few = max(_WARM_UP, steps // 10)
     run(training, _WARM_UP)
 
-    def row(name: str, found: Run, monitor: Monitor | None = None, read: int = 0) -> list[object]:
+    def row(name: str, found: Run, *watched: object) -> list[object]:
         return [
             name, len(found.milliseconds), f"{found.median:.1f}", f"{found.slow:.1f}",
-            f"{100 * found.lost:+.1f}",
-            "" if monitor is None else f"{100 * monitor.overhead:.1f}", read or "",
-            f"{found.peak:.2f}", found.graphs,
+            *(watched or ("", "", "")), f"{found.peak:.2f}", found.graphs,
         ]  # fmt: skip
 
-    yield row("without geomon", run(training, few))
+    before = run(training, few)
+    yield row("without geomon", before)
     probe = training.batch()[:8, : training.size.length // 2]
     ways: dict[str, tuple[int, dict[str, Any]]] = {
         "defaults": (steps, {}),
@@ -256,8 +245,14 @@ def runs(training: Training, steps: int) -> Iterator[list[object]]:
     for name, (length, options) in ways.items():
         with _watching(training, steps=length, **options) as (monitor, memory):
             found = run(training, length, monitor)
-        yield row(name, found, monitor, len(memory.readings))
-        yield row("without geomon", run(training, few))
+            counted = monitor.overhead
+        # The card's own speed drifts: what is lost is the rest beside the runs around this one.
+        behind = run(training, few)
+        lost = 2 * found.mean / (before.mean + behind.mean) - 1
+        read = len(memory.readings)
+        yield row(name, found, f"{100 * lost:+.1f}", f"{100 * counted:.1f}", read)
+        yield row("without geomon", behind)
+        before = behind
 
 
 @contextmanager

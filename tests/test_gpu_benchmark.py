@@ -23,7 +23,6 @@ def test_parts_print_their_tables_without_an_accelerator():
     cells = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
     assert int(cells["defaults"][5]) >= 1  # readings
     assert float(cells["reading, on the host"][1]) > 0
-    assert all(float(row[1]) < 1e-6 for row in rows if row[0].strip() in ("twonn", "anisotropy"))
     assert [row[1].strip() for row in rows if row[0].strip() == "a probe" and len(row) == 3] == [
         "yes", "yes",
     ]  # fmt: skip

@@ -120,8 +120,8 @@ _SIDE_BY_SIDE = (
 )
 _HIDES_BETWEEN = (
     "what enters a block is not what the block before returned, and what is done between them was "
-    "not seen (only with metrics of attention, and outside of compiled code): layers are what the "
-    "blocks return, which may be a branch without its residual"
+    "not seen (only with metrics of attention or token ids, and outside of compiled code): layers "
+    "are what the blocks return, which may be a branch without its residual"
 )
 _PASSED_OVER = (
     "the blocks were run {count} times: the first is measured, of those in which gradients are "
@@ -535,9 +535,9 @@ class StackBuilder:
     def _head_numbers(
         self, block: Block, block_call: BlockCall | None, index: int
     ) -> dict[str, tuple[int, ...]]:
-        """Number the heads of an attention, where other ranks may have others.
+        """Number the heads of an attention if other ranks may have others.
 
-        Where they were not traced, the named projections tell which are the first.
+        If the heads were not traced, the named projections tell which of them are the first.
         """
         if block_call is None or not self._is_part or index not in block_call.attentions:
             return {}

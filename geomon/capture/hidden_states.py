@@ -22,7 +22,9 @@ from geomon.capture.tracker import Tracker
 
 
 class HiddenStates:
-    """Copies sampled rows of hidden states, where the residual stream is what a block gives or not.
+    """Copies sampled rows of what enters and leaves blocks.
+
+    The residual stream is what a block returns, or a sum that the model makes behind the block.
 
     Args:
         tracker: Knows the passes.

@@ -283,7 +283,7 @@ def _count_heads(captured: Mapping[str, Any]) -> int:
 
 
 def _grids_beside(values: Sequence[Tensor | None], counts: Sequence[int]) -> Tensor:
-    """Lay masks or biases beside one another; once for all heads where they are all the same."""
+    """Join masks or biases of heads; equal ones are kept once for all heads."""
     known = next(value for value in values if value is not None)
     grids = [known.new_zeros(1, 1, 1, 1) if value is None else value for value in values]
     if all(grid.shape[1] == 1 and torch.equal(grid, known) for grid in grids):

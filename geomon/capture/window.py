@@ -138,6 +138,8 @@ class Window:
         blocks = sum(len(stack.blocks) for stack in anatomy.stacks)
         attentions = sum(max(1, len(block.attentions)) for block in anatomy.blocks)
         self._attends = bool(self._sources & {"attention", "projection", "routing"})
+        # Operators show attention, and the way from embedding tables to the blocks.
+        self._follows = self._attends or bool(self._wants_tokens)
         beside = len(anatomy.stacks) * (1 + (FINAL_NORM in self._extra))
         layers = (blocks + beside) * (1 + self._wants_last)
         limit = functools.partial(
@@ -211,9 +213,9 @@ class Window:
 
     def _open(self) -> None:
         self._choose_calls()
-        if self._attends:
+        if self._follows:
             self._recorder.open(
-                current=lambda: self._tracker.current,
+                current=lambda: self._tracker.current if self._attends else None,
                 outside=lambda: not (self._tracker.in_block or self._tracker.is_ignored()),
                 guarded=self._guarded,
                 on_failure=self.on_failure,
@@ -403,7 +405,7 @@ class Window:
             for module, table in self._anatomy.around_embeddings:
                 self._see(self._before, module, self._tables.before_around)
                 self._see(self._after, module, self._tables.after_around, table)
-        for _, norm in self._anatomy.norms if self._attends else ():
+        for _, norm in self._anatomy.norms if self._follows else ():
             self._see(self._before, norm, self._on_next)
         for name, norm in self._anatomy.norms if FINAL_NORM in self._extra else ():
             self._see(self._before, norm, self._on_norm)

@@ -217,7 +217,7 @@ def _has_tokens(part: Layer, prefix: str) -> bool:
 
 
 def _joined(values: Sequence[Any], order: Tensor) -> Any:
-    """Join rows and put them into an order; of what is no tensor, all parts have the same."""
+    """Join rows and put them into an order; values other than tensors are the same in all parts."""
     if not isinstance(values[0], Tensor):
         return values[0]
     return torch.cat([*values])[order.to(values[0].device)]

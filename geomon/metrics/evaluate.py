@@ -429,7 +429,7 @@ def _combine_stack(
         if numbers and name in columns:
             columns[name].whole = numbers
     notes = group_by_layer(_join_metrics(reasons)) + cautions(columns)
-    notes += _few_sequences(layers) + _few_last_tokens(metrics, layers, columns)
+    notes += _few_sequences(layers, metrics) + _few_last_tokens(metrics, layers, columns)
     return _Stack(columns, notes + _few_spectral_rows(layers, columns), explained)
 
 
@@ -534,11 +534,29 @@ def _add_deviation(
     parts["std"] = column
 
 
-def _few_sequences(layers: list[LayerValues]) -> list[Note]:
-    """Make a note where there are too few sequences for margins."""
+def _few_sequences(layers: list[LayerValues], metrics: Mapping[str, Metric]) -> list[Note]:
+    """Make a note if there are too few sequences for margins, of all rows or of queries alone."""
     known = [layer.sequences for layer in layers if layer.sequences is not None]
-    if not known or max(known) >= GROUPS:
+    if not known:
         return []
+    if max(known) >= GROUPS:
+        measured = set[str]().union(*(layer.parts for layer in layers))
+        found = set[str]().union(*(layer.without | layer.without_margin for layer in layers))
+        names = [
+            name
+            for name, metric in metrics.items()
+            if name in measured - found
+            and metric.has_margin
+            and sources_of(metric) == {"attention"}
+        ]
+        if not names or not found:
+            return []
+        text = (
+            "no 95 % intervals of {metrics}: they need {needed} sequences, and queries were taken "
+            "from fewer; a larger tokens takes them from more"
+        )
+        numbers: dict[str, Any] = {"metrics": ", ".join(names), "needed": GROUPS}
+        return [Note("no intervals of attention", text, numbers=numbers)]
     text = "no 95 % intervals: they need {needed} sequences in a reading, and there are {sequences}"
     numbers = {"needed": GROUPS, "sequences": max(known)}
     return [Note("no intervals", text, numbers=numbers)]

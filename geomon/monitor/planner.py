@@ -120,7 +120,7 @@ class Account:
 
         A thread takes time from the training that nobody waits for: the lock of Python, cores, the
         device. Means are compared, because a loop that looks at its loss at every tenth step waits
-        there for ten. What is too little in one comparison is too much in the next.
+        there for ten. Single comparisons are rough; their errors cancel over many.
 
         Args:
             beside: Whether a thread measures now.

@@ -356,7 +356,7 @@ def _profiles(
 
 
 def _layer_colours(readings: Readings) -> dict[int, str]:
-    """Colours of the layers of a run; those of heads and of what attention gives are the same."""
+    """Give each layer of a run its colour, which heads and attention of the layer share."""
     layers = layers_of(readings)[1:]
     return {0: LAYERS[0]} | dict(zip(layers, ramp(LAYERS, len(layers)), strict=True))
 

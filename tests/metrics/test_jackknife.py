@@ -7,7 +7,9 @@ import definitions as by_book
 import numpy as np
 import pytest
 import torch
+from models import PlainDecoder, batch
 
+from geomon import measure, select
 from geomon.capture.snapshot import Layer
 from geomon.kernels.dimension import gride, twonn
 from geomon.metrics import METRICS, MORE_METRICS, Evaluator, Metric, check_metrics
@@ -265,3 +267,14 @@ def test_an_extreme_has_no_margin_and_a_failure_without_rows_costs_the_margin_al
     assert any("too few for me" in note for note in notes)
     with pytest.raises(NoMarginError, match="max_logits"):
         ViewsWithout(LayerViews(layer()), 0)["max_logits"]
+
+
+@pytest.mark.parametrize(("tokens", "is_said"), [(128, True), (256, False)])
+def test_a_margin_that_attention_lacks_for_few_sequences_is_said(tokens, is_said):
+    """Rows are of all 16 sequences of 32 tokens, queries of as many as make up the rows."""
+    metrics = select("anisotropy", "attention_entropy")
+    found = measure(PlainDecoder(), batch(16), metrics=metrics, tokens=tokens)
+    said = [note for note in found.notes if "no 95 % intervals of attention_entropy" in note]
+    assert bool(said) == is_said
+    assert ("attention_entropy/mean/margin" in found) != is_said
+    assert "anisotropy/mean/margin" in found

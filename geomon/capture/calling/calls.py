@@ -95,7 +95,7 @@ class CallObserver(Protocol):
         """Note that the twin of a compiled call is over."""
 
     def on_compiled_end(self, module: nn.Module, output: Any) -> None:
-        """Take what the training's own compiled call has returned, behind its twin."""
+        """Take what the training's own compiled call has returned; its twin ran before it."""
 
 
 # -- the slot ------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ the block was given. If any part of an element is not traced, the element is not
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -419,21 +419,48 @@ def find_columns(made: Made, values: Tensor) -> Columns | None:
     outline = made.outline(roots)
     if outline is None:
         return _find_columns(made, values)
-    key = outline, layout_of(values)
-    if key not in _FOUND:
+
+    def find() -> tuple[tuple[int, ...], Columns | None]:
         found = _find_columns(made, values)
         order = () if found is None else tuple(map(roots.index, found.projections))
-        if len(_FOUND) >= _MOST_FOUND:
-            _FOUND.clear()
-        _FOUND[key] = order, found and found._replace(projections=())
-    order, found = _FOUND[key]
+        return order, found and found._replace(projections=())
+
+    order, found = _remembered((outline, layout_of(values)), find)
     return found and found._replace(projections=tuple(roots[number] for number in order))
 
 
-# Columns that were found, without their projections, by all that they depend on; and the numbers of
-# these projections among those that were met.
-_FOUND: dict[Any, tuple[tuple[int, ...], Columns | None]] = {}
+def find_rows(made: Made, values: Tensor, start: Projection) -> Integers:
+    """Find the row of `start` that each row of a tensor is of; -1 if it is of none.
+
+    Args:
+        made: How the storage of the tensor was made.
+        values: The tensor, [..., width].
+        start: One of `made.inputs`.
+    """
+    roots: list[Projection] = []
+    outline, layout = made.outline(roots), layout_of(values)
+    rows = np.arange(math.prod(values.shape[:-1]))
+    if outline is None or start not in roots:
+        return made.trace_rows(layout, rows, start)
+    key = outline, layout, roots.index(start)
+    return _remembered(key, lambda: made.trace_rows(layout, rows, start))
+
+
+# What was traced in passes before, by all that it depends on: without the projections, of which
+# numbers among those that were met are kept.
+_FOUND: dict[Any, Any] = {}
 _MOST_FOUND = 16
+
+
+def _remembered(key: Any, find: Callable[[], Any]) -> Any:
+    if key not in _FOUND:
+        found = find()
+        if len(_FOUND) >= _MOST_FOUND:
+            _FOUND.clear()
+        _FOUND[key] = found
+    return _FOUND[key]
+
+
 # More kinds of tokens than this are no kinds: each token has its own weights (experts, say).
 _MOST_KINDS = 8
 

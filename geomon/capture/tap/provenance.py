@@ -6,12 +6,10 @@ keys, or of weights of attention and values, and a product of one with weights i
 Nothing is computed and nothing is copied.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -25,6 +23,7 @@ from geomon.capture.tap.columns import (
     Piece,
     Projection,
     find_columns,
+    find_rows,
     layout_of,
 )
 
@@ -100,9 +99,9 @@ _TOKENS = _Tags()
 class Stream:
     """Follows tensors through what stands outside of blocks.
 
-    What the last block was given and has returned: so a sum that is made outside of the blocks is
-    told from a stream that begins anew. And what embedding tables returned: so it is known which
-    tokens enter a block.
+    It follows what the last block was given and has returned, so that a sum which the model makes
+    outside of the blocks is told from a stream that begins anew. It follows what embedding tables
+    returned, so that the tokens that enter a block are known.
     """
 
     def __init__(self) -> None:
@@ -125,18 +124,16 @@ class Stream:
             hidden: Hidden states, [..., width].
 
         Returns:
-            Of each call of which they were made, by its number, the row that each row of hidden
-            states is of; -1 for one that is of none.
+            The row that each row of hidden states is of, by the number of the call; -1 if it is of
+            none. Calls that the hidden states were not made of are left out.
         """
         made = self._embedded.made_of(hidden)
         place = storage_of(hidden)
         # Blocks are not followed: memory that was free since may hold what they have made.
         if made is None or place not in self._alive or self._alive[place].expired():
             return {}
-        rows = np.arange(math.prod(hidden.shape[:-1]))
-        layout = layout_of(hidden)
         return {
-            number: torch.from_numpy(made.trace_rows(layout, rows, root))
+            number: torch.from_numpy(find_rows(made, hidden, root))
             for number, root in self._tables.items()
             if root in made.inputs
         }

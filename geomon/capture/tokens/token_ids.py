@@ -2,8 +2,8 @@
 
 Several tables may be given integers of the tokens' shape: token types, positions, hashes of several
 tokens, the sentences of another stack, the tokens that are to be predicted next. Hidden states are
-traced back to the rows that a table returned; where operators between were not seen (compiled code,
-a window without metrics of attention), the shape says it.
+traced back to the rows that a table returned. If operators between were not seen (compiled code),
+the shape says it.
 """
 
 import functools

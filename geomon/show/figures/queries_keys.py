@@ -192,9 +192,9 @@ def _rows(arrays: dict[str, NDArray[np.generic]], tag: str, head: int) -> Floats
 
 
 def _plane(rows: Sequence[Floats], one: HeadHistory) -> tuple[Floats, Floats]:
-    """Two leading directions of rows, [2, width], and their shares of the mean square.
+    """Compute two leading directions of rows, [2, width], and their shares of the mean square.
 
-    Where no single rows are kept, those of the means. The last mean key has no negative coordinate.
+    If no single rows are kept, the means are used. The last mean key has no negative coordinate.
     """
     kept = [each for each in rows if len(each)]
     whole = np.concatenate(kept) if kept else np.concatenate([one.mean_query, one.mean_key])

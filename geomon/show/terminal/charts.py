@@ -80,7 +80,7 @@ def draw(plot: Any, panel: Lines, *, is_linear: bool = False, chosen: int | None
 
 
 def _frame(plot: Any, panel: Lines) -> None:
-    """Draw two axes, of which that of values is no finer than the errors: noise is drawn flat."""
+    """Draw two axes; the axis of values is as coarse as the errors, so noise looks flat."""
     plot.xaxes(True, False)
     plot.yaxes(True, False)
     values = [v for line in panel.lines for v in (*line.y, *line.low, *line.high)]

@@ -327,6 +327,34 @@ def test_margins_do_not_count_streams_as_sequences():
     assert values["twonn/layer_01/sequences"] == 10
 
 
+ROW_VIEWS = {"hidden", "token_ids", "positions", "sequences"}
+
+
+def rows_alone(model: nn.Module, *inputs: Tensor) -> Snapshot:
+    """What a window sees for metrics of hidden states and token types alone."""
+    model.eval()
+    with torch.no_grad(), Window(find_anatomy(model), ROW_VIEWS, rows=10_000, seed=0) as seen:
+        model(*inputs)
+    return seen.snapshot()
+
+
+def test_metrics_without_attention_have_the_ids_of_as_many_sequences_as_tokens():
+    """The shape does not tell [length, batch] from [batch, length]."""
+    model, ids = LengthFirst(), words(8, 8)
+    check_rows(rows_alone(model, ids), ids, [state.transpose(0, 1) for state in model.states])
+
+
+@pytest.mark.parametrize("target_first", [False, True])
+def test_metrics_without_attention_have_the_ids_of_each_stack(target_first):
+    model = Translator(shared=True, target_first=target_first)
+    sentences = words(4, 24, 45), words(4, 24, 25, seed=1)
+    snapshot = rows_alone(model, *sentences)
+    for stack, ids in zip(("encoder", "decoder"), sentences, strict=True):
+        first = next(layer for layer in snapshot.layers if layer.stack == stack)
+        place = first.captured["sequences"], first.captured["positions"]
+        assert torch.equal(first.captured["token_ids"], ids[place])
+
+
 # -- sequences in the second dimension -------------------------------------------------------------
 
 
