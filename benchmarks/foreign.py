@@ -422,7 +422,7 @@ def examine(name: str) -> dict[str, Any]:
     def restore() -> None:
         model.load_state_dict(buffers)
 
-    sampling.QUERIES = 10**6  # all of them, as the reference has
+    sampling.ATTENTION_QUERIES = 10**6  # all of them, as the reference has
     reference = Reference()
     plain = _step(model, inputs, torch.enable_grad())
     restore()

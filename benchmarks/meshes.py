@@ -40,7 +40,7 @@ from benchmarks.mesh_models import (
 )
 from benchmarks.timing import print_machine, print_table
 from geomon import METRICS, Memory, Monitor, every, select
-from geomon.capture import QUERIES, Window, derive_seed, find_anatomy
+from geomon.capture import ATTENTION_QUERIES, Window, derive_seed, find_anatomy
 from geomon.distributed import RankGroup, gather, merge_layers
 from geomon.metrics import Evaluator
 from geomon.record.columns import tagged
@@ -233,7 +233,9 @@ def _read_alone(
             with replay, window:
                 model(ids)
             snapshots.append(window.snapshot())
-    gathered = gather(snapshots, (step, "inline"), RankGroup(), rows=TOKENS, queries=QUERIES)
+    gathered = gather(
+        snapshots, (step, "inline"), RankGroup(), rows=TOKENS, queries=ATTENTION_QUERIES
+    )
     layers = [merge_layers(parts) for parts in gathered.parts]
     return tagged(evaluator.evaluate(layers, TOKENS).stacks)
 

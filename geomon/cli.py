@@ -89,7 +89,7 @@ def _add_scan(app: "typer.Typer") -> None:
         ] = 64,
         length: Annotated[int, option(help="Largest number of tokens in a sequence.")] = 128,
         tokens: Annotated[int, option(help="Rows in one split of the estimate.")] = 4096,
-        batches: Annotated[int, option(help="Largest number of splits.")] = 1,
+        splits: Annotated[int, option(help="Largest number of splits.")] = 1,
         seed: Annotated[int, option(help="Seed of what is sampled and drawn.")] = 0,
         blocks: Annotated[
             str | None, option(help="Pattern of the names of the blocks, if they are not found.")
@@ -104,7 +104,7 @@ def _add_scan(app: "typer.Typer") -> None:
             readings = run(
                 model, checkpoints=checkpoints, text=text, directory=directory,
                 revisions=[name.strip() for name in revisions.split(",") if name.strip()],
-                sequences=sequences, length=length, tokens=tokens, batches=batches, seed=seed,
+                sequences=sequences, length=length, tokens=tokens, splits=splits, seed=seed,
                 blocks=blocks, device=device, sinks=[_Lines()],
             )  # fmt: skip
             steps = f"{len(readings)} step" + "s" * (len(readings) != 1)

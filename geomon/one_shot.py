@@ -72,7 +72,7 @@ def measure(
     *,
     metrics: Mapping[str, Callable[..., Any]] = METRICS,
     tokens: int = 4096,
-    batches: int = 1,
+    splits: int = 1,
     queries: int | None = Evaluator.queries,
     seed: int = 0,
     blocks: str | Sequence[nn.Module] | None = None,
@@ -88,7 +88,7 @@ def measure(
             model.
         metrics: Metrics to measure: a dict from a name to a function of views.
         tokens: Number of rows of hidden states in one split of the estimate.
-        batches: Largest number of splits; with two or more their deviation is computed too.
+        splits: Largest number of splits; with two or more their deviation is computed too.
         queries: Number of rows of a split from which distances to all its rows are measured; None
             for all, as in the papers.
         seed: Seed of the private generator that samples rows.
@@ -103,12 +103,12 @@ def measure(
         NotSeenError: Something that the metrics read was not seen in the pass.
     """
     check_count("tokens", tokens)
-    check_count("batches", batches)
+    check_count("splits", splits)
     check_count("queries", queries, at_least=_FEWEST, or_none=True)
-    evaluator = Evaluator(check_metrics(metrics), batches, queries, strict=True)
+    evaluator = Evaluator(check_metrics(metrics), splits, queries, strict=True)
     views, place = evaluator.views, find_place([model])
     window = Window(
-        find_anatomy(model, blocks), views, rows=tokens * batches, seed=derive_seed(seed),
+        find_anatomy(model, blocks), views, rows=tokens * splits, seed=derive_seed(seed),
         extra_layers=check_extra_layers(extra_layers),
         place=TensorPlace(place.shard, place.shards),
     )  # fmt: skip
@@ -211,11 +211,6 @@ def _allowed(metrics: dict[str, Metric], captured: Mapping[str, Any]) -> dict[st
     """Choose the metrics whose views are there."""
     alone = {name: Evaluator({name: metric}, 1) for name, metric in metrics.items()}
     lacking = {name: one.lacking(captured) for name, one in alone.items()}
-    for name, one in alone.items():
-        if one.compares_layers:
-            lacking[name] = {"the layer before"}
-        if one.compares_readings:
-            lacking[name] = {"an earlier reading of a probe"}
     allowed = {name: metrics[name] for name, views in lacking.items() if not views}
     if not allowed:
         reasons = "; ".join(

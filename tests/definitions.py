@@ -72,7 +72,7 @@ def are_ordinary(x):
     return distance <= 10 * np.sort(distance)[middle]
 
 
-def sink_share(x):
+def massive_share(x):
     return squares(x)[~are_ordinary(x)].sum() / squares(x).sum()
 
 
@@ -81,17 +81,6 @@ def distances(x):
     apart = cdist(x, x)
     np.fill_diagonal(apart, -1)
     return np.sort(apart, axis=1)[:, 1:]
-
-
-def overlap(x, y, among=None, k=10):
-    """Share of the k nearest others of each row, among all or some, that stay from x to y."""
-    among = np.arange(len(x)) if among is None else among
-    sets = []
-    for rows in (x[among], y[among]):
-        apart = cdist(rows, rows)
-        np.fill_diagonal(apart, np.inf)
-        sets.append(np.argsort(apart, axis=1)[:, :k])
-    return np.array([len({*a} & {*b}) / k for a, b in zip(*sets, strict=True)])
 
 
 def ratios(near, discard):
@@ -143,18 +132,16 @@ def fitted_types(x, ids):
 
 
 def of_rows(views):
-    """Of hidden states, token ids and sequences."""
-    x, ids, sequences = (views[name] for name in ("hidden", "token_ids", "sequences"))
-    same = sequences[:, None] == sequences
+    """Of hidden states and token ids."""
+    x, ids = views["hidden"], views["token_ids"]
     total, square = squares(x).mean(), np.square(x).sum(axis=1).mean()
     within, mean = within_variance(x, ids), np.square(x.mean(axis=0)).sum()
     found = {
-        "anisotropy": shares(x)[0], "sink_share": sink_share(x),
-        "anisotropy_no_sinks": shares(x[are_ordinary(x)])[0],
+        "anisotropy": shares(x)[0], "massive_share": massive_share(x),
+        "anisotropy_without_massive": shares(x[are_ordinary(x)])[0],
         "effective_rank": effective_rank(x), "participation_ratio": participation_ratio(x),
         "alpha": fitted_law(x)[0], "alpha/r_squared": fitted_law(x)[1],
         "cosine": mean_cosine(x), "cosine_centred": mean_cosine(centred(x)),
-        "cosine_within": mean_cosine(x, same), "cosine_between": mean_cosine(x, ~same),
         "drift_norm": math.sqrt(mean), "variance": total, "mean_square_norm": square,
         "within_variance": within, "variance_shares": within / total,
         "variance_shares/mean": mean / square, "variance_shares/within": within / square,
@@ -164,14 +151,6 @@ def of_rows(views):
     names = ("", "/r_squared", "/types", "/coverage", "/q_variation")
     for name, value in zip(names, fitted_types(x, ids), strict=True):
         found[f"norm_variance_slope{name}"] = value
-    for name, of_class in by_frequency(ids).items():
-        own, types = x[of_class], np.unique(ids[of_class])
-        numbers = {
-            "norm": norms(own).mean(), "square_of_mean": np.square(own.mean(axis=0)).sum(),
-            "variance": squares(own).mean(), "mean_square_norm": np.square(own).sum(axis=1).mean(),
-            "rows": len(own), "types": len(types),
-        }  # fmt: skip
-        found |= {f"token_frequency/{name}/{part}": each for part, each in numbers.items()}
     return found
 
 
@@ -194,7 +173,6 @@ def of_neighbours(x):
         "gride/k1": (len(x) - 1) / np.log(near[:, 1] / near[:, 0]).sum(),
         "local_dimension": np.mean(inner), "local_dimension/spread": np.std(inner, ddof=1),
         "local_anisotropy": np.mean([shares(part)[0] for part in parts]),
-        "local_cosine": np.mean([mean_cosine(part) for part in parts]),
     }  # fmt: skip
 
 
@@ -205,7 +183,6 @@ def of_heads(query, key):
     dots = (q * facing).sum(axis=1)
     found = {
         "qk_dot": dots, "qk_cosine": dots / norms(q) / norms(facing),
-        "qk_cosine_concatenated": dots.sum() / np.linalg.norm(q) / np.linalg.norm(facing),
     }  # fmt: skip
     for name, rows in (("query", query), ("key", key)):
         heads = rows.swapaxes(0, 1)

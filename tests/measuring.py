@@ -37,12 +37,12 @@ def evaluate(
     metrics: Mapping[str, Callable[..., Any]],
     *,
     rows: int,
-    batches: int,
+    splits: int,
     queries: int | None = None,
     strict: bool = False,
 ) -> Measured:
     """Every metric at every layer of a snapshot."""
-    evaluator = Evaluator(check_metrics(metrics), batches, queries, strict)
+    evaluator = Evaluator(check_metrics(metrics), splits, queries, strict)
     found = evaluator.evaluate(snapshot.layers, rows)
     return Measured(tagged(found.stacks), found.notes)
 
@@ -51,7 +51,7 @@ def watching(model: nn.Module, **options: Any) -> tuple[Monitor, Memory]:
     """A monitor that reads one metric on few rows at every step, and where its readings go."""
     memory = Memory()
     few = {
-        "metrics": select("variance"), "tokens": 64, "batches": 1, "schedule": every(1),
+        "metrics": select("variance"), "tokens": 64, "splits": 1, "schedule": every(1),
         "strict": True, "directory": None, "sinks": [memory],
     }  # fmt: skip
     return Monitor(model, **(few | options)), memory

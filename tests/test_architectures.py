@@ -132,7 +132,7 @@ def test_an_open_window_changes_no_gradient_and_no_random_state(name, implementa
      "nn.Transformer", "nn.TransformerEncoder (length first)", "XLNet", "wav2vec 2.0"],
 )  # fmt: skip
 def test_sampled_rows_are_what_the_model_computes_there(name, monkeypatch):
-    monkeypatch.setattr(geomon.capture.tokens.sampling, "QUERIES", 8)
+    monkeypatch.setattr(geomon.capture.tokens.sampling, "ATTENTION_QUERIES", 8)
     specimen, verdict = ZOO[name], Verdict()
     implementation = next(iter(specimen.routes))
     reference = refer(specimen, implementation, padded=True)

@@ -21,7 +21,7 @@ from geomon.huggingface import GeometryMonitor
 FEW = {
     "metrics": select("variance", "attention_entropy", "qk_cosine"),
     "tokens": 64,
-    "batches": 1,
+    "splits": 1,
     "strict": True,
     "sink_timeout": 600.0,  # how long drawing takes says how busy the machine is
     "budget": None,  # tests of it give one

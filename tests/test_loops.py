@@ -88,7 +88,7 @@ def test_training_is_as_if_nobody_watched(tmp_path, loop, case):
     memory = Memory()
     options = {
         "metrics": of.get("metrics", lambda: METRICS)(), "schedule": every(2), "tokens": 64,
-        "batches": 1, "sinks": [memory], "strict": strict, "probe": of.get("probe"),
+        "splits": 1, "sinks": [memory], "strict": strict, "probe": of.get("probe"),
     }  # fmt: skip
     ends = ArithmeticError if strict else error
     watched = train(loop, Learner(error=error), options, tmp_path / "run", ends, **told)
@@ -166,7 +166,7 @@ def test_evaluations_are_left_alone_and_their_data_can_be_probed(tmp_path, case,
     plain, watched, memory = Learner(), Learner(), Memory()
     without = LOOPS[loop](plain, None, tmp_path / "plain", **told)
     options = {
-        "metrics": MEAN_OF_IDS | METRICS, "tokens": 10_000, "batches": 1, "schedule": every(3),
+        "metrics": MEAN_OF_IDS | METRICS, "tokens": 10_000, "splits": 1, "schedule": every(3),
         "strict": True, "sinks": [memory], "probe": probe,
     }  # fmt: skip
     if probe:
@@ -254,7 +254,7 @@ def test_no_option_is_needed(tmp_path, loop):
 @callbacks
 def test_of_accumulated_batches_the_first_is_read_by_what_it_holds(tmp_path, loop, probe):
     options = {
-        "metrics": MEAN_OF_IDS, "tokens": 256, "batches": 1, "schedule": every(1), "probe": probe,
+        "metrics": MEAN_OF_IDS, "tokens": 256, "splits": 1, "schedule": every(1), "probe": probe,
     }  # fmt: skip
     LOOPS[loop](Learner(), options, tmp_path, steps=4, accumulate=3)
     seen = [probe] * 5 if probe is not None else ROWS.split(8)[:12:3]

@@ -18,7 +18,7 @@ from geomon import METRICS, measure, select
 HEADS, LAYERS, TOKENS = 4, 3, 24 * 64
 MORE = (
     "participation_ratio", "query_mean_norm", "key_mean_norm", "attention_extremes", "score_spread",
-    "mean_query_share", "token_frequency", "cosine_within", "cosine_between", "key_anisotropy",
+    "mean_query_share", "key_anisotropy",
 )  # fmt: skip
 MEASURED = METRICS | select(*MORE)
 
@@ -107,7 +107,7 @@ def test_values_of_hidden_states(forward, stored, values, layer):
         "token_ids": ids,
         "sequences": np.arange(TOKENS) // 64,
     }
-    assert compare(values, by_book.of_rows(views), layer, rel=1e-5) > 20
+    assert compare(values, by_book.of_rows(views), layer, rel=1e-5) >= 20
 
 
 @pytest.mark.parametrize("layer", range(LAYERS + 1))

@@ -21,7 +21,7 @@ def note(alert):
 
 # Every option that can be said in YAML, in a form other than its default.
 GIVEN = {
-    "metrics": ["anisotropy", "twonn"], "tokens": 64, "batches": 2, "queries": None,
+    "metrics": ["anisotropy", "twonn"], "tokens": 64, "splits": 2, "queries": None,
     "blocks": r"layers\.\d", "extra_layers": ["final_norm"], "seed": 3, "checks": 7,
     "budget": "2 %", "probe": "validation", "directory": "here", "arrays": False,
     "log": ["val_loss"], "settings": {"learning_rate": 0.1, "trial": {"number": 7}},

@@ -276,7 +276,7 @@ def _rank_collapse(reading: Reading, stack: str, bands: Found) -> Finding | None
 
 def _massive(reading: Reading, stack: str) -> dict[int, float]:
     """Return the share of the variance in rows of massive norm, by layer where it is large."""
-    shares = _column(reading, stack, "sink_share").by_layer()
+    shares = _column(reading, stack, "massive_share").by_layer()
     return {layer: value for layer, value in shares.items() if value >= _MASSIVE}
 
 

@@ -4,12 +4,12 @@ from geomon.capture.anatomy import find_anatomy
 from geomon.capture.calling.calls import FirstCall
 from geomon.capture.calling.probe import extra_pass
 from geomon.capture.tokens.padding import padding_arguments
-from geomon.capture.tokens.sampling import QUERIES, derive_seed
+from geomon.capture.tokens.sampling import ATTENTION_QUERIES, derive_seed
 from geomon.capture.window import Window
 
 __all__ = [
     "FirstCall",
-    "QUERIES",
+    "ATTENTION_QUERIES",
     "Window",
     "derive_seed",
     "extra_pass",

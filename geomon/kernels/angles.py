@@ -1,44 +1,14 @@
 """Angles and means: among hidden states, and of the queries and keys of each head."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from geomon.kernels._blocks import (
     centred_blocks,
-    column_blocks,
-    in_blocks,
     require_rows,
     sum_of,
     sum_of_directions,
 )
-
-
-class SequenceCosines(NamedTuple):
-    """Sums of directions, u_i = x_i / |x_i|, that tell pairs of one sequence from other pairs.
-
-    Attributes:
-        own: Squared norm of the sum of the directions of each sequence, float64, [sequences].
-        rows: Number of rows that have a direction in each sequence, float64, [sequences].
-        total: Squared norm of the sum of all directions, a scalar, float64.
-    """
-
-    own: Tensor
-    rows: Tensor
-    total: Tensor
-
-    @property
-    def within(self) -> Tensor:
-        """Mean cosine over the pairs of rows of one sequence; NaN if there is no such pair."""
-        pairs = (self.rows * (self.rows - 1)).sum()
-        return torch.where(pairs > 0, (self.own - self.rows).sum() / pairs, torch.nan)
-
-    @property
-    def between(self) -> Tensor:
-        """Mean cosine over the pairs of rows of two sequences; NaN if there is no such pair."""
-        pairs = self.rows.sum().square() - self.rows.square().sum()
-        return torch.where(pairs > 0, (self.total - self.own.sum()) / pairs, torch.nan)
 
 
 def cosine_centred(hidden: Tensor) -> Tensor:
@@ -68,54 +38,6 @@ def cosine_centred(hidden: Tensor) -> Tensor:
     total, n = sum_of(total for total, _ in parts), sum_of(n for _, n in parts)
     value = (total.square().sum() - n) / (n * (n - 1))
     return torch.where(n >= 2, value, torch.nan).squeeze()
-
-
-def sequence_cosines(hidden: Tensor, sequences: Tensor) -> SequenceCosines:
-    """Sum directions by sequence: the mean cosine within and between sequences, over all pairs.
-
-    With s_k the sum of the directions of sequence k, of n_k rows, and s the sum of all: within
-    (sum_k |s_k|^2 - n) / sum_k n_k (n_k - 1), between (|s|^2 - sum_k |s_k|^2) / (n^2 - sum_k
-    n_k^2). Exact at the cost of one pass. Range [-1, 1] each; about 0 for isotropic rows. Of B
-    sequences the share of pairs within one is about 1/B: the mean over all pairs that Godey et al.
-    (2401.12143, section 3) draw depends on B where they are more alike.
-
-    Args:
-        hidden: Rows, [tokens, width].
-        sequences: Number of the sequence of each row, integers, [tokens].
-
-    Raises:
-        ValueError: `hidden` is not a floating-point matrix with at least two rows, or `sequences`
-            does not name a sequence for each.
-
-    Example:
-        >>> hidden = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0], [0.0, 3.0]])
-        >>> found = sequence_cosines(hidden, torch.tensor([7, 7, 9, 9]))
-        >>> found.within.item(), found.between.item()
-        (1.0, 0.0)
-    """
-    rows = require_rows(hidden, at_least=2)
-    if sequences.shape != rows.shape[:1] or sequences.is_floating_point():
-        raise ValueError(
-            f"expected the number of a sequence for each of {len(rows)} rows, integers [tokens], "
-            f"got {sequences.dtype} {list(sequences.shape)}"
-        )
-    numbers, place = torch.unique(sequences, return_inverse=True)
-    # Divided by the largest number first: the square of 1e-200 is 0.
-    largest = torch.cat([block.abs().amax(dim=1) for block in in_blocks(rows)])
-    scale = torch.where(largest > 0, 1 / largest, 0)
-    square = torch.zeros_like(scale)
-    for columns in column_blocks(rows):
-        square += (columns.double() * scale[:, None]).square_().sum(dim=1)
-    scale *= torch.where(square > 0, square.rsqrt(), 0)
-    count = scale.new_zeros(len(numbers)).index_add_(0, place, (square > 0).double())
-    own, total = torch.zeros_like(count), count.new_zeros(())
-    # By columns: with as many sequences as rows, a sum of each would be larger than the rows.
-    for columns in column_blocks(rows):
-        sums = own.new_zeros(len(numbers), columns.shape[1])
-        sums.index_add_(0, place, columns.double() * scale[:, None])
-        own += sums.square().sum(dim=1)
-        total += sums.sum(dim=0).square().sum()
-    return SequenceCosines(own, count, total)
 
 
 def leading_share(eigenvalues: Tensor) -> Tensor:
@@ -161,34 +83,6 @@ def qk_cosine(mean_query: Tensor, mean_key: Tensor) -> Tensor:
     """
     query, key = _facing(mean_query, mean_key)
     return (query * key).sum(dim=-1) / (query.norm(dim=-1) * key.norm(dim=-1))
-
-
-def qk_cosine_concatenated(mean_query: Tensor, mean_key: Tensor) -> Tensor:
-    """Compute the cosine between the mean query and the mean key with all heads side by side.
-
-    One value for a layer (Godey et al., 2401.12143, figure 23): q . k / (|q| |k|) with q the mean
-    queries of all heads and k the mean keys that they face. Heads count by the lengths of their
-    means, where the mean of `qk_cosine` over heads counts all alike. Range [-1, 1]; with
-    grouped-query attention a mean key stands there once for each head of its group.
-
-    Args:
-        mean_query: Mean query of each head, [..., heads, head width].
-        mean_key: Mean key of each key head, [..., key heads, head width]; key heads divide heads.
-
-    Returns:
-        [...], of plain means a scalar; NaN if all means of queries, or all of keys, are 0.
-
-    Raises:
-        ValueError: The shapes of the means do not fit one another.
-
-    Example:
-        >>> query, key = torch.tensor([[3.0, 0.0], [0.0, 1.0]]), torch.tensor([[1.0, 0.0]])
-        >>> round(qk_cosine_concatenated(query, key).item(), 6)
-        0.67082
-    """
-    query, key = _facing(mean_query, mean_key)
-    both = (-2, -1)
-    return (query * key).sum(dim=both) / (query.norm(dim=both) * key.norm(dim=both))
 
 
 def qk_dot(mean_query: Tensor, mean_key: Tensor) -> Tensor:

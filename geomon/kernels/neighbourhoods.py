@@ -1,7 +1,6 @@
-"""Geometry of small neighbourhoods, each a set of rows of its own: dimension, isotropy, overlap."""
+"""Geometry of small neighbourhoods, each a set of rows of its own: dimension and anisotropy."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,18 +10,6 @@ from geomon.kernels.dimension import twonn_of_each
 
 # Relative error of a squared distance above which it is computed again, from differences.
 _TOLERANCE = 1e-10
-
-
-class LocalIsotropy(NamedTuple):
-    """Isotropy of each neighbourhood about its own mean, in float64.
-
-    Attributes:
-        anisotropy: Share of the variance along the leading direction, [neighbourhoods].
-        cosine: Mean cosine over all pairs of rows, [neighbourhoods].
-    """
-
-    anisotropy: Tensor
-    cosine: Tensor
 
 
 def local_dimension(rows: Tensor, members: Tensor) -> Tensor:
@@ -61,87 +48,39 @@ def local_dimension(rows: Tensor, members: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-def local_isotropy(rows: Tensor, members: Tensor) -> LocalIsotropy:
-    """Compute the anisotropy and the mean cosine of each neighbourhood about its own mean.
+def local_anisotropy(rows: Tensor, members: Tensor) -> Tensor:
+    """Compute the anisotropy of each neighbourhood about its own mean.
 
-    `anisotropy` and `cosine` of the rows of a neighbourhood after their mean is subtracted: what is
-    anisotropic as a whole can be isotropic near every token (Razzhigaev et al., 2311.05928, section
-    3.1). The anisotropy is in [1 / (size - 1), 1]; of an isotropic Gaussian in width d it is about
-    (1 + sqrt(d / size))^2 / d. The cosine is about -1 / (size - 1) wherever rows lie evenly around
-    their mean; far above it where a few rows lie apart from the others.
+    `anisotropy` of the rows of a neighbourhood: hidden states that are anisotropic as a whole can
+    be isotropic near every token (Razzhigaev et al., 2311.05928, section 3.1). Range
+    [1 / (size - 1), 1]; of an isotropic Gaussian in width d it is about (1 + sqrt(d / size))^2 / d.
 
     Args:
         rows: Finite rows, [tokens, width].
         members: Indices of the rows of each neighbourhood, int64, [neighbourhoods, size].
 
     Returns:
-        Both for each neighbourhood; NaN if all its rows are equal.
+        [neighbourhoods], float64; NaN if all rows of a neighbourhood are equal.
 
     Raises:
         ValueError: `rows` is not a floating-point matrix, or `members` not a matrix of integers.
 
     Example:
         >>> cross = torch.tensor([[2.0, 0.0], [-2.0, 0.0], [0.0, 1.0], [0.0, -1.0]]) + 10
-        >>> found = local_isotropy(cross, torch.arange(4)[None])
-        >>> round(found.anisotropy.item(), 6), round(found.cosine.item(), 6)
-        (0.8, -0.333333)
+        >>> round(local_anisotropy(cross, torch.arange(4)[None]).item(), 6)
+        0.8
     """
-    anisotropy, cosine = ([rows.new_empty(0, dtype=torch.float64)] for _ in range(2))
+    found = [rows.new_empty(0, dtype=torch.float64)]
     for part, centred, _ in _neighbourhoods(rows, members):
         wide = rows.shape[1] > part.shape[1]
         other = centred.transpose(1, 2)
         gram = centred @ other if wide else other @ centred
         if gram.shape[1] == 0:  # a neighbourhood without rows
-            nothing = gram.new_full((len(part),), torch.nan)
-            anisotropy.append(nothing)
-            cosine.append(nothing)
+            found.append(found[0].new_full((len(part),), torch.nan))
             continue
         trace = gram.diagonal(dim1=1, dim2=2).sum(dim=1)
-        anisotropy.append(torch.linalg.eigvalsh(gram)[:, -1] / trace)
-        norms = torch.linalg.vector_norm(centred, dim=2)
-        directed = norms > 0
-        inverse = torch.where(directed, 1 / norms, 0)
-        total = (centred.transpose(1, 2) @ inverse[:, :, None]).squeeze(2)
-        n = directed.sum(dim=1).double()
-        cosine.append((total.square().sum(dim=1) - n) / (n * (n - 1)))
-    return LocalIsotropy(torch.cat(anisotropy), torch.cat(cosine))
-
-
-def neighbour_overlap(one: Tensor, other: Tensor) -> Tensor:
-    """Compute the share of the neighbours of each row that two lists have in common.
-
-    |N(i) and M(i)| / k: of two layers, how little the block between them rearranges what is near
-    what (data overlap, Doimo et al. 2020; Viswanathan et al., 2501.10573). Range [0, 1]; lists that
-    know nothing of one another share k / (n - 1) of n rows.
-
-    Args:
-        one: Neighbours of each row by index, no index twice, int64, [rows, k].
-        other: Neighbours of the same rows elsewhere, int64, [rows, k].
-
-    Returns:
-        [rows], float64; NaN if k is 0.
-
-    Raises:
-        ValueError: The two are not matrices of one shape.
-
-    Example:
-        >>> neighbour_overlap(torch.tensor([[1, 2, 5, 6]]), torch.tensor([[2, 3, 7, 8]])).item()
-        0.25
-    """
-    if one.ndim != 2 or one.shape != other.shape:
-        raise ValueError(
-            "expected two lists of neighbours of one shape [rows, k], got "
-            f"{list(one.shape)} and {list(other.shape)}"
-        )
-    rows, k = one.shape
-    if not k:
-        return one.new_full((rows,), torch.nan, dtype=torch.float64)
-    step = rows_in_block(k**2, one.device)
-    common = [
-        (mine[:, :, None] == theirs[:, None, :]).sum(dim=(1, 2))
-        for mine, theirs in zip(one.split(step), other.split(step), strict=True)
-    ]
-    return torch.cat(common).double() / k
+        found.append(torch.linalg.eigvalsh(gram)[:, -1] / trace)
+    return torch.cat(found)
 
 
 def _neighbourhoods(rows: Tensor, members: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -14,7 +14,7 @@ from geomon.record.columns import Columns, Place, places_of
 DUPLICATES = 0.05  # of the rows
 DISAGREEMENT = 1.5  # twonn over twonn_distinct, or the other way
 BENDING = 2.0  # largest over smallest dimension among the scales
-SINKS = 0.5  # of the variance
+MASSIVE = 0.5  # of the variance
 ROUNDING = 0.1  # of the median nearest distance
 _FEWEST = 3  # rows that TwoNN takes
 
@@ -36,8 +36,9 @@ def cautions(columns: Columns) -> list[Note]:
             "of the rows are exact copies of others and were left out of the dimension",
         ),
         _at_layers(
-            columns, "sink_share", "", SINKS,
-            "of the variance is carried by a few rows of massive norm: read anisotropy_no_sinks",
+            columns, "massive_share", "", MASSIVE,
+            "of the variance is carried by a few rows of massive norm: read "
+            "anisotropy_without_massive",
         ),
         _at_layers(
             columns, "twonn", "rounding", ROUNDING,

@@ -22,14 +22,6 @@ from geomon.kernels.groups import GROUPS
 from geomon.kernels.products import without_autocast
 from geomon.metrics.arrays import arrays_of, join_arrays
 from geomon.metrics.at_once import in_pieces, layers_at_once
-from geomon.metrics.between_layers import BetweenLayers, Comparing, compare_layers
-from geomon.metrics.between_readings import (
-    ALONE,
-    BetweenReadings,
-    EarlierReading,
-    Kept,
-    compare_readings,
-)
 from geomon.metrics.cautions import cautions, explain_not_finite
 from geomon.metrics.jackknife import NoMarginError, ViewsWithout, margin
 from geomon.metrics.last_tokens import AtLast
@@ -37,7 +29,7 @@ from geomon.metrics.layer_values import LayerValues, Parts
 from geomon.metrics.metric import ENDING, Metric, Sizes, said
 from geomon.metrics.table import is_bundled
 from geomon.metrics.views import (
-    QUERIES,
+    DISTANCE_QUERIES,
     SPECTRAL_ROWS,
     SPECTRAL_WIDTH,
     LayerViews,
@@ -86,7 +78,7 @@ class Evaluator:
 
     Args:
         metrics: Checked metrics by name.
-        batches: Largest number of splits.
+        splits: Largest number of splits.
         queries: Number of rows of a split from which distances are measured; None for all.
         strict: Whether to raise what a metric raises, instead of a missing value.
         has_margins: Whether values have margins.
@@ -94,8 +86,8 @@ class Evaluator:
     """
 
     metrics: Mapping[str, Metric]
-    batches: int
-    queries: int | None = QUERIES
+    splits: int
+    queries: int | None = DISTANCE_QUERIES
     strict: bool = False
     has_margins: bool = True
     keeps_arrays: bool = False
@@ -121,16 +113,6 @@ class Evaluator:
     def has_own_metrics(self) -> bool:
         """Whether a metric is the user's own."""
         return not all(map(is_bundled, self.metrics.values()))
-
-    @property
-    def compares_layers(self) -> bool:
-        """Whether a metric compares each layer with the one before it."""
-        return any(isinstance(metric.function, BetweenLayers) for metric in self.metrics.values())
-
-    @property
-    def compares_readings(self) -> bool:
-        """Whether a metric compares each layer with itself at the reading before."""
-        return any(isinstance(metric.function, BetweenReadings) for metric in self.metrics.values())
 
     @functools.cached_property
     def apart(self) -> list[frozenset[str]]:
@@ -188,11 +170,10 @@ class Evaluator:
         result = LayerValues(layer.stack, layer.index, shape)
         if "sequences" in layer.captured:
             result.sequences = len(layer.captured["sequences"].unique())
-        result.has_token_ids = "token_ids" in layer.captured
         if any(metric.null is not None for metric in self.metrics.values()):
             result.heads, result.queries = _sizes_of_attention(layer)
             result.log_visible = _log_visible(layer)
-        splits = split_rows(layer, rows, self.batches, self.queries, has_groups=self.has_margins)
+        splits = split_rows(layer, rows, self.splits, self.queries, has_groups=self.has_margins)
         with _plain_arithmetic(layer):
             for name, metric in self.metrics.items():
                 if not sources_of(metric) <= layer.sources:
@@ -200,9 +181,6 @@ class Evaluator:
                 if layer.of_weights and not can_be_made(parameters(metric), _OF_ROWS):
                     continue
                 try:
-                    if isinstance(metric.function, Comparing):
-                        result.kept[name] = [_apply(metric, views) for views in splits]
-                        continue
                     result.parts[name] = _measure(metric, splits)
                 except MissingViewError as error:
                     result.unseen[name] = str(error)
@@ -282,34 +260,22 @@ class Evaluator:
                 result.without[name] = complete
         result.without_margin = {n: why for n, why in result.without_margin.items() if why}
 
-    def combine(
-        self, measured: Sequence[LayerValues], rows: int, earlier: EarlierReading | None = ALONE
-    ) -> Evaluation:
+    def combine(self, measured: Sequence[LayerValues], rows: int) -> Evaluation:
         """Make the values of a whole reading from those of its layers.
 
         Args:
             measured: Values of every layer, in order of depth.
             rows: Number of rows of hidden states in one split.
-            earlier: The reading that this one is compared with; None for the first of a probe,
-                which has no values of the metrics that compare readings.
         """
         with unseen():
-            return self._combine(measured, rows, earlier)
+            return self._combine(measured, rows)
 
-    def _combine(
-        self, measured: Sequence[LayerValues], rows: int, earlier: EarlierReading | None
-    ) -> Evaluation:
+    def _combine(self, measured: Sequence[LayerValues], rows: int) -> Evaluation:
         """Make the values of a whole reading."""
         result = Evaluation()
-        metrics = self.metrics
-        if earlier is None:
-            earlier = ALONE
-            metrics = {
-                n: m for n, m in metrics.items() if not isinstance(m.function, BetweenReadings)
-            }
         for stack in dict.fromkeys(layer.stack for layer in measured):
             layers = [layer for layer in measured if layer.stack == stack]
-            part = _combine_stack(layers, metrics, rows, earlier, strict=self.strict)
+            part = _combine_stack(layers, self.metrics, rows)
             result.stacks[stack] = part.columns
             result.explained |= {(stack, *place) for place in part.explained}
             result.notes += [msgspec.structs.replace(note, stack=stack) for note in part.notes]
@@ -328,23 +294,12 @@ class Evaluator:
             explained = {(metric, layer) for of, metric, layer in result.explained if of == stack}
             for one in measured:
                 if one.stack == stack:  # a layer without attention is no failure of its metrics
-                    there = one.parts.keys() | one.kept.keys()
-                    explained |= {(metric, one.index) for metric in columns.keys() - there}
+                    explained |= {
+                        (metric, one.index) for metric in columns.keys() - one.parts.keys()
+                    }
             found = explain_not_finite(columns, explained, self.metrics)
             notes += [msgspec.structs.replace(note, stack=stack) for note in found]
         return notes
-
-    def keep_for_next(self, measured: Sequence[LayerValues]) -> Kept:
-        """Choose what the next reading is compared with of the values of a reading's layers.
-
-        Args:
-            measured: Values of every layer.
-        """
-        names = [n for n, m in self.metrics.items() if isinstance(m.function, BetweenReadings)]
-        return {
-            (layer.stack, layer.index): {n: layer.kept[n] for n in names if n in layer.kept}
-            for layer in measured
-        }
 
     def evaluate(self, layers: Iterable[Layer], rows: int) -> Evaluation:
         """Measure all layers, and make the values of a whole reading.
@@ -395,25 +350,14 @@ class _Stack(NamedTuple):
     explained: set[tuple[str, int | None]]
 
 
-def _combine_stack(
-    layers: list[LayerValues],
-    metrics: Mapping[str, Metric],
-    rows: int,
-    earlier: EarlierReading,
-    *,
-    strict: bool,
-) -> _Stack:
+def _combine_stack(layers: list[LayerValues], metrics: Mapping[str, Metric], rows: int) -> _Stack:
     columns: Columns = {}
     explained: set[tuple[str, int | None]] = set()
     reasons: dict[tuple[str, str], list[int]] = defaultdict(list)
     for layer in layers:
         if layer.without_arrays:
             reasons["arrays for figures", layer.without_arrays].append(layer.index)
-    for name, metric in metrics.items():
-        if isinstance(metric.function, BetweenLayers):
-            layers = compare_layers(name, metric.function, layers, strict=strict)
-        if isinstance(metric.function, BetweenReadings):
-            layers = compare_readings(name, metric.function, layers, earlier, strict=strict)
+    for name in metrics:
         for layer in layers:
             why = layer.unseen.get(name) or layer.failed.get(name)
             if why is not None:

@@ -14,7 +14,6 @@ from typing import Any
 from scipy import special  # type: ignore[import-untyped]
 from torch import Tensor
 
-from geomon.kernels.angles import SequenceCosines
 from geomon.kernels.groups import GROUPS
 from geomon.kernels.neighbours import Neighbours, pass_over
 from geomon.metrics.views import FAR, NEAR, Groups, LayerViews
@@ -43,7 +42,7 @@ _OF_SOME: dict[str, str] = {
     "two_nearest": "query_rows",
     "distinct_neighbours": "distinct_rows",
     "local_dimensions": "far_rows",
-    "local_shapes": "far_rows",
+    "local_anisotropies": "far_rows",
 }
 
 # Views with an entry for each group.
@@ -172,14 +171,6 @@ def _total_variance(whole: LayerViews, group: int) -> Tensor:
     return squares[stay].mean() - shift.square().sum()
 
 
-def _sequence_cosines(whole: LayerViews, group: int) -> SequenceCosines:
-    own, rows, _ = whole["sequence_cosines"]
-    stay = whole["sequence_groups"].of != group
-    directions = whole["row_sums"].directions
-    total = (directions.sum(dim=0) - directions[group]).square().sum()
-    return SequenceCosines(own[stay], rows[stay], total)
-
-
 def _of(name: str) -> Callable[[LayerViews, int], Any]:
     """Ask a view that knows its sums by group for the others' share."""
     return lambda whole, group: whole[name].without(group)
@@ -195,7 +186,6 @@ _RULES: dict[str, Callable[[LayerViews, int], Any]] = {
     "query_variances": _of("query_variances"),
     "neighbours": _neighbours,
     "far_neighbours": _far_neighbours,
-    "sequence_cosines": _sequence_cosines,
 }
 
 

@@ -22,9 +22,6 @@ class LayerValues:
         without: For each metric that has a margin, by part: the value without each group of
             sequences, of heads their mean; mean over splits.
         sequences: Number of sequences that the rows are of; None if unknown.
-        has_token_ids: Whether the tokens of the rows have ids.
-        kept: For each metric that compares layers or readings, what it kept of this layer in each
-            split.
         unseen: For each metric that could not be asked, which view was not seen and why.
         failed: For each metric that failed, what it raised.
         without_margin: For each metric whose margin failed, what it raised.
@@ -42,8 +39,6 @@ class LayerValues:
     parts: dict[str, list[Parts]] = field(default_factory=dict)
     without: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     sequences: int | None = None
-    has_token_ids: bool = False
-    kept: dict[str, list[Any]] = field(default_factory=dict)
     unseen: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     without_margin: dict[str, str] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from geomon.record.columns import MetricText
 ENDING = (KeyboardInterrupt, torch.OutOfMemoryError)
 
 # Parts that say on what a value stands: they have no margin.
-COUNTS = frozenset({"n", "rows", "types", "coverage", "steps", "sequences"})
+COUNTS = frozenset({"n", "types", "coverage", "sequences"})
 
 
 class Sizes(NamedTuple):

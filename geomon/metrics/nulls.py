@@ -20,7 +20,7 @@ from geomon.kernels.baselines import (
     isotropic_cosine_quantile,
     isotropic_spectrum,
 )
-from geomon.kernels.neighbourhoods import local_dimension, local_isotropy
+from geomon.kernels.neighbourhoods import local_anisotropy, local_dimension
 from geomon.kernels.neighbours import nearest
 from geomon.kernels.spectrum import effective_rank, power_law
 from geomon.metrics.metric import Null, Sizes
@@ -117,15 +117,6 @@ def twonn(sizes: Sizes) -> Mapping[str, float]:
     return {"null": mean, "null_std": deviation}
 
 
-def overlap(shared: int) -> Null:
-    """Make the null of the overlap of lists of neighbours: that of lists at random, k / (n - 1).
-
-    Args:
-        shared: Length k of the lists.
-    """
-    return lambda sizes: {"null": shared / (sizes.rows - 1)} if sizes.rows > shared else {}
-
-
 def neighbourhoods(name: str) -> Null:
     """Make the null of a metric of neighbourhoods: that of an isotropic Gaussian.
 
@@ -163,13 +154,6 @@ def head_cosine(sizes: Sizes) -> Mapping[str, float]:
     if sizes.heads is None:
         return {}
     return {"null_magnitude": isotropic_cosine_magnitude(sizes.heads[1])}
-
-
-def layer_cosine(sizes: Sizes) -> Mapping[str, float]:
-    """Return the same for the width of all heads side by side."""
-    if sizes.heads is None:
-        return {}
-    return {"null_magnitude": isotropic_cosine_magnitude(sizes.heads[0] * sizes.heads[1])}
 
 
 def _to_eighth_of_octave(rows: int) -> int:
@@ -210,7 +194,7 @@ def _gaussian_neighbourhoods(rows: int, width: int) -> dict[str, float]:
         noise = _noise(rows, width, generator)
         some = torch.arange(min(rows, FAR_ROWS), dtype=torch.int64, device="cpu")
         members = nearest(noise, FAR, of=some).indices
-        parts = local_dimension(noise, members), *local_isotropy(noise, members)
+        parts = local_dimension(noise, members), local_anisotropy(noise, members)
         found.append(tuple(float(part.mean()) for part in parts))
-    names = ("local_dimension", "local_anisotropy", "local_cosine")
+    names = ("local_dimension", "local_anisotropy")
     return dict(zip(names, map(statistics.fmean, zip(*found, strict=True)), strict=True))

@@ -17,11 +17,9 @@ from geomon.capture.snapshot import CAPTURED
 from geomon.kernels import dimension
 from geomon.kernels import spectrum as spectral
 from geomon.kernels.angles import (
-    SequenceCosines,
     cosine_centred,
     leading_share,
     qk_cosine,
-    qk_cosine_concatenated,
     qk_dot,
 )
 from geomon.kernels.attention import (
@@ -33,16 +31,12 @@ from geomon.kernels.attention import (
     attention_sink,
     mean_over,
 )
-from geomon.kernels.baselines import gaussian_like
-from geomon.kernels.frequency import CLASSES, moments_by_frequency
 from geomon.kernels.groups import GROUPS
 from geomon.kernels.loads import expert_loads
-from geomon.kernels.neighbours import Neighbours, nearest, pass_over
+from geomon.kernels.neighbours import Neighbours, pass_over
 from geomon.kernels.scores import mean_query_share, score_mean, score_spread
 from geomon.kernels.token_types import TokenTypes
 from geomon.metrics import nulls
-from geomon.metrics.between_layers import SHARED, neighbour_overlap
-from geomon.metrics.between_readings import neighbour_overlap_in_time
 from geomon.metrics.last_tokens import at_last
 from geomon.metrics.metric import COUNTS, Metric, as_metric
 from geomon.metrics.views import DERIVED, FAR, NEAR, Groups, is_view, parameters, renamed
@@ -72,14 +66,6 @@ def _norm_variance_slope(token_types: TokenTypes) -> dict[str, Tensor]:
     return {**parts, "coverage": fit.coverage, "q_variation": fit.q_variation}
 
 
-def _cosine_within(sequence_cosines: SequenceCosines) -> dict[str, Tensor | float]:
-    return {"": sequence_cosines.within, "sequences": len(sequence_cosines.own)}
-
-
-def _cosine_between(sequence_cosines: SequenceCosines) -> dict[str, Tensor | float]:
-    return {"": sequence_cosines.between, "sequences": len(sequence_cosines.own)}
-
-
 def _twonn(two_nearest: Tensor, duplicates: float, rounding: float) -> dict[str, Tensor | float]:
     found = dimension.twonn(two_nearest)
     return {
@@ -91,13 +77,6 @@ def _twonn(two_nearest: Tensor, duplicates: float, rounding: float) -> dict[str,
         "duplicates": duplicates,
         "rounding": rounding,
     }
-
-
-def _twonn_gaussian(spectrum: Tensor, unique_rows: Tensor, query_rows: Tensor) -> Tensor:
-    generator = torch.Generator("cpu").manual_seed(0)
-    sample = gaussian_like(spectrum, len(unique_rows), generator)
-    some = torch.arange(len(query_rows), dtype=torch.int64, device=sample.device)
-    return dimension.twonn(nearest(sample, k=2, of=some).distances).value
 
 
 def _twonn_distinct(distinct_neighbours: Tensor, repeated: float) -> dict[str, Tensor | float]:
@@ -196,15 +175,6 @@ def _expert_load(expert_counts: Tensor) -> dict[str, Tensor]:
     return {"": loads.log().mean().exp(), **parts}
 
 
-def _token_frequency(hidden: Tensor, token_ids: Tensor) -> dict[str, Tensor]:
-    found = zip(CLASSES, moments_by_frequency(hidden, token_ids), strict=True)
-    return {
-        f"{name}/{part}": value
-        for name, moments in found
-        for part, value in moments._asdict().items()
-    }
-
-
 # Why a metric has no value, going by its kernel.
 _EQUAL_ROWS = "all rows are equal"
 _NO_TYPE_TWICE = "no token type has two rows"
@@ -214,8 +184,6 @@ _NO_TWO_KEYS = "no sampled query sees two keys"
 _NO_PAIR_OF_A_HEAD = "fewer than two {} of a head have a norm above 0"
 
 _ON_ROWS = COUNTS | {"duplicates", "repeated", "rounding"}
-_SEVERAL = frozenset({"rare/rows", "middle/rows", "frequent/rows", "rare/types", "middle/types",
-                      "frequent/types"})  # fmt: skip
 
 
 # Typed as a user's own function is: METRICS | {"name": function} is a dict of functions.
@@ -282,7 +250,7 @@ METRICS: dict[str, Callable[..., Any]] = {
         ),
         nulls.anisotropy,
     ),
-    "anisotropy_no_sinks": Metric(
+    "anisotropy_without_massive": Metric(
         renamed(spectral.anisotropy, "ordinary_spectrum"),
         MetricText(
             "Anisotropy without massive rows",
@@ -291,8 +259,8 @@ METRICS: dict[str, Callable[..., Any]] = {
             missing=_EQUAL_ROWS,
         ),
     ),
-    "sink_share": Metric(
-        lambda sink_variance: sink_variance,
+    "massive_share": Metric(
+        lambda massive_share: massive_share,
         MetricText(
             "Variance in massive rows",
             meaning="Share of the variance that the few rows of massive norm carry; 0 where there "
@@ -313,7 +281,7 @@ METRICS: dict[str, Callable[..., Any]] = {
         ),
     ),
     "cosine": Metric(
-        lambda angle: angle,
+        lambda mean_cosine: mean_cosine,
         MetricText(
             "Mean cosine",
             meaning="Mean cosine over all pairs of rows.",
@@ -531,16 +499,6 @@ MORE_METRICS: dict[str, Callable[..., Any]] = {
             missing="all keys of a head are equal",
         ),
     ),
-    "qk_cosine_concatenated": Metric(
-        qk_cosine_concatenated,
-        MetricText(
-            "Cosine of mean query and mean key, heads joined",
-            meaning="How the mean queries and the mean keys of all heads, joined, align.",
-            null="mean absolute cosine of random directions",
-            missing="the mean query or the mean key of all heads is 0",
-        ),
-        nulls.layer_cosine,
-    ),
     "attention_extremes": Metric(
         _attention_extremes,
         MetricText(
@@ -558,16 +516,6 @@ MORE_METRICS: dict[str, Callable[..., Any]] = {
             },
         ),
         without_margin=COUNTS | {"sequence_min"},
-    ),
-    "twonn_gaussian": Metric(
-        _twonn_gaussian,
-        MetricText(
-            "TwoNN of a Gaussian with the layer's covariance",
-            meaning="TwoNN of Gaussian rows with the same covariance; a layer whose TwoNN is lower "
-            "has structure beyond its second moments.",
-            missing=_FEW_ROWS,
-        ),
-        has_margin=False,
     ),
     "alpha": Metric(_alpha, _ALPHA_TEXT, nulls.alpha),
     "alpha_last": Metric(
@@ -602,7 +550,7 @@ MORE_METRICS: dict[str, Callable[..., Any]] = {
         nulls.neighbourhoods("local_dimension"),
     ),
     "local_anisotropy": Metric(
-        lambda local_shapes: local_shapes.anisotropy.mean(),
+        lambda local_anisotropies: local_anisotropies.mean(),
         MetricText(
             "Local anisotropy",
             meaning="Mean over tokens of the anisotropy of the 64 "
@@ -611,38 +559,6 @@ MORE_METRICS: dict[str, Callable[..., Any]] = {
             missing=_FEW_NEIGHBOURS,
         ),
         nulls.neighbourhoods("local_anisotropy"),
-    ),
-    "local_cosine": Metric(
-        lambda local_shapes: local_shapes.cosine.mean(),
-        MetricText(
-            "Local mean cosine",
-            meaning="Mean over tokens of the mean cosine of the 64 "
-            "nearest rows of each about their mean.",
-            null="Gaussian noise of as many rows and columns",
-            missing=_FEW_NEIGHBOURS,
-        ),
-        nulls.neighbourhoods("local_cosine"),
-    ),
-    "neighbour_overlap": Metric(
-        neighbour_overlap,
-        MetricText(
-            "Overlap of neighbours across a block",
-            meaning="Share of a row's 10 nearest rows that were among them before the block too.",
-            null="random lists",
-            parts={"n": "rows"},
-        ),
-        nulls.overlap(SHARED),
-    ),
-    "neighbour_overlap_in_time": Metric(
-        neighbour_overlap_in_time,
-        MetricText(
-            "Overlap of neighbours with the reading before",
-            meaning="Share of a row's 10 nearest rows that were among them at the reading before, "
-            "of the same probe.",
-            null="random lists",
-            parts={"n": "rows", "steps": "steps between the two readings"},
-        ),
-        nulls.overlap(SHARED),
     ),
     "cosine_centred": Metric(
         cosine_centred,
@@ -654,36 +570,6 @@ MORE_METRICS: dict[str, Callable[..., Any]] = {
             missing="fewer than two rows differ from their mean",
         ),
         nulls.centred_cosine,
-    ),
-    "cosine_within": Metric(
-        _cosine_within,
-        MetricText(
-            "Mean cosine within sequences",
-            meaning="Over all pairs of rows of one sequence.",
-            null="isotropic rows",
-            missing="no two rows of one sequence have a norm above 0",
-        ),
-        nulls.constant(0.0),
-    ),
-    "cosine_between": Metric(
-        _cosine_between,
-        MetricText(
-            "Mean cosine between sequences",
-            meaning="Over all pairs of rows of two sequences.",
-            null="isotropic rows",
-            missing="no two rows of different sequences have a norm above 0",
-        ),
-        nulls.constant(0.0),
-    ),
-    "token_frequency": Metric(
-        _token_frequency,
-        MetricText(
-            "Moments by token frequency",
-            meaning="Norm, M, V and Q of rare, middle and frequent tokens, each about a third of "
-            "the rows.",
-            missing="no token type has this frequency",
-        ),
-        without_margin=COUNTS | _SEVERAL,
     ),
     "mean_query_share": Metric(
         mean_query_share,

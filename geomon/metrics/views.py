@@ -18,7 +18,6 @@ from torch import Tensor
 
 from geomon.capture.snapshot import CAPTURED, ROW_VIEWS, Layer
 from geomon.kernels import spectrum as kernels
-from geomon.kernels.angles import sequence_cosines
 from geomon.kernels.attention import (
     ScoreSource,
     attention_rows,
@@ -30,7 +29,7 @@ from geomon.kernels.attention import (
 from geomon.kernels.groups import GROUPS, GroupSums, group_sequences, group_sums
 from geomon.kernels.massive import ordinary_rows, share_beyond
 from geomon.kernels.moments import squares_about_mean
-from geomon.kernels.neighbourhoods import local_dimension, local_isotropy
+from geomon.kernels.neighbourhoods import local_anisotropy, local_dimension
 from geomon.kernels.neighbours import (
     Neighbours,
     content_keys,
@@ -49,7 +48,7 @@ from geomon.kernels.spectrum import PrincipalAxes, head_axes, principal_axes
 from geomon.kernels.token_types import TokenTypes, token_types
 
 # Rows from which distances are measured by default; None for all of them.
-QUERIES = 1024
+DISTANCE_QUERIES = 1024
 # Neighbours of each of these rows that metrics read, and that are listed: a margin passes over
 # those of one group of sequences.
 NEAR, _NEAR_LISTED = 16, 24
@@ -140,7 +139,7 @@ def spread_rows(rows: Tensor, most: int | None) -> Tensor:
     return rows[order.topk(most, largest=False).indices].sort().values
 
 
-def _sink_variance(squares_about_mean: Tensor, ordinary_rows: Tensor) -> float:
+def _massive_share(squares_about_mean: Tensor, ordinary_rows: Tensor) -> float:
     if ordinary_rows.all():
         return 0.0
     return float(share_beyond(squares_about_mean, ordinary_rows))
@@ -173,13 +172,6 @@ def _ordinary_axes(
 
 def _token_types(hidden: Tensor, token_ids: Tensor, groups: Groups) -> TokenTypes:
     return token_types(hidden, token_ids, groups.of if groups.size > 1 else None)
-
-
-def _sequence_groups(sequences: Tensor, groups: Groups) -> Groups:
-    """Groups of the sequences themselves, in ascending order of their numbers."""
-    numbers, place = torch.unique(sequences, return_inverse=True)
-    of = torch.zeros_like(numbers).scatter_(0, place, groups.of)
-    return Groups(of, groups.size)
 
 
 def _query_sums(projected_query: Tensor, query_groups: Groups) -> GroupSums:
@@ -305,10 +297,6 @@ def _distinct_neighbours(
     return found
 
 
-def _labels_by_id(token_ids: Tensor, positions: Tensor) -> Tensor:
-    return torch.stack([token_ids, positions], dim=1)
-
-
 def _attention_groups(query: Tensor) -> Groups:
     return groups_of(torch.arange(len(query), dtype=torch.int64, device=query.device))
 
@@ -335,18 +323,20 @@ def _query_variances(
 
 
 DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
-    "queries": lambda hidden: QUERIES,  # rows from which distances are measured; None for all
+    "queries": lambda hidden: (
+        DISTANCE_QUERIES
+    ),  # rows from which distances are measured; None for all
     "groups": (groups_of, _one_group),  # groups of sequences that margins leave out: Groups
     # Sums of the rows and of their directions by group: GroupSums.
     "row_sums": lambda hidden, groups: group_sums(hidden[:, None], *groups),
     "drift": lambda row_sums: row_sums.mean[0].norm(),  # norm of the mean row
     "mean_square": lambda row_sums: row_sums.square[0],  # mean squared norm of the rows
-    "angle": lambda row_sums: row_sums.cosine[0],  # mean cosine over all pairs of rows
+    "mean_cosine": lambda row_sums: row_sums.cosine[0],  # mean cosine over all pairs of rows
     "ordinary_rows": ordinary_rows,  # False for the few rows of massive norm
     "squares_about_mean": squares_about_mean,  # squared distance of each row from the mean
     # Around the mean of all rows.
     "total_variance": lambda squares_about_mean: squares_about_mean.mean(),
-    "sink_variance": _sink_variance,  # share of the variance that massive rows carry
+    "massive_share": _massive_share,  # share of the variance that massive rows carry
     "axes": _axes,  # eigenvalues of the covariance, and variance along each by group: PrincipalAxes
     "ordinary_axes": _ordinary_axes,  # the same without the rows of massive norm
     "spectrum": lambda axes: axes.eigenvalues,  # eigenvalues of the covariance, [rank]
@@ -355,8 +345,6 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "token_types": _token_types,  # count, norm of the mean and scatter of the rows of each type
     # Variance around the mean of each row's token type.
     "within": lambda token_types: token_types.within_variance,
-    "sequence_cosines": sequence_cosines,  # sums of directions by sequence: SequenceCosines
-    "sequence_groups": _sequence_groups,  # group of each sequence
     # Groups of the projected queries.
     "query_groups": (
         renamed(groups_of, "query_sequences"),
@@ -396,8 +384,8 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "members": lambda far_nearest: far_nearest.indices[:, :FAR],
     # TwoNN of each of these neighbourhoods.
     "local_dimensions": renamed(local_dimension, "hidden", "members"),
-    # Anisotropy and mean cosine of each about its own mean.
-    "local_shapes": renamed(local_isotropy, "hidden", "members"),
+    # Anisotropy of each about its own mean.
+    "local_anisotropies": renamed(local_anisotropy, "hidden", "members"),
     "rounding": _rounding,  # distance that rounding alone makes, over the median nearest distance
     # Index of one row for each (token id, position), no two of them equal.
     "distinct": (_distinct_by_sequence, _distinct_by_content),
@@ -406,8 +394,6 @@ DERIVED: dict[str, Callable[..., Any] | tuple[Callable[..., Any], ...]] = {
     "distinct_neighbours": _distinct_neighbours,  # distances to their two nearest distinct rows
     # Share of the rows that repeat a (token id, position).
     "repeated": lambda hidden, distinct: 1 - len(distinct) / len(hidden),
-    # Numbers that tell tokens apart.
-    "token_labels": (_labels_by_id, lambda positions: positions[:, None]),
     "score_source": (_score_source, given_scores),  # scores, block by block: ScoreSource
     "attention": attention_rows,  # reduced softmax rows: AttentionRows
     # Groups of the sequences of attention.
@@ -554,7 +540,7 @@ class LayerViews:
             for views in (self.layer.captured, self.layer.missing)
         )
         layer = replace(self.layer, captured=captured, missing=missing)
-        return LayerViews(layer, _LAST, {"queries": self._derived.get("queries", QUERIES)})
+        return LayerViews(layer, _LAST, {"queries": self._derived.get("queries", DISTANCE_QUERIES)})
 
     def has(self, name: str) -> bool:
         """Return whether a view of these rows was captured, or has been computed already.

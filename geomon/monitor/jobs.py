@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from geomon.analysis.alerts import Inputs
-from geomon.capture import QUERIES
+from geomon.capture import ATTENTION_QUERIES
 from geomon.capture.snapshot import (
     HOST,
     Layer,
@@ -19,7 +19,6 @@ from geomon.capture.snapshot import (
 from geomon.distributed import RankFailedError, RankGroup, gather, merge_layers
 from geomon.metrics import Evaluator, LayerValues
 from geomon.metrics.at_once import in_modes, in_pieces
-from geomon.metrics.between_readings import INLINE, EarlierReading, Kept
 from geomon.monitor.device import MeasuringDevice, first_line
 from geomon.note import Note
 from geomon.record import Reading, tags
@@ -27,40 +26,6 @@ from geomon.record.arrays import Arrays
 
 # What each rank has of one layer.
 _Parts = tuple[Layer, ...]
-
-
-class ProbeHistory:
-    """The last reading of a probe, kept to compare the next one of the same tokens with.
-
-    Jobs use it when they finish, one after another in the order of their steps.
-
-    Args:
-        same_inputs: Whether the probe is given the same inputs each time, whatever their kind.
-    """
-
-    def __init__(self, *, same_inputs: bool) -> None:
-        self._same_inputs = same_inputs
-        self._kept: tuple[int, Kept] | None = None
-
-    def earlier(self, step: int) -> EarlierReading | None:
-        """Return the reading that a reading is compared with, or None if it is the first.
-
-        Args:
-            step: Step of the reading.
-        """
-        if self._kept is None:
-            return None
-        before, kept = self._kept
-        return EarlierReading(kept, step - before, same_inputs=self._same_inputs)
-
-    def keep(self, step: int, kept: Kept) -> None:
-        """Keep a reading in place of the one before.
-
-        Args:
-            step: Step of the reading.
-            kept: What each metric kept of each layer.
-        """
-        self._kept = step, kept
 
 
 class ReadingJob:
@@ -78,7 +43,6 @@ class ReadingJob:
         rows: Number of rows of hidden states in one split.
         place: Where layers are measured.
         copies: Whether the inputs are the same on every rank, those of a probe.
-        history: The last reading of the same probe; None if the reading is not of a probe.
         inputs: What the model was called with; None if nobody is to be given that.
 
     Attributes:
@@ -98,7 +62,6 @@ class ReadingJob:
         rows: int,
         place: MeasuringDevice,
         copies: bool = False,
-        history: ProbeHistory | None = None,
         inputs: Inputs | None = None,
     ) -> None:
         self.step, self.source, self.inputs = step, source, inputs
@@ -107,7 +70,7 @@ class ReadingJob:
         self.arrays: Arrays = {}
         self.finished, self.done = False, threading.Event()
         self._group, self._evaluator = group, evaluator
-        self._place, self._copies, self._history = place, copies, history
+        self._place, self._copies = place, copies
         self._measured: list[LayerValues] = []
         self._failing: set[str] = set()  # metrics that fail on the host as well
         self._on_host: tuple[Note, ...] = ()  # why what has a device is not measured there
@@ -130,7 +93,7 @@ class ReadingJob:
         began = time.perf_counter()
         self._gathered = gather(
             passes, (self.step, self.source), self._group,
-            rows=self.rows * self._evaluator.batches, queries=QUERIES, copies=self._copies,
+            rows=self.rows * self._evaluator.splits, queries=ATTENTION_QUERIES, copies=self._copies,
         )  # fmt: skip
         if self._gathered.empty:
             assert not isinstance(passes, Exception)
@@ -249,18 +212,14 @@ class ReadingJob:
         """
         if self.finished:
             return
-        kept: Kept | None = None
         began = time.perf_counter()
         try:
             measured = self._all_layers()
             if measured is not None:
                 self._reading = self._make_reading(measured, began)
-                kept = self._evaluator.keep_for_next(measured)
         except Exception as error:
             self._failure = error
         self.finished = True
-        if self._history is not None and kept is not None:
-            self._history.keep(self.step, kept)  # not before: it would be compared with itself
         self.done.set()
 
     def result(self) -> Reading | None:
@@ -276,9 +235,8 @@ class ReadingJob:
 
     def _make_reading(self, measured: Sequence[LayerValues], began: float) -> Reading:
         info = self._gathered.info
-        earlier = INLINE if self._history is None else self._history.earlier(self.step)
-        evaluation = self._evaluator.combine(measured, self.rows, earlier)
-        tokens = min(info.tokens, self.rows * self._evaluator.batches)
+        evaluation = self._evaluator.combine(measured, self.rows)
+        tokens = min(info.tokens, self.rows * self._evaluator.splits)
         self.arrays = evaluation.arrays
         notes = (*info.notes, *evaluation.notes, *self._notes_on_rows(tokens), *self._on_host)
         self.seconds += time.perf_counter() - began
@@ -330,4 +288,4 @@ def _whole(parts: _Parts, device: torch.device) -> Layer:
     return merge_layers(parts).to(device)
 
 
-__all__ = ["ProbeHistory", "ReadingJob"]
+__all__ = ["ReadingJob"]

@@ -44,7 +44,7 @@ from geomon.metrics import Evaluator, check_metrics
 from geomon.monitor.device import MeasuringDevice
 from geomon.monitor.executor import ReadingExecutor
 from geomon.monitor.held_out import HeldOut, is_loader
-from geomon.monitor.jobs import ProbeHistory, ReadingJob
+from geomon.monitor.jobs import ReadingJob
 from geomon.monitor.options import (
     AUTO,
     MonitorOptions,
@@ -96,13 +96,13 @@ class Monitor:
         if options["probe"] is not None:
             self._parts.check_probe(options["probe"])
         self._evaluator = Evaluator(
-            check_metrics(options["metrics"]), options["batches"], options["queries"],
+            check_metrics(options["metrics"]), options["splits"], options["queries"],
             options["strict"],
             keeps_arrays=options["arrays"] and options["directory"] is not None,
         )  # fmt: skip
         self._quick_evaluator = Evaluator(
             {name: m for name, m in self._evaluator.metrics.items() if name in WATCHED},
-            batches=1, has_margins=False,
+            splits=1, has_margins=False,
         )  # fmt: skip
         self._device = MeasuringDevice(options["device"], self._model)
         self._source = "inline" if options["probe"] is None else "probe"
@@ -124,11 +124,6 @@ class Monitor:
         )  # fmt: skip
         self._process = os.getpid()
         self._is_verified = False  # whether the first window was looked at for missing views
-        # The last readings of the monitor's own inputs (a sweep hands it on from one monitor to the
-        # next), and of those that are given to `probe`. A function of the model may run it on other
-        # inputs each time.
-        self.probe_history = ProbeHistory(same_inputs=not callable(options["probe"]))
-        self._given_history = ProbeHistory(same_inputs=False)
         _close_at_exit(self)
 
     # -- verbs -------------------------------------------------------------------------------------
@@ -233,7 +228,6 @@ class Monitor:
             ValueError: There are no inputs, here or in the monitor, or none that a pipeline takes;
                 or the step is below 0.
         """
-        history = self.probe_history if inputs is None else self._given_history
         inputs = self._options["probe"] if inputs is None else inputs
         if inputs is None:
             raise ValueError(
@@ -253,7 +247,6 @@ class Monitor:
                 self._read(
                     number, "probe", lambda: self.passes.run(inputs, number),
                     began=time.perf_counter(), copies=not isinstance(inputs, HeldOut),
-                    history=history,
                 )  # fmt: skip
 
     def close(self) -> None:
@@ -358,7 +351,7 @@ class Monitor:
             "metrics": {name: msgspec.to_builtins(metric.text) for name, metric in metrics.items()},
             "schedule": text_of(options["schedule"] or "within the budget"),
             "tokens": options["tokens"],
-            "batches": options["batches"],
+            "splits": options["splits"],
             "queries": options["queries"],
             "seed": options["seed"],
             "world_size": self._group.size,
@@ -462,14 +455,13 @@ class Monitor:
         *,
         began: float,
         copies: bool = False,
-        history: ProbeHistory | None = None,
         inputs: Inputs | None = None,
     ) -> None:
         """Measure what was captured, or start a thread that does."""
         self.planner.mark_read(source)
         job = ReadingJob(
             step, source, self._group, self._evaluator, rows=self._options["tokens"],
-            place=self._device, copies=copies, history=history, inputs=inputs,
+            place=self._device, copies=copies, inputs=inputs,
         )  # fmt: skip
         with self.warnings.guard():
             if self._begin_job(job, capture, began):
@@ -534,7 +526,7 @@ class Monitor:
             "schedule": first_steps(schedule) if callable(schedule) else None,
             "metrics": list(options["metrics"]),
             "probe": options["probe"] is not None,
-            **{name: options[name] for name in ("tokens", "batches", "queries", "budget", "seed")},
+            **{name: options[name] for name in ("tokens", "splits", "queries", "budget", "seed")},
         }
         return join_ranks(place, compared, timeout=options["rank_timeout"])
 

@@ -243,13 +243,13 @@ class MonitorOptions(TypedDict, total=False):
     tokens: Annotated[
         int, Option(4096, "Number of rows of hidden states in one split.", _count("tokens"))
     ]
-    batches: Annotated[
+    splits: Annotated[
         int,
         Option(
             1,
             "Largest number of splits, over which the mean is taken. With two or more, their "
             "deviation is recorded too, as the papers give it; margins need none.",
-            _count("batches"),
+            _count("splits"),
         ),
     ]
     queries: Annotated[

@@ -268,7 +268,7 @@ class Passes:
 
     def _rows(self) -> int:
         """Number of rows of hidden states that a reading keeps, over all splits and ranks."""
-        return self._options["tokens"] * self._options["batches"]
+        return self._options["tokens"] * self._options["splits"]
 
 
 __all__ = ["Passes"]

@@ -275,7 +275,7 @@ class CallbackSession:
 
     def _new_held_out(self) -> HeldOut:
         """Make a new collector for the batches of the next training's validation."""
-        rows = self.options["tokens"] * self.options["batches"]
+        rows = self.options["tokens"] * self.options["splits"]
         return HeldOut(rows=rows if self._reads_validation else 0)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -43,7 +43,7 @@ _SHARED = dict.fromkeys(("twonn", "twonn_distinct", "gride"), "Intrinsic dimensi
 # Parts that say how far a layer's value can be trusted. Charts of them for every layer would bury
 # the values, so charts show only the parts of the mean; the record holds all.
 TRUST = frozenset({
-    "std", tags.ROWS, tags.SEQUENCES, tags.STEPS, "duplicates", "repeated", "rounding",
+    "std", tags.ROWS, tags.SEQUENCES, "duplicates", "repeated", "rounding",
     "rows", "types",
 })  # fmt: skip
 # Names in the group `geomon/` that are taken: the step of W&B's charts, the seconds of a reading.

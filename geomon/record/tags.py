@@ -23,7 +23,6 @@ OF_RUN = ("geomon", _TRAINING)
 # steps since the reading that it is compared with.
 ROWS = "n"
 SEQUENCES = "sequences"
-STEPS = "steps"
 
 
 def layer_tag(metric: str, layer: int, part: str = "") -> str:

@@ -43,7 +43,7 @@ def scan(
     directory: str | os.PathLike[str] = "scan",
     metrics: Mapping[str, Callable[..., Any]] = METRICS,
     tokens: int = 4096,
-    batches: int = 1,
+    splits: int = 1,
     queries: int | None = Evaluator.queries,
     seed: int = 0,
     blocks: str | None = None,
@@ -73,7 +73,7 @@ def scan(
         directory: Folder of the record.
         metrics: Metrics to measure: a dict from a name to a function of views.
         tokens: Number of rows of hidden states in one split of the estimate.
-        batches: Largest number of splits; with two or more their deviation is recorded too.
+        splits: Largest number of splits; with two or more their deviation is recorded too.
         queries: Number of rows of a split from which distances to all its rows are measured; None
             for all.
         seed: Seed of the private generators that sample rows and draw images and sounds.
@@ -93,7 +93,7 @@ def scan(
         ImportError: transformers is missing, and the model is one of it.
     """
     for name, value in (("sequences", sequences), ("length", length), ("tokens", tokens),
-                        ("batches", batches)):  # fmt: skip
+                        ("splits", splits)):  # fmt: skip
         check_count(name, value)
     build = _build_of(model)
     if text is not None and inputs is not None:
@@ -106,36 +106,31 @@ def scan(
         "text": None if content is None else hashlib.sha256(content).hexdigest(),
         "inputs": None if inputs is None else digest(inputs),
         "sequences": sequences, "length": length, "metrics": list(metrics), "tokens": tokens,
-        "batches": batches, "queries": queries, "seed": seed, "blocks": blocks,
+        "splits": splits, "queries": queries, "seed": seed, "blocks": blocks,
     }  # fmt: skip
-    options = {"metrics": metrics, "tokens": tokens, "batches": batches, "queries": queries,
+    options = {"metrics": metrics, "tokens": tokens, "splits": splits, "queries": queries,
                "seed": seed, "blocks": blocks}  # fmt: skip
     size = InputSize(sequences, length, seed)
     batch = None if inputs is None else Inputs(inputs, [])
-    history = None
     with _Sweep(Path(directory), asked, notes, sinks) as sweep, _said_once():
         missing = [one for one in found if one.step not in sweep.recorded]
         for checkpoint in missing:
             gc.collect()  # modules refer to each other in circles
             with sweep.attempt(checkpoint):
                 given = batch or (content, size)
-                probed = _probe(checkpoint, build, device, options, given, history)
-                batch, history = probed.inputs, probed.history
+                probed = _probe(checkpoint, build, device, options, given)
+                batch = probed.inputs
                 sweep.publish(probed)
     return read(directory)
 
 
 class _Probed(NamedTuple):
-    """What came of one checkpoint: its reading, the run in words, notes, inputs and history.
-
-    The next checkpoint is compared with what the history keeps of this one.
-    """
+    """What came of one checkpoint: its reading, the run in words, notes and inputs."""
 
     reading: Reading
     run: dict[str, Any]
     notes: list[str]
     inputs: Inputs
-    history: Any
 
 
 class _Sweep:
@@ -284,7 +279,6 @@ def _probe(
     device: str | None,
     options: dict[str, Any],
     inputs: Inputs | tuple[bytes | None, InputSize],
-    history: Any,
 ) -> _Probed:
     """Load a model and read it on inputs, made here if need be; it is freed on return."""
     model, notes = load_model(checkpoint, build)
@@ -292,8 +286,8 @@ def _probe(
     model = model.eval().to(chosen)
     if not isinstance(inputs, Inputs):
         inputs = make_inputs(model, checkpoint, *inputs)
-    reading, run, history = _read(model, checkpoint.step, inputs.batch, options, history)
-    return _Probed(reading, run, [*notes, *inputs.notes], inputs, history)
+    reading, run = _read(model, checkpoint.step, inputs.batch, options)
+    return _Probed(reading, run, [*notes, *inputs.notes], inputs)
 
 
 @contextmanager
@@ -317,24 +311,22 @@ def _said_once() -> Iterator[None]:
 
 
 def _read(
-    model: nn.Module, step: int, inputs: Any, options: dict[str, Any], history: Any
-) -> tuple[Reading, dict[str, Any], Any]:
-    """Read a model, compare it with the checkpoint before, and describe the run.
+    model: nn.Module, step: int, inputs: Any, options: dict[str, Any]
+) -> tuple[Reading, dict[str, Any]]:
+    """Read a model, and describe the run.
 
     Raises:
         Exception: What the model or the reading failed with.
     """
     memory = Memory()
     monitor = Monitor(model, **options, probe=inputs, directory=None, sinks=[memory])
-    if history is not None:
-        monitor.probe_history = history
     monitor.probe(step)
     monitor.close()
     if not memory.readings:  # the monitor has warned; the reason belongs to the checkpoint
         with_reason = Monitor(model, **options, directory=None, background=False, strict=True)
         with_reason.probe(step, inputs)
         raise ValueError("no reading came of it")
-    return memory.readings[0], monitor.describe(), monitor.probe_history
+    return memory.readings[0], monitor.describe()
 
 
 __all__ = ["scan"]

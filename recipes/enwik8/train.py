@@ -35,7 +35,7 @@ from recipes.enwik8.windows import CharacterData, spread
 # rows of more windows are less alike.
 PROBE_TOKENS = 8192
 # The intervals come from halves of the windows, and need no second batch.
-BATCHES = 1
+SPLITS = 1
 
 _CHECKPOINTS = "checkpoints"
 _SETTINGS = "settings.json"
@@ -118,7 +118,7 @@ def train(
         probe=probe_windows(corpus, preset.context),
         # a validation at every reading, without a pass of its own
         probe_loss=nats_per_token if preset.vocabulary else bits_per_character,
-        batches=BATCHES,
+        splits=SPLITS,
         directory=folder,
         sinks=[live],
         log=(validation,),

@@ -49,7 +49,7 @@ _CHEAP = (
     "expert_load",
 )  # fmt: skip
 # All that alerts look at.
-_OF_ALERTS = (*WATCHED, "effective_rank", "sink_share")
+_OF_ALERTS = (*WATCHED, "effective_rank", "massive_share")
 # What is compared by its margins.
 _BY_MARGINS = ("twonn", "twonn_distinct", "anisotropy")
 

@@ -84,7 +84,7 @@ def fit(training: Training, folder: Path, seed: int) -> None:
     optimizer = adamw(training)
     monitors = [
         Monitor(
-            watch.model, metrics=watch.metrics, probe=watch.probe, tokens=watch.rows, batches=1,
+            watch.model, metrics=watch.metrics, probe=watch.probe, tokens=watch.rows, splits=1,
             directory=folder / name, seed=seed, extra_layers=watch.extra_layers, alerts=(),
         )
         for name, watch in training.watched.items()

@@ -27,7 +27,7 @@ def healthy(step, layers=4, heads=2, **changed):
     for layer in range(layers + 1):
         place = f"layer_{layer:02d}"
         values[f"effective_rank/{place}"] = 10.0 + layer
-        values[f"sink_share/{place}"] = 0.0
+        values[f"massive_share/{place}"] = 0.0
         values[f"anisotropy/{place}"] = 0.1 + 0.05 * layer
         for head in range(heads if layer else 0):
             values[f"attention_entropy_normalised/{place}/head_{head}"] = 0.6
@@ -78,7 +78,7 @@ def test_an_alert_is_raised_again_at_four_times_as_much():
 
 
 def test_a_rank_of_rows_that_are_massive_is_no_collapse():
-    low, massive = {"effective_rank/layer_02": 1.05}, {"sink_share/layer_02": 0.5}
+    low, massive = {"effective_rank/layer_02": 1.05}, {"massive_share/layer_02": 0.5}
     assert [a.name for a in find_alerts([healthy(0), healthy(1, **low)])] == ["rank_collapse"]
     assert find_alerts([healthy(0), healthy(1, **low, **massive)]) == []
 

@@ -84,7 +84,7 @@ def same(one, other) -> bool:
 
 def watching(model, schedule=None, **options):
     """A monitor and what it writes to."""
-    few = {"metrics": METRICS, "schedule": schedule or every(2), "batches": 2}
+    few = {"metrics": METRICS, "schedule": schedule or every(2), "splits": 2}
     return measuring.watching(model, **few, **options)
 
 

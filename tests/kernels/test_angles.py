@@ -10,9 +10,7 @@ from samples import few_examples, normal
 from geomon.kernels.angles import (
     cosine_centred,
     qk_cosine,
-    qk_cosine_concatenated,
     qk_dot,
-    sequence_cosines,
 )
 from geomon.kernels.groups import group_sums
 
@@ -21,24 +19,8 @@ def cosine(hidden):
     return group_sums(hidden[:, None], torch.zeros(len(hidden), dtype=torch.int64), 1).cosine[0]
 
 
-def test_pairs_that_there_are_not_have_no_cosine():
-    rows = normal(6, 4)
-    one, each = (sequence_cosines(rows, ids) for ids in (torch.zeros(6).long(), torch.arange(6)))
-    torch.testing.assert_close(one.within, cosine(rows))
-    assert one.between.isnan()
-    torch.testing.assert_close(each.between, cosine(rows))
-    assert each.within.isnan()
-    rows[:2] = 0  # without a direction: left out
-    got, want = (sequence_cosines(rows[n:], torch.arange(n, 6) // 3) for n in (0, 2))
-    torch.testing.assert_close(
-        torch.stack([got.within, got.between]), torch.stack([want.within, want.between])
-    )
-    rows[:5] = 0
-    assert sequence_cosines(rows, torch.arange(6) // 3).between.isnan()
+def test_rows_at_the_mean_have_no_direction_about_it():
     assert cosine_centred(torch.tensor([[0.0], [1.0], [0.0], [-1.0]])).item() == pytest.approx(-1)
-    for ids in (torch.zeros(5).long(), torch.zeros(6)):
-        with pytest.raises(ValueError, match="the number of a sequence for each of 6 rows"):
-            sequence_cosines(rows, ids)
 
 
 @few_examples
@@ -52,8 +34,6 @@ def test_each_query_head_faces_the_key_head_of_its_group(tokens, heads, width, g
     dots, sizes = (q * k).sum(axis=1), [np.linalg.norm(x, axis=1) for x in (q, k)]
     np.testing.assert_allclose(qk_dot(query, key), dots, rtol=1e-12)
     np.testing.assert_allclose(qk_cosine(query, key), dots / sizes[0] / sizes[1], rtol=1e-12)
-    whole = dots.sum() / np.linalg.norm(q) / np.linalg.norm(k)
-    assert qk_cosine_concatenated(query, key).item() == pytest.approx(whole, abs=1e-12)
 
 
 def test_qk_cosine_is_nan_where_a_mean_is_zero_and_only_there():

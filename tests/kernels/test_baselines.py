@@ -3,11 +3,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from samples import generator, normal
+from samples import normal
 from scipy import stats
 
 from geomon.kernels.baselines import (
-    gaussian_like,
     isotropic_anisotropy,
     isotropic_cosine_magnitude,
     isotropic_cosine_quantile,
@@ -37,15 +36,6 @@ def test_cosine_quantile_agrees_with_students_t(width, probability):
     want = t / math.sqrt(width - 1 + t * t)
     got = isotropic_cosine_quantile(width, probability)
     assert got == pytest.approx(want, rel=1e-8, abs=1e-12)
-
-
-@pytest.mark.parametrize("tokens", [500, 50_000])
-def test_gaussian_like_converges_to_its_eigenvalues(tokens):
-    lambdas = torch.tensor([9.0, 4.0, 1.0, 0.25, 0.0], dtype=torch.float64)
-    rows = gaussian_like(lambdas, tokens, generator())
-    error = 5 * math.sqrt(2 / tokens)
-    torch.testing.assert_close(spectrum(rows), lambdas, rtol=error, atol=1e-12)
-    assert rows.mean(dim=0).norm().item() < 5 * math.sqrt(lambdas.sum().item() / tokens)
 
 
 @pytest.mark.parametrize(
@@ -81,10 +71,6 @@ def test_the_mean_magnitude_in_few_columns_is_known():
         (lambda: isotropic_cosine_quantile(1), "at least 2, got 1"),
         *((lambda p=p: isotropic_cosine_quantile(5, p), "probability is in") for p in (-0.1, 1.1)),
         (lambda: isotropic_cosine_magnitude(0), "a width of at least 1"),
-        *((lambda s=s: gaussian_like(torch.ones(s), 5, generator()), r"eigenvalues \[rank\], got")
-          for s in ((0,), (2, 2))),
-        (lambda: gaussian_like(torch.tensor([1.0, -0.5]), 5, generator()), "at least 0, got -0.5"),
-        (lambda: gaussian_like(torch.ones(2), 0, generator()), "at least 1 token, got 0"),
     ],
 )  # fmt: skip
 def test_what_has_no_baseline_is_refused(call, words):

@@ -15,9 +15,8 @@ from samples import dyadic, few_examples, generator, normal, seeds
 
 from geomon.capture.snapshot import HOST
 from geomon.kernels._blocks import row_blocks, rows_in_block
-from geomon.kernels.angles import cosine_centred, leading_share, sequence_cosines
+from geomon.kernels.angles import cosine_centred, leading_share
 from geomon.kernels.dimension import gride, twonn
-from geomon.kernels.frequency import moments_by_frequency
 from geomon.kernels.groups import group_sums
 from geomon.kernels.massive import ordinary_rows, share_beyond
 from geomon.kernels.moments import drift_norm, mean_square_norm, squares_about_mean, variance
@@ -72,8 +71,6 @@ def slope(rows, labels):
 NAN = math.nan
 KERNELS = {
     "cosine_centred": Kernel(lambda x, _: cosine_centred(x), NAN, least=2),
-    "within sequences": Kernel(lambda x, s: sequence_cosines(x, s).within, 1, least=2),
-    "between sequences": Kernel(lambda x, s: sequence_cosines(x, s).between, 1, least=2),
     "drift_norm": Kernel(lambda x, _: drift_norm(x)),
     "variance": Kernel(lambda x, _: variance(x), 0),
     "mean_square_norm": Kernel(lambda x, _: mean_square_norm(x)),
@@ -89,9 +86,6 @@ KERNELS = {
     "nearest": Kernel(lambda x, _: nearest(x, 2).distances, 0, least=2),
     "within_variance": Kernel(lambda x, t: token_types(x, t).within_variance, 0),
     "norm_variance_slope": Kernel(slope),
-    "moments_by_frequency": Kernel(
-        lambda x, t: torch.stack([part.variance for part in moments_by_frequency(x, t)])
-    ),
     "head_axes": Kernel(
         heads(lambda x: leading_share(head_axes(x, one_group(x), 1).eigenvalues)), NAN,
         by_head=True,

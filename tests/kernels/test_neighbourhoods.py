@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from samples import few_examples, generator, normal
 
 from geomon.kernels.neighbourhoods import (
+    local_anisotropy,
     local_dimension,
-    local_isotropy,
-    neighbour_overlap,
 )
 from geomon.kernels.neighbours import nearest
 from tests.new_tensors import LargestNewTensor
@@ -34,13 +33,11 @@ def twonn(points):
 def test_values_are_those_of_each_neighbourhood_alone(width, offset, dtype):
     rows = (normal(300, width) * torch.arange(1, width + 1) ** -0.5 + offset).to(dtype)
     members = nearest(rows, 64).indices[:40]
-    found, shapes = local_dimension(rows, members), local_isotropy(rows, members)
+    found, shapes = local_dimension(rows, members), local_anisotropy(rows, members)
     for index, own in enumerate(members):
         assert found[index].item() == pytest.approx(twonn(rows[own]), rel=1e-9)
         centred = by_book.centred(rows[own].double().numpy())
-        assert shapes.anisotropy[index].item() == pytest.approx(by_book.shares(centred)[0])
-        cosine = by_book.mean_cosine(centred)
-        assert shapes.cosine[index].item() == pytest.approx(cosine, abs=1e-7)
+        assert shapes[index].item() == pytest.approx(by_book.shares(centred)[0])
 
 
 @pytest.mark.parametrize("spread", [1e-3, 1e-6, 1e-9, 1e-12])
@@ -61,7 +58,8 @@ def test_shift_scale_rotation_and_order_change_no_dimension(size, width, seed):
     shuffled = members[:, torch.randperm(size, generator=generator(seed))]
     other = local_dimension(3e-140 * (rows @ turn + 7), shuffled)
     torch.testing.assert_close(other, found, rtol=1e-7, atol=0)
-    shape, moved = local_isotropy(rows, members), local_isotropy(1e150 * rows @ turn, shuffled)
+    shape = local_anisotropy(rows, members)
+    moved = local_anisotropy(1e150 * rows @ turn, shuffled)
     torch.testing.assert_close(moved, shape, rtol=1e-7, atol=1e-9)
 
 
@@ -78,27 +76,19 @@ def test_sets_without_an_answer():
     assert local_dimension(normal(5, 3), sets(2, 2, 5)).isnan().tolist() == [True, True]
     assert local_dimension(torch.ones(9, 3), sets(2, 9, 9)).isnan().tolist() == [True, True]
     assert local_dimension(normal(5, 3), torch.zeros(0, 5, dtype=torch.int64)).shape == (0,)
-    assert local_isotropy(torch.ones(9, 3), sets(2, 9, 9)).anisotropy.isnan().all()
-    assert local_isotropy(torch.ones(9, 3), sets(2, 9, 9)).cosine.isnan().all()
-    for empty in local_isotropy(normal(5, 3), torch.zeros(2, 0, dtype=torch.int64)):
-        assert empty.isnan().tolist() == [True, True]
+    assert local_anisotropy(torch.ones(9, 3), sets(2, 9, 9)).isnan().all()
+    empty = local_anisotropy(normal(5, 3), torch.zeros(2, 0, dtype=torch.int64))
+    assert empty.isnan().tolist() == [True, True]
 
 
 def test_memory_is_that_of_blocks(cut_blocks):
     rows, members = normal(100, 6).float(), sets(30, 20, 100)
-    whole = local_dimension(rows, members), local_isotropy(rows, members)
+    whole = local_dimension(rows, members), local_anisotropy(rows, members)
     cut_blocks(1)
     with LargestNewTensor(rows, members) as in_blocks:
         torch.testing.assert_close(local_dimension(rows, members), whole[0], rtol=1e-12, atol=0)
     assert in_blocks.bytes <= 8 * 20 * 20 * 6  # one neighbourhood of 30
-    torch.testing.assert_close(local_isotropy(rows, members), whole[1], rtol=1e-9, atol=1e-12)
-
-
-def test_overlap_counts_what_two_lists_share():
-    one, other = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[3, 9, 1], [7, 8, 9]])
-    assert neighbour_overlap(one, other).tolist() == [pytest.approx(2 / 3), 0.0]
-    assert neighbour_overlap(one, one).tolist() == [1.0, 1.0]
-    assert neighbour_overlap(one[:, :0], other[:, :0]).isnan().all()
+    torch.testing.assert_close(local_anisotropy(rows, members), whole[1], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +96,7 @@ def test_overlap_counts_what_two_lists_share():
     [
         (lambda: local_dimension(normal(5), sets(1, 3, 5)), "expected a floating-point tensor"),
         (lambda: local_dimension(normal(5, 2), sets(1, 3, 5).double()), "indices of rows"),
-        (lambda: local_isotropy(normal(5, 2), torch.arange(5)), "indices of rows"),
-        (lambda: neighbour_overlap(sets(2, 3, 5), sets(2, 2, 5)), "one shape"),
+        (lambda: local_anisotropy(normal(5, 2), torch.arange(5)), "indices of rows"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(call, words):

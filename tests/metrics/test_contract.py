@@ -17,21 +17,15 @@ import torch
 from scipy import stats
 from whole_layer import HEAD_WIDTH, LENGTH, ROWS, WIDTH, normal, whole_layer
 
-from geomon import METRICS, MORE_METRICS, select
+from geomon import METRICS, MORE_METRICS
 from geomon.metrics import Evaluator
-from geomon.metrics.between_readings import EarlierReading
 from geomon.metrics.metric import Sizes
 from geomon.metrics.views import captured_views, parameters
 from geomon.record.columns import tagged
 
 ALL = METRICS | MORE_METRICS
 EVALUATOR = Evaluator(ALL, 1, strict=True)
-IN_TIME = Evaluator(select("neighbour_overlap_in_time"), 1)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# It needs an earlier reading.
-OF_SEVERAL = {"neighbour_overlap_in_time"}
-# A random sample with the layer's covariance: the last digit decides its directions.
-LOOSE = {"twonn_gaussian": 0.05}
 # What rounding makes depends on how far the rows are from the origin.
 OF_ROUNDING = "rounding"
 
@@ -57,16 +51,12 @@ UNBOUNDED = Contract(shift=True)
 CONTRACTS = {
     "twonn": DIMENSION,
     "twonn_distinct": DIMENSION,
-    "twonn_gaussian": DIMENSION,
     "gride": DIMENSION,
     "local_dimension": DIMENSION,
     "local_anisotropy": Contract(1 / 63, 1, shift=True),
-    "local_cosine": Contract(-1 / 63, 1, shift=True),
-    "neighbour_overlap": SHARE,
-    "neighbour_overlap_in_time": SHARE,
     "anisotropy": SHARE,
-    "anisotropy_no_sinks": SHARE,
-    "sink_share": SHARE,
+    "anisotropy_without_massive": SHARE,
+    "massive_share": SHARE,
     "effective_rank": RANK,
     "effective_rank_last": RANK,
     "participation_ratio": RANK,
@@ -74,17 +64,12 @@ CONTRACTS = {
     "alpha_last": DIMENSION,
     "cosine": COSINE,
     "cosine_centred": Contract(-1, 1, shift=True),
-    "cosine_within": COSINE,
-    "cosine_between": COSINE,
     "drift_norm": Contract(0, scale=1),
     "variance": Contract(0, scale=2, shift=True),
     "within_variance": Contract(0, scale=2, shift=True),
     "mean_square_norm": Contract(0, scale=2),
     "variance_shares": Contract(0, 1.1, scale={"between_variance": 2}),
     "norm_variance_slope": Contract(),
-    "token_frequency": Contract(
-        scale={"norm": 1, "square_of_mean": 2, "variance": 2, "mean_square_norm": 2}
-    ),
     "query_mean_norm": Contract(0, scale=1),
     "key_mean_norm": Contract(0, scale=1),
     "query_cosine": COSINE,
@@ -92,7 +77,6 @@ CONTRACTS = {
     "query_anisotropy": SHARE,
     "key_anisotropy": SHARE,
     "qk_cosine": COSINE,
-    "qk_cosine_concatenated": COSINE,
     "qk_dot": Contract(scale=2),
     "attention_entropy": Contract(0, math.log(LENGTH + 1), shift=True),
     "attention_entropy_normalised": SHARE,
@@ -182,17 +166,15 @@ for _dtype in DTYPES:
 
 @functools.cache
 def values(change):
-    """Every value of the second layer, by tag, after a change of both and of an earlier reading."""
+    """Every value of the second layer, by tag, after a change of both."""
     layers = [CHANGES[change](layer(index)) for index in (0, 1)]
     before = copy.deepcopy(layers[1].captured)
     measured = [EVALUATOR.measure_layer(one, ROWS) for one in layers]
-    earlier = [IN_TIME.measure_layer(replace(layers[0], index=1), ROWS)]
-    kept = EarlierReading(EVALUATOR.keep_for_next(earlier), 1)
     after = layers[1].captured
     assert all(torch.equal(view, after[n]) for n, view in before.items() if torch.is_tensor(view))
     return {
         tag.replace("/layer_01", ""): value
-        for tag, value in tagged(EVALUATOR.combine(measured, ROWS, kept).stacks).items()
+        for tag, value in tagged(EVALUATOR.combine(measured, ROWS).stacks).items()
         if "/layer_01" in tag
     }
 
@@ -210,8 +192,8 @@ def test_every_metric_has_a_contract():
     assert {tag.split("/")[0] for tag in definitions("none")} == ALL.keys() - ELSEWHERE
 
 
-# What chooses its rows, compares layers or readings, or reads attention, is held elsewhere.
-ELSEWHERE = {"twonn_distinct", "twonn_gaussian", "neighbour_overlap", "neighbour_overlap_in_time"}
+# What chooses its rows, or reads attention, is held elsewhere.
+ELSEWHERE = {"twonn_distinct"}
 ELSEWHERE |= {name for name in ALL if name.startswith(("attention", "score", "mean_query_share"))}
 
 
@@ -282,8 +264,7 @@ def test_a_value_follows_its_rows_as_the_contract_says(name, change):
         if isinstance(power, dict):
             power = power.get(part, 0)
         factor = SCALE**power if change == "scale" else 1
-        close = LOOSE.get(name, 1e-6)
-        assert changed[tag] == pytest.approx(factor * value, rel=close, abs=1e-9), tag
+        assert changed[tag] == pytest.approx(factor * value, rel=1e-6, abs=1e-9), tag
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -291,7 +272,7 @@ def test_a_value_follows_its_rows_as_the_contract_says(name, change):
 def test_a_value_is_that_of_the_same_numbers_in_float64(name, dtype):
     found, wanted = of_metric(name, str(dtype)), of_metric(name, f"{dtype} as float64")
     # Scores are computed in float32.
-    assert found == pytest.approx(wanted, rel=max(LOOSE.get(name, 0), 1e-5), abs=1e-6)
+    assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -301,8 +282,7 @@ def margins():
     captured = whole | last_tokens(whole)
     layers = [replace(whole_layer(), index=index, captured=captured) for index in (0, 1)]
     measured = [EVALUATOR.measure_layer(one, ROWS) for one in layers]
-    earlier = EarlierReading(EVALUATOR.keep_for_next(measured), 1)
-    return tagged(EVALUATOR.combine(measured, ROWS, earlier).stacks)
+    return tagged(EVALUATOR.combine(measured, ROWS).stacks)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -315,7 +295,7 @@ def test_a_part_has_a_margin_where_the_record_of_the_metric_gives_it_one(name, m
     for part in there:
         wanted = metric.has_margin and part not in metric.without_margin
         found = margins.get(f"{tags[part]}/margin", math.nan)
-        assert math.isfinite(found) == (wanted and name != "twonn_gaussian"), part
+        assert math.isfinite(found) == wanted, part
         assert not found < 0
 
 
@@ -362,7 +342,7 @@ def test_at_an_edge_every_metric_has_a_value_or_a_reason(edge):
     values = tagged(found.stacks)
     for name, metric in ALL.items():
         own = [v for t, v in values.items() if t.startswith(f"{name}/layer_01")]
-        assert own or name in noted or name in OF_SEVERAL, name
+        assert own or name in noted, name
         reason = name in noted or metric.text.missing or edge.startswith("a row of")
         assert reason or all(map(math.isfinite, own)), name
 

@@ -25,8 +25,8 @@ def snapshot(*hidden: torch.Tensor, **captured) -> Snapshot:
     return Snapshot(layers, PassInfo(len(hidden[0]), "eval", "float32"))
 
 
-def values(metrics, seen, rows=4, batches=2, **kwargs):
-    return evaluate(seen, metrics, rows=rows, batches=batches, **kwargs).values
+def values(metrics, seen, rows=4, splits=2, **kwargs):
+    return evaluate(seen, metrics, rows=rows, splits=splits, **kwargs).values
 
 
 def test_value_is_the_mean_over_batches_and_std_their_deviation():
@@ -67,7 +67,7 @@ def test_a_layer_that_was_not_seen_has_no_part_in_the_mean_one_that_failed_has()
         return hidden.mean()
 
     seen = snapshot(*(torch.full((4, 1), float(v)) for v in (0, 1, 2, 3)))
-    result = evaluate(seen, {"m": fails_at_two}, rows=4, batches=1)
+    result = evaluate(seen, {"m": fails_at_two}, rows=4, splits=1)
     assert math.isnan(result.values["m/layer_02"])
     assert math.isnan(result.values["m/mean"])
     assert [note.words() for note in result.notes] == ["m, layer 2: two"]
@@ -75,7 +75,7 @@ def test_a_layer_that_was_not_seen_has_no_part_in_the_mean_one_that_failed_has()
         values({"m": fails_at_two}, seen, strict=True)
 
     seen.layers[2] = Layer(2, "two", {}, {"hidden": "it was skipped"})
-    result = evaluate(seen, {"m": fails_at_two}, rows=4, batches=1)
+    result = evaluate(seen, {"m": fails_at_two}, rows=4, splits=1)
     assert math.isnan(result.values["m/layer_02"])
     assert result.values["m/mean"] == 2
     assert "it was skipped" in result.notes[0].words()
@@ -111,7 +111,7 @@ def test_expensive_views_are_computed_once(monkeypatch):
 
 
 def test_a_result_of_the_wrong_shape_is_said():
-    result = evaluate(snapshot(torch.ones(4, 2)), {"m": lambda hidden: hidden}, rows=4, batches=1)
+    result = evaluate(snapshot(torch.ones(4, 2)), {"m": lambda hidden: hidden}, rows=4, splits=1)
     assert "a scalar, a vector [heads] or a dict, got [4, 2]" in result.notes[0].words()
 
 
@@ -125,7 +125,7 @@ def test_stacks_are_named_apart_and_have_their_own_means():
                   sources=frozenset({"attention"}))  # fmt: skip
     seen = Snapshot([*layers, cross], PassInfo(4, "eval", "float32"))
     metrics = {"m": lambda hidden: hidden.mean(), "q": lambda query: query.mean()}
-    result = evaluate(seen, metrics, rows=4, batches=1)
+    result = evaluate(seen, metrics, rows=4, splits=1)
     assert result.values["m/encoder_layer_02"] == 3
     assert result.values["m/encoder_mean"] == 2.5
     assert result.values["m/decoder_mean"] == 11.5
@@ -138,13 +138,13 @@ def test_nulls_are_of_the_rows_that_were_measured():
     rows = torch.randn(500, 6, generator=torch.Generator().manual_seed(0))
     metrics = select("anisotropy", "twonn")
     for asked, measured in ((100, 100), (500, 500), (4000, 500)):
-        found = values(metrics, snapshot(rows, rows), rows=asked, batches=1)
+        found = values(metrics, snapshot(rows, rows), rows=asked, splits=1)
         for name, metric in metrics.items():
             expected = metric.null(Sizes(measured, 6))
             assert expected
             assert {part: found[f"{name}/{part}"] for part in expected} == expected
     copied = torch.cat([rows, rows[:125]])  # a fifth are copies: the null is that of the others
-    found = values(metrics, snapshot(copied, copied), rows=625, batches=1)
+    found = values(metrics, snapshot(copied, copied), rows=625, splits=1)
     assert found["anisotropy/null"] == metrics["anisotropy"].null(Sizes(500, 6))["null"]
 
 
@@ -230,12 +230,12 @@ def test_a_metric_that_exits_costs_its_own_values_alone(error):
         raise error
 
     seen = snapshot(torch.ones(4, 1), torch.ones(4, 1))
-    found = evaluate(seen, {"leaves": leaves, "m": lambda hidden: hidden.mean()}, rows=4, batches=1)
+    found = evaluate(seen, {"leaves": leaves, "m": lambda hidden: hidden.mean()}, rows=4, splits=1)
     assert found.values["m/layer_01"] == 1.0
     assert math.isnan(found.values["leaves/layer_01"])
     assert any(type(error).__name__ in str(note) for note in found.notes)
     with pytest.raises(type(error)):
-        evaluate(seen, {"leaves": leaves}, rows=4, batches=1, strict=True)
+        evaluate(seen, {"leaves": leaves}, rows=4, splits=1, strict=True)
 
 
 def test_ctrl_c_in_a_metric_ends_the_measurement():
@@ -243,4 +243,4 @@ def test_ctrl_c_in_a_metric_ends_the_measurement():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        evaluate(snapshot(torch.ones(4, 1)), {"m": interrupted}, rows=4, batches=1)
+        evaluate(snapshot(torch.ones(4, 1)), {"m": interrupted}, rows=4, splits=1)

@@ -21,14 +21,13 @@ EVERY = METRICS | MORE_METRICS
 SEQUENCES, LENGTH, WIDTH, HEADS = 24, 20, 12, 2
 # To first order in what is left out: the mean and the directions are those of all rows.
 FIRST_ORDER = {
-    "anisotropy", "anisotropy_no_sinks", "effective_rank", "participation_ratio", "sink_share",
-    "query_anisotropy", "key_anisotropy", "effective_rank_last",
+    "anisotropy", "anisotropy_without_massive", "effective_rank", "participation_ratio",
+    "massive_share", "query_anisotropy", "key_anisotropy", "effective_rank_last",
 }  # fmt: skip
 # With the rows' neighbours among all rows, which are tested below; noisy ones; no margin at all.
 OTHERS = {
-    "twonn", "twonn_distinct", "gride", "local_dimension", "local_anisotropy", "local_cosine",
-    "neighbour_overlap", "neighbour_overlap_in_time", "alpha", "alpha_last", "max_logit",
-    "twonn_gaussian", "weight_norm", "expert_load",
+    "twonn", "twonn_distinct", "gride", "local_dimension", "local_anisotropy", "alpha",
+    "alpha_last", "max_logit", "weight_norm", "expert_load",
 }  # fmt: skip
 
 
@@ -100,7 +99,7 @@ def test_without_a_group_a_metric_is_that_of_the_other_rows(name, offset):
 
 @pytest.mark.parametrize("name", [
     "hidden", "token_ids", "sequences", "projected_query", "projected_key", "query", "key",
-    "visible", "squares_about_mean", "ordinary_rows", "token_labels", "positions",
+    "visible", "squares_about_mean", "ordinary_rows", "positions",
     "query_sequences", "key_sequences",
 ])  # fmt: skip
 def test_what_has_an_entry_for_each_row_is_sliced_and_not_computed_again(name):

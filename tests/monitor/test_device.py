@@ -24,7 +24,7 @@ def run(directory=None, *, steps=2, sequences=16, **options):
     """The readings of a short training, of a few metrics by default."""
     torch.manual_seed(0)
     model = PlainDecoder(layers=2)
-    few = {"metrics": FEW, "tokens": 128, "batches": 2, "device": "auto", "background": False}
+    few = {"metrics": FEW, "tokens": 128, "splits": 2, "device": "auto", "background": False}
     monitor, memory = watching(model, directory=directory, **(few | options))
     for step in range(steps):
         with monitor(step):
@@ -71,7 +71,7 @@ def test_a_device_of_torch_stands_for_its_name(tmp_path):
 
 
 def test_a_named_device_measures_and_gives_the_same_values(tmp_path):
-    metrics = FEW | select("neighbour_overlap", "twonn_gaussian")
+    metrics = FEW | select("alpha", "local_dimension")
     on_host = run(metrics=metrics)
     with Accelerator() as accelerator:
         on_device = run(tmp_path, metrics=metrics, device=NAME)
@@ -84,7 +84,7 @@ def test_a_named_device_measures_and_gives_the_same_values(tmp_path):
 
 def test_a_device_measures_in_turn_whatever_the_host_could_do_at_once():
     with Accelerator(), threadpoolctl.threadpool_limits(2, user_api="openmp"):
-        (reading,) = run(metrics=["anisotropy"], steps=1, sequences=2, batches=1, device=NAME)
+        (reading,) = run(metrics=["anisotropy"], steps=1, sequences=2, splits=1, device=NAME)
     assert math.isfinite(reading.values["anisotropy/mean"])  # other threads see no such device
 
 
@@ -180,10 +180,10 @@ def test_a_metric_that_fails_on_the_device_alone_sends_the_reading_to_the_host()
     seen = []
     metrics = select("anisotropy") | {"nowhere": nowhere}
     with Accelerator():
-        (failing,) = run(metrics=metrics, steps=1, batches=1, device=NAME, strict=False)
+        (failing,) = run(metrics=metrics, steps=1, splits=1, device=NAME, strict=False)
         assert seen == [DEVICE, HOST, DEVICE, DEVICE]  # tried on the host once
         metrics |= {"of_the_host": of_the_host}
-        (moved,) = run(metrics=metrics, steps=1, batches=1, device=NAME, strict=False)
+        (moved,) = run(metrics=metrics, steps=1, splits=1, device=NAME, strict=False)
     assert not any("measured on the host" in note for note in failing.words())
     text = "measured on the host: of_the_host failed on meta (it has no such operation)"
     assert text in moved.words()

@@ -18,7 +18,7 @@ def run(steps, **settings):
     """Readings of an untrained model that changes a little from step to step."""
     torch.manual_seed(0)
     model = models.PlainDecoder()
-    monitor, memory = watching(model, **({"metrics": METRICS, "batches": 2} | settings))
+    monitor, memory = watching(model, **({"metrics": METRICS, "splits": 2} | settings))
     for step in range(steps):
         with monitor(step):
             model(models.batch(seed=step))
@@ -172,7 +172,7 @@ def test_casts_that_autocast_keeps_for_the_training_are_kept(way):
 
 def test_what_was_measured_in_the_background_is_shown_though_no_other_reading_is_due():
     model = models.PlainDecoder()
-    options = {"metrics": METRICS, "batches": 2, "background": True}
+    options = {"metrics": METRICS, "splits": 2, "background": True}
     monitor, memory = watching(model, **options, schedule=lambda step: step == 0)
     end = time.monotonic() + 60
     for step in itertools.count():

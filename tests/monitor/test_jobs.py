@@ -28,9 +28,9 @@ def snapshot(rows=1200):
     return Snapshot(layers, PassInfo(rows, "eval", "float32", [Note("kind", "seen")]))
 
 
-def make_job(metrics=METRICS, rows=500, batches=2, of=None):
+def make_job(metrics=METRICS, rows=500, splits=2, of=None):
     job = ReadingJob(
-        7, "probe", RankGroup(), Evaluator(check_metrics(metrics), batches, strict=True),
+        7, "probe", RankGroup(), Evaluator(check_metrics(metrics), splits, strict=True),
         rows=rows, place=MeasuringDevice("cpu", nn.Identity()),
     )  # fmt: skip
     job.begin([of or snapshot()], 0.5)
@@ -51,7 +51,7 @@ def test_layer_by_layer_gives_what_all_at_once_gives():
     job.measure_next()
     assert job.left == 3
     reading = measured(job)
-    whole = evaluate(snapshot(), METRICS, rows=500, batches=2, strict=True)
+    whole = evaluate(snapshot(), METRICS, rows=500, splits=2, strict=True)
     assert values_of(reading) == whole.values
     assert reading.notes == (Note("kind", "seen"), *whole.notes)
     assert (reading.step, reading.source, reading.mode) == (7, "probe", "eval")

@@ -31,7 +31,7 @@ from geomon.monitor.executor import ReadingExecutor
 
 
 def monitor(model, tmp_path=None, **kwargs):
-    defaults = {"tokens": 64, "batches": 2, "metrics": select("variance"), "strict": True}
+    defaults = {"tokens": 64, "splits": 2, "metrics": select("variance"), "strict": True}
     return Monitor(model, directory=tmp_path, **(defaults | kwargs))
 
 
@@ -129,7 +129,7 @@ def test_a_reading_says_what_it_stands_on(tmp_path):
         "torch": torch.__version__, "model": "PlainDecoder",
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "layers": ["blocks.0", "blocks.1", "blocks.2"], "schedule": "within the budget",
-        "tokens": 64, "batches": 2, "queries": 1024, "seed": 0, "world_size": 1, "gather": False,
+        "tokens": 64, "splits": 2, "queries": 1024, "seed": 0, "world_size": 1, "gather": False,
         "mesh": "1 rank", "device": "cpu",
     }  # fmt: skip
     assert run.items() >= described.items()

@@ -28,7 +28,7 @@ CALLBACKS = (OfLightning, OfTrainer)
 WRONG = [
     ({"tokens": 0}, "tokens is a whole number of at least 1, got 0"),
     ({"tokens": True}, "tokens is a whole number of at least 1, got True"),
-    ({"batches": 1.5}, "batches is a whole number of at least 1, got 1.5"),
+    ({"splits": 1.5}, "splits is a whole number of at least 1, got 1.5"),
     ({"queries": 2}, "queries is a whole number of at least 3, or None, got 2"),
     ({"extra_layers": ["final"]}, "final"),
     ({"alerts": ["rank"]}, "no alert is called 'rank'"),

@@ -256,7 +256,7 @@ def test_a_reading_under_a_bias_holds_what_a_direct_computation_gives(norm):
             part.weight.mul_(20)
             part.bias.normal_()
     tokens, bias = torch.randint(500, (3, 12)), torch.randn(32)
-    values = measure(Biased(model, bias), tokens, metrics=METRICS, tokens=36, batches=1)
+    values = measure(Biased(model, bias), tokens, metrics=METRICS, tokens=36, splits=1)
     with torch.no_grad():
         hidden = model.embedding(tokens) + bias
         output = model.blocks[0](hidden)

@@ -1,5 +1,6 @@
 """Claims decide themselves from the interval over repetitions, and their page is made of them."""
 
+import math
 import re
 import subprocess
 import sys
@@ -7,14 +8,17 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 from tagged import reading_of
 from typer.testing import CliRunner
 
+from geomon import geometry
 from geomon.record import Record, read
 from geomon.record.arrays import ArrayPlace
 from recipes.study.__main__ import app
 from recipes.study.claim import Claim, Results, load_results, save_results, verdict_line
+from recipes.study.metrics import qk_cosine_concatenated, token_frequency
 from recipes.study.page import render
 from recipes.study.seeds import estimate, estimate_share
 from recipes.study.training import RunError, begin_training, finish_training, seconds_taken
@@ -195,3 +199,29 @@ input()
             begin_training(tmp_path, {})
         process.communicate(b"\n")
     assert len(read(tmp_path)) == 1
+
+
+# -- metrics of experiments ------------------------------------------------------------------------
+
+
+def test_moments_by_token_frequency_are_those_of_thirds_of_the_rows():
+    """Types of 1, 2, ..., 24 rows, 300 in all: the thirds end within the types of 14 and 20."""
+    ids = torch.repeat_interleave(torch.arange(24), torch.arange(1, 25))
+    rows = torch.randn(300, 5, generator=torch.Generator().manual_seed(0)) + 3
+    order = torch.randperm(300, generator=torch.Generator().manual_seed(1))
+    values = geometry(rows[order], 7 * ids[order], metrics={"own": token_frequency})
+    for name, first, last in (("rare", 0, 14), ("middle", 14, 19), ("frequent", 19, 24)):
+        own = rows[(ids >= first) & (ids < last)].double().numpy()
+        square, mean = (own**2).sum(axis=1).mean(), (own.mean(axis=0) ** 2).sum()
+        for part, wanted in (("m", mean), ("q", square), ("v", square - mean)):
+            assert values[f"own/{name}/{part}"] == pytest.approx(wanted), (name, part)
+    alike = geometry(rows, torch.arange(300) % 6, metrics={"own": token_frequency})
+    assert math.isnan(alike["own/rare/q"])
+    assert alike["own/middle/q"] == pytest.approx((rows**2).sum(dim=1).mean().item())
+
+
+def test_the_joined_cosine_counts_heads_by_the_lengths_of_their_means():
+    query, key = torch.randn(4, 3, generator=torch.Generator().manual_seed(2)), torch.ones(2, 3)
+    one, other = query.flatten().numpy(), key.repeat_interleave(2, dim=0).flatten().numpy()
+    wanted = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
+    assert qk_cosine_concatenated(query, key).item() == pytest.approx(wanted)

@@ -14,7 +14,7 @@ from geomon.note import Note
 
 # Query rows per layer from which attention is measured: the standard error of a mean entropy with
 # a spread of 1 nat is then 0.03.
-QUERIES = 1024
+ATTENTION_QUERIES = 1024
 
 _CONVOLUTIONS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
@@ -79,7 +79,7 @@ class RowSampler:
 
     def __init__(self, max_rows: int, seed: int) -> None:
         self._max_rows = max_rows
-        self._max_queries = QUERIES
+        self._max_queries = ATTENTION_QUERIES
         self._seed = seed
         self._queries: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 

@@ -2,7 +2,12 @@ import pytest
 import torch
 from torch import nn
 
-from geomon.capture.tokens.sampling import QUERIES, MemoryLimit, RowSampler, move_width_last
+from geomon.capture.tokens.sampling import (
+    ATTENTION_QUERIES,
+    MemoryLimit,
+    RowSampler,
+    move_width_last,
+)
 
 
 def limited(megabytes, rows=1000, layers=5, blocks=4, width=64, **more):
@@ -78,12 +83,17 @@ def test_the_width_is_found_among_the_dimensions(shape, parts, moved):
 
 @pytest.mark.parametrize(
     ("sequences", "length", "shifts"),
-    [(QUERIES // 4, 256, QUERIES // 32), (16, QUERIES, 2), (8, QUERIES, 1), (3, 10, 1)],
+    [
+        (ATTENTION_QUERIES // 4, 256, ATTENTION_QUERIES // 32),
+        (16, ATTENTION_QUERIES, 2),
+        (8, ATTENTION_QUERIES, 1),
+        (3, 10, 1),
+    ],
 )
 def test_each_eighth_of_the_sequences_asks_at_the_same_positions(sequences, length, shifts):
     chosen, places = RowSampler(10**8, 0).sample_queries(sequences, length)
     assert chosen.tolist() == list(range(sequences))
-    assert places.shape == (sequences, min(length, QUERIES // sequences))
+    assert places.shape == (sequences, min(length, ATTENTION_QUERIES // sequences))
     assert len(torch.unique(places, dim=0)) == shifts
     for first in range(0, sequences - shifts + 1, shifts):  # together they ask at even distances
         asked = places[first : first + shifts].flatten().sort().values
