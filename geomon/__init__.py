@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from geomon.description import describe
-    from geomon.metrics import METRICS, MORE_METRICS, Metric, select
-    from geomon.metrics.last_tokens import at_last
+    from geomon.metrics import METRICS, MORE_METRICS, Metric, at_last, select
     from geomon.monitor import Monitor, every, log_spaced
     from geomon.one_shot import geometry, measure
     from geomon.record import Reading, Readings, Sink, read
@@ -66,7 +65,7 @@ _MODULES = {
     "TensorBoard": "show.loggers",
     "Trackio": "show.loggers",
     "WandB": "show.loggers",
-    "at_last": "metrics.last_tokens",
+    "at_last": "metrics",
     "describe": "description",
     "every": "monitor",
     "geometry": "one_shot",

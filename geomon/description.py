@@ -11,7 +11,7 @@ from geomon.capture import Window, extra_pass, padding_arguments
 from geomon.capture.anatomy import CROSS, Anatomy, Attention, Block, Stack, shown_name
 from geomon.capture.model_parts import ModelParts
 from geomon.capture.shards import TensorPlace
-from geomon.capture.snapshot import CAPTURED, Layer, explain_missing
+from geomon.capture.snapshot import CAPTURED, Layer, explain_missing, source_of
 from geomon.distributed import find_ranks
 from geomon.distributed.mesh import RankPlace, find_place
 from geomon.record.printable import printable
@@ -380,7 +380,7 @@ class _SeenModel:
         layers: list[Layer] = [
             layer
             for layer in self._snapshot.layers
-            if CAPTURED[view] in layer.sources
+            if source_of(view) in layer.sources
             and not (view == "token_ids" and layer.part.tokens_elsewhere)
         ]
         return dict.fromkeys((x.stack, x.missing[view]) for x in layers if view in x.missing)

@@ -29,6 +29,7 @@ from geomon.capture.snapshot import (
     FINAL_NORM,
     HOST,
     PROJECTED,
+    ROW_VIEWS,
     UNEMBEDDING,
     Layer,
     Part,
@@ -36,6 +37,7 @@ from geomon.capture.snapshot import (
     Snapshot,
     beside,
     group_by_layer,
+    source_of,
     wait_for_copies,
 )
 from geomon.capture.tokens.sampling import RowSampler, SampledRows, copy_rows
@@ -46,7 +48,7 @@ _HIDDEN_ONLY = frozenset({"hidden", "last"})
 _HIDDEN = "hidden states"  # what remarks on them are about
 _LAST_QUERIES = 64  # of a sequence, which show whether queries see keys of another
 _HEADS_ONLY = frozenset({"attention", "projection"})
-_ROW_VIEWS = ("hidden", "token_ids", "positions", "sequences", "precision")
+_ROW_VIEWS = (*ROW_VIEWS, "precision")
 _QUERY_VIEWS = ("query", "key", "bias", "scale", "softcap", "sink")
 _PROJECTED_VIEWS = ("projected_query", "projected_key")
 _PROJECTED_SEQUENCES = ("query_sequences", "key_sequences")
@@ -327,7 +329,7 @@ class StackBuilder:
         depth = self._before + self._pass.depth
         if self._pass.normed is None:
             reason = _NO_FINAL_NORM if self._pass.block_calls else self._not_run
-            wanted = (view for view, source in CAPTURED.items() if source in _HIDDEN_ONLY)
+            wanted = (view for view in CAPTURED if source_of(view) in _HIDDEN_ONLY)
             missing = dict.fromkeys(wanted, reason)
             return Layer(depth, FINAL_NORM, {}, missing, stack, _HIDDEN_ONLY)
         rows, name = self._pass.normed
@@ -374,7 +376,7 @@ class StackBuilder:
         captured, missing, part = self._row_views(depth, kept, ran=block_call is not None)
         own = self._own_views(block_call, missing)
         captured |= own
-        others = _HIDDEN_ONLY - _lacking(kept) | {"weights"} | {CAPTURED[view] for view in own}
+        others = _HIDDEN_ONLY - _lacking(kept) | {"weights"} | {source_of(view) for view in own}
         index = attention_key(block)
         called = (
             block_call is not None
@@ -413,7 +415,7 @@ class StackBuilder:
         self, depth: int, kept: SampledRows | None, *, ran: bool = True
     ) -> tuple[dict[str, Any], dict[str, str], Part]:
         """Make the captured views of hidden states, and the reasons for missing ones."""
-        wanted = [view for view, source in CAPTURED.items() if source in _HIDDEN_ONLY]
+        wanted = [view for view in CAPTURED if source_of(view) in _HIDDEN_ONLY]
         if self._inverted is not None and kept is not None:
             return {}, dict.fromkeys(wanted, self._inverted), Part()
         if kept is None:
@@ -497,7 +499,7 @@ class StackBuilder:
         self, depth: int, block: Block, block_call: BlockCall | None, index: int, stack: str
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Make the captured views of one attention, and the reasons for missing ones."""
-        wanted = {view for view, source in CAPTURED.items() if source in _HEADS_ONLY}
+        wanted = {view for view in CAPTURED if source_of(view) in _HEADS_ONLY}
         if block_call is None:
             return {}, dict.fromkeys(wanted, self._not_run)
         if self._inverted is not None:

@@ -6,7 +6,7 @@ the views that are derived from captured ones are those of `geomon.metrics`.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,40 +16,136 @@ from geomon.note import Note
 # Where rows stay unless an accelerator is to measure them.
 HOST = torch.device("cpu")
 
-# What each captured view is taken from: a window places only the hooks that are asked for.
-CAPTURED: dict[str, str] = {
-    "hidden": "hidden",  # [tokens, width]
-    "token_ids": "hidden",  # [tokens]
-    "positions": "hidden",  # [tokens]
-    "sequences": "hidden",  # number of the sequence of the batch that each row is of, [tokens]
-    "precision": "hidden",  # spacing of the captured numbers at 1: eps of the dtype they had
-    "last_hidden": "last",  # of the last token of each sequence that is no padding, the same views
-    "last_token_ids": "last",
-    "last_positions": "last",
-    "last_sequences": "last",
-    "last_precision": "last",
-    "query": "attention",  # as attended, [sequences, heads, queries, head width]
-    "key": "attention",  # as attended, [sequences, key heads, keys, head width]
-    "visible": "attention",  # bool, broadcastable to [sequences, heads, queries, keys]
-    "bias": "attention",  # added to the scores, or None
-    "scale": "attention",  # factor on the dot products
-    "softcap": "attention",  # bound on the scores before the bias, or None
-    "sink": "attention",  # logits of learned sinks, [heads], or None
-    "scores": "attention",  # before the softmax, where it is written out by hand and q, k not seen
-    "max_logits": "attention",  # largest score of all rows and visible keys, [heads]
-    "projected_query": "projection",  # [tokens, heads, head width]
-    "projected_key": "projection",  # [tokens, key heads, head width]
-    "query_sequences": "projection",  # number of the sequence that each query is of, [tokens]
-    "key_sequences": "projection",  # the same of each key
-    "weight_norms": "weights",  # Frobenius norms of the block's matrices, numbers by name
-    "expert_counts": "routing",  # how often the tokens chose each expert, float32, [experts]
+
+@dataclass(frozen=True, kw_only=True)
+class CapturedView:
+    """What is known of a captured view: all that other rooms ask of it stands here.
+
+    Attributes:
+        source: What the window takes it from: "hidden", "last", "attention", "projection",
+            "weights" or "routing". A window places only the hooks that are asked for.
+        rows: What it has an entry for along its first dimension: "tokens", "queries", "keys" (as
+            projected) or "sequences"; "" for none of these.
+        heads: Dimension of its heads: "first" or "second"; "shared" if that one may be 1 for all
+            heads; "" if it has none.
+        merge: How the parts of ranks with other tokens are put together: "rows" follow one another;
+            "numbers" of sequences do, and go on counting; "padded" (dimension 2) and "grid"
+            (queries and keys) are made as long as the longest first; of "largest" and "sum" one is
+            made; "same" has to be equal, "first" is known to be.
+        without: How it is had without a group of sequences, for margins: "sliced" by its rows,
+            "same", or "refused".
+        text: One line of meaning, with the shape.
+    """
+
+    source: str
+    rows: Literal["tokens", "queries", "keys", "sequences", ""]
+    heads: Literal["first", "second", "shared", ""]
+    merge: Literal["rows", "numbers", "padded", "grid", "largest", "sum", "same", "first"]
+    without: Literal["sliced", "same", "refused"]
+    text: str
+
+
+def _of_rows(
+    source: str, rows: Literal["tokens", "queries", "keys"], text: str, *, numbers: bool = False,
+    heads: Literal["second", ""] = "",
+) -> CapturedView:  # fmt: skip
+    """Declare a view with an entry for each row."""
+    return CapturedView(
+        source=source, rows=rows, heads=heads, merge="numbers" if numbers else "rows",
+        without="sliced", text=text,
+    )  # fmt: skip
+
+
+def _of_layer(source: str, text: str) -> CapturedView:
+    """Declare a number, or one for each head, that all rows of a layer have in common."""
+    return CapturedView(source=source, rows="", heads="", merge="same", without="same", text=text)
+
+
+def _of_sequences(
+    merge: Literal["padded", "grid"], text: str, heads: Literal["second", "shared"] = "second"
+) -> CapturedView:
+    """Declare a view of the sampled sequences of attention."""
+    return CapturedView(
+        source="attention", rows="sequences", heads=heads, merge=merge, without="sliced", text=text
+    )
+
+
+_HIDDEN = {
+    "hidden": _of_rows("hidden", "tokens", "hidden states, [tokens, width]"),
+    "token_ids": _of_rows("hidden", "tokens", "token ids, [tokens]"),
+    "positions": _of_rows("hidden", "tokens", "positions in their sequences, [tokens]"),
+    "sequences": _of_rows(
+        "hidden", "tokens", "number of the sequence of each row, [tokens]", numbers=True
+    ),
+    "precision": _of_layer("hidden", "spacing of the captured numbers at 1: eps of their dtype"),
 }
 
-# All that a layer of a transformer has; what enters the first block has hidden states only.
-SOURCES = frozenset(CAPTURED.values())
+# Beginning of the names of views of the last token of each sequence that is no padding.
+LAST = "last_"
 
-# Captured views that a batch has before any block has run, and that rows of weights do not have.
-OF_THE_BATCH = frozenset({"token_ids", "positions", "sequences"})
+CAPTURED: dict[str, CapturedView] = {
+    **_HIDDEN,
+    **{LAST + name: replace(view, source="last") for name, view in _HIDDEN.items()},
+    "query": _of_sequences("padded", "as attended, [sequences, heads, queries, head width]"),
+    "key": _of_sequences("padded", "as attended, [sequences, key heads, keys, head width]"),
+    "visible": _of_sequences(
+        "grid", "bool, broadcastable to [sequences, heads, queries, keys]", "shared"
+    ),
+    "bias": _of_sequences("grid", "added to the scores, or None", "shared"),
+    "scale": _of_layer("attention", "factor on the dot products"),
+    "softcap": _of_layer("attention", "bound on the scores before the bias, or None"),
+    "sink": replace(
+        _of_layer("attention", "logits of learned sinks, [heads], or None"), heads="first"
+    ),
+    "scores": _of_sequences(
+        "grid", "before the softmax, if it is written out by hand and queries are not seen"
+    ),
+    "max_logits": CapturedView(
+        source="attention", rows="", heads="first", merge="largest", without="refused",
+        text="largest score of all rows and visible keys, [heads]",
+    ),
+    "projected_query": _of_rows(
+        "projection", "queries", "[tokens, heads, head width]", heads="second"
+    ),
+    "projected_key": _of_rows(
+        "projection", "keys", "[tokens, key heads, head width]", heads="second"
+    ),
+    "query_sequences": _of_rows(
+        "projection", "queries", "number of the sequence of each query, [tokens]", numbers=True
+    ),
+    "key_sequences": _of_rows(
+        "projection", "keys", "number of the sequence of each key, [tokens]", numbers=True
+    ),
+    "weight_norms": CapturedView(
+        source="weights", rows="", heads="", merge="first", without="refused",
+        text="Frobenius norms of the block's matrices, numbers by name",
+    ),
+    "expert_counts": CapturedView(
+        source="routing", rows="", heads="", merge="sum", without="refused",
+        text="how often the tokens chose each expert, float32, [experts]",
+    ),
+}  # fmt: skip
+
+
+def source_of(view: str) -> str:
+    """Return what a captured view is taken from.
+
+    Args:
+        view: Name of a captured view.
+    """
+    return CAPTURED[view].source
+
+
+# All that a layer of a transformer has; what enters the first block has hidden states only.
+SOURCES = frozenset(map(source_of, CAPTURED))
+
+# Captured views with one entry for each row of hidden states.
+ROW_VIEWS = tuple(
+    name for name, view in CAPTURED.items() if (view.source, view.rows) == ("hidden", "tokens")
+)
+
+# Those that a batch has before any block has run, and that rows of weights do not have.
+OF_THE_BATCH = frozenset(ROW_VIEWS) - {"hidden"}
 
 # Layers beside those of the blocks, which are measured where they are asked for by name: the hidden
 # states that the final norm makes of what leaves the last block, and the rows of two matrices.
@@ -60,9 +156,6 @@ EXTRA_LAYERS = (FINAL_NORM, EMBEDDING, UNEMBEDDING)
 
 # What remarks on queries and keys as projected are about.
 PROJECTED = "projected Q and K"
-
-# Captured views with one entry for each row of hidden states.
-ROW_VIEWS = ("hidden", "token_ids", "positions", "sequences")
 
 
 def check_extra_layers(names: Iterable[str]) -> tuple[str, ...]:
@@ -165,7 +258,7 @@ class Layer:
         Args:
             sources: Some of `SOURCES`.
         """
-        kept = {name: view for name, view in self.captured.items() if CAPTURED[name] in sources}
+        kept = {name: view for name, view in self.captured.items() if source_of(name) in sources}
         return replace(self, captured=kept, sources=self.sources & sources)
 
     def to(self, device: torch.device, *, wait: bool = True) -> "Layer":
@@ -235,13 +328,6 @@ def at_places(values: Tensor, places: Tensor) -> Tensor:
     return values.gather(2, index.expand(-1, values.shape[1], -1, values.shape[3]))
 
 
-# Captured views whose heads are their first dimension; of the others of heads it is the second.
-_HEADS_FIRST = ("max_logits", "sink")
-# Views that may be given for all heads at once.
-_FOR_ALL_HEADS = ("visible", "bias")
-# Views of queries and keys as projected that count no heads.
-_OF_ROWS = ("query_sequences", "key_sequences")
-
 _HEADS_DIFFER = "its heads are apart (modules, or on several ranks) and differ in their {view}"
 
 
@@ -266,13 +352,14 @@ def beside(
             continue
         values = [captured[view] for captured, _ in heads]
         tensors = [value for value in values if isinstance(value, Tensor)]
-        same = view in _OF_ROWS if tensors else all(value == values[0] for value in values)
+        dimension = CAPTURED[view].heads
+        same = not dimension if tensors else all(value == values[0] for value in values)
         if same:
             found[view] = values[0]
-        elif view in _FOR_ALL_HEADS and tensors:
+        elif dimension == "shared" and tensors:
             found[view] = _grids_beside(values, counts)
         elif len(tensors) == len(values):
-            found[view] = torch.cat(tensors, dim=0 if view in _HEADS_FIRST else 1)
+            found[view] = torch.cat(tensors, dim=0 if dimension == "first" else 1)
         else:
             return {}, missing | dict.fromkeys(heads[0][0].keys(), _HEADS_DIFFER.format(view=view))
     return found, missing
@@ -385,7 +472,7 @@ def explain_missing(snapshot: Snapshot, views: Iterable[str]) -> str | None:
     Returns:
         The explanation, or None if everything expected was seen.
     """
-    asked = {CAPTURED[view] for view in views}
+    asked = {source_of(view) for view in views}
     found = []
     for source in _STANDS_FOR:
         reasons = _missing(snapshot.layers, source) if source in asked else {}

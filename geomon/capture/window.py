@@ -36,13 +36,13 @@ from geomon.capture.shards import (
     first_feature,
 )
 from geomon.capture.snapshot import (
-    CAPTURED,
     EMBEDDING,
     FINAL_NORM,
     HOST,
     UNEMBEDDING,
     Layer,
     Snapshot,
+    source_of,
 )
 from geomon.capture.storage import local_shard
 from geomon.capture.tap import Tap
@@ -130,7 +130,7 @@ class Window:
         self._keeps_inputs = keep_inputs
         self._may_run_eagerly = may_run_eagerly
         self.inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
-        self._sources = {CAPTURED[view] for view in views}
+        self._sources = {source_of(view) for view in views}
         self._extra = tuple(extra_layers) if "hidden" in self._sources else ()
         self._wants_last = "last" in self._sources
         wants_ids = self._wants_last or EMBEDDING in self._extra

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from geomon.capture.snapshot import CAPTURED, OF_THE_BATCH, Layer, Part, PassInfo, Snapshot
+from geomon.capture.snapshot import OF_THE_BATCH, Layer, Part, PassInfo, Snapshot, source_of
 from geomon.distributed.group import RankFailedError, RankGroup
 from geomon.distributed.merge import (
     Shape,
@@ -341,7 +341,7 @@ def _in_order(
 
 def _only(layer: Layer, sources: frozenset[str]) -> Layer:
     """Take the views of some sources of a layer."""
-    kept = {view: value for view, value in layer.captured.items() if CAPTURED[view] in sources}
+    kept = {view: value for view, value in layer.captured.items() if source_of(view) in sources}
     return replace(layer, captured=kept)
 
 
@@ -416,9 +416,11 @@ def _owned(layer: Layer) -> _Owned:
 
 def _lacking(layer: Layer) -> dict[str, str]:
     """By source, why nothing of it was seen."""
-    present = {CAPTURED[view] for view in layer.captured}
+    present = {source_of(view) for view in layer.captured}
     return {
-        CAPTURED[view]: why for view, why in layer.missing.items() if CAPTURED[view] not in present
+        source_of(view): why
+        for view, why in layer.missing.items()
+        if source_of(view) not in present
     }
 
 

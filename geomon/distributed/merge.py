@@ -8,7 +8,7 @@ ranks.
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -26,16 +26,11 @@ from geomon.capture.snapshot import (
     PassInfo,
     at_places,
     beside,
+    source_of,
 )
 
 # What was kept of a layer's attention: sequences, queries of each, keys of each.
 Shape = tuple[int, int, int]
-
-# Views [sequences, heads, queries, keys], of which all but the keys may be 1 for all alike.
-_GRIDS = ("visible", "bias", "scores")
-
-# Views that number the sequences of a rank's batch.
-_SEQUENCES = ("sequences", "last_sequences", "query_sequences", "key_sequences")
 
 # Parts of the sequences of which each covers all positions.
 _EIGHTHS = 8
@@ -100,10 +95,9 @@ def take_share(
     if "query" in layer.captured:
         changed["query"] = at_places(layer.captured["query"][sequences], places)
         changed["key"] = layer.captured["key"][sequences]
-    for name in _GRIDS:
-        values = layer.captured.get(name)
-        if values is not None:
-            values = values[sequences] if len(values) > 1 else values
+    for name, grid in layer.captured.items():
+        if CAPTURED[name].merge == "grid" and grid is not None:
+            values = grid[sequences] if len(grid) > 1 else grid
             changed[name] = at_places(values, places) if values.shape[2] > 1 else values
     return replace(layer, captured={**layer.captured, **changed})
 
@@ -162,11 +156,11 @@ def _rows_of_parts(
     holders = [part for part in parts if f"{prefix}hidden" in part.captured]
     if not holders:
         return {}, None
-    source = CAPTURED[f"{prefix}hidden"]
+    source = source_of(f"{prefix}hidden")
     views = [
         view
         for view in holders[0].captured
-        if CAPTURED[view] == source and all(view in part.captured for part in holders)
+        if source_of(view) == source and all(view in part.captured for part in holders)
     ]
     rows = {view: [part.captured[view] for part in holders] for view in views}
     number = _numbers(holders, name)
@@ -287,14 +281,10 @@ def _one_after_another(parts: Sequence[Layer]) -> Layer:
     captured: dict[str, Any] = {}
     first, *_ = parts
     missing = dict(first.missing)
-    for source in dict.fromkeys(CAPTURED[view] for part in parts for view in part.captured):
+    for source in dict.fromkeys(source_of(view) for part in parts for view in part.captured):
         seen = [_of(part, source) for part in parts]
         holders = [views for views in seen if views]
-        missing = {view: why for view, why in missing.items() if CAPTURED[view] != source}
-        if source == "routing":
-            counts = torch.stack([views["expert_counts"] for views in holders])
-            captured["expert_counts"] = counts.sum(dim=0)
-            continue
+        missing = {view: why for view, why in missing.items() if source_of(view) != source}
         if source != "attention":  # what one rank cannot tell of its rows takes nothing else away
             lost = dict.fromkeys(
                 view
@@ -311,9 +301,9 @@ def _one_after_another(parts: Sequence[Layer]) -> Layer:
                 "ranks or batches captured it in different forms",
             )
             continue
-        captured |= _attention(holders) if source == "attention" else _rows(holders)
+        captured |= _joined_views(holders)
         holder = next(part for part, views in zip(parts, seen, strict=True) if views)
-        missing |= {v: why for v, why in holder.missing.items() if CAPTURED[v] == source}
+        missing |= {v: why for v, why in holder.missing.items() if source_of(v) == source}
     part = replace(
         first.part, rows=_numbered(parts, "rows"), last_rows=_numbered(parts, "last_rows")
     )
@@ -348,75 +338,72 @@ def mean_loss(infos: Sequence[PassInfo]) -> MeanLoss | None:
 
 
 def _of(layer: Layer, source: str) -> dict[str, Any]:
-    return {view: value for view, value in layer.captured.items() if CAPTURED[view] == source}
+    return {view: value for view, value in layer.captured.items() if source_of(view) == source}
+
+
+# What has to be the same in all parts of a view, by the way in which they are put together.
+_KINDS: dict[str, Callable[[Tensor], Any]] = {
+    "rows": lambda values: (values.dtype, values.shape[1:]),
+    "numbers": lambda values: values.dtype,
+    "padded": lambda values: (values.dtype, values.shape[1], values.shape[3]),
+    "grid": lambda values: None,  # may be given for all rows at once, or not at all
+    "largest": lambda values: (values.dtype, values.shape),
+    "sum": lambda values: values.shape,
+    "same": lambda values: (values.dtype, values.tolist()),
+    "first": lambda values: None,
+}
 
 
 def _kind(views: Mapping[str, Any]) -> dict[str, Any]:
-    """What has to be the same on all ranks: all but the number of rows and the masks."""
-    kinds: dict[str, Any] = {}
-    for name, value in views.items():
-        if name in ("query", "key"):
-            kinds[name] = value.dtype, value.shape[1], value.shape[3]
-        elif name in _GRIDS:
-            kinds[name] = None  # may be given for all rows at once, or not at all
-        elif name == "weight_norms":
-            kinds[name] = None  # the same on all ranks
-        elif name == "max_logits":
-            kinds[name] = value.dtype, value.shape
-        elif isinstance(value, Tensor):
-            shared = CAPTURED[name] == "attention"  # of the layer, not of its rows
-            kinds[name] = value.dtype, (value.tolist() if shared else value.shape[1:])
-        else:
-            kinds[name] = value
-    return kinds
-
-
-def _rows(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    joined = {
-        name: torch.cat([part[name] for part in parts]) if isinstance(value, Tensor) else value
-        for name, value in parts[0].items()
+    """What has to be the same on all ranks."""
+    kinds = {name: _KINDS[CAPTURED[name].merge] for name in views}
+    return {
+        name: kinds[name](value)
+        if isinstance(value, Tensor) or CAPTURED[name].merge in ("grid", "first")
+        else value
+        for name, value in views.items()
     }
-    for name in _SEQUENCES:
-        if name in joined:  # each rank counts its own from 0
-            numbers = [part[name] for part in parts]
-            counts = [own.max().item() + 1 if len(own) else 0 for own in numbers]
-            starts = accumulate(counts, initial=0)
-            joined[name] = torch.cat([own + n for own, n in zip(numbers, starts, strict=False)])
-    return joined
 
 
-def _attention(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sequences one rank's after the other's.
+def _joined_views(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join views of one source, each as it is declared.
 
-    Those with fewer keys or queries than the longest are filled up with ones that nobody sees, as
-    one process pads a batch: every softmax row stays what it is.
+    Sequences with fewer keys or queries than the longest are filled up with ones that nobody sees,
+    as one process pads a batch: every softmax row stays what it is.
     """
     sized = [(part, shape) for part in parts if (shape := _shape(part)) is not None]
     sized = [(part, shape) for part, shape in sized if shape[0]] or sized[:1]
-    _, queries, keys = map(max, zip(*(shape for _, shape in sized), strict=True))
-    joined = dict(parts[0])
-    if "query" in joined:
-        joined["query"] = torch.cat([_filled(part["query"], queries) for part, _ in sized])
-        joined["key"] = torch.cat([_filled(part["key"], keys) for part, _ in sized])
-    if "max_logits" in joined:
-        # Of two numbers of which one is missing, `fmax` takes the other.
-        joined["max_logits"] = functools.reduce(torch.fmax, (part["max_logits"] for part in parts))
-    for name in _GRIDS:
-        if any(part.get(name) is not None for part, _ in sized):
-            joined[name] = _grids(name, sized, queries, keys)
+    joined = {}
+    for name, value in parts[0].items():
+        own = [part[name] for part, _ in sized]
+        way, values = CAPTURED[name].merge, [part[name] for part in parts]
+        if way == "grid":
+            joined[name] = _grids(name, sized)
+        elif not isinstance(value, Tensor) or way in ("same", "first"):
+            joined[name] = value
+        elif way == "rows":
+            joined[name] = torch.cat(values)
+        elif way == "numbers":  # each rank counts its own sequences from 0
+            counts = [own.max().item() + 1 if len(own) else 0 for own in values]
+            starts = accumulate(counts, initial=0)
+            joined[name] = torch.cat([own + n for own, n in zip(values, starts, strict=False)])
+        elif way == "padded":
+            longest = max(values.shape[2] for values in own)
+            joined[name] = torch.cat([F.pad(x, (0, 0, 0, longest - x.shape[2])) for x in own])
+        elif way == "largest":  # of two numbers of which one is missing, `fmax` takes the other
+            joined[name] = functools.reduce(torch.fmax, values)
+        else:
+            joined[name] = torch.stack(values).sum(dim=0)
     return joined
 
 
-def _filled(values: Tensor, length: int) -> Tensor:
-    return F.pad(values, (0, 0, 0, length - values.shape[2]))
-
-
-def _grids(
-    name: str, sized: Sequence[tuple[Mapping[str, Any], Shape]], queries: int, keys: int
-) -> Tensor:
-    """A grid of all parts, [sequences, heads (or 1), queries (or 1), keys]."""
-    given = [part.get(name) for part, _ in sized]
-    known = next(grid for grid in given if grid is not None)
+def _grids(name: str, sized: Sequence[tuple[Mapping[str, Any], Shape]]) -> Tensor | None:
+    """Join grids, [sequences, heads (or 1), queries (or 1), keys]; None if no part has one."""
+    given = [part[name] for part, _ in sized]
+    known = next((grid for grid in given if grid is not None), None)
+    if known is None:
+        return None
+    _, queries, keys = map(max, zip(*(shape for _, shape in sized), strict=True))
     none = known.new_zeros(1, 1, 1, 1, dtype=torch.float32)
     grids = [none if grid is None else grid for grid in given]
     heads = max(grid.shape[1] for grid in grids)

@@ -42,6 +42,34 @@ def group_sequences(sequences: Tensor) -> Tensor | None:
     return group[order]
 
 
+class Groups(NamedTuple):
+    """Groups of sequences that a margin leaves out in turn.
+
+    Attributes:
+        of: Group of each row, int64, [rows].
+        size: Number of groups: 8, or 1 if the sequences are unknown or fewer than 8.
+    """
+
+    of: Tensor
+    size: int
+
+    def at(self, rows: Tensor) -> "Groups":
+        """Return the groups of some of the rows.
+
+        Args:
+            rows: Indices of the rows.
+        """
+        return Groups(self.of[rows], self.size)
+
+    def staying(self, group: int) -> Tensor:
+        """Return the indices of the rows of other groups.
+
+        Args:
+            group: Number of the group that is left out.
+        """
+        return (self.of != group).nonzero().squeeze(1)
+
+
 class GroupSums(NamedTuple):
     """Sums over the rows of each group, in float64.
 

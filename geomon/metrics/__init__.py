@@ -2,7 +2,7 @@
 
 from geomon.metrics.evaluate import Evaluator
 from geomon.metrics.layer_values import LayerValues
-from geomon.metrics.metric import Metric
+from geomon.metrics.metric import Metric, at_last
 from geomon.metrics.table import METRICS, MORE_METRICS, check_metrics, select
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Evaluator",
     "LayerValues",
     "Metric",
+    "at_last",
     "check_metrics",
     "select",
 ]

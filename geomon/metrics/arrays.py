@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from geomon.kernels.token_types import TokenTypes
-from geomon.metrics.views import LayerViews, parameters, renamed
+from geomon.metrics.layer_views import LayerViews
+from geomon.metrics.views import Reader, reader
 from geomon.record.arrays import ArrayPlace
 
 # Rows of queries and of keys for each head, and bytes of one reading above which they are fewer.
@@ -63,16 +64,20 @@ def _spread(count: int, most: int) -> list[int]:
 
 
 # An array by its name, as a function of views.
-ARRAYS: dict[str, Callable[..., Tensor]] = {
+_FUNCTIONS: dict[str, Callable[..., Tensor] | Reader] = {
     "mean_query": lambda mean_query: mean_query,  # of each head, as projected, [heads, head width]
     "mean_key": lambda mean_key: mean_key,  # of each key head, [key heads, head width]
-    "queries": renamed(_few, "projected_query"),  # a few rows, [rows, heads, head width]
-    "keys": renamed(_few, "projected_key"),  # of the same tokens, [rows, key heads, head width]
+    "queries": reader(_few, "projected_query"),  # a few rows, [rows, heads, head width]
+    "keys": reader(_few, "projected_key"),  # of the same tokens, [rows, key heads, head width]
     "eigenvalues": _eigenvalues,  # the largest of the covariance, descending
     "type_ids": _type_ids,  # the most frequent token types, ascending
     "type_rows": _type_rows,  # number of rows of each of them
     "type_square_of_mean": _type_square_of_mean,  # squared norm of the mean of each
     "type_scatter": _type_scatter,  # sum of the squared distances from it
+}
+ARRAYS = {
+    name: function if isinstance(function, Reader) else reader(function)
+    for name, function in _FUNCTIONS.items()
 }
 # Those of which there are fewer rows where a reading would be too large.
 _ROWS_OF = ("queries", "keys")
@@ -81,9 +86,9 @@ _ROWS_OF = ("queries", "keys")
 def arrays_of(views: LayerViews) -> dict[str, NDArray[Any]]:
     """Take the arrays of a layer whose views are there already."""
     return {
-        name: _plain(views.apply(function), single_rows=name in _ROWS_OF)
-        for name, function in ARRAYS.items()
-        if all(views.has(view) for view in parameters(function))
+        name: _plain(views.apply(array), single_rows=name in _ROWS_OF)
+        for name, array in ARRAYS.items()
+        if all(map(views.has, array.reads))
     }
 
 

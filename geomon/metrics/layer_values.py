@@ -3,11 +3,13 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
-# The parts of one metric at one layer in one split of the rows, of heads a list: "" is the value
-# itself.
-Parts = dict[str, float | list[float]]
+# The values of one metric at one layer, by part, "" for the value itself: [splits, columns], or of
+# heads [splits, columns, heads]. Column 0 is of all rows; if there is a margin, 8 more columns are
+# each without one group of sequences.
+Parts = dict[str, NDArray[np.float64]]
 
 
 @dataclass
@@ -18,9 +20,7 @@ class LayerValues:
         stack: Stack of the layer.
         index: Depth of the layer.
         shape: Rows and width of the layer's hidden states; None if it has none.
-        parts: For each metric, its parts in each split of the rows.
-        without: For each metric that has a margin, by part: the value without each group of
-            sequences, of heads their mean; mean over splits.
+        parts: For each metric, its values by part.
         sequences: Number of sequences that the rows are of; None if unknown.
         unseen: For each metric that could not be asked, which view was not seen and why.
         failed: For each metric that failed, what it raised.
@@ -36,8 +36,7 @@ class LayerValues:
     stack: str
     index: int
     shape: tuple[int, int] | None
-    parts: dict[str, list[Parts]] = field(default_factory=dict)
-    without: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    parts: dict[str, Parts] = field(default_factory=dict)
     sequences: int | None = None
     unseen: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -47,6 +46,14 @@ class LayerValues:
     log_visible: float | None = None
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
     without_arrays: str = ""
+
+    def has_margin(self, name: str) -> bool:
+        """Return whether a part of a metric has a margin.
+
+        Args:
+            name: Name of the metric.
+        """
+        return any(values.shape[1] > 1 for values in self.parts.get(name, {}).values())
 
     def joined_with(self, other: "LayerValues") -> "LayerValues":
         """Join the values of two measurements of one layer, each of other sources."""

@@ -1,12 +1,16 @@
 """What a metric is: one record with its function, its words, its null and its margin."""
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any, ClassVar, Literal, NamedTuple
 
+import msgspec
 import torch
 
+from geomon.capture.snapshot import LAST, source_of
+from geomon.metrics.views import can_be_made, captured_views, is_view, parameters
 from geomon.record.columns import MetricText
 
 # What ends a measurement: memory that another device may have, and Ctrl-C. Anything else that a
@@ -46,15 +50,19 @@ class Metric:
     """A metric: a function of views, and all that pages and readings need to know of it.
 
     Args:
-        function: Function whose required parameter names say which views of a layer it reads. It
-            returns a scalar, a vector [heads], or a dict of both by part, "" for the value itself.
+        function: Function that returns a scalar, a vector [heads], or a dict of both by part, ""
+            for the value itself.
         text: Title, unit, meaning and more, as pages show them.
         null: Function of the sizes of a reading that returns numbers of the metric as a whole by
-            name, {"null": 0.0}, {} where there are none; None for none at all.
+            name, {"null": 0.0}, {} if there are none; None for none at all.
         has_margin: Whether other sequences would move the value smoothly; False for an extreme.
         without_margin: Parts that say on what the value stands, and have no margin.
         each_group: Function of views that returns what the function returns without each group of
             sequences, a vector [groups] by part; None if it is called once for each group.
+        reads: Names of the views that the function is called with; by default its required
+            parameters name them.
+        rows: "all", or "last" for the last token of each sequence alone.
+        at_least: Fewest sequences of whose last tokens the metric is measured.
     """
 
     function: Callable[..., Any]
@@ -63,25 +71,48 @@ class Metric:
     has_margin: bool = True
     without_margin: frozenset[str] = field(default=COUNTS)
     each_group: Callable[..., Mapping[str, torch.Tensor]] | None = None
+    reads: tuple[str, ...] = ()
+    rows: Literal["all", "last"] = "all"
+    at_least: int = 2
     # Those that geomon brings, by name: the table fills it.
     bundled: ClassVar[Mapping[str, "Metric"]] = {}
+
+    def __post_init__(self) -> None:
+        """Take the names of the parameters as those of the views."""
+        object.__setattr__(self, "reads", self.reads or parameters(self.function))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle and copy a metric that geomon brings by its name: it is known by itself."""
         for name, known in self.bundled.items():
             if known is self:
                 return _bundled, (name,)
-        parts = self.function, self.text, self.null, self.has_margin, self.without_margin
-        return Metric, (*parts, self.each_group)
+        return Metric, tuple(getattr(self, one.name) for one in fields(self))
 
     def __call__(self, *views: Any) -> Any:
         """Call the function."""
         return self.function(*views)
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """The signature of the function, whose parameters name views."""
-        return inspect.signature(self.function)
+    @cached_property
+    def captured(self) -> frozenset[str]:
+        """Names of the captured views from which its views are made, in any way."""
+        of_all = captured_views(self.reads)
+        return frozenset(LAST + name for name in of_all) if self.rows == "last" else of_all
+
+    @cached_property
+    def sources(self) -> frozenset[str]:
+        """What these are taken from: "hidden", "attention", "projection" and others."""
+        return frozenset(map(source_of, self.captured))
+
+    def can_be_measured(self, captured: Iterable[str]) -> bool:
+        """Return whether its views can all be made.
+
+        Args:
+            captured: Names of the captured views that are there.
+        """
+        there = frozenset(captured)
+        if self.rows == "last":
+            there = frozenset(n.removeprefix(LAST) for n in there if source_of(n) == "last")
+        return can_be_made(self.reads, there)
 
 
 def _bundled(name: str) -> Metric:
@@ -100,6 +131,36 @@ def as_metric(name: str, function: Callable[..., Any]) -> Metric:
     own = getattr(function, "__doc__", None) if inspect.isroutine(function) else None
     meaning = (inspect.cleandoc(own).partition("\n\n")[0].replace("\n", " ")) if own else ""
     return Metric(function, MetricText(name, meaning=meaning, charts=("mean",)))
+
+
+def at_last(metric: Callable[..., Any], *, at_least: int = 2) -> Metric:
+    """Make a metric read the last token of each sequence that is no padding, one row a sequence.
+
+    Its value has a part `n`, the number of sequences. If the last tokens are not known, or the
+    sequences are too few, the value is missing and a note says why.
+
+    Args:
+        metric: A function of views of rows, such as those of `METRICS`.
+        at_least: Fewest sequences of which it is measured.
+
+    Raises:
+        ValueError: The metric reads no view of rows, so that last tokens would change nothing.
+
+    Example:
+        >>> from geomon import METRICS
+        >>> more = METRICS | {"cosine_last": at_last(METRICS["cosine"])}
+    """
+    known = as_metric(getattr(metric, "__name__", "value"), metric)
+    if not all(map(is_view, known.reads)) or known.sources != {"hidden"}:
+        raise ValueError(
+            f"the metric reads {', '.join(known.reads) or 'no view'}: expected views of rows, such "
+            "as hidden or spectrum"
+        )
+    text = msgspec.structs.replace(
+        known.text, title=f"{known.text.title}, last tokens", null="",
+        meaning=f"At the last token of each sequence: {known.text.meaning}",
+    )  # fmt: skip
+    return replace(known, text=text, null=None, rows="last", at_least=at_least)
 
 
 def said(error: BaseException) -> str:

@@ -31,15 +31,14 @@ from geomon.kernels.attention import (
     attention_sink,
     mean_over,
 )
-from geomon.kernels.groups import GROUPS
+from geomon.kernels.groups import GROUPS, Groups
 from geomon.kernels.loads import expert_loads
 from geomon.kernels.neighbours import Neighbours, pass_over
 from geomon.kernels.scores import mean_query_share, score_mean, score_spread
 from geomon.kernels.token_types import TokenTypes
 from geomon.metrics import nulls
-from geomon.metrics.last_tokens import at_last
 from geomon.metrics.metric import COUNTS, Metric, as_metric
-from geomon.metrics.views import DERIVED, FAR, NEAR, Groups, is_view, parameters, renamed
+from geomon.metrics.views import DERIVED, FAR, NEAR, is_view
 from geomon.record import tags
 from geomon.record.columns import MetricText
 
@@ -251,13 +250,14 @@ METRICS: dict[str, Callable[..., Any]] = {
         nulls.anisotropy,
     ),
     "anisotropy_without_massive": Metric(
-        renamed(spectral.anisotropy, "ordinary_spectrum"),
+        spectral.anisotropy,
         MetricText(
             "Anisotropy without massive rows",
             meaning="Anisotropy without the few rows of massive norm, which alone can drive it "
             "to 1.",
             missing=_EQUAL_ROWS,
         ),
+        reads=("ordinary_spectrum",),
     ),
     "massive_share": Metric(
         lambda massive_share: massive_share,
@@ -484,20 +484,22 @@ MORE_METRICS: dict[str, Callable[..., Any]] = {
         ),
     ),
     "query_anisotropy": Metric(
-        renamed(leading_share, "query_spectrum"),
+        leading_share,
         MetricText(
             "Anisotropy of queries",
             meaning="Share of the variance of a head's queries along their leading direction.",
             missing="all queries of a head are equal",
         ),
+        reads=("query_spectrum",),
     ),
     "key_anisotropy": Metric(
-        renamed(leading_share, "key_spectrum"),
+        leading_share,
         MetricText(
             "Anisotropy of keys",
             meaning="Share of the variance of a head's keys along their leading direction.",
             missing="all keys of a head are equal",
         ),
+        reads=("key_spectrum",),
     ),
     "attention_extremes": Metric(
         _attention_extremes,
@@ -519,16 +521,18 @@ MORE_METRICS: dict[str, Callable[..., Any]] = {
     ),
     "alpha": Metric(_alpha, _ALPHA_TEXT, nulls.alpha),
     "alpha_last": Metric(
-        at_last(_alpha, at_least=_ENOUGH_SEQUENCES),
+        _alpha,
         msgspec.structs.replace(
             _ALPHA_TEXT,
             title=f"{_ALPHA_TEXT.title}, last tokens",
             meaning="Alpha of the last token of each sequence.",
         ),
         nulls.alpha_last,
+        rows="last",
+        at_least=_ENOUGH_SEQUENCES,
     ),
     "effective_rank_last": Metric(
-        at_last(spectral.effective_rank, at_least=_ENOUGH_SEQUENCES),
+        spectral.effective_rank,
         MetricText(
             "Effective rank, last tokens",
             unit="directions",
@@ -537,6 +541,8 @@ MORE_METRICS: dict[str, Callable[..., Any]] = {
             missing=_EQUAL_ROWS,
         ),
         nulls.effective_rank_last,
+        rows="last",
+        at_least=_ENOUGH_SEQUENCES,
     ),
     "local_dimension": Metric(
         _local_dimension,
@@ -640,9 +646,7 @@ def check_metrics(
         )
     if not metrics:
         raise ValueError("metrics is empty: give at least one, or leave the default, METRICS")
-    for name, function in metrics.items():
-        _check(name, function)
-    return {name: as_metric(name, function) for name, function in metrics.items()}
+    return {name: _check(name, function) for name, function in metrics.items()}
 
 
 def select(*names: str) -> dict[str, Callable[..., Any]]:
@@ -665,7 +669,9 @@ def select(*names: str) -> dict[str, Callable[..., Any]]:
     return {name: _BUNDLED[name] for name in names}
 
 
-def _check(name: str, function: Callable[..., Any]) -> None:
+def _check(name: str, function: Callable[..., Any]) -> Metric:
+    """Check the name of a metric and the views that it asks for."""
+    views = ", ".join([*CAPTURED, *DERIVED])
     if not isinstance(name, str) or not name or "/" in name or name in tags.OF_RUN:
         raise ValueError(
             f"{name!r} cannot name a metric: expected a word without '/', other than "
@@ -673,22 +679,18 @@ def _check(name: str, function: Callable[..., Any]) -> None:
         )
     if not callable(function):
         raise TypeError(f"metric '{name}' is {function!r}: expected a function of views")
-    _check_views(f"metric '{name}'", function)
-
-
-def _check_views(subject: str, function: Callable[..., Any]) -> None:
-    asked = parameters(function)
-    unknown = [view for view in asked if not is_view(view)]
+    metric = as_metric(name, function)
+    unknown = [view for view in metric.reads if not is_view(view)]
     if unknown:
         raise ValueError(
-            f"{subject} asks for {_quoted(unknown)}, which is no view; there are "
-            f"{', '.join([*CAPTURED, *DERIVED])}, and last_... of those that are made of rows"
+            f"metric '{name}' asks for {_quoted(unknown)}, which is no view; there are {views}"
         )
-    if not asked:
+    if not metric.reads:
         raise ValueError(
-            f"{subject} reads no view: name at least one as a parameter without a default, "
-            f"of {', '.join([*CAPTURED, *DERIVED])}"
+            f"metric '{name}' reads no view: name at least one as a parameter without a default, "
+            f"of {views}"
         )
+    return metric
 
 
 def _quoted(names: list[str]) -> str:

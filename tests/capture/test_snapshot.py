@@ -6,7 +6,14 @@ from models import PlainDecoder, batch, transformer
 from torch import nn
 
 from geomon.capture import Window, extra_pass, find_anatomy
-from geomon.capture.snapshot import CAPTURED, Layer, at_places, beside, explain_missing
+from geomon.capture.snapshot import (
+    CAPTURED,
+    Layer,
+    at_places,
+    beside,
+    explain_missing,
+    source_of,
+)
 
 
 def unseen(model, inputs, views=frozenset(CAPTURED)) -> str | None:
@@ -85,7 +92,7 @@ def test_heads_lie_beside_one_another_along_their_own_dimension():
     parts = [
         heads_of(
             count, sink=torch.arange(float(count)), max_logits=torch.zeros(count, 5), scale=0.5,
-            query_sequences=torch.arange(6), source="mask",
+            query_sequences=torch.arange(6), softcap=8.0,
         )
         for count in (1, 2)
     ]  # fmt: skip
@@ -95,7 +102,7 @@ def test_heads_lie_beside_one_another_along_their_own_dimension():
     assert found["query"][0, :, 0, 0].tolist() == [1, 2, 2]
     assert found["sink"].tolist() == [0, 0, 1]
     assert found["max_logits"].shape == (3, 5)
-    assert (found["scale"], found["source"]) == (0.5, "mask")
+    assert (found["scale"], found["softcap"]) == (0.5, 8.0)
     assert found["query_sequences"].tolist() == list(range(6))
     assert beside(parts[:1]) == parts[0]
 
@@ -147,9 +154,9 @@ def test_a_layer_keeps_the_views_of_some_sources_and_moves_its_tensors():
         "meta"
     }
     assert moved.captured["scale"] == 0.5
-    kept = layer.only(frozenset({CAPTURED["hidden"], "nothing"}))
+    kept = layer.only(frozenset({source_of("hidden"), "nothing"}))
     assert set(kept.captured) == {"hidden"}
-    assert kept.sources == {CAPTURED["hidden"]}
+    assert kept.sources == {source_of("hidden")}
 
 
 def test_rows_are_taken_at_places_of_each_sequence():

@@ -17,7 +17,7 @@ from geomon.kernels.attention import (
     scores_of,
 )
 from geomon.kernels.scores import score_moments
-from geomon.metrics.views import LayerViews
+from geomon.metrics.layer_views import LayerViews
 from tests.new_tensors import LargestNewTensor
 
 ALL = METRICS | MORE_METRICS
@@ -77,7 +77,7 @@ def test_metrics_are_those_of_loops_over_queries(kind, options, block, cut_block
         {name: np.asarray(x) if torch.is_tensor(x) else x for name, x in captured.items()}
     )
     views = LayerViews(Layer(1, "block", captured))
-    every = {name: as_parts(views.apply(ALL[name].function)) for name in NAMES}
+    every = {name: as_parts(views.apply(ALL[name])) for name in NAMES}
     for name, parts in every.items():
         for part, found in parts.items():
             tag = f"{name}/{part}".rstrip("/")
@@ -87,7 +87,7 @@ def test_metrics_are_those_of_loops_over_queries(kind, options, block, cut_block
         scores = captured["scale"] * captured["query"] @ key.repeat_interleave(2, dim=1).mT
         views = LayerViews(Layer(1, "block", {"scores": scores, "visible": captured["visible"]}))
         for name in set(NAMES) - {"mean_query_share"}:
-            found = as_parts(views.apply(ALL[name].function))
+            found = as_parts(views.apply(ALL[name]))
             torch.testing.assert_close(found, every[name], rtol=1e-5, atol=1e-5)
 
 

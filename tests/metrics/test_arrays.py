@@ -1,5 +1,3 @@
-import inspect
-
 import definitions as by_book
 import numpy as np
 import pytest
@@ -10,7 +8,7 @@ from geomon.capture.snapshot import Layer
 from geomon.kernels.token_types import TokenTypes
 from geomon.metrics import METRICS, Evaluator, arrays, select
 from geomon.metrics.arrays import ARRAYS, join_arrays
-from geomon.metrics.views import DERIVED, alternatives
+from geomon.metrics.views import DERIVED, Reader, reader
 from geomon.record.columns import tagged
 from geomon.record.tags import in_stack, layer_tag
 
@@ -57,14 +55,14 @@ def test_no_view_is_computed_and_none_captured_for_arrays(monkeypatch):
     assert kept.views == Evaluator(metrics, 1).views
     counted = []
     for name in ("spectrum", "token_types"):
-        function = alternatives(name)[-1]
+        function, reads = DERIVED[name].ways[-1]
 
         def once(*views, _name=name, _function=function):
             counted.append(_name)
             return _function(*views)
 
-        once.__signature__ = inspect.signature(function)
-        monkeypatch.setitem(DERIVED, name, once)
+        view = DERIVED[name]._replace(ways=(Reader(once, reads),))
+        monkeypatch.setitem(DERIVED, name, view)
     arrays_with(metrics)
     assert sorted(counted) == ["spectrum", "token_types"]
 
@@ -107,8 +105,8 @@ def test_a_reading_that_is_too_large_has_fewer_single_rows_and_all_the_rest(monk
 def test_a_reading_has_a_mebibyte_and_a_layer_so_many_eigenvalues_and_types():
     ((_, rows),) = join_arrays([("", 0, {"queries": np.ones((32, 2**14), "f4")})]).items()
     assert len(rows) == 16
-    assert len(ARRAYS["eigenvalues"](torch.ones(300))) == 256
-    assert len(ARRAYS["type_rows"](TokenTypes(*[torch.arange(300.0)] * 3))) == 256
+    assert len(ARRAYS["eigenvalues"].function(torch.ones(300))) == 256
+    assert len(ARRAYS["type_rows"].function(TokenTypes(*[torch.arange(300.0)] * 3))) == 256
 
 
 def test_the_most_frequent_types_are_kept(monkeypatch):
@@ -124,7 +122,7 @@ def test_arrays_that_cannot_be_taken_cost_nothing_but_themselves(monkeypatch):
     def broken(spectrum):
         raise ZeroDivisionError("by design")
 
-    monkeypatch.setitem(ARRAYS, "eigenvalues", broken)
+    monkeypatch.setitem(ARRAYS, "eigenvalues", reader(broken))
     result = Evaluator(METRICS, 1, keeps_arrays=True).evaluate([whole_layer()], ROWS)
     assert result.arrays == {}
     assert np.isfinite(tagged(result.stacks)["anisotropy/layer_01"])
@@ -137,6 +135,6 @@ def test_arrays_that_cannot_be_taken_cost_nothing_but_themselves(monkeypatch):
     def without_memory(spectrum):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setitem(ARRAYS, "eigenvalues", without_memory)
+    monkeypatch.setitem(ARRAYS, "eigenvalues", reader(without_memory))
     with pytest.raises(torch.OutOfMemoryError):  # elsewhere there is memory
         Evaluator(METRICS, 1, keeps_arrays=True).evaluate([whole_layer()], ROWS)

@@ -20,7 +20,6 @@ from whole_layer import HEAD_WIDTH, LENGTH, ROWS, WIDTH, normal, whole_layer
 from geomon import METRICS, MORE_METRICS
 from geomon.metrics import Evaluator
 from geomon.metrics.metric import Sizes
-from geomon.metrics.views import captured_views, parameters
 from geomon.record.columns import tagged
 
 ALL = METRICS | MORE_METRICS
@@ -349,6 +348,6 @@ def test_at_an_edge_every_metric_has_a_value_or_a_reason(edge):
 
 @pytest.mark.parametrize("name", ALL)
 def test_what_a_metric_reads_comes_down_to_captured_views(name):
-    assert captured_views(parameters(ALL[name])) <= whole_layer().captured.keys() | {"scores"}
+    assert ALL[name].captured <= whole_layer().captured.keys() | {"scores"}
     assert ALL[name].text.title != name
     assert ALL[name].text.meaning.endswith(".")

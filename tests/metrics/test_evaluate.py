@@ -1,4 +1,3 @@
-import functools
 import math
 import random
 
@@ -97,14 +96,14 @@ def test_metrics_do_not_run_under_autocast_nor_autograd():
 
 def test_expensive_views_are_computed_once(monkeypatch):
     calls = []
-    real = views.DERIVED["nearest"]
+    (real,) = views.DERIVED["nearest"].ways
 
-    @functools.wraps(real)
     def counted(*given):
         calls.append(1)
-        return real(*given)
+        return real.function(*given)
 
-    monkeypatch.setitem(views.DERIVED, "nearest", counted)
+    way = views.Reader(counted, real.reads)
+    monkeypatch.setitem(views.DERIVED, "nearest", views.DERIVED["nearest"]._replace(ways=(way,)))
     captured = {"token_ids": torch.arange(200) % 3, "positions": torch.arange(200) % 90}
     values(select("twonn", "twonn_distinct", "gride"), snapshot(torch.randn(200, 5), **captured))
     assert len(calls) == 2  # splits
@@ -199,7 +198,7 @@ def test_an_object_that_has_no_hash_is_a_metric_as_any():
     ],
 )  # fmt: skip
 def test_a_note_says_where_spectra_stand_on_fewer_rows(metric, shape, said):
-    measured = LayerValues("", 3, shape, {metric: [{"": 0.5}]}, sequences=8)
+    measured = LayerValues("", 3, shape, {metric: {"": np.array([[0.5]])}}, sequences=8)
     notes = Evaluator(check_metrics([metric]), 1).combine([measured], shape[0]).notes
     text = "spectra of layers wider than 1024 columns stand on 2048 rows, layer 3"
     assert [note.words() for note in notes] == [text] * said

@@ -13,8 +13,9 @@ from geomon import measure, select
 from geomon.capture.snapshot import Layer
 from geomon.kernels.dimension import gride, twonn
 from geomon.metrics import METRICS, MORE_METRICS, Evaluator, Metric, check_metrics
-from geomon.metrics.jackknife import NoMarginError, ViewsWithout, margin
-from geomon.metrics.views import LayerViews, groups_of
+from geomon.metrics.layer_views import LayerViews, ViewsWithout
+from geomon.metrics.views import groups_of
+from geomon.metrics.without import NoMarginError, margin
 from geomon.record.columns import MetricText
 
 EVERY = METRICS | MORE_METRICS
@@ -87,10 +88,11 @@ def flat(value):
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in OTHERS])
 def test_without_a_group_a_metric_is_that_of_the_other_rows(name, offset):
     whole, metric = layer(offset), EVERY[name]
-    function = getattr(metric.function, "_function", metric.function)  # of last tokens, as any
     for group in (0, 5):
-        got = flat(ViewsWithout(LayerViews(whole), group).apply(function))
-        want = flat(remaining(whole, group).apply(function))
+        views = ViewsWithout(LayerViews(whole), group), remaining(whole, group)
+        got, want = (
+            flat((one.last if metric.rows == "last" else one).apply(metric)) for one in views
+        )
         assert got.keys() == want.keys()
         for part in got.keys() - metric.without_margin:
             close = 0.03 if name in FIRST_ORDER else 1e-6
@@ -145,10 +147,10 @@ def test_a_row_keeps_its_two_nearest_and_passes_over_the_group_for_the_others():
         torch.testing.assert_close(without["two_nearest"], two, rtol=1e-5, atol=0)
         others = apart[stay][:, of != group].sort(dim=1).values[:, :16]
         torch.testing.assert_close(without["neighbours"][:, :12], others[:, :12], rtol=1e-5, atol=0)
-        got = flat(without.apply(METRICS["gride"].function))
+        got = flat(without.apply(METRICS["gride"]))
         assert got["k1"] == pytest.approx(gride(two, [1]).item(), rel=1e-5)
         assert got["k4"] == pytest.approx(gride(others, [4]).item(), rel=1e-5)
-        found = flat(without.apply(METRICS["twonn"].function))
+        found = flat(without.apply(METRICS["twonn"]))
         assert found[""] == pytest.approx(twonn(two).value.item(), rel=1e-5)
 
 
@@ -233,13 +235,13 @@ def test_memory_that_ends_in_a_margin_is_no_fault_of_the_metric_and_a_strict_one
         measured({"whole": whole_only}, layer(), strict=strict)
 
 
-def test_keys_that_were_not_seen_cost_the_margin_of_queries_alone():
+def test_keys_that_were_not_seen_cost_no_margin_of_queries():
     whole = layer()
     names = ("hidden", "projected_query", "query_sequences", "sequences")
     some = Layer(1, "block", {name: whole.captured[name] for name in names})
-    columns, _ = measured({"norm": lambda projected_query: projected_query.norm()}, some)
-    assert math.isfinite(columns["norm"].at(1))
-    assert not columns["norm"].margin
+    metrics = {"norm": lambda projected_query: projected_query.square().mean()}
+    found, expected = (measured(metrics, one)[0]["norm"].margin_at(1) for one in (some, whole))
+    assert found == expected > 0
 
 
 def test_an_extreme_has_no_margin_and_a_failure_without_rows_costs_the_margin_alone():

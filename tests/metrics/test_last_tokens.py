@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from models import PlainDecoder, batch
@@ -13,8 +14,7 @@ from geomon.distributed import merge_layers
 from geomon.kernels.baselines import isotropic_spectrum
 from geomon.kernels.spectrum import effective_rank, spectrum
 from geomon.metrics import Evaluator, check_metrics
-from geomon.metrics.last_tokens import read_last
-from geomon.metrics.views import LayerViews, MissingViewError, has_last, parameters
+from geomon.metrics.layer_views import LayerViews, MissingViewError
 from geomon.record.columns import tagged
 
 
@@ -28,7 +28,7 @@ def made(rows, last, index=1, **more):
     return Layer(index, "block", {**captured, **more})
 
 
-OF_ROWS = [name for name, metric in METRICS.items() if any(map(has_last, parameters(metric)))]
+OF_ROWS = [name for name, metric in METRICS.items() if metric.sources == {"hidden"}]
 
 
 @pytest.mark.parametrize("name", OF_ROWS)
@@ -39,7 +39,7 @@ def test_every_metric_of_rows_gives_at_last_what_it_gives_on_these_rows(name):
         for prefix, count in (("", 400), ("last_", 150))
         for view, modulus in (("token_ids", 7), ("positions", 11))
     }
-    metric = METRICS[name].function
+    metric = METRICS[name]
     found = Evaluator(check_metrics({"m": at_last(metric)}), 2).measure_layer(
         made(rows, last, **labels), 100
     )
@@ -49,10 +49,12 @@ def test_every_metric_of_rows_gives_at_last_what_it_gives_on_these_rows(name):
         Layer(1, "block", alone), 150
     )
     assert found.failed == expected.failed == {}
-    assert len(found.parts["m"]) == 1  # the sequences are not cut into batches
-    assert found.parts["m"][0] == pytest.approx({"n": 150, **expected.parts["m"][0]}, nan_ok=True)
-    for part, values in expected.without["m"].items():
-        assert found.without["m"][part] == pytest.approx(values, nan_ok=True), part
+    parts = found.parts["m"]
+    assert parts.keys() == expected.parts["m"].keys() | {"n"}
+    # The sequences are not cut into splits.
+    assert parts["n"].tolist() == expected.parts["m"].get("n", np.array([[150]])).tolist()
+    for part, values in expected.parts["m"].items():
+        np.testing.assert_allclose(parts[part], values, err_msg=part)
 
 
 def test_what_is_not_there_is_missing_with_the_reason():
@@ -64,7 +66,7 @@ def test_what_is_not_there_is_missing_with_the_reason():
     assert math.isnan(tagged(result.stacks)["own/layer_01"])
     assert "'last_hidden' is missing: one stream" in result.notes[0].words()
     with pytest.raises(MissingViewError, match="'last_precision' is missing"):
-        LayerViews(Layer(1, "block", {"last_hidden": normal(9, 4)}))["last_rounding"]
+        LayerViews(Layer(1, "block", {"last_hidden": normal(9, 4)})).last["rounding"]
     few = made(normal(90, 4), normal(63, 4))
     result = Evaluator(metrics, 1, strict=True).evaluate([few], 90)
     values = tagged(result.stacks)
@@ -116,6 +118,3 @@ def test_last_tokens_of_several_ranks_stand_one_after_another():
 def test_a_metric_without_rows_is_refused():
     with pytest.raises(ValueError, match="views of rows"):
         at_last(METRICS["qk_cosine"])
-    assert parameters(read_last(METRICS["twonn"].function)) == (
-        "last_two_nearest", "last_duplicates", "last_rounding",
-    )  # fmt: skip

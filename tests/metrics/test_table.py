@@ -17,9 +17,9 @@ from geomon.kernels.baselines import (
 )
 from geomon.kernels.dimension import twonn
 from geomon.kernels.spectrum import effective_rank
+from geomon.metrics.layer_views import LayerViews
 from geomon.metrics.metric import Metric, Sizes
 from geomon.metrics.table import check_metrics
-from geomon.metrics.views import LayerViews
 from geomon.record.columns import MetricText
 
 ALL = METRICS | MORE_METRICS

@@ -7,7 +7,8 @@ from geomon.kernels.groups import group_sequences
 from geomon.kernels.neighbours import nearest
 from geomon.metrics import select
 from geomon.metrics import views as module
-from geomon.metrics.views import LayerViews, can_be_made, is_view, spread_rows
+from geomon.metrics.layer_views import LayerViews
+from geomon.metrics.views import spread_rows
 
 WIDTH = 40
 
@@ -43,7 +44,7 @@ def test_eigenvalues_of_all_rows_and_of_ordinary_ones_are_computed_once(
     for metric in select(
         "anisotropy", "anisotropy_without_massive", "effective_rank", "alpha"
     ).values():
-        views.apply(metric.function)
+        views.apply(metric)
     assert sum(multiplied) == 900 + (900 - massive if massive else 0)
     monkeypatch.undo()
     ordinary = hidden[views["ordinary_rows"]]
@@ -84,16 +85,6 @@ def test_rows_that_are_chosen_are_evenly_spread_and_mostly_the_same_of_like_sets
     assert torch.isin(spread_rows(less, 512), some).sum() > 0.9 * 512
     assert torch.equal(spread_rows(every, None), every)
     assert torch.equal(spread_rows(every[:5], 5), every[:5])
-
-
-def test_views_of_last_tokens_are_made_of_what_was_captured_of_them():
-    assert can_be_made(["last_spectrum"], ["last_hidden"])
-    assert not can_be_made(["last_spectrum"], ["hidden"])
-    assert is_view("last_spectrum")
-    for name in ("last_mean_query", "last_nothing", "nothing"):
-        assert not is_view(name)
-        with pytest.raises(KeyError, match=name):
-            can_be_made([name], ["hidden"])
 
 
 def repeated(seed=0, *, known=True):

@@ -1,0 +1,294 @@
+"""From the values of layers to those of a reading: columns of each stack, and notes."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from geomon.capture.snapshot import group_by_layer
+from geomon.kernels.groups import GROUPS
+from geomon.metrics.arrays import join_arrays
+from geomon.metrics.cautions import cautions, explain_not_finite
+from geomon.metrics.layer_values import LayerValues, Parts
+from geomon.metrics.metric import Metric, Sizes
+from geomon.metrics.views import SPECTRAL_ROWS, SPECTRAL_WIDTH
+from geomon.metrics.without import margin
+from geomon.note import Note
+from geomon.record import tags
+from geomon.record.arrays import ArrayPlace
+from geomon.record.columns import Column, Columns, Stacks
+
+
+@dataclass
+class Evaluation:
+    """Values of a reading, and notes on them.
+
+    Attributes:
+        stacks: Column of each metric, by stack and metric; NaN for what could not be measured.
+        notes: Remarks for the reader of the values.
+        explained: Stack, metric and layer (None for the mean) of values that are missing for a
+            reason which a note gives.
+        arrays: Arrays for figures.
+    """
+
+    stacks: Stacks = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+    explained: set[tuple[str, str, int | None]] = field(default_factory=set)
+    arrays: dict[ArrayPlace, NDArray[Any]] = field(default_factory=dict)
+
+
+def combine(
+    measured: Sequence[LayerValues], metrics: Mapping[str, Metric], rows: int
+) -> Evaluation:
+    """Make the values of a whole reading from those of its layers.
+
+    Args:
+        measured: Values of every layer, in order of depth.
+        metrics: The metrics by name.
+        rows: Number of rows of hidden states in one split.
+    """
+    result = Evaluation()
+    for stack in dict.fromkeys(layer.stack for layer in measured):
+        layers = [layer for layer in measured if layer.stack == stack]
+        result.stacks[stack] = columns = {
+            name: _column(name, layers)
+            for name in metrics
+            if any(name in (layer.parts | layer.unseen | layer.failed) for layer in layers)
+        }
+        sizes = _sizes(layers, columns, metrics, rows)
+        for name, column in columns.items():
+            null = metrics[name].null
+            column.whole = {} if null is None else dict(null(sizes))
+        lacking: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for layer in layers:
+            if layer.without_arrays:
+                lacking["arrays for figures", layer.without_arrays].append(layer.index)
+        for name in metrics:
+            for layer in layers:
+                if why := layer.unseen.get(name) or layer.failed.get(name):
+                    lacking[name, why].append(layer.index)
+                    result.explained |= {(stack, name, layer.index), (stack, name, None)}
+                if why := layer.without_margin.get(name):
+                    lacking[name, f"no margin: {why}"].append(layer.index)
+        notes = group_by_layer(_join_metrics(lacking)) + cautions(columns)
+        notes += _few_sequences(layers, metrics) + _few_last_tokens(metrics, layers, columns)
+        notes += _few_spectral_rows(layers, columns)
+        result.notes += [msgspec.structs.replace(note, stack=stack) for note in notes]
+    result.arrays = join_arrays((one.stack, one.index, one.arrays) for one in measured)
+    return result
+
+
+def explain_missing(
+    result: Evaluation, measured: Sequence[LayerValues], metrics: Mapping[str, Metric]
+) -> list[Note]:
+    """Explain the values that are not finite, of what was measured and has no note yet.
+
+    Args:
+        result: Values of a reading.
+        measured: Values of its layers.
+        metrics: The metrics by name.
+    """
+    notes = []
+    for stack, columns in result.stacks.items():
+        explained = {(metric, layer) for of, metric, layer in result.explained if of == stack}
+        for one in measured:
+            if one.stack == stack:  # a layer without attention is no failure of its metrics
+                explained |= {(metric, one.index) for metric in columns.keys() - one.parts.keys()}
+        found = explain_not_finite(columns, explained, metrics)
+        notes += [msgspec.structs.replace(note, stack=stack) for note in found]
+    return notes
+
+
+def _sizes(
+    layers: list[LayerValues], columns: Columns, metrics: Mapping[str, Metric], rows: int
+) -> Sizes:
+    """Collect the sizes on which nulls depend."""
+    count, width = next((one.shape for one in layers if one.shape is not None), (0, 0))
+    twonn = columns.get("twonn", Column()).parts
+    copies = twonn["duplicates"].mean if "duplicates" in twonn else math.nan
+    unique = round(min(rows, count) * (1 - (copies if math.isfinite(copies) else 0.0)))
+    heads = {layer.heads for layer in layers if layer.heads is not None}
+    last = [
+        column.parts["n"].mean
+        for name, column in columns.items()
+        if metrics[name].rows == "last" and "n" in column.parts
+    ]
+    return Sizes(
+        rows=unique,
+        width=width,
+        heads=heads.pop() if len(heads) == 1 else None,
+        queries=tuple(one.queries for one in layers if one.queries is not None),
+        log_visible=tuple(one.log_visible for one in layers if one.log_visible is not None),
+        sequences=round(max((n for n in last if math.isfinite(n)), default=0)),
+    )
+
+
+def _column(name: str, layers: list[LayerValues]) -> Column:
+    """Make the column of a metric of its values at the layers of a stack."""
+    known = [
+        layer.index
+        for layer in layers
+        if name in layer.parts or name in layer.unseen or name in layer.failed
+    ]
+    depths = range(min(known), max(known) + 1)
+    measured = {
+        layer.index: _with_sequences(layer.parts[name], layer.sequences)
+        for layer in layers
+        if name in layer.parts
+    }
+    # What failed should have been measured: a mean over the other layers would mislead. What was
+    # not seen has no part in it.
+    failed = any(name in layer.failed for layer in layers if layer.index > 0)
+    names = dict.fromkeys(part for parts in measured.values() for part in parts)
+    own = [""] if not measured or "" in names else []  # of some metrics there are parts alone
+    found = {
+        part: _column_of(
+            {index: parts.get(part) for index, parts in measured.items()}, depths, failed=failed
+        )
+        for part in dict.fromkeys([*own, *names])
+    }
+    whole = found.pop("", Column(first=depths[0]))
+    splits = {
+        index: _over_heads(parts[""])[:, 0] for index, parts in measured.items() if "" in parts
+    }
+    if max(map(len, splits.values()), default=0) > 1:
+        found["std"] = Column(first=depths[0])
+        found["std"].layers = [_deviation(splits.get(index)) for index in depths]
+        deep = [each for index, each in splits.items() if index > 0]
+        found["std"].mean = _deviation(np.mean(deep, axis=0)) if deep else math.nan
+    whole.parts = found
+    return whole
+
+
+def _with_sequences(parts: Parts, sequences: int | None) -> Parts:
+    """Add the number of sequences to that of rows: rows of one are alike."""
+    if tags.ROWS not in parts or sequences is None:
+        return parts
+    return {**parts, tags.SEQUENCES: np.full_like(parts[tags.ROWS], sequences)}
+
+
+def _column_of(
+    layers: Mapping[int, NDArray[np.float64] | None], depths: range, *, failed: bool
+) -> Column:
+    """Make the column of one part: mean over splits, each head, and half widths of intervals.
+
+    The groups of sequences are the same at all layers: the mean over layers without a group is the
+    mean of the values without it.
+    """
+    column = Column(first=depths[0])
+    whole: dict[int, NDArray[np.float64]] = {}  # mean over splits and heads, [columns]
+    for index in depths:
+        values = layers.get(index)
+        if values is None:
+            column.layers.append(math.nan)
+            continue
+        whole[index] = _over_heads(values).mean(axis=0)
+        column.layers.append(float(whole[index][0]))
+        if values.ndim == 3:
+            column.heads += [[]] * (len(column.layers) - 1 - len(column.heads))
+            column.heads.append(values[:, 0].mean(axis=0).tolist())
+    deep = [whole[index] for index in whole if index > 0]
+    if deep and not failed:
+        column.mean = float(np.mean([each[0] for each in deep]))
+    margins = [margin(whole[index][1:]) if index in whole else math.nan for index in depths]
+    if any(map(math.isfinite, margins)):
+        column.margin = margins
+    if math.isfinite(column.mean) and all(len(each) > 1 for each in deep):
+        column.mean_margin = margin(np.mean(deep, axis=0)[1:])
+    return column
+
+
+def _over_heads(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Average the finite values of heads; a number is its own mean."""
+    if values.ndim < 3:
+        return values
+    finite = np.isfinite(values)
+    with np.errstate(invalid="ignore"):  # no finite one: NaN
+        return np.where(finite, values, 0).sum(axis=2) / finite.sum(axis=2)
+
+
+def _deviation(values: NDArray[np.float64] | None) -> float:
+    """Sample standard deviation; NaN if a value is not finite, or there are fewer than two."""
+    if values is None or len(values) < 2 or not np.isfinite(values).all():
+        return math.nan
+    return float(values.std(ddof=1))
+
+
+def _few_sequences(layers: list[LayerValues], metrics: Mapping[str, Metric]) -> list[Note]:
+    """Make a note if there are too few sequences for margins, of all rows or of queries alone."""
+    known = [layer.sequences for layer in layers if layer.sequences is not None]
+    if not known:
+        return []
+    if max(known) >= GROUPS:
+        measured = set[str]().union(*(layer.parts for layer in layers))
+        found = {name for name in measured for layer in layers if layer.has_margin(name)}
+        found |= set[str]().union(*(layer.without_margin for layer in layers))
+        names = [
+            name
+            for name, metric in metrics.items()
+            if name in measured - found and metric.has_margin and metric.sources == {"attention"}
+        ]
+        if not names or not found:
+            return []
+        text = (
+            "no 95 % intervals of {metrics}: they need {needed} sequences, and queries were taken "
+            "from fewer; a larger tokens takes them from more"
+        )
+        numbers: dict[str, Any] = {"metrics": ", ".join(names), "needed": GROUPS}
+        return [Note("no intervals of attention", text, numbers=numbers)]
+    text = "no 95 % intervals: they need {needed} sequences in a reading, and there are {sequences}"
+    numbers = {"needed": GROUPS, "sequences": max(known)}
+    return [Note("no intervals", text, numbers=numbers)]
+
+
+def _few_last_tokens(
+    metrics: Mapping[str, Metric], layers: list[LayerValues], columns: Columns
+) -> list[Note]:
+    """Make a note where a spectrum stands on few sequences for the width of the layers."""
+    width = max((layer.shape[1] for layer in layers if layer.shape is not None), default=0)
+    spectral = [
+        name
+        for name, metric in metrics.items()
+        if metric.rows == "last" and metric.at_least > 2 and name in columns
+    ]
+    known = {name: columns[name].parts["n"].mean for name in spectral if "n" in columns[name].parts}
+    few = [name for name, count in known.items() if count < 2 * width]
+    if not few:
+        return []
+    text = (
+        "{metrics}: {sequences} sequences for a width of {width} are few: compare only with "
+        "readings of as many sequences"
+    )
+    numbers: dict[str, int | float | str] = {
+        "metrics": ", ".join(few), "sequences": round(known[few[0]]), "width": width
+    }  # fmt: skip
+    return [Note("few sequences for a spectrum", text, numbers=numbers)]
+
+
+def _few_spectral_rows(layers: list[LayerValues], columns: Columns) -> list[Note]:
+    """Make a note where spectra stand on fewer rows than other values."""
+    wide = [
+        layer.index
+        for layer in layers
+        if layer.shape is not None
+        and layer.shape[1] > SPECTRAL_WIDTH
+        and layer.shape[0] > SPECTRAL_ROWS
+    ]
+    if not wide or not columns.keys() & {"anisotropy", "effective_rank", "participation_ratio"}:
+        return []
+    text = "spectra of layers wider than {width} columns stand on {rows} rows{where}"
+    numbers = {"width": SPECTRAL_WIDTH, "rows": SPECTRAL_ROWS}
+    return [Note("spectra of fewer rows", text, layers=tuple(wide), numbers=numbers)]
+
+
+def _join_metrics(reasons: Mapping[tuple[str, str], list[int]]) -> dict[tuple[str, str], list[int]]:
+    """Name metrics together that lack something for one reason at the same layers."""
+    metrics: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
+    for (metric, reason), layers in reasons.items():
+        metrics[reason, tuple(layers)].append(metric)
+    return {(", ".join(names), why): [*layers] for (why, layers), names in metrics.items()}
