@@ -19,7 +19,7 @@ from geomon.capture.snapshot import (
 )
 from geomon.distributed.mesh import find_place
 from geomon.metrics import METRICS, Evaluator, Metric, check_metrics
-from geomon.monitor import check_count
+from geomon.monitor import check_count, measure_alone
 from geomon.note import Note
 from geomon.record import tags
 from geomon.record.columns import places_of, tagged
@@ -105,7 +105,7 @@ def measure(
     check_count("tokens", tokens)
     check_count("splits", splits)
     check_count("queries", queries, at_least=_FEWEST, or_none=True)
-    evaluator = Evaluator(check_metrics(metrics), splits, queries, strict=True)
+    evaluator = Evaluator(check_metrics(metrics), splits, queries, strict=True, explains=True)
     views, place = evaluator.views, find_place([model])
     window = Window(
         find_anatomy(model, blocks), views, rows=tokens * splits, seed=derive_seed(seed),
@@ -117,11 +117,9 @@ def measure(
     missing = explain_missing(snapshot, views)
     if missing is not None:
         raise NotSeenError(missing)
-    measured = [*evaluator.measure_layers(snapshot.layers, tokens)]
-    result = evaluator.combine(measured, tokens)
-    notes = [*place.notes_alone(), *snapshot.info.notes, *result.notes]
-    notes += evaluator.explain_missing(result, measured)
-    return Values(tagged(result.stacks), dict.fromkeys(note.words() for note in notes))
+    reading = measure_alone(snapshot, evaluator, tokens)
+    notes = [*place.notes_alone(), *reading.notes]
+    return Values(tagged(reading.stacks), dict.fromkeys(note.words() for note in notes))
 
 
 def geometry(
@@ -201,7 +199,8 @@ def geometry(
     size = len(order) if tokens is None else tokens
     splits = max(1, len(order) // size)
     check_count("queries", queries, at_least=_FEWEST, or_none=True)
-    evaluator = Evaluator(_allowed(check_metrics(metrics), captured), splits, queries)
+    allowed = _allowed(check_metrics(metrics), captured)
+    evaluator = Evaluator(allowed, splits, queries, explains=True)
     values, more = _evaluate(evaluator, Layer(_LAYER, "rows", captured), size)
     notes = _notes_on_rows(given_rows, len(order), size, splits)
     return Values(values, dict.fromkeys(note.words() for note in [*notes, *more]))
@@ -209,12 +208,11 @@ def geometry(
 
 def _allowed(metrics: dict[str, Metric], captured: Mapping[str, Any]) -> dict[str, Metric]:
     """Choose the metrics whose views are there."""
-    alone = {name: Evaluator({name: metric}, 1) for name, metric in metrics.items()}
-    lacking = {name: one.lacking(captured) for name, one in alone.items()}
-    allowed = {name: metrics[name] for name, views in lacking.items() if not views}
+    allowed = {n: metric for n, metric in metrics.items() if metric.can_be_measured(captured)}
     if not allowed:
         reasons = "; ".join(
-            f"{name} reads {', '.join(sorted(views))}" for name, views in lacking.items()
+            f"{name} reads {', '.join(sorted(metric.captured - captured.keys()))}"
+            for name, metric in metrics.items()
         )
         raise ValueError(
             f"none of the metrics can be measured on {', '.join(sorted(captured))}: {reasons}"
@@ -251,8 +249,7 @@ def _check_size(rows: Tensor) -> None:
 
 def _evaluate(evaluator: Evaluator, layer: Layer, size: int) -> tuple[dict[str, float], list[Note]]:
     """Measure plain rows: values without the layer in their tags, every one explained."""
-    measured = [evaluator.measure_layer(layer, size)]
-    result = evaluator.combine(measured, size)
+    result = evaluator.combine([evaluator.measure_layer(layer, size)], size)
     # There is one layer and no mean over layers: neither is named.
     marker = f"/{tags.layer_tag('', _LAYER)}"
     values = {
@@ -261,8 +258,7 @@ def _evaluate(evaluator: Evaluator, layer: Layer, size: int) -> tuple[dict[str, 
         for place in places_of(metric, column)
         if place.layer == _LAYER or place.kind == "whole"
     }
-    notes = [*result.notes, *evaluator.explain_missing(result, measured)]
-    return values, [msgspec.structs.replace(note, layers=()) for note in notes]
+    return values, [msgspec.structs.replace(note, layers=()) for note in result.notes]
 
 
 __all__ = ["Values", "geometry", "measure"]

@@ -310,6 +310,33 @@ def cover_all(places: Tensor, length: int) -> bool:
     return torch.equal(places, order.expand(len(places), -1))
 
 
+# Parts of the sequences of which each covers all positions: those that margins leave out.
+EIGHTHS = 8
+
+
+def query_places(numbers: Tensor, count: int, each: int, length: int) -> Tensor:
+    """Choose the positions of the sampled queries of some sequences.
+
+    Positions are evenly spread, and shifted from sequence to sequence so that all are covered
+    alike: under a causal mask the entropy of a query grows with its position. The shifts repeat in
+    each eighth of the sequences, which a margin leaves out: what is left covers the same positions.
+
+    Args:
+        numbers: Numbers of the sequences among all that are sampled, int64.
+        count: Number of all sequences that are sampled.
+        each: Number of queries of each.
+        length: Number of positions.
+
+    Returns:
+        [sequences, each], int64.
+    """
+    shifts = max(1, count // EIGHTHS)
+    order = torch.arange(each, dtype=torch.int64, device="cpu")
+    # (order + (shift + 1/2) / shifts) * length / each, in integers: nothing is rounded
+    within = 2 * (shifts * order + numbers[:, None] % shifts) + 1
+    return within * length // (2 * shifts * each)
+
+
 @torch.no_grad()
 def at_places(values: Tensor, places: Tensor) -> Tensor:
     """Take rows of a tensor of attention at places that differ from sequence to sequence.

@@ -138,8 +138,11 @@ def gather(
         snapshot = seen if isinstance(seen, Exception) else _merge_passes(seen, rows, queries)
     except Exception as error:  # the other ranks wait for this one's report
         snapshot = error
-    if group.members == 1 and isinstance(snapshot, Exception):
-        raise snapshot
+    if group.members == 1:
+        if isinstance(snapshot, Exception):
+            raise snapshot
+        parts: list[tuple[Layer, ...]] = [(layer,) for layer in snapshot.layers]
+        return GatheredLayers(parts, len(parts), snapshot.info, snapshot.is_empty)
     met = group.meet(about[0], (about, _report(snapshot)))
     mesh = group.mesh if group.connected else Mesh()
     reports = _checked(met, mesh)

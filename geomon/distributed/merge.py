@@ -26,14 +26,12 @@ from geomon.capture.snapshot import (
     PassInfo,
     at_places,
     beside,
+    query_places,
     source_of,
 )
 
 # What was kept of a layer's attention: sequences, queries of each, keys of each.
 Shape = tuple[int, int, int]
-
-# Parts of the sequences of which each covers all positions.
-_EIGHTHS = 8
 
 _NOT_ON_ALL = "it is known of the rows of some ranks or batches, and not of others"
 _OTHER_ROWS = "its heads are on several ranks, which did not keep the same rows"
@@ -83,12 +81,8 @@ def take_share(
     if len(mine) == shape[0] and each == shape[1]:
         return layer
     sequences = torch.tensor([local for _, local in mine], dtype=torch.int64, device="cpu")
-    # As one rank samples them, (order + (shift + 1/2) / shifts) * length / each in integers: each
-    # eighth of the sequences covers the same positions.
-    shifts = max(1, wanted // _EIGHTHS)
-    shift = torch.tensor([n % shifts for n, _ in mine], dtype=torch.int64, device="cpu")[:, None]
-    order = torch.arange(each, dtype=torch.int64, device="cpu")
-    places = (2 * (shifts * order + shift) + 1) * shape[1] // (2 * shifts * each)
+    numbers = torch.tensor([n for n, _ in mine], dtype=torch.int64, device="cpu")
+    places = query_places(numbers, wanted, each, shape[1])
     (device,) = layer.devices
     sequences, places = sequences.to(device), places.to(device)
     changed: dict[str, Any] = {}

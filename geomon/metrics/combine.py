@@ -31,19 +31,16 @@ class Evaluation:
     Attributes:
         stacks: Column of each metric, by stack and metric; NaN for what could not be measured.
         notes: Remarks for the reader of the values.
-        explained: Stack, metric and layer (None for the mean) of values that are missing for a
-            reason which a note gives.
         arrays: Arrays for figures.
     """
 
     stacks: Stacks = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
-    explained: set[tuple[str, str, int | None]] = field(default_factory=set)
     arrays: dict[ArrayPlace, NDArray[Any]] = field(default_factory=dict)
 
 
 def combine(
-    measured: Sequence[LayerValues], metrics: Mapping[str, Metric], rows: int
+    measured: Sequence[LayerValues], metrics: Mapping[str, Metric], rows: int, *, explains: bool
 ) -> Evaluation:
     """Make the values of a whole reading from those of its layers.
 
@@ -51,6 +48,7 @@ def combine(
         measured: Values of every layer, in order of depth.
         metrics: The metrics by name.
         rows: Number of rows of hidden states in one split.
+        explains: Whether a note names every value that is not finite.
     """
     result = Evaluation()
     for stack in dict.fromkeys(layer.stack for layer in measured):
@@ -65,6 +63,7 @@ def combine(
             null = metrics[name].null
             column.whole = {} if null is None else dict(null(sizes))
         lacking: dict[tuple[str, str], list[int]] = defaultdict(list)
+        explained: set[tuple[str, int | None]] = set()  # metric and layer, None for the mean
         for layer in layers:
             if layer.without_arrays:
                 lacking["arrays for figures", layer.without_arrays].append(layer.index)
@@ -72,36 +71,19 @@ def combine(
             for layer in layers:
                 if why := layer.unseen.get(name) or layer.failed.get(name):
                     lacking[name, why].append(layer.index)
-                    result.explained |= {(stack, name, layer.index), (stack, name, None)}
+                    explained |= {(name, layer.index), (name, None)}
                 if why := layer.without_margin.get(name):
                     lacking[name, f"no margin: {why}"].append(layer.index)
         notes = group_by_layer(_join_metrics(lacking)) + cautions(columns)
         notes += _few_sequences(layers, metrics) + _few_last_tokens(metrics, layers, columns)
         notes += _few_spectral_rows(layers, columns)
+        if explains:
+            for layer in layers:  # a layer without attention is no failure of its metrics
+                explained |= {(name, layer.index) for name in columns.keys() - layer.parts.keys()}
+            notes += explain_not_finite(columns, explained, metrics)
         result.notes += [msgspec.structs.replace(note, stack=stack) for note in notes]
     result.arrays = join_arrays((one.stack, one.index, one.arrays) for one in measured)
     return result
-
-
-def explain_missing(
-    result: Evaluation, measured: Sequence[LayerValues], metrics: Mapping[str, Metric]
-) -> list[Note]:
-    """Explain the values that are not finite, of what was measured and has no note yet.
-
-    Args:
-        result: Values of a reading.
-        measured: Values of its layers.
-        metrics: The metrics by name.
-    """
-    notes = []
-    for stack, columns in result.stacks.items():
-        explained = {(metric, layer) for of, metric, layer in result.explained if of == stack}
-        for one in measured:
-            if one.stack == stack:  # a layer without attention is no failure of its metrics
-                explained |= {(metric, one.index) for metric in columns.keys() - one.parts.keys()}
-        found = explain_not_finite(columns, explained, metrics)
-        notes += [msgspec.structs.replace(note, stack=stack) for note in found]
-    return notes
 
 
 def _sizes(

@@ -18,14 +18,13 @@ from geomon.kernels.groups import GROUPS
 from geomon.kernels.products import without_autocast
 from geomon.metrics.arrays import arrays_of
 from geomon.metrics.at_once import in_pieces, layers_at_once
-from geomon.metrics.combine import Evaluation, combine, explain_missing
+from geomon.metrics.combine import Evaluation, combine
 from geomon.metrics.layer_values import LayerValues
 from geomon.metrics.layer_views import LayerViews, MissingViewError, ViewsWithout, split_rows
 from geomon.metrics.metric import ENDING, Metric, said
 from geomon.metrics.table import is_bundled
 from geomon.metrics.views import DISTANCE_QUERIES, can_be_made, reader
 from geomon.metrics.without import NoMarginError
-from geomon.note import Note
 from geomon.record import tags
 
 # Captured views that a matrix of weights has.
@@ -52,6 +51,7 @@ class Evaluator:
         strict: Whether to raise what a metric raises, instead of a missing value.
         has_margins: Whether values have margins.
         keeps_arrays: Whether arrays for figures are taken of each layer.
+        explains: Whether a note names every value that is not finite, and says why there is none.
     """
 
     metrics: Mapping[str, Metric]
@@ -60,6 +60,7 @@ class Evaluator:
     strict: bool = False
     has_margins: bool = True
     keeps_arrays: bool = False
+    explains: bool = False
 
     @property
     def views(self) -> set[str]:
@@ -249,16 +250,7 @@ class Evaluator:
             rows: Number of rows of hidden states in one split.
         """
         with unseen():
-            return combine(measured, self.metrics, rows)
-
-    def explain_missing(self, result: Evaluation, measured: Sequence[LayerValues]) -> list[Note]:
-        """Explain the values that are not finite, of what was measured and has no note yet.
-
-        Args:
-            result: Values of a reading.
-            measured: Values of its layers.
-        """
-        return explain_missing(result, measured, self.metrics)
+            return combine(measured, self.metrics, rows, explains=self.explains)
 
     def evaluate(self, layers: Iterable[Layer], rows: int) -> Evaluation:
         """Measure all layers, and make the values of a whole reading.

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from geomon.capture.snapshot import CAPTURED, LAST, ROW_VIEWS, Layer, source_of
+from geomon.capture.snapshot import CAPTURED, LAST, Layer, source_of
 from geomon.kernels.groups import Groups
 from geomon.metrics.views import (
     DERIVED,
@@ -168,7 +168,7 @@ class ViewsWithout(LayerViews):
         if _is_last(name):
             return self.last[name.removeprefix(LAST)]
         if name not in self._known:
-            self._known[name] = rule_of(name)(self, name)
+            self._known[name] = rule_of(name).leave_out(self, name)
         return self._known[name]
 
     def staying(self, groups: str) -> Tensor:
@@ -217,7 +217,10 @@ def split_rows(
     splits = []
     for start in range(full):
         cut = slice(start * rows, (start + 1) * rows)
-        captured = {k: v[cut] if k in ROW_VIEWS else v for k, v in layer.captured.items()}
+        captured = {
+            name: view[cut] if CAPTURED[name].rows == "tokens" and not _is_last(name) else view
+            for name, view in layer.captured.items()
+        }
         part = replace(layer, captured=captured)
         given: dict[str, Any] = {} if has_groups else _in_one_group(part)
         if groups is not None:

@@ -7,7 +7,7 @@ follow to first order. Each view is declared with its rule (`geomon.metrics.view
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -46,22 +46,28 @@ class Without(Protocol):
         """Return the indices of rows that are not of the group, by the view of their groups."""
 
 
-Rule = Callable[[Without, str], Any]
+class Rule(NamedTuple):
+    """How a view is had without a group.
+
+    Attributes:
+        words: The rule in words, for docs.
+        leave_out: Function of the views without the group, and the name of the view.
+    """
+
+    words: str
+    leave_out: Callable[[Without, str], Any]
 
 
-def recomputed(views: Without, name: str) -> Any:
-    """Compute the view again, of views without the group."""
-    return views.compute(name)
-
-
-def same(views: Without, name: str) -> Any:
-    """Leave the view what it is: it says on what a value stands, and no value depends on it."""
-    return views.whole[name]
-
-
-def refused(views: Without, name: str) -> Any:
-    """Refuse: the view names rows of the whole layer, or is an extreme of it."""
+def _refuse(views: Without, name: str) -> Any:
     raise NoMarginError(f"'{name}' is of all rows, and cannot be had without some of them")
+
+
+# Computed of views without the group.
+recomputed = Rule("computed again", lambda views, name: views.compute(name))
+# It says on what a value stands, and no value depends on it.
+same = Rule("the same", lambda views, name: views.whole[name])
+# It names rows of the whole layer, or is an extreme of it.
+refused = Rule("refused: no margin", _refuse)
 
 
 def sliced(groups: str, dimension: int = 0) -> Rule:
@@ -71,7 +77,11 @@ def sliced(groups: str, dimension: int = 0) -> Rule:
         groups: The view of the groups of these rows.
         dimension: The dimension along which the rows lie.
     """
-    return lambda views, name: _slice(views.whole[name], views.staying(groups), dimension)
+
+    def leave_out(views: Without, name: str) -> Any:
+        return _slice(views.whole[name], views.staying(groups), dimension)
+
+    return Rule("sliced", leave_out)
 
 
 def sliced_at(rows: str) -> Rule:
@@ -81,18 +91,21 @@ def sliced_at(rows: str) -> Rule:
         rows: The view that names these rows.
     """
 
-    def rule(views: Without, name: str) -> Any:
+    def leave_out(views: Without, name: str) -> Any:
         groups = views.whole["groups"].at(views.whole[rows])
         return _slice(views.whole[name], groups.staying(views.group), 0)
 
-    return rule
+    return Rule("sliced", leave_out)
 
 
-def other_groups(views: Without, name: str) -> Any:
+def _other_groups(views: Without, name: str) -> Any:
     """Take the entries of the other groups, of a view with an entry for each group."""
     stay = [group for group in range(GROUPS) if group != views.group]
     whole = views.whole[name]
     return type(whole)(*(part[stay] for part in whole))
+
+
+other_groups = Rule("sums of the other groups", _other_groups)
 
 
 def others_of(name: str) -> Rule:
@@ -101,7 +114,7 @@ def others_of(name: str) -> Rule:
     Args:
         name: Name of that view.
     """
-    return lambda views, _: views.whole[name].without(views.group)
+    return Rule("from sums by group", lambda views, _: views.whole[name].without(views.group))
 
 
 def other_neighbours(listed: str, rows: str, count: int) -> Rule:
@@ -113,21 +126,24 @@ def other_neighbours(listed: str, rows: str, count: int) -> Rule:
         count: Number of neighbours.
     """
 
-    def rule(views: Without, _: str) -> Tensor:
+    def leave_out(views: Without, _: str) -> Tensor:
         groups: Groups = views.whole["groups"]
         stay = groups.at(views.whole[rows]).staying(views.group)
         distances, indices = (part[stay] for part in views.whole[listed])
         return pass_over(distances, groups.of[indices] == views.group, count)
 
-    return rule
+    return Rule("sliced; neighbours passed over", leave_out)
 
 
-def variance_of_others(views: Without, _: str) -> Tensor:
+def _variance_of_others(views: Without, _: str) -> Tensor:
     """Shift the mean to that of the rows that stay: what it moves by is no variance."""
     sums, squares = views.whole["row_sums"], views.whole["squares_about_mean"]
     rows = sums.rows.sum(dim=0) - sums.rows[views.group]
     shift = rows / (sums.counts.sum() - sums.counts[views.group]) - sums.mean
     return squares[views.staying("groups")].mean() - shift.square().sum()
+
+
+variance_of_others = Rule("about the mean of the rows that stay", _variance_of_others)
 
 
 def _slice(view: Any, stay: Tensor, dimension: int) -> Any:

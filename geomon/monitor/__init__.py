@@ -1,5 +1,6 @@
 """WHEN: at which steps a model is read, and who does what then."""
 
+from geomon.monitor.jobs import measure_alone
 from geomon.monitor.monitor import Monitor
 from geomon.monitor.options import CallbackOptions, check_count, documented
 from geomon.monitor.schedule import every, log_spaced
@@ -13,4 +14,5 @@ __all__ = [
     "documented",
     "every",
     "log_spaced",
+    "measure_alone",
 ]

@@ -283,9 +283,30 @@ class ReadingJob:
         return [Note("few rows", text, numbers={"rows": tokens, "asked": self.rows})]
 
 
+def measure_alone(snapshot: Snapshot, evaluator: Evaluator, rows: int) -> Reading:
+    """Measure one snapshot of this process, without ranks, record or training.
+
+    Args:
+        snapshot: The snapshot.
+        evaluator: Measures its layers, on the host.
+        rows: Number of rows of hidden states in one split.
+
+    Raises:
+        NotSeenError: No block was seen: there is nothing to measure.
+        Exception: What a metric raised, if the evaluator is strict.
+    """
+    place = MeasuringDevice(str(HOST), torch.nn.Identity())
+    job = ReadingJob(0, "probe", RankGroup(), evaluator, rows=rows, place=place)
+    job.begin([snapshot], 0.0)
+    job.measure()
+    reading = job.result()
+    assert reading is not None
+    return reading
+
+
 def _whole(parts: _Parts, device: torch.device) -> Layer:
     """A layer with the rows of all ranks, on a device."""
     return merge_layers(parts).to(device)
 
 
-__all__ = ["ReadingJob"]
+__all__ = ["ReadingJob", "measure_alone"]

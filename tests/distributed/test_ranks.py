@@ -228,7 +228,7 @@ def test_losses_are_weighted_by_their_sequences_and_passes_are_joined():
         [100 * i + v for v in (1, 2, 3)] for i in range(3)
     ]
     said = Note("padding", "batch 1: half is padding")
-    assert alone.info == PassInfo(3, "train", "float32", [said], MeanLoss(1.75, 4))
+    assert alone.info == PassInfo(3, "train", "float32", [said], MeanLoss(1.75, 4), "a and b")
     said = Note("padding", "batch 1: half is padding (and 1 other batches alike)")
     alone = gather([*two, two[1]], (0, "train"), RankGroup(), rows=9, queries=8)
     assert alone.info.notes == [said]

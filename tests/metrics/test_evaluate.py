@@ -214,12 +214,10 @@ def test_a_layer_without_attention_between_others_is_no_failure_of_its_metrics()
         )
     ]  # fmt: skip
     metrics = {"q": lambda query: query, "nan": lambda hidden: math.nan}
-    evaluator = Evaluator(check_metrics(metrics), 1)
-    measured = [evaluator.measure_layer(one, 4) for one in layers]
-    result = evaluator.combine(measured, 4)
+    result = Evaluator(check_metrics(metrics), 1, explains=True).evaluate(layers, 4)
     assert math.isnan(result.stacks["s"]["q"].at(2))
     assert result.stacks["s"]["q"].by_head() == {(n, h): 1.0 for n in (1, 3) for h in (0, 1)}
-    said = [note.words() for note in evaluator.explain_missing(result, measured)]
+    said = [note.words() for note in result.notes]
     assert said == ["s: nan, layer 2: NaN: the metric returned it"]
 
 

@@ -1,43 +1,23 @@
-"""docs/metrics.md has its tables from the metrics; a failure prints what they should be."""
+"""Pages of docs have their tables from declarations; a failure prints what they should be."""
 
 from pathlib import Path
 
 import pytest
+from doc_tables import of_charts, of_metrics, of_views
 
 from geomon import METRICS, MORE_METRICS
-from geomon.record.headline import OVERHEAD, PROBE_LOSS, headline_tag, headlines_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
-
-
-def of_metrics(metrics) -> list[str]:
-    """A line for each metric: name, what it is and its parts, null."""
-    lines = ["| metric | what it is | null |", "|---|---|---|"]
-    for name, metric in metrics.items():
-        text = metric.text
-        unit = f" ({text.unit})" if text.unit else ""
-        parts = "".join(f"; `/{part}`: {words}" for part, words in text.parts.items())
-        meaning = f"{text.meaning[:-1]}{parts}." if parts else text.meaning
-        lines.append(f"| `{name}` | **{text.title}**{unit}. {meaning} | {text.null} |")
-    return lines
-
-
-def of_charts() -> list[str]:
-    """A line for each headline value: name, and what it is."""
-    shown = [
-        headline for name, metric in METRICS.items() for headline in headlines_of(name, metric.text)
-    ]
-    return ["| chart | shows |", "|---|---|"] + [
-        f"| `{headline_tag(headline.name)}` | {headline.words} |"
-        for headline in (*shown, PROBE_LOSS, OVERHEAD)
-    ]
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize(
-    "lines",
-    [of_metrics(METRICS), of_metrics(MORE_METRICS), of_charts()],
-    ids=["by default", "asked for", "charts"],
-)
-def test_the_tables_are_those_of_the_metrics(lines):
+    ("page", "lines"),
+    [
+        ("metrics.md", of_metrics(METRICS)), ("metrics.md", of_metrics(MORE_METRICS)),
+        ("metrics.md", of_charts()), ("views.md", of_views()),
+    ],
+    ids=["by default", "asked for", "charts", "views"],
+)  # fmt: skip
+def test_the_tables_are_those_of_the_declarations(page, lines):
     text = "\n".join(lines)
-    assert f"\n\n{text}\n\n" in PAGE.read_text(), f"docs/metrics.md should have:\n{text}"
+    assert f"\n\n{text}\n" in (DOCS / page).read_text(), f"docs/{page} should have:\n{text}"

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from geomon.capture.snapshot import query_places
 from geomon.note import Note
 
 # Query rows per layer from which attention is measured: the standard error of a mean entropy with
@@ -28,10 +29,6 @@ _BYTES = 4
 
 # Share of the memory that is planned for rows; the rest is for all keys, masks and scores.
 _FOR_ROWS = 0.5
-
-
-# Parts of the sequences of which each covers all positions.
-_EIGHTHS = 8
 
 
 class SampledRows(NamedTuple):
@@ -120,11 +117,6 @@ class RowSampler:
     def sample_queries(self, sequences: int, length: int) -> tuple[Tensor, Tensor]:
         """Sample queries of attention; the same ones for all layers with that many.
 
-        Under a causal mask the entropy of a query grows with its position: positions are evenly
-        spread, and shifted from sequence to sequence so that all positions are covered alike. The
-        shifts repeat in each eighth of the sequences, since a margin leaves such eighths out: what
-        is left covers the same positions.
-
         Returns:
             Indices of the sampled sequences, [sampled sequences], and positions of the sampled
             queries in each of them, [sampled sequences, queries].
@@ -133,12 +125,8 @@ class RowSampler:
             some = max(1, min(sequences, self._max_rows // length))
             chosen = self._permute(sequences, "sequences")[:some].sort().values
             each = min(length, math.ceil(self._max_queries / some))
-            shifts = max(1, some // _EIGHTHS)
-            shift = torch.arange(some, dtype=torch.int64, device="cpu")[:, None] % shifts
-            order = torch.arange(each, dtype=torch.int64, device="cpu")[None, :]
-            # (order + (shift + 1/2) / shifts) * length / each, in integers: nothing is rounded
-            places = (2 * (shifts * order + shift) + 1) * length // (2 * shifts * each)
-            self._queries[sequences, length] = chosen, places
+            numbers = torch.arange(some, dtype=torch.int64, device="cpu")
+            self._queries[sequences, length] = chosen, query_places(numbers, some, each, length)
         return self._queries[sequences, length]
 
     def _permute(self, count: int, what: str) -> Tensor:
