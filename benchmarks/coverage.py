@@ -1,15 +1,17 @@
-"""Do the intervals cover? Trained models measured on many fresh draws of text.
+"""Do the intervals cover? Models measured on many fresh draws of text.
 
-Each model is measured on fresh batches of 64 sequences of 64 characters, 4,096 rows, as a reading
-measures them; one on 48 padded documents of 8 to 256 characters (log-normal, median 33). An
-interval covers where value +- margin contains the mean of the values over all draws. Of 60
-intervals of 95 %, between 53 and 60 cover by chance. `mean_norm` is a metric of a user's own.
+Each model is measured on fresh batches of 32 sequences of 32 characters and of 64 of 64, 1,024 and
+4,096 rows, as a reading measures them; one on 48 padded documents of 8 to 256 characters
+(log-normal, median 33). An interval covers where value +- margin contains the mean of the values
+over all draws. Of 60 intervals of 95 %, between 53 and 60 cover by chance. `mean_norm` is a metric
+of a user's own.
 """
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +31,13 @@ from benchmarks.timing import print_machine, print_table
 from geomon import METRICS, measure
 from recipes.enwik8.data import Corpus, load
 
-SEQUENCES, LENGTH = 64, 64
+SHOWN = (
+    "twonn", "twonn_distinct", "gride/k1", "gride/k8", "gride/k32", "anisotropy", "effective_rank",
+    "cosine", "drift_norm", "variance", "within_variance", "variance_shares", "norm_variance_slope",
+    "qk_cosine", "attention_entropy", "attention_sink", "mean_norm",
+)  # fmt: skip
+SIZES = ((32, 32), (64, 64))
+LENGTH = 64  # of the windows that are trained on
 # Documents of unequal length, padded: how many, and the longest.
 DOCUMENTS, LONGEST = 48, 256
 # A mask token, for the encoder alone.
@@ -63,17 +71,20 @@ LLAMA = {
     "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LONGEST,
 }  # fmt: skip
-# Name, model, share of --steps that it is trained for, and whether it reads documents.
-MODELS: dict[str, tuple[Callable[[], nn.Module], float, bool]] = {
-    "GPT-2": (causal(GPT2Config, **GPT2), 1.0, False),
-    "GPT-2, untrained": (causal(GPT2Config, **GPT2), 0.0, False),
-    "BERT": (encoder, 1.0, False),
-    "Llama, padded documents": (causal(LlamaConfig, **LLAMA), 1.0, True),
+DECODER = causal(GPT2Config, **GPT2)  # as the recipe's, of its smallest size
+# Name, model, steps of its training, and whether it reads documents.
+MODELS: dict[str, tuple[Callable[[], nn.Module], int, bool]] = {
+    "decoder, untrained": (DECODER, 0, False),
+    "decoder, 100 steps": (DECODER, 100, False),
+    "decoder, 1,000 steps": (DECODER, 1_000, False),
+    "Llama, 400 steps": (causal(LlamaConfig, **LLAMA), 400, False),
+    "BERT, 400 steps": (encoder, 400, False),
+    "Llama, padded documents": (causal(LlamaConfig, **LLAMA), 400, True),
 }
 
 
 def batches(
-    ids: np.ndarray, count: int, size: int, seed: int, *, documents: bool
+    ids: np.ndarray, count: int, size: int, seed: int, *, documents: bool, length: int = LENGTH
 ) -> Iterator[dict[str, Tensor]]:
     """Draw batches of text, or of padded documents."""
     generator = np.random.default_rng(seed)
@@ -81,8 +92,8 @@ def batches(
         if documents:
             yield padded(ids, generator)
             continue
-        starts = generator.integers(0, len(ids) - LENGTH, size)
-        drawn = ids[starts[:, None] + np.arange(LENGTH)]
+        starts = generator.integers(0, len(ids) - length, size)
+        drawn = ids[starts[:, None] + np.arange(length)]
         yield {"input_ids": torch.from_numpy(drawn.astype(np.int64))}
 
 
@@ -120,49 +131,83 @@ def train(model: nn.Module, corpus: Corpus, steps: int, *, documents: bool) -> f
     return float(loss) / math.log(2)
 
 
+class Coverage(NamedTuple):
+    """How often the intervals of one value have the mean; how wide they are for its scatter."""
+
+    share: float
+    ratio: float
+
+
 def covered(
-    model: nn.Module, corpus: Corpus, draws: int, metrics: dict[str, Any], *, documents: bool
-) -> Iterator[tuple[str, ...]]:
-    """Measure fresh draws; yields a row for each value: how often its interval has the mean."""
+    model: nn.Module, corpus: Corpus, draws: int, size: tuple[int, int], *, documents: bool
+) -> dict[str, Coverage]:
+    """Measure fresh draws; returns the coverage of each value that has margins in most of them."""
     values: dict[str, list[float]] = defaultdict(list)
-    for batch in batches(corpus.validation, draws, SEQUENCES, 2, documents=documents):
-        found = measure(model, batch, metrics=metrics, tokens=4096)
+    count, length = size
+    drawn = batches(corpus.validation, draws, count, 2, documents=documents, length=length)
+    for batch in drawn:
+        rows = 4096 if documents else count * length
+        found = measure(model, batch, metrics=METRICS | {"mean_norm": mean_norm}, tokens=rows)
         margins = {f"{tag}/margin": found.get(f"{tag}/margin", np.nan) for tag in found}
         for tag, value in (margins | found).items():
             values[tag].append(value)
-    for tag in sorted(values):
-        base = tag.removesuffix("/margin")
-        if base == tag or np.isnan(values[tag]).all():
+    result = {}
+    for tag, widths in values.items():
+        base, width = tag.removesuffix("/margin"), np.array(widths)
+        known = np.isfinite(width)
+        own = np.array(values[base])
+        if base == tag or known.mean() < 0.5 or not np.isfinite(own).all():
             continue
-        truth = np.mean(values[base])
-        inside = np.abs(np.array(values[base]) - truth) <= np.array(values[tag])
-        width, spread = float(np.mean(values[tag])), 1.96 * float(np.std(values[base], ddof=1))
-        ratio = width / spread if spread else np.nan
-        yield (
-            base, f"{truth:.4g}", f"{width:.2g}", f"{spread:.2g}", f"{ratio:.2f}",
-            f"{inside.mean():.3f}",
-        )  # fmt: skip
+        spread = float(1.96 * own.std(ddof=1))
+        if spread > 1e-6 * abs(own.mean()):
+            inside = np.abs(own - own.mean())[known] <= width[known]
+            result[base] = Coverage(float(inside.mean()), float(width[known].mean()) / spread)
+    return result
+
+
+def in_words(name: str, found: dict[str, Coverage]) -> str:
+    """Lowest and highest coverage over layers; of the mean over layers, and its width."""
+    metric, _, part = name.partition("/")
+    end = f"/{part}" if part else ""
+    layers = [
+        one.share for tag, one in found.items() if re.fullmatch(f"{metric}/layer_[0-9]+{end}", tag)
+    ]
+    mean = found.get(f"{metric}/mean{end}")
+    if not layers or mean is None:
+        return "-"
+    return f"{min(layers):.2f} to {max(layers):.2f}; {mean.share:.2f} ({mean.ratio:.1f})"
 
 
 def main(
     draws: Annotated[int, typer.Option(help="Batches on which each model is measured.")] = 60,
-    steps: Annotated[int, typer.Option(help="Steps of the training of each model.")] = 400,
     only: Annotated[str, typer.Option(help="Models whose names contain this text.")] = "",
 ) -> None:
-    """Train, measure, and print a table for each model."""
-    metrics = METRICS | {"mean_norm": mean_norm}
+    """Train, measure, and print a table for each size, and the values that cover least."""
     corpus = load()
-    for name, (make, share, documents) in MODELS.items():
+    results: dict[tuple[int, str], dict[str, Coverage]] = {}
+    for name, (make, steps, documents) in MODELS.items():
         if only not in name:
             continue
         torch.manual_seed(0)
         model = make()
-        bits = train(model, corpus, round(share * steps), documents=documents)
-        model.eval()
+        train(model, corpus, steps, documents=documents)
+        for size in SIZES[1:] if documents else SIZES:
+            found = covered(model.eval(), corpus, draws, size, documents=documents)
+            results[math.prod(size), name] = found
+            few = {tag: one.share for tag, one in found.items() if one.share < 0.85}
+            mean = np.mean([one.share for one in found.values()])
+            print(f"{name}, {math.prod(size):,} rows: mean {mean:.3f} of {len(found)}; below .85: "
+                  f"{', '.join(f'{tag} {share:.2f}' for tag, share in few.items()) or 'none'}",
+                  flush=True)  # fmt: skip
+    for rows in map(math.prod, SIZES):
+        models = [name for of, name in results if of == rows]
         print_table(
-            f"{name}, {draws} draws, {bits:.2f} bits per character",
-            ("value", "mean", "margin", "1.96 deviations", "ratio", "covered"),
-            covered(model, corpus, draws, metrics, documents=documents),
+            f"{rows:,} rows, {draws} draws",
+            ("value", *models),
+            [
+                [value, *(in_words(value, results[rows, name]) for name in models)]
+                for value in SHOWN
+            ],
         )
     print_machine()
 

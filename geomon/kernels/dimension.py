@@ -13,6 +13,8 @@ SCALES = (1, 2, 4, 8, 16, 32)
 
 # Newton's steps: from the estimate by moments, three come within 3e-8 of the root, on clusters and
 # heavy tails too.
+# What a distance grows by at the edge of a cluster, in medians; and the share of points that count.
+_EDGE, _SOME = 5, 0.05
 _NEWTON_STEPS = 3
 
 # Logarithms of the ratio of two distances that are equal: each is the root of a rounded sum of
@@ -207,6 +209,31 @@ def gride_of_each(neighbours: Tensor, scales: Sequence[int]) -> Tensor:
     if able:
         estimates[:, able] = _gride_at(neighbours, [scales[place] for place in able])
     return estimates
+
+
+def meets_clusters(neighbours: Tensor, k: int) -> bool:
+    """Say whether scale k of Gride is about the size of clusters of near-copies.
+
+    More than 5 % of the points have their cluster's edge, a distance that grows 5 times as much (in
+    its logarithm) as at the median point, between neighbours k/2 and 2k, and fewer than 5 % between
+    k and 2k. Then the estimate hangs on a few points: it jumps from sample to sample (3.5 to 14.3),
+    and no interval from one sample covers that.
+
+    Args:
+        neighbours: Distances to the nearest neighbours, ascending, [tokens, neighbours].
+        k: Rank of the nearer neighbour.
+
+    Example:
+        >>> circle = torch.linspace(0, 1, 401, dtype=torch.float64)[:400, None]
+        >>> meets_clusters(torch.cdist(circle, circle).sort(dim=1).values[:, 1:], 8)
+        False
+    """
+    if k < 2 or neighbours.shape[1] < 2 * k:
+        return False
+    inner, near, far = (neighbours[:, rank - 1].double() for rank in (k // 2, k, 2 * k))
+    within, around = (far / near).log(), (far / inner).log()
+    leaving = (within > _EDGE * within.median()).double().mean() < _SOME
+    return bool(leaving & ((around > _EDGE * around.median()).double().mean() > _SOME))
 
 
 def _gride_at(neighbours: Tensor, scales: Sequence[int]) -> Tensor:

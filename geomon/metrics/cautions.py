@@ -43,7 +43,7 @@ def cautions(columns: Columns) -> list[Note]:
         _at_layers(
             columns, "twonn", "rounding", ROUNDING,
             "of the median nearest distance is rounding of the captured numbers: the dimension is "
-            "too high",
+            "that of rounding, too high or too low",
         ),
         *_few_rows(columns),
         _disagreement(columns),

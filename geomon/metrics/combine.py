@@ -54,7 +54,7 @@ def combine(
     for stack in dict.fromkeys(layer.stack for layer in measured):
         layers = [layer for layer in measured if layer.stack == stack]
         result.stacks[stack] = columns = {
-            name: _column(name, layers)
+            name: _column(name, layers, metrics[name].degrees)
             for name in metrics
             if any(name in (layer.parts | layer.unseen | layer.failed) for layer in layers)
         }
@@ -74,6 +74,11 @@ def combine(
                     explained |= {(name, layer.index), (name, None)}
                 if why := layer.without_margin.get(name):
                     lacking[name, f"no margin: {why}"].append(layer.index)
+                for part, values in layer.parts.get(name, {}).items():
+                    value, *without = _over_heads(values).mean(axis=0)
+                    if math.isfinite(value) and not np.isfinite(without).all():
+                        tag = f"{name}/{part}".rstrip("/")
+                        lacking[tag, f"no margin: {metrics[name].no_margin}"].append(layer.index)
         notes = group_by_layer(_join_metrics(lacking)) + cautions(columns)
         notes += _few_sequences(layers, metrics) + _few_last_tokens(metrics, layers, columns)
         notes += _few_spectral_rows(layers, columns)
@@ -110,7 +115,7 @@ def _sizes(
     )
 
 
-def _column(name: str, layers: list[LayerValues]) -> Column:
+def _column(name: str, layers: list[LayerValues], degrees: int) -> Column:
     """Make the column of a metric of its values at the layers of a stack."""
     known = [
         layer.index
@@ -130,7 +135,10 @@ def _column(name: str, layers: list[LayerValues]) -> Column:
     own = [""] if not measured or "" in names else []  # of some metrics there are parts alone
     found = {
         part: _column_of(
-            {index: parts.get(part) for index, parts in measured.items()}, depths, failed=failed
+            {index: parts.get(part) for index, parts in measured.items()},
+            depths,
+            degrees,
+            failed=failed,
         )
         for part in dict.fromkeys([*own, *names])
     }
@@ -155,7 +163,7 @@ def _with_sequences(parts: Parts, sequences: int | None) -> Parts:
 
 
 def _column_of(
-    layers: Mapping[int, NDArray[np.float64] | None], depths: range, *, failed: bool
+    layers: Mapping[int, NDArray[np.float64] | None], depths: range, degrees: int, *, failed: bool
 ) -> Column:
     """Make the column of one part: mean over splits, each head, and half widths of intervals.
 
@@ -177,11 +185,13 @@ def _column_of(
     deep = [whole[index] for index in whole if index > 0]
     if deep and not failed:
         column.mean = float(np.mean([each[0] for each in deep]))
-    margins = [margin(whole[index][1:]) if index in whole else math.nan for index in depths]
+    margins = [
+        margin(whole[index][1:], degrees) if index in whole else math.nan for index in depths
+    ]
     if any(map(math.isfinite, margins)):
         column.margin = margins
     if math.isfinite(column.mean) and all(len(each) > 1 for each in deep):
-        column.mean_margin = margin(np.mean(deep, axis=0)[1:])
+        column.mean_margin = margin(np.mean(deep, axis=0)[1:], degrees)
     return column
 
 

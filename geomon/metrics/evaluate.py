@@ -144,29 +144,12 @@ class Evaluator:
         splits = split_rows(layer, rows, self.splits, self.queries, has_groups=self.has_margins)
         with _plain_arithmetic(layer):
             for name, metric in self.metrics.items():
-                if not metric.sources <= layer.sources:
-                    continue
-                if layer.of_weights and not can_be_made(metric.reads, _OF_WEIGHTS):
-                    continue
-                try:
-                    found = _stacked(
-                        [
-                            *map(
-                                _numbers,
-                                _fetched([_apply(metric, one) for one in _read_by(metric, splits)]),
-                            )
-                        ]
-                    )
-                except MissingViewError as error:
-                    result.unseen[name] = str(error)
-                except ENDING:
-                    raise
-                except BaseException as error:
-                    if self.strict:
-                        raise
-                    result.failed[name] = said(error)
-                else:
-                    result.parts[name] = {part: values[:, None] for part, values in found.items()}
+                is_asked = metric.sources <= layer.sources
+                if is_asked and (not layer.of_weights or can_be_made(metric.reads, _OF_WEIGHTS)):
+                    with self._costing(name, result.unseen, result.failed):
+                        found = [_apply(metric, one) for one in _read_by(metric, splits)]
+                        values = _stacked([_numbers(one) for one in _fetched(found)])
+                        result.parts[name] = {part: each[:, None] for part, each in values.items()}
             self._take_arrays(splits[0], result)
             if self.has_margins:
                 self._leave_out(splits, result)
@@ -203,44 +186,43 @@ class Evaluator:
                 if part in whole and part not in asked[name].without_margin:
                     whole[part] = np.concatenate([whole[part], values], axis=1)
 
+        unseen: dict[str, str] = {}  # what cannot be had without a group is no failure
         one_by_one: dict[str, list[Any]] = {}  # what metrics returned, by group and split
         for name, metric in asked.items():
             if metric.each_group is None:
                 one_by_one[name] = []
                 continue
-            with self._costing_a_margin(name, result):
+            with self._costing(name, unseen, result.without_margin):
                 at_once = reader(metric.each_group)
                 add(name, [_numbers(one.apply(at_once)) for one in _read_by(metric, splits)])
         for group in range(GROUPS):
             views = [ViewsWithout(split, group) for split in splits]
-            for name in one_by_one:
-                if name not in result.without_margin:
-                    with self._costing_a_margin(name, result):
-                        read = _read_by(asked[name], views)
-                        one_by_one[name] += [_apply(asked[name], one) for one in read]
-        for name in result.without_margin:
-            one_by_one.pop(name, None)
+            for name in [*one_by_one]:
+                with self._costing(name, unseen, result.without_margin):
+                    read = _read_by(asked[name], views)
+                    one_by_one[name] += [_apply(asked[name], one) for one in read]
+                if name in unseen or name in result.without_margin:
+                    del one_by_one[name]
         fetched = iter(_fetched([one for each in one_by_one.values() for one in each]))
         for name, each in one_by_one.items():
             count, results = len(each) // GROUPS, [next(fetched) for _ in each]
-            with self._costing_a_margin(name, result):
+            with self._costing(name, unseen, result.without_margin):
                 numbers = [*map(_numbers, results)]
                 add(name, [_stacked(numbers[split::count]) for split in range(count)])
-        result.without_margin = {n: why for n, why in result.without_margin.items() if why}
 
     @contextlib.contextmanager
-    def _costing_a_margin(self, name: str, result: LayerValues) -> Iterator[None]:
-        """Keep what a metric raises as the reason for a margin that is missing."""
+    def _costing(self, name: str, unseen: dict[str, str], failed: dict[str, str]) -> Iterator[None]:
+        """Keep what a metric raises as the reason for what it has no value of."""
         try:
             yield
-        except (MissingViewError, NoMarginError):
-            result.without_margin.setdefault(name, "")
+        except (MissingViewError, NoMarginError) as error:
+            unseen[name] = str(error)
         except ENDING:
             raise
         except BaseException as error:
             if self.strict:
                 raise
-            result.without_margin[name] = said(error)
+            failed[name] = said(error)
 
     def combine(self, measured: Sequence[LayerValues], rows: int) -> Evaluation:
         """Make the values of a whole reading from those of its layers.

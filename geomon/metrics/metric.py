@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from geomon.capture.snapshot import LAST, source_of
+from geomon.kernels.groups import GROUPS
 from geomon.metrics.views import can_be_made, captured_views, is_view, parameters
 from geomon.record.columns import MetricText
 
@@ -63,6 +64,9 @@ class Metric:
             parameters name them.
         rows: "all", or "last" for the last token of each sequence alone.
         at_least: Fewest sequences of whose last tokens the metric is measured.
+        degrees: Degrees of freedom of Student's distribution in margins: 7 with 8 groups of
+            sequences; fewer if few rows decide, so that fewer groups say how a value scatters.
+        no_margin: Why a value that there is may have no margin.
     """
 
     function: Callable[..., Any]
@@ -74,6 +78,8 @@ class Metric:
     reads: tuple[str, ...] = ()
     rows: Literal["all", "last"] = "all"
     at_least: int = 2
+    degrees: int = GROUPS - 1
+    no_margin: str = "without a group of sequences there is no value"
     # Those that geomon brings, by name: the table fills it.
     bundled: ClassVar[Mapping[str, "Metric"]] = {}
 

@@ -137,7 +137,12 @@ def _gride_of_each_group(
         ],
         dim=1,
     )
-    return {f"k{k}": values for k, values in zip(dimension.SCALES, estimates.T, strict=True)}
+    found = {f"k{k}": values for k, values in zip(dimension.SCALES, estimates.T, strict=True)}
+    for listed, scales in ((nearest, near), (far_nearest, far)):
+        for k in scales:
+            if dimension.meets_clusters(listed.distances, k):
+                found[f"k{k}"] = torch.full_like(found[f"k{k}"], torch.nan)
+    return found
 
 
 def _without_each(listed: Neighbours, own: Tensor, groups: Groups, count: int) -> Tensor:
@@ -182,6 +187,8 @@ _FEW_NEIGHBOURS = "fewer than 4 rows differ from one another"
 _NO_TWO_KEYS = "no sampled query sees two keys"
 _NO_PAIR_OF_A_HEAD = "fewer than two {} of a head have a norm above 0"
 
+# Degrees of freedom of margins of token types, of which a few large ones decide: measured.
+_FEW_ROWS_DECIDE = 3
 _ON_ROWS = COUNTS | {"duplicates", "repeated", "rounding"}
 
 
@@ -237,6 +244,7 @@ METRICS: dict[str, Callable[..., Any]] = {
             parts={f"k{k}": f"scale {k}" for k in dimension.SCALES},
         ),
         each_group=_gride_of_each_group,
+        no_margin="the scale is about the size of clusters of near-copies, so that few rows decide",
     ),
     "anisotropy": Metric(
         spectral.anisotropy,
@@ -318,6 +326,7 @@ METRICS: dict[str, Callable[..., Any]] = {
             "a type.",
             missing=_NO_TYPE_TWICE,
         ),
+        degrees=_FEW_ROWS_DECIDE,
     ),
     "variance_shares": Metric(
         _variance_shares,
@@ -335,6 +344,7 @@ METRICS: dict[str, Callable[..., Any]] = {
             },
         ),
         nulls.mean_share,
+        degrees=_FEW_ROWS_DECIDE,
     ),
     "norm_variance_slope": Metric(
         _norm_variance_slope,
@@ -352,6 +362,7 @@ METRICS: dict[str, Callable[..., Any]] = {
             },
         ),
         without_margin=COUNTS | {"q_variation", "r_squared"},
+        degrees=_FEW_ROWS_DECIDE,
     ),
     "qk_cosine": Metric(
         qk_cosine,

@@ -43,6 +43,7 @@ from geomon.kernels.token_types import TokenTypes, token_types
 from geomon.metrics.without import (
     Rule,
     other_groups,
+    other_neighbourhoods,
     other_neighbours,
     others_of,
     recomputed,
@@ -457,11 +458,13 @@ DERIVED: dict[str, View] = {
         lambda far_nearest: far_nearest.indices[:, :FAR],
     ),
     "local_dimensions": derived(
-        "TwoNN of each of these neighbourhoods, [far rows]", sliced_at("far_rows"),
+        "TwoNN of each of these neighbourhoods, [far rows]",
+        other_neighbourhoods(local_dimension, FAR),
         reader(local_dimension, "hidden", "members"),
     ),
     "local_anisotropies": derived(
-        "anisotropy of each about its own mean, [far rows]", sliced_at("far_rows"),
+        "anisotropy of each about its own mean, [far rows]",
+        other_neighbourhoods(local_anisotropy, FAR),
         reader(local_anisotropy, "hidden", "members"),
     ),
     "rounding": derived(

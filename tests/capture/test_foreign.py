@@ -195,7 +195,7 @@ def test_hidden_states_are_found_however_deep_they_lie(way):
             return unwrap(super().run(wrap(x, torch.ones(1, 1, dtype=torch.bool))))
 
     model = Wrapped(Wrapping)
-    values = measure(model, ids(), metrics=["mean_square_norm"])
+    values = measure(model, ids(), metrics=["mean_square_norm"], tokens=ids().numel())
     model(ids())
     assert by_layer(values, "mean_square_norm") == pytest.approx([x.norms for x in model.layers])
     assert list(values.notes) == []
@@ -611,7 +611,8 @@ def test_what_is_done_to_the_stream_between_blocks_is_no_residual():
     model, kept = Normed(), []
     for layer in model.layers:
         layer.register_forward_hook(lambda module, given, out: kept.append(out))
-    values = measure(model, ids(), metrics=["mean_square_norm", "attention_entropy"])
+    some = ["mean_square_norm", "attention_entropy"]
+    values = measure(model, ids(), metrics=some, tokens=ids().numel())
     assert by_layer(values, "mean_square_norm") == pytest.approx(norms_of(kept), rel=1e-5)
     assert list(values.notes) == []
 

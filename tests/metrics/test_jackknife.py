@@ -279,3 +279,49 @@ def test_a_margin_that_attention_lacks_for_few_sequences_is_said(tokens, is_said
     assert bool(said) == is_said
     assert ("attention_entropy/mean/margin" in found) != is_said
     assert "anisotropy/mean/margin" in found
+
+
+def clusters(size: int, seed: int) -> Layer:
+    """Rows of 16 sequences in clusters of near-copies, most of them small and a few of a size."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [4] * 200 + [size] * 24
+    centre = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    rows = torch.randn(len(sizes), 16, generator=generator)[centre]
+    rows = rows + 1e-4 * torch.randn(len(centre), 16, generator=generator)
+    order = torch.randperm(len(centre), generator=generator)
+    captured = {"hidden": rows[order], "sequences": torch.arange(len(centre)) % 16}
+    return Layer(1, "block", captured)
+
+
+def test_a_scale_that_meets_the_size_of_clusters_has_a_value_and_no_margin():
+    """Few rows decide there: from sample to sample the value jumps between 4 and 14."""
+    columns, notes = measured({"gride": METRICS["gride"]}, clusters(8, 0))
+    scales = columns["gride"].parts
+    assert math.isfinite(scales["k8"].at(1))
+    assert not scales["k8"].margin
+    assert all(scales[scale].margin_at(1) > 0 for scale in ("k1", "k2", "k16", "k32"))
+    (said,) = [note for note in notes if "no margin" in note]
+    assert said.startswith("gride/k8, layer 1: no margin: the scale is about the size of clusters")
+    columns, notes = measured({"gride": METRICS["gride"]}, layer())
+    assert all(scale.margin for scale in columns["gride"].parts.values())
+    assert not any("no margin" in note for note in notes)
+
+
+@pytest.mark.parametrize("name", ["local_dimension", "local_anisotropy"])
+def test_margins_of_neighbourhoods_that_share_rows_are_wide_enough(name):
+    """With the members as they were, margins were a third of the scatter."""
+    found = [measured({name: EVERY[name]}, layer(0.0, seed, sequences=32))[0] for seed in range(24)]
+    scatter = 1.96 * np.std([columns[name].at(1) for columns in found], ddof=1)
+    assert np.mean([columns[name].margin_at(1) for columns in found]) > 0.8 * scatter
+
+
+def test_fewer_degrees_of_freedom_widen_a_margin():
+    values = [1.0, 4.0, 2.0, 8.0, 5.0, 7.0, 1.0, 3.0]
+    assert margin(values, 3) / margin(values) == pytest.approx(3.1824 / 2.3646, rel=1e-4)
+    metric = dataclasses.replace(METRICS["variance"], degrees=3)
+    one, other = (measured({"v": each}, layer())[0]["v"] for each in (metric, METRICS["variance"]))
+    for wide, plain in (
+        (one.margin_at(1), other.margin_at(1)),
+        (one.mean_margin, other.mean_margin),
+    ):
+        assert wide / plain == pytest.approx(3.1824 / 2.3646, rel=1e-4)
