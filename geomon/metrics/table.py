@@ -276,6 +276,7 @@ METRICS: dict[str, Callable[..., Any]] = {
             missing=_EQUAL_ROWS,
             charts=("largest",),
         ),
+        has_margin=False,  # rows that are not in one batch are in another
     ),
     "effective_rank": Metric(
         spectral.effective_rank,

@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
 from scipy import special  # type: ignore[import-untyped]
 from torch import Tensor
 
-from geomon.kernels.groups import GROUPS, Groups
+from geomon.kernels.groups import GROUPS, Groups, GroupSums
 from geomon.kernels.neighbours import pass_over
 
 
@@ -98,9 +99,10 @@ def sliced_at(rows: str) -> Rule:
 
 def _other_groups(views: Without, name: str) -> Any:
     """Take the entries of the other groups, of a view with an entry for each group."""
+    whole: GroupSums = views.whole[name]
     stay = [group for group in range(GROUPS) if group != views.group]
-    whole = views.whole[name]
-    return type(whole)(*(part[stay] for part in whole))
+    index = torch.tensor(stay, dtype=torch.int64, device=whole.counts.device)
+    return GroupSums(*(part.index_select(0, index) for part in whole))
 
 
 other_groups = Rule("sums of the other groups", _other_groups)
