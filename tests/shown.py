@@ -1,5 +1,6 @@
 """Synthetic runs for tests of pages: on disk, with arrays, and with alerts."""
 
+import io
 import json
 import math
 from dataclasses import replace
@@ -98,3 +99,16 @@ def write_run(folder, readings, arrays=arrays_at) -> Readings:
     whole = [with_values(r, {**more_values(r.step / last), **r.values}) for r in readings]
     facts = {"parameters": 1_234_567, "layers": ["block"] * LAYERS, "compiled": True, "time": 1.8e9}
     return read(write(folder, replace(readings, readings=whole), arrays, **facts))
+
+
+class Terminal(io.StringIO):
+    """Standard output and input of a terminal, of an encoding."""
+
+    def __init__(self, encoding):
+        super().__init__()
+        self._encoding = encoding
+
+    encoding = property(lambda self: self._encoding)
+
+    def isatty(self):
+        return True

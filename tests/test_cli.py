@@ -80,7 +80,7 @@ def test_the_command_has_the_defaults_of_the_function():
 @pytest.mark.parametrize("command", [[], ["watch"], ["figure"], ["summary"], ["scan"]], ids=str)
 def test_help_waits_for_nothing_heavy(command):
     """Torch alone takes seconds to load: help is printed without it, and without any drawing."""
-    heavy = {"torch", "scipy", "faiss", "matplotlib", "plotly", "pandas", "textual", "plotext"}
+    heavy = {"torch", "scipy", "faiss", "matplotlib", "plotly", "pandas", "plotext"}
     code = (
         "import sys, atexit; from geomon.cli import main; "
         f"sys.argv = {['geomon', *command, '--help']!r}; "

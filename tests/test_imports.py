@@ -75,7 +75,7 @@ ONLY = {
 }
 OPTIONAL = (
     "lightning", "transformers", "tensorboard", "wandb", "matplotlib", "rich", "typer", "plotly",
-    "pandas", "pyarrow", "textual", "plotext",
+    "pandas", "pyarrow", "plotext",
 )  # fmt: skip
 
 FILES = sorted(PACKAGE.rglob("*.py"))

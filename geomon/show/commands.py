@@ -69,13 +69,19 @@ def add_commands(app: "typer.Typer") -> None:
                 metavar="DIR...",
             ),
         ],
+        metric: Annotated[
+            str | None, typer.Option(help="Metric of the chart; by default the first one.")
+        ] = None,
+        layer: Annotated[
+            int | None, typer.Option(help="Layer of the chart; by default the mean over layers.")
+        ] = None,
         once: Annotated[bool, typer.Option("--once", help="Print the present, and leave.")] = False,
         stack: Annotated[str | None, one_stack] = None,
     ) -> None:
-        """Follow runs live: charts in a terminal (q quits); elsewhere print the present."""
+        """Follow runs live in a terminal (Ctrl-C leaves); elsewhere print the present."""
         from geomon.show.terminal import watch as show
 
-        show(directories, stack, once=once)
+        show(directories, stack, metric=metric, layer=layer, once=once)
 
     @app.command()
     @exit_on_bad_input()

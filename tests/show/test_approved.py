@@ -4,7 +4,6 @@ What other tests hold in words and numbers is here the whole page: each mark, si
 a change that is meant: `APPROVE=1 pytest tests/show/test_approved.py`, and look at what git shows.
 """
 
-import asyncio
 import base64
 import io
 import json
@@ -33,17 +32,13 @@ from geomon.show.collect import cards_of
 from geomon.show.figures import KINDS, card, draw
 from geomon.show.figures.compare import compare_figure
 from geomon.show.report import Run, render
-from geomon.show.terminal import format_line, view
-from geomon.show.terminal.app import WatchApp
-from geomon.show.terminal.runs import Watched
+from geomon.show.terminal import format_line, view, watch
 
 APPROVED = Path(__file__).parent / "approved"
 # Root mean square of the differences of two pictures, of 255: what another processor may round.
 TOLERANCE = 0.1
 # The age of a reading does not hang on the day of the test.
 NOW = 1_800_000_000.0
-# What is pressed in the terminal view: every page, and what each key changes there.
-KEYS = ["m", "l", "x", "p", "t", "h", "t", "r", "t", "t", "question_mark"]
 
 
 def made(make_readings, folder, alerts=(), **options):
@@ -195,36 +190,8 @@ def test_commands(words, run, other, tmp_path, monkeypatch):
     holds_text(f"{words.replace(' ', '_')}.txt", found.output)
 
 
-def screen(app):
-    """The characters of the screen, and below each line the styles of its parts."""
-    strips = app.screen._compositor.render_strips(app.size)
-    lines = [
-        ["".join(each.text for each in strip), *(str(x.style) for x in strip)] for strip in strips
-    ]
-    return [text for line in lines for text in (line[0], "    " + " | ".join(line[1:]))]
-
-
-def test_the_terminal_view(run, other, tmp_path):
-    seen = []
-
-    async def look(app, pilot, name):
-        found = None
-        for _ in range(100):  # until nothing moves any more
-            await pilot.pause(0.05)
-            before, found = found, screen(app)
-            if before == found:
-                break
-        seen.extend([f"---- {name}", *found])
-
-    async def story():
-        folders = [tmp_path / "run", tmp_path / "other"]
-        app = WatchApp([Watched(folder, None, folder.name) for folder in folders], poll=None)
-        async with app.run_test(size=(110, 36)) as pilot:
-            app.look()
-            await look(app, pilot, "begin")
-            for key in KEYS:
-                await pilot.press(key)
-                await look(app, pilot, key)
-
-    asyncio.run(story())
-    holds_text("watch.txt", "\n".join(seen))
+def test_the_terminal_view(run, other, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "110")
+    watch([tmp_path / "run"], once=True)
+    watch([tmp_path / "run", tmp_path / "other"], metric="anisotropy", layer=2, once=True)
+    holds_text("watch.txt", capsys.readouterr().out)

@@ -1,12 +1,13 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from shown import write
+from shown import Terminal, write
 from tagged import with_values
 from typer.testing import CliRunner
 
@@ -14,7 +15,6 @@ from geomon.analysis.alerts import RULES
 from geomon.cli import make_app
 from geomon.record import FILE_NAME
 from geomon.show.terminal import watch
-from geomon.show.terminal.app import WatchApp
 
 
 @pytest.fixture
@@ -133,23 +133,10 @@ def test_several_runs_are_printed_with_their_names(make_readings, run, tmp_path)
     other = write(tmp_path / "other", make_readings((0,)))
     printed = invoke("watch", run, other, "--once").stdout.splitlines()
     assert printed == [line.rstrip() for line in printed]
-    assert printed[0] == run.name
-    assert "other" in printed
+    assert printed[0] == f"━ {run.name}"
+    assert "━ other" in printed
     assert sum(line.startswith("step ") for line in printed) == 2
     assert run.name not in invoke("watch", run, "--once").stdout  # one has no need of it
-
-
-class Terminal(io.StringIO):
-    """Standard output and input of a terminal, of an encoding."""
-
-    def __init__(self, encoding):
-        super().__init__()
-        self._encoding = encoding
-
-    encoding = property(lambda self: self._encoding)
-
-    def isatty(self):
-        return True
 
 
 @pytest.mark.parametrize(
@@ -162,28 +149,20 @@ class Terminal(io.StringIO):
     ],
     ids=["terminal", "ascii", "dumb", "pipe"],
 )
-def test_the_overview_is_printed_where_no_application_can_be_drawn(
+def test_the_overview_is_printed_once_if_no_terminal_can_refresh_it(
     run, monkeypatch, terminal, term, draws
 ):
+    def leave(seconds):
+        raise KeyboardInterrupt
+
     monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setattr(sys, "stdin", Terminal("utf-8"))
     monkeypatch.setenv("TERM", term)
-    monkeypatch.setattr(WatchApp, "run", lambda self, mouse: mouse or print("the application"))
+    monkeypatch.setattr("time.sleep", leave)
     watch([run])
     printed = terminal.getvalue()
-    assert ("the application" in printed) == draws
-    assert ("compressing since step 256" in " ".join(printed.split())) == (not draws)
-    assert printed.isascii() == (getattr(terminal, "encoding", None) == "ascii" or draws)
-
-
-def test_without_textual_it_says_what_to_install_and_what_goes_without(run, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", Terminal("utf-8"))
-    monkeypatch.setattr(sys, "stdin", Terminal("utf-8"))
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setitem(sys.modules, "textual.app", None)
-    monkeypatch.delitem(sys.modules, "geomon.show.terminal.app")
-    with pytest.raises(ImportError, match=r"pip install 'geomon\[terminal\]'.*--once"):
-        watch([run])
+    assert ("\x1b[?25l" in printed) == draws  # the cursor is hidden meanwhile
+    assert "compressing since step 256" in " ".join(re.sub("\x1b\\[[0-9;]*m", "", printed).split())
+    assert printed.isascii() == (getattr(terminal, "encoding", None) == "ascii")
 
 
 def test_alerts_are_explained_where_no_docs_are_installed():

@@ -1,9 +1,9 @@
 """A metric of a user's own is on every page where a curve or a profile can be chosen."""
 
-import asyncio
+import contextlib
+import io
 
 import pytest
-from rich.text import Text
 from shown import write
 from tagged import TEXTS, with_values
 
@@ -13,8 +13,7 @@ from geomon.show.collect import cards_of
 from geomon.show.figures import draw
 from geomon.show.report import Run
 from geomon.show.report.content import build_panels
-from geomon.show.terminal.app import WatchApp
-from geomon.show.terminal.runs import Watched
+from geomon.show.terminal import watch
 
 TITLE, LABEL, NULL = "largest norm", "largest norm (m)", 3.25
 TEXT = {"title": TITLE, "unit": "m"}
@@ -49,27 +48,15 @@ def look_at_report(run, folder):
 def look_at_watch(run, folder):
     write(folder, run, metrics=run.runs[0]["metrics"])
 
-    async def story():
-        app = WatchApp([Watched(folder, None, "a")], poll=None)
-        async with app.run_test(size=(120, 30)) as pilot:
-            app.look()
-            app.query_one("#metric").value = "peak_norm/mean"
-            await pilot.pause()
-            curve, profile = (
-                Text.from_markup(app.query_one(name).border_title).plain
-                for name in ("#over_steps", "#beside")
-            )
-            assert curve == f"{LABEL}  5.5 ± 0.2  noise: {NULL:.2g}"
-            assert profile == "by layer  ━ start  ━ peak 256  ━ now"
-            app.query_one("#metric").value = "gride/mean/k1"
-            await pilot.pause()
-            assert "noise" not in app.query_one("#over_steps").border_title  # it is of another part
-            app.query_one("#metric").value = "peak_norm/mean"
-            await pilot.pause()
-            values = [value for _, value in app.query_one("#layer")._options]
-            assert values == [-1, *range(5)]
+    def printed(metric, layer=None):
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            watch([folder], metric=metric, layer=layer, once=True)
+        return output.getvalue()
 
-    asyncio.run(story())
+    assert f"{LABEL}  5.5 ± 0.2  noise: {NULL:.2g}" in printed("peak_norm")
+    assert f"{LABEL}, layer 4  7" in printed("peak_norm", 4)
+    (title,) = [line for line in printed("gride/k1").splitlines() if "scale 1" in line][-1:]
+    assert "noise" not in title  # it is of another part
 
 
 def look_at_loggers(run, folder):

@@ -1,4 +1,4 @@
-"""Runs in the terminal: an application, an overview that is printed, a line for a reading."""
+"""Runs in the terminal: an overview, live or printed, and a line for a reading."""
 
 from geomon.show.terminal.overview import format_line, spark, view
 from geomon.show.terminal.watch import watch

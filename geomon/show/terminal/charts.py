@@ -38,15 +38,27 @@ def title_of(panel: Lines) -> Text:
     return text
 
 
-def draw(plot: Any, panel: Lines, *, is_linear: bool = False, chosen: int | None = None) -> None:
-    """Draw a panel, each line between the ends of its interval, and its remark below.
+def build(panel: Lines, width: int, height: int) -> str:
+    """Draw a panel over steps, each line between the ends of its interval, and its remark below.
 
     Args:
-        plot: Empty plot of plotext.
-        panel: The panel, over steps or layers.
-        is_linear: Whether the axis of steps is linear.
-        chosen: Step that a line marks; None for none.
+        panel: The panel.
+        width: Characters of a line.
+        height: Lines.
+
+    Returns:
+        Lines of characters with colours of ANSI; "" if nothing was measured.
     """
+    import plotext
+
+    plotext.clear_figure()
+    plotext.theme("clear")
+    plotext.plotsize(width, height)
+    _draw(plotext, panel)
+    return str(plotext.build()) if any(map(bool, (line.x for line in panel.lines))) else ""
+
+
+def _draw(plot: Any, panel: Lines) -> None:
     panel = replace(panel, lines=[_finite(line) for line in panel.lines])
     if not any(line.x for line in panel.lines):
         return
@@ -54,19 +66,12 @@ def draw(plot: Any, panel: Lines, *, is_linear: bool = False, chosen: int | None
     axis = StepAxis(at)
 
     def places(steps: Any) -> list[float]:
-        return steps if is_linear else [math.log10(each) for each in axis.places(steps)]
+        return [math.log10(each) for each in axis.places(steps)]
 
-    if panel.over == "layer":
-        is_linear = True
-        every = math.ceil((at[-1] + 1) / 8)
-        marks = [layer for layer in at if layer % every == 0]
-        plot.xticks(marks, list(map(str, marks)))
-    elif not is_linear:
-        plot.xticks(places(axis.ticks()), [f"{step:,}" for step in axis.ticks()])
-    first_alerts = [(step, ALERT) for step, words in panel.alerts if words]
-    for step, colour in [*first_alerts, (chosen, GREY)]:
-        if step is not None:
-            plot.vline(places([step])[0], color=_rgb(colour))
+    plot.xticks(places(axis.ticks()), [f"{step:,}" for step in axis.ticks()])
+    for step, words in panel.alerts:
+        if words:
+            plot.vline(places([step])[0], color=_rgb(ALERT))
     for line in panel.lines:
         dim = tuple(part // 2 for part in _rgb(line.colour))
         for ends in (line.low, line.high) if line.dash == "solid" and line.low else ():

@@ -1,4 +1,4 @@
-"""What the application knows of a run: what was read of it, and what it can show."""
+"""What is known of a run that is watched: what was read of it, and what it can show."""
 
 from pathlib import Path
 

@@ -1,57 +1,163 @@
-"""Runs that are watched: as an application, or printed once where no terminal can show one."""
+"""Runs that are watched: their overviews and a chart, refreshed in place, or printed once."""
 
+import contextlib
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from geomon.analysis.numbers import with_margin
+from geomon.analysis.quantities import Quantity
 from geomon.record import read
+from geomon.show.collect import alerts_of, line_of, null_of
+from geomon.show.colours import DASHES
 from geomon.show.loading import name_runs
+from geomon.show.panels import Line, Lines, thin
+from geomon.show.terminal import charts
 from geomon.show.terminal.overview import safe, view
 from geomon.show.terminal.runs import Watched
 
 try:
-    from rich.console import Console
+    from rich.console import Console, Group, RenderableType
+    from rich.live import Live
+    from rich.text import Text
 except ImportError as error:
     raise ImportError("the terminal view needs rich: pip install 'geomon[terminal]'") from error
 
 # For outputs without Unicode.
 _ASCII = str.maketrans("▁▂▃▄▅▆▇█·±→−–…", "_.-~=+*#|+>--.")
+# Lines of a chart: what an overview leaves of the screen, and if it is printed.
+_LEAST, _MOST, _PRINTED = 8, 24, 16
 
 
-def watch(directories: Sequence[Path], stack: str | None = None, *, once: bool = False) -> None:
-    """Show runs while they are recorded, until q is pressed; or print how they are now.
+def watch(
+    directories: Sequence[Path],
+    stack: str | None = None,
+    *,
+    metric: str | None = None,
+    layer: int | None = None,
+    once: bool = False,
+    poll: float = 0.5,
+) -> None:
+    """Show runs while they are recorded, until Ctrl-C; or print how they are now.
 
-    They are printed once where that is asked for, and where the output is no terminal that can
-    draw. An application waits for folders that are not there yet.
+    They are printed once if that is asked for, or if the output is no terminal that can draw. A
+    terminal waits for folders that are not there yet.
+
+    Args:
+        directories: Folders of the runs.
+        stack: Name of a stack, for models with several; by default the main one.
+        metric: Metric of the chart, or a tag such as "twonn/censored"; by default the first.
+        layer: Layer of the chart; by default the mean over layers.
+        once: Whether to print the present.
+        poll: Seconds between two looks at the files.
 
     Raises:
         FileNotFoundError: A folder holds no record, and it is printed.
-        ValueError: A file is not a record, or a model has no such stack.
-        ImportError: textual is missing for the application.
+        ValueError: A file is not a record, a model has no such stack, or a run has no such metric
+            or layer.
     """
     console = Console()
-    can_draw = console.is_terminal and not console.is_dumb_terminal and sys.stdin.isatty()
+    can_draw = console.is_terminal and not console.is_dumb_terminal
     names = name_runs(directories)
+    runs = [Watched(*one) for one in zip(directories, [stack] * len(names), names, strict=True)]
     if once or not can_draw or not console.encoding.startswith("utf"):
-        _print(console, names, directories, stack)
+        for directory in directories:
+            read(directory).of_stack(stack)  # what is wrong with it is an error
+        _look(runs)
+        with console.capture() as captured:
+            for part in _screen(runs, metric, layer, console, _PRINTED):
+                console.print(part)
+        text = "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())
+        sys.stdout.write(text if console.encoding.startswith("utf") else text.translate(_ASCII))
         return
-    from geomon.show.terminal.app import WatchApp
-
-    pairs = zip(directories, names, strict=True)
-    app = WatchApp([Watched(directory, stack, name) for directory, name in pairs])
-    trouble = app.run(mouse=False)  # so that text can be selected as ever
-    if trouble:
-        raise ValueError(trouble)
+    with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        while True:
+            _look(runs)
+            live.update(Group(*_screen(runs, metric, layer, console)), refresh=True)
+            time.sleep(poll)
 
 
-def _print(
-    console: Console, names: Sequence[str], directories: Sequence[Path], stack: str | None
-) -> None:
-    runs = [read(directory).of_stack(stack) for directory in directories]
-    with console.capture() as captured:
-        for name, readings in zip(names, runs, strict=True):
-            if len(runs) > 1:
-                console.print(safe(name, "bold"))
-            console.print(view(readings))
-    text = "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())
-    sys.stdout.write(text if console.encoding.startswith("utf") else text.translate(_ASCII))
+def _look(runs: Sequence[Watched]) -> None:
+    """Look at all files; one that is no record ends it."""
+    for run in runs:
+        run.look()
+        if run.trouble and not run.whole:
+            raise ValueError(run.trouble)
+
+
+def _screen(
+    runs: Sequence[Watched], metric: str | None, layer: int | None, console: Console,
+    lines: int | None = None,
+) -> Iterator[RenderableType]:  # fmt: skip
+    """Build the overview of each run, and below them a chart of one quantity of all."""
+    overviews: list[RenderableType] = []
+    for index, run in enumerate(runs):
+        colour, dash = _look_of(index, console)
+        if len(runs) > 1:
+            overviews.append(safe(f"{charts.mark_of(dash)} {run.name}", f"bold {colour}"))
+        is_there = run.whole or run.whole.raised
+        overviews.append(view(run.whole) if is_there else safe(run.state, "dim"))
+        if run.trouble:
+            overviews.append(safe(run.trouble, "red"))
+    yield from overviews
+    quantity = _choose(runs, metric, layer)
+    if lines is None:
+        left = console.height - len(console.render_lines(Group(*overviews))) - 2
+        lines = min(left, _MOST)
+    if quantity is not None and lines >= _LEAST and console.encoding.startswith("utf"):
+        panel = _over_steps(runs, quantity, layer, console)
+        yield charts.title_of(panel)
+        if drawn := charts.build(panel, console.width - 1, lines):
+            yield Text.from_ansi(drawn)
+
+
+def _choose(runs: Sequence[Watched], metric: str | None, layer: int | None) -> Quantity | None:
+    """Choose what the chart shows; None before anything was measured."""
+    known = {key: each for run in runs for key, each in run.quantities.items()}
+    if not known:
+        return None
+    if metric is None:
+        found = next(iter(known.values()))
+    else:
+        tags: dict[str, Quantity] = {}
+        for one in known.values():  # a mean over layers comes before other values of a metric
+            tags.setdefault("/".join(filter(None, (one.metric, one.part))), one)
+        if metric not in tags:
+            raise ValueError(f"no run has '{metric}': there are {', '.join(filter(None, tags))}")
+        found = tags[metric]
+    layers = {n for run in runs for n in run.layers_of(found)}
+    if layer is not None and layer not in layers:
+        there = f"there are {min(layers)} to {max(layers)}" if layers else "it is not of layers"
+        raise ValueError(f"no layer {layer} of {found.label}: {there}")
+    return found
+
+
+def _look_of(index: int, console: Console) -> tuple[str, str]:
+    """Return the colour and the dash of a run; dashes differ if no colour is shown."""
+    dash = DASHES[index % len(DASHES)] if console.no_color else "solid"
+    return charts.COLOURS[index % len(charts.COLOURS)], dash
+
+
+def _over_steps(
+    runs: Sequence[Watched], quantity: Quantity, layer: int | None, console: Console
+) -> Lines:
+    """Make the panel of a quantity over steps, a line for each run."""
+    lines = []
+    for index, run in enumerate(runs):
+        colour, dash = _look_of(index, console)
+        curve = quantity.curve(run.readings, layer)
+        if curve:
+            name = run.name if len(runs) > 1 else ""
+            lines.append(line_of(thin(curve), name, colour, dash=dash))
+    label = quantity.label + ("" if layer is None else f", layer {layer}")
+    if len(runs) > 1 or not lines:
+        return Lines(label, lines)
+    (run,) = runs
+    curve = quantity.curve(run.readings, layer)
+    label = f"{label}  {with_margin(curve.values[-1], curve.margins[-1])}"
+    if run.fallen and (quantity.metric, quantity.part, layer) == ("twonn", "", None):
+        lines.append(Line("", [run.fallen.peak_step], [run.fallen.peak], charts.COLOURS[1]))
+    has_null = quantity.is_mean and not quantity.part
+    null = null_of(run.readings, quantity.metric) if has_null else None
+    return Lines(label, lines, null=null, alerts=alerts_of(run.whole))

@@ -1,21 +1,16 @@
-"""Panels drawn in characters, built as textual's widget builds them."""
-
-import math
+"""Panels drawn in characters."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from textual_plotext.plot import Plot
+from rich.text import Text
 
 from geomon.show.panels import Line, Lines
 from geomon.show.terminal import charts
 
 
-def built(panel, columns=60, rows=20, **how):
-    plot = Plot()
-    charts.draw(plot, panel, **how)
-    plot._set_size(columns, rows)
-    return plot.uncolorize(plot.build()).rstrip("\n").split("\n")
+def built(panel, columns=60, rows=20):
+    return Text.from_ansi(charts.build(panel, columns, rows)).plain.rstrip("\n").split("\n")
 
 
 def marks_of(lines):
@@ -32,15 +27,15 @@ def curve(x, y, margin=0.0, *, dash="dashdot", **more):
 
 @given(
     points=st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(0, 1e3)), min_size=1, max_size=30),
-    columns=st.integers(12, 120), rows=st.integers(4, 40), is_linear=st.booleans(),
+    columns=st.integers(12, 120), rows=st.integers(4, 40),
 )  # fmt: skip
 @settings(deadline=None, max_examples=12)
-def test_any_curve_fits_into_any_chart(points, columns, rows, is_linear):
+def test_any_curve_fits_into_any_chart(points, columns, rows):
     values = [value for value, _ in points]
     low, high = ([v + sign * m for v, m in points] for sign in (-1, 1))
     steps = [7 * n * n for n in range(len(points))]
     panel = Lines("a", [Line("", steps, values, charts.COLOURS[0], low, high)])
-    lines = built(panel, columns, rows, is_linear=is_linear)
+    lines = built(panel, columns, rows)
     assert len(lines) <= rows
     assert max(map(len, lines)) <= columns
 
@@ -68,7 +63,7 @@ def test_a_logarithmic_axis_has_room_for_step_0_and_marks_powers_of_ten():
     assert built(curve([50, 2000], [1.0, 2.0]))[-1].split() == ["50", "100", "1,000"]
 
 
-def test_the_interval_a_single_point_the_chosen_step_and_alerts_are_drawn():
+def test_the_interval_a_single_point_and_alerts_are_drawn():
     steps = [*range(0, 101, 10)]
     bell = [9.0 - ((step - 50) / 20) ** 2 for step in steps]
     plain = curve(steps, bell, dash="solid")
@@ -82,20 +77,12 @@ def test_the_interval_a_single_point_the_chosen_step_and_alerts_are_drawn():
     def rules(lines):
         return sum(text[40:].count("│") for text in lines)
 
-    assert dots(built(interval, is_linear=True)) > 2 * dots(built(plain, is_linear=True))
+    assert dots(built(interval)) > 2 * dots(built(plain))
     assert dots(built(curve(steps, bell, 1.5, dash="dash"))) == 0  # which has no lines beside it
-    top = next(text for text in built(peak, is_linear=True) if "●" in text)
-    assert 0.4 < top.index("●") / 60 < 0.6
-    assert rules(built(plain, is_linear=True)) == 0
-    assert 10 < rules(built(plain, is_linear=True, chosen=80)) < 20
-    assert 10 < rules(built(alert, is_linear=True)) < 20
-
-
-@pytest.mark.parametrize(("count", "every"), [(32, 4), (33, 5)])
-def test_layers_are_marked_by_their_numbers_and_what_is_missing_is_left_out(count, every):
-    values = [math.sin(n / 9) if n != 3 else math.nan for n in range(count)]
-    lines = built(curve([*range(count)], values, over="layer"))
-    assert [int(mark) for mark in lines[-1].split()] == [*range(0, count, every)]
+    top = next(text for text in built(peak) if "●" in text)
+    assert 0.6 < top.index("●") / 60 < 0.95
+    assert rules(built(plain)) == 0
+    assert 10 < rules(built(alert)) < 20
 
 
 def test_the_title_names_lines_and_null_and_the_remark_stands_below():
