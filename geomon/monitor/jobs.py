@@ -274,7 +274,7 @@ class ReadingJob:
         return self._gathered.interleave([layers for _, layers in shares])
 
     def _notes_on_rows(self, tokens: int) -> list[Note]:
-        if tokens >= self.rows:
+        if not 0 < tokens < self.rows:
             return []
         text = (
             "estimates stand on {rows} rows, fewer than tokens={asked}: the intrinsic dimension "

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import threadpoolctl
 import torch
 from measuring import evaluate
@@ -83,6 +85,9 @@ def test_few_rows_are_noted():
     assert reading.tokens == 200
     assert "estimates stand on 200 rows, fewer than tokens=500" in reading.words()[-1]
     assert not any("estimates" in note for note in measured(make_job(of=snapshot(500))).words())
+    seen = snapshot(200)  # of no hidden states: attention alone was seen, say
+    unknown = replace(seen, info=replace(seen.info, tokens=0))
+    assert not any("estimates" in note for note in measured(make_job(of=unknown)).words())
 
 
 class Rounded(TorchDispatchMode):
