@@ -327,3 +327,17 @@ def test_layers_are_merged_on_the_device_where_their_rows_are():
         for name, value in expected.items():
             same = found.captured[name]
             assert same == value if name == "scale" else torch.equal(same.cpu(), value), name
+
+
+def test_sinks_that_differ_between_ranks_are_no_one_layer():
+    """A learned sink is of the layer: ranks with other ones do not have the same model."""
+    attention = {
+        "query": torch.ones(1, 2, 4, 3),
+        "key": torch.ones(1, 2, 4, 3), "visible": torch.ones(1, 1, 4, 4).bool(), "bias": None,
+        "scale": 0.5, "softcap": None,
+    }  # fmt: skip
+    one, other = (layer_of(attention | {"sink": torch.tensor([1.0, sink])}) for sink in (2.0, 3.0))
+    assert torch.equal(merge_layers([one, one]).captured["sink"], torch.tensor([1.0, 2.0]))
+    whole = merge_layers([one, other])
+    assert not whole.captured
+    assert whole.missing["sink"] == "ranks or batches captured it in different forms"

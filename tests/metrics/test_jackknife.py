@@ -325,3 +325,19 @@ def test_fewer_degrees_of_freedom_widen_a_margin():
         (one.mean_margin, other.mean_margin),
     ):
         assert wide / plain == pytest.approx(3.1824 / 2.3646, rel=1e-4)
+
+
+def test_of_several_splits_the_mean_without_each_group_has_the_margin():
+    """The same groups of sequences in every split."""
+    whole = layer(1.0, sequences=48)
+    order = torch.randperm(48 * LENGTH, generator=torch.Generator().manual_seed(0))
+    captured = {n: whole.captured[n][order] for n in ("hidden", "sequences")}
+    column = measured(["mean_square_norm"], Layer(1, "block", captured), 480, 2)[0]
+    squares = captured["hidden"].double().square().sum(dim=1)
+    of = groups_of(captured["sequences"]).of
+    without = [
+        sum(squares[cut][of[cut] != group].mean().item() for cut in (slice(480), slice(480, 960)))
+        / 2
+        for group in range(8)
+    ]
+    assert column["mean_square_norm"].margin_at(1) == pytest.approx(margin(without))

@@ -130,8 +130,12 @@ def norm(hidden):
 
 
 @pytest.mark.parametrize(
-    "metric", [METRICS["twonn"], Metric(norm, MetricText("Norm"), has_margin=False)]
-)
+    "metric",
+    [
+        METRICS["twonn"], Metric(norm, MetricText("Norm"), has_margin=False),
+        Metric(norm, MetricText("Norm"), reads=("spectrum",), rows="last", degrees=3),
+    ],
+)  # fmt: skip
 def test_a_copy_of_a_metric_is_the_metric(metric):
     for copied in (copy.deepcopy(metric), pickle.loads(pickle.dumps(metric))):
         assert (copied is metric) == (metric is METRICS["twonn"])
