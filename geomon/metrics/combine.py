@@ -1,6 +1,7 @@
 """From the values of layers to those of a reading: columns of each stack, and notes."""
 
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -208,7 +209,7 @@ def _deviation(values: NDArray[np.float64] | None) -> float:
     """Sample standard deviation; NaN if a value is not finite, or there are fewer than two."""
     if values is None or len(values) < 2 or not np.isfinite(values).all():
         return math.nan
-    return float(values.std(ddof=1))
+    return statistics.stdev(values.tolist())
 
 
 def _few_sequences(layers: list[LayerValues], metrics: Mapping[str, Metric]) -> list[Note]:

@@ -67,16 +67,6 @@ class Evaluator:
         """Captured views that the metrics read."""
         return set().union(*(metric.captured for metric in self.metrics.values()))
 
-    def lacking(self, captured: Iterable[str]) -> set[str]:
-        """List captured views that the metrics read and that are not there; none if others do.
-
-        Args:
-            captured: Names of the captured views that are there.
-        """
-        there = set(captured)
-        can_be = all(metric.can_be_measured(there) for metric in self.metrics.values())
-        return set() if can_be else self.views - there
-
     @property
     def has_own_metrics(self) -> bool:
         """Whether a metric is the user's own."""

@@ -49,15 +49,6 @@ def of_rows(null: Null) -> Null:
     return checked
 
 
-def constant(value: float) -> Null:
-    """Make a null that is the same at all sizes.
-
-    Args:
-        value: The value.
-    """
-    return of_rows(lambda sizes: {"null": value})
-
-
 @of_rows
 def anisotropy(sizes: Sizes) -> Mapping[str, float]:
     """Return the anisotropy of an isotropic Gaussian."""

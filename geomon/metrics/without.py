@@ -7,12 +7,11 @@ follow to first order. Each view is declared with its rule (`geomon.metrics.view
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import ArrayLike
 from scipy import special  # type: ignore[import-untyped]
 from torch import Tensor
 
@@ -182,7 +181,7 @@ def _student(degrees: int) -> float:
     return float(special.stdtrit(degrees, 0.975))
 
 
-def margin(values: Sequence[float] | ArrayLike, degrees: int = GROUPS - 1) -> float:
+def margin(values: Iterable[float], degrees: int = GROUPS - 1) -> float:
     """Compute the half width of a 95 % interval from the values without each group.
 
     t sqrt((G - 1) / G sum (value_g - mean)^2), with t the 97.5 % point of Student's distribution
@@ -199,11 +198,11 @@ def margin(values: Sequence[float] | ArrayLike, degrees: int = GROUPS - 1) -> fl
         >>> round(margin([1.0, 3.0] * 4), 3)  # 2.365 sqrt(7/8 x 8)
         6.256
     """
-    found = np.asarray(values, dtype=np.float64)
-    if not found.size or not np.isfinite(found).all():
-        return float("nan")
-    spread = np.square(found - found.mean()).sum()
-    return float(_student(degrees) * np.sqrt((1 - 1 / len(found)) * spread))
+    found = [*map(float, values)]
+    if not found or not all(map(math.isfinite, found)):
+        return math.nan
+    mean = [math.fsum(found) / len(found)] * len(found)
+    return _student(degrees) * math.sqrt(1 - 1 / len(found)) * math.dist(found, mean)
 
 
 __all__ = ["NoMarginError", "margin"]

@@ -19,7 +19,7 @@ from geomon.kernels.angles import cosine_centred, leading_share
 from geomon.kernels.dimension import gride, twonn
 from geomon.kernels.groups import group_sums
 from geomon.kernels.massive import ordinary_rows, share_beyond
-from geomon.kernels.moments import drift_norm, mean_square_norm, squares_about_mean, variance
+from geomon.kernels.moments import squares_about_mean
 from geomon.kernels.neighbours import nearest
 from geomon.kernels.spectrum import (
     anisotropy,
@@ -71,9 +71,6 @@ def slope(rows, labels):
 NAN = math.nan
 KERNELS = {
     "cosine_centred": Kernel(lambda x, _: cosine_centred(x), NAN, least=2),
-    "drift_norm": Kernel(lambda x, _: drift_norm(x)),
-    "variance": Kernel(lambda x, _: variance(x), 0),
-    "mean_square_norm": Kernel(lambda x, _: mean_square_norm(x)),
     "squares_about_mean": Kernel(lambda x, _: squares_about_mean(x), 0),
     "spectrum": Kernel(lambda x, _: spectrum(x), 0),
     "principal_axes": Kernel(lambda x, s: principal_axes(x, s, 5).eigenvalues, 0),

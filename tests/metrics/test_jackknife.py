@@ -157,6 +157,9 @@ def test_a_row_keeps_its_two_nearest_and_passes_over_the_group_for_the_others():
 def test_the_margin_is_that_of_the_jackknife():
     values = [1.0, 4.0, 2.0, 8.0, 5.0, 7.0, 1.0, 3.0]
     assert margin(values) == pytest.approx(by_book.margin(values))
+    for scale in (1e-200, 1e200):  # whose squares float64 does not hold
+        assert margin([scale * x for x in values]) == pytest.approx(scale * by_book.margin(values))
+    assert margin([1e12 + x for x in values]) == pytest.approx(by_book.margin(values), rel=1e-3)
     assert math.isnan(margin([]))
     assert math.isnan(margin([1.0, math.nan] * 4))
 

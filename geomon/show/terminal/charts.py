@@ -49,8 +49,10 @@ def build(panel: Lines, width: int, height: int) -> str:
     Returns:
         Lines of characters with colours of ANSI; "" if nothing was measured.
     """
-    import plotext
-
+    try:
+        import plotext
+    except ImportError as error:
+        raise ImportError("charts need plotext: pip install 'geomon[terminal]'") from error
     plotext.clear_figure()
     plotext.theme("clear")
     plotext.plotsize(width, height)
