@@ -82,7 +82,7 @@ class ModelParts:
         return join_anatomies(found)
 
     def check_probe(self, inputs: Any) -> None:
-        """Raise an error for inputs of which no pass can be made.
+        """Raise an error if no pass can be made over the inputs.
 
         Args:
             inputs: What a probe is given.

@@ -202,7 +202,7 @@ class Evaluator:
 
     @contextlib.contextmanager
     def _costing(self, name: str, unseen: dict[str, str], failed: dict[str, str]) -> Iterator[None]:
-        """Keep what a metric raises as the reason for what it has no value of."""
+        """Keep what a metric raises as the reason why it has no value."""
         try:
             yield
         except (MissingViewError, NoMarginError) as error:

@@ -66,7 +66,7 @@ class Metric:
         at_least: Fewest sequences of whose last tokens the metric is measured.
         degrees: Degrees of freedom of Student's distribution in margins: 7 with 8 groups of
             sequences; fewer if few rows decide, so that fewer groups say how a value scatters.
-        no_margin: Why a value that there is may have no margin.
+        no_margin: Why a value may lack its margin.
     """
 
     function: Callable[..., Any]

@@ -219,9 +219,9 @@ def scales_panel(readings: Readings) -> Lines:
 def map_panel(readings: Readings, metric: str) -> Matrix | None:
     """Collect a metric at every layer and step; None if it was not measured.
 
-    The scale begins at 0 where it can; it is logarithmic where the values lie far apart, and the
-    entropy of attention reaches up to that of uniform attention. Layer 0, the embedding, is left
-    out where it would take the scale for itself.
+    The scale begins at 0 if no value is negative, and is logarithmic if the values lie far apart.
+    The entropy of attention reaches up to uniform attention. Layer 0, the embedding, is left out if
+    it would take the scale for itself.
     """
     columns, layers, table, remark = _profiles(readings, metric)
     if not columns:

@@ -21,7 +21,7 @@ _UNKNOWN, _ZERO = -1, -2  # instead of the number of a projection
 
 
 class Layout(NamedTuple):
-    """Where the elements of a tensor lie in its storage, in bytes."""
+    """Layout of a tensor in its storage, in bytes."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]

@@ -264,9 +264,9 @@ def padding_arguments(anatomy: Anatomy) -> list[str]:
 def named_tensors(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the tensors that a module is given, by name, also those of one dict.
+    """Iterate over the tensors that a module is given, by name, and over those in a dict.
 
-    Positional ones are lost where there is no signature.
+    If `forward` has no signature, positional arguments have no name and are left out.
     """
     given = kwargs
     with contextlib.suppress(TypeError, ValueError):

@@ -180,10 +180,10 @@ class PassTokens:
         return None if tokens is None else _arranged(tokens, streams[1])
 
     def valid_at(self, shape: Shape, sequences: Tensor, places: Tensor) -> Tensor | None:
-        """Return which of the sampled queries of an attention are no padding.
+        """Return whether each sampled query of an attention is a real token.
 
         Returns:
-            False where a query is padding, [sequences, queries]; None if nothing says it.
+            False for padding, [sequences, queries]; None if the padding is not known.
         """
         valid = self.padding.valid(shape)
         return None if valid is None else valid[sequences].gather(1, places)

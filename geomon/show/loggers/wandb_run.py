@@ -178,10 +178,10 @@ class WandBRows:
         self._configure()
 
     def _watch_rows(self, run: Any) -> Callable[[], None]:
-        """Take notice of what others log to a run; returns a function that takes this away again.
+        """Watch what others log to a run, and return a function that stops watching.
 
-        W&B has no public way to hear of rows: the function behind `run.log` is replaced on this one
-        run. Where there is none, nothing is watched.
+        W&B offers no public hook for rows, so the function behind `run.log` is replaced on this
+        run. If the run has no such function, nothing is watched.
         """
         original, own = getattr(run, "_log", None), vars(run).get("_log")
         if original is None:
