@@ -4,10 +4,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
 from geomon.analysis.alerts import kind_of
@@ -279,7 +277,7 @@ def measured_heads(
     return [selected[row] for row in rows], layers, table[rows]
 
 
-# -- what loggers show, and arrays -----------------------------------------------------------------
+# -- what loggers show -----------------------------------------------------------------------------
 
 
 def cards_of(
@@ -312,23 +310,6 @@ def scales_of(readings: Iterable[Reading]) -> list[int]:
     """List the scales of gride, ascending: 32 for its part "k32"."""
     parts = {part for reading in readings for part in reading.column("gride").parts}
     return sorted(int(part[1:]) for part in parts if part[1:].isdigit())
-
-
-def arrays_by_step(readings: Readings, name: str, most: int) -> dict[int, dict[str, NDArray[Any]]]:
-    """Read the arrays that stand beside a record at a few steps, evenly spaced in logarithm."""
-    selected = single_source(readings)
-    if readings.folder is None or not selected:
-        return {}
-    source = selected[0].source
-    kept = set(readings.folder.steps(source))
-    known = [reading.step for reading in selected if reading.step in kept]
-    found = {step: readings.arrays(step, source) for step in spread_steps(known, most)}
-    return {step: arrays for step, arrays in found.items() if array_layers(arrays, name, readings)}
-
-
-def array_layers(arrays: Iterable[str], name: str, readings: Iterable[Reading]) -> list[int]:
-    """List the layers that an array of some name stands beside the record for."""
-    return [layer for layer in layers_of(readings) if tags.layer_tag(name, layer) in arrays]
 
 
 # -- scales and colours ----------------------------------------------------------------------------

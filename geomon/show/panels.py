@@ -19,7 +19,6 @@ AXES = {
     "step": ("training step (logarithmic)", True),
     "layer": ("layer (0 = what enters the first block)", False),
     "scale": ("scale k: distances to neighbours k and 2k (logarithmic)", True),
-    "rank": ("rank of the eigenvalue (logarithmic)", True),
 }
 
 # Largest number of steps at which profiles are drawn.
@@ -40,7 +39,7 @@ class Line:
 
     Attributes:
         name: What it is; "" to leave it out of the legend.
-        x: Steps, layers, scales or ranks, ascending.
+        x: Steps, layers or scales, ascending.
         y: Values; NaN if there is none.
         colour: Its colour, as "#RRGGBB".
         low: Lower ends of a band about it; empty for none.

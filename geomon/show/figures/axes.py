@@ -159,7 +159,7 @@ def _draw_line(place: Axes, line: Line, axis: StepAxis | None) -> None:
 
 
 def _number_axis(place: Axes, panel: Lines) -> None:
-    """Make the axis of layers, scales or ranks."""
+    """Make the axis of layers or scales."""
     style_axes(place)
     words, is_logarithmic = AXES[panel.over]
     place.set_xlabel(words, fontsize=10)
