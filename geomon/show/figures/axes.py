@@ -121,7 +121,7 @@ def _draw_lines(place: Axes, panel: Lines, legend: str) -> None:
         _mark_alerts(place, panel, axis)
     else:
         _number_axis(place, panel)
-    said = ["band: 95 % interval"] * panel.has_bands
+    said = [f"band: {panel.bands}"] * panel.has_bands
     said += ["logarithmic"] * panel.is_logarithmic
     place.set_ylabel(panel.label + f"\n({', '.join(said)})" * bool(said), fontsize=10)
     if panel.remark:

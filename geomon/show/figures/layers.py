@@ -11,7 +11,7 @@ from geomon.analysis.profile import bulge, peak_depth, profile_of
 from geomon.record import Readings
 from geomon.show import collect
 from geomon.show.figures import axes
-from geomon.show.panels import NotMeasuredError
+from geomon.show.panels import NotMeasuredError, ends_and_middle
 
 # What the figures show where no metric is asked for.
 _PROFILES = ("twonn", "anisotropy")
@@ -74,25 +74,26 @@ def map_figure(readings: Readings, metric: str | None = None) -> Figure:
 
 
 def heads_figure(readings: Readings, metric: str | None = None) -> Figure:
-    """Draw metrics by head and layer at the first, a middle and the last step, on a fixed scale.
+    """Draw metrics by head and layer at the first, the middle and the last step, on a fixed scale.
 
     The entropy of attention runs from 0 to that of uniform attention, cosines from -1 to 1, other
     metrics between their ends over the whole run.
     """
     wanted = [metric] if metric else _HEADS
-    found = {name: collect.head_panels(readings, name, _MOST_OF_HEADS) for name in wanted}
+    found = {name: collect.head_panels(readings, name, len(readings)) for name in wanted}
     rows = [found[name] for name in _choose(metric, _HEADS, found.get, place=" of single heads")]
     layers, heads = np.max([next(iter(row.values())).values.shape for row in rows], axis=0)
     size = min(max(1.2 + 0.34 * heads, 2.5), 5.0) + 0.6, min(max(1.2 + 0.32 * layers, 2.4), 6.5)
     figure = axes.new_figure(_MOST_OF_HEADS * size[0], len(rows) * size[1])
     grid = figure.subplots(len(rows), _MOST_OF_HEADS, squeeze=False)
     for places, row in zip(grid, rows, strict=True):
-        for place, (step, panel) in zip(places, row.items(), strict=False):
-            mesh = axes.draw_matrix(place, panel)
+        steps = ends_and_middle([*row])
+        for place, step in zip(places, steps, strict=False):
+            mesh = axes.draw_matrix(place, row[step])
             axes.caption(place, "", f"step {step:,}")
-        for place in places[len(row) :]:
+        for place in places[len(steps) :]:
             place.set_visible(False)
-        axes.add_bar(mesh, panel, places)
+        axes.add_bar(mesh, row[steps[-1]], places)
     return figure
 
 
