@@ -54,7 +54,8 @@ INNER = {
 # pages, two runs compared, the shape of profiles, what can be drawn over training and the alignment
 # of queries and keys.
 DOORS = {
-    "analysis.alerts", "analysis.bands", "analysis.curves", "analysis.numbers", "analysis.summary",
+    "analysis.alerts", "analysis.bands", "analysis.curves", "analysis.facts", "analysis.numbers",
+    "analysis.summary",
     "capture.model_parts", "capture.modes", "capture.shards", "capture.snapshot",
     "capture.unchanged",
     "distributed.mesh",

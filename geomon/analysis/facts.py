@@ -1,11 +1,13 @@
 """Facts of a run: each headline quantity now, at its peak and at its start, and how it goes."""
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from geomon.analysis.curves import single_source
-from geomon.analysis.phase import Phase
+from geomon.analysis.curves import Measured
+from geomon.analysis.phase import Phase, find_phase
 from geomon.analysis.quantities import Quantity, quantities_of
 from geomon.record import Reading, Readings
 
@@ -56,21 +58,60 @@ class Fact:
         return f"{self.quantity.words}: {'; '.join(parts)}."
 
 
+class FactLog:
+    """The curves of the headline quantities of a run: two numbers for each of them and reading.
+
+    Args:
+        runs: Descriptions of the starts of the run, which say how its metrics are called.
+    """
+
+    def __init__(self, runs: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._runs = [dict(run) for run in runs]
+        self._quantities: dict[str, Quantity] = {}
+        self._nulls: dict[str, str] = {}
+        # By source of the readings, tag and step. Sources see different tokens.
+        self._points: dict[str, dict[str, dict[int, Measured]]] = {}
+        self._counts: Counter[str] = Counter()
+
+    def add(self, reading: Reading) -> None:
+        """Take the next reading; the last one of a step counts."""
+        one = Readings(self._runs, [reading])
+        points = self._points.setdefault(reading.source, {})
+        self._counts[reading.source] += 1
+        for tag, quantity in quantities_of(one).items():
+            curve = quantity.curve(one)
+            if quantity.chart and quantity.metric and curve:
+                self._quantities[tag] = quantity
+                self._nulls[tag] = _null_words(one, quantity) or self._nulls.get(tag, "")
+                found = Measured(curve.values[0], curve.margins[0])
+                points.setdefault(tag, {})[reading.step] = found
+
+    def facts(self) -> list[Fact]:
+        """List the facts so far, of the source that the run used most."""
+        if not self._counts:
+            return []
+        points = self._points[max(reversed(self._counts), key=self._counts.__getitem__)]
+        found = []
+        for tag, quantity in self._quantities.items():
+            curve = sorted(points.get(tag, {}).items())
+            if curve:
+                steps, measured = [step for step, _ in curve], [each for _, each in curve]
+                phase = find_phase(steps, *zip(*measured, strict=True))
+                found.append(Fact(quantity, phase, self._nulls[tag]))
+        return found
+
+
 def facts_of(readings: Iterable[Reading]) -> list[Fact]:
     """List the facts of a run, one for each headline quantity that was measured.
 
     Args:
-        readings: Readings of a run, in any order. Those of the source that the run used most are
-            taken, of the main stack.
+        readings: Readings of a run, in the order in which they were written. Those of the source
+            that the run used most are taken, of the main stack.
     """
-    runs = readings.runs if isinstance(readings, Readings) else []
-    selected = Readings(runs, single_source(readings))
-    found = []
-    for quantity in quantities_of(selected).values():
-        curve = quantity.curve(selected)
-        if quantity.chart and quantity.metric and len(curve):
-            found.append(Fact(quantity, curve.phase(), _null_words(selected, quantity)))
-    return found
+    log = FactLog(readings.runs if isinstance(readings, Readings) else [])
+    for reading in readings:
+        log.add(reading)
+    return log.facts()
 
 
 def _null_words(readings: Readings, quantity: Quantity) -> str:
@@ -94,4 +135,4 @@ def null_of(readings: Readings, metric: str) -> tuple[float, str] | None:
     return None
 
 
-__all__ = ["DIMENSIONS", "Fact", "facts_of", "null_of"]
+__all__ = ["DIMENSIONS", "Fact", "FactLog", "facts_of", "null_of"]

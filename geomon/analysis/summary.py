@@ -1,6 +1,6 @@
 """A run in words: its alerts, and one sentence for each fact."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from geomon.analysis.alerts import first_alerts
 from geomon.analysis.curves import plain_curve, single_source
@@ -8,18 +8,19 @@ from geomon.analysis.facts import DIMENSIONS, Fact, facts_of
 from geomon.record import Reading, Readings
 
 
-def summarise(readings: Iterable[Reading]) -> list[str]:
+def summarise(readings: Iterable[Reading], facts: Sequence[Fact] | None = None) -> list[str]:
     """Describe a run in plain sentences: alerts first, then its facts (`facts_of`), then its cost.
 
     Args:
-        readings: Readings of a run, in any order.
+        readings: Readings of a run.
+        facts: Facts of the run; by default those of the readings, of which a page may keep few.
 
     Returns:
         Sentences, at least one; a metric that was not measured is not mentioned.
     """
     whole = readings if isinstance(readings, Readings) else Readings([], list(readings))
     selected = Readings(whole.runs, single_source(whole))
-    sentences = [fact.sentence for fact in facts_of(selected)]
+    sentences = [fact.sentence for fact in (facts_of(selected) if facts is None else facts)]
     if not sentences:
         count = len(selected)
         none = "No readings yet."

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geomon.analysis import summarise
+from geomon.analysis.facts import FactLog
 from geomon.record import RaisedAlert, Reading, Readings, Sink
 from geomon.record.headline import HEADLINE, Detail, check_detail
 from geomon.record.sinks import LoggerSink
@@ -27,8 +28,8 @@ _GROUP = f"{PREFIX}geomon"
 _GUIDE = (
     "**Where to look.** *Custom Scalars* opens on the intrinsic dimension with its 95 % interval; "
     "*Images* shows it over training, beside maps of layers, steps and heads; *Time Series* has "
-    f"both, in the last group, `{_GROUP}`. Readings are few: set *Smoothing* to 0. The words above "
-    "are of about four readings for each doubling of the step; `geomon summary` reads all."
+    f"both, in the last group, `{_GROUP}`. set its *Smoothing* to 0: what "
+    "geomon measures is not noisy, and a smoothed curve is late. *Custom Scalars* is not smoothed."
 )
 
 
@@ -130,12 +131,13 @@ class BoardText(RunDrawer):
         super().__init__(f"writing text for {name}", first_cost=0.0)
         self._writers = writers
         self._described: Mapping[str, Any] | None = None
+        self._facts = FactLog()
         self._noted: set[tuple[str, str]] = set()
 
     def describe(self, description: Mapping[str, Any]) -> None:
         """Take the description of the run, which is written with the first reading."""
         super().describe(description)
-        self._described = description
+        self._described, self._facts = description, FactLog([description])
 
     def write(self, reading: Reading) -> None:
         """Write what is new in the notes of a reading, and at some readings the run in words."""
@@ -146,6 +148,7 @@ class BoardText(RunDrawer):
         if new := [str(note) for kind, note in kinds.items() if kind not in self._noted]:
             self._post("3 notes", _bullets(new), reading.step)
         self._noted |= kinds.keys()
+        self._facts.add(reading)
         super().write(reading)
 
     def alert(self, alert: RaisedAlert) -> None:
@@ -156,7 +159,7 @@ class BoardText(RunDrawer):
             writer.flush()
 
     def _draw(self, readings: Readings, step: int) -> Iterator[Part]:
-        words = f"{_bullets(summarise(readings))}\n\n{_GUIDE}"
+        words = f"{_bullets(summarise(readings, self._facts.facts()))}\n\n{_GUIDE}"
         yield partial(self._post, "1 the run in words", words, step)
 
     def _post(self, name: str, text: str, step: int) -> None:

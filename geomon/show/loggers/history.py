@@ -67,8 +67,8 @@ class RunDrawer(abc.ABC):
 
     After an alert it draws with the next reading. Otherwise the number of drawings grows with the
     logarithm of the steps. While the run goes on they take at most 0.5 % of the time since the sink
-    was made: of a drawing those parts that there is time for, in their order. The last drawing has
-    all parts.
+    was made: of a drawing those parts that there is time for, in their order. The first part is
+    made with the first reading, whatever it takes, and the last drawing has all parts.
 
     Args:
         what: What it does, in words for messages.
@@ -130,7 +130,7 @@ class RunDrawer(abc.ABC):
         readings = self._history.readings()
         parts = self._draw(readings, step := readings[-1].step)
         failure: Exception | None = None
-        while last or self._is_within_share():
+        while last or not self._spent or self._is_within_share():
             self._next = max(_SECOND, 2 * step)
             began = time.perf_counter()
             try:

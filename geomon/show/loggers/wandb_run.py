@@ -3,18 +3,14 @@
 import atexit
 import functools
 import logging
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from msgspec.structs import replace
-
-from geomon.analysis import curve_of
-from geomon.record import RaisedAlert, Reading, Readings
-from geomon.record.columns import Column
+from geomon.analysis.facts import FactLog
+from geomon.record import RaisedAlert, Reading, Readings, tags
 from geomon.record.headline import HEADLINE, Charts, Detail
 from geomon.show.loggers.history import Part, RunDrawer
 from geomon.show.loggers.others import Alerts
@@ -271,10 +267,11 @@ def _call_at_finish(run: Any, function: Callable[[], None]) -> bool:
 
 
 class WandBSummary:
-    """Sink that keeps the key numbers of a run in the summary of a W&B run.
+    """Sink that keeps the key numbers of a run, and its facts, in the summary of a W&B run.
 
-    They are `geomon/phase`, `geomon/peak_step` and `geomon/peak` where the intrinsic dimension has
-    a peak, `geomon/final` (its last value) and `geomon/alerts` (their number so far).
+    They are `geomon/phase`, `geomon/peak_step` and `geomon/peak` if the intrinsic dimension has
+    fallen from a peak, `geomon/final` (its last value), `geomon/facts` (a sentence for each
+    headline quantity) and `geomon/alerts` (their number so far).
 
     Args:
         rows: Rows of the run.
@@ -282,32 +279,35 @@ class WandBSummary:
 
     def __init__(self, rows: WandBRows) -> None:
         self._rows = rows
-        self._measured: list[Reading] = []  # of which the dimension alone is kept
+        self._facts = FactLog()
         self._alerts = 0
 
     def __str__(self) -> str:
         return "the summary of the W&B run"
 
+    def describe(self, description: Mapping[str, Any]) -> None:
+        """Take the description of the run, which says how its metrics are called."""
+        self._facts = FactLog([description])
+
     def write(self, reading: Reading) -> None:
         """Bring the summary up to date."""
-        found = reading.column("twonn")
-        if math.isfinite(found.mean):
-            column = Column(mean=found.mean, mean_margin=found.mean_margin)
-            kept = replace(reading, stacks={"": {"twonn": column}}, training={}, notes=())
-            self._measured.append(kept)
+        self._facts.add(reading)
         run = self._rows.run
         if run is None:
             return
+        facts = self._facts.facts()
         numbers: dict[str, Any] = {"geomon/alerts": self._alerts}
-        if self._measured:
-            curve = curve_of(self._measured, "twonn")
-            phase = curve.phase()
-            numbers |= {
-                "geomon/phase": phase.name,
-                "geomon/peak_step": phase.peak.step if phase.has_fallen else None,
-                "geomon/peak": phase.peak.value if phase.has_fallen else None,
-                "geomon/final": curve.values[-1],
-            }
+        if facts:
+            numbers["geomon/facts"] = "\n".join(fact.sentence for fact in facts)
+        for fact in facts:
+            if fact.quantity.tag == tags.mean_tag("twonn"):
+                phase = fact.phase
+                numbers |= {
+                    "geomon/phase": phase.name,
+                    "geomon/peak_step": phase.peak.step if phase.has_fallen else None,
+                    "geomon/peak": phase.peak.value if phase.has_fallen else None,
+                    "geomon/final": phase.last.value,
+                }
         run.summary.update(numbers)
 
     def alert(self, alert: RaisedAlert) -> None:

@@ -258,6 +258,11 @@ def test_the_summary_holds_phase_peak_and_last_value_and_is_kept_up_to_date():
         found.append(dict(run.summary))
     assert found[3]["geomon/phase"] == "expanding"
     assert found[3]["geomon/peak_step"] is None
+    facts = run.summary.pop("geomon/facts")
+    assert facts == (
+        "twonn, mean over layers: 3.0 ± 0.2 at step 256, compressing, -1.0 ± 0.5 since step 128; "
+        "peak 8.0 ± 0.2 at step 32, start 2.0 ± 0.2 at step 0."
+    )
     assert run.summary == {
         "geomon/alerts": 0, "geomon/phase": "compressing", "geomon/peak_step": 32,
         "geomon/peak": 8.0, "geomon/final": 3.0,
