@@ -190,14 +190,17 @@ def _name_numbers(axis: Any, low: float, high: float) -> None:
 
 
 def _mark_alerts(place: Axes, panel: Lines, axis: StepAxis) -> None:
-    """Mark the steps of alerts with vertical lines, along which their kinds are written."""
-    for step, words in panel.alerts:
+    """Mark the steps of alerts with vertical lines, along which their kinds are written.
+
+    Every second one is written higher up: alerts often come close to one another.
+    """
+    for number, (step, words) in enumerate(panel.alerts):
         (at,) = axis.places([step])
         place.axvline(at, color=PURPLE, lw=1.2, ls=(0, (2, 1.5)), zorder=1)
         is_first = step == axis.steps[0]  # to the left of which the axis of values stands
         place.annotate(
-            words, (at, 0.02), xycoords=("data", "axes fraction"), rotation=90, va="bottom",
-            xytext=(1 if is_first else -1, 0), textcoords="offset points",
+            words, (at, 0.5 if number % 2 else 0.02), xycoords=("data", "axes fraction"),
+            rotation=90, va="bottom", xytext=(1 if is_first else -1, 0), textcoords="offset points",
             ha="left" if is_first else "right", fontsize=8, color=PURPLE, path_effects=_HALO,
         )  # fmt: skip
 
