@@ -18,13 +18,12 @@ from recipes.decoder.self_attention import attention_claims
 from recipes.decoder.shape_of_learning import shape_claims
 from recipes.decoder.spectral_phases import spectral_claims
 from recipes.decoder.stability import stability_claims
-from recipes.enwik8.data import Corpus
-from recipes.enwik8.windows import spread
+from recipes.enwik8.text import InputError, Text, spread
 from recipes.study.claim import Claim
 from recipes.study.experiment import Experiment, Runs, check_heads
 from recipes.study.model import Architecture, Transformer
 from recipes.study.text import next_characters, random_windows
-from recipes.study.training import RunError, Training, Watch, cosine_rate
+from recipes.study.training import Training, Watch, cosine_rate
 
 # What is asked for beyond the default metrics.
 _MORE = (
@@ -91,13 +90,13 @@ class Decoder(Experiment):
         """Check the options."""
         check_heads(self.width, self.heads)
         if self.warmup >= self.steps:
-            raise RunError(f"--warmup {self.warmup} leaves nothing of --steps {self.steps}")
+            raise InputError(f"--warmup {self.warmup} leaves nothing of --steps {self.steps}")
 
-    def training(self, kind: str, seed: int, corpus: Corpus | None) -> Training:
+    def training(self, kind: str, seed: int, corpus: Text | None) -> Training:
         """Build one training; torch's generator has the seed."""
         assert corpus is not None
         architecture = Architecture(self.layers, self.width, self.heads, self.context)
-        embedding = nn.Embedding(corpus.vocabulary_size, self.width)
+        embedding = nn.Embedding(corpus.vocabulary, self.width)
         model = Transformer(embedding, architecture)
         draw = random_windows(corpus.train, self.context + 1, self.batch)
         held_out = spread(corpus.validation, self.context + 1, _LOSS_WINDOWS)

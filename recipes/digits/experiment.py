@@ -18,7 +18,7 @@ from geomon.record import tags
 from recipes.digits.data import CLASSES, load
 from recipes.digits.figure import draw
 from recipes.digits.model import PATCHES, ConvolutionalNetwork, OneVectorPerImage, Patches
-from recipes.enwik8.data import Corpus
+from recipes.enwik8.text import InputError, Text
 from recipes.study.claim import Claim, over_seeds
 from recipes.study.experiment import Experiment, Runs
 from recipes.study.history import (
@@ -29,7 +29,7 @@ from recipes.study.history import (
     over_layers,
 )
 from recipes.study.model import Architecture, Transformer
-from recipes.study.training import RunError, Training, Watch
+from recipes.study.training import Training, Watch
 
 # Readings with one row for each image, beside those with one for each place.
 PER_IMAGE = "per_image"
@@ -65,12 +65,12 @@ class Digits(Experiment):
     def check(self) -> None:
         """Check the options."""
         if self.width % (2 * self.heads):
-            raise RunError(
+            raise InputError(
                 f"--width {self.width} cannot be shared among --heads {self.heads}: choose a "
                 f"multiple of {2 * self.heads}"
             )
 
-    def training(self, kind: str, seed: int, corpus: Corpus | None) -> Training:
+    def training(self, kind: str, seed: int, corpus: Text | None) -> Training:
         """Build one training; torch's generator has the seed."""
         images, held_out = load(seed)
         metrics = select("cosine", "cosine_centred", "drift_norm")

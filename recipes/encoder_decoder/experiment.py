@@ -15,8 +15,7 @@ from geomon import Reading, log_spaced, select
 from geomon.analysis.profile import bulge, peak_depth, profile_of
 from geomon.record.columns import Column
 from recipes.encoder_decoder.figure import draw
-from recipes.enwik8.data import Corpus
-from recipes.enwik8.windows import spread
+from recipes.enwik8.text import Text, spread
 from recipes.study.claim import Claim, over_seeds
 from recipes.study.experiment import Experiment, Runs, check_heads
 from recipes.study.history import History, over_layers
@@ -67,7 +66,7 @@ class EncoderDecoder(Experiment):
         """Check the options."""
         check_heads(self.width, self.heads)
 
-    def training(self, kind: str, seed: int, corpus: Corpus | None) -> Training:
+    def training(self, kind: str, seed: int, corpus: Text | None) -> Training:
         """Build one training; torch's generator has the seed."""
         assert corpus is not None
         uniform = kind == "decoder_uniform"
@@ -77,7 +76,7 @@ class EncoderDecoder(Experiment):
             deviation=0.02 * (768 / self.width) ** 0.5,  # GPT-2's at its width
         )  # fmt: skip
         # One id more than characters stands for a masked one.
-        model = Transformer(nn.Embedding(corpus.vocabulary_size + 1, self.width), architecture)
+        model = Transformer(nn.Embedding(corpus.vocabulary + 1, self.width), architecture)
         objective = next_characters if architecture.causal else masked_characters
         draw_windows = random_windows(corpus.train, self.context + 1, self.batch)
         held_out = spread(

@@ -1,22 +1,15 @@
 """`python -m recipes.faults`: make all trainings, compare the detectors, write the page."""
 
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
-from recipes.enwik8.extras import explain_missing
-
-if missing := explain_missing():
-    print(missing, file=sys.stderr)
-    sys.exit(2)
-
 import typer
 
 from geomon import read
 from geomon.analysis.alerts import find_alerts
-from recipes.enwik8.data import DataError, load
+from recipes.enwik8.text import InputError, load
 from recipes.faults.detectors import OF_MARGINS
 from recipes.faults.figure import odds_figure
 from recipes.faults.live import live_section, plan_live, read_live, run_live
@@ -38,7 +31,7 @@ from recipes.faults.results import (
 from recipes.faults.training import EACH_STEP, run_job
 from recipes.study.drawing import save_small
 from recipes.study.experiment import in_processes
-from recipes.study.training import RunError, is_finished
+from recipes.study.training import is_finished
 
 # What is compared in the tables of the faults.
 _COMPARED = ("loss", "gradient_norm", "geometry")
@@ -80,7 +73,7 @@ def main(
 
         in_processes(run_job, [(job, given, folder) for job in jobs], processes, report)
         in_processes(run_live, [(job, given, folder) for job in of_users], processes, report)
-    except (DataError, RunError, OSError) as error:
+    except (InputError, OSError) as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2) from error
     if live:

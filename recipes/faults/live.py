@@ -21,7 +21,7 @@ import torch
 from geomon import Monitor, read
 from geomon.distributed import RankGroup
 from geomon.monitor.planner import DEFAULT_SHARE, Account, Due, Planner
-from recipes.enwik8.data import Corpus
+from recipes.enwik8.text import Text
 from recipes.faults.kinds import FAULTS
 from recipes.faults.odds import Rate
 from recipes.faults.page import KINDS, located, share, spread
@@ -126,7 +126,7 @@ def plan_live(count: int, sizes: Sequence[str]) -> list[LiveJob]:
     return jobs
 
 
-def run_live(job: LiveJob, given: Corpus, folder: Path) -> None:
+def run_live(job: LiveJob, given: Text, folder: Path) -> None:
     """Make a run, and note which alerts stand in its record; a complete one is kept.
 
     Args:

@@ -4,7 +4,7 @@ import os
 import random
 import sysconfig
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,10 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig
 
-from recipes.enwik8.builtin_text import builtin_text
-from recipes.enwik8.data import Corpus, corpus_of
-from recipes.enwik8.model import configuration
-from recipes.enwik8.presets import PRESETS
+from recipes.enwik8.text import Text, carried_text, characters
+from recipes.enwik8.train import configuration
 
 # Bytes of the standard library's source that are a text of its own.
 _SOURCE_BYTES = 4_000_000
@@ -97,7 +95,7 @@ def draw_settings(size: str, number: int, *, block: str = "", text: str = "") ->
     )
 
 
-def load_text(name: str, given: Corpus) -> Corpus:
+def load_text(name: str, given: Text) -> Text:
     """Load a text.
 
     Args:
@@ -105,9 +103,9 @@ def load_text(name: str, given: Corpus) -> Corpus:
         given: The text that the recipe was given.
     """
     if name == "docs":
-        return corpus_of(builtin_text(), "Python's reference and docstrings")
+        return characters(carried_text(), "Python's reference and docstrings")
     if name == "code":
-        return corpus_of(_source_text(), "source of Python's standard library")
+        return characters(_source_text(), "source of Python's standard library")
     return given
 
 
@@ -132,10 +130,6 @@ def build_model(settings: Settings, vocabulary_size: int) -> nn.Module:
         vocabulary_size: Number of distinct characters.
     """
     sizes = SIZES[settings.size]
-    preset = replace(
-        PRESETS["cpu"], layers=settings.layers, width=sizes.width, heads=sizes.heads,
-        context=sizes.context,
-    )  # fmt: skip
     config: PretrainedConfig
     if settings.block == "mixtral":
         config = MixtralConfig(
@@ -145,7 +139,10 @@ def build_model(settings: Settings, vocabulary_size: int) -> nn.Module:
             num_key_value_heads=sizes.heads, bos_token_id=None, eos_token_id=None,
         )  # fmt: skip
     else:
-        config = configuration(settings.block, vocabulary_size, preset)
+        config = configuration(
+            settings.block, vocabulary_size,
+            {**sizes._asdict(), "layers": settings.layers, "dropout": 0.0},
+        )  # fmt: skip
     model: nn.Module = AutoModelForCausalLM.from_config(config)
     return model
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from geomon import Metric, MetricText, Monitor, log_spaced, select
 from geomon.analysis.bands import FIRST, WATCHED
-from recipes.enwik8.data import Corpus
+from recipes.enwik8.text import Text
 from recipes.faults.kinds import FAULTS, Fault
 from recipes.faults.spectra import UpdateEntropy, near_unit_modes, stable_ranks
 from recipes.faults.subject import (
@@ -104,7 +104,7 @@ class Job:
     verifies: bool = False
 
 
-def run_job(job: Job, given: Corpus, folder: Path) -> None:
+def run_job(job: Job, given: Text, folder: Path) -> None:
     """Make a healthy training and its branches; what is complete in the folder is kept.
 
     Args:
@@ -186,14 +186,14 @@ def copied_state(generator: torch.Generator) -> torch.Generator:
     return torch.Generator().set_state(generator.get_state())
 
 
-def new_subject(settings: Settings, corpus: Corpus) -> Subject:
+def new_subject(settings: Settings, corpus: Text) -> Subject:
     """Build a training; torch's generator has its seed.
 
     Args:
         settings: Settings of the training.
         corpus: Its text.
     """
-    model = build_model(settings, corpus.vocabulary_size)
+    model = build_model(settings, corpus.vocabulary)
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(

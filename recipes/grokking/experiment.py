@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typer import Option
 
 from geomon import every, select
-from recipes.enwik8.data import Corpus
+from recipes.enwik8.text import Text
 from recipes.grokking.data import LENGTH, Pairs, split, table, vocabulary_size
 from recipes.grokking.figure import draw
 from recipes.grokking.leads import (
@@ -83,7 +83,7 @@ class Grokking(Experiment):
         """Return the number of trainings of a kind."""
         return self.controls or seeds if kind == "control" else seeds
 
-    def training(self, kind: str, seed: int, corpus: Corpus | None) -> Training:
+    def training(self, kind: str, seed: int, corpus: Text | None) -> Training:
         """Build one training; torch's generator has the seed."""
         share = self.control_fraction if kind == "control" else self.fraction
         train, held_out = split(table(self.modulus), share, seed)

@@ -12,8 +12,7 @@ from typer import Option
 
 from geomon import every, select
 from geomon.record import tags
-from recipes.enwik8.data import Corpus
-from recipes.enwik8.windows import spread
+from recipes.enwik8.text import InputError, Text, spread
 from recipes.overfit.turns import Kind, first_turn
 from recipes.study.claim import Claim, over_seeds
 from recipes.study.drawing import BLUE, GREY, ORANGE, draw_seeds, explain_seeds, label_panel
@@ -23,7 +22,7 @@ from recipes.study.metrics import local_dimension
 from recipes.study.model import Architecture, Transformer
 from recipes.study.seeds import estimate
 from recipes.study.text import next_characters, random_windows
-from recipes.study.training import RunError, Training, Watch, warm_up
+from recipes.study.training import Training, Watch, warm_up
 
 HELD_OUT = tags.training_tag("held_out_loss")
 TRAIN = tags.training_tag("train_loss")
@@ -105,16 +104,16 @@ class Overfit(Experiment):
         """Check the options."""
         check_heads(self.width, self.heads)
         if self.few <= self.context:
-            raise RunError(
+            raise InputError(
                 f"--few {self.few} holds no window of --context {self.context}: give more"
             )
 
-    def training(self, kind: str, seed: int, corpus: Corpus | None) -> Training:
+    def training(self, kind: str, seed: int, corpus: Text | None) -> Training:
         """Build one training; torch's generator has the seed."""
         assert corpus is not None
         length = self.context + 1
         model = Transformer(
-            nn.Embedding(corpus.vocabulary_size, self.width),
+            nn.Embedding(corpus.vocabulary, self.width),
             Architecture(
                 self.layers, self.width, self.heads, self.context, alibi=True,
                 deviation=0.02 * (768 / self.width) ** 0.5,

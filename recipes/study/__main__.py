@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,20 +9,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from recipes.enwik8.extras import explain_missing
-
-if missing := explain_missing():
-    print(missing, file=sys.stderr)
-    sys.exit(2)
-
 import typer
 from typer import Argument, Option
 
 import recipes
-from recipes.enwik8.data import DataError, load
+from recipes.enwik8.text import InputError, load
 from recipes.study.experiment import Experiment, new_folder, show, train_all
 from recipes.study.page import newest_folders, write_page
-from recipes.study.training import RunError
 
 Out = Annotated[
     Path | None,
@@ -54,7 +46,7 @@ def one_line_errors() -> Iterator[None]:
     """Turn errors of bad input into one line of text and exit code 2."""
     try:
         yield
-    except (DataError, RunError, OSError) as error:
+    except (InputError, OSError) as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2) from error
 

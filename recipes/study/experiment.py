@@ -13,12 +13,11 @@ import torch
 from matplotlib.figure import Figure
 
 from geomon import read
-from recipes.enwik8.data import Corpus
+from recipes.enwik8.text import InputError, Text
 from recipes.study.claim import Claim, Results, save_results, verdict_line
 from recipes.study.drawing import save_small
 from recipes.study.history import History
 from recipes.study.training import (
-    RunError,
     Training,
     begin_training,
     finish_training,
@@ -83,7 +82,7 @@ class Experiment(ABC):
         """In which way the trainings differ in kind from the published ones."""
 
     @abstractmethod
-    def training(self, kind: str, seed: int, corpus: Corpus | None) -> Training:
+    def training(self, kind: str, seed: int, corpus: Text | None) -> Training:
         """Build one training; torch's generator has the seed.
 
         Args:
@@ -112,7 +111,7 @@ class Experiment(ABC):
         """Check the options; every one of itself is checked by its declaration.
 
         Raises:
-            RunError: No training can be made with them.
+            InputError: No training can be made with them.
         """
 
     def table(self, runs: Runs) -> Iterable[str]:
@@ -141,15 +140,15 @@ def check_heads(width: int, heads: int) -> None:
         heads: Number of heads.
 
     Raises:
-        RunError: They do not.
+        InputError: They do not.
     """
     if width % heads:
-        raise RunError(f"--width {width} cannot be shared among --heads {heads}: choose others")
+        raise InputError(f"--width {width} cannot be shared among --heads {heads}: choose others")
 
 
 def train_all(
     experiment: Experiment,
-    corpus: Corpus | None,
+    corpus: Text | None,
     *,
     seeds: int,
     folder: Path,
@@ -217,7 +216,7 @@ def in_processes(
 
 
 def train_one(
-    experiment: Experiment, kind: str, seed: int, corpus: Corpus | None, folder: Path
+    experiment: Experiment, kind: str, seed: int, corpus: Text | None, folder: Path
 ) -> None:
     """Make one training and leave its record; nothing is done where that is complete.
 

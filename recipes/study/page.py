@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from recipes.enwik8.text import InputError
 from recipes.study.claim import FILE_NAME, Claim, Results, Verdict, load_results
-from recipes.study.training import RunError
 
 # Papers in the order in which the page shows them; others follow, by their number.
 PAPERS = {
@@ -54,7 +54,7 @@ def write_page(folders: Iterable[Path], experiments: Sequence[str], page: Path) 
         Number of claims.
 
     Raises:
-        RunError: There are no claims, a folder holds none that can be read, or two folders hold
+        InputError: There are no claims, a folder holds none that can be read, or two folders hold
             the same experiment.
     """
     found: dict[str, tuple[Path, Results]] = {}
@@ -62,15 +62,15 @@ def write_page(folders: Iterable[Path], experiments: Sequence[str], page: Path) 
         try:
             results = load_results(folder)
         except ValueError as error:
-            raise RunError(str(error)) from error
+            raise InputError(str(error)) from error
         if results.experiment in found:
-            raise RunError(
+            raise InputError(
                 f"{found[results.experiment][0]} and {folder} both hold {results.experiment}: give "
                 "one folder for each experiment"
             )
         found[results.experiment] = folder, results
     if not found:
-        raise RunError("runs/ holds no claims: run an experiment first, make decoder")
+        raise InputError("runs/ holds no claims: run an experiment first, make decoder")
     everything = [results for _, results in found.values()]
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(render(everything, [each for each in experiments if each not in found], page))

@@ -13,12 +13,9 @@ from torch import Tensor, nn
 
 from geomon import Monitor
 from geomon.record import Record
+from recipes.enwik8.text import InputError
 
 _FINISHED = "finished.json"
-
-
-class RunError(ValueError):
-    """The experiment cannot be made as asked; one line says what was given, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +160,7 @@ def begin_training(folder: Path, settings: Mapping[str, Any]) -> bool:
         Whether there is something to do: not where the folder holds the complete training.
 
     Raises:
-        RunError: The folder holds a complete training with other settings, or another process
+        InputError: The folder holds a complete training with other settings, or another process
             trains there.
     """
     path = folder / _FINISHED
@@ -173,7 +170,7 @@ def begin_training(folder: Path, settings: Mapping[str, Any]) -> bool:
         if earlier == now:
             return False
         differing = sorted(n for n in {**earlier, **now} if earlier.get(n) != now.get(n))
-        raise RunError(
+        raise InputError(
             f"{folder} holds a training with another {', '.join(differing)}: choose another folder "
             "by --out"
         )
@@ -181,7 +178,7 @@ def begin_training(folder: Path, settings: Mapping[str, Any]) -> bool:
         try:
             record = Record(place)  # one process at a time
         except ValueError as error:
-            raise RunError(str(error)) from error
+            raise InputError(str(error)) from error
         for path in (*place.glob("readings*.jsonl"), *place.glob("arrays*/step_*.npz")):
             path.unlink()
         record.close()

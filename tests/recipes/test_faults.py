@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 
 from geomon import Monitor
-from recipes.enwik8.data import corpus_of
+from recipes.enwik8.text import characters
 from recipes.faults.detectors import DETECTORS, OF_MARGINS, Scores, score_all
 from recipes.faults.kinds import FAULTS
 from recipes.faults.odds import (
@@ -30,7 +30,7 @@ from recipes.faults.subject import Parts, draw_settings
 from recipes.faults.track import Place, Track
 from recipes.faults.training import copied, copied_state, fault_step, new_subject
 
-CORPUS = corpus_of(("the geometry of representations while a model trains. " * 400).encode(), "a")
+CORPUS = characters(("the geometry of representations while a model trains. " * 400).encode(), "a")
 
 
 def subject_of(block, seed=0):

@@ -21,11 +21,13 @@ from torch.utils.data import DataLoader
 from geomon import Memory, Monitor, every, read, scan, select
 from geomon.lightning import GeometryMonitor
 from geomon.sweep.inputs import digest
-from recipes.enwik8.model import CharacterDecoder, build
-from recipes.enwik8.presets import Preset
+from recipes.enwik8.train import PRESETS, Decoder
 
 STEPS = (2, 4, 6)
-PRESET = Preset(2, 32, 4, 24, 8, 6, 1, 1e-2, 0.1, "32-true")
+SETTINGS = PRESETS["cpu"] | {
+    "arch": "gpt2", "tokens": 50, "bytes_per_token": 1.0, "layers": 2, "width": 32, "context": 24,
+    "steps": 6, "warmup": 1, "learning_rate": 1e-2, "dropout": 0.1,
+}  # fmt: skip
 PROBE = batch(16, 24, seed=3)
 # One metric of each kind: of rows, of neighbours, of heads, of attention.
 CHOSEN = select("anisotropy", "qk_cosine", "attention_entropy", "max_logit")
@@ -37,7 +39,7 @@ def run(tmp_path_factory):
     """A run of the recipe's model with a checkpoint at every second step, and its live record."""
     folder = tmp_path_factory.mktemp("run")
     torch.manual_seed(0)
-    model = CharacterDecoder("gpt2", 50, PRESET)
+    model = Decoder(**SETTINGS)
     monitor = GeometryMonitor(
         probe=PROBE, schedule=every(2), tokens=192, directory=folder, metrics=CHOSEN
     )
@@ -54,7 +56,7 @@ def run(tmp_path_factory):
 def scanned(run, tmp_path_factory):
     """The folder of a scan over the checkpoints of the run."""
     folder = tmp_path_factory.mktemp("scan")
-    name = "recipes.enwik8.model:build"
+    name = "recipes.enwik8.train:Decoder"
     scan(name, checkpoints=run / "checkpoints", directory=folder, **SMALL)
     return folder
 
@@ -76,7 +78,7 @@ def test_a_scan_equals_the_live_record_to_the_last_digit(run, scanned):
             assert getattr(reading, name) == getattr(live[reading.step], name)
     first, scan_first = read(run).runs[0], readings.runs[0]
     assert scan_first["scan"] == {  # by which a scan that was ended goes on
-        "model": "recipes.enwik8.model:build", "checkpoints": str(run / "checkpoints"),
+        "model": "recipes.enwik8.train:Decoder", "checkpoints": str(run / "checkpoints"),
         "text": None, "inputs": digest(PROBE), "sequences": 64, "length": 128,
         "metrics": list(CHOSEN), "tokens": 192, "splits": 1, "queries": 1024, "seed": 0,
         "blocks": None,
@@ -238,7 +240,7 @@ def test_a_scan_that_was_ended_goes_on_where_it_was(run, scanned, tmp_path):
 
     def counted(**settings):
         loaded.append(None)
-        return build(**settings)
+        return Decoder(**settings)
 
     def go(sinks=()):
         return scan(counted, checkpoints=run / "checkpoints", directory=tmp_path,
@@ -270,7 +272,7 @@ def copy(run, folder, *, broken):
 
 def test_a_checkpoint_that_fails_is_named_left_out_and_tried_again(run, scanned, tmp_path, caplog):
     folder = copy(run, tmp_path / "checkpoints", broken=2)
-    readings = scan(build, checkpoints=folder, directory=tmp_path / "scan", **SMALL)
+    readings = scan(Decoder, checkpoints=folder, directory=tmp_path / "scan", **SMALL)
     assert [reading.step for reading in readings] == [4, 6]
     words = "epoch=0-step=2.ckpt (step 2): "
     assert [words in note for note in readings[0].words()].count(True) == 1
@@ -281,7 +283,7 @@ def test_a_checkpoint_that_fails_is_named_left_out_and_tried_again(run, scanned,
 
     (whole,) = (run / "checkpoints").glob("*step=2.ckpt")
     (folder / whole.name).write_bytes(whole.read_bytes())
-    again = scan(build, checkpoints=folder, directory=tmp_path / "scan", **SMALL)
+    again = scan(Decoder, checkpoints=folder, directory=tmp_path / "scan", **SMALL)
     assert [reading.step for reading in again] == [4, 6, 2]  # in the order of the file
     assert not list((tmp_path / "scan").glob("readings.*.jsonl"))
     assert again.mixed_at is None
@@ -289,12 +291,12 @@ def test_a_checkpoint_that_fails_is_named_left_out_and_tried_again(run, scanned,
     assert {reading.step: values(reading) for reading in again} == expected
 
 
-class Failing(CharacterDecoder):
+class Failing(Decoder):
     def forward(self, characters):
         raise RuntimeError("no such pass")
 
 
-class TooLong(CharacterDecoder):
+class TooLong(Decoder):
     def forward(self, characters):
         raise IndexError("index out of range in self")
 
@@ -302,12 +304,12 @@ class TooLong(CharacterDecoder):
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda **settings: CharacterDecoder("gpt2", 49, PRESET),
+        (lambda **settings: Decoder(**(settings | {"tokens": 49})),
          r"no checkpoint.*step=2.*are not those of the model that was built.*with 2 more"),
         (lambda **settings: 3, "the function built a int: expected a torch module"),
-        (lambda **settings: TooLong("gpt2", 50, PRESET), "IndexError: .*; sequences may be longer"),
+        (TooLong, "IndexError: .*; sequences may be longer"),
         (lambda arch: None, r"called with the hyper-parameters in the file \(\w+, \w+"),
-        (lambda **settings: Failing("gpt2", 50, PRESET), "RuntimeError: no such pass"),
+        (Failing, "RuntimeError: no such pass"),
     ],
 )  # fmt: skip
 def test_where_every_checkpoint_fails_the_first_reason_is_the_error(run, tmp_path, build, words):
@@ -330,7 +332,7 @@ class Broken(Memory):
 def test_a_sink_that_fails_is_a_warning_and_the_record_goes_on(run, scanned, tmp_path, caplog):
     sink = Broken()
     given = {**SMALL, "sinks": [sink]}
-    readings = scan(build, checkpoints=run / "checkpoints", directory=tmp_path, **given)
+    readings = scan(Decoder, checkpoints=run / "checkpoints", directory=tmp_path, **given)
     assert sink.closed
     assert [values(one) for one in readings] == [values(one) for one in read(scanned)]
     assert "Broken failed; the record goes on: gone" in caplog.text
@@ -341,7 +343,7 @@ def test_one_model_is_in_memory_at_a_time(run, tmp_path):
 
     def watched(**settings):
         most.append(len(alive))
-        model = build(**settings)
+        model = Decoder(**settings)
         alive.add(model)
         return model
 
@@ -353,21 +355,21 @@ def test_one_model_is_in_memory_at_a_time(run, tmp_path):
 def test_another_scan_or_a_training_in_the_folder_is_refused(run, scanned, tmp_path):
     before = (scanned / "readings.jsonl").read_bytes()
     with pytest.raises(ValueError, match="holds a scan with other inputs and seed: choose another"):
-        scan(build, checkpoints=run / "checkpoints", directory=scanned,
+        scan(Decoder, checkpoints=run / "checkpoints", directory=scanned,
              **{**SMALL, "inputs": PROBE + 1, "seed": 1})  # fmt: skip
     assert (scanned / "readings.jsonl").read_bytes() == before
     (tmp_path / "readings.jsonl").touch()  # of a run that has read nothing: anybody's
-    assert len(scan(build, checkpoints=run / "checkpoints", directory=tmp_path, **SMALL)) == 3
+    assert len(scan(Decoder, checkpoints=run / "checkpoints", directory=tmp_path, **SMALL)) == 3
     live = (run / "readings.jsonl").read_bytes()
     with pytest.raises(ValueError, match="holds the record of a training"):
-        scan(build, checkpoints=run / "checkpoints", directory=run, **SMALL)
+        scan(Decoder, checkpoints=run / "checkpoints", directory=run, **SMALL)
     assert (run / "readings.jsonl").read_bytes() == live
 
 
 def test_warnings_of_the_same_kind_come_once_and_nothing_stays(run, tmp_path, caplog):
     logger, state = logging.getLogger("geomon"), torch.get_rng_state()
     filters = list(logger.filters)
-    scan(build, checkpoints=run / "checkpoints", directory=tmp_path, inputs=PROBE,
+    scan(Decoder, checkpoints=run / "checkpoints", directory=tmp_path, inputs=PROBE,
          metrics=CHOSEN)  # fmt: skip
     few = [r for r in caplog.records if "fewer than tokens=4096" in r.getMessage()]
     assert len(few) == 1
@@ -379,7 +381,7 @@ def test_warnings_of_the_same_kind_come_once_and_nothing_stays(run, tmp_path, ca
     ("arguments", "words"),
     [
         ({"model": transformer("gpt2")}, "give a function that builds it"),
-        ({"model": "recipes.enwik8.model:none", "checkpoints": "x"}, "cannot be imported"),
+        ({"model": "recipes.enwik8.train:none", "checkpoints": "x"}, "cannot be imported"),
         ({"model": "math:pi", "checkpoints": "x"}, "math:pi is no function"),
         *(({"model": "a", name: 0}, f"{name} is a whole number")
           for name in ("tokens", "splits", "sequences", "length")),

@@ -10,10 +10,11 @@ from geomon.analysis.numbers import number, with_margin
 from geomon.analysis.summary import alert_sentences, estimates, headline
 from geomon.record import Reading, Readings
 from geomon.record.printable import printable
+from geomon.record.sinks import Memory
 from geomon.show.collect import furthest_loss
 
 try:
-    from rich.console import Group
+    from rich.console import Console, Group
     from rich.table import Table
     from rich.text import Text
 except ImportError as error:
@@ -131,6 +132,16 @@ def format_line(reading: Reading, readings: Readings | Sequence[Reading]) -> str
     if math.isfinite(reading.column("twonn").mean) and phase != "unknown":
         parts[0] += f" ({phase})"
     return f"step {reading.step}: {', '.join(parts) or f'{len(reading.values)} values'}"
+
+
+class Printer(Memory):
+    """Sink that prints each reading as one line, as `format_line` words it."""
+
+    def write(self, reading: Reading) -> None:
+        """Print a reading."""
+        super().write(reading)
+        shown = Readings([], list(self.readings)).of_stack()
+        Console(soft_wrap=True).print(safe(format_line(shown[-1], shown)))
 
 
 def safe(words: str, style: str = "") -> Text:
