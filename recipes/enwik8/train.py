@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,30 @@ def bits(logits: Tensor, tokens: Tensor, bytes_per_token: float = 1.0) -> Tensor
     return nats / (math.log(2) * bytes_per_token)
 
 
+def adamw(
+    model: torch.nn.Module, learning_rate: float, *, decay: float = 0.1, of_vectors: float = 0.0,
+    betas: tuple[float, float] = (0.9, 0.95),
+) -> torch.optim.AdamW:  # fmt: skip
+    """Make an AdamW that decays matrices, and vectors (biases, gains of norms) only if asked to."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": of_vectors},
+    ]
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas)
+
+
+def cosine_rate(warmup: int, steps: int) -> Callable[[int], float]:
+    """Make the schedule of a learning rate: a warm-up, then a cosine that ends at a tenth."""
+
+    def rate(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        done = min(1.0, (step - warmup) / max(1, steps - warmup))
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+
+    return rate
+
+
 class Decoder(L.LightningModule):
     """Next-token prediction with AdamW, a warm-up, and a cosine that ends at a tenth.
 
@@ -124,20 +148,10 @@ class Decoder(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        """Make AdamW without weight decay on biases and norms; the rate changes at every step."""
-        steps, warmup = self.hparams["steps"], self.hparams["warmup"]
-
-        def rate(step: int) -> float:
-            if step < warmup:
-                return (step + 1) / warmup
-            done = min(1.0, (step - warmup) / max(1, steps - warmup))
-            return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
-
-        groups = [
-            {"params": [p for p in self.parameters() if p.ndim >= 2], "weight_decay": 0.1},
-            {"params": [p for p in self.parameters() if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=self.hparams["learning_rate"], betas=(0.9, 0.95))
+        """Make AdamW; the rate changes at every step."""
+        run = self.hparams
+        optimizer = adamw(self, run["learning_rate"])
+        rate = cosine_rate(run["warmup"], run["steps"])
         return [optimizer], [{"scheduler": LambdaLR(optimizer, rate), "interval": "step"}]
 
 

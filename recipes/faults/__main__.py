@@ -10,7 +10,7 @@ import typer
 from geomon import read
 from geomon.analysis.alerts import find_alerts
 from recipes.enwik8.text import InputError, load
-from recipes.faults.detectors import OF_MARGINS
+from recipes.faults.detectors import DETECTORS, OF_MARGINS
 from recipes.faults.figure import odds_figure
 from recipes.faults.live import live_section, plan_live, read_live, run_live
 from recipes.faults.page import Verified, write
@@ -22,9 +22,7 @@ from recipes.faults.plan import (
     plan_verification,
 )
 from recipes.faults.results import (
-    SCHEDULES,
     evaluate,
-    evaluate_all,
     score_full,
     score_trainings,
 )
@@ -89,18 +87,25 @@ def show(folder: Path, page: Path) -> None:
         folder: Folder of the trainings.
         page: Path of the page; the picture is `pictures/warnings.png` beside it.
     """
-    every_step = score_trainings(folder, SCHEDULES[0])
-    main_text = [each for each in every_step if each.number not in OTHER_TEXT]
-    healthy = [each for each in main_text if each.fault is None]
-    faulty = [each for each in every_step if each.number in OTHER_TEXT and each.fault is not None]
-    loose, strict = (evaluate_all(main_text, rate) for rate in (_LOOSE, _STRICT))
-    compared = {name: strict[name] for name in _COMPARED}
-    compared["geometry"] = evaluate(main_text, "geometry", _STRICT, limit=1.0)
-    sparse = {SCHEDULES[0]: compared}
-    for schedule in SCHEDULES[1:]:
-        scored = score_trainings(folder, schedule, ("geometry",))
-        own = [each for each in scored if each.number not in OTHER_TEXT]
-        sparse[schedule] = {"geometry": evaluate(own, "geometry", _STRICT, limit=1.0)}
+    scored = score_trainings(folder)
+    main_text, other = (
+        {
+            schedule: [each for each in own if (each.track.number in OTHER_TEXT) == wanted]
+            for schedule, own in scored.items()
+        }
+        for wanted in (False, True)
+    )
+    every_step = main_text["each step"]
+    loose, strict = (
+        {name: evaluate(every_step, name, rate) for name in DETECTORS} for rate in (_LOOSE, _STRICT)
+    )
+    sparse = {
+        schedule: {"geometry": evaluate(own, "geometry", _STRICT, limit=1.0)}
+        for schedule, own in main_text.items()
+    }
+    compared = {name: strict[name] for name in _COMPARED} | sparse["each step"]
+    healthy = [each for each in every_step if each.fault is None]
+    faulty = [each for each in other["each step"] if each.fault is not None]
     others = {
         name: evaluate([*healthy, *faulty], name, _STRICT, limit=result.limit)
         for name, result in compared.items()

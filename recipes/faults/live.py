@@ -6,28 +6,24 @@ geomon is asked what it would do at the costs that were measured on usual batche
 follows that plan.
 """
 
-import contextlib
 import json
 import logging
-import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from geomon import Monitor, read
 from geomon.distributed import RankGroup
 from geomon.monitor.planner import DEFAULT_SHARE, Account, Due, Planner
 from recipes.enwik8.text import Text
-from recipes.faults.kinds import FAULTS
+from recipes.faults.kinds import FAULTS, Planted
 from recipes.faults.odds import Rate
 from recipes.faults.page import KINDS, located, share, spread
 from recipes.faults.results import Outcome
 from recipes.faults.subject import Settings, draw_settings, load_text
-from recipes.faults.training import fault_step, new_subject
+from recipes.faults.training import fault_step, new_subject, plant, train
 from recipes.study.training import begin_training, finish_training, is_finished
 
 # Numbers of these trainings: no limit was chosen with any of them.
@@ -141,37 +137,26 @@ def run_live(job: LiveJob, given: Text, folder: Path) -> None:
     began = time.process_time()
     if not begin_training(place, description):
         return
-    torch.manual_seed(settings.number)
-    subject = new_subject(settings, corpus)
-    generator = torch.Generator().manual_seed(settings.number)
+    subject, generator = new_subject(settings, corpus)
     first = fault_step(settings, FAULTS[job.fault]) if job.fault else job.steps
-    planted, monitors = None, {}
+    planted, monitors = Planted(), {}
     for number, (batches, costs) in enumerate(BATCHES.items()):
         read_at, checked_at = plan(costs, job.steps)
         monitors[batches] = Monitor(
             subject.model, directory=place / str(number), schedule=read_at.__contains__,
             checks=checked_at.__contains__, arrays=False,
         )  # fmt: skip
-    for step in range(min(job.steps, first + AFTER)):
+
+    def before(step: int) -> None:
+        nonlocal planted
         if step == first:
-            chance = random.Random(f"{settings.name} {job.fault} where")
-            planted = FAULTS[job.fault].plant(subject, chance)
-        if planted is not None:
-            planted.each_step(step - first)
-        windows = subject.draw(generator)
-        with contextlib.ExitStack() as stack:
-            for monitor in monitors.values():
-                stack.enter_context(monitor(step))
-            loss = subject.loss(subject.model, windows)
-        subject.optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(subject.model.parameters(), 1.0)
-        for group in subject.optimizer.param_groups:
-            group["lr"] = settings.learning_rate * subject.rate(step)
-        subject.optimizer.step()
+            planted = plant(FAULTS[job.fault], subject, settings)
+        planted.each_step(step - first)
+
+    steps = range(min(job.steps, first + AFTER))
+    train(subject, generator, steps, list(monitors.values()), before=before, logs=False)
     alerts, readings = {}, {}
     for batches, monitor in monitors.items():
-        monitor.close()
         assert monitor.path is not None
         record = read(monitor.path)
         readings[batches] = len(record)
@@ -180,8 +165,8 @@ def run_live(job: LiveJob, given: Text, folder: Path) -> None:
             for alert in record.alerts
         ]
     found = {
-        "first": first, "block": planted and planted.block, "size": settings.size,
-        "fault": job.fault, "last": step, "alerts": alerts, "readings": readings,
+        "first": first, "block": planted.block, "size": settings.size,
+        "fault": job.fault, "last": steps[-1], "alerts": alerts, "readings": readings,
     }  # fmt: skip
     (place / _RESULT).write_text(json.dumps(found) + "\n")
     finish_training(place, description, began)

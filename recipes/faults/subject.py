@@ -232,13 +232,15 @@ class Subject:
         optimizer: AdamW.
         draw: Function that draws a batch of windows, int64 [sequences, context + 1].
         loss: Function of the model and of windows.
-        rate: Function from a step to the factor of the highest learning rate.
+        learning_rate: Highest learning rate.
+        rate: Function from a step to the share of it.
     """
 
     model: nn.Module
     optimizer: torch.optim.AdamW
     draw: Callable[[torch.Generator], Tensor]
     loss: Callable[[nn.Module, Tensor], Tensor]
+    learning_rate: float
     rate: Callable[[int], float]
 
 

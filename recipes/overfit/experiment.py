@@ -14,7 +14,7 @@ from geomon import every, select
 from geomon.record import tags
 from recipes.enwik8.text import InputError, Text, spread
 from recipes.overfit.turns import Kind, first_turn
-from recipes.study.claim import Claim, over_seeds
+from recipes.study.claim import Claim, Question, answers
 from recipes.study.drawing import BLUE, GREY, ORANGE, draw_seeds, explain_seeds, label_panel
 from recipes.study.experiment import Experiment, Runs, check_heads
 from recipes.study.history import History
@@ -147,50 +147,8 @@ class Overfit(Experiment):
     def claims(self, runs: Runs) -> Iterable[Claim]:
         """Measure what papers assert."""
         few, plenty = (runs.of(kind) for kind in self.kinds)
-        local = WATCHED[0]
-        ask = partial(Claim, source=_SOURCE)
-        share = "share of the seeds with a trough after the first peak"
-        yield ask(
-            "local_dimension_turns",
-            "Trained on few texts the local dimension of the last layer reaches a minimum and "
-            "rises again.",
-            quantity=share,
-            values=over_seeds(few, lambda h: geometry_turn(h, local) is not None),
-            above=0.5,
-            counted=True,
-        )
-        yield ask(
-            "local_dimension_turns_with_overfitting_alone",
-            "On plenty of text, without overfitting, it does not rise again.",
-            quantity=share,
-            values=over_seeds(plenty, lambda h: geometry_turn(h, local) is not None),
-            below=0.5,
-            counted=True,
-        )
-        yield ask(
-            "local_dimension_turns_before_the_loss",
-            "The local dimension of the last layer turns before the held-out loss.",
-            quantity="lead in steps",
-            values=tuple(leads(few, local)),
-            above=0,
-        )
-        quantity = "rise of the held-out loss from its lowest value, in nats"
-        yield ask(
-            "few_texts_overfit",
-            "Trained on few texts the model overfits.",
-            quantity=quantity,
-            values=over_seeds(few, rise_of_loss),
-            above=_OVERFITTED,
-            ours=True,
-        )
-        yield ask(
-            "plenty_of_text_does_not_overfit",
-            "In the same number of steps on plenty of text it does not: the control.",
-            quantity=quantity,
-            values=over_seeds(plenty, rise_of_loss),
-            below=_OVERFITTED,
-            ours=True,
-        )
+        yield from answers(OF_FEW, few)
+        yield from answers(OF_PLENTY, plenty)
 
     def figures(self, runs: Runs) -> Mapping[str, Figure]:
         """Draw the records."""
@@ -273,6 +231,37 @@ def rise_of_loss(history: History) -> float:
     """
     values = history.values(HELD_OUT)
     return values[-1] - min(values)
+
+
+def _turns(history: History) -> bool:
+    return geometry_turn(history, WATCHED[0]) is not None
+
+
+_SHARE = "share of the seeds with a trough after the first peak"
+_RISE = "rise of the held-out loss from its lowest value, in nats"
+OF_FEW: list[Question] = [
+    (Claim("local_dimension_turns",
+           "Trained on few texts the local dimension of the last layer reaches a minimum and rises "
+           "again.", _SOURCE, _SHARE, above=0.5, counted=True),
+     _turns),
+    (Claim("local_dimension_turns_before_the_loss",
+           "The local dimension of the last layer turns before the held-out loss.", _SOURCE,
+           "lead in steps", above=0),
+     lambda history: leads([history], WATCHED[0])),
+    (Claim("few_texts_overfit", "Trained on few texts the model overfits.", _SOURCE, _RISE,
+           above=_OVERFITTED, ours=True),
+     rise_of_loss),
+]  # fmt: skip
+OF_PLENTY: list[Question] = [
+    (Claim("local_dimension_turns_with_overfitting_alone",
+           "On plenty of text, without overfitting, it does not rise again.", _SOURCE, _SHARE,
+           below=0.5, counted=True),
+     _turns),
+    (Claim("plenty_of_text_does_not_overfit",
+           "In the same number of steps on plenty of text it does not: the control.", _SOURCE,
+           _RISE, below=_OVERFITTED, ours=True),
+     rise_of_loss),
+]  # fmt: skip
 
 
 def draw(few: Sequence[History], plenty: Sequence[History]) -> Figure:

@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
 import recipes
 from recipes.enwik8.text import InputError, load
-from recipes.study.experiment import Experiment, new_folder, show, train_all
-from recipes.study.page import newest_folders, write_page
+from recipes.study.experiment import Experiment, show, train_all
+from recipes.study.page import write_page
 
 Out = Annotated[
     Path | None,
-    Option(help="Folder; what is complete there is kept. Default: the first of runs/NAME, "
-           "runs/NAME-2, ... that is free."),
+    Option(help="Folder; what is complete there is kept. Default: runs/NAME."),
 ]  # fmt: skip
 Text = Annotated[str | None, Option(help="Text, as `make enwik8` takes it.")]
 Processes = Annotated[int, Option(min=1, help="Trainings side by side.")]
@@ -79,7 +78,7 @@ def command_of(experiment: type[Experiment]) -> Callable[..., None]:
             if chosen.characters:
                 corpus = load(data, minimum=chosen.characters)
                 print(f"text: {corpus.source}", flush=True)
-            folder = out or new_folder(chosen.name)
+            folder = out or Path("runs") / chosen.name
             train_all(
                 chosen, corpus, seeds=seeds, folder=folder, processes=processes,
                 report=print_progress(),
@@ -105,15 +104,12 @@ def command_of(experiment: type[Experiment]) -> Callable[..., None]:
 
 @app.command()
 def claims(
-    folders: Annotated[
-        list[Path] | None,
-        Argument(help="Folders with claims.json. Default: of each experiment in runs/ the newest."),
-    ] = None,
+    runs: Annotated[Path, Option(help="Folder of the experiments.")] = Path("runs"),
     out: Annotated[Path, Option("--out", "-o", help="The page.")] = Path("docs/claims.md"),
 ) -> None:
     """Write the page of all claims from what the experiments left."""
     with one_line_errors():
-        count = write_page(folders or newest_folders(Path("runs")), sorted(experiments()), out)
+        count = write_page(runs, experiments(), out)
     print(f"{count} claims: {out}")
 
 

@@ -260,16 +260,3 @@ def show(experiment: Experiment, folder: Path) -> None:
         print(f"figure: {save_small(figure, folder / f'{name}.png')}")
     print(f"claims: {save_results(results, folder)}")
     print(f"records: in {folder}; geomon watch shows one")
-
-
-def new_folder(name: str) -> Path:
-    """Find the first free folder of runs/NAME, runs/NAME-2, ...
-
-    Args:
-        name: Name of the experiment.
-    """
-    folder, number = Path("runs") / name, 1
-    while folder.exists():
-        number += 1
-        folder = Path("runs") / f"{name}-{number}"
-    return folder

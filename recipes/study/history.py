@@ -115,6 +115,15 @@ def over_layers(
     return summary(profile_of(reading, metric)[1:])
 
 
+def gain(measure: Callable[[Reading], float]) -> Callable[[History], float]:
+    """Make the function that gives a number of the last reading minus that of the first.
+
+    Args:
+        measure: Function from a reading to the number.
+    """
+    return lambda history: measure(history.last) - measure(history.first)
+
+
 def growth(history: History, metric: str) -> list[float]:
     """Compute the value at the end minus that at step 0, for each block's output.
 

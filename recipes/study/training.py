@@ -1,7 +1,6 @@
 """The one training loop, with monitors beside it, and a folder for what it leaves."""
 
 import json
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from geomon import Monitor
 from geomon.record import Record
 from recipes.enwik8.text import InputError
+from recipes.enwik8.train import adamw
 
 _FINISHED = "finished.json"
 
@@ -78,7 +78,11 @@ def fit(training: Training, folder: Path, seed: int) -> None:
         folder: Folder of the records.
         seed: Seed of the batches and of the sampled rows.
     """
-    optimizer = adamw(training)
+    decay = training.weight_decay
+    optimizer = adamw(
+        training.model, training.learning_rate, decay=decay,
+        of_vectors=decay if training.decays_all else 0.0, betas=training.betas,
+    )  # fmt: skip
     monitors = [
         Monitor(
             watch.model, metrics=watch.metrics, probe=watch.probe, tokens=watch.rows, splits=1,
@@ -98,46 +102,31 @@ def fit(training: Training, folder: Path, seed: int) -> None:
             ends = ends or training.is_solved(values)
         if ends:
             break
-        optimizer.zero_grad()
-        training.loss(generator).backward()
-        torch.nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = training.learning_rate * training.rate(step)
-        optimizer.step()
+        rate = training.learning_rate * training.rate(step)
+        update(training.model, optimizer, training.loss(generator), rate)
     for monitor in monitors:
         monitor.close()
 
 
-def adamw(training: Training) -> torch.optim.AdamW:
-    """Make an AdamW that decays matrices, and biases and norms where it is asked to.
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, rate: float) -> Tensor:
+    """Make one update of the weights, with gradients of a norm of at most 1.
 
     Args:
-        training: The training.
+        model: The model.
+        optimizer: Its optimizer.
+        loss: The loss of a batch.
+        rate: Learning rate of the update.
+
+    Returns:
+        Norm of the gradients before they were clipped.
     """
-    parameters = list(training.model.parameters())
-    others = training.weight_decay if training.decays_all else 0.0
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": training.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": others},
-    ]
-    return torch.optim.AdamW(groups, lr=training.learning_rate, betas=training.betas)
-
-
-def cosine_rate(warmup: int, steps: int) -> Callable[[int], float]:
-    """Make the schedule of a learning rate: a warm-up, then a cosine that ends at a tenth.
-
-    Args:
-        warmup: Number of updates until the learning rate is at its highest.
-        steps: Number of updates of the training.
-    """
-
-    def rate(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        done = (step - warmup) / max(1, steps - warmup)
-        return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
-
-    return rate
+    optimizer.zero_grad()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    return norm
 
 
 def warm_up(updates: int) -> Callable[[int], float]:
