@@ -39,21 +39,11 @@ class Series:
     readings: Sequence[Reading]
 
     def values(self, metric: str, layer: int = OUTPUT, part: str = "") -> list[float]:
-        """Collect the values of a metric by level.
-
-        Args:
-            metric: Name of the metric.
-            layer: 0 for what enters the block, 1 for what leaves it and for its attention.
-            part: Name of a part of it; "" for its value.
-        """
+        """Collect the values of a metric by level."""
         return [reading.column(metric, part).at(layer) for reading in self.readings]
 
     def heads(self, metric: str) -> list[list[float]]:
-        """Collect the values of all heads by level.
-
-        Args:
-            metric: Name of the metric.
-        """
+        """Collect the values of all heads by level."""
         return [list(reading.column(metric).by_head().values()) for reading in self.readings]
 
 
@@ -62,9 +52,6 @@ def least_gain(series: Series) -> float:
 
     The cosines of input and output both end at 1 as the bias grows: their plain difference is then
     near 0 whatever the block does.
-
-    Args:
-        series: Readings of a block.
 
     Returns:
         The smallest gain over levels.
@@ -110,10 +97,6 @@ def questions(tokens: int, head_width: int) -> list[tuple[bool, Claim, Callable[
 
     That the norm of the average output meets that of the inputs is not asked: behind its last norm
     a post-norm block has a mean norm of sqrt(width), and inputs pass that with their bias.
-
-    Args:
-        tokens: Number of tokens that a reading stands on.
-        head_width: Width of one head.
 
     Returns:
         For each whether it is asked of other blocks than the paper's too, the claim, and the
@@ -180,14 +163,7 @@ def questions(tokens: int, head_width: int) -> list[tuple[bool, Claim, Callable[
 def bias_claims(
     kind: str, seeds: Sequence[Sequence[Series]], tokens: int, head_width: int
 ) -> Iterable[Claim]:
-    """Answer the questions for one kind of block; only answers on the paper's are the paper's.
-
-    Args:
-        kind: Kind of the block.
-        seeds: Series of all directions, of each seed: one value is the mean over directions.
-        tokens: Number of tokens that a reading stands on.
-        head_width: Width of one head.
-    """
+    """Answer the questions for one kind of block; only answers on the paper's are the paper's."""
     is_theirs = kind == "post_norm"
     for elsewhere, claim, measure in questions(tokens, head_width):
         if is_theirs or elsewhere:

@@ -170,10 +170,6 @@ class BiasDrift(Experiment):
 def bias_folder(level: float, direction: int) -> str:
     """Name the folder of a level of bias; without bias it is the same for all directions.
 
-    Args:
-        level: Norm of the bias.
-        direction: Number of its direction.
-
     Example:
         >>> bias_folder(0.5, 1), bias_folder(0.0, 1)
         ('direction_1/bias_0.5', 'bias_0')

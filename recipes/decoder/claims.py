@@ -88,12 +88,7 @@ def shape_questions() -> list[Question]:
 
 
 def attention_questions(width: int, head_width: int) -> list[Question]:
-    """List what Godey et al. assert of cosines, drift, queries, keys and attention.
-
-    Args:
-        width: Width of the hidden states.
-        head_width: Width of one head.
-    """
+    """List what Godey et al. assert of cosines, drift, queries, keys and attention."""
     size = partial(over_heads, metric="qk_cosine", size=True)
     # |cos| of two random directions is below this with a probability of 95 %.
     chance = isotropic_cosine_quantile(head_width, 0.975)
@@ -227,9 +222,6 @@ def spectral_questions(warmup: float) -> list[Question]:
 
     The paper's phases end where the curves turn; here the first ends with the warm-up and the
     second with the first quarter, so that no curve chooses its own limits.
-
-    Args:
-        warmup: Share of the steps in which the learning rate rises.
     """
     return [
         (Claim(name, f"The {words}.", f"{_PHASES}, abstract",
@@ -257,9 +249,6 @@ def stability_claims(seeds: Sequence[History]) -> Iterator[Claim]:
     Under the null each seed and layer takes its direction by chance, one sign or the other: curves
     of two seeds have no correlation on average, and all seeds end with one sign in 1 layer of
     2^(seeds - 1).
-
-    Args:
-        seeds: What was recorded of each seed.
     """
     if len(seeds) > 1:
         source = f"{_GODEY}, appendix D, fig. 23"

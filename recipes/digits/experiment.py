@@ -146,9 +146,6 @@ def largest_over_bar(history: History) -> float:
     """Compute the largest mean cosine over layers, as a multiple of what is large by chance.
 
     That is the 95th percentile of the cosine of one pair of isotropic rows (appendix B).
-
-    Args:
-        history: What was recorded of a seed.
     """
     return max(profile_of(history.last, "cosine")) / history.last.values["cosine/isotropic_pair"]
 
@@ -203,12 +200,7 @@ def anisotropy_questions() -> dict[str, list[Question]]:
 
 
 def attention_questions(head_width: int, layers: Sequence[int]) -> list[Question]:
-    """List what the paper asserts of attention on text, asked of a vision transformer.
-
-    Args:
-        head_width: Width of one head.
-        layers: Numbers of the layers.
-    """
+    """List what the paper asserts of attention on text, asked of a vision transformer."""
     chance = isotropic_cosine_magnitude(head_width)
     size = partial(over_heads, metric="qk_cosine", size=True)
 

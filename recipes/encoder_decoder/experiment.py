@@ -19,6 +19,7 @@ from recipes.enwik8.train import cosine_rate
 from recipes.study.claim import Claim, Question, answers
 from recipes.study.experiment import Experiment, Runs, check_heads
 from recipes.study.history import History, over_layers
+from recipes.study.markdown import table
 from recipes.study.model import Architecture, Transformer
 from recipes.study.text import masked_characters, next_characters, random_windows
 from recipes.study.training import Training, Watch
@@ -117,31 +118,25 @@ class EncoderDecoder(Experiment):
 
     def table(self, runs: Runs) -> Iterable[str]:
         """Write what each kind of model is like at the end, as lines of a Markdown table."""
-        yield (
-            "| model | held-out loss (nats) | anisotropy untrained | anisotropy trained | bulge "
-            "| depth of the peak | range / mean | cosine |"
-        )
-        yield "|---|---:|---:|---:|---:|---:|---:|---:|"
-        columns: list[tuple[Callable[[History], float], int]] = [
-            (lambda h: h.last.training["held_out_loss"], 2),
-            (lambda h: over_layers(h.first, "anisotropy"), 3),
-            (lambda h: over_layers(h.last, "anisotropy"), 3),
-            (lambda h: bulge(_profile(h)), 2),
-            (lambda h: peak_depth(_profile(h)), 2),
-            (lambda h: relative_range(_profile(h)), 2),
-            (lambda h: over_layers(h.last, "cosine"), 3),
-        ]
-        for kind in self.kinds:
-            seeds = runs.of(kind)
-            means = [f"{statistics.fmean(map(of, seeds)):.{digits}f}" for of, digits in columns]
-            yield f"| {' | '.join([f'`{kind}`', *means])} |"
+        columns: dict[str, tuple[Callable[[History], float], int]] = {
+            "held-out loss (nats)": (lambda h: h.last.training["held_out_loss"], 2),
+            "anisotropy untrained": (lambda h: over_layers(h.first, "anisotropy"), 3),
+            "anisotropy trained": (lambda h: over_layers(h.last, "anisotropy"), 3),
+            "bulge": (lambda h: bulge(_profile(h)), 2),
+            "depth of the peak": (lambda h: peak_depth(_profile(h)), 2),
+            "range / mean": (_range_from(0), 2),
+            "cosine": (lambda h: over_layers(h.last, "cosine"), 3),
+        }
+        rows = [
+            [f"`{kind}`", *(f"{statistics.fmean(map(measure, runs.of(kind))):.{digits}f}"
+                            for measure, digits in columns.values())]
+            for kind in self.kinds
+        ]  # fmt: skip
+        return table(["model", *columns], rows)
 
 
 def relative_range(layers: Sequence[float]) -> float:
     """Compare highest and lowest layer: their difference as a share of the mean of all layers.
-
-    Args:
-        layers: Value at each layer, first to last.
 
     Example:
         >>> relative_range([0.25, 0.5, 0.75])
@@ -152,9 +147,6 @@ def relative_range(layers: Sequence[float]) -> float:
 
 def deviations(profiles: Sequence[Sequence[float]]) -> list[float]:
     """Measure how far each profile lies from the mean of the others: mean distance over layers.
-
-    Args:
-        profiles: One profile for each seed, at least two.
 
     Example:
         >>> deviations([[1.0, 1.0], [2.0, 1.0], [3.0, 1.0]])

@@ -1,6 +1,5 @@
 """`python -m recipes.faults`: make all trainings, compare the detectors, write the page."""
 
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +8,7 @@ import typer
 
 from geomon import read
 from geomon.analysis.alerts import find_alerts
-from recipes.enwik8.text import InputError, load
+from recipes.enwik8.text import load
 from recipes.faults.detectors import DETECTORS, OF_MARGINS
 from recipes.faults.figure import odds_figure
 from recipes.faults.live import live_section, plan_live, read_live, run_live
@@ -28,7 +27,7 @@ from recipes.faults.results import (
 )
 from recipes.faults.training import EACH_STEP, run_job
 from recipes.study.drawing import save_small
-from recipes.study.experiment import in_processes
+from recipes.study.experiment import in_processes, one_line_errors
 from recipes.study.training import is_finished
 
 # What is compared in the tables of the faults.
@@ -54,7 +53,7 @@ def main(
 ) -> None:
     """Put faults into healthy trainings, and measure which numbers notice them, and how early."""
     folder = out or Path("runs") / ("faults-small" if small else "faults")
-    try:
+    with one_line_errors():
         given = load(data)
         sizes = ("narrow",) if small else ("narrow", "wide")
         jobs = [] if live else plan_odds(2 if small else count, sizes)
@@ -64,16 +63,8 @@ def main(
         of_users = [] if small and not live else plan_live(1 if small else count // 3, sizes)
         print(f"text: {given.source}\n{len(jobs)} healthy trainings and {len(of_users)} runs with "
               f"all defaults, in {folder}", flush=True)  # fmt: skip
-        began = time.perf_counter()
-
-        def report(done: int, number: int) -> None:
-            print(f"{done} of {number}, {time.perf_counter() - began:.0f} s", flush=True)
-
-        in_processes(run_job, [(job, given, folder) for job in jobs], processes, report)
-        in_processes(run_live, [(job, given, folder) for job in of_users], processes, report)
-    except (InputError, OSError) as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from error
+        in_processes(run_job, [(job, given, folder) for job in jobs], processes)
+        in_processes(run_live, [(job, given, folder) for job in of_users], processes)
     if live:
         print("\n".join(live_section(read_live(folder))))
     else:
@@ -81,12 +72,7 @@ def main(
 
 
 def show(folder: Path, page: Path) -> None:
-    """Measure the odds from the records, and write the page with its picture.
-
-    Args:
-        folder: Folder of the trainings.
-        page: Path of the page; the picture is `pictures/warnings.png` beside it.
-    """
+    """Measure the odds from the records, and write the page with its picture."""
     scored = score_trainings(folder)
     main_text, other = (
         {
@@ -127,11 +113,7 @@ def show(folder: Path, page: Path) -> None:
 
 
 def count_alerts(folder: Path) -> Verified:
-    """Count the alerts of the healthy trainings in which alerts are counted.
-
-    Args:
-        folder: Folder of the trainings.
-    """
+    """Count the alerts of the healthy trainings in which alerts are counted."""
     kinds: Counter[str] = Counter()
     steps: Counter[str] = Counter()
     alerts: Counter[str] = Counter()

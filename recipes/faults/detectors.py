@@ -65,9 +65,6 @@ def distances(track: Track) -> Distances:
     """Compare each number at each reading with the line through those before it.
 
     Every fifth reading is compared with every fifth before it too, as bands do.
-
-    Args:
-        track: Numbers of a training.
     """
     places = [place for place in track.values if place.part != MARGIN]
     columns = []
@@ -104,12 +101,7 @@ def _compare(
 
 
 def scores_of_bands(found: Distances, metrics: Iterable[str]) -> Scores:
-    """Score readings by the number that is furthest outside of its band.
-
-    Args:
-        found: Distances of a training.
-        metrics: Metrics that are looked at.
-    """
+    """Score readings by the number that is furthest outside of its band."""
     wanted = set(metrics)
     chosen = [number for number, place in enumerate(found.places) if place.metric in wanted]
     places = [found.places[number] for number in chosen]
@@ -117,11 +109,7 @@ def scores_of_bands(found: Distances, metrics: Iterable[str]) -> Scores:
 
 
 def scores_of_alerts(found: Distances) -> Scores:
-    """Score readings as alerts do: by the number furthest outside, or by the scatter of all.
-
-    Args:
-        found: Distances of a training.
-    """
+    """Score readings as alerts do: by the number furthest outside, or by the scatter of all."""
     departures = scores_of_bands(found, WATCHED)
     all_values = scores_of_scatter(found)
     first = np.nan_to_num(departures.scores) >= np.nan_to_num(all_values.scores)
@@ -133,11 +121,7 @@ def scores_of_alerts(found: Distances) -> Scores:
 
 
 def scores_of_scatter(found: Distances) -> Scores:
-    """Score readings by the scatter of all numbers that alerts watch; above 1 is an alert.
-
-    Args:
-        found: Distances of a training.
-    """
+    """Score readings by the scatter of all numbers that alerts watch; above 1 is an alert."""
     of_pass = {name for name, watched in WATCHED.items() if not watched.by_part}
     chosen = [number for number, place in enumerate(found.places) if place.metric in of_pass]
     each = np.array([scatter(normed[chosen]) for normed in found.normed])
@@ -148,12 +132,7 @@ def scores_of_scatter(found: Distances) -> Scores:
 
 
 def scores_of_cusum(found: Distances, metrics: Iterable[str]) -> Scores:
-    """Score readings by a sum of distances on one side that forgets a part at each reading.
-
-    Args:
-        found: Distances of a training.
-        metrics: Metrics that are looked at.
-    """
+    """Score readings by a sum of distances on one side that forgets a part at each reading."""
     wanted = set(metrics)
     chosen = [number for number, place in enumerate(found.places) if place.metric in wanted]
     sums = np.zeros((2, len(chosen)))
@@ -169,9 +148,6 @@ def scores_of_limits(track: Track) -> Scores:
     """Score readings by fixed limits: of entropy, largest score and rank; above 1 is beyond.
 
     A place that is beyond its limit at the first reading never scores.
-
-    Args:
-        track: Numbers of a training.
     """
     limits: dict[str, Callable[[Array], Array]] = {
         "attention_entropy_normalised": lambda values: 0.05 / np.maximum(values, 1e-9),
@@ -185,12 +161,7 @@ def scores_of_limits(track: Track) -> Scores:
 
 
 def scores_as_olmo(track: Track, metric: str) -> Scores:
-    """Score readings by their distance above a mean, in deviations, as OLMo-core does.
-
-    Args:
-        track: Numbers of a training.
-        metric: "loss" or "gradient_norm".
-    """
+    """Score readings by their distance above a mean, in deviations, as OLMo-core does."""
     place = Place(metric)
     values = track.values[place]
     scores = np.full(len(values), np.nan)
@@ -201,12 +172,7 @@ def scores_as_olmo(track: Track, metric: str) -> Scores:
 
 
 def scores_by_margins(track: Track, metric: str) -> Scores:
-    """Score readings by the change since the reading before, in errors that the margins give.
-
-    Args:
-        track: Numbers of a training, from readings with margins.
-        metric: Name of a metric of layers.
-    """
+    """Score readings by the change since the reading before, in errors that the margins give."""
     places = [p for p in track.places(metric) if p.part != MARGIN and p.layer > 0]
     columns = []
     for place in places:
@@ -217,12 +183,7 @@ def scores_by_margins(track: Track, metric: str) -> Scores:
 
 
 def scores_of_phases(track: Track, metric: str) -> Scores:
-    """Score a reading 1 where the phase that it is in is another than at the reading before.
-
-    Args:
-        track: Numbers of a training, from readings with margins.
-        metric: Name of a metric of layers, of whose mean the phase is.
-    """
+    """Score a reading 1 where the phase that it is in is another than at the reading before."""
     place = Place(metric, 0, MEAN)
     missing = np.full(len(track.steps), np.nan)
     values = track.values.get(place, missing).tolist()
@@ -321,12 +282,7 @@ OF_MARGINS: dict[str, tuple[str, Callable[[Track], Scores]]] = {
 def score_all(
     track: Track, names: Iterable[str] = tuple(DETECTORS)
 ) -> Iterator[tuple[str, Scores]]:
-    """Apply detectors to a training.
-
-    Args:
-        track: Numbers of the training.
-        names: Names of the detectors.
-    """
+    """Apply detectors to a training."""
     found = distances(track)
     for name in names:
         detector = DETECTORS[name]

@@ -9,10 +9,10 @@ follows that plan.
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from geomon import Monitor, read
 from geomon.distributed import RankGroup
@@ -20,10 +20,11 @@ from geomon.monitor.planner import DEFAULT_SHARE, Account, Due, Planner
 from recipes.enwik8.text import Text
 from recipes.faults.kinds import FAULTS, Planted
 from recipes.faults.odds import Rate
-from recipes.faults.page import KINDS, located, share, spread
+from recipes.faults.page import by_kind, delays, located, per, share, spread, words_of
 from recipes.faults.results import Outcome
 from recipes.faults.subject import Settings, draw_settings, load_text
 from recipes.faults.training import fault_step, new_subject, plant, train
+from recipes.study.markdown import table
 from recipes.study.training import begin_training, finish_training, is_finished
 
 # Numbers of these trainings: no limit was chosen with any of them.
@@ -55,10 +56,6 @@ BATCHES = {"32 x 128 tokens": Costs(1.0, 0.13), "8 x 64 tokens": Costs(3.4, 0.6)
 
 def plan(costs: Costs, steps: int) -> tuple[set[int], set[int]]:
     """Plan a run as a monitor does by default.
-
-    Args:
-        costs: Costs of readings and checks.
-        steps: Updates of the run, which the monitor is told.
 
     Returns:
         Steps that are read, and steps that are checked.
@@ -107,12 +104,7 @@ class LiveJob:
 
 
 def plan_live(count: int, sizes: Sequence[str]) -> list[LiveJob]:
-    """List the runs: of each size and number a healthy one, and one with each fault.
-
-    Args:
-        count: Number of runs with each fault and size.
-        sizes: Names of the sizes.
-    """
+    """List the runs: of each size and number a healthy one, and one with each fault."""
     jobs = []
     for number in NUMBERS[:count]:
         for size in sizes:
@@ -123,13 +115,7 @@ def plan_live(count: int, sizes: Sequence[str]) -> list[LiveJob]:
 
 
 def run_live(job: LiveJob, given: Text, folder: Path) -> None:
-    """Make a run, and note which alerts stand in its record; a complete one is kept.
-
-    Args:
-        job: The run.
-        given: The text that the recipe was given.
-        folder: Folder of all trainings.
-    """
+    """Make a run, and note which alerts stand in its record; a complete one is kept."""
     logging.getLogger("geomon").setLevel(logging.ERROR)  # what notes say of faults is no news
     settings, place = job.settings, folder / job.folder
     corpus = load_text(settings.text, given)
@@ -194,85 +180,77 @@ class LiveRun:
 
 
 def read_live(folder: Path) -> list[LiveRun]:
-    """Read what came of all complete runs.
+    """Read what came of all complete runs."""
+    paths = [
+        path for path in sorted(folder.glob(f"*/live_*/{_RESULT}")) if is_finished(path.parent)
+    ]
+    return [
+        _live_run(found, batches, alerts)
+        for found in (json.loads(path.read_text()) for path in sorted(paths))
+        for batches, alerts in found["alerts"].items()
+    ]
 
-    Args:
-        folder: Folder of all trainings.
-    """
-    return list(_read_live(folder))
 
-
-def _read_live(folder: Path) -> Iterator[LiveRun]:
-    for path in sorted(folder.glob(f"*/live_*/{_RESULT}")):
-        if not is_finished(path.parent):
-            continue
-        found = json.loads(path.read_text())
-        first, block = found["first"], found["block"]
-        for batches, alerts in found["alerts"].items():
-            false = [step for step, *_ in alerts if _FROM <= step < first]
-            outcome = None
-            if found["fault"]:
-                after = [(step, layers) for step, _, layers in alerts if step >= first]
-                step, layers = after[0] if after else (None, [])
-                place = None if block is None or not layers else layers[0] == block + 1
-                delay = None if step is None else step - first
-                outcome = Outcome(FAULTS[found["fault"]], found["size"], delay, place, 0.0)
-            healthy = max(0, min(first, found["last"] + 1) - _FROM)
-            readings = found["readings"][batches]
-            yield LiveRun(batches, found["fault"], outcome, len(false), healthy, readings)
+def _live_run(found: dict[str, Any], batches: str, alerts: list[Any]) -> LiveRun:
+    first, block, outcome = found["first"], found["block"], None
+    if found["fault"]:
+        after = [(step - first, layers) for step, _, layers in alerts if step >= first]
+        delay, layers = after[0] if after else (None, [])
+        place = None if block is None or not layers else layers[0] == block + 1
+        outcome = Outcome(FAULTS[found["fault"]], found["size"], delay, place, 0.0)
+    return LiveRun(
+        batches, found["fault"], outcome, sum(_FROM <= step < first for step, *_ in alerts),
+        max(0, min(first, found["last"] + 1) - _FROM), found["readings"][batches],
+    )  # fmt: skip
 
 
 def live_section(runs: Sequence[LiveRun]) -> list[str]:
-    """Write the section of the page: what stands in the record of a run with all defaults.
-
-    Args:
-        runs: What came of all runs.
-    """
+    """Write the section of the page: what stands in the record of a run with all defaults."""
     by_batches = {name: [run for run in runs if run.batches == name] for name in BATCHES}
     counts = {sum(run.fault == name for run in by_batches[next(iter(BATCHES))]) for name in FAULTS}
-    rows = [
+    within = [f"within {steps} steps" for steps in (_EARLY, AFTER)]
+    by_kinds = [
+        (name, kind, _within(outcomes, _EARLY), share(outcomes), spread(delays(outcomes)),
+         located(outcomes))
+        for name, own in by_batches.items()
+        for kind, names in by_kind(FAULTS).items()
+        for outcomes in [_outcomes(own, names)]
+    ]  # fmt: skip
+    by_faults = [
+        (kind, words_of(FAULTS[fault]),
+         *(share(_outcomes(own, [fault])) for own in by_batches.values()))
+        for kind, names in by_kind(FAULTS).items()
+        for fault in names
+    ]  # fmt: skip
+    return [
         f"All defaults, runs of {STEPS:,} steps of which the monitor was told, as it plans them at "
         "the costs of two sizes of batches. Each fault was put into "
         f"{' to '.join(map(str, sorted({min(counts), max(counts)})))} runs that no limit was "
         "chosen with. An alert counts from the step at which it stands in the record.\n",
-        f"| batches | | within {_EARLY} steps | within {AFTER} steps | steps until the alert "
-        "| right block |",
-        "|---|---|---:|---:|---:|---:|",
+        *table(["batches", "", *within, "steps until the alert", "right block"], by_kinds, words=2),
+        "",
+        *table(["", "fault", *(f"{name}, {within[1]}" for name in BATCHES)], by_faults, words=2),
+        *(_costs(name, own) for name, own in by_batches.items()),
     ]
-    for name, own in by_batches.items():
-        for kind in KINDS:
-            rows.append(f"| {name} | {kind} | {_cells(_outcomes(own, kind))} |")
-    rows += [
-        f"\n| | fault | {' | '.join(f'{name}, within {AFTER} steps' for name in BATCHES)} |",
-        f"|---|---|{'---:|' * len(BATCHES)}",
-    ]
-    for kind in KINDS:
-        for fault in (fault for fault in FAULTS.values() if fault.kind == kind):
-            cells = [
-                share([o for o in _outcomes(own, kind) if o.fault.name == fault.name])
-                for own in by_batches.values()
-            ]
-            rows.append(f"| {kind} | {fault.words}{' *' * fault.held_out} | {' | '.join(cells)} |")
-    for name, own in by_batches.items():
-        rate = Rate(sum(run.false for run in own), sum(run.steps for run in own))
-        one, low, high = (1e4 * x for x in (rate.count / rate.trials, rate.low, rate.high))
-        read_at, checked_at = plan(BATCHES[name], STEPS)
-        rows.append(
-            f"\n{name}: {len(read_at)} readings and {len(checked_at)} checks in {STEPS:,} steps. "
-            f"In {rate.trials:,} healthy steps of these runs, from step {_FROM} on, {rate.count} "
-            f"alert{'s' * (rate.count != 1)} came: {one:.1f} (95 % interval {low:.1f} to "
-            f"{high:.1f}) in 10,000 steps."
-        )
-    return rows
 
 
-def _outcomes(runs: Sequence[LiveRun], kind: str) -> list[Outcome]:
+def _costs(name: str, runs: Sequence[LiveRun]) -> str:
+    """How many readings and checks were planned, and how many alerts were false."""
+    rate = Rate(sum(run.false for run in runs), sum(run.steps for run in runs))
+    read_at, checked_at = plan(BATCHES[name], STEPS)
+    return (
+        f"\n{name}: {len(read_at)} readings and {len(checked_at)} checks in {STEPS:,} steps. "
+        f"In {rate.trials:,} healthy steps of these runs, from step {_FROM} on, {rate.count} "
+        f"alert{'s' * (rate.count != 1)} came: {per(rate, 10_000)} in 10,000 steps."
+    )
+
+
+def _outcomes(runs: Sequence[LiveRun], faults: Sequence[str]) -> list[Outcome]:
     found = [run.outcome for run in runs if run.outcome is not None]
-    return [outcome for outcome in found if outcome.fault.kind == kind]
+    return [outcome for outcome in found if outcome.fault.name in faults]
 
 
-def _cells(outcomes: Sequence[Outcome]) -> str:
-    early = [o for o in outcomes if o.delay is not None and o.delay <= _EARLY]
-    within = f"{len(early) / len(outcomes):.0%}".replace("%", " %") if outcomes else "-"
-    delays = [o.delay for o in outcomes if o.delay is not None]
-    return " | ".join([within, share(outcomes), spread(delays), located(outcomes)])
+def _within(outcomes: Sequence[Outcome], steps: int) -> str:
+    """Share of the trainings with an alarm within so many steps."""
+    late = [replace(o, delay=None) if (o.delay or 0) > steps else o for o in outcomes]
+    return share(late)

@@ -59,12 +59,7 @@ class Scored:
 
 
 def select(track: Track, schedule: str) -> Track:
-    """Select the readings of a schedule.
-
-    Args:
-        track: Numbers of a training.
-        schedule: One of `SCHEDULES`, or "with margins".
-    """
+    """Select the readings of a schedule."""
     steps = track.steps
     end = math.inf if track.fault_step is None else track.fault_step + FAULTS[track.fault].steps
     if schedule == "log_spaced()":
@@ -77,11 +72,7 @@ def select(track: Track, schedule: str) -> Track:
 
 
 def score_trainings(folder: Path) -> dict[str, list[Scored]]:
-    """Score all trainings but those in which alerts are counted, by schedule.
-
-    Args:
-        folder: Folder of the trainings.
-    """
+    """Score all trainings but those in which alerts are counted, by schedule."""
     found: dict[str, list[Scored]] = {schedule: [] for schedule in SCHEDULES}
     for track in read_tracks(folder, EACH_STEP, [*MAIN_TEXT, *OTHER_TEXT]):
         for schedule, detectors in SCHEDULES.items():
@@ -91,11 +82,7 @@ def score_trainings(folder: Path) -> dict[str, list[Scored]]:
 
 
 def score_full(folder: Path) -> list[Scored]:
-    """Score the trainings that limits are tested with by the detectors that need margins.
-
-    Args:
-        folder: Folder of the trainings.
-    """
+    """Score the trainings that limits are tested with by the detectors that need margins."""
     found = []
     for track in read_tracks(folder, FULL, MAIN_TEXT):
         kept, scores = select(track, "with margins"), {}
@@ -146,11 +133,7 @@ class Result:
     healthy: dict[int, tuple[float, ...]] = field(default_factory=dict)
 
     def of(self, faults: Iterable[str]) -> list[Outcome]:
-        """Select the outcomes of some faults.
-
-        Args:
-            faults: Names of the faults.
-        """
+        """Select the outcomes of some faults."""
         wanted = set(faults)
         return [outcome for outcome in self.outcomes if outcome.fault.name in wanted]
 
@@ -175,14 +158,7 @@ class Result:
 def evaluate(
     trainings: Sequence[Scored], detector: str, rate: float, limit: float | None = None
 ) -> Result:
-    """Choose a limit with the healthy trainings of one half, and apply it to all others.
-
-    Args:
-        trainings: Trainings with their scores.
-        detector: Name of the detector.
-        rate: Largest number of alarms for each reading in the first half.
-        limit: The limit, where it is given.
-    """
+    """Choose a limit with the healthy trainings of one half, and apply it to all others."""
     healthy = [training for training in trainings if training.fault is None]
     if limit is None:
         limit = choose_limit([t.scores[detector] for t in healthy if t.calibrates], rate)

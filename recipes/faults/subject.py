@@ -75,14 +75,7 @@ class Settings:
 
 
 def draw_settings(size: str, number: int, *, block: str = "", text: str = "") -> Settings:
-    """Draw the settings of a training.
-
-    Args:
-        size: One of `SIZES`.
-        number: Number of the training.
-        block: Kind of the blocks; "" for GPT-2's and Llama's in turn.
-        text: Name of the text; "" for the given one in three of four trainings.
-    """
+    """Draw the settings of a training."""
     chance = random.Random(f"{size} {number}")
     return Settings(
         size,
@@ -96,12 +89,7 @@ def draw_settings(size: str, number: int, *, block: str = "", text: str = "") ->
 
 
 def load_text(name: str, given: Text) -> Text:
-    """Load a text.
-
-    Args:
-        name: "given", "docs" (Python's documentation) or "code" (its standard library).
-        given: The text that the recipe was given.
-    """
+    """Load a text."""
     if name == "docs":
         return characters(carried_text(), "Python's reference and docstrings")
     if name == "code":
@@ -123,12 +111,7 @@ def _source_text() -> bytes:
 
 
 def build_model(settings: Settings, vocabulary_size: int) -> nn.Module:
-    """Build the model of a training; torch's generator has its seed.
-
-    Args:
-        settings: Settings of the training.
-        vocabulary_size: Number of distinct characters.
-    """
+    """Build the model of a training; torch's generator has its seed."""
     sizes = SIZES[settings.size]
     config: PretrainedConfig
     if settings.block == "mixtral":
@@ -175,12 +158,7 @@ class Parts:
         return self._projection(block, 2)
 
     def head(self, weights: Tensor, head: int) -> Tensor:
-        """Select the columns of one head, a view.
-
-        Args:
-            weights: Weights of queries, keys or values.
-            head: Number of the head.
-        """
+        """Select the columns of one head, a view."""
         width = self.width // self.heads
         return weights[:, head * width : (head + 1) * width]
 

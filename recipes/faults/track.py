@@ -67,11 +67,7 @@ class Track:
         return int(self.name.rpartition("_")[2])
 
     def places(self, metric: str) -> list[Place]:
-        """List the places of a metric.
-
-        Args:
-            metric: Name of the metric.
-        """
+        """List the places of a metric."""
         return [place for place in self.values if place.metric == metric]
 
     def at(self, chosen: NDArray[np.bool_]) -> "Track":
@@ -85,13 +81,7 @@ class Track:
 
 
 def read_tracks(folder: Path, record: str, numbers: Collection[int]) -> Iterator[Track]:
-    """Read the complete trainings of an experiment, each healthy one before its branches.
-
-    Args:
-        folder: Folder of the experiment.
-        record: Name of the record, `EACH_STEP` or `FULL`.
-        numbers: Numbers of the trainings.
-    """
+    """Read the complete trainings of an experiment, each healthy one before its branches."""
     for base in sorted(path for path in folder.iterdir() if path.is_dir()):
         number = int(base.name.rpartition("_")[2])
         if number not in numbers or not is_finished(base / "healthy"):

@@ -66,11 +66,7 @@ def kurtosis(hidden: Tensor) -> Tensor:
 
 
 def without_margins(*names: str) -> dict[str, Metric]:
-    """Select metrics without their margins: a curve that is read at every step has its own scatter.
-
-    Args:
-        names: Names of the metrics.
-    """
+    """Select metrics without their margins: a curve read at every step has its own scatter."""
     found = {}
     for name, metric in select(*names).items():
         assert isinstance(metric, Metric)
@@ -79,12 +75,7 @@ def without_margins(*names: str) -> dict[str, Metric]:
 
 
 def fault_step(settings: Settings, fault: Fault) -> int:
-    """Draw the step at which a fault comes.
-
-    Args:
-        settings: Settings of the healthy training.
-        fault: The fault.
-    """
+    """Draw the step at which a fault comes."""
     return random.Random(f"{settings.name} {fault.name}").randint(EARLIEST, LATEST)
 
 
@@ -106,13 +97,7 @@ class Job:
 
 
 def run_job(job: Job, given: Text, folder: Path) -> None:
-    """Make a healthy training and its branches; what is complete in the folder is kept.
-
-    Args:
-        job: The training.
-        given: The text that the recipe was given.
-        folder: Folder of all trainings.
-    """
+    """Make a healthy training and its branches; what is complete in the folder is kept."""
     logging.getLogger("geomon").setLevel(logging.ERROR)  # what notes say of faults is no news
     settings, place = job.settings, folder / job.settings.name
     corpus = load_text(settings.text, given)
@@ -187,18 +172,7 @@ def train(
     logs: bool = True,
     measures: bool = False,
 ) -> None:
-    """Train, and record what monitors read in the training forward.
-
-    Args:
-        subject: The training.
-        generator: Source of the batches.
-        steps: Steps: numbers of the updates that are in the weights.
-        monitors: Monitors of the model, which are closed at the end.
-        before: Function that is called before each forward pass with its step.
-        reads: Whether the monitors see a step.
-        logs: Whether loss and norm of the gradients are recorded.
-        measures: Whether numbers of the weights are recorded too.
-    """
+    """Train, and record what monitors read in the training forward."""
     model, entropy = subject.model, UpdateEntropy(subject.model)
     for step in steps:
         before(step)
@@ -222,14 +196,7 @@ def train(
 def monitors_of(
     model: nn.Module, folder: Path, settings: Settings, *, verifies: bool = False
 ) -> list[Monitor]:
-    """Attach the monitors of a training.
-
-    Args:
-        model: The model.
-        folder: Folder of the records.
-        settings: Settings of the training.
-        verifies: Whether alerts are raised as in any run, and nothing else is recorded.
-    """
+    """Attach the monitors of a training."""
     logged = ("loss", "gradient_norm")
     if verifies:
         return [

@@ -112,7 +112,7 @@ class Grokking(Experiment):
             learning_rate=1e-3,
             rate=warm_up(10),  # as Power et al. (2201.02177)
             weight_decay=self.weight_decay,
-            decays_all=True,
+            decay_of_vectors=self.weight_decay,
             betas=(0.9, 0.98),
             held_out=lambda: {
                 TRAINING_ACCURACY: accuracy(train), HELD_OUT_ACCURACY: accuracy(held_out)
@@ -157,14 +157,7 @@ def _courses(runs: Runs) -> tuple[list[Course], list[Course]]:
 def curve_claims(
     name: str, words: str, courses: Sequence[Course], controls: Sequence[Course]
 ) -> Iterable[Claim]:
-    """Measure the claims on one curve.
-
-    Args:
-        name: One of `CURVES`.
-        words: What it is called.
-        courses: Trainings on enough pairs to generalise.
-        controls: Trainings on too few.
-    """
+    """Measure the claims on one curve."""
     is_ours = name != "local_dimension"
     generalised = [course for course in courses if course.generalised() is not None]
     of_runs: list[Question] = [

@@ -18,6 +18,7 @@ from recipes.study.claim import Claim, Question, answers
 from recipes.study.drawing import BLUE, GREY, ORANGE, draw_seeds, explain_seeds, label_panel
 from recipes.study.experiment import Experiment, Runs, check_heads
 from recipes.study.history import History
+from recipes.study.markdown import table
 from recipes.study.metrics import local_dimension
 from recipes.study.model import Architecture, Transformer
 from recipes.study.seeds import estimate
@@ -157,53 +158,40 @@ class Overfit(Experiment):
     def table(self, runs: Runs) -> Iterable[str]:
         """Write where each metric turns, as lines of a Markdown table."""
         few, plenty = (runs.of(kind) for kind in self.kinds)
-        yield (
-            "| at the last layer | turns at | few texts: step | lead over the held-out loss "
-            "(steps) | false alarms: turns on plenty of text |"
-        )
-        yield "|---|---|---:|---:|---:|"
         rows: list[tuple[str, Kind, Callable[[History], int | None], list[float]]] = [
-            ("held-out loss", "trough", loss_turn, [])
+            ("held-out loss", "trough", loss_turn, []),
+            *(
+                (f"`{one.metric}`", one.kind, partial(geometry_turn, watched=one), leads(few, one))
+                for one in WATCHED
+            ),
         ]
-        rows += [
-            (f"`{one.metric}`", one.kind, partial(geometry_turn, watched=one), leads(few, one))
-            for one in WATCHED
-        ]
+        cells = []
         for name, kind, turn, lead in rows:
             at = ", ".join("never" if step is None else str(step) for step in map(turn, few))
             false = [step for step in map(turn, plenty) if step is not None]
             where = f" (at {', '.join(map(str, false))})" if false else ""
             mean = f"{estimate(lead).mean:.0f} ± {estimate(lead).margin:.0f}" if lead else "none"
-            yield f"| {name} | {kind} | {at} | {mean} | {len(false)} of {len(plenty)}{where} |"
+            cells.append((name, kind, at, mean, f"{len(false)} of {len(plenty)}{where}"))
+        return table(
+            ["at the last layer", "turns at", "few texts: step",
+             "lead over the held-out loss (steps)", "false alarms: turns on plenty of text"],
+            cells, words=2,
+        )  # fmt: skip
 
 
 def last_layer(history: History, metric: str) -> list[float]:
-    """Collect the values of a metric at the last layer, which the paper looks at.
-
-    Args:
-        history: What was recorded of a seed.
-        metric: Name of the metric.
-    """
+    """Collect the values of a metric at the last layer, which the paper looks at."""
     return history.values(tags.layer_tag(metric, max(history.last.layers(metric))))
 
 
 def loss_turn(history: History) -> int | None:
-    """Find the step at which the held-out loss turns; None where it does not.
-
-    Args:
-        history: What was recorded of a seed.
-    """
+    """Find the step at which the held-out loss turns; None where it does not."""
     index = first_turn(history.values(HELD_OUT), _SHARE_OF_LOSS, "trough")
     return None if index is None else history.steps[index]
 
 
 def geometry_turn(history: History, watched: Watched) -> int | None:
-    """Find the step at which a metric turns at the last layer; None where it does not.
-
-    Args:
-        history: What was recorded of a seed.
-        watched: The metric.
-    """
+    """Find the step at which a metric turns at the last layer; None where it does not."""
     values = last_layer(history, watched.metric)
     index = first_turn(values, _SHARE_OF_GEOMETRY, watched.kind, after_other=True)
     return None if index is None else history.steps[index]
@@ -211,10 +199,6 @@ def geometry_turn(history: History, watched: Watched) -> int | None:
 
 def leads(few: Sequence[History], watched: Watched) -> list[float]:
     """Measure by how many steps a metric turns before the held-out loss.
-
-    Args:
-        few: What was recorded of each seed on few texts.
-        watched: The metric.
 
     Returns:
         Leads of the seeds in which both turn; below 0 where the metric turns later.
@@ -224,11 +208,7 @@ def leads(few: Sequence[History], watched: Watched) -> list[float]:
 
 
 def rise_of_loss(history: History) -> float:
-    """Compare the end of the held-out loss with its lowest value.
-
-    Args:
-        history: What was recorded of a seed.
-    """
+    """Compare the end of the held-out loss with its lowest value."""
     values = history.values(HELD_OUT)
     return values[-1] - min(values)
 
@@ -265,12 +245,7 @@ OF_PLENTY: list[Question] = [
 
 
 def draw(few: Sequence[History], plenty: Sequence[History]) -> Figure:
-    """Draw an experiment in four panels.
-
-    Args:
-        few: What was recorded of each seed on few texts.
-        plenty: The same on plenty of text.
-    """
+    """Draw an experiment in four panels."""
     figure = Figure(figsize=(10.2, 7.0), dpi=90, layout="constrained")
     panels = figure.subplots(2, 2)
     losses, step = panels[0, 0], "training step"

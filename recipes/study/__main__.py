@@ -2,9 +2,7 @@
 
 import importlib
 import inspect
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -13,8 +11,8 @@ import typer
 from typer import Option
 
 import recipes
-from recipes.enwik8.text import InputError, load
-from recipes.study.experiment import Experiment, show, train_all
+from recipes.enwik8.text import load
+from recipes.study.experiment import Experiment, one_line_errors, show, train_all
 from recipes.study.page import write_page
 
 Out = Annotated[
@@ -40,33 +38,8 @@ def experiments() -> dict[str, type[Experiment]]:
     return found
 
 
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Turn errors of bad input into one line of text and exit code 2."""
-    try:
-        yield
-    except (InputError, OSError) as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from error
-
-
-def print_progress() -> Callable[[int, int], None]:
-    """Make the function that prints how many trainings are complete, and the time until then."""
-    begun = time.perf_counter()
-
-    def report(done: int, count: int) -> None:
-        seconds = time.perf_counter() - begun
-        print(f"{done} of {count} trainings are complete, {seconds:.0f} s", flush=True)
-
-    return report
-
-
 def command_of(experiment: type[Experiment]) -> Callable[..., None]:
-    """Make the command of an experiment, whose options are the fields of its class.
-
-    Args:
-        experiment: Class of the experiment.
-    """
+    """Make the command of an experiment, whose options are the fields of its class."""
 
     def command(
         seeds: int, out: Path | None, data: str | None, processes: int, **options: Any
@@ -79,10 +52,7 @@ def command_of(experiment: type[Experiment]) -> Callable[..., None]:
                 corpus = load(data, minimum=chosen.characters)
                 print(f"text: {corpus.source}", flush=True)
             folder = out or Path("runs") / chosen.name
-            train_all(
-                chosen, corpus, seeds=seeds, folder=folder, processes=processes,
-                report=print_progress(),
-            )  # fmt: skip
+            train_all(chosen, corpus, seeds=seeds, folder=folder, processes=processes)
             show(chosen, folder)
 
     kinds = get_type_hints(experiment, include_extras=True)

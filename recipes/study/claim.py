@@ -135,12 +135,7 @@ Question = tuple[Claim, Callable[[Any], float | Sequence[float]]]
 
 
 def answers(questions: Iterable[Question], seeds: Iterable[Any]) -> Iterator[Claim]:
-    """Answer questions: put them to each seed, and collect what can be measured.
-
-    Args:
-        questions: Questions; NaN stands for what a seed cannot answer.
-        seeds: What was recorded of each seed.
-    """
+    """Answer questions: put them to each seed, and collect what can be measured."""
     every = list(seeds)
     for claim, measure in questions:
         found = [np.asarray(measure(seed), float).ravel().tolist() for seed in every]
@@ -149,10 +144,6 @@ def answers(questions: Iterable[Question], seeds: Iterable[Any]) -> Iterator[Cla
 
 def save_results(results: Results, folder: str | os.PathLike[str]) -> Path:
     """Write results to `claims.json` in a folder, whole or not at all.
-
-    Args:
-        results: Results of an experiment.
-        folder: Folder of the experiment, which is made.
 
     Returns:
         Path of the file.
@@ -168,9 +159,6 @@ def save_results(results: Results, folder: str | os.PathLike[str]) -> Path:
 def load_results(folder: str | os.PathLike[str]) -> Results:
     """Read the results of an experiment.
 
-    Args:
-        folder: Folder of the experiment.
-
     Raises:
         InputError: The folder holds no claims that can be read.
     """
@@ -183,11 +171,7 @@ def load_results(folder: str | os.PathLike[str]) -> Results:
 
 
 def verdict_line(claim: Claim) -> str:
-    """Write a claim in a line: verdict, name, mean with its 95 % interval, and what decides it.
-
-    Args:
-        claim: The claim.
-    """
+    """Write a claim in a line: verdict, name, mean with its 95 % interval, and what decides it."""
     return (
         f"{claim.verdict:<9}  {claim.name}: {claim.mean_words} "
         f"({len(claim.values)} x {claim.repeated}; {claim.limits})"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from recipes.enwik8.text import InputError
 from recipes.study.claim import FILE_NAME, Claim, Results, Verdict, load_results
+from recipes.study.markdown import table
 
 # Papers in the order in which the page shows them.
 PAPERS = {
@@ -41,11 +42,6 @@ _Line = tuple[Claim, Results]
 def write_page(runs: Path, experiments: Iterable[str], page: Path) -> int:
     """Write the page of the claims that experiments left.
 
-    Args:
-        runs: Folder with a folder for each experiment.
-        experiments: Names of all experiments.
-        page: Path of the page; pictures are linked if they stand in `pictures` beside it.
-
     Returns:
         Number of claims.
 
@@ -63,13 +59,7 @@ def write_page(runs: Path, experiments: Iterable[str], page: Path) -> int:
 
 
 def render(results: Sequence[Results], missing: Sequence[str], page: Path) -> str:
-    """Write the text of the page.
-
-    Args:
-        results: Results of the experiments.
-        missing: Names of experiments that were not run.
-        page: Path of the page, to which links are relative.
-    """
+    """Write the text of the page."""
     papers: dict[str, list[_Line]] = {number: [] for number in PAPERS}
     for each in results:
         for claim in each.claims:
@@ -82,37 +72,32 @@ def render(results: Sequence[Results], missing: Sequence[str], page: Path) -> st
 
 
 def _summary(papers: dict[str, list[_Line]], missing: Sequence[str]) -> str:
-    lines = [
-        "| paper | assertions | agree | disagree | undecided | ours |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    lines += [_counts(_link(paper), found) for paper, found in papers.items()]
-    lines.append(_counts("**all**", [line for found in papers.values() for line in found]))
-    if missing:
-        commands = ", ".join(f"`make {name}`" for name in missing)
-        lines += ["", f"Not run: {commands}."]
-    return "\n".join([*lines, ""])
+    everything = [line for found in papers.values() for line in found]
+    rows = [_counts(_link(paper), found) for paper, found in papers.items()]
+    head = ["paper", "assertions", "agree", "disagree", "undecided", "ours"]
+    commands = ", ".join(f"`make {name}`" for name in missing)
+    end = ["", f"Not run: {commands}."] if missing else []
+    return "\n".join([*table(head, [*rows, _counts("**all**", everything)]), *end, ""])
 
 
-def _counts(name: str, lines: Sequence[_Line]) -> str:
+def _counts(name: str, lines: Sequence[_Line]) -> list[str]:
     theirs = [claim for claim, _ in lines if not claim.ours]
     counts: Counter[str] = Counter(claim.verdict for claim in theirs)
     numbers = [len(theirs), *(counts[verdict] for verdict in _VERDICTS), len(lines) - len(theirs)]
-    return _row([name, *map(str, numbers)])
+    return [name, *map(str, numbers)]
 
 
 def _section(paper: str, lines: Sequence[_Line]) -> str:
     text = [f"## {PAPERS[paper]} ({paper})", ""]
-    for ours, lead in ((False, []), (True, ["What we added:", ""])):
+    for ours, lead, asked in ((False, [], "asserted"), (True, ["What we added:", ""], "asked")):
         rows: dict[tuple[str, ...], list[_Line]] = {}
         for line in lines:
             if line[0].ours == ours:
                 rows.setdefault(_asked(*line), []).append(line)
         if rows:
-            head = ["| asked | measured |" if ours else "| asserted | measured |"]
-            head[0] += " seen | verdict | experiment |"
-            text += [*lead, *head, "|---|---|---|---|---|"]
-            text += [_row([*asked, *_answers(found)]) for asked, found in rows.items()] + [""]
+            head = [asked, "measured", "seen", "verdict", "experiment"]
+            cells = [[*question, *_answers(found)] for question, found in rows.items()]
+            text += [*lead, *table(head, cells, words=5), ""]
     return "\n".join(text)
 
 
@@ -162,7 +147,3 @@ def _experiment(results: Results, page: Path) -> str:
 def _link(paper: str) -> str:
     authors = PAPERS[paper].partition(",")[0]
     return f"{authors} ([{paper}](https://arxiv.org/abs/{paper}))"
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in cells)} |"

@@ -29,9 +29,6 @@ def estimate_share(outcomes: Sequence[float]) -> Estimate:
     The interval is exact (Clopper and Pearson): the probabilities that the number found, or a more
     extreme one, does not contradict at 2.5 % on either side. Three of three leave .29 to 1.
 
-    Args:
-        outcomes: For each repetition 1 if it is so and 0 if it is not.
-
     Raises:
         ValueError: There is no outcome, or one that is neither 0 nor 1.
 
@@ -50,9 +47,6 @@ def estimate_share(outcomes: Sequence[float]) -> Estimate:
 
 def estimate(values: Sequence[float]) -> Estimate:
     """Estimate the mean of a population from independent draws, with Student's t.
-
-    Args:
-        values: One finite value for each repetition, for instance for each seed.
 
     Raises:
         ValueError: There is no value, or one that is not finite.

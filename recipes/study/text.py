@@ -41,13 +41,7 @@ def masked_characters(model: Transformer, windows: Tensor, generator: torch.Gene
 
 
 def random_windows(ids: Ids, length: int, batch: int) -> Callable[[torch.Generator], Tensor]:
-    """Make the function that draws a batch of windows.
-
-    Args:
-        ids: The text, one id per character.
-        length: Characters in a window.
-        batch: Windows in a batch.
-    """
+    """Make the function that draws a batch of windows."""
 
     def draw(generator: torch.Generator) -> Tensor:
         starts = torch.randint(len(ids) - length + 1, (batch,), generator=generator)

@@ -50,7 +50,7 @@ class Training:
         learning_rate: Highest learning rate.
         rate: Share of it at a step.
         weight_decay: Weight decay of matrices.
-        decays_all: Whether biases and norms decay too.
+        decay_of_vectors: Weight decay of biases and norms.
         betas: Those of AdamW.
         held_out: Measures what stands beside the readings: losses, accuracies.
         is_solved: Whether the training ends before its last step, from what `held_out` measured.
@@ -64,24 +64,17 @@ class Training:
     learning_rate: float
     rate: Callable[[int], float] = lambda step: 1.0
     weight_decay: float = 0.1
-    decays_all: bool = False
+    decay_of_vectors: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     held_out: Callable[[], Mapping[str, Tensor]] = field(default=dict)
     is_solved: Callable[[Mapping[str, Tensor]], bool] = lambda values: False
 
 
 def fit(training: Training, folder: Path, seed: int) -> None:
-    """Train a model, and record what is watched.
-
-    Args:
-        training: The training.
-        folder: Folder of the records.
-        seed: Seed of the batches and of the sampled rows.
-    """
-    decay = training.weight_decay
+    """Train a model, and record what is watched."""
     optimizer = adamw(
-        training.model, training.learning_rate, decay=decay,
-        of_vectors=decay if training.decays_all else 0.0, betas=training.betas,
+        training.model, training.learning_rate, decay=training.weight_decay,
+        of_vectors=training.decay_of_vectors, betas=training.betas,
     )  # fmt: skip
     monitors = [
         Monitor(
@@ -111,12 +104,6 @@ def fit(training: Training, folder: Path, seed: int) -> None:
 def update(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, rate: float) -> Tensor:
     """Make one update of the weights, with gradients of a norm of at most 1.
 
-    Args:
-        model: The model.
-        optimizer: Its optimizer.
-        loss: The loss of a batch.
-        rate: Learning rate of the update.
-
     Returns:
         Norm of the gradients before they were clipped.
     """
@@ -130,20 +117,12 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, rat
 
 
 def warm_up(updates: int) -> Callable[[int], float]:
-    """Make the schedule of a learning rate that stays after a warm-up.
-
-    Args:
-        updates: Number of updates until the learning rate is at its highest.
-    """
+    """Make the schedule of a learning rate that stays after a warm-up."""
     return lambda step: min(1.0, (step + 1) / updates)
 
 
 def begin_training(folder: Path, settings: Mapping[str, Any]) -> bool:
     """Prepare a folder for one training: delete the records of one that was broken off.
-
-    Args:
-        folder: Folder of one training.
-        settings: Everything that makes the training what it is, as plain values.
 
     Returns:
         Whether there is something to do: not where the folder holds the complete training.
@@ -175,13 +154,7 @@ def begin_training(folder: Path, settings: Mapping[str, Any]) -> bool:
 
 
 def finish_training(folder: Path, settings: Mapping[str, Any], began: float) -> None:
-    """Note that the training in a folder is complete, and the time of the processor it took.
-
-    Args:
-        folder: Folder of one training.
-        settings: Everything that makes the training what it is, as plain values.
-        began: `time.process_time()` before it.
-    """
+    """Note that the training in a folder is complete, and the time of the processor it took."""
     content = {"settings": settings, "seconds": round(time.process_time() - began, 1)}
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f"{_FINISHED}.part"
@@ -190,18 +163,10 @@ def finish_training(folder: Path, settings: Mapping[str, Any], began: float) -> 
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether a folder holds a complete training.
-
-    Args:
-        folder: Folder of one training.
-    """
+    """Whether a folder holds a complete training."""
     return (folder / _FINISHED).is_file()
 
 
 def seconds_taken(folder: Path) -> float:
-    """Read the time of the processor that a complete training took.
-
-    Args:
-        folder: Folder of one training.
-    """
+    """Read the time of the processor that a complete training took."""
     return float(json.loads((folder / _FINISHED).read_text())["seconds"])

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 
@@ -14,7 +15,7 @@ from geomon.record.sinks import Memory
 from geomon.show.collect import furthest_loss
 
 try:
-    from rich.console import Console, Group
+    from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 except ImportError as error:
@@ -141,7 +142,9 @@ class Printer(Memory):
         """Print a reading."""
         super().write(reading)
         shown = Readings([], list(self.readings)).of_stack()
-        Console(soft_wrap=True).print(safe(format_line(shown[-1], shown)))
+        # Not by a console of rich: it would write into the bar of another one.
+        sys.stdout.write(printable(format_line(shown[-1], shown)) + "\n")
+        sys.stdout.flush()
 
 
 def safe(words: str, style: str = "") -> Text:
