@@ -236,7 +236,7 @@ def sources(library: Path) -> Iterator[Path]:
 
 # -- prose -----------------------------------------------------------------------------------------
 
-_PAGE = re.compile(rb"<title>([^<]*)</title>|<text\b[^<>]*[^/]>([^<]*)</text>")
+_PAGE = re.compile(rb"<title>([^<]*)</title>|<text\b(?:[^<>]*[^/<>])?>([^<]*)</text>")
 _NOT_ARTICLES = re.compile(
     rb"(category|help|image|media|mediawiki|portal|special|talk|template|user|wikipedia):", re.I
 )

@@ -309,13 +309,14 @@ def main(arguments: list[str] | None = None) -> None:
         for block in model.blocks():  # alike: the code of the first serves all
             block.compile(dynamic=False)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(
-        f"text: {text.source}; {text.vocabulary:,} distinct tokens\n"
-        f"model: {settings['arch']}, {settings['layers']} layers of width {settings['width']}, "
-        f"{parameters:,} parameters; {steps:,} steps of {settings['batch']} x {context} tokens; "
-        f"logs in {args.out}",
-        flush=True,
-    )
+    if trainer.is_global_zero:
+        print(
+            f"text: {text.source}; {text.vocabulary:,} distinct tokens\n"
+            f"model: {settings['arch']}, {settings['layers']} layers of width {settings['width']}, "
+            f"{parameters:,} parameters; {steps:,} steps of {settings['batch']} x {context} "
+            f"tokens; logs in {args.out}",
+            flush=True,
+        )
     trainer.fit(model, Batches(text.train, model), ckpt_path=last if args.resume else None)
     if not trainer.is_global_zero:
         return
