@@ -1,15 +1,18 @@
-"""Analysis of a record: curves over training, their phase, and a run in words."""
+"""Analysis of a record: curves over training, their phase, facts, and a run in words."""
 
-from geomon.analysis.curves import Curve, curve_of, mean_abs_over_heads, single_source
+from geomon.analysis.curves import Curve, curve_of, single_source
+from geomon.analysis.facts import Fact, facts_of, null_of
 from geomon.analysis.phase import Phase, find_phase
 from geomon.analysis.summary import summarise
 
 __all__ = [
     "Curve",
+    "Fact",
     "Phase",
     "curve_of",
+    "facts_of",
     "find_phase",
-    "mean_abs_over_heads",
+    "null_of",
     "single_source",
     "summarise",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from geomon.analysis.phase import Phase, Z, find_noise, find_phase
+from geomon.analysis.phase import Phase, find_phase
 from geomon.record import Reading, tags
 from geomon.record.columns import NAN
 
@@ -31,25 +31,6 @@ class Curve:
     def phase(self) -> Phase:
         """Find the phase at the end of the curve."""
         return find_phase(self.steps, self.values, self.margins)
-
-    def direction(self, one: int, other: int) -> int | None:
-        """Return 1 or -1 where a value is above or below an earlier one by more than their errors.
-
-        Args:
-            one: Index of a value.
-            other: Index of the value that is compared with it.
-
-        Returns:
-            0 where the difference is within 1.96 of their errors (`find_noise`); None if these
-            are unknown.
-        """
-        noise = find_noise(self.steps, self.values, self.margins)
-        if noise is None:
-            return None
-        difference = self.values[other] - self.values[one]
-        if abs(difference) <= Z * math.hypot(noise.errors[one], noise.errors[other]):
-            return 0
-        return 1 if difference > 0 else -1
 
 
 def single_source(readings: Iterable[Reading]) -> list[Reading]:

@@ -17,18 +17,21 @@ def number(value: float) -> str:
 
 
 def with_margin(value: float, margin: float) -> str:
-    """Format a value and the half width of its interval, with decimals according to that.
+    """Format a value and the half width of its interval, both with the decimals of that.
 
     Args:
         value: The value.
         margin: Half width of its 95 % interval; 0 where it is unknown.
 
     Example:
-        >>> with_margin(5.312, 0.08), with_margin(5.312, 0.35), with_margin(5.312, 0.0)
-        ('5.31 ± 0.08', '5.3 ± 0.3', '5.3')
+        >>> with_margin(5.312, 0.08), with_margin(312.4, 35.2), with_margin(5.312, 0.0)
+        ('5.31 ± 0.08', '312 ± 35', '5.3')
     """
-    decimals = 2 if 0 < margin < 0.095 and abs(value) < 100 else 1
-    return f"{value:.{decimals}f} ± {margin:.{decimals}f}" if margin else number(value)
+    if not margin > 0:
+        return number(value)
+    exponent = math.floor(math.log10(1.05 * margin))  # a margin of .96 is printed as 1.0
+    decimals = 1 if exponent == 0 else min(max(0, -exponent), 6)
+    return f"{value:.{decimals}f} ± {margin:.{decimals}f}"
 
 
 __all__ = ["number", "with_margin"]

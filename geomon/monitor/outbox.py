@@ -309,7 +309,7 @@ class Outbox:
         curve = self._curves[reading.source]
         curve.append((reading.step, *measured(reading, "twonn")))
         phase = find_phase(*zip(*curve, strict=True))
-        if phase.name in ("unknown", self._phases.get(reading.source)):
+        if phase.since is None or phase.name == self._phases.get(reading.source):
             return None
         self._phases[reading.source] = phase.name
         return phase

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
+from geomon.analysis import Curve, curve_of, null_of, single_source
 from geomon.analysis.alerts import kind_of
-from geomon.analysis.curves import training_curve
+from geomon.analysis.curves import mean_abs_over_heads, training_curve
 from geomon.analysis.profile import is_far_above
 from geomon.analysis.queries_keys import layers_of
 from geomon.record import Reading, Readings, tags
@@ -58,8 +58,8 @@ def dimension_panel(readings: Readings) -> Lines:
         part = f"k{max(scales_of(readings), default=0)}" if metric == "gride" else ""
         curve = curve_of(readings, metric, part=part)
         name = shortened(readings.text_of(metric).title_of(part), label)
-        if metric == "twonn" and (phase := curve.phase()).earliest is not None:
-            name = f"{name}: peak {phase.peak:.1f} at step {phase.peak_step:,}"
+        if metric == "twonn" and (phase := curve.phase()).has_fallen:
+            name = f"{name}: peak {phase.peak.value:.1f} at step {phase.peak.step:,}"
         if curve:
             lines.append(line_of(curve, name, colour, dash="dash" if part else "solid"))
     by_step: dict[int, list[float]] = {}
@@ -149,15 +149,6 @@ def furthest_loss(readings: Readings) -> tuple[str, Curve]:
     names = {"training loss": tags.LOSS, "loss on the probe": tags.PROBE_LOSS}
     curves = {name: training_curve(readings, key) for name, key in names.items()}
     return max(curves.items(), key=lambda named: max(named[1].steps, default=-1))
-
-
-def null_of(readings: Readings, metric: str) -> tuple[float, str] | None:
-    """Return the last null of a metric, the value of rows without structure, and its words."""
-    for reading in reversed(readings):
-        null = reading.column(metric).whole.get("null", NAN)
-        if math.isfinite(null):
-            return null, f"{readings.text_of(metric).null_label}: {null:.2g}"
-    return None
 
 
 def alerts_of(readings: Readings) -> list[tuple[int, str]]:

@@ -3,8 +3,8 @@ import math
 import pytest
 from tagged import reading_of, with_values
 
-from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
-from geomon.analysis.curves import measured
+from geomon.analysis import Curve, curve_of, single_source
+from geomon.analysis.curves import mean_abs_over_heads, measured
 
 
 def test_curves_keep_to_the_commoner_source(make_readings):
@@ -40,12 +40,9 @@ def test_of_several_readings_of_a_step_the_last_counts_and_steps_ascend(make_rea
     assert (curve.steps, curve.values) == ([0, 4, 8], [1.0, 4.0, 3.0])
 
 
-def test_values_differ_where_they_differ_by_more_than_their_errors():
+def test_a_curve_has_a_phase():
     curve = Curve([0, 1, 2], [10.0, 10.5, 12.0], [0.5, 0.5, 0.5])
-    assert curve.direction(0, 1) == 0  # 0.5 against 0.71
-    assert (curve.direction(0, 2), curve.direction(2, 0)) == (1, -1)
-    assert Curve([0, 1, 2], [10.0, 10.5, 12.0], [0.0] * 3).direction(0, 2) is None
-    assert (len(curve), curve.phase().peak_step) == (3, 2)
+    assert (len(curve), curve.phase().peak.step) == (3, 2)
 
 
 def test_the_mean_size_is_over_heads_alone_and_at_every_step(make_readings):

@@ -2,7 +2,8 @@
 
 from tagged import TEXTS, reading_of
 
-from geomon.analysis import curve_of, mean_abs_over_heads
+from geomon.analysis import curve_of
+from geomon.analysis.curves import mean_abs_over_heads
 from geomon.analysis.quantities import quantities_of
 from geomon.record import Readings
 

@@ -1,11 +1,11 @@
-"""Mean queries and keys: chance, direction, onset and depth are found from the record alone."""
+"""Mean queries and keys: how far chance goes, and the heads of a layer joined to one vector."""
 
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from tagged import reading_of, with_values
@@ -14,8 +14,7 @@ from geomon.analysis.queries_keys import (
     _joined_cosines,
     align_layers,
     chance_limit,
-    cosine_p_value,
-    queries_and_keys,
+    heads_limit,
 )
 from geomon.kernels.baselines import isotropic_cosine_magnitude
 from geomon.record import Readings, Record, read, tags
@@ -41,63 +40,36 @@ def chance(generator, shape, width=WIDTH):
     return (one * other).sum(-1) / np.linalg.norm(one, axis=-1) / np.linalg.norm(other, axis=-1)
 
 
-@given(st.integers(2, 20_000))
+@given(st.integers(2, 20_000), st.integers(1, 40))
 @settings(deadline=None)
-def test_the_width_of_heads_is_read_off_the_null(width):
-    found = queries_and_keys([at(0, [[0.3]], width)])
-    assert found is not None
-    assert found.width == width
+def test_the_width_of_heads_is_read_off_the_null(width, heads):
+    limit = heads_limit(at(0, [[0.3] * heads], width))
+    half = (width - 1) / 2
+    # The other tail, which is as large: 1 - |c| keeps the digits that 1 + |c| loses next to 1.
+    tail = 2 * stats.beta.cdf((1 - limit) / 2, half, half)
+    assert heads * tail == pytest.approx(0.05, rel=1e-6)
 
 
 @given(st.one_of(st.floats(), st.floats(0, 1)))
 @settings(deadline=None)
-def test_a_null_that_no_width_has_is_none(null):
+def test_a_null_that_no_width_has_gives_no_limit(null):
     """A record may hold anything: 1e-200, whose square is 0, was a division by zero."""
-    damaged = at(0, [[0.3]], **{"qk_cosine/null_magnitude": null})
-    found = queries_and_keys([damaged])
-    assert (found is None) == (not 1e-3 < null < 0.7)
-    assert found is None or found.width >= 2
+    limit = heads_limit(at(0, [[0.3]], **{"qk_cosine/null_magnitude": null}))
+    assert math.isnan(limit) == (not 1e-3 < null < 0.7)
 
 
-@given(cosines, st.integers(2, 3000))
-@example(cosine=0.9999999999999999, width=2)
-@settings(deadline=None)
-def test_the_p_value_is_the_tail_of_the_beta_distribution(cosine, width):
-    half = (width - 1) / 2
-    # The other tail, which is as large: 1 - |c| keeps the digits that 1 + |c| loses next to 1.
-    tail = 2 * stats.beta.cdf((1 - abs(cosine)) / 2, half, half)
-    assert cosine_p_value(cosine, width) == pytest.approx(tail, rel=1e-6, abs=1e-300)
-
-
-def test_chance_alone_names_a_head_in_one_run_of_twenty():
+def test_chance_alone_puts_a_head_beyond_the_limit_in_one_run_of_twenty():
     generator = np.random.default_rng(0)
-    runs = [queries_and_keys([at(0, chance(generator, (4, 4)))]) for _ in range(400)]
-    named = np.mean([len(run.of("chance")) < 16 for run in runs])
-    assert 0.02 < named < 0.085
-    falls = np.mean([run.depth_p < 0.05 for run in runs])
-    assert 0.02 < falls < 0.085
+    tables = [chance(generator, (4, 4)) for _ in range(400)]
+    beyond = np.mean([np.abs(table).max() > heads_limit(at(0, table)) for table in tables])
+    assert 0.02 < beyond < 0.085
 
 
-def test_a_cosine_that_falls_with_depth_is_found():
-    found = queries_and_keys([at(0, [[0.1] * 8, [0.1, -0.1] * 4, [-0.1] * 7 + [0.1]])])
-    assert found.depth < 0
-    assert found.depth_p < 0.001
-    two = queries_and_keys([at(0, [[0.1] * 8, [-0.1] * 8], **{"qk_dot/layer_01/head_0": 0.0})])
-    assert two.depth == pytest.approx(-1)
-    assert not any("Mean query · mean key" in sentence for sentence in two.words())
-    heads = queries_and_keys([at(0, [[0.7, 0.9, -0.8, -0.95, 0.8]])])
-    assert [head.head for head in heads.of("similar")] == [1, 4, 0]
-    assert [head.head for head in heads.of("opposite")] == [3, 2]
-
-
-def test_without_heads_or_without_a_width_there_is_nothing():
+def test_without_heads_or_without_a_width_there_is_no_limit():
     reading = at(0, [[0.9]])
-    assert queries_and_keys([]) is None
-    assert queries_and_keys([with_values(reading, {"twonn/mean": 3.0})]) is None
+    assert math.isnan(heads_limit(with_values(reading, {"twonn/mean": 3.0})))
     bare = with_values(reading, {"qk_cosine/layer_01/head_0": 0.9})
-    assert queries_and_keys([bare]) is None
-    lost = with_values(reading, dict(reading.values) | {"qk_cosine/layer_01/head_0": math.nan})
-    assert queries_and_keys([lost]) is None
+    assert math.isnan(heads_limit(bare))
 
 
 # -- heads of a layer joined to one vector ---------------------------------------------------------
@@ -158,6 +130,7 @@ def test_readings_without_arrays_have_no_joined_cosines(tmp_path):
 
 @given(st.integers(2, 20_000), st.floats(0.01, 0.99))
 @settings(deadline=None)
-def test_chance_is_beyond_its_limit_as_often_as_the_p_value_says(width, probability):
-    limit = chance_limit(width, probability)
-    assert cosine_p_value(limit, width) == pytest.approx(1 - probability, rel=1e-6)
+def test_cosines_of_isotropic_directions_follow_the_beta_distribution(width, probability):
+    limit, half = chance_limit(width, probability), (width - 1) / 2
+    tail = 2 * stats.beta.cdf((1 - limit) / 2, half, half)
+    assert tail == pytest.approx(1 - probability, rel=1e-6)

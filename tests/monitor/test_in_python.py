@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from geomon import Memory, Monitor, read
-from geomon.analysis import Phase
+from geomon.analysis import find_phase
 
 
 def model():
@@ -64,5 +64,5 @@ def test_the_monitor_is_closed_whatever_ends_the_with():
 
 
 def test_a_phase_is_words_in_a_notebook():
-    shown = Phase("compressing", 128, 7.4, -0.3, 64, 256, 128, 7.4, 5.2)._repr_html_()
-    assert shown.startswith("<p><b>compressing</b>: compressing since step 128, 30 % below")
+    shown = find_phase([0, 8, 16], [2.0, 7.4, 5.2], [0.1] * 3)._repr_html_()
+    assert shown.startswith("<p><b>compressing, -2.2 ± 0.2 since step 8</b>; peak 7.4 ± 0.1 at")

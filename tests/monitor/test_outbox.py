@@ -188,8 +188,8 @@ def test_the_phase_is_given_when_it_changes():
     unknown = [(step, math.nan, 20.0) for step in (3, 96, 300, 700)]  # change nothing
     follow(called(phases, alerts), sorted([*COURSE, *unknown]))
     assert all(isinstance(phase, Phase) for phase in phases)
-    assert [phase.name for phase in phases] == ["steady", "expanding", "compressing"]
-    assert (phases[-1].peak_step, phases[-1].peak) == (64, 7.5)
+    assert [phase.name for phase in phases] == ["level", "expanding", "compressing"]
+    assert (phases[-1].peak.step, phases[-1].peak.value) == (64, 7.5)
     assert [(alert.name, alert.step) for alert in alerts] == [
         ("rank_collapse", 256), ("rank_collapse", 1024),
     ]  # fmt: skip
@@ -203,7 +203,7 @@ def test_two_sources_are_two_curves():
         publish(outbox, course(*values))
         publish(outbox, msgspec.structs.replace(course(values[0], 3.0, 20.0), source="inline"))
     assert [phase.name for phase in phases] == [
-        "steady", "steady", "expanding", "compressing",
+        "level", "level", "expanding", "compressing",
     ]  # fmt: skip
 
 
@@ -255,7 +255,7 @@ def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):
     page = Path(__file__).parents[2] / "docs" / "alerts.md"
     names: dict[str, Any] = {"model": PlainDecoder()}
     exec(page.read_text().partition("```python\n")[2].partition("```")[0], names)
-    names["save"](Phase("level", 8, 7.0, 0.0))
+    names["save"](Phase("compressing"))
     assert (tmp_path / "peak.pt").is_file()
     alert = Alert("logit_growth", 8, heads=((2, 1),), numbers={"largest": 130.0, "limit": 100.0})
     names["keep"](replace(alert, inputs=((), {"input_ids": [3]})))

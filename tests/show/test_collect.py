@@ -7,7 +7,8 @@ import pytest
 from shown import alerted
 from tagged import TEXTS, reading_of, with_values
 
-from geomon.analysis import Curve, mean_abs_over_heads
+from geomon.analysis import Curve
+from geomon.analysis.curves import mean_abs_over_heads
 from geomon.record import Readings
 from geomon.show import collect
 from geomon.show.colours import BLUE, look_of
@@ -69,8 +70,8 @@ def test_the_dimension_has_its_variants_with_intervals_and_the_largest_scale():
 def test_the_peak_is_named_where_the_dimension_has_fallen_from_one(make_readings):
     (first, *_) = collect.dimension_panel(make_readings()).lines
     assert first.name == "intrinsic dimension: peak 7.4 at step 256"
-    falling = make_readings(curves={"twonn/mean": [9, 8, 7, 6, 5, 4, 3, 2.5, 2]})
-    assert not any("peak" in line.name for line in collect.dimension_panel(falling).lines)
+    rising = make_readings(curves={"twonn/mean": [2, 2.5, 3, 4, 5, 6, 7, 8, 9]})
+    assert not any("peak" in line.name for line in collect.dimension_panel(rising).lines)
 
 
 @pytest.mark.parametrize(("distinct", "is_logarithmic"), [(32.0, True), (10.0, False)])

@@ -161,7 +161,7 @@ def test_the_overview_is_printed_once_if_no_terminal_can_refresh_it(
     watch([run])
     printed = terminal.getvalue()
     assert ("\x1b[?25l" in printed) == draws  # the cursor is hidden meanwhile
-    assert "compressing since step 256" in " ".join(re.sub("\x1b\\[[0-9;]*m", "", printed).split())
+    assert "since step 1,024; peak 7.4" in " ".join(re.sub("\x1b\\[[0-9;]*m", "", printed).split())
     assert printed.isascii() == (getattr(terminal, "encoding", None) == "ascii")
 
 

@@ -34,7 +34,7 @@ def test_the_first_public_name_gives_readings_their_page(monkeypatch, make_readi
     geomon.__getattr__("read")
     page = readings._repr_html_()
     assert "<img" in page
-    assert "compressing since step 256" in page
+    assert "compressing, -0.4 ± 0.3 since step 1,024" in page
     assert "<img" not in Readings([], [])._repr_html_()
 
 

@@ -84,8 +84,8 @@ def test_the_page_says_the_run_in_words_first(make_readings, library):
     assert f"Geometry of run of today geomon {version('geomon')}, report of 20" in words
     assert "run of today Synthetic" in words
     assert (
-        "intrinsic dimension 5.3 ± 0.1, compressing since step 256, 28 % below its peak 7.4"
-        in words
+        "intrinsic dimension, mean over layers: 5.3 ± 0.1 at step 1,500, compressing, -0.4 ± 0.3 "
+        "since step 1,024; peak 7.4 ± 0.1" in words
     )
     order = ["compressing", "No alerts.", "In words", "Over training", "Any other value"]
     order += ["Over depth and heads", "By layer and head"]
@@ -298,7 +298,7 @@ def test_what_was_not_measured_has_no_chart(make_readings, without):
 def test_a_record_of_one_reading_without_metrics_makes_a_page(make_readings, library):
     reading = with_values(make_readings()[0], {"geomon/seconds": 1.0})
     page = Page(render([Run("a", Path("a"), Readings([], [reading]))]))
-    assert "twonn: not measured." in page.words
+    assert "1 readings without a headline quantity." in page.words
     assert "newPlot" not in "".join(page.scripts)
     assert "share of the training's time" not in page.words  # which is unknown
 

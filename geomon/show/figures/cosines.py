@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 from geomon.analysis.queries_keys import (
     LayerAlignment,
-    QueriesKeys,
     align_layers,
     chance_limit,
-    queries_and_keys,
+    heads_limit,
 )
 from geomon.record import Readings
 from geomon.show.collect import measured_heads
@@ -33,16 +33,15 @@ _ENDS = (-1.05, 1.05)
 def cosines_figure(readings: Readings, metric: str = "qk_cosine") -> Figure:
     """Draw a metric of heads over training, one panel for each layer.
 
-    Of `qk_cosine` the band of chance is drawn. Of directions that have nothing to do with one
-    another none of all heads ends outside it, with a probability of 95 % (Holm's correction): the
-    heads that a summary of the run counts.
+    The band of chance is drawn for `qk_cosine`: with random directions, all heads end inside it
+    with a probability of 95 %.
     """
     selected, layers, table = measured_heads(readings, metric)
     if not selected:
         raise NotMeasuredError(f"{metric} of single heads was not measured in this run")
-    found = queries_and_keys(selected) if metric == "qk_cosine" else None
-    limit, label = (found.limit if found else math.nan), readings.text_of(metric).label
-    chance = (limit, "chance: all heads within, with a probability of 95 %") if found else None
+    limit = heads_limit(selected[-1]) if metric == "qk_cosine" else math.nan
+    label, has_limit = readings.text_of(metric).label, math.isfinite(limit)
+    chance = (limit, "chance: all heads within, with a probability of 95 %") if has_limit else None
     steps = [reading.step for reading in selected]
     shown = spread_items(range(len(layers)), _MOST_LAYERS)
     panels = [
@@ -62,8 +61,9 @@ def cosines_figure(readings: Readings, metric: str = "qk_cosine") -> Figure:
     ]
     figure = axes.draw_grid(panels, columns=min(4, len(panels)), size=(3.1, 2.7), share=True)
     some = f"; {len(shown)} of {len(layers)} layers are drawn" if len(shown) < len(layers) else ""
-    known = int(np.isfinite(table[-1]).sum())
-    words = _count_of_heads(found) if found else f"{label}: a line for each of {known} heads"
+    last = table[-1][np.isfinite(table[-1])]
+    words = f"{label}: a line for each of {last.size} heads"
+    words = _count_of_heads(last, limit) if has_limit else words
     axes.title(figure, words + some)
     return figure
 
@@ -74,13 +74,11 @@ def _side_colour(value: float, limit: float) -> str:
     return VERMILLION if value > limit else BLUE if value < -limit else GREY
 
 
-def _count_of_heads(found: QueriesKeys) -> str:
-    similar, opposite, chance = (
-        len(found.of(direction)) for direction in ("similar", "opposite", "chance")
-    )
+def _count_of_heads(cosines: NDArray[np.float64], limit: float) -> str:
+    similar, opposite = int((cosines > limit).sum()), int((cosines < -limit).sum())
     return (
-        f"{len(found.heads)} heads at the end: {similar} similar (orange), {opposite} opposite "
-        f"(blue), {chance} within chance (±{found.limit:.2f})"
+        f"{cosines.size} heads at the end: {similar} similar (orange), {opposite} opposite "
+        f"(blue), {cosines.size - similar - opposite} within chance (±{limit:.2f})"
     )
 
 

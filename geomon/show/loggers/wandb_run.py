@@ -302,11 +302,10 @@ class WandBSummary:
         if self._measured:
             curve = curve_of(self._measured, "twonn")
             phase = curve.phase()
-            has_peak = phase.earliest is not None
             numbers |= {
                 "geomon/phase": phase.name,
-                "geomon/peak_step": phase.peak_step if has_peak else None,
-                "geomon/peak": phase.peak if has_peak else None,
+                "geomon/peak_step": phase.peak.step if phase.has_fallen else None,
+                "geomon/peak": phase.peak.value if phase.has_fallen else None,
                 "geomon/final": curve.values[-1],
             }
         run.summary.update(numbers)

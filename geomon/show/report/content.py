@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from geomon.analysis import Curve, single_source, summarise
+from geomon.analysis import Curve, null_of, single_source, summarise
 from geomon.analysis.alerts import first_alerts
 from geomon.analysis.quantities import Quantity, quantities_of
-from geomon.analysis.summary import alert_sentences, dimension_sentences
+from geomon.analysis.summary import alert_sentences
 from geomon.record import Readings
 from geomon.record.columns import MetricText
 from geomon.record.printable import printable
-from geomon.show.collect import alerts_of, depth_panel, head_panels, line_of, map_panel, null_of
+from geomon.show.collect import alerts_of, depth_panel, head_panels, line_of, map_panel
 from geomon.show.colours import BLUE, DASHES, look_of
 from geomon.show.panels import Line, Lines, Matrix, spread_both, thin
 from geomon.show.settings import OF_A_START, setting_words
@@ -99,13 +99,11 @@ def build_content(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _words_of(readings: Readings) -> dict[str, Any]:
-    """A run in words, each sentence once: the dimension, the alerts, and the others."""
-    missing = f"{readings.text_of('twonn').title}: not measured."
-    headline = next(iter(dimension_sentences(readings)), missing)
+    """A run in words, each sentence once: the first fact, the alerts, and the others."""
     alerts = alert_sentences(readings)
-    others = [each for each in summarise(readings) if each not in (headline, *alerts)]
+    first, *others = [each for each in summarise(readings) if each not in alerts]
     return {
-        "headline": printable(headline),
+        "headline": printable(first),
         "alerts": [*map(printable, alerts)],
         "sentences": [*map(printable, others)],
     }

@@ -6,9 +6,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from geomon.analysis import Curve, curve_of, mean_abs_over_heads, single_source
-from geomon.analysis.numbers import number, with_margin
-from geomon.analysis.summary import alert_sentences, estimates, headline
+from geomon.analysis import Fact, facts_of, single_source
+from geomon.analysis.numbers import number
+from geomon.analysis.summary import alert_sentences, headline
 from geomon.record import Reading, Readings
 from geomon.record.printable import printable
 from geomon.record.sinks import Memory
@@ -21,6 +21,11 @@ try:
 except ImportError as error:
     raise ImportError("the terminal view needs rich: pip install 'geomon[terminal]'") from error
 
+# Tags of what an overview shows, in this order.
+_WATCHED = (
+    "twonn/mean", "twonn_distinct/mean", "anisotropy/mean", "attention_entropy/mean",
+    "qk_cosine_size",
+)  # fmt: skip
 _BLOCKS = "▁▂▃▄▅▆▇█"
 # A curve whose range is below this share of its largest value is drawn flat: it is only noise.
 _FLAT = 0.02
@@ -63,29 +68,27 @@ def describe(last: Reading, words: str) -> Text:
     return text.append("\n").append_text(said)
 
 
-def _curves(readings: Readings) -> list[tuple[str, Curve]]:
-    """List what is watched over training, by its name, as far as it was measured."""
-    anisotropy, entropy, cosine = map(
-        readings.text_of, ("anisotropy", "attention_entropy", "qk_cosine")
-    )
-    curves = [
-        *estimates(readings),
-        (anisotropy.title, curve_of(readings, "anisotropy")),
-        (entropy.label, curve_of(readings, "attention_entropy")),
-        (f"|{cosine.title}|", mean_abs_over_heads(readings, "qk_cosine")),
-        furthest_loss(readings),
-    ]
-    return [(name, curve) for name, curve in curves if curve]
+def _watched(readings: Readings) -> list[Fact]:
+    """Select the facts that are watched over training, in their order."""
+    known = {fact.quantity.tag: fact for fact in facts_of(readings)}
+    return [known[tag] for tag in _WATCHED if tag in known]
 
 
 def _rows(readings: Readings) -> Iterator[tuple[str, str, str, str]]:
-    """List label, last value, spark line and remark of what is watched."""
-    for label, curve in _curves(readings):
-        after = [f"from {number(curve.values[0])}"] if len(curve) > 1 else []
-        if curve.steps[-1] < readings[-1].step:
-            after.append(f"known to step {curve.steps[-1]:,}")  # no batch comes after the last
+    """List label, last value, spark line and trend of what is watched."""
+    for fact in _watched(readings):
+        curve = fact.quantity.curve(readings)
+        after = [fact.trend] if fact.trend else [f"from {fact.phase.start.words()}"]
+        if fact.phase.last.step < readings[-1].step:
+            after.append(f"known to step {fact.phase.last.step:,}")
         line = spark(curve.values, statistics.median(curve.margins))
-        yield label, _last(curve), line, ", ".join(after)
+        yield fact.quantity.label, fact.phase.last.words(), line, ", ".join(after)
+    name, loss = furthest_loss(readings)
+    if loss:
+        after = [f"from {number(loss.values[0])}"] if len(loss) > 1 else []
+        if loss.steps[-1] < readings[-1].step:
+            after.append(f"known to step {loss.steps[-1]:,}")  # no batch comes after the last
+        yield name, number(loss.values[-1]), spark(loss.values), ", ".join(after)
     profile = readings[-1].column("anisotropy").by_layer()
     if profile:
         top, values = max(profile, key=profile.__getitem__), list(profile.values())
@@ -122,16 +125,19 @@ def format_line(reading: Reading, readings: Readings | Sequence[Reading]) -> str
         readings: Readings of the run; those of later steps are ignored.
 
     Returns:
-        "step 128: Intrinsic dimension (TwoNN) 7.4 ± 0.1 (expanding), distinct tokens 7.5 ± 0.2,
-        Anisotropy 0.32", for instance; the number of values where none of these was measured.
+        "step 128: Intrinsic dimension (TwoNN) 7.4 ± 0.1 (expanding), Anisotropy 0.32 ± 0.01
+        (level)", for instance; the number of values if none of these was measured.
     """
     runs = readings.runs if isinstance(readings, Readings) else []
     past = [other for other in readings if other.step <= reading.step] or [reading]
-    curves = _curves(Readings(runs, [reading]))
-    parts = [f"{name} {_last(curve)}" for name, curve in curves]
-    phase = curve_of(past, "twonn").phase().name
-    if math.isfinite(reading.column("twonn").mean) and phase != "unknown":
-        parts[0] += f" ({phase})"
+    parts = [
+        f"{fact.quantity.title} {fact.phase.last.words()}"
+        + f" ({fact.word})" * (fact.word != "unknown")
+        for fact in _watched(Readings(runs, past))
+        if fact.phase.last.step == reading.step
+    ]
+    name, loss = furthest_loss(Readings(runs, [reading]))
+    parts += [f"{name} {number(loss.values[-1])}"] if loss else []
     return f"step {reading.step}: {', '.join(parts) or f'{len(reading.values)} values'}"
 
 
@@ -150,10 +156,6 @@ class Printer(Memory):
 def safe(words: str, style: str = "") -> Text:
     """Make text of words of a record, which do nothing to the terminal."""
     return Text(printable(words), style)
-
-
-def _last(curve: Curve) -> str:
-    return with_margin(curve.values[-1], curve.margins[-1])
 
 
 def percent(share: float) -> str:

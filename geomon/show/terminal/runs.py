@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from geomon.analysis import Phase, curve_of, single_source
+from geomon.analysis import single_source
 from geomon.analysis.quantities import Quantity, quantities_of
 from geomon.analysis.summary import headline
 from geomon.record import Follower, Readings
@@ -22,7 +22,6 @@ class Watched:
         readings: One reading per step, of the source that the run used most.
         quantities: What can be drawn over steps, by tag.
         headline: What a reader must know first.
-        fallen: Phase of the dimension, where it has fallen from a peak; else None.
         state: Why nothing is shown yet; "" once there are readings.
         trouble: Why the file cannot be read; "" where it can.
     """
@@ -33,7 +32,6 @@ class Watched:
         self.whole = self.readings = Readings([], [])
         self.quantities: dict[str, Quantity] = {}
         self.headline = ""
-        self.fallen: Phase | None = None
         self.state, self.trouble = f"reading {printable(str(self._follower.path))}", ""
 
     def look(self) -> bool:
@@ -59,8 +57,6 @@ class Watched:
     def _take(self, whole: Readings) -> None:
         selected = Readings(whole.runs, single_source(whole))
         self.quantities, self.headline = quantities_of(selected), headline(whole)
-        phase = curve_of(selected, "twonn").phase()
-        self.fallen = phase if phase.earliest is not None else None
         self.whole, self.readings, self.trouble = whole, selected, ""
         self.state = "" if selected else "no readings yet"
 

@@ -6,13 +6,14 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from geomon.analysis import null_of
 from geomon.analysis.numbers import with_margin
 from geomon.analysis.quantities import Quantity
 from geomon.record import read
-from geomon.show.collect import alerts_of, line_of, null_of
+from geomon.show.collect import alerts_of, line_of
 from geomon.show.colours import DASHES
 from geomon.show.loading import name_runs
-from geomon.show.panels import Line, Lines, thin
+from geomon.show.panels import Lines, thin
 from geomon.show.terminal import charts
 from geomon.show.terminal.overview import safe, view
 from geomon.show.terminal.runs import Watched
@@ -156,8 +157,6 @@ def _over_steps(
     (run,) = runs
     curve = quantity.curve(run.readings, layer)
     label = f"{label}  {with_margin(curve.values[-1], curve.margins[-1])}"
-    if run.fallen and (quantity.metric, quantity.part, layer) == ("twonn", "", None):
-        lines.append(Line("", [run.fallen.peak_step], [run.fallen.peak], charts.COLOURS[1]))
     has_null = quantity.is_mean and not quantity.part
     null = null_of(run.readings, quantity.metric) if has_null else None
     return Lines(label, lines, null=null, alerts=alerts_of(run.whole))

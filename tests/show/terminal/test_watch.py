@@ -65,7 +65,7 @@ def test_dimensions_phases_and_alerts_are_whole_at_any_size_above_a_chart(
     assert "step 1,500 · " in words(screen)
     assert (
         "Alerts: not finite at step 64, logit growth at step 16, entropy collapse at step "
-        "256. intrinsic dimension 5.3 ± 0.1, compressing since step 256"
+        "256. intrinsic dimension, mean over layers: 5.3 ± 0.1 at step 1,500, compressing, -0.4"
     ) in words(screen)
     lines = screen.splitlines()
     assert "intrinsic dimension  5.3 ± 0.1" in screen  # above the chart
@@ -128,7 +128,7 @@ def test_an_alert_is_shown_at_once_and_what_a_run_gave_up_is_not(make_readings, 
     none, healthy, raised, rewound = map(words, screens.of(tmp_path, between=between))
     assert "no readings yet Alert at step 0: not finite (layer 2)" in none
     assert "Alert at" not in healthy
-    assert "Alert: logit growth at step 1,700. intrinsic dimension 5.3" in raised
+    assert "Alert: logit growth at step 1,700. intrinsic dimension, mean" in raised
     assert "Alert at step 1,700: logit growth (layer 2)" in raised
     assert "step 256 ·" in rewound  # before the first reading of the new branch
     assert "Alert at" not in rewound

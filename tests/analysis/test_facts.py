@@ -1,0 +1,314 @@
+"""What geomon says of a run is held to the numbers under it, by a checker that knows only these.
+
+Records of many shapes are made in memory. A sentence is taken apart by one pattern, and each value,
+margin, step and difference in it is compared with the record's.
+"""
+
+import math
+import random
+import re
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+from rich.console import Console
+from tagged import TEXTS, reading_of
+
+from geomon.analysis import facts_of, summarise
+from geomon.analysis.alerts import Alert
+from geomon.analysis.summary import headline
+from geomon.note import Note
+from geomon.record import RaisedAlert, Readings
+from geomon.show.collect import dimension_panel
+from geomon.show.loggers.board import BoardText
+from geomon.show.loggers.history import RunHistory
+from geomon.show.loggers.wandb_run import WandBSummary
+from geomon.show.report.content import Run, build_content
+from geomon.show.terminal.overview import format_line, view
+
+KINDS = ("rise", "fall", "both", "flat", "erratic", "diverged", "few", "missing", "halved", "back")
+SCHEDULES = (
+    [0, *(2**n for n in range(13))],
+    [0, *sorted({round(2 ** (n / 4)) for n in range(44)})],
+    list(range(0, 2001, 50)),
+    list(range(8)),
+)
+FOUND = {"lowest": 1.5, "largest": 130.0, "limit": 2.0}
+NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
+VALUE = rf"({NUMBER})(?: ± ({NUMBER}))?"
+SENTENCE = re.compile(
+    rf"(?P<title>.*): {VALUE}(?: nats)? at step ({NUMBER})"
+    rf"(?:, (?P<word>[a-z]+)(?:, \+?{VALUE} since step ({NUMBER}))?)?"
+    rf"(?:; (?:peak {VALUE} at step ({NUMBER})(?: \(between steps ({NUMBER}) and ({NUMBER})\))?)?"
+    rf"(?:, )?(?:start {VALUE} at step ({NUMBER}))?)?"
+    r"(?:; (?:Gaussian noise|isotropic noise|uniform attention): \S+)?\."
+)
+ALERT = re.compile(r"Alert at step (\S+?)(?: \(first of (\d+)\))?: (.*?) \(layer 2\): .*")
+TITLES = {
+    "intrinsic dimension, mean over layers": "twonn",
+    "intrinsic dimension, distinct tokens, mean over layers": "twonn_distinct",
+    "intrinsic dimension by scale, scale 32, mean over layers": "gride k32",
+    "attention entropy, mean over layers": "attention_entropy",
+}
+
+
+def level(kind, share, rng):
+    """The dimension without noise, at a share of the way on a logarithmic axis of steps."""
+    if kind in ("rise", "missing"):
+        return 2.5 + 6 * share
+    if kind == "fall":
+        return 32 * math.exp(-2 * share)
+    if kind == "both":
+        return 2.5 + 9.8 * share if share < 0.5 else 7.4 - 4 * (share - 0.5)
+    if kind == "erratic":
+        return rng.uniform(1, 9)
+    if kind == "diverged":
+        return 1.14 if share < 0.7 else 7.7
+    if kind == "halved":  # level, and half at the last reading
+        return 11.0 if share < 1 else 5.5
+    if kind == "back":  # expanding, and back at the last two
+        return 3.2 + 4.4 * share if share < 0.9 else 6.0
+    return 5.0
+
+
+def course(kind, steps, has_margins, rng):
+    """Points of one quantity: value and margin by step."""
+    points = {}
+    for step in steps:
+        value = level(kind, math.log1p(step) / math.log1p(max(*steps, 1)), rng)
+        error = 0.02 * value
+        margin = 2.36 * error * math.sqrt(fmean(rng.gauss(0, 1) ** 2 for _ in range(7)))
+        if kind == "missing" and rng.random() < 0.2:
+            continue
+        points[step] = (abs(value + rng.gauss(0, error)), margin if has_margins else 0.0)
+    return points
+
+
+def record(seed):
+    """A record, and the points of what it holds, by name."""
+    rng = random.Random(seed)
+    kind, steps = KINDS[seed % len(KINDS)], SCHEDULES[seed // len(KINDS) % 4]
+    has_margins = seed // 40 % 3 > 0
+    steps = steps[: rng.randint(1, 4)] if kind == "few" else steps[: rng.randint(8, len(steps))]
+    curves = {"twonn": course(kind, steps, has_margins, rng)}
+    for name, kinds in (("twonn_distinct", KINDS[:6]), ("gride k32", KINDS[:3])):
+        curves[name] = course(rng.choice(kinds), steps, has_margins, rng)
+    curves["attention_entropy"] = course("fall", steps, has_margins=False, rng=rng)
+    readings, alerts = [], []
+    for step in steps:
+        values = {"geomon/overhead": rng.uniform(0.001, 0.2), "training/loss": rng.uniform(1, 4)}
+        for name, points in curves.items():
+            metric, _, part = name.partition(" ")
+            tag = f"{metric}/mean/{part}".rstrip("/")
+            if step in points:
+                values[tag] = points[step][0]
+                values |= {f"{tag}/margin": points[step][1]} if points[step][1] else {}
+        for layer in range(5):
+            values[f"anisotropy/layer_{layer:02d}"] = rng.uniform(0.1, 0.9)
+            for head in range(4 * bool(layer)):
+                values[f"qk_cosine/layer_{layer:02d}/head_{head}"] = rng.uniform(-1, 1)
+        raised = ["rank_collapse"] * (step in steps[-2:]) + ["logit_growth"] * (step == steps[-1])
+        for name in raised * (kind == "diverged"):
+            alert = Alert(name, step, layers=(2,), numbers=FOUND, advice="look there")
+            alerts.append(RaisedAlert(step, 0.0, "check", alert.note()))
+        readings.append(reading_of(values, step, "probe", [Note("kind", "a note")]))
+    runs = [{"model": "Synthetic", "metrics": TEXTS}]
+    return Readings(runs, readings, raised=alerts), curves
+
+
+def number(text):
+    return float(text.replace(",", ""))
+
+
+def prints(value, text):
+    """Whether a value is printed so, with any number of decimals."""
+    decimals = len(text.partition(".")[2])
+    return abs(value - number(text)) <= 0.5000001 * 10**-decimals
+
+
+def faults(sentence, readings, curves):
+    """What is false in a sentence of the summary."""
+    steps = [reading.step for reading in readings]
+    if found := re.fullmatch(rf"geomon took (\S+) % of the time until step ({NUMBER})\.", sentence):
+        share, step = found.groups()
+        last = readings[-1]
+        right = prints(100 * last.overhead, share) and number(step) == last.step
+        return [] if right else ["cost"]
+    if found := ALERT.fullmatch(sentence):
+        kind = found[3].replace(" ", "_")
+        raised = [alert.step for alert in readings.alerts if alert.note.kind == kind]
+        right = (number(found[1]), int(found[2] or 1)) == (raised[0], len(raised))
+        return [] if right else ["alert"]
+    found = SENTENCE.fullmatch(sentence)
+    if found is None:
+        return ["unknown form"]
+    if found["title"] not in TITLES:
+        return []
+    points = curves[TITLES[found["title"]]]
+    (now, margin, step, word, change, change_margin, since, peak, peak_margin, peak_step,
+     first, last, start, start_margin, start_step) = found.groups()[1:]  # fmt: skip
+    wrong = []
+
+    def same(value, known, at, printed=None):
+        own, its_margin = points[int(number(at))]
+        fits = prints(own, value) and (bool(known) == bool(its_margin))
+        if not fits or (known and not prints(its_margin, known)):
+            wrong.append(f"{printed}: {own} ± {its_margin} at {at}")
+
+    same(now, margin, step, "now")
+    if number(step) != max(points):
+        wrong.append("not the last")
+    if (start is None) != (len(points) == 1):
+        wrong.append("start")
+    if start is not None:
+        same(start, start_margin, start_step, "start")
+    if peak is not None:
+        same(peak, peak_margin, peak_step, "peak")
+        if points[int(number(peak_step))][0] < max(value for value, _ in points.values()):
+            wrong.append("not the peak")
+        if first and not number(first) <= number(peak_step) <= number(last):
+            wrong.append("peak outside its steps")
+    elif max(points.values())[0] > max(points[min(points)][0], points[max(points)][0]):
+        wrong.append("no peak")
+    if since is not None:
+        gap = points[max(points)][0] - points[int(number(since))][0]
+        if not prints(gap, change):
+            wrong.append(f"change {gap}")
+        moved = abs(gap) > number(change_margin)
+        if abs(abs(gap) - number(change_margin)) > 0.06 and moved != (word != "level"):
+            wrong.append("the word does not follow from the change")
+        if word != "level" and (gap > 0) != (word in ("expanding", "rising")):
+            wrong.append("direction")
+        later = [s for s in steps if s in points and s > number(since)]
+        errors = [math.hypot(points[s][1], points[max(points)][1]) for s in later]
+        gaps = [abs(points[s][0] - points[max(points)][0]) for s in later]
+        if any(g > 2.6 * e for g, e in zip(gaps, errors, strict=True)):
+            wrong.append("a later reading differs more")
+    elif word not in ("unclear", None):
+        wrong.append("a word without a change")
+    if (word is None) != (not margin or len(points) < 2):
+        wrong.append("a word where none can be, or none")
+    return wrong
+
+
+class Texts:
+    """Stands for a writer of TensorBoard and for a run of W&B: keeps what is said."""
+
+    def __init__(self):
+        self.said, self.summary, self.run = {}, {}, None
+
+    def add_text(self, name, text, step):
+        self.said[name] = re.sub(r"\\(.)", r"\1", text)
+
+    def flush(self):
+        pass
+
+
+def board_sentences(readings):
+    """The sentences of TensorBoard, and the readings that are kept for it."""
+    board, history, texts = BoardText(lambda: [texts], name="TensorBoard"), RunHistory(), Texts()
+    board.describe(readings.runs[0])
+    alerts = [*readings.raised]
+    for reading in readings:
+        board.write(reading)
+        history.add(reading)
+        while alerts and alerts[0].step <= reading.step:
+            board.alert(alerts[0])
+            history.raised.append(alerts.pop(0))
+    board.close()
+    lines = texts.said["~geomon/1 the run in words"].partition("\n\n")[0].splitlines()
+    return [line.removeprefix("- ") for line in lines], history.readings()
+
+
+def pages_agree(readings, sentences):
+    """Hold what other pages say of a run to its sentences."""
+    content = build_content([Run("a", Path("a"), readings)])["runs"][0]
+    said = [content["headline"], *content["alerts"], *content["sentences"]]
+    assert sorted(said) == sorted(sentences)
+    first = next(text for text in sentences if not text.startswith("Alert"))
+    assert content["headline"] == first
+    assert headline(readings).endswith(first)
+    console = Console(width=500, color_system=None)
+    with console.capture() as capture:
+        console.print(view(readings))
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+    facts = {fact.quantity.label: fact for fact in facts_of(readings)}
+    rows = [re.split(r"  +", line) for line in lines if re.split(r"  +", line)[0] in facts]
+    assert len(rows) >= 3
+    for label, value, _, *after in rows:
+        fact = facts[label]
+        assert value == fact.phase.last.words()
+        assert after[0].startswith(fact.trend or "from")
+    twonn = facts["intrinsic dimension"]
+    written = f"{twonn.phase.last.words()} ({twonn.word})".replace(" (unknown)", "")
+    if twonn.phase.last.step == readings[-1].step:
+        assert written in format_line(readings[-1], readings)
+    texts = Texts()
+    summary = WandBSummary(texts)
+    for alert in readings.raised:
+        summary.alert(alert)
+    for reading in readings:
+        texts.run = texts if reading is readings[-1] else None  # at each reading it takes long
+        summary.write(reading)
+    phase, kept = twonn.phase, texts.summary
+    assert (kept["geomon/phase"], kept["geomon/final"]) == (phase.name, phase.last.value)
+    assert kept["geomon/peak_step"] == (phase.peak.step if phase.has_fallen else None)
+    assert kept["geomon/alerts"] == len(readings.raised)
+    legends = [line.name for line in dimension_panel(readings).lines]
+    assert any("peak" in name for name in legends) == phase.has_fallen
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_every_sentence_of_four_hundred_records_holds_for_its_numbers(part):
+    false, count, words = [], 0, set()
+    for seed in range(50 * part, 50 * part + 50):
+        readings, curves = record(seed)
+        if not all(curves.values()):
+            continue
+        sentences = summarise(readings)
+        count += len(sentences)
+        words |= {fact.word for fact in facts_of(readings)}
+        for text in sentences:
+            false += [f"record {seed}: {each}: {text}" for each in faults(text, readings, curves)]
+        pages_agree(readings, sentences)
+        if seed % 5 == 0:
+            board, kept = board_sentences(readings)
+            steps = {reading.step for reading in kept}
+            some = {name: {s: p for s, p in x.items() if s in steps} for name, x in curves.items()}
+            false += [f"board {seed}: {text}" for text in board if faults(text, kept, some)]
+    assert count > 250
+    assert not false, "\n".join(false)
+    assert {"expanding", "falling", "unknown"} <= words
+
+
+def test_what_was_not_measured_is_not_mentioned(make_readings):
+    without = ["twonn", "twonn_distinct", "gride", "anisotropy", "qk_cosine", "attention_entropy"]
+    cost = "geomon took 4.0 % of the time until step 1,500."
+    none = "9 readings without a headline quantity."
+    assert summarise(make_readings(without=without)) == [none, cost]
+    assert summarise(make_readings(without=[*without, "geomon"])) == [none]
+    assert summarise(Readings([], [])) == ["No readings yet."]
+
+
+def test_the_run_of_the_definitions_in_words(make_readings):
+    assert summarise(make_readings())[:2] == [
+        "intrinsic dimension, mean over layers: 5.3 ± 0.1 at step 1,500, compressing, "
+        "-0.4 ± 0.3 since step 1,024; peak 7.4 ± 0.1 at step 256 (between steps 128 and 256), "
+        "start 2.5 ± 0.1 at step 0.",
+        "intrinsic dimension, distinct tokens, mean over layers: 4.9 ± 0.1 at step 1,500, falling, "
+        "-0.4 ± 0.3 since step 1,024; start 32.1 ± 0.1 at step 0.",
+    ]
+
+
+def test_a_run_read_by_two_sources_is_described_from_one(make_readings):
+    probe = make_readings()
+    inline = make_readings((1500,), curves={"twonn/mean": [99.0]}, source="inline")
+    mixed = Readings(probe.runs, [*probe, *inline])
+    assert summarise(mixed) == summarise(probe)
+
+
+def test_one_reading_has_no_trend(make_readings):
+    first = summarise(make_readings((0,)))[0]
+    assert first.startswith("intrinsic dimension, mean over layers: 2.5 ± 0.1 at step 0")
+    assert "unknown" not in first
+    assert "start" not in first
