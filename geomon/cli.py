@@ -82,14 +82,16 @@ def _add_scan(app: "typer.Typer") -> None:
             str, option(help="Revisions of a model on the hub, with commas between them.")
         ] = "",
         text: Annotated[Path | None, option(help="File with text for a model of text.")] = None,
+        inputs: Annotated[
+            Path | None,
+            option(help="File with a batch, saved by torch.save: token ids, or images and sounds."),
+        ] = None,
         directory: Annotated[Path, option(help="Folder of the record.")] = Path("scan"),
-        sequences: Annotated[
-            int, option(help="Largest number of sequences, images or sounds.")
-        ] = 64,
+        sequences: Annotated[int, option(help="Largest number of sequences of the text.")] = 64,
         length: Annotated[int, option(help="Largest number of tokens in a sequence.")] = 128,
         tokens: Annotated[int, option(help="Rows in one split of the estimate.")] = 4096,
         splits: Annotated[int, option(help="Largest number of splits.")] = 1,
-        seed: Annotated[int, option(help="Seed of what is sampled and drawn.")] = 0,
+        seed: Annotated[int, option(help="Seed of what is sampled.")] = 0,
         blocks: Annotated[
             str | None, option(help="Pattern of the names of the blocks, if they are not found.")
         ] = None,
@@ -102,7 +104,7 @@ def _add_scan(app: "typer.Typer") -> None:
         sys.path.insert(0, "")  # the function that builds a model may stand in the working folder
         with exit_on_bad_input():
             readings = run(
-                model, checkpoints=checkpoints, text=text, directory=directory,
+                model, checkpoints=checkpoints, text=text, inputs=inputs, directory=directory,
                 revisions=[name.strip() for name in revisions.split(",") if name.strip()],
                 sequences=sequences, length=length, tokens=tokens, splits=splits, seed=seed,
                 blocks=blocks, device=device, sinks=[Printer()],

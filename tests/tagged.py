@@ -29,13 +29,11 @@ TEXTS: dict[str, dict[str, Any]] = {
         "title": "intrinsic dimension",
         "meaning": "Number of directions in which the nearest neighbours of a row lie.",
         "null": "Gaussian noise",
-        "charts": ["mean", "interval"],
         "parts": {"n": "rows"},
     },
-    "twonn_distinct": {"title": "intrinsic dimension, distinct tokens", "charts": ["mean"]},
+    "twonn_distinct": {"title": "intrinsic dimension, distinct tokens"},
     "gride": {
         "title": "intrinsic dimension by scale",
-        "charts": ["k32"],
         "parts": {"k1": "scale 1", "k32": "scale 32"},
     },
     "anisotropy": {
@@ -43,19 +41,16 @@ TEXTS: dict[str, dict[str, Any]] = {
         "meaning": "Share of the variance in the first direction.",
         "null": "isotropic noise",
         "missing": "all rows are equal",
-        "charts": ["mean", "largest"],
     },
     "attention_entropy": {
         "title": "attention entropy",
         "unit": "nats",
         "null": "uniform attention",
         "meaning": "Entropy of the attention weights of a query.",
-        "charts": ["mean", "smallest"],
     },
     "qk_cosine": {
         "title": "cosine of mean query and mean key",
         "missing": "the mean query or the mean key of a head is 0",
-        "charts": ["size"],
     },
 }
 

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from models import transformer
+import torch
+from models import batch, transformer
 from typer.testing import CliRunner
 
 from geomon import METRICS, read, scan
@@ -20,19 +21,19 @@ def invoke(*arguments):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A folder with two checkpoints of the Trainer, and a text of few distinct letters."""
+    """A folder with two checkpoints of the Trainer, a text, and token ids in a file."""
     folder = tmp_path_factory.mktemp("run")
     for step in (20, 3):
         transformer("gpt2").save_pretrained(folder / f"checkpoint-{step}")
     (folder / "text").write_text("to be or not to be, that is the question; " * 40)
+    torch.save({"input_ids": batch(9, 16)}, folder / "ids.pt")
     (folder / "in_this_folder.py").write_text("build = None")
     return folder
 
 
 def test_scan_prints_a_line_for_each_checkpoint_and_pages_show_the_record(run, tmp_path):
     folder = tmp_path / "scan"
-    arguments = ["scan", run, "--text", run / "text", "--directory", folder, "--length", 16,
-                 "--sequences", 9, "--tokens", 64]  # fmt: skip
+    arguments = ["scan", run, "--inputs", run / "ids.pt", "--directory", folder, "--tokens", 64]
     result = invoke(*arguments)
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
@@ -50,8 +51,10 @@ def test_scan_prints_a_line_for_each_checkpoint_and_pages_show_the_record(run, t
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["./nowhere"], "no model at ./nowhere"),
+        (["./nowhere"], "no checkpoints in nowhere"),
         (["{run}"], "the model reads text"),
+        (["{run}", "--text", "{run}/text"], "the model has 50 tokens and no tokenizer"),
+        (["{run}", "--inputs", "{run}/text"], "is no file of tensors and plain values"),
         (["{run}", "--text", "{run}/none"], "No such file"),
         (["{run}", "--text", "{run}/text", "--length", "0"], "length is a whole number"),
         (["no.such.module:build", "--checkpoints", "{run}"], "cannot be imported"),

@@ -136,7 +136,7 @@ def as_metric(name: str, function: Callable[..., Any]) -> Metric:
         return function
     own = getattr(function, "__doc__", None) if inspect.isroutine(function) else None
     meaning = (inspect.cleandoc(own).partition("\n\n")[0].replace("\n", " ")) if own else ""
-    return Metric(function, MetricText(name, meaning=meaning, charts=("mean",)))
+    return Metric(function, MetricText(name, meaning=meaning, is_charted=True))
 
 
 def at_last(metric: Callable[..., Any], *, at_least: int = 2) -> Metric:

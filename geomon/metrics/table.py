@@ -202,7 +202,6 @@ METRICS: dict[str, Callable[..., Any]] = {
             "distances to the two nearest rows; the largest 10 % of the ratios are left out.",
             null="Gaussian noise of as many rows and columns",
             missing=_FEW_ROWS,
-            charts=("mean", "interval"),
             parts={
                 "censored": "by maximum likelihood",
                 "discard_0": "all ratios (the paper's text)",
@@ -223,7 +222,6 @@ METRICS: dict[str, Callable[..., Any]] = {
             meaning="TwoNN on one row for each pair of token id and position, so that near-copies "
             "of a token do not count as neighbours.",
             missing=_FEW_ROWS,
-            charts=("mean",),
             parts={
                 "censored": "by maximum likelihood",
                 "n": "rows",
@@ -240,7 +238,6 @@ METRICS: dict[str, Callable[..., Any]] = {
             meaning="Intrinsic dimension from the ratios of the distances to neighbours k and 2k; "
             "a larger k looks at a larger neighbourhood.",
             missing="scale k takes 2k + 1 rows that differ from one another",
-            charts=("k32",),
             parts={f"k{k}": f"scale {k}" for k in dimension.SCALES},
         ),
         each_group=_gride_of_each_group,
@@ -253,7 +250,6 @@ METRICS: dict[str, Callable[..., Any]] = {
             meaning="Share of the variance along the leading direction.",
             null="an isotropic Gaussian of as many rows and columns",
             missing=_EQUAL_ROWS,
-            charts=("mean", "largest"),
         ),
         nulls.anisotropy,
     ),
@@ -274,7 +270,6 @@ METRICS: dict[str, Callable[..., Any]] = {
             meaning="Share of the variance that the few rows of massive norm carry; 0 where there "
             "are none.",
             missing=_EQUAL_ROWS,
-            charts=("largest",),
         ),
         has_margin=False,  # rows that are not in one batch are in another
     ),
@@ -286,7 +281,6 @@ METRICS: dict[str, Callable[..., Any]] = {
             meaning="Number of directions that the variance fills: exp of the entropy of its "
             "shares.",
             missing=_EQUAL_ROWS,
-            charts=("mean",),
         ),
     ),
     "cosine": Metric(
@@ -304,7 +298,6 @@ METRICS: dict[str, Callable[..., Any]] = {
         MetricText(
             "Norm of the mean row",
             meaning="Length of the shift that all rows share.",
-            charts=("mean",),
         ),
     ),
     "variance": Metric(
@@ -372,7 +365,6 @@ METRICS: dict[str, Callable[..., Any]] = {
             meaning="How a head's mean query and mean key align: 1 the same way, -1 opposite.",
             null="mean absolute cosine of random directions",
             missing="the mean query or the mean key of a head is 0",
-            charts=("size",),
         ),
         nulls.head_cosine,
     ),
@@ -392,7 +384,6 @@ METRICS: dict[str, Callable[..., Any]] = {
             "number of keys if all weigh the same.",
             null="uniform attention",
             missing="no sampled query sees a key",
-            charts=("mean", "smallest"),
         ),
         nulls.attention_entropy,
     ),
@@ -410,7 +401,6 @@ METRICS: dict[str, Callable[..., Any]] = {
             "Attention on the sink",
             meaning="Mean weight on the first visible key, the usual attention sink.",
             missing=_NO_TWO_KEYS,
-            charts=("mean",),
         ),
     ),
     "max_logit": Metric(
@@ -419,7 +409,6 @@ METRICS: dict[str, Callable[..., Any]] = {
             "Largest attention score",
             meaning="Largest score before the softmax, over all rows and visible keys; growth "
             "without bound is an early sign of instability.",
-            charts=("highest",),
         ),
         has_margin=False,
     ),

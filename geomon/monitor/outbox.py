@@ -79,7 +79,7 @@ class Outbox:
         self.sinks = SinkCalls(options["sinks"], warnings, options["sink_timeout"])
         self.latest: Reading | None = None
         self.open_step: int | None = None
-        self._noted: list[Note] = []  # alerts of checks since the last reading
+        self._noted: list[Note] = []  # alerts of checks and remarks since the last reading
         self._last_completed: tuple[ReadingJob | None, _Completed] = None, _NOTHING
         self._published: int | None = None  # step of the last reading that was published
         # Steps, dimensions and margins, and the name of the last phase, by source of the readings.
@@ -156,6 +156,14 @@ class Outbox:
             self._noted.append(alert.note())
         return bool(alerts)
 
+    def note(self, notes: Sequence[Note]) -> None:
+        """Put notes that the log has said already into the next reading.
+
+        Args:
+            notes: The notes.
+        """
+        self._noted += notes
+
     def log(self, step: int, values: Mapping[str, Any], *, watched: bool) -> None:
         """Put values into the reading of a step.
 
@@ -219,10 +227,10 @@ class Outbox:
             self._take_first()
             if reading is None:
                 return
-            self._noted.clear()
             self.latest = reading
+            said, self._noted = self._noted, []
             for note in reading.notes:
-                if not note.is_alert:
+                if not note.is_alert and note not in said:
                     self._warnings.warn(note.words(), kind=f"{note.stack}: {note.kind}")
             self.sinks.write(reading)
             for alert in alerts:

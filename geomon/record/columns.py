@@ -250,9 +250,8 @@ class MetricText(msgspec.Struct, frozen=True, omit_defaults=True):
         meaning: One sentence on what it says.
         null: What the number `null` of its column is the value of, in words; "" for none.
         missing: When there is no value, in words.
-        charts: What charts show of it by default: "mean"; "interval", the ends of the interval of
-            the mean; "largest" of the layers; "smallest" and "highest" of the heads; "size", the
-            mean absolute value of the heads; or names of its parts, whose means are shown.
+        is_charted: Whether charts show its mean by default; what they show of geomon's own metrics
+            is in `geomon.record.headline`.
         parts: Titles of its parts by name.
     """
 
@@ -261,7 +260,7 @@ class MetricText(msgspec.Struct, frozen=True, omit_defaults=True):
     meaning: str = ""
     null: str = ""
     missing: str = ""
-    charts: tuple[str, ...] = ()
+    is_charted: bool = False
     parts: dict[str, str] = {}
 
     @property

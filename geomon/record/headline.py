@@ -1,7 +1,7 @@
 """Headline values: the few that charts show of a reading by default, all in the group `geomon/`.
 
-The text of a metric (`MetricText.charts`) says which they are. A sink keeps one `Charts` and shows
-what that selects; the record holds every value under its own tag.
+A table says which they are. A sink keeps one `Charts` and shows what that selects; the record holds
+every value under its own tag.
 """
 
 import math
@@ -87,43 +87,67 @@ def shortened(words: str, chart: str) -> str:
     return re.sub(r"[()]", "", words[len(chart) :]).strip(" ,") or words
 
 
-# What charts show of a column, by the word for it in `MetricText.charts`: the ending of the name,
-# the words, and the value. Means and extremes are over the layers without layer 0.
-_Shown = tuple[str, str, Callable[[Column], float]]
-_SHOWN: dict[str, list[_Shown]] = {
-    "mean": [("", "{title}, mean over layers", lambda column: column.mean)],
-    "interval": [
-        ("_low", "lower end of its 95 % interval", lambda c: c.mean - c.mean_margin),
-        ("_high", "upper end of its 95 % interval", lambda c: c.mean + c.mean_margin),
-    ],
-    "largest": [
-        ("_max", "{title}, largest layer",
-         lambda c: max((x for layer, x in c.by_layer().items() if layer), default=NAN)),
-    ],
-    "smallest": [("_min", "{title}, lowest head", lambda column: column.extreme("min"))],
-    "highest": [("_max", "{title}, highest head", lambda column: column.extreme("max"))],
-    "size": [("_size", "{title}, mean size over heads", Column.mean_size)],
+# How a column becomes one number, and the kind of tag under which a record has it too; "" for none.
+# Means and extremes are over the layers without layer 0.
+_REDUCTIONS: dict[str, tuple[Callable[[Column], float], str]] = {
+    "mean": (lambda column: column.mean, "value"),
+    "low": (lambda column: column.mean - column.mean_margin, ""),
+    "high": (lambda column: column.mean + column.mean_margin, ""),
+    "largest layer": (
+        lambda column: max((x for layer, x in column.by_layer().items() if layer), default=NAN), "",
+    ),
+    "lowest head": (lambda column: column.extreme("min"), "min"),
+    "highest head": (lambda column: column.extreme("max"), "max"),
+    "mean size": (Column.mean_size, ""),
 }  # fmt: skip
-_OF_TAG = {"mean": "value", "smallest": "min", "highest": "max"}  # what the record has a tag for
+# The name, the metric and its part, the reduction, and the title, in which `{}` is that of the
+# metric. Low and high are the ends of the interval of a mean, drawn in its chart as a band.
+_Row = tuple[str, str, str, str]
+_MEAN = "{}, mean over layers"
+HEADLINES: tuple[_Row, ...] = (
+    ("twonn", "twonn", "mean", _MEAN),
+    ("twonn_low", "twonn", "low", "lower end of its 95 % interval"),
+    ("twonn_high", "twonn", "high", "upper end of its 95 % interval"),
+    ("twonn_distinct", "twonn_distinct", "mean", _MEAN),
+    ("gride_k32", "gride/k32", "mean", _MEAN),
+    ("anisotropy", "anisotropy", "mean", _MEAN),
+    ("anisotropy_max", "anisotropy", "largest layer", "{}, largest layer"),
+    ("massive_share_max", "massive_share", "largest layer", "{}, largest layer"),
+    ("effective_rank", "effective_rank", "mean", _MEAN),
+    ("drift_norm", "drift_norm", "mean", _MEAN),
+    ("qk_cosine_size", "qk_cosine", "mean size", "{}, mean size over heads"),
+    ("attention_entropy", "attention_entropy", "mean", _MEAN),
+    ("attention_entropy_min", "attention_entropy", "lowest head", "{}, lowest head"),
+    ("attention_sink", "attention_sink", "mean", _MEAN),
+    ("max_logit_max", "max_logit", "highest head", "{}, highest head"),
+)
 
 
 def headlines_of(metric: str, text: MetricText, *, stack: str = "") -> Iterator[Headline]:
-    """List the headline values of a metric. Means are over the layers without layer 0.
+    """List the headline values of a metric: those of the table, or the mean of a user's own.
 
     Args:
         metric: Name of the metric.
         text: How pages speak of it.
         stack: Name of the stack.
     """
-    for kind in text.charts:
-        part = "" if kind in _SHOWN else kind
-        is_tagged = part or kind in _OF_TAG
-        tag = Place(stack, metric, part, kind=_OF_TAG.get(kind, "value")).tag if is_tagged else ""
-        chart = "" if kind == "interval" else chart_title(metric, text)  # the ends are a band
-        for ending, words, function in _SHOWN["mean" if part else kind]:
-            name = f"{metric}_{part}" if part else metric + ending
-            value = partial(_value, stack, metric, part, function)
-            yield Headline(name, chart, words.format(title=text.title_of(part)), value, tag)
+    rows = [row for row in HEADLINES if row[1].partition("/")[0] == metric]
+    for row in rows or [_mean_of(metric)] * text.is_charted:
+        yield _headline(row, text, stack)
+
+
+def _mean_of(metric: str) -> _Row:
+    return metric, metric, "mean", _MEAN
+
+
+def _headline(row: _Row, text: MetricText, stack: str) -> Headline:
+    name, whole, reduction, title = row
+    metric, _, part = whole.partition("/")
+    function, kind = _REDUCTIONS[reduction]
+    tag = Place(stack, metric, part, kind=kind).tag if kind else ""
+    chart = "" if reduction in ("low", "high") else chart_title(metric, text)
+    value = partial(_value, stack, metric, part, function)
+    return Headline(name, chart, title.format(text.title_of(part)), value, tag)
 
 
 def _value(
@@ -250,13 +274,12 @@ class Charts:
         # In one category TensorBoard draws the charts of intervals below all others.
         laid_out: dict[str, dict[str, list[Any]]] = {}
         for stack, inside in _stacks_of(reading):
-            for metric, column in reading.stacks.get(inside, {}).items():
-                text = self._text_of(metric)
-                if "interval" in text.charts and math.isfinite(column.mean_margin):
-                    first = next(iter(laid_out), f"geomon: {text.title}")
-                    category = laid_out.setdefault(first, {})
-                    names = [headline_tag(metric + end, stack) for end in ("", "_low", "_high")]
-                    category[f"{_in_words(text.title, stack)}, 95 % interval"] = ["Margin", names]
+            if math.isfinite(reading.stacks.get(inside, {}).get("twonn", EMPTY).mean_margin):
+                title = self._text_of("twonn").title
+                first = next(iter(laid_out), f"geomon: {title}")
+                names = [headline_tag(name, stack) for name in ("twonn", "twonn_low", "twonn_high")]
+                words = f"{_in_words(title, stack)}, 95 % interval"
+                laid_out.setdefault(first, {})[words] = ["Margin", names]
         laid_out["geomon"] = charts
         if self._all:
             laid_out["by layer"] = self._by_layer(reading)
@@ -302,11 +325,10 @@ class Charts:
         for metric, column in columns.items():
             text = self._text_of(metric)
             taken = len(selected.keys() - {headline_tag(PROBE_LOSS.name)})
-            is_free = taken < _PLACES and not text.charts
+            is_free = taken < _PLACES and not any(headlines_of(metric, text))
             has_mean = any(column.depths()) or not math.isnan(column.mean)
             if (metric in self.named or is_free) and has_mean and metric not in _TAKEN:
-                alone = MetricText(text.title, text.unit, charts=("mean",))
-                yield from headlines_of(metric, alone, stack=inside)
+                yield _headline(_mean_of(metric), text, inside)
 
     def _text_of(self, metric: str) -> MetricText:
         return self._texts.get(metric, MetricText(metric))

@@ -75,9 +75,7 @@ class Record:
                 f"{error.strerror}): give a folder that can be made and written"
             ) from error
 
-    def begin(
-        self, step: int, description: Mapping[str, Any], *, resumes: bool = False
-    ) -> Readings:
+    def begin(self, step: int, description: Mapping[str, Any]) -> Readings:
         """Start the file or continue it, and return what it holds of this run already.
 
         A run that begins at or before the first recorded step is a new one: the old file is then
@@ -89,11 +87,9 @@ class Record:
         Args:
             step: First step that this run reads.
             description: Facts about the run (versions, model, metrics) for the line that opens it.
-            resumes: Whether earlier readings are of the same run, whatever their steps.
 
         Returns:
-            The earlier readings and alerts of the run that goes on: those before `step`, or all of
-            them if it resumes.
+            The earlier readings and alerts of the run that goes on: those before `step`.
 
         Raises:
             ValueError: The file is not a record.
@@ -106,10 +102,10 @@ class Record:
             follower.check_writable()
             earlier = follower.readings()
             steps = [r.step for r in earlier.readings] + [a.step for a in earlier.raised]
-            self._is_foreign = not resumes and min(steps, default=-1) >= step
+            self._is_foreign = min(steps, default=-1) >= step
             if self._is_foreign or not steps:
                 self._set_aside = 0
-            elif not resumes and max(steps) >= step:
+            elif max(steps) >= step:
                 opening["rewound_to"] = self._set_aside = step
                 follower.rewind(step)
             return Readings([], []) if self._is_foreign else follower.readings()

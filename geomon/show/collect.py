@@ -4,10 +4,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from geomon.analysis import Curve, curve_of, null_of, single_source
 from geomon.analysis.alerts import kind_of
@@ -18,7 +16,7 @@ from geomon.record import Reading, Readings, tags
 from geomon.record.columns import NAN, Column
 from geomon.record.headline import chart_title, shortened
 from geomon.show.colours import BLACK, BLUE, GREEN, LAYERS, STEPS, VERMILLION, ramp
-from geomon.show.panels import Floats, Line, Lines, Matrix, spread_steps
+from geomon.show.panels import Floats, Line, Lines, Matrix, spread_items, spread_steps
 
 # Metrics of which the panel of the intrinsic dimension is drawn, and their colours: of gride the
 # largest scale.
@@ -27,8 +25,8 @@ DIMENSIONS = {"twonn": BLUE, "twonn_distinct": VERMILLION, "gride": GREEN}
 BY_LAYER = ("twonn", "anisotropy", "attention_entropy")
 BY_HEAD = ("qk_cosine", "attention_entropy")
 
-# Largest number of heads with a line of their own.
-_MOST_LINES = 64
+# Largest number of layers whose quartiles are drawn.
+_MOST_LAYERS = 5
 # Ratio of the estimates at one step above which their axis is logarithmic.
 _MAX_LINEAR_RATIO = 4.0
 # Ratio of the largest value of a map to the smallest above which its colours are logarithmic.
@@ -106,37 +104,28 @@ def layers_panel(readings: Readings, metric: str) -> Lines:
 
 
 def cosines_panel(readings: Readings) -> Lines:
-    """Collect the cosines of heads over training: a line for each in the colour of its layer.
+    """Collect the cosines of heads over training: the quartiles of each layer, in its colour.
 
-    Their mean size is a line too. Of more heads than lines can be told apart, the shares of them
-    between values are shown instead.
+    A line is the median over the heads of a layer, its band reaches from the first to the third
+    quartile. The mean size over all heads is a line too. Of many layers some are shown.
     """
     measured, layers, tables = measured_heads(readings, "qk_cosine")
-    steps = [reading.step for reading in measured]
-    if are_many_heads(readings):
-        flat = tables.reshape(len(steps), -1)
-        middle = np.nanmedian(flat, axis=1).tolist()
-        lines = []
-        for shares, words in (((5, 95), "90 % of the heads"), ((25, 75), "half of them")):
-            low, high = np.nanpercentile(flat, shares, axis=1).tolist()
-            lines.append(Line(words, steps, middle, BLUE, low, high, width=1.0))
-    else:
-        colours = _layer_colours(readings)
-        lines = [
-            Line("", steps, values.tolist(), colours[layer], width=1.0)
-            for row, layer in enumerate(layers)
-            for values in tables[:, row].T
-        ]
+    steps, colours = [reading.step for reading in measured], _layer_colours(readings)
+    lines = []
+    for row in spread_items(range(len(layers)), _MOST_LAYERS):
+        low, middle, high = zip(*map(_quartiles, tables[:, row]), strict=True)
+        lines.append(Line("", steps, middle, colours[layers[row]], low, high, width=1.6))
     mean = mean_abs_over_heads(readings, "qk_cosine")
     if mean:
         lines.append(Line("mean size over all heads", mean.steps, mean.values, BLACK, width=2.4))
     label, alerts = readings.text_of("qk_cosine").label, alerts_of(readings)
-    return Lines(label, lines, alerts=alerts, ends=(-1.05, 1.05))
+    bands = "quartiles over the heads of a layer"
+    return Lines(label, lines, alerts=alerts, ends=(-1.05, 1.05), bands=bands)
 
 
-def are_many_heads(readings: Readings) -> bool:
-    """Return whether a run has more heads than lines can be told apart."""
-    return any(len(each.column("qk_cosine").by_head()) > _MOST_LINES for each in readings)
+def _quartiles(values: Floats) -> list[float]:
+    known = values[np.isfinite(values)]
+    return np.percentile(known, (25, 50, 75)).tolist() if len(known) else [NAN] * 3
 
 
 def furthest_loss(readings: Readings) -> tuple[str, Curve]:
@@ -270,7 +259,7 @@ def measured_heads(
     return [selected[row] for row in rows], layers, table[rows]
 
 
-# -- what loggers show, and arrays -----------------------------------------------------------------
+# -- what loggers show -----------------------------------------------------------------------------
 
 
 def cards_of(
@@ -303,23 +292,6 @@ def scales_of(readings: Iterable[Reading]) -> list[int]:
     """List the scales of gride, ascending: 32 for its part "k32"."""
     parts = {part for reading in readings for part in reading.column("gride").parts}
     return sorted(int(part[1:]) for part in parts if part[1:].isdigit())
-
-
-def arrays_by_step(readings: Readings, name: str, most: int) -> dict[int, dict[str, NDArray[Any]]]:
-    """Read the arrays that stand beside a record at a few steps, evenly spaced in logarithm."""
-    selected = single_source(readings)
-    if readings.folder is None or not selected:
-        return {}
-    source = selected[0].source
-    kept = set(readings.folder.steps(source))
-    known = [reading.step for reading in selected if reading.step in kept]
-    found = {step: readings.arrays(step, source) for step in spread_steps(known, most)}
-    return {step: arrays for step, arrays in found.items() if array_layers(arrays, name, readings)}
-
-
-def array_layers(arrays: Iterable[str], name: str, readings: Iterable[Reading]) -> list[int]:
-    """List the layers that an array of some name stands beside the record for."""
-    return [layer for layer in layers_of(readings) if tags.layer_tag(name, layer) in arrays]
 
 
 # -- scales and colours ----------------------------------------------------------------------------

@@ -18,10 +18,7 @@ if TYPE_CHECKING:
     import typer
 
 # Kinds of figures, that of the run first; matplotlib is loaded only to draw them.
-_KINDS = (
-    "run", "dimension", "profiles", "map", "heads", "cosines", "means", "clouds", "stability",
-    "drift", "norms", "spectra",
-)  # fmt: skip
+_KINDS = ("run", "dimension", "profiles", "map", "heads", "cosines")
 
 
 @contextmanager
@@ -86,14 +83,7 @@ def add_commands(app: "typer.Typer") -> None:
     @app.command()
     @exit_on_bad_input()
     def figure(
-        directories: Annotated[
-            list[Path],
-            typer.Argument(
-                help=f"Folder of a run, with its {FILE_NAME} in it; folders of several runs for "
-                "the kind stability.",
-                metavar="DIR...",
-            ),
-        ],
+        directory: Annotated[Path, folder],
         kind: Annotated[
             list[str] | None,
             typer.Option(help=f"What to draw: {', '.join(_KINDS)}. May be given several times."),
@@ -108,16 +98,15 @@ def add_commands(app: "typer.Typer") -> None:
             Path | None,
             typer.Option(
                 help="Where to write: the file of one figure, or the folder of several. By default "
-                "geometry.png in DIR for the run, and DIR/figures for the others; of several runs "
-                "in the first."
+                "geometry.png in DIR for the run, and DIR/figures for the others."
             ),
         ] = None,
         stack: Annotated[str | None, one_stack] = None,
     ) -> None:
         """Draw figures of a run: geometry.png, or others by --kind."""
         kinds = list(_KINDS) if every else kind or [_KINDS[0]]
-        for line in _write_figures(_load(directories, stack), directories[0], kinds, metric, out,
-                                   skip=every):  # fmt: skip
+        (readings,) = _load([directory], stack)
+        for line in _write_figures(readings, directory, kinds, metric, out, skip=every):
             typer.echo(printable(line))
 
     @app.command()
@@ -238,7 +227,7 @@ def _say_remarks(directory: Path, readings: Readings) -> None:
 
 
 def _write_figures(
-    runs: Sequence[Readings],
+    readings: Readings,
     directory: Path,
     kinds: Sequence[str],
     metric: str | None,
@@ -246,10 +235,10 @@ def _write_figures(
     *,
     skip: bool,
 ) -> Iterator[str]:
-    """Write figures of a run or of several, one after another; yield a line on each.
+    """Write figures of a run, one after another; yield a line on each.
 
-    A kind that the runs cannot give is an error, or left out where `skip` says so. A metric is for
-    the only kind, or for those that take one.
+    A kind that the run cannot give is an error, or left out if `skip` says so. A metric is for the
+    only kind, or for those that take one.
     """
     from geomon.show.figures import KINDS, draw, save
     from geomon.show.panels import NotMeasuredError
@@ -258,13 +247,10 @@ def _write_figures(
         raise ValueError(f"{out} is a file: give a folder by --out, for several figures")
     folder = directory if directory.is_dir() else directory.parent
     for kind in kinds:
-        if skip and len(runs) > 1 and not KINDS[kind].takes_runs:
-            yield f"no {kind}: it is of one run"
-            continue
         takes = len(kinds) == 1 or (kind in KINDS and KINDS[kind].takes_metric)
         wanted = metric if takes else None
         try:
-            figure = draw(kind, runs, wanted)
+            figure = draw(kind, readings, wanted)
         except NotMeasuredError as error:
             if not skip:
                 raise

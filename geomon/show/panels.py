@@ -19,13 +19,14 @@ AXES = {
     "step": ("training step (logarithmic)", True),
     "layer": ("layer (0 = what enters the first block)", False),
     "scale": ("scale k: distances to neighbours k and 2k (logarithmic)", True),
-    "rank": ("rank of the eigenvalue (logarithmic)", True),
 }
 
 # Largest number of steps at which profiles are drawn.
 _MAX_PROFILES = 7
 # How far to the left of the first step step 0 stands, in powers of ten.
 _ZERO = 0.45
+# Least distance of the steps that an axis names, as a share of its length.
+_LEAST_APART = 0.15
 
 Floats = NDArray[np.float64]
 
@@ -40,7 +41,7 @@ class Line:
 
     Attributes:
         name: What it is; "" to leave it out of the legend.
-        x: Steps, layers, scales or ranks, ascending.
+        x: Steps, layers or scales, ascending.
         y: Values; NaN if there is none.
         colour: Its colour, as "#RRGGBB".
         low: Lower ends of a band about it; empty for none.
@@ -75,6 +76,7 @@ class Lines:
         ends: Lowest and highest value of the axis in pictures; None if it follows the lines.
         remark: What a reader has to know besides.
         is_logarithmic: Whether the axis of values is.
+        bands: What the bands of lines are.
     """
 
     label: str
@@ -87,6 +89,7 @@ class Lines:
     ends: tuple[float, float] | None = None
     remark: str = ""
     is_logarithmic: bool = False
+    bands: str = "95 % interval"
 
     @property
     def steps(self) -> list[int]:
@@ -162,13 +165,19 @@ class StepAxis:
         return [at[0] ** 2 / inner[0], *inner, at[-1] ** 2 / inner[-1]]
 
     def ticks(self) -> list[int]:
-        """Return the steps that the axis names: 0, the next, powers of ten, or else its ends."""
+        """Return the steps that the axis names: its ends, the first step after 0, powers of ten.
+
+        Those whose names would touch are left out, the ends never.
+        """
         first, last = self.steps[0], self.steps[-1]
+        low, high = map(math.log10, self.places([first, last]))
         powers = [10**power for power in range(len(str(last)))]
-        named = [power for power in powers if max(first, self._after) <= power <= last]
-        if self._after * 2 <= min(named, default=last):
-            named.insert(0, self._after)
-        return [0] * (first == 0) + (named or sorted({first, last} - {0}))
+        kept = [first, last]
+        for step in (self._after, *powers):
+            apart = min(abs(math.log10(step / at)) for at in self.places(kept))
+            if self._after <= step < last and apart >= _LEAST_APART * (high - low):
+                kept.append(step)
+        return sorted({*kept})
 
 
 def spread_steps(steps: Sequence[int], most: int = _MAX_PROFILES) -> list[int]:
@@ -192,6 +201,20 @@ def spread_steps(steps: Sequence[int], most: int = _MAX_PROFILES) -> list[int]:
     targets = np.linspace(0, logarithms[-1], most)
     nearest = {int(np.abs(logarithms - target).argmin()) for target in targets}
     return [steps[index] for index in sorted(nearest)]
+
+
+def ends_and_middle(steps: Sequence[int]) -> list[int]:
+    """Choose the first step, the last, and the one nearest to the middle of the run.
+
+    Args:
+        steps: Steps to choose from, ascending, one at least.
+
+    Example:
+        >>> ends_and_middle([0, 16, 32, 64, 181, 362, 724])
+        [0, 362, 724]
+    """
+    middle = (steps[0] + steps[-1]) / 2
+    return sorted({steps[0], min(steps, key=lambda step: abs(step - middle)), steps[-1]})
 
 
 def spread_items(items: Sequence[int], most: int) -> list[int]:

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,9 @@ class Checkpoint:
 
     Attributes:
         name: What messages call the checkpoint.
-        step: Number of optimizer updates already in the weights; -1 where nothing says it.
+        step: Number of optimizer updates already in the weights; -1 if nothing says it.
         source: Folder, file, or name of the model on the hub.
-        revision: Revision of the model, where it is on the hub.
+        revision: Revision of the model, if it is on the hub.
         base: Folder or name of the model to which an adapter in the folder belongs; None if the
             folder holds a whole model.
     """
@@ -51,41 +51,71 @@ def find_checkpoints(
     checkpoints: str | os.PathLike[str] | None = None,
     revisions: Sequence[str] = (),
 ) -> tuple[list[Checkpoint], list[str]]:
-    """Find the checkpoints of a model, steps ascending.
+    """Find the checkpoints of a model, steps ascending, and remarks on them.
 
-    The step is that of `trainer_state.json` in a folder of transformers, `global_step` in a file of
-    Lightning, or the number in the name (`checkpoint-500`, `step1000`). Where one of several names
+    The step is `global_step` in the `trainer_state.json` of a folder of transformers or in a file
+    of Lightning, or the number in the name (`checkpoint-500`, `step1000`). If one of several says
     no step, all are numbered 0, 1, 2 in order. Of two with the same step, the first is taken.
     """
-    name = os.fspath(model) if isinstance(model, str | os.PathLike) else None
-    if checkpoints is None and name is not None and not revisions:
-        checkpoints = _run_folder(Path(name))
-    if checkpoints is not None:
-        if revisions:
-            raise ValueError("give a folder of checkpoints or revisions of a model, not both")
-        folder = Path(checkpoints)
-        found = _files(folder) if name is None else _folders(folder, name)
-    elif name is None:
-        raise ValueError(
-            "a function that builds a model needs the folder of its *.ckpt files: "
-            "checkpoints=FOLDER (--checkpoints FOLDER)"
-        )
+    if checkpoints is not None and revisions:
+        raise ValueError("give a folder of checkpoints or revisions of a model, not both")
+    if not isinstance(model, str | os.PathLike):
+        found = _files(checkpoints)
+    elif revisions:
+        found = [Checkpoint(one, _step_in(one), os.fspath(model), one) for one in revisions]
     else:
-        found = _of_model(name, revisions)
-    return _ordered(found)
+        found = _folders(os.fspath(model), checkpoints)
+    unknown, notes = [one.name for one in found if one.step < 0], []
+    if unknown:
+        found = [replace(one, step=number) for number, one in enumerate(found)]
+    if unknown and len(found) > 1:
+        notes = [
+            "the step is the place in the order of the checkpoints: no step is known of "
+            f"{len(unknown)} of {len(found)}, such as {unknown[0]}"
+        ]
+    steps = {one.step: one for one in reversed(found)}
+    return [steps[step] for step in sorted(steps)], notes
 
 
-def _run_folder(folder: Path) -> Path | None:
-    """Return the folder itself where it holds the checkpoints of a run and no model.
+def _files(checkpoints: str | os.PathLike[str] | None) -> list[Checkpoint]:
+    folder = Path("" if checkpoints is None else checkpoints)
+    paths = [folder] if folder.is_file() else sorted(folder.glob(_FILES))
+    if checkpoints is None or not paths:
+        raise ValueError(
+            f"a function that builds a model needs the folder of its {_FILES} files, "
+            f"checkpoints=FOLDER (--checkpoints FOLDER), got {checkpoints}; for checkpoint-N "
+            "folders of the Trainer name the model's folder, and no function"
+        )
+    return [Checkpoint(path.name, _step_of_file(path), str(path)) for path in paths]
 
-    A Trainer that fine-tunes an adapter leaves the last one beside its checkpoint-N folders.
+
+def _folders(model: str, checkpoints: str | os.PathLike[str] | None) -> list[Checkpoint]:
+    """Find a model, or the models and adapters in a folder.
+
+    A Trainer leaves the last adapter, or the finished model, beside its checkpoint-N folders.
     """
-    whole = (folder / "config.json").is_file() and not _is_adapter(folder)
-    return folder if not whole and any(_models_in(folder)) else None
-
-
-def _models_in(folder: Path) -> Iterable[Path]:
-    return (path for path in folder.glob("*") if _is_model(path))
+    folder = Path(model if checkpoints is None else checkpoints)
+    is_finished = checkpoints is None and _is_model(folder) and not _is_adapter(folder)
+    inside = [] if is_finished else sorted(filter(_is_model, folder.glob("*")), key=_in_order)
+    paths = inside or [folder] * _is_model(folder)
+    # Adapters that stand elsewhere than the model that was named are of that model.
+    has_own = _is_adapter(Path(model)) or Path(model).absolute() == folder.absolute()
+    looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1 or folder.exists()
+    if not paths and (looks_local or checkpoints is not None):
+        raise ValueError(
+            f"no checkpoints in {folder}: expected the folder of a transformers model (with a "
+            "config.json), of an adapter or of checkpoint-N folders; the name of a model on the "
+            f"hub; or, for {_FILES} files of Lightning, module:function, which builds the model"
+        )
+    if not paths:
+        return [Checkpoint(folder.name, _step_in(folder.name), model)]
+    return [
+        Checkpoint(
+            path.name, _step_of_folder(path), str(path),
+            base=_base_of(path, None if has_own else model) if _is_adapter(path) else None,
+        )
+        for path in paths
+    ]  # fmt: skip
 
 
 def _is_model(folder: Path) -> bool:
@@ -98,83 +128,15 @@ def _is_adapter(folder: Path) -> bool:
     return (folder / _ADAPTER).is_file() and not has_whole
 
 
-def _base_of(folder: Path, given: str | None = None) -> str | None:
-    """Return the model to which the adapter in a folder belongs; None if it holds none."""
-    if not _is_adapter(folder):
-        return None
-    if given is not None:
-        return given
-    try:
-        base = json.loads((folder / _ADAPTER).read_text())["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError):
-        base = None
+def _base_of(folder: Path, given: str | None) -> str:
+    """Return the model to which the adapter in a folder belongs."""
+    base = given or json.loads((folder / _ADAPTER).read_text()).get("base_model_name_or_path")
     if not base:
         raise ValueError(
             f"{folder / _ADAPTER} does not say which model the adapter belongs to: name the model, "
             "and the adapters by checkpoints=FOLDER (--checkpoints FOLDER)"
         )
     return str(base)
-
-
-def _files(path: Path) -> list[Checkpoint]:
-    paths = [path] if path.is_file() else sorted(path.glob(_FILES))
-    if not paths:
-        raise ValueError(
-            f"no checkpoints in {path}: expected {_FILES} files of Lightning; for checkpoint-N "
-            "folders of the Trainer name the model's folder, and no function"
-        )
-    return [Checkpoint(file.name, _step_of_file(file), str(file)) for file in paths]
-
-
-def _folders(run: Path, model: str) -> list[Checkpoint]:
-    paths = sorted(_models_in(run), key=_in_order) or [run] * _is_adapter(run)
-    if not paths:
-        raise ValueError(
-            f"no checkpoints in {run}: expected checkpoint-N folders of the Trainer; for {_FILES} "
-            "files of Lightning name the function that builds the model, module:function"
-        )
-    # Adapters that stand elsewhere than the model that was named are of that model.
-    own = _is_adapter(Path(model)) or Path(model).absolute() == run.absolute()
-    base = None if own else model
-    return [
-        Checkpoint(path.name, _step_of_folder(path), str(path), base=_base_of(path, base))
-        for path in paths
-    ]
-
-
-def _of_model(model: str, revisions: Sequence[str]) -> list[Checkpoint]:
-    folder = Path(model)
-    if revisions:
-        return [Checkpoint(name, _step_in(name), model, name) for name in revisions]
-    if folder.is_dir() and not _is_model(folder):
-        raise ValueError(
-            f"no model in {folder}: expected the folder of a transformers model, with a "
-            "config.json in it, of an adapter, or of checkpoint-N folders"
-        )
-    looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1 or folder.is_file()
-    if not folder.is_dir() and looks_local:
-        raise ValueError(
-            f"no model at {model}: expected the folder of a transformers model, the name of one on "
-            "the hub, or a function that builds a model, as module:function"
-        )
-    return [Checkpoint(folder.name, _step_of_folder(folder), model, base=_base_of(folder))]
-
-
-def _ordered(found: list[Checkpoint]) -> tuple[list[Checkpoint], list[str]]:
-    unknown = [one.name for one in found if one.step < 0]
-    if not unknown:
-        steps: dict[int, Checkpoint] = {}
-        for one in found:
-            steps.setdefault(one.step, one)
-        return [steps[step] for step in sorted(steps)], []
-    numbered = [replace(one, step=number) for number, one in enumerate(found)]
-    if len(found) == 1:
-        return numbered, []
-    note = (
-        "the step is the place in the order of the checkpoints: no step is known of "
-        f"{len(unknown)} of {len(found)}, such as {unknown[0]}"
-    )
-    return numbered, [note]
 
 
 def _step_of_folder(folder: Path) -> int:
@@ -187,7 +149,7 @@ def _step_of_folder(folder: Path) -> int:
 def _step_of_file(path: Path) -> int:
     try:
         return int(read_file(path)["global_step"])
-    except (ValueError, KeyError, TypeError):  # named and skipped when its turn comes
+    except (ValueError, LookupError, TypeError):  # named and skipped when its turn comes
         return _step_in(path.name)
 
 
@@ -207,19 +169,16 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a checkpoint of Lightning without running code in it; its tensors stay on the disk."""
+def read_file(path: str | os.PathLike[str]) -> Any:
+    """Read a file of `torch.save` without running code in it; its tensors stay on the disk."""
     try:
-        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except OSError:
+        raise
     except Exception as error:  # torch has a kind for each way in which a file can be broken
         first = one_line(error).partition(". ")[0]
         raise ValueError(
-            f"{path} is no checkpoint of tensors and plain values ({first}): expected a whole file "
-            "of Lightning, whose hyper-parameters are plain values or classes that "
-            "torch.serialization.add_safe_globals allows"
+            f"{path} is no file of tensors and plain values ({first}): expected a whole file of "
+            "torch.save, as Lightning writes them, whose hyper-parameters are plain values or "
+            "classes that torch.serialization.add_safe_globals allows"
         ) from error
-    if not isinstance(content, dict):
-        raise ValueError(
-            f"{path} holds a {type(content).__name__}: expected a dict with state_dict"
-        )
-    return content

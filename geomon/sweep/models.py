@@ -1,6 +1,7 @@
-"""Models of checkpoints: loading the weights of one, without changing anything else."""
+"""Loading the weights of checkpoints into one model, without changing anything else."""
 
 import importlib
+import pkgutil
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -26,11 +27,8 @@ def resolve_build(name: str) -> Build | None:
     """Import the function that builds a model; None if the name is not `module:function`."""
     if _IMPORT_PATH.fullmatch(name) is None:
         return None
-    module, _, attribute = name.partition(":")
     try:
-        found: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
+        found: Any = pkgutil.resolve_name(name)
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"{name} cannot be imported ({error}): expected module:function, the function one that "
@@ -38,27 +36,56 @@ def resolve_build(name: str) -> Build | None:
         ) from error
     if not callable(found) or isinstance(found, nn.Module):
         raise ValueError(f"{name} is no function: expected one that builds the model")
-    return found
+    return cast("Build", found)
 
 
-def load_model(checkpoint: Checkpoint, build: Build | None) -> tuple[nn.Module, list[str]]:
-    """Load the model of a checkpoint, on the CPU; the random state stays as it is."""
+def load_checkpoint(
+    checkpoint: Checkpoint, build: Build | None, model: nn.Module | None = None
+) -> tuple[nn.Module, list[str]]:
+    """Load a checkpoint into a model, or into a new one on the CPU; returns remarks too.
+
+    The random state stays as it is.
+    """
+    notes: list[str] = []
     with torch.random.fork_rng():
         if build is not None:
-            return _of_file(checkpoint, build), []
-        if checkpoint.base is not None:
-            return _of_adapter(checkpoint, checkpoint.base)
-        return _of_transformers(checkpoint)
-
-
-def _of_file(checkpoint: Checkpoint, build: Build) -> nn.Module:
-    content = read_file(checkpoint.source)
-    weights, settings = _weights_of(content), content.get("hyper_parameters", {})
-    if weights is None:
+            content = read_file(checkpoint.source)
+            weights = _weights_of(content, checkpoint)
+            model = _built(build, content, checkpoint) if model is None else model
+        else:
+            if checkpoint.base is None:
+                loaded = _of_transformers(checkpoint)
+            else:
+                loaded, notes = _of_adapter(checkpoint, checkpoint.base)
+            weights = loaded.state_dict()
+            model = loaded if model is None else model
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
         raise ValueError(
-            f"{checkpoint.source} holds no weights ({', '.join(map(str, list(content)[:5]))}): "
-            f"expected a state dict, or a dict with one as {' or '.join(_WEIGHTS)}"
+            f"the weights of {checkpoint.name} are not those of the model that was built: "
+            f"{one_line(error)}"
+        ) from error
+    return model, notes
+
+
+def _weights_of(content: Any, checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Find the state dict in a file of Lightning or of a loop of one's own."""
+    held: Mapping[str, Any] = content if isinstance(content, dict) else {}
+    for name in _WEIGHTS:
+        if isinstance(held.get(name), Mapping):
+            return cast("Mapping[str, Any]", held[name])
+    if not (held and all(isinstance(value, torch.Tensor) for value in held.values())):
+        raise ValueError(
+            f"{checkpoint.source} holds no weights "
+            f"({', '.join(map(str, list(held)[:5])) or type(content).__name__}): expected a state "
+            f"dict, or a dict with one as {' or '.join(_WEIGHTS)}"
         )
+    return held
+
+
+def _built(build: Build, content: Mapping[str, Any], checkpoint: Checkpoint) -> nn.Module:
+    settings = content.get("hyper_parameters", {})
     try:
         model = build(**settings)
     except TypeError as error:
@@ -69,26 +96,10 @@ def _of_file(checkpoint: Checkpoint, build: Build) -> nn.Module:
         ) from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"the function built a {type(model).__name__}: expected a torch module")
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise ValueError(
-            f"the weights of {checkpoint.name} are not those of the model that was built: "
-            f"{one_line(error)}"
-        ) from error
     return model
 
 
-def _weights_of(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Find the state dict in a file of Lightning or of a loop of one's own; None without one."""
-    for name in _WEIGHTS:
-        if isinstance(content.get(name), Mapping):
-            return cast("Mapping[str, Any]", content[name])
-    own = content and all(isinstance(value, torch.Tensor) for value in content.values())
-    return content if own else None
-
-
-def _of_transformers(checkpoint: Checkpoint) -> tuple[nn.Module, list[str]]:
+def _of_transformers(checkpoint: Checkpoint) -> nn.Module:
     transformers = import_transformers()
     with _quiet(transformers):
         model, report = transformers.AutoModel.from_pretrained(
@@ -101,7 +112,8 @@ def _of_transformers(checkpoint: Checkpoint) -> tuple[nn.Module, list[str]]:
             f"{checkpoint.name} lacks {len(lacking)} of the weights of {type(model).__name__}, "
             f"such as {lacking[0]}: they would be random; expected a checkpoint of this model"
         )
-    return model, []
+    loaded: nn.Module = model
+    return loaded
 
 
 def _of_adapter(checkpoint: Checkpoint, base: str) -> tuple[nn.Module, list[str]]:
@@ -126,21 +138,16 @@ def _of_adapter(checkpoint: Checkpoint, base: str) -> tuple[nn.Module, list[str]
             config = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
             name = next(iter(config.architectures or ()), "")
             family = getattr(transformers, name, transformers.AutoModel)
-            model = family.from_pretrained(base)
-        except Exception as error:
-            raise ValueError(
-                f"the model of the adapter {checkpoint.name}, {base}, cannot be loaded "
-                f"({one_line(error)}): name it, and the adapters by "
-                "checkpoints=FOLDER (--checkpoints FOLDER)"
-            ) from error
-        try:
-            adapted = peft.PeftModel.from_pretrained(model, checkpoint.source)
+            adapted = peft.PeftModel.from_pretrained(
+                family.from_pretrained(base), checkpoint.source
+            )
             merged = adapted.merge_and_unload()
         except Exception as error:
             raise ValueError(
-                f"the adapter {checkpoint.name} cannot be merged with {base} "
-                f"({one_line(error)}): expected weights that are added to those "
-                "of this model (LoRA, for instance)"
+                f"the adapter {checkpoint.name} cannot be merged with its model, {base} "
+                f"({one_line(error)}): if that has moved, name it, and the adapters by "
+                "checkpoints=FOLDER (--checkpoints FOLDER); an adapter has weights that are added "
+                "to those of its model (LoRA, for instance)"
             ) from error
     return merged.base_model, [f"measured: {base} merged with its adapter"]
 

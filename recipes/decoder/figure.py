@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from geomon import Reading
 from geomon.analysis.profile import profile_of
-from geomon.show.figures import draw
+from recipes.papers.queries_keys import stability_figure
 from recipes.study.drawing import (
     BLUE,
     GREEN,
@@ -98,7 +98,8 @@ def seeds_figure(seeds: Sequence[History]) -> Figure:
     Args:
         seeds: What was recorded of each seed.
     """
-    figure = draw("stability", [seed.record for seed in seeds])
+    runs = {f"seed {number}": seed.record for number, seed in enumerate(seeds)}
+    figure = stability_figure(runs)
     figure.set_dpi(80)
     return figure
 

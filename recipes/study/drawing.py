@@ -88,7 +88,8 @@ def step_axis(panel: Axes, steps: Sequence[int]) -> None:
     first = next((step for step in steps if step), 1)
     panel.set_xscale("symlog", linthresh=first, linscale=0.4)
     panel.set_xlim(-0.1 * first, max(steps[-1], first) * 1.1)
-    panel.set_xticks([0, *(first * 4**n for n in range(9) if first * 4**n <= steps[-1])])
+    inner = [first * 4**n for n in range(9) if 2 * first * 4**n <= steps[-1]]
+    panel.set_xticks(sorted({0, *inner, steps[-1]}))
     panel.xaxis.set_minor_locator(NullLocator())
     panel.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
 

@@ -117,7 +117,7 @@ def test_each_phase_follows_from_the_readings_that_it_names(seed):
         assert abs(change.value) + change.margin <= 0.25 * abs(last[0])
     if phase.name == "unclear":
         later = [point for step, point in known.items() if moved and moved[-1] < step < steps[-1]]
-        turns = {apart_of(point, last, len(later) + 1, 0.05) for point in later}
+        turns = {apart_of(point, last, max(1, len(later)), 0.05) for point in later}
         recent = moved and 4 * moved[-1] >= steps[-1]
         assert not recent or -signs[moved[-1]] in turns, "what has not turned has a word"
     first, end = phase.peak_steps

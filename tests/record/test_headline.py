@@ -11,9 +11,9 @@ from geomon.record.headline import check_detail, headline_tag
 
 MOST = 15
 TEXTS = tagged.TEXTS | {
-    "attention_sink": {"title": "attention on the sink", "charts": ["mean"]},
-    "drift_norm": {"title": "norm of the mean row", "charts": ["mean"]},
-    "effective_rank": {"title": "effective rank", "charts": ["mean"]},
+    "attention_sink": {"title": "attention on the sink"},
+    "drift_norm": {"title": "norm of the mean row"},
+    "effective_rank": {"title": "effective rank"},
     "cosine": {"title": "mean cosine between tokens"},
 }
 NAMES = {

@@ -55,19 +55,6 @@ def test_record_goes_on_after_a_resume(tmp_path):
     assert kinds == [True, False, False, True, False]
 
 
-def test_what_goes_on_with_a_step_before_the_first_one_sets_nothing_aside(tmp_path):
-    record = Record(tmp_path)
-    record.begin(4, {})
-    record.write(reading(4))
-    record.close()
-    earlier = Record(tmp_path)
-    assert steps(earlier.begin(2, {}, resumes=True)) == [4]
-    earlier.write(reading(2))
-    assert steps(read(tmp_path)) == [4, 2]
-    assert read(tmp_path).mixed_at is None
-    assert not list(tmp_path.glob("readings.*.jsonl"))
-
-
 @pytest.mark.parametrize("free", [0, 1, 100, 700])
 def test_lines_wait_until_a_full_disk_has_space_or_the_end(tmp_path, monkeypatch, free):
     record = Record(tmp_path)

@@ -122,14 +122,6 @@ def test_an_older_record_is_read_as_it_was(tmp_path):
     assert (run.abandoned, run.raised, run.mixed_at) == ([], [], None)
 
 
-def test_a_scan_that_goes_on_rewinds_nothing(tmp_path):
-    start(tmp_path, 0, [0, 10, 20]).close()
-    record = Record(tmp_path)
-    assert points(record.begin(10, {}, resumes=True)) == [(0, 1), (10, 1), (20, 1)]
-    record.write(reading(15))
-    assert points(read(tmp_path)) == [(0, 1), (10, 1), (20, 1), (15, 1)]
-
-
 def test_who_follows_the_file_sees_the_branch_that_goes_on(tmp_path):
     first = start(tmp_path, 0, [0, 10, 20])
     first.write_alert(alert(20))

@@ -85,22 +85,35 @@ def test_the_dimension_is_logarithmic_only_where_variants_lie_far_apart(
     assert lowest == pytest.approx(0.1) if is_logarithmic else lowest < 0  # it has no 0
 
 
-def test_every_layer_and_every_head_is_a_line_in_the_colour_of_its_layer():
+def test_every_layer_is_a_line_in_its_colour_and_its_heads_are_a_band():
     readings = lopsided()
     layers = collect.layers_panel(readings, "attention_entropy").lines
     assert [line.name for line in layers] == ["1", "2", "3"]
-    *heads, mean = collect.cosines_panel(readings).lines
-    for number, line in enumerate(heads):
-        layer, head = number // 5 + 1, number % 5
-        tag = f"qk_cosine/layer_{layer:02d}/head_{head}"
-        assert list(line.y) == [reading.values[tag] for reading in readings]
-        assert line.colour == layers[layer - 1].colour
     assert len({line.colour for line in layers}) == 3
-    for layer, line in enumerate(layers, start=1):
+    panel = collect.cosines_panel(readings)
+    assert panel.bands == "quartiles over the heads of a layer"
+    *bands, mean = panel.lines
+    assert [band.colour for band in bands] == [line.colour for line in layers]
+    for layer, (line, band) in enumerate(zip(layers, bands, strict=True), start=1):
         tag = f"attention_entropy/layer_{layer:02d}"
         assert list(line.y) == [reading.values[tag] for reading in readings]
+        heads = [
+            [reading.values[f"qk_cosine/layer_{layer:02d}/head_{head}"] for head in range(5)]
+            for reading in readings
+        ]
+        for found, share in ((band.low, 25), (band.y, 50), (band.high, 75)):
+            assert list(found) == pytest.approx(np.percentile(heads, share, axis=1))
     assert list(mean.y) == mean_abs_over_heads(readings, "qk_cosine").values
-    assert mean.width > heads[0].width
+    assert mean.width > bands[0].width
+
+
+def test_of_many_layers_some_have_their_heads_drawn_and_heads_without_a_value_are_left_out():
+    values = {f"qk_cosine/layer_{n:02d}/head_{h}": 0.1 * h for n in range(1, 14) for h in range(3)}
+    values["qk_cosine/layer_13/head_2"] = math.nan
+    lost = values | {f"qk_cosine/layer_07/head_{h}": math.nan for h in range(3)}
+    *bands, _ = collect.cosines_panel(Readings([], [reading_of(values), reading_of(lost, 1)])).lines
+    assert [band.y[0] for band in bands] == pytest.approx([0.1] * 4 + [0.05])
+    assert [math.isnan(band.y[1]) for band in bands] == [False, False, True, False, False]
 
 
 def test_the_axis_of_layers_begins_at_0_and_has_room_for_uniform_attention(make_readings):
@@ -110,14 +123,6 @@ def test_the_axis_of_layers_begins_at_0_and_has_room_for_uniform_attention(make_
     assert collect.layers_panel(nothing, "attention_entropy").ends == (0, 1)
     high = with_all(make_readings(), {"attention_entropy/null": 4.0})
     assert collect.layers_panel(high, "attention_entropy").ends == pytest.approx((0, 1.08 * 4.0))
-
-
-def test_of_more_heads_than_lines_can_be_told_apart_shares_are_drawn():
-    readings = lopsided(layers=4, heads=17)
-    *bands, _ = collect.cosines_panel(readings).lines
-    heads = [v for t, v in readings[-1].values.items() if "qk_cosine" in t and "head_" in t]
-    for band, shares in zip(bands, ((5, 95), (25, 75)), strict=True):
-        assert (band.low[-1], band.high[-1]) == pytest.approx(tuple(np.percentile(heads, shares)))
 
 
 def test_alerts_are_at_their_steps_and_a_kind_is_named_once(make_readings):
@@ -257,15 +262,17 @@ def test_the_last_null_is_drawn_where_it_lies_within_the_panel(null, drawn):
 @pytest.mark.parametrize(
     ("steps", "ticks"),
     [
-        ((0, 1, 32), [0, 1, 10]),
-        ((0, 4, 32), [0, 4, 10]),
-        ((0, 16, 1500), [0, 16, 100, 1000]),
-        ((0, 80, 1500), [0, 100, 1000]),
+        ((0, 1, 32), [0, 1, 10, 32]),
+        ((0, 4, 32), [0, 4, 10, 32]),
+        ((0, 16, 724), [0, 16, 100, 724]),
+        ((0, 80, 1500), [0, 80, 1500]),  # the names of 80 and 100, 1,000 and 1,500 would touch
+        ((0, 300, 310), [0, 310]),
         ((500, 700, 900), [500, 900]),
-        ((50, 700, 2000), [50, 100, 1000]),
+        ((50, 700, 2000), [50, 100, 1000, 2000]),
+        ((0, 1, 7_000_000), [0, 10, 1000, 100_000, 7_000_000]),
     ],
 )
-def test_the_axis_of_steps_has_powers_of_ten_and_step_0_to_the_left(steps, ticks):
+def test_the_axis_of_steps_names_its_ends_and_powers_of_ten_with_step_0_to_the_left(steps, ticks):
     axis = StepAxis(steps)
     assert axis.ticks() == ticks
     places = axis.places(steps)

@@ -121,7 +121,7 @@ def _draw_lines(place: Axes, panel: Lines, legend: str) -> None:
         _mark_alerts(place, panel, axis)
     else:
         _number_axis(place, panel)
-    said = ["band: 95 % interval"] * panel.has_bands
+    said = [f"band: {panel.bands}"] * panel.has_bands
     said += ["logarithmic"] * panel.is_logarithmic
     place.set_ylabel(panel.label + f"\n({', '.join(said)})" * bool(said), fontsize=10)
     if panel.remark:
@@ -159,7 +159,7 @@ def _draw_line(place: Axes, line: Line, axis: StepAxis | None) -> None:
 
 
 def _number_axis(place: Axes, panel: Lines) -> None:
-    """Make the axis of layers, scales or ranks."""
+    """Make the axis of layers or scales."""
     style_axes(place)
     words, is_logarithmic = AXES[panel.over]
     place.set_xlabel(words, fontsize=10)

@@ -1,33 +1,23 @@
 """Cosine of mean query and mean key over training, one panel for each layer.
 
-After figures 13, 14 and 23 of Godey et al. (2401.12143): a line for each head of a run, or for each
-of several runs.
+After figures 13 and 14 of Godey et al. (2401.12143).
 """
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from geomon.analysis.queries_keys import (
-    LayerAlignment,
-    align_layers,
-    chance_limit,
-    heads_limit,
-)
+from geomon.analysis.queries_keys import heads_limit
 from geomon.record import Readings
 from geomon.show.collect import measured_heads
-from geomon.show.colours import BLUE, GREY, VERMILLION, look_of
+from geomon.show.colours import BLUE, GREY, VERMILLION
 from geomon.show.figures import axes
-from geomon.show.loading import name_runs
 from geomon.show.panels import Line, Lines, NotMeasuredError, spread_items
 
-# Layers that have a panel of their own: of heads, and of runs.
-_MOST_LAYERS, _MOST_OF_RUNS = 12, 4
-_ENDS = (-1.05, 1.05)
+# Layers that have a panel of their own.
+_MOST_LAYERS = 12
 
 
 def cosines_figure(readings: Readings, metric: str = "qk_cosine") -> Figure:
@@ -54,7 +44,7 @@ def cosines_figure(readings: Readings, metric: str = "qk_cosine") -> Figure:
                     for line in table[:, row].T
                 ],
                 chance=chance,
-                ends=_ENDS if metric == "qk_cosine" else None,
+                ends=(-1.05, 1.05) if metric == "qk_cosine" else None,
             ),
         )
         for row in shown
@@ -80,63 +70,3 @@ def _count_of_heads(cosines: NDArray[np.float64], limit: float) -> str:
         f"{cosines.size} heads at the end: {similar} similar (orange), {opposite} opposite "
         f"(blue), {cosines.size - similar - opposite} within chance (±{limit:.2f})"
     )
-
-
-def stability_figure(runs: Sequence[Readings]) -> Figure:
-    """Draw the cosine of mean query and mean key over training, a line for each run.
-
-    The heads of a layer are joined to one vector; up to four layers have a panel, the first and the
-    last among them. The band holds 95 % of the cosines of isotropic directions of that width.
-    """
-    names = name_runs(map(_folder, runs))
-    found = [align_layers(run) for run in runs]
-    for name, layers in zip(names, found, strict=True):
-        if not any(math.isfinite(value) for each in layers.values() for value in each.cosines):
-            subject = f"{name}: no" if len(runs) > 1 else "no"
-            raise NotMeasuredError(
-                f"{subject} mean queries and keys stand beside the record: a Monitor with "
-                "arrays=True keeps them where qk_cosine or qk_dot is measured"
-            )
-    common = sorted(set.intersection(*(set(layers) for layers in found)))
-    if not common:
-        raise NotMeasuredError("the runs have no layers in common: give runs of one model")
-    label = f"{runs[0].text_of('qk_cosine').title}\n(all heads as one vector)"
-    shown = {
-        layer: [layers[layer] for layers in found] for layer in spread_items(common, _MOST_OF_RUNS)
-    }
-    panels = []
-    for layer, alignments in shown.items():
-        lines = []
-        for number, (name, each) in enumerate(zip(names, alignments, strict=True)):
-            colour, dash = look_of(number)
-            lines.append(Line(axes.literal(name), each.steps, each.cosines, colour, dash=dash))
-        chance = _limit(alignments), "95 % of random directions"
-        panels.append((f"layer {layer}", Lines(label, lines, chance=chance, ends=_ENDS)))
-    figure = axes.draw_grid(panels, columns=len(panels), size=(3.3, 3.3), share=True)
-    axes.title(figure, _words([*shown.values()], len(common)))
-    return figure
-
-
-def _limit(alignments: Sequence[LayerAlignment]) -> float:
-    """The limit of chance, that of the shortest vectors where runs differ in their width."""
-    return chance_limit(max(2, min(each.width for each in alignments)))
-
-
-def _words(by_layer: Sequence[Sequence[LayerAlignment]], layers: int) -> str:
-    """Say how many runs there are, and in how many layers they end on one side of chance."""
-    some = f" ({len(by_layer)} of {layers} layers)" if len(by_layer) < layers else ""
-    count = len(by_layer[0])
-    if count == 1:
-        return f"Mean query against mean key, heads of a layer together{some}"
-    agreeing = 0
-    for runs in by_layer:
-        ends, limit = np.array([each.cosines[-1] for each in runs]), _limit(runs)
-        agreeing += bool((ends > limit).all() or (ends < -limit).all())
-    return (
-        f"Mean query against mean key in {count} runs{some}: all end on the same side, beyond "
-        f"chance, in {agreeing} of {len(by_layer)} layers"
-    )
-
-
-def _folder(run: Readings) -> Path:
-    return run.folder.path.parent if run.folder is not None else Path("run")

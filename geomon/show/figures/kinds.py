@@ -1,23 +1,19 @@
-"""The kinds of figures that a run can give, by name."""
+"""The kinds of figures that every run can give, by name."""
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
 from geomon.record import Readings
-from geomon.show.figures.cosines import cosines_figure, stability_figure
+from geomon.show.figures.cosines import cosines_figure
 from geomon.show.figures.layers import (
     dimension_figure,
-    drift_figure,
     heads_figure,
     map_figure,
     profiles_figure,
-    spectra_figure,
 )
-from geomon.show.figures.norms import norms_figure
-from geomon.show.figures.queries_keys import clouds_figure, means_figure
 from geomon.show.figures.run import geometry_figure, title_of
 from geomon.show.panels import NotMeasuredError
 
@@ -27,16 +23,14 @@ class Kind:
     """A kind of figure.
 
     Attributes:
-        draw: Function that draws it, of the readings of a run, or of a sequence of runs where it
-            `takes_runs`; also of a metric where it `takes_metric`.
+        draw: Function that draws it, of the readings of a run; also of a metric if it
+            `takes_metric`.
         takes_metric: Whether it can be drawn of another metric than by default: "layers" or
             "heads", of which that has values; "" for no.
-        takes_runs: Whether it lays several runs over one another.
     """
 
     draw: Callable[..., Figure]
     takes_metric: str = ""
-    takes_runs: bool = False
 
 
 def _run_figure(readings: Readings) -> Figure:
@@ -50,46 +44,33 @@ KINDS: dict[str, Kind] = {
     "map": Kind(map_figure, takes_metric="layers"),
     "heads": Kind(heads_figure, takes_metric="heads"),
     "cosines": Kind(cosines_figure, takes_metric="heads"),
-    "means": Kind(means_figure),
-    "clouds": Kind(clouds_figure),
-    "stability": Kind(stability_figure, takes_runs=True),
-    "drift": Kind(drift_figure),
-    "norms": Kind(norms_figure),
-    "spectra": Kind(spectra_figure),
 }
 
 
-def draw(kind: str, readings: Readings | Sequence[Readings], metric: str | None = None) -> Figure:
-    """Draw a kind of figure of a run, or of several for a kind that lays them over one another.
+def draw(kind: str, readings: Readings, metric: str | None = None) -> Figure:
+    """Draw a kind of figure of a run.
 
     Args:
         kind: Name of the kind, in `KINDS`.
-        readings: Readings of the run, or of each run.
+        readings: Readings of the run.
         metric: Name of the metric to draw; None for the kind's own.
 
     Raises:
         NotMeasuredError: The run cannot give it.
-        ValueError: There is no such kind, it takes no metric, or it is of one run.
+        ValueError: There is no such kind, or it takes no metric.
     """
     if kind not in KINDS:
         raise ValueError(f"no figure is called {kind!r}: there are {', '.join(KINDS)}")
     found = KINDS[kind]
-    runs = [readings] if isinstance(readings, Readings) else readings
-    if not runs:
-        raise ValueError(f"the figure {kind!r} needs a run: give one")
-    if len(runs) > 1 and not found.takes_runs:
-        able = ", ".join(name for name, one in KINDS.items() if one.takes_runs)
-        raise ValueError(f"the figure {kind!r} is of one run: of several there is {able}")
-    subject = runs if found.takes_runs else runs[0]
     if metric is None:
-        return found.draw(subject)
+        return found.draw(readings)
     if not found.takes_metric:
         able = ", ".join(name for name, one in KINDS.items() if one.takes_metric)
         raise ValueError(f"the figure {kind!r} takes no metric: {able} do")
     try:
-        return found.draw(subject, metric)
+        return found.draw(readings, metric)
     except NotMeasuredError as error:
-        known = _metrics(runs[0], found.takes_metric)
+        known = _metrics(readings, found.takes_metric)
         close = difflib.get_close_matches(metric, known, cutoff=0.5)
         advice = f": did you mean {' or '.join(close)}?" if close else f"; {', '.join(known)} were"
         raise NotMeasuredError(f"{error}{advice if known else ''}") from error

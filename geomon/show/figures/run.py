@@ -31,19 +31,15 @@ def geometry_figure(readings: Readings, *, title: str | None = None) -> Figure:
     """
     dimension = collect.dimension_panel(readings)
     entropy = collect.layers_panel(readings, "attention_entropy")
-    many = collect.are_many_heads(readings)
     names = {name: readings.text_of(name).title for name in ("anisotropy", "qk_cosine")}
     figure = axes.draw_grid(
         [
             (f"{dimension.label}, mean over layers", dimension),
             (f"{names['anisotropy']} over depth", collect.depth_panel(readings, "anisotropy")),
-            (
-                f"{names['qk_cosine']}{', all heads' if many else ' by head'}",
-                collect.cosines_panel(readings),
-            ),
+            (f"{names['qk_cosine']} by layer", collect.cosines_panel(readings)),
             (
                 f"{readings.text_of('attention_entropy').title} by layer",
-                entropy if many else replace(entropy, named_by="layer (c and d)"),
+                replace(entropy, named_by="layer (c and d)"),
             ),
         ],
         columns=2,

@@ -8,18 +8,15 @@ from dataclasses import replace
 import matplotlib
 import numpy as np
 import pytest
-import torch
-from shown import HEADS, LAYERS, STEPS, WIDTH, alerted, arrays_at, write, write_run
+from shown import HEADS, LAYERS, STEPS, alerted, write_run
 from tagged import reading_of, with_values
 from typer.testing import CliRunner
 
 from geomon.analysis.compare import Difference, compare
-from geomon.analysis.queries_keys import align_layers, chance_limit, heads_limit
+from geomon.analysis.queries_keys import chance_limit, heads_limit
 from geomon.cli import make_app
 from geomon.kernels.baselines import isotropic_cosine_magnitude
-from geomon.kernels.token_types import token_types
-from geomon.record import Readings, read
-from geomon.record.arrays import ArrayPlace
+from geomon.record import Readings
 from geomon.show.collect import depth_panel, head_panels, map_panel
 from geomon.show.colours import BLUE, GREY, NOTHING, VERMILLION
 from geomon.show.figures import KINDS, as_image, card, draw, geometry_figure, save
@@ -76,7 +73,7 @@ def test_lines_have_their_places_colours_bands_and_names():
     assert sorted(set(corners[corners[:, 0] == 32, 1])) == [6.0, 8.0]
     assert axes.get_ylabel() == "values\n(band: 95 % interval)"
     assert axes.get_xlabel() == "training step (logarithmic)"
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "4", "10"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "4", "10", "32"]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == [
         "one", "two", "by chance",
     ]  # fmt: skip
@@ -149,6 +146,13 @@ def test_a_matrix_has_the_first_layer_at_the_bottom_and_small_ones_their_values(
     assert (bar.get_ylabel(), axes.get_xlabel()) == ("q", "head")
 
 
+def test_heads_are_drawn_at_the_ends_and_in_the_middle_of_the_run(make_readings):
+    steps = (0, 16, 32, 64, 128, 362, 500, 724)
+    figure = draw("heads", make_readings(steps, heads=2), "qk_cosine")
+    titles = [axes.get_title("left") for axes in figure.axes]
+    assert [words for words in titles if words] == ["step 0", "step 362", "step 724"]
+
+
 def test_a_map_has_columns_about_its_steps(make_readings):
     curves = {f"twonn/layer_{n:02d}": [5.0 + 30 * (not n)] * 9 for n in range(3)}
     matrix = map_panel(make_readings(curves=curves), "twonn")
@@ -176,7 +180,9 @@ def test_each_caption_stands_over_its_own_data(run):
     expected = {
         "Intrinsic dimension, mean over layers": run.series("twonn/mean")[1],
         "anisotropy over depth": [run[-1].values[f"anisotropy/layer_0{n}"] for n in range(5)],
-        "cosine of mean query and mean key by head": run.series("qk_cosine/layer_01/head_1")[1],
+        "cosine of mean query and mean key by layer": np.median(
+            [run.series(f"qk_cosine/layer_01/head_{head}")[1] for head in range(HEADS)], axis=0
+        ),
         "attention entropy by layer": run.series("attention_entropy/layer_02")[1],
     }
     assert list(found) == list(expected)
@@ -225,7 +231,6 @@ def test_what_was_not_measured_is_said(make_readings):
 def test_every_size_of_run_is_drawn(make_readings, steps, layers, heads):
     figure = geometry_figure(make_readings(steps, layers=layers, heads=heads), title="run")
     assert small(figure).std() > 5
-    assert ("all heads" in words_of(figure)) == (layers * heads > 64)
 
 
 def test_the_title_says_model_size_steps_and_loss(run, make_readings):
@@ -267,7 +272,7 @@ def test_a_run_that_cannot_give_a_figure_says_what_was_not_measured(make_reading
         with pytest.raises(NotMeasuredError) as raised:
             draw(kind, readings)
         text = str(raised.value)
-        assert "not measured" in text or "stand beside the record" in text or "layers" in text
+        assert "not measured" in text
         assert "\n" not in text
 
 
@@ -283,40 +288,6 @@ def test_a_run_that_cannot_give_a_figure_says_what_was_not_measured(make_reading
 def test_a_metric_that_is_not_there_is_answered_by_those_that_are(run, kind, metric, words):
     with pytest.raises(NotMeasuredError, match=words):
         draw(kind, run, metric)
-
-
-def test_the_most_similar_and_the_most_opposite_head_at_the_end_are_found(run):
-    arrays = arrays_at(run[1])
-    for layer in range(1, LAYERS + 1):
-        arrays["", "mean_query", layer] *= -1
-    run.folder.write(run[1].step, run[1].source, arrays)
-    for words in (words_of(draw("means", run)), words_of(draw("clouds", run))):
-        assert "most similar head\nlayer 1, head 0, cosine +1.00" in words
-        assert "most opposite head\nlayer 4, head 3, cosine −0.98" in words
-    assert words.count(": cosine +1.00") == words.count(": cosine −0.98") == 3
-    assert "Queries and keys of single tokens, and their means" in words
-    assert "from step 0 (open) to step 1,500 (filled)" in words_of(draw("means", run))
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_rows_that_are_not_finite_are_left_out(run, bad):
-    for reading in run:
-        arrays = arrays_at(reading)
-        arrays["", "queries", 1][0, 0] = bad
-        arrays["", "mean_query", 2][1] = bad
-        run.folder.write(reading.step, reading.source, arrays)
-    for kind in ("means", "clouds"):
-        small(draw(kind, run))
-
-
-def test_without_single_rows_there_are_means_and_no_clouds(run):
-    for reading in run:
-        arrays = arrays_at(reading)
-        kept = {place: a for place, a in arrays.items() if place.name not in ("queries", "keys")}
-        run.folder.write(reading.step, reading.source, kept)
-    assert "most similar head" in words_of(draw("means", run))
-    with pytest.raises(NotMeasuredError, match="so many heads that only their means fit"):
-        draw("clouds", run)
 
 
 def test_heads_beyond_chance_among_all_heads_are_counted(run):
@@ -358,147 +329,19 @@ def test_the_title_of_few_and_of_many_layers_stays_inside(make_readings, tmp_pat
     assert ("12 of 13 layers are drawn" in words_of(figure)) == (layers == 13)
 
 
-def test_the_line_through_token_types_is_that_of_the_metric(make_readings, tmp_path):
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 9, (400,), generator=generator)
-    scale = 1 + torch.arange(9)[ids, None] / 3
-    hidden = scale * torch.randn(400, 6, generator=generator) + ids[:, None] / 5
-    found = token_types(hidden, ids)
-    fit = found.norm_variance_slope()
-    run = write_run(tmp_path, make_readings((0,)), arrays=None)
-    arrays = {"type_ids": ids.unique(), "type_rows": found.rows, "type_square_of_mean": found.m}
-    arrays["type_scatter"] = found.scatter
-    run.folder.write(0, "probe", {ArrayPlace("", n, 1): a.numpy() for n, a in arrays.items()})
-    figure = draw("norms", run)
-    words = f"{words_of(figure)} {figure.axes[0].get_xlabel()}".replace("−", "-")
-    assert f"slope {fit.slope.item():+.2f}, R² {fit.r_squared.item():.2f}" in words
-    assert f"Q varies by {100 * fit.q_variation.item():.0f} %" in words
-    assert f"{int(fit.types)} token types" in words
-
-
-@pytest.mark.parametrize(
-    ("rows", "scatter"),
-    [(9, 40.0), (20, 40.0), (20, 0.0)],  # too few of each type; all types alike; and rows too
-)
-def test_where_types_give_no_line_none_is_said(run, rows, scatter):
-    alike = {"type_rows": rows, "type_square_of_mean": 5.0, "type_scatter": scatter}
-    for reading in run:
-        arrays = arrays_at(reading)
-        for layer in range(LAYERS + 1):
-            arrays |= {ArrayPlace("", name, layer): np.full(12, x) for name, x in alike.items()}
-        run.folder.write(reading.step, reading.source, arrays)
-    figure = draw("norms", run)
-    assert ("fewer than 3 token types come 10 times" in words_of(figure)) == (rows < 10)
-    assert figure.axes[0].get_title("left").endswith("Layer 0, step 1,500")
-    assert "slope" not in figure.axes[0].get_xlabel()
-
-
-def test_shares_of_a_layer_sum_to_one():
-    parts = {"": 0.5, "/mean": 0.2, "/between": 0.3, "/within": 0.5}
-    values = {f"variance_shares/layer_{n:02d}{p}": x for n in range(14) for p, x in parts.items()}
-    figure = draw("norms", Readings([], [reading_of(values, 1500)]))
-    panel = panels_of(figure)["Parts of Q over depth, step 1,500"]
-    heights = np.array([bar.get_height() for bar in panel.patches]).reshape(3, 14)
-    assert heights.sum(axis=0) == pytest.approx(np.ones(14))
-    assert list(panel.get_xticks()) == [*range(0, 14, 2)]
-
-
-def test_p_values_stand_over_training(run):
-    correlation, p_values = draw("drift", run).axes
-    assert "Pearson" in correlation.texts[-1].get_text()
-    dots = correlation.collections[0].get_offsets()
-    np.testing.assert_allclose(dots[:, 1], [0.1, 0.3, 0.2, 0.4, 0.5])
-    names = [text.get_text() for text in p_values.get_legend().get_texts()]
-    assert names == ["Spearman", "Pearson", "least possible with 5 layers: 0.017"]
-    assert (p_values.get_xscale(), p_values.get_yscale()) == ("log", "log")
-
-
-@pytest.mark.parametrize("layers", [9, 10])
-def test_p_values_of_many_layers_are_those_of_normal_series(layers):
-    values = {f"drift_norm/layer_{n:02d}": float(n) for n in range(layers)}
-    values |= {f"cosine/layer_{n:02d}": -0.1 * n for n in range(layers)}
-    across, panel = draw("drift", Readings([], [reading_of(values, 8)])).axes
-    assert "Pearson −1.00, p = " in across.texts[-1].get_text()
-    assert ("of normal series" in panel.get_ylabel()) == (layers == 10)
-    assert ("least possible" in str(panel.get_legend_handles_labels()[1])) == (layers == 9)
-
-
-def test_spectra_are_shares_of_the_whole_variance(run):
-    every, *over = panels_of(draw("spectra", run)).items()
-    expected = run.arrays(1500)["eigenvalues/layer_00"]
-    total = max(10.0, expected.sum())
-    np.testing.assert_allclose(every[1].lines[0].get_ydata(), expected / total)
-    assert every[0] == "Every layer at step 1,500"
-    assert [(words, len(axes.lines)) for words, axes in over] == [
-        ("Layer 2 over training", 4), ("Layer 4 over training", 4),
-    ]  # fmt: skip
-
-
 def test_profiles_say_where_they_peak(run):
     panel = panels_of(draw("profiles", run))["anisotropy"]
     assert panel.get_xlabel().endswith("last step: peak at depth 0.50, bulge +4.50")
 
 
-# -- several runs ----------------------------------------------------------------------------------
+# -- two runs --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def run_of(make_readings, tmp_path):
-    """Write a run whose joined cosine goes from 0 to an end at each of its layers."""
-    steps = (0, 16, 128)
-
-    def write_one(name, ends, first_layer=1) -> Readings:
-        def arrays(reading):
-            found = {}
-            for layer, end in enumerate(ends, start=first_layer):
-                cosine = end * steps.index(reading.step) / 2
-                query, key = np.zeros((HEADS, WIDTH)), np.zeros((HEADS // 2, WIDTH))
-                query[:, 0], query[:, 1], key[:, 0] = cosine, np.sqrt(1 - cosine**2), 3
-                found[ArrayPlace("", "mean_query", layer)] = query
-                found[ArrayPlace("", "mean_key", layer)] = key
-            return found
-
-        readings = make_readings(steps, layers=first_layer + len(ends))
-        return read(write(tmp_path / name, readings, arrays))
-
-    return write_one
-
-
-def test_each_run_has_a_line_in_the_panel_of_each_layer(run_of):
-    ends = {"a": (0.9, 0.01, -0.7), "b": (0.8, -0.5, -0.9), "c": (0.6, -0.01, -0.8)}
-    runs = [run_of(f"study/seed_{name}", values) for name, values in ends.items()]
-    figure = draw("stability", runs)
-    panels = panels_of(figure)
-    assert list(panels) == ["layer 1", "layer 2", "layer 3"]
-    for layer, panel in enumerate(panels.values(), start=1):
-        lines = lines_of(panel, 3)
-        for line, run, values in zip(lines, runs, ends.values(), strict=True):
-            np.testing.assert_allclose(line.get_ydata(), align_layers(run)[layer].cosines)
-            assert line.get_ydata()[-1] == pytest.approx(values[layer - 1])
-        assert len({line.get_color() for line in lines}) == 3
-        assert panel.patches[0].get_height() == pytest.approx(2 * chance_limit(HEADS * WIDTH))
-    names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert names == ["seed_a", "seed_b", "seed_c", "95 % of random directions"]
-    assert "3 runs: all end on the same side, beyond chance, in 2 of 3 layers" in words_of(figure)
-    assert small(figure).std() > 5
-
-
-def test_a_run_without_means_is_named_and_runs_without_a_common_layer_are_refused(run_of):
-    whole, bare = run_of("a", [0.5]), run_of("b", [])
-    with pytest.raises(NotMeasuredError, match=r"^b: no mean queries and keys stand beside"):
-        draw("stability", [whole, bare])
-    with pytest.raises(NotMeasuredError, match="no layers in common"):
-        draw("stability", [whole, run_of("c", [0.5], first_layer=2)])
-    with pytest.raises(ValueError, match="needs a run"):
-        draw("stability", [])
-
-
-def test_names_of_folders_are_no_formulas_and_stay_inside(run_of):
-    runs = [run_of(name, [0.5]) for name in ("a$^", "b$")]
+def test_names_of_folders_are_no_formulas_and_stay_inside(make_readings):
+    runs = [make_readings((0, 16, 128)) for _ in range(2)]
     long = "/".join(["folder"] * 6)
     figure = compare_figure((runs[0], runs[1]), (f"{long}/a$^$", f"{long}/b"), compare(*runs))
     small(figure)
-    small(draw("stability", runs))
     left, right = figure.axes
     labels = left.get_legend().get_texts()
     assert [text.get_text() for text in labels] == [rf"first: {long}/a\$^\$", f"second: {long}/b"]
@@ -552,9 +395,9 @@ def invoke(*arguments):
 
 
 def test_figures_are_written_by_kind(run, tmp_path):
-    result = invoke(tmp_path, "--kind", "drift", "--kind", "map", "--metric", "cosine")
+    result = invoke(tmp_path, "--kind", "dimension", "--kind", "map", "--metric", "cosine")
     assert result.stdout.splitlines() == [
-        f"wrote {tmp_path / 'figures' / 'drift.png'}",
+        f"wrote {tmp_path / 'figures' / 'dimension.png'}",
         f"wrote {tmp_path / 'figures' / 'map_cosine.png'}",
     ]
     other = tmp_path / "else.svg"
@@ -577,24 +420,7 @@ def test_all_draws_what_the_run_can_give_and_says_the_rest_in_a_line(make_readin
     lines = invoke(tmp_path, "--all").stdout.splitlines()
     assert len(lines) == len(KINDS)
     missing = [line.split(":")[0] for line in lines if line.startswith("no ")]
-    assert missing == ["no cosines", "no means", "no clouds", "no stability", "no spectra"]
-
-
-@pytest.mark.usefixtures("files_are_empty")
-def test_the_command_lays_runs_over_one_another(run_of, tmp_path):
-    folders = [tmp_path / name for name in "abc"]
-    for folder in folders:
-        run_of(folder.name, [0.5])
-    path = tmp_path / "a" / "figures" / "stability.png"
-    assert invoke(*folders, "--kind", "stability").stdout == f"wrote {path}\n"
-    assert path.is_file()
-    refused = invoke(*folders)
-    assert refused.exit_code == 2
-    assert "the figure 'run' is of one run: of several there is stability" in refused.stderr
-    every = invoke(*folders, "--all", "--out", tmp_path / "all").stdout.splitlines()
-    assert [line for line in every if not line.endswith("it is of one run")] == [
-        f"wrote {tmp_path / 'all' / 'stability.png'}"
-    ]
+    assert missing == ["no cosines"]
 
 
 @pytest.mark.parametrize(
@@ -603,10 +429,10 @@ def test_the_command_lays_runs_over_one_another(run_of, tmp_path):
         (["--kind", "nothing"], "no figure is called 'nothing': there are run, dimension"),
         (["--kind", "nothing", "--kind", "map"], "no figure is called 'nothing'"),
         (
-            ["--kind", "drift", "--metric", "cosine"],
-            "'drift' takes no metric: profiles, map, heads",
+            ["--kind", "dimension", "--metric", "cosine"],
+            "'dimension' takes no metric: profiles, map, heads",
         ),
-        (["--kind", "means"], "no mean queries and keys stand beside the record"),
+        (["--kind", "heads", "--metric", "twonn"], "twonn of single heads: not measured"),
     ],
 )
 def test_bad_input_is_one_clear_line(make_readings, tmp_path, arguments, words):

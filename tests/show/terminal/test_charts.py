@@ -59,8 +59,8 @@ def test_a_constant_is_a_flat_line_on_an_axis_that_is_not_negative(value):
 
 
 def test_a_logarithmic_axis_has_room_for_step_0_and_marks_powers_of_ten():
-    assert built(curve([0, 10, 2000], [1.0, 2.0, 3.0]))[-1].split() == ["0", "10", "100", "1,000"]
-    assert built(curve([50, 2000], [1.0, 2.0]))[-1].split() == ["50", "100", "1,000"]
+    assert built(curve([0, 10, 2000], [1.0, 2.0, 3.0]))[-1].split() == ["0", "10", "100", "2,000"]
+    assert built(curve([50, 2000], [1.0, 2.0]))[-1].split() == ["50", "100", "1,000", "2,000"]
 
 
 def test_the_interval_a_single_point_and_alerts_are_drawn():

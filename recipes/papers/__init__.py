@@ -1,0 +1,1 @@
+"""Figures of single papers, drawn of the record of any run."""
