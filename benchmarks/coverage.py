@@ -29,7 +29,7 @@ from transformers import (
 
 from benchmarks.timing import print_machine, print_table
 from geomon import METRICS, measure
-from recipes.enwik8.data import Corpus, load
+from recipes.enwik8.text import Text, load
 
 SHOWN = (
     "twonn", "twonn_distinct", "gride/k1", "gride/k8", "gride/k32", "anisotropy", "effective_rank",
@@ -110,7 +110,7 @@ def padded(ids: np.ndarray, generator: np.random.Generator) -> dict[str, Tensor]
     return {"input_ids": tokens[:, :longest], "attention_mask": real[:, :longest]}
 
 
-def train(model: nn.Module, corpus: Corpus, steps: int, *, documents: bool) -> float:
+def train(model: nn.Module, corpus: Text, steps: int, *, documents: bool) -> float:
     """Train on the text, and return the last loss in bits per character."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     loss = torch.tensor(math.nan)
@@ -139,7 +139,7 @@ class Coverage(NamedTuple):
 
 
 def covered(
-    model: nn.Module, corpus: Corpus, draws: int, size: tuple[int, int], *, documents: bool
+    model: nn.Module, corpus: Text, draws: int, size: tuple[int, int], *, documents: bool
 ) -> dict[str, Coverage]:
     """Measure fresh draws; returns the coverage of each value that has margins in most of them."""
     values: dict[str, list[float]] = defaultdict(list)

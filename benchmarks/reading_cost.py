@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from benchmarks.timing import print_machine, print_table, seconds
 from geomon import METRICS, Memory, Monitor
-from recipes.enwik8.data import Corpus, load
+from recipes.enwik8.text import Text, load
 
 TOKENS = 4096
 # Tokens of a batch in the training before the readings: small, for the model of width 768.
@@ -26,11 +26,11 @@ RATES = {128: 1e-3, 384: 6e-4, 768: 6e-4}
 SIZES = {"small": [(4, 128, 64), (6, 128, 128), (6, 384, 256)], "gpt2": [(12, 768, 512)]}
 
 
-def _trained(layers: int, width: int, context: int, corpus: Corpus, steps: int) -> torch.nn.Module:
+def _trained(layers: int, width: int, context: int, corpus: Text, steps: int) -> torch.nn.Module:
     """A decoder after some steps of AdamW on random windows of the text."""
     torch.manual_seed(0)
     configuration = GPT2Config(
-        vocab_size=len(corpus.symbols), n_positions=context, n_embd=width, n_layer=layers,
+        vocab_size=corpus.vocabulary, n_positions=context, n_embd=width, n_layer=layers,
         n_head=width // 32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         activation_function="gelu_pytorch_tanh", bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
@@ -54,7 +54,7 @@ def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor
 
 
 def _rows(
-    sizes: list[tuple[int, int, int]], corpus: Corpus, trained: int, runs: int
+    sizes: list[tuple[int, int, int]], corpus: Text, trained: int, runs: int
 ) -> Iterator[list[object]]:
     for layers, width, context in sizes:
         model = _trained(layers, width, context, corpus, trained)

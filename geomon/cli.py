@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from geomon.record import Reading
 from geomon.record.printable import printable
 from geomon.show.commands import add_commands, exit_on_bad_input
 
@@ -99,6 +98,7 @@ def _add_scan(app: "typer.Typer") -> None:
         device: Annotated[str | None, option(help="Device of the models, such as cuda.")] = None,
     ) -> None:
         """Read every checkpoint of a model into one record; an interrupted scan resumes."""
+        from geomon.show import Printer
         from geomon.sweep import scan as run
 
         sys.path.insert(0, "")  # the function that builds a model may stand in the working folder
@@ -107,24 +107,7 @@ def _add_scan(app: "typer.Typer") -> None:
                 model, checkpoints=checkpoints, text=text, inputs=inputs, directory=directory,
                 revisions=[name.strip() for name in revisions.split(",") if name.strip()],
                 sequences=sequences, length=length, tokens=tokens, splits=splits, seed=seed,
-                blocks=blocks, device=device, sinks=[_Lines()],
+                blocks=blocks, device=device, sinks=[Printer()],
             )  # fmt: skip
             steps = f"{len(readings)} step" + "s" * (len(readings) != 1)
             typer.echo(printable(f"{steps} in {directory}: geomon watch {directory}"))
-
-
-class _Lines:
-    """Sink that prints a line for each reading."""
-
-    def write(self, reading: Reading) -> None:
-        """Print the reading in one line."""
-        import typer
-
-        from geomon.record import Readings
-        from geomon.show import format_line
-
-        shown = Readings([], [reading]).of_stack()
-        typer.echo(printable(format_line(shown[0], shown)))
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to flush."""

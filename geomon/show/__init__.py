@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from geomon.show.figures import geometry_figure, save
     from geomon.show.loggers.pictures import Pictures
-    from geomon.show.terminal import format_line, view
+    from geomon.show.terminal import Printer, format_line, view
 
 __all__ = [
     "Pictures",
+    "Printer",
     "format_line",
     "geometry_figure",
     "save",
@@ -21,6 +22,7 @@ __all__ = [
 
 _MODULES = {
     "Pictures": "loggers.pictures",
+    "Printer": "terminal",
     "format_line": "terminal",
     "geometry_figure": "figures",
     "save": "figures",

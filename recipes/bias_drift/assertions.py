@@ -4,8 +4,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from geomon import Reading
 from geomon.kernels.baselines import isotropic_anisotropy
@@ -40,46 +39,12 @@ class Series:
     readings: Sequence[Reading]
 
     def values(self, metric: str, layer: int = OUTPUT, part: str = "") -> list[float]:
-        """Collect the values of a metric by level.
-
-        Args:
-            metric: Name of the metric.
-            layer: 0 for what enters the block, 1 for what leaves it and for its attention.
-            part: Name of a part of it; "" for its value.
-        """
+        """Collect the values of a metric by level."""
         return [reading.column(metric, part).at(layer) for reading in self.readings]
 
     def heads(self, metric: str) -> list[list[float]]:
-        """Collect the values of all heads by level.
-
-        Args:
-            metric: Name of the metric.
-        """
+        """Collect the values of all heads by level."""
         return [list(reading.column(metric).by_head().values()) for reading in self.readings]
-
-
-class Assertion(NamedTuple):
-    """One assertion of the paper, and the number that decides it.
-
-    Attributes:
-        name: Name of the claim, without that of the block.
-        asserts: What is asserted.
-        place: Section or figure.
-        quantity: What is measured.
-        measure: Computes it from a series.
-        above: Number that it must exceed; None for none.
-        below: Number that it must stay under; None for none.
-        elsewhere: Whether it is asked of other blocks too.
-    """
-
-    name: str
-    asserts: str
-    place: str
-    quantity: str
-    measure: Callable[[Series], float]
-    above: float | None = None
-    below: float | None = None
-    elsewhere: bool = False
 
 
 def least_gain(series: Series) -> float:
@@ -87,9 +52,6 @@ def least_gain(series: Series) -> float:
 
     The cosines of input and output both end at 1 as the bias grows: their plain difference is then
     near 0 whatever the block does.
-
-    Args:
-        series: Readings of a block.
 
     Returns:
         The smallest gain over levels.
@@ -130,125 +92,86 @@ def _without_bias(*metrics: str) -> Callable[[Series], float]:
     return lambda series: statistics.fmean(series.values(metric)[0] for metric in metrics)
 
 
-def assertions(tokens: int, head_width: int) -> list[Assertion]:
-    """List the assertions of section 4 that one value of each draw decides.
+def questions(tokens: int, head_width: int) -> list[tuple[bool, Claim, Callable[[Series], float]]]:
+    """List what section 4 of the paper asserts of a block, measured on one direction of the bias.
 
-    That the norm of the average output meets that of the inputs is none: behind its last norm a
-    post-norm block has a mean norm of sqrt(width), and inputs pass that with their bias.
+    That the norm of the average output meets that of the inputs is not asked: behind its last norm
+    a post-norm block has a mean norm of sqrt(width), and inputs pass that with their bias.
 
-    Args:
-        tokens: Number of tokens that a reading stands on.
-        head_width: Width of one head.
+    Returns:
+        For each whether it is asked of other blocks than the paper's too, the claim, and the
+        number that decides it.
     """
     # Mean over the pairs of n isotropic rows: its deviation is sqrt(2 / width) / n.
     chance = 3 * math.sqrt(2 / head_width) / tokens
     null = isotropic_anisotropy(tokens, head_width)
     over = "largest bias over none"
-    found = [
-        Assertion(
-            "output_cosine_above_input",
-            "The outputs' mean cosine is higher than the inputs' at any bias.",
-            "section 4.2, fig. 6",
-            "least difference over levels, as a share of what is left to 1",
-            least_gain, above=_HIGHER, elsewhere=True,
-        ),
-        Assertion(
-            "norm_of_mean_output_rises",
-            "The norm of the average output rises with the norm of the bias.",
-            "section 4.2, fig. 6",
-            "smallest change from one level to the next",
-            _least_rise, above=0.0,
-        ),
-        Assertion(
-            "scores_leave_zero",
-            "Scores move away from zero as the bias grows.",
-            "section 4.3, fig. 7",
-            "absolute mean score, largest bias minus none, mean over heads",
-            _away_from_zero, above=0.0, elsewhere=True,
-        ),
-        Assertion(
-            "score_spread_grows",
-            "The variance of a query's scores over the keys grows with the bias.",
-            "section 6", f"`score_spread`, {over}",
-            _ratio("score_spread"), above=1.0, elsewhere=True,
-        ),
-        Assertion(
-            "queries_and_keys_lengthen",
-            "The norms of queries and keys grow with the bias.",
-            "section 4.3, fig. 8", f"mean norm of a query, {over}",
-            _ratio("query_norm"), above=1.0, elsewhere=True,
-        ),
-        Assertion(
-            "queries_and_keys_cosine_without_bias",
-            "Queries and keys are anisotropic without bias, by mean cosine.",
-            "section 4.3, fig. 8", "mean cosine by head, against 3 deviations of chance",
-            _without_bias("query_cosine", "key_cosine"), above=chance,
-        ),
-        Assertion(
-            "queries_and_keys_variance_without_bias",
-            "Queries and keys are anisotropic without bias, by share of variance.",
-            "section 4.3, fig. 8", "anisotropy by head, against that of isotropic rows",
-            _without_bias("query_anisotropy", "key_anisotropy"), above=null,
-        ),
-    ]  # fmt: skip
-    for part, words, rises, figure in (
-        ("max", "largest weight of a row", True, 9),
-        ("min", "smallest weight of a row", False, 9),
-        ("sequence_max", "largest weight of a whole sequence", True, 10),
-        ("sequence_min", "smallest weight of a whole sequence", False, 10),
-    ):
-        verb = "rises" if rises else "falls"
-        found.append(
-            Assertion(
-                f"{part}_{verb}",
-                f"The {words} {verb} with the bias.",
-                f"section 4.4, fig. {figure}", over, _ratio("attention_extremes", part),
-                above=1.0 if rises else None, below=None if rises else 1.0,
-                elsewhere=figure == 10,
-            )
-        )  # fmt: skip
+
+    def ask(name: str, asserts: str, place: str, quantity: str, **limits: float) -> Claim:
+        return Claim(name, asserts, f"2401.12143, {place}", quantity, **limits)  # type: ignore[arg-type]
+
     return [
-        *found,
-        Assertion(
-            "weak_at_low_bias",
-            "At a low bias the effect on the weights is not very important.",
-            "section 4.4", f"largest weight of a row, bias of {_LOW:g} over none",
-            _low_effect, above=0.95, below=1.05,
+        (True, ask("output_cosine_above_input",
+                    "The outputs' mean cosine is higher than the inputs' at any bias.",
+                    "section 4.2, fig. 6",
+                    "least difference over levels, as a share of what is left to 1",
+                    above=_HIGHER), least_gain),
+        (False, ask("norm_of_mean_output_rises",
+                     "The norm of the average output rises with the norm of the bias.",
+                     "section 4.2, fig. 6", "smallest change from one level to the next",
+                     above=0.0), _least_rise),
+        (True, ask("scores_leave_zero", "Scores move away from zero as the bias grows.",
+                    "section 4.3, fig. 7",
+                    "absolute mean score, largest bias minus none, mean over heads",
+                    above=0.0), _away_from_zero),
+        (True, ask("score_spread_grows",
+                    "The variance of a query's scores over the keys grows with the bias.",
+                    "section 6", f"`score_spread`, {over}", above=1.0), _ratio("score_spread")),
+        (True, ask("queries_and_keys_lengthen",
+                    "The norms of queries and keys grow with the bias.", "section 4.3, fig. 8",
+                    f"mean norm of a query, {over}", above=1.0), _ratio("query_norm")),
+        (False, ask("queries_and_keys_cosine_without_bias",
+                     "Queries and keys are anisotropic without bias, by mean cosine.",
+                     "section 4.3, fig. 8", "mean cosine by head, against 3 deviations of chance",
+                     above=chance), _without_bias("query_cosine", "key_cosine")),
+        (False, ask("queries_and_keys_variance_without_bias",
+                     "Queries and keys are anisotropic without bias, by share of variance.",
+                     "section 4.3, fig. 8", "anisotropy by head, against that of isotropic rows",
+                     above=null), _without_bias("query_anisotropy", "key_anisotropy")),
+        *(
+            (figure == 10, ask(f"{part}_{verb}", f"The {words} {verb} with the bias.",
+                                f"section 4.4, fig. {figure}", over, **limits),
+                            _ratio("attention_extremes", part))
+            for part, words, verb, limits, figure in (
+                ("max", "largest weight of a row", "rises", {"above": 1.0}, 9),
+                ("min", "smallest weight of a row", "falls", {"below": 1.0}, 9),
+                ("sequence_max", "largest weight of a whole sequence", "rises", {"above": 1.0}, 10),
+                ("sequence_min", "smallest weight of a whole sequence", "falls", {"below": 1.0},
+                 10),
+            )
         ),
-        Assertion(
-            "entropy_falls",
-            "Attention becomes less entropic as the bias grows.",
-            "section 4.4", "entropy over log(keys), largest bias minus none",
-            _entropy_change, below=0.0, elsewhere=True,
-        ),
+        (False, ask("weak_at_low_bias",
+                     "At a low bias the effect on the weights is not very important.",
+                     "section 4.4", f"largest weight of a row, bias of {_LOW:g} over none",
+                     above=0.95, below=1.05), _low_effect),
+        (True, ask("entropy_falls", "Attention becomes less entropic as the bias grows.",
+                    "section 4.4", "entropy over log(keys), largest bias minus none", below=0.0),
+                _entropy_change),
     ]  # fmt: skip
 
 
 def bias_claims(
     kind: str, seeds: Sequence[Sequence[Series]], tokens: int, head_width: int
 ) -> Iterable[Claim]:
-    """Decide the assertions for one kind of block; only those on the paper's are the paper's.
-
-    Args:
-        kind: Kind of the block.
-        seeds: Series of all directions, of each seed: one value is the mean over directions.
-        tokens: Number of tokens that a reading stands on.
-        head_width: Width of one head.
-    """
+    """Answer the questions for one kind of block; only answers on the paper's are the paper's."""
     is_theirs = kind == "post_norm"
-    for one in assertions(tokens, head_width):
-        if is_theirs or one.elsewhere:
-            yield Claim(
-                f"{one.name}_{kind}",
-                one.asserts,
-                f"2401.12143, {one.place}",
-                one.quantity,
-                tuple(statistics.fmean(map(one.measure, directions)) for directions in seeds),
-                above=one.above,
-                below=one.below,
-                ours=not is_theirs,
+    for elsewhere, claim, measure in questions(tokens, head_width):
+        if is_theirs or elsewhere:
+            yield replace(
+                claim, name=f"{claim.name}_{kind}", ours=not is_theirs,
                 variant=_NAMES.get(kind, ""),
-            )
+                values=tuple(statistics.fmean(map(measure, directions)) for directions in seeds),
+            )  # fmt: skip
     if is_theirs:
         signs = [
             value > 0 for directions in seeds for each in directions
@@ -257,11 +180,6 @@ def bias_claims(
         yield Claim(
             f"sign_of_scores_depends_on_the_draw_{kind}",
             "Some draws of weights and bias raise the scores, others lower them.",
-            "2401.12143, fig. 7",
-            "share of heads with a mean score above 0 at the largest bias",
-            tuple(map(float, signs)),
-            above=_DRAWN,
-            below=1 - _DRAWN,
-            repeated="head",
-            counted=True,
-        )
+            "2401.12143, fig. 7", "share of heads with a mean score above 0 at the largest bias",
+            tuple(map(float, signs)), above=_DRAWN, below=1 - _DRAWN, repeated="head", counted=True,
+        )  # fmt: skip

@@ -12,12 +12,12 @@ from typer import Option
 from geomon import select
 from recipes.bias_drift.assertions import Series, bias_claims
 from recipes.bias_drift.figure import draw
-from recipes.enwik8.data import Corpus
+from recipes.enwik8.text import InputError, Text
 from recipes.study.claim import Claim
 from recipes.study.experiment import Experiment, Runs
 from recipes.study.model import Architecture, Transformer
 from recipes.study.text import masked_characters, random_windows
-from recipes.study.training import RunError, Training, Watch, warm_up
+from recipes.study.training import Training, Watch, warm_up
 
 # Norms of the bias. An embedding has a norm of 0.55, a normalised row of width 768 one of 27.7.
 LEVELS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 32.0, 128.0)
@@ -103,18 +103,18 @@ class BiasDrift(Experiment):
     def check(self) -> None:
         """Check the options."""
         if self.width % self.heads or self.trained_width % (self.width // self.heads):
-            raise RunError(
+            raise InputError(
                 f"--width {self.width} and --trained-width {self.trained_width} cannot both be "
                 f"divided into heads as wide as those of --heads {self.heads}: choose heads that "
                 "divide the first, and multiples of their width"
             )
 
-    def training(self, kind: str, seed: int, corpus: Corpus | None) -> Training:
+    def training(self, kind: str, seed: int, corpus: Text | None) -> Training:
         """Build one training; torch's generator has the seed."""
         assert corpus is not None
         trained = kind.endswith("_trained")
         width = self.trained_width if trained else self.width
-        tokens = corpus.vocabulary_size if trained else _VOCABULARY
+        tokens = corpus.vocabulary if trained else _VOCABULARY
         model = Transformer(
             nn.Embedding(tokens + 1, width),  # one more for a masked character
             Architecture(
@@ -169,10 +169,6 @@ class BiasDrift(Experiment):
 
 def bias_folder(level: float, direction: int) -> str:
     """Name the folder of a level of bias; without bias it is the same for all directions.
-
-    Args:
-        level: Norm of the bias.
-        direction: Number of its direction.
 
     Example:
         >>> bias_folder(0.5, 1), bias_folder(0.0, 1)

@@ -12,19 +12,21 @@ from typer import Option
 
 from geomon import METRICS, log_spaced, select
 from geomon.kernels.token_types import token_types
+from recipes.decoder.claims import (
+    attention_questions,
+    norm_questions,
+    shape_questions,
+    spectral_questions,
+    stability_claims,
+)
 from recipes.decoder.figure import decoder_figure, seeds_figure
-from recipes.decoder.norm_of_mean import norm_claims
-from recipes.decoder.self_attention import attention_claims
-from recipes.decoder.shape_of_learning import shape_claims
-from recipes.decoder.spectral_phases import spectral_claims
-from recipes.decoder.stability import stability_claims
-from recipes.enwik8.data import Corpus
-from recipes.enwik8.windows import spread
-from recipes.study.claim import Claim
+from recipes.enwik8.text import InputError, Text, spread
+from recipes.enwik8.train import cosine_rate
+from recipes.study.claim import Claim, answers
 from recipes.study.experiment import Experiment, Runs, check_heads
 from recipes.study.model import Architecture, Transformer
 from recipes.study.text import next_characters, random_windows
-from recipes.study.training import RunError, Training, Watch, cosine_rate
+from recipes.study.training import Training, Watch
 
 # What is asked for beyond the default metrics.
 _MORE = (
@@ -91,13 +93,13 @@ class Decoder(Experiment):
         """Check the options."""
         check_heads(self.width, self.heads)
         if self.warmup >= self.steps:
-            raise RunError(f"--warmup {self.warmup} leaves nothing of --steps {self.steps}")
+            raise InputError(f"--warmup {self.warmup} leaves nothing of --steps {self.steps}")
 
-    def training(self, kind: str, seed: int, corpus: Corpus | None) -> Training:
+    def training(self, kind: str, seed: int, corpus: Text | None) -> Training:
         """Build one training; torch's generator has the seed."""
         assert corpus is not None
         architecture = Architecture(self.layers, self.width, self.heads, self.context)
-        embedding = nn.Embedding(corpus.vocabulary_size, self.width)
+        embedding = nn.Embedding(corpus.vocabulary, self.width)
         model = Transformer(embedding, architecture)
         draw = random_windows(corpus.train, self.context + 1, self.batch)
         held_out = spread(corpus.validation, self.context + 1, _LOSS_WINDOWS)
@@ -125,11 +127,11 @@ class Decoder(Experiment):
         those that no training could have brought out otherwise were taken out later.
         """
         seeds = runs.of("decoder")
-        yield from shape_claims(seeds)
-        yield from attention_claims(seeds, self.width, self.width // self.heads)
+        yield from answers(shape_questions(), seeds)
+        yield from answers(attention_questions(self.width, self.width // self.heads), seeds)
         yield from stability_claims(seeds)
-        yield from norm_claims(seeds)
-        yield from spectral_claims(seeds, self.warmup / self.steps)
+        yield from answers(norm_questions(), seeds)
+        yield from answers(spectral_questions(self.warmup / self.steps), seeds)
 
     def figures(self, runs: Runs) -> Mapping[str, Figure]:
         """Draw the records."""

@@ -27,11 +27,7 @@ class Images(NamedTuple):
 
 
 def load(seed: int) -> tuple[Images, Images]:
-    """Load the images, a fifth of them held out.
-
-    Args:
-        seed: Seed of the draw of those.
-    """
+    """Load the images, a fifth of them held out."""
     found = load_digits()
     pixels = torch.tensor(found.images, dtype=torch.float32) / _LARGEST
     digits = torch.tensor(found.target, dtype=torch.int64)

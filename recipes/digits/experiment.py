@@ -1,9 +1,10 @@
 """Which findings on text hold for images of digits (Godey et al., 2401.12143)."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,18 +19,19 @@ from geomon.record import tags
 from recipes.digits.data import CLASSES, load
 from recipes.digits.figure import draw
 from recipes.digits.model import PATCHES, ConvolutionalNetwork, OneVectorPerImage, Patches
-from recipes.enwik8.data import Corpus
-from recipes.study.claim import Claim, over_seeds
+from recipes.enwik8.text import InputError, Text
+from recipes.study.claim import Claim, Question, answers
 from recipes.study.experiment import Experiment, Runs
 from recipes.study.history import (
     History,
     drift_and_cosine,
+    gain,
     growth,
     over_heads,
     over_layers,
 )
 from recipes.study.model import Architecture, Transformer
-from recipes.study.training import RunError, Training, Watch
+from recipes.study.training import Training, Watch
 
 # Readings with one row for each image, beside those with one for each place.
 PER_IMAGE = "per_image"
@@ -65,12 +67,12 @@ class Digits(Experiment):
     def check(self) -> None:
         """Check the options."""
         if self.width % (2 * self.heads):
-            raise RunError(
+            raise InputError(
                 f"--width {self.width} cannot be shared among --heads {self.heads}: choose a "
                 f"multiple of {2 * self.heads}"
             )
 
-    def training(self, kind: str, seed: int, corpus: Corpus | None) -> Training:
+    def training(self, kind: str, seed: int, corpus: Text | None) -> Training:
         """Build one training; torch's generator has the seed."""
         images, held_out = load(seed)
         metrics = select("cosine", "cosine_centred", "drift_norm")
@@ -116,9 +118,10 @@ class Digits(Experiment):
     def claims(self, runs: Runs) -> Iterable[Claim]:
         """Measure what the paper asserts; of queries and keys of images it shows nothing."""
         networks = _networks(runs)
-        yield from _anisotropy(networks)
-        yield from _drift(networks)
-        yield from _attention(networks["transformer"], self.width // self.heads)
+        for name, questions in anisotropy_questions().items():
+            yield from answers(questions, networks[name])
+        layers, head_width = range(1, self.layers + 1), self.width // self.heads
+        yield from answers(attention_questions(head_width, layers), networks["transformer"])
 
     def figures(self, runs: Runs) -> Mapping[str, Figure]:
         """Draw the records."""
@@ -143,127 +146,95 @@ def largest_over_bar(history: History) -> float:
     """Compute the largest mean cosine over layers, as a multiple of what is large by chance.
 
     That is the 95th percentile of the cosine of one pair of isotropic rows (appendix B).
-
-    Args:
-        history: What was recorded of a seed.
     """
     return max(profile_of(history.last, "cosine")) / history.last.values["cosine/isotropic_pair"]
 
 
-def _anisotropy(networks: Mapping[str, Sequence[History]]) -> Iterable[Claim]:
+def anisotropy_questions() -> dict[str, list[Question]]:
+    """List what the paper asserts of cosine and drift, by the network that is asked."""
     bar = "largest mean cosine over layers, over the 95 % point of an isotropic pair"
-    rows: tuple[tuple[str, str, str, str, dict[str, Any]], ...] = (
-        ("vision_transformer_anisotropic", "transformer",
-         "A vision transformer is anisotropic at some layer (almost all but MiT and ViT).",
-         "section 3.2, fig. 3b", {"above": 1.0}),
-        ("convolutional_network_isotropic", PER_IMAGE,
-         "A convolutional network is isotropic at every layer, a row for each image (most but "
-         "ResNet-50).",
-         "section 3.2, fig. 4", {"below": 1.0}),
-        ("convolutional_places_isotropic", "convolutional",
-         "A convolutional network is isotropic at every layer, a row for each place.",
-         "section 3.2, fig. 4", {"below": 1.0, "ours": True}),
-        ("mixer_isotropic", "mixer",
-         "A network without attention (MLP-mixer) is isotropic at every layer.", "title",
-         {"below": 1.0, "ours": True}),
-    )  # fmt: skip
-    for name, kind, asserts, place, fields in rows:
-        values = over_seeds(networks[kind], largest_over_bar)
-        yield Claim(name, asserts, f"{_PAPER}, {place}", bar, values, **fields)
-    yield Claim(
-        "convolutional_isotropy_grows_with_depth",
-        "A convolutional network is more isotropic in its last layer than at first (ResNet-50).",
-        f"{_PAPER}, section 3.2, fig. 4",
-        "mean cosine, last layer less first",
-        over_seeds(
-            networks[PER_IMAGE],
-            lambda h: profile_of(h.last, "cosine")[-1] - profile_of(h.last, "cosine")[0],
-        ),
-        below=0,
-    )
+    p_value = "exact p of Spearman's correlation"
+
+    def drift(history: History) -> float:
+        return drift_and_cosine(history.last, "spearman").p_value
+
+    return {
+        "transformer": [
+            (Claim("vision_transformer_anisotropic",
+                   "A vision transformer is anisotropic at some layer (almost all but MiT and "
+                   "ViT).", f"{_PAPER}, section 3.2, fig. 3b", bar, above=1.0),
+             largest_over_bar),
+            (Claim("vision_transformer_drift_explains_cosine",
+                   "Over the layers of a vision transformer, drift and cosine are correlated.",
+                   f"{_PAPER}, section 3.3, fig. 5", p_value, below=_SIGNIFICANT),
+             drift),
+        ],
+        PER_IMAGE: [
+            (Claim("convolutional_network_isotropic",
+                   "A convolutional network is isotropic at every layer, a row for each image "
+                   "(most but ResNet-50).", f"{_PAPER}, section 3.2, fig. 4", bar, below=1.0),
+             largest_over_bar),
+            (Claim("convolutional_isotropy_grows_with_depth",
+                   "A convolutional network is more isotropic in its last layer than at first "
+                   "(ResNet-50).", f"{_PAPER}, section 3.2, fig. 4",
+                   "mean cosine, last layer less first", below=0),
+             lambda h: profile_of(h.last, "cosine")[-1] - profile_of(h.last, "cosine")[0]),
+            (Claim("convolutional_drift_does_not_explain_cosine",
+                   "Over the layers of a convolutional network they are not (most networks).",
+                   f"{_PAPER}, section 3.3, fig. 5", p_value, above=_SIGNIFICANT),
+             drift),
+        ],
+        "convolutional": [
+            (Claim("convolutional_places_isotropic",
+                   "A convolutional network is isotropic at every layer, a row for each place.",
+                   f"{_PAPER}, section 3.2, fig. 4", bar, below=1.0, ours=True),
+             largest_over_bar),
+        ],
+        "mixer": [
+            (Claim("mixer_isotropic",
+                   "A network without attention (MLP-mixer) is isotropic at every layer.",
+                   f"{_PAPER}, title", bar, below=1.0, ours=True),
+             largest_over_bar),
+        ],
+    }  # fmt: skip
 
 
-def _drift(networks: Mapping[str, Sequence[History]]) -> Iterable[Claim]:
-    rows: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
-        ("vision_transformer_drift_explains_cosine", "transformer",
-         "Over the layers of a vision transformer, drift and cosine are correlated.",
-         {"below": _SIGNIFICANT}),
-        ("convolutional_drift_does_not_explain_cosine", PER_IMAGE,
-         "Over the layers of a convolutional network they are not (most networks).",
-         {"above": _SIGNIFICANT}),
-    )  # fmt: skip
-    for name, kind, asserts, limits in rows:
-        yield Claim(
-            name, asserts, f"{_PAPER}, section 3.3, fig. 5", "exact p of Spearman's correlation",
-            over_seeds(networks[kind], lambda h: drift_and_cosine(h.last, "spearman").p_value),
-            **limits,
-        )  # fmt: skip
-
-
-def _attention(seeds: Sequence[History], head_width: int) -> Iterable[Claim]:
+def attention_questions(head_width: int, layers: Sequence[int]) -> list[Question]:
+    """List what the paper asserts of attention on text, asked of a vision transformer."""
     chance = isotropic_cosine_magnitude(head_width)
-    layers = list(range(1, len(profile_of(seeds[0].last, "cosine"))))
+    size = partial(over_heads, metric="qk_cosine", size=True)
 
-    def ask(
-        name: str, asserts: str, figure: int, quantity: str, measure: Callable[[History], float],
-        **limits: Any,
-    ) -> Claim:  # fmt: skip
+    def ask(name: str, asserts: str, figure: int, quantity: str, **limits: float) -> Claim:
         source = f"{_PAPER}, section 5, fig. {figure}"
-        return Claim(f"vision_{name}", asserts, source, quantity, over_seeds(seeds, measure),
-                     ours=True, **limits)  # fmt: skip
+        return Claim(f"vision_{name}", asserts, source, quantity, ours=True, **limits)  # type: ignore[arg-type]
 
-    yield ask(
-        "mean_query_and_key_align",
-        "Mean queries and mean keys of a vision transformer align.",
-        13,
-        "absolute cosine over that of random directions, mean over heads",
-        lambda h: over_heads(h.last, "qk_cosine", size=True) / chance,
-        above=1,
-    )
-    yield ask(
-        "alignment_grows",
-        "The alignment of mean queries and mean keys grows along training.",
-        13,
-        "absolute cosine, end less start, mean over heads",
-        lambda h: (
-            over_heads(h.last, "qk_cosine", size=True) - over_heads(h.first, "qk_cosine", size=True)
-        ),
-        above=0,
-    )
-    yield ask(
-        "first_layers_common_direction",
-        "In the first layers mean query and mean key have common directions.",
-        13,
-        "cosine, mean over the heads of the first two layers",
-        lambda h: over_heads(h.last, "qk_cosine", layers=layers[:2]),
-        above=0,
-    )
-    yield ask(
-        "last_layers_opposite_direction",
-        "In the last layers mean query and mean key have opposite directions.",
-        13,
-        "cosine, mean over the heads of the last two layers",
-        lambda h: over_heads(h.last, "qk_cosine", layers=layers[-2:]),
-        below=0,
-    )
-    yield ask(
-        "entropy_decays_at_every_layer",
-        "The entropy of attention decays along training at every layer.",
-        15,
-        "largest change over layers, in nats",
-        lambda h: max(growth(h, "attention_entropy")),
-        below=0,
-    )
-    yield ask(
-        "first_layers_sharper",
-        "Attention stays sharper in the first layers than in the last.",
-        15,
-        "first two layers less last two, in nats",
-        lambda h: over_layers(
-            h.last, "attention_entropy", lambda values: fmean(values[:2]) - fmean(values[-2:])
-        ),
-        below=0,
-    )
+    return [
+        (ask("mean_query_and_key_align",
+             "Mean queries and mean keys of a vision transformer align.", 13,
+             "absolute cosine over that of random directions, mean over heads", above=1),
+         lambda h: size(h.last) / chance),
+        (ask("alignment_grows",
+             "The alignment of mean queries and mean keys grows along training.", 13,
+             "absolute cosine, end less start, mean over heads", above=0),
+         gain(size)),
+        (ask("first_layers_common_direction",
+             "In the first layers mean query and mean key have common directions.", 13,
+             "cosine, mean over the heads of the first two layers", above=0),
+         lambda h: over_heads(h.last, "qk_cosine", layers=layers[:2])),
+        (ask("last_layers_opposite_direction",
+             "In the last layers mean query and mean key have opposite directions.", 13,
+             "cosine, mean over the heads of the last two layers", below=0),
+         lambda h: over_heads(h.last, "qk_cosine", layers=layers[-2:])),
+        (ask("entropy_decays_at_every_layer",
+             "The entropy of attention decays along training at every layer.", 15,
+             "largest change over layers, in nats", below=0),
+         lambda h: max(growth(h, "attention_entropy"))),
+        (ask("first_layers_sharper",
+             "Attention stays sharper in the first layers than in the last.", 15,
+             "first two layers less last two, in nats", below=0),
+         lambda h: over_layers(
+             h.last, "attention_entropy", lambda values: fmean(values[:2]) - fmean(values[-2:]))),
+    ]  # fmt: skip
 
 
 EXPERIMENT = Digits

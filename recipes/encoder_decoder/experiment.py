@@ -3,7 +3,6 @@
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, ClassVar
 
 import torch
@@ -15,14 +14,15 @@ from geomon import Reading, log_spaced, select
 from geomon.analysis.profile import bulge, peak_depth, profile_of
 from geomon.record.columns import Column
 from recipes.encoder_decoder.figure import draw
-from recipes.enwik8.data import Corpus
-from recipes.enwik8.windows import spread
-from recipes.study.claim import Claim, over_seeds
+from recipes.enwik8.text import Text, spread
+from recipes.enwik8.train import cosine_rate
+from recipes.study.claim import Claim, Question, answers
 from recipes.study.experiment import Experiment, Runs, check_heads
 from recipes.study.history import History, over_layers
+from recipes.study.markdown import table
 from recipes.study.model import Architecture, Transformer
 from recipes.study.text import masked_characters, next_characters, random_windows
-from recipes.study.training import Training, Watch, cosine_rate
+from recipes.study.training import Training, Watch
 
 # A profile counts as flat whose highest and lowest layer differ by less than this share of its
 # mean. Chosen before the first run of an encoder.
@@ -67,7 +67,7 @@ class EncoderDecoder(Experiment):
         """Check the options."""
         check_heads(self.width, self.heads)
 
-    def training(self, kind: str, seed: int, corpus: Corpus | None) -> Training:
+    def training(self, kind: str, seed: int, corpus: Text | None) -> Training:
         """Build one training; torch's generator has the seed."""
         assert corpus is not None
         uniform = kind == "decoder_uniform"
@@ -77,7 +77,7 @@ class EncoderDecoder(Experiment):
             deviation=0.02 * (768 / self.width) ** 0.5,  # GPT-2's at its width
         )  # fmt: skip
         # One id more than characters stands for a masked one.
-        model = Transformer(nn.Embedding(corpus.vocabulary_size + 1, self.width), architecture)
+        model = Transformer(nn.Embedding(corpus.vocabulary + 1, self.width), architecture)
         objective = next_characters if architecture.causal else masked_characters
         draw_windows = random_windows(corpus.train, self.context + 1, self.batch)
         held_out = spread(
@@ -100,9 +100,17 @@ class EncoderDecoder(Experiment):
     def claims(self, runs: Runs) -> Iterable[Claim]:
         """Measure what papers assert."""
         seeds = {kind: runs.of(kind) for kind in self.kinds}
-        yield from _bell(seeds["decoder"])
-        yield from _flat(seeds)
-        yield from _others(seeds)
+        together = [
+            dict(zip(seeds, each, strict=True)) for each in zip(*seeds.values(), strict=True)
+        ]
+        yield from answers(questions(), together)
+        profiles = [[_profile(each) for each in seeds[kind]] for kind in ("decoder", "encoder")]
+        pairs = zip(*map(deviations, profiles), strict=True) if len(together) > 1 else ()
+        yield Claim(
+            "encoders_consistent", "Encoders differ less from each other than decoders.", _SHAPE,
+            "mean distance from the profile of the other seeds: decoder less encoder",
+            tuple(one - other for one, other in pairs), above=0,
+        )  # fmt: skip
 
     def figures(self, runs: Runs) -> Mapping[str, Figure]:
         """Draw the records."""
@@ -110,31 +118,25 @@ class EncoderDecoder(Experiment):
 
     def table(self, runs: Runs) -> Iterable[str]:
         """Write what each kind of model is like at the end, as lines of a Markdown table."""
-        yield (
-            "| model | held-out loss (nats) | anisotropy untrained | anisotropy trained | bulge "
-            "| depth of the peak | range / mean | cosine |"
-        )
-        yield "|---|---:|---:|---:|---:|---:|---:|---:|"
-        columns: list[tuple[Callable[[History], float], int]] = [
-            (lambda h: h.last.training["held_out_loss"], 2),
-            (lambda h: over_layers(h.first, "anisotropy"), 3),
-            (lambda h: over_layers(h.last, "anisotropy"), 3),
-            (lambda h: bulge(profile_of(h.last, "anisotropy")), 2),
-            (lambda h: peak_depth(profile_of(h.last, "anisotropy")), 2),
-            (lambda h: relative_range(profile_of(h.last, "anisotropy")), 2),
-            (lambda h: over_layers(h.last, "cosine"), 3),
-        ]
-        for kind in self.kinds:
-            seeds = runs.of(kind)
-            means = [f"{statistics.fmean(map(of, seeds)):.{digits}f}" for of, digits in columns]
-            yield f"| {' | '.join([f'`{kind}`', *means])} |"
+        columns: dict[str, tuple[Callable[[History], float], int]] = {
+            "held-out loss (nats)": (lambda h: h.last.training["held_out_loss"], 2),
+            "anisotropy untrained": (lambda h: over_layers(h.first, "anisotropy"), 3),
+            "anisotropy trained": (lambda h: over_layers(h.last, "anisotropy"), 3),
+            "bulge": (lambda h: bulge(_profile(h)), 2),
+            "depth of the peak": (lambda h: peak_depth(_profile(h)), 2),
+            "range / mean": (_range_from(0), 2),
+            "cosine": (lambda h: over_layers(h.last, "cosine"), 3),
+        }
+        rows = [
+            [f"`{kind}`", *(f"{statistics.fmean(map(measure, runs.of(kind))):.{digits}f}"
+                            for measure, digits in columns.values())]
+            for kind in self.kinds
+        ]  # fmt: skip
+        return table(["model", *columns], rows)
 
 
 def relative_range(layers: Sequence[float]) -> float:
     """Compare highest and lowest layer: their difference as a share of the mean of all layers.
-
-    Args:
-        layers: Value at each layer, first to last.
 
     Example:
         >>> relative_range([0.25, 0.5, 0.75])
@@ -145,9 +147,6 @@ def relative_range(layers: Sequence[float]) -> float:
 
 def deviations(profiles: Sequence[Sequence[float]]) -> list[float]:
     """Measure how far each profile lies from the mean of the others: mean distance over layers.
-
-    Args:
-        profiles: One profile for each seed, at least two.
 
     Example:
         >>> deviations([[1.0, 1.0], [2.0, 1.0], [3.0, 1.0]])
@@ -169,111 +168,73 @@ def _normed_profile(reading: Reading) -> list[float]:
     return [*layers[:-1], normed.at(len(layers) - 1)]
 
 
-def _bell(seeds: Sequence[History]) -> Iterable[Claim]:
-    ask = partial(Claim, source=_SHAPE)
-    quantity = "bulge: (middle third - ends) / ends"
-    yield ask(
-        "decoder_bell",
-        "The anisotropy of a decoder is higher in the middle layers than at both ends.",
-        quantity=quantity,
-        values=over_seeds(seeds, lambda h: bulge(profile_of(h.last, "anisotropy"))),
-        above=0,
-    )
-    yield ask(
-        "decoder_peak_in_the_middle",
-        "It is highest in the middle half of the depth.",
-        quantity="depth of the peak: 0 is the first block's input, 1 the last block's output",
-        values=over_seeds(seeds, lambda h: peak_depth(profile_of(h.last, "anisotropy"))),
-        above=MIDDLE[0],
-        below=MIDDLE[1],
-    )
-    yield ask(
-        "decoder_bell_after_final_norm",
-        "A decoder has a bulge where its last layer is taken after the final norm.",
-        quantity=quantity,
-        values=over_seeds(seeds, lambda h: bulge(_normed_profile(h.last))),
-        above=0,
-        ours=True,
-    )
+Kinds = Mapping[str, History]  # what was recorded of a seed, by the kind of model
 
 
-def _flat(seeds: Mapping[str, Sequence[History]]) -> Iterable[Claim]:
-    """Whether encoders are flat; over the blocks alone was asked after the first look, by us."""
-    for ending, first, words in (("", 0, "over depth"), ("_over_blocks", 1, "over the blocks")):
+def questions() -> list[Question]:
+    """List what the papers assert of profiles; flatness over the blocks alone was asked by us.
 
-        def of(history: History, first: int = first) -> float:
-            return relative_range(profile_of(history.last, "anisotropy")[first:])
-
-        quantity = "range / mean"
-        yield Claim(
-            f"encoder_flat{ending}",
-            f"The anisotropy of an encoder is uniform {words}.",
-            _SHAPE,
-            quantity,
-            over_seeds(seeds["encoder"], of),
-            below=FLAT,
-            ours=bool(ending),
+    It was asked after the first look at an encoder.
+    """
+    bulges = "bulge: (middle third - ends) / ends"
+    decoder = [
+        (Claim("decoder_bell",
+               "The anisotropy of a decoder is higher in the middle layers than at both ends.",
+               _SHAPE, bulges, above=0),
+         lambda kinds: bulge(_profile(kinds["decoder"]))),
+        (Claim("decoder_peak_in_the_middle", "It is highest in the middle half of the depth.",
+               _SHAPE, "depth of the peak: 0 is the first block's input, 1 the last block's output",
+               above=MIDDLE[0], below=MIDDLE[1]),
+         lambda kinds: peak_depth(_profile(kinds["decoder"]))),
+        (Claim("decoder_bell_after_final_norm",
+               "A decoder has a bulge where its last layer is taken after the final norm.", _SHAPE,
+               bulges, above=0, ours=True),
+         lambda kinds: bulge(_normed_profile(kinds["decoder"].last))),
+    ]  # fmt: skip
+    flat: list[Question] = [
+        question
+        for ending, first, words in (("", 0, "over depth"), ("_over_blocks", 1, "over the blocks"))
+        for question in (
+            (Claim(f"encoder_flat{ending}", f"The anisotropy of an encoder is uniform {words}.",
+                   _SHAPE, "range / mean", below=FLAT, ours=bool(ending)),
+             lambda kinds, first=first: _range_from(first)(kinds["encoder"])),
+            (Claim(f"encoder_flatter_than_decoder{ending}",
+                   f"An encoder is flatter {words} than a decoder.", _SHAPE,
+                   "range / mean: decoder less encoder", above=0, ours=bool(ending)),
+             _less("decoder", "encoder", _range_from(first))),
         )
-        yield Claim(
-            f"encoder_flatter_than_decoder{ending}",
-            f"An encoder is flatter {words} than a decoder.",
-            _SHAPE,
-            f"{quantity}: decoder less encoder",
-            _differences(seeds["decoder"], seeds["encoder"], of),
-            above=0,
-            ours=bool(ending),
-        )
+    ]  # fmt: skip
+    others = [
+        (Claim("decoder_more_anisotropic", "A decoder is more anisotropic than an encoder.",
+               "2311.05928, fig. 1", "mean over layers, decoder less encoder", above=0),
+         _less("decoder", "encoder", lambda h: over_layers(h.last, "anisotropy"))),
+        (Claim("attention_makes_the_bell",
+               "Attention by content makes the profile of a decoder bulge more than uniform "
+               "weights do.", _SHAPE, "bulge: by content less uniform", above=0, ours=True),
+         _less("decoder", "decoder_uniform", lambda h: bulge(_profile(h)))),
+        (Claim("attention_raises_the_cosine",
+               "Attention by content makes the rows of a decoder more alike than uniform weights "
+               "do.", "2401.12143, title", "mean cosine: by content less uniform", above=0,
+               ours=True),
+         _less("decoder", "decoder_uniform", lambda h: over_layers(h.last, "cosine"))),
+    ]  # fmt: skip
+    return [*decoder, *flat, *others]
 
 
-def _others(seeds: Mapping[str, Sequence[History]]) -> Iterable[Claim]:
-    decoder, encoder, uniform = (seeds[kind] for kind in EncoderDecoder.kinds)
-    profiles = [
-        [profile_of(each.last, "anisotropy") for each in some] for some in (decoder, encoder)
-    ]
-    pairs = zip(*map(deviations, profiles), strict=True) if len(decoder) > 1 else ()
-    yield Claim(
-        "encoders_consistent",
-        "Encoders differ less from each other than decoders.",
-        _SHAPE,
-        "mean distance from the profile of the other seeds: decoder less encoder",
-        tuple(one - other for one, other in pairs),
-        above=0,
-    )
-    yield Claim(
-        "decoder_more_anisotropic",
-        "A decoder is more anisotropic than an encoder.",
-        "2311.05928, fig. 1",
-        "mean over layers, decoder less encoder",
-        _differences(decoder, encoder, lambda h: over_layers(h.last, "anisotropy")),
-        above=0,
-    )
-    yield Claim(
-        "attention_makes_the_bell",
-        "Attention by content makes the profile of a decoder bulge more than uniform weights do.",
-        _SHAPE,
-        "bulge: by content less uniform",
-        _differences(decoder, uniform, lambda h: bulge(profile_of(h.last, "anisotropy"))),
-        above=0,
-        ours=True,
-    )
-    yield Claim(
-        "attention_raises_the_cosine",
-        "Attention by content makes the rows of a decoder more alike than uniform weights do.",
-        "2401.12143, title",
-        "mean cosine: by content less uniform",
-        _differences(decoder, uniform, lambda h: over_layers(h.last, "cosine")),
-        above=0,
-        ours=True,
-    )
+def _less(
+    one: str, other: str, measure: Callable[[History], float]
+) -> Callable[[Kinds], float]:  # fmt: skip
+    """A number of one kind of models less that of another, seed by seed."""
+    return lambda kinds: measure(kinds[one]) - measure(kinds[other])
 
 
-def _differences(
-    one: Sequence[History], other: Sequence[History], measure: Callable[[History], float]
-) -> tuple[float, ...]:
-    """The same number of two kinds of models, subtracted seed by seed."""
-    return over_seeds(
-        zip(one, other, strict=True), lambda pair: measure(pair[0]) - measure(pair[1])
-    )
+def _range_from(first: int) -> Callable[[History], float]:
+    """The relative range of the layers from one on."""
+    return lambda history: relative_range(_profile(history)[first:])
+
+
+def _profile(history: History) -> list[float]:
+    return profile_of(history.last, "anisotropy")
 
 
 EXPERIMENT = EncoderDecoder

@@ -1,419 +1,332 @@
-"""One run of the recipe: text, model, training with the monitor, and what it showed."""
+"""Pretrain a decoder on enwik8 or another text, and watch its geometry.
 
-import contextlib
-import json
+One file, from top to bottom: sizes, model, batches, checkpoints, options, the run. Copy it.
+"""
+
+import argparse
 import logging
+import math
 import os
+import sys
 import time
 import warnings
-import zipfile
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
 
-from geomon import Readings, read
+from geomon import read
 from geomon.analysis import summarise
 from geomon.lightning import GeometryMonitor
-from geomon.record import FILE_NAME
-from geomon.show import geometry_figure, save
-from geomon.show.commands import fit_to_terminal
-from recipes.enwik8.data import Corpus, load
-from recipes.enwik8.extras import explain_missing
-from recipes.enwik8.live import LiveView
-from recipes.enwik8.model import CharacterDecoder, bits_per_character, nats_per_token
-from recipes.enwik8.presets import Preset
-from recipes.enwik8.slices import Slice
-from recipes.enwik8.subwords import SubwordCorpus, prepare
-from recipes.enwik8.windows import CharacterData, spread
+from geomon.show import Printer, geometry_figure, save
+from recipes.enwik8.subwords import load_tokens
+from recipes.enwik8.text import Ids, InputError, Text, spread, windows
 
-# Tokens that a reading looks at, of which it measures 4,096 rows, the paper's least batch:
-# rows of more windows are less alike.
+# Sizes of models and runs. A vocabulary of 0 is one of characters; the others are trained.
+PRESETS: dict[str, dict[str, Any]] = {
+    # Two cores, a few minutes: the smallest run that shows the expansion and the compression.
+    "cpu": {
+        "layers": 4, "width": 128, "heads": 4, "context": 64, "vocabulary": 0, "dropout": 0.0,
+        "batch": 32, "steps": 1_500, "warmup": 100, "learning_rate": 2e-3, "precision": "32-true",
+    },
+    # One small GPU, well under an hour.
+    "small": {
+        "layers": 6, "width": 384, "heads": 6, "context": 256, "vocabulary": 0, "dropout": 0.1,
+        "batch": 64, "steps": 5_000, "warmup": 200, "learning_rate": 1e-3,
+        "precision": "bf16-mixed",
+    },
+    # One large GPU, 131 million subwords: the size of the smallest GPT-2.
+    "base": {
+        "layers": 12, "width": 768, "heads": 12, "context": 1024, "vocabulary": 16_384,
+        "dropout": 0.0, "batch": 16, "steps": 8_000, "warmup": 400, "learning_rate": 6e-4,
+        "precision": "bf16-mixed",
+    },
+}  # fmt: skip
+# Tokens that a reading looks at. It measures 4,096 rows of them, the paper's least batch: rows of
+# more windows are less alike.
 PROBE_TOKENS = 8192
-# The intervals come from halves of the windows, and need no second batch.
-SPLITS = 1
-
-_CHECKPOINTS = "checkpoints"
-_SETTINGS = "settings.json"
-_TEXT = "text_sha256"
-_VALIDATION = "validation/"
+CHECKPOINT = "checkpoints/last.ckpt"
 
 
-class RecipeError(ValueError):
-    """The run cannot be made as asked; one line says what was given, expected, and to do."""
+# -- model -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Everything that makes a run what it is; a resumed run has the same."""
-
-    arch: str
-    text: Literal["bytes", "clean"]
-    seed: int
-    preset: Preset
-
-
-@dataclass(frozen=True)
-class Machine:
-    """How a run is carried out; may differ when it is resumed."""
-
-    accelerator: str
-    devices: str
-    strategy: str
-    compiled: bool
-    logger: str
-    budget: str = "auto"
-    minutes: float | None = None
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run left behind."""
-
-    folder: Path
-    readings: Readings
-    validation: dict[str, float]  # the loss in each of its units: "bits_per_character"
-    overhead: float
-
-
-def train(
-    settings: Settings, machine: Machine, *, folder: Path, data: str | None, resume: bool
-) -> Result:
-    """Train, watch and show.
-
-    Raises:
-        RecipeError: The folder holds another run, or none to resume.
-        DataError: The text cannot be used.
-    """
-    began = time.monotonic()
-    _quieten()
-    check_machine(machine)
-    check_folder(folder, settings, resume=resume)
-    preset = settings.preset
-    check_context(preset.context)
-    with _plain_errors(folder):
-        corpus = _corpus(settings, folder, data=data, resume=resume)
-    print(f"text: {_described(corpus)}", flush=True)
-    text_sha256 = corpus.sha256()
-    last = folder / _CHECKPOINTS / "last.ckpt"
-    if resume:
-        check_text(folder, text_sha256)
-        if not last.is_file():
-            print("no checkpoint yet: the run starts over at step 0", flush=True)
-    L.seed_everything(settings.seed, verbose=False)
-    with _plain_errors(folder):
-        model = CharacterDecoder(
-            settings.arch, corpus.vocabulary_size, preset, compiled=machine.compiled,
-            tokens_per_byte=corpus.tokens_per_byte if isinstance(corpus, SubwordCorpus) else None,
+def configuration(arch: str, tokens: int, sizes: dict[str, Any]) -> PretrainedConfig:
+    """Configure a decoder of the transformers library with the sizes of a preset."""
+    width, dropout = sizes["width"], sizes["dropout"]
+    if arch == "llama":
+        return LlamaConfig(
+            vocab_size=tokens, max_position_embeddings=sizes["context"], hidden_size=width,
+            intermediate_size=8 * width // 3, num_hidden_layers=sizes["layers"],
+            num_attention_heads=sizes["heads"], attention_dropout=dropout,
+            bos_token_id=None, eos_token_id=None, pad_token_id=None,
         )  # fmt: skip
-    print(_introduction(settings, machine, model, folder), flush=True)
-    history = _history(folder)
-    live = LiveView(history, model.loss_name)
-    validation = _VALIDATION + model.loss_name
-    monitor = GeometryMonitor(
-        probe=probe_windows(corpus, preset.context),
-        # a validation at every reading, without a pass of its own
-        probe_loss=nats_per_token if preset.vocabulary else bits_per_character,
-        splits=SPLITS,
-        directory=folder,
-        sinks=[live],
-        log=(validation,),
-        budget=machine.budget,
-        seed=settings.seed,
-    )
-    deadline = None if machine.minutes is None else began + 60 * machine.minutes
-    part = Slice(last, every=max(1, preset.steps // 10), deadline=deadline)
-    keep_settings(folder, settings, text_sha256)
-    try:
-        trainer = _trainer(settings, machine, folder, callbacks=[monitor, live, part])
-    except Exception as error:  # each accelerator, strategy and logger has its own kinds
-        raise RecipeError(
-            f"{_first_sentence(error)}: check --accelerator, --devices, --strategy, --precision "
-            "and --logger"
-        ) from error
-    data_module = CharacterData(corpus, preset, seed=settings.seed)
-    try:
-        with _plain_errors(folder):
-            trainer.fit(model, data_module, ckpt_path=last if resume and last.is_file() else None)
-            if validation not in trainer.callback_metrics:  # resumed after the last update
-                trainer.validate(model, data_module, verbose=False)
-    except SystemExit:  # Lightning's way out after Ctrl-C
-        print(_interrupted(folder, last), flush=True)
-        raise
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    trained = part.last > part.first
-    if trainer.is_global_zero and trained and (resume or part.last < preset.steps):
-        print(_progress(part, preset, trainer.world_size, metrics, model.loss_name, folder))
-    held_out = {
-        name.removeprefix(_VALIDATION): value
-        for name, value in metrics.items()
-        if name.startswith(_VALIDATION)
-    }
-    return Result(folder, read(folder), held_out, monitor.overhead)
-
-
-def show(result: Result) -> None:
-    """The figure, and the run in words."""
-    figure = result.folder / "geometry.png"
-    save(geometry_figure(result.readings), figure)
-    print()
-    for sentence in summarise(result.readings):
-        print(fit_to_terminal(sentence, indent="  "))
-    print(f"  validation: {_losses(result.validation)}.")
-    print(f"figure: {figure}\nrecord: {result.folder / FILE_NAME}")
-    if (result.folder / "tensorboard").is_dir():
-        print(f"curves: tensorboard --logdir {result.folder}")
-
-
-def probe_windows(corpus: Corpus | SubwordCorpus, context: int) -> Any:
-    """Held-out windows that every reading looks at, so that readings compare."""
-    return spread(corpus.validation, context, PROBE_TOKENS // context)
-
-
-def check_folder(folder: Path, settings: Settings, *, resume: bool) -> None:
-    """Raise a `RecipeError` where the folder does not fit what is asked."""
-    if not resume:
-        if (folder / FILE_NAME).exists():
-            raise RecipeError(
-                f"--out {folder} holds a run already: go on with it by --resume, or choose another "
-                "folder"
-            )
-        return
-    last = folder / _CHECKPOINTS / "last.ckpt"
-    if last.is_file() and not zipfile.is_zipfile(last):  # the directory stands at the end
-        raise RecipeError(
-            f"{last} is no whole checkpoint and cannot be read: delete it, and --resume starts over"
-        )
-    if not (folder / _SETTINGS).is_file():
-        raise RecipeError(
-            f"--resume found no checkpoint and no settings in {folder}: give the folder of an "
-            "earlier run by --out, or leave --resume out"
-        )
-    earlier = _earlier(folder)
-    now = asdict(settings)
-    differing = [
-        f"{name} was {earlier.get(name)}" for name in now if earlier.get(name) != now[name]
-    ]
-    if differing:
-        raise RecipeError(
-            f"--resume in {folder} needs the settings of the earlier run: {'; '.join(differing)}"
-        )
-
-
-def check_text(folder: Path, sha256: str) -> None:
-    """Raise a `RecipeError` where the text is not the one that the run has begun with."""
-    earlier = _earlier(folder).get(_TEXT)
-    if earlier not in (None, sha256):
-        raise RecipeError(
-            f"--resume in {folder} needs the text of the earlier run, whose sha256 is "
-            f"{str(earlier)[:12]}..., and this text has {sha256[:12]}...: give that one by --data"
-        )
-
-
-def check_context(context: int) -> None:
-    """Raise a `RecipeError` where no window of the context fits into a probe."""
-    if context > PROBE_TOKENS:
-        raise RecipeError(
-            f"--context {context} is longer than the {PROBE_TOKENS:,} tokens that a reading looks "
-            f"at: choose at most {PROBE_TOKENS}"
-        )
-
-
-def check_machine(machine: Machine) -> None:
-    """Raise a `RecipeError` where the logger is not installed."""
-    modules = {"tensorboard": ["tensorboard"], "wandb": ["wandb"]}
-    missing = explain_missing(*modules[machine.logger]) if machine.logger in modules else None
-    if missing is not None:
-        raise RecipeError(f"{missing.removeprefix('error: ')}, or choose --logger csv")
-
-
-def _earlier(folder: Path) -> dict[str, Any]:
-    """The settings that a run was begun with.
-
-    Raises:
-        RecipeError: They cannot be read.
-    """
-    path = folder / _SETTINGS
-    try:
-        earlier = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise RecipeError(f"{path} cannot be read ({error}): choose another folder") from error
-    if not isinstance(earlier, dict):
-        raise RecipeError(f"{path} holds no settings of a run: choose another folder")
-    return earlier
-
-
-def _history(folder: Path) -> Readings:
-    """The run so far; empty if there is no record or the record is about to be put aside."""
-    try:
-        return read(folder)
-    except (OSError, ValueError):
-        return Readings([], [])
-
-
-def _first_sentence(error: BaseException) -> str:
-    """The beginning of a message, in one line."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text.partition(". ")[0].rstrip(".")[:300]
-
-
-@contextlib.contextmanager
-def _plain_errors(folder: Path) -> Iterator[None]:
-    """Turn what the machine lacks in the middle of a run into a `RecipeError`.
-
-    Raises:
-        RecipeError: The memory or the disk is full.
-    """
-    go_on = f"then go on with --resume --out {folder}"
-    try:
-        yield
-    except OSError as error:
-        raise RecipeError(
-            f"{folder} could not be written or read ({_first_sentence(error)}): make room, {go_on}"
-        ) from error
-    except (RuntimeError, MemoryError) as error:
-        text = str(error)
-        if "PytorchStreamWriter" in text or "file write failed" in text:
-            raise RecipeError(f"{folder} could not be written: make room, {go_on}") from error
-        out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        if out_of_memory or "allocate memory" in text:
-            raise RecipeError(
-                "the memory does not suffice: choose a smaller --batch, --context or --width"
-            ) from error
-        raise
-
-
-def keep_settings(folder: Path, settings: Settings, text_sha256: str) -> None:
-    """Write what `--resume` compares with."""
-    content = {**asdict(settings), _TEXT: text_sha256}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / _SETTINGS).write_text(json.dumps(content, indent=2) + "\n")
-    except OSError as error:
-        raise RecipeError(
-            f"--out {folder} cannot be written ({error.strerror}): choose another folder"
-        ) from error
-
-
-def _trainer(
-    settings: Settings, machine: Machine, folder: Path, *, callbacks: list[Any]
-) -> L.Trainer:
-    steps = settings.preset.steps
-    return L.Trainer(
-        accelerator=machine.accelerator,
-        devices=machine.devices,
-        strategy=machine.strategy,
-        precision=settings.preset.precision,  # type: ignore[arg-type]
-        max_steps=steps,
-        max_epochs=1,
-        val_check_interval=steps,  # at the end, over all windows; before that readings validate
-        num_sanity_val_steps=0,
-        gradient_clip_val=1.0,
-        log_every_n_steps=10,
-        use_distributed_sampler=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,  # a Slice saves
-        default_root_dir=folder,
-        logger=_logger(machine.logger, folder),
-        callbacks=callbacks,
-    )
-
-
-def _logger(name: str, folder: Path) -> Logger:
-    if name == "tensorboard":
-        return TensorBoardLogger(folder, name="", version="tensorboard")
-    if name == "csv":
-        return CSVLogger(folder, name="", version="csv")
-    if name == "wandb":
-        return WandbLogger(name=folder.name, project="geomon-enwik8", save_dir=folder)
-    raise RecipeError(f"--logger {name!r} is not known: expected tensorboard, wandb or csv")
-
-
-def _introduction(
-    settings: Settings, machine: Machine, model: CharacterDecoder, folder: Path
-) -> str:
-    preset = settings.preset
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return (
-        f"model: {settings.arch}, {preset.layers} layers of width {preset.width}, {preset.heads} "
-        f"heads, {parameters:,} parameters; {preset.steps} steps of {preset.batch} x "
-        f"{preset.context} {_unit(preset)}, {preset.precision}{', compiled' * machine.compiled}, "
-        f"logs in {folder}"
-    )
-
-
-def _corpus(
-    settings: Settings, folder: Path, *, data: str | None, resume: bool
-) -> Corpus | SubwordCorpus:
-    """The text of the run, as characters or subwords."""
-    preset = settings.preset
-    minimum = 20 * (PROBE_TOKENS + preset.context)
-    if preset.vocabulary is None:
-        return load(data, text=settings.text, minimum=minimum)
-    # Lightning starts the other ranks when the first has made the text.
-    reuse = resume or os.environ.get("LOCAL_RANK", "0") != "0"
-    return prepare(
-        data, text=settings.text, vocabulary=preset.vocabulary, folder=folder, reuse=reuse,
-        minimum=minimum,
+    return GPT2Config(
+        vocab_size=tokens, n_positions=sizes["context"], n_embd=width, n_layer=sizes["layers"],
+        n_head=sizes["heads"], resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+        activation_function="gelu_pytorch_tanh",  # GPT-2's own function, in one kernel
+        bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
 
 
-def _described(corpus: Corpus | SubwordCorpus) -> str:
-    if isinstance(corpus, Corpus):
-        return f"{corpus.source}; {corpus.vocabulary_size} distinct characters"
-    each = sum(corpus.sizes) / corpus.tokens
-    return (
-        f"{corpus.source}; {corpus.vocabulary_size:,} subwords, {corpus.tokens:,} tokens of "
-        f"{each:.2f} bytes"
+def bits(logits: Tensor, tokens: Tensor, bytes_per_token: float = 1.0) -> Tensor:
+    """Compute the bits that a model needs for each byte of windows, their first tokens left out.
+
+    Args:
+        logits: What the model returned for the windows, [sequences, length, vocabulary].
+        tokens: The windows, [sequences, length].
+        bytes_per_token: Bytes of the text over its tokens; 1 for characters.
+    """
+    nats = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+    return nats / (math.log(2) * bytes_per_token)
+
+
+def adamw(
+    model: torch.nn.Module, learning_rate: float, *, decay: float = 0.1, of_vectors: float = 0.0,
+    betas: tuple[float, float] = (0.9, 0.95),
+) -> torch.optim.AdamW:  # fmt: skip
+    """Make an AdamW that decays matrices, and vectors (biases, gains of norms) only if asked to."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": of_vectors},
+    ]
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas)
+
+
+def cosine_rate(warmup: int, steps: int) -> Callable[[int], float]:
+    """Make the schedule of a learning rate: a warm-up, then a cosine that ends at a tenth."""
+
+    def rate(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        done = min(1.0, (step - warmup) / max(1, steps - warmup))
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+
+    return rate
+
+
+class Decoder(L.LightningModule):
+    """Next-token prediction with AdamW, a warm-up, and a cosine that ends at a tenth.
+
+    Args:
+        settings: Settings of the run (see `choose`), which checkpoints hold: `geomon scan` builds
+            the model from them.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters(settings, logger=False)
+        config = configuration(settings["arch"], settings["tokens"], settings)
+        self.network = AutoModelForCausalLM.from_config(config)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Compute the logits of the next token, [sequences, length, vocabulary]."""
+        logits: Tensor = self.network(input_ids=tokens, use_cache=False).logits
+        return logits
+
+    def blocks(self) -> list[torch.nn.Module]:
+        """List the blocks."""
+        decoder: Any = self.network.base_model
+        return list(decoder.h if hasattr(decoder, "h") else decoder.layers)
+
+    def training_step(self, windows: Tensor, index: int) -> Tensor:
+        """Compute the mean cross-entropy of windows that are one token longer than the context."""
+        logits = self(windows[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+        scale = math.log(2) * self.hparams["bytes_per_token"]
+        unit = "bits_per_byte" if self.hparams["vocabulary"] else "bits_per_character"
+        self.log(f"train/{unit}", loss.detach() / scale, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        """Make AdamW; the rate changes at every step."""
+        run = self.hparams
+        optimizer = adamw(self, run["learning_rate"])
+        rate = cosine_rate(run["warmup"], run["steps"])
+        return [optimizer], [{"scheduler": LambdaLR(optimizer, rate), "interval": "step"}]
+
+
+# -- batches and checkpoints -----------------------------------------------------------------------
+
+
+class Batches:
+    """Random windows of the training text, in batches; every rank draws its own.
+
+    Those of the whole run are drawn at once, so that a resumed run goes on where it was.
+    """
+
+    def __init__(self, ids: Ids, model: Decoder) -> None:
+        self._ids, self._model, self._run = ids, model, model.hparams
+
+    def __len__(self) -> int:
+        return int(self._run["steps"])
+
+    def __iter__(self) -> Iterator[Tensor]:
+        run, length = self._run, self._run["context"] + 1
+        generator = torch.Generator().manual_seed(run["seed"] + 1_000_003 * self._model.global_rank)
+        places = len(self._ids) - length + 1
+        starts = torch.randint(places, (run["steps"], run["batch"]), generator=generator)
+        for chosen in starts.numpy()[self._model.global_step :]:
+            yield windows(self._ids, chosen, length)
+
+
+class Slice(L.Callback):
+    """Save a checkpoint ten times, at the last step, and when the time is over; then stop.
+
+    Lightning's own checkpoint at the end of a fit says that the epoch is over: no step would
+    follow.
+    """
+
+    def __init__(self, path: Path, deadline: float) -> None:
+        self._path, self._deadline = path, deadline
+
+    def on_train_batch_end(self, trainer: L.Trainer, *event: Any, **more: Any) -> None:
+        """Save and stop, if it is time."""
+        over = time.monotonic() >= self._deadline
+        if self._deadline < math.inf:  # all ranks stop together
+            over = trainer.strategy.reduce_boolean_decision(over, all=False)
+        step, steps = trainer.global_step, trainer.max_steps
+        if over or step == steps or step % max(1, steps // 10) == 0:
+            trainer.save_checkpoint(self._path)
+        trainer.should_stop |= over
+
+
+# -- options ---------------------------------------------------------------------------------------
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Parse the command line; a setting that was not given is None."""
+    parser = argparse.ArgumentParser("python -m recipes.enwik8", description=__doc__)
+    option = parser.add_argument
+    option(
+        "--data",
+        help="file with any text; default: ENWIK8, else a download or, for subwords, "
+        "the installed packages",
     )
+    option("--text", choices=["bytes", "clean"], help="clean: without the markup of Wikipedia")
+    option("--arch", choices=["gpt2", "llama"], help="decoder; default: gpt2")
+    option("--seed", type=int, help="of weights, batches and sampled rows; default: 0")
+    option("--preset", choices=PRESETS, help="sizes; default: by the hardware")
+    for name, value in PRESETS["base"].items():
+        sizes = ", ".join(f"{preset} {own[name]}" for preset, own in PRESETS.items())
+        option(f"--{name.replace('_', '-')}", type=type(value), help=sizes)
+    option("--out", type=Path, default=Path("runs/enwik8"), help="folder; default: runs/enwik8")
+    option("--resume", action="store_true", help="go on from the checkpoint in --out")
+    option("--minutes", type=float, default=math.inf, help="stop after so long, to be resumed")
+    option("--logger", choices=["tensorboard", "wandb", "csv"], default="tensorboard")
+    option("--budget", default="auto", help="largest share of the time for geomon; default: 5%%")
+    option("--compile", action=argparse.BooleanOptionalAction, help="default: base on CUDA")
+    for name in ("accelerator", "devices", "strategy"):
+        option(f"--{name}", default="auto", help="as Lightning names it")
+    return parser.parse_args(arguments)
 
 
-def _unit(preset: Preset) -> str:
-    return "characters" if preset.vocabulary is None else "tokens"
+def choose(args: argparse.Namespace) -> tuple[dict[str, Any], Text]:
+    """Choose the settings that make the run what it is, and load its text.
+
+    Raises:
+        InputError: The folder holds another run, or none to resume; the text cannot be used.
+    """
+    last = args.out / CHECKPOINT
+    preset = args.preset or ("small" if torch.cuda.is_available() else "cpu")
+    whole: dict[str, Any] = {"data": None, "text": "bytes", "arch": "gpt2", "seed": 0}
+    settings = whole | {"preset": preset} | PRESETS[preset]
+    given = {name: getattr(args, name) for name in settings if getattr(args, name) is not None}
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # Lightning starts the other ranks later
+    if args.resume:
+        if not last.is_file():
+            raise InputError(f"--resume: there is no {last}; give the --out of a run")
+        settings = torch.load(last, weights_only=True, map_location="cpu")["hyper_parameters"]
+        other = [f"{name} was {settings[name]}" for name in given if given[name] != settings[name]]
+        if other:
+            raise InputError(f"--resume needs the settings of the run: {', '.join(other)}")
+    elif is_first and (args.out / "readings.jsonl").exists():
+        raise InputError(f"{args.out} holds a run: --resume it, or give another --out")
+    settings |= given
+    text = load_tokens(
+        settings["data"], vocabulary=settings["vocabulary"], clean=settings["text"] == "clean",
+        folder=args.out / "text", keeps=args.resume or not is_first,
+    )  # fmt: skip
+    if settings.setdefault("sha256", text.sha256()) != text.sha256():
+        raise InputError(f"--resume needs the text of the run, and this is {text.source}")
+    settings |= {"tokens": text.vocabulary, "bytes_per_token": text.bytes_per_token}
+    return settings, text
 
 
-def _losses(losses: Mapping[str, float]) -> str:
-    """Losses in words: "3.412 nats per token, 1.299 bits per byte"."""
-    return ", ".join(f"{value:.3f} {name.replace('_', ' ')}" for name, value in losses.items())
+def logger_of(name: str, folder: Path) -> Logger:
+    """Make the logger that shows the curves."""
+    if name == "wandb":
+        return WandbLogger(folder.name, project="geomon-enwik8", save_dir=folder)
+    kind = CSVLogger if name == "csv" else TensorBoardLogger
+    return kind(folder, name="", version=name)
 
 
-def _progress(
-    part: Slice, preset: Preset, devices: int, metrics: Mapping[str, float], loss_name: str,
-    folder: Path,
-) -> str:  # fmt: skip
-    """What a slice did, and how to go on if steps are left."""
-    each = preset.batch * preset.context * devices  # tokens of a step
-    shown = {name: metrics.get(f"{name}/{loss_name}") for name in ("train", "validation")}
-    losses = [f"{name} {_losses({loss_name: x})}" for name, x in shown.items() if x is not None]
-    line = (
-        f"slice: steps {part.first:,} to {part.last:,} of {preset.steps:,} in {part.seconds:.0f} "
-        f"s; {part.last * each:,} of {preset.steps * each:,} {_unit(preset)} trained; "
-        f"{', '.join(losses)}"
-    )
-    if part.last < preset.steps:
-        line += f"; go on with --resume --out {folder} and the same options"
-    return line
+# -- the run ---------------------------------------------------------------------------------------
 
 
-def _interrupted(folder: Path, last: Path) -> str:
-    again = "go on with" if last.is_file() else "no checkpoint yet, start over with"
-    return f"interrupted: {folder} keeps every reading; {again} --resume --out {folder}"
-
-
-def _quieten() -> None:
-    """Lightning's and transformers' advice is for those who write the script."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+def main(arguments: list[str] | None = None) -> None:
+    """Train, watch, and show what was seen."""
+    began, args = time.monotonic(), parse(arguments)
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-    for advice in (
-        "does not have many workers",
-        "smaller than the logging interval",
-        "Checkpoint directory",
-        "LeafSpec",
-        "resuming from",
-    ):
+    for advice in ("does not have many workers", "LeafSpec", "before the epoch ended"):
         warnings.filterwarnings("ignore", f".*{advice}.*")
+    last, in_terminal = args.out / CHECKPOINT, sys.stdout.isatty()
+    try:
+        settings, text = choose(args)
+        context, steps = settings["context"], settings["steps"]
+        L.seed_everything(settings["seed"], verbose=False)
+        model = Decoder(**settings)
+        monitor = GeometryMonitor(
+            # Held-out windows, the same at every reading, so that readings compare; their loss
+            # makes each a validation as well.
+            probe=spread(text.validation, context, PROBE_TOKENS // context),
+            probe_loss=partial(bits, bytes_per_token=text.bytes_per_token),
+            splits=1,  # intervals come from groups of the windows and need no second batch
+            directory=args.out, sinks=[Printer()], budget=args.budget, seed=settings["seed"],
+        )  # fmt: skip
+        callbacks: list[L.Callback] = [monitor, Slice(last, began + 60 * args.minutes)]
+        trainer = L.Trainer(
+            accelerator=args.accelerator, devices=args.devices, strategy=args.strategy,
+            precision=settings["precision"], max_steps=steps, max_epochs=1, gradient_clip_val=1.0,
+            log_every_n_steps=10, logger=logger_of(args.logger, args.out),
+            callbacks=callbacks + ([RichProgressBar()] if in_terminal else []),
+            enable_progress_bar=in_terminal, enable_checkpointing=False,
+            enable_model_summary=False, default_root_dir=args.out,
+        )  # fmt: skip
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    compiled = settings["preset"] == "base" and torch.cuda.is_available()
+    if compiled if args.compile is None else args.compile:
+        for block in model.blocks():  # alike: the code of the first serves all
+            block.compile(dynamic=False)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if trainer.is_global_zero:
+        print(
+            f"text: {text.source}; {text.vocabulary:,} distinct tokens\n"
+            f"model: {settings['arch']}, {settings['layers']} layers of width {settings['width']}, "
+            f"{parameters:,} parameters; {steps:,} steps of {settings['batch']} x {context} "
+            f"tokens; logs in {args.out}",
+            flush=True,
+        )
+    trainer.fit(model, Batches(text.train, model), ckpt_path=last if args.resume else None)
+    if not trainer.is_global_zero:
+        return
+    readings, figure = read(args.out), args.out / "geometry.png"
+    save(geometry_figure(readings), figure)
+    done = trainer.global_step
+    tokens = done * settings["batch"] * context * trainer.world_size
+    print("", *summarise(readings), f"figure: {figure}", sep="\n")
+    print(f"{done:,} of {steps:,} steps, {tokens:,} tokens", "; --resume goes on" * (done < steps))
+
+
+if __name__ == "__main__":
+    main()

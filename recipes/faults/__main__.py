@@ -1,23 +1,15 @@
 """`python -m recipes.faults`: make all trainings, compare the detectors, write the page."""
 
-import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Annotated
-
-from recipes.enwik8.extras import explain_missing
-
-if missing := explain_missing():
-    print(missing, file=sys.stderr)
-    sys.exit(2)
 
 import typer
 
 from geomon import read
 from geomon.analysis.alerts import find_alerts
-from recipes.enwik8.data import DataError, load
-from recipes.faults.detectors import OF_MARGINS
+from recipes.enwik8.text import load
+from recipes.faults.detectors import DETECTORS, OF_MARGINS
 from recipes.faults.figure import odds_figure
 from recipes.faults.live import live_section, plan_live, read_live, run_live
 from recipes.faults.page import Verified, write
@@ -29,16 +21,14 @@ from recipes.faults.plan import (
     plan_verification,
 )
 from recipes.faults.results import (
-    SCHEDULES,
     evaluate,
-    evaluate_all,
     score_full,
     score_trainings,
 )
 from recipes.faults.training import EACH_STEP, run_job
 from recipes.study.drawing import save_small
-from recipes.study.experiment import in_processes
-from recipes.study.training import RunError, is_finished
+from recipes.study.experiment import in_processes, one_line_errors
+from recipes.study.training import is_finished
 
 # What is compared in the tables of the faults.
 _COMPARED = ("loss", "gradient_norm", "geometry")
@@ -63,7 +53,7 @@ def main(
 ) -> None:
     """Put faults into healthy trainings, and measure which numbers notice them, and how early."""
     folder = out or Path("runs") / ("faults-small" if small else "faults")
-    try:
+    with one_line_errors():
         given = load(data)
         sizes = ("narrow",) if small else ("narrow", "wide")
         jobs = [] if live else plan_odds(2 if small else count, sizes)
@@ -73,16 +63,8 @@ def main(
         of_users = [] if small and not live else plan_live(1 if small else count // 3, sizes)
         print(f"text: {given.source}\n{len(jobs)} healthy trainings and {len(of_users)} runs with "
               f"all defaults, in {folder}", flush=True)  # fmt: skip
-        began = time.perf_counter()
-
-        def report(done: int, number: int) -> None:
-            print(f"{done} of {number}, {time.perf_counter() - began:.0f} s", flush=True)
-
-        in_processes(run_job, [(job, given, folder) for job in jobs], processes, report)
-        in_processes(run_live, [(job, given, folder) for job in of_users], processes, report)
-    except (DataError, RunError, OSError) as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from error
+        in_processes(run_job, [(job, given, folder) for job in jobs], processes)
+        in_processes(run_live, [(job, given, folder) for job in of_users], processes)
     if live:
         print("\n".join(live_section(read_live(folder))))
     else:
@@ -90,24 +72,26 @@ def main(
 
 
 def show(folder: Path, page: Path) -> None:
-    """Measure the odds from the records, and write the page with its picture.
-
-    Args:
-        folder: Folder of the trainings.
-        page: Path of the page; the picture is `pictures/warnings.png` beside it.
-    """
-    every_step = score_trainings(folder, SCHEDULES[0])
-    main_text = [each for each in every_step if each.number not in OTHER_TEXT]
-    healthy = [each for each in main_text if each.fault is None]
-    faulty = [each for each in every_step if each.number in OTHER_TEXT and each.fault is not None]
-    loose, strict = (evaluate_all(main_text, rate) for rate in (_LOOSE, _STRICT))
-    compared = {name: strict[name] for name in _COMPARED}
-    compared["geometry"] = evaluate(main_text, "geometry", _STRICT, limit=1.0)
-    sparse = {SCHEDULES[0]: compared}
-    for schedule in SCHEDULES[1:]:
-        scored = score_trainings(folder, schedule, ("geometry",))
-        own = [each for each in scored if each.number not in OTHER_TEXT]
-        sparse[schedule] = {"geometry": evaluate(own, "geometry", _STRICT, limit=1.0)}
+    """Measure the odds from the records, and write the page with its picture."""
+    scored = score_trainings(folder)
+    main_text, other = (
+        {
+            schedule: [each for each in own if (each.track.number in OTHER_TEXT) == wanted]
+            for schedule, own in scored.items()
+        }
+        for wanted in (False, True)
+    )
+    every_step = main_text["each step"]
+    loose, strict = (
+        {name: evaluate(every_step, name, rate) for name in DETECTORS} for rate in (_LOOSE, _STRICT)
+    )
+    sparse = {
+        schedule: {"geometry": evaluate(own, "geometry", _STRICT, limit=1.0)}
+        for schedule, own in main_text.items()
+    }
+    compared = {name: strict[name] for name in _COMPARED} | sparse["each step"]
+    healthy = [each for each in every_step if each.fault is None]
+    faulty = [each for each in other["each step"] if each.fault is not None]
     others = {
         name: evaluate([*healthy, *faulty], name, _STRICT, limit=result.limit)
         for name, result in compared.items()
@@ -129,11 +113,7 @@ def show(folder: Path, page: Path) -> None:
 
 
 def count_alerts(folder: Path) -> Verified:
-    """Count the alerts of the healthy trainings in which alerts are counted.
-
-    Args:
-        folder: Folder of the trainings.
-    """
+    """Count the alerts of the healthy trainings in which alerts are counted."""
     kinds: Counter[str] = Counter()
     steps: Counter[str] = Counter()
     alerts: Counter[str] = Counter()

@@ -1,8 +1,8 @@
 """Detectors: from the numbers of a training to one score a reading, the higher the stranger."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,9 +65,6 @@ def distances(track: Track) -> Distances:
     """Compare each number at each reading with the line through those before it.
 
     Every fifth reading is compared with every fifth before it too, as bands do.
-
-    Args:
-        track: Numbers of a training.
     """
     places = [place for place in track.values if place.part != MARGIN]
     columns = []
@@ -104,12 +101,7 @@ def _compare(
 
 
 def scores_of_bands(found: Distances, metrics: Iterable[str]) -> Scores:
-    """Score readings by the number that is furthest outside of its band.
-
-    Args:
-        found: Distances of a training.
-        metrics: Metrics that are looked at.
-    """
+    """Score readings by the number that is furthest outside of its band."""
     wanted = set(metrics)
     chosen = [number for number, place in enumerate(found.places) if place.metric in wanted]
     places = [found.places[number] for number in chosen]
@@ -117,11 +109,7 @@ def scores_of_bands(found: Distances, metrics: Iterable[str]) -> Scores:
 
 
 def scores_of_alerts(found: Distances) -> Scores:
-    """Score readings as alerts do: by the number furthest outside, or by the scatter of all.
-
-    Args:
-        found: Distances of a training.
-    """
+    """Score readings as alerts do: by the number furthest outside, or by the scatter of all."""
     departures = scores_of_bands(found, WATCHED)
     all_values = scores_of_scatter(found)
     first = np.nan_to_num(departures.scores) >= np.nan_to_num(all_values.scores)
@@ -133,11 +121,7 @@ def scores_of_alerts(found: Distances) -> Scores:
 
 
 def scores_of_scatter(found: Distances) -> Scores:
-    """Score readings by the scatter of all numbers that alerts watch; above 1 is an alert.
-
-    Args:
-        found: Distances of a training.
-    """
+    """Score readings by the scatter of all numbers that alerts watch; above 1 is an alert."""
     of_pass = {name for name, watched in WATCHED.items() if not watched.by_part}
     chosen = [number for number, place in enumerate(found.places) if place.metric in of_pass]
     each = np.array([scatter(normed[chosen]) for normed in found.normed])
@@ -148,12 +132,7 @@ def scores_of_scatter(found: Distances) -> Scores:
 
 
 def scores_of_cusum(found: Distances, metrics: Iterable[str]) -> Scores:
-    """Score readings by a sum of distances on one side that forgets a part at each reading.
-
-    Args:
-        found: Distances of a training.
-        metrics: Metrics that are looked at.
-    """
+    """Score readings by a sum of distances on one side that forgets a part at each reading."""
     wanted = set(metrics)
     chosen = [number for number, place in enumerate(found.places) if place.metric in wanted]
     sums = np.zeros((2, len(chosen)))
@@ -169,9 +148,6 @@ def scores_of_limits(track: Track) -> Scores:
     """Score readings by fixed limits: of entropy, largest score and rank; above 1 is beyond.
 
     A place that is beyond its limit at the first reading never scores.
-
-    Args:
-        track: Numbers of a training.
     """
     limits: dict[str, Callable[[Array], Array]] = {
         "attention_entropy_normalised": lambda values: 0.05 / np.maximum(values, 1e-9),
@@ -185,12 +161,7 @@ def scores_of_limits(track: Track) -> Scores:
 
 
 def scores_as_olmo(track: Track, metric: str) -> Scores:
-    """Score readings by their distance above a mean, in deviations, as OLMo-core does.
-
-    Args:
-        track: Numbers of a training.
-        metric: "loss" or "gradient_norm".
-    """
+    """Score readings by their distance above a mean, in deviations, as OLMo-core does."""
     place = Place(metric)
     values = track.values[place]
     scores = np.full(len(values), np.nan)
@@ -201,12 +172,7 @@ def scores_as_olmo(track: Track, metric: str) -> Scores:
 
 
 def scores_by_margins(track: Track, metric: str) -> Scores:
-    """Score readings by the change since the reading before, in errors that the margins give.
-
-    Args:
-        track: Numbers of a training, from readings with margins.
-        metric: Name of a metric of layers.
-    """
+    """Score readings by the change since the reading before, in errors that the margins give."""
     places = [p for p in track.places(metric) if p.part != MARGIN and p.layer > 0]
     columns = []
     for place in places:
@@ -217,12 +183,7 @@ def scores_by_margins(track: Track, metric: str) -> Scores:
 
 
 def scores_of_phases(track: Track, metric: str) -> Scores:
-    """Score a reading 1 where the phase that it is in is another than at the reading before.
-
-    Args:
-        track: Numbers of a training, from readings with margins.
-        metric: Name of a metric of layers, of whose mean the phase is.
-    """
+    """Score a reading 1 where the phase that it is in is another than at the reading before."""
     place = Place(metric, 0, MEAN)
     missing = np.full(len(track.steps), np.nan)
     values = track.values.get(place, missing).tolist()
@@ -244,95 +205,85 @@ def _largest(steps: NDArray[np.int64], scores: Array, places: Sequence[Place]) -
     )
 
 
-@dataclass(frozen=True)
-class Detector:
+class Detector(NamedTuple):
     """A number for each reading, above which there is an alarm.
 
     Attributes:
         words: What it looks at, for a table.
-        score: Function of a training and its distances.
         group: "training", "geometry" or "others" (proposed elsewhere, of weights and layers).
+        score: Function of the distances of a training, or of the training if `of_track`.
+        of_track: Whether the numbers themselves are scored.
     """
 
     words: str
-    score: Callable[[Track, Distances], Scores]
     group: str
+    score: Callable[[Any], Scores]
+    of_track: bool = False
 
 
-def _bands(*metrics: str) -> Callable[[Track, Distances], Scores]:
-    return lambda track, found: scores_of_bands(found, metrics)
+def _bands(words: str, group: str, *metrics: str) -> Detector:
+    return Detector(words, group, partial(scores_of_bands, metrics=metrics))
 
 
-def _cusum(*metrics: str) -> Callable[[Track, Distances], Scores]:
-    return lambda track, found: scores_of_cusum(found, metrics)
+def _cusum(words: str, metric: str) -> Detector:
+    return Detector(f"{words}, CUSUM", "others", partial(scores_of_cusum, metrics=[metric]))
 
 
-def _olmo(metric: str) -> Callable[[Track, Distances], Scores]:
-    return lambda track, found: scores_as_olmo(track, metric)
+def _olmo(words: str, metric: str) -> Detector:
+    score = partial(scores_as_olmo, metric=metric)
+    return Detector(f"{words}, as OLMo-core", "training", score, of_track=True)
 
 
 DETECTORS = {
-    "loss": Detector("loss", _bands("loss"), "training"),
-    "loss_olmo": Detector("loss, as OLMo-core", _olmo("loss"), "training"),
-    "gradient_norm": Detector("gradient norm", _bands("gradient_norm"), "training"),
-    "gradient_norm_olmo": Detector(
-        "gradient norm, as OLMo-core", _olmo("gradient_norm"), "training"
+    "loss": _bands("loss", "training", "loss"),
+    "loss_olmo": _olmo("loss", "loss"),
+    "gradient_norm": _bands("gradient norm", "training", "gradient_norm"),
+    "gradient_norm_olmo": _olmo("gradient norm", "gradient_norm"),
+    "both": _bands("loss and gradient norm", "training", "loss", "gradient_norm"),
+    "max_logit": _bands("largest attention score", "geometry", "max_logit"),
+    "entropy": _bands("attention entropy", "geometry", "attention_entropy_normalised"),
+    "attention_sink": _bands("attention on the sink", "geometry", "attention_sink"),
+    "qk_cosine": _bands("cosine of mean query and key", "geometry", "qk_cosine"),
+    "qk_dot": _bands("product of mean query and key", "geometry", "qk_dot"),
+    "variance": _bands("variance", "geometry", "variance"),
+    "within_variance": _bands("variance within token types", "geometry", "within_variance"),
+    "anisotropy": _bands("anisotropy", "geometry", "anisotropy"),
+    "effective_rank": _bands("effective rank", "geometry", "effective_rank"),
+    "weight_norm": _bands("norm of the weights", "geometry", "weight_norm"),
+    "expert_load": _bands("evenness of the experts' loads", "geometry", "expert_load"),
+    "kurtosis": _bands("kurtosis", "others", "kurtosis"),
+    "kurtosis_cusum": _cusum("kurtosis", "kurtosis"),
+    "rms": _bands("root mean square", "others", "mean_square_norm"),
+    "rms_cusum": _cusum("root mean square", "mean_square_norm"),
+    "update_entropy": _bands(
+        "spectral entropy of the update of W_q W_k^T", "others", "update_entropy"
     ),
-    "both": Detector("loss and gradient norm", _bands("loss", "gradient_norm"), "training"),
-    "max_logit": Detector("largest attention score", _bands("max_logit"), "geometry"),
-    "entropy": Detector("attention entropy", _bands("attention_entropy_normalised"), "geometry"),
-    "attention_sink": Detector("attention on the sink", _bands("attention_sink"), "geometry"),
-    "qk_cosine": Detector("cosine of mean query and key", _bands("qk_cosine"), "geometry"),
-    "qk_dot": Detector("product of mean query and key", _bands("qk_dot"), "geometry"),
-    "variance": Detector("variance", _bands("variance"), "geometry"),
-    "within_variance": Detector(
-        "variance within token types", _bands("within_variance"), "geometry"
-    ),
-    "anisotropy": Detector("anisotropy", _bands("anisotropy"), "geometry"),
-    "effective_rank": Detector("effective rank", _bands("effective_rank"), "geometry"),
-    "weight_norm": Detector("norm of the weights", _bands("weight_norm"), "geometry"),
-    "expert_load": Detector("evenness of the experts' loads", _bands("expert_load"), "geometry"),
-    "kurtosis": Detector("kurtosis", _bands("kurtosis"), "others"),
-    "kurtosis_cusum": Detector("kurtosis, CUSUM", _cusum("kurtosis"), "others"),
-    "rms": Detector("root mean square", _bands("mean_square_norm"), "others"),
-    "rms_cusum": Detector("root mean square, CUSUM", _cusum("mean_square_norm"), "others"),
-    "update_entropy": Detector(
-        "spectral entropy of the update of W_q W_k^T", _bands("update_entropy"), "others"
-    ),
-    "stable_rank": Detector("stable rank of weights", _bands("stable_rank"), "others"),
-    "near_unit_modes": Detector("modes near the unit circle", _bands("near_unit_modes"), "others"),
-    "departure": Detector("departure of any value", _bands(*WATCHED), "geometry"),
-    "scatter": Detector(
-        "scatter of all values", lambda _, found: scores_of_scatter(found), "geometry"
-    ),
-    "limits": Detector("fixed limits", lambda track, _: scores_of_limits(track), "geometry"),
-    "geometry": Detector("geomon's alerts", lambda _, found: scores_of_alerts(found), "geometry"),
+    "stable_rank": _bands("stable rank of weights", "others", "stable_rank"),
+    "near_unit_modes": _bands("modes near the unit circle", "others", "near_unit_modes"),
+    "departure": _bands("departure of any value", "geometry", *WATCHED),
+    "scatter": Detector("scatter of all values", "geometry", scores_of_scatter),
+    "limits": Detector("fixed limits", "geometry", scores_of_limits, of_track=True),
+    "geometry": Detector("geomon's alerts", "geometry", scores_of_alerts),
 }
 
 # Those that need margins, so that they are read every 20 steps.
 OF_MARGINS: dict[str, tuple[str, Callable[[Track], Scores]]] = {
-    "twonn": (
-        "intrinsic dimension, by its intervals",
-        lambda track: scores_by_margins(track, "twonn"),
-    ),
+    "twonn": ("intrinsic dimension, by its intervals", partial(scores_by_margins, metric="twonn")),
     "twonn_distinct": (
-        "the same of distinct tokens",
-        lambda track: scores_by_margins(track, "twonn_distinct"),
+        "the same of distinct tokens", partial(scores_by_margins, metric="twonn_distinct")
     ),
-    "anisotropy": ("anisotropy, by its intervals", lambda t: scores_by_margins(t, "anisotropy")),
-    "phase": ("change of phase of the intrinsic dimension", lambda t: scores_of_phases(t, "twonn")),
-}
+    "anisotropy": ("anisotropy, by its intervals", partial(scores_by_margins, metric="anisotropy")),
+    "phase": (
+        "change of phase of the intrinsic dimension", partial(scores_of_phases, metric="twonn")
+    ),
+}  # fmt: skip
 
 
 def score_all(
     track: Track, names: Iterable[str] = tuple(DETECTORS)
 ) -> Iterator[tuple[str, Scores]]:
-    """Apply detectors to a training.
-
-    Args:
-        track: Numbers of the training.
-        names: Names of the detectors.
-    """
+    """Apply detectors to a training."""
     found = distances(track)
     for name in names:
-        yield name, DETECTORS[name].score(track, found)
+        detector = DETECTORS[name]
+        yield name, detector.score(track if detector.of_track else found)

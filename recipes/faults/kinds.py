@@ -59,14 +59,45 @@ class Fault:
         return {"loud": 40, "silent": 80, "creeping": 160}[self.kind]
 
 
-def _times_rate(subject: Subject, factor: Callable[[int], float]) -> None:
-    rate = subject.rate
-    subject.rate = lambda step: rate(step) * factor(step)
+def _scaled(
+    factor: float, *matrices: Callable[[Parts, int], Tensor], each_step: bool = False
+) -> Callable[[Subject, random.Random], Planted]:
+    """Multiply matrices of some block once, or before every forward pass."""
+
+    def plant(subject: Subject, chance: random.Random) -> Planted:
+        parts, block = _some_block(subject, chance)
+
+        def scale(since: int) -> None:
+            for matrix in matrices:
+                matrix(parts, block).data.mul_(factor)
+
+        if each_step:
+            return Planted(block, scale)
+        scale(0)
+        return Planted(block)
+
+    return plant
 
 
-def _learning_rate_x10(subject: Subject, chance: random.Random) -> Planted:
-    _times_rate(subject, lambda step: 10.0)
-    return Planted()
+def _queries_grow(subject: Subject, chance: random.Random) -> Planted:
+    parts = Parts(subject.model)
+
+    def grow(since: int) -> None:
+        for block in range(len(parts.blocks)):
+            parts.query(block).mul_(1.01)
+
+    return Planted(each_step=grow)
+
+
+def _rate_times(low: float, high: float) -> Callable[[Subject, random.Random], Planted]:
+    """Multiply the learning rate by a factor that is drawn."""
+
+    def plant(subject: Subject, chance: random.Random) -> Planted:
+        rate, factor = subject.rate, chance.uniform(low, high)
+        subject.rate = lambda step: rate(step) * factor
+        return Planted()
+
+    return plant
 
 
 def _noise_batches(subject: Subject, chance: random.Random) -> Planted:
@@ -94,12 +125,6 @@ def _moments_lost(subject: Subject, chance: random.Random) -> Planted:
     return Planted()
 
 
-def _mlp_scaled(subject: Subject, chance: random.Random) -> Planted:
-    parts, block = _some_block(subject, chance)
-    parts.mlp_output(block).data.mul_(6.0)
-    return Planted(block)
-
-
 def _one_weight(subject: Subject, chance: random.Random) -> Planted:
     parts, block = _some_block(subject, chance)
     matrices = [
@@ -108,19 +133,6 @@ def _one_weight(subject: Subject, chance: random.Random) -> Planted:
     ]  # fmt: skip
     weights = chance.choice(matrices)
     weights[tuple(chance.randrange(size) for size in weights.shape)] = _STUCK_AT
-    return Planted(block)
-
-
-def _scores_scaled(subject: Subject, chance: random.Random) -> Planted:
-    parts, block = _some_block(subject, chance)
-    parts.query(block).mul_(3.0)
-    parts.key(block).mul_(3.0)
-    return Planted(block)
-
-
-def _gain_zero(subject: Subject, chance: random.Random) -> Planted:
-    parts, block = _some_block(subject, chance)
-    parts.attention_norm(block).data.zero_()
     return Planted(block)
 
 
@@ -145,36 +157,10 @@ def _expert_lost(subject: Subject, chance: random.Random) -> Planted:
     return Planted(block)
 
 
-def _learning_rate_high(subject: Subject, chance: random.Random) -> Planted:
-    factor = chance.uniform(1.5, 4.0)
-    _times_rate(subject, lambda step: factor)
-    return Planted()
-
-
 def _learning_rate_grows(subject: Subject, chance: random.Random) -> Planted:
-    now = [0]
-    _times_rate(subject, lambda step: 1.015 ** now[0])
+    rate, now = subject.rate, [0]
+    subject.rate = lambda step: rate(step) * 1.015 ** now[0]
     return Planted(each_step=lambda since: now.__setitem__(0, since))
-
-
-def _scores_grow(subject: Subject, chance: random.Random) -> Planted:
-    parts = Parts(subject.model)
-
-    def grow(since: int) -> None:
-        for block in range(len(parts.blocks)):
-            parts.query(block).mul_(1.01)
-
-    return Planted(each_step=grow)
-
-
-def _entropy_collapses(subject: Subject, chance: random.Random) -> Planted:
-    parts, block = _some_block(subject, chance)
-
-    def sharpen(since: int) -> None:
-        parts.query(block).mul_(1.008)
-        parts.key(block).mul_(1.008)
-
-    return Planted(block, sharpen)
 
 
 def _precision_lost(subject: Subject, chance: random.Random) -> Planted:
@@ -215,12 +201,6 @@ def _data_repeats(subject: Subject, chance: random.Random) -> Planted:
     return Planted()
 
 
-def _attention_dead(subject: Subject, chance: random.Random) -> Planted:
-    parts, block = _some_block(subject, chance)
-    parts.attention_output(block).data.zero_()
-    return Planted(block)
-
-
 def _stale_gradients(subject: Subject, chance: random.Random) -> Planted:
     earlier: deque[list[Tensor | None]] = deque()
 
@@ -233,12 +213,6 @@ def _stale_gradients(subject: Subject, chance: random.Random) -> Planted:
 
     subject.optimizer.register_step_pre_hook(take_earlier)
     return Planted()
-
-
-def _values_scaled(subject: Subject, chance: random.Random) -> Planted:
-    parts, block = _some_block(subject, chance)
-    parts.value(block).mul_(5.0)
-    return Planted(block)
 
 
 def _labels_decay(subject: Subject, chance: random.Random) -> Planted:
@@ -266,30 +240,35 @@ def _some_block(subject: Subject, chance: random.Random) -> tuple[Parts, int]:
 FAULTS = {
     fault.name: fault
     for fault in (
-        Fault("learning_rate_x10", "loud", "learning rate × 10", _learning_rate_x10),
+        Fault("learning_rate_x10", "loud", "learning rate × 10", _rate_times(10, 10)),
         Fault("noise_batches", "loud", "batches of noise", _noise_batches),
         Fault("shifted_labels", "loud", "labels shifted by one", _shifted_labels),
         Fault("moments_lost", "loud", "Adam's second moments set to 0", _moments_lost),
-        Fault("mlp_scaled", "silent", "output of one block's MLP × 6", _mlp_scaled),
+        Fault("mlp_scaled", "silent", "output of one block's MLP × 6",
+              _scaled(6.0, Parts.mlp_output)),
         Fault("one_weight", "silent", "one weight set to 64", _one_weight),
-        Fault("scores_scaled", "silent", "queries and keys of one block × 3", _scores_scaled),
-        Fault("gain_zero", "silent", "gains of one norm set to 0", _gain_zero),
+        Fault("scores_scaled", "silent", "queries and keys of one block × 3",
+              _scaled(3.0, Parts.query, Parts.key)),
+        Fault("gain_zero", "silent", "gains of one norm set to 0",
+              _scaled(0.0, Parts.attention_norm)),
         Fault("frozen_block", "silent", "one block no longer trains", _frozen_block),
         Fault("expert_lost", "silent", "an expert is no longer used", _expert_lost, "mixtral"),
-        Fault("learning_rate_high", "creeping", "learning rate × 1.5 to 4", _learning_rate_high),
+        Fault("learning_rate_high", "creeping", "learning rate × 1.5 to 4",
+              _rate_times(1.5, 4.0)),
         Fault("learning_rate_grows", "creeping", "learning rate grows by 1.5 % a step",
               _learning_rate_grows),
-        Fault("scores_grow", "creeping", "all queries grow by 1 % a step", _scores_grow),
+        Fault("scores_grow", "creeping", "all queries grow by 1 % a step", _queries_grow),
         Fault("entropy_collapses", "creeping", "one block's scores grow by 1.6 % a step",
-              _entropy_collapses),
+              _scaled(1.008, Parts.query, Parts.key, each_step=True)),
         Fault("precision_lost", "creeping", "one block's queries and keys lose a bit in 20 steps",
               _precision_lost),
         Fault("weight_decay_lost", "creeping", "no weight decay", _weight_decay_lost),
         Fault("data_repeats", "creeping", "the same four batches again and again", _data_repeats),
         Fault("attention_dead", "silent", "output of one block's attention set to 0",
-              _attention_dead),
+              _scaled(0.0, Parts.attention_output)),
         Fault("stale_gradients", "creeping", "gradients come 8 steps late", _stale_gradients),
-        Fault("values_scaled", "silent", "values of one block × 5", _values_scaled, held_out=True),
+        Fault("values_scaled", "silent", "values of one block × 5",
+              _scaled(5.0, Parts.value), held_out=True),
         Fault("labels_decay", "creeping", "0.5 % more of the labels are random at each step",
               _labels_decay, held_out=True),
     )

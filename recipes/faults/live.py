@@ -6,28 +6,25 @@ geomon is asked what it would do at the costs that were measured on usual batche
 follows that plan.
 """
 
-import contextlib
 import json
 import logging
-import random
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
-
-import torch
+from typing import Any, NamedTuple
 
 from geomon import Monitor, read
 from geomon.distributed import RankGroup
 from geomon.monitor.planner import DEFAULT_SHARE, Account, Due, Planner
-from recipes.enwik8.data import Corpus
-from recipes.faults.kinds import FAULTS
+from recipes.enwik8.text import Text
+from recipes.faults.kinds import FAULTS, Planted
 from recipes.faults.odds import Rate
-from recipes.faults.page import KINDS, located, share, spread
+from recipes.faults.page import by_kind, delays, located, per, share, spread, words_of
 from recipes.faults.results import Outcome
 from recipes.faults.subject import Settings, draw_settings, load_text
-from recipes.faults.training import fault_step, new_subject
+from recipes.faults.training import fault_step, new_subject, plant, train
+from recipes.study.markdown import table
 from recipes.study.training import begin_training, finish_training, is_finished
 
 # Numbers of these trainings: no limit was chosen with any of them.
@@ -59,10 +56,6 @@ BATCHES = {"32 x 128 tokens": Costs(1.0, 0.13), "8 x 64 tokens": Costs(3.4, 0.6)
 
 def plan(costs: Costs, steps: int) -> tuple[set[int], set[int]]:
     """Plan a run as a monitor does by default.
-
-    Args:
-        costs: Costs of readings and checks.
-        steps: Updates of the run, which the monitor is told.
 
     Returns:
         Steps that are read, and steps that are checked.
@@ -111,12 +104,7 @@ class LiveJob:
 
 
 def plan_live(count: int, sizes: Sequence[str]) -> list[LiveJob]:
-    """List the runs: of each size and number a healthy one, and one with each fault.
-
-    Args:
-        count: Number of runs with each fault and size.
-        sizes: Names of the sizes.
-    """
+    """List the runs: of each size and number a healthy one, and one with each fault."""
     jobs = []
     for number in NUMBERS[:count]:
         for size in sizes:
@@ -126,14 +114,8 @@ def plan_live(count: int, sizes: Sequence[str]) -> list[LiveJob]:
     return jobs
 
 
-def run_live(job: LiveJob, given: Corpus, folder: Path) -> None:
-    """Make a run, and note which alerts stand in its record; a complete one is kept.
-
-    Args:
-        job: The run.
-        given: The text that the recipe was given.
-        folder: Folder of all trainings.
-    """
+def run_live(job: LiveJob, given: Text, folder: Path) -> None:
+    """Make a run, and note which alerts stand in its record; a complete one is kept."""
     logging.getLogger("geomon").setLevel(logging.ERROR)  # what notes say of faults is no news
     settings, place = job.settings, folder / job.folder
     corpus = load_text(settings.text, given)
@@ -141,37 +123,26 @@ def run_live(job: LiveJob, given: Corpus, folder: Path) -> None:
     began = time.process_time()
     if not begin_training(place, description):
         return
-    torch.manual_seed(settings.number)
-    subject = new_subject(settings, corpus)
-    generator = torch.Generator().manual_seed(settings.number)
+    subject, generator = new_subject(settings, corpus)
     first = fault_step(settings, FAULTS[job.fault]) if job.fault else job.steps
-    planted, monitors = None, {}
+    planted, monitors = Planted(), {}
     for number, (batches, costs) in enumerate(BATCHES.items()):
         read_at, checked_at = plan(costs, job.steps)
         monitors[batches] = Monitor(
             subject.model, directory=place / str(number), schedule=read_at.__contains__,
             checks=checked_at.__contains__, arrays=False,
         )  # fmt: skip
-    for step in range(min(job.steps, first + AFTER)):
+
+    def before(step: int) -> None:
+        nonlocal planted
         if step == first:
-            chance = random.Random(f"{settings.name} {job.fault} where")
-            planted = FAULTS[job.fault].plant(subject, chance)
-        if planted is not None:
-            planted.each_step(step - first)
-        windows = subject.draw(generator)
-        with contextlib.ExitStack() as stack:
-            for monitor in monitors.values():
-                stack.enter_context(monitor(step))
-            loss = subject.loss(subject.model, windows)
-        subject.optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(subject.model.parameters(), 1.0)
-        for group in subject.optimizer.param_groups:
-            group["lr"] = settings.learning_rate * subject.rate(step)
-        subject.optimizer.step()
+            planted = plant(FAULTS[job.fault], subject, settings)
+        planted.each_step(step - first)
+
+    steps = range(min(job.steps, first + AFTER))
+    train(subject, generator, steps, list(monitors.values()), before=before, logs=False)
     alerts, readings = {}, {}
     for batches, monitor in monitors.items():
-        monitor.close()
         assert monitor.path is not None
         record = read(monitor.path)
         readings[batches] = len(record)
@@ -180,8 +151,8 @@ def run_live(job: LiveJob, given: Corpus, folder: Path) -> None:
             for alert in record.alerts
         ]
     found = {
-        "first": first, "block": planted and planted.block, "size": settings.size,
-        "fault": job.fault, "last": step, "alerts": alerts, "readings": readings,
+        "first": first, "block": planted.block, "size": settings.size,
+        "fault": job.fault, "last": steps[-1], "alerts": alerts, "readings": readings,
     }  # fmt: skip
     (place / _RESULT).write_text(json.dumps(found) + "\n")
     finish_training(place, description, began)
@@ -209,85 +180,77 @@ class LiveRun:
 
 
 def read_live(folder: Path) -> list[LiveRun]:
-    """Read what came of all complete runs.
+    """Read what came of all complete runs."""
+    paths = [
+        path for path in sorted(folder.glob(f"*/live_*/{_RESULT}")) if is_finished(path.parent)
+    ]
+    return [
+        _live_run(found, batches, alerts)
+        for found in (json.loads(path.read_text()) for path in sorted(paths))
+        for batches, alerts in found["alerts"].items()
+    ]
 
-    Args:
-        folder: Folder of all trainings.
-    """
-    return list(_read_live(folder))
 
-
-def _read_live(folder: Path) -> Iterator[LiveRun]:
-    for path in sorted(folder.glob(f"*/live_*/{_RESULT}")):
-        if not is_finished(path.parent):
-            continue
-        found = json.loads(path.read_text())
-        first, block = found["first"], found["block"]
-        for batches, alerts in found["alerts"].items():
-            false = [step for step, *_ in alerts if _FROM <= step < first]
-            outcome = None
-            if found["fault"]:
-                after = [(step, layers) for step, _, layers in alerts if step >= first]
-                step, layers = after[0] if after else (None, [])
-                place = None if block is None or not layers else layers[0] == block + 1
-                delay = None if step is None else step - first
-                outcome = Outcome(FAULTS[found["fault"]], found["size"], delay, place, 0.0)
-            healthy = max(0, min(first, found["last"] + 1) - _FROM)
-            readings = found["readings"][batches]
-            yield LiveRun(batches, found["fault"], outcome, len(false), healthy, readings)
+def _live_run(found: dict[str, Any], batches: str, alerts: list[Any]) -> LiveRun:
+    first, block, outcome = found["first"], found["block"], None
+    if found["fault"]:
+        after = [(step - first, layers) for step, _, layers in alerts if step >= first]
+        delay, layers = after[0] if after else (None, [])
+        place = None if block is None or not layers else layers[0] == block + 1
+        outcome = Outcome(FAULTS[found["fault"]], found["size"], delay, place, 0.0)
+    return LiveRun(
+        batches, found["fault"], outcome, sum(_FROM <= step < first for step, *_ in alerts),
+        max(0, min(first, found["last"] + 1) - _FROM), found["readings"][batches],
+    )  # fmt: skip
 
 
 def live_section(runs: Sequence[LiveRun]) -> list[str]:
-    """Write the section of the page: what stands in the record of a run with all defaults.
-
-    Args:
-        runs: What came of all runs.
-    """
+    """Write the section of the page: what stands in the record of a run with all defaults."""
     by_batches = {name: [run for run in runs if run.batches == name] for name in BATCHES}
     counts = {sum(run.fault == name for run in by_batches[next(iter(BATCHES))]) for name in FAULTS}
-    rows = [
+    within = [f"within {steps} steps" for steps in (_EARLY, AFTER)]
+    by_kinds = [
+        (name, kind, _within(outcomes, _EARLY), share(outcomes), spread(delays(outcomes)),
+         located(outcomes))
+        for name, own in by_batches.items()
+        for kind, names in by_kind(FAULTS).items()
+        for outcomes in [_outcomes(own, names)]
+    ]  # fmt: skip
+    by_faults = [
+        (kind, words_of(FAULTS[fault]),
+         *(share(_outcomes(own, [fault])) for own in by_batches.values()))
+        for kind, names in by_kind(FAULTS).items()
+        for fault in names
+    ]  # fmt: skip
+    return [
         f"All defaults, runs of {STEPS:,} steps of which the monitor was told, as it plans them at "
         "the costs of two sizes of batches. Each fault was put into "
         f"{' to '.join(map(str, sorted({min(counts), max(counts)})))} runs that no limit was "
         "chosen with. An alert counts from the step at which it stands in the record.\n",
-        f"| batches | | within {_EARLY} steps | within {AFTER} steps | steps until the alert "
-        "| right block |",
-        "|---|---|---:|---:|---:|---:|",
+        *table(["batches", "", *within, "steps until the alert", "right block"], by_kinds, words=2),
+        "",
+        *table(["", "fault", *(f"{name}, {within[1]}" for name in BATCHES)], by_faults, words=2),
+        *(_costs(name, own) for name, own in by_batches.items()),
     ]
-    for name, own in by_batches.items():
-        for kind in KINDS:
-            rows.append(f"| {name} | {kind} | {_cells(_outcomes(own, kind))} |")
-    rows += [
-        f"\n| | fault | {' | '.join(f'{name}, within {AFTER} steps' for name in BATCHES)} |",
-        f"|---|---|{'---:|' * len(BATCHES)}",
-    ]
-    for kind in KINDS:
-        for fault in (fault for fault in FAULTS.values() if fault.kind == kind):
-            cells = [
-                share([o for o in _outcomes(own, kind) if o.fault.name == fault.name])
-                for own in by_batches.values()
-            ]
-            rows.append(f"| {kind} | {fault.words}{' *' * fault.held_out} | {' | '.join(cells)} |")
-    for name, own in by_batches.items():
-        rate = Rate(sum(run.false for run in own), sum(run.steps for run in own))
-        one, low, high = (1e4 * x for x in (rate.count / rate.trials, rate.low, rate.high))
-        read_at, checked_at = plan(BATCHES[name], STEPS)
-        rows.append(
-            f"\n{name}: {len(read_at)} readings and {len(checked_at)} checks in {STEPS:,} steps. "
-            f"In {rate.trials:,} healthy steps of these runs, from step {_FROM} on, {rate.count} "
-            f"alert{'s' * (rate.count != 1)} came: {one:.1f} (95 % interval {low:.1f} to "
-            f"{high:.1f}) in 10,000 steps."
-        )
-    return rows
 
 
-def _outcomes(runs: Sequence[LiveRun], kind: str) -> list[Outcome]:
+def _costs(name: str, runs: Sequence[LiveRun]) -> str:
+    """How many readings and checks were planned, and how many alerts were false."""
+    rate = Rate(sum(run.false for run in runs), sum(run.steps for run in runs))
+    read_at, checked_at = plan(BATCHES[name], STEPS)
+    return (
+        f"\n{name}: {len(read_at)} readings and {len(checked_at)} checks in {STEPS:,} steps. "
+        f"In {rate.trials:,} healthy steps of these runs, from step {_FROM} on, {rate.count} "
+        f"alert{'s' * (rate.count != 1)} came: {per(rate, 10_000)} in 10,000 steps."
+    )
+
+
+def _outcomes(runs: Sequence[LiveRun], faults: Sequence[str]) -> list[Outcome]:
     found = [run.outcome for run in runs if run.outcome is not None]
-    return [outcome for outcome in found if outcome.fault.kind == kind]
+    return [outcome for outcome in found if outcome.fault.name in faults]
 
 
-def _cells(outcomes: Sequence[Outcome]) -> str:
-    early = [o for o in outcomes if o.delay is not None and o.delay <= _EARLY]
-    within = f"{len(early) / len(outcomes):.0%}".replace("%", " %") if outcomes else "-"
-    delays = [o.delay for o in outcomes if o.delay is not None]
-    return " | ".join([within, share(outcomes), spread(delays), located(outcomes)])
+def _within(outcomes: Sequence[Outcome], steps: int) -> str:
+    """Share of the trainings with an alarm within so many steps."""
+    late = [replace(o, delay=None) if (o.delay or 0) > steps else o for o in outcomes]
+    return share(late)

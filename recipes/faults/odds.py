@@ -28,12 +28,7 @@ class Alarm(NamedTuple):
 
 
 def alarms(scores: Scores, limit: float) -> list[Alarm]:
-    """List the alarms that a limit gives.
-
-    Args:
-        scores: Scores of a training.
-        limit: Largest score that is no alarm.
-    """
+    """List the alarms that a limit gives."""
     found: list[Alarm] = []
     quiet = _QUIET
     for step, score, place in zip(scores.steps, scores.scores, scores.places, strict=True):
@@ -48,10 +43,6 @@ def alarms(scores: Scores, limit: float) -> list[Alarm]:
 
 def choose_limit(healthy: Sequence[Scores], rate: float) -> float:
     """Choose the lowest limit with at most so many alarms in healthy trainings.
-
-    Args:
-        healthy: Scores of healthy trainings.
-        rate: Largest number of alarms for each scored reading.
 
     Returns:
         The limit; NaN where nothing is scored.
@@ -94,26 +85,14 @@ class Rate:
 
 
 def false_alarms(healthy: Iterable[Scores], limit: float) -> Rate:
-    """Count the alarms of healthy trainings, of all readings that have a score.
-
-    Args:
-        healthy: Scores of healthy trainings.
-        limit: Largest score that is no alarm.
-    """
+    """Count the alarms of healthy trainings, of all readings that have a score."""
     every = list(healthy)
     readings = sum(int(np.isfinite(each.scores).sum()) for each in every)
     return Rate(sum(len(alarms(each, limit)) for each in every), readings)
 
 
 def first_alarm(scores: Scores, limit: float, start: int, end: int) -> Alarm | None:
-    """Find the first reading of a range of steps whose score is above a limit.
-
-    Args:
-        scores: Scores of a training.
-        limit: Largest score that is no alarm.
-        start: First step.
-        end: Step after the last one.
-    """
+    """Find the first reading of a range of steps whose score is above a limit."""
     inside = (scores.steps >= start) & (scores.steps < end)
     with np.errstate(invalid="ignore"):
         over = np.flatnonzero(inside & (scores.scores > limit))
@@ -123,25 +102,14 @@ def first_alarm(scores: Scores, limit: float, start: int, end: int) -> Alarm | N
 
 
 def largest_score(scores: Scores, start: int, end: int) -> float:
-    """Return the largest score in a range of steps; NaN where there is none.
-
-    Args:
-        scores: Scores of a training.
-        start: First step.
-        end: Step after the last one.
-    """
+    """Return the largest score in a range of steps; NaN where there is none."""
     inside = scores.scores[(scores.steps >= start) & (scores.steps < end)]
     known = inside[np.isfinite(inside)]
     return float(known.max()) if len(known) else math.nan
 
 
 def area_under_curve(healthy: Sequence[float], faulty: Sequence[float]) -> float:
-    """Compute the chance that a faulty training has a larger score than a healthy one (AUROC).
-
-    Args:
-        healthy: Scores of healthy trainings.
-        faulty: Scores of trainings with a fault.
-    """
+    """Compute the chance that a faulty training has a larger score than a healthy one (AUROC)."""
     first = np.array([score for score in healthy if math.isfinite(score)])
     second = np.array([score for score in faulty if math.isfinite(score)])
     if not len(first) or not len(second):

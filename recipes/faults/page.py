@@ -7,11 +7,17 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 
 from recipes.faults.detectors import DETECTORS, OF_MARGINS
-from recipes.faults.kinds import FAULTS
+from recipes.faults.kinds import FAULTS, Fault
 from recipes.faults.odds import Rate
 from recipes.faults.results import Outcome, Result
+from recipes.study.markdown import table
 
 KINDS = ("loud", "silent", "creeping")
+# Columns of what loss, gradient norm and alerts noticed.
+_NOTICED = (
+    "loss", "gradient norm", "alerts", "steps until the alert", "earlier than the loss",
+    "earlier than the gradient norm", "right block",
+)  # fmt: skip
 _HEAD = """# Warnings and their odds
 
 Would you have known before the loss? Faults were put into healthy trainings of small decoders, and
@@ -52,18 +58,7 @@ def write(
     verified: Verified,
     live: Sequence[str] = (),
 ) -> str:
-    """Write the page.
-
-    Args:
-        by_step: Results of loss, gradient norm and alerts, every step read.
-        loose: Results at one false alarm in 1,000 healthy readings, by detector.
-        strict: Results at one in 10,000.
-        sparse: Results of the alerts by the schedule of the readings.
-        of_margins: Results of numbers with margins, read every 20 steps.
-        other_text: Those of `by_step` on another text.
-        verified: Alerts counted in healthy trainings.
-        live: Section on runs with all defaults; empty if there are none.
-    """
+    """Write the page."""
     seen = [name for name in FAULTS if not FAULTS[name].held_out]
     by_chance, stretches = by_step["geometry"].by_chance(160)
     parts = [
@@ -106,33 +101,26 @@ def write(
 
 
 def in_short(results: Mapping[str, Result], verified: Verified) -> list[str]:
-    """Write one row for each kind of fault: what was noticed, and how much earlier.
-
-    Args:
-        results: Results of loss, gradient norm and alerts.
-        verified: Alerts counted in healthy trainings.
-    """
-    rows = [
-        "| faults | loss | gradient norm | alerts | steps until the alert | earlier than the loss "
-        "| earlier than the gradient norm | right block |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for kind in KINDS:
-        names = [name for name, fault in FAULTS.items() if fault.kind == kind]
-        rows.append(f"| {kind} | {' | '.join(_cells(results, names))} |")
+    """Write one row for each kind of fault: what was noticed, and how much earlier."""
     total = sum(verified.alerts.values())
-    rate = Rate(total, verified.steps)
     counts = [len(results["geometry"].of([name])) for name in FAULTS]
     fewest, most = min(filter(None, counts)), max(counts)
     each = f"{fewest} to {most}" if fewest < most else f"{most}"
-    rows.append(
+    rows = [(kind, *_cells(results, names)) for kind, names in by_kind(FAULTS).items()]
+    return [
+        *table(["faults", *_NOTICED], rows),
         f"\nEach fault was put into {each} trainings. "
         f"In {verified.trainings} healthy trainings with {verified.steps:,} steps read "
-        f"{total} alert{'s' * (total != 1)} came: {_per(rate, 10_000)} in 10,000 steps. "
-        "The rule that one strange reading is no alert was made after these trainings had been "
-        "seen, so the rate may be higher in others."
-    )
-    return rows
+        f"{total} alert{'s' * (total != 1)} came: {per(Rate(total, verified.steps), 10_000)} in "
+        "10,000 steps. The rule that one strange reading is no alert was made after these "
+        "trainings had been seen, so the rate may be higher in others.",
+    ]
+
+
+def by_kind(faults: Iterable[str]) -> dict[str, list[str]]:
+    """Group names of faults by their kinds."""
+    names = list(faults)
+    return {kind: [name for name in names if FAULTS[name].kind == kind] for kind in KINDS}
 
 
 def _cells(results: Mapping[str, Result], names: Sequence[str]) -> list[str]:
@@ -143,21 +131,19 @@ def _cells(results: Mapping[str, Result], names: Sequence[str]) -> list[str]:
         both, alone = leads(found["geometry"], found[other])
         words = [spread(both)] * bool(both) + [f"alone in {alone}"] * bool(alone)
         cells.append("; ".join(words) or "-")
-    cells.append(located(found["geometry"]))
-    return cells
+    return [*cells, located(found["geometry"])]
 
 
-def _per(rate: Rate, steps: int) -> str:
-    one, low, high = (steps * number for number in (rate.count / rate.trials, rate.low, rate.high))
-    return f"{one:.1f} (95 % interval {low:.1f} to {high:.1f})"
+def per(rate: Rate, number: int, interval: str = "95 % interval ") -> str:
+    """Format a rate in so many trials with its interval, "0.5 (95 % interval 0.1 to 1.5)"."""
+    if not rate.trials:
+        return "-"
+    one, low, high = (number * each for each in (rate.count / rate.trials, rate.low, rate.high))
+    return f"{one:.1f} ({interval}{low:.1f} to {high:.1f})"
 
 
 def share(outcomes: Sequence[Outcome]) -> str:
-    """Format the share of trainings with an alarm.
-
-    Args:
-        outcomes: Outcomes of a detector.
-    """
+    """Format the share of trainings with an alarm."""
     if not outcomes:
         return "-"
     return f"{sum(o.delay is not None for o in outcomes) / len(outcomes):.0%}".replace("%", " %")
@@ -165,9 +151,6 @@ def share(outcomes: Sequence[Outcome]) -> str:
 
 def spread(numbers: Sequence[float]) -> str:
     """Format the median with the quartiles, "3 (1 to 12)"; "-" for none.
-
-    Args:
-        numbers: Numbers of steps.
 
     Example:
         >>> spread([1, 3, 12]), spread([])
@@ -184,20 +167,12 @@ def spread(numbers: Sequence[float]) -> str:
 
 
 def delays(outcomes: Iterable[Outcome]) -> list[int]:
-    """List the steps from the fault to the alarm, of the trainings with one.
-
-    Args:
-        outcomes: Outcomes of a detector.
-    """
+    """List the steps from the fault to the alarm, of the trainings with one."""
     return [outcome.delay for outcome in outcomes if outcome.delay is not None]
 
 
 def leads(first: Sequence[Outcome], second: Sequence[Outcome]) -> tuple[list[int], int]:
     """Compare two detectors on the same trainings.
-
-    Args:
-        first: Outcomes of one detector.
-        second: Outcomes of the other, in the same order.
 
     Returns:
         Steps by which the first was earlier where both have an alarm, negative where it was later;
@@ -209,115 +184,89 @@ def leads(first: Sequence[Outcome], second: Sequence[Outcome]) -> tuple[list[int
 
 
 def located(outcomes: Iterable[Outcome]) -> str:
-    """Format how often the layer that was named is that of the faulty block.
-
-    Args:
-        outcomes: Outcomes of a detector.
-    """
+    """Format how often the layer that was named is that of the faulty block."""
     known = [outcome.located for outcome in outcomes if outcome.located is not None]
     return f"{sum(known)} of {len(known)}" if known else "-"
 
 
 def by_fault(results: Mapping[str, Result]) -> list[str]:
-    """Make the table of the faults: what loss, gradient norm and alerts noticed, and when.
+    """Make the table of the faults: what loss, gradient norm and alerts noticed, and when."""
+    return table(
+        ["", "fault", *_NOTICED],
+        [
+            (kind, words_of(FAULTS[name]), *_cells(results, [name]))
+            for kind, names in by_kind(FAULTS).items()
+            for name in names
+            if results["geometry"].of([name])
+        ],
+        words=2,
+    )
 
-    Args:
-        results: Results by detector, at one rate of false alarms.
-    """
-    rows = [
-        "| | fault | loss | gradient norm | alerts | steps until the alert | earlier than the loss "
-        "| earlier than the gradient norm | right block |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for kind in KINDS:
-        for name, fault in FAULTS.items():
-            if fault.kind == kind and results["geometry"].of([name]):
-                words = f"{fault.words}{' *' * fault.held_out}"
-                rows.append(f"| {kind} | {words} | {' | '.join(_cells(results, [name]))} |")
-    return rows
+
+def words_of(fault: Fault) -> str:
+    """Name a fault, with a mark if it was held out."""
+    return f"{fault.words}{' *' * fault.held_out}"
 
 
 def by_detector(
     loose: Mapping[str, Result], strict: Mapping[str, Result], faults: Sequence[str]
 ) -> list[str]:
-    """Make the table of the detectors: what each noticed, at two rates of false alarms.
-
-    Args:
-        loose: Results at one false alarm in 1,000 healthy readings, by detector.
-        strict: Results at one in 10,000.
-        faults: Names of the faults.
-    """
-    kinds = {kind: [name for name in faults if FAULTS[name].kind == kind] for kind in KINDS}
-    rows = [
-        "| | looks at | loud | silent | creeping | loud | silent | creeping | right block "
-        "| AUROC | false in 1,000 |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for name, detector in DETECTORS.items():
-        if name not in loose or math.isnan(loose[name].limit):
-            continue
-        cells = [share(r[name].of(chosen)) for r in (loose, strict) for chosen in kinds.values()]
-        cells.append(located(strict[name].of(faults)))
-        cells.append(f"{loose[name].area(faults):.2f}")
-        rate = loose[name].rate
-        cells.append(_per(rate, 1000).replace("95 % interval ", "") if rate.trials else "-")
-        rows.append(f"| {detector.group} | {detector.words} | {' | '.join(cells)} |")
-    return rows
+    """Make the table of the detectors: what each noticed, at two rates of false alarms."""
+    return table(
+        ["", "looks at", *KINDS, *KINDS, "right block", "AUROC", "false in 1,000"],
+        [
+            (
+                detector.group, detector.words,
+                *(share(result[name].of(own))
+                  for result in (loose, strict) for own in by_kind(faults).values()),
+                located(strict[name].of(faults)), f"{loose[name].area(faults):.2f}",
+                per(loose[name].rate, 1000, ""),
+            )
+            for name, detector in DETECTORS.items()
+            if name in loose and not math.isnan(loose[name].limit)
+        ],
+        words=2,
+    )  # fmt: skip
 
 
 def by_schedule(sparse: Mapping[str, Mapping[str, Result]], faults: Sequence[str]) -> list[str]:
-    """Make the table of the schedules: what alerts notice where not every step is read.
-
-    Args:
-        sparse: Results by schedule and detector.
-        faults: Names of the faults.
-    """
-    rows = [
-        "| read | loud | silent | creeping | steps until the alert | right block "
-        "| false in 10,000 readings |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for schedule, results in sparse.items():
-        result = results["geometry"]
-        names = [[n for n in faults if FAULTS[n].kind == kind] for kind in KINDS]
-        cells = [share(result.of(chosen)) for chosen in names]
-        cells += [spread(delays(result.of(faults))), located(result.of(faults))]
-        rate = result.rate
-        cells.append(_per(rate, 10_000).replace("95 % interval ", "") if rate.trials else "-")
-        rows.append(f"| {schedule} | {' | '.join(cells)} |")
-    return rows
+    """Make the table of the schedules: what alerts notice if not every step is read."""
+    results = {schedule: found["geometry"] for schedule, found in sparse.items()}
+    head = ["steps until the alert", "right block", "false in 10,000 readings"]
+    return table(
+        ["read", *KINDS, *head],
+        [
+            (
+                schedule, *(share(result.of(own)) for own in by_kind(faults).values()),
+                spread(delays(result.of(faults))), located(result.of(faults)),
+                per(result.rate, 10_000, ""),
+            )
+            for schedule, result in results.items()
+        ],
+    )  # fmt: skip
 
 
 def by_margins(results: Mapping[str, Result], faults: Sequence[str]) -> list[str]:
-    """Make the table of the numbers that are compared by their margins.
-
-    Args:
-        results: Results by detector.
-        faults: Names of the faults.
-    """
-    rows = [
-        "| looks at | loud | silent | creeping | false in 100 readings |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    for name, result in results.items():
-        names = [[n for n in faults if FAULTS[n].kind == kind] for kind in KINDS]
-        cells = [share(result.of(chosen)) for chosen in names]
-        rate = result.rate
-        cells.append(_per(rate, 100).replace("95 % interval ", "") if rate.trials else "-")
-        rows.append(f"| {OF_MARGINS[name][0]} | {' | '.join(cells)} |")
-    return rows
+    """Make the table of the numbers that are compared by their margins."""
+    return table(
+        ["looks at", *KINDS, "false in 100 readings"],
+        [
+            (
+                OF_MARGINS[name][0], *(share(result.of(own)) for own in by_kind(faults).values()),
+                per(result.rate, 100, ""),
+            )
+            for name, result in results.items()
+        ],
+    )  # fmt: skip
 
 
 def false_alarm_rows(verified: Verified) -> list[str]:
-    """Make the table of the alerts in healthy trainings, whose steps were read from step 200 on.
-
-    Args:
-        verified: Alerts counted in healthy trainings.
-    """
-    rows = ["| healthy trainings | steps read | alerts | in 10,000 steps |", "|---|---:|---:|---:|"]
+    """Make the table of the alerts in healthy trainings, whose steps were read from step 200 on."""
     everything = ("all", verified.steps, sum(verified.alerts.values()))
-    for words, steps, alerts in (*verified.stretches, everything):
-        rate = _per(Rate(alerts, steps), 10_000).replace("95 % interval ", "")
-        rows.append(f"| {words} | {steps:,} | {alerts} | {rate} |")
     kinds = ", ".join(f"{name} {count}" for name, count in verified.alerts.most_common())
-    return [*rows, f"\nBy kind: {kinds or 'none'}."]
+    rows = [
+        (words, f"{steps:,}", f"{alerts}", per(Rate(alerts, steps), 10_000, ""))
+        for words, steps, alerts in (*verified.stretches, everything)
+    ]
+    head = ["healthy trainings", "steps read", "alerts", "in 10,000 steps"]
+    return [*table(head, rows), f"\nBy kind: {kinds or 'none'}."]

@@ -21,12 +21,7 @@ _OTHER_TEXT = "code"
 
 
 def plan_odds(count: int, sizes: Sequence[str]) -> list[Job]:
-    """List the trainings by which odds are measured, those of every kind in turn.
-
-    Args:
-        count: Number of trainings of each kind and size.
-        sizes: Names of the sizes.
-    """
+    """List the trainings by which odds are measured, those of every kind in turn."""
     anywhere = tuple(name for name, fault in FAULTS.items() if not fault.block)
     of_experts = tuple(name for name, fault in FAULTS.items() if fault.block)
     jobs = []
@@ -39,11 +34,7 @@ def plan_odds(count: int, sizes: Sequence[str]) -> list[Job]:
 
 
 def plan_other_text(count: int) -> list[Job]:
-    """List the trainings by which odds are measured on another text.
-
-    Args:
-        count: Number of trainings.
-    """
+    """List the trainings by which odds are measured on another text."""
     anywhere = tuple(name for name, fault in FAULTS.items() if not fault.block)
     return [
         Job(draw_settings("narrow", OTHER_TEXT[number], text=_OTHER_TEXT), STEPS, anywhere)
@@ -52,11 +43,7 @@ def plan_other_text(count: int) -> list[Job]:
 
 
 def plan_verification(count: int) -> list[Job]:
-    """List the healthy trainings in which alerts are counted: on all texts, and of another size.
-
-    Args:
-        count: Number of trainings of each size, and of each size on another text.
-    """
+    """List the healthy trainings in which alerts are counted: on all texts, and of another size."""
     return [
         Job(
             draw_settings(size, number, text=_OTHER_TEXT if number % 2 else ""), LONG, verifies=True

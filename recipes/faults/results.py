@@ -1,8 +1,8 @@
 """What the trainings say: for each schedule, detector and fault what was noticed, and how early."""
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,102 +19,78 @@ from recipes.faults.odds import (
     largest_score,
 )
 from recipes.faults.plan import MAIN_TEXT, OTHER_TEXT
-from recipes.faults.track import EACH_STEP, FULL, Named, Track, read_tracks
-from recipes.faults.training import FIRST_READ, FULL_INTERVAL
+from recipes.faults.track import Track, read_tracks
+from recipes.faults.training import EACH_STEP, FIRST_READ, FULL, FULL_INTERVAL
 
-# Schedules that are compared.
-SCHEDULES = ("each step", "every 10 steps", "log_spaced()")
-
-
-def select(track: Track, schedule: str) -> Track:
-    """Select the readings of a schedule.
-
-    Args:
-        track: Numbers of a training.
-        schedule: One of `SCHEDULES`.
-    """
-    if schedule == "log_spaced()":
-        due = log_spaced()
-        return track.at(np.array([bool(due(int(step))) for step in track.steps]))
-    end = math.inf if track.fault_step is None else track.fault_step + FAULTS[track.fault].steps
-    inside = (track.steps >= FIRST_READ) & (track.steps < end)
-    if schedule == "every 10 steps":
-        inside &= track.steps % 10 == 0
-    return track.at(inside)
+# Schedules that are compared, and the detectors that are applied to each.
+SCHEDULES: dict[str, Collection[str]] = {
+    "each step": tuple(DETECTORS), "every 10 steps": ("geometry",), "log_spaced()": ("geometry",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Scored(Named):
+class Scored:
     """A training with the scores of each detector.
 
     Attributes:
-        fault: The fault; None for a healthy training.
-        fault_step: First step of the fault.
-        block: Number of the faulty block, from 0; None where it is everywhere.
+        track: The training, whose numbers need not be kept.
         scores: Scores by detector.
     """
 
-    fault: Fault | None
-    fault_step: int
-    block: int | None
+    track: Track
     scores: dict[str, Scores]
+
+    @property
+    def fault(self) -> Fault | None:
+        """The fault; None for a healthy training."""
+        return FAULTS.get(self.track.fault)
 
     @property
     def calibrates(self) -> bool:
         """Whether limits are chosen with this training."""
-        return self.number % 2 == 0
+        return self.track.number % 2 == 0
 
     @property
     def window(self) -> tuple[int, int]:
         """First step of the fault, and the step after the last one that is watched."""
         assert self.fault is not None
-        return self.fault_step, self.fault_step + self.fault.steps
+        assert self.track.fault_step is not None
+        return self.track.fault_step, self.track.fault_step + self.fault.steps
 
 
-def score_trainings(
-    folder: Path,
-    schedule: str,
-    detectors: Sequence[str] = tuple(DETECTORS),
-    faults: Iterable[str] = tuple(FAULTS),
-) -> list[Scored]:
-    """Read all trainings but those in which alerts are counted, and score each by detectors.
+def select(track: Track, schedule: str) -> Track:
+    """Select the readings of a schedule."""
+    steps = track.steps
+    end = math.inf if track.fault_step is None else track.fault_step + FAULTS[track.fault].steps
+    if schedule == "log_spaced()":
+        due = log_spaced()
+        return track.at(np.array([bool(due(int(step))) for step in steps]))
+    if schedule == "with margins":
+        return track.at((steps % FULL_INTERVAL == 0) & (steps < end))
+    inside = (steps >= FIRST_READ) & (steps < end)
+    return track.at(inside & (steps % 10 == 0) if schedule == "every 10 steps" else inside)
 
-    Args:
-        folder: Folder of the trainings.
-        schedule: One of `SCHEDULES`.
-        detectors: Names of the detectors.
-        faults: Names of the faults that are read.
-    """
-    wanted = set(faults)
-    return [
-        Scored(
-            track.name, FAULTS.get(track.fault), track.fault_step or 0, track.block,
-            dict(score_all(select(track, schedule), detectors)),
-        )
-        for track in read_tracks(folder, EACH_STEP, [*MAIN_TEXT, *OTHER_TEXT])
-        if not track.fault or track.fault in wanted
-    ]  # fmt: skip
+
+def score_trainings(folder: Path) -> dict[str, list[Scored]]:
+    """Score all trainings but those in which alerts are counted, by schedule."""
+    found: dict[str, list[Scored]] = {schedule: [] for schedule in SCHEDULES}
+    for track in read_tracks(folder, EACH_STEP, [*MAIN_TEXT, *OTHER_TEXT]):
+        for schedule, detectors in SCHEDULES.items():
+            scores = dict(score_all(select(track, schedule), detectors))
+            found[schedule].append(Scored(replace(track, values={}), scores))
+    return found
 
 
 def score_full(folder: Path) -> list[Scored]:
-    """Score the trainings that limits are tested with by the detectors that need margins.
-
-    Args:
-        folder: Folder of the trainings.
-    """
+    """Score the trainings that limits are tested with by the detectors that need margins."""
     found = []
     for track in read_tracks(folder, FULL, MAIN_TEXT):
-        end = math.inf if track.fault_step is None else track.fault_step + FAULTS[track.fault].steps
-        kept = track.at((track.steps % FULL_INTERVAL == 0) & (track.steps < end))
-        late = kept.steps >= FIRST_READ
-        scores = {
-            name: Scores(kept.steps, np.where(late, each.scores, np.nan), each.places)
-            for name, (_, score) in OF_MARGINS.items()
-            for each in [score(kept)]
-        }
-        found.append(
-            Scored(track.name, FAULTS.get(track.fault), track.fault_step or 0, track.block, scores)
-        )
+        kept, scores = select(track, "with margins"), {}
+        for name, (_, score) in OF_MARGINS.items():
+            each = score(kept)
+            late = np.where(kept.steps >= FIRST_READ, each.scores, np.nan)
+            scores[name] = each._replace(scores=late)
+        found.append(Scored(replace(track, values={}), scores))
     return found
 
 
@@ -157,11 +133,7 @@ class Result:
     healthy: dict[int, tuple[float, ...]] = field(default_factory=dict)
 
     def of(self, faults: Iterable[str]) -> list[Outcome]:
-        """Select the outcomes of some faults.
-
-        Args:
-            faults: Names of the faults.
-        """
+        """Select the outcomes of some faults."""
         wanted = set(faults)
         return [outcome for outcome in self.outcomes if outcome.fault.name in wanted]
 
@@ -183,27 +155,10 @@ class Result:
         return area_under_curve(healthy, [outcome.score for outcome in chosen])
 
 
-def evaluate_all(trainings: Sequence[Scored], rate: float) -> dict[str, Result]:
-    """Apply all detectors at one rate of false alarms.
-
-    Args:
-        trainings: Trainings with their scores.
-        rate: Largest number of alarms for each reading in the half by which limits are chosen.
-    """
-    return {name: evaluate(trainings, name, rate) for name in DETECTORS}
-
-
 def evaluate(
     trainings: Sequence[Scored], detector: str, rate: float, limit: float | None = None
 ) -> Result:
-    """Choose a limit with the healthy trainings of one half, and apply it to all others.
-
-    Args:
-        trainings: Trainings with their scores.
-        detector: Name of the detector.
-        rate: Largest number of alarms for each reading in the first half.
-        limit: The limit, where it is given.
-    """
+    """Choose a limit with the healthy trainings of one half, and apply it to all others."""
     healthy = [training for training in trainings if training.fault is None]
     if limit is None:
         limit = choose_limit([t.scores[detector] for t in healthy if t.calibrates], rate)
@@ -230,9 +185,9 @@ def _outcome(training: Scored, scores: Scores, limit: float) -> Outcome:
     start, end = training.window
     alarm = first_alarm(scores, limit, start, end)
     located = None
-    if alarm is not None and training.block is not None and alarm.place.layer:
-        located = alarm.place.layer == training.block + 1
+    if alarm is not None and training.track.block is not None and alarm.place.layer:
+        located = alarm.place.layer == training.track.block + 1
     return Outcome(
-        training.fault, training.size, None if alarm is None else alarm.step - start, located,
+        training.fault, training.track.size, None if alarm is None else alarm.step - start, located,
         largest_score(scores, start, end),
     )  # fmt: skip

@@ -58,11 +58,7 @@ class UpdateEntropy:
 
 
 def stable_ranks(model: nn.Module) -> dict[str, float]:
-    """Compute the squared Frobenius norm over the squared spectral norm of each block's matrices.
-
-    Args:
-        model: A decoder.
-    """
+    """Compute squared Frobenius norm over squared spectral norm of each block's matrices."""
     parts, found = Parts(model), {}
     for block in range(len(parts.blocks)):
         matrices = {

@@ -4,7 +4,7 @@ import os
 import random
 import sysconfig
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,10 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig
 
-from recipes.enwik8.builtin_text import builtin_text
-from recipes.enwik8.data import Corpus, corpus_of
-from recipes.enwik8.model import configuration
-from recipes.enwik8.presets import PRESETS
+from recipes.enwik8.text import Text, carried_text, characters
+from recipes.enwik8.train import configuration
 
 # Bytes of the standard library's source that are a text of its own.
 _SOURCE_BYTES = 4_000_000
@@ -77,14 +75,7 @@ class Settings:
 
 
 def draw_settings(size: str, number: int, *, block: str = "", text: str = "") -> Settings:
-    """Draw the settings of a training.
-
-    Args:
-        size: One of `SIZES`.
-        number: Number of the training.
-        block: Kind of the blocks; "" for GPT-2's and Llama's in turn.
-        text: Name of the text; "" for the given one in three of four trainings.
-    """
+    """Draw the settings of a training."""
     chance = random.Random(f"{size} {number}")
     return Settings(
         size,
@@ -97,17 +88,12 @@ def draw_settings(size: str, number: int, *, block: str = "", text: str = "") ->
     )
 
 
-def load_text(name: str, given: Corpus) -> Corpus:
-    """Load a text.
-
-    Args:
-        name: "given", "docs" (Python's documentation) or "code" (its standard library).
-        given: The text that the recipe was given.
-    """
+def load_text(name: str, given: Text) -> Text:
+    """Load a text."""
     if name == "docs":
-        return corpus_of(builtin_text(), "Python's reference and docstrings")
+        return characters(carried_text(), "Python's reference and docstrings")
     if name == "code":
-        return corpus_of(_source_text(), "source of Python's standard library")
+        return characters(_source_text(), "source of Python's standard library")
     return given
 
 
@@ -125,17 +111,8 @@ def _source_text() -> bytes:
 
 
 def build_model(settings: Settings, vocabulary_size: int) -> nn.Module:
-    """Build the model of a training; torch's generator has its seed.
-
-    Args:
-        settings: Settings of the training.
-        vocabulary_size: Number of distinct characters.
-    """
+    """Build the model of a training; torch's generator has its seed."""
     sizes = SIZES[settings.size]
-    preset = replace(
-        PRESETS["cpu"], layers=settings.layers, width=sizes.width, heads=sizes.heads,
-        context=sizes.context,
-    )  # fmt: skip
     config: PretrainedConfig
     if settings.block == "mixtral":
         config = MixtralConfig(
@@ -145,7 +122,10 @@ def build_model(settings: Settings, vocabulary_size: int) -> nn.Module:
             num_key_value_heads=sizes.heads, bos_token_id=None, eos_token_id=None,
         )  # fmt: skip
     else:
-        config = configuration(settings.block, vocabulary_size, preset)
+        config = configuration(
+            settings.block, vocabulary_size,
+            {**sizes._asdict(), "layers": settings.layers, "dropout": 0.0},
+        )  # fmt: skip
     model: nn.Module = AutoModelForCausalLM.from_config(config)
     return model
 
@@ -178,12 +158,7 @@ class Parts:
         return self._projection(block, 2)
 
     def head(self, weights: Tensor, head: int) -> Tensor:
-        """Select the columns of one head, a view.
-
-        Args:
-            weights: Weights of queries, keys or values.
-            head: Number of the head.
-        """
+        """Select the columns of one head, a view."""
         width = self.width // self.heads
         return weights[:, head * width : (head + 1) * width]
 
@@ -235,13 +210,15 @@ class Subject:
         optimizer: AdamW.
         draw: Function that draws a batch of windows, int64 [sequences, context + 1].
         loss: Function of the model and of windows.
-        rate: Function from a step to the factor of the highest learning rate.
+        learning_rate: Highest learning rate.
+        rate: Function from a step to the share of it.
     """
 
     model: nn.Module
     optimizer: torch.optim.AdamW
     draw: Callable[[torch.Generator], Tensor]
     loss: Callable[[nn.Module, Tensor], Tensor]
+    learning_rate: float
     rate: Callable[[int], float]
 
 

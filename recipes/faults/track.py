@@ -2,7 +2,6 @@
 
 import json
 import math
-import pickle
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from numpy.typing import NDArray
 from geomon import read
 from geomon.analysis.bands import WATCHED
 from geomon.record import Reading
-from recipes.faults.training import EACH_STEP, FULL
 from recipes.study.training import is_finished
 
 Array = NDArray[np.float64]
@@ -22,7 +20,6 @@ Array = NDArray[np.float64]
 # Parts of places: half width of the 95 % interval of a value; mean over layers, which stands where
 # it has an interval; and half width of that.
 MARGIN, MEAN, MEAN_MARGIN = "margin", "mean", "margin of the mean"
-_CACHE = "tracks.pickle"
 
 
 class Place(NamedTuple):
@@ -40,14 +37,24 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Named:
-    """What belongs to a healthy training.
+class Track:
+    """Numbers of a training at the steps that were read; those before a fault are in front.
 
     Attributes:
         name: Name of the healthy training.
+        fault: Name of the fault; "" for a healthy training.
+        fault_step: First step of the fault; None for a healthy training.
+        block: Number of the faulty block, from 0; None if it is everywhere, or there is none.
+        steps: Steps, ascending, [readings].
+        values: Numbers by place, [readings] each; NaN where one is missing.
     """
 
     name: str
+    fault: str
+    fault_step: int | None
+    block: int | None
+    steps: NDArray[np.int64]
+    values: dict[Place, Array]
 
     @property
     def size(self) -> str:
@@ -59,31 +66,8 @@ class Named:
         """Number of the training among those of its size."""
         return int(self.name.rpartition("_")[2])
 
-
-@dataclass(frozen=True)
-class Track(Named):
-    """Numbers of a training at the steps that were read; those before a fault are in front.
-
-    Attributes:
-        fault: Name of the fault; "" for a healthy training.
-        fault_step: First step of the fault; None for a healthy training.
-        block: Number of the faulty block, from 0; None where it is everywhere, or there is none.
-        steps: Steps, ascending, [readings].
-        values: Numbers by place, [readings] each; NaN where one is missing.
-    """
-
-    fault: str
-    fault_step: int | None
-    block: int | None
-    steps: NDArray[np.int64]
-    values: dict[Place, Array]
-
     def places(self, metric: str) -> list[Place]:
-        """List the places of a metric.
-
-        Args:
-            metric: Name of the metric.
-        """
+        """List the places of a metric."""
         return [place for place in self.values if place.metric == metric]
 
     def at(self, chosen: NDArray[np.bool_]) -> "Track":
@@ -97,13 +81,7 @@ class Track(Named):
 
 
 def read_tracks(folder: Path, record: str, numbers: Collection[int]) -> Iterator[Track]:
-    """Read the complete trainings of an experiment, each healthy one before its branches.
-
-    Args:
-        folder: Folder of the experiment.
-        record: Name of the record, `EACH_STEP` or `FULL`.
-        numbers: Numbers of the trainings.
-    """
+    """Read the complete trainings of an experiment, each healthy one before its branches."""
     for base in sorted(path for path in folder.iterdir() if path.is_dir()):
         number = int(base.name.rpartition("_")[2])
         if number not in numbers or not is_finished(base / "healthy"):
@@ -131,19 +109,12 @@ def _branch(
 
 
 def _read(folder: Path) -> tuple[NDArray[np.int64], dict[Place, Array]]:
-    """Read a record; what was read once is kept beside it."""
-    kept = folder / _CACHE
-    if kept.is_file():
-        found: tuple[NDArray[np.int64], dict[Place, Array]] = pickle.loads(kept.read_bytes())
-        return found
     readings = list(read(folder))
     values: dict[Place, Array] = {}
     for number, reading in enumerate(readings):
         for place, value in _values(reading):
             values.setdefault(place, np.full(len(readings), np.nan))[number] = value
-    found = np.array([reading.step for reading in readings]), values
-    kept.write_bytes(pickle.dumps(found))
-    return found
+    return np.array([reading.step for reading in readings]), values
 
 
 def _values(reading: Reading) -> Iterator[tuple[Place, float]]:
@@ -167,6 +138,3 @@ def _values(reading: Reading) -> Iterator[tuple[Place, float]]:
         metric, _, rest = name.partition("/")
         number, _, part = rest.partition("/")
         yield Place(metric, int(number or 0), part), value
-
-
-__all__ = ["EACH_STEP", "FULL", "Array", "Named", "Place", "Track", "read_tracks"]

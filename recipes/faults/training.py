@@ -6,7 +6,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from geomon import Metric, MetricText, Monitor, log_spaced, select
 from geomon.analysis.bands import FIRST, WATCHED
-from recipes.enwik8.data import Corpus
-from recipes.faults.kinds import FAULTS, Fault
+from recipes.enwik8.text import Text
+from recipes.enwik8.train import adamw, cosine_rate
+from recipes.faults.kinds import FAULTS, Fault, Planted
 from recipes.faults.spectra import UpdateEntropy, near_unit_modes, stable_ranks
 from recipes.faults.subject import (
     SIZES,
@@ -27,7 +28,7 @@ from recipes.faults.subject import (
     next_character_loss,
 )
 from recipes.study.text import random_windows
-from recipes.study.training import begin_training, cosine_rate, finish_training
+from recipes.study.training import begin_training, finish_training, update
 
 # Names of the records of a training: one of a few cheap metrics at every step, and one of metrics
 # with their margins at the steps of the default schedule and every so many steps.
@@ -65,11 +66,7 @@ def kurtosis(hidden: Tensor) -> Tensor:
 
 
 def without_margins(*names: str) -> dict[str, Metric]:
-    """Select metrics without their margins: a curve that is read at every step has its own scatter.
-
-    Args:
-        names: Names of the metrics.
-    """
+    """Select metrics without their margins: a curve read at every step has its own scatter."""
     found = {}
     for name, metric in select(*names).items():
         assert isinstance(metric, Metric)
@@ -78,12 +75,7 @@ def without_margins(*names: str) -> dict[str, Metric]:
 
 
 def fault_step(settings: Settings, fault: Fault) -> int:
-    """Draw the step at which a fault comes.
-
-    Args:
-        settings: Settings of the healthy training.
-        fault: The fault.
-    """
+    """Draw the step at which a fault comes."""
     return random.Random(f"{settings.name} {fault.name}").randint(EARLIEST, LATEST)
 
 
@@ -104,14 +96,8 @@ class Job:
     verifies: bool = False
 
 
-def run_job(job: Job, given: Corpus, folder: Path) -> None:
-    """Make a healthy training and its branches; what is complete in the folder is kept.
-
-    Args:
-        job: The training.
-        given: The text that the recipe was given.
-        folder: Folder of all trainings.
-    """
+def run_job(job: Job, given: Text, folder: Path) -> None:
+    """Make a healthy training and its branches; what is complete in the folder is kept."""
     logging.getLogger("geomon").setLevel(logging.ERROR)  # what notes say of faults is no news
     settings, place = job.settings, folder / job.settings.name
     corpus = load_text(settings.text, given)
@@ -122,152 +108,87 @@ def run_job(job: Job, given: Corpus, folder: Path) -> None:
     healthy = begin_training(place / "healthy", description)
     due: dict[int, list[Fault]] = {}
     for name in job.faults:
-        fault = FAULTS[name]
-        branch = place / name
-        if begin_training(branch, description | {"fault": name}):
-            due.setdefault(fault_step(settings, fault), []).append(fault)
+        if begin_training(place / name, description | {"fault": name}):
+            due.setdefault(fault_step(settings, FAULTS[name]), []).append(FAULTS[name])
     last = job.steps if healthy else max(due, default=0)
     if not last:
         return
-    torch.manual_seed(settings.number)
-    subject = new_subject(settings, corpus)
-    generator = torch.Generator().manual_seed(settings.number)
+    subject, generator = new_subject(settings, corpus)
+
+    def branch(fault: Fault, step: int) -> None:
+        start, own, copied = time.process_time(), place / fault.name, copy.deepcopy(subject)
+        planted = plant(fault, copied, settings)
+        train(
+            copied, generator.clone_state(), range(step, step + fault.steps),
+            monitors_of(copied.model, own, settings), measures=True,
+            before=lambda at: planted.each_step(at - step),
+        )  # fmt: skip
+        (own / "fault.json").write_text(
+            json.dumps({"fault": fault.name, "step": step, "block": planted.block}) + "\n"
+        )
+        finish_training(own, description | {"fault": fault.name}, start)
 
     def branch_off(step: int) -> None:
         for fault in due.get(step, ()):
-            start, branch = time.process_time(), place / fault.name
-            train_on(copied(subject), copied_state(generator), branch, step, fault, settings)
-            finish_training(branch, description | {"fault": fault.name}, start)
+            branch(fault, step)
 
+    default, each = log_spaced(), FIRST if job.verifies else FIRST_READ
     train(
-        subject, generator, place / "healthy" if healthy else None, range(last + 1),
-        settings=settings, before=branch_off, verifies=job.verifies,
-        each_step=range(FIRST if job.verifies else FIRST_READ, last + 1),
+        subject, generator, range(last + 1),
+        monitors_of(subject.model, place / "healthy", settings, verifies=job.verifies)
+        if healthy else [],
+        before=branch_off, reads=lambda step: step >= each or default(step), logs=True,
+        measures=not job.verifies,
     )  # fmt: skip
     if healthy:
         finish_training(place / "healthy", description, began)
 
 
-def train_on(
-    subject: Subject,
-    generator: torch.Generator,
-    folder: Path,
-    step: int,
-    fault: Fault,
-    settings: Settings,
-) -> None:
-    """Put a fault into a training, and train on.
+def plant(fault: Fault, subject: Subject, settings: Settings) -> Planted:
+    """Put a fault into a training, at a place that its settings draw."""
+    return fault.plant(subject, random.Random(f"{settings.name} {fault.name} where"))
 
-    Args:
-        subject: The training, which is changed.
-        generator: Source of the batches.
-        folder: Folder of the records.
-        step: First step of the fault.
-        fault: The fault.
-        settings: Settings of the training.
-    """
-    planted = fault.plant(subject, random.Random(f"{settings.name} {fault.name} where"))
-    train(
-        subject, generator, folder, range(step, step + fault.steps),
-        settings=settings, each_step=range(step, step + fault.steps),
-        before=lambda at: planted.each_step(at - step),
+
+def new_subject(settings: Settings, corpus: Text) -> tuple[Subject, torch.Generator]:
+    """Build a training from its seed, and the source of its batches."""
+    torch.manual_seed(settings.number)
+    model = build_model(settings, corpus.vocabulary)
+    subject = Subject(
+        model, adamw(model, settings.learning_rate),
+        random_windows(corpus.train, SIZES[settings.size].context + 1, settings.batch),
+        next_character_loss, settings.learning_rate, cosine_rate(_WARM_UP, _WHOLE_RUN),
     )  # fmt: skip
-    (folder / "fault.json").write_text(
-        json.dumps({"fault": fault.name, "step": step, "block": planted.block}) + "\n"
-    )
-
-
-def copied_state(generator: torch.Generator) -> torch.Generator:
-    """Make a generator that draws what another one will draw.
-
-    Args:
-        generator: The other one.
-    """
-    return torch.Generator().set_state(generator.get_state())
-
-
-def new_subject(settings: Settings, corpus: Corpus) -> Subject:
-    """Build a training; torch's generator has its seed.
-
-    Args:
-        settings: Settings of the training.
-        corpus: Its text.
-    """
-    model = build_model(settings, corpus.vocabulary_size)
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
-        lr=settings.learning_rate, betas=(0.9, 0.95),
-    )  # fmt: skip
-    draw = random_windows(corpus.train, SIZES[settings.size].context + 1, settings.batch)
-    rate = cosine_rate(_WARM_UP, _WHOLE_RUN)
-    return Subject(model, optimizer, draw, next_character_loss, rate)
-
-
-def copied(subject: Subject) -> Subject:
-    """Copy a training with its model and optimizer.
-
-    Args:
-        subject: The training.
-    """
-    model = copy.deepcopy(subject.model)
-    optimizer = torch.optim.AdamW(model.parameters())
-    groups, names = [], dict(zip(subject.model.parameters(), model.parameters(), strict=True))
-    for group in subject.optimizer.param_groups:
-        groups.append({**group, "params": [names[each] for each in group["params"]]})
-    optimizer = torch.optim.AdamW(groups)
-    optimizer.load_state_dict(copy.deepcopy(subject.optimizer.state_dict()))
-    return replace(subject, model=model, optimizer=optimizer)
+    return subject, torch.Generator().manual_seed(settings.number)
 
 
 def train(
     subject: Subject,
     generator: torch.Generator,
-    folder: Path | None,
     steps: range,
+    monitors: Sequence[Monitor],
     *,
-    settings: Settings,
-    each_step: range,
     before: Callable[[int], None],
-    verifies: bool = False,
+    reads: Callable[[int], bool] = lambda step: True,
+    logs: bool = True,
+    measures: bool = False,
 ) -> None:
-    """Train, and record what is read in the training forward.
-
-    Args:
-        subject: The training.
-        generator: Source of the batches.
-        folder: Folder of the records; None for none.
-        steps: Steps: numbers of the updates that are in the weights.
-        settings: Settings of the training.
-        each_step: Steps of which each is read; of the others those of the default schedule are.
-        verifies: Whether alerts are raised as in any run, and nothing else is recorded.
-        before: Function that is called before each forward pass with its step.
-    """
+    """Train, and record what monitors read in the training forward."""
     model, entropy = subject.model, UpdateEntropy(subject.model)
-    default = log_spaced()
-    monitors = [] if folder is None else monitors_of(model, folder, settings, verifies=verifies)
     for step in steps:
         before(step)
         windows = subject.draw(generator)
-        reads = step in each_step or default(step)
+        watched = monitors if reads(step) else ()
         with contextlib.ExitStack() as stack:
-            for monitor in monitors if reads else ():
+            for monitor in watched:
                 stack.enter_context(monitor(step))
             loss = subject.loss(model, windows)
-        subject.optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if monitors and reads:
-            values = {"loss": float(loss.detach()), "gradient_norm": float(norm)}
-            values |= {} if verifies else entropy()
-            if step % _WEIGHTS_INTERVAL == 0 and not verifies:
-                values |= stable_ranks(model) | near_unit_modes(model, windows[:, :-1])
-            for monitor in monitors:
-                monitor.log(step, **values)
-        for group in subject.optimizer.param_groups:
-            group["lr"] = settings.learning_rate * subject.rate(step)
-        subject.optimizer.step()
+        values = entropy() if watched and measures else {}
+        if step % _WEIGHTS_INTERVAL == 0 and watched and measures:
+            values |= stable_ranks(model) | near_unit_modes(model, windows[:, :-1])
+        norm = update(model, subject.optimizer, loss, subject.learning_rate * subject.rate(step))
+        if logs:
+            for monitor in watched:
+                monitor.log(step, loss=float(loss.detach()), gradient_norm=float(norm), **values)
     for monitor in monitors:
         monitor.close()
 
@@ -275,14 +196,7 @@ def train(
 def monitors_of(
     model: nn.Module, folder: Path, settings: Settings, *, verifies: bool = False
 ) -> list[Monitor]:
-    """Attach the monitors of a training.
-
-    Args:
-        model: The model.
-        folder: Folder of the records.
-        settings: Settings of the training.
-        verifies: Whether alerts are raised as in any run, and nothing else is recorded.
-    """
+    """Attach the monitors of a training."""
     logged = ("loss", "gradient_norm")
     if verifies:
         return [

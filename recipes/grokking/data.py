@@ -22,19 +22,12 @@ class Pairs(NamedTuple):
 
 
 def vocabulary_size(modulus: int) -> int:
-    """Number of distinct tokens: the remainders and two signs.
-
-    Args:
-        modulus: Number that the remainders are of.
-    """
+    """Number of distinct tokens: the remainders and two signs."""
     return modulus + 2
 
 
 def table(modulus: int) -> Pairs:
     """List all pairs of remainders with their difference.
-
-    Args:
-        modulus: Number that the remainders are of.
 
     Example:
         >>> table(2).tokens.tolist(), table(2).answers.tolist()
@@ -47,13 +40,7 @@ def table(modulus: int) -> Pairs:
 
 
 def split(pairs: Pairs, fraction: float, seed: int) -> tuple[Pairs, Pairs]:
-    """Draw the pairs to train on; the others are held out.
-
-    Args:
-        pairs: All pairs, which come out in another order.
-        fraction: Share of the pairs to train on, between 0 and 1.
-        seed: Seed of the draw.
-    """
+    """Draw the pairs to train on; the others are held out."""
     count = len(pairs.answers)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     train, held_out = order.tensor_split([round(fraction * count)])
@@ -61,10 +48,5 @@ def split(pairs: Pairs, fraction: float, seed: int) -> tuple[Pairs, Pairs]:
 
 
 def select(pairs: Pairs, which: Tensor | slice) -> Pairs:
-    """Select pairs.
-
-    Args:
-        pairs: Pairs to select from.
-        which: Their numbers, or a slice.
-    """
+    """Select pairs."""
     return Pairs(pairs.tokens[which], pairs.answers[which])

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, ClassVar
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from typer import Option
 
 from geomon import every, select
-from recipes.enwik8.data import Corpus
+from recipes.enwik8.text import Text
 from recipes.grokking.data import LENGTH, Pairs, split, table, vocabulary_size
 from recipes.grokking.figure import draw
 from recipes.grokking.leads import (
@@ -26,7 +25,7 @@ from recipes.grokking.leads import (
     false_alarms,
     leads,
 )
-from recipes.study.claim import Claim, over_seeds
+from recipes.study.claim import Claim, Question, answers
 from recipes.study.experiment import Experiment, Runs
 from recipes.study.metrics import local_dimension
 from recipes.study.model import Architecture, Transformer
@@ -83,7 +82,7 @@ class Grokking(Experiment):
         """Return the number of trainings of a kind."""
         return self.controls or seeds if kind == "control" else seeds
 
-    def training(self, kind: str, seed: int, corpus: Corpus | None) -> Training:
+    def training(self, kind: str, seed: int, corpus: Text | None) -> Training:
         """Build one training; torch's generator has the seed."""
         share = self.control_fraction if kind == "control" else self.fraction
         train, held_out = split(table(self.modulus), share, seed)
@@ -113,7 +112,7 @@ class Grokking(Experiment):
             learning_rate=1e-3,
             rate=warm_up(10),  # as Power et al. (2201.02177)
             weight_decay=self.weight_decay,
-            decays_all=True,
+            decay_of_vectors=self.weight_decay,
             betas=(0.9, 0.98),
             held_out=lambda: {
                 TRAINING_ACCURACY: accuracy(train), HELD_OUT_ACCURACY: accuracy(held_out)
@@ -143,8 +142,9 @@ class Grokking(Experiment):
                 line = f"  {name} {margin:4.0%} below the controls: leads"
                 line += f" {leads(courses, controls, name, margin)}"
                 if len(controls) > 1:
-                    wrong = estimate_share(false_alarms(controls, name, margin))
-                    line += f"; false alarms in {wrong.so} of {wrong.count} controls "
+                    alarms = false_alarms(controls, name, margin)
+                    wrong = estimate_share(alarms)
+                    line += f"; false alarms in {sum(alarms)} of {len(alarms)} controls "
                     line += f"({wrong.low:.2f} to {wrong.high:.2f})"
                 yield line
 
@@ -157,58 +157,38 @@ def _courses(runs: Runs) -> tuple[list[Course], list[Course]]:
 def curve_claims(
     name: str, words: str, courses: Sequence[Course], controls: Sequence[Course]
 ) -> Iterable[Claim]:
-    """Measure the claims on one curve.
-
-    Args:
-        name: One of `CURVES`.
-        words: What it is called.
-        courses: Trainings on enough pairs to generalise.
-        controls: Trainings on too few.
-    """
-    ask = partial(Claim, source=_SOURCE)
-    is_theirs = name == "local_dimension"
+    """Measure the claims on one curve."""
+    is_ours = name != "local_dimension"
     generalised = [course for course in courses if course.generalised() is not None]
-    yield ask(
-        f"{name}_falls_before_generalisation",
-        f"The {words} falls by a tenth or more before generalisation.",
-        quantity="value before a tenth of the held-out pairs is answered, over the highest until "
-        "then",
-        values=over_seeds(generalised, lambda course: course.fall(name)),
-        below=_FALLEN,
-        ours=not is_theirs,
-    )
-    yield ask(
-        f"{name}_stays_without_generalisation",
-        f"The {words} does not fall by a tenth in runs that never generalise.",
-        quantity="value at the end of the control over the highest",
-        values=over_seeds(controls, lambda course: course.fall(name)),
-        above=_FALLEN,
-        ours=not is_theirs,
-    )
-    yield ask(
-        f"{name}_leads_against_control",
-        "The curve is below all that the controls have had before half of the held-out pairs are "
-        "answered.",
-        quantity="steps from the first such reading to an accuracy of 0.5",
-        variant=words,
-        values=tuple(map(float, leads(generalised, controls, name, margin=0.0))),
-        above=0,
-        ours=True,
-    )
+    of_runs: list[Question] = [
+        (Claim(f"{name}_falls_before_generalisation",
+               f"The {words} falls by a tenth or more before generalisation.", _SOURCE,
+               "value before a tenth of the held-out pairs is answered, over the highest until "
+               "then", below=_FALLEN, ours=is_ours),
+         lambda course: course.fall(name)),
+        (Claim(f"{name}_leads_against_control",
+               "The curve is below all that the controls have had before half of the held-out "
+               "pairs are answered.", _SOURCE,
+               "steps from the first such reading to an accuracy of 0.5", variant=words, above=0,
+               ours=True),
+         lambda course: leads([course], controls, name, margin=0.0)),
+    ]  # fmt: skip
+    of_controls: list[Question] = [
+        (Claim(f"{name}_stays_without_generalisation",
+               f"The {words} does not fall by a tenth in runs that never generalise.", _SOURCE,
+               "value at the end of the control over the highest", above=_FALLEN, ours=is_ours),
+         lambda course: course.fall(name)),
+    ]  # fmt: skip
+    yield from answers(of_runs, generalised)
+    yield from answers(of_controls, controls)
     # Of n controls one is the lowest and raises an alarm: it takes a margin to be free of them.
-    yield ask(
+    alarms = false_alarms(controls, name, margin=0.1) if len(controls) > 1 else []
+    yield Claim(
         f"{name}_raises_no_false_alarm",
         "The curve of a control is not below nine tenths of all that the others have had.",
-        quantity="share of the controls that raise an alarm",
-        variant=words,
-        values=tuple(map(float, false_alarms(controls, name, margin=0.1)))
-        if len(controls) > 1
-        else (),
-        repeated="control",
-        counted=True,
-        below=_TOLERATED,
-        ours=True,
-    )
+        _SOURCE, "share of the controls that raise an alarm", tuple(map(float, alarms)),
+        variant=words, repeated="control", counted=True, below=_TOLERATED, ours=True,
+    )  # fmt: skip
 
 
 EXPERIMENT = Grokking

@@ -51,9 +51,6 @@ class Course:
 
         At the last reading at which less than a tenth of the held-out pairs were answered; the last
         one of all, then, where nothing is generalised.
-
-        Args:
-            name: One of `CURVES`.
         """
         before = [
             number for number, value in enumerate(self.held_out_accuracy) if not value >= _NOT_YET
@@ -63,11 +60,7 @@ class Course:
 
 
 def course_of(history: History) -> Course:
-    """Collect the curves of one training.
-
-    Args:
-        history: What was recorded of it.
-    """
+    """Collect the curves of one training."""
     return Course(
         steps=history.steps,
         training_accuracy=history.values(training_tag(TRAINING_ACCURACY)),
@@ -82,13 +75,6 @@ def alarm(course: Course, controls: Sequence[Course], name: str, margin: float) 
     """Find the step at which a curve is below all that the controls have had so far.
 
     Runs are compared from memorisation on, each from its own: before it all curves rise.
-
-    Args:
-        course: Training that is watched.
-        controls: Trainings that never generalise.
-        name: One of `CURVES`.
-        margin: Share by which the value must be below the controls' lowest at the same or an
-            earlier step.
 
     Returns:
         The step; None if the curve never is below.
@@ -119,12 +105,6 @@ def leads(
     """Count the steps from the alarm to generalisation; negative where the alarm comes later.
 
     An alarm that has not come counts as one at the last step.
-
-    Args:
-        courses: Trainings; those that do not generalise are left out.
-        controls: Trainings that never generalise.
-        name: One of `CURVES`.
-        margin: Share by which the value must be below.
     """
     found = []
     for course in courses:
@@ -139,11 +119,6 @@ def false_alarms(controls: Sequence[Course], name: str, margin: float) -> list[b
     """Apply the rule to each control in turn, against the other ones.
 
     Of n controls one is the lowest at the end: without a margin at least one in n raises an alarm.
-
-    Args:
-        controls: Trainings that never generalise, two or more.
-        name: One of `CURVES`.
-        margin: Share by which the value must be below.
     """
     return [
         alarm(control, [*controls[:number], *controls[number + 1 :]], name, margin) is not None

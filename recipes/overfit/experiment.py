@@ -12,18 +12,18 @@ from typer import Option
 
 from geomon import every, select
 from geomon.record import tags
-from recipes.enwik8.data import Corpus
-from recipes.enwik8.windows import spread
+from recipes.enwik8.text import InputError, Text, spread
 from recipes.overfit.turns import Kind, first_turn
-from recipes.study.claim import Claim, over_seeds
+from recipes.study.claim import Claim, Question, answers
 from recipes.study.drawing import BLUE, GREY, ORANGE, draw_seeds, explain_seeds, label_panel
 from recipes.study.experiment import Experiment, Runs, check_heads
 from recipes.study.history import History
+from recipes.study.markdown import table
 from recipes.study.metrics import local_dimension
 from recipes.study.model import Architecture, Transformer
 from recipes.study.seeds import estimate
 from recipes.study.text import next_characters, random_windows
-from recipes.study.training import RunError, Training, Watch, warm_up
+from recipes.study.training import Training, Watch, warm_up
 
 HELD_OUT = tags.training_tag("held_out_loss")
 TRAIN = tags.training_tag("train_loss")
@@ -105,16 +105,16 @@ class Overfit(Experiment):
         """Check the options."""
         check_heads(self.width, self.heads)
         if self.few <= self.context:
-            raise RunError(
+            raise InputError(
                 f"--few {self.few} holds no window of --context {self.context}: give more"
             )
 
-    def training(self, kind: str, seed: int, corpus: Corpus | None) -> Training:
+    def training(self, kind: str, seed: int, corpus: Text | None) -> Training:
         """Build one training; torch's generator has the seed."""
         assert corpus is not None
         length = self.context + 1
         model = Transformer(
-            nn.Embedding(corpus.vocabulary_size, self.width),
+            nn.Embedding(corpus.vocabulary, self.width),
             Architecture(
                 self.layers, self.width, self.heads, self.context, alibi=True,
                 deviation=0.02 * (768 / self.width) ** 0.5,
@@ -148,50 +148,8 @@ class Overfit(Experiment):
     def claims(self, runs: Runs) -> Iterable[Claim]:
         """Measure what papers assert."""
         few, plenty = (runs.of(kind) for kind in self.kinds)
-        local = WATCHED[0]
-        ask = partial(Claim, source=_SOURCE)
-        share = "share of the seeds with a trough after the first peak"
-        yield ask(
-            "local_dimension_turns",
-            "Trained on few texts the local dimension of the last layer reaches a minimum and "
-            "rises again.",
-            quantity=share,
-            values=over_seeds(few, lambda h: geometry_turn(h, local) is not None),
-            above=0.5,
-            counted=True,
-        )
-        yield ask(
-            "local_dimension_turns_with_overfitting_alone",
-            "On plenty of text, without overfitting, it does not rise again.",
-            quantity=share,
-            values=over_seeds(plenty, lambda h: geometry_turn(h, local) is not None),
-            below=0.5,
-            counted=True,
-        )
-        yield ask(
-            "local_dimension_turns_before_the_loss",
-            "The local dimension of the last layer turns before the held-out loss.",
-            quantity="lead in steps",
-            values=tuple(leads(few, local)),
-            above=0,
-        )
-        quantity = "rise of the held-out loss from its lowest value, in nats"
-        yield ask(
-            "few_texts_overfit",
-            "Trained on few texts the model overfits.",
-            quantity=quantity,
-            values=over_seeds(few, rise_of_loss),
-            above=_OVERFITTED,
-            ours=True,
-        )
-        yield ask(
-            "plenty_of_text_does_not_overfit",
-            "In the same number of steps on plenty of text it does not: the control.",
-            quantity=quantity,
-            values=over_seeds(plenty, rise_of_loss),
-            below=_OVERFITTED,
-            ours=True,
-        )
+        yield from answers(OF_FEW, few)
+        yield from answers(OF_PLENTY, plenty)
 
     def figures(self, runs: Runs) -> Mapping[str, Figure]:
         """Draw the records."""
@@ -200,53 +158,40 @@ class Overfit(Experiment):
     def table(self, runs: Runs) -> Iterable[str]:
         """Write where each metric turns, as lines of a Markdown table."""
         few, plenty = (runs.of(kind) for kind in self.kinds)
-        yield (
-            "| at the last layer | turns at | few texts: step | lead over the held-out loss "
-            "(steps) | false alarms: turns on plenty of text |"
-        )
-        yield "|---|---|---:|---:|---:|"
         rows: list[tuple[str, Kind, Callable[[History], int | None], list[float]]] = [
-            ("held-out loss", "trough", loss_turn, [])
+            ("held-out loss", "trough", loss_turn, []),
+            *(
+                (f"`{one.metric}`", one.kind, partial(geometry_turn, watched=one), leads(few, one))
+                for one in WATCHED
+            ),
         ]
-        rows += [
-            (f"`{one.metric}`", one.kind, partial(geometry_turn, watched=one), leads(few, one))
-            for one in WATCHED
-        ]
+        cells = []
         for name, kind, turn, lead in rows:
             at = ", ".join("never" if step is None else str(step) for step in map(turn, few))
             false = [step for step in map(turn, plenty) if step is not None]
             where = f" (at {', '.join(map(str, false))})" if false else ""
             mean = f"{estimate(lead).mean:.0f} ± {estimate(lead).margin:.0f}" if lead else "none"
-            yield f"| {name} | {kind} | {at} | {mean} | {len(false)} of {len(plenty)}{where} |"
+            cells.append((name, kind, at, mean, f"{len(false)} of {len(plenty)}{where}"))
+        return table(
+            ["at the last layer", "turns at", "few texts: step",
+             "lead over the held-out loss (steps)", "false alarms: turns on plenty of text"],
+            cells, words=2,
+        )  # fmt: skip
 
 
 def last_layer(history: History, metric: str) -> list[float]:
-    """Collect the values of a metric at the last layer, which the paper looks at.
-
-    Args:
-        history: What was recorded of a seed.
-        metric: Name of the metric.
-    """
+    """Collect the values of a metric at the last layer, which the paper looks at."""
     return history.values(tags.layer_tag(metric, max(history.last.layers(metric))))
 
 
 def loss_turn(history: History) -> int | None:
-    """Find the step at which the held-out loss turns; None where it does not.
-
-    Args:
-        history: What was recorded of a seed.
-    """
+    """Find the step at which the held-out loss turns; None where it does not."""
     index = first_turn(history.values(HELD_OUT), _SHARE_OF_LOSS, "trough")
     return None if index is None else history.steps[index]
 
 
 def geometry_turn(history: History, watched: Watched) -> int | None:
-    """Find the step at which a metric turns at the last layer; None where it does not.
-
-    Args:
-        history: What was recorded of a seed.
-        watched: The metric.
-    """
+    """Find the step at which a metric turns at the last layer; None where it does not."""
     values = last_layer(history, watched.metric)
     index = first_turn(values, _SHARE_OF_GEOMETRY, watched.kind, after_other=True)
     return None if index is None else history.steps[index]
@@ -254,10 +199,6 @@ def geometry_turn(history: History, watched: Watched) -> int | None:
 
 def leads(few: Sequence[History], watched: Watched) -> list[float]:
     """Measure by how many steps a metric turns before the held-out loss.
-
-    Args:
-        few: What was recorded of each seed on few texts.
-        watched: The metric.
 
     Returns:
         Leads of the seeds in which both turn; below 0 where the metric turns later.
@@ -267,22 +208,44 @@ def leads(few: Sequence[History], watched: Watched) -> list[float]:
 
 
 def rise_of_loss(history: History) -> float:
-    """Compare the end of the held-out loss with its lowest value.
-
-    Args:
-        history: What was recorded of a seed.
-    """
+    """Compare the end of the held-out loss with its lowest value."""
     values = history.values(HELD_OUT)
     return values[-1] - min(values)
 
 
-def draw(few: Sequence[History], plenty: Sequence[History]) -> Figure:
-    """Draw an experiment in four panels.
+def _turns(history: History) -> bool:
+    return geometry_turn(history, WATCHED[0]) is not None
 
-    Args:
-        few: What was recorded of each seed on few texts.
-        plenty: The same on plenty of text.
-    """
+
+_SHARE = "share of the seeds with a trough after the first peak"
+_RISE = "rise of the held-out loss from its lowest value, in nats"
+OF_FEW: list[Question] = [
+    (Claim("local_dimension_turns",
+           "Trained on few texts the local dimension of the last layer reaches a minimum and rises "
+           "again.", _SOURCE, _SHARE, above=0.5, counted=True),
+     _turns),
+    (Claim("local_dimension_turns_before_the_loss",
+           "The local dimension of the last layer turns before the held-out loss.", _SOURCE,
+           "lead in steps", above=0),
+     lambda history: leads([history], WATCHED[0])),
+    (Claim("few_texts_overfit", "Trained on few texts the model overfits.", _SOURCE, _RISE,
+           above=_OVERFITTED, ours=True),
+     rise_of_loss),
+]  # fmt: skip
+OF_PLENTY: list[Question] = [
+    (Claim("local_dimension_turns_with_overfitting_alone",
+           "On plenty of text, without overfitting, it does not rise again.", _SOURCE, _SHARE,
+           below=0.5, counted=True),
+     _turns),
+    (Claim("plenty_of_text_does_not_overfit",
+           "In the same number of steps on plenty of text it does not: the control.", _SOURCE,
+           _RISE, below=_OVERFITTED, ours=True),
+     rise_of_loss),
+]  # fmt: skip
+
+
+def draw(few: Sequence[History], plenty: Sequence[History]) -> Figure:
+    """Draw an experiment in four panels."""
     figure = Figure(figsize=(10.2, 7.0), dpi=90, layout="constrained")
     panels = figure.subplots(2, 2)
     losses, step = panels[0, 0], "training step"

@@ -27,10 +27,6 @@ def turning_points(values: Sequence[float], share: float) -> list[TurningPoint]:
     where the curve is below it by the factor 1 + share, a trough where it is above by the same
     factor: with another one downwards a curve could pass its last trough unseen.
 
-    Args:
-        values: Positive values of a curve, in order.
-        share: Change after an extremum that makes it a turning point, as a share of its value.
-
     Returns:
         Turning points, ascending.
 
@@ -57,12 +53,6 @@ def first_turn(
     values: Sequence[float], share: float, kind: Kind, *, after_other: bool = False
 ) -> int | None:
     """Find the first peak or trough of a curve, where it does not begin.
-
-    Args:
-        values: Positive values of a curve, in order.
-        share: Change after an extremum that makes it a turning point, as a share of its value.
-        kind: "peak" or "trough".
-        after_other: Whether one of the other kind must come before, where the curve does not begin.
 
     Returns:
         Index of the extremum; None where the curve has none, or has not left it yet.

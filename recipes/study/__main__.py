@@ -2,33 +2,22 @@
 
 import importlib
 import inspect
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from recipes.enwik8.extras import explain_missing
-
-if missing := explain_missing():
-    print(missing, file=sys.stderr)
-    sys.exit(2)
-
 import typer
-from typer import Argument, Option
+from typer import Option
 
 import recipes
-from recipes.enwik8.data import DataError, load
-from recipes.study.experiment import Experiment, new_folder, show, train_all
-from recipes.study.page import newest_folders, write_page
-from recipes.study.training import RunError
+from recipes.enwik8.text import load
+from recipes.study.experiment import Experiment, one_line_errors, show, train_all
+from recipes.study.page import write_page
 
 Out = Annotated[
     Path | None,
-    Option(help="Folder; what is complete there is kept. Default: the first of runs/NAME, "
-           "runs/NAME-2, ... that is free."),
+    Option(help="Folder; what is complete there is kept. Default: runs/NAME."),
 ]  # fmt: skip
 Text = Annotated[str | None, Option(help="Text, as `make enwik8` takes it.")]
 Processes = Annotated[int, Option(min=1, help="Trainings side by side.")]
@@ -49,33 +38,8 @@ def experiments() -> dict[str, type[Experiment]]:
     return found
 
 
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Turn errors of bad input into one line of text and exit code 2."""
-    try:
-        yield
-    except (DataError, RunError, OSError) as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from error
-
-
-def print_progress() -> Callable[[int, int], None]:
-    """Make the function that prints how many trainings are complete, and the time until then."""
-    begun = time.perf_counter()
-
-    def report(done: int, count: int) -> None:
-        seconds = time.perf_counter() - begun
-        print(f"{done} of {count} trainings are complete, {seconds:.0f} s", flush=True)
-
-    return report
-
-
 def command_of(experiment: type[Experiment]) -> Callable[..., None]:
-    """Make the command of an experiment, whose options are the fields of its class.
-
-    Args:
-        experiment: Class of the experiment.
-    """
+    """Make the command of an experiment, whose options are the fields of its class."""
 
     def command(
         seeds: int, out: Path | None, data: str | None, processes: int, **options: Any
@@ -87,11 +51,8 @@ def command_of(experiment: type[Experiment]) -> Callable[..., None]:
             if chosen.characters:
                 corpus = load(data, minimum=chosen.characters)
                 print(f"text: {corpus.source}", flush=True)
-            folder = out or new_folder(chosen.name)
-            train_all(
-                chosen, corpus, seeds=seeds, folder=folder, processes=processes,
-                report=print_progress(),
-            )  # fmt: skip
+            folder = out or Path("runs") / chosen.name
+            train_all(chosen, corpus, seeds=seeds, folder=folder, processes=processes)
             show(chosen, folder)
 
     kinds = get_type_hints(experiment, include_extras=True)
@@ -113,15 +74,12 @@ def command_of(experiment: type[Experiment]) -> Callable[..., None]:
 
 @app.command()
 def claims(
-    folders: Annotated[
-        list[Path] | None,
-        Argument(help="Folders with claims.json. Default: of each experiment in runs/ the newest."),
-    ] = None,
+    runs: Annotated[Path, Option(help="Folder of the experiments.")] = Path("runs"),
     out: Annotated[Path, Option("--out", "-o", help="The page.")] = Path("docs/claims.md"),
 ) -> None:
     """Write the page of all claims from what the experiments left."""
     with one_line_errors():
-        count = write_page(folders or newest_folders(Path("runs")), sorted(experiments()), out)
+        count = write_page(runs, experiments(), out)
     print(f"{count} claims: {out}")
 
 

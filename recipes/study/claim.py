@@ -1,20 +1,22 @@
 """A published claim beside what is measured here, with a verdict that follows from the numbers."""
 
+import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from recipes.study.seeds import Estimate, Share, estimate, estimate_share
+import numpy as np
+
+from recipes.enwik8.text import InputError
+from recipes.study.seeds import Estimate, estimate, estimate_share
 
 FILE_NAME = "claims.json"
 
 Verdict = Literal["agrees", "disagrees", "undecided"]
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Claim:
         asserts: What is asserted, in one sentence.
         source: Number of the paper at arXiv with the section or figure.
         quantity: What is measured, with its unit.
-        values: One value for each independent repetition; none where no repetition has one.
+        values: One value for each independent repetition, if any has one.
         above: Number that the mean must exceed for the claim to hold; None for no such end.
         below: Number that the mean must stay under for the claim to hold; None for no such end.
         ours: Whether the paper does not assert it: another estimator or model, or a control.
@@ -43,7 +45,7 @@ class Claim:
     asserts: str
     source: str
     quantity: str
-    values: tuple[float, ...]
+    values: tuple[float, ...] = ()
     above: float | None = None
     below: float | None = None
     ours: bool = False
@@ -65,7 +67,7 @@ class Claim:
             )
 
     @property
-    def measured(self) -> Estimate | Share:
+    def measured(self) -> Estimate:
         """Mean over the repetitions, with its 95 % interval."""
         return estimate_share(self.values) if self.counted else estimate(self.values)
 
@@ -90,7 +92,7 @@ class Claim:
     def mean_words(self) -> str:
         """The mean with its margin, to the digits that the margin leaves, "2.0 ± 2.5"."""
         measured = self.measured
-        if isinstance(measured, Share):
+        if self.counted:
             return f"{measured.mean:.2f} ({measured.low:.2f} to {measured.high:.2f})"
         if not math.isfinite(measured.margin):
             return f"{measured.mean:.3g}, one value"
@@ -128,28 +130,20 @@ class Results:
     claims: tuple[Claim, ...]
 
 
-def over_seeds(
-    seeds: Iterable[_T], measure: Callable[[_T], float | Sequence[float]]
-) -> tuple[float, ...]:
-    """Measure each seed, and collect what could be measured.
+# A claim without values, and what measures it on a seed: a value, or values of heads or layers.
+Question = tuple[Claim, Callable[[Any], float | Sequence[float]]]
 
-    Args:
-        seeds: What was recorded of each seed.
-        measure: Function to a value, or to values of heads or layers; NaN where there is none.
-    """
-    found: list[float] = []
-    for seed in seeds:
-        measured = measure(seed)
-        found += [measured] if isinstance(measured, float | int) else measured
-    return tuple(float(value) for value in found if math.isfinite(value))
+
+def answers(questions: Iterable[Question], seeds: Iterable[Any]) -> Iterator[Claim]:
+    """Answer questions: put them to each seed, and collect what can be measured."""
+    every = list(seeds)
+    for claim, measure in questions:
+        found = [np.asarray(measure(seed), float).ravel().tolist() for seed in every]
+        yield replace(claim, values=tuple(filter(math.isfinite, itertools.chain(*found))))
 
 
 def save_results(results: Results, folder: str | os.PathLike[str]) -> Path:
     """Write results to `claims.json` in a folder, whole or not at all.
-
-    Args:
-        results: Results of an experiment.
-        folder: Folder of the experiment, which is made.
 
     Returns:
         Path of the file.
@@ -165,26 +159,19 @@ def save_results(results: Results, folder: str | os.PathLike[str]) -> Path:
 def load_results(folder: str | os.PathLike[str]) -> Results:
     """Read the results of an experiment.
 
-    Args:
-        folder: Folder of the experiment.
-
     Raises:
-        ValueError: The folder holds no claims that can be read.
+        InputError: The folder holds no claims that can be read.
     """
     try:
         content: dict[str, Any] = json.loads((Path(folder) / FILE_NAME).read_text())
         claims = [Claim(**{**one, "values": tuple(one["values"])}) for one in content["claims"]]
         return Results(**{**content, "claims": tuple(claims)})
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{folder} holds no claims that can be read ({error})") from error
+        raise InputError(f"{folder} holds no claims that can be read ({error})") from error
 
 
 def verdict_line(claim: Claim) -> str:
-    """Write a claim in a line: verdict, name, mean with its 95 % interval, and what decides it.
-
-    Args:
-        claim: The claim.
-    """
+    """Write a claim in a line: verdict, name, mean with its 95 % interval, and what decides it."""
     return (
         f"{claim.verdict:<9}  {claim.name}: {claim.mean_words} "
         f"({len(claim.values)} x {claim.repeated}; {claim.limits})"

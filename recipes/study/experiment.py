@@ -3,22 +3,23 @@
 import multiprocessing
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import typer
 from matplotlib.figure import Figure
 
 from geomon import read
-from recipes.enwik8.data import Corpus
+from recipes.enwik8.text import InputError, Text
 from recipes.study.claim import Claim, Results, save_results, verdict_line
 from recipes.study.drawing import save_small
 from recipes.study.history import History
 from recipes.study.training import (
-    RunError,
     Training,
     begin_training,
     finish_training,
@@ -41,21 +42,12 @@ class Runs:
         self.folder = folder
 
     def folders(self, kind: str) -> list[Path]:
-        """List the folders of the complete trainings of a kind, one for each seed, in order.
-
-        Args:
-            kind: Name of the kind.
-        """
+        """List the folders of the complete trainings of a kind, one for each seed, in order."""
         seeds = sorted(self.folder.glob(f"{_SEED}*"), key=lambda path: int(path.name[len(_SEED) :]))
         return [seed / kind for seed in seeds if is_finished(seed / kind)]
 
     def of(self, kind: str, watch: str = "") -> list[History]:
-        """Read what was recorded of a kind, for each seed.
-
-        Args:
-            kind: Name of the kind.
-            watch: What was watched, as `Training.watched` names it.
-        """
+        """Read what was recorded of a kind, for each seed."""
         return [History(read(folder / watch)) for folder in self.folders(kind)]
 
 
@@ -83,89 +75,57 @@ class Experiment(ABC):
         """In which way the trainings differ in kind from the published ones."""
 
     @abstractmethod
-    def training(self, kind: str, seed: int, corpus: Corpus | None) -> Training:
-        """Build one training; torch's generator has the seed.
-
-        Args:
-            kind: One of `kinds`.
-            seed: Number of the seed.
-            corpus: The text; None where the experiment needs none.
-        """
+    def training(self, kind: str, seed: int, corpus: Text | None) -> Training:
+        """Build one training; torch's generator has the seed."""
 
     @abstractmethod
     def claims(self, runs: Runs) -> Iterable[Claim]:
-        """Measure what papers assert; a claim without values is one that no seed could answer.
-
-        Args:
-            runs: The records.
-        """
+        """Measure what papers assert; a claim without values is one that no seed could answer."""
 
     @abstractmethod
     def figures(self, runs: Runs) -> Mapping[str, Figure]:
-        """Draw the records; figures by the name of their file.
-
-        Args:
-            runs: The records.
-        """
+        """Draw the records; figures by the name of their file."""
 
     def check(self) -> None:  # noqa: B027
         """Check the options; every one of itself is checked by its declaration.
 
         Raises:
-            RunError: No training can be made with them.
+            InputError: No training can be made with them.
         """
 
     def table(self, runs: Runs) -> Iterable[str]:
-        """Write what is printed before the claims, as lines.
-
-        Args:
-            runs: The records.
-        """
+        """Write what is printed before the claims, as lines."""
         return ()
 
     def seeds_of(self, kind: str, seeds: int) -> int:
-        """Return the number of trainings of a kind.
-
-        Args:
-            kind: One of `kinds`.
-            seeds: Number that was asked for.
-        """
+        """Return the number of trainings of a kind."""
         return seeds
 
 
 def check_heads(width: int, heads: int) -> None:
     """Check that heads share a width evenly.
 
-    Args:
-        width: Width of the hidden states.
-        heads: Number of heads.
-
     Raises:
-        RunError: They do not.
+        InputError: They do not.
     """
     if width % heads:
-        raise RunError(f"--width {width} cannot be shared among --heads {heads}: choose others")
+        raise InputError(f"--width {width} cannot be shared among --heads {heads}: choose others")
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turn errors of bad input into one line of text and exit code 2."""
+    try:
+        yield
+    except (InputError, OSError) as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(2) from error
 
 
 def train_all(
-    experiment: Experiment,
-    corpus: Corpus | None,
-    *,
-    seeds: int,
-    folder: Path,
-    processes: int,
-    report: Callable[[int, int], object],
+    experiment: Experiment, corpus: Text | None, *, seeds: int, folder: Path, processes: int
 ) -> None:
-    """Train all kinds from all seeds, several side by side, each on one thread.
-
-    Args:
-        experiment: The experiment.
-        corpus: Its text.
-        seeds: Number of seeds.
-        folder: Folder of the experiment, in which each seed has a folder, and each kind one there;
-            trainings that are complete are kept.
-        processes: Number of processes; with 1 everything runs in this one.
-        report: Function that is called with the number of finished trainings and of all.
+    """Train all kinds from all seeds, several side by side.
 
     Raises:
         Exception: The first error of a training; those that have not begun are given up.
@@ -177,30 +137,27 @@ def train_all(
         for kind, count in counts.items()
         if seed < count
     ]
-    in_processes(train_one, jobs, processes, report)
+    in_processes(train_one, jobs, processes)
 
 
 def in_processes(
-    function: Callable[..., None],
-    jobs: Sequence[tuple[Any, ...]],
-    processes: int,
-    report: Callable[[int, int], object] = lambda done, count: None,
+    function: Callable[..., None], jobs: Sequence[tuple[Any, ...]], processes: int
 ) -> None:
-    """Call a function with each of many sets of arguments, several side by side on one thread each.
-
-    Args:
-        function: Function of a module.
-        jobs: Arguments of each call.
-        processes: Number of processes; with 1 everything runs in this one.
-        report: Function that is called with the number of finished calls and of all.
+    """Call a function with each of many sets of arguments, and print how many calls are complete.
 
     Raises:
         Exception: The first error of a call; those that have not begun are given up.
     """
+    began = time.perf_counter()
+
+    def report(done: int) -> None:
+        seconds = time.perf_counter() - began
+        print(f"{done} of {len(jobs)} trainings are complete, {seconds:.0f} s", flush=True)
+
     if processes == 1:
         for number, job in enumerate(jobs, 1):
             function(*job)
-            report(number, len(jobs))
+            report(number)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
@@ -210,24 +167,16 @@ def in_processes(
         try:
             for number, future in enumerate(as_completed(futures), 1):
                 future.result()
-                report(number, len(jobs))
+                report(number)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
 def train_one(
-    experiment: Experiment, kind: str, seed: int, corpus: Corpus | None, folder: Path
+    experiment: Experiment, kind: str, seed: int, corpus: Text | None, folder: Path
 ) -> None:
-    """Make one training and leave its record; nothing is done where that is complete.
-
-    Args:
-        experiment: The experiment.
-        kind: One of its kinds.
-        seed: Seed of the weights, the batches and the sampled rows.
-        corpus: Its text.
-        folder: Folder of the training.
-    """
+    """Make one training and leave its record; nothing is done where that is complete."""
     settings: dict[str, Any] = {**asdict(experiment), "kind": kind, "seed": seed}  # type: ignore[call-overload]
     if corpus is not None:
         settings["text"] = corpus.sha256()
@@ -241,12 +190,7 @@ def train_one(
 
 
 def show(experiment: Experiment, folder: Path) -> None:
-    """Measure the claims from the records, draw the figures, write and print both.
-
-    Args:
-        experiment: The experiment.
-        folder: Its folder.
-    """
+    """Measure the claims from the records, draw the figures, write and print both."""
     runs = Runs(folder)
     asked = list(experiment.claims(runs))
     done = [each for kind in experiment.kinds for each in runs.folders(kind)]
@@ -261,16 +205,3 @@ def show(experiment: Experiment, folder: Path) -> None:
         print(f"figure: {save_small(figure, folder / f'{name}.png')}")
     print(f"claims: {save_results(results, folder)}")
     print(f"records: in {folder}; geomon watch shows one")
-
-
-def new_folder(name: str) -> Path:
-    """Find the first free folder of runs/NAME, runs/NAME-2, ...
-
-    Args:
-        name: Name of the experiment.
-    """
-    folder, number = Path("runs") / name, 1
-    while folder.exists():
-        number += 1
-        folder = Path("runs") / f"{name}-{number}"
-    return folder

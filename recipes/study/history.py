@@ -52,30 +52,15 @@ class History:
         return align_layers(self.record)
 
     def values(self, tag: str) -> list[float]:
-        """Collect a value over the readings; NaN where a reading has none.
-
-        Args:
-            tag: Name of the value.
-        """
+        """Collect a value over the readings; NaN where a reading has none."""
         return [reading.values.get(tag, math.nan) for reading in self.readings]
 
     def at(self, step: float, tag: str) -> float:
-        """Interpolate a value between readings, on a logarithmic axis of steps.
-
-        Args:
-            step: Training step.
-            tag: Name of the value.
-        """
+        """Interpolate a value between readings, on a logarithmic axis of steps."""
         return float(np.interp(math.log1p(step), np.log1p(self.steps), self.values(tag)))
 
     def change(self, tag: str, begin: float, end: float) -> float:
-        """Compute a relative change between two parts of the training: last / first - 1.
-
-        Args:
-            tag: Name of a value above 0.
-            begin: Share of the training's steps at which the change begins.
-            end: Share at which it ends.
-        """
+        """Compute last / first - 1 of a value above 0, between two shares of the steps."""
         total = self.steps[-1]
         return self.at(end * total, tag) / self.at(begin * total, tag) - 1
 
@@ -84,9 +69,6 @@ class History:
 
         The mean over the readings of the last quarter of steps, minus that over the quarter before:
         0.25 for a value that grows by the same amount at every step, 0 for one that has settled.
-
-        Args:
-            tag: Name of the value.
 
         Returns:
             The share; NaN without a reading in the third quarter.
@@ -105,34 +87,23 @@ class History:
 def over_layers(
     reading: Reading, metric: str, summary: Callable[[Sequence[float]], float] = fmean
 ) -> float:
-    """Summarise a metric over the outputs of the blocks, layer 0 left out.
-
-    Args:
-        reading: A reading.
-        metric: Name of the metric.
-        summary: Function of the values.
-    """
+    """Summarise a metric over the outputs of the blocks, layer 0 left out."""
     return summary(profile_of(reading, metric)[1:])
 
 
-def growth(history: History, metric: str) -> list[float]:
-    """Compute the value at the end minus that at step 0, for each block's output.
+def gain(measure: Callable[[Reading], float]) -> Callable[[History], float]:
+    """Make the function that gives a number of the last reading minus that of the first."""
+    return lambda history: measure(history.last) - measure(history.first)
 
-    Args:
-        history: Values over training.
-        metric: Name of the metric.
-    """
+
+def growth(history: History, metric: str) -> list[float]:
+    """Compute the value at the end minus that at step 0, for each block's output."""
     before, after = (profile_of(reading, metric)[1:] for reading in (history.first, history.last))
     return [last - first for first, last in zip(before, after, strict=True)]
 
 
 def drift_and_cosine(reading: Reading, test: str) -> Correlation:
-    """Correlate the norm of the mean row with the mean cosine over layers.
-
-    Args:
-        reading: A reading.
-        test: "spearman" or "pearson".
-    """
+    """Correlate the norm of the mean row with the mean cosine over layers."""
     nothing = Correlation(math.nan, math.nan)
     return correlate(reading.column("drift_norm"), reading.column("cosine")).get(test, nothing)
 
@@ -146,14 +117,7 @@ def with_depth(reading: Reading, metric: str, part: str = "") -> float:
 def over_heads(
     reading: Reading, metric: str, *, layers: Sequence[int] = (), size: bool = False
 ) -> float:
-    """Average a metric over heads.
-
-    Args:
-        reading: A reading.
-        metric: Name of a metric with a value for each head.
-        layers: Layers whose heads count; none for all.
-        size: Whether the absolute values are averaged.
-    """
+    """Average a metric over heads."""
     found = reading.column(metric).by_head()
     values = [value for (layer, _), value in found.items() if layer in layers or not layers]
     return fmean(abs(value) if size else value for value in values)
@@ -161,12 +125,6 @@ def over_heads(
 
 def onset(history: History, metric: str, head: Head, limit: float) -> float:
     """Find from when on the value of a head stays beyond a limit, on the side where it ends.
-
-    Args:
-        history: Values over training.
-        metric: Name of a metric with a value for each head.
-        head: Layer and number of the head.
-        limit: Size that the value exceeds at the end.
 
     Returns:
         Share of the training's steps that were made by then, [0, 1].

@@ -87,9 +87,6 @@ def score_bias(architecture: Architecture) -> Tensor:
     that have to be learned, masked models stay for hundreds of steps at the frequencies of
     characters.
 
-    Args:
-        architecture: Sizes and options.
-
     Returns:
         Bias, float32 [heads, context, context]; -inf where a key is not visible.
     """
@@ -188,12 +185,7 @@ class Transformer(nn.Module):
 
 
 def perceptron(width: int, inner: int) -> nn.Sequential:
-    """Make two linear maps with a GELU between them.
-
-    Args:
-        width: Number of inputs and of outputs.
-        inner: Number of values between them.
-    """
+    """Make two linear maps with a GELU between them."""
     return nn.Sequential(
         nn.Linear(width, inner), nn.GELU(approximate="tanh"), nn.Linear(inner, width)
     )

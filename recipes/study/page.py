@@ -1,15 +1,15 @@
 """Claims as a page of Markdown: for each paper what it asserts, and what we added to that."""
 
 import os
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from recipes.enwik8.text import InputError
 from recipes.study.claim import FILE_NAME, Claim, Results, Verdict, load_results
-from recipes.study.training import RunError
+from recipes.study.markdown import table
 
-# Papers in the order in which the page shows them; others follow, by their number.
+# Papers in the order in which the page shows them.
 PAPERS = {
     "2311.05928": "Razzhigaev et al., The Shape of Learning",
     "2401.12143": "Godey et al., Anisotropy Is Inherent to Self-Attention in Transformers",
@@ -18,9 +18,6 @@ PAPERS = {
     "2509.23024": "Li et al., Tracing the Representation Geometry of Language Models",
     "2501.10573": "Viswanathan et al., The Geometry of Tokens",
 }
-_NUMBER = re.compile(r"\d{4}\.\d{4,5}")
-# A further run in a folder of its own: grokking-2.
-_NUMBERED = re.compile(r"(?P<name>.+?)(?:-(?P<number>\d+))?", re.ASCII)
 
 _VERDICTS: tuple[Verdict, ...] = ("agrees", "disagrees", "undecided")
 _HEAD = """# What papers assert, and what was seen here
@@ -42,129 +39,73 @@ miss.
 _Line = tuple[Claim, Results]
 
 
-def write_page(folders: Iterable[Path], experiments: Sequence[str], page: Path) -> int:
-    """Write the page of the claims in some folders.
-
-    Args:
-        folders: Folders with claims, one for each experiment.
-        experiments: Names of all experiments.
-        page: Path of the page; pictures are linked where they stand in `pictures` beside it.
+def write_page(runs: Path, experiments: Iterable[str], page: Path) -> int:
+    """Write the page of the claims that experiments left.
 
     Returns:
         Number of claims.
 
     Raises:
-        RunError: There are no claims, a folder holds none that can be read, or two folders hold
-            the same experiment.
+        InputError: There are no claims, or some that cannot be read.
     """
-    found: dict[str, tuple[Path, Results]] = {}
-    for folder in sorted(folders, key=lambda folder: (folder.name, str(folder))):
-        try:
-            results = load_results(folder)
-        except ValueError as error:
-            raise RunError(str(error)) from error
-        if results.experiment in found:
-            raise RunError(
-                f"{found[results.experiment][0]} and {folder} both hold {results.experiment}: give "
-                "one folder for each experiment"
-            )
-        found[results.experiment] = folder, results
+    names = sorted(experiments)
+    found = [name for name in names if (runs / name / FILE_NAME).exists()]
     if not found:
-        raise RunError("runs/ holds no claims: run an experiment first, make decoder")
-    everything = [results for _, results in found.values()]
+        raise InputError(f"{runs} holds no claims: run an experiment first, make decoder")
+    results = [load_results(runs / name) for name in found]
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(render(everything, [each for each in experiments if each not in found], page))
-    return sum(len(results.claims) for results in everything)
-
-
-def newest_folders(top: Path) -> list[Path]:
-    """List the folders with claims; of `NAME`, `NAME-2`, ... the one with the highest number.
-
-    Args:
-        top: Folder of all runs.
-    """
-    newest: dict[str, tuple[int, Path]] = {}
-    for file in top.glob(f"*/{FILE_NAME}"):
-        match = _NUMBERED.fullmatch(file.parent.name)
-        assert match is not None
-        numbered = int(match["number"] or 1), file.parent
-        newest[match["name"]] = max(newest.get(match["name"], numbered), numbered)
-    return sorted(folder for _, folder in newest.values())
+    page.write_text(render(results, [name for name in names if name not in found], page))
+    return sum(len(each.claims) for each in results)
 
 
 def render(results: Sequence[Results], missing: Sequence[str], page: Path) -> str:
-    """Write the text of the page.
-
-    Args:
-        results: Results of the experiments.
-        missing: Names of experiments that were not run.
-        page: Path of the page, to which links are relative.
-    """
-    papers: dict[str, list[_Line]] = {}
+    """Write the text of the page."""
+    papers: dict[str, list[_Line]] = {number: [] for number in PAPERS}
     for each in results:
         for claim in each.claims:
-            papers.setdefault(paper_of(claim), []).append((claim, each))
-    known = list(PAPERS)
-    order = sorted(papers, key=lambda p: (known.index(p) if p in known else len(known), p))
-    papers = {paper: papers[paper] for paper in order}
+            papers[claim.source.partition(",")[0]].append((claim, each))
+    papers = {number: lines for number, lines in papers.items() if lines}
     parts = [_HEAD, _summary(papers, missing)]
     parts += [_section(paper, lines) for paper, lines in papers.items()]
     parts += ["## The experiments\n", *(_experiment(each, page) for each in results), ""]
     return "\n".join(parts)
 
 
-def paper_of(claim: Claim) -> str:
-    """Return the number of the paper of a claim at arXiv.
-
-    Args:
-        claim: A claim.
-    """
-    match = _NUMBER.search(claim.source)
-    return match[0] if match else ""
-
-
 def _summary(papers: dict[str, list[_Line]], missing: Sequence[str]) -> str:
-    lines = [
-        "| paper | assertions | agree | disagree | undecided | ours |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    lines += [_counts(_link(paper), found) for paper, found in papers.items()]
-    lines.append(_counts("**all**", [line for found in papers.values() for line in found]))
-    if missing:
-        commands = ", ".join(f"`make {name}`" for name in missing)
-        lines += ["", f"Not run: {commands}."]
-    return "\n".join([*lines, ""])
+    everything = [line for found in papers.values() for line in found]
+    rows = [_counts(_link(paper), found) for paper, found in papers.items()]
+    head = ["paper", "assertions", "agree", "disagree", "undecided", "ours"]
+    commands = ", ".join(f"`make {name}`" for name in missing)
+    end = ["", f"Not run: {commands}."] if missing else []
+    return "\n".join([*table(head, [*rows, _counts("**all**", everything)]), *end, ""])
 
 
-def _counts(name: str, lines: Sequence[_Line]) -> str:
+def _counts(name: str, lines: Sequence[_Line]) -> list[str]:
     theirs = [claim for claim, _ in lines if not claim.ours]
     counts: Counter[str] = Counter(claim.verdict for claim in theirs)
     numbers = [len(theirs), *(counts[verdict] for verdict in _VERDICTS), len(lines) - len(theirs)]
-    return _row([name, *map(str, numbers)])
+    return [name, *map(str, numbers)]
 
 
 def _section(paper: str, lines: Sequence[_Line]) -> str:
-    title = f"{PAPERS[paper]} ({paper})" if paper in PAPERS else paper or "Without a paper"
-    text = [f"## {title}", ""]
-    for ours, lead in ((False, []), (True, ["What we added:", ""])):
+    text = [f"## {PAPERS[paper]} ({paper})", ""]
+    for ours, lead, asked in ((False, [], "asserted"), (True, ["What we added:", ""], "asked")):
         rows: dict[tuple[str, ...], list[_Line]] = {}
         for line in lines:
             if line[0].ours == ours:
                 rows.setdefault(_asked(*line), []).append(line)
         if rows:
-            head = ["| asked | measured |" if ours else "| asserted | measured |"]
-            head[0] += " seen | verdict | experiment |"
-            text += [*lead, *head, "|---|---|---|---|---|"]
-            text += [_row([*asked, *_answers(found)]) for asked, found in rows.items()] + [""]
+            head = [asked, "measured", "seen", "verdict", "experiment"]
+            cells = [[*question, *_answers(found)] for question, found in rows.items()]
+            text += [*lead, *table(head, cells, words=5), ""]
     return "\n".join(text)
 
 
 def _asked(claim: Claim, results: Results) -> tuple[str, str]:
     """What is asserted, where, and what decides it: the same for all variants."""
-    place = claim.source.replace(paper_of(claim), "", 1).strip(" ,:")
-    has_place = not claim.ours and place not in {"", "abstract"}
-    place = f" ({place.removeprefix('section ')})" * has_place
-    return claim.asserts.rstrip(".") + place, f"{claim.quantity} ({claim.limits})"
+    place = claim.source.partition(", ")[2].removeprefix("section ")
+    words = f" ({place})" if place not in ("", "abstract") and not claim.ours else ""
+    return claim.asserts.rstrip(".") + words, f"{claim.quantity} ({claim.limits})"
 
 
 def _answers(lines: Sequence[_Line]) -> list[str]:
@@ -204,9 +145,5 @@ def _experiment(results: Results, page: Path) -> str:
 
 
 def _link(paper: str) -> str:
-    name = PAPERS[paper].partition(",")[0] if paper in PAPERS else "arXiv"
-    return f"{name} ([{paper}](https://arxiv.org/abs/{paper}))" if paper else "Without a paper"
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in cells)} |"
+    authors = PAPERS[paper].partition(",")[0]
+    return f"{authors} ([{paper}](https://arxiv.org/abs/{paper}))"

@@ -2,76 +2,32 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from scipy import stats  # type: ignore[import-untyped]
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Mean of independent repetitions with its 95 % interval, by Student's t.
+class Estimate(NamedTuple):
+    """A mean or share of independent repetitions with its 95 % interval.
 
     Attributes:
-        mean: Mean of the values.
-        margin: Half width of the interval; infinity for a single value.
-        count: Number of values.
+        mean: The mean, or the share.
+        low: Lower end of the interval.
+        high: Upper end of the interval.
+        margin: Half width of the interval; infinity for the mean of a single value.
     """
 
     mean: float
+    low: float
+    high: float
     margin: float
-    count: int
-
-    @property
-    def low(self) -> float:
-        """Lower end of the interval."""
-        return self.mean - self.margin
-
-    @property
-    def high(self) -> float:
-        """Upper end of the interval."""
-        return self.mean + self.margin
 
 
-@dataclass(frozen=True)
-class Share:
-    """Share of independent repetitions in which something is so, with its exact 95 % interval.
-
-    The interval is that of Clopper and Pearson: the probabilities that the number found, or a more
-    extreme one, does not contradict at 2.5 % on either side. Three of three leave .29 to 1.
-
-    Attributes:
-        so: Number of repetitions in which it is so.
-        count: Number of all repetitions.
-    """
-
-    so: int
-    count: int
-
-    @property
-    def mean(self) -> float:
-        """The share found."""
-        return self.so / self.count
-
-    @property
-    def low(self) -> float:
-        """Lower end of the interval."""
-        if self.so == 0:
-            return 0.0
-        return float(stats.beta.ppf(0.025, self.so, self.count - self.so + 1))
-
-    @property
-    def high(self) -> float:
-        """Upper end of the interval."""
-        if self.so == self.count:
-            return 1.0
-        return float(stats.beta.ppf(0.975, self.so + 1, self.count - self.so))
-
-
-def estimate_share(outcomes: Sequence[float]) -> Share:
+def estimate_share(outcomes: Sequence[float]) -> Estimate:
     """Estimate a probability from independent repetitions.
 
-    Args:
-        outcomes: For each repetition 1 where it is so and 0 where it is not.
+    The interval is exact (Clopper and Pearson): the probabilities that the number found, or a more
+    extreme one, does not contradict at 2.5 % on either side. Three of three leave .29 to 1.
 
     Raises:
         ValueError: There is no outcome, or one that is neither 0 nor 1.
@@ -83,14 +39,14 @@ def estimate_share(outcomes: Sequence[float]) -> Share:
     """
     if not outcomes or not all(outcome in (0, 1) for outcome in outcomes):
         raise ValueError(f"{list(outcomes)}: give one outcome or more, each 0 or 1")
-    return Share(sum(map(bool, outcomes)), len(outcomes))
+    so, count = sum(map(bool, outcomes)), len(outcomes)
+    low = float(stats.beta.ppf(0.025, so, count - so + 1)) if so else 0.0
+    high = float(stats.beta.ppf(0.975, so + 1, count - so)) if so < count else 1.0
+    return Estimate(so / count, low, high, (high - low) / 2)
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Estimate the mean of a population from independent draws.
-
-    Args:
-        values: One finite value for each repetition, for instance for each seed.
+    """Estimate the mean of a population from independent draws, with Student's t.
 
     Raises:
         ValueError: There is no value, or one that is not finite.
@@ -102,10 +58,9 @@ def estimate(values: Sequence[float]) -> Estimate:
     """
     if not values or not all(math.isfinite(value) for value in values):
         raise ValueError(f"{list(values)}: give one finite value or more")
-    count = len(values)
+    count, margin = len(values), math.inf
     mean = math.fsum(values) / count
-    if count == 1:
-        return Estimate(mean, math.inf, 1)
-    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
-    quantile = float(stats.t.ppf(0.975, count - 1))
-    return Estimate(mean, quantile * math.sqrt(variance / count), count)
+    if count > 1:
+        variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
+        margin = float(stats.t.ppf(0.975, count - 1)) * math.sqrt(variance / count)
+    return Estimate(mean, mean - margin, mean + margin, margin)

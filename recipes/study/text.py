@@ -2,13 +2,11 @@
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from recipes.enwik8.windows import Windows
+from recipes.enwik8.text import Ids, windows
 from recipes.study.model import Transformer
 
 # Devlin et al. (1810.04805); here every chosen character is masked.
@@ -42,20 +40,11 @@ def masked_characters(model: Transformer, windows: Tensor, generator: torch.Gene
     return F.cross_entropy(logits[chosen], characters[chosen])
 
 
-def random_windows(
-    ids: NDArray[np.uint8], length: int, batch: int
-) -> Callable[[torch.Generator], Tensor]:
-    """Make the function that draws a batch of windows.
-
-    Args:
-        ids: The text, one id per character.
-        length: Characters in a window.
-        batch: Windows in a batch.
-    """
-    windows = Windows(ids, length)
+def random_windows(ids: Ids, length: int, batch: int) -> Callable[[torch.Generator], Tensor]:
+    """Make the function that draws a batch of windows."""
 
     def draw(generator: torch.Generator) -> Tensor:
-        places = torch.randint(len(windows), (batch,), generator=generator)
-        return torch.stack([windows[place] for place in places.tolist()])
+        starts = torch.randint(len(ids) - length + 1, (batch,), generator=generator)
+        return windows(ids, starts.numpy(), length)
 
     return draw

@@ -1,7 +1,6 @@
 """The one training loop, with monitors beside it, and a folder for what it leaves."""
 
 import json
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,12 +12,10 @@ from torch import Tensor, nn
 
 from geomon import Monitor
 from geomon.record import Record
+from recipes.enwik8.text import InputError
+from recipes.enwik8.train import adamw
 
 _FINISHED = "finished.json"
-
-
-class RunError(ValueError):
-    """The experiment cannot be made as asked; one line says what was given, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class Training:
         learning_rate: Highest learning rate.
         rate: Share of it at a step.
         weight_decay: Weight decay of matrices.
-        decays_all: Whether biases and norms decay too.
+        decay_of_vectors: Weight decay of biases and norms.
         betas: Those of AdamW.
         held_out: Measures what stands beside the readings: losses, accuracies.
         is_solved: Whether the training ends before its last step, from what `held_out` measured.
@@ -67,21 +64,18 @@ class Training:
     learning_rate: float
     rate: Callable[[int], float] = lambda step: 1.0
     weight_decay: float = 0.1
-    decays_all: bool = False
+    decay_of_vectors: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     held_out: Callable[[], Mapping[str, Tensor]] = field(default=dict)
     is_solved: Callable[[Mapping[str, Tensor]], bool] = lambda values: False
 
 
 def fit(training: Training, folder: Path, seed: int) -> None:
-    """Train a model, and record what is watched.
-
-    Args:
-        training: The training.
-        folder: Folder of the records.
-        seed: Seed of the batches and of the sampled rows.
-    """
-    optimizer = adamw(training)
+    """Train a model, and record what is watched."""
+    optimizer = adamw(
+        training.model, training.learning_rate, decay=training.weight_decay,
+        of_vectors=training.decay_of_vectors, betas=training.betas,
+    )  # fmt: skip
     monitors = [
         Monitor(
             watch.model, metrics=watch.metrics, probe=watch.probe, tokens=watch.rows, splits=1,
@@ -101,69 +95,40 @@ def fit(training: Training, folder: Path, seed: int) -> None:
             ends = ends or training.is_solved(values)
         if ends:
             break
-        optimizer.zero_grad()
-        training.loss(generator).backward()
-        torch.nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = training.learning_rate * training.rate(step)
-        optimizer.step()
+        rate = training.learning_rate * training.rate(step)
+        update(training.model, optimizer, training.loss(generator), rate)
     for monitor in monitors:
         monitor.close()
 
 
-def adamw(training: Training) -> torch.optim.AdamW:
-    """Make an AdamW that decays matrices, and biases and norms where it is asked to.
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, rate: float) -> Tensor:
+    """Make one update of the weights, with gradients of a norm of at most 1.
 
-    Args:
-        training: The training.
+    Returns:
+        Norm of the gradients before they were clipped.
     """
-    parameters = list(training.model.parameters())
-    others = training.weight_decay if training.decays_all else 0.0
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": training.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": others},
-    ]
-    return torch.optim.AdamW(groups, lr=training.learning_rate, betas=training.betas)
-
-
-def cosine_rate(warmup: int, steps: int) -> Callable[[int], float]:
-    """Make the schedule of a learning rate: a warm-up, then a cosine that ends at a tenth.
-
-    Args:
-        warmup: Number of updates until the learning rate is at its highest.
-        steps: Number of updates of the training.
-    """
-
-    def rate(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        done = (step - warmup) / max(1, steps - warmup)
-        return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
-
-    return rate
+    optimizer.zero_grad()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    return norm
 
 
 def warm_up(updates: int) -> Callable[[int], float]:
-    """Make the schedule of a learning rate that stays after a warm-up.
-
-    Args:
-        updates: Number of updates until the learning rate is at its highest.
-    """
+    """Make the schedule of a learning rate that stays after a warm-up."""
     return lambda step: min(1.0, (step + 1) / updates)
 
 
 def begin_training(folder: Path, settings: Mapping[str, Any]) -> bool:
     """Prepare a folder for one training: delete the records of one that was broken off.
 
-    Args:
-        folder: Folder of one training.
-        settings: Everything that makes the training what it is, as plain values.
-
     Returns:
         Whether there is something to do: not where the folder holds the complete training.
 
     Raises:
-        RunError: The folder holds a complete training with other settings, or another process
+        InputError: The folder holds a complete training with other settings, or another process
             trains there.
     """
     path = folder / _FINISHED
@@ -173,7 +138,7 @@ def begin_training(folder: Path, settings: Mapping[str, Any]) -> bool:
         if earlier == now:
             return False
         differing = sorted(n for n in {**earlier, **now} if earlier.get(n) != now.get(n))
-        raise RunError(
+        raise InputError(
             f"{folder} holds a training with another {', '.join(differing)}: choose another folder "
             "by --out"
         )
@@ -181,7 +146,7 @@ def begin_training(folder: Path, settings: Mapping[str, Any]) -> bool:
         try:
             record = Record(place)  # one process at a time
         except ValueError as error:
-            raise RunError(str(error)) from error
+            raise InputError(str(error)) from error
         for path in (*place.glob("readings*.jsonl"), *place.glob("arrays*/step_*.npz")):
             path.unlink()
         record.close()
@@ -189,13 +154,7 @@ def begin_training(folder: Path, settings: Mapping[str, Any]) -> bool:
 
 
 def finish_training(folder: Path, settings: Mapping[str, Any], began: float) -> None:
-    """Note that the training in a folder is complete, and the time of the processor it took.
-
-    Args:
-        folder: Folder of one training.
-        settings: Everything that makes the training what it is, as plain values.
-        began: `time.process_time()` before it.
-    """
+    """Note that the training in a folder is complete, and the time of the processor it took."""
     content = {"settings": settings, "seconds": round(time.process_time() - began, 1)}
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f"{_FINISHED}.part"
@@ -204,18 +163,10 @@ def finish_training(folder: Path, settings: Mapping[str, Any], began: float) -> 
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether a folder holds a complete training.
-
-    Args:
-        folder: Folder of one training.
-    """
+    """Whether a folder holds a complete training."""
     return (folder / _FINISHED).is_file()
 
 
 def seconds_taken(folder: Path) -> float:
-    """Read the time of the processor that a complete training took.
-
-    Args:
-        folder: Folder of one training.
-    """
+    """Read the time of the processor that a complete training took."""
     return float(json.loads((folder / _FINISHED).read_text())["seconds"])

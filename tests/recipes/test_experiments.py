@@ -110,7 +110,7 @@ def test_every_option_says_what_it_is(name):
     ("arguments", "words"),
     [
         (["decoder", "--width", 10, "--heads", 4], "--width 10 cannot be shared among --heads 4"),
-        (["encoder_decoder", "--data", "nowhere"], "nowhere does not exist"),
+        (["encoder_decoder", "--data", "nowhere"], "nowhere cannot be read"),
         (["overfit", "--few", 20], "--few 20 holds no window of --context 32"),
         (["digits", "--heads", 3], "choose a multiple of 6"),
         (["bias_drift", "--width", 30, "--heads", 4], "--width 30 and --trained-width 256 cannot"),

@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 
 from geomon import Monitor
-from recipes.enwik8.data import corpus_of
+from recipes.enwik8.text import characters
 from recipes.faults.detectors import DETECTORS, OF_MARGINS, Scores, score_all
 from recipes.faults.kinds import FAULTS
 from recipes.faults.odds import (
@@ -28,15 +28,14 @@ from recipes.faults.results import Scored, evaluate
 from recipes.faults.spectra import UpdateEntropy, near_unit_modes, stable_ranks
 from recipes.faults.subject import Parts, draw_settings
 from recipes.faults.track import Place, Track
-from recipes.faults.training import copied, copied_state, fault_step, new_subject
+from recipes.faults.training import fault_step, new_subject
 
-CORPUS = corpus_of(("the geometry of representations while a model trains. " * 400).encode(), "a")
+CORPUS = characters(("the geometry of representations while a model trains. " * 400).encode(), "a")
 
 
-def subject_of(block, seed=0):
+def subject_of(block):
     settings = replace(draw_settings("narrow", 0, block=block), batch=2, layers=3)
-    torch.manual_seed(seed)
-    return new_subject(settings, CORPUS)
+    return new_subject(settings, CORPUS)[0]
 
 
 def train(subject, steps, each_step=lambda since: None, first=60):
@@ -66,19 +65,16 @@ def trained(request):
 
 
 def test_a_copy_of_a_training_goes_on_as_the_training_does(trained):
-    one, other = copied(trained), copied(trained)
+    one, other = copy.deepcopy(trained), copy.deepcopy(trained)
     assert train(one, 3) == train(other, 3)
     ends = weights_of(one), weights_of(other)
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
     assert not all(torch.equal(ends[0][n], w) for n, w in weights_of(trained).items())
-    generator = torch.Generator().manual_seed(7)
-    first = copied_state(generator)
-    assert torch.equal(torch.rand(3, generator=first), torch.rand(3, generator=generator))
 
 
 @pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if not fault.block])
 def test_a_fault_changes_a_training_and_only_the_block_that_it_names(trained, name):
-    subject, before = copied(trained), weights_of(trained)
+    subject, before = copy.deepcopy(trained), weights_of(trained)
     planted = FAULTS[name].plant(subject, random.Random(1))
     planted.each_step(0)
     planted.each_step(30)
@@ -86,7 +82,7 @@ def test_a_fault_changes_a_training_and_only_the_block_that_it_names(trained, na
         prefix = f"{'transformer.h' if hasattr(subject.model, 'transformer') else 'model.layers'}."
         changed = {n for n, w in weights_of(subject).items() if not torch.equal(w, before[n])}
         assert {n.removeprefix(prefix).split(".")[0] for n in changed} <= {str(planted.block)}
-    healthy = copied(trained)
+    healthy = copy.deepcopy(trained)
     # Late steps: late gradients need more than eight steps, batches repeat from the fifth on.
     one, other = train(healthy, 12), train(subject, 12, planted.each_step)
     assert one != other or not all(
@@ -95,7 +91,7 @@ def test_a_fault_changes_a_training_and_only_the_block_that_it_names(trained, na
 
 
 def test_a_frozen_block_stays_and_an_expert_that_is_lost_gets_nothing(trained):
-    subject = copied(trained)
+    subject = copy.deepcopy(trained)
     block = FAULTS["frozen_block"].plant(subject, random.Random(0)).block
     frozen = [each.detach().clone() for each in Parts(subject.model).blocks[block].parameters()]
     train(subject, 2)
@@ -114,7 +110,7 @@ def test_a_frozen_block_stays_and_an_expert_that_is_lost_gets_nothing(trained):
 
 
 def test_spectra_are_those_of_plain_linear_algebra(trained):
-    subject = copied(trained)
+    subject = copy.deepcopy(trained)
     parts = Parts(subject.model)
     entropy = UpdateEntropy(subject.model)
     assert entropy() == {}
@@ -201,10 +197,7 @@ def track_of(number, fault="", shift=0.0, steps=360):
 
 
 def scored(track, names):
-    fault = FAULTS.get(track.fault)
-    return Scored(
-        track.name, fault, track.fault_step or 0, track.block, dict(score_all(track, names))
-    )
+    return Scored(track, dict(score_all(track, names)))
 
 
 @pytest.fixture(scope="module")

@@ -14,16 +14,20 @@ from torch import nn
 from geomon import Readings, measure
 from geomon.analysis.queries_keys import LayerAlignment
 from geomon.record import tags
-from recipes.bias_drift.assertions import Series, assertions, bias_claims
+from recipes.bias_drift.assertions import Series, bias_claims, questions
 from recipes.bias_drift.experiment import METRICS, Biased
-from recipes.decoder.self_attention import attention_claims
-from recipes.decoder.shape_of_learning import shape_claims
-from recipes.decoder.stability import one_sign_at_end, trend_correlations
+from recipes.decoder.claims import (
+    attention_questions,
+    one_sign_at_end,
+    shape_questions,
+    trend_correlations,
+)
 from recipes.encoder_decoder.experiment import EncoderDecoder
 from recipes.grokking.data import split, table
 from recipes.grokking.experiment import curve_claims
 from recipes.grokking.leads import CURVES, Course, alarm
 from recipes.overfit.experiment import Overfit
+from recipes.study.claim import answers
 from recipes.study.history import History
 from recipes.study.model import Architecture, Transformer
 
@@ -72,7 +76,7 @@ def test_expansion_is_counted_for_the_paper_by_its_own_estimator():
     for metric in ("anisotropy", "local_anisotropy"):
         course |= layers(metric, *[lambda step: 0.5 + step] * 3)
         course |= {f"{metric}/mean": float, f"{metric}/null": lambda _: 0.25}
-    claims = list(shape_claims([history(course)]))
+    claims = list(answers(shape_questions(), [history(course)]))
     changes = [claim for claim in claims if "dimension" in claim.asserts]
     assert len(changes) == 20
     assert {claim.values for claim in changes} == {(3.0,), (-0.5,)}
@@ -89,7 +93,8 @@ def test_heads_are_counted_on_their_side():
                    "mean_query_share", "anisotropy"):  # fmt: skip
         course |= layers(metric, *[lambda _, n=n: 0.5 / n for n in (1, 2, 3)])
     course |= {"qk_cosine/null_magnitude": lambda _: 0.1, "anisotropy/null": lambda _: 0.1}
-    values = {claim.name: claim.values for claim in attention_claims([history(course)], 128, 32)}
+    claims = answers(attention_questions(128, 32), [history(course)])
+    values = {claim.name: claim.values for claim in claims}
     assert values["almost_all_heads_align"] == (0.75,)
     assert values["some_heads_opposite"] == (0.5,)
     assert values["similar_heads_align_early"] == (0,)
@@ -331,7 +336,7 @@ def test_assertions_measure_what_they_say():
         "queries_and_keys_lengthen": 5.0,
         "queries_and_keys_cosine_without_bias": 0.3,
     }
-    measured = {one.name: one.measure(series) for one in assertions(2048, 64)}
+    measured = {claim.name: measure(series) for _, claim, measure in questions(2048, 64)}
     for name, value in expected.items():
         assert measured[name] == pytest.approx(value), name
     claims = {one.name: one for one in bias_claims("post_norm", [[series]] * 3, 2048, 64)}

@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from recipes.enwik8.model import configuration
-from recipes.enwik8.presets import Preset
+from recipes.enwik8.train import configuration
 from recipes.study.model import Architecture, Transformer
 from recipes.study.text import masked_characters, next_characters
 
@@ -21,8 +20,8 @@ def model(seed=0, **options) -> Transformer:
 
 
 def test_a_causal_pre_norm_model_is_gpt2():
-    preset = Preset(2, 16, 2, 16, 8, 60, 5, 1e-2, 0.0, "32-true")
-    theirs = AutoModelForCausalLM.from_config(configuration("gpt2", 21, preset)).eval()
+    config = configuration("gpt2", 21, SIZES | {"dropout": 0.0})
+    theirs = AutoModelForCausalLM.from_config(config).eval()
     ours = model()
     with torch.no_grad():
         ours.embedding.weight.copy_(theirs.transformer.wte.weight)

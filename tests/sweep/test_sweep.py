@@ -474,7 +474,7 @@ def test_warnings_of_the_same_kind_come_once_and_nothing_stays(run, tmp_path, ca
     ("arguments", "words"),
     [
         ({"model": transformer("gpt2")}, "give a function that builds it"),
-        ({"model": "recipes.enwik8.model:none", "checkpoints": "x"}, "cannot be imported"),
+        ({"model": "recipes.enwik8.train:none", "checkpoints": "x"}, "cannot be imported"),
         ({"model": "math:pi", "checkpoints": "x"}, "math:pi is no function"),
         ({"model": "a", "text": __file__, "inputs": PROBE}, "not both"),
         *(({"model": "a", name: 0}, f"{name} is a whole number")

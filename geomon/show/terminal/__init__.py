@@ -1,6 +1,6 @@
 """Runs in the terminal: an overview, live or printed, and a line for a reading."""
 
-from geomon.show.terminal.overview import format_line, spark, view
+from geomon.show.terminal.overview import Printer, format_line, spark, view
 from geomon.show.terminal.watch import watch
 
-__all__ = ["format_line", "spark", "view", "watch"]
+__all__ = ["Printer", "format_line", "spark", "view", "watch"]

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 
@@ -10,6 +11,7 @@ from geomon.analysis.numbers import number
 from geomon.analysis.summary import alert_sentences, headline
 from geomon.record import Reading, Readings
 from geomon.record.printable import printable
+from geomon.record.sinks import Memory
 from geomon.show.collect import furthest_loss
 
 try:
@@ -137,6 +139,18 @@ def format_line(reading: Reading, readings: Readings | Sequence[Reading]) -> str
     name, loss = furthest_loss(Readings(runs, [reading]))
     parts += [f"{name} {number(loss.values[-1])}"] if loss else []
     return f"step {reading.step}: {', '.join(parts) or f'{len(reading.values)} values'}"
+
+
+class Printer(Memory):
+    """Sink that prints each reading as one line, as `format_line` words it."""
+
+    def write(self, reading: Reading) -> None:
+        """Print a reading."""
+        super().write(reading)
+        shown = Readings([], list(self.readings)).of_stack()
+        # Not by a console of rich: it would write into the bar of another one.
+        sys.stdout.write(printable(format_line(shown[-1], shown)) + "\n")
+        sys.stdout.flush()
 
 
 def safe(words: str, style: str = "") -> Text:

@@ -1,0 +1,340 @@
+"""The recipe's command, on models small enough for a test."""
+
+import math
+import os
+import random
+import shutil
+import signal
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from forks import Forks
+
+from geomon import read, scan
+from recipes.enwik8.text import spread
+from recipes.enwik8.train import PRESETS, Batches, Decoder, bits, main
+
+SMALL = ["--preset", "cpu", "--layers", "2", "--width", "32", "--heads", "2", "--batch", "64",
+         "--steps", "20", "--accelerator", "cpu"]  # fmt: skip
+SUBWORDS = [
+    "--preset", "base", "--layers", "2", "--width", "32", "--heads", "2", "--context", "32",
+    "--batch", "16", "--steps", "20", "--vocabulary", "300", "--precision", "32-true",
+    "--accelerator", "cpu", "--logger", "csv",
+]  # fmt: skip
+ONE_STEP = ["--minutes", "0"]
+# The steps at which a run of twenty updates is read: the first ones, and the last.
+READ = [0, 16, 20]
+# Nothing listens on port 9: no network, whatever the machine has.
+OFFLINE = {"ENWIK8": "", **dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")}
+PREPARATION = """
+import lightning.pytorch.loggers, torch.utils.tensorboard, matplotlib.backends.backend_agg
+import transformers.models.gpt2.modeling_gpt2
+import recipes.enwik8.train
+"""
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Starts the command in a process that need not import anything."""
+    forks, folder = Forks(PREPARATION), tmp_path_factory.mktemp("start")
+
+    def started(*arguments: object) -> Command:
+        environment = OFFLINE | {"GEOMON_CACHE": str(folder / "cache")}
+        return Command(forks, folder, arguments, environment)
+
+    yield started
+    forks.close()
+
+
+class Command:
+    """The command, running: its process, what it prints as it comes, and its errors at the end."""
+
+    def __init__(self, forks, folder, arguments, environment) -> None:
+        self._errors = folder / f"{len(list(folder.iterdir()))}"
+        reader, writer = os.pipe()
+        with self._errors.open("w") as errors:
+            self.process = forks.start(
+                "recipes.enwik8", *arguments, environment=os.environ | environment,
+                stdout=writer, stderr=errors.fileno(),
+            )  # fmt: skip
+        os.close(writer)
+        self.lines = open(reader)  # noqa: SIM115
+
+    def end(self, code: int = 0) -> str:
+        with self.lines:
+            out = self.lines.read()
+        assert self.process.wait(400) == code, self._errors.read_text()
+        return out
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    drawn = random.Random(0)
+    words = ["".join(drawn.choices("abcdefgh", k=drawn.randint(2, 9))) for _ in range(500)]
+    path.write_text("\n".join(" ".join(drawn.choices(words, k=12)) for _ in range(6000)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(start, tmp_path_factory):
+    """A run without data and without network, and its output."""
+    folder = tmp_path_factory.mktemp("recipe") / "run"
+    return folder, start("--out", folder, *SMALL).end()
+
+
+def test_without_network_it_names_its_fallback_and_leaves_everything(finished):
+    folder, out = finished
+    assert "text that Python" in out.splitlines()[0]
+    assert "could not be downloaded" in out.splitlines()[0]
+    assert [reading.step for reading in read(folder)] == READ
+    assert [step for step in range(21) if f"step {step}:" in out] == READ  # a line for each
+    assert (folder / "geometry.png").stat().st_size > 20_000
+    assert list((folder / "tensorboard").glob("events*"))
+    assert (folder / "checkpoints" / "last.ckpt").is_file()
+    each = 64 * 64
+    assert f"20 of 20 steps, {20 * each:,} tokens" in out
+
+
+def test_every_reading_is_a_validation(finished):
+    folder, _ = finished
+    probed = [reading.values["training/probe_loss"] for reading in read(folder)]
+    assert probed == sorted(probed, reverse=True)  # of each step's own weights: the loss falls
+
+
+def test_a_checkpoint_is_scanned_to_the_values_of_the_live_run(finished, tmp_path, monkeypatch):
+    folder, _ = finished
+    model = Decoder(**torch.load(folder / "checkpoints/last.ckpt")["hyper_parameters"])
+    assert model.network.config.n_layer == 2
+    probe = torch.randint(model.hparams["tokens"], (64, 32))
+    found = scan("recipes.enwik8.train:Decoder", checkpoints=folder / "checkpoints",
+                 directory=tmp_path, inputs=probe, device="cpu")  # fmt: skip
+    assert [reading.step for reading in found] == [20]
+
+
+def test_a_resumed_run_has_the_curves_of_an_uninterrupted_one(finished, start, tmp_path):
+    folder, _ = finished
+    command = start("--out", tmp_path / "cut", *SMALL)
+    for line in command.lines:  # a checkpoint at every second step; stopped in the middle
+        if line.startswith("step 16:"):
+            command.process.send_signal(signal.SIGKILL)
+            break
+    command.end(-signal.SIGKILL)
+    assert len(read(tmp_path / "cut")) == 2
+    start("--out", tmp_path / "cut", "--resume", "--accelerator", "cpu").end()
+    whole, cut = read(folder), read(tmp_path / "cut")
+    assert len(cut.runs) == 2
+    assert [reading.step for reading in cut] == [reading.step for reading in whole]
+    for one, other in zip(whole, cut, strict=True):
+        for tag, value in one.values.items():
+            if not tag.startswith("geomon/") and math.isfinite(value):
+                assert other.values[tag] == value, (one.step, tag)
+
+
+def test_ctrl_c_keeps_every_reading(start, tmp_path):
+    command = start("--out", tmp_path / "run", *SMALL, "--steps", 100_000)
+    shown = []
+    for line in command.lines:
+        if line.startswith("step "):
+            shown.append(int(line.split()[1].rstrip(":")))
+        if len(shown) == 3:
+            command.process.send_signal(signal.SIGINT)
+            break
+    command.end(1)  # Lightning's own code for an interrupt
+    assert [r.step for r in read(tmp_path / "run")][:3] == shown == [0, 16, 48]
+
+
+@pytest.fixture(scope="module")
+def whole(start, text, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return folder, start("--out", folder, "--data", text, *SUBWORDS).end()
+
+
+@pytest.fixture(scope="module")
+def sliced(start, text, tmp_path_factory):
+    """Three slices: the folder, and what each printed."""
+    folder = tmp_path_factory.mktemp("sliced") / "run"
+    first = start("--out", folder, "--data", text, *SUBWORDS, *ONE_STEP).end()
+    made = (folder / "text" / "text.npz").stat().st_mtime_ns
+    again = ["--out", folder, "--resume", "--accelerator", "cpu", "--logger", "csv"]
+    printed = [first, start(*again, *ONE_STEP).end(), start(*again).end()]
+    assert (folder / "text" / "text.npz").stat().st_mtime_ns == made
+    return folder, printed
+
+
+def test_slices_say_what_they_did_and_how_to_go_on(sliced):
+    _, printed = sliced
+    each = 16 * 32
+    for out, done in zip(printed, (1, 2, 20), strict=True):
+        assert f"{done} of 20 steps, {done * each:,} tokens" in out
+        assert ("--resume goes on" in out) == (done < 20)
+
+
+def test_slices_give_the_weights_and_the_record_of_an_uninterrupted_run(whole, sliced):
+    one, other = (
+        torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+        for folder, _ in (whole, sliced)
+    )
+    assert one["global_step"] == other["global_step"] == 20
+    assert one["lr_schedulers"] == other["lr_schedulers"]
+    for name, weights in one["state_dict"].items():
+        assert torch.equal(weights, other["state_dict"][name]), name
+    readings, uninterrupted = (read(folder) for folder, _ in (sliced, whole))
+    assert [reading.step for reading in uninterrupted] == READ
+    # Each slice reads once more at its end; whether 16 is read depends on the time that is left.
+    assert {reading.step for reading in readings} - {16} == {0, 1, 2, 20}
+    for tag in ("twonn/mean", "training/probe_loss"):
+        assert readings[-1].values[tag] == uninterrupted[-1].values[tag]
+
+
+def test_a_run_that_has_ended_is_not_trained_on(whole, start, tmp_path):
+    copy = shutil.copytree(whole[0], tmp_path / "copy")
+    out = start("--out", copy, "--resume", "--accelerator", "cpu", "--logger", "csv").end()
+    assert "20 of 20 steps" in out
+    assert [reading.step for reading in read(copy)] == READ
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+
+def error_of(*arguments: object) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main([str(each) for each in arguments])
+    message = str(caught.value)
+    assert message.startswith("error: ")
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "no/such/file"], "no/such/file"),
+        (["--data", "pyproject.toml"], "too short: text, "),
+        (["--resume"], "there is no "),
+        (["--heads", "3"], "must be divisible by num_heads"),
+        (["--context", "100000"], "or a shorter --context"),
+        (["--precision", "foo"], "'foo'"),
+        (["--accelerator", "foo"], "accelerator"),
+        (["--budget", "5"], "between 0 and 1"),
+        (["--budget", "much"], "or '1%' for one per cent"),
+        (["--vocabulary", "100"], "give 257 to 65536, or 0 for characters"),
+    ],
+)
+def test_bad_input_gets_one_clear_line(arguments, message, text, tmp_path, monkeypatch):
+    monkeypatch.setenv("ENWIK8", str(text))
+    assert message in error_of("--preset", "cpu", "--out", tmp_path / "x", *arguments)
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(finished):
+    folder, _ = finished
+    assert "holds a run" in error_of("--out", folder, *SMALL)
+
+
+def test_resume_needs_the_settings_and_the_text_of_the_run(finished, text, monkeypatch):
+    folder, _ = finished
+    assert "seed was 0" in error_of("--out", folder, "--resume", "--seed", 5)
+    assert "data was None" in error_of("--out", folder, "--resume", "--data", text)
+    monkeypatch.setenv("ENWIK8", str(text))
+    assert "needs the text of the run" in error_of("--out", folder, "--resume")
+
+
+# -- model and batches -----------------------------------------------------------------------------
+
+TINY = PRESETS["cpu"] | {
+    "layers": 2, "width": 16, "heads": 2, "context": 8, "batch": 4, "steps": 5, "warmup": 2,
+    "arch": "gpt2", "tokens": 200, "bytes_per_token": 1.0, "seed": 0,
+}  # fmt: skip
+
+
+def model_of(**settings):
+    torch.manual_seed(0)
+    return Decoder(**(TINY | settings)).eval()
+
+
+def logged_by(model, windows):
+    logged = {}
+    model.log = lambda name, value, **options: logged.update({name: value.item()})
+    return model.training_step(windows, 0).item(), logged
+
+
+def test_the_loss_is_logged_in_bits_per_character_or_per_byte():
+    windows = torch.randint(200, (4, 9))
+    loss, logged = logged_by(model_of(), windows)
+    model, probe = model_of(), windows[:, :-1]
+    with torch.no_grad():
+        logits = model(probe)
+    # What a reading gives for windows: all their characters but the first.
+    expected = logged_by(model_of(), probe)[1]["train/bits_per_character"]
+    assert bits(logits, probe).item() == pytest.approx(expected, rel=1e-5)
+    nats = F.nll_loss(logits.log_softmax(2).flatten(0, 1), windows[:, 1:].flatten()).item()
+    assert loss == pytest.approx(nats, rel=1e-5)
+    assert logged == {"train/bits_per_character": pytest.approx(nats / math.log(2), rel=1e-5)}
+    _, logged = logged_by(model_of(vocabulary=300, bytes_per_token=4.0), windows)
+    assert logged == {"train/bits_per_byte": pytest.approx(nats / math.log(2) / 4, rel=1e-5)}
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "llama"])
+def test_dropout_context_and_sizes_arrive_in_the_network(arch):
+    model = model_of(arch=arch, layers=3, width=24, heads=4, context=20, dropout=0.25, tokens=11)
+    config = model.network.config
+    assert (config.num_hidden_layers, config.num_attention_heads) == (3, 4)
+    assert (config.hidden_size, config.vocab_size, config.max_position_embeddings) == (24, 11, 20)
+    if arch == "llama":
+        assert (config.attention_dropout, config.intermediate_size) == (0.25, 64)
+    else:
+        assert (config.attn_pdrop, config.resid_pdrop, config.embd_pdrop) == (0.25,) * 3
+    assert model(torch.zeros(2, 20, dtype=torch.long)).shape == (2, 20, 11)
+    assert len(model.blocks()) == 3
+
+
+def test_only_matrices_decay_and_the_rate_warms_up_and_falls_to_a_tenth():
+    model = model_of(steps=40, warmup=10)
+    (optimizer,), (plan,) = model.configure_optimizers()
+    decay = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    named = dict(model.named_parameters())
+    assert decay.keys() == {id(parameter) for parameter in named.values()}
+    for name, parameter in named.items():
+        vector = name.endswith("bias") or ".ln_" in name
+        assert decay[id(parameter)] == (0.0 if vector else 0.1), name
+    assert plan["interval"] == "step"
+    rates = []
+    for _ in range(40):
+        rates.append(optimizer.param_groups[0]["lr"] / TINY["learning_rate"])
+        optimizer.step()
+        plan["scheduler"].step()
+    np.testing.assert_allclose(rates[:10], np.arange(1, 11) / 10)
+    steps = np.arange(30) / 30
+    np.testing.assert_allclose(rates[10:], 0.1 + 0.9 * (1 + np.cos(np.pi * steps)) / 2)
+
+
+IDS = np.random.default_rng(0).integers(0, 200, 20_000).astype(np.uint8)
+
+
+def trained_on(*, rank=0, step=0, seed=0):
+    model = SimpleNamespace(hparams=TINY | {"seed": seed}, global_rank=rank, global_step=step)
+    batches = Batches(IDS, model)
+    assert len(batches) == TINY["steps"]  # Lightning counts the batches before a resume too
+    return torch.cat(list(batches))
+
+
+def test_training_windows_are_pieces_of_the_text_and_others_on_each_rank_and_seed():
+    first = trained_on()
+    assert first.shape == (20, 9)
+    assert first.dtype == torch.int64
+    assert all(bytes(window.tolist()) in IDS.tobytes() for window in first)
+    seen = [first, trained_on(rank=1), trained_on(rank=2), trained_on(seed=1)]
+    sets = [{tuple(window.tolist()) for window in windows} for windows in seen]
+    assert len(set.union(*sets)) == 80
+    assert torch.equal(trained_on(step=2), first[2 * TINY["batch"] :])
+
+
+def test_windows_are_spread_from_the_first_character_to_the_last():
+    ids = np.arange(100, dtype=np.uint8)
+    assert spread(ids, 10, 4)[:, 0].tolist() == [0, 30, 60, 90]
+    assert spread(ids, 10, 4)[:, -1].tolist() == [9, 39, 69, 99]
+    with pytest.raises(ValueError, match="100 held-out tokens, and 1 windows of 101"):
+        spread(ids, 101, 1)
