@@ -5,6 +5,7 @@ families that are made of blocks and hold most of the parameters are the *stacks
 (`geomon.capture.anatomy.families`).
 """
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -334,7 +335,7 @@ def _stacks(families: list[Family], tree: ModuleTree) -> tuple[Stack, ...]:
     """Make a stack of each family."""
     labels = _name_stacks([_common_path(family, tree) for family in families])
     shared: set[nn.Module] = set()
-    stacks = []
+    stacks: list[Stack] = []
     for family, label in zip(families, labels, strict=True):
         lists = _lists_of_blocks(family, tree)
         second = bool(stacks)
@@ -436,24 +437,22 @@ def _labelled(attentions: list[Attention]) -> tuple[Attention, ...]:
 
 def _common_path(family: Family, tree: ModuleTree) -> list[str]:
     """Return the parts with which the shown names of all members begin."""
-    parts = [shown_name(tree.names[block]).split(".") for block in family]
-    common = []
-    for step in zip(*(p[:-1] for p in parts), strict=False):
-        if len(set(step)) > 1:
-            break
-        common.append(step[0])
-    return common
+    return _shared_parts([shown_name(tree.names[block]).split(".")[:-1] for block in family])
+
+
+def _shared_parts(paths: Sequence[Sequence[str]]) -> list[str]:
+    """Return the parts with which all of several paths begin."""
+    steps = zip(*paths, strict=False)  # until the shortest ends
+    return [step[0] for step in itertools.takewhile(lambda step: len({*step}) == 1, steps)]
 
 
 def _name_stacks(paths: list[list[str]]) -> list[str]:
     """Name stacks by the first parts of their paths that tell them apart; "" for a single one."""
     if len(paths) == 1:
         return [""]
-    ends = paths
-    while all(ends) and len({path[0] for path in ends}) == 1:
-        ends = [path[1:] for path in ends]
-    count = max(map(len, ends))
-    for length in range(1, count + 1):
+    shared = len(_shared_parts(paths))
+    ends = [path[shared:] for path in paths]
+    for length in range(1, max(map(len, ends)) + 1):
         labels = [".".join(path[:length]) for path in ends]
         if len(set(labels)) == len(labels):
             return [label or "main" for label in labels]
