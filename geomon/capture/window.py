@@ -83,7 +83,7 @@ class Window:
     """A context manager that keeps sampled rows of one forward pass.
 
     After the `with`, `snapshot()` gives what was seen. The first pass of each stack counts
-    (`geomon.capture.first_pass.StackPass` has the rule), or in a pipeline the passes of all
+    (`geomon.capture.tracker.Tracker` has the rule), or in a pipeline the passes of all
     micro-batches of a batch, which `snapshots()` gives; calls from other threads and recomputation
     under activation checkpointing are ignored. An error of geomon's own never ends the pass: one
     while a call is looked at becomes a note, and one in opening is raised by `snapshot()`.
