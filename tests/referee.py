@@ -299,7 +299,7 @@ def sampled(window: Window, stack: str, index: int) -> Seen:
         if index == 0:
             entered = stack_pass.entered
             return Seen(entered and stack_pass.without_padding(entered).indices)
-        block, block_call, _ = stack_pass.layer_at(index)
+        block, block_call, _ = stack_pass.layers()[index - 1]
         attention = attention_key(block, names.get(stack, ""))
         if block_call is None or attention is None:
             return Seen()

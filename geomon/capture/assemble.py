@@ -260,7 +260,7 @@ class StackBuilder:
         *,
         alone: bool,
     ) -> None:
-        self._pass = stack_pass
+        self._pass, self._layers = stack_pass, stack_pass.layers()
         self._tokens = stack_pass.tokens
         self._alone = alone
         self._sources = sources
@@ -274,7 +274,7 @@ class StackBuilder:
 
     def layers(self) -> list[Layer]:
         """Build the input of the first block, unless it is of a later stage, and all outputs."""
-        layers = [self._layer(depth) for depth in range(1, self._pass.depth + 1)]
+        layers = [self._layer(depth, *made) for depth, made in enumerate(self._layers, 1)]
         if self._before:
             return layers
         why = self._why_no_rows(ran=bool(self._pass.block_calls))
@@ -284,16 +284,15 @@ class StackBuilder:
     def side_layers(self, label: str, stack: str) -> list[Layer]:
         """Build the cross-attention, or a further attention, of each block that has one."""
         layers = []
-        for depth in range(1, self._pass.depth + 1):
-            block, block_call, name = self._pass.layer_at(depth)
+        for depth, (block, block_call, name) in enumerate(self._layers, 1):
             index = block.attention_index(label)
             if index is None or not self._sources & _HEADS_ONLY:
                 continue
             place = self._before + depth
             captured, missing = self._head_views(place, block, block_call, index, stack)
-            name = f"{name}.{block.attentions[index].name}"
+            shown = f"{name}.{block.attentions[index].name}"
             part = Part(heads=self._head_numbers(block, block_call, index))
-            layers.append(Layer(place, name, captured, missing, stack, _HEADS_ONLY, part=part))
+            layers.append(Layer(place, shown, captured, missing, stack, _HEADS_ONLY, part=part))
         if any(layer.captured for layer in layers):
             return layers
         if self._pass.block_calls and label != CROSS:
@@ -309,7 +308,7 @@ class StackBuilder:
         """
         rows, name = self._pass.normed or (None, FINAL_NORM)
         why = _NO_FINAL_NORM if self._pass.block_calls else self._not_run
-        return self._of_hidden_states(self._before + self._pass.depth, name, rows, why, stack)
+        return self._of_hidden_states(self._before + len(self._layers), name, rows, why, stack)
 
     def _of_hidden_states(
         self, depth: int, name: str, kept: SampledRows | None, why: str, stack: str
@@ -338,8 +337,7 @@ class StackBuilder:
         if depth not in depths:
             depths.append(depth)
 
-    def _layer(self, depth: int) -> Layer:
-        block, block_call, name = self._pass.layer_at(depth)
+    def _layer(self, depth: int, block: Block, block_call: BlockCall | None, name: str) -> Layer:
         depth += self._before
         stack = self._pass.stack.name
         kept = None if block_call is None else block_call.hidden

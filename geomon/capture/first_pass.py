@@ -157,12 +157,6 @@ class StackPass:
         self._along: int | None = None
         self._along_is_known = place.shards == 1
 
-    @property
-    def counts_calls(self) -> bool:
-        """Whether each call is a layer: a block came again, or behind one that follows it."""
-        pairs = itertools.pairwise(self.block_calls)
-        return any(call.block >= following.block for call, following in pairs)
-
     # -- which rows are kept ---------------------------------------------------------------------
 
     @property
@@ -245,10 +239,17 @@ class StackPass:
 
     # -- which layers they make ------------------------------------------------------------------
 
-    @property
-    def depth(self) -> int:
-        """Number of layers: of blocks, or of calls (see `counts_calls`)."""
-        return len(self.block_calls) if self.counts_calls else len(self.stack.blocks)
+    def layers(self) -> list[tuple[Block, BlockCall | None, str]]:
+        """List the block of each layer, its call (None if it was not called) and a name.
+
+        Each call is a layer if a block came again, or behind one that follows it.
+        """
+        blocks, calls = self.stack.blocks, self.block_calls
+        if any(call.block >= following.block for call, following in itertools.pairwise(calls)):
+            numbered = [(blocks[call.block], call) for call in calls]
+            return [(b, call, f"{b.name}, call {n}") for n, (b, call) in enumerate(numbered, 1)]
+        by_block = {call.block: call for call in calls}
+        return [(block, by_block.get(n), block.name) for n, block in enumerate(blocks)]
 
     def is_routed(self, shape: Shape) -> bool:
         """Whether hidden states are of some tokens, which only some of the blocks are given.
@@ -268,16 +269,6 @@ class StackPass:
     def _longest(self) -> Shape:
         """Shape of the hidden states of most tokens that a block was given, without the width."""
         return max(map(self.shape_at, self.block_calls), key=math.prod, default=())
-
-    def layer_at(self, depth: int) -> tuple[Block, BlockCall | None, str]:
-        """Return the block of a layer, its call (None if it was not called) and a name."""
-        if self.counts_calls:
-            block_call = self.block_calls[depth - 1]
-            block = self.stack.blocks[block_call.block]
-            return block, block_call, f"{block.name}, call {depth}"
-        block = self.stack.blocks[depth - 1]
-        calls = (call for call in self.block_calls if call.block == depth - 1)
-        return block, next(calls, None), block.name
 
 
 def _is_part(shape: Shape, whole: Shape) -> bool:

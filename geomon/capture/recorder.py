@@ -124,8 +124,7 @@ class AttentionRecorder:
                     if call.rule is not None and call.query.shape[0] == 1:
                         stack_pass.tokens.take_begins(call.query.shape[2], call.rule.begins)
                     if call.mask is not None:
-                        mask = _over_tokens(call.mask, columns[1])
-                        self._keep_hidden_keys(current, index, len(call.query), mask)
+                        _take_hidden_keys(current, index, len(call.query), call.mask, columns[1])
                 self._keep_max_logits(seen, call)
             except NotUnderstoodError as error:
                 inside = block_call.running_attention == index
@@ -184,8 +183,9 @@ class AttentionRecorder:
                 if call.joined:  # how far they are above the logit of the sink
                     arranged = arranged[..., :-1] - arranged[..., -1:]
                 self._keep_max_logits(seen, arranged)
-                own = _over_tokens(arranged, columns[1])
-                self._keep_hidden_keys(current, index, len(arranged), own, are_scores=True)
+                _take_hidden_keys(
+                    current, index, len(arranged), arranged, columns[1], are_scores=True
+                )
 
     def on_choice(self, scores: Tensor, chosen: Tensor) -> None:
         """Count which experts the tokens of a block choose (see `TapObserver`).
@@ -233,26 +233,33 @@ class AttentionRecorder:
 
     def _keep_max_logits(self, seen: SeenAttention, given: Arguments | Tensor) -> None:
         """Keep the largest scores of a call, given by its arguments or by arranged scores."""
-        if not self._wants_max_logits or seen.call is None:
-            return
-        if isinstance(given, Tensor):
-            found = max_logits_of_scores(given)
-        else:
-            found = max_logits_of_call(given)
-        kept = seen.max_logits
-        if not kept or kept[0].shape[1] == found.shape[1]:
-            kept.append(found)
+        if self._wants_max_logits:
+            found = (
+                max_logits_of_scores(given)
+                if isinstance(given, Tensor)
+                else max_logits_of_call(given)
+            )
+            if not seen.max_logits or seen.max_logits[0].shape[1] == found.shape[1]:
+                seen.max_logits.append(found)
 
-    def _keep_hidden_keys(
-        self, current: Current, index: int, sequences: int, mask: Tensor, *,
-        are_scores: bool = False,
-    ) -> None:  # fmt: skip
-        """Keep which keys an attention hides from every query: they may be padding."""
-        stack_pass, block_call, block = current
-        role = role_of_keys(block, block_call, index)
-        stack_pass.tokens.padding.take_attention(
-            role, sequences, local_shard(mask), are_scores=are_scores
-        )
+
+def _take_hidden_keys(
+    current: Current, index: int, sequences: int, mask: Tensor, keys: Columns | None, *,
+    are_scores: bool = False,
+) -> None:  # fmt: skip
+    """Keep which keys an attention hides from every query: they may be padding.
+
+    The mask, or masked scores, may have other keys beside those that are tokens of the block.
+    """
+    stack_pass, block_call, block = current
+    if keys is not None and keys.tokens is not None and mask.shape[-1] == keys.tokens.shape[1]:
+        own = np.flatnonzero((keys.tokens >= 0).all(axis=0))
+        if len(own) < mask.shape[-1] and (np.diff(keys.tokens[:, own], axis=1) == 1).all():
+            mask = mask[..., torch.from_numpy(own)]
+    role = role_of_keys(block, block_call, index)
+    stack_pass.tokens.padding.take_attention(
+        role, sequences, local_shard(mask), are_scores=are_scores
+    )
 
 
 def role_of_keys(block: Block, block_call: BlockCall, index: int) -> str:
@@ -298,15 +305,6 @@ def _are_tokens(given: Arguments, query: Columns | None, shape: tuple[int, ...])
     sequences, _, queries, _ = given.query.shape
     traced = query is not None and query.tokens is not None
     return traced or not shape or sequences * queries == math.prod(shape)
-
-
-def _over_tokens(mask: Tensor, keys: Columns | None) -> Tensor:
-    """Take those keys of a mask, or of masked scores, that are tokens of the block."""
-    if keys is None or keys.tokens is None or mask.shape[-1] != keys.tokens.shape[1]:
-        return mask
-    own = np.flatnonzero((keys.tokens >= 0).all(axis=0))
-    in_order = (np.diff(keys.tokens[:, own], axis=1) == 1).all()
-    return mask[..., torch.from_numpy(own)] if len(own) < mask.shape[-1] and in_order else mask
 
 
 def _index_of_softmax(block: Block, block_call: BlockCall, *, made: bool) -> int | None:

@@ -208,28 +208,24 @@ class Tracker:
             entered: The hidden states that it is given; None if they are not known.
         """
         stack_pass = self.passes[number]
-        block_call = self._verdict(stack_pass, index, module, entered)
-        if self.is_inferring(number):
-            block_call = None
+        counts = self._counts(number, index, module, entered)
+        if counts and not _goes_on(stack_pass, index, module):
+            stack_pass.block_calls.append(BlockCall(index))
+        block_call = stack_pass.block_calls[-1] if counts else None
+        if block_call is not None:
+            block_call.called.add(id(module))
         self._running.append((module, stack_pass, block_call))
         return block_call
 
-    def _verdict(
-        self, stack_pass: StackPass, index: int, module: nn.Module, entered: Tensor | None
-    ) -> BlockCall | None:
+    def _counts(self, number: int, index: int, module: nn.Module, entered: Tensor | None) -> bool:
         if entered is not None and (why := _why_no_rows(entered)) is not None:
             self.no_rows = why
-            return None
-        calls = stack_pass.block_calls
-        if stack_pass.over:
-            return None
-        goes_on = calls and calls[-1].block == index and id(module) not in calls[-1].called
-        if not goes_on:
-            if not stack_pass.running and any(call.block == index for call in calls):
-                return None
-            calls.append(BlockCall(index))
-        calls[-1].called.add(id(module))
-        return calls[-1]
+            return False
+        stack_pass = self.passes[number]
+        if self.is_inferring(number) or stack_pass.over:
+            return False
+        again = any(call.block == index for call in stack_pass.block_calls)
+        return stack_pass.running or not again or _goes_on(stack_pass, index, module)
 
     def end_call(self, module: nn.Module) -> tuple[StackPass, BlockCall] | None:
         """Remove a block's call from those that run, and calls inside that an exception ended."""
@@ -285,6 +281,12 @@ class Tracker:
             stack_pass.leaving = None
             earlier.append(stack_pass)
             self.passes[number] = self._new_pass(number, len(earlier))
+
+
+def _goes_on(stack_pass: StackPass, index: int, module: nn.Module) -> bool:
+    """Whether a call goes on with the last one, of a block that is a list of modules."""
+    last = stack_pass.block_calls[-1:]
+    return any(call.block == index and id(module) not in call.called for call in last)
 
 
 def _why_no_rows(entered: Tensor) -> str | None:
