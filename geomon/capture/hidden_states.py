@@ -70,34 +70,59 @@ class HiddenStates:
         stack_pass: StackPass,
         block_call: BlockCall,
         module: nn.Module,
+        given: list[Any],
         entered: Tensor | None,
         *,
         sees_between: bool,
     ) -> None:
-        """Take what enters a block whose call counts.
+        """Take what enters a block whose call counts, and follow it through the call.
 
         Args:
             stack_pass: The pass of its stack.
             block_call: Its call, which is the last one.
             module: The block, or the part of it that is called.
-            entered: The hidden states that it is given; None if they are not known.
+            given: Everything that it is given.
+            entered: The hidden states among that; None if they are not known.
             sees_between: Whether operators between the blocks are seen.
         """
-        index, earlier = block_call.block, stack_pass.block_calls[:-1]
         rows = None
         if entered is not None:
             rows = move_width_last(local_shard(entered), module, entering=True)
-            part = self._part(stack_pass, entered, rows)
-            block_call.shape = None if part is None else part.shape
-            block_call.entered = tuple(entered.shape)
-            place = place_of(entered)
-            block_call.handed_on = stack_pass.left in (None, place)
-            if not block_call.handed_on:
-                again = any(call.block == index for call in earlier)
-                if again and not self.stream.origins(entered):
-                    stack_pass.remarks[_RESTARTS] = None
-                if self._entered is not None and earlier and place == place_of(self._entered):
-                    stack_pass.remarks[_SIDE_BY_SIDE] = None
+        if len(block_call.called) == 1:
+            if entered is not None and rows is not None:
+                self._place(stack_pass, block_call, entered, rows)
+            self._take_before(stack_pass, module, entered, rows, sees_between=sees_between)
+        block_call.finished = False
+        is_whole = rows is not None and tuple(rows.shape[:-1]) == block_call.shape
+        block_call.provenance.start(given, rows if is_whole else None)  # others: on other ranks
+
+    def _place(
+        self, stack_pass: StackPass, block_call: BlockCall, entered: Tensor, rows: Tensor
+    ) -> None:
+        """Say where a call stands among those before, by what it is given."""
+        earlier, place = stack_pass.block_calls[:-1], place_of(entered)
+        part = self._part(stack_pass, entered, rows)
+        block_call.shape = None if part is None else part.shape
+        block_call.entered = tuple(entered.shape)
+        block_call.handed_on = stack_pass.left in (None, place)
+        if not block_call.handed_on:
+            again = any(call.block == block_call.block for call in earlier)
+            if again and not self.stream.origins(entered):
+                stack_pass.remarks[_RESTARTS] = None
+            if self._entered is not None and earlier and place == place_of(self._entered):
+                stack_pass.remarks[_SIDE_BY_SIDE] = None
+
+    def _take_before(
+        self,
+        stack_pass: StackPass,
+        module: nn.Module,
+        entered: Tensor | None,
+        rows: Tensor | None,
+        *,
+        sees_between: bool,
+    ) -> None:
+        """Copy what enters the first block; of a later one, what it says of the block before."""
+        *earlier, block_call = stack_pass.block_calls
         self._entered = entered
         if not earlier:
             stack_pass.mode = "train" if module.training else "eval"
@@ -107,21 +132,11 @@ class HiddenStates:
                 stack_pass.tokens.landmarks = copy_rows(rows, places)
             return
         before = earlier[-1]
-        if entered is not None and index == before.block + 1:
+        if entered is not None and block_call.block == before.block + 1:
             self._take_sum(stack_pass, before, entered, module, sees_between=sees_between)
-        if stack_pass.stack.entering and index > before.block:  # else other rows may come again
+        # Else other rows may come again.
+        if stack_pass.stack.entering and block_call.block > before.block:
             before.hidden = self._sample(stack_pass, entered, module, entering=True)
-
-    def start_provenance(
-        self, block_call: BlockCall, module: nn.Module, given: list[Any], entered: Tensor | None
-    ) -> None:
-        """Follow what a block is given through its call."""
-        block_call.finished = False
-        if entered is not None:
-            entered = move_width_last(local_shard(entered), module, entering=True)
-            if tuple(entered.shape[:-1]) != block_call.shape:  # others are on other ranks
-                entered = None
-        block_call.provenance.start(given, entered)
 
     def leave(
         self,

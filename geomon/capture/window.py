@@ -566,17 +566,16 @@ class Window:
         block_call = self._tracker.begin_call(number, index, module, entered)
         if block_call is None:
             return
-        if len(block_call.called) == 1:
-            if len(stack_pass.block_calls) == 1:
-                stack_pass.tokens.take_arguments(module, args, kwargs)
-            self._states.enter(
-                stack_pass, block_call, module, entered, sees_between=self._sees_between
-            )
+        if len(block_call.called) == 1 == len(stack_pass.block_calls):
+            stack_pass.tokens.take_arguments(module, args, kwargs)
+        self._states.enter(
+            stack_pass, block_call, module, [args, kwargs], entered,
+            sees_between=self._sees_between,
+        )  # fmt: skip
         if "weights" in self._sources and self._place.shards == 1 and not block_call.weight_norms:
             # Its optimizer step is to come.
             block = stack_pass.stack.blocks[index]
             block_call.weight_norms = weight_norms(unwrap(block.module))
-        self._states.start_provenance(block_call, module, [args, kwargs], entered)
 
     @property
     def _sees_between(self) -> bool:

@@ -306,24 +306,11 @@ def leading_lists(family: Family) -> Family:
 
 
 def _ends_in_residual(member: nn.Module) -> bool:
-    """Whether a list holds one sublayer, and behind it what adds its output to the stream."""
-    children = list(member.children())
-    if not isinstance(member, nn.ModuleList) or isinstance(children[-1], NOT_CALLABLE):
+    """Whether a list ends in what adds a sublayer's output to the stream: it is given both."""
+    last = [*member.children()][-1]
+    if not isinstance(member, nn.ModuleList) or isinstance(last, NOT_CALLABLE):
         return False
-    sizes = [_size(child) for child in children]
-    if _takes_two(children[-1]):  # a gate may have more parameters than what it adds
-        sizes[-1] = 0
-    largest = sizes.index(max(sizes))
-    return (
-        largest < len(sizes) - 1
-        and 4 * sizes[largest] > 3 * sum(sizes)
-        and not isinstance(children[largest], NOT_CALLABLE)
-    )
-
-
-def _takes_two(module: nn.Module) -> bool:
-    """Whether a module has to be given two values: the stream, and what is added to it."""
-    parameters = inspect.signature(module.forward).parameters.values()
+    parameters = inspect.signature(last.forward).parameters.values()
     return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters) > 1
 
 
