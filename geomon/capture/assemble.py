@@ -274,12 +274,12 @@ class StackBuilder:
 
     def layers(self) -> list[Layer]:
         """Build the input of the first block, unless it is of a later stage, and all outputs."""
-        layers = [self._layer(depth, *made) for depth, made in enumerate(self._layers, 1)]
-        if self._before:
-            return layers
-        why = self._why_no_rows(ran=bool(self._pass.block_calls))
-        stack, entered = self._pass.stack.name, self._pass.entered
-        return [self._of_hidden_states(0, "input of the blocks", entered, why, stack), *layers]
+        first: list[Layer] = []
+        if not self._before:
+            why = self._why_no_rows(ran=bool(self._pass.block_calls))
+            stack, entered = self._pass.stack.name, self._pass.entered
+            first = [self._of_hidden_states(0, "input of the blocks", entered, why, stack)]
+        return [*first, *(self._layer(depth, *made) for depth, made in enumerate(self._layers, 1))]
 
     def side_layers(self, label: str, stack: str) -> list[Layer]:
         """Build the cross-attention, or a further attention, of each block that has one."""
@@ -291,7 +291,7 @@ class StackBuilder:
             place = self._before + depth
             captured, missing = self._head_views(place, block, block_call, index, stack)
             shown = f"{name}.{block.attentions[index].name}"
-            part = Part(heads=self._head_numbers(block, block_call, index))
+            part = Part(heads=self._head_numbers(block_call, index))
             layers.append(Layer(place, shown, captured, missing, stack, _HEADS_ONLY, part=part))
         if any(layer.captured for layer in layers):
             return layers
@@ -365,7 +365,7 @@ class StackBuilder:
             more, lacking = beside(heads)
             captured, missing = captured | more, missing | lacking
             if len(indices) == 1:
-                part = replace(part, heads=self._head_numbers(block, block_call, indices[0]))
+                part = replace(part, heads=self._head_numbers(block_call, indices[0]))
         elif block.attends and block_call is not None:
             self._remark("attention", depth, _BY_NAME_ALONE, stack)
         sources |= _HEADS_ONLY if has_heads else set()
@@ -489,25 +489,12 @@ class StackBuilder:
             captured |= dict(zip(_PROJECTED_SEQUENCES, sequences, strict=True))
         return captured, missing
 
-    def _head_numbers(
-        self, block: Block, block_call: BlockCall | None, index: int
-    ) -> dict[str, tuple[int, ...]]:
-        """Number the heads of an attention if other ranks may have others.
-
-        If the heads were not traced, the named projections tell which of them are the first.
-        """
+    def _head_numbers(self, block_call: BlockCall | None, index: int) -> dict[str, tuple[int, ...]]:
+        """Number the heads of an attention, which were traced, if other ranks may have others."""
         if block_call is None or not self._is_part or index not in block_call.attentions:
             return {}
         seen = block_call.attentions[index]
         numbers = dict(seen.numbers)
-        call = seen.call
-        if call is not None and index < len(block.attentions):
-            projections = block.attentions[index].projections
-            counts = {"query": call.heads, "key": call.key_heads}
-            for view, module in (("query", projections.query), ("key", projections.key)):
-                first = block_call.firsts.get(id(module))
-                if view not in numbers and first is not None:
-                    numbers[view] = tuple(range(first, first + counts[view]))
         if seen.projected is None:  # queries and keys as attended stand for them
             numbers |= {f"projected_{v}": numbers[v] for v in ("query", "key") if v in numbers}
         return numbers

@@ -53,9 +53,9 @@ class BlockCall:
         attentions: What was seen of each attention.
         provenance: What follows tensors through the call.
         finished: Whether nothing more is followed.
-        inputs: Inputs of the modules that are projecting, by the address of the module.
+        inputs: Inputs of the modules that are projecting, and the number of their first feature
+            among those of all ranks, by the address of the module.
         outputs: Outputs of projections that are modules, with their shapes, by the same.
-        firsts: Number of the first feature of each of these modules, among those of all ranks.
         weight_norms: Frobenius norm of the block's matrices of weights by name; empty if they were
             not read.
         expert_counts: How often the tokens chose each expert; None without experts.
@@ -72,9 +72,8 @@ class BlockCall:
     attentions: dict[int, SeenAttention] = field(default_factory=dict)
     provenance: Provenance = field(default_factory=Provenance)
     finished: bool = False
-    inputs: dict[int, Tensor] = field(default_factory=dict)
+    inputs: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
     outputs: dict[int, tuple[Projection, Shape]] = field(default_factory=dict)
-    firsts: dict[int, int] = field(default_factory=dict)
     weight_norms: dict[str, Tensor] = field(default_factory=dict)
     expert_counts: Tensor | None = None
 

@@ -610,18 +610,17 @@ class Window:
     def _on_projecting(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         current, given = self._tracker.current, first_tensor([*args, *kwargs.values()])
         if current is not None and given is not None:
-            current[1].inputs[id(module)] = given
             # FSDP has gathered the weight by now: what is sharded is so by tensor parallelism.
-            current[1].firsts[id(module)] = first_feature(module)
+            current[1].inputs[id(module)] = given, first_feature(module)
 
     def _on_projected(self, module: nn.Module, output: Any) -> None:
         current, output = self._tracker.current, first_tensor(output)
-        given = None if current is None else current[1].inputs.pop(id(module), None)
-        if current is None or given is None or output is None:
+        taken = None if current is None else current[1].inputs.pop(id(module), None)
+        if current is None or taken is None or output is None:
             return
         # The width of a convolution's output is not its last dimension.
         output = move_width_last(local_shard(output), module, entering=False)
-        first = current[1].firsts.get(id(module), 0)
+        given, first = taken
         found = current[1].provenance.projected(output, local_shard(given), first)
         if found is not None:
             current[1].outputs.setdefault(id(module), (found, tuple(output.shape[:-1])))

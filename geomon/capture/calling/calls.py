@@ -229,6 +229,9 @@ class FirstCall:
             gradients comes after one without.
         after: Called when it has ended, with what has ended it or None.
         between: Called in place of `after` when a call without gradients has returned.
+
+    Attributes:
+        came: Whether a call has come.
     """
 
     def __init__(
@@ -243,7 +246,7 @@ class FirstCall:
         self._before = before
         self._after = after
         self._between = between
-        self._came = False
+        self.came = False
         self._thread = threading.get_ident()
 
     def begin(self) -> None:
@@ -258,11 +261,6 @@ class FirstCall:
         """List the modules that may be compiled in place."""
         return self._kept
 
-    @property
-    def came(self) -> bool:
-        """Whether a call has come."""
-        return self._came
-
     def takes(self, module: nn.Module) -> bool:
         """Whether a call is the one that is waited for.
 
@@ -272,7 +270,7 @@ class FirstCall:
         return (
             threading.get_ident() == self._thread
             and private.graph_task() == -1
-            and (torch.is_grad_enabled() or not self._came)
+            and (torch.is_grad_enabled() or not self.came)
             and (id(module) in self._modules or id(unwrap(module)) in self._modules)
         )
 
@@ -285,7 +283,7 @@ class FirstCall:
             kwargs: Arguments by name.
         """
         self.end()
-        self._came, last = True, torch.is_grad_enabled()
+        self.came, last = True, torch.is_grad_enabled()
         self._before()
         try:
             output = nn.Module.__call__(module, *args, **kwargs)
