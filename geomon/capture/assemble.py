@@ -207,7 +207,7 @@ def build_snapshot(
         return Snapshot([], PassInfo(0, "", "", notes))
     dtype = str(first.dtype).removeprefix("torch.") if run else ""
     info = PassInfo(min(rows, default=0), first.mode, dtype, notes, batch=first.tokens.checksum)
-    every = [*layers, *matrices]
+    every = [*layers, *(matrices if run else ())]
     moved = [layer.to(device, wait=False) for layer in every]
     if wait and device == HOST:
         wait_for_copies(set().union(*(layer.devices for layer in every)))

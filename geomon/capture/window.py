@@ -41,7 +41,6 @@ from geomon.capture.snapshot import (
     FINAL_NORM,
     HOST,
     UNEMBEDDING,
-    Layer,
     Snapshot,
     source_of,
 )
@@ -280,6 +279,7 @@ class Window:
         self, passes: Sequence[StackPass], device: torch.device, *, wait: bool
     ) -> Snapshot:
         """Build the snapshot of a pass through all stacks."""
+        matrices, sampler = self._found_matrices(), self._tracker.memory().sampler
         texts = [
             f"a hook failed, and what it looks at is missing: {failure}"
             for failure in dict.fromkeys(self._failures)
@@ -292,7 +292,7 @@ class Window:
         seen = self._sees_attention()
         texts += [
             f"{name}: {_ADAPTED}"
-            for name, module in self._found_matrices().items()
+            for name, module in matrices.items()
             if any(module is adapted for adapted in self._anatomy.adapted)
         ]
         # Behind the last block of a stage attention may be that of another part of the model.
@@ -305,7 +305,7 @@ class Window:
         return build_snapshot(
             passes,
             self._sources,
-            matrices=self._matrices(),
+            matrices=(matrix_layer(name, m, sampler) for name, m in matrices.items()),
             final_norm=FINAL_NORM in self._extra,
             other_thread=self._tracker.other_thread,
             no_rows=self._tracker.no_rows,
@@ -313,14 +313,6 @@ class Window:
             device=device,
             wait=wait,
         )
-
-    def _matrices(self) -> list[Layer]:
-        """Make the layers of the matrices of weights that are asked for."""
-        if not any(stack_pass.block_calls for stack_pass in self._tracker.passes):
-            return []
-        found = self._found_matrices()
-        sampler = self._tracker.memory().sampler
-        return [matrix_layer(name, module, sampler) for name, module in found.items()]
 
     def _found_matrices(self) -> dict[str, nn.Module | None]:
         """Find the modules that hold the matrices that are asked for."""

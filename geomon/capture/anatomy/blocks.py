@@ -252,7 +252,8 @@ def _families(
 ) -> tuple[list[Family], list[LeftOut]]:
     """Find the families that are watched, and the others."""
     if blocks is not None:
-        return group_by_pattern(choose_blocks(model, blocks, tree.names), tree.names), []
+        chosen = choose_blocks(model, blocks, tree.names)
+        return [*group_by_pattern(chosen, tree.names).values()], []
     found, left_out = find_families(tree)
     if found:
         return found, left_out
@@ -276,7 +277,7 @@ def _around_tables(
     found: set[nn.Module] = set()
     for table in embeddings:
         for module in tree.above(table):
-            if not inside.isdisjoint(module.modules()) or tree.holder(module) is None:
+            if not inside.isdisjoint(module.modules()) or tree.holders.get(module) is None:
                 break
             if module not in found and not isinstance(module, NOT_CALLABLE):
                 found.add(module)
@@ -320,7 +321,7 @@ def _makes_rows_of(output: nn.Module | None, table: nn.Module) -> bool:
 
 def _is_adapted(matrix: nn.Module, tree: ModuleTree) -> bool:
     """Whether a module of the same widths around a matrix has parameters of its own."""
-    around = tree.holder(matrix)
+    around = tree.holders.get(matrix)
     says = {said(around, name) for name in ("in_features", "out_features")}
     if around is None or says != {*(find_widths(matrix) or ())}:
         return False
@@ -359,7 +360,7 @@ def _stacks(families: list[Family], tree: ModuleTree) -> tuple[Stack, ...]:
 
 def _lists_of_blocks(family: Family, tree: ModuleTree) -> dict[nn.Module, Sequence[nn.Module]]:
     """Find the lists of sublayers that make each block, by the first one; {} for other blocks."""
-    holder = tree.holder(family[0])
+    holder = tree.holders.get(family[0])
     siblings = list(holder) if isinstance(holder, nn.ModuleList) else []
     if leading_lists(siblings) != family:
         return {}

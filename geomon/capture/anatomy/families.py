@@ -94,11 +94,12 @@ class ModuleTree:
 
     Attributes:
         names: Name of each module, outer modules before those inside.
+        holders: The module that holds each; the model has none.
     """
 
     def __init__(self, model: nn.Module, *, lists: bool = False) -> None:
         self.names: dict[nn.Module, str] = {}
-        self._holders: dict[nn.Module, nn.Module] = {}
+        self.holders: dict[nn.Module, nn.Module] = {}
         self._add(model, None, "")
         waiting = [*self.names] if lists else []
         for module in waiting:  # which grows meanwhile
@@ -112,7 +113,7 @@ class ModuleTree:
 
     def _add(self, module: nn.Module, holder: nn.Module | None, name: str) -> None:
         if holder is not None:
-            self._holders[module] = holder
+            self.holders[module] = holder
             name = f"{self.names[holder]}.{name}".removeprefix(".")
         self.names[module] = name
         for inner, child in module.named_children():
@@ -121,13 +122,9 @@ class ModuleTree:
 
     def above(self, module: nn.Module) -> Iterator[nn.Module]:
         """Iterate over the modules around one, the innermost first."""
-        while (holder := self._holders.get(module)) is not None:
+        while (holder := self.holders.get(module)) is not None:
             yield holder
             module = holder
-
-    def holder(self, module: nn.Module) -> nn.Module | None:
-        """Return the module that holds one; None for the model itself."""
-        return self._holders.get(module)
 
 
 def _members(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -172,12 +169,14 @@ def _refuse_lists(blocks: Sequence[nn.Module], names: Mapping[nn.Module, str]) -
             )
 
 
-def group_by_pattern(modules: Iterable[nn.Module], names: Mapping[nn.Module, str]) -> list[Family]:
+def group_by_pattern(
+    modules: Iterable[nn.Module], names: Mapping[nn.Module, str]
+) -> dict[str, Family]:
     """Group modules whose names differ by a number alone."""
     families: dict[str, Family] = defaultdict(list)
     for module in modules:
         families[pattern_of(names[module])].append(module)
-    return list(families.values())
+    return families
 
 
 def find_families(tree: ModuleTree) -> tuple[list[Family], list[LeftOut]]:
@@ -216,24 +215,27 @@ def _numbered_families(tree: ModuleTree) -> dict[str, Family]:
 
     A single module is a family if it is in a container, not if its name merely has a number.
     """
-    families: dict[str, Family] = defaultdict(list)
-    for module, name in tree.names.items():
-        last = name.rpartition(".")[2]
-        if any(c.isdigit() for c in last) and has_children(module) and _size(module) > 0:
-            families[pattern_of(name)].append(module)
+    numbered = (
+        module
+        for module, name in tree.names.items()
+        if any(c.isdigit() for c in name.rpartition(".")[2])
+        and has_children(module)
+        and _size(module) > 0
+    )
+    families = group_by_pattern(numbered, tree.names)
     return {
         pattern: family
         for pattern, family in families.items()
         if len(family) > 1
         or pattern.rpartition(".")[2] == "#"
-        or isinstance(tree.holder(family[0]), CONTAINERS)
+        or isinstance(tree.holders.get(family[0]), CONTAINERS)
     }
 
 
 def _expand(pattern: str, families: dict[str, Family], tree: ModuleTree) -> list[Family]:
     """Return the family itself, or the families of blocks that its members only hold."""
     family = families[pattern]
-    holder = tree.holder(family[0])
+    holder = tree.holders.get(family[0])
     for candidate in [p for p in families if p.startswith(f"{pattern}.")]:  # outer ones first
         inner = families[candidate]
         if _ATTENTION_NAME.search(candidate.rpartition(".")[2]):
@@ -256,7 +258,7 @@ def _are_lists_of_heads(family: Family, tree: ModuleTree) -> bool:
     """Whether the members are heads of attentions, which are run on the same hidden states."""
     lists: dict[Any, list[Projections | None]] = defaultdict(list)
     for member in family:
-        lists[tree.holder(member)].append(find_projections(member))
+        lists[tree.holders.get(member)].append(find_projections(member))
     return all(map(are_heads, lists.values()))
 
 
@@ -316,7 +318,7 @@ def _ends_in_residual(member: nn.Module) -> bool:
 
 def are_first_parts(family: Family, tree: ModuleTree) -> bool:
     """Whether each member is the first of several modules in a list of its own."""
-    lists = map(tree.holder, family)
+    lists = map(tree.holders.get, family)
     return all(
         isinstance(siblings, nn.ModuleList)
         and siblings[0] is member
