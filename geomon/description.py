@@ -331,11 +331,12 @@ class _SeenModel:
 
     def attends_elsewhere(self, stack: Stack, label: str) -> bool:
         """Whether the keys of an attention are not those of the stack."""
-        return self._window.attends_elsewhere(stack.name, label)
+        return any(x.other_source for x in self._window.attentions(stack.name, label))
 
     def projects(self, stack: Stack, label: str) -> bool:
         """Whether queries and keys were found as projected."""
-        return self._window.projects(stack.name, label)
+        found = self._window.attentions(stack.name, label)
+        return any(x.projected is not None for x in found)
 
     def padding(self, anatomy: Anatomy) -> str:
         """Say what the padding was known by in the pass."""

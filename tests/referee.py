@@ -297,15 +297,20 @@ def sampled(window: Window, stack: str, index: int) -> Seen:
         if stack != stack_pass.stack.name and stack not in names:
             continue
         if index == 0:
-            return Seen(stack_pass.entered and stack_pass.entered.indices)
-        block, block_call, _ = stack_pass.layer_at(index)
+            entered = stack_pass.entered
+            return Seen(entered and stack_pass.without_padding(entered).indices)
+        block, block_call, _ = stack_pass.layers()[index - 1]
         attention = attention_key(block, names.get(stack, ""))
         if block_call is None or attention is None:
             return Seen()
         seen = block_call.seen(attention)
-        call, (query, key) = seen.call, seen.projected or (None, None)
+        call, hidden = seen.call, block_call.hidden
+        query, key = (
+            stack_pass.tokens.without_padding(rows, rows.shape) if rows else None
+            for rows in seen.projected or (None, None)
+        )
         return Seen(
-            block_call.hidden and block_call.hidden.indices,
+            hidden and stack_pass.without_padding(hidden).indices,
             query and query.indices,
             key and key.indices,
             None if call is None else call.sequences,

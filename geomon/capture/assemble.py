@@ -28,6 +28,7 @@ from geomon.capture.snapshot import (
     EMBEDDING,
     FINAL_NORM,
     HOST,
+    LAST,
     PROJECTED,
     ROW_VIEWS,
     UNEMBEDDING,
@@ -108,30 +109,14 @@ _LAST = (
     "the blocks are lists of sublayers, whose sums are made outside any module: a layer is seen "
     "where it enters the next block, and the last one enters none"
 )
-_RESTARTS = (
-    "blocks are called again on something else than the last block gave (another part of the "
-    "sequences, say): each call is a layer, and its rows may not be those of the layers before"
-)
 _ADDS_OUTSIDE = (
     "blocks return branches, and what they were given is added outside of them: layers are the "
     "sums, which enter the next block or the final norm"
 )
 _LAST_BRANCH = "; the last layer is the branch, whose sum enters no norm that is a module"
-_SIDE_BY_SIDE = (
-    "blocks are given the same hidden states, side by side: a layer is not made of the one before"
-)
-_HIDES_BETWEEN = (
-    "what enters a block is not what the block before returned, and what is done between them was "
-    "not seen (only with metrics of attention or token ids, and outside of compiled code): layers "
-    "are what the blocks return, which may be a branch without its residual"
-)
 _PASSED_OVER = (
     "the blocks were run {count} times: the first is measured, of those in which gradients are "
     "recorded if there are any"
-)
-_SEVERAL = (
-    "blocks give several tensors of the shape of hidden states, and the first is measured. Where "
-    "the hidden state is their sum (a branch and its residual), this is one part of it"
 )
 _ROUTED = (
     "the block was given fewer tokens than other blocks (tokens may be routed past it): which "
@@ -216,13 +201,13 @@ def build_snapshot(
             text = f"the blocks of '{stack_pass.stack.name}' were not run: they are left out"
             remarks.append(Note(text, text))
     first = next(iter(run or passes), None)
-    rows = [len(x.entered.indices) for x in run if x.entered is not None]
+    rows = [len(x.without_padding(x.entered).indices) for x in run if x.entered is not None]
     notes = [*remarks, *notes]
     if first is None:  # a stage of a pipeline without blocks
         return Snapshot([], PassInfo(0, "", "", notes))
     dtype = str(first.dtype).removeprefix("torch.") if run else ""
     info = PassInfo(min(rows, default=0), first.mode, dtype, notes, batch=first.tokens.checksum)
-    every = [*layers, *matrices]
+    every = [*layers, *(matrices if run else ())]
     moved = [layer.to(device, wait=False) for layer in every]
     if wait and device == HOST:
         wait_for_copies(set().union(*(layer.devices for layer in every)))
@@ -231,19 +216,18 @@ def build_snapshot(
 
 def matrix_layer(name: str, module: nn.Module | None, sampler: RowSampler) -> Layer:
     """Make a layer of rows of a matrix of weights, in a stack of its own."""
-    layer = Layer(0, name, {}, {}, name, frozenset({"hidden"}), of_weights=True)
-    if module is None:
-        return replace(layer, missing=dict.fromkeys(_ROW_VIEWS, _NO_MATRIX[name]))
-    weight = present_weight(module)
-    if weight is None or weight.ndim != 2 or hasattr(weight, "to_local"):
-        return replace(layer, missing=dict.fromkeys(_ROW_VIEWS, _IN_PARTS))
-    try:
-        rows = copy_rows(weight, sampler.sample_places(len(weight))).cpu()
-        eps = torch.finfo(weight.dtype).eps
-    except Exception as error:  # a quantised weight does what its own code can do
-        reason = _NO_ROWS_OF.format(kind=type(weight).__name__, error=f"{type(error).__name__}")
-        return replace(layer, missing=dict.fromkeys(_ROW_VIEWS, reason))
-    return replace(layer, captured={"hidden": rows, "precision": eps})
+    captured: dict[str, Any] = {}
+    reason = _NO_MATRIX[name] if module is None else _IN_PARTS
+    weight = None if module is None else present_weight(module)
+    if weight is not None and weight.ndim == 2 and not hasattr(weight, "to_local"):
+        try:
+            rows = copy_rows(weight, sampler.sample_places(len(weight))).cpu()
+            captured = {"hidden": rows, "precision": torch.finfo(weight.dtype).eps}
+        except Exception as error:  # a quantised weight does what its own code can do
+            kind = type(weight).__name__
+            reason = _NO_ROWS_OF.format(kind=kind, error=type(error).__name__)
+    missing = {} if captured else dict.fromkeys(_ROW_VIEWS, reason)
+    return Layer(0, name, captured, missing, name, frozenset({"hidden"}), of_weights=True)
 
 
 def side_stack_name(stack_pass: StackPass, label: str, passes: Sequence[StackPass]) -> str:
@@ -276,7 +260,7 @@ class StackBuilder:
         *,
         alone: bool,
     ) -> None:
-        self._pass = stack_pass
+        self._pass, self._layers = stack_pass, stack_pass.layers()
         self._tokens = stack_pass.tokens
         self._alone = alone
         self._sources = sources
@@ -290,29 +274,25 @@ class StackBuilder:
 
     def layers(self) -> list[Layer]:
         """Build the input of the first block, unless it is of a later stage, and all outputs."""
-        depths = range(1, self._pass.depth + 1)
-        if self._before:
-            return [self._layer(depth) for depth in depths]
-        name = self._pass.stack.name
-        entered = self._pass.entered
-        captured, missing, part = self._row_views(0, entered)
-        sources = _HIDDEN_ONLY - _lacking(entered)
-        first = Layer(0, "input of the blocks", captured, missing, name, sources, part=part)
-        return [first, *(self._layer(depth) for depth in depths)]
+        first: list[Layer] = []
+        if not self._before:
+            why = self._why_no_rows(ran=bool(self._pass.block_calls))
+            stack, entered = self._pass.stack.name, self._pass.entered
+            first = [self._of_hidden_states(0, "input of the blocks", entered, why, stack)]
+        return [*first, *(self._layer(depth, *made) for depth, made in enumerate(self._layers, 1))]
 
     def side_layers(self, label: str, stack: str) -> list[Layer]:
         """Build the cross-attention, or a further attention, of each block that has one."""
         layers = []
-        for depth in range(1, self._pass.depth + 1):
-            block, block_call, name = self._pass.layer_at(depth)
+        for depth, (block, block_call, name) in enumerate(self._layers, 1):
             index = block.attention_index(label)
             if index is None or not self._sources & _HEADS_ONLY:
                 continue
             place = self._before + depth
             captured, missing = self._head_views(place, block, block_call, index, stack)
-            name = f"{name}.{block.attentions[index].name}"
-            part = Part(heads=self._head_numbers(block, block_call, index))
-            layers.append(Layer(place, name, captured, missing, stack, _HEADS_ONLY, part=part))
+            shown = f"{name}.{block.attentions[index].name}"
+            part = Part(heads=self._head_numbers(block_call, index))
+            layers.append(Layer(place, shown, captured, missing, stack, _HEADS_ONLY, part=part))
         if any(layer.captured for layer in layers):
             return layers
         if self._pass.block_calls and label != CROSS:
@@ -326,129 +306,113 @@ class StackBuilder:
         Args:
             stack: Name of the stack that this layer makes.
         """
-        depth = self._before + self._pass.depth
-        if self._pass.normed is None:
-            reason = _NO_FINAL_NORM if self._pass.block_calls else self._not_run
-            wanted = (view for view in CAPTURED if source_of(view) in _HIDDEN_ONLY)
-            missing = dict.fromkeys(wanted, reason)
-            return Layer(depth, FINAL_NORM, {}, missing, stack, _HIDDEN_ONLY)
-        rows, name = self._pass.normed
-        captured, missing, part = self._row_views(depth, rows)
-        sources = _HIDDEN_ONLY - _lacking(rows)
-        return Layer(depth, name, captured, missing, stack, sources, part=part)
+        rows, name = self._pass.normed or (None, FINAL_NORM)
+        why = _NO_FINAL_NORM if self._pass.block_calls else self._not_run
+        return self._of_hidden_states(self._before + len(self._layers), name, rows, why, stack)
+
+    def _of_hidden_states(
+        self, depth: int, name: str, kept: SampledRows | None, why: str, stack: str
+    ) -> Layer:
+        captured, missing, part = self._row_views(depth, kept, why)
+        return Layer(depth, name, captured, missing, stack, _sources_of(kept), part=part)
 
     def notes(self) -> list[Note]:
         """Make notes of the remarks on the layers that were built."""
-        stack_pass = self._pass
-        stack = stack_pass.stack.name
+        stack_pass, stack = self._pass, self._pass.stack.name
         notes = [
             note for s, reasons in self._remarks.items() for note in group_by_layer(reasons, s)
         ]
         notes += [_rows_lost(subject, lost, stack) for subject, lost in self._lost.items()]
         notes += self._tokens.notes(stack)
-        if stack_pass.hands_on_several:
-            notes.append(Note(_SEVERAL, _SEVERAL, stack))
+        texts = [*stack_pass.remarks]
         sums = [block_call.is_sum for block_call in stack_pass.block_calls]
         if any(sums):
-            text = _ADDS_OUTSIDE + _LAST_BRANCH * (not sums[-1])
-            notes.append(Note(text, text, stack))
-        if stack_pass.side_by_side:
-            notes.append(Note(_SIDE_BY_SIDE, _SIDE_BY_SIDE, stack))
-        if stack_pass.hides_between:
-            notes.append(Note(_HIDES_BETWEEN, _HIDES_BETWEEN, stack))
+            texts.append(_ADDS_OUTSIDE + _LAST_BRANCH * (not sums[-1]))
         if stack_pass.passed_over:
-            text = _PASSED_OVER.format(count=stack_pass.passed_over + 1)
-            notes.append(Note(text, text, stack))
-        if stack_pass.restarts:
-            notes.append(Note(_RESTARTS, _RESTARTS, stack))
-        return notes
+            texts.append(_PASSED_OVER.format(count=stack_pass.passed_over + 1))
+        return notes + [Note(text, text, stack) for text in texts]
 
     def _remark(self, subject: str, depth: int, remark: str, stack: str) -> None:
         depths = self._remarks[stack].setdefault((subject, remark), [])
         if depth not in depths:
             depths.append(depth)
 
-    def _layer(self, depth: int) -> Layer:
-        block, block_call, name = self._pass.layer_at(depth)
+    def _layer(self, depth: int, block: Block, block_call: BlockCall | None, name: str) -> Layer:
         depth += self._before
         stack = self._pass.stack.name
         kept = None if block_call is None else block_call.hidden
-        captured, missing, part = self._row_views(depth, kept, ran=block_call is not None)
-        own = self._own_views(block_call, missing)
-        captured |= own
-        others = _HIDDEN_ONLY - _lacking(kept) | {"weights"} | {source_of(view) for view in own}
+        why = self._why_no_rows(ran=block_call is not None)
+        captured, missing, part = self._row_views(depth, kept, why)
+        sources = _sources_of(kept) | {"weights"}
         index = attention_key(block)
-        called = (
-            block_call is not None
-            and index in block_call.attentions
-            and block_call.attentions[index].call is not None
-        )
-        if index is None or not (called or (block.attends and block.attentions)):
-            if block.attends and block_call is not None and self._sources & _HEADS_ONLY:
-                self._remark("attention", depth, _BY_NAME_ALONE, stack)
-            return Layer(depth, name, captured, missing, stack, others, part=part)
-        if self._sources & _HEADS_ONLY:
+        attentions = {} if block_call is None else block_call.attentions
+        if block_call is not None and block_call.weight_norms:
+            norms = block_call.weight_norms
+            values = torch.stack([*norms.values()]).tolist()  # one wait for the device
+            captured["weight_norms"] = dict(zip(norms, values, strict=True))
+        elif "weights" in self._sources:
+            missing["weight_norms"] = self._not_run if block_call is None else _NO_MATRICES
+        if block_call is not None and block_call.expert_counts is not None:
+            captured["expert_counts"] = block_call.expert_counts
+            sources |= {"routing"}
+        called = index in attentions and attentions[index].call is not None
+        has_heads = index is not None and (called or (block.attends and bool(block.attentions)))
+        if not self._sources & _HEADS_ONLY:
+            pass
+        elif index is not None and has_heads:
             indices = block.attention_indices() or [index]
             heads = [self._head_views(depth, block, block_call, i, stack) for i in indices]
             more, lacking = beside(heads)
             captured, missing = captured | more, missing | lacking
             if len(indices) == 1:
-                part = replace(part, heads=self._head_numbers(block, block_call, indices[0]))
-        return Layer(depth, name, captured, missing, stack, others | _HEADS_ONLY, part=part)
-
-    def _own_views(self, block_call: BlockCall | None, missing: dict[str, str]) -> dict[str, Any]:
-        """Return the views of a block as a whole, and note why its weights are missing."""
-        found: dict[str, Any] = {}
-        norms = {} if block_call is None else block_call.weight_norms
-        if norms:
-            values = torch.stack([*norms.values()]).tolist()  # one wait for the device
-            found["weight_norms"] = dict(zip(norms, values, strict=True))
-        elif "weights" in self._sources:
-            missing["weight_norms"] = self._not_run if block_call is None else _NO_MATRICES
-        if block_call is not None and block_call.expert_counts is not None:
-            found["expert_counts"] = block_call.expert_counts
-        return found
+                part = replace(part, heads=self._head_numbers(block_call, indices[0]))
+        elif block.attends and block_call is not None:
+            self._remark("attention", depth, _BY_NAME_ALONE, stack)
+        sources |= _HEADS_ONLY if has_heads else set()
+        return Layer(depth, name, captured, missing, stack, sources, part=part)
 
     # -- hidden states -----------------------------------------------------------------------------
 
+    def _why_no_rows(self, *, ran: bool) -> str:
+        """Say why there are no hidden states of a block, where there are none."""
+        not_read = self._pass.why_not_read or (_LAST if self._pass.stack.entering else _NESTED)
+        return not_read if ran else self._not_run
+
     def _row_views(
-        self, depth: int, kept: SampledRows | None, *, ran: bool = True
+        self, depth: int, kept: SampledRows | None, why: str
     ) -> tuple[dict[str, Any], dict[str, str], Part]:
         """Make the captured views of hidden states, and the reasons for missing ones."""
-        wanted = [view for view in CAPTURED if source_of(view) in _HIDDEN_ONLY]
-        if self._inverted is not None and kept is not None:
-            return {}, dict.fromkeys(wanted, self._inverted), Part()
-        if kept is None:
-            ran = ran and bool(self._pass.block_calls)
-            reason = self._pass.why_not_read or (_LAST if self._pass.stack.entering else _NESTED)
-            return {}, dict.fromkeys(wanted, reason if ran else self._not_run), Part()
-        stack = self._pass.stack.name
+        if kept is None or self._inverted is not None:
+            wanted = (view for view in CAPTURED if source_of(view) in _HIDDEN_ONLY)
+            reason = why if kept is None else self._inverted or ""
+            return {}, dict.fromkeys(wanted, reason), Part()
+        kept = self._pass.without_padding(kept)
         for remark in self._tokens.remarks(kept.shape):
-            self._remark(_HIDDEN, depth, remark, stack)
+            self._remark(_HIDDEN, depth, remark, self._pass.stack.name)
         captured, missing, rows = self._views_of(depth, kept, _HIDDEN)
-        last = None
-        if "last" in self._sources and not _lacking(kept):
-            more, lacking, last = self._last_views(depth, kept)
-            captured |= {f"last_{view}": value for view, value in more.items()}
-            missing |= {f"last_{view}": why for view, why in lacking.items()}
-        part = Part(rows, last, kept.start, tokens_elsewhere=self._before > 0)
+        last_rows = None
+        if "last" in self._sources & _sources_of(kept):
+            last = self._last_tokens(kept)
+            if isinstance(last, str):
+                missing |= {LAST + view: last for view in _ROW_VIEWS}
+            else:
+                more, lacking, last_rows = self._views_of(depth, last, "last tokens")
+                captured |= {LAST + view: value for view, value in more.items()}
+                missing |= {LAST + view: why for view, why in lacking.items()}
+        part = Part(rows, last_rows, kept.start, tokens_elsewhere=self._before > 0)
         return captured, missing, part
 
-    def _last_views(
-        self, depth: int, kept: SampledRows
-    ) -> tuple[dict[str, Any], dict[str, str], Tensor | None]:
-        """Make the views of the last tokens, now that padding is settled."""
-        last = kept.last
+    def _last_tokens(self, kept: SampledRows) -> SampledRows | str:
+        """Return the last tokens, now that padding is settled, or why there are none."""
         if self._pass.is_routed(kept.shape):
-            return {}, dict.fromkeys(_ROW_VIEWS, _ROUTED), None
-        if last is None:
-            known = self._tokens.packed(kept.shape) is not None
-            return {}, dict.fromkeys(_ROW_VIEWS, _ENDS_LATE if known else _PACKED), None
+            return _ROUTED
+        if kept.last is None:
+            return _PACKED if self._tokens.packed(kept.shape) is None else _ENDS_LATE
         places = self._tokens.last_of(kept.shape)
-        among = torch.isin(last.indices, places).nonzero().squeeze(1)
-        if len(among) < len(places) and not last.start:
-            return {}, dict.fromkeys(_ROW_VIEWS, _LAST_UNKNOWN), None
-        return self._views_of(depth, last.at(among), "last tokens")
+        among = torch.isin(kept.last.indices, places).nonzero().squeeze(1)
+        if len(among) < len(places) and not kept.last.start:
+            return _LAST_UNKNOWN
+        return kept.last.at(among)
 
     def _views_of(
         self, depth: int, kept: SampledRows, subject: str
@@ -457,40 +421,33 @@ class StackBuilder:
 
         The third value numbers these rows, where ranks share them out.
         """
-        stack = self._pass.stack.name
-        hidden = kept.values
-        # One sum decides for nearly every layer; it may be infinite of finite numbers, too.
-        if hidden.sum().isfinite():
-            finite = torch.ones(len(hidden), dtype=torch.bool, device="cpu")
-        else:
-            finite = hidden.isfinite().all(dim=1).cpu()
+        finite = kept.values.isfinite().all(dim=1).cpu()
         if not finite.all():
-            self._lost[subject][depth] = int((~finite).sum()), len(hidden)
-            hidden = hidden[finite.to(hidden.device)]
-        captured: dict[str, Any] = {
-            "hidden": hidden,
-            "precision": torch.finfo(self._pass.dtype).eps,
-        }
+            self._lost[subject][depth] = int((~finite).sum()), len(finite)
+            kept = kept.at(finite.nonzero().squeeze(1))
+        tokens, indices, shape = self._tokens, kept.indices, kept.shape
+        captured = {"hidden": kept.values, "precision": torch.finfo(self._pass.dtype).eps}
         missing: dict[str, str] = {}
-        rows = self._tokens.number(kept.indices, kept.shape)[finite] if self._is_part else None
-        if self._pass.is_routed(kept.shape):
+        rows = tokens.number(indices, shape) if self._is_part else None
+        if self._pass.is_routed(shape):
             missing["positions"] = _ROUTED
-            self._remark(subject, depth, _ROUTED, stack)
+            self._remark(subject, depth, _ROUTED, self._pass.stack.name)
         else:
-            captured["positions"] = self._tokens.positions(kept.indices, kept.shape)[finite]
-        numbers = self._tokens.numbers(kept.indices, kept.shape)
+            captured["positions"] = tokens.positions(indices, shape)
+        numbers = tokens.numbers(indices, shape)
         if numbers is not None:
-            captured["sequences"] = numbers[finite]
+            captured["sequences"] = numbers
         else:
             missing["sequences"] = _PACKED
-        found = self._tokens.ids.find(kept.shape)
-        if found is None:
+        found = tokens.ids.find(shape)
+        if found is not None:
+            ids = found.arrange(found.lookup.ids)
+            captured["token_ids"] = ids.flatten().cpu()[indices]
+        else:
             # Where there are several stacks, they may be those of another one.
-            fewer = self._alone and self._tokens.ids.fewer_than(self._pass.shape)
+            fewer = self._alone and tokens.ids.fewer_than(self._pass.shape)
             reason = _LATER_STAGE if self._before else _NO_TOKENS + _FEWER_TOKENS * fewer
-            return captured, missing | {"token_ids": reason}, rows
-        ids = found.arrange(found.lookup.ids)
-        captured["token_ids"] = ids.flatten().cpu()[kept.indices][finite]
+            missing["token_ids"] = reason
         return captured, missing, rows
 
     # -- heads -------------------------------------------------------------------------------------
@@ -499,68 +456,55 @@ class StackBuilder:
         self, depth: int, block: Block, block_call: BlockCall | None, index: int, stack: str
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Make the captured views of one attention, and the reasons for missing ones."""
-        wanted = {view for view in CAPTURED if source_of(view) in _HEADS_ONLY}
-        if block_call is None:
-            return {}, dict.fromkeys(wanted, self._not_run)
-        if self._inverted is not None:
-            return {}, dict.fromkeys(wanted, self._inverted)
+        why = self._not_run if block_call is None else self._inverted
+        if block_call is None or why is not None:
+            wanted = (view for view in CAPTURED if source_of(view) in _HEADS_ONLY)
+            return {}, dict.fromkeys(wanted, why or "")
         seen = block_call.seen(index)
         captured, missing = self._attention_views(seen)
+        said = {_WEIGHTS_CHANGED: seen.weights.changed, _CALLED_AGAIN: seen.further}
         if seen.call is not None:
-            if "visible" in captured and self._goes_across(seen.call, captured):
-                self._remark("attention", depth, _ACROSS, stack)
-            if seen.weights.changed:
-                self._remark("attention", depth, _WEIGHTS_CHANGED, stack)
-            if seen.further:
-                self._remark("attention", depth, _CALLED_AGAIN, stack)
+            said[_ACROSS] = self._goes_across(seen.call, captured)
+            for remark in filter(said.get, said):
+                self._remark("attention", depth, remark, stack)
         if "projection" not in self._sources:
             return captured, missing
+        sequences: tuple[Tensor | None, ...]
         if seen.projected is not None:
-            query, key = seen.projected
-            if seen.has_other_keys:
-                self._remark(PROJECTED, depth, _OTHER_KEYS, stack)
-            if seen.left_out:
-                remark = _LEFT_OUT.format(percent=100 * seen.left_out)
+            remarks = {_OTHER_KEYS: seen.has_other_keys}
+            remarks[_LEFT_OUT.format(percent=100 * seen.left_out)] = seen.left_out > 0
+            for remark in filter(remarks.get, remarks):
                 self._remark(PROJECTED, depth, remark, stack)
-            found = [query.values, key.values]
-            sequences = self._projected_sequences(query, key)
+            kept = [self._tokens.without_padding(rows, rows.shape) for rows in seen.projected]
+            found = [rows.values for rows in kept]
+            numbers = self._tokens.numbers
+            sequences = tuple(numbers(rows.indices, rows.shape, rows.role) for rows in kept)
         elif "query" in captured:
             *found, sequences = _attended_rows(captured)
             self._remark(PROJECTED, depth, _AS_ATTENDED, stack)
         else:
             return captured, missing | dict.fromkeys(_PROJECTED_VIEWS, _NOT_PROJECTED)
         captured |= dict(zip(_PROJECTED_VIEWS, found, strict=True))
-        if sequences is not None:
+        if all(numbers is not None for numbers in sequences):
             captured |= dict(zip(_PROJECTED_SEQUENCES, sequences, strict=True))
         return captured, missing
 
-    def _head_numbers(
-        self, block: Block, block_call: BlockCall | None, index: int
-    ) -> dict[str, tuple[int, ...]]:
-        """Number the heads of an attention if other ranks may have others.
-
-        If the heads were not traced, the named projections tell which of them are the first.
-        """
+    def _head_numbers(self, block_call: BlockCall | None, index: int) -> dict[str, tuple[int, ...]]:
+        """Number the heads of an attention, which were traced, if other ranks may have others."""
         if block_call is None or not self._is_part or index not in block_call.attentions:
             return {}
         seen = block_call.attentions[index]
         numbers = dict(seen.numbers)
-        call = seen.call
-        if call is not None and index < len(block.attentions):
-            projections = block.attentions[index].projections
-            counts = {"query": call.heads, "key": call.key_heads}
-            for view, module in (("query", projections.query), ("key", projections.key)):
-                first = block_call.firsts.get(id(module))
-                if view not in numbers and first is not None:
-                    numbers[view] = tuple(range(first, first + counts[view]))
         if seen.projected is None:  # queries and keys as attended stand for them
             numbers |= {f"projected_{v}": numbers[v] for v in ("query", "key") if v in numbers}
         return numbers
 
     def _goes_across(self, call: AttentionCall | SoftmaxCall, captured: dict[str, Any]) -> bool:
         """Whether queries see keys of another sequence of their row, by the last of the queries."""
-        packed, keys = self._tokens.packed(self._pass.shape), captured["visible"].shape[3]
-        if packed is None or (*packed.numbers.shape, keys) != (*call.shape, call.shape[1]):
+        packed = self._tokens.packed(self._pass.shape)
+        if packed is None or "visible" not in captured:
+            return False
+        if (*packed.numbers.shape, captured["visible"].shape[3]) != (*call.shape, call.shape[1]):
             return False
         numbers = packed.numbers[call.sequences]
         asking = numbers.gather(1, call.places)[:, -_LAST_QUERIES:]
@@ -568,22 +512,10 @@ class StackBuilder:
         visible = visible.expand(-1, -1, call.places.shape[1], -1)[:, :, -_LAST_QUERIES:]
         return bool((visible & (asking[:, None, :, None] != numbers[:, None, None])).any())
 
-    def _projected_sequences(
-        self, query: SampledRows, key: SampledRows
-    ) -> tuple[Tensor, Tensor] | None:
-        """Return the numbers of the sequences that projected rows are of; None if unknown."""
-        one, other = (
-            self._tokens.numbers(kept.indices, kept.shape, kept.role) for kept in (query, key)
-        )
-        return None if one is None or other is None else (one, other)
-
     def _attention_views(self, seen: SeenAttention) -> tuple[dict[str, Any], dict[str, str]]:
         """Make the views of queries and keys as attended, and the reasons for missing ones."""
-        call = seen.call
-        reason = _NO_ATTENTION
-        refusal = seen.refused or seen.passed_over
-        if refusal:
-            reason = f"attention is not rebuilt here: {refusal}"
+        call, refusal = seen.call, seen.refused or seen.passed_over
+        reason = f"attention is not rebuilt here: {refusal}" if refusal else _NO_ATTENTION
         if call is not None:
             try:
                 valid = self._tokens.valid_at(call.shape, call.sequences, call.places)
@@ -592,14 +524,12 @@ class StackBuilder:
                 if isinstance(call, SoftmaxCall) and call.joined and "max_logits" in captured:
                     sink = captured.get("sink")
                     captured["max_logits"] += torch.nan if sink is None else sink.cpu()
+                lacking = _QUERY_VIEWS if "query" not in captured else ()
+                return captured, dict.fromkeys(lacking, getattr(call, "why_unknown", ""))
             except NotUnderstoodError as error:
                 reason = f"attention is not rebuilt here: {error}"
             except Exception as error:  # hidden states, and other layers, do not depend on it
                 reason = f"attention could not be rebuilt: {type(error).__name__}: {error}"
-            else:
-                if isinstance(call, SoftmaxCall) and "query" not in captured:
-                    return captured, dict.fromkeys(_QUERY_VIEWS, call.why_unknown)
-                return captured, {}
         return {}, dict.fromkeys((*_QUERY_VIEWS, "visible", "scores", "max_logits"), reason)
 
     def _max_logits(self, calls: Sequence[Tensor]) -> dict[str, Any]:
@@ -626,9 +556,9 @@ def _rows_lost(subject: str, lost: Mapping[int, tuple[int, int]], stack: str) ->
     )  # fmt: skip
 
 
-def _lacking(kept: SampledRows | None) -> frozenset[str]:
-    """Sources that hidden states of this kind do not have: feature maps have no last token."""
-    return frozenset({"last"} if kept is not None and len(kept.shape) > 2 else ())
+def _sources_of(kept: SampledRows | None) -> frozenset[str]:
+    """Return the sources of hidden states: feature maps have no last token."""
+    return _HIDDEN_ONLY - ({"last"} if kept is not None and len(kept.shape) > 2 else set())
 
 
 def _attended_rows(

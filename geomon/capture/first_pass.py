@@ -1,10 +1,9 @@
-"""First pass: which calls of the blocks of a stack count, and what is kept of them.
+"""First pass: the calls of the blocks of a stack that count, and what is kept of them.
 
-A window may be open over several calls of a model; `StackPass` has the rule by which one pass makes
-the layers.
+Everything that sees a call fills these; layers are made of them (`geomon.capture.assemble`).
+`geomon.capture.tracker` has the rule which calls count.
 """
 
-import copy
 import itertools
 import math
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from geomon.capture.shards import (
 from geomon.capture.tap import Projection, Provenance
 from geomon.capture.tokens.padding import Padding
 from geomon.capture.tokens.pass_tokens import PassTokens
-from geomon.capture.tokens.sampling import RowSampler, SampledRows
+from geomon.capture.tokens.sampling import MemoryLimit, SampledRows
 from geomon.capture.weights import said
 
 Shape = tuple[int, ...]
@@ -47,15 +46,16 @@ class BlockCall:
             without the width; None if they are nested.
         entered: The same with the width, as the block was given it.
         handed_on: Whether what entered the block is what left the one that was called before.
+        called: Addresses of the modules that were called, of a block that is a list of them.
         hidden: Rows of the hidden states that left the block.
         is_sum: Whether these are the sum of what entered the block and what left it.
         running_attention: Index of the attention that is running, if the block has several.
         attentions: What was seen of each attention.
         provenance: What follows tensors through the call.
         finished: Whether nothing more is followed.
-        inputs: Inputs of the modules that are projecting, by the address of the module.
+        inputs: Inputs of the modules that are projecting, and the number of their first feature
+            among those of all ranks, by the address of the module.
         outputs: Outputs of projections that are modules, with their shapes, by the same.
-        firsts: Number of the first feature of each of these modules, among those of all ranks.
         weight_norms: Frobenius norm of the block's matrices of weights by name; empty if they were
             not read.
         expert_counts: How often the tokens chose each expert; None without experts.
@@ -65,15 +65,15 @@ class BlockCall:
     shape: Shape | None = None
     entered: Shape | None = None
     handed_on: bool = True
+    called: set[int] = field(default_factory=set)
     hidden: SampledRows | None = None
     is_sum: bool = False
     running_attention: int | None = None
     attentions: dict[int, SeenAttention] = field(default_factory=dict)
     provenance: Provenance = field(default_factory=Provenance)
     finished: bool = False
-    inputs: dict[int, Tensor] = field(default_factory=dict)
+    inputs: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
     outputs: dict[int, tuple[Projection, Shape]] = field(default_factory=dict)
-    firsts: dict[int, int] = field(default_factory=dict)
     weight_norms: dict[str, Tensor] = field(default_factory=dict)
     expert_counts: Tensor | None = None
 
@@ -96,170 +96,65 @@ class BlockCall:
 
 
 class StackPass:
-    """The first pass through a stack.
-
-    The rule, here and nowhere else: of the calls of a stack's blocks those count that come between
-    the first call of the stack's owner and its return. A second pass in the same window (of
-    contrastive training, of a generation loop) does not count, unless it goes on with what the one
-    before has made: then the model runs its blocks in a loop, and each call is a layer. Nor does a
-    pass that never returned count, once another begins. A pass in which gradients are recorded
-    takes the place of one in which none are: what a training step generates or scores without them
-    is not what it trains on. Where nobody calls the owner (its `forward` is called directly,
-    or the training step runs the blocks itself) the first call of each block counts.
+    """One pass through a stack: the calls of its blocks, and what is known of all of them.
 
     Args:
         stack: The stack.
-        sampler: Sampler of the rows.
+        memory: Limit of the memory of the rows, with their sampler.
         first: Whether the stack is the first one of the model.
         place: Place of this rank among those that share out the weights of the blocks.
 
     Attributes:
         stack: The stack.
-        sampler: Sampler of the rows.
-        first: Whether the stack is the first one of the model.
+        memory: Limit of the memory of the rows, with their sampler.
         place: Place of this rank among those that share out the weights of the blocks.
+        running: Whether the stack's owner is running.
+        over: Whether the owner has returned.
+        with_gradients: Whether gradients are recorded in it.
+        passed_over: Number of later passes, which do not count.
         tokens: The tokens of the pass: padding, token ids, sequences, sampled rows.
         block_calls: The calls that count, in order.
         entered: Rows of the hidden states that entered the first of these calls.
-        parts: Last call of a block that is a list of modules (None if it does not count), index
-            of the block, and addresses of the modules that it called.
         left: Address and shape of what left the last block that was called.
-        hands_on_several: Whether a block gave several tensors of the hidden states' shape.
-        restarts: Whether a block was called again on another tensor than the last block gave.
-        side_by_side: Whether a block was given what the block before was given.
-        hides_between: Whether what enters a block is not what the block before returned, and what
-            is done between them is not seen.
-        passed_over: Number of passes that did not count and were no part of a loop.
         leaving: What left the last block that was called; kept for the final norm alone.
         normed: Rows of what the final norm made of it, and the name of the norm.
         mode: "train" or "eval"; "" where no block was called.
         dtype: Data type of the hidden states in the model.
         why_not_read: Why hidden states were not read, where they were not; "" for no reason.
-        with_gradients: Whether gradients are recorded in the pass that counts.
+        remarks: What a reader of the numbers has to know of the order of the blocks.
     """
 
     def __init__(
         self,
         stack: Stack,
-        sampler: RowSampler,
+        memory: MemoryLimit,
         *,
         first: bool = True,
         place: TensorPlace = WHOLE,
     ) -> None:
-        self.stack = stack
-        self.sampler = sampler
-        self.first = first
-        self.place = place
-        self.with_gradients = False
-        self._state = "never called"
-        self._see_tokens()
-        self._clear()
-
-    def _see_tokens(self) -> None:
+        self.stack, self.memory, self.place = stack, memory, place
+        self.running = self.over = self.with_gradients = False
+        self.passed_over = 0
         length_first = any(
             said(attention.module, "batch_first") is False
-            for block in self.stack.blocks
+            for block in stack.blocks
             for attention in block.attentions
         )
-        decodes = any(block.attention_index(CROSS) is not None for block in self.stack.blocks)
-        padding = Padding(first=self.first, decodes=decodes)
-        self.tokens = PassTokens(self.sampler, padding, length_first=length_first)
-
-    def _clear(self) -> None:
+        decodes = any(block.attention_index(CROSS) is not None for block in stack.blocks)
+        padding = Padding(first=first, decodes=decodes)
+        self.tokens = PassTokens(memory.sampler, padding, length_first=length_first)
         self.block_calls: list[BlockCall] = []
         self.entered: SampledRows | None = None
+        self.left: tuple[int, Shape] | None = None
+        self.leaving: Tensor | None = None
+        self.normed: tuple[SampledRows, str] | None = None
         self.dtype = torch.float32
-        self.mode = ""
-        self.why_not_read = ""
+        self.mode = self.why_not_read = ""
+        self.remarks: dict[str, None] = {}
         # Dimension along which hidden states that are plain tensors are shared out among ranks, and
         # whether it is known yet.
         self._along: int | None = None
-        self._along_is_known = self.place.shards == 1
-        # The last call of a block that is a list of modules, and those of them that it called.
-        self.parts: tuple[BlockCall | None, int | None, set[int]] = (None, None, set())
-        self.left: tuple[int, Shape] | None = None
-        self.restarts = False
-        self.side_by_side = self.hides_between = False
-        self.passed_over = 0
-        self.hands_on_several = False
-        self.leaving: Tensor | None = None
-        self.normed: tuple[SampledRows, str] | None = None
-
-    # -- which calls count -----------------------------------------------------------------------
-
-    def begin(self, *, with_gradients: bool, goes_on: bool = False) -> bool:
-        """Note that the owner is called.
-
-        Args:
-            with_gradients: Whether gradients are recorded.
-            goes_on: Whether it is given what the blocks have made before.
-
-        Returns:
-            Whether the pass that counts begins, or goes on.
-        """
-        if self._state == "over":
-            if goes_on and with_gradients == self.with_gradients:
-                self._state = "running"
-                return True
-            self.passed_over += with_gradients == self.with_gradients
-            return False
-        self._clear()
-        self.tokens.forget_states()
-        self._state, self.with_gradients = "running", with_gradients
-        return True
-
-    def hand_over(self) -> "StackPass":
-        """Return what was seen as a pass of its own, which this one no longer changes."""
-        done = copy.copy(self)
-        done.leaving = None
-        return done
-
-    def forget(self, sampler: RowSampler) -> None:
-        """Forget the pass that was seen: another one is to count.
-
-        Args:
-            sampler: Sampler of its rows.
-        """
-        self.sampler = sampler
-        self._see_tokens()
-        self._clear()
-        self._state = "never called"
-
-    def end(self) -> None:
-        """Note that the owner has returned."""
-        if self._state == "running":
-            self._state = "over"
-
-    @property
-    def running(self) -> bool:
-        """Whether the owner is running in the pass that counts."""
-        return self._state == "running"
-
-    @property
-    def over(self) -> bool:
-        """Whether the pass that counts is over."""
-        return self._state == "over"
-
-    def begin_call(self, block: int) -> BlockCall | None:
-        """Note that a block is called.
-
-        Args:
-            block: Index of the block in the stack.
-
-        Returns:
-            The call, to which what is kept of it is added; None if it does not count.
-        """
-        called = any(call.block == block for call in self.block_calls)
-        if self._state == "over" or (self._state == "never called" and called):
-            return None
-        self.block_calls.append(BlockCall(block))
-        return self.block_calls[-1]
-
-    @property
-    def counts_calls(self) -> bool:
-        """Whether each call is a layer: a block came again, or behind one that follows it."""
-        pairs = itertools.pairwise(self.block_calls)
-        return any(call.block >= following.block for call, following in pairs)
+        self._along_is_known = place.shards == 1
 
     # -- which rows are kept ---------------------------------------------------------------------
 
@@ -322,7 +217,7 @@ class StackPass:
         return self.tokens.rows(self._unfolded(shape))
 
     def settle(self) -> None:
-        """Decide what is padding, now that the pass was seen, and remove the rows of it."""
+        """Decide what is padding and what is packed, now that the pass was seen."""
         self.tokens.settle(
             [
                 tuple(seen.call.shape)
@@ -331,19 +226,9 @@ class StackPass:
                 if seen.call is not None
             ]
         )
-        if self.entered is not None:
-            self.entered = self._without_padding(self.entered)
-        if self.normed is not None:
-            self.normed = self._without_padding(self.normed[0]), self.normed[1]
-        for block_call in self.block_calls:
-            if block_call.hidden is not None:
-                block_call.hidden = self._without_padding(block_call.hidden)
-            for seen in block_call.attentions.values():
-                if seen.projected is not None:
-                    query, key = (self.tokens.without_padding(x, x.shape) for x in seen.projected)
-                    seen.projected = query, key
 
-    def _without_padding(self, rows: SampledRows) -> SampledRows:
+    def without_padding(self, rows: SampledRows) -> SampledRows:
+        """Remove rows of hidden states that are known to be padding now."""
         return self.tokens.without_padding(rows, self._unfolded(rows.shape))
 
     def _unfolded(self, shape: Shape) -> Shape:
@@ -353,10 +238,17 @@ class StackPass:
 
     # -- which layers they make ------------------------------------------------------------------
 
-    @property
-    def depth(self) -> int:
-        """Number of layers: of blocks, or of calls (see `counts_calls`)."""
-        return len(self.block_calls) if self.counts_calls else len(self.stack.blocks)
+    def layers(self) -> list[tuple[Block, BlockCall | None, str]]:
+        """List the block of each layer, its call (None if it was not called) and a name.
+
+        Each call is a layer if a block came again, or behind one that follows it.
+        """
+        blocks, calls = self.stack.blocks, self.block_calls
+        if any(call.block >= following.block for call, following in itertools.pairwise(calls)):
+            numbered = [(blocks[call.block], call) for call in calls]
+            return [(b, call, f"{b.name}, call {n}") for n, (b, call) in enumerate(numbered, 1)]
+        by_block = {call.block: call for call in calls}
+        return [(block, by_block.get(n), block.name) for n, block in enumerate(blocks)]
 
     def is_routed(self, shape: Shape) -> bool:
         """Whether hidden states are of some tokens, which only some of the blocks are given.
@@ -376,16 +268,6 @@ class StackPass:
     def _longest(self) -> Shape:
         """Shape of the hidden states of most tokens that a block was given, without the width."""
         return max(map(self.shape_at, self.block_calls), key=math.prod, default=())
-
-    def layer_at(self, depth: int) -> tuple[Block, BlockCall | None, str]:
-        """Return the block of a layer, its call (None if it was not called) and a name."""
-        if self.counts_calls:
-            block_call = self.block_calls[depth - 1]
-            block = self.stack.blocks[block_call.block]
-            return block, block_call, f"{block.name}, call {depth}"
-        block = self.stack.blocks[depth - 1]
-        calls = (call for call in self.block_calls if call.block == depth - 1)
-        return block, next(calls, None), block.name
 
 
 def _is_part(shape: Shape, whole: Shape) -> bool:

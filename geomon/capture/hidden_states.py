@@ -20,6 +20,23 @@ from geomon.capture.tokens.sampling import (
 )
 from geomon.capture.tracker import Tracker
 
+_SEVERAL = (
+    "blocks give several tensors of the shape of hidden states, and the first is measured. Where "
+    "the hidden state is their sum (a branch and its residual), this is one part of it"
+)
+_RESTARTS = (
+    "blocks are called again on something else than the last block gave (another part of the "
+    "sequences, say): each call is a layer, and its rows may not be those of the layers before"
+)
+_SIDE_BY_SIDE = (
+    "blocks are given the same hidden states, side by side: a layer is not made of the one before"
+)
+_HIDES_BETWEEN = (
+    "what enters a block is not what the block before returned, and what is done between them was "
+    "not seen (only with metrics of attention or token ids, and outside of compiled code): layers "
+    "are what the blocks return, which may be a branch without its residual"
+)
+
 
 class HiddenStates:
     """Copies sampled rows of what enters and leaves blocks.
@@ -53,61 +70,73 @@ class HiddenStates:
         stack_pass: StackPass,
         block_call: BlockCall,
         module: nn.Module,
+        given: list[Any],
         entered: Tensor | None,
         *,
         sees_between: bool,
     ) -> None:
-        """Take what enters a block whose call counts.
+        """Take what enters a block whose call counts, and follow it through the call.
 
         Args:
             stack_pass: The pass of its stack.
             block_call: Its call, which is the last one.
             module: The block, or the part of it that is called.
-            entered: The hidden states that it is given; None if they are not known.
+            given: Everything that it is given.
+            entered: The hidden states among that; None if they are not known.
             sees_between: Whether operators between the blocks are seen.
         """
-        index, earlier = block_call.block, stack_pass.block_calls[:-1]
         rows = None
-        if entered is not None and not entered.is_nested:
+        if entered is not None:
             rows = move_width_last(local_shard(entered), module, entering=True)
-            block_call.shape = self._shape_of(stack_pass, entered, rows)
-            block_call.entered = tuple(entered.shape)
-            block_call.handed_on = stack_pass.left in (None, place_of(entered))
-            again = any(call.block == index for call in earlier)
-            if again and not (block_call.handed_on or self.stream.origins(entered)):
-                stack_pass.restarts = True
-            if self._entered is not None and earlier:
-                same = place_of(entered) == place_of(self._entered)
-                stack_pass.side_by_side |= same and not block_call.handed_on
+        if len(block_call.called) == 1:
+            if entered is not None and rows is not None:
+                self._place(stack_pass, block_call, entered, rows)
+            self._take_before(stack_pass, module, entered, rows, sees_between=sees_between)
+        block_call.finished = False
+        is_whole = rows is not None and tuple(rows.shape[:-1]) == block_call.shape
+        block_call.provenance.start(given, rows if is_whole else None)  # others: on other ranks
+
+    def _place(
+        self, stack_pass: StackPass, block_call: BlockCall, entered: Tensor, rows: Tensor
+    ) -> None:
+        """Say where a call stands among those before, by what it is given."""
+        earlier, place = stack_pass.block_calls[:-1], place_of(entered)
+        part = self._part(stack_pass, entered, rows)
+        block_call.shape = None if part is None else part.shape
+        block_call.entered = tuple(entered.shape)
+        block_call.handed_on = stack_pass.left in (None, place)
+        if not block_call.handed_on:
+            again = any(call.block == block_call.block for call in earlier)
+            if again and not self.stream.origins(entered):
+                stack_pass.remarks[_RESTARTS] = None
+            if self._entered is not None and earlier and place == place_of(self._entered):
+                stack_pass.remarks[_SIDE_BY_SIDE] = None
+
+    def _take_before(
+        self,
+        stack_pass: StackPass,
+        module: nn.Module,
+        entered: Tensor | None,
+        rows: Tensor | None,
+        *,
+        sees_between: bool,
+    ) -> None:
+        """Copy what enters the first block; of a later one, what it says of the block before."""
+        *earlier, block_call = stack_pass.block_calls
         self._entered = entered
         if not earlier:
             stack_pass.mode = "train" if module.training else "eval"
-            if entered is not None:
-                stack_pass.entered = self._sample(stack_pass, entered, module, entering=True)
+            stack_pass.entered = self._sample(stack_pass, entered, module, entering=True)
             if stack_pass.entered is not None and rows is not None:
                 places = spread_indices(math.prod(rows.shape[:-1]), LANDMARKS)
                 stack_pass.tokens.landmarks = copy_rows(rows, places)
             return
         before = earlier[-1]
-        if entered is not None and index == before.block + 1:
+        if entered is not None and block_call.block == before.block + 1:
             self._take_sum(stack_pass, before, entered, module, sees_between=sees_between)
-        if stack_pass.stack.entering and index > before.block:  # else other rows may come again
-            before.hidden = (
-                None
-                if entered is None
-                else self._sample(stack_pass, entered, module, entering=True)
-            )
-
-    def start_provenance(
-        self, block_call: BlockCall, module: nn.Module, given: list[Any], entered: Tensor | None
-    ) -> None:
-        """Follow what a block is given through its call."""
-        block_call.finished = False
-        if entered is not None and not entered.is_nested:
-            entered = move_width_last(local_shard(entered), module, entering=True)
-            if tuple(entered.shape[:-1]) != block_call.shape:  # others are on other ranks
-                entered = None
-        block_call.provenance.start(given, entered)
+        # Else other rows may come again.
+        if stack_pass.stack.entering and block_call.block > before.block:
+            before.hidden = self._sample(stack_pass, entered, module, entering=True)
 
     def leave(
         self,
@@ -133,12 +162,12 @@ class HiddenStates:
         if hidden is not output:
             alike = [x for x in _floating(output) if tuple(x.shape) == block_call.entered]
             hidden = next(iter(alike), hidden)
-            stack_pass.hands_on_several |= len(alike) > 1
-        if not hidden.is_nested:
-            self.hand_on(stack_pass, hidden)
-            stack_pass.normed = None
-            if sees_between:  # else memory that is used again would tell nothing
-                self.stream.start(self._entered, hidden)
+            if len(alike) > 1:
+                stack_pass.remarks[_SEVERAL] = None
+        self.hand_on(stack_pass, hidden)
+        stack_pass.normed = None
+        if sees_between:  # else memory that is used again would tell nothing
+            self.stream.start(self._entered, hidden)
         if not stack_pass.stack.entering:
             block_call.hidden = self._sample(stack_pass, hidden, module)
 
@@ -149,16 +178,18 @@ class HiddenStates:
             # It is kept alive: no other tensor is at its address while the window is open.
             stack_pass.leaving = hidden.detach()
 
-    def take_next(self, given: Tensor, module: nn.Module, *, sees_between: bool) -> None:
-        """Look at what enters a norm outside the blocks: behind the last one, it may be the sum."""
+    def enter_norm(self, module: nn.Module, given: Any, *, sees_between: bool) -> None:
+        """Look at what enters a norm outside the blocks.
+
+        Behind the last block it may be the sum, and the norm the final one.
+        """
+        given = first_tensor(given)
+        if given is None or self._tracker.in_block:
+            return
         for stack_pass in self._tracker.passes:
             last = stack_pass.block_calls[-1:]
             if last and last[0].block == len(stack_pass.stack.blocks) - 1:
                 self._take_sum(stack_pass, last[0], given, module, sees_between=sees_between)
-
-    def call_norm(self, module: nn.Module, given: Tensor) -> None:
-        """Note that a norm outside the blocks is called: it may be the final one."""
-        for stack_pass in self._tracker.passes:
             leaving = stack_pass.leaving
             if leaving is not None and place_of(given) == place_of(leaving):
                 self._norming[id(module)] = stack_pass
@@ -182,43 +213,46 @@ class HiddenStates:
         sees_between: bool,
     ) -> None:
         """Take for a layer the sum that is made behind a block, of its input and its output."""
-        if stream.is_nested or tuple(stream.shape) != before.entered:
+        if tuple(stream.shape) != before.entered:
             return
         if not sees_between:
-            stack_pass.hides_between |= place_of(stream) != stack_pass.left
-        elif len(self.stream.origins(stream)) > 1 and not stack_pass.side_by_side:
+            if place_of(stream) != stack_pass.left:
+                stack_pass.remarks[_HIDES_BETWEEN] = None
+        elif len(self.stream.origins(stream)) > 1 and _SIDE_BY_SIDE not in stack_pass.remarks:
             before.is_sum = True
             before.hidden = self._sample(stack_pass, stream, module, entering=True)
 
     def _sample(
-        self, stack_pass: StackPass, hidden: Tensor, block: nn.Module, *, entering: bool = False
+        self,
+        stack_pass: StackPass,
+        hidden: Tensor | None,
+        block: nn.Module,
+        *,
+        entering: bool = False,
     ) -> SampledRows | None:
         """Copy the sampled rows of a tensor of hidden states; None if it has no rows to be read."""
-        if hidden.is_nested:
+        if hidden is None:
             return None
         rows = move_width_last(local_shard(hidden), block, entering=entering)
-        try:
-            part = stack_pass.slice_of(hidden, rows)
-        except ShardingError as error:
-            stack_pass.why_not_read = f"{error}"
+        part = self._part(stack_pass, hidden, rows)
+        if part is None:
             return None
         tokens = stack_pass.tokens
         tokens.ids.meet(part.shape, lambda: self.stream.rows_of(rows) if part.is_whole else {})
         if not tokens.shape:
-            self._tracker.fit_rows(stack_pass, rows.shape[-1])
+            stack_pass.memory.fit_rows(rows.shape[-1])
             tokens.begin(part.shape)
             stack_pass.dtype = rows.dtype
         last = tokens.last(part.shape) if self._keeps_last else None
         ends = None if last is None else _copy_slice(rows, last, part)
         return _copy_slice(rows, stack_pass.row_indices(part.shape), part)._replace(last=ends)
 
-    def _shape_of(
-        self, stack_pass: StackPass, entered: Tensor, rows: Tensor
-    ) -> tuple[int, ...] | None:
-        """Return the shape of what entered a block, on all ranks and without the width."""
+    def _part(self, stack_pass: StackPass, hidden: Tensor, rows: Tensor) -> Slice | None:
+        """Find which part of the hidden states is on this rank; None if they cannot be read."""
         try:
-            return stack_pass.slice_of(entered, rows).shape
-        except ShardingError:  # what is sampled of it says why it is not read
+            return stack_pass.slice_of(hidden, rows)
+        except ShardingError as error:
+            stack_pass.why_not_read = f"{error}"
             return None
 
 
@@ -230,12 +264,15 @@ def _copy_slice(rows: Tensor, indices: Tensor, part: Slice) -> SampledRows:
 
 
 def _floating(values: Any) -> list[Tensor]:
-    """List the tensors of floating-point numbers, those at the top before those in containers."""
+    """List the tensors of floating-point numbers, those at the top before those in containers.
+
+    Nested tensors, which have no rows, are left out.
+    """
     given = [values] if isinstance(values, Tensor) else values or ()
     given = list(given.values() if isinstance(given, Mapping) else given)
     inner = tensors_in(x for x in given if not isinstance(x, Tensor))
     every = [*(x for x in given if isinstance(x, Tensor)), *inner]
-    return [x for x in every if x.is_floating_point()]
+    return [x for x in every if x.is_floating_point() and not x.is_nested]
 
 
 def find_entering(stack_pass: StackPass, given: Sequence[Any]) -> Tensor | None:
@@ -245,7 +282,7 @@ def find_entering(stack_pass: StackPass, given: Sequence[Any]) -> Tensor | None:
     of the shape and the width of what the tables of tokens gave, else the first argument.
     """
     found = _floating(given)
-    known = [x for x in found if not (x.is_nested or private.is_batched(local_shard(x)))]
+    known = [x for x in found if not private.is_batched(local_shard(x))]
     handed_on = [x for x in known if place_of(x) == stack_pass.left]
     fitting = [x for x in known if stack_pass.tokens.ids.may_have_made(x)]
     return next(iter(handed_on or fitting or found), None)
@@ -262,4 +299,4 @@ def place_of(values: Tensor) -> tuple[int, tuple[int, ...]]:
 
 def first_tensor(values: Any) -> Tensor | None:
     """Return the first floating-point tensor."""
-    return values if isinstance(values, Tensor) else next(iter(_floating(values)), None)
+    return next(iter(_floating(values)), None)

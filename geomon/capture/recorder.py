@@ -1,8 +1,9 @@
 """Recorder: keeps sampled queries, keys and scores of the attentions that a tap sees."""
 
+import functools
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from geomon.capture.first_pass import BlockCall, StackPass
 from geomon.capture.modes import unseen
 from geomon.capture.storage import local_shard
 from geomon.capture.tap import Columns, Provenance, Stream
+from geomon.capture.tracker import Tracker
 
 _OTHER_TOKENS = "{} x {} queries were attended with, of {} tokens"
 
@@ -40,50 +42,42 @@ _FUSED = {"sdpa": read_sdpa, "flex": read_flex, "flash": read_flash}
 Current = tuple[StackPass, BlockCall, Block]
 
 
+# What stands for a guard when the window is closed: errors are nobody's then.
+failing_silently = functools.partial(suppress, Exception)
+
+
 class AttentionRecorder:
     """Keeps what a tap sees of the attentions of the block that is running.
 
     Args:
+        tracker: Knows which block is running.
+        stream: Follows tensors between blocks.
+        attends: Whether attention is wanted.
         max_logits: Whether the largest scores are wanted.
 
     Attributes:
+        guarded: Returns a context manager that keeps an error of its body for the notes.
         attends_outside: Whether attention was called outside the blocks.
     """
 
-    def __init__(self, *, max_logits: bool) -> None:
-        self._wants_max_logits = max_logits
-        self.attends_outside = False
-        self._current: Callable[[], Current | None] = _nobody
-        self._outside: Callable[[], bool] = bool
-        self._stream: Stream | None = None
-        self._guarded: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.on_failure: Callable[[Exception], None] = _ignore
-
-    def open(
-        self,
-        *,
-        current: Callable[[], Current | None],
-        outside: Callable[[], bool],
-        guarded: Callable[[], AbstractContextManager[None]],
-        on_failure: Callable[[Exception], None],
-        stream: Stream,
+    def __init__(
+        self, tracker: Tracker, stream: Stream, *, attends: bool, max_logits: bool
     ) -> None:
-        """Record from here on.
+        self._tracker, self._stream = tracker, stream
+        self._attends, self._wants_max_logits = attends, max_logits
+        self.guarded: Callable[[], AbstractContextManager[Any]] = failing_silently
+        self.attends_outside = False
 
-        Args:
-            current: Returns the call of the innermost block that is running, if that call counts.
-            outside: Whether no block is running, and calls are not ignored.
-            guarded: Returns a context manager that keeps an error of its body for the notes.
-            on_failure: Takes an error of geomon's own.
-            stream: Follows tensors between blocks.
-        """
-        self._current, self._outside, self._stream = current, outside, stream
-        self._guarded, self.on_failure = guarded, on_failure
+    def _current(self) -> Current | None:
+        return self._tracker.current if self._attends else None
 
-    def close(self) -> None:
-        """Record nothing more: what is asked, which refers to this, is let go."""
-        self._current, self._outside, self._stream = _nobody, bool, None
-        self._guarded, self.on_failure = nullcontext, _ignore
+    def _outside(self) -> bool:
+        return not (self._tracker.in_block or self._tracker.is_ignored())
+
+    def on_failure(self, error: Exception) -> None:
+        """Keep an error of geomon's own for the notes (see `TapObserver`)."""
+        with self.guarded():
+            raise error
 
     def following(self) -> Provenance | Stream | None:
         """Return what follows tensors (see `TapObserver`)."""
@@ -105,7 +99,7 @@ class AttentionRecorder:
         stack_pass, block_call, _ = current
         index = block_call.running_attention or 0
         seen, provenance = block_call.seen(index), block_call.provenance
-        with self._guarded(), torch.no_grad(), unseen():
+        with self.guarded(), torch.no_grad(), unseen():
             again = isinstance(seen.call, AttentionCall)
             seen.further = seen.further or again
             try:
@@ -125,19 +119,17 @@ class AttentionRecorder:
                 seen.add_heads(*columns)
                 call = _as_made(call, *columns)
                 if not again:
-                    seen.call, seen.route = record_call(stack_pass.sampler, call), route
+                    seen.call, seen.route = record_call(stack_pass.memory.sampler, call), route
                     seen.number_heads(*columns)
+                    if call.rule is not None and call.query.shape[0] == 1:
+                        stack_pass.tokens.take_begins(call.query.shape[2], call.rule.begins)
+                    if call.mask is not None:
+                        _take_hidden_keys(current, index, len(call.query), call.mask, columns[1])
                 self._keep_max_logits(seen, call)
             except NotUnderstoodError as error:
                 inside = block_call.running_attention == index
                 if not again and inside >= seen.precedence.inside:
                     seen.refused = seen.refused or str(error)
-                return
-            if not again and call.rule is not None and call.query.shape[0] == 1:
-                stack_pass.tokens.take_begins(call.query.shape[2], call.rule.begins)
-            if not again and call.mask is not None:
-                mask = _over_tokens(call.mask, columns[1])
-                self._keep_hidden_keys(current, index, len(call.query), mask)
 
     def on_softmax(self, scores: Tensor, dim: int, *, logarithm: bool) -> None:
         """Record the sampled rows of a softmax of scores (see `TapObserver`)."""
@@ -163,7 +155,7 @@ class AttentionRecorder:
                 else:
                     seen.further = True
             return
-        with self._guarded(), torch.no_grad(), unseen():
+        with self.guarded(), torch.no_grad(), unseen():
             known = _known(stack_pass, block_call, block, index)
             shapes = stack_pass.possible_shapes(block_call)
             # Of several streams attention may take one: what is projected has its tokens.
@@ -172,7 +164,7 @@ class AttentionRecorder:
             known = min(possible, key=lambda known: not _fits(scores, dim, known))
             try:
                 call, columns = record_softmax(
-                    stack_pass.sampler, scores, dim, known, products,
+                    stack_pass.memory.sampler, scores, dim, known, products,
                     scale=provenance.scale(scores), find_columns=provenance.columns,
                 )  # fmt: skip
             except NotUnderstoodError as error:
@@ -191,8 +183,9 @@ class AttentionRecorder:
                 if call.joined:  # how far they are above the logit of the sink
                     arranged = arranged[..., :-1] - arranged[..., -1:]
                 self._keep_max_logits(seen, arranged)
-                own = _over_tokens(arranged, columns[1])
-                self._keep_hidden_keys(current, index, len(arranged), own, are_scores=True)
+                _take_hidden_keys(
+                    current, index, len(arranged), arranged, columns[1], are_scores=True
+                )
 
     def on_choice(self, scores: Tensor, chosen: Tensor) -> None:
         """Count which experts the tokens of a block choose (see `TapObserver`).
@@ -204,7 +197,7 @@ class AttentionRecorder:
         if current is None or current[0].shape_at(current[1]) == ():
             return
         stack_pass, block_call, _ = current
-        with self._guarded(), torch.no_grad(), unseen():
+        with self.guarded(), torch.no_grad(), unseen():
             scores, chosen = local_shard(scores), local_shard(chosen)
             tokens = math.prod(stack_pass.shape_at(block_call))
             if scores.ndim > 1 and scores.shape[:-1].numel() == tokens == chosen[..., 0].numel():
@@ -240,34 +233,33 @@ class AttentionRecorder:
 
     def _keep_max_logits(self, seen: SeenAttention, given: Arguments | Tensor) -> None:
         """Keep the largest scores of a call, given by its arguments or by arranged scores."""
-        if not self._wants_max_logits or seen.call is None:
-            return
-        if isinstance(given, Tensor):
-            found = max_logits_of_scores(given)
-        else:
-            found = max_logits_of_call(given)
-        kept = seen.max_logits
-        if not kept or kept[0].shape[1] == found.shape[1]:
-            kept.append(found)
-
-    def _keep_hidden_keys(
-        self, current: Current, index: int, sequences: int, mask: Tensor, *,
-        are_scores: bool = False,
-    ) -> None:  # fmt: skip
-        """Keep which keys an attention hides from every query: they may be padding."""
-        stack_pass, block_call, block = current
-        role = role_of_keys(block, block_call, index)
-        stack_pass.tokens.padding.take_attention(
-            role, sequences, local_shard(mask), are_scores=are_scores
-        )
+        if self._wants_max_logits:
+            found = (
+                max_logits_of_scores(given)
+                if isinstance(given, Tensor)
+                else max_logits_of_call(given)
+            )
+            if not seen.max_logits or seen.max_logits[0].shape[1] == found.shape[1]:
+                seen.max_logits.append(found)
 
 
-def _nobody() -> None:
-    """No block is running."""
+def _take_hidden_keys(
+    current: Current, index: int, sequences: int, mask: Tensor, keys: Columns | None, *,
+    are_scores: bool = False,
+) -> None:  # fmt: skip
+    """Keep which keys an attention hides from every query: they may be padding.
 
-
-def _ignore(error: Exception) -> None:
-    """Errors after the window are nobody's."""
+    The mask, or masked scores, may have other keys beside those that are tokens of the block.
+    """
+    stack_pass, block_call, block = current
+    if keys is not None and keys.tokens is not None and mask.shape[-1] == keys.tokens.shape[1]:
+        own = np.flatnonzero((keys.tokens >= 0).all(axis=0))
+        if len(own) < mask.shape[-1] and (np.diff(keys.tokens[:, own], axis=1) == 1).all():
+            mask = mask[..., torch.from_numpy(own)]
+    role = role_of_keys(block, block_call, index)
+    stack_pass.tokens.padding.take_attention(
+        role, sequences, local_shard(mask), are_scores=are_scores
+    )
 
 
 def role_of_keys(block: Block, block_call: BlockCall, index: int) -> str:
@@ -313,15 +305,6 @@ def _are_tokens(given: Arguments, query: Columns | None, shape: tuple[int, ...])
     sequences, _, queries, _ = given.query.shape
     traced = query is not None and query.tokens is not None
     return traced or not shape or sequences * queries == math.prod(shape)
-
-
-def _over_tokens(mask: Tensor, keys: Columns | None) -> Tensor:
-    """Take those keys of a mask, or of masked scores, that are tokens of the block."""
-    if keys is None or keys.tokens is None or mask.shape[-1] != keys.tokens.shape[1]:
-        return mask
-    own = np.flatnonzero((keys.tokens >= 0).all(axis=0))
-    in_order = (np.diff(keys.tokens[:, own], axis=1) == 1).all()
-    return mask[..., torch.from_numpy(own)] if len(own) < mask.shape[-1] and in_order else mask
 
 
 def _index_of_softmax(block: Block, block_call: BlockCall, *, made: bool) -> int | None:

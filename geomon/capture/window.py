@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from geomon.capture import private
 from geomon.capture.anatomy import Anatomy, Block
@@ -21,15 +21,16 @@ from geomon.capture.anatomy.projections import projects_in_its_own_way
 from geomon.capture.assemble import build_snapshot, matrix_layer
 from geomon.capture.attending.seen import SeenAttention
 from geomon.capture.calling.calls import calling_compiled, unwatch_calls, unwrap, watch_calls
-from geomon.capture.calling.patches import in_extra_pass, run_eagerly, subclasses
-from geomon.capture.first_pass import (
-    BlockCall,
-    StackPass,
-    attention_key,
+from geomon.capture.calling.patches import (
+    in_extra_pass,
+    records_gradients,
+    run_eagerly,
+    subclasses,
 )
+from geomon.capture.first_pass import BlockCall, StackPass, attention_key
 from geomon.capture.hidden_states import HiddenStates, find_entering, first_tensor
 from geomon.capture.modes import unseen, without_modes
-from geomon.capture.recorder import AttentionRecorder
+from geomon.capture.recorder import AttentionRecorder, failing_silently
 from geomon.capture.shards import (
     WHOLE,
     TensorPlace,
@@ -40,7 +41,6 @@ from geomon.capture.snapshot import (
     FINAL_NORM,
     HOST,
     UNEMBEDDING,
-    Layer,
     Snapshot,
     source_of,
 )
@@ -82,7 +82,7 @@ class Window:
     """A context manager that keeps sampled rows of one forward pass.
 
     After the `with`, `snapshot()` gives what was seen. The first pass of each stack counts
-    (`geomon.capture.first_pass.StackPass` has the rule), or in a pipeline the passes of all
+    (`geomon.capture.tracker.Tracker` has the rule), or in a pipeline the passes of all
     micro-batches of a batch, which `snapshots()` gives; calls from other threads and recomputation
     under activation checkpointing are ignored. An error of geomon's own never ends the pass: one
     while a call is looked at becomes a note, and one in opening is raised by `snapshot()`.
@@ -106,6 +106,7 @@ class Window:
 
     Attributes:
         seconds: Time taken from the training.
+        settled: Whether nothing has interrupted the opening or the closing of the window.
         inputs: Positional arguments of the first call of the model, and arguments by name.
     """
 
@@ -159,18 +160,23 @@ class Window:
         )
         self._failure: Exception | None = None  # in opening the window
         self._failures: list[str] = []  # in what sees the calls
-        self._recorder = AttentionRecorder(max_logits="max_logits" in views)
+        self._recorder = AttentionRecorder(
+            self._tracker,
+            self._states.stream,
+            attends=self._attends,
+            max_logits="max_logits" in views,
+        )
         self._forced_eager = False  # whether compiled code of the training was run eagerly
         self._tap: Tap | None = None  # what sees attention, while the window is open
         self._sees_above = True  # whether operators around the blocks are seen too
         self._blocks: set[int] = set()  # addresses of the blocks and of their parts
         self._hiding: set[int] = set()  # of those that call compiled functions
-        self._settled = True  # whether nothing is half open or half closed
+        self.settled = True
         self.seconds = 0.0
 
     def __enter__(self) -> Self:
         with self.timed():
-            self._settled = False
+            self.settled = False
             try:
                 self._open()
             except Exception as error:
@@ -179,7 +185,7 @@ class Window:
             except BaseException:
                 self.close()
                 raise
-            self._settled = True
+            self.settled = True
         return self
 
     def __exit__(
@@ -189,7 +195,7 @@ class Window:
         trace: TracebackType | None,
     ) -> None:
         with self.timed():
-            self._settled = False
+            self.settled = False
             try:
                 self.close()
             except BaseException:  # Ctrl-C in between
@@ -206,21 +212,10 @@ class Window:
         finally:
             self.seconds = before + time.perf_counter() - began
 
-    @property
-    def settled(self) -> bool:
-        """Whether nothing has interrupted the opening or the closing of the window."""
-        return self._settled
-
     def _open(self) -> None:
         self._choose_calls()
         if self._follows:
-            self._recorder.open(
-                current=lambda: self._tracker.current if self._attends else None,
-                outside=lambda: not (self._tracker.in_block or self._tracker.is_ignored()),
-                guarded=self._guarded,
-                on_failure=self.on_failure,
-                stream=self._states.stream,
-            )
+            self._recorder.guarded = self._guarded
             self._tap = Tap(self._recorder)
             subclasses.hold(self)
             self._find_compiled()
@@ -240,7 +235,7 @@ class Window:
         """Leave nothing behind; may be called more than once, and after an interruption."""
         if self._tap is not None:
             self._tap.close()
-        self._recorder.close()
+        self._recorder.guarded = failing_silently
         unwatch_calls(self)
         subclasses.release(self)
         # They refer to the window: what it keeps would be freed by the garbage collector alone.
@@ -252,7 +247,7 @@ class Window:
             stack_pass.leaving = None
             for block_call in stack_pass.block_calls:
                 block_call.forget_tensors()
-        self._settled = True
+        self.settled = True
 
     def snapshot(self, device: torch.device = HOST) -> Snapshot:
         """Build the snapshot: rows in float32, without those that are not finite.
@@ -284,6 +279,7 @@ class Window:
         self, passes: Sequence[StackPass], device: torch.device, *, wait: bool
     ) -> Snapshot:
         """Build the snapshot of a pass through all stacks."""
+        matrices, sampler = self._found_matrices(), self._tracker.memory().sampler
         texts = [
             f"a hook failed, and what it looks at is missing: {failure}"
             for failure in dict.fromkeys(self._failures)
@@ -293,10 +289,10 @@ class Window:
             for name, lost in private.MISSING.items()
         ]
         texts += [_FORCED] * self._forced_eager
-        seen = any(self._seen_attentions())
+        seen = self._sees_attention()
         texts += [
             f"{name}: {_ADAPTED}"
-            for name, module in self._found_matrices().items()
+            for name, module in matrices.items()
             if any(module is adapted for adapted in self._anatomy.adapted)
         ]
         # Behind the last block of a stage attention may be that of another part of the model.
@@ -309,22 +305,14 @@ class Window:
         return build_snapshot(
             passes,
             self._sources,
-            matrices=self._matrices(),
+            matrices=(matrix_layer(name, m, sampler) for name, m in matrices.items()),
             final_norm=FINAL_NORM in self._extra,
             other_thread=self._tracker.other_thread,
             no_rows=self._tracker.no_rows,
-            notes=[*(Note(text, text) for text in texts), *self._tracker.notes_on_memory()],
+            notes=[*(Note(text, text) for text in texts), *self._tracker.memory().notes()],
             device=device,
             wait=wait,
         )
-
-    def _matrices(self) -> list[Layer]:
-        """Make the layers of the matrices of weights that are asked for."""
-        if not any(stack_pass.block_calls for stack_pass in self._tracker.passes):
-            return []
-        found = self._found_matrices()
-        sampler = self._tracker.sampler
-        return [matrix_layer(name, module, sampler) for name, module in found.items()]
 
     def _found_matrices(self) -> dict[str, nn.Module | None]:
         """Find the modules that hold the matrices that are asked for."""
@@ -347,39 +335,28 @@ class Window:
             stack: Name of the stack.
             label: Label of the attention in the blocks: "" for the one to the stack itself.
         """
-        return {seen.route for seen in self._attentions(stack, label) if seen.route}
+        return {seen.route for seen in self.attentions(stack, label) if seen.route}
 
-    def attends_elsewhere(self, stack: str, label: str) -> bool:
-        """Whether the keys of an attention were made of another tensor than its queries.
-
-        Args:
-            stack: Name of the stack.
-            label: Label of the attention in the blocks.
-        """
-        return any(seen.other_source for seen in self._attentions(stack, label))
-
-    def projects(self, stack: str, label: str = "") -> bool:
-        """Whether queries and keys were found as projected.
+    def attentions(self, stack: str, label: str = "") -> list[SeenAttention]:
+        """List what was seen of the attentions with a label, in the blocks of a stack.
 
         Args:
             stack: Name of the stack.
-            label: Label of the attention in the blocks.
+            label: Label of the attention in the blocks: "" for the one to the stack itself.
         """
-        return any(seen.projected is not None for seen in self._attentions(stack, label))
+        return [
+            block_call.attentions[index]
+            for stack_pass in self._tracker.passes
+            for block_call in stack_pass.block_calls
+            if stack_pass.stack.name == stack
+            if (index := attention_key(stack_pass.stack.blocks[block_call.block], label))
+            in block_call.attentions
+        ]
 
-    def _attentions(self, stack: str, label: str) -> Iterator[SeenAttention]:
-        """Iterate over what was seen of the attentions with a label."""
-        for stack_pass in self._tracker.passes:
-            for block_call in stack_pass.block_calls if stack_pass.stack.name == stack else ():
-                index = attention_key(stack_pass.stack.blocks[block_call.block], label)
-                if index in block_call.attentions:
-                    yield block_call.attentions[index]
-
-    def _seen_attentions(self) -> Iterator[bool]:
-        """Say of each attention that was met whether its call was seen."""
-        for stack_pass in self._tracker.passes:
-            for block_call in stack_pass.block_calls:
-                yield from (bool(seen.route) for seen in block_call.attentions.values())
+    def _sees_attention(self) -> bool:
+        """Whether the call of any attention was seen."""
+        calls = (call for stack_pass in self._tracker.passes for call in stack_pass.block_calls)
+        return any(seen.route for call in calls for seen in call.attentions.values())
 
     def token_tables(self) -> tuple[nn.Module, ...]:
         """List the embedding tables whose inputs were the token ids, in the order of the stacks."""
@@ -405,29 +382,22 @@ class Window:
             for module, table in self._anatomy.around_embeddings:
                 self._see(self._before, module, self._tables.before_around)
                 self._see(self._after, module, self._tables.after_around, table)
-        for _, norm in self._anatomy.norms if self._follows else ():
-            self._see(self._before, norm, self._on_next)
-        for name, norm in self._anatomy.norms if FINAL_NORM in self._extra else ():
+        for name, norm in self._anatomy.norms if self._follows or self._extra else ():
             self._see(self._before, norm, self._on_norm)
-            self._see(self._after, norm, self._states.leave_norm, name)
-        for number, stack_pass in enumerate(self._tracker.passes):
-            for module in stack_pass.stack.above:
-                self._see(self._before, module, self._on_call_above, stack_pass, number)
-            for module in stack_pass.stack.above[:1]:
+            if FINAL_NORM in self._extra:
+                self._see(self._after, norm, self._states.leave_norm, name)
+        for number, stack in enumerate(self._anatomy.stacks):
+            for module in stack.above:
+                self._see(self._before, module, self._on_call_above, number)
+            for module in stack.above[:1]:
                 self._see(self._after, module, self._on_return_above)
-            owner = stack_pass.stack.owner
-            if owner is not None:
-                self._see(self._before, owner, self._on_owner, stack_pass)
-                self._see(self._after, owner, self._on_owner_left, stack_pass)
-            for index, block in enumerate(stack_pass.stack.blocks):
-                for part in block.parts:
-                    self._see(self._before, part, self._on_part, stack_pass, index)
-                    self._see(self._after, part, self._on_block_left, stack_pass, index)
-                self._see(self._before, block.module, self._on_block, stack_pass, index)
-                self._see(self._after, block.module, self._on_block_left, stack_pass, index)
-                if "weights" in self._sources and self._place.shards == 1:
-                    for part in (block.module, *block.parts):
-                        self._see(self._before, part, self._on_weights, block)
+            if stack.owner is not None:
+                self._see(self._before, stack.owner, self._on_owner, number)
+                self._see(self._after, stack.owner, self._on_owner_left, number)
+            for index, block in enumerate(stack.blocks):
+                for part in (*block.parts, block.module):
+                    self._see(self._before, part, self._on_block, number, index)
+                    self._see(self._after, part, self._on_block_left)
                 if self._attends:
                     self._choose_calls_of_attention(block)
 
@@ -480,8 +450,7 @@ class Window:
 
     def needs_twin(self, module: nn.Module) -> bool:
         """Whether the compiled code of a module hides what this window is to see."""
-        self._tracker.take_twin()
-        if self._tracker.finished:
+        if self._tracker.is_over(with_gradients=records_gradients()):
             return False
         inside = self._attends and self._tracker.current is not None
         watched = inside or any(map(self.watches, module.modules()))
@@ -520,24 +489,20 @@ class Window:
         """Return a context manager in which no operator is seen."""
         return nullcontext() if self._tap is None else self._tap.suspended()
 
-    def on_twin_end(self) -> None:
-        """Leave the training alone if the twin has shown all (see `CallObserver`)."""
-        self._rest()
-
     def on_compiled_end(self, module: nn.Module, output: Any) -> None:
         """Note what goes on from a compiled block: not what its twin has returned."""
-        left = first_tensor(output)
-        if left is None or left.is_nested or self._tracker.is_ignored():
-            return
-        for stack_pass in self._tracker.passes:
-            if any(module is block.module for block in stack_pass.stack.blocks):
+        left = None if self._tracker.is_ignored() else first_tensor(output)
+        for stack_pass in () if left is None else self._tracker.passes:
+            if left is not None and any(module is x.module for x in stack_pass.stack.blocks):
                 self._states.hand_on(stack_pass, left)
+        self._rest()
 
     def _rest(self) -> None:
         """Close the window where nothing more is to be seen: what follows is left alone."""
         if FINAL_NORM in self._extra or in_extra_pass() or not self._before:
             return
-        if self._tracker.complete and any(self._seen_attentions()):
+        over = self._tracker.is_over(with_gradients=True) and not self._tracker.above
+        if over and self._sees_attention():
             self.close()
 
     def forces_eager(self) -> bool:
@@ -557,19 +522,10 @@ class Window:
     # -- around the blocks -----------------------------------------------------------------------
 
     def _on_call_above(
-        self,
-        stack_pass: StackPass,
-        number: int,
-        module: nn.Module,
-        args: Any,
-        kwargs: Mapping[str, Any],
+        self, number: int, module: nn.Module, args: Any, kwargs: Mapping[str, Any]
     ) -> None:
         around, shared = self._tracker.call_above(number, module)
-        if (
-            self._keeps_inputs
-            and self.inputs is None
-            and not self._tracker.is_inferring(stack_pass)
-        ):
+        if self._keeps_inputs and self.inputs is None and not self._tracker.is_inferring(number):
             self.inputs = tuple(args), dict(kwargs)
         if around:
             self._tables.take_arguments(args, kwargs)
@@ -581,99 +537,48 @@ class Window:
         self._states.stream.forget()  # what is done outside of the model is not seen
 
     def _on_norm(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        given = first_tensor([*args, *kwargs.values()])
-        if given is not None and not given.is_nested:
-            self._states.call_norm(module, given)
+        given = [*args, *kwargs.values()]
+        self._states.enter_norm(module, given, sees_between=self._sees_between)
 
-    def _on_next(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        given = first_tensor([*args, *kwargs.values()])
-        if given is not None and not self._tracker.in_block:
-            self._states.take_next(given, module, sees_between=self._sees_between)
-
-    def _on_owner(self, stack_pass: StackPass, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _on_owner(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         origins = map(self._states.stream.origins, tensors_in([args, kwargs]))
-        self._tracker.call_owner(stack_pass, goes_on=any("returned" in x for x in origins))
+        self._tracker.call_owner(number, goes_on=any("returned" in x for x in origins))
 
-    def _on_owner_left(self, stack_pass: StackPass, module: nn.Module, output: Any) -> None:
-        stack_pass.end()
+    def _on_owner_left(self, number: int, module: nn.Module, output: Any) -> None:
+        self._tracker.leave_owner(number)
 
     # -- blocks ----------------------------------------------------------------------------------
 
     def _on_block(
-        self,
-        stack_pass: StackPass,
-        index: int,
-        module: nn.Module,
-        args: Any,
-        kwargs: Mapping[str, Any],
+        self, number: int, index: int, module: nn.Module, args: Any, kwargs: Mapping[str, Any]
     ) -> None:
+        """Keep what a call gives of a block, or of a module of a list that is one, if it counts."""
+        stack_pass = self._tracker.passes[number]
         entered = find_entering(stack_pass, [*args, *kwargs.values()])
-        block_call = self._begin_call(stack_pass, index, module, args, kwargs, entered)
-        self._run(stack_pass, block_call, module, [args, kwargs], entered)
-
-    def _on_weights(self, block: Block, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Read the norms of the weights of a block that begins: its optimizer step is to come."""
-        current = self._tracker.current
-        if current is not None and not current[1].weight_norms:
-            current[1].weight_norms = weight_norms(unwrap(block.module))
-
-    def _run(
-        self,
-        stack_pass: StackPass,
-        block_call: BlockCall | None,
-        module: nn.Module,
-        given: list[Any],
-        entered: Tensor | None,
-    ) -> None:
-        self._tracker.run(stack_pass, block_call)
-        if block_call is not None:
-            self._states.start_provenance(block_call, module, given, entered)
-
-    def _on_part(
-        self,
-        stack_pass: StackPass,
-        index: int,
-        module: nn.Module,
-        args: Any,
-        kwargs: Mapping[str, Any],
-    ) -> None:
-        block_call, block, called = stack_pass.parts
-        entered = find_entering(stack_pass, [*args, *kwargs.values()])
-        if block != index or id(module) in called:
-            block_call = self._begin_call(stack_pass, index, module, args, kwargs, entered)
-            called = set()
-        stack_pass.parts = block_call, index, called | {id(module)}
-        self._run(stack_pass, block_call, module, [args, kwargs], entered)
-
-    def _begin_call(
-        self,
-        stack_pass: StackPass,
-        index: int,
-        module: nn.Module,
-        args: Any,
-        kwargs: Mapping[str, Any],
-        entered: Tensor | None,
-    ) -> BlockCall | None:
-        """Keep what a call gives of a block, if it counts."""
-        block_call = self._tracker.begin_call(stack_pass, index, entered)
+        block_call = self._tracker.begin_call(number, index, module, entered)
         if block_call is None:
-            return None
-        if len(stack_pass.block_calls) == 1:
+            return
+        if len(block_call.called) == 1 == len(stack_pass.block_calls):
             stack_pass.tokens.take_arguments(module, args, kwargs)
-        self._states.enter(stack_pass, block_call, module, entered, sees_between=self._sees_between)
-        return block_call
+        self._states.enter(
+            stack_pass, block_call, module, [args, kwargs], entered,
+            sees_between=self._sees_between,
+        )  # fmt: skip
+        if "weights" in self._sources and self._place.shards == 1 and not block_call.weight_norms:
+            # Its optimizer step is to come.
+            block = stack_pass.stack.blocks[index]
+            block_call.weight_norms = weight_norms(unwrap(block.module))
 
     @property
     def _sees_between(self) -> bool:
         """Whether operators between the blocks are seen."""
         return self._tap is not None and (self._sees_above or in_extra_pass())
 
-    def _on_block_left(
-        self, stack_pass: StackPass, index: int, module: nn.Module, output: Any
-    ) -> None:
-        block_call = self._tracker.end_call(stack_pass, index)
-        if block_call is not None:
-            self._finish(stack_pass, block_call, stack_pass.stack.blocks[index])
+    def _on_block_left(self, module: nn.Module, output: Any) -> None:
+        ended = self._tracker.end_call(module)
+        if ended is not None:
+            stack_pass, block_call = ended
+            self._finish(stack_pass, block_call, stack_pass.stack.blocks[block_call.block])
             self._states.leave(
                 stack_pass, block_call, module, output, sees_between=self._sees_between
             )
@@ -697,18 +602,17 @@ class Window:
     def _on_projecting(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         current, given = self._tracker.current, first_tensor([*args, *kwargs.values()])
         if current is not None and given is not None:
-            current[1].inputs[id(module)] = given
             # FSDP has gathered the weight by now: what is sharded is so by tensor parallelism.
-            current[1].firsts[id(module)] = first_feature(module)
+            current[1].inputs[id(module)] = given, first_feature(module)
 
     def _on_projected(self, module: nn.Module, output: Any) -> None:
         current, output = self._tracker.current, first_tensor(output)
-        given = None if current is None else current[1].inputs.pop(id(module), None)
-        if current is None or given is None or output is None or output.is_nested:
+        taken = None if current is None else current[1].inputs.pop(id(module), None)
+        if current is None or taken is None or output is None:
             return
         # The width of a convolution's output is not its last dimension.
         output = move_width_last(local_shard(output), module, entering=False)
-        first = current[1].firsts.get(id(module), 0)
+        given, first = taken
         found = current[1].provenance.projected(output, local_shard(given), first)
         if found is not None:
             current[1].outputs.setdefault(id(module), (found, tuple(output.shape[:-1])))

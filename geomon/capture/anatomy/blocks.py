@@ -5,6 +5,7 @@ families that are made of blocks and hold most of the parameters are the *stacks
 (`geomon.capture.anatomy.families`).
 """
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from geomon.capture.anatomy.families import (
     NOT_CALLABLE,
     Family,
     LeftOut,
-    Names,
+    ModuleTree,
     are_first_parts,
     attends,
     choose_blocks,
@@ -24,8 +25,6 @@ from geomon.capture.anatomy.families import (
     group_by_pattern,
     has_children,
     leading_lists,
-    member_at,
-    name_members_of_lists,
     pattern_of,
     shown_name,
 )
@@ -209,27 +208,27 @@ def find_anatomy(model: nn.Module, blocks: str | Sequence[nn.Module] | None = No
         raise TypeError(
             f"expected a torch.nn.Module, got {type(model).__name__}: pass the model itself"
         )
-    names = {module: name for name, module in model.named_modules()}
+    tree = ModuleTree(model)
     try:
-        families, left_out = _families(model, blocks, names)
+        families, left_out = _families(model, blocks, tree)
     except ValueError:
-        names = name_members_of_lists(names)
-        families, left_out = _families(model, blocks, names)
+        tree = ModuleTree(model, lists=True)
+        families, left_out = _families(model, blocks, tree)
     inside = {module for family in families for block in family for module in block.modules()}
-    outside = {module: name for module, name in names.items() if module not in inside}
+    outside = {module: name for module, name in tree.names.items() if module not in inside}
     embeddings = tuple(module for module in outside if _is_table(module))
     output = _find_output(outside, embeddings)
     matrices = [*embeddings, *([] if output is None else [output])]
     return Anatomy(
-        stacks=_stacks(model, families, names),
+        stacks=_stacks(families, tree),
         embeddings=embeddings,
-        around_embeddings=tuple(_around_tables(model, embeddings, names, inside)),
+        around_embeddings=tuple(_around_tables(embeddings, tree, inside)),
         norms=tuple(
             (shown_name(name), module) for module, name in outside.items() if _is_norm(module)
         ),
         output=output,
         of_output=tuple(table for table in embeddings if _makes_rows_of(output, table)),
-        adapted=tuple(m for m in matrices if _is_adapted(m, outside, model)),
+        adapted=tuple(m for m in matrices if _is_adapted(m, tree)),
         left_out=tuple(left_out),
     )
 
@@ -249,12 +248,13 @@ def join_anatomies(parts: Sequence[Anatomy]) -> Anatomy:
 
 
 def _families(
-    model: nn.Module, blocks: str | Sequence[nn.Module] | None, names: Names
+    model: nn.Module, blocks: str | Sequence[nn.Module] | None, tree: ModuleTree
 ) -> tuple[list[Family], list[LeftOut]]:
     """Find the families that are watched, and the others."""
     if blocks is not None:
-        return group_by_pattern(choose_blocks(model, blocks, names), names), []
-    found, left_out = find_families(model, names)
+        chosen = choose_blocks(model, blocks, tree.names)
+        return [*group_by_pattern(chosen, tree.names).values()], []
+    found, left_out = find_families(tree)
     if found:
         return found, left_out
     children = ", ".join(name for name, _ in model.named_children()) or "none"
@@ -271,17 +271,13 @@ def _families(
 
 
 def _around_tables(
-    model: nn.Module, embeddings: Sequence[nn.Module], names: Names, inside: set[nn.Module]
+    embeddings: Sequence[nn.Module], tree: ModuleTree, inside: set[nn.Module]
 ) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Iterate over the modules that hold a table and no blocks, each with its first table."""
     found: set[nn.Module] = set()
     for table in embeddings:
-        path = names[table]
-        while path := path.rpartition(".")[0]:
-            module = member_at(model, path)
-            if not isinstance(module, nn.Module):
-                continue
-            if not inside.isdisjoint(module.modules()):
+        for module in tree.above(table):
+            if not inside.isdisjoint(module.modules()) or tree.holders.get(module) is None:
                 break
             if module not in found and not isinstance(module, NOT_CALLABLE):
                 found.add(module)
@@ -323,11 +319,11 @@ def _makes_rows_of(output: nn.Module | None, table: nn.Module) -> bool:
     return shape is not None and said(output, "out_features") == shape[0]
 
 
-def _is_adapted(matrix: nn.Module, names: Names, model: nn.Module) -> bool:
+def _is_adapted(matrix: nn.Module, tree: ModuleTree) -> bool:
     """Whether a module of the same widths around a matrix has parameters of its own."""
-    around = member_at(model, names[matrix].rpartition(".")[0])
+    around = tree.holders.get(matrix)
     says = {said(around, name) for name in ("in_features", "out_features")}
-    if says != {*(find_widths(matrix) or ())}:
+    if around is None or says != {*(find_widths(matrix) or ())}:
         return False
     return {*around.parameters()} != {*matrix.parameters()}
 
@@ -336,36 +332,36 @@ def _is_trained(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
-def _stacks(model: nn.Module, families: list[Family], names: Names) -> tuple[Stack, ...]:
+def _stacks(families: list[Family], tree: ModuleTree) -> tuple[Stack, ...]:
     """Make a stack of each family."""
-    labels = _name_stacks([_common_path(family, names) for family in families])
-    above = [_modules_above(model, family, names) for family in families]
-    stacks = []
-    for number, (family, label) in enumerate(zip(families, labels, strict=True)):
-        lists = _lists_of_blocks(model, family, names)
-        blocks = [_block(block, names, lists.get(block, ()), second=number > 0) for block in family]
+    labels = _name_stacks([_common_path(family, tree) for family in families])
+    shared: set[nn.Module] = set()
+    stacks: list[Stack] = []
+    for family, label in zip(families, labels, strict=True):
+        lists = _lists_of_blocks(family, tree)
+        second = bool(stacks)
+        blocks = [_block(block, tree, lists.get(block, ()), second=second) for block in family]
         if any(block.attentions for block in blocks):
             # In a hybrid, a module may be called attention ("linear_attn") and have no queries.
             blocks = [replace(b, attends=any(not a.cross for a in b.attentions)) for b in blocks]
-        shared = {m for other in above[:number] for m in other}
+        above = _modules_above(family, tree)
         stacks.append(
             Stack(
                 label,
                 tuple(blocks),
-                _owner(family, above[number], names),
-                tuple(module for module in above[number] if module not in shared),
-                entering=are_first_parts(model, family, names),
+                _owner(family, above, tree),
+                tuple(module for module in above if module not in shared),
+                entering=are_first_parts(family, tree),
             )
         )
+        shared |= {*above}
     return tuple(stacks)
 
 
-def _lists_of_blocks(
-    model: nn.Module, family: Family, names: Names
-) -> dict[nn.Module, Sequence[nn.Module]]:
+def _lists_of_blocks(family: Family, tree: ModuleTree) -> dict[nn.Module, Sequence[nn.Module]]:
     """Find the lists of sublayers that make each block, by the first one; {} for other blocks."""
-    parent = member_at(model, names[family[0]].rpartition(".")[0])
-    siblings = list(parent) if isinstance(parent, nn.ModuleList) else []
+    holder = tree.holders.get(family[0])
+    siblings = list(holder) if isinstance(holder, nn.ModuleList) else []
     if leading_lists(siblings) != family:
         return {}
     starts = [siblings.index(block) for block in family]
@@ -377,12 +373,13 @@ def _lists_of_blocks(
 
 
 def _block(
-    module: nn.Module, names: Names, lists: Sequence[nn.Module] = (), *, second: bool
+    module: nn.Module, tree: ModuleTree, lists: Sequence[nn.Module] = (), *, second: bool
 ) -> Block:
     """Find the attentions of a block; `second` if its stack is not the model's first one."""
     found: list[Attention] = []
     covered: set[nn.Module] = set()
     held = nn.ModuleList(lists) if lists else module
+    inside = {*held.modules()}
     for name, inner in held.named_modules():
         projections = None if inner in covered else find_projections(inner)
         if projections is not None:
@@ -396,26 +393,19 @@ def _block(
                 and pattern_of(found[0].name) != pattern_of(shown)
             )
             cross = bool(_CROSS_NAME.search(shown)) or after_own
-            around = tuple(_around(held, name))
+            around = tuple(m for m in tree.above(inner) if m in inside)
             found.append(Attention(shown, inner, projections, cross, around))
     # The only attention of a block is to its own stack, unless "cross" is in its name.
     if len(found) == 1 and "cross" not in found[0].name.lower():
         found = [replace(found[0], cross=False)]
     return Block(
-        shown_name(names[module]) or type(module).__name__,
+        shown_name(tree.names[module]) or type(module).__name__,
         module,
         _labelled(found),
         attends(module),
         tuple(_called(held)) if lists else (),
         tuple(inner for inner in held.modules() if find_widths(inner) is not None),
     )
-
-
-def _around(block: nn.Module, name: str) -> Iterator[nn.Module]:
-    """Iterate over the modules around one inside a block, the innermost first."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield block.get_submodule(name)
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
@@ -427,16 +417,11 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _are_heads(attentions: list[Attention]) -> bool:
-    """Whether attentions are the heads of one, in a list."""
-    patterns = {pattern_of(attention.name) for attention in attentions}
-    alike = len(patterns) == 1 and not any(attention.cross for attention in attentions)
-    return alike and are_heads([attention.projections for attention in attentions])
-
-
 def _labelled(attentions: list[Attention]) -> tuple[Attention, ...]:
     """Label the attentions of a block, each in its own way."""
-    if _are_heads(attentions):
+    patterns = {pattern_of(attention.name) for attention in attentions}
+    alike = len(patterns) == 1 and not any(attention.cross for attention in attentions)
+    if alike and are_heads([attention.projections for attention in attentions]):
         return tuple(replace(attention, is_head=True) for attention in attentions)
     labels: list[str] = []
     for attention in attentions:
@@ -451,56 +436,48 @@ def _labelled(attentions: list[Attention]) -> tuple[Attention, ...]:
     return tuple(replace(a, label=x) for a, x in zip(attentions, labels, strict=True))
 
 
-def _common_path(family: Family, names: Names) -> list[str]:
+def _common_path(family: Family, tree: ModuleTree) -> list[str]:
     """Return the parts with which the shown names of all members begin."""
-    parts = [shown_name(names[block]).split(".") for block in family]
-    common = []
-    for step in zip(*(p[:-1] for p in parts), strict=False):
-        if len(set(step)) > 1:
-            break
-        common.append(step[0])
-    return common
+    return _shared_parts([shown_name(tree.names[block]).split(".")[:-1] for block in family])
+
+
+def _shared_parts(paths: Sequence[Sequence[str]]) -> list[str]:
+    """Return the parts with which all of several paths begin."""
+    steps = zip(*paths, strict=False)  # until the shortest ends
+    return [step[0] for step in itertools.takewhile(lambda step: len({*step}) == 1, steps)]
 
 
 def _name_stacks(paths: list[list[str]]) -> list[str]:
     """Name stacks by the first parts of their paths that tell them apart; "" for a single one."""
     if len(paths) == 1:
         return [""]
-    ends = paths
-    while all(ends) and len({path[0] for path in ends}) == 1:
-        ends = [path[1:] for path in ends]
-    count = max(map(len, ends))
-    for length in range(1, count + 1):
+    shared = len(_shared_parts(paths))
+    ends = [path[shared:] for path in paths]
+    for length in range(1, max(map(len, ends)) + 1):
         labels = [".".join(path[:length]) for path in ends]
         if len(set(labels)) == len(labels):
             return [label or "main" for label in labels]
     return [f"stack_{number}" for number in range(1, len(paths) + 1)]
 
 
-def _modules_above(model: nn.Module, family: Family, names: Names) -> list[nn.Module]:
+def _modules_above(family: Family, tree: ModuleTree) -> list[nn.Module]:
     """List the modules that hold the whole family and can be called, outermost first."""
-    names_of = [names[block] for block in family]
-    parts = names_of[0].split(".")
-    paths = [".".join(parts[:length]) for length in range(len(parts))]
-    return [
-        module
-        for path in paths
-        if all(not path or name.startswith(f"{path}.") for name in names_of)
-        and isinstance(module := member_at(model, path), nn.Module)
-        and not isinstance(module, NOT_CALLABLE)
-    ]
+    held_by = [{*tree.above(block)} for block in family]
+    around = [*tree.above(family[0])][::-1]
+    shared = set.intersection(*held_by)
+    return [m for m in around if m in shared and not isinstance(m, NOT_CALLABLE)]
 
 
-def _owner(family: Family, above: Sequence[nn.Module], names: Names) -> nn.Module | None:
+def _owner(family: Family, above: Sequence[nn.Module], tree: ModuleTree) -> nn.Module | None:
     """Return the innermost module of which one call runs all blocks.
 
     A module in a list may be called several times (the shared layers of ALBERT), and a Sequential
     may be iterated and never called.
     """
-    listed = pattern_of(names[family[0]]).partition("#")[0]
+    listed = pattern_of(tree.names[family[0]]).partition("#")[0]
     own: Iterator[nn.Module] = (
         module
         for module in reversed(above)
-        if not isinstance(module, CONTAINERS) and listed.startswith(names[module])
+        if not isinstance(module, CONTAINERS) and listed.startswith(tree.names[module])
     )
     return next(own, above[0] if above else None)

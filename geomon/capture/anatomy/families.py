@@ -8,7 +8,7 @@ import inspect
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,6 @@ from geomon.capture.anatomy.projections import (
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 NOT_CALLABLE = (nn.ModuleList, nn.ModuleDict)
-# What modules may lie in without being registered there.
-_UNREGISTERED = (list, tuple, dict)
 
 # Parts of module names that wrappers add; people know the names without them.
 _WRAPPERS = re.compile(
@@ -39,7 +37,6 @@ _SMALLEST_SHARE = 1 / 20
 _SMALLEST_SHARE_WITHOUT = 1 / 4  # the same in a model without attention
 _MOST_STAGES = 6  # of a convolutional network; a longer family is not taken for stages
 
-Names = dict[nn.Module, str]
 Family = list[nn.Module]
 
 
@@ -87,39 +84,59 @@ def pattern_of(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
-def name_members_of_lists(names: Names) -> Names:
-    """Name also the modules in plain lists and dicts, which torch does not register.
+class ModuleTree:
+    """The modules of a model, each with its name and the module that holds it.
 
-    Keras keeps its layers there, and tracks their weights in its own way.
+    Args:
+        model: The model.
+        lists: Whether to look also into plain lists and dicts, whose modules torch does not
+            register. Keras keeps its layers there, and tracks their weights in its own way.
+
+    Attributes:
+        names: Name of each module, outer modules before those inside.
+        holders: The module that holds each; the model has none.
     """
-    found = dict(names)
-    waiting = [*names]
-    for module in waiting:  # which grows meanwhile
-        by_public = sorted(vars(module).items(), key=lambda pair: pair[0].startswith("_"))
-        for attribute, value in by_public:
-            members = value.items() if isinstance(value, dict) else ()
-            for key, member in enumerate(value) if isinstance(value, (list, tuple)) else members:
-                if not isinstance(member, nn.Module) or member in found:
-                    continue
-                path = ".".join(filter(None, (found[module], attribute, str(key))))
-                new = [(n, m) for n, m in member.named_modules(prefix=path) if m not in found]
-                found |= {inner: name for name, inner in new}
-                waiting += [inner for _, inner in new]
-    return found
+
+    def __init__(self, model: nn.Module, *, lists: bool = False) -> None:
+        self.names: dict[nn.Module, str] = {}
+        self.holders: dict[nn.Module, nn.Module] = {}
+        self._add(model, None, "")
+        waiting = [*self.names] if lists else []
+        for module in waiting:  # which grows meanwhile
+            by_public = sorted(vars(module).items(), key=lambda pair: pair[0].startswith("_"))
+            for attribute, value in by_public:
+                for key, member in _members(value):
+                    if isinstance(member, nn.Module) and member not in self.names:
+                        known = len(self.names)
+                        self._add(member, module, f"{attribute}.{key}")
+                        waiting += [*self.names][known:]
+
+    def _add(self, module: nn.Module, holder: nn.Module | None, name: str) -> None:
+        if holder is not None:
+            self.holders[module] = holder
+            name = f"{self.names[holder]}.{name}".removeprefix(".")
+        self.names[module] = name
+        for inner, child in module.named_children():
+            if child not in self.names:
+                self._add(child, module, inner)
+
+    def above(self, module: nn.Module) -> Iterator[nn.Module]:
+        """Iterate over the modules around one, the innermost first."""
+        while (holder := self.holders.get(module)) is not None:
+            yield holder
+            module = holder
 
 
-def member_at(model: nn.Module, path: str) -> Any:
-    """Return what a path leads to: a module, or the plain list or dict that holds one."""
-    found: Any = model
-    for part in filter(None, path.split(".")):
-        if isinstance(found, nn.Module):
-            found = found._modules[part] if part in found._modules else vars(found)[part]
-        else:
-            found = found[part if isinstance(found, dict) else int(part)]
-    return found
+def _members(value: Any) -> Iterable[tuple[Any, Any]]:
+    """List the keys and members of a plain list, tuple or dict; nothing of other values."""
+    if isinstance(value, dict):
+        return value.items()
+    return enumerate(value) if isinstance(value, list | tuple) else ()
 
 
-def choose_blocks(model: nn.Module, blocks: str | Sequence[nn.Module], names: Names) -> Family:
+def choose_blocks(
+    model: nn.Module, blocks: str | Sequence[nn.Module], names: Mapping[nn.Module, str]
+) -> Family:
     """List the blocks that the user named."""
     if isinstance(blocks, str):
         pattern = re.compile(blocks)
@@ -140,7 +157,7 @@ def choose_blocks(model: nn.Module, blocks: str | Sequence[nn.Module], names: Na
     return list(blocks)
 
 
-def _refuse_lists(blocks: Sequence[nn.Module], names: Names) -> None:
+def _refuse_lists(blocks: Sequence[nn.Module], names: Mapping[nn.Module, str]) -> None:
     """Refuse lists of modules, which are never called: their members are the blocks."""
     for block in blocks:
         if isinstance(block, NOT_CALLABLE):
@@ -152,109 +169,96 @@ def _refuse_lists(blocks: Sequence[nn.Module], names: Names) -> None:
             )
 
 
-def group_by_pattern(modules: Iterable[nn.Module], names: Names) -> list[Family]:
+def group_by_pattern(
+    modules: Iterable[nn.Module], names: Mapping[nn.Module, str]
+) -> dict[str, Family]:
     """Group modules whose names differ by a number alone."""
     families: dict[str, Family] = defaultdict(list)
     for module in modules:
         families[pattern_of(names[module])].append(module)
-    return list(families.values())
+    return families
 
 
-def find_families(model: nn.Module, names: Names) -> tuple[list[Family], list[LeftOut]]:
-    """Find the families that are stacks of blocks."""
-    families = _all_families(model, names)
+def find_families(tree: ModuleTree) -> tuple[list[Family], list[LeftOut]]:
+    """Find the families that are stacks of blocks, and those that merely look like one."""
+    families = _numbered_families(tree)
     outermost: list[str] = []
     for pattern in families:  # outer modules come before those inside
         if not any(pattern.startswith(f"{outer}.") for outer in outermost):
             outermost.append(pattern)
     candidates = [
-        found
-        for pattern in outermost
-        for found in _expand(pattern, model, families, names)
-        if found
+        found for pattern in outermost for found in _expand(pattern, families, tree) if found
     ]
     watched = _main(candidates)
-    left_out = [
-        LeftOut(
-            _shown_pattern(family, names),
-            len(family),
-            _why_not(family, watched),
-            2 * _size_of(family) >= max(map(_size_of, watched))
-            and not any(_is_copy(family, other) for other in watched),
-        )
-        for family in candidates
-        if family not in watched and len(family) > 1
-    ]
-    for family in watched:
-        inside = {module for member in family for module in member.modules()} - {*family}
-        held = [inner for inner in families.values() if inside.issuperset(inner)]
-        whole = next((inner for inner in held if _are_whole_stages(family, inner)), None)
-        if whole is not None:
-            reason = f"the {len(family)} {_shown_pattern(family, names)} around them are watched"
-            left_out.append(
-                LeftOut(_shown_pattern(whole, names), len(whole), reason, is_large=True)
-            )
-    return watched, left_out
+    others = (family for family in candidates if family not in watched and len(family) > 1)
+    return watched, [_left_out(family, watched, tree.names) for family in others]
 
 
-def _shown_pattern(family: Family, names: Names) -> str:
-    """Return the name that all members share, with "#" where their names differ."""
+def _left_out(family: Family, watched: list[Family], names: Mapping[nn.Module, str]) -> LeftOut:
+    """Say why a family is not watched."""
+    is_large = 2 * _size_of(family) >= max(map(_size_of, watched))
+    if any(_is_copy(family, other) for other in watched):
+        reason, is_large = "a frozen copy of a stack that is watched", False
+    elif not any(map(attends, family)) and any(attends(b) for other in watched for b in other):
+        reason = "no attention was found in them by name, unlike in others"
+    else:
+        reason = "few parameters beside the largest stack"
     parts = [shown_name(names[member]).split(".") for member in family]
-    return ".".join(
-        step[0] if len(set(step)) == 1 else pattern_of(step[0]) for step in zip(*parts, strict=True)
+    shown = (
+        step[0] if len({*step}) == 1 else pattern_of(step[0]) for step in zip(*parts, strict=True)
     )
+    return LeftOut(".".join(shown), len(family), reason, is_large)
 
 
-def _all_families(model: nn.Module, names: Names) -> dict[str, Family]:
+def _numbered_families(tree: ModuleTree) -> dict[str, Family]:
     """List modules that may be blocks or hold blocks, by pattern, outer ones first.
 
     A single module is a family if it is in a container, not if its name merely has a number.
     """
-    families: dict[str, Family] = defaultdict(list)
-    in_container: set[str] = set()
-    for module, name in names.items():
-        last = name.rpartition(".")[2]
-        if any(c.isdigit() for c in last) and has_children(module) and _size(module) > 0:
-            pattern = pattern_of(name)
-            families[pattern].append(module)
-            if isinstance(member_at(model, name.rpartition(".")[0]), CONTAINERS + _UNREGISTERED):
-                in_container.add(pattern)
-    return {p: f for p, f in families.items() if len(f) > 1 or p in in_container}
+    numbered = (
+        module
+        for module, name in tree.names.items()
+        if any(c.isdigit() for c in name.rpartition(".")[2])
+        and has_children(module)
+        and _size(module) > 0
+    )
+    families = group_by_pattern(numbered, tree.names)
+    return {
+        pattern: family
+        for pattern, family in families.items()
+        if len(family) > 1
+        or pattern.rpartition(".")[2] == "#"
+        or isinstance(tree.holders.get(family[0]), CONTAINERS)
+    }
 
 
-def _expand(
-    pattern: str, model: nn.Module, families: dict[str, Family], names: Names
-) -> list[Family]:
+def _expand(pattern: str, families: dict[str, Family], tree: ModuleTree) -> list[Family]:
     """Return the family itself, or the families of blocks that its members only hold."""
     family = families[pattern]
-    parent = member_at(model, names[family[0]].rpartition(".")[0])
+    holder = tree.holders.get(family[0])
     for candidate in [p for p in families if p.startswith(f"{pattern}.")]:  # outer ones first
+        inner = families[candidate]
         if _ATTENTION_NAME.search(candidate.rpartition(".")[2]):
             continue  # attn1 and attn2 of one block
-        if _are_lists_of_heads(families[candidate], names):
-            continue
-        if _are_stages(family, families[candidate]):
-            by_member = [
-                [block for block in families[candidate] if names[block].startswith(f"{names[m]}.")]
-                for m in family
-            ]
-            if _are_towers(family, by_member) and not isinstance(parent, CONTAINERS):
+        if not _are_lists_of_heads(inner, tree) and _are_stages(family, inner):
+            by_member = _by_member(family, inner)
+            if _are_towers(family, by_member) and not isinstance(holder, CONTAINERS):
                 return by_member
-            return [families[candidate]]
+            return [inner]
     if leading := leading_lists(family):
         return [leading]
     if any(isinstance(member, NOT_CALLABLE) for member in family):
         # Sublayers in lists: the first of each list stands for the block, if it is the attention.
         first = [next(member.children()) for member in family]
-        return [first] if all(map(attends, first)) and are_first_parts(model, first, names) else []
-    return [family if isinstance(parent, nn.ModuleList) else _without_ends(family)]
+        return [first] if all(map(attends, first)) and are_first_parts(first, tree) else []
+    return [family if isinstance(holder, nn.ModuleList) else _without_ends(family)]
 
 
-def _are_lists_of_heads(family: Family, names: Names) -> bool:
+def _are_lists_of_heads(family: Family, tree: ModuleTree) -> bool:
     """Whether the members are heads of attentions, which are run on the same hidden states."""
-    lists: dict[str, list[Projections | None]] = {}
+    lists: dict[Any, list[Projections | None]] = defaultdict(list)
     for member in family:
-        lists.setdefault(names[member].rpartition(".")[0], []).append(find_projections(member))
+        lists[tree.holders.get(member)].append(find_projections(member))
     return all(map(are_heads, lists.values()))
 
 
@@ -262,7 +266,7 @@ def _are_stages(family: Family, inner: Family) -> bool:
     """Whether the members of a family mainly hold the blocks of an inner family."""
     if any(isinstance(block, NOT_CALLABLE) for block in inner):
         return False
-    if not _are_most_of(inner, family):
+    if 2 * _size_of(inner) < _size_of(family):
         return False
     if len({type(block) for block in inner}) > 1 and all(
         isinstance(member, NOT_CALLABLE) for member in family
@@ -282,22 +286,6 @@ def _are_stages(family: Family, inner: Family) -> bool:
         and len(family) <= _MOST_STAGES
         and (len(sizes) > 1 or all(isinstance(member, CONTAINERS) for member in family))
     )
-
-
-def _are_whole_stages(family: Family, inner: Family) -> bool:
-    """Whether members of different sizes mainly hold modules, of one class several in a member."""
-    sizes = {_size(member) for member in family}
-    classes = [[type(block) for block in each] for each in _by_member(family, inner)]
-    return (
-        1 < len(family) == len(sizes)
-        and _are_most_of(inner, family)
-        and any(len(set(each)) < len(each) for each in classes)
-    )
-
-
-def _are_most_of(inner: Family, family: Family) -> bool:
-    """Whether modules have at least half of the parameters of those that hold them."""
-    return 2 * _size_of(inner) >= _size_of(family)
 
 
 def _by_member(family: Family, inner: Family) -> list[Family]:
@@ -320,36 +308,23 @@ def leading_lists(family: Family) -> Family:
 
 
 def _ends_in_residual(member: nn.Module) -> bool:
-    """Whether a list holds one sublayer, and behind it what adds its output to the stream."""
-    children = list(member.children())
-    if not isinstance(member, nn.ModuleList) or isinstance(children[-1], NOT_CALLABLE):
+    """Whether a list ends in what adds a sublayer's output to the stream: it is given both."""
+    last = [*member.children()][-1]
+    if not isinstance(member, nn.ModuleList) or isinstance(last, NOT_CALLABLE):
         return False
-    sizes = [_size(child) for child in children]
-    if _takes_two(children[-1]):  # a gate may have more parameters than what it adds
-        sizes[-1] = 0
-    largest = sizes.index(max(sizes))
-    return (
-        largest < len(sizes) - 1
-        and 4 * sizes[largest] > 3 * sum(sizes)
-        and not isinstance(children[largest], NOT_CALLABLE)
-    )
-
-
-def _takes_two(module: nn.Module) -> bool:
-    """Whether a module has to be given two values: the stream, and what is added to it."""
-    parameters = inspect.signature(module.forward).parameters.values()
+    parameters = inspect.signature(last.forward).parameters.values()
     return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters) > 1
 
 
-def are_first_parts(model: nn.Module, family: Family, names: Names) -> bool:
+def are_first_parts(family: Family, tree: ModuleTree) -> bool:
     """Whether each member is the first of several modules in a list of its own."""
-    parents = [member_at(model, names[member].rpartition(".")[0]) for member in family]
+    lists = map(tree.holders.get, family)
     return all(
-        isinstance(parent, nn.ModuleList)
-        and parent[0] is member
+        isinstance(siblings, nn.ModuleList)
+        and siblings[0] is member
         and not isinstance(member, NOT_CALLABLE)
-        and any(type(other) is not type(member) for other in parent)
-        for parent, member in zip(parents, family, strict=True)
+        and any(type(other) is not type(member) for other in siblings)
+        for siblings, member in zip(lists, family, strict=True)
     )
 
 
@@ -396,15 +371,6 @@ def _is_copy(family: Family, other: Family) -> bool:
         and [[p.shape for p in block.parameters()] for block in family]
         == [[p.shape for p in block.parameters()] for block in other]
     )
-
-
-def _why_not(family: Family, watched: list[Family]) -> str:
-    """Say why a family is not watched."""
-    if any(_is_copy(family, other) for other in watched):
-        return "a frozen copy of a stack that is watched"
-    if not any(map(attends, family)) and any(attends(b) for other in watched for b in other):
-        return "no attention was found in them by name, unlike in others"
-    return "few parameters beside the largest stack"
 
 
 def has_children(module: nn.Module) -> bool:

@@ -91,9 +91,6 @@ class CallObserver(Protocol):
     def suspended(self) -> AbstractContextManager[None]:
         """Return a context manager in which the observer sees no operator."""
 
-    def on_twin_end(self) -> None:
-        """Note that the twin of a compiled call is over."""
-
     def on_compiled_end(self, module: nn.Module, output: Any) -> None:
         """Take what the training's own compiled call has returned; its twin ran before it."""
 
@@ -114,9 +111,9 @@ def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def _observed(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling() or private.tracing_state() is not None:
         return _call(module, args, kwargs)  # what is traced must not depend on this
-    for first in _first_calls():
-        if first.takes(module):
-            return first.run(module, args, kwargs)
+    for holder in _calls.holders:
+        if isinstance(holder, FirstCall) and holder.takes(module):
+            return holder.run(module, args, kwargs)
     if is_compiled(module) or any(observer.hides(module) for observer in _observers()):
         return _call_compiled(module, args, kwargs)
     return _call_observed(module, args, kwargs)
@@ -137,10 +134,6 @@ _placed: list[tuple[nn.Module, "_Hook"]] = []  # hooks for the moment at which a
 
 def _observers() -> list[CallObserver]:
     return [holder for holder in _calls.holders if not isinstance(holder, FirstCall)]
-
-
-def _first_calls() -> list["FirstCall"]:
-    return [holder for holder in _calls.holders if isinstance(holder, FirstCall)]
 
 
 def watch_calls(observer: CallObserver) -> None:
@@ -236,6 +229,9 @@ class FirstCall:
             gradients comes after one without.
         after: Called when it has ended, with what has ended it or None.
         between: Called in place of `after` when a call without gradients has returned.
+
+    Attributes:
+        came: Whether a call has come.
     """
 
     def __init__(
@@ -250,7 +246,7 @@ class FirstCall:
         self._before = before
         self._after = after
         self._between = between
-        self._came = False
+        self.came = False
         self._thread = threading.get_ident()
 
     def begin(self) -> None:
@@ -265,11 +261,6 @@ class FirstCall:
         """List the modules that may be compiled in place."""
         return self._kept
 
-    @property
-    def came(self) -> bool:
-        """Whether a call has come."""
-        return self._came
-
     def takes(self, module: nn.Module) -> bool:
         """Whether a call is the one that is waited for.
 
@@ -279,7 +270,7 @@ class FirstCall:
         return (
             threading.get_ident() == self._thread
             and private.graph_task() == -1
-            and (torch.is_grad_enabled() or not self._came)
+            and (torch.is_grad_enabled() or not self.came)
             and (id(module) in self._modules or id(unwrap(module)) in self._modules)
         )
 
@@ -292,7 +283,7 @@ class FirstCall:
             kwargs: Arguments by name.
         """
         self.end()
-        self._came, last = True, torch.is_grad_enabled()
+        self.came, last = True, torch.is_grad_enabled()
         self._before()
         try:
             output = nn.Module.__call__(module, *args, **kwargs)
@@ -444,8 +435,6 @@ def _run_twin(
         except Exception as error:
             for observer in observers:
                 observer.on_failure(error)
-        for observer in observers:
-            observer.on_twin_end()
 
 
 @contextmanager

@@ -145,20 +145,26 @@ def _force_eager(undo: Undo) -> None:
 _EAGERLY = "force_eager"
 
 
-class _Marker(threading.local):
-    """Which passes of the monitor's own a thread is in."""
+@dataclass(eq=False)
+class _ExtraPass:
+    """A pass of the monitor's own."""
 
-    def __init__(self) -> None:
-        self.passes: list[object] = []
+    records_gradients: bool  # the training, where the pass begins
 
 
-_marker = _Marker()
+_local = threading.local()
+
+
+def _passes() -> list[_ExtraPass]:
+    """Passes of the monitor's own that this thread is in."""
+    passes: list[_ExtraPass] = vars(_local).setdefault("passes", [])
+    return passes
 
 
 @contextmanager
 def extra_pass_begun() -> Iterator[None]:
     """Mark what this thread runs as a pass of the monitor's own, which is no part of training."""
-    own, passes = object(), _marker.passes
+    own, passes = _ExtraPass(torch.is_grad_enabled()), _passes()
     try:
         passes.append(own)
         yield
@@ -168,13 +174,18 @@ def extra_pass_begun() -> Iterator[None]:
 
 def end_extra_passes() -> None:
     """Take away marks and switches that Ctrl-C has left in this thread."""
-    _marker.passes.clear()
+    _passes().clear()
     without_fast_path.end_bodies()
 
 
 def in_extra_pass() -> bool:
     """Whether this thread is running a pass of the monitor's own."""
-    return bool(_marker.passes)
+    return bool(_passes())
+
+
+def records_gradients() -> bool:
+    """Whether the training records gradients here, or where the extra pass that runs has begun."""
+    return _passes()[-1].records_gradients if in_extra_pass() else torch.is_grad_enabled()
 
 
 def _forbid_fast_path(undo: Undo) -> None:

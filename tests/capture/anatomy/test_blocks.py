@@ -270,16 +270,13 @@ def test_stages_of_convolutions_and_of_attention_are_one_stack_of_their_blocks()
     assert names(module(layers=layers(*hybrid))) == {"": ["layers.0", "layers.1"]}
 
 
-def test_stages_that_are_watched_whole_are_said_to_hold_blocks():
+def test_stages_of_mixed_members_are_blocks_and_their_members_can_be_named():
     def attending():
         return module(attn=Attending())
 
     mixed = [nn.Sequential(Mixing(), Mixing()), nn.Sequential(Mixing(), attending(), attending())]
     anatomy = find_anatomy(module(stages=nn.Sequential(*(module(blocks=m) for m in mixed))))
     assert [block.name for block in anatomy.blocks] == ["stages.0", "stages.1"]
-    (said,) = anatomy.left_out
-    assert (said.pattern, said.count, said.is_large) == ("stages.#.blocks.#", 5, True)
-    assert said.reason == "the 2 stages.# around them are watched"
     named = find_anatomy(module(stages=nn.Sequential(*mixed)), blocks=r"stages\.\d+\.\d+")
     assert len(named.blocks) == 5
 
