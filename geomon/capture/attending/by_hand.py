@@ -113,7 +113,8 @@ def record_softmax(
     if (factor := fitting[0].factor) != 1:
         query, key = query / factor, key / factor
         scale = None if scale is None else scale * factor**2
-    return replace(call, made_of=(query, key), scale=scale), columns[0]
+    doubtful = call.doubtful and columns[0][1] is None  # else keys are those of tokens
+    return replace(call, made_of=(query, key), scale=scale, doubtful=doubtful), columns[0]
 
 
 def _factors(

@@ -257,26 +257,33 @@ def test_attention_by_hand_of_any_shape_has_the_weights_of_the_model(way, head_w
             assert way == "queries before heads"
 
 
-def test_a_scale_that_is_no_number_is_that_of_scores_to_products():
-    def learned(q, k, v):
-        return (q @ k.mT * torch.tensor([[[[0.3]]], [[[0.3]]]])).softmax(-1) @ v
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x * torch.tensor([[[[0.3]]], [[[0.3]]]]),
+        lambda x: (x * 0.3j).imag.contiguous(),
+        lambda x: 3 * torch.tanh(x / 10),
+    ],
+)
+def test_a_scale_that_was_not_seen_is_in_what_is_added_to_the_products(change):
+    def changed(q, k, v):
+        return change(q @ k.mT).softmax(-1) @ v
 
-    for layer in layers_of(blocks_of(learned), torch.randn(2, LENGTH, 32)):
-        assert layer.captured["scale"] == pytest.approx(0.3, rel=1e-5)
-        assert layer.captured["bias"] is None
-
-
-def test_a_factor_that_is_a_complex_number_is_none_of_scores():
-    def complex_scores(q, k, v):
-        return (q @ k.mT * 0.3j).imag.contiguous().softmax(-1) @ v
-
-    for layer in layers_of(blocks_of(complex_scores), torch.randn(2, LENGTH, 32)):
-        assert layer.captured["scale"] == pytest.approx(0.3, rel=1e-5)
+    model = blocks_of(changed)
+    for layer, block in zip(layers_of(model, torch.randn(2, LENGTH, 32)), model, strict=True):
+        seen, attention = layer.captured, block.attention
+        torch.testing.assert_close(seen["query"], attention.query)
+        torch.testing.assert_close(seen["key"], attention.key)
+        products = attention.query @ attention.key.mT
+        expected = change(products)
+        made = seen["scale"] * products + seen["bias"]
+        torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-5)
+        assert seen["visible"].all()
 
 
 BIAS = 0.02 * torch.randn(LENGTH, LENGTH, generator=torch.Generator().manual_seed(0))
 
-# What is done to products before their softmax; estimated, the scale would be near 0.3 alone.
+# What is done to products before their softmax.
 CHANGES = {
     "scaled": lambda x: x / 4 * 1.2,
     "scaled in place": lambda x: x.mul_(0.6).div_(2),
