@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from geomon.capture import Window, extra_pass, padding_arguments
+from geomon.capture import Window, extra_pass
 from geomon.capture.anatomy import CROSS, Anatomy, Attention, Block, Stack, shown_name
 from geomon.capture.model_parts import ModelParts
 from geomon.capture.shards import TensorPlace
@@ -35,6 +35,7 @@ _NAME_ALONE = (
     "gives them: the first pass shows whether it attends"
 )
 _NOT_ATTENTION = "none was seen in the modules that are called so: hidden states only"
+_PADDING = "left out, by a mask or by the keys that attention hides, as one pass shows"
 _ALL_COUNT = "none in this pass, going by its arguments and by attention: all rows count"
 _GATHERED = "a reading of a Monitor gathers their layers, rows and heads under their true numbers"
 _ONE_PASS = "shown by one pass: describe(model, inputs)"
@@ -99,7 +100,7 @@ def describe(
         rows += _stack_rows(stack, seen, several=bool(stack.name))
     tables = None if seen is None else seen.token_tables()
     rows.append(("token ids", _token_ids(parts.root, anatomy, tables, later=0 not in place.stages)))
-    rows.append(("padding", _padding(anatomy) if seen is None else seen.padding(anatomy)))
+    rows.append(("padding", _PADDING if seen is None else seen.padding(anatomy)))
     for left_out in anatomy.left_out:
         what = f"{_count(left_out.count, 'block')} {left_out.pattern}"
         rows.append(("not watched", f"{what}: {left_out.reason}"))
@@ -266,16 +267,6 @@ def _token_ids(
     words = _listed(names.get(table, type(table).__name__) for table in tables)
     is_open = len(tables) > 1 and not (seen or anatomy.of_output)
     return f"inputs of one of {words}, as one pass shows" if is_open else f"inputs of {words}"
-
-
-def _padding(anatomy: Anatomy) -> str:
-    known = padding_arguments(anatomy)
-    if known:
-        return f"left out, going by {_listed(known)}"
-    return (
-        "no mask of a known name is taken by the modules around the blocks: known after a pass, by "
-        "the keys that attention hides"
-    )
 
 
 def _listed(words: Iterable[str]) -> str:

@@ -29,7 +29,7 @@ def test_it_prints_in_aligned_columns_without_running_the_model():
             "attention       4 heads of width 8, seen as it runs",
             "Q, K projected  attn.c_attn, with V",
             "token ids       inputs of transformer.wte",
-            "padding         left out, going by attention_mask",
+            "padding         left out, by a mask or by the keys that attention hides, as one pass shows",
             "routes          shown by one pass: describe(model, inputs)",
         ]
     )
@@ -139,7 +139,7 @@ HEADS = nn.ModuleDict({"blocks": nn.ModuleList(
             "Q, K projected": "c_attn, with V"}),
         (transformer("gpt2"), MASK, {"note": "padding, 6 % of the tokens, was left out"}),
         (UNSEEN, None, {"attention": "2 heads of width 4, seen as it runs",
-                        "padding": "no mask of a known name"}),
+                        "padding": "left out, by a mask"}),
         (UNSEEN, X, {"attention": "2 heads of width 4, ", "token ids": "none:",
                      "padding": "none in this pass", "not seen": "not seen in the first pass"}),
         (NAMELESS, None, {"attention": HIDDEN_ONLY, "routes": None}),
@@ -165,7 +165,6 @@ def test_stacks_are_described_one_after_the_other():
     assert title == "Transformer: 2 blocks of the encoder and 3 blocks of the decoder watched"
     assert "  attention        4 heads of width 8, seen as it runs" in rows
     assert "  Q, K projected   multihead_attn, by in_proj_weight" in rows
-    assert any("padding" in row and "tgt_key_padding_mask" in row for row in rows)
     attends = "4 heads of width 8, through torch's scaled_dot_product_attention"
     ids = "no embedding outside the blocks was given integers of"
     none = "no embedding outside the blocks; metrics of token types are missing"

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from geomon.capture.attending.attention import AttentionCall, SoftmaxCall
 from geomon.capture.tap import AttentionWeights, Columns, Projection
-from geomon.capture.tap.columns import Integers
 from geomon.capture.tokens.sampling import SampledRows, copy_rows
 
 Shape = tuple[int, ...]
@@ -181,8 +180,11 @@ def _sample(
     length_first: bool,
 ) -> tuple[SampledRows, float]:
     """Copy sampled rows of heads; the second value is the share of rows that are not known."""
-    order = None if role else _rows_of_hidden(columns, entered, length_first=length_first)
-    shape = columns.kinds.shape if order is None else entered
+    order, grid = None if role else columns.tokens, columns.kinds.shape
+    turned = not role and entered == grid[::-1] and (length_first or entered != grid)
+    if order is None and turned:
+        order = np.arange(columns.kinds.size).reshape(entered).T
+    shape = grid if order is None else entered
     indices = rows(shape, role)
     token = np.full(math.prod(shape), -1)  # of each row
     places = np.arange(columns.kinds.size) if order is None else order.ravel()
@@ -211,22 +213,6 @@ def _sample(
     if values is None:
         values = torch.empty(0, heads * width)
     return SampledRows(values.unflatten(1, (heads, width)), indices, shape, role), left_out
-
-
-def _rows_of_hidden(columns: Columns, entered: Shape, *, length_first: bool) -> Integers | None:
-    """Return the row of each token in the hidden states; None if it is of no row of them."""
-    grid, rows = columns.kinds.shape, columns.rows[0]
-    if columns.tokens is not None:
-        return columns.tokens
-    order = np.arange(rows.size)
-    square = grid[0] == grid[1] and length_first
-    if entered == grid and not square:
-        return order.reshape(grid)
-    if entered == grid[::-1]:
-        return order.reshape(entered).T
-    if rows.size == math.prod(entered) and len(np.unique(rows)) == rows.size:
-        return rows  # in the order of what was projected
-    return None
 
 
 def _rows_of(projection: Projection, rows: Tensor, columns: Tensor) -> Tensor:
