@@ -35,7 +35,7 @@ _NAME_ALONE = (
     "gives them: the first pass shows whether it attends"
 )
 _NOT_ATTENTION = "none was seen in the modules that are called so: hidden states only"
-_PADDING = "left out, by a mask or by the keys that attention hides, as one pass shows"
+_PADDING = "left out, by a mask or by keys that attention hides, as a pass shows"
 _ALL_COUNT = "none in this pass, going by its arguments and by attention: all rows count"
 _GATHERED = "a reading of a Monitor gathers their layers, rows and heads under their true numbers"
 _ONE_PASS = "shown by one pass: describe(model, inputs)"

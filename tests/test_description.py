@@ -29,7 +29,7 @@ def test_it_prints_in_aligned_columns_without_running_the_model():
             "attention       4 heads of width 8, seen as it runs",
             "Q, K projected  attn.c_attn, with V",
             "token ids       inputs of transformer.wte",
-            "padding         left out, by a mask or by the keys that attention hides, as one pass shows",
+            "padding         left out, by a mask or by keys that attention hides, as a pass shows",
             "routes          shown by one pass: describe(model, inputs)",
         ]
     )

@@ -155,7 +155,10 @@ class Window:
         self._before: dict[int, list[Callable[..., None]]] = {}
         self._after: dict[int, list[Callable[..., None]]] = {}
         self._tables = TableCalls(
-            anatomy.of_output, self._tracker.ids_to_come, self._states.stream.take_table
+            anatomy.embeddings,
+            anatomy.of_output,
+            self._tracker.ids_to_come,
+            self._states.stream.take_table,
         )
         self._failure: Exception | None = None  # in opening the window
         self._failures: list[str] = []  # in what sees the calls
@@ -221,6 +224,8 @@ class Window:
                 on_failure=self.on_failure,
                 stream=self._states.stream,
             )
+            if self._wants_tokens:
+                self._states.stream.on_lookup = self._tables.take_operator
             self._tap = Tap(self._recorder)
             subclasses.hold(self)
             self._find_compiled()
@@ -247,6 +252,7 @@ class Window:
         self._before.clear()
         self._after.clear()
         self._tables.clear()
+        self._states.stream.on_lookup = None
         self._states.forget()
         for stack_pass in self._tracker.passes:
             stack_pass.leaving = None
@@ -402,9 +408,6 @@ class Window:
             for table in self._anatomy.embeddings:
                 self._see(self._before, table, self._tables.before, table)
                 self._see(self._after, table, self._tables.after, table)
-            for module, table in self._anatomy.around_embeddings:
-                self._see(self._before, module, self._tables.before_around)
-                self._see(self._after, module, self._tables.after_around, table)
         for _, norm in self._anatomy.norms if self._follows else ():
             self._see(self._before, norm, self._on_next)
         for name, norm in self._anatomy.norms if FINAL_NORM in self._extra else ():

@@ -161,8 +161,6 @@ class Anatomy:
     Attributes:
         stacks: Stacks of blocks, in the order of the model's modules.
         embeddings: Embedding tables outside the blocks: the input of one is the token ids.
-        around_embeddings: Modules that hold such a table and no blocks, with the table: one may
-            take the token ids and never call it.
         norms: Names and modules of the norms outside the blocks, one of which may be the final one.
         output: The module whose weight makes logits of hidden states, [vocabulary, width]; None
             if none is known.
@@ -174,7 +172,6 @@ class Anatomy:
 
     stacks: tuple[Stack, ...]
     embeddings: tuple[nn.Module, ...]
-    around_embeddings: tuple[tuple[nn.Module, nn.Module], ...]
     norms: tuple[tuple[str, nn.Module], ...]
     output: nn.Module | None
     of_output: tuple[nn.Module, ...]
@@ -223,7 +220,6 @@ def find_anatomy(model: nn.Module, blocks: str | Sequence[nn.Module] | None = No
     return Anatomy(
         stacks=_stacks(model, families, names),
         embeddings=embeddings,
-        around_embeddings=tuple(_around_tables(model, embeddings, names, inside)),
         norms=tuple(
             (shown_name(name), module) for module, name in outside.items() if _is_norm(module)
         ),
@@ -239,7 +235,6 @@ def join_anatomies(parts: Sequence[Anatomy]) -> Anatomy:
     return Anatomy(
         stacks=tuple(stack for part in parts for stack in part.stacks),
         embeddings=tuple(table for part in parts for table in part.embeddings),
-        around_embeddings=tuple(pair for part in parts for pair in part.around_embeddings),
         norms=tuple(norm for part in parts for norm in part.norms),
         output=next((part.output for part in reversed(parts) if part.output is not None), None),
         of_output=tuple(table for part in parts for table in part.of_output),
@@ -268,24 +263,6 @@ def _families(
 
 
 # -- modules in and around the blocks --------------------------------------------------------
-
-
-def _around_tables(
-    model: nn.Module, embeddings: Sequence[nn.Module], names: Names, inside: set[nn.Module]
-) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Iterate over the modules that hold a table and no blocks, each with its first table."""
-    found: set[nn.Module] = set()
-    for table in embeddings:
-        path = names[table]
-        while path := path.rpartition(".")[0]:
-            module = member_at(model, path)
-            if not isinstance(module, nn.Module):
-                continue
-            if not inside.isdisjoint(module.modules()):
-                break
-            if module not in found and not isinstance(module, NOT_CALLABLE):
-                found.add(module)
-                yield module, table
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -6,7 +6,7 @@ keys, or of weights of attention and values, and a product of one with weights i
 Nothing is computed and nothing is copied.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -108,6 +108,8 @@ class Stream:
         self._origins: dict[int, frozenset[str]] = {}
         self._embedded = Provenance()
         self._tables: dict[int, Projection] = {}  # what each call of a table returned
+        # Takes the weight, the integers and the result of an operator that looks rows up.
+        self.on_lookup: Callable[[Tensor, Tensor, Tensor], None] | None = None
         self._alive: dict[int, StorageWeakRef] = {}  # storages that were followed from these
 
     def take_table(self, number: int, output: Tensor) -> None:
@@ -186,6 +188,8 @@ class Stream:
         if self._tables:
             self._embedded.follow(name, args, kwargs, out, starts, keeps_places=keeps_places)
             self._keep_track(tensors_in((out,)))
+        if name == "embedding" and self.on_lookup is not None:
+            self.on_lookup(args[0], args[1], out)
         if not self._origins:
             return
         given = [x for x in tensors_in([args, kwargs]) if x.is_floating_point()]

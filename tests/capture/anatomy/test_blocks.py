@@ -92,15 +92,6 @@ def test_embeddings_are_those_outside_the_blocks():
     assert set(find_anatomy(model).embeddings) == {model.tokens, model.places}
 
 
-def test_around_an_embedding_are_the_modules_that_hold_it_and_no_blocks():
-    model = module(
-        inner=module(one=nn.Embedding(5, 8), two=nn.Embedding(6, 8)),
-        listed=nn.ModuleList([nn.Embedding(7, 8)]),  # which is never called
-        layers=layers(Attending, Attending),
-    )
-    assert find_anatomy(model).around_embeddings == ((model.inner, model.inner.one),)
-
-
 # -- stacks ------------------------------------------------------------------------------------
 
 
@@ -351,7 +342,6 @@ def test_tables_and_heads_in_lists_that_torch_does_not_know_are_found():
     model.tables, model.heads = {"tokens": module(table=table)}, [outer]
     anatomy = find_anatomy(model)
     assert (anatomy.embeddings, anatomy.output, anatomy.of_output) == ((table,), head, (table,))
-    assert anatomy.around_embeddings == ((model.tables["tokens"], table),)
     assert anatomy.adapted == ()
 
 

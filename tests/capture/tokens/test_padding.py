@@ -301,7 +301,7 @@ def test_describe_says_what_the_padding_was_known_by():
             return super().forward(ids)
 
     model = Named().hide(real)
-    assert "as one pass shows" in dict(describe(model).rows)["padding"]
+    assert "as a pass shows" in dict(describe(model).rows)["padding"]
     shown = dict(describe(model, (ids, ~real)).rows)["padding"]
     assert shown == "left out, going by the keys that attention hides from every query"
     shown = dict(describe(model.hide(None), batch()).rows)["padding"]

@@ -8,9 +8,9 @@ from geomon.capture.tokens.token_ids import TokenIds
 IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])
 
 
-def calls(of_output=(), follow=lambda number, output: None):
+def calls(of_output=(), follow=lambda number, output: None, tables=()):
     kept = TokenIds()
-    return TableCalls(of_output, lambda: [kept], follow), kept
+    return TableCalls(tables, of_output, lambda: [kept], follow), kept
 
 
 def table(width=4):
@@ -85,32 +85,14 @@ def test_what_is_followed_is_of_the_last_call_of_the_same_table():
     assert (number, output is rows) == (1, True)
 
 
-@pytest.mark.parametrize(
-    ("calls_inside", "output", "count"),
-    [
-        (False, torch.ones(2, 3, 4), 1),
-        (True, torch.ones(2, 3, 4), 1),  # that of the table itself
-        (False, torch.ones(2, 2, 4), 0),
-        (False, None, 0),
-    ],
-)
-def test_a_module_around_a_table_that_does_not_call_it_stands_for_it(calls_inside, output, count):
-    inner, around = table(), nn.Identity()
-    found, kept = calls()
-    found.before_around(around, (IDS,), {})
-    if calls_inside:
-        call(found, inner, IDS)
-    found.after_around(inner, around, output)
-    assert len(kept.lookups) == count
-    assert all(each.width == 4 for each in kept.lookups)
-    found.after_around(inner, around, torch.ones(2, 3, 4))  # it is not running any more
-    assert len(kept.lookups) == count
-
-
-def test_calls_that_are_running_can_be_forgotten():
-    inner, around = table(), nn.Identity()
-    found, kept = calls()
-    found.before_around(around, (IDS,), {})
-    found.clear()
-    found.after_around(inner, around, torch.ones(2, 3, 4))
+def test_an_operator_on_the_weight_of_a_table_that_is_not_called_is_a_call_of_it():
+    own, other = table(), table(5)
+    found, kept = calls(tables=[own])
+    found.take_operator(other.weight, IDS, other(IDS))
     assert kept.lookups == []
+    found.before(own, own, (IDS,), {})
+    found.take_operator(own.weight, IDS - 1, own(IDS))  # what its call does is seen already
+    found.clear()  # it was left by an error
+    found.take_operator(own.weight, IDS, own(IDS))
+    assert [(each.table, each.width) for each in kept.lookups] == [(own, None), (own, 4)]
+    assert all(torch.equal(each.ids, IDS) for each in kept.lookups)
