@@ -194,36 +194,33 @@ def _attention_rows(
     else:
         named, some = "further attention", f"{label}: {some}"
     routes = seen.routes(stack, label) if seen else set()
+    heads = _heads(seen.heads(stack, label) if seen else set(), apart)
     if not routes and not (found and seen is None):
         reason = _NOT_SEEN if found else _NAME_ALONE if seen is None else _NOT_ATTENTION
-        return [(f"{indent}{named}", f"{some}{_heads(found, apart)}{reason}")]
+        return [(f"{indent}{named}", f"{some}{heads}{reason}")]
     words = " or ".join(ROUTES.get(route, _UNKNOWN) for route in sorted(routes))
     if label not in ("", CROSS) and seen is not None and seen.attends_elsewhere(stack, label):
         some += "to keys of another source, "
     projected = seen is not None and seen.projects(stack, label)
     return [
-        (f"{indent}{named}", f"{some}{_heads(found, apart)}{words or _AS_IT_RUNS}"),
+        (f"{indent}{named}", f"{some}{heads}{words or _AS_IT_RUNS}"),
         (f"{indent}Q, K projected", _projections(found, seen=seen is not None, found=projected)),
     ]
 
 
-def _heads(attentions: list[Attention], apart: int) -> str:
-    """Say how many heads there are, with a comma after it; "" where that is not known.
+def _heads(counts: set[tuple[int, int]], apart: int) -> str:
+    """Say how many heads there are, with a comma after it; "" if that is not known.
 
-    Where heads are modules of their own, so many are `apart`.
+    If heads are modules of their own, so many are `apart`.
     """
     if apart > 1:
-        width = attentions[0].sizes.head_width
-        return f"{_count(apart, 'head')} of width {width}, each a module, "
-    sizes = {a.sizes for a in attentions}
-    known = sorted({size for size in sizes if size.heads is not None}, key=str)
-    if len(known) != 1:
-        counts = sorted({size.heads for size in known if size.heads is not None})
-        return f"{counts[0]} to {counts[-1]} heads, " if len(counts) > 1 else ""
-    heads, key_heads, width = known[0]
-    text = _count(heads or 0, "head") + (f" of width {width}" if width else "")
-    grouped = key_heads is not None and key_heads != heads
-    return f"{text}, {_count(key_heads or 0, 'key head')}, " if grouped else f"{text}, "
+        return f"{_count(apart, 'head')}, each a module, "
+    if len(counts) != 1:
+        heads = sorted({queries for queries, _ in counts})
+        return f"{heads[0]} to {heads[-1]} heads, " if len(heads) > 1 else ""
+    queries, keys = next(iter(counts))
+    text = f"{_count(queries, 'head')}, "
+    return text if queries == keys else f"{text}{_count(keys, 'key head')}, "
 
 
 def _projections(attentions: list[Attention], *, seen: bool, found: bool) -> str:
@@ -315,6 +312,10 @@ class _SeenModel:
     def routes(self, stack: Stack, label: str) -> set[str]:
         """List the routes by which attention was seen."""
         return self._window.routes(stack.name, label)
+
+    def heads(self, stack: Stack, label: str) -> set[tuple[int, int]]:
+        """Return how many query heads and key heads attentions have."""
+        return self._window.heads(stack.name, label)
 
     def token_tables(self) -> tuple[nn.Module, ...]:
         """List the embedding tables whose inputs were the token ids."""

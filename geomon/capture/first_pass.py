@@ -23,7 +23,7 @@ from geomon.capture.shards import (
     slice_of,
     whole,
 )
-from geomon.capture.tap import Projection, Provenance
+from geomon.capture.tap import Provenance
 from geomon.capture.tokens.padding import Padding
 from geomon.capture.tokens.pass_tokens import PassTokens
 from geomon.capture.tokens.sampling import RowSampler, SampledRows
@@ -54,7 +54,6 @@ class BlockCall:
         provenance: What follows tensors through the call.
         finished: Whether nothing more is followed.
         inputs: Inputs of the modules that are projecting, by the address of the module.
-        outputs: Outputs of projections that are modules, with their shapes, by the same.
         firsts: Number of the first feature of each of these modules, among those of all ranks.
         weight_norms: Frobenius norm of the block's matrices of weights by name; empty if they were
             not read.
@@ -72,7 +71,6 @@ class BlockCall:
     provenance: Provenance = field(default_factory=Provenance)
     finished: bool = False
     inputs: dict[int, Tensor] = field(default_factory=dict)
-    outputs: dict[int, tuple[Projection, Shape]] = field(default_factory=dict)
     firsts: dict[int, int] = field(default_factory=dict)
     weight_norms: dict[str, Tensor] = field(default_factory=dict)
     expert_counts: Tensor | None = None
@@ -90,7 +88,6 @@ class BlockCall:
         self.finished = True
         self.provenance.forget()
         self.inputs.clear()
-        self.outputs.clear()
         for seen in self.attentions.values():
             seen.heads = None
 

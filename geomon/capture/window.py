@@ -156,7 +156,6 @@ class Window:
         self._after: dict[int, list[Callable[..., None]]] = {}
         self._tables = TableCalls(
             anatomy.embeddings,
-            anatomy.of_output,
             self._tracker.ids_to_come,
             self._states.stream.take_table,
         )
@@ -355,6 +354,16 @@ class Window:
         """
         return {seen.route for seen in self._attentions(stack, label) if seen.route}
 
+    def heads(self, stack: str, label: str = "") -> set[tuple[int, int]]:
+        """Return how many query heads and key heads attentions have.
+
+        Args:
+            stack: Name of the stack.
+            label: Label of the attention in the blocks.
+        """
+        calls = (seen.call for seen in self._attentions(stack, label))
+        return {(call.heads, call.key_heads) for call in calls if call is not None}
+
     def attends_elsewhere(self, stack: str, label: str) -> bool:
         """Whether the keys of an attention were made of another tensor than its queries.
 
@@ -440,10 +449,9 @@ class Window:
             if module is not block.module:
                 self._see(self._before, module, self._on_attending, index)
                 self._see(self._after, module, self._on_attending, None)
-        named = {m for attention in block.attentions for m in attention.projections.apart}
         traces = "projection" in self._sources or self._place.shards > 1
         for module in block.matrices if traces else ():
-            if module in named or projects_in_its_own_way(module):
+            if projects_in_its_own_way(module):
                 self._see(self._before, module, self._on_projecting)
                 self._see(self._after, module, self._on_projected)
 
@@ -712,6 +720,4 @@ class Window:
         # The width of a convolution's output is not its last dimension.
         output = move_width_last(local_shard(output), module, entering=False)
         first = current[1].firsts.get(id(module), 0)
-        found = current[1].provenance.projected(output, local_shard(given), first)
-        if found is not None:
-            current[1].outputs.setdefault(id(module), (found, tuple(output.shape[:-1])))
+        current[1].provenance.projected(output, local_shard(given), first)

@@ -31,10 +31,8 @@ from geomon.capture.anatomy.families import (
 )
 from geomon.capture.anatomy.projections import (
     Projections,
-    Sizes,
     are_heads,
     find_projections,
-    find_sizes,
     find_widths,
 )
 from geomon.capture.weights import said, stored_weight
@@ -55,7 +53,6 @@ class Attention:
         module: The module that holds the projections.
         projections: The modules that make queries and keys.
         cross: Whether the keys come from another stack, going by names.
-        around: Modules between this one and the block, the block included, the innermost first.
         label: Which of the block's attentions it is: "" for the one to its own stack, "cross" for
             the one to another; a further one has its name in the block. Heads that are modules of
             a list have the same.
@@ -66,17 +63,8 @@ class Attention:
     module: nn.Module
     projections: Projections
     cross: bool
-    around: tuple[nn.Module, ...]
     label: str = ""
     is_head: bool = False
-
-    @property
-    def sizes(self) -> Sizes:
-        """Number of heads and their width, as the module says, or those around it."""
-        if self.is_head:
-            made = find_widths(self.projections.query)
-            return Sizes(1, 1, None if made is None else made[0])
-        return find_sizes(self.projections, [self.module, *self.around])
 
 
 @dataclass(frozen=True)
@@ -373,8 +361,7 @@ def _block(
                 and pattern_of(found[0].name) != pattern_of(shown)
             )
             cross = bool(_CROSS_NAME.search(shown)) or after_own
-            around = tuple(_around(held, name))
-            found.append(Attention(shown, inner, projections, cross, around))
+            found.append(Attention(shown, inner, projections, cross))
     # The only attention of a block is to its own stack, unless "cross" is in its name.
     if len(found) == 1 and "cross" not in found[0].name.lower():
         found = [replace(found[0], cross=False)]
@@ -386,13 +373,6 @@ def _block(
         tuple(_called(held)) if lists else (),
         tuple(inner for inner in held.modules() if find_widths(inner) is not None),
     )
-
-
-def _around(block: nn.Module, name: str) -> Iterator[nn.Module]:
-    """Iterate over the modules around one inside a block, the innermost first."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield block.get_submodule(name)
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:

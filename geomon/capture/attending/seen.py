@@ -68,14 +68,6 @@ class SeenAttention:
     has_other_keys: bool = False
     weights: AttentionWeights = field(default_factory=AttentionWeights)
 
-    @property
-    def lacks_queries(self) -> bool:
-        """Whether no queries and keys were seen that could be traced to projections."""
-        if isinstance(self.call, SoftmaxCall):
-            seen = self.call.made_of is not None and not self.call.doubtful
-            return self.heads is None and not seen
-        return self.heads is None and self.call is None
-
     def takes(self, precedence: Precedence) -> bool:
         """Say whether a call is one of this attention; what was recorded of a lower one is dropped.
 
@@ -142,33 +134,6 @@ class SeenAttention:
         self.has_other_keys = own is not None and bool(((own < 0) & (key.kinds >= 0)).any())
         self.heads = None
         self.numbers |= {"projected_query": query.numbers, "projected_key": key.numbers}
-
-
-def columns_of_all(
-    projection: Projection,
-    shape: Shape,
-    entered: Shape,
-    heads: int | None,
-    key_heads: int | None,
-    width: int | None,
-    *,
-    length_first: bool,
-) -> Columns | None:
-    """Take all columns of a projection for heads, one after another.
-
-    None if heads do not make up the width of the projection.
-    """
-    if not heads or not width:
-        return None
-    count, odd = divmod(projection.width, width)
-    if odd or count not in (heads, key_heads):
-        return None
-    columns = np.arange(projection.width).reshape(1, count, width)
-    rows = np.arange(projection.rows)[None]
-    if len(shape) == 2:
-        turned = shape == entered[::-1] and (entered != shape or length_first)
-        rows = rows.reshape(shape).T if turned else rows.reshape(shape)
-    return Columns((projection,), 0 * columns, columns, 0 * rows, rows[None], None)
 
 
 def _sample(

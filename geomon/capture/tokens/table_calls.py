@@ -15,7 +15,6 @@ class TableCalls:
 
     Args:
         tables: The tables.
-        of_output: Those that have one row for each output of the model.
         receivers: Returns the token ids of the passes to which a call that comes now belongs.
         follow: Follows what a call has returned, given the number of the call.
     """
@@ -23,12 +22,11 @@ class TableCalls:
     def __init__(
         self,
         tables: Sequence[nn.Module],
-        of_output: Sequence[nn.Module],
         receivers: Callable[[], Iterable[TokenIds]],
         follow: Callable[[int, Tensor], None],
     ) -> None:
         self._tables = tables
-        self._of_output, self._receivers, self._follow = of_output, receivers, follow
+        self._receivers, self._follow = receivers, follow
         self._passed: set[int] = set()  # storages of integers that the model was given
         self._count = 0
         self._calling = False  # whether a table is running
@@ -67,7 +65,7 @@ class TableCalls:
             return
         self._count += 1
         lookup = Lookup(
-            local_shard(ids).detach().clone(), table, table in self._of_output,
+            local_shard(ids).detach().clone(), table,
             storage_of(local_shard(ids)) in self._passed, self._count,
         )  # fmt: skip
         for ids_of_pass in self._receivers():

@@ -8,9 +8,9 @@ from geomon.capture.tokens.token_ids import TokenIds
 IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])
 
 
-def calls(of_output=(), follow=lambda number, output: None, tables=()):
+def calls(tables=(), follow=lambda number, output: None):
     kept = TokenIds()
-    return TableCalls(tables, of_output, lambda: [kept], follow), kept
+    return TableCalls(tables, lambda: [kept], follow), kept
 
 
 def table(width=4):
@@ -25,7 +25,7 @@ def call(found, used, ids):
 
 def test_a_call_keeps_its_integers_its_table_and_the_width_of_what_came_back():
     tokens, output = table(), table()
-    found, kept = calls([output])
+    found, kept = calls()
     found.take_arguments((IDS,), {})
     ids = IDS.clone()
     call(found, tokens, IDS)
@@ -34,8 +34,7 @@ def test_a_call_keeps_its_integers_its_table_and_the_width_of_what_came_back():
     first, second = kept.lookups
     assert torch.equal(first.ids, IDS)
     assert torch.equal(second.ids, IDS)
-    assert (first.table, first.of_output) == (tokens, False)
-    assert (second.table, second.of_output) == (output, True)
+    assert (first.table, second.table) == (tokens, output)
     assert (first.number, first.width) == (1, 4)
     assert second.number == 2
     assert kept.find((2, 3)) is not None
@@ -55,7 +54,7 @@ def test_integers_that_the_model_was_given_are_told_from_those_it_made(args, kwa
     found, kept = calls()
     found.take_arguments(args, kwargs)
     call(found, table(), IDS)
-    assert kept.lookups[0][3] is is_passed
+    assert kept.lookups[0].passed is is_passed
 
 
 NESTED = torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])], layout=torch.jagged)
