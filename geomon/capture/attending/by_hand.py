@@ -74,7 +74,7 @@ def record_softmax(
     if arranged is None:
         if fitting and scores.ndim > 2:
             raise NotUnderstoodError(_UNCLEAR.format(shape=list(scores.shape), dim=dim))
-        if scores.ndim > 3:
+        if scores.ndim > 3 and scores.numel():
             raise NotUnderstoodError(NO_SCORES.format(keys=scores.shape[dim]))
         return None, unknown
     sequences, heads, length, keys = arranged.shape
