@@ -95,15 +95,12 @@ class SeenAttention:
         self.max_logits.clear()
 
     def add_heads(self, query: Columns | None, key: Columns | None) -> None:
-        """Take note of what the queries and keys of a call are made of."""
-        if query is None or key is None:
+        """Take note of what the queries and keys of the call that is measured are made of."""
+        if query is None or key is None or self.heads is not None:
             return
-        if self.heads is None:
-            self.heads = query, key
-            sources = query.projections[0].given, key.projections[0].given
-            self.other_source = None not in sources and sources[0] != sources[1]
-        else:
-            self.heads = self.heads[0].with_heads_of(query), self.heads[1].with_heads_of(key)
+        self.heads = query, key
+        sources = query.projections[0].given, key.projections[0].given
+        self.other_source = None not in sources and sources[0] != sources[1]
 
     def number_heads(self, query: Columns | None, key: Columns | None) -> None:
         """Number the heads of the call that was recorded, by what they are made of."""
