@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from geomon.capture import Window, extra_pass, padding_arguments
+from geomon.capture import Window, extra_pass
 from geomon.capture.anatomy import CROSS, Anatomy, Attention, Block, Stack, shown_name
 from geomon.capture.model_parts import ModelParts
 from geomon.capture.shards import TensorPlace
@@ -35,6 +35,7 @@ _NAME_ALONE = (
     "gives them: the first pass shows whether it attends"
 )
 _NOT_ATTENTION = "none was seen in the modules that are called so: hidden states only"
+_PADDING = "left out, by a mask or by keys that attention hides, as a pass shows"
 _ALL_COUNT = "none in this pass, going by its arguments and by attention: all rows count"
 _GATHERED = "a reading of a Monitor gathers their layers, rows and heads under their true numbers"
 _ONE_PASS = "shown by one pass: describe(model, inputs)"
@@ -99,7 +100,7 @@ def describe(
         rows += _stack_rows(stack, seen, several=bool(stack.name))
     tables = None if seen is None else seen.token_tables()
     rows.append(("token ids", _token_ids(parts.root, anatomy, tables, later=0 not in place.stages)))
-    rows.append(("padding", _padding(anatomy) if seen is None else seen.padding(anatomy)))
+    rows.append(("padding", _PADDING if seen is None else seen.padding(anatomy)))
     for left_out in anatomy.left_out:
         what = f"{_count(left_out.count, 'block')} {left_out.pattern}"
         rows.append(("not watched", f"{what}: {left_out.reason}"))
@@ -193,36 +194,33 @@ def _attention_rows(
     else:
         named, some = "further attention", f"{label}: {some}"
     routes = seen.routes(stack, label) if seen else set()
+    heads = _heads(seen.heads(stack, label) if seen else set(), apart)
     if not routes and not (found and seen is None):
         reason = _NOT_SEEN if found else _NAME_ALONE if seen is None else _NOT_ATTENTION
-        return [(f"{indent}{named}", f"{some}{_heads(found, apart)}{reason}")]
+        return [(f"{indent}{named}", f"{some}{heads}{reason}")]
     words = " or ".join(ROUTES.get(route, _UNKNOWN) for route in sorted(routes))
     if label not in ("", CROSS) and seen is not None and seen.attends_elsewhere(stack, label):
         some += "to keys of another source, "
     projected = seen is not None and seen.projects(stack, label)
     return [
-        (f"{indent}{named}", f"{some}{_heads(found, apart)}{words or _AS_IT_RUNS}"),
+        (f"{indent}{named}", f"{some}{heads}{words or _AS_IT_RUNS}"),
         (f"{indent}Q, K projected", _projections(found, seen=seen is not None, found=projected)),
     ]
 
 
-def _heads(attentions: list[Attention], apart: int) -> str:
-    """Say how many heads there are, with a comma after it; "" where that is not known.
+def _heads(counts: set[tuple[int, int]], apart: int) -> str:
+    """Say how many heads there are, with a comma after it; "" if that is not known.
 
-    Where heads are modules of their own, so many are `apart`.
+    If heads are modules of their own, so many are `apart`.
     """
     if apart > 1:
-        width = attentions[0].sizes.head_width
-        return f"{_count(apart, 'head')} of width {width}, each a module, "
-    sizes = {a.sizes for a in attentions}
-    known = sorted({size for size in sizes if size.heads is not None}, key=str)
-    if len(known) != 1:
-        counts = sorted({size.heads for size in known if size.heads is not None})
-        return f"{counts[0]} to {counts[-1]} heads, " if len(counts) > 1 else ""
-    heads, key_heads, width = known[0]
-    text = _count(heads or 0, "head") + (f" of width {width}" if width else "")
-    grouped = key_heads is not None and key_heads != heads
-    return f"{text}, {_count(key_heads or 0, 'key head')}, " if grouped else f"{text}, "
+        return f"{_count(apart, 'head')}, each a module, "
+    if len(counts) != 1:
+        heads = sorted({queries for queries, _ in counts})
+        return f"{heads[0]} to {heads[-1]} heads, " if len(heads) > 1 else ""
+    queries, keys = next(iter(counts))
+    text = f"{_count(queries, 'head')}, "
+    return text if queries == keys else f"{text}{_count(keys, 'key head')}, "
 
 
 def _projections(attentions: list[Attention], *, seen: bool, found: bool) -> str:
@@ -266,16 +264,6 @@ def _token_ids(
     words = _listed(names.get(table, type(table).__name__) for table in tables)
     is_open = len(tables) > 1 and not (seen or anatomy.of_output)
     return f"inputs of one of {words}, as one pass shows" if is_open else f"inputs of {words}"
-
-
-def _padding(anatomy: Anatomy) -> str:
-    known = padding_arguments(anatomy)
-    if known:
-        return f"left out, going by {_listed(known)}"
-    return (
-        "no mask of a known name is taken by the modules around the blocks: known after a pass, by "
-        "the keys that attention hides"
-    )
 
 
 def _listed(words: Iterable[str]) -> str:
@@ -324,6 +312,10 @@ class _SeenModel:
     def routes(self, stack: Stack, label: str) -> set[str]:
         """List the routes by which attention was seen."""
         return self._window.routes(stack.name, label)
+
+    def heads(self, stack: Stack, label: str) -> set[tuple[int, int]]:
+        """Return how many query heads and key heads attentions have."""
+        return self._window.heads(stack.name, label)
 
     def token_tables(self) -> tuple[nn.Module, ...]:
         """List the embedding tables whose inputs were the token ids."""

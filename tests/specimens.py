@@ -88,6 +88,7 @@ SEVERAL_PRODUCTS = (
     "attention is written out by hand: its scores are the sum of {count} products, and which of "
     "them is that of its queries and keys is not clear"
 )
+NOT_TRACED = "its queries and keys were not traced back to products of tokens with weights"
 CHUNKS = (
     "attention is not rebuilt here: a softmax over 5 numbers was seen that are not seen to be "
     "products of queries with all keys: features (linear attention), chunks of keys or experts"

@@ -19,6 +19,7 @@ from specimens import (
     NO_TOKENS,
     NONE,
     NOT_FUSED,
+    NOT_TRACED,
     OF_SCORES,
     SDPA,
     SDPA_ALONE,
@@ -282,13 +283,15 @@ ENCODERS = [
         "Longformer (chunks)", _hf("LongformerModel", "LongformerConfig", **_ENCODER,
                                    attention_window=4),
         lambda: {"input_ids": ids(16), "attention_mask": mask(16, 5)}, _UNSEEN, NONE, one_mask,
-        uncovered=lacking(CHUNKS, *OF_SCORES, "scores", "visible", "max_logits"),
+        uncovered=lacking(CHUNKS, *OF_SCORES, "scores", "visible", "max_logits")
+        | lacking(NOT_TRACED, "projected_query", "projected_key"),
     ),
     Specimen(
         "Nystromformer (landmarks)", _hf("NystromformerModel", "NystromformerConfig", **_ENCODER,
                                          num_landmarks=4, segment_means_seq_len=16),
         lambda: {"input_ids": ids(16)}, _UNSEEN, NONE,
-        uncovered=lacking(SEVERAL, *OF_SCORES, "scores", "visible", "max_logits"),
+        uncovered=lacking(SEVERAL, *OF_SCORES, "scores", "visible", "max_logits")
+        | lacking(NOT_TRACED, "projected_query", "projected_key"),
     ),
     Specimen(
         "ModernBERT (local attention)",

@@ -3,7 +3,6 @@
 from geomon.capture.anatomy import find_anatomy
 from geomon.capture.calling.calls import FirstCall
 from geomon.capture.calling.probe import extra_pass
-from geomon.capture.tokens.padding import padding_arguments
 from geomon.capture.tokens.sampling import ATTENTION_QUERIES, derive_seed
 from geomon.capture.window import Window
 
@@ -14,5 +13,4 @@ __all__ = [
     "derive_seed",
     "extra_pass",
     "find_anatomy",
-    "padding_arguments",
 ]

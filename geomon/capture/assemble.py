@@ -67,10 +67,7 @@ _DROPPED = (
     "the block was not run in this pass, as others were (layers dropped at random, say, or blocks "
     "of the model that were replaced while it was watched)"
 )
-_NOT_PROJECTED = (
-    "its queries and keys were not traced back to products of tokens with weights, and no modules "
-    "with names such as q_proj and k_proj were called"
-)
+_NOT_PROJECTED = "its queries and keys were not traced back to products of tokens with weights"
 _AS_ATTENDED = (
     "queries and keys were not traced back to products of tokens with weights: Q and K as attended "
     "stand for them"

@@ -22,7 +22,7 @@ from geomon.capture.shards import (
     slice_of,
     whole,
 )
-from geomon.capture.tap import Projection, Provenance
+from geomon.capture.tap import Provenance
 from geomon.capture.tokens.padding import Padding
 from geomon.capture.tokens.pass_tokens import PassTokens
 from geomon.capture.tokens.sampling import MemoryLimit, SampledRows
@@ -55,7 +55,6 @@ class BlockCall:
         finished: Whether nothing more is followed.
         inputs: Inputs of the modules that are projecting, and the number of their first feature
             among those of all ranks, by the address of the module.
-        outputs: Outputs of projections that are modules, with their shapes, by the same.
         weight_norms: Frobenius norm of the block's matrices of weights by name; empty if they were
             not read.
         expert_counts: How often the tokens chose each expert; None without experts.
@@ -73,7 +72,6 @@ class BlockCall:
     provenance: Provenance = field(default_factory=Provenance)
     finished: bool = False
     inputs: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
-    outputs: dict[int, tuple[Projection, Shape]] = field(default_factory=dict)
     weight_norms: dict[str, Tensor] = field(default_factory=dict)
     expert_counts: Tensor | None = None
 
@@ -90,7 +88,6 @@ class BlockCall:
         self.finished = True
         self.provenance.forget()
         self.inputs.clear()
-        self.outputs.clear()
         for seen in self.attentions.values():
             seen.heads = None
 

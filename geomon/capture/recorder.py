@@ -27,7 +27,7 @@ from geomon.capture.attending.by_hand import (
 )
 from geomon.capture.attending.fused import read_flash, read_flex, read_sdpa
 from geomon.capture.attending.max_logit import max_logits_of_call, max_logits_of_scores
-from geomon.capture.attending.seen import Precedence, SeenAttention, columns_of_all
+from geomon.capture.attending.seen import Precedence, SeenAttention
 from geomon.capture.first_pass import BlockCall, StackPass
 from geomon.capture.modes import unseen
 from geomon.capture.storage import local_shard
@@ -156,7 +156,7 @@ class AttentionRecorder:
                     seen.further = True
             return
         with self.guarded(), torch.no_grad(), unseen():
-            known = _known(stack_pass, block_call, block, index)
+            known = _known(stack_pass, block_call)
             shapes = stack_pass.possible_shapes(block_call)
             # Of several streams attention may take one: what is projected has its tokens.
             taken = [(n,) for each in products[:1] for n in provenance.token_counts(each.left)]
@@ -213,16 +213,6 @@ class AttentionRecorder:
             block_call: The call.
             block: The block.
         """
-        for index, attention in enumerate(block.attentions):
-            outputs = [block_call.outputs.get(id(x)) for x in attention.projections.apart]
-            # Of queries that were seen, and not traced, no name says what they are made of.
-            if block_call.seen(index).lacks_queries and outputs:
-                entered, first = stack_pass.shape_at(block_call), stack_pass.tokens.length_first
-                heads = (
-                    x and columns_of_all(*x, entered, *attention.sizes, length_first=first)
-                    for x in outputs
-                )
-                block_call.seen(index).add_heads(*heads)
         for index, seen in block_call.attentions.items():
             seen.project(
                 stack_pass.tokens.rows,
@@ -315,12 +305,8 @@ def _index_of_softmax(block: Block, block_call: BlockCall, *, made: bool) -> int
     return (block_call.running_attention or 0) if inside or made else None
 
 
-def _known(stack_pass: StackPass, block_call: BlockCall, block: Block, index: int) -> Known:
+def _known(stack_pass: StackPass, block_call: BlockCall) -> Known:
     """Collect what is known of an attention before its scores are seen."""
     entered = stack_pass.entered
     width = 0 if entered is None else entered.values.shape[-1]
-    shape = stack_pass.shape_at(block_call)
-    if index >= len(block.attentions):
-        return Known(shape, width)
-    sizes = block.attentions[index].sizes
-    return Known(shape, width, sizes.heads, sizes.head_width)
+    return Known(stack_pass.shape_at(block_call), width)

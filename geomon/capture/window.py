@@ -156,7 +156,9 @@ class Window:
         self._before: dict[int, list[Callable[..., None]]] = {}
         self._after: dict[int, list[Callable[..., None]]] = {}
         self._tables = TableCalls(
-            anatomy.of_output, self._tracker.ids_to_come, self._states.stream.take_table
+            anatomy.embeddings,
+            self._tracker.ids_to_come,
+            self._states.stream.take_table,
         )
         self._failure: Exception | None = None  # in opening the window
         self._failures: list[str] = []  # in what sees the calls
@@ -216,6 +218,8 @@ class Window:
         self._choose_calls()
         if self._follows:
             self._recorder.guarded = self._guarded
+            if self._wants_tokens:
+                self._states.stream.on_lookup = self._tables.take_operator
             self._tap = Tap(self._recorder)
             subclasses.hold(self)
             self._find_compiled()
@@ -242,6 +246,7 @@ class Window:
         self._before.clear()
         self._after.clear()
         self._tables.clear()
+        self._states.stream.on_lookup = None
         self._states.forget()
         for stack_pass in self._tracker.passes:
             stack_pass.leaving = None
@@ -337,6 +342,16 @@ class Window:
         """
         return {seen.route for seen in self.attentions(stack, label) if seen.route}
 
+    def heads(self, stack: str, label: str = "") -> set[tuple[int, int]]:
+        """Return how many query heads and key heads attentions have.
+
+        Args:
+            stack: Name of the stack.
+            label: Label of the attention in the blocks.
+        """
+        calls = (seen.call for seen in self.attentions(stack, label))
+        return {(call.heads, call.key_heads) for call in calls if call is not None}
+
     def attentions(self, stack: str, label: str = "") -> list[SeenAttention]:
         """List what was seen of the attentions with a label, in the blocks of a stack.
 
@@ -379,9 +394,6 @@ class Window:
             for table in self._anatomy.embeddings:
                 self._see(self._before, table, self._tables.before, table)
                 self._see(self._after, table, self._tables.after, table)
-            for module, table in self._anatomy.around_embeddings:
-                self._see(self._before, module, self._tables.before_around)
-                self._see(self._after, module, self._tables.after_around, table)
         for name, norm in self._anatomy.norms if self._follows or self._extra else ():
             self._see(self._before, norm, self._on_norm)
             if FINAL_NORM in self._extra:
@@ -407,10 +419,9 @@ class Window:
             if module is not block.module:
                 self._see(self._before, module, self._on_attending, index)
                 self._see(self._after, module, self._on_attending, None)
-        named = {m for attention in block.attentions for m in attention.projections.apart}
         traces = "projection" in self._sources or self._place.shards > 1
         for module in block.matrices if traces else ():
-            if module in named or projects_in_its_own_way(module):
+            if projects_in_its_own_way(module):
                 self._see(self._before, module, self._on_projecting)
                 self._see(self._after, module, self._on_projected)
 
@@ -613,6 +624,4 @@ class Window:
         # The width of a convolution's output is not its last dimension.
         output = move_width_last(local_shard(output), module, entering=False)
         given, first = taken
-        found = current[1].provenance.projected(output, local_shard(given), first)
-        if found is not None:
-            current[1].outputs.setdefault(id(module), (found, tuple(output.shape[:-1])))
+        current[1].provenance.projected(output, local_shard(given), first)

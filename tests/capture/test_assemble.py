@@ -216,7 +216,7 @@ def test_a_second_attention_of_a_block_makes_layers_of_its_own(by_hand, kind, fi
     shown = dict(describe(model, lambda run: run(x, context)).rows)["further attention"]
     assert shown.startswith(f"{second}: ")
     assert ("to keys of another source" in shown) == (keys is not None)
-    assert f"{second}: 4 heads of width 8" in dict(describe(model).rows)["further attention"]
+    assert f"{second}: seen as it runs" in dict(describe(model).rows)["further attention"]
     values = measure(model, torch.randn(40, 9, 32))
     each = [values[f"max_logit/{second}_layer_{depth:02d}"] for depth in (1, 2, 3)]
     assert values[f"max_logit/{second}_mean"] == pytest.approx(sum(each) / 3)

@@ -10,7 +10,6 @@ from geomon.capture.anatomy.blocks import (
     join_anatomies,
 )
 from geomon.capture.anatomy.families import shown_name
-from geomon.capture.anatomy.projections import find_sizes
 
 __all__ = [
     "CROSS",
@@ -19,7 +18,6 @@ __all__ = [
     "Block",
     "Stack",
     "find_anatomy",
-    "find_sizes",
     "join_anatomies",
     "shown_name",
 ]

@@ -30,10 +30,8 @@ from geomon.capture.anatomy.families import (
 )
 from geomon.capture.anatomy.projections import (
     Projections,
-    Sizes,
     are_heads,
     find_projections,
-    find_sizes,
     find_widths,
 )
 from geomon.capture.weights import said, stored_weight
@@ -54,7 +52,6 @@ class Attention:
         module: The module that holds the projections.
         projections: The modules that make queries and keys.
         cross: Whether the keys come from another stack, going by names.
-        around: Modules between this one and the block, the block included, the innermost first.
         label: Which of the block's attentions it is: "" for the one to its own stack, "cross" for
             the one to another; a further one has its name in the block. Heads that are modules of
             a list have the same.
@@ -65,17 +62,8 @@ class Attention:
     module: nn.Module
     projections: Projections
     cross: bool
-    around: tuple[nn.Module, ...]
     label: str = ""
     is_head: bool = False
-
-    @property
-    def sizes(self) -> Sizes:
-        """Number of heads and their width, as the module says, or those around it."""
-        if self.is_head:
-            made = find_widths(self.projections.query)
-            return Sizes(1, 1, None if made is None else made[0])
-        return find_sizes(self.projections, [self.module, *self.around])
 
 
 @dataclass(frozen=True)
@@ -160,8 +148,6 @@ class Anatomy:
     Attributes:
         stacks: Stacks of blocks, in the order of the model's modules.
         embeddings: Embedding tables outside the blocks: the input of one is the token ids.
-        around_embeddings: Modules that hold such a table and no blocks, with the table: one may
-            take the token ids and never call it.
         norms: Names and modules of the norms outside the blocks, one of which may be the final one.
         output: The module whose weight makes logits of hidden states, [vocabulary, width]; None
             if none is known.
@@ -173,7 +159,6 @@ class Anatomy:
 
     stacks: tuple[Stack, ...]
     embeddings: tuple[nn.Module, ...]
-    around_embeddings: tuple[tuple[nn.Module, nn.Module], ...]
     norms: tuple[tuple[str, nn.Module], ...]
     output: nn.Module | None
     of_output: tuple[nn.Module, ...]
@@ -222,7 +207,6 @@ def find_anatomy(model: nn.Module, blocks: str | Sequence[nn.Module] | None = No
     return Anatomy(
         stacks=_stacks(families, tree),
         embeddings=embeddings,
-        around_embeddings=tuple(_around_tables(embeddings, tree, inside)),
         norms=tuple(
             (shown_name(name), module) for module, name in outside.items() if _is_norm(module)
         ),
@@ -238,7 +222,6 @@ def join_anatomies(parts: Sequence[Anatomy]) -> Anatomy:
     return Anatomy(
         stacks=tuple(stack for part in parts for stack in part.stacks),
         embeddings=tuple(table for part in parts for table in part.embeddings),
-        around_embeddings=tuple(pair for part in parts for pair in part.around_embeddings),
         norms=tuple(norm for part in parts for norm in part.norms),
         output=next((part.output for part in reversed(parts) if part.output is not None), None),
         of_output=tuple(table for part in parts for table in part.of_output),
@@ -268,20 +251,6 @@ def _families(
 
 
 # -- modules in and around the blocks --------------------------------------------------------
-
-
-def _around_tables(
-    embeddings: Sequence[nn.Module], tree: ModuleTree, inside: set[nn.Module]
-) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Iterate over the modules that hold a table and no blocks, each with its first table."""
-    found: set[nn.Module] = set()
-    for table in embeddings:
-        for module in tree.above(table):
-            if not inside.isdisjoint(module.modules()) or tree.holders.get(module) is None:
-                break
-            if module not in found and not isinstance(module, NOT_CALLABLE):
-                found.add(module)
-                yield module, table
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -379,7 +348,6 @@ def _block(
     found: list[Attention] = []
     covered: set[nn.Module] = set()
     held = nn.ModuleList(lists) if lists else module
-    inside = {*held.modules()}
     for name, inner in held.named_modules():
         projections = None if inner in covered else find_projections(inner)
         if projections is not None:
@@ -393,8 +361,7 @@ def _block(
                 and pattern_of(found[0].name) != pattern_of(shown)
             )
             cross = bool(_CROSS_NAME.search(shown)) or after_own
-            around = tuple(m for m in tree.above(inner) if m in inside)
-            found.append(Attention(shown, inner, projections, cross, around))
+            found.append(Attention(shown, inner, projections, cross))
     # The only attention of a block is to its own stack, unless "cross" is in its name.
     if len(found) == 1 and "cross" not in found[0].name.lower():
         found = [replace(found[0], cross=False)]

@@ -1,13 +1,12 @@
-"""Projections: the modules of an attention that make queries and keys, and their heads.
+"""Projections: the modules of an attention that make queries and keys.
 
 They are found by the few names that the field has for them.
 """
 
-import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 from torch import nn
 
@@ -42,16 +41,6 @@ _JOINT = (
 # One projection to queries, keys and values.
 _FUSED = ("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv", "wqkv", "to_qkv", "att_proj")
 
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
-_KEY_HEADS = (
-    "num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv", "n_kv_head", "kv_heads",
-    "num_query_groups",
-)  # fmt: skip
-_HEAD_WIDTH = (
-    "head_dim", "key_value_proj_dim", "d_kv", "attention_head_size", "head_size", "d_head",
-    "dim_head",
-)  # fmt: skip
-
 # What a matrix says of its widths, the output's first; `nf` is that of transformers' Conv1D.
 _WIDTHS = (("out_features", "in_features"), ("nf", "nx"), ("num_embeddings", "embedding_dim"))
 
@@ -85,11 +74,6 @@ class Projections:
     key: nn.Module
     names: tuple[str, ...]
 
-    @property
-    def apart(self) -> tuple[nn.Module, ...]:
-        """The modules whose outputs are queries and keys, and nothing else; none in other kinds."""
-        return (self.query, self.key) if self.kind == "separate" else ()
-
 
 def _named_alike(children: dict[str, nn.Module]) -> Projections | None:
     """Find two matrices of one input whose names differ in "q" and "k" alone.
@@ -107,14 +91,6 @@ def _named_alike(children: dict[str, nn.Module]) -> Projections | None:
         if made is not None and other is not None and made[1] == other[1]:
             return Projections("separate", module, children[key], (query, key))
     return None
-
-
-class Sizes(NamedTuple):
-    """Number of query heads, number of key heads and head width; None if that is not known."""
-
-    heads: int | None
-    key_heads: int | None
-    head_width: int | None
 
 
 def find_projections(module: nn.Module) -> Projections | None:
@@ -150,55 +126,6 @@ def _is_multihead(module: nn.Module) -> bool:
     return all(has_weight(module, name) for name in ("in_proj_weight", "in_proj_bias", "num_heads"))
 
 
-def find_sizes(projections: Projections | None, holders: Iterable[Any]) -> Sizes:
-    """Find the number of heads and their width.
-
-    They are attributes of the attention module or of its `config`, or follow from the widths of the
-    projections.
-    """
-    known = [each for holder in holders for each in (holder, said(holder, "config"))]
-    heads, key_heads, width = (
-        _first_of(names, known) for names in (_HEADS, _KEY_HEADS, _HEAD_WIDTH)
-    )
-    if projections is None or heads is None:
-        return Sizes(heads, key_heads, width)
-    if projections.kind == "multihead":
-        return Sizes(heads, heads, width)
-    widths = find_widths(projections.query)
-    if widths is None:
-        return Sizes(heads, key_heads, width)
-    made, taken = widths
-    if projections.kind == "fused":
-        width = width or _fused_head_width(made, taken, heads)
-        key_heads = _fused_key_heads(made, heads, width)
-    else:
-        key = find_widths(projections.key)
-        if width and key is not None and projections.kind == "separate":
-            heads *= _halves_of_heads(made, key[0], heads, key_heads, width)
-        gated = width is not None and made == 2 * heads * width
-        width = made // heads if made % heads == 0 and not gated else width
-        if key is not None and width and projections.kind == "separate":
-            key_heads = key[0] // width
-    return Sizes(heads, key_heads, width)
-
-
-def _halves_of_heads(made: int, keys: int, heads: int, key_heads: int | None, width: int) -> int:
-    """Return 2 where each head has two queries and two keys (differential attention), else 1.
-
-    Where queries alone are twice as wide, the second part of each is a gate.
-    """
-    doubled = made == 2 * heads * width and keys == 2 * (key_heads or heads) * width
-    return 2 if doubled else 1
-
-
-def _first_of(names: Iterable[str], holders: list[Any]) -> int | None:
-    for holder, name in itertools.product(holders, names):
-        value = said(holder, name)
-        if isinstance(value, int) and value > 0:
-            return value
-    return None
-
-
 def find_widths(module: nn.Module) -> tuple[int, int] | None:
     """Find the widths of a matrix: of output and input, of a table its rows and their width.
 
@@ -229,19 +156,3 @@ def projects_in_its_own_way(module: nn.Module) -> bool:
     # DDP keeps the parts of sharded weights as plain tensors, and joins them for the forward pass.
     is_sharded = hasattr(module.weight, "to_local") or hasattr(module.weight, "_st_info")
     return bool(module._forward_hooks) or is_sharded
-
-
-def _fused_head_width(made: int, taken: int, heads: int) -> int:
-    """Find the head width of a fused projection: that of the input shared out among heads.
-
-    Where the output does not fit that width, heads are as wide as equal shares of it make them.
-    """
-    usual = max(1, taken // heads)
-    equal, odd = divmod(made, 3 * heads)
-    return usual if odd or _fused_key_heads(made, heads, usual) else equal
-
-
-def _fused_key_heads(made: int, heads: int, width: int) -> int | None:
-    """Count the key heads of a projection to queries, keys and values; None if none fit."""
-    rest, odd = divmod(made - heads * width, 2 * width)
-    return rest if not odd and rest > 0 and heads % rest == 0 else None

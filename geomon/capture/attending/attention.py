@@ -15,14 +15,7 @@ from torch import Tensor
 from geomon.capture.attending.rules import Rule
 from geomon.capture.snapshot import at_places, cover_all
 from geomon.capture.tokens.sampling import RowSampler
-from geomon.capture.tokens.visibility import (
-    MASKED,
-    are_made_of,
-    hidden_for_sure,
-    hidden_in_scores,
-    hidden_keys,
-    score_scale,
-)
+from geomon.capture.tokens.visibility import MASKED, hidden_in_scores, hidden_keys
 from geomon.kernels.products import as_factor, without_autocast
 
 NO_SCORES = (
@@ -42,8 +35,9 @@ _BY_HAND = (
     "attention is written out by hand: its scores were seen, and not the queries and keys that it "
     "attends with"
 )
-_NOT_THEIRS = (
-    "attention is written out by hand: its scores do not follow the queries and keys that were seen"
+_JOINED = (
+    "attention is written out by hand: keys were joined to its scores, and what these are was not "
+    "seen"
 )
 
 
@@ -140,7 +134,7 @@ class SoftmaxCall:
     @property
     def why_unknown(self) -> str:
         """Why there are no queries and keys in the views of the call."""
-        return self.unknown if self.made_of is None else _NOT_THEIRS
+        return self.unknown if self.made_of is None else _JOINED
 
     @property
     def heads(self) -> int:
@@ -254,55 +248,40 @@ def read_scores(call: SoftmaxCall) -> dict[str, Any]:
     """Make the captured views of attention by hand, on the host.
 
     These are queries and keys, with a scale and a bias that make exactly the scores of them; or the
-    scores alone, where queries and keys were not seen.
+    scores alone, where queries and keys were not seen. If it was not seen what the products were
+    multiplied by, the bias holds that too.
     """
     if call.made_of is None:
         return _scores_alone(call)
     query, key = (factor.cpu().float() for factor in call.made_of)
     products = _products(query, key)
     scores, sink = _without_sink(call.scores.cpu().float(), products, call.scale)
-    alike, eps = scores.shape == products.shape, 8 * torch.finfo(call.scores.dtype).eps
-    scale = call.scale if alike else None
-    if scale and (found := _plainly_hidden(scores, scale * products, eps)) is not None:
-        hidden, bias = found, None
-    else:
-        follow = alike and are_made_of(scores, products)
-        if call.doubtful and not follow:
-            raise NotUnderstoodError(NO_SCORES.format(keys=scores.shape[3]))
-        scale = call.scale or score_scale(scores, products) if follow else None
-        if scale is None:
-            return _scores_alone(call)
-        hidden = hidden_in_scores(scores, products)
-        scaled = scale * products
-        bias = (scores - scaled).masked_fill(hidden, 0)
-        if bias.abs().amax() <= eps * scaled.abs().amax():
-            bias = None
+    if call.doubtful and call.scale is None:
+        raise NotUnderstoodError(NO_SCORES.format(keys=scores.shape[3]))
+    if scores.shape != products.shape:
+        return _scores_alone(call)
+    scaled = products if call.scale is None else call.scale * products
+    added = scores - scaled
+    hidden = hidden_in_scores(scores, None if call.scale is None else added)
+    bias = added.masked_fill(hidden, 0)
+    eps = 8 * torch.finfo(call.scores.dtype).eps
+    adds_nothing = bias.abs().amax() <= eps * scaled.abs().amax()
     if torch.equal(hidden, hidden[:, :1].expand_as(hidden)):  # by the mask of all heads
         hidden = hidden[:, :1]
     return {
         "query": query,
         "key": key,
         "visible": ~hidden,
-        "bias": bias,
-        "scale": scale,
+        "bias": None if adds_nothing else bias,
+        "scale": 1.0 if call.scale is None else call.scale,
         "softcap": None,
         "sink": sink,
     }
 
 
-def _plainly_hidden(scores: Tensor, scaled: Tensor, eps: float) -> Tensor | None:
-    """Find the keys that a mask of -inf hides, if next to nothing is added to all other scores."""
-    added = scores - scaled
-    hidden = hidden_for_sure(scores, added)
-    limit = eps * scaled.abs().amax()
-    if limit > 0 and added.masked_fill_(hidden, 0).abs_().amax() <= limit:
-        return hidden
-    return None
-
-
 def _scores_alone(call: SoftmaxCall) -> dict[str, Any]:
     scores = call.scores.cpu().float()
-    return {"scores": scores, "visible": ~hidden_in_scores(scores, None)}
+    return {"scores": scores, "visible": ~hidden_in_scores(scores)}
 
 
 def _without_sink(
@@ -313,10 +292,7 @@ def _without_sink(
     A number may have been taken from all scores of a row, which does not change their softmax.
     """
     rest, joined = scores[..., :-1], scores[..., -1]
-    if rest.shape != products.shape:
-        return scores, None
-    scale = scale or score_scale(rest, products)
-    if scale is None:
+    if rest.shape != products.shape or scale is None:
         return scores, None
     largest, place = rest.max(dim=-1, keepdim=True)
     seen = largest > MASKED  # a row may see no key but the sink

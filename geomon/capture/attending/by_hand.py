@@ -37,12 +37,8 @@ _UNCLEAR = (
     "a softmax of shape {shape} over dimension {dim} was seen, of products of queries with keys, "
     "but not which of its dimensions are sequences, heads and queries"
 )
-_GIVE_HEADS = ": give the attention module the number of its heads as num_heads"
-
 # Roles of the dimensions of scores before the keys, the likelier first: Sequences, Heads, Queries.
-# A pattern whose heads are not in their usual place needs their number to be known.
-_USUAL = ("SHQ", "SHHQ", "SSHQ")
-_UNUSUAL = ("SQH", "HSQ", "SHQQ", "SQHH", "HHSQ")
+_ORDERS = ("SHQ", "SHHQ", "SSHQ")
 
 
 class Known(NamedTuple):
@@ -51,14 +47,10 @@ class Known(NamedTuple):
     Attributes:
         shape: Shape of the hidden states that entered the block, without the width.
         width: Width of the hidden states.
-        heads: Number of query heads, or None.
-        head_width: Head width, or None.
     """
 
     shape: tuple[int, ...]
     width: int
-    heads: int | None = None
-    head_width: int | None = None
 
 
 def record_softmax(
@@ -81,14 +73,15 @@ def record_softmax(
     arranged = arrange_scores(scores, dim, known)
     if arranged is None:
         if fitting and scores.ndim > 2:
-            unclear = _UNCLEAR.format(shape=list(scores.shape), dim=dim)
-            raise NotUnderstoodError(unclear + _GIVE_HEADS * (known.heads is None))
+            raise NotUnderstoodError(_UNCLEAR.format(shape=list(scores.shape), dim=dim))
+        if scores.ndim > 3 and scores.numel():
+            raise NotUnderstoodError(NO_SCORES.format(keys=scores.shape[dim]))
         return None, unknown
     sequences, heads, length, keys = arranged.shape
-    features = known.head_width or known.width // heads
+    features = known.width // heads
     if not fitting:
-        if heads == 1 != known.heads and keys != length:
-            return None, unknown  # a router's: a single head counts where it is known
+        if heads == 1 and keys != length:
+            return None, unknown  # a router's
         if keys != length or keys == features:
             raise NotUnderstoodError(NO_SCORES.format(keys=keys))
     chosen, places = sampler.sample_queries(sequences, length)
@@ -113,7 +106,8 @@ def record_softmax(
     if (factor := fitting[0].factor) != 1:
         query, key = query / factor, key / factor
         scale = None if scale is None else scale * factor**2
-    return replace(call, made_of=(query, key), scale=scale), columns[0]
+    doubtful = call.doubtful and columns[0][1] is None  # else keys are those of tokens
+    return replace(call, made_of=(query, key), scale=scale, doubtful=doubtful), columns[0]
 
 
 def _factors(
@@ -174,34 +168,28 @@ def arrange_scores(scores: Tensor, dim: int, known: Known) -> Tensor | None:
     of a sequence are sequences). Sequences and heads may be in one dimension, heads in two
     (groups).
     """
-    tokens, heads = math.prod(known.shape), known.heads
+    tokens = math.prod(known.shape)
     if 0 in scores.shape or tokens == 0:
         return None
     scores = scores.movedim(dim, -1)
     if scores.ndim == 3:
-        return _unfold(scores, tokens, heads)
+        return _unfold(scores, tokens)
     if scores.ndim == 2:  # one sequence, one head
-        fits = len(scores) == tokens and heads in (None, 1) and math.prod(known.shape[:-1]) == 1
+        fits = len(scores) == tokens and math.prod(known.shape[:-1]) == 1
         return scores[None, None] if fits else None
-    for pattern in (*_USUAL, *_UNUSUAL):
-        if len(pattern) != scores.ndim - 1 or (heads is None and pattern not in _USUAL):
-            continue
+    for order in _ORDERS:
         sizes = {
-            role: math.prod(itertools.compress(scores.shape, (role == each for each in pattern)))
+            role: math.prod(itertools.compress(scores.shape, (role == each for each in order)))
             for role in "SHQ"
         }
-        if sizes["S"] * sizes["Q"] == tokens and heads in (None, sizes["H"]):
-            order = sorted(range(len(pattern)), key=lambda place: "SHQ".index(pattern[place]))
-            return scores.permute(*order, -1).reshape(*sizes.values(), scores.shape[-1])
+        if len(order) == scores.ndim - 1 and sizes["S"] * sizes["Q"] == tokens:
+            return scores.reshape(*sizes.values(), scores.shape[-1])
     return None
 
 
-def _unfold(scores: Tensor, tokens: int, heads: int | None) -> Tensor | None:
+def _unfold(scores: Tensor, tokens: int) -> Tensor | None:
     """View [sequences x heads, queries, keys] as four dimensions; None if that does not fit."""
     folded, length, _ = scores.shape
     if tokens % length or folded % (tokens // length):
         return None
-    sequences = tokens // length
-    if heads not in (None, folded // sequences):
-        return None
-    return scores.unflatten(0, (sequences, folded // sequences))
+    return scores.unflatten(0, (tokens // length, -1))

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from geomon.capture.attending.attention import AttentionCall, SoftmaxCall
 from geomon.capture.tap import AttentionWeights, Columns, Projection
-from geomon.capture.tap.columns import Integers
 from geomon.capture.tokens.sampling import SampledRows, copy_rows
 
 Shape = tuple[int, ...]
@@ -69,14 +68,6 @@ class SeenAttention:
     has_other_keys: bool = False
     weights: AttentionWeights = field(default_factory=AttentionWeights)
 
-    @property
-    def lacks_queries(self) -> bool:
-        """Whether no queries and keys were seen that could be traced to projections."""
-        if isinstance(self.call, SoftmaxCall):
-            seen = self.call.made_of is not None and not self.call.doubtful
-            return self.heads is None and not seen
-        return self.heads is None and self.call is None
-
     def takes(self, precedence: Precedence) -> bool:
         """Say whether a call is one of this attention; what was recorded of a lower one is dropped.
 
@@ -104,15 +95,12 @@ class SeenAttention:
         self.max_logits.clear()
 
     def add_heads(self, query: Columns | None, key: Columns | None) -> None:
-        """Take note of what the queries and keys of a call are made of."""
-        if query is None or key is None:
+        """Take note of what the queries and keys of the call that is measured are made of."""
+        if query is None or key is None or self.heads is not None:
             return
-        if self.heads is None:
-            self.heads = query, key
-            sources = query.projections[0].given, key.projections[0].given
-            self.other_source = None not in sources and sources[0] != sources[1]
-        else:
-            self.heads = self.heads[0].with_heads_of(query), self.heads[1].with_heads_of(key)
+        self.heads = query, key
+        sources = query.projections[0].given, key.projections[0].given
+        self.other_source = None not in sources and sources[0] != sources[1]
 
     def number_heads(self, query: Columns | None, key: Columns | None) -> None:
         """Number the heads of the call that was recorded, by what they are made of."""
@@ -145,33 +133,6 @@ class SeenAttention:
         self.numbers |= {"projected_query": query.numbers, "projected_key": key.numbers}
 
 
-def columns_of_all(
-    projection: Projection,
-    shape: Shape,
-    entered: Shape,
-    heads: int | None,
-    key_heads: int | None,
-    width: int | None,
-    *,
-    length_first: bool,
-) -> Columns | None:
-    """Take all columns of a projection for heads, one after another.
-
-    None if heads do not make up the width of the projection.
-    """
-    if not heads or not width:
-        return None
-    count, odd = divmod(projection.width, width)
-    if odd or count not in (heads, key_heads):
-        return None
-    columns = np.arange(projection.width).reshape(1, count, width)
-    rows = np.arange(projection.rows)[None]
-    if len(shape) == 2:
-        turned = shape == entered[::-1] and (entered != shape or length_first)
-        rows = rows.reshape(shape).T if turned else rows.reshape(shape)
-    return Columns((projection,), 0 * columns, columns, 0 * rows, rows[None], None)
-
-
 def _sample(
     columns: Columns,
     rows: Callable[[Shape, str], Tensor],
@@ -181,8 +142,11 @@ def _sample(
     length_first: bool,
 ) -> tuple[SampledRows, float]:
     """Copy sampled rows of heads; the second value is the share of rows that are not known."""
-    order = None if role else _rows_of_hidden(columns, entered, length_first=length_first)
-    shape = columns.kinds.shape if order is None else entered
+    order, grid = None if role else columns.tokens, columns.kinds.shape
+    turned = not role and entered == grid[::-1] and (length_first or entered != grid)
+    if order is None and turned:
+        order = np.arange(columns.kinds.size).reshape(entered).T
+    shape = grid if order is None else entered
     indices = rows(shape, role)
     token = np.full(math.prod(shape), -1)  # of each row
     places = np.arange(columns.kinds.size) if order is None else order.ravel()
@@ -211,22 +175,6 @@ def _sample(
     if values is None:
         values = torch.empty(0, heads * width)
     return SampledRows(values.unflatten(1, (heads, width)), indices, shape, role), left_out
-
-
-def _rows_of_hidden(columns: Columns, entered: Shape, *, length_first: bool) -> Integers | None:
-    """Return the row of each token in the hidden states; None if it is of no row of them."""
-    grid, rows = columns.kinds.shape, columns.rows[0]
-    if columns.tokens is not None:
-        return columns.tokens
-    order = np.arange(rows.size)
-    square = grid[0] == grid[1] and length_first
-    if entered == grid and not square:
-        return order.reshape(grid)
-    if entered == grid[::-1]:
-        return order.reshape(entered).T
-    if rows.size == math.prod(entered) and len(np.unique(rows)) == rows.size:
-        return rows  # in the order of what was projected
-    return None
 
 
 def _rows_of(projection: Projection, rows: Tensor, columns: Tensor) -> Tensor:

@@ -392,23 +392,6 @@ class Columns(NamedTuple):
         firsts = [*heads.values()]
         return self._replace(which=self.which[:, firsts], columns=self.columns[:, firsts])
 
-    def with_heads_of(self, other: "Columns") -> "Columns":
-        """Add the heads of another call of the same attention that are not here yet."""
-        alike = other.which.shape[::2] == self.which.shape[::2]
-        if not alike or not np.array_equal(other.kinds, self.kinds):
-            return self
-        every = dict(zip(self.projections, self.rows, strict=True))
-        every = dict(zip(other.projections, other.rows, strict=True)) | every
-        projections = (*self.projections, *(x for x in every if x not in self.projections))
-        order = np.array([projections.index(each) for each in other.projections])
-        joined = self._replace(
-            projections=projections,
-            which=np.concatenate([self.which, order[other.which]], axis=1),
-            columns=np.concatenate([self.columns, other.columns], axis=1),
-            rows=np.stack([every[each] for each in projections]),
-        )
-        return joined.distinct()
-
 
 def find_columns(made: Made, values: Tensor) -> Columns | None:
     """Find the columns of projections that heads are made of; of blocks that are alike, once.

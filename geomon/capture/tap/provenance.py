@@ -6,7 +6,7 @@ keys, or of weights of attention and values, and a product of one with weights i
 Nothing is computed and nothing is copied.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -108,6 +108,8 @@ class Stream:
         self._origins: dict[int, frozenset[str]] = {}
         self._embedded = Provenance()
         self._tables: dict[int, Projection] = {}  # what each call of a table returned
+        # Takes the weight, the integers and the result of an operator that looks rows up.
+        self.on_lookup: Callable[[Tensor, Tensor, Tensor], None] | None = None
         self._alive: dict[int, StorageWeakRef] = {}  # storages that were followed from these
 
     def take_table(self, number: int, output: Tensor) -> None:
@@ -186,6 +188,8 @@ class Stream:
         if self._tables:
             self._embedded.follow(name, args, kwargs, out, starts, keeps_places=keeps_places)
             self._keep_track(tensors_in((out,)))
+        if name == "embedding" and self.on_lookup is not None:
+            self.on_lookup(args[0], args[1], out)
         if not self._origins:
             return
         given = [x for x in tensors_in([args, kwargs]) if x.is_floating_point()]
@@ -279,32 +283,30 @@ class Provenance:
         made = self._of(values).made
         return sorted({x.rows for x in made.roots if not x.is_input}) if made is not None else []
 
-    def projected(self, output: Tensor, given: Tensor, first: int = 0) -> Projection | None:
-        """Return the projection that the output of a module is; follow it as one from here on.
+    def projected(self, output: Tensor, given: Tensor, first: int = 0) -> None:
+        """Follow the output of a module as a projection, unless the module was given one (a norm).
 
         Args:
             output: Output of a module that may project, [..., width].
             given: What it was given.
             first: Number of its first feature among those of all ranks.
-
-        Returns:
-            The projection; None if the output is made, element by element, of one that the
-            module was given (a norm's).
         """
         made, before = self._of(output).made, self._of(given).made
         found = None if made is None else made.projection
-        if found is not None and found.width == output.shape[-1] and not found.is_input:
-            found.first = first
-            return found
-        if made is not None and before is not None and made.roots and made.roots <= before.roots:
-            return None
-        made = self._projection(output, (-1,), given)
-        assert made.projection is not None
-        made.projection.first = first
-        place = storage_of(output)
-        if place is not None:
-            self._tags[place] = _Tags(made=made, of_tokens=True)
-        return made.projection
+        if found is None or found.width != output.shape[-1] or found.is_input:
+            if (
+                made is not None
+                and before is not None
+                and made.roots
+                and made.roots <= before.roots
+            ):
+                return
+            made = self._projection(output, (-1,), given)
+            found, place = made.projection, storage_of(output)
+            if place is not None:
+                self._tags[place] = _Tags(made=made, of_tokens=True)
+        assert found is not None
+        found.first = first
 
     def forget(self) -> None:
         """Follow nothing; what was kept alive is freed."""

@@ -1,8 +1,8 @@
 """Boundaries: which sequence each token is of, and where it stands there.
 
-Packed batches have several sequences behind one another in a row, no padding and no mask by which
-it could be seen. Their calls say it otherwise: positions that begin anew, or lengths that are
-summed up. Neither is taken by its name alone.
+Packed batches have several sequences behind one another in a row, and no padding. Attention keeps
+them apart, which is seen when it is over; positions that begin anew say it before, and also where
+it does not. They are not taken by their name alone.
 """
 
 import math
@@ -18,7 +18,6 @@ from geomon.capture.tokens.padding import named_tensors
 _POSITIONS = re.compile(r"(^|_)pos(ition)?s?(_(ids?|index|indices|idx))?$", re.IGNORECASE)
 # Places in a picture: columns begin anew in each row.
 _OF_A_PICTURE = re.compile(r"(^|_)(x|y|h|w|rows?|col(umn)?s?|height|width)(_|$)", re.IGNORECASE)
-_SUMMED_LENGTHS = re.compile(r"cu_?seq_?len|cu_?len", re.IGNORECASE)
 
 
 class GivenPlaces(NamedTuple):
@@ -26,14 +25,11 @@ class GivenPlaces(NamedTuple):
 
     Attributes:
         name: Name of the argument.
-        values: Its values: positions, [batch (or 1), length] or [length], or the places at which
-            sequences begin and the last one ends, [sequences + 1].
-        summed: Whether they are such places.
+        values: Positions, [batch (or 1), length] or [length].
     """
 
     name: str
     values: Tensor
-    summed: bool
 
 
 class Sequences(NamedTuple):
@@ -60,10 +56,9 @@ def find_places(
     for name, value in named_tensors(module, args, kwargs):
         if value.is_floating_point() or value.dtype == torch.bool:
             continue
-        summed = bool(_SUMMED_LENGTHS.search(name))
         positions = _POSITIONS.search(name) and not _OF_A_PICTURE.search(name)
-        if (value.ndim == 1 and summed) or (value.ndim in (1, 2) and positions):
-            found.append(GivenPlaces(name, value.detach().clone(), summed))
+        if value.ndim in (1, 2) and positions:
+            found.append(GivenPlaces(name, value.detach().clone()))
     return found
 
 
@@ -73,13 +68,12 @@ def find_sequences(
 ) -> Sequences | None:
     """Decide where sequences begin in the rows of a batch.
 
-    Positions count if each is one more than that before it, or 0, and not all are 0. Summed
-    lengths count if they grow from 0 to the number of all tokens.
+    Positions count if each is one more than that before it, or 0, and not all are 0.
 
     None if nothing says that a row holds several.
     """
     for argument in given:
-        begins = _begins(argument, batch, length, valid)
+        begins = _begins(argument.values.cpu(), batch, length, valid)
         found = None if begins is None else sequences_from(begins, valid, argument.name)
         if found is not None:
             return found
@@ -100,20 +94,12 @@ def sequences_from(begins: Tensor, valid: Tensor | None, source: str) -> Sequenc
     return Sequences(numbers, (order - starts).view(begins.shape), source)
 
 
-def _begins(argument: GivenPlaces, batch: int, length: int, valid: Tensor | None) -> Tensor | None:
+def _begins(values: Tensor, batch: int, length: int, valid: Tensor | None) -> Tensor | None:
     """Find the first tokens of sequences, [batch, length]; None if the values do not say it."""
-    values = argument.values.cpu()
-    begins = torch.zeros(batch * length + 1, dtype=torch.bool, device="cpu")
-    if argument.summed:
-        places = values.long()
-        ends = places[:1].tolist() == [0] and places[-1:].tolist() == [batch * length]
-        if not ends or (places.diff() < 0).any():
-            return None
-        begins[places] = True
-        return begins[:-1].view(batch, length)
     if values.shape[-1] != length or values.numel() not in (length, batch * length):
         return None
-    values, begins = values.expand(batch, length), begins[:-1].view(batch, length)
+    values = values.expand(batch, length)
+    begins = torch.zeros(batch, length, dtype=torch.bool, device="cpu")
     tokens = torch.ones_like(begins) if valid is None else valid.cpu()
     begins[:, 1:] = (values[:, 1:] == 0) & tokens[:, 1:]
     both = tokens[:, 1:] & tokens[:, :-1]

@@ -1,9 +1,10 @@
-"""Padding: which tokens of a stack are none, and by what that is known.
+"""Padding: which positions are no tokens, and how that is known.
 
-Three things say it: a mask under a name of transformers or of torch, given to a module around the
-blocks or to the first block; labels of -100, in a decoder; keys that attention hides from every
-query. The first two are known before anything is sampled, the last one when the pass is over. What
-else may say it (a mask under another name, lengths) is named in a note and not read.
+Attention says it: keys that it hides from every query, when the pass is over. A mask under a name
+of transformers or of torch, given to a module around the blocks or to the first block, says it
+before anything is sampled, and where attention cannot: of a decoder later padding alone is hidden.
+There labels of -100 say it too. What else may say it (a mask under another name, lengths) is named
+in a note and not read.
 """
 
 import contextlib
@@ -15,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from geomon.capture.anatomy import CROSS, Anatomy
 from geomon.capture.tokens import visibility
 from geomon.note import Note
 
@@ -82,8 +82,7 @@ class Padding:
 
     def __init__(self, *, first: bool = True, decodes: bool = False) -> None:
         self._first, self._decodes = first, decodes
-        self._given: list[_Mask] = []  # in the order seen
-        self._labels: list[Tensor] = []
+        self._given: list[_Mask] = []  # labels, then masks in the order seen
         self._unread: dict[str, Tensor] = {}
         self.forget_attention()
 
@@ -92,7 +91,6 @@ class Padding:
         # By the role of keys and (sequences, keys): True for keys that every call so far hid.
         self._hidden: dict[tuple[str, Shape], Tensor] = {}
         self._over = False
-        self._leaves_none: bool | None = None  # whether a mask leaves no token
 
     @torch.no_grad()
     def take_arguments(
@@ -108,7 +106,7 @@ class Padding:
             matrix = _as_matrix(values)
             if name == "labels":
                 if self._decodes and matrix is not None and not matrix.is_floating_point():
-                    self._labels.append(matrix.detach().clone())
+                    self._given.insert(0, _Mask(_LABELS, _up_to_last_label(matrix)))
             elif shared and (not self._first or name.startswith(_OF_DECODER)):
                 continue
             elif name in _MASKS and matrix is not None:
@@ -127,11 +125,7 @@ class Padding:
         # On an accelerator the question would wait for it.
         if before is not None and before.device.type == "cpu" and not before.any():
             return
-        if self._leaves_none is None:  # asked once: an accelerator is waited for
-            own = [given.valid for given in self._given if not given.of_keys]
-            self._leaves_none = not all(valid.any() for valid in own)
-        find = _hidden_from_others if self._leaves_none else hidden_keys
-        hidden = find(mask, are_scores=are_scores).expand(*place[1])
+        hidden = hidden_keys(mask, are_scores=are_scores).expand(*place[1])
         self._hidden[place] = hidden if before is None else before & hidden.to(before.device)
 
     def settle(self) -> None:
@@ -170,11 +164,11 @@ class Padding:
 
         The rows that were sampled by it are padding.
         """
-        for name, valid in self._masks("", (shape, shape[::-1])):
-            hidden = self._hidden.get(("", valid.shape))
-            if hidden is not None and torch.equal(valid, hidden.cpu()):
-                return _INVERTED.format(name=name)
-        return None
+        found = self._find(shape, "")
+        hidden = None if found is None else self._hidden.get(("", tuple(found.valid.shape)))
+        if found is None or hidden is None or not torch.equal(found.valid, hidden.cpu()):
+            return None
+        return _INVERTED.format(name=found.name)
 
     def notes(self, shape: Shape, stack: str) -> list[Note]:
         """Make the notes that a reader of the numbers needs.
@@ -196,69 +190,27 @@ class Padding:
         return [Note(text, text, stack) for text in texts]
 
     def _find(self, shape: Shape, role: str) -> _Mask | None:
-        """Find what says where padding is: the innermost module's mask first."""
-        shapes = (shape, shape[::-1])
-        found = next(self._masks(role, shapes), None)
-        if found is None and not role:
-            found = next(self._by_labels(shapes), None)
-        return found or next(self._by_attention(role, shapes), None)
+        """Find what says where padding is: the innermost module's mask first, attention last.
 
-    def _masks(self, role: str, shapes: tuple[Shape, Shape]) -> Iterator[_Mask]:
-        """Iterate over masks of known names.
-
-        One that leaves no token is none, unless attention hides every key from all other queries:
-        where data run out, a rank may be given a batch of padding alone.
+        A mask that leaves no token is none. Where one token sees only those before it, not itself,
+        nothing sees the last one: a single key at the same place of all sequences is hidden by the
+        mask of such an attention.
         """
         for given in reversed(self._given):
-            if given.of_keys == (role == "key") and given.valid.shape in shapes:
+            if given.of_keys == (role == "key") and _fits(given.valid, shape):
                 valid = given.valid.cpu()
-                hidden = self._hidden.get((role, valid.shape)) if self._over else None
-                if valid.any() or (hidden is not None and hidden.all()):
-                    yield _Mask(given.name, valid)
-
-    def _by_labels(self, shapes: tuple[Shape, Shape]) -> Iterator[_Mask]:
-        """Iterate over padding behind the last label, which is the next token of a decoder."""
-        for labels in self._labels:
-            kept = labels.cpu() != _IGNORED
-            if labels.shape in shapes and not kept.all():
-                follows = kept.flip(1).cumsum(dim=1).flip(1) > 0  # a label is here or follows
-                start = torch.ones_like(follows[:, :1])
-                yield _Mask(_LABELS, torch.cat([start, follows[:, :-1]], dim=1))
-
-    def _by_attention(self, role: str, shapes: tuple[Shape, Shape]) -> Iterator[_Mask]:
-        """Iterate over padding by the keys that attention hides from every query.
-
-        Where one token sees only those before it, not itself, nothing sees the last one: a single
-        key at the same place of all sequences is hidden by the mask of such an attention.
-        """
-        for shape in shapes if self._over else ():
-            hidden = self._hidden.get((role, shape))
-            if hidden is None or not hidden.any() or hidden.all():
+                if valid.any() and not (given.name == _LABELS and valid.all()):
+                    return _Mask(given.name, valid)
+        for each in (shape, shape[::-1]) if self._over else ():
+            hidden = self._hidden.get((role, each))
+            if hidden is None or hidden.all():
                 continue
-            alike = (hidden == hidden[:1]).all()
-            if not alike or hidden[0].sum() > 1:
-                yield _Mask(HIDDEN_KEYS, ~hidden)
+            if not (hidden == hidden[:1]).all() or hidden[0].sum() > 1:
+                return _Mask(HIDDEN_KEYS, ~hidden)
+        return None
 
 
 # -- arguments -----------------------------------------------------------------------------------
-
-
-def padding_arguments(anatomy: Anatomy) -> list[str]:
-    """List the names by which the modules around the blocks take padding masks.
-
-    Masks over what a decoder attends to count only in a model with cross-attention.
-
-    Args:
-        anatomy: Anatomy of the model.
-    """
-    names: dict[str, None] = {}
-    for stack in anatomy.stacks:
-        for module in stack.above:
-            names |= dict.fromkeys(inspect.signature(module.forward).parameters)
-    crossing = any(block.attention_index(CROSS) is not None for block in anatomy.blocks)
-    return [
-        name for name in names if name in _MASKS and (crossing or not name.startswith(_OF_MEMORY))
-    ]
 
 
 def named_tensors(
@@ -286,15 +238,21 @@ def _as_matrix(values: Tensor) -> Tensor | None:
 
 
 def _as_valid(mask: Tensor, *, inverted: bool) -> Tensor:
-    """Convert a mask to False where there is padding; `inverted` masks are True there."""
-    if mask.is_floating_point() and (inverted or not _is_ones_for_tokens(mask)):
+    """Convert a mask to False where there is padding; `inverted` masks are True there.
+
+    One of floating-point numbers is added to scores, unless it is 1 where there is a token.
+    """
+    ones = not inverted and bool((mask > 0).any()) and not (mask < 0).any()
+    if mask.is_floating_point() and not ones:
         return mask > _ADDED
     return ~mask.bool() if inverted else mask.bool()
 
 
-def _is_ones_for_tokens(mask: Tensor) -> bool:
-    """Whether a floating-point mask has ones for tokens, and is not added to scores."""
-    return bool((mask > 0).any()) and not (mask < 0).any()
+def _up_to_last_label(labels: Tensor) -> Tensor:
+    """Find the tokens of a decoder: all up to the last label, which is the next token."""
+    kept = labels.detach() != _IGNORED
+    follows = kept.flip(1).cumsum(dim=1).flip(1) > 0  # a label is here or follows
+    return torch.cat([torch.ones_like(follows[:, :1]), follows[:, :-1]], dim=1)
 
 
 def _fits(matrix: Tensor, shape: Shape) -> bool:
@@ -322,12 +280,3 @@ def hidden_keys(mask: Tensor, *, are_scores: bool = False) -> Tensor:
             return mask.detach().amax(dim=(1, 2)) <= visibility.MASKED
         return visibility.hidden_keys(mask.detach()).all(dim=(1, 2))
     return ~mask.detach().bool().any(dim=(1, 2))
-
-
-def _hidden_from_others(mask: Tensor, *, are_scores: bool) -> Tensor:
-    """The same of all queries but the key's own: masks let each token see itself, to see any."""
-    if mask.shape[-2] != mask.shape[-1]:
-        return hidden_keys(mask, are_scores=are_scores)
-    hidden = visibility.hidden_keys(mask) if mask.is_floating_point() else ~mask.bool()
-    own = torch.eye(mask.shape[-1], dtype=torch.bool, device=mask.device)
-    return (hidden | own).all(dim=(1, 2))

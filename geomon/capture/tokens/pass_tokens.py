@@ -277,16 +277,14 @@ class PassTokens:
         streams = self._streams(shape)
         if streams is not None:
             return _of_streams(*streams, length_first=self._by_modules or self.turned)
-        if len(shape) > 2 or not self._given or not math.prod(shape):
+        # Positions begin anew where an image follows a text, and only the text has token ids.
+        if len(shape) > 2 or not math.prod(shape) or self.ids.fewer_than(shape):
             return None
         turned = len(shape) == 2 and self.length_first
         rows, length = (1, shape[0]) if len(shape) == 1 else shape[::-1] if turned else shape
         valid = self.valid(shape)
         tokens = None if valid is None else (valid.T if turned else valid).reshape(rows, length)
-        # Positions begin anew where an image follows a text, and only the text has token ids.
-        mixed = self.ids.fewer_than(shape)
-        given = [places for places in self._given[::-1] if places.summed or not mixed]
-        packed = find_sequences(given, rows, length, tokens)
+        packed = find_sequences(self._given[::-1], rows, length, tokens)
         if packed is None:
             return None
         numbers, places = (x.T if turned else x.view(shape) for x in packed[:2])

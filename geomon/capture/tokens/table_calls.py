@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from geomon.capture.anatomy.projections import find_widths
 from geomon.capture.storage import local_shard, storage_of
 from geomon.capture.tokens.token_ids import Lookup, TokenIds
 
@@ -13,27 +14,26 @@ class TableCalls:
     """Keeps what embedding tables are given and return.
 
     Args:
-        of_output: Tables that have one row for each output of the model.
+        tables: The tables.
         receivers: Returns the token ids of the passes to which a call that comes now belongs.
         follow: Follows what a call has returned, given the number of the call.
     """
 
     def __init__(
         self,
-        of_output: Sequence[nn.Module],
+        tables: Sequence[nn.Module],
         receivers: Callable[[], Iterable[TokenIds]],
         follow: Callable[[int, Tensor], None],
     ) -> None:
-        self._of_output, self._receivers, self._follow = of_output, receivers, follow
+        self._tables = tables
+        self._receivers, self._follow = receivers, follow
         self._passed: set[int] = set()  # storages of integers that the model was given
         self._count = 0
-        # Arguments of the calls around tables that are running, by the address of the module, and
-        # how often a table had been called before.
-        self._around: dict[int, tuple[tuple[Any, ...], int]] = {}
+        self._calling = False  # whether a table is running
 
     def clear(self) -> None:
         """Forget calls that are running."""
-        self._around.clear()
+        self._calling = False
 
     def take_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note which integers the model is given."""
@@ -59,12 +59,13 @@ class TableCalls:
             args: Positional arguments.
             kwargs: Arguments by name.
         """
+        self._calling = True
         ids = next(iter([*args, *kwargs.values()]), None)
         if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_nested:
             return
         self._count += 1
         lookup = Lookup(
-            local_shard(ids).detach().clone(), table, table in self._of_output,
+            local_shard(ids).detach().clone(), table,
             storage_of(local_shard(ids)) in self._passed, self._count,
         )  # fmt: skip
         for ids_of_pass in self._receivers():
@@ -78,6 +79,7 @@ class TableCalls:
             module: The module that was called.
             output: What it returned.
         """
+        self._calling = False
         rows = output[0] if isinstance(output, tuple) else output
         if not isinstance(rows, Tensor) or rows.is_nested or not rows.is_floating_point():
             return
@@ -89,21 +91,16 @@ class TableCalls:
                 seen[-1] = seen[-1]._replace(width=rows.shape[-1])
                 self._follow(seen[-1].number, rows)
 
-    def before_around(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        """Keep the arguments of a module that holds a table, and may not call it."""
-        self._around[id(module)] = args, self._count
+    def take_operator(self, weight: Tensor, ids: Tensor, rows: Tensor) -> None:
+        """Take an operator that looks rows up in what has the shape of a table that is not running.
 
-    def after_around(self, table: nn.Module, module: nn.Module, output: Any) -> None:
-        """Take the call of such a module for one of the table, if that was not called inside."""
-        args, before = self._around.pop(id(module), ((), self._count))
-        ids = args[0] if args else None
-        if self._count > before or not isinstance(ids, Tensor):
-            return
-        if isinstance(output, Tensor) and output.shape[:-1] == ids.shape:
-            self.before(table, module, args, {})
-            self.after(table, module, output)
+        Some modules hold a table, change its weights and never call it.
+        """
+        fitting = (table for table in self._tables if find_widths(table) == weight.shape)
+        table = None if self._calling else next(fitting, None)
+        if table is not None:
+            self.before(table, table, (ids,), {})
+            self.after(table, table, rows)
 
 
 def _with_contents(values: Iterable[Any]) -> Iterator[Any]:

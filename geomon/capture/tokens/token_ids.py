@@ -29,7 +29,6 @@ class Lookup(NamedTuple):
     Attributes:
         ids: The integers that it was given.
         table: The table.
-        of_output: Whether the table has one row for each output of the model.
         passed: Whether the integers, or what they are a part of, are an argument of the model.
         number: Number of the call in the window.
         width: Width of what it returned; None if that was not seen.
@@ -37,7 +36,6 @@ class Lookup(NamedTuple):
 
     ids: Tensor
     table: nn.Module
-    of_output: bool = False
     passed: bool = False
     number: int = 0
     width: int | None = None
@@ -192,7 +190,7 @@ class TokenIds:
         one_each = [one for one in found if one.streams == 1]
         found = one_each or [*_by_shape(before, shape)] or [x for x in found if _is_streams(x)]
         found = found or [*_by_shape(behind, shape)]
-        for is_better in (no_positions, _of_output, _passed):
+        for is_better in (no_positions, _passed):
             found = [one for one in found if is_better(one.lookup)] or found
         return max(found, key=lambda one: _values(one.lookup), default=None)
 
@@ -227,10 +225,6 @@ def _is_streams(found: Found) -> bool:
     """Whether several rows are of each token, and not of a position or a type of tokens."""
     lookup = found.lookup
     return lookup.ids.ndim == 2 and no_positions(lookup) and _values(lookup) > _MOST_TYPES
-
-
-def _of_output(lookup: Lookup) -> bool:
-    return lookup.of_output
 
 
 def _passed(lookup: Lookup) -> bool:

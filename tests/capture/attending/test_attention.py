@@ -175,11 +175,10 @@ def test_a_key_that_is_joined_to_scores_is_a_sink_where_it_is_one_number_of_a_he
     scores, joined = query @ key.mT / 4, torch.arange(4.0)[:, None, None].expand(2, 4, 6, 1)
     if kind == "another number in each row":
         joined = torch.randn(2, 4, 6, 1)
-    elif kind == "no scale":
-        query = torch.zeros_like(query)
+    scale = None if kind == "no scale" else 0.25
     places = torch.arange(6).expand(2, 6)
     moved = torch.cat([scores, joined], -1) - torch.rand(2, 4, 6, 1)  # each row by a number
-    call = SoftmaxCall(moved, torch.arange(2), places, (2, 6), made_of=(query, key))
+    call = SoftmaxCall(moved, torch.arange(2), places, (2, 6), made_of=(query, key), scale=scale)
     found = read_scores(call)
     assert ("query" in found) == known
     if known:

@@ -12,19 +12,15 @@ from geomon.capture.tokens.boundaries import GivenPlaces, find_places, find_sequ
 LENGTHS = [3, 5, 1, 7]
 POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])
 NUMBERS = torch.arange(4).repeat_interleave(torch.tensor(LENGTHS))
-SUMMED = torch.tensor([0, *LENGTHS]).cumsum(dim=0)
 
 
-def find(values, rows=1, length=16, *, summed=False, valid=None):
-    return find_sequences([GivenPlaces("given", values, summed)], rows, length, valid)
+def find(values, rows=1, length=16, *, valid=None):
+    return find_sequences([GivenPlaces("given", values)], rows, length, valid)
 
 
-@pytest.mark.parametrize(
-    ("values", "summed"),
-    [(POSITIONS, False), (POSITIONS[None], False), (SUMMED, True), (SUMMED.int(), True)],
-)
-def test_positions_and_summed_lengths_say_the_same(values, summed):
-    found = find(values, summed=summed)
+@pytest.mark.parametrize("values", [POSITIONS, POSITIONS[None], POSITIONS.int()])
+def test_positions_that_begin_anew_begin_a_sequence(values):
+    found = find(values)
     assert torch.equal(found.numbers, NUMBERS[None])
     assert torch.equal(found.places, POSITIONS[None])
     assert found.source == "given"
@@ -33,30 +29,22 @@ def test_positions_and_summed_lengths_say_the_same(values, summed):
 def test_several_rows_hold_several_sequences_each():
     found = find(torch.stack([POSITIONS, torch.arange(16)]), rows=2)
     assert torch.equal(found.numbers, torch.stack([NUMBERS, torch.full((16,), 4)]))
-    summed = find(torch.tensor([0, 10, 16, 32]), rows=2, summed=True)
-    assert summed.numbers[1].unique().tolist() == [2]
-    assert summed.places[0, -1] == 5
 
 
 @pytest.mark.parametrize(
-    ("values", "summed"),
+    "values",
     [
-        (torch.arange(16), False),  # one sequence
-        (torch.arange(16)[None].expand(2, 16), False),  # of another number of rows
-        (torch.arange(12), False),
-        (torch.arange(16).flip(0), False),
-        (torch.arange(16) // 4, False),  # rows of a picture
-        (torch.zeros(16, dtype=torch.int64) + 3, False),
-        (torch.zeros(16, dtype=torch.int64), False),  # no positions are told
-        (torch.tensor([0, 16]), True),
-        (torch.tensor([0, 4, 12]), True),
-        (torch.tensor([0, 9, 4, 16]), True),
-        (torch.tensor([2, 4, 16]), True),
-        (torch.tensor([], dtype=torch.int64), True),
+        torch.arange(16),  # one sequence
+        torch.arange(16)[None].expand(2, 16),  # of another number of rows
+        torch.arange(12),
+        torch.arange(16).flip(0),
+        torch.arange(16) // 4,  # rows of a picture
+        torch.zeros(16, dtype=torch.int64) + 3,
+        torch.zeros(16, dtype=torch.int64),  # no positions are told
     ],
 )
-def test_what_says_nothing_divides_nothing(values, summed):
-    assert find(values, summed=summed) is None
+def test_what_says_nothing_divides_nothing(values):
+    assert find(values) is None
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -79,12 +67,8 @@ class Taking(nn.Module):
 
 
 def test_arguments_are_found_by_name_wherever_they_are():
-    given = find_places(
-        Taking(), (torch.ones(2, 3), POSITIONS), {"lengths": {"cu_seqlens": SUMMED}, "pos": None}
-    )
-    assert [(one.name, one.summed) for one in given] == [
-        ("position_ids", False), ("cu_seqlens", True),
-    ]  # fmt: skip
+    given = find_places(Taking(), (torch.ones(2, 3), POSITIONS), {"more": {"pos": POSITIONS}})
+    assert [one.name for one in given] == ["position_ids", "pos"]
     for name in ("position_ids", "positions", "input_pos", "pos", "pos_ids", "position_indices"):
         assert [one.name for one in find_places(Taking(), (), {name: POSITIONS})] == [name]
     others = {
@@ -92,8 +76,6 @@ def test_arguments_are_found_by_name_wherever_they_are():
         "x_pos": POSITIONS,
         "col_position_ids": POSITIONS,
         "position_embeddings": torch.ones(1, 16),
-        "cu_seqlens": 3,
-        "cu_seq_len": SUMMED[None],
         "position_ids": POSITIONS[None, None],  # of an axis of a picture or film
         "positions": POSITIONS.float(),  # angles
         "pos_ids": POSITIONS.bool(),  # a mask

@@ -147,7 +147,24 @@ class OfPairs(Model):
         return self.tokens(ids)[0]
 
 
-@pytest.mark.parametrize("kind", [OfPairs, Hashed, Asking, Placed])
+class Held(nn.Module):
+    """Holds a table and looks its rows up without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.table.weight) * 2
+
+
+class Holding(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = Held()
+
+
+@pytest.mark.parametrize("kind", [OfPairs, Hashed, Asking, Placed, Holding])
 @pytest.mark.parametrize("shape", [(1, 300), (4, 90)])
 def test_of_several_tables_that_of_the_words_says_the_token_ids(kind, shape):
     model, ids = kind(), words(*shape, count=20)

@@ -8,9 +8,9 @@ from geomon.capture.tokens.token_ids import TokenIds
 IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])
 
 
-def calls(of_output=(), follow=lambda number, output: None):
+def calls(tables=(), follow=lambda number, output: None):
     kept = TokenIds()
-    return TableCalls(of_output, lambda: [kept], follow), kept
+    return TableCalls(tables, lambda: [kept], follow), kept
 
 
 def table(width=4):
@@ -25,7 +25,7 @@ def call(found, used, ids):
 
 def test_a_call_keeps_its_integers_its_table_and_the_width_of_what_came_back():
     tokens, output = table(), table()
-    found, kept = calls([output])
+    found, kept = calls()
     found.take_arguments((IDS,), {})
     ids = IDS.clone()
     call(found, tokens, IDS)
@@ -34,8 +34,7 @@ def test_a_call_keeps_its_integers_its_table_and_the_width_of_what_came_back():
     first, second = kept.lookups
     assert torch.equal(first.ids, IDS)
     assert torch.equal(second.ids, IDS)
-    assert (first.table, first.of_output) == (tokens, False)
-    assert (second.table, second.of_output) == (output, True)
+    assert (first.table, second.table) == (tokens, output)
     assert (first.number, first.width) == (1, 4)
     assert second.number == 2
     assert kept.find((2, 3)) is not None
@@ -55,7 +54,7 @@ def test_integers_that_the_model_was_given_are_told_from_those_it_made(args, kwa
     found, kept = calls()
     found.take_arguments(args, kwargs)
     call(found, table(), IDS)
-    assert kept.lookups[0][3] is is_passed
+    assert kept.lookups[0].passed is is_passed
 
 
 NESTED = torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])], layout=torch.jagged)
@@ -85,32 +84,14 @@ def test_what_is_followed_is_of_the_last_call_of_the_same_table():
     assert (number, output is rows) == (1, True)
 
 
-@pytest.mark.parametrize(
-    ("calls_inside", "output", "count"),
-    [
-        (False, torch.ones(2, 3, 4), 1),
-        (True, torch.ones(2, 3, 4), 1),  # that of the table itself
-        (False, torch.ones(2, 2, 4), 0),
-        (False, None, 0),
-    ],
-)
-def test_a_module_around_a_table_that_does_not_call_it_stands_for_it(calls_inside, output, count):
-    inner, around = table(), nn.Identity()
-    found, kept = calls()
-    found.before_around(around, (IDS,), {})
-    if calls_inside:
-        call(found, inner, IDS)
-    found.after_around(inner, around, output)
-    assert len(kept.lookups) == count
-    assert all(each.width == 4 for each in kept.lookups)
-    found.after_around(inner, around, torch.ones(2, 3, 4))  # it is not running any more
-    assert len(kept.lookups) == count
-
-
-def test_calls_that_are_running_can_be_forgotten():
-    inner, around = table(), nn.Identity()
-    found, kept = calls()
-    found.before_around(around, (IDS,), {})
-    found.clear()
-    found.after_around(inner, around, torch.ones(2, 3, 4))
+def test_an_operator_on_the_weight_of_a_table_that_is_not_called_is_a_call_of_it():
+    own, other = table(), table(5)
+    found, kept = calls(tables=[own])
+    found.take_operator(other.weight, IDS, other(IDS))
     assert kept.lookups == []
+    found.before(own, own, (IDS,), {})
+    found.take_operator(own.weight, IDS - 1, own(IDS))  # what its call does is seen already
+    found.clear()  # it was left by an error
+    found.take_operator(own.weight, IDS, own(IDS))
+    assert [(each.table, each.width) for each in kept.lookups] == [(own, None), (own, 4)]
+    assert all(torch.equal(each.ids, IDS) for each in kept.lookups)
