@@ -113,7 +113,7 @@ class SoftmaxCall:
         scale: Factor from products of these to scores; None if it is not known.
         unknown: Why queries and keys are not known.
         doubtful: Whether they may be other products, as there are as many keys as features.
-        source: Address, shape and dimension of the whole input of the softmax.
+        source: Weak reference to the whole input of the softmax, and the dimension it is over.
     """
 
     scores: Tensor
