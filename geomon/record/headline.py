@@ -56,7 +56,7 @@ OVERHEAD = Headline(
     lambda reading: reading.overhead, tags.OVERHEAD,
 )  # fmt: skip
 PROBE_LOSS = Headline(
-    "probe_loss", "Loss on the probe", "loss on the probe's inputs, with `probe_loss`",
+    "probe_loss", "Loss on the probe", "loss on the probe's inputs",
     lambda reading: reading.training.get(tags.PROBE_LOSS, NAN), tags.training_tag(tags.PROBE_LOSS),
 )  # fmt: skip
 
@@ -267,20 +267,22 @@ class Charts:
         Returns:
             Kind of chart and names of its curves, by category and title.
         """
+        # A chart for each value, of the kind with an interval: TensorBoard smooths all others by
+        # default, which lowers a peak and moves it. Without ends it is a line.
         charts: dict[str, list[Any]] = {}
-        for name, headline in self._headlines(reading).items():
-            if headline.chart:
-                charts.setdefault(headline.chart, ["Multiline", []])[1].append(f"{name}$")
-        # In one category TensorBoard draws the charts of intervals below all others.
-        laid_out: dict[str, dict[str, list[Any]]] = {}
-        for stack, inside in _stacks_of(reading):
-            if math.isfinite(reading.stacks.get(inside, {}).get("twonn", EMPTY).mean_margin):
-                title = self._text_of("twonn").title
-                first = next(iter(laid_out), f"geomon: {title}")
-                names = [headline_tag(name, stack) for name in ("twonn", "twonn_low", "twonn_high")]
-                words = f"{_in_words(title, stack)}, 95 % interval"
-                laid_out.setdefault(first, {})[words] = ["Margin", names]
-        laid_out["geomon"] = charts
+        known = {
+            name for name, each in self._headlines(reading).items()
+            if not math.isnan(each.value(reading))
+        }  # fmt: skip
+        for stack, selected in self._selected.items():
+            for name, headline in selected.items():
+                ends = [f"{name}_low", f"{name}_high"]
+                has_ends = known >= {*ends}
+                words = _in_words(headline.words, stack) + ", 95 % interval" * has_ends
+                if headline.chart:
+                    charts[words] = ["Margin", [name, *(ends if has_ends else [name, name])]]
+        # TensorBoard draws charts of this kind in reverse order.
+        laid_out = {"geomon": dict(reversed(charts.items()))}
         if self._all:
             laid_out["by layer"] = self._by_layer(reading)
         return laid_out

@@ -127,13 +127,14 @@ def test_no_metric_takes_a_name_that_has_a_meaning(name):
 def test_what_is_not_a_number_is_not_shown():
     values = {"twonn/mean": 5.0, "twonn/mean/margin": math.nan, "anisotropy/mean": math.nan}
     assert shown_over([reading(values)], "layers") == {"geomon/twonn": 5.0, "geomon/seconds": 2.0}
-    assert charts_of().layout(reading(values))["geomon"] == {
-        "Intrinsic dimension": [
-            "Multiline", ["geomon/twonn$"],
-        ],
-        "anisotropy": ["Multiline", ["geomon/anisotropy$", "geomon/anisotropy_max$"]],
-        "Overhead": ["Multiline", ["geomon/overhead$"]],  # unknown at the first reading
-    }  # fmt: skip
+    layout = charts_of().layout(reading(values))["geomon"]
+    assert {words: names for words, (_, names) in layout.items()} == {
+        "intrinsic dimension, mean over layers": ["geomon/twonn"] * 3,
+        "anisotropy, mean over layers": ["geomon/anisotropy"] * 3,
+        "anisotropy, largest layer": ["geomon/anisotropy_max"] * 3,
+        # Unknown at the first reading.
+        "share of the time that geomon takes": ["geomon/overhead"] * 3,
+    }
 
 
 def test_stacks_have_groups_of_their_own_and_the_main_one_has_no_name():
@@ -157,19 +158,19 @@ def test_stacks_have_groups_of_their_own_and_the_main_one_has_no_name():
     ]  # fmt: skip
 
 
-def test_the_layout_opens_on_the_dimension_with_its_interval(last):
+def test_each_headline_value_has_a_chart_that_tensorboard_does_not_smooth(last):
     charts = charts_of("layers")
     shown, layout = charts.select(last), charts.layout(last)
-    assert list(layout) == ["geomon: intrinsic dimension", "geomon", "by layer"]
-    first = layout.pop("geomon: intrinsic dimension")
-    ends = ["geomon/twonn", "geomon/twonn_low", "geomon/twonn_high"]
-    assert list(first.values()) == [["Margin", ends]]
-    # TensorBoard draws charts of intervals below all others of their category.
-    assert {kind for charts in layout.values() for kind, _ in charts.values()} == {"Multiline"}
-    named = [name for _, names in layout["geomon"].values() for name in names]
-    drawn = {name.removesuffix("$") for name in named} | set(ends)
+    assert list(layout) == ["geomon", "by layer"]
+    headlines = layout["geomon"]
+    assert {kind for kind, _ in headlines.values()} == {"Margin"}
+    # TensorBoard draws charts of this kind in reverse order.
+    words, (_, names) = [*headlines.items()][-1]
+    assert words == "intrinsic dimension, mean over layers, 95 % interval"
+    assert names == ["geomon/twonn", "geomon/twonn_low", "geomon/twonn_high"]
+    drawn = {name for _, names in headlines.values() for name in names}
     assert drawn == {name for name in shown if name.startswith("geomon/")} - {"geomon/seconds"}
-    assert list(charts_of().layout(last)) == ["geomon: intrinsic dimension", "geomon"]
+    assert list(charts_of().layout(last)) == ["geomon"]
 
 
 @pytest.mark.parametrize("detail", ["headline", "layers"])
@@ -177,7 +178,7 @@ def test_the_loss_on_the_probe_is_charted_where_there_is_one_and_takes_no_place(
     more = reading({**last.values, "training/probe_loss": 2.5})
     assert shown_over([more], detail) == shown_over([last], detail) | {"geomon/probe_loss": 2.5}
     without, found = (charts_of(detail).layout(each)["geomon"] for each in (last, more))
-    assert found == without | {"Loss on the probe": ["Multiline", ["geomon/probe_loss$"]]}
+    assert found == without | {"loss on the probe's inputs": ["Margin", ["geomon/probe_loss"] * 3]}
 
 
 @pytest.mark.parametrize("detail", ["heads", "", None, 3, ("a", 1), [""]])

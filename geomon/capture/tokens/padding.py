@@ -91,6 +91,7 @@ class Padding:
         # By the role of keys and (sequences, keys): True for keys that every call so far hid.
         self._hidden: dict[tuple[str, Shape], Tensor] = {}
         self._over = False
+        self._leaves_none: bool | None = None  # whether a mask leaves no token
 
     @torch.no_grad()
     def take_arguments(
@@ -125,7 +126,11 @@ class Padding:
         # On an accelerator the question would wait for it.
         if before is not None and before.device.type == "cpu" and not before.any():
             return
-        hidden = hidden_keys(mask, are_scores=are_scores).expand(*place[1])
+        if self._leaves_none is None:  # asked once: an accelerator is waited for
+            own = [given.valid for given in self._given if not given.of_keys]
+            self._leaves_none = not all(valid.any() for valid in own)
+        find = _hidden_from_others if self._leaves_none else hidden_keys
+        hidden = find(mask, are_scores=are_scores).expand(*place[1])
         self._hidden[place] = hidden if before is None else before & hidden.to(before.device)
 
     def settle(self) -> None:
@@ -192,14 +197,17 @@ class Padding:
     def _find(self, shape: Shape, role: str) -> _Mask | None:
         """Find what says where padding is: the innermost module's mask first, attention last.
 
-        A mask that leaves no token is none. Where one token sees only those before it, not itself,
-        nothing sees the last one: a single key at the same place of all sequences is hidden by the
-        mask of such an attention.
+        A mask that leaves no token is none, unless attention hides every key from all other
+        queries: when data run out, a rank may be given a batch of padding alone. If one token sees
+        only those before it, not itself, nothing sees the last one: a single key at the same place
+        of all sequences is hidden by the mask of such an attention.
         """
         for given in reversed(self._given):
             if given.of_keys == (role == "key") and _fits(given.valid, shape):
                 valid = given.valid.cpu()
-                if valid.any() and not (given.name == _LABELS and valid.all()):
+                hidden = self._hidden.get((role, tuple(valid.shape))) if self._over else None
+                is_empty = not valid.any() and (hidden is None or not hidden.all())
+                if not is_empty and not (given.name == _LABELS and valid.all()):
                     return _Mask(given.name, valid)
         for each in (shape, shape[::-1]) if self._over else ():
             hidden = self._hidden.get((role, each))
@@ -280,3 +288,12 @@ def hidden_keys(mask: Tensor, *, are_scores: bool = False) -> Tensor:
             return mask.detach().amax(dim=(1, 2)) <= visibility.MASKED
         return visibility.hidden_keys(mask.detach()).all(dim=(1, 2))
     return ~mask.detach().bool().any(dim=(1, 2))
+
+
+def _hidden_from_others(mask: Tensor, *, are_scores: bool) -> Tensor:
+    """Find the keys hidden from all other queries: some masks let each token see itself."""
+    if mask.shape[-2] != mask.shape[-1]:
+        return hidden_keys(mask, are_scores=are_scores)
+    hidden = visibility.hidden_keys(mask) if mask.is_floating_point() else ~mask.bool()
+    own = torch.eye(mask.shape[-1], dtype=torch.bool, device=mask.device)
+    return (hidden | own).all(dim=(1, 2))

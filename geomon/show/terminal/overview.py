@@ -4,7 +4,8 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from geomon.analysis import Fact, facts_of, single_source
 from geomon.analysis.numbers import number
@@ -144,10 +145,16 @@ def format_line(reading: Reading, readings: Readings | Sequence[Reading]) -> str
 class Printer(Memory):
     """Sink that prints each reading as one line, as `format_line` words it."""
 
+    _runs: tuple[dict[str, Any], ...] = ()
+
+    def describe(self, description: Mapping[str, Any]) -> None:
+        """Take the description of the run, which says how its metrics are called."""
+        self._runs = (dict(description),)
+
     def write(self, reading: Reading) -> None:
         """Print a reading."""
         super().write(reading)
-        shown = Readings([], list(self.readings)).of_stack()
+        shown = Readings([*self._runs], list(self.readings)).of_stack()
         # Not by a console of rich: it would write into the bar of another one.
         sys.stdout.write(printable(format_line(shown[-1], shown)) + "\n")
         sys.stdout.flush()
