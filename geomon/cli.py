@@ -56,7 +56,8 @@ def _add_metrics(app: "typer.Typer") -> None:
             for name, metric in check_metrics(group).items():
                 unit = f", in {metric.text.unit}" if metric.text.unit else ""
                 title = f"[bold]{metric.text.title}[/bold]{unit}"
-                table.add_row(name, f"{title}\n{metric.text.meaning}")
+                lines = filter(None, (title, metric.text.meaning, metric.text.healthy))
+                table.add_row(name, "\n".join(lines))
             console.print(table)
 
 

@@ -38,7 +38,7 @@ def test_scan_prints_a_line_for_each_checkpoint_and_pages_show_the_record(run, t
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert [line.split(":")[0] for line in lines] == ["step 3", "step 20", f"2 steps in {folder}"]
-    assert "anisotropy" in lines[0]
+    assert "Anisotropy" in lines[0]
     readings = read(folder)
     assert list(readings.runs[0]["metrics"]) == list(METRICS)
     assert [reading.tokens for reading in readings] == [64, 64]

@@ -6,7 +6,7 @@ The rule can be checked by eye. Two values differ if they are farther apart than
 difference. From the last reading we look back to the most recent one that differs from it: if that
 value is lower, the curve is expanding since then, and if it is higher, falling or compressing. If
 every reading since a quarter of the last step agrees with it, the curve is level, as long as the
-interval of that change stays within a quarter of the value. If a reading in between lies beyond the
+interval of that change stays within a quarter of the largest value so far. If a reading in between lies beyond the
 last one, by a margin that allows for the choice among these only, the curve may have turned, and
 its phase is unclear.
 """
@@ -22,7 +22,7 @@ from geomon.analysis.numbers import with_margin
 from geomon.record.columns import NAN
 
 # A curve is level if its readings agree with the last one while the step grew by this factor, and
-# if the interval of the change stays within this share of the value.
+# if the interval of the change stays within this share of the largest value.
 _QUIET_FACTOR, _LEVEL_SHARE = 4, 0.25
 # Probability that any two of the readings so far differ by chance. It is asked again at each
 # reading: over a whole run, one curve without a change in twenty gets a wrong word
@@ -188,7 +188,8 @@ def _name(points: Sequence[Point], peak: Point, widening: float) -> tuple[str, P
     first = points[-1 - agreeing]
     if _QUIET_FACTOR * first.step <= last.step and agreeing:
         _, change, margin = _difference(first, last, widening)
-        is_level = abs(change) + margin <= _LEVEL_SHARE * abs(last.value)
+        largest = max(abs(point.value) for point in points)
+        is_level = abs(change) + margin <= _LEVEL_SHARE * largest
         return ("level", first) if is_level else ("unclear", None)
     if agreeing == len(points) - 1:
         return "unclear", None

@@ -250,6 +250,7 @@ class MetricText(msgspec.Struct, frozen=True, omit_defaults=True):
         meaning: One sentence on what it says.
         null: What the number `null` of its column is the value of, in words; "" for none.
         missing: When there is no value, in words.
+        healthy: Its range in healthy runs of the recipes, and where to look if it leaves that.
         is_charted: Whether charts show its mean by default; what they show of geomon's own metrics
             is in `geomon.record.headline`.
         parts: Titles of its parts by name.
@@ -260,6 +261,7 @@ class MetricText(msgspec.Struct, frozen=True, omit_defaults=True):
     meaning: str = ""
     null: str = ""
     missing: str = ""
+    healthy: str = ""
     is_charted: bool = False
     parts: dict[str, str] = {}
 

@@ -114,7 +114,8 @@ def test_each_phase_follows_from_the_readings_that_it_names(seed):
         assert 4 * phase.since.step <= steps[-1]
         assert not any(sign for step, sign in signs.items() if step >= phase.since.step)
         change = phase.change(phase.since)
-        assert abs(change.value) + change.margin <= 0.25 * abs(last[0])
+        largest = max(abs(value) for value, _ in points)
+        assert abs(change.value) + change.margin <= 0.25 * largest
     if phase.name == "unclear":
         later = [point for step, point in known.items() if moved and moved[-1] < step < steps[-1]]
         turns = {apart_of(point, last, max(1, len(later)), 0.05) for point in later}

@@ -37,6 +37,7 @@ class Panels(NamedTuple):
 
     Attributes:
         training: Headline values over training.
+        healthy: What they do in healthy runs, by the same titles; none for some.
         others: All other values over training.
         before_alerts: Values that left their bands, up to the first alert of each kind.
         depth: Metrics over depth.
@@ -46,6 +47,7 @@ class Panels(NamedTuple):
     """
 
     training: dict[str, Lines]
+    healthy: dict[str, str]
     others: dict[str, Lines]
     before_alerts: dict[str, Lines]
     depth: dict[str, Lines]
@@ -156,6 +158,11 @@ def build_panels(runs: Sequence[Run]) -> Panels:
         {
             title if len(each) > 1 else each[0].words: panel(each, each[0].unit)
             for title, each in charts.items()
+        },
+        {
+            title if len(each) > 1 else each[0].words: printable(text)
+            for title, each in charts.items()
+            if (text := selected[0].text_of(each[0].metric).healthy)
         },
         {
             present[tag].title: panel([present[tag]], present[tag].label)

@@ -44,6 +44,7 @@ def render(runs: Sequence[Run]) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    panels = build_panels(runs)
     return environment.from_string(_part("page.html")).render(
         **build_content(runs),
         charts=[
@@ -51,11 +52,12 @@ def render(runs: Sequence[Run]) -> str:
                 "section": section,
                 "title": title[:1].upper() + title[1:],
                 "wide": " wide" * (section == "lead" or title in (_OTHERS, _BEFORE)),
+                "healthy": panels.healthy.get(title, ""),
                 "html": chart.to_html(
                     config=_CONFIG, include_plotlyjs=False, full_html=False, div_id=f"chart-{place}"
                 ),
             }
-            for place, (section, title, chart) in enumerate(_charts(build_panels(runs)))
+            for place, (section, title, chart) in enumerate(_charts(panels))
         ],
         plotly=get_plotlyjs(),
         style=_part("page.css"),
