@@ -6,9 +6,9 @@ The rule can be checked by eye. Two values differ if they are farther apart than
 difference. From the last reading we look back to the most recent one that differs from it: if that
 value is lower, the curve is expanding since then, and if it is higher, falling or compressing. If
 every reading since a quarter of the last step agrees with it, the curve is level, as long as the
-interval of that change stays within a quarter of the largest value so far. If a reading in between lies beyond the
-last one, by a margin that allows for the choice among these only, the curve may have turned, and
-its phase is unclear.
+interval of that change stays within a quarter of the largest value so far. If a reading in between
+lies beyond the last one, by a margin that allows for the choice among these only, the curve may
+have turned, and its phase is unclear.
 """
 
 import math

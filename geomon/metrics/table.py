@@ -187,6 +187,13 @@ _FEW_NEIGHBOURS = "fewer than 4 rows differ from one another"
 _NO_TWO_KEYS = "no sampled query sees two keys"
 _NO_PAIR_OF_A_HEAD = "fewer than two {} of a head have a norm above 0"
 
+
+def _healthy(range_: str, where: str) -> str:
+    """Say what a metric does in healthy runs, and where to look if it does something else."""
+    runs = "healthy runs of the recipe (width 64 and 128, steps 400 to 800)"
+    return f"In {runs}: {range_}; {where}."
+
+
 # Degrees of freedom of margins of token types, of which a few large ones decide: measured.
 _FEW_ROWS_DECIDE = 3
 _ON_ROWS = COUNTS | {"duplicates", "repeated", "rounding"}
@@ -198,6 +205,10 @@ METRICS: dict[str, Callable[..., Any]] = {
         _twonn,
         MetricText(
             "Intrinsic dimension (TwoNN)",
+            healthy=_healthy(
+                "3.9 to 5.9",
+                "if it falls to 1, look at effective_rank and at the learning rate",
+            ),
             meaning="Number of directions in which rows spread locally, from the ratios of the "
             "distances to the two nearest rows; the largest 10 % of the ratios are left out.",
             null="Gaussian noise of as many rows and columns",
@@ -219,6 +230,10 @@ METRICS: dict[str, Callable[..., Any]] = {
         _twonn_distinct,
         MetricText(
             "Intrinsic dimension, distinct tokens",
+            healthy=_healthy(
+                "3.5 to 5.1; GPT-2 starts at 24 to 30",
+                "if it stays high, the model has not begun to use context",
+            ),
             meaning="TwoNN on one row for each pair of token id and position, so that near-copies "
             "of a token do not count as neighbours.",
             missing=_FEW_ROWS,
@@ -235,6 +250,10 @@ METRICS: dict[str, Callable[..., Any]] = {
         _gride,
         MetricText(
             "Intrinsic dimension (Gride)",
+            healthy=_healthy(
+                "at scale 32, 3.9 to 5.4",
+                "if scales differ by far, near-copies decide the small ones",
+            ),
             meaning="Intrinsic dimension from the ratios of the distances to neighbours k and 2k; "
             "a larger k looks at a larger neighbourhood.",
             missing="scale k takes 2k + 1 rows that differ from one another",
@@ -247,6 +266,10 @@ METRICS: dict[str, Callable[..., Any]] = {
         spectral.anisotropy,
         MetricText(
             "Anisotropy",
+            healthy=_healthy(
+                "0.19 to 0.34, largest layer below 0.43",
+                "if a layer is above 0.9, look at massive_share, then at effective_rank",
+            ),
             meaning="Share of the variance along the leading direction.",
             null="an isotropic Gaussian of as many rows and columns",
             missing=_EQUAL_ROWS,
@@ -267,6 +290,9 @@ METRICS: dict[str, Callable[..., Any]] = {
         lambda massive_share: massive_share,
         MetricText(
             "Variance in massive rows",
+            healthy=_healthy(
+                "0", "if it rises, a few rows carry the variance: read anisotropy_without_massive"
+            ),
             meaning="Share of the variance that the few rows of massive norm carry; 0 where there "
             "are none.",
             missing=_EQUAL_ROWS,
@@ -277,6 +303,10 @@ METRICS: dict[str, Callable[..., Any]] = {
         spectral.effective_rank,
         MetricText(
             "Effective rank",
+            healthy=_healthy(
+                "17 to 30, of width 64 or 128, after a first fall",
+                "if it comes near 1, look at the learning rate, its warm-up and the initialisation",
+            ),
             unit="directions",
             meaning="Number of directions that the variance fills: exp of the entropy of its "
             "shares.",
@@ -297,6 +327,10 @@ METRICS: dict[str, Callable[..., Any]] = {
         lambda drift: drift,
         MetricText(
             "Norm of the mean row",
+            healthy=_healthy(
+                "0.6 to 6.1",
+                "if it grows without end, look at the biases and the norms of the weights",
+            ),
             meaning="Length of the shift that all rows share.",
         ),
     ),
@@ -362,6 +396,10 @@ METRICS: dict[str, Callable[..., Any]] = {
         qk_cosine,
         MetricText(
             "Cosine of mean query and mean key",
+            healthy=_healthy(
+                "mean size over heads 0.36 to 0.55",
+                "if it is near 1 in most heads, look at max_logit: scores depend on no token",
+            ),
             meaning="How a head's mean query and mean key align: 1 the same way, -1 opposite.",
             null="mean absolute cosine of random directions",
             missing="the mean query or the mean key of a head is 0",
@@ -379,6 +417,10 @@ METRICS: dict[str, Callable[..., Any]] = {
         attention_entropy,
         MetricText(
             "Attention entropy",
+            healthy=_healthy(
+                "1.4 to 2.2 nats of 3.2, lowest head above 0.55",
+                "if a head comes near 0, look at max_logit and at the learning rate",
+            ),
             unit="nats",
             meaning="How widely a query spreads its attention: 0 on one key, the logarithm of the "
             "number of keys if all weigh the same.",
@@ -399,6 +441,10 @@ METRICS: dict[str, Callable[..., Any]] = {
         attention_sink,
         MetricText(
             "Attention on the sink",
+            healthy=_healthy(
+                "0.03 to 0.04",
+                "if it comes near 1, one key draws all attention: look at massive_share there",
+            ),
             meaning="Mean weight on the first visible key, the usual attention sink.",
             missing=_NO_TWO_KEYS,
         ),
@@ -407,6 +453,10 @@ METRICS: dict[str, Callable[..., Any]] = {
         lambda max_logits: max_logits,
         MetricText(
             "Largest attention score",
+            healthy=_healthy(
+                "13 to 34",
+                "if it passes 100, normalise queries and keys or cap the scores",
+            ),
             meaning="Largest score before the softmax, over all rows and visible keys; growth "
             "without bound is an early sign of instability.",
         ),

@@ -29,6 +29,7 @@ class Headline(NamedTuple):
         words: What it is, in words.
         value: Function of a reading; NaN if it has no such value.
         tag: Tag whose value it copies; "" if it is computed.
+        unit: Its unit; "" for a pure number.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Headline(NamedTuple):
     words: str
     value: Callable[[Reading], float]
     tag: str = ""
+    unit: str = ""
 
 
 # Metrics that share a chart, because they measure the same, and its title.
@@ -147,7 +149,7 @@ def _headline(row: _Row, text: MetricText, stack: str) -> Headline:
     tag = Place(stack, metric, part, kind=kind).tag if kind else ""
     chart = "" if reduction in ("low", "high") else chart_title(metric, text)
     value = partial(_value, stack, metric, part, function)
-    return Headline(name, chart, title.format(text.title_of(part)), value, tag)
+    return Headline(name, chart, title.format(text.title_of(part)), value, tag, text.unit)
 
 
 def _value(
@@ -279,6 +281,7 @@ class Charts:
                 ends = [f"{name}_low", f"{name}_high"]
                 has_ends = known >= {*ends}
                 words = _in_words(headline.words, stack) + ", 95 % interval" * has_ends
+                words += f" ({headline.unit})" * bool(headline.unit)
                 if headline.chart:
                     charts[words] = ["Margin", [name, *(ends if has_ends else [name, name])]]
         # TensorBoard draws charts of this kind in reverse order.

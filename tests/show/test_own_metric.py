@@ -63,7 +63,8 @@ def look_at_loggers(run, folder):
     charts = Charts(("peak_norm",))
     charts.describe(run.runs[0])
     assert charts.select(run[-1])["geomon/peak_norm"] == 5.5
-    assert charts.layout(run[-1])["geomon"][LABEL] == ["Multiline", ["geomon/peak_norm$"]]
+    title = f"{TITLE}, mean over layers (m)"
+    assert charts.layout(run[-1])["geomon"][title] == ["Margin", ["geomon/peak_norm"] * 3]
     panels = dict(cards_of(run, ("peak_norm",)))
     curve, profile = (panels[name] for name in (f"8 {TITLE}", f"9 {TITLE} over depth"))
     assert (curve.label, curve.lines[0].high[-1], curve.null[0]) == (LABEL, 5.75, NULL)
