@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
 from typing import Any
 
 import msgspec
@@ -60,6 +61,21 @@ class Values(dict[str, float]):
 
     def __repr__(self) -> str:
         return "\n".join([super().__repr__(), *(f"note: {note}" for note in self.notes)])
+
+    def _repr_html_(self) -> str:
+        """Show a table in a notebook: means over layers, or of one layer every metric."""
+        shown = [tag for tag in self if tag.endswith("/mean")] or [
+            tag for tag in self if "/" not in tag
+        ]
+        rows = "".join(
+            f"<tr><td>{escape(tag)}</td><td>{self._words(tag)}</td></tr>" for tag in shown
+        )
+        notes = "".join(f"<li>{escape(note)}</li>" for note in self.notes)
+        return f"<table>{rows}</table><p>{len(shown)} of {len(self)} values</p><ul>{notes}</ul>"
+
+    def _words(self, tag: str) -> str:
+        value, margin = self[tag], self.get(f"{tag}/margin", math.nan)
+        return f"{value:.4g} ± {margin:.2g}" if math.isfinite(margin) else f"{value:.4g}"
 
     def copy(self) -> "Values":
         """Copy the values and the notes."""

@@ -1,5 +1,6 @@
 """Panels drawn by matplotlib."""
 
+import io
 import math
 from collections.abc import Sequence
 from string import ascii_lowercase
@@ -34,10 +35,19 @@ _DASHES = {"solid": "-", "dash": (0, (4, 2)), "dot": ":", "dashdot": "-."}
 _HALO = [patheffects.withStroke(linewidth=2, foreground="white")]
 
 
+class ShownFigure(Figure):
+    """A figure that a notebook shows: one made without pyplot is only named there."""
+
+    def _repr_png_(self) -> bytes:
+        file = io.BytesIO()
+        self.savefig(file, format="png")
+        return file.getvalue()
+
+
 def new_figure(width: float, height: float) -> Figure:
     """Make an empty figure, in inches, whose panels are laid out when it is drawn."""
     layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08, wspace=0.03, hspace=0.04)
-    return Figure(figsize=(width, height), dpi=160, layout=layout)
+    return ShownFigure(figsize=(width, height), dpi=160, layout=layout)
 
 
 def draw_grid(

@@ -441,3 +441,7 @@ def test_bad_input_is_one_clear_line(make_readings, tmp_path, arguments, words):
     assert result.exit_code == 2
     assert words in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_a_notebook_shows_what_is_drawn(run):
+    assert draw("heads", run)._repr_png_().startswith(b"\x89PNG")
