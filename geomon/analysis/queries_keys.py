@@ -1,4 +1,4 @@
-"""Mean queries and keys of a run: how far chance goes, and the heads of a layer together.
+"""Mean queries and keys: how far chance goes.
 
 Chance is two isotropic directions: their cosine c has c^2 ~ Beta(1/2, (width - 1)/2), whatever the
 number of tokens that the means were taken over. An untrained head is exactly that, since its mean
@@ -7,37 +7,14 @@ query and its mean key are made by independent random matrices (Godey et al., 24
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
 
-import numpy as np
-from numpy.typing import NDArray
-
-from geomon.analysis.curves import single_source
-from geomon.record import Reading, Readings, tags
+from geomon.record import Reading
 
 # Probability of one head among all of them beyond the null by chance.
 _ALPHA = 0.05
 # Mean absolute cosines that have a width: 0.64 is that of 2, the lower end that of 640,000.
 _MAGNITUDES = (1e-3, 0.7)
-
-
-@dataclass(frozen=True)
-class LayerAlignment:
-    """Mean query against mean key of one layer over training, its heads joined to one vector.
-
-    Attributes:
-        layer: Number of the layer.
-        width: Length of the vectors: number of query heads times width of one head.
-        steps: Steps with mean queries and mean keys, ascending.
-        cosines: Cosine of the two vectors at each step; NaN if one of them is 0 or not finite.
-    """
-
-    layer: int
-    width: int
-    steps: tuple[int, ...]
-    cosines: tuple[float, ...]
 
 
 def heads_limit(reading: Reading) -> float:
@@ -55,40 +32,6 @@ def heads_limit(reading: Reading) -> float:
     column = reading.column("qk_cosine")
     width, count = _width_of(column.whole.get("null_magnitude", math.nan)), len(column.by_head())
     return chance_limit(width, 1 - _ALPHA / count) if width and count else math.nan
-
-
-def align_layers(readings: Readings) -> dict[int, LayerAlignment]:
-    """Compute the cosine of mean query and mean key of each layer, its heads joined to one vector.
-
-    Where several query heads share a key head, its mean key stands once for each of them (Godey et
-    al., 2401.12143, appendix D, figure 23).
-
-    Args:
-        readings: Readings of a run, of one stack.
-
-    Returns:
-        What was found by number of the layer; nothing where no mean queries and keys stand beside
-        the record.
-    """
-    selected = single_source(readings)
-    if readings.folder is None or not selected:
-        return {}
-    source = selected[0].source
-    kept = set(readings.folder.steps(source))
-    found: dict[int, dict[int, tuple[float, int]]] = {}
-    for step in [reading.step for reading in selected if reading.step in kept]:
-        arrays = readings.arrays(step, source)
-        for layer, cosine in _joined_cosines(arrays, layers_of(readings)).items():
-            found.setdefault(layer, {})[step] = cosine
-    return {
-        layer: LayerAlignment(
-            layer,
-            width=next(reversed(by_step.values()))[1],
-            steps=tuple(by_step),
-            cosines=tuple(cosine for cosine, _ in by_step.values()),
-        )
-        for layer, by_step in sorted(found.items())
-    }
 
 
 def chance_limit(width: int, probability: float = 0.95) -> float:
@@ -115,33 +58,6 @@ def layers_of(readings: Iterable[Reading]) -> range:
     """
     columns = (column for reading in readings for column in reading.columns.values())
     return range(max((column.first + len(column.layers) for column in columns), default=0))
-
-
-def _joined_cosines(
-    arrays: Mapping[str, NDArray[Any]], layers: Iterable[int]
-) -> dict[int, tuple[float, int]]:
-    """Compute the cosine of joined mean queries and keys, with their width, by layer."""
-    found = {}
-    for layer in layers:
-        of_queries, of_keys = (
-            arrays.get(tags.layer_tag(name, layer)) for name in ("mean_query", "mean_key")
-        )
-        if of_queries is None or of_keys is None:
-            continue
-        query = np.asarray(of_queries, dtype=np.float64)
-        shared = np.arange(len(query)) * len(of_keys) // len(query)
-        key = np.asarray(of_keys, dtype=np.float64)[shared]
-        found[layer] = (_cosine(query.ravel(), key.ravel()), query.size)
-    return found
-
-
-def _cosine(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
-    # Each is scaled by its largest entry first: the squares of long or short ones leave the range.
-    sizes = float(np.abs(one).max()), float(np.abs(other).max())
-    if not all(math.isfinite(size) and size > 0 for size in sizes):
-        return math.nan
-    one, other = one / sizes[0], other / sizes[1]
-    return float(one @ other / (np.linalg.norm(one) * np.linalg.norm(other)))
 
 
 def _width_of(magnitude: float) -> int | None:

@@ -9,7 +9,6 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 from geomon import Reading, Readings
 from geomon.analysis import single_source
-from geomon.analysis.profile import correlate
 from recipes.papers.arrays import (
     Arrays,
     Floats,
@@ -18,6 +17,7 @@ from recipes.papers.arrays import (
     layers_with,
     spread_evenly,
 )
+from recipes.papers.correlation import correlate
 from recipes.study.drawing import BLUE, GREEN, GREY, IN_ORDER, ORANGE, label_panel, step_axis
 
 # Rows of a type below which its mean and variance say little: the limit of 2409.11253.

@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from geomon import Readings
-from geomon.analysis.queries_keys import align_layers, chance_limit
+from geomon.analysis.queries_keys import chance_limit
+from recipes.papers.alignment import align_layers
 from recipes.papers.arrays import (
     Arrays,
     Floats,

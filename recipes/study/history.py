@@ -10,8 +10,9 @@ from scipy import stats  # type: ignore[import-untyped]
 
 from geomon import Reading, Readings
 from geomon.analysis import single_source
-from geomon.analysis.profile import Correlation, correlate, profile_of
-from geomon.analysis.queries_keys import LayerAlignment, align_layers
+from geomon.analysis.profile import profile_of
+from recipes.papers.alignment import LayerAlignment, align_layers
+from recipes.papers.correlation import Correlation, correlate
 
 # Part of the training after which its beginning is over. The papers name no step; a quarter is the
 # same for every curve, so that no curve chooses the moments that suit it.

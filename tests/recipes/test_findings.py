@@ -12,7 +12,6 @@ from tagged import reading_of
 from torch import nn
 
 from geomon import Readings, measure
-from geomon.analysis.queries_keys import LayerAlignment
 from geomon.record import tags
 from recipes.bias_drift.assertions import Series, bias_claims, questions
 from recipes.bias_drift.experiment import METRICS, Biased
@@ -27,6 +26,7 @@ from recipes.grokking.data import split, table
 from recipes.grokking.experiment import curve_claims
 from recipes.grokking.leads import CURVES, Course, alarm
 from recipes.overfit.experiment import Overfit
+from recipes.papers.alignment import LayerAlignment
 from recipes.study.claim import answers
 from recipes.study.history import History
 from recipes.study.model import Architecture, Transformer

@@ -7,11 +7,12 @@ from shown import HEADS, LAYERS, STEPS, WIDTH, arrays_at, write, write_run
 from tagged import reading_of
 from typer.testing import CliRunner
 
-from geomon.analysis.queries_keys import align_layers, chance_limit
+from geomon.analysis.queries_keys import chance_limit
 from geomon.kernels.token_types import token_types
 from geomon.record import Readings, read
 from geomon.record.arrays import ArrayPlace
 from recipes.papers.__main__ import OF_A_RUN, app
+from recipes.papers.alignment import align_layers
 from recipes.papers.arrays import MissingError
 from recipes.papers.layers import drift_figure, norms_figure, spectra_figure
 from recipes.papers.queries_keys import clouds_figure, means_figure, stability_figure
