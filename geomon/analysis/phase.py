@@ -3,12 +3,12 @@
 Razzhigaev et al. (2311.05928, section 4.3) see two phases: an expansion at first, then compression.
 
 The rule can be checked by eye. Two values differ if they are farther apart than the margin of their
-difference. From the last reading we look back to the most recent one that differs from it: if that
-value is lower, the curve is expanding since then, and if it is higher, falling or compressing. If
-every reading since a quarter of the last step agrees with it, the curve is level, as long as the
-interval of that change stays within a quarter of the largest value so far. If a reading in between
-lies beyond the last one, by a margin that allows for the choice among these only, the curve may
-have turned, and its phase is unclear.
+difference. If every reading since a quarter of the last step agrees with the last one, and the
+interval of that change stays within a quarter of the largest value so far, the curve is level.
+Otherwise we look back from the last reading to the most recent one that differs from it: if that
+value is lower, the curve is expanding since then, and if it is higher, falling or compressing. If a
+reading in between lies beyond the last one, by a margin that allows for the choice among these
+only, the curve may have turned, and its phase is unclear.
 """
 
 import math
@@ -189,8 +189,8 @@ def _name(points: Sequence[Point], peak: Point, widening: float) -> tuple[str, P
     if _QUIET_FACTOR * first.step <= last.step and agreeing:
         _, change, margin = _difference(first, last, widening)
         largest = max(abs(point.value) for point in points)
-        is_level = abs(change) + margin <= _LEVEL_SHARE * largest
-        return ("level", first) if is_level else ("unclear", None)
+        if abs(change) + margin <= _LEVEL_SHARE * largest:
+            return "level", first
     if agreeing == len(points) - 1:
         return "unclear", None
     since = points[-2 - agreeing]
