@@ -226,7 +226,7 @@ class GeometryMonitor(L.Callback):
         self._began = step, place
 
     def _axis_step(self, step: int) -> int:
-        """Where a step is on the axis of Lightning's loggers, which count batches."""
+        """Convert a step to the axis of Lightning's loggers, which count batches."""
         present, batches = self._began
         # A reading may be of an earlier step, measured in the background.
         return round(step * batches / present) if present else 0

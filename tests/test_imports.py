@@ -63,7 +63,7 @@ DOORS = {
     "record.arrays", "record.columns", "record.export", "record.headline",
     "record.tags", "record.sinks", "record.printable", "record.reading", "show.commands",
     "analysis.compare", "analysis.profile", "analysis.quantities",
-    "analysis.queries_keys",
+    "analysis.chance",
 }  # fmt: skip
 # Kernels are imported by module: a face would load the neighbour search with every one.
 WITHOUT_A_FACE = {"kernels"}

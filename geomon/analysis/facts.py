@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from geomon.analysis.curves import Measured
+from geomon.analysis.curves import Measured, single_source
 from geomon.analysis.phase import Phase, find_phase
 from geomon.analysis.quantities import Quantity, quantities_of
 from geomon.record import Reading, Readings
@@ -73,32 +73,42 @@ class FactLog:
         self._points: dict[str, dict[str, dict[int, Measured]]] = {}
         self._counts: Counter[str] = Counter()
 
-    def add(self, reading: Reading) -> None:
-        """Take the next reading; the last one of a step counts."""
-        one = Readings(self._runs, [reading])
-        points = self._points.setdefault(reading.source, {})
-        self._counts[reading.source] += 1
-        for tag, quantity in quantities_of(one).items():
-            curve = quantity.curve(one)
-            if quantity.chart and quantity.metric and curve:
+    def add(self, readings: Sequence[Reading]) -> None:
+        """Take the next readings, of one source.
+
+        If the run went back to an earlier step, its later readings are forgotten.
+
+        Args:
+            readings: Readings, steps ascending.
+        """
+        some = Readings(self._runs, [*readings])
+        if not some:
+            return
+        first, source = some[0].step, some[0].source
+        self._counts[source] += len(some)
+        points = self._points.setdefault(source, {})
+        for tag, kept in points.items():
+            points[tag] = {step: found for step, found in kept.items() if step <= first}
+        for tag, quantity in quantities_of(some).items():
+            if quantity.chart and quantity.metric:
+                curve = quantity.curve(some)
+                found = map(Measured, curve.values, curve.margins)
+                points.setdefault(tag, {}).update(zip(curve.steps, found, strict=True))
                 self._quantities[tag] = quantity
-                self._nulls[tag] = _null_words(one, quantity) or self._nulls.get(tag, "")
-                found = Measured(curve.values[0], curve.margins[0])
-                points.setdefault(tag, {})[reading.step] = found
+                self._nulls[tag] = _null_words(some, quantity) or self._nulls.get(tag, "")
 
     def facts(self) -> list[Fact]:
         """List the facts so far, of the source that the run used most."""
         if not self._counts:
             return []
         points = self._points[max(reversed(self._counts), key=self._counts.__getitem__)]
-        found = []
-        for tag, quantity in self._quantities.items():
-            curve = sorted(points.get(tag, {}).items())
-            if curve:
-                steps, measured = [step for step, _ in curve], [each for _, each in curve]
-                phase = find_phase(steps, *zip(*measured, strict=True))
-                found.append(Fact(quantity, phase, self._nulls[tag]))
-        return found
+        return [
+            Fact(
+                quantity, find_phase([*found], *zip(*found.values(), strict=True)), self._nulls[tag]
+            )
+            for tag, quantity in self._quantities.items()
+            if (found := points.get(tag))
+        ]
 
 
 def facts_of(readings: Iterable[Reading]) -> list[Fact]:
@@ -109,8 +119,7 @@ def facts_of(readings: Iterable[Reading]) -> list[Fact]:
             that the run used most are taken, of the main stack.
     """
     log = FactLog(readings.runs if isinstance(readings, Readings) else [])
-    for reading in readings:
-        log.add(reading)
+    log.add(single_source(readings))
     return log.facts()
 
 

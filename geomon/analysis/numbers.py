@@ -31,6 +31,7 @@ def with_margin(value: float, margin: float) -> str:
         return number(value)
     exponent = math.floor(math.log10(1.05 * margin))  # a margin of .96 is printed as 1.0
     decimals = 1 if exponent == 0 else min(max(0, -exponent), 6)
+    value = round(value, decimals) + 0.0  # not -0.0
     return f"{value:.{decimals}f} ± {margin:.{decimals}f}"
 
 

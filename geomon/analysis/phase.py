@@ -83,8 +83,8 @@ class Phase:
     def change(self, point: Point) -> Point:
         """Compute the change from a reading to the last one, with the margin of the difference.
 
-        The margin is `widening` times the root of the sum of both squared margins: that of the
-        choice of this reading among all of them is part of it.
+        The margin is `widening` times the root of the sum of both squared margins, because the
+        reading is chosen among all of them.
 
         Args:
             point: A reading of the curve.
@@ -108,26 +108,32 @@ class Phase:
         """
         if self.since is None:
             return self.name
-        change = self.change(self.since)
-        sign = "+" if change.value > 0 else ""
-        return f"{self.name}, {sign}{change.words()} since step {self.since.step:,}"
+        change = _signed(self.change(self.since))
+        return f"{self.name}, {change} since step {self.since.step:,}"
 
     def course(self) -> str:
-        """Say how far the last value is from the peak and from the start; "" for one reading.
+        """Say the peak and the start, and how far the last value is from each; "" for one reading.
 
         Example:
             >>> steps, values = [0, 64, 128, 256, 512, 1024], [2.5, 5.0, 7.3, 7.4, 6.4, 5.5]
-            >>> find_phase(steps, values, [0.3] * 6).course()
-            'peak 7.4 ± 0.3 at step 256 (between steps 128 and 256), start 2.5 ± 0.3 at step 0'
+            >>> find_phase(steps, values, [0.3] * 6).course().split("; ")[1]
+            'start 2.5 ± 0.3 at step 0, +3.0 ± 0.7 since'
         """
         parts = []
         if self.peak not in (self.start, self.last):
             first, last = self.peak_steps
             span = f" (between steps {first:,} and {last:,})" if first < last else ""
             parts.append(f"peak {self.peak.words()} at step {self.peak.step:,}{span}")
+            parts[-1] += self._since(self.peak)
         if self.start != self.last:
-            parts.append(f"start {self.start.words()} at step {self.start.step:,}")
-        return ", ".join(parts)
+            start = f"start {self.start.words()} at step {self.start.step:,}"
+            parts.append(start + self._since(self.start))
+        return "; ".join(parts)
+
+    def _since(self, point: Point) -> str:
+        """Say the change since a reading, unless the phase says it or its margin is unknown."""
+        change = self.change(point)
+        return f", {_signed(change)} since" if change.margin and point != self.since else ""
 
     def _repr_html_(self) -> str:
         """Show the phase in words in a notebook."""
@@ -209,6 +215,10 @@ def _agreeing(points: Sequence[Point], one: Point, widening: float) -> int:
     """Count the readings before the first that differs from another one."""
     apart = (index for index, point in enumerate(points) if _differ(point, one, widening))
     return next(apart, len(points))
+
+
+def _signed(change: Point) -> str:
+    return "+" * (change.value > 0) + change.words()
 
 
 def _difference(one: Point, other: Point, widening: float) -> Point:

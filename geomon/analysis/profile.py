@@ -14,6 +14,16 @@ from geomon.record.columns import NAN
 _FAR_ABOVE = 2
 
 
+def layers_of(readings: Iterable[Reading]) -> range:
+    """Return all depths of the main stack of a run.
+
+    Args:
+        readings: Readings of a run.
+    """
+    columns = (column for reading in readings for column in reading.columns.values())
+    return range(max((column.first + len(column.layers) for column in columns), default=0))
+
+
 def profile_of(reading: Reading, metric: str, *, part: str = "") -> list[float]:
     """Collect the values of a metric by layer, first to last; NaN if a layer has none.
 

@@ -371,7 +371,7 @@ class StackBuilder:
     # -- hidden states -----------------------------------------------------------------------------
 
     def _why_no_rows(self, *, ran: bool) -> str:
-        """Say why there are no hidden states of a block, where there are none."""
+        """Say why a block has no hidden states."""
         not_read = self._pass.why_not_read or (_LAST if self._pass.stack.entering else _NESTED)
         return not_read if ran else self._not_run
 

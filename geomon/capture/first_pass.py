@@ -167,8 +167,8 @@ class StackPass:
     def slice_of(self, hidden: Tensor, rows: Tensor) -> Slice:
         """Find where the hidden states that are on this rank lie among those of all ranks.
 
-        Where a plan of tensor parallelism shares them out along the sequence, they may be plain
-        tensors: token ids of so many times the length tell it, or attention (`take_attention`).
+        A plan of tensor parallelism may split them along the sequence and leave plain tensors:
+        token ids of so many times the length show it, or attention (`take_attention`).
         """
         part = tuple(rows.shape[:-1])
         if is_sharded(hidden):

@@ -211,9 +211,9 @@ class _Tokens:
 
 
 class _Table:
-    """Which rank gives what of which layer; every rank makes the same table.
+    """Send plan: which rank contributes which parts of each layer; every rank makes the same one.
 
-    Of parts that are the same on several ranks one rank gives, in turn.
+    If several ranks hold the same part, they take turns.
 
     Args:
         reports: What each rank has reported.

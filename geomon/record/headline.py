@@ -25,7 +25,7 @@ class Headline(NamedTuple):
 
     Attributes:
         name: Name after `geomon/`.
-        chart: Title of the chart in which TensorBoard's layout draws it, with its kin.
+        chart: Title of the chart in which pages draw it; "" for the end of an interval.
         words: What it is, in words.
         value: Function of a reading; NaN if it has no such value.
         tag: Tag whose value it copies; "" if it is computed.
@@ -313,8 +313,7 @@ class Charts:
         for stack, inside in _stacks_of(reading):
             selected = self._selected.setdefault(stack, {})
             for each in self._wanted(reading, stack, inside, selected):
-                chart = each.chart and _in_words(each.chart, stack)
-                selected.setdefault(headline_tag(each.name, stack), each._replace(chart=chart))
+                selected.setdefault(headline_tag(each.name, stack), each)
         return {name: each for found in self._selected.values() for name, each in found.items()}
 
     def _wanted(

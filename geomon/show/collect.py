@@ -10,8 +10,7 @@ import numpy as np
 from geomon.analysis import Curve, curve_of, null_of, single_source
 from geomon.analysis.alerts import kind_of
 from geomon.analysis.curves import mean_abs_over_heads, training_curve
-from geomon.analysis.profile import is_far_above
-from geomon.analysis.queries_keys import layers_of
+from geomon.analysis.profile import is_far_above, layers_of
 from geomon.record import Reading, Readings, tags
 from geomon.record.columns import NAN, Column
 from geomon.record.headline import chart_title, shortened

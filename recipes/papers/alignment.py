@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from geomon import Readings
 from geomon.analysis import single_source
-from geomon.analysis.queries_keys import layers_of
+from geomon.analysis.profile import layers_of
 from geomon.record import tags
 
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from geomon import Readings
-from geomon.analysis.queries_keys import chance_limit
+from geomon.analysis.chance import chance_limit
 from recipes.papers.alignment import align_layers
 from recipes.papers.arrays import (
     Arrays,

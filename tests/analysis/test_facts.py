@@ -11,11 +11,15 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 from tagged import TEXTS, reading_of
 
 from geomon.analysis import facts_of, summarise
 from geomon.analysis.alerts import Alert
+from geomon.analysis.facts import FactLog
+from geomon.analysis.numbers import with_margin
 from geomon.analysis.summary import headline
 from geomon.note import Note
 from geomon.record import RaisedAlert, Readings
@@ -38,8 +42,9 @@ VALUE = rf"({NUMBER})(?: ± ({NUMBER}))?"
 SENTENCE = re.compile(
     rf"(?P<title>.*): {VALUE}(?: nats)? at step ({NUMBER})"
     rf"(?:, (?P<word>[a-z]+)(?:, \+?{VALUE} since step ({NUMBER}))?)?"
-    rf"(?:; (?:peak {VALUE} at step ({NUMBER})(?: \(between steps ({NUMBER}) and ({NUMBER})\))?)?"
-    rf"(?:, )?(?:start {VALUE} at step ({NUMBER}))?)?"
+    rf"(?:; peak {VALUE} at step ({NUMBER})(?: \(between steps ({NUMBER}) and ({NUMBER})\))?"
+    rf"(?:, \+?{VALUE} since)?)?"
+    rf"(?:; start {VALUE} at step ({NUMBER})(?:, \+?{VALUE} since)?)?"
     r"(?:; (?:Gaussian noise|isotropic noise|uniform attention): \S+)?\."
 )
 ALERT = re.compile(r"Alert at step (\S+?)(?: \(first of (\d+)\))?: (.*?) \(layer 2\): .*")
@@ -145,7 +150,9 @@ def faults(sentence, readings, curves):
         return []
     points = curves[TITLES[found["title"]]]
     (now, margin, step, word, change, change_margin, since, peak, peak_margin, peak_step,
-     first, last, start, start_margin, start_step) = found.groups()[1:]  # fmt: skip
+     first, last, from_peak, _, start, start_margin, start_step, from_start, _) = (
+        found.groups()[1:]
+    )  # fmt: skip
     wrong = []
 
     def same(value, known, at, printed=None):
@@ -169,6 +176,13 @@ def faults(sentence, readings, curves):
             wrong.append("peak outside its steps")
     elif max(points.values())[0] > max(points[min(points)][0], points[max(points)][0]):
         wrong.append("no peak")
+    for at, said in ((peak_step, from_peak), (start_step, from_start)):
+        if said is not None and not prints(
+            points[max(points)][0] - points[int(number(at))][0], said
+        ):
+            wrong.append(f"change since {at}")
+        if at is not None and (said is None) != (at == since or not margin):
+            wrong.append(f"no change since {at}, or twice")
     if since is not None:
         gap = points[max(points)][0] - points[int(number(since))][0]
         if not prints(gap, change):
@@ -289,9 +303,9 @@ def test_the_run_of_the_definitions_in_words(make_readings):
     assert summarise(make_readings())[:2] == [
         "intrinsic dimension, mean over layers: 5.3 ± 0.1 at step 1,500, compressing, "
         "-0.4 ± 0.3 since step 1,024; peak 7.4 ± 0.1 at step 256 (between steps 128 and 256), "
-        "start 2.5 ± 0.1 at step 0.",
+        "-2.1 ± 0.3 since; start 2.5 ± 0.1 at step 0, +2.8 ± 0.3 since.",
         "intrinsic dimension, distinct tokens, mean over layers: 4.9 ± 0.1 at step 1,500, falling, "
-        "-0.4 ± 0.3 since step 1,024; start 32.1 ± 0.1 at step 0.",
+        "-0.4 ± 0.3 since step 1,024; start 32.1 ± 0.1 at step 0, -27.2 ± 0.3 since.",
     ]
 
 
@@ -302,8 +316,27 @@ def test_a_run_read_by_two_sources_is_described_from_one(make_readings):
     assert summarise(mixed) == summarise(probe)
 
 
+def test_a_run_that_goes_back_is_described_by_the_branch_that_is_trained_now(make_readings):
+    first, again = make_readings(), make_readings((300, 600), curves={"twonn/mean": [5.0, 4.0]})
+    log = FactLog(first.runs)
+    for reading in [*first, *again]:
+        log.add([reading])
+    branch = Readings(first.runs, [*(each for each in first if each.step < 300), *again])
+    assert [fact.sentence for fact in log.facts()] == [x.sentence for x in facts_of(branch)]
+    assert "at step 600" in log.facts()[0].now
+
+
 def test_one_reading_has_no_trend(make_readings):
     first = summarise(make_readings((0,)))[0]
     assert first.startswith("intrinsic dimension, mean over layers: 2.5 ± 0.1 at step 0")
     assert "unknown" not in first
     assert "start" not in first
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-5, 1e5))
+@settings(deadline=None)
+def test_a_value_is_printed_with_the_digits_that_its_margin_allows(value, margin):
+    printed, said = map(float, with_margin(value, margin).split(" ± "))
+    assert abs(printed - value) <= 0.55 * margin
+    assert said == pytest.approx(margin, rel=0.5)
+    assert not with_margin(-1e-9, margin).startswith("-")

@@ -138,7 +138,8 @@ def test_the_words_name_the_readings_and_their_difference():
     phase = find_phase(STEPS, PAPER, [0.3] * 10)
     assert phase.words() == "compressing, -1.2 ± 0.8 since step 1,500"
     assert phase.course() == (
-        "peak 7.4 ± 0.3 at step 256 (between steps 128 and 256), start 2.5 ± 0.3 at step 0"
+        "peak 7.4 ± 0.3 at step 256 (between steps 128 and 256), -3.3 ± 0.8 since; "
+        "start 2.5 ± 0.3 at step 0, +1.6 ± 0.8 since"
     )
     found = re.search(r"(-\S+) ± (\S+)", phase.words())
     assert float(found[1]) == pytest.approx(4.1 - 5.3)

@@ -7,7 +7,7 @@ from shown import HEADS, LAYERS, STEPS, WIDTH, arrays_at, write, write_run
 from tagged import reading_of
 from typer.testing import CliRunner
 
-from geomon.analysis.queries_keys import chance_limit
+from geomon.analysis.chance import chance_limit
 from geomon.kernels.token_types import token_types
 from geomon.record import Readings, read
 from geomon.record.arrays import ArrayPlace

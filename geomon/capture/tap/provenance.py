@@ -592,7 +592,7 @@ class Provenance:
         return pieces
 
     def _padded(self, args: tuple[Any, ...], out: Tensor) -> Made | None:
-        """Say of what was widened by zeros where the rest of it lies."""
+        """Record where the elements of a tensor lie after zeros were put around them."""
         values, widths = args[:2]
         made = self._of(values).made
         if made is None:

@@ -326,10 +326,10 @@ class PassTokens:
 
     @property
     def checksum(self) -> str:
-        """What tells the tokens of the pass from others; "" where nothing was seen.
+        """A text that differs between passes over other tokens; "" if nothing was seen.
 
-        Integers that tables were given may be positions, the same in every batch: they tell alone
-        only where they are more than the hidden states, of which a rank then has a part.
+        Integers that tables were given may be positions, the same in every batch. They suffice only
+        if there are more of them than of the hidden states, so that a rank has a part of these.
         """
         if self.landmarks is None:
             return ""

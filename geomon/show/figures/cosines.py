@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from geomon.analysis.queries_keys import heads_limit
+from geomon.analysis.chance import heads_limit
 from geomon.record import Readings
 from geomon.show.collect import measured_heads
 from geomon.show.colours import BLUE, GREY, VERMILLION

@@ -28,8 +28,8 @@ _GROUP = f"{PREFIX}geomon"
 _GUIDE = (
     "**Where to look.** *Custom Scalars* opens on the intrinsic dimension with its 95 % interval; "
     "*Images* shows it over training, beside maps of layers, steps and heads; *Time Series* has "
-    f"both, in the last group, `{_GROUP}`. set its *Smoothing* to 0: what "
-    "geomon measures is not noisy, and a smoothed curve is late. *Custom Scalars* is not smoothed."
+    f"both, in the last group, `{_GROUP}`. It is smoothed unless its "
+    "*Smoothing* is set to 0: a peak then looks lower and comes later. *Custom Scalars* is not."
 )
 
 
@@ -148,7 +148,7 @@ class BoardText(RunDrawer):
         if new := [str(note) for kind, note in kinds.items() if kind not in self._noted]:
             self._post("3 notes", _bullets(new), reading.step)
         self._noted |= kinds.keys()
-        self._facts.add(reading)
+        self._facts.add([reading])
         super().write(reading)
 
     def alert(self, alert: RaisedAlert) -> None:

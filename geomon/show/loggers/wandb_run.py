@@ -291,7 +291,7 @@ class WandBSummary:
 
     def write(self, reading: Reading) -> None:
         """Bring the summary up to date."""
-        self._facts.add(reading)
+        self._facts.add([reading])
         run = self._rows.run
         if run is None:
             return

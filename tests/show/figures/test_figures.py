@@ -12,8 +12,8 @@ from shown import HEADS, LAYERS, STEPS, alerted, write_run
 from tagged import reading_of, with_values
 from typer.testing import CliRunner
 
+from geomon.analysis.chance import chance_limit, heads_limit
 from geomon.analysis.compare import Difference, compare
-from geomon.analysis.queries_keys import chance_limit, heads_limit
 from geomon.cli import make_app
 from geomon.kernels.baselines import isotropic_cosine_magnitude
 from geomon.record import Readings

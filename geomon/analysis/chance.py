@@ -1,4 +1,4 @@
-"""Mean queries and keys: how far chance goes.
+"""How far the cosine of a mean query and a mean key goes by chance.
 
 Chance is two isotropic directions: their cosine c has c^2 ~ Beta(1/2, (width - 1)/2), whatever the
 number of tokens that the means were taken over. An untrained head is exactly that, since its mean
@@ -7,7 +7,6 @@ query and its mean key are made by independent random matrices (Godey et al., 24
 """
 
 import math
-from collections.abc import Iterable
 
 from geomon.record import Reading
 
@@ -48,16 +47,6 @@ def chance_limit(width: int, probability: float = 0.95) -> float:
     from scipy import special  # type: ignore[import-untyped]  # only where it is needed
 
     return math.sqrt(float(special.betaincinv(0.5, (width - 1) / 2, probability)))
-
-
-def layers_of(readings: Iterable[Reading]) -> range:
-    """Return all depths of the main stack of a run.
-
-    Args:
-        readings: Readings of a run.
-    """
-    columns = (column for reading in readings for column in reading.columns.values())
-    return range(max((column.first + len(column.layers) for column in columns), default=0))
 
 
 def _width_of(magnitude: float) -> int | None:

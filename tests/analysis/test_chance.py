@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from tagged import reading_of, with_values
 
-from geomon.analysis.queries_keys import (
+from geomon.analysis.chance import (
     chance_limit,
     heads_limit,
 )
