@@ -1,5 +1,6 @@
 """Lists of docs, made of what is declared; `python tests/doc_tables.py` writes them."""
 
+import re
 from pathlib import Path
 
 from geomon import METRICS, MORE_METRICS
@@ -21,9 +22,9 @@ def of_metrics(metrics) -> list[str]:
     return lines
 
 
-def of_titles(metrics) -> list[str]:
-    """A line for each metric: name and title."""
-    return [f"- `{name}`: {metric.text.title}" for name, metric in metrics.items()]
+def of_names(metrics) -> list[str]:
+    """One line with the names."""
+    return [f"- {', '.join(f'`{name}`' for name in metrics)}."]
 
 
 def of_charts() -> list[str]:
@@ -41,8 +42,8 @@ def of_views() -> list[str]:
     """A section for each source, with a line for each view: name, what it is."""
     sections: dict[str, list[str]] = {}
     for name, view in {**CAPTURED, **DERIVED}.items():
-        if name.startswith(LAST):
-            continue
+        if name.startswith(LAST) or re.search(r": [A-Z]", view.text):
+            continue  # objects of kernels are read by the metrics that geomon brings
         source = source_of(min(captured_views([name])))
         without = " (no margin)" if rule_of(name) is refused else ""
         own = sections.setdefault(source, [f"## From {source}", ""])
@@ -54,7 +55,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 # The heading behind which each list stands; that of the views goes to the end of the page.
 LISTS = {
     ("metrics.md", "Measured by default"): of_metrics(METRICS),
-    ("metrics.md", "More metrics"): of_titles(MORE_METRICS),
+    ("metrics.md", "More metrics"): of_names(MORE_METRICS),
     ("metrics.md", "What charts show"): of_charts(),
     ("views.md", "From hidden"): of_views()[2:],
 }
