@@ -71,8 +71,8 @@ def write(
         "\n![Share noticed, by the steps since the fault](pictures/warnings.png)\n",
         *(["## As a user gets it\n", *live, ""] if live else []),
         "## By detector\n",
-        "Those that notice 30 % of the silent or of the creeping faults at one false alarm in 10,000 "
-        "healthy readings, and the loss; without the faults marked with *. By "
+        "Those that notice 30 % of the silent or of the creeping faults at one false alarm in "
+        "10,000 healthy readings, and the loss; without the faults marked with *. By "
         f"chance an alert fell into {by_chance} of {stretches} healthy stretches of 160 steps.\n",
         *by_detector(strict, seen),
         "\n## By schedule\n",
