@@ -15,9 +15,10 @@ from samples import dyadic, few_examples, generator, normal, seeds
 
 from geomon.capture.snapshot import HOST
 from geomon.kernels._blocks import row_blocks, rows_in_block
-from geomon.kernels.angles import cosine_centred, leading_share
+from geomon.kernels.angles import cosine_centred, leading_share, qk_cosine, qk_dot
 from geomon.kernels.dimension import gride, twonn
 from geomon.kernels.groups import group_sums
+from geomon.kernels.loads import expert_loads
 from geomon.kernels.massive import ordinary_rows, share_beyond
 from geomon.kernels.moments import squares_about_mean
 from geomon.kernels.neighbours import nearest
@@ -31,8 +32,6 @@ from geomon.kernels.spectrum import (
     spectrum,
 )
 from geomon.kernels.token_types import token_types
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -174,16 +173,6 @@ def test_a_dimension_depends_on_ratios_alone(name, seed, points, power):
     close(estimate(near**power), want / power)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", DISTANCES)
-def test_a_dimension_is_that_of_the_same_distances_in_float64(name, dtype):
-    near = (normal(300, 4).abs() + 0.5).sort(dim=1).values.to(dtype)
-    before, got = near.clone(), DISTANCES[name](near)
-    assert got.dtype == torch.float64
-    torch.testing.assert_close(got, DISTANCES[name](near.double()), rtol=0, atol=0)
-    assert torch.equal(near, before)
-
-
 @pytest.mark.parametrize("name", DISTANCES)
 def test_points_without_a_ratio_are_left_out_and_too_few_have_no_dimension(name):
     estimate = DISTANCES[name]
@@ -206,3 +195,36 @@ def test_what_are_no_distances_is_refused_by_its_shape(name, shape):
     with pytest.raises(ValueError, match=r"expected distances \[tokens, k\]") as caught:
         DISTANCES[name](torch.ones(shape))
     assert str(list(shape)) in str(caught.value)
+
+
+# What kernels of means and counts give where a direction, or a token, is missing.
+CLOSED = [
+    (lambda: qk_cosine(torch.tensor([[0.0, 0.0], [1.0, 1.0]]), torch.ones(2, 2)), [NAN, 1]),
+    (lambda: qk_dot(torch.tensor([[0.0, 0.0], [1.0, 1.0]]), torch.ones(2, 2)), [0, 2]),
+    (lambda: cosine_centred(torch.tensor([[0.0], [1.0], [0.0], [-1.0]])), -1),
+    (lambda: expert_loads(torch.tensor([0.0, 30, 10, 20])), [0.01, 2, 2 / 3, 4 / 3]),
+    (lambda: expert_loads(torch.zeros(2)), [NAN, NAN]),
+]
+
+
+@pytest.mark.parametrize(("call", "expected"), CLOSED)
+def test_closed_forms(call, expected):
+    assert call().tolist() == pytest.approx(expected, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("query", "key"),
+    [
+        ((4, 8), (4, 7)), ((4, 8), (3, 8)), ((2, 8), (4, 8)), ((4, 8), (0, 8)), ((8,), (8,)),
+        ((5, 4, 8), (3, 4, 8)),
+    ],
+)  # fmt: skip
+def test_mean_queries_and_keys_that_do_not_fit_are_named_by_their_shapes(query, key):
+    with pytest.raises(ValueError, match="expected mean queries") as caught:
+        qk_cosine(torch.ones(query), torch.ones(key))
+    assert f"{list(query)} and {list(key)}" in str(caught.value)
+
+
+def test_the_gradient_of_the_centred_cosine_is_that_of_its_definition():
+    """Where rows with a number of 1 or more were scaled, it was 0."""
+    assert torch.autograd.gradcheck(cosine_centred, (normal(9, 3) + 2).requires_grad_())

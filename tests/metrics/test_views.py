@@ -1,13 +1,12 @@
 import pytest
 import torch
+from measuring import Layer, LayerViews
 
-from geomon.capture.snapshot import Layer
 from geomon.kernels import spectrum as kernels
 from geomon.kernels.groups import group_sequences
 from geomon.kernels.neighbours import nearest
 from geomon.metrics import select
 from geomon.metrics import views as module
-from geomon.metrics.layer_views import LayerViews
 from geomon.metrics.views import spread_rows
 
 WIDTH = 40

@@ -117,7 +117,8 @@ def odd(tmp_path, monkeypatch):
         values |= {"twonn/null": 80.0, "wide/mean": 7.0, "wide/mean/margin": 0.25}
         values |= {"training/loss": 4.0 if place < 2 else NAN, "training/probe_loss": 3.0 - place}
         values |= {f"far/layer_{layer:02d}/margin": 0.5 for layer in range(4)}
-        values["geomon/overhead"] = NAN
+        values |= {"geomon/overhead": NAN, "training/lr": 0.1, "twonn/layer_01/n": 64.0}
+        values |= {"signed/mean/a": 1.0 + place, "signed/mean/std": 0.5}
         noted = [Note("copies", f"{place} rows are copies"), *[Note("once", "once")][place:]]
         readings.append(reading_of(values, step, "inline", noted, time=NOW - 5000 + step))
     words = "left its band (layer 2): look there"

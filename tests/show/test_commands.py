@@ -151,19 +151,72 @@ COMPARED = [
     ((-0.4, -0.7), 0.02, "-0.4 -> -0.7, lower by 0.3 ± 0.028\n"),
     ((4.0123, 45.0), 0.2, "4.01 -> 45, higher by 41 ± 0.28 (11.2 times as high)"),
     ((8.0, 12e3), 1e3, "± 1.4e+03\n"),
-    ((1.0, 1.007), 0.0, "1 -> 1.007, higher by 0.007 (+0.7 %)"),
-    ((5.0, 5.0), 0.1, "\n1 equal\n"),
+    ((1.0, 1.007), 0.0, "error unknown:\n  own/mean: 1 -> 1.007, higher by 0.007 (+0.7 %)"),
+    ((2.0, 0.0), 0.1, "lower by 2 ± 0.14 (-100 %)"),
+    *(((one, other), 0.1, f"{one:g} -> {other:g}, {word} by {abs(one - other):g} ± 0.14\n")
+      for one, other, word in ((0.0, 1.0, "higher"), (-1.0, 1.0, "higher"), (1.0, -1.0, "lower"))),
     ((5.0, 5.2), 0.15, "within the errors:\n"),
-]
+    ((5.2, 5.0), 0.15, "within the errors:\n"),
+    ((5.0, 5.2), 0.14, "beyond the errors (95 %; of 1 compared 0 would be so by chance):\n"),
+    *(((5.0, 5.0 + change), margin, "\n1 equal\n")  # also if sums were of another order
+      for change in (0.0, 1e-15, -1e-15) for margin in (0.1, 0.0)),
+    *(((5.0, 5.0 + change), 0.0, "error unknown:\n") for change in (1e-7, -1e-7)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("values", "margin", "said"), COMPARED)
-def test_differences_have_the_digits_that_tell_values_apart(values, margin, said, tmp_path):
+def test_differences_beyond_their_margin_have_the_digits_that_tell_values_apart(
+    values, margin, said, tmp_path
+):
     folders = []
     for name, value in zip("ab", values, strict=True):
-        tags = {"own/mean": value} | ({"own/mean/margin": margin} if margin else {})
+        # A deviation over splits of the same sequences decides nothing.
+        tags = {"own/mean": value, "own/mean/std": 0.001, "own/layer_01": 9.0 + value}
+        tags |= {"own/mean/margin": margin} if margin else {}
         folders.append(write(tmp_path / name, [reading_of(tags, 200)]))
-    assert said in invoke("compare", *folders).stdout
+    printed = invoke("compare", *folders).stdout
+    assert said in printed
+    assert not re.search("layer|geomon/|std", printed.partition("\n")[2])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "at"),
+    [
+        ((0, 16, 32, 64), (0, 16, 32, 64, 128), "step 64"),
+        ((0, 100, 200, 400), (0, 60, 190, 330, 700), "steps 190 and 200"),
+        ((0, 100, 200, 400), (0, 380, 400), "step 400"),
+        ((0, 100), (0, 90), "steps 90 and 100"),  # a tenth of the larger one, to the step
+        ((0, 96, 100), (0, 97, 140), "steps 97 and 96"),  # not 100, a bit later and further off
+        ((0, 16), (128, 256), None),
+        ((0, 100, 200, 400), (0, 140, 300), None),  # step 0 alone says nothing of the training
+    ],
+)
+def test_runs_are_compared_at_their_last_steps_near_one_another(first, second, at, tmp_path):
+    folders = [
+        write(tmp_path / name, [reading_of({"own/mean": 1.0}, step) for step in steps])
+        for name, steps in (("a", first), ("b", second))
+    ]
+    done = invoke("compare", *folders)
+    assert (at is None) == ("no values at steps near one another" in done.stderr)
+    assert at is None or done.stdout.startswith(f"{folders[1]} against {folders[0]}, at {at}\n")
+
+
+# Values by layer, and where `geomon figure` says that they peak.
+PROFILES = [
+    ([1.0, 3.0, 1.0], "peak at depth 0.50, bulge +2.00"),
+    ([2.0, 1.0, 1.0, 2.0], "peak at depth 0.00, bulge −0.50"),
+    # The published figures of a decoder, by layer: the peak is at a quarter of the depth.
+    ([0.083, 0.458, 0.275, 0.146, 0.136], "peak at depth 0.25, bulge +1.51"),
+    ([1.0, 1.5, 2.0, 2.5, 3.0], "peak at depth 1.00, bulge +0.00"),
+]
+
+
+@pytest.mark.parametrize(("profile", "said"), PROFILES)
+def test_profiles_say_where_they_peak(profile, said, tmp_path):
+    values = {f"own/layer_{layer:02d}": value for layer, value in enumerate(profile)}
+    folder = write(tmp_path / "run", [reading_of(values, 8)])
+    found = words_of(tmp_path, "figure", folder, "--kind", "profiles", "--metric", "own")
+    assert f"last step: {said}" in found
 
 
 @pytest.mark.parametrize(
@@ -187,13 +240,6 @@ def test_settings_that_differ_are_named(one, other, said, make_readings, tmp_pat
     lines = invoke("compare", *folders).stdout.splitlines()
     found = [text for text in lines if text.startswith("the records differ in ")]
     assert found == ([f"the records differ in {said}"] if said else [])
-
-
-def test_other_steps_are_compared_and_said(make_readings, tmp_path):
-    folders = [write(tmp_path / f"{n}", make_readings((0, n))) for n in (200, 190)]
-    assert f"{folders[1]} against {folders[0]}, at steps 190 and 200" in (
-        invoke("compare", *folders).stdout
-    )
 
 
 # Values of the dimension, and their margin; the line in small characters.
