@@ -268,7 +268,8 @@ def test_alerts_and_new_notes_are_text_at_their_steps(tmp_path, monkeypatch):
     monkeypatch.setattr("geomon.show.loggers.history.SHARE", 0.005)
     monkeypatch.setattr("time.perf_counter", lambda: 7000.0)
     sink = TensorBoard(tmp_path, pictures=False)
-    sink.describe({"a_b": "c|d"})
+    healthy = {"twonn": {"title": "dimension", "healthy": "3 to 5"}, "cosine": {"title": "cosine"}}
+    sink.describe({"a_b": "c|d", "metrics": healthy})
     values = {"twonn/mean": 3.0}
     sink.write(reading_of(values, 0, notes=[Note("copies", "58 % of the rows are copies"), "b"]))
     sink.write(reading_of(values, 1, notes=[Note("copies", "57 % of the rows are copies")]))
@@ -280,7 +281,9 @@ def test_alerts_and_new_notes_are_text_at_their_steps(tmp_path, monkeypatch):
     found = events_of(tmp_path)
     # The first words of the run wait for nothing.
     assert [step for step, _ in found["~geomon/1 the run in words"]] == [0, 7]
-    assert found["~geomon/4 model and options"] == [(0, b"| | |\n|---|---|\n| a\\_b | c\\|d |\n")]
+    table = b"| | |\n|---|---|\n| a\\_b | c\\|d |\n| metrics | 2: twonn, cosine |\n"
+    assert found["~geomon/4 model and options"] == [(0, table)]
+    assert found["~geomon/2 what is healthy"] == [(0, b"- dimension: 3 to 5")]
     assert found["~geomon/3 notes"] == [
         (0, b"- 58 % of the rows are copies\n- b"), (7, rb"- a third \*note\*, a\_b"),
     ]  # fmt: skip
