@@ -22,16 +22,6 @@ def test_token_ids_that_do_not_fit_the_rows_are_named(ids):
     assert f"{ids.dtype} {list(ids.shape)}" in str(caught.value)
 
 
-def test_without_a_group_the_others_are_left_and_a_type_may_have_one_row():
-    rows, ids = normal(9, 2), torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 2])
-    groups = torch.tensor([0, 0, 1, 0, 0, 1, 1, 0, 0])
-    left = token_types(rows, ids, groups).without(0)
-    whole = token_types(rows[groups == 1], ids[groups == 1])
-    assert left.rows.tolist() == whole.rows.tolist() == [1, 2]
-    torch.testing.assert_close(left.m, whole.m)
-    torch.testing.assert_close(left.scatter, whole.scatter, atol=1e-12, rtol=1e-9)
-
-
 def test_moments_of_types_that_are_not_known_by_group_say_so():
     with pytest.raises(ValueError, match="give groups"):
         token_types(normal(9, 2), torch.arange(9) % 3).without(0)

@@ -144,23 +144,6 @@ def measured(metrics, whole: Layer, rows: int = 10_000, batches: int = 1, strict
     return result.stacks[""], [note.words() for note in result.notes]
 
 
-def test_margins_of_rows_that_are_alike_within_sequences_cover():
-    inside = dict.fromkeys(("drift_norm", "variance", "effective_rank", "peak"), 0)
-    metrics = {name: METRICS[name] for name in ("drift_norm", "variance", "effective_rank")}
-    metrics["peak"] = lambda hidden: hidden.square().mean()  # a user's own
-    found = [measured(metrics, layer(1.0, seed, sequences=48))[0] for seed in range(60)]
-    for name in inside:
-        truth = np.mean([columns[name].at(1) for columns in found])
-        inside[name] = sum(
-            abs(columns[name].at(1) - truth) <= columns[name].margin_at(1) for columns in found
-        )
-    assert min(inside.values()) >= 52, inside
-    # Were the rows taken as independent, the margin of a mean would be a third.
-    column = found[0]["peak"]
-    squares = layer(1.0, 0, sequences=48).captured["hidden"].square().mean(dim=1)
-    assert column.margin_at(1) > 1.5 * 1.96 * squares.std().item() / len(squares) ** 0.5
-
-
 @pytest.mark.parametrize("name", ["twonn", "twonn_distinct", "gride"])
 def test_all_groups_at_once_have_the_margins_of_one_after_another(name):
     def margins(metric):
