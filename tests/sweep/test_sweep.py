@@ -410,19 +410,44 @@ def test_warnings_of_the_same_kind_come_once_and_nothing_stays(run, tmp_path, ca
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"model": transformer("gpt2")}, "give a function that builds it"),
-        ({"model": "recipes.enwik8.train:none", "checkpoints": "x"}, "cannot be imported"),
-        ({"model": "math:pi", "checkpoints": "x"}, "math:pi is no function"),
-        ({"model": "a", "text": __file__, "inputs": PROBE}, "not both"),
-        *(({"model": "a", name: 0}, f"{name} is a whole number")
-          for name in ("tokens", "splits", "sequences", "length")),
-    ],
-)  # fmt: skip
-def test_bad_arguments_end_in_one_line(tmp_path, arguments, words):
+class Own:
+    """A class whose objects no file may bring along."""
+
+
+# Arguments, in a folder with others in it, and words of the one line that refuses them.
+WRONG = [
+    (("./x",), {}, "no checkpoints in x"),
+    (("a/b/c",), {}, "no checkpoints in a/b/c"),
+    (("./empty",), {}, "no checkpoints in"),
+    (("model", "empty"), {}, "expected the folder of a transformers model"),
+    (("model", "files"), {}, "module:function, which builds the model"),
+    ((build, "folders"), {}, "name the model's folder"),
+    ((build, "empty"), {}, r"needs the folder of its \*.ckpt files"),
+    ((build,), {}, r"needs the folder of its \*.ckpt files"),
+    (("model", "folders"), {"revisions": ["main"]}, "not both"),
+    ((build, "own"), {}, r"values \([\w ]+\): .*add_safe_globals"),
+    (("orphan",), {}, "does not say which model .*--checkpoints FOLDER"),
+    ((transformer("gpt2"),), {}, "give a function that builds it"),
+    (("recipes.enwik8.train:none", "x"), {}, "cannot be imported"),
+    (("math:pi", "x"), {}, "math:pi is no function"),
+    (("a",), {"text": __file__}, "not both"),
+    *((("a",), {name: 0}, f"{name} is a whole number")
+      for name in ("tokens", "splits", "sequences", "length")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "options", "words"), WRONG)
+def test_bad_arguments_end_in_one_line(tmp_path, monkeypatch, arguments, options, words):
+    monkeypatch.chdir(tmp_path)
+    for name in ("empty", "files", "folders/checkpoint-1", "own", "orphan"):
+        Path(name).mkdir(parents=True)
+    Path("files/a.ckpt").touch()
+    Path("folders/checkpoint-1/config.json").write_text("{}")
+    Path("orphan/adapter_config.json").write_text("{}")
+    torch.save({"global_step": 1, "hyper_parameters": Own()}, "own/a.ckpt")
+    model, checkpoints = (*arguments, None)[:2]
+    given = {"inputs": PROBE, "metrics": CHOSEN, "directory": "scan", **options}
     with pytest.raises(ValueError, match=words) as caught:
-        scan(**arguments, directory=tmp_path / "scan")
+        scan(model, checkpoints=checkpoints, **given)
     assert "\n" not in str(caught.value)
-    assert not (tmp_path / "scan").exists()
+    assert not Path("scan/readings.jsonl").exists()
