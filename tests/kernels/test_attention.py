@@ -4,21 +4,20 @@ import definitions as by_book
 import numpy as np
 import pytest
 import torch
-from whole_layer import normal
-
-from geomon import METRICS, MORE_METRICS
-from geomon.capture.snapshot import Layer
-from geomon.kernels.attention import (
+from mathematics import (
     attention_entropy,
     attention_entropy_normalised,
     attention_rows,
     attention_sink,
     given_scores,
+    score_moments,
     scores_of,
 )
-from geomon.kernels.scores import score_moments
-from geomon.metrics.layer_views import LayerViews
-from tests.new_tensors import LargestNewTensor
+from measuring import Layer, LayerViews
+from new_tensors import LargestNewTensor
+from whole_layer import normal
+
+from geomon import METRICS, MORE_METRICS
 
 ALL = METRICS | MORE_METRICS
 NAMES = [name for name in ALL if name.startswith(("attention", "score", "mean_query_share"))]

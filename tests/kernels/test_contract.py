@@ -12,27 +12,32 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import dyadic, few_examples, generator, normal, seeds
-
-from geomon.capture.snapshot import HOST
-from geomon.kernels._blocks import row_blocks, rows_in_block
-from geomon.kernels.angles import cosine_centred, leading_share, qk_cosine, qk_dot
-from geomon.kernels.dimension import gride, twonn
-from geomon.kernels.groups import group_sums
-from geomon.kernels.loads import expert_loads
-from geomon.kernels.massive import ordinary_rows, share_beyond
-from geomon.kernels.moments import squares_about_mean
-from geomon.kernels.neighbours import nearest
-from geomon.kernels.spectrum import (
+from mathematics import (
+    HOST,
     anisotropy,
+    cosine_centred,
     effective_rank,
+    expert_loads,
+    gride,
+    group_sums,
     head_axes,
+    leading_share,
+    nearest,
+    ordinary_rows,
     participation_ratio,
     power_law,
     principal_axes,
+    qk_cosine,
+    qk_dot,
+    row_blocks,
+    rows_in_block,
+    share_beyond,
     spectrum,
+    squares_about_mean,
+    token_types,
+    twonn,
 )
-from geomon.kernels.token_types import token_types
+from samples import dyadic, few_examples, generator, normal, seeds
 
 
 @dataclass(frozen=True)

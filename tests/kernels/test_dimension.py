@@ -4,12 +4,10 @@ import definitions as by_book
 import numpy as np
 import pytest
 import torch
+from mathematics import SCALES, gride, nearest, twonn, twonn_of_each
 from samples import generator
 from scipy.optimize import minimize_scalar
 from scipy.special import gammainc
-
-from geomon.kernels.dimension import SCALES, gride, twonn, twonn_of_each
-from geomon.kernels.neighbours import nearest
 
 
 def pareto(points, dimension, seed=0):

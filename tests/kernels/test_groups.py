@@ -4,9 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from mathematics import GROUPS, group_sequences, group_sums
 from samples import few_examples, generator, normal, seeds
-
-from geomon.kernels.groups import GROUPS, group_sequences, group_sums
 
 
 @few_examples

@@ -5,14 +5,9 @@ import math
 import definitions as by_book
 import pytest
 import torch
+from mathematics import local_anisotropy, local_dimension, nearest
+from new_tensors import LargestNewTensor
 from samples import generator, normal
-
-from geomon.kernels.neighbourhoods import (
-    local_anisotropy,
-    local_dimension,
-)
-from geomon.kernels.neighbours import nearest
-from tests.new_tensors import LargestNewTensor
 
 
 def sets(count, size, tokens, seed=0):

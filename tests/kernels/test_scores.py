@@ -5,12 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from mathematics import mean_query_share, query_variances
 from whole_layer import normal
-
-from geomon.kernels.scores import (
-    mean_query_share,
-    query_variances,
-)
 
 MASKS = ["all", "causal", "by sequence", "by head"]
 

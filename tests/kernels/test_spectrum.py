@@ -1,8 +1,6 @@
 import pytest
 import torch
-from samples import normal
-
-from geomon.kernels.spectrum import (
+from mathematics import (
     anisotropy,
     effective_rank,
     participation_ratio,
@@ -10,6 +8,7 @@ from geomon.kernels.spectrum import (
     principal_axes,
     spectrum,
 )
+from samples import normal
 
 
 def grouped(tokens, groups=8):

@@ -8,15 +8,15 @@ import definitions as by_book
 import numpy as np
 import pytest
 import torch
-from measuring import Layer, LayerViews, Sizes
-
-from geomon import METRICS, MORE_METRICS, Metric, MetricText, geometry
-from geomon.kernels.baselines import (
+from mathematics import (
+    effective_rank,
     isotropic_anisotropy,
     isotropic_cosine_quantile,
     isotropic_spectrum,
 )
-from geomon.kernels.spectrum import effective_rank
+from measuring import Layer, LayerViews, Sizes
+
+from geomon import METRICS, MORE_METRICS, Metric, MetricText, geometry
 from geomon.metrics import check_metrics
 
 ALL = METRICS | MORE_METRICS

@@ -1,13 +1,9 @@
 import pytest
 import torch
-from measuring import Layer, LayerViews
+from mathematics import group_sequences, nearest, product_with_itself, spectrum
+from measuring import Layer, LayerViews, spread_rows
 
-from geomon.kernels import spectrum as kernels
-from geomon.kernels.groups import group_sequences
-from geomon.kernels.neighbours import nearest
 from geomon.metrics import select
-from geomon.metrics import views as module
-from geomon.metrics.views import spread_rows
 
 WIDTH = 40
 
@@ -29,13 +25,12 @@ def test_eigenvalues_of_all_rows_and_of_ordinary_ones_are_computed_once(
     massive, known, monkeypatch
 ):
     multiplied = []
-    product = kernels.product_with_itself
 
     def counted(block):
         multiplied.append(len(block))
-        return product(block)
+        return product_with_itself(block)
 
-    monkeypatch.setattr(kernels, "product_with_itself", counted)
+    monkeypatch.setattr("geomon.kernels.spectrum.product_with_itself", counted)
     hidden = rows(massive=massive)
     captured = {"sequences": torch.arange(900) // 20} if known else {}
     views = views_of(hidden, **captured)
@@ -49,24 +44,24 @@ def test_eigenvalues_of_all_rows_and_of_ordinary_ones_are_computed_once(
     ordinary = hidden[views["ordinary_rows"]]
     assert len(ordinary) == 900 - massive
     for got, some in zip(found[:2], (hidden, ordinary), strict=True):
-        torch.testing.assert_close(got, kernels.spectrum(some), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(got, spectrum(some), rtol=1e-9, atol=1e-9)
     assert views["groups"].size == (8 if known else 1)
     assert found[2].squares.shape == (views["groups"].size, WIDTH)
 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_spectra_of_wide_layers_stand_on_some_of_the_rows(known, monkeypatch):
-    monkeypatch.setattr(module, "SPECTRAL_ROWS", 300)
+    monkeypatch.setattr("geomon.metrics.views.SPECTRAL_ROWS", 300)
     hidden, sequences = rows(massive=2), torch.arange(900) // 20
     captured = {"sequences": sequences} if known else {}
     whole = views_of(hidden, **captured)["spectrum"]
-    torch.testing.assert_close(whole, kernels.spectrum(hidden), rtol=1e-9, atol=1e-9)
-    monkeypatch.setattr(module, "SPECTRAL_WIDTH", WIDTH - 1)
+    torch.testing.assert_close(whole, spectrum(hidden), rtol=1e-9, atol=1e-9)
+    monkeypatch.setattr("geomon.metrics.views.SPECTRAL_WIDTH", WIDTH - 1)
     views = views_of(hidden, **captured)
     some = spread_rows(torch.arange(900), 300)
-    torch.testing.assert_close(views["spectrum"], kernels.spectrum(hidden[some]), rtol=1e-9, atol=0)
+    torch.testing.assert_close(views["spectrum"], spectrum(hidden[some]), rtol=1e-9, atol=0)
     ordinary = spread_rows(views["ordinary_rows"].nonzero().squeeze(1), 300)
-    want = kernels.spectrum(hidden[ordinary])
+    want = spectrum(hidden[ordinary])
     torch.testing.assert_close(views["ordinary_spectrum"], want, rtol=1e-9, atol=0)
     if known:
         counts = group_sequences(sequences)[some].bincount().double()
