@@ -12,7 +12,7 @@ from pathlib import Path
 import matplotlib
 import pytest
 from shown import alerted, invoke, write, write_run
-from tagged import reading_of, with_values
+from tagged import TEXTS, reading_of, with_values
 
 import geomon
 import geomon.show
@@ -578,14 +578,17 @@ TAG = "<img src=x onerror=alert(1)>"
 
 def acting(readings, text, name):
     """A record of which every text, and a tag, act: on a terminal or on a page."""
+    tags = (f"{name}/mean", f"{name}/mean/part", f"{name}/layer_01", f"{name}/layer_02")
     odd = [
         with_values(
-            each, {**each.values, **dict.fromkeys((f"{name}/mean", f"{name}/layer_01"), 2.0)},
+            each, each.values | dict.fromkeys(tags, 2.0),
             source=text, mode=text, dtype=text, notes=[text],
         )
         for each in readings
     ]  # fmt: skip
-    return Readings([], odd), {"model": text, text: text, "layers": [text]}
+    said = dict.fromkeys(("title", "unit", "meaning", "healthy"), text) | {"parts": {"part": text}}
+    described = {"model": text, text: text, "layers": [text], "geomon": f"9999.1{text}"}
+    return Readings([], odd), {**described, "metrics": {**TEXTS, name: said}}
 
 
 @pytest.mark.parametrize(
@@ -609,6 +612,7 @@ def test_nothing_of_a_record_acts_on_a_page(make_readings, tmp_path):
     pages = []
     for name, text in (("plain", "text"), ("odd", SCRIPT), ("control", "\x07\x1b[2J")):
         readings, described = acting(make_readings((0, 16)), text, TAG if name == "odd" else text)
+        described["metrics"]["twonn"] = {**TEXTS["twonn"], "title": text, "meaning": text}
         folder = write(tmp_path / name, alerted(readings, [(16, text)]), **described)
         assert invoke("report", folder, folder, "-o", tmp_path / "page.html").exit_code == 0
         pages.append((tmp_path / "page.html").read_text())

@@ -347,6 +347,7 @@ def test_a_sink_that_fails_is_a_warning_and_the_record_goes_on(run, scanned, tmp
 def test_sinks_get_what_those_of_a_live_run_get(tmp_path, monkeypatch, name):
     """Names, steps and values, one by one; alerts and pictures."""
     monkeypatch.setattr("geomon.show.loggers.history.SHARE", math.inf)  # drawings are not put off
+    monkeypatch.setattr("geomon.show.figures.card", lambda panel: panel)
     monkeypatch.setattr("geomon.show.figures.as_image", lambda figure: np.zeros((8, 8, 3), "u1"))
     model, inputs = transformer("gpt2"), {"input_ids": PROBE % 50}
     sink, of_live = SINKS[name](tmp_path / "of_live", monkeypatch)
