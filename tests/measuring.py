@@ -1,4 +1,9 @@
-"""One call that measures a snapshot, for tests and benchmarks of metrics, and one that watches."""
+"""One call that measures a snapshot, for tests and benchmarks of metrics, and one that watches.
+
+What tests of metrics need of modules inside geomon is imported from here.
+"""
+
+# ruff: noqa: F401
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -6,9 +11,21 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from geomon import Memory, Monitor, every, select
-from geomon.capture.snapshot import Snapshot
+from geomon.capture.snapshot import (
+    CAPTURED,
+    SOURCES,
+    CapturedView,
+    Layer,
+    PassInfo,
+    Snapshot,
+)
 from geomon.metrics import Evaluator, check_metrics
+from geomon.metrics.cautions import cautions, explain_not_finite
 from geomon.metrics.evaluate import Evaluation
+from geomon.metrics.layer_views import LayerViews, MissingViewError, ViewsWithout
+from geomon.metrics.metric import Sizes
+from geomon.metrics.views import DERIVED, derived, groups_of, spread_rows
+from geomon.metrics.without import NoMarginError, margin, sliced
 from geomon.note import Note
 from geomon.record.columns import tagged
 

@@ -7,9 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 from tagged import TEXTS, raised_of, with_values
+from typer.testing import CliRunner
 
+from geomon.cli import make_app
 from geomon.record import FILE_NAME, Course, Readings, read, tags
 from geomon.record.arrays import ArrayPlace
+
+
+def invoke(*arguments):
+    """Run a command of `geomon`."""
+    return CliRunner().invoke(make_app(), list(map(str, arguments)))
 
 
 def write(folder, readings, arrays=None, **description):

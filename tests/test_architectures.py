@@ -26,7 +26,6 @@ from specimens import AS_ATTENDED, PADDING_MASKS, built, inputs_of
 from torch import Tensor
 from zoo import ZOO
 
-import geomon.capture.tokens.sampling
 from geomon import describe
 from geomon.description import ROUTES
 
@@ -132,7 +131,7 @@ def test_an_open_window_changes_no_gradient_and_no_random_state(name, implementa
      "nn.Transformer", "nn.TransformerEncoder (length first)", "XLNet", "wav2vec 2.0"],
 )  # fmt: skip
 def test_sampled_rows_are_what_the_model_computes_there(name, monkeypatch):
-    monkeypatch.setattr(geomon.capture.tokens.sampling, "ATTENTION_QUERIES", 8)
+    monkeypatch.setattr("geomon.capture.tokens.sampling.ATTENTION_QUERIES", 8)
     specimen, verdict = ZOO[name], Verdict()
     implementation = next(iter(specimen.routes))
     reference = refer(specimen, implementation, padded=True)

@@ -6,34 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from geomon import MLflow, TensorBoard, WandB
-from geomon.cli import main
-from geomon.record.reading import Series
-from geomon.show.report import render
+from geomon import MLflow
 
 
-@pytest.mark.parametrize(
-    ("missing", "call", "install"),
-    [
-        ("torch.utils.tensorboard", lambda: TensorBoard("runs"), "'geomon[tensorboard]'"),
-        ("wandb", WandB, "'geomon[wandb]'"),
-        ("mlflow", MLflow, "mlflow"),
-        ("jinja2", lambda: render([]), "'geomon[report]'"),
-        ("matplotlib", lambda: Series([0], [1.0], [0.1]).plot(), "'geomon[figures]'"),
-    ],
-)
-def test_what_is_missing_is_said_with_what_to_install(missing, call, install, monkeypatch):
-    monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ImportError) as raised:
-        call()
-    assert str(raised.value).endswith(f": pip install {install}")
-
-
-def test_without_typer_the_command_line_ends_in_one_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "typer", None)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert str(ended.value).endswith(": pip install 'geomon[terminal]'")
+def test_what_is_missing_is_said_with_what_to_install(make_readings, monkeypatch):
+    """The extras of geomon itself: test_wheel.py."""
+    for missing in ("mlflow", "matplotlib"):
+        monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ImportError, match=r": pip install mlflow$"):
+        MLflow()
+    with pytest.raises(ImportError, match=r": pip install 'geomon\[figures\]'$"):
+        make_readings()["twonn/mean"].plot()
 
 
 def test_without_matplotlib_a_notebook_shows_the_words(make_readings, monkeypatch):
@@ -51,7 +34,6 @@ def version(name, found=metadata.version):
     return found(name)
 metadata.version = version
 import models, geomon
-from geomon.show.report import render
 model = models.PlainDecoder()
 monitor = geomon.Monitor(model, directory=sys.argv[1])
 with monitor(0):

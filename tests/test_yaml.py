@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from geomon import Memory, every, read
 from geomon.huggingface import GeometryMonitor as OfTrainer
 from geomon.lightning import GeometryMonitor as OfLightning
-from geomon.monitor.options import CallbackOptions, declared
+from geomon.monitor import CallbackOptions
 
 
 def note(alert):
@@ -41,7 +41,7 @@ def parsed(parser, callback):
 
 @pytest.mark.parametrize("cls", BASES, ids=["Lightning", "Trainer"])
 def test_every_option_of_yaml_is_taken_and_a_saved_file_loads_again(cls):
-    assert GIVEN.keys() | OF_PYTHON == declared(CallbackOptions).keys()
+    assert GIVEN.keys() | OF_PYTHON == CallbackOptions.__optional_keys__
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--callback", type=BASES[cls])
     path = f"{cls.__module__}.{cls.__qualname__}"

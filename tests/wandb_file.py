@@ -5,6 +5,40 @@ import time
 from pathlib import Path
 
 
+class Run:
+    """The counting of W&B: what is logged below the counter is dropped."""
+
+    def __init__(self):
+        self.rows, self.metrics, self.dropped, self.step, self._row = [], {}, [], 0, {}
+        self.summary, self.alerts, self.config = {}, [], {}
+
+    def define_metric(self, name, step_metric=None, hidden=None):
+        self.metrics[name] = step_metric, hidden
+
+    def alert(self, **given):
+        self.alerts.append(given)
+
+    def log(self, row, step=None, commit=None):
+        self._log(row, step, commit)
+
+    def _log(self, row, step=None, commit=None):
+        if step is not None and step < self.step:
+            self.dropped.append(row)
+            return
+        if step is not None and step > self.step:
+            self.end_row()
+            self.step = step
+        self._row |= row
+        if commit or (commit is None and step is None):
+            self.end_row()
+            self.step += 1
+
+    def end_row(self):
+        if self._row:
+            self.rows.append(self._row)
+        self._row = {}
+
+
 def work_offline(monkeypatch, folder):
     """Have W&B write to a folder, whatever runs this process has had before."""
     import wandb

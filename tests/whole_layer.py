@@ -1,8 +1,7 @@
 """A layer with every captured view, for tests that measure everything."""
 
 import torch
-
-from geomon.capture.snapshot import CAPTURED, Layer
+from measuring import CAPTURED, Layer
 
 SEQUENCES, LENGTH, WIDTH, HEADS, KEY_HEADS, HEAD_WIDTH = 16, 16, 24, 4, 2, 6
 ROWS = SEQUENCES * LENGTH

@@ -107,7 +107,10 @@ def add_linear_axis(chart: go.Figure) -> go.Figure:
         "xaxis.type": "log", "xaxis.tickmode": "array", "xaxis.title.text": AXES["step"][0],
         "xaxis.range": axis.range,
     }  # fmt: skip
-    choices = [("logarithmic steps", {}, back), ("linear steps", {}, linear)]
+    choices: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("logarithmic steps", {}, back),
+        ("linear steps", {}, linear),
+    ]
     chart.update_layout(meta=choices, legend=_NAMES_BELOW)
     return chart
 

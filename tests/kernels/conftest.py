@@ -4,10 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from geomon.kernels import _blocks
-
 
 @pytest.fixture
 def cut_blocks(monkeypatch) -> Callable[[int], None]:
     """Has kernels read their rows in blocks of so many numbers."""
-    return lambda numbers: monkeypatch.setattr(_blocks, "BLOCK", numbers)
+    return lambda numbers: monkeypatch.setattr("geomon.kernels._blocks.BLOCK", numbers)

@@ -4,21 +4,20 @@ import definitions as by_book
 import numpy as np
 import pytest
 import torch
-from whole_layer import normal
-
-from geomon import METRICS, MORE_METRICS
-from geomon.capture.snapshot import Layer
-from geomon.kernels.attention import (
+from mathematics import (
     attention_entropy,
     attention_entropy_normalised,
     attention_rows,
     attention_sink,
     given_scores,
+    score_moments,
     scores_of,
 )
-from geomon.kernels.scores import score_moments
-from geomon.metrics.layer_views import LayerViews
-from tests.new_tensors import LargestNewTensor
+from measuring import Layer, LayerViews
+from new_tensors import LargestNewTensor
+from whole_layer import normal
+
+from geomon import METRICS, MORE_METRICS
 
 ALL = METRICS | MORE_METRICS
 NAMES = [name for name in ALL if name.startswith(("attention", "score", "mean_query_share"))]
@@ -152,35 +151,27 @@ def test_the_size_of_the_block_bounds_the_temporaries(cut_blocks, key_heads):
 
 
 FITS = torch.ones(2, 4, 5, 8), torch.ones(2, 4, 7, 8)
-
-
-@pytest.mark.parametrize(
-    ("query", "key"),
-    [
+ALL_SEEN = torch.tensor(True)
+# Calls, and words of the error.
+REFUSED = [
+    *((lambda q=q, k=k: scores_of(torch.ones(q), torch.ones(k), ALL_SEEN, 1.0),
+       f"expected queries .*{list(q)} and {list(k)}".replace("[", r"\[")) for q, k in (
         ((2, 4, 5, 8), (2, 4, 5, 7)), ((2, 4, 5, 8), (2, 3, 5, 8)), ((2, 4, 5, 8), (3, 4, 5, 8)),
-        ((4, 5, 8), (4, 5, 8)), ((2, 4, 0, 8), (2, 4, 5, 8)), ((2, 4, 5, 8), (2, 4, 0, 8)),
-    ],
-)  # fmt: skip
-def test_scores_name_the_shapes_they_cannot_use(query, key):
-    with pytest.raises(ValueError, match="expected queries") as caught:
-        scores_of(torch.ones(query), torch.ones(key), torch.tensor(True), 1.0)
-    assert f"{list(query)} and {list(key)}" in str(caught.value)
+        ((4, 5, 8), (4, 5, 8)), ((2, 4, 0, 8), (2, 4, 5, 8)), ((2, 4, 5, 8), (2, 4, 0, 8)))),
+    *((lambda shape=shape: scores_of(*FITS, torch.ones(shape, dtype=torch.bool), 1.0),
+       "expected visible that broadcasts")
+      for shape in ((5, 6), (3, 1, 5, 7), (2, 3, 5, 7), (1, 2, 4, 5, 7), (4, 7))),
+    (lambda: scores_of(*FITS, ALL_SEEN, 1.0, torch.zeros(5, 6)), "expected bias that broadcasts"),
+    *((lambda shape=shape: given_scores(torch.zeros(shape), ALL_SEEN),
+       r"scores \[sequences, heads, queries, keys\]") for shape in ((3, 4), (1, 2, 0, 4))),
+    (lambda: scores_of(*FITS, ALL_SEEN, 1.0, sink=torch.zeros(3)),
+     r"sink logits \[heads\] = \[4\], got \[3\]"),
+    *((lambda kind=kind: scores_of(*FITS, torch.ones(5, 7, dtype=kind), 1.0),
+       "expected visible as booleans") for kind in (torch.float32, torch.uint8)),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", [(5, 6), (3, 1, 5, 7), (2, 3, 5, 7), (1, 2, 4, 5, 7), (4, 7)])
-def test_scores_name_a_mask_or_a_bias_that_does_not_fit(shape):
-    with pytest.raises(ValueError, match="expected visible that broadcasts"):
-        scores_of(*FITS, torch.ones(shape, dtype=torch.bool), 1.0)
-    with pytest.raises(ValueError, match="expected bias that broadcasts"):
-        scores_of(*FITS, torch.tensor(True), 1.0, torch.zeros(shape))
-
-
-def test_scores_and_sinks_that_are_none_are_named():
-    for shape in ((3, 4), (1, 2, 0, 4)):
-        with pytest.raises(ValueError, match=r"scores \[sequences, heads, queries, keys\]"):
-            given_scores(torch.zeros(shape), torch.tensor(True))
-    with pytest.raises(ValueError, match=r"sink logits \[heads\] = \[4\], got \[3\]"):
-        scores_of(*FITS, torch.tensor(True), 1.0, sink=torch.zeros(3))
-    for visible in (torch.ones(5, 7), torch.ones(5, 7, dtype=torch.uint8)):
-        with pytest.raises(ValueError, match="expected visible as booleans"):
-            scores_of(*FITS, visible, 1.0)
+@pytest.mark.parametrize(("call", "words"), REFUSED)
+def test_what_makes_no_scores_is_named(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()

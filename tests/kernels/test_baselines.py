@@ -3,16 +3,18 @@ import math
 import numpy as np
 import pytest
 import torch
-from samples import normal
-from scipy import stats
-
-from geomon.kernels.baselines import (
+from mathematics import (
+    anisotropy,
+    effective_rank,
     isotropic_anisotropy,
     isotropic_cosine_magnitude,
     isotropic_cosine_quantile,
     isotropic_spectrum,
+    power_law,
+    spectrum,
 )
-from geomon.kernels.spectrum import anisotropy, effective_rank, power_law, spectrum
+from samples import normal
+from scipy import stats
 
 
 @pytest.mark.parametrize(

@@ -7,32 +7,37 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import definitions as by_book
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import dyadic, few_examples, generator, normal, seeds
-
-from geomon.capture.snapshot import HOST
-from geomon.kernels._blocks import row_blocks, rows_in_block
-from geomon.kernels.angles import cosine_centred, leading_share
-from geomon.kernels.dimension import gride, twonn
-from geomon.kernels.groups import group_sums
-from geomon.kernels.massive import ordinary_rows, share_beyond
-from geomon.kernels.moments import squares_about_mean
-from geomon.kernels.neighbours import nearest
-from geomon.kernels.spectrum import (
+from mathematics import (
+    HOST,
     anisotropy,
+    cosine_centred,
     effective_rank,
+    expert_loads,
+    gride,
+    group_sums,
     head_axes,
+    leading_share,
+    nearest,
+    ordinary_rows,
     participation_ratio,
     power_law,
     principal_axes,
+    qk_cosine,
+    qk_dot,
+    row_blocks,
+    rows_in_block,
+    share_beyond,
     spectrum,
+    squares_about_mean,
+    token_types,
+    twonn,
 )
-from geomon.kernels.token_types import token_types
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+from samples import dyadic, few_examples, generator, normal, seeds
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,37 @@ def close(got, want, rtol=1e-8):
     torch.testing.assert_close(got, want, rtol=rtol, atol=1e-10 * largest, equal_nan=True)
 
 
+# What they are by the book, of rows and labels; sizes on either side of the smaller Gram matrix, of
+# the rank to which a power law is fitted, and of the blocks and searches of large readings.
+DEFINED = {
+    "spectrum": lambda x, _: by_book.eigenvalues(x)[: min(x.shape)],
+    "anisotropy": lambda x, _: by_book.shares(x)[0],
+    "effective_rank": lambda x, _: by_book.effective_rank(x),
+    "participation_ratio": lambda x, _: by_book.participation_ratio(x),
+    "power_law": lambda x, _: by_book.fitted_law(x),
+    "cosine_centred": lambda x, _: by_book.mean_cosine(by_book.centred(x)),
+    "squares_about_mean": lambda x, _: by_book.squares(x),
+    "ordinary_rows": lambda x, _: by_book.are_ordinary(x),
+    "share_beyond": lambda x, _: by_book.massive_share(x),
+    "nearest": lambda x, _: by_book.distances(x)[:, :2],
+    "within_variance": by_book.within_variance,
+    "norm_variance_slope": by_book.fitted_types,
+}
+
+
+@pytest.mark.parametrize("offset", [0, 1024])
+@pytest.mark.parametrize("size", [(500, 64), (64, 64), (200, 26), (64, 300), (1200, 130)])
+@pytest.mark.parametrize("name", DEFINED)
+def test_a_kernel_is_its_definition_at_every_size(name, size, offset):
+    rows = dyadic(*size) * torch.arange(1, size[1] + 1) ** -0.5
+    rows = (rows * 1024).round() / 1024 + offset
+    rows[3] += 200.0
+    labels = torch.arange(size[0]) % 6
+    got = KERNELS[name].function(rows, labels).double()
+    want = torch.as_tensor(DEFINED[name](rows.numpy(), labels.numpy()), dtype=torch.float64)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-9 * want.abs().max().item())
+
+
 @pytest.mark.parametrize("tokens", [2, 3, 7, 60])
 @pytest.mark.parametrize(
     "name", [name for name, kernel in KERNELS.items() if kernel.equal is not None]
@@ -111,9 +147,7 @@ def test_equal_rows_have_no_spread_to_the_last_digit(name, tokens):
     kernel, rows = KERNELS[name], normal(1, 5).repeat(tokens, 1)
     labels = torch.arange(tokens) % 2 if tokens > 3 else torch.zeros(tokens, dtype=torch.int64)
     got = kernel.function(rows, labels)
-    if name == "between sequences" and tokens <= 3:
-        assert got.isnan()
-    elif kernel.equal in (0, NAN):
+    if kernel.equal in (0, NAN):
         assert (got.isnan() if kernel.equal is NAN else got == 0).all()
     else:
         torch.testing.assert_close(got, torch.full_like(got, kernel.equal))
@@ -174,16 +208,6 @@ def test_a_dimension_depends_on_ratios_alone(name, seed, points, power):
     close(estimate(near**power), want / power)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", DISTANCES)
-def test_a_dimension_is_that_of_the_same_distances_in_float64(name, dtype):
-    near = (normal(300, 4).abs() + 0.5).sort(dim=1).values.to(dtype)
-    before, got = near.clone(), DISTANCES[name](near)
-    assert got.dtype == torch.float64
-    torch.testing.assert_close(got, DISTANCES[name](near.double()), rtol=0, atol=0)
-    assert torch.equal(near, before)
-
-
 @pytest.mark.parametrize("name", DISTANCES)
 def test_points_without_a_ratio_are_left_out_and_too_few_have_no_dimension(name):
     estimate = DISTANCES[name]
@@ -206,3 +230,36 @@ def test_what_are_no_distances_is_refused_by_its_shape(name, shape):
     with pytest.raises(ValueError, match=r"expected distances \[tokens, k\]") as caught:
         DISTANCES[name](torch.ones(shape))
     assert str(list(shape)) in str(caught.value)
+
+
+# What kernels of means and counts give where a direction, or a token, is missing.
+CLOSED = [
+    (lambda: qk_cosine(torch.tensor([[0.0, 0.0], [1.0, 1.0]]), torch.ones(2, 2)), [NAN, 1]),
+    (lambda: qk_dot(torch.tensor([[0.0, 0.0], [1.0, 1.0]]), torch.ones(2, 2)), [0, 2]),
+    (lambda: cosine_centred(torch.tensor([[0.0], [1.0], [0.0], [-1.0]])), -1),
+    (lambda: expert_loads(torch.tensor([0.0, 30, 10, 20])), [0.01, 2, 2 / 3, 4 / 3]),
+    (lambda: expert_loads(torch.zeros(2)), [NAN, NAN]),
+]
+
+
+@pytest.mark.parametrize(("call", "expected"), CLOSED)
+def test_closed_forms(call, expected):
+    assert call().tolist() == pytest.approx(expected, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("query", "key"),
+    [
+        ((4, 8), (4, 7)), ((4, 8), (3, 8)), ((2, 8), (4, 8)), ((4, 8), (0, 8)), ((8,), (8,)),
+        ((5, 4, 8), (3, 4, 8)),
+    ],
+)  # fmt: skip
+def test_mean_queries_and_keys_that_do_not_fit_are_named_by_their_shapes(query, key):
+    with pytest.raises(ValueError, match="expected mean queries") as caught:
+        qk_cosine(torch.ones(query), torch.ones(key))
+    assert f"{list(query)} and {list(key)}" in str(caught.value)
+
+
+def test_the_gradient_of_the_centred_cosine_is_that_of_its_definition():
+    """Where rows with a number of 1 or more were scaled, it was 0."""
+    assert torch.autograd.gradcheck(cosine_centred, (normal(9, 3) + 2).requires_grad_())

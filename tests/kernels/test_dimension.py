@@ -4,14 +4,10 @@ import definitions as by_book
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from samples import few_examples, generator, normal
+from mathematics import SCALES, gride, nearest, twonn, twonn_of_each
+from samples import generator
 from scipy.optimize import minimize_scalar
 from scipy.special import gammainc
-
-from geomon.kernels.dimension import SCALES, gride, twonn, twonn_of_each
-from geomon.kernels.neighbours import nearest
 
 
 def pareto(points, dimension, seed=0):
@@ -116,13 +112,6 @@ def test_ties_count_as_ratios_of_one():
         torch.testing.assert_close(one, other, rtol=1e-9, atol=0)
 
 
-@few_examples
-@given(st.integers(1, 5), st.integers(1, 50), st.integers(0, 10**6))
-def test_several_sets_are_fitted_as_each_alone(count, size, seed):
-    distances = normal(count, size, 2, seed=seed).abs().sort(dim=2).values
-    distances[0, : size // 3, 0] = 0  # copies
-    found = twonn_of_each(distances, rounding=1e-12)
-    expected = torch.stack([twonn(own).value for own in distances])
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0, equal_nan=True)
+def test_neighbourhoods_whose_ratios_are_rounded_to_1_have_no_finite_dimension():
     barely = torch.tensor([1.0, 1 + 1e-7]).expand(1, 5, 2)
     assert [twonn_of_each(barely, rounding=r).isinf().item() for r in (1e-6, 0)] == [True, False]

@@ -1,13 +1,11 @@
-"""Groups of sequences, and sums over their rows, against loops in numpy."""
+"""Groups of sequences, and sums over their rows; more of them: metrics/test_jackknife.py."""
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from mathematics import GROUPS, group_sequences, group_sums
 from samples import few_examples, generator, normal, seeds
-
-from geomon.kernels.groups import GROUPS, group_sequences, group_sums
 
 
 @few_examples
@@ -37,25 +35,6 @@ def test_fewer_than_eight_sequences_have_no_groups_and_a_huge_one_is_a_group_lik
     sizes = torch.tensor([1000, *[2] * 15])
     group = group_sequences(torch.arange(16).repeat_interleave(sizes))
     assert group.bincount().tolist() == [1002, *[4] * 7]
-
-
-def test_sums_are_those_of_the_rows_of_each_group(cut_blocks):
-    cut_blocks(7)
-    rows, group = normal(90, 2, 3), torch.arange(90) % 5  # of 8 groups three are empty
-    rows[4:9, 0] = 0  # without a direction
-    found, x = group_sums(rows, group), rows.numpy()
-    for number in range(GROUPS):
-        own = x[group.numpy() == number]
-        norms = np.linalg.norm(own, axis=2)
-        units = own / np.where(norms > 0, norms, 1)[:, :, None]
-        assert found.counts[number].item() == len(own)
-        for got, want in (
-            (found.rows, own.sum(axis=0)),
-            (found.squares, np.square(norms).sum(axis=0)),
-            (found.directions, units.sum(axis=0)),
-            (found.directed, (norms > 0).sum(axis=0)),
-        ):
-            np.testing.assert_allclose(got[number], want, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("scale", [1e-320, 1e-250, 1e250])

@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 import torch
-
-from geomon.kernels.massive import ordinary_rows
+from mathematics import ordinary_rows
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(4096, 64), (2048, 768), (4096, 8)])

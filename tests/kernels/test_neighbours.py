@@ -7,23 +7,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from mathematics import Neighbours, content_keys, copies_of, nearest, unique_rows
 from samples import generator, normal
-
-import geomon.kernels.neighbours
-from geomon.kernels.neighbours import (
-    Neighbours,
-    content_keys,
-    copies_of,
-    nearest,
-    unique_rows,
-)
 
 
 @pytest.fixture(params=["faiss", "torch"])
 def path(request, monkeypatch):
     """Runs a test once with FAISS and once with the search in torch."""
     if request.param == "torch":
-        monkeypatch.setattr(geomon.kernels.neighbours, "faiss", None)
+        monkeypatch.setattr("geomon.kernels.neighbours.faiss", None)
     else:
         pytest.importorskip("faiss")
     return request.param
@@ -234,7 +226,7 @@ def test_without_threads_of_its_own_a_search_is_right_and_leaves_their_number(wh
     if why == "small stacks":
         monkeypatch.setattr("threading.stack_size", lambda: 65536)
     else:
-        monkeypatch.setattr(geomon.kernels.neighbours.ThreadPoolExecutor, "submit", refuse)
+        monkeypatch.setattr("concurrent.futures.ThreadPoolExecutor.submit", refuse)
     limits = faiss.omp_get_max_threads(), torch.get_num_threads()
     try:
         faiss.omp_set_num_threads(2)

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from mathematics import as_factor, product_with_itself
 from short_products import ShortProducts
 from torch import Tensor
 
-from geomon.kernels import products
-from geomon.kernels.products import as_factor, product_with_itself
+import geomon.kernels
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -60,6 +60,6 @@ def test_the_product_with_itself_is_the_product(shape):
 def test_matrices_are_multiplied_by_torch_alone():
     """Threads of numpy's BLAS wait by running: beside torch's, a reading took twice as long."""
     calls = r"np\.(?:linalg|dot|matmul|einsum|tensordot|inner)\b.*"
-    for file in Path(products.__file__).parent.glob("*.py"):
+    for file in Path(geomon.kernels.__file__).parent.glob("*.py"):
         found = re.findall(calls, file.read_text())
         assert not found, (file.name, found)

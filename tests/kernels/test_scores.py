@@ -5,12 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from mathematics import mean_query_share, query_variances
 from whole_layer import normal
-
-from geomon.kernels.scores import (
-    mean_query_share,
-    query_variances,
-)
 
 MASKS = ["all", "causal", "by sequence", "by head"]
 
@@ -73,8 +69,6 @@ def test_a_mask_without_leading_dimensions_counts_for_all_sequences_and_heads():
             torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
     with pytest.raises(ValueError, match="expected visible that broadcasts to"):
         variances(query, key, seen[0, 0, :4])
-    with pytest.raises(ValueError, match="expected visible as booleans"):
-        variances(query, key, seen.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -106,13 +100,3 @@ def test_queries_that_are_zero_in_the_mean_have_a_share_of_one_over_their_number
     error = np.std(found, ddof=1) / math.sqrt(len(found))
     assert abs(np.mean(found) - 1 / 40) < 4 * error
     assert error < 0.2 / 40
-
-
-def test_equal_queries_make_all_of_the_variance_and_those_without_a_mean_none():
-    query, key = attention(queries=9)
-    visible = mask("causal", queries=9)
-    equal = query[:1, :, :1].expand_as(query)
-    torch.testing.assert_close(share(equal, key, visible), torch.ones(4, dtype=torch.float64))
-    seen = visible.any(dim=3, keepdim=True)
-    mean = (query * seen).double().sum(dim=(0, 2), keepdim=True) / (seen.sum() * 5)
-    assert (share(query.double() - mean, key, visible) < 1e-20).all()

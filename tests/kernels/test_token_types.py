@@ -1,8 +1,7 @@
 import pytest
 import torch
+from mathematics import token_types
 from samples import normal
-
-from geomon.kernels.token_types import token_types
 
 
 def test_a_type_in_a_hundred_thousand_rows_is_in_the_fit_and_one_in_more_is_not():

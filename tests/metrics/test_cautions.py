@@ -1,8 +1,8 @@
 import pytest
+from measuring import cautions, explain_not_finite
 from tagged import stacks_of
 
 from geomon.metrics import METRICS
-from geomon.metrics.cautions import cautions, explain_not_finite
 
 
 def columns(values):

@@ -15,13 +15,12 @@ import definitions as by_book
 import numpy as np
 import pytest
 import torch
+from measuring import Sizes, tagged
 from scipy import stats
 from whole_layer import HEAD_WIDTH, LENGTH, ROWS, WIDTH, normal, whole_layer
 
 from geomon import METRICS, MORE_METRICS
 from geomon.metrics import Evaluator
-from geomon.metrics.metric import Sizes
-from geomon.record.columns import tagged
 
 ALL = METRICS | MORE_METRICS
 EVALUATOR = Evaluator(ALL, 1, strict=True)

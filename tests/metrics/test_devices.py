@@ -5,19 +5,17 @@ The device is pretended (tests/accelerator.py); tests/test_cuda.py has a real on
 
 import contextlib
 import functools
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from accelerator import DEVICE, Accelerator
+from measuring import margin
 from short_products import ShortProducts
 from whole_layer import ROWS, whole_layer
 
 from geomon import METRICS, MORE_METRICS
-from geomon.metrics import Evaluator
-from geomon.metrics.layer_views import LayerViews
-from geomon.metrics.views import DERIVED
-from geomon.metrics.without import margin
+from geomon.metrics import Evaluator, check_metrics
 
 ALL = METRICS | MORE_METRICS
 
@@ -53,13 +51,6 @@ def flat(value):
     return [value]
 
 
-def tensors_of(view):
-    """The tensors of a derived view, whatever kind of data class it is."""
-    if is_dataclass(view):
-        view = {field.name: getattr(view, field.name) for field in fields(view)}
-    return [value for value in flat(view) if isinstance(value, torch.Tensor)]
-
-
 def assert_alike(host, device, **tolerance):
     host, device = flat(host), flat(device)
     assert len(host) == len(device)
@@ -91,13 +82,16 @@ def test_arrays_of_rows_on_a_device_are_those_of_rows_on_the_host():
                      atol=1e-6)  # fmt: skip
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_derived_views_stay_where_their_rows_are(by_hand):
-    names = [name for name in DERIVED if not by_hand or len(DERIVED[name].ways) > 1]
-    with Accelerator() as accelerator, torch.no_grad():
-        views = LayerViews(put(whole_layer(by_hand=by_hand), accelerator))
-        found = {name: tensors_of(views[name]) for name in names}
-        assert by_hand or views["massive_share"] > 0.1  # the massive row is found
-    assert sum(map(len, found.values())) > len(names) / 2
-    for name, tensors in found.items():
-        assert {tensor.device for tensor in tensors} <= {DEVICE}, name
+def test_what_metrics_are_called_with_stays_where_its_rows_are():
+    kinds = set()
+
+    def own(hidden, token_ids, projected_query, query, scores, spectrum, neighbours, axes):
+        given = (hidden, token_ids, projected_query, query, scores, spectrum, neighbours, *axes)
+        kinds.update(each.device for each in given)
+        return hidden.mean()
+
+    with Accelerator() as accelerator:
+        layer = put(whole_layer(), accelerator)
+        layer.captured["scores"] = whole_layer(by_hand=True).captured["scores"].to(DEVICE)
+        Evaluator(check_metrics({"own": own}), 1, strict=True).measure_layer(layer, ROWS)
+    assert kinds == {DEVICE}

@@ -5,17 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from models import PlainDecoder, batch
+from measuring import Layer, LayerViews, MissingViewError, tagged
 from whole_layer import normal
 
-from geomon import METRICS, MORE_METRICS, at_last, measure, select
-from geomon.capture.snapshot import Layer
+from geomon import METRICS, MORE_METRICS, at_last
 from geomon.distributed import merge_layers
-from geomon.kernels.baselines import isotropic_spectrum
-from geomon.kernels.spectrum import effective_rank, spectrum
 from geomon.metrics import Evaluator, check_metrics
-from geomon.metrics.layer_views import LayerViews, MissingViewError
-from geomon.record.columns import tagged
 
 
 def made(rows, last, index=1, **more):
@@ -75,21 +70,6 @@ def test_what_is_not_there_is_missing_with_the_reason():
     assert any("fewer than 64 sequences" in note.words() for note in result.notes)
 
 
-def test_the_spectrum_of_the_last_tokens_of_a_model():
-    torch.manual_seed(0)
-    model, ids = PlainDecoder().eval(), batch(70, 20)
-    values = measure(model, ids, metrics=select("effective_rank_last", "alpha_last"), tokens=300)
-    x = model.tokens(ids) + model.places(torch.arange(20))
-    for index in range(4):
-        rank = effective_rank(spectrum(x[:, -1].detach())).item()
-        assert values[f"effective_rank_last/layer_{index:02d}"] == pytest.approx(rank, rel=1e-4)
-        assert values[f"alpha_last/layer_{index:02d}/n"] == 70
-        x = model.blocks[index](x) if index < 3 else x
-    assert "effective_rank_last/mean/std" not in values
-    null = effective_rank(isotropic_spectrum(70, 32)).item()
-    assert values["effective_rank_last/null"] == pytest.approx(null)
-
-
 def test_numbers_for_each_head_stand_beside_the_number_of_sequences():
     metrics = check_metrics({"own": at_last(lambda hidden: hidden.mean(dim=0))})
     columns = (
@@ -108,11 +88,8 @@ def test_last_tokens_of_several_ranks_stand_one_after_another():
     assert torch.equal(whole.captured["last_hidden"], last)
     assert torch.equal(whole.captured["last_sequences"], torch.arange(18))
     # A rank on which the last tokens are not known costs no row of the others.
-    own = {"hidden": normal(9, 4), "precision": 1e-7, "sequences": torch.arange(9)}
-    lacking = Layer(1, "block", own, {"last_hidden": "too late"})
-    whole = merge_layers([parts[0], lacking])
-    assert len(whole.captured["hidden"]) == 39
-    assert len(whole.captured["last_hidden"]) == 5
+    lacking = Layer(1, "block", {"hidden": normal(9, 4)}, {"last_hidden": "too late"})
+    assert len(merge_layers([parts[0], lacking]).captured["last_hidden"]) == 5
 
 
 def test_a_metric_without_rows_is_refused():

@@ -3,13 +3,11 @@
 import pytest
 import torch
 from doc_tables import of_views
+from measuring import CAPTURED, DERIVED, CapturedView, Layer, derived, margin, sliced
 from samples import normal
 
-from geomon.capture.snapshot import CAPTURED, CapturedView, Layer
 from geomon.distributed import merge_layers
 from geomon.metrics import Evaluator, check_metrics
-from geomon.metrics.views import DERIVED, derived
-from geomon.metrics.without import margin, sliced
 
 SEQUENCES, LENGTH = 16, 10
 ROWS = SEQUENCES * LENGTH

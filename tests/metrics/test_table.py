@@ -4,24 +4,20 @@ import copy
 import math
 import pickle
 
+import definitions as by_book
 import numpy as np
 import pytest
 import torch
-
-from geomon import METRICS, MORE_METRICS, geometry
-from geomon.capture.snapshot import Layer
-from geomon.kernels.baselines import (
+from mathematics import (
+    effective_rank,
     isotropic_anisotropy,
     isotropic_cosine_quantile,
     isotropic_spectrum,
 )
-from geomon.kernels.dimension import twonn
-from geomon.kernels.spectrum import effective_rank
-from geomon.metrics.layer_views import LayerViews
-from geomon.metrics.metric import Metric, Sizes
-from geomon.metrics.table import check_metrics
-from geomon.record.columns import MetricText
-from geomon.record.headline import HEADLINES
+from measuring import Layer, LayerViews, Sizes
+
+from geomon import METRICS, MORE_METRICS, Metric, MetricText, geometry
+from geomon.metrics import check_metrics
 
 ALL = METRICS | MORE_METRICS
 
@@ -80,9 +76,9 @@ def test_parts_of_the_dimension_say_what_it_stands_on():
     parts = views.apply(METRICS["twonn"])
     assert (parts["n"], parts["duplicates"]) == (300, pytest.approx(0.25))
     assert parts["rounding"] == views["rounding"]
-    found = twonn(views["neighbours"])
-    for name in ("censored", "discard_0", "discard_80"):
-        assert parts[name] == getattr(found, name)
+    near = by_book.distances(np.unique(rows.numpy(), axis=0))
+    for name, discard in (("", "0.1"), ("discard_0", "0"), ("discard_80", "0.8")):
+        assert parts[name].item() == pytest.approx(by_book.twonn(near, discard), rel=1e-9)
     distinct = views.apply(METRICS["twonn_distinct"])
     # A row for each pair, and of chosen rows that are copies of one another one.
     pairs = len(set(zip(ids.tolist(), positions.tolist(), strict=True)))
@@ -118,13 +114,6 @@ def test_the_nulls_of_neighbourhoods_are_those_of_noise(rows):
         values = np.array([one[name] for one in found])
         error = 4 * values.std(ddof=1) / draws**0.5 + 0.02 * abs(values.mean())
         assert found[0][f"{name}/null"] == pytest.approx(values.mean(), abs=error)
-
-
-def test_what_charts_show_of_a_metric_exists():
-    for name, whole, _, _ in HEADLINES:
-        metric, _, part = whole.partition("/")
-        assert metric in METRICS, name
-        assert part in {"", *METRICS[metric].text.parts}, name
 
 
 def norm(hidden):

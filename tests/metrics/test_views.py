@@ -1,14 +1,9 @@
 import pytest
 import torch
+from mathematics import group_sequences, nearest, product_with_itself, spectrum
+from measuring import Layer, LayerViews, spread_rows
 
-from geomon.capture.snapshot import Layer
-from geomon.kernels import spectrum as kernels
-from geomon.kernels.groups import group_sequences
-from geomon.kernels.neighbours import nearest
 from geomon.metrics import select
-from geomon.metrics import views as module
-from geomon.metrics.layer_views import LayerViews
-from geomon.metrics.views import spread_rows
 
 WIDTH = 40
 
@@ -30,13 +25,12 @@ def test_eigenvalues_of_all_rows_and_of_ordinary_ones_are_computed_once(
     massive, known, monkeypatch
 ):
     multiplied = []
-    product = kernels.product_with_itself
 
     def counted(block):
         multiplied.append(len(block))
-        return product(block)
+        return product_with_itself(block)
 
-    monkeypatch.setattr(kernels, "product_with_itself", counted)
+    monkeypatch.setattr("geomon.kernels.spectrum.product_with_itself", counted)
     hidden = rows(massive=massive)
     captured = {"sequences": torch.arange(900) // 20} if known else {}
     views = views_of(hidden, **captured)
@@ -50,24 +44,24 @@ def test_eigenvalues_of_all_rows_and_of_ordinary_ones_are_computed_once(
     ordinary = hidden[views["ordinary_rows"]]
     assert len(ordinary) == 900 - massive
     for got, some in zip(found[:2], (hidden, ordinary), strict=True):
-        torch.testing.assert_close(got, kernels.spectrum(some), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(got, spectrum(some), rtol=1e-9, atol=1e-9)
     assert views["groups"].size == (8 if known else 1)
     assert found[2].squares.shape == (views["groups"].size, WIDTH)
 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_spectra_of_wide_layers_stand_on_some_of_the_rows(known, monkeypatch):
-    monkeypatch.setattr(module, "SPECTRAL_ROWS", 300)
+    monkeypatch.setattr("geomon.metrics.views.SPECTRAL_ROWS", 300)
     hidden, sequences = rows(massive=2), torch.arange(900) // 20
     captured = {"sequences": sequences} if known else {}
     whole = views_of(hidden, **captured)["spectrum"]
-    torch.testing.assert_close(whole, kernels.spectrum(hidden), rtol=1e-9, atol=1e-9)
-    monkeypatch.setattr(module, "SPECTRAL_WIDTH", WIDTH - 1)
+    torch.testing.assert_close(whole, spectrum(hidden), rtol=1e-9, atol=1e-9)
+    monkeypatch.setattr("geomon.metrics.views.SPECTRAL_WIDTH", WIDTH - 1)
     views = views_of(hidden, **captured)
     some = spread_rows(torch.arange(900), 300)
-    torch.testing.assert_close(views["spectrum"], kernels.spectrum(hidden[some]), rtol=1e-9, atol=0)
+    torch.testing.assert_close(views["spectrum"], spectrum(hidden[some]), rtol=1e-9, atol=0)
     ordinary = spread_rows(views["ordinary_rows"].nonzero().squeeze(1), 300)
-    want = kernels.spectrum(hidden[ordinary])
+    want = spectrum(hidden[ordinary])
     torch.testing.assert_close(views["ordinary_spectrum"], want, rtol=1e-9, atol=0)
     if known:
         counts = group_sequences(sequences)[some].bincount().double()
@@ -87,26 +81,15 @@ def test_rows_that_are_chosen_are_evenly_spread_and_mostly_the_same_of_like_sets
     assert torch.equal(spread_rows(every[:5], 5), every[:5])
 
 
-def repeated(seed=0, *, known=True):
+def repeated():
     """Rows of 40 sequences of 12 tokens, of which many have token id and position in common."""
-    generator = torch.Generator().manual_seed(seed)
-    views = {
+    generator = torch.Generator().manual_seed(0)
+    return {
         "hidden": torch.randn(480, 6, generator=generator),
         "token_ids": torch.randint(0, 5, (480,), generator=generator),
         "positions": torch.arange(12).repeat(40),
+        "sequences": torch.arange(40).repeat_interleave(12),
     }
-    return views | ({"sequences": torch.arange(40).repeat_interleave(12)} if known else {})
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_one_row_stands_for_each_token_id_and_position_in_any_order(known):
-    views = repeated(known=known)
-    found = LayerViews(Layer(1, "", views))["distinct"]
-    pairs = torch.stack([views["token_ids"], views["positions"]], dim=1)
-    assert len(found) == len(pairs[found].unique(dim=0)) == len(pairs.unique(dim=0)) == 60
-    order = torch.randperm(480, generator=torch.Generator().manual_seed(1))
-    other = LayerViews(Layer(1, "", {name: view[order] for name, view in views.items()}))
-    assert torch.equal(order[other["distinct"]].sort().values, found)
 
 
 def test_rounding_does_not_change_which_row_stands_for_a_token_and_position():

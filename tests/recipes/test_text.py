@@ -364,14 +364,10 @@ def test_text_of_packages_with_a_free_licence_is_taken_once(site, tmp_path, monk
     (python,) = [name for name in licences if name.startswith("Python ")]
     assert licences == {python: "PSF-2.0", "first 1.0": "MIT", "second 1.0": "BSD",
                         "third 1.0": None}  # fmt: skip
-    for limit in (0, 10, 30, 50):
-        monkeypatch.setattr(subwords, "LIMIT", limit)
-        assert len(installed_text()[0]) <= limit
-        assert raw.startswith(installed_text()[0])
-    monkeypatch.undo()
-
-
-def test_the_licences_of_installed_packages_are_listed_beside_the_ids(site, tmp_path):
+    monkeypatch.setattr(subwords, "LIMIT", 30)
+    assert len(installed_text()[0]) <= 30
+    assert raw.startswith(installed_text()[0])
+    monkeypatch.setattr(subwords, "LIMIT", 10**6)
     write(site / "first" / "a.py", TEXT.decode())
     text = loaded(tmp_path, None)
     listed = tmp_path / "text" / "licences.json"

@@ -1,4 +1,4 @@
-"""Every page of a synthetic run, beside what a person has looked at and approved.
+"""Every page of synthetic runs, beside what a person has looked at and approved.
 
 What other tests hold in words and numbers is here the whole page: each mark, size and place. After
 a change that is meant: `APPROVE=1 pytest tests/show/test_approved.py`, and look at what git shows.
@@ -15,30 +15,49 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+import matplotlib
 import msgspec
 import numpy as np
 import plotly.offline
 import pytest
+from matplotlib.image import imsave
 from matplotlib.testing.compare import compare_images
 from rich.console import Console
-from shown import HEADS, LAYERS, STEPS, alerted, course_of, write_run
-from typer.testing import CliRunner
+from shown import FILE_NAME, HEADS, LAYERS, STEPS, alerted, course_of, invoke, write, write_run
+from tagged import TEXTS, raised_of, reading_of
+from wandb_file import Run
 
-from geomon.analysis.compare import compare
-from geomon.cli import make_app
+from geomon import Readings, WandB, read
 from geomon.note import Note
-from geomon.show.charts import charts_of
-from geomon.show.collect import cards_of
-from geomon.show.figures import KINDS, card, draw
-from geomon.show.figures.compare import compare_figure
-from geomon.show.report import Run, render
-from geomon.show.terminal import format_line, view, watch
+from geomon.show import Pictures, format_line, view
 
 APPROVED = Path(__file__).parent / "approved"
 # Root mean square of the differences of two pictures, of 255: what another processor may round.
 TOLERANCE = 0.1
 # The age of a reading does not hang on the day of the test.
 NOW = 1_800_000_000.0
+NAN, INF = math.nan, math.inf
+
+# Each metric of the odd run asks for something of its own: values by layer at the last step.
+ODD = {
+    "wide": [0.25, 2.0, 40.0, 3.0],  # colours are logarithmic
+    "widest": [0.25, 2.0, 315.0, 3.0],  # and name powers of ten alone
+    "signed": [0.25, -0.5, 0.25, 0.125],
+    "positive": [0.25, 0.0, 0.25, 0.5],
+    "nothing": [0.0, 0.0, 0.0, 0.0],
+    "far": [30.0, 2.0, INF, 3.0],  # layer 0 would flatten the others
+    "below": [0.5, -0.02, 0.05, 0.01],
+    "near": [2.5, 2.0, 4.0, 3.0],
+    "beside_zeros": [0.4, 0.0, 0.0, 0.0],
+    "holed": [1.0, NAN, 3.0, 4.0],
+    "late": [NAN, NAN, 3.0, 4.0],
+    "attention_entropy": [NAN, 0.0, 0.0, 0.0],
+}
+ODD_TEXTS = {
+    "wide": {"title": "wide, as a title of many words <b>", "unit": "m", "null": "noise"},
+    "signed": {"title": "signed", "healthy": "It stays <i>.", "meaning": "A sum.\n\nOf all."},
+    "gride": {**TEXTS["gride"], "parts": {"k1": "scale 1", "k4": "scale 4"}},
+}
 
 
 def made(make_readings, folder, alerts=(), **options):
@@ -47,6 +66,12 @@ def made(make_readings, folder, alerts=(), **options):
     whole = alerted(whole, alerts, [course_of("max_logit/layer_02/head_1", 700)])
     timed = [msgspec.structs.replace(each, time=NOW - 100 + each.step / 20) for each in whole]
     return write_run(folder, replace(whole, readings=timed))
+
+
+def again(folder, count):
+    """Write a line of the record once more at its end: the description, or a reading."""
+    path = folder / FILE_NAME
+    path.write_text(path.read_text() + path.read_text().splitlines()[count] + "\n")
 
 
 @pytest.fixture
@@ -60,15 +85,58 @@ def run(make_readings, tmp_path, monkeypatch):
 
 @pytest.fixture
 def other(make_readings, tmp_path):
-    """A larger run: one layer, and one head, more than pictures have room for."""
+    """A larger run: more layers, and one head more, than pictures have room for."""
     curves = {
         "twonn/mean": (2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 7.0, 5.0, 4.5),
-        "training/loss": (9.0, 6.0, 5.0, 4.5, 4.0, 3.8, 3.7, 3.6, math.nan),
+        "training/loss": (9.0, 6.0, 5.0, 4.5, 4.0, 3.8, 3.7, 3.6, NAN),
         "anisotropy/layer_00": [9.0] * 9,
     }
     steps = (0, 16, 32, 64, 128, 256, 512, 1024, 1500)
     folder = tmp_path / "other"
-    return made(make_readings, folder, steps=steps, layers=13, heads=5, curves=curves)
+    return made(make_readings, folder, steps=steps, layers=17, heads=5, curves=curves)
+
+
+@pytest.fixture
+def odd(tmp_path, monkeypatch):
+    """A short run, taken up twice, whose values ask each for another scale."""
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    readings = []
+    for place, step in enumerate((0, 4, 32)):
+        values = {
+            f"{name}/layer_{layer:02d}": value * (1 + place - 2) if name == "signed" else value
+            for name, profile in ODD.items()
+            for layer, value in enumerate(profile)
+        }
+        heads = np.arange(-3.0, 3.0).reshape(2, 3) * place
+        heads[1, 1] = NAN
+        for (layer, head), value in np.ndenumerate(heads):
+            values[f"qk_dot/layer_{layer + 1:02d}/head_{head}"] = float(value)
+        values |= {"twonn/mean": 5.0 - place, "twonn/mean/margin": 0.5 * place}
+        values |= {"twonn_distinct/mean": 5.0 * 3**place, "twonn_distinct/mean/margin": 9.0}
+        values |= {"gride/mean/k1": 4.0, "gride/mean/k4": 2.0 + place, "wide/null": 9.0}
+        values |= {"twonn/null": 80.0, "wide/mean": 7.0, "wide/mean/margin": 0.25}
+        values |= {"training/loss": 4.0 if place < 2 else NAN, "training/probe_loss": 3.0 - place}
+        values |= {f"far/layer_{layer:02d}/margin": 0.5 for layer in range(4)}
+        values |= {"geomon/overhead": NAN, "training/lr": 0.1, "twonn/layer_01/n": 64.0}
+        values |= {"signed/mean/a": 1.0 + place, "signed/mean/std": 0.5}
+        noted = [Note("copies", f"{place} rows are copies"), *[Note("once", "once")][place:]]
+        readings.append(reading_of(values, step, "inline", noted, time=NOW - 5000 + step))
+    words = "left its band (layer 2): look there"
+    alerts = [
+        raised_of("left_band", 0, words, courses=[course_of(f"a/{n}", 40) for n in range(13)]),
+        raised_of("entropy_collapse", 4),
+        raised_of("rank_collapse", 4), raised_of("left_band", 50, words),
+    ]  # fmt: skip
+    whole = Readings([{}], readings, raised=alerts)
+    described = {"model": "a$b^$", "parameters": 10**9, "metrics": {**TEXTS, **ODD_TEXTS}}
+    again(write(tmp_path / "odd", whole, **described), 0)
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """Two programs that wrote into one record, and measured nothing."""
+    readings = [reading_of({"geomon/seconds": 1.0, "geomon/overhead": 0.1}, 8, time=NOW)]
+    again(write(tmp_path / "bare", readings), 1)
 
 
 def holds_text(name, text):
@@ -93,16 +161,15 @@ def rounded(value):
 
 
 def holds_data(name, value):
-    text = json.dumps(rounded(value), indent=0, ensure_ascii=False, sort_keys=True)
+    text = json.dumps(rounded(value), indent=0, ensure_ascii=False, sort_keys=True, allow_nan=False)
     # What holds neither a list nor another dict stands in one line.
     holds_text(
         name, re.sub(r"[\[{]\n[^][{}]*[\]}]", lambda found: found[0].replace("\n", " "), text)
     )
 
 
-def holds_figure(name, figure, tmp_path):
-    drawn, file = tmp_path / f"{name}.png", APPROVED / f"{name}.png"
-    figure.savefig(drawn, dpi=50)
+def holds_picture(name, drawn):
+    file = APPROVED / f"{name}.png"
     if "APPROVE" in os.environ:
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(drawn.read_bytes())
@@ -110,24 +177,54 @@ def holds_figure(name, figure, tmp_path):
     assert differs is None, differs
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_figures(kind, run, tmp_path):
-    holds_figure(kind, draw(kind, run), tmp_path)
+# Arguments of `geomon figure` and `geomon compare`, by the name of the picture.
+PICTURES = {
+    **{kind: f"figure run --kind {kind}"
+       for kind in ("run", "dimension", "profiles", "map", "heads", "cosines")},
+    **{f"large_{kind}": f"figure other --kind {kind}"
+       for kind in ("run", "profiles", "map", "heads", "cosines")},
+    "compare": "compare run other",
+    "compare_few": "compare run run",
+    "bare": "figure bare",
+    **{f"odd_{kind}": f"figure odd --kind {kind}" for kind in ("run", "dimension")},
+    **{f"odd_{kind}_{metric}": f"figure odd --kind {kind} --metric {metric}"
+       for kind, metric in (("map", "wide"), ("map", "widest"), ("map", "signed"),
+                            ("map", "holed"), ("profiles", "far"), ("profiles", "late"),
+                            ("heads", "qk_dot"), ("cosines", "qk_dot"))},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["run", "profiles", "map", "heads", "cosines"])
-def test_figures_of_a_larger_run(kind, other, tmp_path):
-    holds_figure(f"large_{kind}", draw(kind, other), tmp_path)
-
-
-def test_the_figure_of_two_runs(run, other, tmp_path):
-    figure = compare_figure((run, other), ("run", "other"), compare(run, other))
-    holds_figure("compare", figure, tmp_path)
+@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.usefixtures("run", "other", "odd", "bare")
+def test_pictures(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with matplotlib.rc_context({"savefig.dpi": 50}):
+        done = invoke(*PICTURES[name].split(), "--out", f"{name}.png")
+    assert done.exit_code == 0, done.stderr
+    holds_picture(name, tmp_path / f"{name}.png")
 
 
 def test_cards_of_loggers(run, tmp_path):
-    for number, (_, panel) in enumerate(cards_of(run)):
-        holds_figure(f"card_{number}", card(panel), tmp_path)
+    posted = []
+    pictures = Pictures(lambda *given: posted.append(given), metrics=["cosine"])
+    pictures.describe(run.runs[-1])
+    pictures.write(run[0])  # drawn whole with the first reading and at the end alone
+    began = len(posted)
+    for each in run.readings[1:]:
+        pictures.write(each)
+    del posted[began:]
+    for alert in run.raised:
+        pictures.alert(alert)
+    pictures.close()
+    assert [step for *_, step in posted] == [0] * began + [1500] * (len(posted) - began)
+    names = [name for name, *_ in posted[began:]]
+    for name, image, _ in posted[began:]:
+        drawn = tmp_path / "card.png"
+        height, width, _ = image.shape
+        halved = image.reshape(height // 2, 2, width // 2, 2, 3).mean(axis=(1, 3))
+        imsave(drawn, halved.round().astype(np.uint8))
+        holds_picture(f"card_{name.split()[0]}", drawn)
+    holds_text("cards.txt", "\n".join(names))
 
 
 def plain(value):
@@ -144,19 +241,33 @@ def plain(value):
     return value
 
 
-def test_charts_of_wandb(run):
-    charts = {name: json.loads(chart.to_json()) for name, chart in charts_of(run).items()}
-    holds_data("wandb.json", plain(charts))
+def test_charts_and_summary_of_wandb(run):
+    wandb = Run()
+    sink = WandB(wandb, by_step=True, detail=["cosine"])
+    sink.describe(run.runs[-1])
+    for each in run:
+        sink.write(each)
+    for alert in run.raised:
+        sink.alert(alert)
+    sink.close()
+    wandb.end_row()
+    charts = [
+        {name: json.loads(chart.to_json()) for name, chart in row.items() if "charts/" in name}
+        for row in wandb.rows
+    ]
+    holds_data("wandb.json", plain([row for row in charts if row][-1]))
+    holds_data("wandb_summary.json", wandb.summary)
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_reports(count, run, other, monkeypatch):
+@pytest.mark.parametrize("names", ["run", "odd", "bare", "run other seeded"])
+@pytest.mark.usefixtures("run", "odd", "bare")
+def test_reports(names, other, tmp_path, monkeypatch):
+    write(tmp_path / "seeded", other, **{**other.runs[-1], "seed": 1})  # the same but for the seed
     monkeypatch.setattr(plotly.offline, "get_plotlyjs", lambda: "")
-    seeded = replace(other, runs=[{**run.runs[-1], "seed": 1}])  # beside `run` of another seed
-    wider = replace(other, runs=[{**run.runs[-1], "width": 8}])
-    named = zip("abc", (run, wider, seeded), strict=True)
-    page = render([Run(name, Path(name), readings) for name, readings in named][:count])
-    page = re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    done = invoke("report", *names.split(), "-o", "page.html")
+    assert done.exit_code == 0, done.stderr
+    page = re.sub(r"<style>.*?</style>", "", Path("page.html").read_text(), flags=re.DOTALL)
     charts, decoder = [], json.JSONDecoder()
     for start in re.finditer(r"Plotly.newPlot\(\s*", page):
         at = start.end()
@@ -164,34 +275,41 @@ def test_reports(count, run, other, monkeypatch):
             value, at = decoder.raw_decode(page, at)
             charts.append(plain(value))
             at += len(re.match(r"[\s,]*", page[at:])[0])
-    assert charts
-    holds_data(f"report_{count}.json", charts)
-    holds_text(f"report_{count}.html", re.sub(r"(?s)(<script[^>]*>).*?(</script>)", r"\1\2", page))
+    assert charts or names == "bare"
+    name = f"report_{names.replace(' ', '_')}"
+    holds_data(f"{name}.json", charts)
+    holds_text(f"{name}.html", re.sub(r"(?s)(<script[^>]*>).*?(</script>)", r"\1\2", page))
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_overviews(width, run, other):
+def test_overviews(width, run, other, odd, tmp_path):
     style = {"force_terminal": True, "color_system": "truecolor", "record": True}
     console = Console(width=width, file=io.StringIO(), **style)
     console.print(view(run))
     console.print(view(other))
-    console.print(format_line(run[-1], run))
+    for place, reading in enumerate(run):  # as they came
+        console.print(format_line(reading, replace(run, readings=run.readings[: place + 1])))
+    whole = read(tmp_path / "odd")
+    console.print(format_line(whole[-1], whole))
     holds_text(f"overview_{width}.txt", console.export_text(styles=True).replace("\x1b", "^"))
 
 
-@pytest.mark.parametrize(
-    "words", ["summary run", "alerts", "alerts not_finite", "compare run other"]
-)
-def test_commands(words, run, other, tmp_path, monkeypatch):
+# Commands by the name of what they print.
+COMMANDS = {
+    **{re.sub(r"\W+", "_", words): words
+       for words in ("summary run", "summary odd", "alerts", "alerts not_finite",
+                     "compare run other", "watch run --once", "watch odd --once",
+                     "watch odd --once --metric wide", "watch odd --once --metric gride/k4")},
+    "watch_without_colours": "watch run other --once --metric anisotropy --layer 2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.usefixtures("run", "other", "odd")
+def test_commands(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
-    found = CliRunner().invoke(make_app(), words.split())
-    assert found.exit_code == 0
-    holds_text(f"{words.replace(' ', '_')}.txt", found.output)
-
-
-def test_the_terminal_view(run, other, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "110")
-    watch([tmp_path / "run"], once=True)
-    watch([tmp_path / "run", tmp_path / "other"], metric="anisotropy", layer=2, once=True)
-    holds_text("watch.txt", capsys.readouterr().out)
+    monkeypatch.setenv("NO_COLOR", "1" if "without" in name else "")
+    found = invoke(*COMMANDS[name].split())
+    assert found.exit_code == 0, found.stderr
+    holds_text(f"{name}.txt", found.output)

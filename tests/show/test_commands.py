@@ -1,54 +1,515 @@
-import io
+"""Commands on a record: what they say of what a record holds, of files and of bad input."""
+
 import json
+import math
 import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import matplotlib
 import pytest
-from shown import Terminal, write
-from tagged import with_values
-from typer.testing import CliRunner
+from shown import alerted, invoke, write, write_run
+from tagged import TEXTS, reading_of, with_values
 
-from geomon.analysis.alerts import RULES
-from geomon.cli import make_app
+import geomon
+import geomon.show
+from geomon import Readings, __version__, read
 from geomon.record import FILE_NAME
-from geomon.show.terminal import watch
+
+NAN = math.nan
+ALL = ("twonn", "twonn_distinct", "gride", "anisotropy", "qk_cosine", "attention_entropy")
 
 
 @pytest.fixture
 def run(make_readings, tmp_path):
-    """A folder with the record of a run."""
-    return write(tmp_path, make_readings())
+    """The folder of a run."""
+    return write(tmp_path / "run", make_readings())
 
 
-def invoke(*arguments):
-    return CliRunner().invoke(make_app(), list(map(str, arguments)))
+# -- any record ------------------------------------------------------------------------------------
+
+# Arguments of each command on the record of a folder.
+COMMANDS = {
+    "watch": lambda run, out: ["watch", "--once", run],
+    "figure": lambda run, out: ["figure", run, "--out", out / "run.png"],
+    "report": lambda run, out: ["report", run, "-o", out / "report.html"],
+    "compare": lambda run, out: ["compare", run, run],
+    "export": lambda run, out: ["export", run, "-o", out / "values.csv"],
+    "summary": lambda run, out: ["summary", run],
+}
+NEWER = {"run": {"geomon": "9999.1", "model": "Synthetic"}}
+# A reading as this version does not know it.
+UNKNOWN = '{"step": 2000, "form": 2, "columns": "AAAA"}'
 
 
-def test_figure_is_written_beside_the_record_or_where_asked(run, tmp_path):
-    assert invoke("figure", run).stdout == f"wrote {run / 'geometry.png'}\n"
-    assert (run / "geometry.png").stat().st_size > 10_000
-    other = tmp_path / "else" / "picture.svg"
-    assert invoke("figure", run / FILE_NAME, "--out", other).exit_code == 0
-    assert "<svg" in other.read_text()[:1000]
-    assert invoke("compare", run, run, "--out", other).stdout.endswith(f"\nwrote {other}\n")
+def line(content):
+    return json.dumps(content) + "\n"
 
 
-def test_sentences_are_broken_between_words_on_a_terminal_alone(run):
-    plain = invoke("summary", run).stdout.splitlines()
-    program = "import sys; sys.stdout.isatty = lambda: True; from geomon.cli import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", program, "summary", str(run)], capture_output=True, text=True,
-        env=os.environ | {"COLUMNS": "40"}, check=True,
-    )  # fmt: skip
-    lines = done.stdout.splitlines()
-    assert max(map(len, lines)) <= 40 < max(map(len, plain))
-    assert " ".join(line.strip() for line in lines) == " ".join(plain)
-    assert [line for line in lines if not line.startswith("  ")] == [
-        next(line for line in lines if whole.startswith(line)) for whole in plain
+def make(case, path, readings):
+    """Write the record of a case; at least three readings."""
+    lines = [reading.line() + "\n" for reading in readings]
+    own = [with_values(r, {"mine/layer_01": 1.0}).line() + "\n" for r in readings]
+    first = line({"run": {"geomon": __version__, "model": "Synthetic"}})
+    texts = {
+        "an empty file": "",
+        "no reading": first,
+        "no record": "hello\n",
+        "a list": "[1, 2]\n",
+        "a line in the middle": first + lines[0] + lines[1][:80] + "\n" + lines[2],
+        "a torn line": first + "".join(lines[:-1]) + lines[-1][:100],
+        "two runs at once": first + "".join(lines[:3] + lines[1:]),
+        "a newer version": line(NEWER) + "".join(lines),
+        "a newer version, all unknown": line(NEWER) + UNKNOWN + "\n",
+        "other metrics": first + "".join(own),
+    }
+    if case != "no folder":
+        path.mkdir()
+    if case in texts:
+        (path / FILE_NAME).write_text(texts[case])
+
+
+# Words of the one line with which every command ends, and its exit code 2.
+REFUSED = {
+    "no folder": "no record at",
+    "no file": "no record at",
+    "no record": "line 1 of .* is not a line of a record .*: expected what geomon writes",
+    "a list": "line 1 of .* is not a line of a record",
+    "a line in the middle": "line 3 of .* is not a line of a record",
+    "an empty file": "no readings yet in .*: try again",
+    "no reading": "no readings yet in .*: try again",
+    "a newer version, all unknown": "line 2 of .*; move the file away, or upgrade geomon",
+}
+# Words of a line beside the page, which is made.
+REMARKED = {
+    "two runs at once": "From line 5 on, two runs wrote into this record at once",
+    "a newer version": "written by a newer geomon .9999.1.: .* may miss values; pip install",
+    "a torn line": "",
+    "other metrics": "",
+}
+
+
+def run_command(command, case, make_readings, tmp_path):
+    make(case, tmp_path / "run", make_readings((0, 16, 32, 64)))
+    return invoke(*COMMANDS[command](tmp_path / "run", tmp_path))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_record_of_which_no_page_can_be_made_is_refused_in_one_line(
+    command, case, make_readings, tmp_path
+):
+    result = run_command(command, case, make_readings, tmp_path)
+    assert isinstance(result.exception, SystemExit | None)
+    if command == "watch" and REFUSED[case].startswith("no readings"):  # it can wait for some
+        assert (result.exit_code, result.stdout.split()[:3]) == (0, ["no", "readings", "yet"])
+        return
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert re.fullmatch(f"geomon: {REFUSED[case]}.*\n", result.stderr)
+
+
+@pytest.mark.parametrize("case", REMARKED)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_can_be_read_is_shown_with_one_line_on_the_rest(
+    command, case, make_readings, tmp_path
+):
+    result = run_command(command, case, make_readings, tmp_path)
+    if command == "compare" and case == "other metrics":
+        assert result.exit_code == 2
+        assert "geomon: the runs have no values at steps near one another" in result.stderr
+        return
+    assert result.exit_code == 0, result.output
+    assert result.stdout
+    said = result.stderr.splitlines()
+    if command in ("watch", "summary"):  # they say it where they say everything
+        said = [" ".join(result.stdout.split())] if REMARKED[case] else []
+    assert len(said) == bool(REMARKED[case]) * (2 if command == "compare" else 1)
+    assert all(re.search(REMARKED[case], words) for words in said)
+
+
+@pytest.mark.parametrize("case", [*REFUSED, "two runs at once", "a newer version", "other metrics"])
+def test_a_notebook_shows_what_can_be_read(case, make_readings, tmp_path):
+    make(case, tmp_path / "run", make_readings((0, 16, 32, 64)))
+    words = {**REFUSED, **REMARKED}[case]
+    if not words.startswith("no readings") and case in REFUSED:
+        with pytest.raises((FileNotFoundError, ValueError), match=words):
+            read(tmp_path / "run")
+        return
+    page = read(tmp_path / "run")._repr_html_()
+    assert re.search(words.removeprefix("no readings yet in .*: ").removesuffix("try again"), page)
+    assert ("<img" in page) == (case not in REFUSED)
+
+
+# -- what a record holds, and what pages say of it -------------------------------------------------
+
+# Two values of a metric; margin; words of `geomon compare`.
+COMPARED = [
+    ((3.2051, 3.2047), 1e-4, "3.2051 -> 3.2047, lower by 0.0004 ± 0.00014 (less than 0.1 %)"),
+    ((-0.4, -0.7), 0.02, "-0.4 -> -0.7, lower by 0.3 ± 0.028\n"),
+    ((4.0123, 45.0), 0.2, "4.01 -> 45, higher by 41 ± 0.28 (11.2 times as high)"),
+    ((8.0, 12e3), 1e3, "± 1.4e+03\n"),
+    ((1.0, 1.007), 0.0, "error unknown:\n  own/mean: 1 -> 1.007, higher by 0.007 (+0.7 %)"),
+    ((2.0, 0.0), 0.1, "lower by 2 ± 0.14 (-100 %)"),
+    *(((one, other), 0.1, f"{one:g} -> {other:g}, {word} by {abs(one - other):g} ± 0.14\n")
+      for one, other, word in ((0.0, 1.0, "higher"), (-1.0, 1.0, "higher"), (1.0, -1.0, "lower"))),
+    ((5.0, 5.2), 0.15, "within the errors:\n"),
+    ((5.2, 5.0), 0.15, "within the errors:\n"),
+    ((5.0, 5.2), 0.14, "beyond the errors (95 %; of 1 compared 0 would be so by chance):\n"),
+    *(((5.0, 5.0 + change), margin, "\n1 equal\n")  # also if sums were of another order
+      for change in (0.0, 1e-15, -1e-15) for margin in (0.1, 0.0)),
+    *(((5.0, 5.0 + change), 0.0, "error unknown:\n") for change in (1e-7, -1e-7)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "margin", "said"), COMPARED)
+def test_differences_beyond_their_margin_have_the_digits_that_tell_values_apart(
+    values, margin, said, tmp_path
+):
+    folders = []
+    for name, value in zip("ab", values, strict=True):
+        # A deviation over splits of the same sequences decides nothing.
+        tags = {"own/mean": value, "own/mean/std": 0.001, "own/layer_01": 9.0 + value}
+        tags |= {"own/mean/margin": margin} if margin else {}
+        folders.append(write(tmp_path / name, [reading_of(tags, 200)]))
+    printed = invoke("compare", *folders).stdout
+    assert said in printed
+    assert not re.search("layer|geomon/|std", printed.partition("\n")[2])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "at"),
+    [
+        ((0, 16, 32, 64), (0, 16, 32, 64, 128), "step 64"),
+        ((0, 100, 200, 400), (0, 60, 190, 330, 700), "steps 190 and 200"),
+        ((0, 100, 200, 400), (0, 380, 400), "step 400"),
+        ((0, 100), (0, 90), "steps 90 and 100"),  # a tenth of the larger one, to the step
+        ((0, 96, 100), (0, 97, 140), "steps 97 and 96"),  # not 100, a bit later and further off
+        ((0, 16), (128, 256), None),
+        ((0, 100, 200, 400), (0, 140, 300), None),  # step 0 alone says nothing of the training
+    ],
+)
+def test_runs_are_compared_at_their_last_steps_near_one_another(first, second, at, tmp_path):
+    folders = [
+        write(tmp_path / name, [reading_of({"own/mean": 1.0}, step) for step in steps])
+        for name, steps in (("a", first), ("b", second))
     ]
+    done = invoke("compare", *folders)
+    assert (at is None) == ("no values at steps near one another" in done.stderr)
+    assert at is None or done.stdout.startswith(f"{folders[1]} against {folders[0]}, at {at}\n")
+
+
+# Values by layer, and where `geomon figure` says that they peak.
+PROFILES = [
+    ([1.0, 3.0, 1.0], "peak at depth 0.50, bulge +2.00"),
+    ([2.0, 1.0, 1.0, 2.0], "peak at depth 0.00, bulge −0.50"),
+    # The published figures of a decoder, by layer: the peak is at a quarter of the depth.
+    ([0.083, 0.458, 0.275, 0.146, 0.136], "peak at depth 0.25, bulge +1.51"),
+    ([1.0, 1.5, 2.0, 2.5, 3.0], "peak at depth 1.00, bulge +0.00"),
+]
+
+
+@pytest.mark.parametrize(("profile", "said"), PROFILES)
+def test_profiles_say_where_they_peak(profile, said, tmp_path):
+    values = {f"own/layer_{layer:02d}": value for layer, value in enumerate(profile)}
+    folder = write(tmp_path / "run", [reading_of(values, 8)])
+    found = words_of(tmp_path, "figure", folder, "--kind", "profiles", "--metric", "own")
+    assert f"last step: {said}" in found
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        ({"time": 1.0, "from_step": 1}, {"time": 2.0, "from_step": 2}, None),
+        ({"x": "a" * 60}, {"x": "b"}, f"x {'a' * 60} and b"),
+        ({"layers": ["a", "b"]}, {"layers": ["a"]}, "layers 2: a, b and 1: a"),
+        ({"seed": 0}, {"seed": 10**4}, "seed 0 and 10,000"),
+        ({"x": 0.10001}, {"x": 0.10002}, "x 0.10001 and 0.10002"),
+        ({"x": 1}, {"x": "1"}, "x (1, with other values)"),
+        ({"x": "a" * 61 + "b"}, {"x": "a" * 61 + "c"}, f"x ({'a' * 60} ..., with other values)"),
+        ({}, {"x": 3}, "x not recorded and 3"),
+    ],
+)  # fmt: skip
+def test_settings_that_differ_are_named(one, other, said, make_readings, tmp_path):
+    readings = make_readings((0, 16))
+    folders = [
+        write(tmp_path / n, readings, **described) for n, described in (("a", one), ("b", other))
+    ]
+    lines = invoke("compare", *folders).stdout.splitlines()
+    found = [text for text in lines if text.startswith("the records differ in ")]
+    assert found == ([f"the records differ in {said}"] if said else [])
+
+
+# Values of the dimension, and their margin; the line in small characters.
+SPARKS = [
+    ([5.36, 5.44, 5.41, 5.35], 0.0, "▄▄▄▄"),
+    ([5.0, 5.15], 0.0, "▁█"),
+    ([5.0, 6.0], 0.4, "▁█"),
+    ([5.0, 5.4, 4.9, 5.2, 5.5, 5.1], 0.35, "▄▄▄▄▄▄"),  # within twice the margin
+    ([0.0, 0.0], 0.0, "▄▄"),
+    ([*range(80)], 0.0, "▁▁▂▂▃▃▄▄▅▅▆▆▇▇██"),
+    ([8, 0], 0.0, "█▁"),
+    ([3.0, 1.0, 2.0], 0.0, "█▁▅"),
+    ([5.0, *[1.0] * 70, 3.0], 0.0, "█▁▁▁▁▁▁▁▁▁▁▁▁▁▁▅"),
+]
+
+
+@pytest.mark.parametrize(("values", "margin", "spark"), SPARKS)
+def test_sparks_go_from_the_least_to_the_most_keep_both_ends_and_draw_noise_flat(
+    values, margin, spark, tmp_path
+):
+    readings = [
+        reading_of({"twonn/mean": float(value), "twonn/mean/margin": margin}, step)
+        for step, value in enumerate(values)
+    ]
+    assert f"  {spark} " in invoke("watch", "--once", write(tmp_path, readings)).stdout
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0, "0 s"), (119, "119 s"), (120, "2 min"), (7100, "118 min"), (7200, "2 h"),
+     (172_000, "48 h"), (172_800, "2 d"), (-5, "0 s")],
+)  # fmt: skip
+def test_the_age_of_a_reading_has_a_unit_that_fits(seconds, words, tmp_path, monkeypatch):
+    reading = reading_of({"geomon/overhead": 0.1}, time=1e9)
+    monkeypatch.setattr("time.time", lambda: 1e9 + seconds)
+    said = invoke("watch", "--once", write(tmp_path, [reading])).stdout
+    assert said.startswith(f"step 0 · {words} ago · probe, eval · geomon 10 % of the time\n")
+
+
+@pytest.mark.parametrize(
+    ("steps", "ticks"),
+    [
+        ((0, 1, 32), [0, 1, 10, 32]),
+        ((0, 10, 2000), [0, 10, 100, 2000]),
+        ((0, 80, 1500), [0, 80, 1500]),  # the names of 80 and 100, 1,000 and 1,500 would touch
+        ((0, 300, 310), [0, 310]),
+        ((500, 700, 900), [500, 900]),
+        ((50, 700, 2000), [50, 100, 1000, 2000]),
+        ((0, 1, 7_000_000), [0, 10, 1000, 100_000, 7_000_000]),
+    ],
+)
+def test_the_axis_of_steps_names_its_ends_and_powers_of_ten(steps, ticks, make_readings, tmp_path):
+    printed = invoke("watch", "--once", write(tmp_path, make_readings(steps))).stdout
+    assert printed.rstrip().splitlines()[-1].split() == [f"{step:,}" for step in ticks]
+
+
+@pytest.mark.parametrize(
+    ("values", "low", "high"),
+    [
+        ([5.0 + 0.01 * (n % 3) for n in range(40)], 4.91, 5.11),  # 4 % of the value
+        ([0.0] * 9, 0.0, 1.0), ([1e-10] * 9, 0.0, 1.0), ([3.0] * 9, 2.94, 3.06),
+        ([-3.0] * 9, -3.06, -2.94), ([1e38] * 9, 0.98e38, 1.02e38), ([7.0], 6.86, 7.14),
+    ],
+)  # fmt: skip
+def test_noise_looks_flat_on_an_axis_that_is_negative_only_for_negative_values(
+    values, low, high, tmp_path
+):
+    readings = [reading_of({"own/mean": value}, step) for step, value in enumerate(values)]
+    printed = invoke("watch", "--once", write(tmp_path, readings)).stdout.splitlines()
+    marks = [float(text.split("┤")[0]) for text in printed if "┤" in text]
+    assert (min(marks), max(marks)) == pytest.approx((low, high), rel=0.01, abs=0.006)
+
+
+# Which of several runs have a mean: by folder its description.
+SEEDS = [
+    ({"a": {"seed": 0}, "b": {"seed": 1, "time": 2.0}, "c": {"seed": 0, "tokens": 64}}, "a, b"),
+    ({"a": {"seed": 0}, "b": {"seed": 1, "rate": 1}}, ""),
+    ({"a": {"seed": 0}, "b": {"seed": 0}}, ""),  # they differ in what no record holds
+    ({name: {"seed": n} for n, name in enumerate("abcde")}, "a, b, c, d, ..."),
+]
+
+
+@pytest.mark.parametrize(("runs", "mean"), SEEDS)
+@pytest.mark.usefixtures("short_library")
+def test_runs_that_differ_in_their_seed_alone_have_a_mean(runs, mean, make_readings, tmp_path):
+    readings = make_readings((0, 16), without=ALL[1:])
+    folders = [write(tmp_path / name, readings, **said) for name, said in runs.items()]
+    assert invoke("report", *folders, "-o", tmp_path / "page.html").exit_code == 0
+    page = (tmp_path / "page.html").read_text()
+    assert {*re.findall(r"mean of ([^:\"]*)", page)} == ({mean} if mean else set())
+
+
+@pytest.fixture
+def short_library(monkeypatch):
+    """Pages without the library of charts, which is 5 MB long."""
+    monkeypatch.setattr("plotly.offline.get_plotlyjs", str)
+
+
+@pytest.mark.usefixtures("short_library")
+def test_long_runs_are_thinned_and_keep_both_ends_and_extremes(make_readings, tmp_path):
+    names = ("twonn/mean", "twonn_distinct/mean", "gride/mean/k1", "gride/mean/k32",
+             "attention_entropy/mean", "geomon/overhead")  # fmt: skip
+    curves = {name: [1.0] * 450 for name in names}
+    curves["twonn/mean"][317] = 77.0
+    folder = write(tmp_path / "run", make_readings(tuple(range(450)), curves=curves))
+    assert invoke("report", folder, "-o", tmp_path / "page.html").exit_code == 0
+    page = (tmp_path / "page.html").read_text()
+    drawn = [json.loads(text) for text in re.findall(r'"customdata":(\[.*?\])[,}]', page)
+             if not text.startswith("[[")]  # fmt: skip
+    assert 200 < max(map(len, drawn)) <= 403
+    assert {0, 317, 449} <= set(drawn[0])
+    assert 8 < len(re.findall(r'"method":"restyle"', page)) <= 16  # moves of a slider
+
+
+def test_the_numbers_of_a_page_are_those_of_the_record(make_readings, tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run", make_readings())
+    monkeypatch.setattr("plotly.offline.get_plotlyjs", str)
+    assert invoke("report", tmp_path / "run", "-o", tmp_path / "page.html").exit_code == 0
+    page = (tmp_path / "page.html").read_text()
+    for tag in ("twonn/mean", "gride/mean/k32", "training/loss", "anisotropy/layer_02"):
+        values = [float(f"{value:.5g}") for value in run.series(tag)[1]]
+        known = values if "layer" not in tag else values[-1:]
+        assert json.dumps(known, separators=(",", ":"))[1:-1] in page, tag
+
+
+def words_of(folder, *arguments):
+    """The words of a figure."""
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        done = invoke(*arguments, "--out", folder / "words.svg")
+    assert done.exit_code == 0, done.stderr
+    return re.findall(r"<text[^>]*>([^<]*)", (folder / "words.svg").read_text())
+
+
+@pytest.mark.parametrize(
+    ("described", "title"),
+    [
+        ({"parameters": 5000}, "5,000 parameters, steps 0 to 16, training loss 4.00 → 3.00"),
+        ({"model": "a\x1b[2J\u202e$b^$", "layers": 3, "parameters": 1_234_567},
+         "a�[2J�$b^$, 1.23 million parameters, steps 0 to 16, training loss 4.00 → 3.00"),
+    ],
+)  # fmt: skip
+def test_the_title_says_model_size_steps_and_loss(described, title, make_readings, tmp_path):
+    readings = make_readings((0, 16), curves={"training/loss": [4.0, 3.0]})
+    folder = write(tmp_path / "run", readings, **{"model": "", **described})
+    assert title in words_of(tmp_path, "figure", folder)
+
+
+def test_names_of_folders_are_no_formulas(make_readings, tmp_path):
+    folders = [write(tmp_path / name, make_readings((0, 16))) for name in ("a$^$", "b")]
+    found = words_of(tmp_path, "compare", *folders)
+    assert {"first: a$^$", "second: b"} <= {*found}
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["r/seed_0", "r/seed_1"], ["seed_0", "seed_1"]),
+        (["r/s0/few", f"r/s1/few/{FILE_NAME}"], ["s0/few", "s1/few"]),
+        (["r/a", "r/a"], ["a (1)", "a (2)"]),
+        # Of one folder twice and another of its name: the parents tell two of them apart.
+        (["r/a", "q/a", "r/a"], ["r/a (1)", "q/a", "r/a (2)"]),
+    ],
+)
+def test_names_are_as_short_as_tells_the_runs_apart(paths, names, make_readings, tmp_path):
+    for path in paths:
+        write(tmp_path / path.removesuffix(f"/{FILE_NAME}"), make_readings((0,)))
+    printed = invoke("watch", "--once", *(tmp_path / path for path in paths)).stdout
+    headings = [text for text in printed.splitlines() if text.startswith("━")]
+    assert headings == [f"━ {name}" for name in names]
+    assert "━" not in invoke("watch", "--once", tmp_path / "r").stdout  # one has no need of it
+
+
+def test_a_run_that_measured_little_says_what_it_has(make_readings, tmp_path):
+    bare = write(tmp_path / "bare", make_readings((0,), without=[*ALL, "geomon"]))
+    assert "intrinsic dimension: not measured." in invoke("watch", "--once", bare).stdout
+    one = write(tmp_path / "one", make_readings((0,)))
+    assert "since" not in invoke("watch", "--once", one).stdout  # the one value
+    early = write(tmp_path / "early", alerted(replace(make_readings(), readings=[]),
+                                              [(0, "rank_collapse")]))  # fmt: skip
+    said = invoke("watch", "--once", early).stdout
+    assert said.startswith("no readings yet\nAlert at step 0: rank collapse (layer 2): look there")
+
+
+@pytest.mark.parametrize("size", [((7,), 1, 1), ((0, 16), 48, 64), ((500, 700, 900), 2, 3)])
+def test_every_size_of_run_is_drawn(size, make_readings, tmp_path, monkeypatch):
+    steps, layers, heads = size
+    folder = write(tmp_path / "run", make_readings(steps, layers=layers, heads=heads))
+    with matplotlib.rc_context({"savefig.dpi": 20}):
+        done = invoke("figure", folder, "--all")
+    assert (done.exit_code, done.stdout.count("wrote ")) == (0, 6)
+
+
+def test_pages_of_a_large_record_make_no_tags_of_all_values(make_readings, tmp_path, monkeypatch):
+    """Of a record of 5,000 readings of 8,000 values each microsecond of a value is 40 s."""
+    run = write(tmp_path / "run", make_readings(layers=12, heads=16))
+    monkeypatch.setattr("geomon.record.reading.tagged", lambda stacks: pytest.fail("all tags"))
+    for command in COMMANDS.keys() - {"compare"}:
+        done = invoke(*COMMANDS[command](run, tmp_path))
+        assert done.exit_code == 0, (command, done.output)
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def test_files_stand_beside_the_record_or_where_asked(run, tmp_path):
+    def written(*arguments):
+        done = invoke(*arguments)
+        assert done.exit_code == 0, done.stderr
+        found = [text for text in done.stdout.splitlines() if text.startswith("wrote ")]
+        return [Path(text.removeprefix("wrote ").partition(" (")[0]) for text in found]
+
+    other = tmp_path / "else" / "picture.svg"
+    assert written("figure", run) == [run / "geometry.png"]
+    assert written("figure", run / FILE_NAME, "--out", other) == [other]
+    assert "<svg" in other.read_text()[:1000]
+    kinds = ("--kind", "dimension", "--kind", "map", "--metric", "anisotropy")
+    assert written("figure", run, *kinds) == [
+        run / "figures" / "dimension.png", run / "figures" / "map_anisotropy.png",
+    ]  # fmt: skip
+    assert written("compare", run, run, "--out", other) == [other]
+    page = tmp_path / "new folder" / "page.html"
+    assert written("report", run, "-o", page) == [page]
+    assert page.read_text().lstrip().startswith("<!DOCTYPE html>")
+
+
+def test_all_draws_what_the_run_can_give_and_says_the_rest_in_a_line(make_readings, tmp_path):
+    write(tmp_path, make_readings((0, 16), without=["qk_cosine"]))
+    lines = invoke("figure", tmp_path, "--all").stdout.splitlines()
+    assert len(lines) == 6
+    assert [text.split(":")[0] for text in lines if text.startswith("no ")] == ["no cosines"]
+
+
+# Arguments of a command on a run that measured five metrics; words of the line that refuses it.
+WRONG = [
+    (["figure", "run", "--kind", "nothing"], "no figure is called 'nothing': there are run, "),
+    (["figure", "run", "--kind", "nothing", "--kind", "map"], "no figure is called 'nothing'"),
+    (["figure", "run", "--kind", "dimension", "--metric", "cosine"],
+     "'dimension' takes no metric: profiles, map, heads"),
+    (["figure", "run", "--kind", "map", "--metric", "anisotropi"],
+     "anisotropi: not measured in this run: did you mean anisotropy"),
+    (["figure", "run", "--kind", "map", "--metric", "zzz"],
+     "zzz: not measured in this run; anisotropy, attention_entropy, qk_cosine were"),
+    (["figure", "run", "--kind", "heads", "--metric", "twonn"],
+     "twonn of single heads: not measured in this run; attention_entropy, qk_cosine were"),
+    (["figure", "run", "--kind", "cosines", "--metric", "qk_cosin"], "did you mean qk_cosine"),
+    *((["figure", "bare", "--kind", kind], "not measured in this run")
+      for kind in ("dimension", "profiles", "map", "heads", "cosines")),
+    (["figure", "run", "--out", "a"], "figures are written to a file that ends in .png, .svg or"),
+    (["figure", "run", "--out", "a.xyz"], "xyz"),
+    (["figure", "run", "--stack", "x"], "no stack is called 'x'"),
+    (["watch", "run", "--once", "--metric", "anisotropi"], "no run has 'anisotropi': there are tw"),
+    (["watch", "run", "--once", "--metric", "anisotropy", "--layer", "9"],
+     "no layer 9 of anisotropy: there are 0 to 4"),
+    (["watch", "run", "--once", "--metric", "twonn", "--layer", "1"], "it is not of layers"),
+    (["report", "run", "-o", "a.pdf"], "a report is written to a file that ends in .html"),
+    (["alerts", "x"], "no alert is called 'x'"),
+    (["compare", "run", "no"], "no record at no"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "words"), WRONG)
+def test_bad_input_is_one_clear_line(arguments, words, run, make_readings, tmp_path, monkeypatch):
+    write(tmp_path / "bare", make_readings((0, 16), without=ALL))
+    monkeypatch.chdir(tmp_path)
+    before = {*tmp_path.rglob("*")}
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert {*tmp_path.rglob("*")} == before
 
 
 @pytest.mark.parametrize(
@@ -58,13 +519,15 @@ def test_sentences_are_broken_between_words_on_a_terminal_alone(run):
 def test_a_place_that_cannot_be_written_is_named_with_what_to_do(command, run, tmp_path):
     name, file = command
     (tmp_path / "file").write_text("of the user")
-    folders = [run, run] if name == "compare" else [run]
     out = tmp_path / "file" / file
-    result = invoke(name, *folders, "--out", out)
+    result = invoke(name, *[run] * (1 + (name == "compare")), "--out", out)
     assert result.exit_code == 2
     assert result.stderr.startswith(f"geomon: {out} cannot be written (")
     assert result.stderr.endswith("): give another place by --out\n")
     assert result.stderr.count("\n") == 1
+    several = invoke("figure", run, "--kind", "run", "--kind", "map", "--out", tmp_path / "file")
+    assert several.stderr.endswith("is a file: give a folder by --out, for several figures\n")
+    assert (tmp_path / "file").read_text() == "of the user"
 
 
 @pytest.mark.parametrize(
@@ -91,27 +554,41 @@ def test_what_stood_there_stays_where_the_new_one_cannot_be_finished(
     assert set(tmp_path.iterdir()) == before  # no part of the new one
 
 
-def test_several_figures_are_not_written_into_a_file(run, tmp_path):
-    (tmp_path / "a.png").write_text("of the user")
-    result = invoke("figure", run, "--kind", "run", "--kind", "map", "--out", tmp_path / "a.png")
-    assert result.exit_code == 2
-    assert result.stderr.endswith("is a file: give a folder by --out, for several figures\n")
-    assert (tmp_path / "a.png").read_text() == "of the user"
+def test_sentences_are_broken_between_words_on_a_terminal_alone(run):
+    plain = invoke("summary", run).stdout.splitlines()
+    program = "import sys; sys.stdout.isatty = lambda: True; from geomon.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "summary", str(run)], capture_output=True, text=True,
+        env=os.environ | {"COLUMNS": "40"}, check=True,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 40 < max(map(len, plain))
+    assert " ".join(line.strip() for line in lines) == " ".join(plain)
+    assert [line for line in lines if not line.startswith("  ")] == [
+        next(line for line in lines if whole.startswith(line)) for whole in plain
+    ]
 
+
+# -- nothing of a record acts ----------------------------------------------------------------------
 
 ACTING = "\x1b[2J\x1b]0;title\x07\u202eabc\x9b31m\x00\r\nline\u2028end"
+SCRIPT = "<script>alert(1)</script><b onclick='x()'>\"&amp;</b></script><!--"
+TAG = "<img src=x onerror=alert(1)>"
 
 
-def corrupt_text(path, content):
-    """A record whose every text, and every tag, holds what acts on a terminal."""
-    run = {"run": {"model": ACTING, ACTING: ACTING}}
-    lines = [json.dumps(run)]
-    for reading in content:
-        values = {**reading.values, f"twonn/{ACTING}_layer_01": 1.0}
-        values |= {f"twonn/{ACTING}_mean": 3.0}
-        odd = with_values(reading, values, source=ACTING, mode=ACTING, dtype=ACTING, notes=[ACTING])
-        lines.append(odd.line())
-    path.write_text("\n".join(lines) + "\n")
+def acting(readings, text, name):
+    """A record of which every text, and a tag, act: on a terminal or on a page."""
+    tags = (f"{name}/mean", f"{name}/mean/part", f"{name}/layer_01", f"{name}/layer_02")
+    odd = [
+        with_values(
+            each, each.values | dict.fromkeys(tags, 2.0),
+            source=text, mode=text, dtype=text, notes=[text],
+        )
+        for each in readings
+    ]  # fmt: skip
+    said = dict.fromkeys(("title", "unit", "meaning", "healthy"), text) | {"parts": {"part": text}}
+    described = {"model": text, text: text, "layers": [text], "geomon": f"9999.1{text}"}
+    return Readings([], odd), {**described, "metrics": {**TEXTS, name: said}}
 
 
 @pytest.mark.parametrize(
@@ -119,57 +596,59 @@ def corrupt_text(path, content):
 )
 def test_nothing_of_a_record_acts_on_the_terminal(make_readings, tmp_path, command):
     folder = tmp_path / "a\x1b[2Jb\u202ec"
-    folder.mkdir()
-    corrupt_text(folder / FILE_NAME, make_readings())
+    readings, described = acting(make_readings((0, 16)), ACTING, ACTING)
+    write(folder, readings, **described)
     for _ in range(2):
         result = invoke(*command, folder)
+        assert isinstance(result.exception, SystemExit | None), result.exception
         output = result.stdout + result.stderr
         assert output
         assert all(line.isprintable() for line in output.split("\n")), output
         (folder / FILE_NAME).write_text(f"{ACTING}\n{{}}\n")  # and then no record at all
 
 
-def test_several_runs_are_printed_with_their_names(make_readings, run, tmp_path):
-    other = write(tmp_path / "other", make_readings((0,)))
-    printed = invoke("watch", run, other, "--once").stdout.splitlines()
-    assert printed == [line.rstrip() for line in printed]
-    assert printed[0] == f"━ {run.name}"
-    assert "━ other" in printed
-    assert sum(line.startswith("step ") for line in printed) == 2
-    assert run.name not in invoke("watch", run, "--once").stdout  # one has no need of it
+@pytest.mark.usefixtures("short_library")
+def test_nothing_of_a_record_acts_on_a_page(make_readings, tmp_path):
+    pages = []
+    for name, text in (("plain", "text"), ("odd", SCRIPT), ("control", "\x07\x1b[2J")):
+        readings, described = acting(make_readings((0, 16)), text, TAG if name == "odd" else text)
+        described["metrics"]["twonn"] = {**TEXTS["twonn"], "title": text, "meaning": text}
+        folder = write(tmp_path / name, alerted(readings, [(16, text)]), **described)
+        assert invoke("report", folder, folder, "-o", tmp_path / "page.html").exit_code == 0
+        pages.append((tmp_path / "page.html").read_text())
+    plain, odd, control = pages
+    assert odd.count("<script") == plain.count("<script")
+    outside = re.sub(r"(?s)<script.*?</script>", "", odd)
+    assert "<img" not in outside
+    assert not re.search(r"<[^>]* on\w+=", outside)
+    assert outside.count("&lt;script&gt;alert(1)") >= 7  # model, alert, note, configuration, ...
+    assert TAG not in odd
+    assert not {"\x07", "\x1b"} & {*control}
+    assert not re.search(r"\\u00(07|1b)", control)
 
 
-@pytest.mark.parametrize(
-    ("terminal", "term", "draws"),
-    [
-        (Terminal("utf-8"), "xterm-256color", True),
-        (Terminal("ascii"), "xterm-256color", False),
-        (Terminal("utf-8"), "dumb", False),
-        (io.StringIO(), "xterm-256color", False),
-    ],
-    ids=["terminal", "ascii", "dumb", "pipe"],
-)
-def test_the_overview_is_printed_once_if_no_terminal_can_refresh_it(
-    run, monkeypatch, terminal, term, draws
-):
-    def leave(seconds):
-        raise KeyboardInterrupt
+def test_a_report_asks_the_network_for_nothing_and_holds_the_library_once(run, tmp_path):
+    from plotly.offline import get_plotlyjs
 
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("TERM", term)
-    monkeypatch.setattr("time.sleep", leave)
-    watch([run])
-    printed = terminal.getvalue()
-    assert ("\x1b[?25l" in printed) == draws  # the cursor is hidden meanwhile
-    assert "since step 1,024; peak 7.4" in " ".join(re.sub("\x1b\\[[0-9;]*m", "", printed).split())
-    assert printed.isascii() == (getattr(terminal, "encoding", None) == "ascii")
+    assert invoke("report", run, "-o", tmp_path / "page.html").exit_code == 0
+    text = (tmp_path / "page.html").read_text()
+    assert text.count(get_plotlyjs()[:2000]) == 1
+    own = text.replace(get_plotlyjs(), "").replace('"plotlyServerURL": "https://plot.ly"', "")
+    assert len(own) < 5e5
+    assert not re.search(r"https?://|@import|url\(|fetch\(|XMLHttp|import\(", own)
+    assert re.findall(r"\b(?:src|href|action|srcset)=\S+", own) == ['href="data:,">']
 
 
-def test_alerts_are_explained_where_no_docs_are_installed():
-    everything = invoke("alerts").stdout.splitlines()
-    assert [line.partition(":")[0] for line in everything] == [*RULES]
-    assert invoke("alerts", "rank_collapse").stdout == (
-        "rank_collapse: an effective rank of the hidden states below 1.1; look at the learning "
-        f"rate, its warm-up and the initialisation; {RULES['rank_collapse'].odds}\n"
+def test_nothing_of_matplotlib_is_changed_and_nothing_is_loaded_before_it_is_needed(run, tmp_path):
+    before = dict(matplotlib.rcParams)
+    figure = geomon.show.geometry_figure(read(run))
+    assert figure._repr_png_().startswith(b"\x89PNG")  # a notebook shows it
+    assert dict(matplotlib.rcParams) == before
+    with pytest.raises(AttributeError, match=r"'geomon\.show' has no attribute 'nothing'"):
+        geomon.show.nothing  # noqa: B018
+    code = (
+        "import sys; from geomon.show import Pictures; "
+        "assert not {'matplotlib', 'rich', 'typer'} & sys.modules.keys(); "
+        "from geomon.show import save; assert 'matplotlib.pyplot' not in sys.modules"
     )
-    assert "no alert is called 'x'" in invoke("alerts", "x").stderr
+    subprocess.run([sys.executable, "-c", code], check=True)

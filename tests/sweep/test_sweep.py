@@ -10,17 +10,17 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from lightning.pytorch.callbacks import ModelCheckpoint
+from loggers import SINKS
 from models import batch, transformer
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.util.tensor_util import make_ndarray
 from torch.utils.data import DataLoader
 
-from geomon import Logger, Memory, Monitor, TensorBoard, WandB, every, read, scan, select
+from geomon import Memory, Monitor, every, read, scan, select
 from geomon.lightning import GeometryMonitor
 
 STEPS = (2, 4, 6)
@@ -343,84 +343,14 @@ def test_a_sink_that_fails_is_a_warning_and_the_record_goes_on(run, scanned, tmp
     assert "the record goes on: OSError: gone" in caplog.text
 
 
-class Run:
-    """A run of W&B, as far as its sink calls it."""
-
-    def __init__(self):
-        self.rows, self.summary, self.config, self.sent, self.step = [], {}, {}, [], 0
-
-    def log(self, row, step=None, commit=None):
-        self.rows.append(row)
-        self.step = self.step + 1 if step is None else step
-
-    def define_metric(self, name, step_metric=None, hidden=None):
-        pass
-
-    def alert(self, **given):
-        self.sent.append(given)
-
-
-def of_memory(folder):
-    sink = Memory()
-    found = lambda: [*map(values, sink.readings), *map(words_of, sink.alerts)]  # noqa: E731
-    return sink, found
-
-
-def words_of(alert):
-    return alert.step, alert.source, alert.words(), alert.courses
-
-
-def of_logger(folder):
-    logged, others = [], []
-    sink = Logger(
-        lambda values, step: logged.append((step, values)), detail="layers",
-        picture=lambda name, image, step: others.append((name, step, image.tobytes())),
-        alert=lambda *given: others.append(given),
-    )  # fmt: skip
-    return sink, lambda: [*((step, measured(row)) for step, row in logged), *others]
-
-
-def of_tensorboard(folder):
-    def found():
-        events = EventAccumulator(str(folder), {"tensors": 0}).Reload()
-        tags = measured(dict.fromkeys(events.Tags()["tensors"]))
-        return [
-            (tag, x.step, line)
-            for tag in tags
-            for x in events.Tensors(tag)
-            for line in str(make_ndarray(x.tensor_proto).tolist()).split("\\n")
-            # The options tell a scan from a run, and a scan takes no time of a training.
-            if "options" not in tag and "of the time" not in line
-        ]
-
-    return TensorBoard(folder, pictures=False), found
-
-
-def of_wandb(folder):
-    run = Run()
-
-    def found():
-        numbers = {str: repr, float: repr, int: repr}
-        rows = [
-            [(name, numbers.get(type(x), type)(x)) for name, x in measured(row).items()]
-            for row in run.rows
-        ]
-        return [*rows, repr(measured(run.summary)), run.sent]
-
-    return WandB(run, by_step=True, pictures=False), found
-
-
-def measured(row):
-    """All but the time that was taken."""
-    return {tag: x for tag, x in row.items() if not tag.endswith(("/overhead", "/seconds"))}
-
-
-@pytest.mark.parametrize("make", [of_memory, of_logger, of_tensorboard, of_wandb])
-def test_sinks_get_what_those_of_a_live_run_get(tmp_path, monkeypatch, make):
-    """Names, steps and values, one by one; alerts, pictures and texts."""
+@pytest.mark.parametrize("name", ["Memory", "Aim", "TensorBoard", "W&B"])
+def test_sinks_get_what_those_of_a_live_run_get(tmp_path, monkeypatch, name):
+    """Names, steps and values, one by one; alerts and pictures."""
     monkeypatch.setattr("geomon.show.loggers.history.SHARE", math.inf)  # drawings are not put off
+    monkeypatch.setattr("geomon.show.figures.card", lambda panel: panel)
+    monkeypatch.setattr("geomon.show.figures.as_image", lambda figure: np.zeros((8, 8, 3), "u1"))
     model, inputs = transformer("gpt2"), {"input_ids": PROBE % 50}
-    sink, found = make(tmp_path / "of_live")
+    sink, of_live = SINKS[name](tmp_path / "of_live", monkeypatch)
     with Monitor(model, probe=inputs, tokens=192, sinks=[sink], directory=None) as monitor:
         for step in (0, 10, 20):
             monitor.probe(step)
@@ -428,13 +358,24 @@ def test_sinks_get_what_those_of_a_live_run_get(tmp_path, monkeypatch, make):
             with torch.no_grad():
                 for block in model.transformer.h:  # until logits are so large that it is an alert
                     block.attn.c_attn.weight.mul_(12)
-    live = found()
-    sink, found = make(tmp_path / "of_scan")
+    sink, of_scan = SINKS[name](tmp_path / "of_scan", monkeypatch)
     scan(tmp_path / "run", directory=tmp_path / "record", sinks=[sink], device="cpu", tokens=192,
          inputs=inputs)  # fmt: skip
-    assert len(live) > 3  # readings, and more
-    assert found() == live
-    assert read(tmp_path / "record").alerts
+    live, found = of_live(), of_scan()
+    assert [(step, measured(row)) for step, row in found.rows] == [
+        (step, measured(row)) for step, row in live.rows
+    ]
+    assert found[1:] == live[1:]
+    assert [step for step, _ in live.rows] == [0, 10, 20]
+    assert live.alerts
+    assert (not live.pictures) == (name == "Memory")
+
+
+def measured(row):
+    """All but charts and the time that was taken, of which a scan has none; NaN equals NaN."""
+    of_time = ("/overhead", "/seconds")
+    numbers = {tag: x for tag, x in row.items() if isinstance(x, float)}
+    return {tag: repr(x) for tag, x in numbers.items() if not tag.endswith(of_time)}
 
 
 def test_another_scan_or_a_training_in_the_folder_is_refused(run, scanned, tmp_path):
@@ -470,19 +411,44 @@ def test_warnings_of_the_same_kind_come_once_and_nothing_stays(run, tmp_path, ca
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"model": transformer("gpt2")}, "give a function that builds it"),
-        ({"model": "recipes.enwik8.train:none", "checkpoints": "x"}, "cannot be imported"),
-        ({"model": "math:pi", "checkpoints": "x"}, "math:pi is no function"),
-        ({"model": "a", "text": __file__, "inputs": PROBE}, "not both"),
-        *(({"model": "a", name: 0}, f"{name} is a whole number")
-          for name in ("tokens", "splits", "sequences", "length")),
-    ],
-)  # fmt: skip
-def test_bad_arguments_end_in_one_line(tmp_path, arguments, words):
+class Own:
+    """A class whose objects no file may bring along."""
+
+
+# Arguments, in a folder with others in it, and words of the one line that refuses them.
+WRONG = [
+    (("./x",), {}, "no checkpoints in x"),
+    (("a/b/c",), {}, "no checkpoints in a/b/c"),
+    (("./empty",), {}, "no checkpoints in"),
+    (("model", "empty"), {}, "expected the folder of a transformers model"),
+    (("model", "files"), {}, "module:function, which builds the model"),
+    ((build, "folders"), {}, "name the model's folder"),
+    ((build, "empty"), {}, r"needs the folder of its \*.ckpt files"),
+    ((build,), {}, r"needs the folder of its \*.ckpt files"),
+    (("model", "folders"), {"revisions": ["main"]}, "not both"),
+    ((build, "own"), {}, r"values \([\w ]+\): .*add_safe_globals"),
+    (("orphan",), {}, "does not say which model .*--checkpoints FOLDER"),
+    ((transformer("gpt2"),), {}, "give a function that builds it"),
+    (("recipes.enwik8.train:none", "x"), {}, "cannot be imported"),
+    (("math:pi", "x"), {}, "math:pi is no function"),
+    (("a",), {"text": __file__}, "not both"),
+    *((("a",), {name: 0}, f"{name} is a whole number")
+      for name in ("tokens", "splits", "sequences", "length")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "options", "words"), WRONG)
+def test_bad_arguments_end_in_one_line(tmp_path, monkeypatch, arguments, options, words):
+    monkeypatch.chdir(tmp_path)
+    for name in ("empty", "files", "folders/checkpoint-1", "own", "orphan"):
+        Path(name).mkdir(parents=True)
+    Path("files/a.ckpt").touch()
+    Path("folders/checkpoint-1/config.json").write_text("{}")
+    Path("orphan/adapter_config.json").write_text("{}")
+    torch.save({"global_step": 1, "hyper_parameters": Own()}, "own/a.ckpt")
+    model, checkpoints = (*arguments, None)[:2]
+    given = {"inputs": PROBE, "metrics": CHOSEN, "directory": "scan", **options}
     with pytest.raises(ValueError, match=words) as caught:
-        scan(**arguments, directory=tmp_path / "scan")
+        scan(model, checkpoints=checkpoints, **given)
     assert "\n" not in str(caught.value)
-    assert not (tmp_path / "scan").exists()
+    assert not Path("scan/readings.jsonl").exists()

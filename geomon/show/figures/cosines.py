@@ -33,6 +33,8 @@ def cosines_figure(readings: Readings, metric: str = "qk_cosine") -> Figure:
     label, has_limit = readings.text_of(metric).label, math.isfinite(limit)
     chance = (limit, "chance: all heads within, with a probability of 95 %") if has_limit else None
     steps = [reading.step for reading in selected]
+    low, high = min(0.0, float(np.nanmin(table))), max(0.0, float(np.nanmax(table)))
+    ends = (1.05 * low, 1.05 * high) if high > low else (0.0, 1.0)  # all panels share their axis
     shown = spread_items(range(len(layers)), _MOST_LAYERS)
     panels = [
         (
@@ -44,7 +46,7 @@ def cosines_figure(readings: Readings, metric: str = "qk_cosine") -> Figure:
                     for line in table[:, row].T
                 ],
                 chance=chance,
-                ends=(-1.05, 1.05) if metric == "qk_cosine" else None,
+                ends=(-1.05, 1.05) if metric == "qk_cosine" else ends,
             ),
         )
         for row in shown

@@ -1,29 +1,31 @@
-"""`geomon watch`: overviews and a chart, refreshed in place, without a clock; or printed once."""
+"""`geomon watch` in a terminal: overviews and a chart, refreshed in place, without a clock."""
 
+import io
 import re
 from dataclasses import replace
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
 from rich.text import Text
 from shown import Terminal, alerted, write
-from tagged import raised_of, with_values
+from tagged import raised_of, reading_of, with_values
 
+from geomon.cli import make_app
 from geomon.record import FILE_NAME
-from geomon.show.terminal import watch
+from geomon.show import view
 
 
 class Screens:
     """What a terminal shows after each look at the files; between two looks something happens."""
 
-    def __init__(self, monkeypatch, size=(100, 30)):
-        self.terminal = Terminal("utf-8")
+    def __init__(self, monkeypatch):
+        self.terminal, self._monkeypatch = Terminal("utf-8"), monkeypatch
         monkeypatch.setenv("TERM", "xterm-256color")
-        monkeypatch.setenv("COLUMNS", str(size[0]))
-        monkeypatch.setenv("LINES", str(size[1]))
         monkeypatch.delenv("NO_COLOR", raising=False)
-        self._monkeypatch = monkeypatch
 
-    def of(self, *folders, between=(), **options):
+    def of(self, *folders, between=(), size=(100, 30), arguments=()):
         """The characters of the screen after the first look, and after each thing that happens."""
         shown, left, begun = [], list(between), 0
 
@@ -36,9 +38,11 @@ class Screens:
                 raise KeyboardInterrupt
             left.pop(0)()
 
+        self._monkeypatch.setenv("COLUMNS", str(size[0]))
+        self._monkeypatch.setenv("LINES", str(size[1]))
         self._monkeypatch.setattr("sys.stdout", self.terminal)
         self._monkeypatch.setattr("time.sleep", sleep)
-        watch([*folders], **options)
+        make_app()(["watch", *map(str, folders), *arguments], standalone_mode=False)
         return shown
 
 
@@ -57,11 +61,11 @@ def screens(monkeypatch):
 
 @pytest.mark.parametrize("size", [(80, 40), (120, 40), (200, 50)])
 def test_dimensions_phases_and_alerts_are_whole_at_any_size_above_a_chart(
-    make_readings, tmp_path, monkeypatch, size
+    make_readings, tmp_path, screens, size
 ):
     kinds = [(16, "logit_growth"), (64, "not_finite"), (256, "entropy_collapse")]
     folder = write(tmp_path / "a", alerted(make_readings(layers=12, heads=16), kinds))
-    (screen,) = Screens(monkeypatch, size).of(folder)
+    (screen,) = screens.of(folder, size=size)
     assert "step 1,500 · " in words(screen)
     assert (
         "Alerts: not finite at step 64, logit growth at step 16, entropy collapse at step "
@@ -75,12 +79,42 @@ def test_dimensions_phases_and_alerts_are_whole_at_any_size_above_a_chart(
     assert max(map(len, lines)) <= size[0]
 
 
-def test_a_chart_is_left_out_where_the_overview_fills_the_screen(
-    make_readings, tmp_path, monkeypatch
-):
-    (screen,) = Screens(monkeypatch, (100, 12)).of(write(tmp_path, make_readings()))
+def test_a_chart_is_left_out_where_the_overview_fills_the_screen(make_readings, tmp_path, screens):
+    (screen,) = screens.of(write(tmp_path, make_readings()), size=(100, 12))
     assert "step 1,500" in screen
     assert not any(map(is_chart, screen.splitlines()))
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    points=st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(0, 1e3)), min_size=1, max_size=30),
+    size=st.tuples(st.integers(40, 120), st.integers(30, 60)),
+)
+def test_any_curve_fits_into_any_terminal(points, size, tmp_path, screens):
+    readings = [
+        reading_of({"own/mean": value, "own/mean/margin": margin}, 7 * step * step)
+        for step, (value, margin) in enumerate(points)
+    ]
+    screens.terminal = Terminal("utf-8")
+    (screen,) = screens.of(write(tmp_path, readings), size=size)
+    lines = screen.splitlines()
+    assert any("┤" in line for line in lines)
+    assert len(lines) <= size[1]
+    assert max(map(len, lines)) <= size[0]
+
+
+@pytest.mark.parametrize("width", [120, 80, 60, 40])
+def test_an_overview_fits_the_terminal_and_cuts_no_word(make_readings, width):
+    note = " ".join(f"word{n}" for n in range(60))
+    console = Console(width=width, color_system=None, file=io.StringIO())
+    console.print(view(make_readings(layers=24, heads=16, notes=[note])))
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    text = words(" ".join(lines))
+    assert "± 0.1 at step 1,500, compressing, -0.4 ± 0.3 since step 1,024; peak 7.4 ± 0.1" in text
+    assert note in text
+    assert "…" not in text or width == 40  # of the rows below
+    assert any("5.3 ± 0.1     ▁▁▂▅██▇▆▅ " in f"{line} " for line in lines)  # value and curve whole
 
 
 def test_a_record_is_followed_while_it_is_written(make_readings, tmp_path, screens):
@@ -134,12 +168,12 @@ def test_an_alert_is_shown_at_once_and_what_a_run_gave_up_is_not(make_readings, 
     assert "Alert at" not in rewound
 
 
-def test_several_runs_lie_over_one_another_with_a_legend(make_readings, tmp_path, monkeypatch):
+def test_several_runs_lie_over_one_another_with_a_legend(make_readings, tmp_path, screens):
     folders = [
         write(tmp_path / name, make_readings((0, 16, 1500), curves={"twonn/mean": values}))
         for name, values in (("one", [3.0, 7.0, 5.0]), ("two", [1.0, 2.0, 9.0]))
     ]
-    (screen,) = Screens(monkeypatch, (110, 50)).of(*folders)
+    (screen,) = screens.of(*folders, size=(110, 50))
     lines = screen.splitlines()
     assert any(line.startswith("━ one") for line in lines)
     assert "intrinsic dimension  ━ one  ━ two" in screen
@@ -149,37 +183,18 @@ def test_several_runs_lie_over_one_another_with_a_legend(make_readings, tmp_path
     assert min(marks) <= 1
 
 
-def test_the_metric_and_the_layer_of_the_chart_are_chosen(
-    make_readings, tmp_path, monkeypatch, capsys
-):
-    readings = make_readings(layers=4, heads=2)
-    own = [with_values(r, {**r.values, "drift_norm/mean": 1.0 + r.step}) for r in readings]
-    folder = write(tmp_path, replace(readings, readings=own))
-    monkeypatch.setenv("COLUMNS", "100")
-    for options, title in (
-        ({}, "intrinsic dimension  "), ({"metric": "drift_norm"}, "drift_norm  "),
-        ({"metric": "anisotropy", "layer": 2}, "anisotropy, layer 2  "),
-    ):  # fmt: skip
-        watch([folder], once=True, **options)
-        printed = capsys.readouterr().out
-        assert any(line.startswith(title) for line in printed.splitlines()), title
-        assert sum(map(is_chart, printed.splitlines())) >= 4
-    with pytest.raises(ValueError, match=r"no run has 'anisotropi': there are twonn, "):
-        watch([folder], once=True, metric="anisotropi")
-    with pytest.raises(ValueError, match=r"no layer 9 of anisotropy: there are 0 to "):
-        watch([folder], once=True, metric="anisotropy", layer=9)
-
-
 @pytest.mark.parametrize(
-    ("content", "stack", "said"),
-    [("hello\n", None, "line 1 of"), ("", "encoder", "no stack is called 'encoder'")],
+    ("content", "arguments", "said"),
+    [("hello\n", (), "line 1 of"), ("", ("--stack", "encoder"), "no stack is called 'encoder'")],
 )
-def test_what_is_no_record_ends_in_one_line(make_readings, tmp_path, screens, content, stack, said):
+def test_what_is_no_record_ends_in_one_line(
+    make_readings, tmp_path, screens, content, arguments, said, capsys
+):
     path = write(tmp_path, make_readings()) / FILE_NAME
     path.write_text(content + path.read_text())
-    with pytest.raises(ValueError, match=said) as caught:
-        screens.of(tmp_path, stack=stack)
-    assert "\n" not in str(caught.value)
+    assert screens.of(tmp_path, arguments=arguments) == []
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
 
 
 def test_nothing_of_a_record_acts_on_the_terminal_or_on_the_markup(
@@ -190,8 +205,29 @@ def test_nothing_of_a_record_acts_on_the_terminal_or_on_the_markup(
     readings = [
         with_values(r, values, source=odd, mode=odd, notes=[odd]) for r in make_readings((0, 16))
     ]
-    folder = write(tmp_path / "a[red]\x1b[2J", readings)
-    (screen,) = screens.of(folder)
+    (screen,) = screens.of(write(tmp_path / "a[red]\x1b[2J", readings))
     assert "[bold]x[/nope]" in screen
     assert "\x1b[2J" not in screens.terminal.getvalue()
     assert "\u202e" not in screens.terminal.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("terminal", "term", "draws"),
+    [
+        (Terminal("utf-8"), "xterm-256color", True),
+        (Terminal("ascii"), "xterm-256color", False),
+        (Terminal("utf-8"), "dumb", False),
+        (io.StringIO(), "xterm-256color", False),
+    ],
+    ids=["terminal", "ascii", "dumb", "pipe"],
+)
+def test_the_overview_is_printed_once_if_no_terminal_can_refresh_it(
+    make_readings, tmp_path, screens, monkeypatch, terminal, term, draws
+):
+    monkeypatch.setenv("TERM", term)
+    screens.terminal = terminal
+    screens.of(write(tmp_path, make_readings()))
+    printed = terminal.getvalue()
+    assert ("\x1b[?25l" in printed) == draws  # the cursor is hidden meanwhile
+    assert "since step 1,024; peak 7.4" in " ".join(re.sub("\x1b\\[[0-9;]*m", "", printed).split())
+    assert printed.isascii() == (getattr(terminal, "encoding", None) == "ascii")

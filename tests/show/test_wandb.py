@@ -13,59 +13,14 @@ from pathlib import Path
 import pytest
 from models import PlainDecoder, batch
 from tagged import TEXTS, raised_of, reading_of
-from wandb_file import wandb_records, wandb_rows, work_offline
+from wandb_file import Run, wandb_records, wandb_rows, work_offline
 
 from geomon import Monitor, WandB, read, select
-from geomon.show.loggers.wandb_run import WandBRows, WandBSummary
-
-
-class Run:
-    """The counting of W&B: what is logged below the counter is dropped."""
-
-    def __init__(self):
-        self.rows, self.metrics, self.dropped, self.step, self._row = [], {}, [], 0, {}
-        self.summary, self.alerts = {}, []
-
-    @property
-    def config(self):
-        return {}
-
-    def define_metric(self, name, step_metric=None, hidden=None):
-        self.metrics[name] = step_metric, hidden
-
-    def alert(self, **given):
-        self.alerts.append(given)
-
-    def log(self, row, step=None, commit=None):
-        self._log(row, step, commit)
-
-    def _log(self, row, step=None, commit=None):
-        if step is not None and step < self.step:
-            self.dropped.append(row)
-            return
-        if step is not None and step > self.step:
-            self.end_row()
-            self.step = step
-        self._row |= row
-        if commit or (commit is None and step is None):
-            self.end_row()
-            self.step += 1
-
-    def end_row(self):
-        if self._row:
-            self.rows.append(self._row)
-        self._row = {}
 
 
 def reading(step, value=None, notes=(), source="inline"):
     values = {"twonn/mean": 0.1 + step if value is None else value, "twonn/mean/margin": 0.2}
     return reading_of(values, step, source, notes)
-
-
-def rows_of(run, **options):
-    rows = WandBRows(run, **options)
-    rows.describe({"metrics": TEXTS})
-    return rows
 
 
 # How a training logs to W&B itself: the step (or the counter) of its row after a training step.
@@ -80,6 +35,8 @@ HABITS = {
     "never": lambda step: None,
     "rows in two calls": lambda step: {"commit": step % 2 == 1},
 }
+# Fewer numbers than readings.
+NO_ROOM = {"every epoch of ten", "few numbers, and a row counted", "never"}
 
 
 def log_as_a_training(run, sink, habit, steps=20):
@@ -92,13 +49,6 @@ def log_as_a_training(run, sink, habit, steps=20):
 
 def steps_of(run):
     return {row["geomon/step"]: row["geomon/twonn"] for row in run.rows if "geomon/step" in row}
-
-
-NO_ROOM = {
-    "every epoch of ten",
-    "few numbers, and a row counted",
-    "never",
-}  # fewer numbers than readings
 
 
 @pytest.mark.parametrize("by_step", [False, True])
@@ -141,25 +91,23 @@ def test_what_fails_beside_a_row_of_the_training_is_a_warning(caplog):
             super().log(row, step, commit)
 
     run = Broken()
-    sink = rows_of(run)
+    sink = WandB(run, pictures=False)
     for step in range(2):
         with contextlib.suppress(OSError):
             sink.write(reading(step))
     run.log({"loss": 1.0})
     assert run.rows == [{"loss": 1.0}]
     assert any("a reading was not logged: OSError: gone" in message for message in caplog.messages)
-
-
-def test_what_waits_when_the_user_has_torn_wandb_down_is_a_warning(caplog):
-    run = Run()
-    sink = rows_of(run)
-    run.log({"loss": 1.0}, step=0)
+    torn = Run()
+    sink = WandB(torn, pictures=False)
+    torn.log({"loss": 1.0}, step=0)
+    caplog.clear()
     for step in range(2):
         sink.write(reading(step))
-    del run.step  # W&B raises where it is asked
+    del torn.step  # W&B raises where it is asked after it was torn down
     sink.close()
     assert [each for each in caplog.messages if "a reading was not logged" in each]
-    assert "_log" not in vars(run)
+    assert "_log" not in vars(torn)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -183,7 +131,7 @@ def test_nothing_is_left_on_the_run(order):
         assert rows() is None
 
 
-def test_a_run_whose_rows_cannot_be_watched_has_every_reading_in_the_end():
+def test_runs_that_cannot_be_watched_are_disabled_or_are_not_there_cost_nothing(monkeypatch):
     class Unwatched(Run):
         log, _log = Run._log, None
 
@@ -193,23 +141,16 @@ def test_a_run_whose_rows_cannot_be_watched_has_every_reading_in_the_end():
         sink.write(reading(step))
     sink.close()
     assert steps_of(run).keys() == {0, 1, 2}
-
-
-def test_a_disabled_run_is_left_as_it_is():
-    run = Run()
-    run.disabled = True
-    sink = WandB(run, pictures=False)
-    sink.write(reading(0, notes=["a note"]))
-    assert "_log" not in vars(run)
-    sink.close()
-    assert (run.rows, run.summary) == ([], {})
-
-
-def test_while_no_run_is_active_nothing_is_logged():
-    rows = rows_of(None)
-    rows.write(reading(0))
-    assert rows.run is None
-    rows.close()
+    disabled = Run()
+    disabled.disabled = True
+    monkeypatch.setattr("wandb.run", None)
+    for given in (disabled, None):
+        sink = WandB(given)
+        sink.write(reading(0, notes=["a note"]))
+        sink.alert(raised_of("rank_collapse", 1))
+        sink.close()
+    assert "_log" not in vars(disabled)
+    assert (disabled.rows, disabled.summary, disabled.alerts) == ([], {}, [])
 
 
 def test_a_run_to_which_nobody_else_logs_is_said_once(caplog):
@@ -229,19 +170,19 @@ def test_a_run_to_which_nobody_else_logs_is_said_once(caplog):
 
 def test_a_reading_joins_the_row_that_is_open_and_its_charts_follow():
     run = Run()
-    sink = rows_of(run)
+    sink = WandB(run)
+    sink.describe({"metrics": TEXTS})
     sink.write(reading(3))
     assert run.metrics["geomon/step"] == (None, True)  # an axis and no chart
+    assert run.metrics["geomon/twonn_low"] == ("geomon/step", True)
     run.define_metric("geomon/twonn", "tokens")
-    sink.log({"charts/a": "chart"}, 3)
     run.log({"loss": 1.0})
-    sink.write(reading(4))
+    sink.write(reading(400))
     assert run.metrics["geomon/twonn"] == ("tokens", None)  # as the user has it
-    sink.log({"charts/a": "chart"}, 4)
     run.log({"early": 1.0}, commit=False)
     run.log({"loss": 2.0})
     shown = {"geomon/twonn", "geomon/twonn_low", "geomon/twonn_high", "geomon/step", "loss"}
-    chart = {"charts/a", "geomon/step"}
+    chart = {"geomon_charts/1_Intrinsic_dimension", "geomon/step"}
     assert [set(row) for row in run.rows] == [shown, chart, {*shown, "early"}, chart]
 
 
@@ -249,12 +190,11 @@ PEAKED = {0: 2.0, 8: 4.0, 16: 6.0, 32: 8.0, 64: 6.0, 128: 4.0, 256: 3.0}
 
 
 def test_the_summary_holds_phase_peak_and_last_value_and_is_kept_up_to_date():
-    run = Run()
-    summary = WandBSummary(rows_of(run))
-    found = []
+    run, found = Run(), []
+    sink = WandB(run, pictures=False)
     for step, value in PEAKED.items():
-        summary.write(reading(step, value))
-        summary.write(reading(step, 1.0, source="probe") if step == 0 else reading(step, math.nan))
+        sink.write(reading(step, value))
+        sink.write(reading(step, 1.0, source="probe") if step == 0 else reading(step, math.nan))
         found.append(dict(run.summary))
     assert found[3]["geomon/phase"] == "expanding"
     assert found[3]["geomon/peak_step"] is None
@@ -267,26 +207,21 @@ def test_the_summary_holds_phase_peak_and_last_value_and_is_kept_up_to_date():
         "geomon/alerts": 0, "geomon/phase": "compressing", "geomon/peak_step": 32,
         "geomon/peak": 8.0, "geomon/final": 3.0,
     }  # fmt: skip
-    summary.alert(raised_of("rank_collapse", 256))
+    sink.alert(raised_of("rank_collapse", 256))
     assert run.summary["geomon/alerts"] == 1  # at once
-    summary.close()
+    sink.close()
 
 
 # A program that logs as a training does, and ends by `finish` or without.
 _PROGRAM = """
 import os, signal, sys, time
-sys.path.insert(0, "tests/show/loggers"), sys.path.insert(0, "tests")
+sys.path.insert(0, "tests/show"), sys.path.insert(0, "tests")
 import wandb
-from test_wandb_run import HABITS, reading
+from test_wandb import log_as_a_training
 from geomon import WandB
 folder, habit, ending = sys.argv[1:]
 run = wandb.init(project="test", dir=folder)
-sink = WandB(run, pictures=False)
-for step in range(20):
-    sink.write(reading(step))
-    given = HABITS[habit](step)
-    if given is not None:
-        run.log({f"loss_{step}": float(step)}, **given)
+log_as_a_training(run, WandB(run, pictures=False), habit)
 if ending == "finish":
     run.log({"last": 1.0}, step=int(run.step))  # what is waiting has not moved the counter
     run.finish()
@@ -307,7 +242,7 @@ if ending == "a signal":
 def test_however_a_program_ends_the_file_has_every_row_of_both(habit, ending, tmp_path):
     subprocess.run(
         [sys.executable, "-c", _PROGRAM, str(tmp_path), habit, ending],
-        cwd=Path(__file__).parents[3], check=False, timeout=300, stderr=subprocess.DEVNULL,
+        cwd=Path(__file__).parents[2], check=False, timeout=300, stderr=subprocess.DEVNULL,
         env={**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"},
     )  # fmt: skip
     rows = wandb_rows(tmp_path)
@@ -336,15 +271,11 @@ def test_offline_the_file_has_panels_in_sections_configuration_summary_and_alert
     import wandb
 
     work_offline(monkeypatch, tmp_path)
-    readings = make_readings(without=["geomon"], layers=2, heads=2)
     run = wandb.init(project="test", dir=str(tmp_path), config={"own": 1})
     sink = WandB(run, detail=["anisotropy"])
-    assert [*map(str, (sink, *sink.parts()[1:]))] == [
-        "W&B", "the summary of the W&B run", "sending alerts to W&B", "drawing charts for W&B",
-    ]  # fmt: skip
     for model in ("of an earlier monitor", "Decoder"):
         sink.describe({"model": model, "metrics": TEXTS})
-    for each in readings:
+    for each in make_readings(without=["geomon"], layers=2, heads=2):
         sink.write(each)
         run.log({"loss": 1.0}, step=each.step)
     sink.alert(raised_of("rank_collapse", 1700))
@@ -357,11 +288,9 @@ def test_offline_the_file_has_panels_in_sections_configuration_summary_and_alert
         metric = record.metric
         if record.HasField("metric") and metric.name and not metric.options.hidden:
             assert metric.step_metric == "geomon/step"
-            panels.setdefault(metric.name.partition("/")[0], set()).add(
-                metric.name.partition("/")[2]
-            )
+            section, _, name = metric.name.partition("/")
+            panels.setdefault(section, set()).add(name)
     assert panels == SECTIONS
-    assert len(panels["geomon"]) <= 12
 
     config = {item.key: json.loads(item.value_json) for r in records for item in r.config.update
               if r.HasField("config")} | {
@@ -373,15 +302,12 @@ def test_offline_the_file_has_panels_in_sections_configuration_summary_and_alert
     assert config["geomon"]["metrics"].keys() == TEXTS.keys()
     assert config["geomon"]["metrics"]["twonn"] == TEXTS["twonn"]["meaning"]
 
-    summary = {}
-    for record in records:
-        if record.HasField("summary"):
-            for item in record.summary.update:
-                summary[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
-    numbers = {key: summary[key] for key in ("geomon/phase", "geomon/peak_step", "geomon/alerts")}
-    assert numbers == {"geomon/phase": "compressing", "geomon/peak_step": 256, "geomon/alerts": 1}
-    assert summary["geomon/peak"] == 7.4
-    assert summary["geomon/final"] == 5.3
+    summary = {
+        item.key or "/".join(item.nested_key): json.loads(item.value_json)
+        for record in records if record.HasField("summary") for item in record.summary.update
+    }  # fmt: skip
+    expected = {"phase": "compressing", "peak_step": 256, "alerts": 1, "peak": 7.4, "final": 5.3}
+    assert {name: summary[f"geomon/{name}"] for name in expected} == expected
 
     (alert,) = [record.alert for record in records if record.HasField("alert")]
     assert (alert.title, alert.level, alert.wait_duration) == (
@@ -399,10 +325,9 @@ def test_the_configuration_of_a_wandb_run_describes_the_monitored_one(tmp_path, 
     work_offline(monkeypatch, tmp_path)
     sink = WandB(pictures=False)  # before there is a run
     model = PlainDecoder(layers=1)
-    metrics = select("variance")
     with wandb.init(project="test", dir=str(tmp_path), config={"own": 1}) as run:
         monitor = Monitor(
-            model, metrics=metrics, directory=tmp_path, sinks=[sink], strict=True,
+            model, metrics=select("variance"), directory=tmp_path, sinks=[sink], strict=True,
             schedule=lambda step: True,
         )  # fmt: skip
         for step in range(2):

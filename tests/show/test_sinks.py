@@ -1,0 +1,353 @@
+"""What every sink keeps: each reading once, each alert, pictures at their times; and texts.
+
+W&B, which counts rows, has a file of its own.
+"""
+
+import gc
+import math
+import sys
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from loggers import LOGGERS, SINKS, events_of
+from models import PlainDecoder, batch
+from tagged import TEXTS, raised_of, reading_of
+from tensorboard.plugins.custom_scalar import layout_pb2
+
+from geomon import Logger, MLflow, Monitor, Reading, Sink, TensorBoard, Trackio, select
+from geomon.note import Note
+from geomon.show import Pictures
+
+STEPS = (0, 200, 256)
+WORDS = "rank collapse (layer 2): look there (geomon alerts rank_collapse)"
+CARDS = {
+    "1 Intrinsic dimension", "2 anisotropy over depth", "4 anisotropy by layer",
+    "5 attention entropy by layer", "6 cosine of mean query and mean key by head",
+    "7 attention entropy by head", "9 anisotropy over depth",
+}  # fmt: skip
+
+
+@pytest.fixture
+def readings(make_readings, monkeypatch):
+    """Three readings, and pictures that are not drawn: how they look, approved pages hold."""
+    monkeypatch.setattr("geomon.show.figures.card", lambda panel: panel)
+    image = np.zeros((8, 8, 3), np.uint8)
+    monkeypatch.setattr("geomon.show.figures.as_image", lambda panel: image)
+    return make_readings(STEPS, layers=2, heads=2)
+
+
+def run_through(sink, readings):
+    """Write a run with an alert, as a monitor does."""
+    assert isinstance(sink, Sink)
+    if hasattr(sink, "describe"):
+        sink.describe({"model": "Decoder", "metrics": TEXTS})
+    for each in readings:
+        if each.step == STEPS[-1] and hasattr(sink, "alert"):
+            sink.alert(raised_of("rank_collapse", 230))
+        sink.write(each)
+    sink.close()
+    sink.close()
+
+
+@pytest.mark.parametrize("name", SINKS)
+def test_a_sink_has_every_reading_and_alert_once_and_the_pictures(
+    name, readings, tmp_path, monkeypatch
+):
+    options = {"detail": ["anisotropy"]} if name in LOGGERS else {}
+    sink, shown = SINKS[name](tmp_path, monkeypatch, **options)
+    assert name not in LOGGERS or str(sink) == name
+    run_through(sink, readings)
+    found = shown()
+    values = [(step, pytest.approx(row["geomon/twonn"])) for step, row in found.rows]
+    assert values == [(each.step, each.column("twonn").mean) for each in readings]
+    assert [(step, words.replace("\\", "")) for step, words in found.alerts] == [(230, WORDS)]
+    if name in LOGGERS:
+        names = {card.replace("-", " ") for card in CARDS}
+        assert found.pictures
+        assert {step for _, step in found.pictures} == {*STEPS}
+        assert {picture for picture, step in found.pictures if step == 256} == names
+        assert len({*found.pictures}) == len(found.pictures)
+
+
+@pytest.mark.parametrize("name", LOGGERS)
+def test_a_detail_adds_layers_and_pictures_can_be_left_out(name, readings, tmp_path, monkeypatch):
+    sink, shown = LOGGERS[name](tmp_path, monkeypatch, detail="layers", pictures=False)
+    run_through(sink, readings)
+    assert all("anisotropy/layer_01" in {tag.lstrip("~") for tag in row} for _, row in shown().rows)
+    assert shown().pictures == []
+    with pytest.raises(ValueError, match="detail is 'headline', 'layers' or a tuple of names"):
+        LOGGERS[name](tmp_path / "new", monkeypatch, detail="layer")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", LOGGERS)
+def test_each_part_shows_its_own_without_the_others(name, readings, tmp_path, monkeypatch):
+    """A monitor calls the parts one by one, and goes on without one that fails."""
+    sink, shown = LOGGERS[name](tmp_path / "whole", monkeypatch)
+    run_through(sink, readings)
+    rows, alerts, pictures = shown()
+    found_rows, found_alerts, found_pictures = [], [], []
+    for number in range(len(sink.parts())):
+        one, of_one = LOGGERS[name](tmp_path / f"{number}", monkeypatch)
+        run_through(one.parts()[number], readings)
+        one.close()
+        found = of_one()
+        assert number == 0 or str(one.parts()[number]) != name  # a message says which part fails
+        found_rows += found.rows
+        found_alerts += found.alerts
+        found_pictures += found.pictures
+    assert [(step, row["geomon/twonn"]) for step, row in found_rows] == [
+        (step, row["geomon/twonn"]) for step, row in rows
+    ]
+    assert (found_alerts, sorted(found_pictures)) == (alerts, sorted(pictures))
+
+
+def test_many_values_are_handed_to_mlflow_in_batches_and_it_needs_a_run(tmp_path, monkeypatch):
+    sink, shown = LOGGERS["MLflow"](tmp_path, monkeypatch, detail="layers", pictures=False)
+    sink.write(reading_of({f"own_{number}/mean": 1.0 for number in range(1500)}, 16))
+    ((step, row),) = shown().rows
+    assert (step, len(row)) == (16, 1501)
+    mlflow = type("mlflow", (), {"active_run": lambda: None})
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    with pytest.raises(ValueError, match=r"no run of MLflow is active: call mlflow\.start_run"):
+        MLflow()
+
+
+# -- when pictures are drawn -----------------------------------------------------------------------
+
+
+class Drawn:
+    """Pictures that cost nothing but the seconds of a clock, which stands still but for them."""
+
+    def __init__(self, patch, *, seconds=0.0):
+        self.posted, self.now, self.seconds, self.fails = [], 7000.0, seconds, False
+        patch.setattr("geomon.show.loggers.history.SHARE", 0.005)
+        patch.setattr("time.perf_counter", lambda: self.now)
+        patch.setattr("geomon.show.figures.card", lambda panel: panel)
+        patch.setattr("geomon.show.figures.as_image", lambda panel: panel)
+        self.sink = Pictures(self.post)
+
+    def post(self, name, panel, step):
+        self.posted.append((step, int(name[0]), panel))
+        self.now += self.seconds
+        if self.fails:
+            raise OSError("gone")
+
+    def write(self, step, *, cards=1):
+        """Write a reading of which one card is drawn, or three."""
+        values = {"twonn/mean": 0.1 + step}
+        values |= {f"anisotropy/layer_{n:02d}": 0.5 for n in range(3 * (cards > 1))}
+        self.sink.write(reading_of(values, step))
+
+    @property
+    def places(self):
+        return [(step, card) for step, card, _ in self.posted]
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    return Drawn(monkeypatch)
+
+
+def test_it_draws_at_first_then_each_time_the_step_has_doubled_and_once_at_the_end(monkeypatch):
+    drawn = Drawn(monkeypatch)
+    drawn.sink.close()  # nothing was written
+    for step in (0, 1, 2, 8, 15, 17, 33, 34, 40, 68, 70):
+        drawn.write(step)
+        drawn.now += 1e6
+    drawn.sink.close()
+    drawn.sink.close()
+    assert drawn.places == [(step, 1) for step in (0, 17, 34, 68, 70)]
+
+
+def test_it_draws_with_the_reading_after_an_alert_and_one_after_the_last_at_the_end(monkeypatch):
+    drawn = Drawn(monkeypatch)
+    for step in (0, 16, 17):
+        drawn.write(step)
+    drawn.sink.alert(raised_of("rank_collapse", 18))
+    for step in (18, 19, 40, 41):
+        drawn.write(step)
+    drawn.sink.close()
+    drawn.sink.alert(raised_of("rank_collapse", 43))
+    drawn.sink.close()
+    alerts = [[], [], [18], [18], [18], [18, 43]]
+    assert [step for step, *_ in drawn.posted] == [0, 16, 18, 40, 41, 41]
+    assert [[at for at, _ in panel.alerts] for *_, panel in drawn.posted] == alerts
+    empty = Drawn(monkeypatch)
+    empty.sink.alert(raised_of("rank_collapse", 18))
+    empty.sink.close()  # without a reading there is nothing to draw
+    assert not empty.posted
+
+
+def test_a_card_that_fails_keeps_no_other_back_and_is_drawn_again_as_the_step_doubles(drawn):
+    drawn.fails = True
+    for step in (16, 32):
+        with pytest.raises(OSError, match="gone"):
+            drawn.write(step, cards=3)
+        drawn.write(step + 4, cards=3)
+    assert drawn.places == [(step, card) for step in (16, 32) for card in (1, 2, 4)]
+
+
+def test_drawings_take_a_small_share_of_the_run_but_the_last_one_is_made(monkeypatch):
+    drawn = Drawn(monkeypatch, seconds=1.0)
+    for step in range(0, 1000, 10):  # a second each
+        drawn.now = 7000.0 + step
+        drawn.write(step)
+    assert drawn.places == [(step, 1) for step in (0, 400, 800)]
+    drawn.sink.close()
+    assert drawn.places[-1] == (990, 1)
+
+
+def test_the_first_picture_comes_with_the_first_reading_and_the_next_when_there_is_time(
+    monkeypatch,
+):
+    drawn = Drawn(monkeypatch, seconds=1.0)
+    for passed in (1, 399, 401):  # 0.5 % of 400 is the second card's second, and the first's
+        drawn.now = 7000.0 + passed
+        drawn.write(passed, cards=3)
+    assert drawn.places == [(1, 1), (401, 1)]
+
+
+@given(st.lists(st.floats(0.0, 3e3), min_size=1, max_size=30))
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_the_times_the_share_holds_and_the_end_is_whole(times):
+    with pytest.MonkeyPatch.context() as patch:
+        drawn = Drawn(patch, seconds=1.0)
+        for number, passed in enumerate(times):
+            drawn.now += passed
+            before = len(drawn.posted)
+            drawn.write(2**number, cards=3)
+            most = max(1, int(0.005 * (drawn.now - 7000.0)))  # the first is drawn at once
+            assert len(drawn.posted) in (before, *range(most + 1))
+        drawn.sink.close()
+    last = 2 ** (len(times) - 1)
+    assert drawn.places[-3:] == [(last, card) for card in (1, 2, 4)]
+
+
+def alive():
+    gc.collect()
+    return sum(isinstance(each, Reading) for each in gc.get_objects())
+
+
+def test_memory_grows_with_the_logarithm_of_the_run(drawn):
+    before = alive()
+    for step in range(300):
+        drawn.write(step)
+    drawn.posted.clear()
+    assert alive() - before < 5 * math.log2(300)
+
+
+# -- TensorBoard -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"pictures": False}])
+def test_a_plain_loop_has_the_pages_of_the_callbacks(tmp_path, options):
+    model, before = PlainDecoder(layers=2), {*threading.enumerate()}
+    metrics = select("twonn", "anisotropy", "attention_entropy", "attention_entropy_normalised")
+    sink = TensorBoard(tmp_path, **options)
+    monitor = Monitor(
+        model, metrics=metrics, directory=None, sinks=[sink], tokens=128, strict=True,
+        schedule=lambda step: True,
+    )  # fmt: skip
+    for step in (0, 1):
+        with monitor(step):
+            model(batch(16, 64))
+    monitor.close()
+    assert not {*threading.enumerate()} - before  # no file is open that waits for more
+    found = events_of(tmp_path)
+    (value, _) = (number for _, number in found["~geomon/twonn"])
+    assert value == np.float32(value)  # the data server shows no doubles
+    ((_, layout),) = found["custom_scalars__config__"]
+    charts = layout_pb2.Layout.FromString(layout)
+    assert [category.title for category in charts.category][-1] == "geomon"
+    images = {tag for tag, values in found.items() if values[0][1] is None}
+    numbers = {tag.partition("/")[2].partition(" ")[0] for tag in images}
+    assert numbers == (set() if options else {*"123457"})
+    # The last words come as the sink is closed, before the files are.
+    assert [step for step, _ in found["~geomon/1 the run in words"]] == [0, 1]
+    ((step, table),) = found["~geomon/4 model and options"]
+    assert (step, "| model | PlainDecoder |" in table.decode()) == (0, True)
+
+
+def test_alerts_and_new_notes_are_text_at_their_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr("geomon.show.loggers.history.SHARE", 0.005)
+    monkeypatch.setattr("time.perf_counter", lambda: 7000.0)
+    sink = TensorBoard(tmp_path, pictures=False)
+    healthy = {"twonn": {"title": "dimension", "healthy": "3 to 5"}, "cosine": {"title": "cosine"}}
+    sink.describe({"a_b": "c|d", "metrics": healthy})
+    values = {"twonn/mean": 3.0}
+    sink.write(reading_of(values, 0, notes=[Note("copies", "58 % of the rows are copies"), "b"]))
+    sink.write(reading_of(values, 1, notes=[Note("copies", "57 % of the rows are copies")]))
+    sink.alert(raised_of("rank_collapse", 5, "rank_collapse (layer 2): down to 1.2"))
+    at_once = events_of(tmp_path)["~geomon/0 alerts"]
+    assert at_once == [(5, rb"- rank\_collapse (layer 2): down to 1.2")]
+    sink.write(reading_of(values, 7, notes=["a third *note*, a_b"]))
+    sink.close()
+    found = events_of(tmp_path)
+    # The first words of the run wait for nothing.
+    assert [step for step, _ in found["~geomon/1 the run in words"]] == [0, 7]
+    table = b"| | |\n|---|---|\n| a\\_b | c\\|d |\n| metrics | 2: twonn, cosine |\n"
+    assert found["~geomon/4 model and options"] == [(0, table)]
+    assert found["~geomon/2 what is healthy"] == [(0, b"- dimension: 3 to 5")]
+    assert found["~geomon/3 notes"] == [
+        (0, b"- 58 % of the rows are copies\n- b"), (7, rb"- a third \*note\*, a\_b"),
+    ]  # fmt: skip
+
+
+def test_the_run_in_words_is_told_at_first_as_it_doubles_and_at_the_end(make_readings, tmp_path):
+    sink = TensorBoard(tmp_path, pictures=False)
+    sink.describe({"metrics": TEXTS})
+    for each in make_readings():
+        sink.write(each)
+    sink.close()
+    words = events_of(tmp_path)["~geomon/1 the run in words"]
+    assert [step for step, _ in words] == [0, 16, 32, 64, 128, 256, 512, 1024, 1500]
+    last = words[-1][1].decode()
+    assert "- intrinsic dimension, mean over layers: 5.3 ± 0.1 at step 1,500, comp" in last
+    assert all("Where to look" in text.decode() for _, text in words)
+
+
+def test_functions_are_enough_for_a_logger_and_values_are_saved_last(readings):
+    rows, pictures, saved = [], [], []
+    run_through(Logger(lambda values, step: rows.append(step)), readings)
+    assert rows == [*STEPS]
+    sink = Logger(
+        lambda values, step: None, picture=lambda *given: pictures.append(given),
+        save=lambda: saved.append(len(pictures)),
+    )  # fmt: skip
+    run_through(sink, readings)
+    assert saved[0] == len(pictures) > 0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of mlflow's own code
+def test_mlflow_itself_takes_all_of_it(readings, tmp_path, monkeypatch):
+    pytest.importorskip("sqlalchemy")  # which mlflow-skinny comes without
+    mlflow = pytest.importorskip("mlflow")
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'runs.db'}")
+    monkeypatch.chdir(tmp_path)
+    experiment = mlflow.create_experiment("test", artifact_location=(tmp_path / "art").as_uri())
+    with mlflow.start_run(experiment_id=experiment) as run:
+        run_through(MLflow(detail="layers"), readings)
+    client = mlflow.MlflowClient()
+    history = client.get_metric_history(run.info.run_id, "geomon/twonn")
+    assert [each.step for each in history] == [*STEPS]
+    tags = client.get_run(run.info.run_id).data.tags
+    assert tags["geomon: rank collapse"] == f"Step 230: {WORDS}"
+    assert any("ntrinsic dimension" in path.name for path in tmp_path.rglob("*.png"))
+
+
+def test_trackio_itself_takes_all_of_it(readings, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    trackio = pytest.importorskip("trackio")
+    run = trackio.init(project="test", name="a", auto_log_cpu=False, auto_log_gpu=False)
+    run_through(Trackio(run), readings)
+    trackio.finish()
+    (found,) = trackio.Api().runs("test")
+    rows = trackio.SQLiteStorage.get_logs("test", found.name)
+    assert [row["step"] for row in rows if "geomon/twonn" in row] == [*STEPS]
+    assert any("geomon/1 Intrinsic dimension" in row for row in rows)
+    (alert,) = trackio.Api().alerts("test")
+    assert (alert["title"], alert["text"], alert["step"]) == ("geomon: rank collapse", WORDS, 230)
