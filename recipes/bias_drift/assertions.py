@@ -20,10 +20,6 @@ _NAMES = {
 }
 # A bias up to which "the effect is not very important": twice the norm of an embedding.
 _LOW = 1.0
-# Least share of what is left to a cosine of 1 by which an output counts as more alike.
-_HIGHER = 0.01
-# Share of the draws that have a sign, from which it counts as one that is drawn.
-_DRAWN = 0.1
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ def least_gain(series: Series) -> float:
     """Compute by how much the output's mean cosine is higher, as a share of what is left to 1.
 
     The cosines of input and output both end at 1 as the bias grows: their plain difference is then
-    near 0 whatever the block does.
+    near 0 whatever the block does, and has the same sign.
 
     Returns:
         The smallest gain over levels.
@@ -107,56 +103,53 @@ def questions(tokens: int, head_width: int) -> list[tuple[bool, Claim, Callable[
     null = isotropic_anisotropy(tokens, head_width)
     over = "largest bias over none"
 
-    def ask(name: str, asserts: str, place: str, quantity: str, **limits: float) -> Claim:
-        return Claim(name, asserts, f"2401.12143, {place}", quantity, **limits)  # type: ignore[arg-type]
+    def ask(name: str, asserts: str, place: str, quantity: str, **fields: object) -> Claim:
+        return Claim(name, asserts, f"2401.12143, {place}", quantity, **fields)  # type: ignore[arg-type]
 
+    extremes = [
+        (False, ask(f"{part}_{verb}", f"The {words} {verb} with the bias.",
+                                 f"4.4, {place}", over, **{limit: 1.0}),
+         _ratio("attention_extremes", part))
+        for part, words, verb, limit, place in (
+            ("max", "largest weight of a row", "rises", "above", "fig. 9"),
+            ("min", "smallest weight of a row", "falls", "below", "fig. 9"),
+            ("sequence_max", "largest weight of a whole sequence", "rises", "above", "fig. 10"),
+            ("sequence_min", "smallest weight of a whole sequence", "falls", "below", "fig. 10"),
+        )
+    ]  # fmt: skip
     return [
         (True, ask("output_cosine_above_input",
-                    "The outputs' mean cosine is higher than the inputs' at any bias.",
-                    "section 4.2, fig. 6",
-                    "least difference over levels, as a share of what is left to 1",
-                    above=_HIGHER), least_gain),
+                   "The outputs' mean cosine is higher than the inputs' at any bias.",
+                   "4.2, fig. 6",
+                   "smallest difference, as a share of what is left to 1", above=0),
+         least_gain),
         (False, ask("norm_of_mean_output_rises",
-                     "The norm of the average output rises with the norm of the bias.",
-                     "section 4.2, fig. 6", "smallest change from one level to the next",
-                     above=0.0), _least_rise),
-        (True, ask("scores_leave_zero", "Scores move away from zero as the bias grows.",
-                    "section 4.3, fig. 7",
-                    "absolute mean score, largest bias minus none, mean over heads",
-                    above=0.0), _away_from_zero),
-        (True, ask("score_spread_grows",
-                    "The variance of a query's scores over the keys grows with the bias.",
-                    "section 6", f"`score_spread`, {over}", above=1.0), _ratio("score_spread")),
-        (True, ask("queries_and_keys_lengthen",
-                    "The norms of queries and keys grow with the bias.", "section 4.3, fig. 8",
-                    f"mean norm of a query, {over}", above=1.0), _ratio("query_norm")),
+                    "The norm of the average output rises with the bias.",
+                    "4.2, fig. 6", "smallest change between levels", above=0),
+         _least_rise),
+        (False, ask("scores_leave_zero", "Scores move away from zero as the bias grows.",
+                   "4.3, fig. 7", "size of a head's mean score, largest bias less none", above=0),
+         _away_from_zero),
+        (True, ask("score_spread_grows", "The variance of the scores grows with the bias.", "6",
+                   f"spread over the keys of a query, {over}", above=1), _ratio("score_spread")),
+        (False, ask("queries_and_keys_lengthen", "Queries grow in norm with the bias.",
+                   "4.3, fig. 8 b", f"mean norm, {over}", above=1), _ratio("query_norm")),
         (False, ask("queries_and_keys_cosine_without_bias",
-                     "Queries and keys are anisotropic without bias, by mean cosine.",
-                     "section 4.3, fig. 8", "mean cosine by head, against 3 deviations of chance",
-                     above=chance), _without_bias("query_cosine", "key_cosine")),
+                    "Queries and keys are anisotropic without bias.", "4.3, fig. 8 a",
+                    "mean cosine; 3 deviations of chance", above=chance,
+                    chosen="limit"),
+         _without_bias("query_cosine", "key_cosine")),
         (False, ask("queries_and_keys_variance_without_bias",
-                     "Queries and keys are anisotropic without bias, by share of variance.",
-                     "section 4.3, fig. 8", "anisotropy by head, against that of isotropic rows",
-                     above=null), _without_bias("query_anisotropy", "key_anisotropy")),
-        *(
-            (figure == 10, ask(f"{part}_{verb}", f"The {words} {verb} with the bias.",
-                                f"section 4.4, fig. {figure}", over, **limits),
-                            _ratio("attention_extremes", part))
-            for part, words, verb, limits, figure in (
-                ("max", "largest weight of a row", "rises", {"above": 1.0}, 9),
-                ("min", "smallest weight of a row", "falls", {"below": 1.0}, 9),
-                ("sequence_max", "largest weight of a whole sequence", "rises", {"above": 1.0}, 10),
-                ("sequence_min", "smallest weight of a whole sequence", "falls", {"below": 1.0},
-                 10),
-            )
-        ),
+                    "They are, by share of variance.", "4.3",
+                    "anisotropy; limit: isotropic rows", above=null, ours=True),
+         _without_bias("query_anisotropy", "key_anisotropy")),
+        *extremes,
         (False, ask("weak_at_low_bias",
-                     "At a low bias the effect on the weights is not very important.",
-                     "section 4.4", f"largest weight of a row, bias of {_LOW:g} over none",
-                     above=0.95, below=1.05), _low_effect),
-        (True, ask("entropy_falls", "Attention becomes less entropic as the bias grows.",
-                    "section 4.4", "entropy over log(keys), largest bias minus none", below=0.0),
-                _entropy_change),
+                    "At a low bias the effect is not very important.", "4.4",
+                    f"largest weight of a row, bias of {_LOW:g} over none", above=0.95, below=1.05,
+                    chosen="limits"), _low_effect),
+        (True, ask("entropy_falls", "Attention becomes less entropic as the bias grows.", "4.4",
+                   "entropy over log(keys), largest bias less none", below=0), _entropy_change),
     ]  # fmt: skip
 
 
@@ -168,18 +161,19 @@ def bias_claims(
     for elsewhere, claim, measure in questions(tokens, head_width):
         if is_theirs or elsewhere:
             yield replace(
-                claim, name=f"{claim.name}_{kind}", ours=not is_theirs,
+                claim, name=f"{claim.name}_{kind}", ours=claim.ours or not is_theirs,
                 variant=_NAMES.get(kind, ""),
                 values=tuple(statistics.fmean(map(measure, directions)) for directions in seeds),
             )  # fmt: skip
     if is_theirs:
         signs = [
-            value > 0 for directions in seeds for each in directions
-            for value in each.heads("score_mean")[-1]
+            float(series.values("score_mean")[-1] > series.values("score_mean")[0])
+            for directions in seeds for series in directions
         ]  # fmt: skip
         yield Claim(
             f"sign_of_scores_depends_on_the_draw_{kind}",
             "Some draws of weights and bias raise the scores, others lower them.",
-            "2401.12143, fig. 7", "share of heads with a mean score above 0 at the largest bias",
-            tuple(map(float, signs)), above=_DRAWN, below=1 - _DRAWN, repeated="head", counted=True,
+            "2401.12143, fig. 7",
+            "share of draws whose mean score rises",
+            tuple(signs), above=0.1, below=0.9, chosen="limits", repeated="draw", counted=True,
         )  # fmt: skip

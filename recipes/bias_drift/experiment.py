@@ -95,9 +95,8 @@ class BiasDrift(Experiment):
         """In which way the trainings differ in kind from the published ones."""
         return (
             f"{self.sequences} sequences of {self.length} tokens in place of 16 of 512, a bias up "
-            f"to {LEVELS[-1]:g}; trained blocks (ours) have width {self.trained_width}, "
-            f"{self.steps} steps of filling in masked characters and a bias up to "
-            f"{TRAINED_LEVELS[-1]:g}"
+            f"to {LEVELS[-1]:g}; trained blocks (ours): width {self.trained_width}, {self.steps} "
+            f"steps on masked characters, a bias up to {TRAINED_LEVELS[-1]:g}"
         )
 
     def check(self) -> None:

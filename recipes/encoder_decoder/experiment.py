@@ -10,15 +10,14 @@ from matplotlib.figure import Figure
 from torch import nn
 from typer import Option
 
-from geomon import Reading, log_spaced, select
+from geomon import log_spaced, select
 from geomon.analysis.profile import bulge, peak_depth, profile_of
-from geomon.record.columns import Column
 from recipes.encoder_decoder.figure import draw
 from recipes.enwik8.text import Text, spread
 from recipes.enwik8.train import cosine_rate
 from recipes.study.claim import Claim, Question, answers
 from recipes.study.experiment import Experiment, Runs, check_heads
-from recipes.study.history import History, over_layers
+from recipes.study.history import History, hidden_states, over_layers
 from recipes.study.markdown import table
 from recipes.study.model import Architecture, Transformer
 from recipes.study.text import masked_characters, next_characters, random_windows
@@ -32,7 +31,7 @@ MIDDLE = (0.25, 0.75)
 # The paper's least batch of rows; all characters of the probe are measured.
 PROBE_CHARACTERS = 4096
 
-_SHAPE = "2311.05928, section 3.2, fig. 1"
+_SHAPE = "2311.05928, 4.1, fig. 1"
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,8 @@ class EncoderDecoder(Experiment):
     def differs(self) -> str:
         """In which way the trainings differ in kind from the published ones."""
         return (
-            f"character models of one architecture, {self.layers} layers of width {self.width}, "
-            f"trained for {self.steps:,} steps, in place of published models that differ in size, "
-            "text, norms and positions too"
+            f"characters, one architecture, {self.layers} layers of width {self.width}, "
+            f"{self.steps:,} steps, in place of published models that differ in more"
         )
 
     def check(self) -> None:
@@ -108,8 +106,8 @@ class EncoderDecoder(Experiment):
         pairs = zip(*map(deviations, profiles), strict=True) if len(together) > 1 else ()
         yield Claim(
             "encoders_consistent", "Encoders differ less from each other than decoders.", _SHAPE,
-            "mean distance from the profile of the other seeds: decoder less encoder",
-            tuple(one - other for one, other in pairs), above=0,
+            "mean distance from the other seeds' profile: decoder less encoder",
+            tuple(one - other for one, other in pairs), above=0, ours=True,
         )  # fmt: skip
 
     def figures(self, runs: Runs) -> Mapping[str, Figure]:
@@ -124,7 +122,7 @@ class EncoderDecoder(Experiment):
             "anisotropy trained": (lambda h: over_layers(h.last, "anisotropy"), 3),
             "bulge": (lambda h: bulge(_profile(h)), 2),
             "depth of the peak": (lambda h: peak_depth(_profile(h)), 2),
-            "range / mean": (_range_from(0), 2),
+            "range / mean": (_range, 2),
             "cosine": (lambda h: over_layers(h.last, "cosine"), 3),
         }
         rows = [
@@ -161,62 +159,56 @@ def deviations(profiles: Sequence[Sequence[float]]) -> list[float]:
     return found
 
 
-def _normed_profile(reading: Reading) -> list[float]:
-    """Anisotropy of each layer, the last one after the final norm, as transformers takes it."""
-    layers = profile_of(reading, "anisotropy")
-    normed = reading.stacks.get("final_norm", {}).get("anisotropy", Column())
-    return [*layers[:-1], normed.at(len(layers) - 1)]
-
-
 Kinds = Mapping[str, History]  # what was recorded of a seed, by the kind of model
 
 
 def questions() -> list[Question]:
-    """List what the papers assert of profiles; flatness over the blocks alone was asked by us.
+    """List what the paper asserts of profiles over hidden states; before the final norm is ours.
 
-    It was asked after the first look at an encoder.
+    Flatness over the blocks alone was asked by us, after the first look at an encoder.
     """
-    bulges = "bulge: (middle third - ends) / ends"
-    decoder = [
-        (Claim("decoder_bell",
-               "The anisotropy of a decoder is higher in the middle layers than at both ends.",
-               _SHAPE, bulges, above=0),
-         lambda kinds: bulge(_profile(kinds["decoder"]))),
-        (Claim("decoder_peak_in_the_middle", "It is highest in the middle half of the depth.",
-               _SHAPE, "depth of the peak: 0 is the first block's input, 1 the last block's output",
-               above=MIDDLE[0], below=MIDDLE[1]),
-         lambda kinds: peak_depth(_profile(kinds["decoder"]))),
-        (Claim("decoder_bell_after_final_norm",
-               "A decoder has a bulge where its last layer is taken after the final norm.", _SHAPE,
-               bulges, above=0, ours=True),
-         lambda kinds: bulge(_normed_profile(kinds["decoder"].last))),
+    bulges, peak = "bulge: (middle third - ends) / ends", "depth of the peak, 0 to 1"
+    decoder: list[Question] = [
+        question
+        for before, profile, words in (
+            (False, _profile, ""), (True, _plain, "before the final norm")
+        )
+        for question in (
+            (Claim(f"decoder_bell{'_before_norm' * before}",
+                   "A decoder's anisotropy is higher in the middle layers than at the ends.",
+                   _SHAPE, bulges, above=0, variant=words, ours=before,
+                   chosen="formula" * (not before)),
+             lambda kinds, profile=profile: bulge(profile(kinds["decoder"]))),
+            (Claim(f"decoder_peak_in_the_middle{'_before_norm' * before}",
+                   "It is highest in the middle layers.", _SHAPE, peak, above=MIDDLE[0],
+                   below=MIDDLE[1], variant=words, ours=before, chosen="limits" * (not before)),
+             lambda kinds, profile=profile: peak_depth(profile(kinds["decoder"]))),
+        )
     ]  # fmt: skip
     flat: list[Question] = [
         question
-        for ending, first, words in (("", 0, "over depth"), ("_over_blocks", 1, "over the blocks"))
+        for ending, measure, words in (
+            ("", _range, "over depth"), ("_over_blocks", _range_of_blocks, "over the blocks")
+        )
         for question in (
-            (Claim(f"encoder_flat{ending}", f"The anisotropy of an encoder is uniform {words}.",
-                   _SHAPE, "range / mean", below=FLAT, ours=bool(ending)),
-             lambda kinds, first=first: _range_from(first)(kinds["encoder"])),
+            (Claim(f"encoder_flat{ending}", f"An encoder's anisotropy is uniform {words}.",
+                   _SHAPE, "range / mean", below=FLAT, ours=bool(ending),
+                   chosen="limit" * (not ending)),
+             lambda kinds, measure=measure: measure(kinds["encoder"])),
             (Claim(f"encoder_flatter_than_decoder{ending}",
-                   f"An encoder is flatter {words} than a decoder.", _SHAPE,
-                   "range / mean: decoder less encoder", above=0, ours=bool(ending)),
-             _less("decoder", "encoder", _range_from(first))),
+                   f"An encoder is more uniform {words} than a decoder.",
+                   _SHAPE, "decoder less encoder", above=0, ours=bool(ending)),
+             _less("decoder", "encoder", measure)),
         )
     ]  # fmt: skip
     others = [
         (Claim("decoder_more_anisotropic", "A decoder is more anisotropic than an encoder.",
-               "2311.05928, fig. 1", "mean over layers, decoder less encoder", above=0),
+               _SHAPE, "decoder less encoder", above=0, ours=True),
          _less("decoder", "encoder", lambda h: over_layers(h.last, "anisotropy"))),
         (Claim("attention_makes_the_bell",
-               "Attention by content makes the profile of a decoder bulge more than uniform "
-               "weights do.", _SHAPE, "bulge: by content less uniform", above=0, ours=True),
-         _less("decoder", "decoder_uniform", lambda h: bulge(_profile(h)))),
-        (Claim("attention_raises_the_cosine",
-               "Attention by content makes the rows of a decoder more alike than uniform weights "
-               "do.", "2401.12143, title", "mean cosine: by content less uniform", above=0,
-               ours=True),
-         _less("decoder", "decoder_uniform", lambda h: over_layers(h.last, "cosine"))),
+               "Attention by content makes the bulge larger.", _SHAPE, "less uniform weights",
+               above=0, ours=True),
+         _less("decoder", "decoder_uniform", lambda h: bulge(_plain(h)))),
     ]  # fmt: skip
     return [*decoder, *flat, *others]
 
@@ -228,13 +220,20 @@ def _less(
     return lambda kinds: measure(kinds[one]) - measure(kinds[other])
 
 
-def _range_from(first: int) -> Callable[[History], float]:
-    """The relative range of the layers from one on."""
-    return lambda history: relative_range(_profile(history)[first:])
-
-
 def _profile(history: History) -> list[float]:
+    return hidden_states(history.last, "anisotropy")
+
+
+def _plain(history: History) -> list[float]:
     return profile_of(history.last, "anisotropy")
+
+
+def _range(history: History) -> float:
+    return relative_range(_profile(history))
+
+
+def _range_of_blocks(history: History) -> float:
+    return relative_range(_plain(history)[1:])
 
 
 EXPERIMENT = EncoderDecoder

@@ -1,21 +1,23 @@
 """The figure of the experiment: profiles before and after training, and how they came about."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from matplotlib.figure import Figure
 
-from geomon.analysis.profile import bulge, profile_of
+from geomon import Reading
+from geomon.analysis.profile import bulge
 from recipes.study.drawing import (
     BLUE,
     GREEN,
-    GREY,
     ORANGE,
-    draw_seeds,
+    Line,
+    Panel,
+    draw_panels,
     explain_seeds,
-    label_panel,
     step_axis,
 )
-from recipes.study.history import History, over_layers
+from recipes.study.history import History, hidden_states, over_layers, over_training
 
 _SHOWN = {
     "decoder": ("decoder: causal, next character", BLUE, "o"),
@@ -30,39 +32,35 @@ def draw(seeds: Mapping[str, Sequence[History]]) -> Figure:
     Args:
         seeds: What was recorded of each seed, by the kind of model.
     """
-    figure = Figure(figsize=(10.2, 7.4), dpi=90, layout="constrained")
-    (untrained, trained), (bulges, level) = figure.subplots(2, 2)
     steps = seeds["decoder"][0].steps
-    for kind, (label, colour, marker) in _SHOWN.items():
-        own, style = seeds[kind], {"colour": colour, "label": label}
-        for panel, readings in (
-            (untrained, [each.first for each in own]),
-            (trained, [each.last for each in own]),
-        ):
-            profiles = [profile_of(reading, "anisotropy") for reading in readings]
-            layers = range(len(profiles[0]))
-            draw_seeds(panel, layers, profiles, **style, marker=marker, ms=5)
-            panel.set_xticks(list(layers))
-        curves = [[bulge(profile_of(r, "anisotropy")) for r in each.readings] for each in own]
-        draw_seeds(bulges, steps, curves, **style)
-        curves = [[over_layers(r, "anisotropy") for r in each.readings] for each in own]
-        draw_seeds(level, steps, curves, **style)
-    bulges.axhline(0, color=GREY, lw=1)
-    level.set_ylim(bottom=0)
-    top = 1.05 * max(panel.get_ylim()[1] for panel in (untrained, trained))
-    depth, step = "layer (0 = what enters the first block)", "training step (logarithmic)"
-    share = "anisotropy (share of variance\nalong the first direction)"
-    for panel, letter, title in (
-        (untrained, "a", "Anisotropy over depth, untrained"),
-        (trained, "b", f"The same after {steps[-1]:,} steps"),
-    ):
-        panel.set_ylim(0, top)
-        label_panel(panel, letter, title, depth, share)
-    label_panel(bulges, "c", "Bulge of the profile", step, "(middle third - ends) / ends")
-    label_panel(level, "d", "Mean over layers", step, "anisotropy")
-    for panel in (bulges, level):
-        step_axis(panel, steps)
-    handles, labels = untrained.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False, fontsize=10)
-    figure.supxlabel(explain_seeds(len(seeds["decoder"])), fontsize=9, color=GREY)
-    return figure
+    depths = range(len(_profile(seeds["decoder"][0].last)))
+    moments = {
+        "Anisotropy over depth, untrained": lambda history: history.first,
+        f"The same after {steps[-1]:,} steps": lambda history: history.last,
+    }
+    profiles = {
+        title: [Line(words, colour, depths, [_profile(at(each)) for each in seeds[kind]],
+                     {"marker": marker, "ms": 5})
+                for kind, (words, colour, marker) in _SHOWN.items()]
+        for title, at in moments.items()
+    }  # fmt: skip
+    top = max(max(map(max, line.curves)) for lines in profiles.values() for line in lines)
+    curves: dict[str, tuple[str, Callable[[Reading], float]]] = {
+        "Bulge of the profile": ("(middle third - ends) / ends", lambda r: bulge(_profile(r))),
+        "Mean over layers": ("anisotropy", partial(over_layers, metric="anisotropy")),
+    }
+    return draw_panels([
+        *(Panel(title, "layer (last: after the final norm)",
+                "anisotropy (share of variance\nalong the first direction)", lines,
+                options={"ylim": (0, 1.3 * top), "xticks": depths})
+          for title, lines in profiles.items()),
+        *(Panel(title, "training step (logarithmic)", unit,
+                [Line(words, colour, steps, over_training(seeds[kind], measure))
+                 for kind, (words, colour, _) in _SHOWN.items()],
+                finish=partial(step_axis, steps=steps), legend=None)
+          for title, (unit, measure) in curves.items()),
+    ], 2, (10.2, 7.4), explain_seeds(len(seeds["decoder"])))  # fmt: skip
+
+
+def _profile(reading: Reading) -> list[float]:
+    return hidden_states(reading, "anisotropy")

@@ -55,6 +55,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 # more windows are less alike.
 PROBE_TOKENS = 8192
 CHECKPOINT = "checkpoints/last.ckpt"
+LOGGERS: dict[str, Callable[[Path], Logger]] = {
+    "tensorboard": lambda folder: TensorBoardLogger(folder, name="", version="tensorboard"),
+    "wandb": lambda folder: WandbLogger(folder.name, project="geomon-enwik8", save_dir=folder),
+    "csv": lambda folder: CSVLogger(folder, name="", version="csv"),
+}
 
 
 # -- model -----------------------------------------------------------------------------------------
@@ -79,13 +84,7 @@ def configuration(arch: str, tokens: int, sizes: dict[str, Any]) -> PretrainedCo
 
 
 def bits(logits: Tensor, tokens: Tensor, bytes_per_token: float = 1.0) -> Tensor:
-    """Compute the bits that a model needs for each byte of windows, their first tokens left out.
-
-    Args:
-        logits: What the model returned for the windows, [sequences, length, vocabulary].
-        tokens: The windows, [sequences, length].
-        bytes_per_token: Bytes of the text over its tokens; 1 for characters.
-    """
+    """Compute the bits that a model needs for each byte of windows, their first tokens left out."""
     nats = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
     return nats / (math.log(2) * bytes_per_token)
 
@@ -115,12 +114,7 @@ def cosine_rate(warmup: int, steps: int) -> Callable[[int], float]:
 
 
 class Decoder(L.LightningModule):
-    """Next-token prediction with AdamW, a warm-up, and a cosine that ends at a tenth.
-
-    Args:
-        settings: Settings of the run (see `choose`), which checkpoints hold: `geomon scan` builds
-            the model from them.
-    """
+    """Next-token prediction, from settings that its checkpoints hold (for `geomon scan`)."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()
@@ -133,11 +127,6 @@ class Decoder(L.LightningModule):
         logits: Tensor = self.network(input_ids=tokens, use_cache=False).logits
         return logits
 
-    def blocks(self) -> list[torch.nn.Module]:
-        """List the blocks."""
-        decoder: Any = self.network.base_model
-        return list(decoder.h if hasattr(decoder, "h") else decoder.layers)
-
     def training_step(self, windows: Tensor, index: int) -> Tensor:
         """Compute the mean cross-entropy of windows that are one token longer than the context."""
         logits = self(windows[:, :-1])
@@ -149,20 +138,13 @@ class Decoder(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Make AdamW; the rate changes at every step."""
-        run = self.hparams
-        optimizer = adamw(self, run["learning_rate"])
-        rate = cosine_rate(run["warmup"], run["steps"])
+        optimizer = adamw(self, self.hparams["learning_rate"])
+        rate = cosine_rate(self.hparams["warmup"], self.hparams["steps"])
         return [optimizer], [{"scheduler": LambdaLR(optimizer, rate), "interval": "step"}]
 
 
-# -- batches and checkpoints -----------------------------------------------------------------------
-
-
 class Batches:
-    """Random windows of the training text, in batches; every rank draws its own.
-
-    Those of the whole run are drawn at once, so that a resumed run goes on where it was.
-    """
+    """Random windows of the text: every rank draws its own, a resumed run goes on where it was."""
 
     def __init__(self, ids: Ids, model: Decoder) -> None:
         self._ids, self._model, self._run = ids, model, model.hparams
@@ -180,11 +162,9 @@ class Batches:
 
 
 class Slice(L.Callback):
-    """Save a checkpoint ten times, at the last step, and when the time is over; then stop.
+    """Save a checkpoint ten times, at the last step, and when the time is over; then stop."""
 
-    Lightning's own checkpoint at the end of a fit says that the epoch is over: no step would
-    follow.
-    """
+    # Lightning's own checkpoint at the end says that the epoch is over: no step would follow.
 
     def __init__(self, path: Path, deadline: float) -> None:
         self._path, self._deadline = path, deadline
@@ -207,11 +187,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line; a setting that was not given is None."""
     parser = argparse.ArgumentParser("python -m recipes.enwik8", description=__doc__)
     option = parser.add_argument
-    option(
-        "--data",
-        help="file with any text; default: ENWIK8, else a download or, for subwords, "
-        "the installed packages",
-    )
+    option("--data", help="file with any text; default: ENWIK8, else a download or, for subwords, "
+                          "the installed packages")  # fmt: skip
     option("--text", choices=["bytes", "clean"], help="clean: without the markup of Wikipedia")
     option("--arch", choices=["gpt2", "llama"], help="decoder; default: gpt2")
     option("--seed", type=int, help="of weights, batches and sampled rows; default: 0")
@@ -222,20 +199,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     option("--out", type=Path, default=Path("runs/enwik8"), help="folder; default: runs/enwik8")
     option("--resume", action="store_true", help="go on from the checkpoint in --out")
     option("--minutes", type=float, default=math.inf, help="stop after so long, to be resumed")
-    option("--logger", choices=["tensorboard", "wandb", "csv"], default="tensorboard")
+    option("--logger", choices=LOGGERS, default="tensorboard")
     option("--budget", default="auto", help="largest share of the time for geomon; default: 5%%")
-    option("--compile", action=argparse.BooleanOptionalAction, help="default: base on CUDA")
     for name in ("accelerator", "devices", "strategy"):
         option(f"--{name}", default="auto", help="as Lightning names it")
     return parser.parse_args(arguments)
 
 
 def choose(args: argparse.Namespace) -> tuple[dict[str, Any], Text]:
-    """Choose the settings that make the run what it is, and load its text.
-
-    Raises:
-        InputError: The folder holds another run, or none to resume; the text cannot be used.
-    """
+    """Choose the settings that make the run what it is, and load its text."""
     last = args.out / CHECKPOINT
     preset = args.preset or ("small" if torch.cuda.is_available() else "cpu")
     whole: dict[str, Any] = {"data": None, "text": "bytes", "arch": "gpt2", "seed": 0}
@@ -260,14 +232,6 @@ def choose(args: argparse.Namespace) -> tuple[dict[str, Any], Text]:
         raise InputError(f"--resume needs the text of the run, and this is {text.source}")
     settings |= {"tokens": text.vocabulary, "bytes_per_token": text.bytes_per_token}
     return settings, text
-
-
-def logger_of(name: str, folder: Path) -> Logger:
-    """Make the logger that shows the curves."""
-    if name == "wandb":
-        return WandbLogger(folder.name, project="geomon-enwik8", save_dir=folder)
-    kind = CSVLogger if name == "csv" else TensorBoardLogger
-    return kind(folder, name="", version=name)
 
 
 # -- the run ---------------------------------------------------------------------------------------
@@ -297,17 +261,17 @@ def main(arguments: list[str] | None = None) -> None:
         trainer = L.Trainer(
             accelerator=args.accelerator, devices=args.devices, strategy=args.strategy,
             precision=settings["precision"], max_steps=steps, max_epochs=1, gradient_clip_val=1.0,
-            log_every_n_steps=10, logger=logger_of(args.logger, args.out),
+            log_every_n_steps=10, logger=LOGGERS[args.logger](args.out),
             callbacks=callbacks + ([RichProgressBar()] if in_terminal else []),
             enable_progress_bar=in_terminal, enable_checkpointing=False,
             enable_model_summary=False, default_root_dir=args.out,
         )  # fmt: skip
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    compiled = settings["preset"] == "base" and torch.cuda.is_available()
-    if compiled if args.compile is None else args.compile:
-        for block in model.blocks():  # alike: the code of the first serves all
-            block.compile(dynamic=False)
+    if settings["preset"] == "base" and torch.cuda.is_available():
+        decoder: Any = model.network.base_model
+        for block in decoder.h if hasattr(decoder, "h") else decoder.layers:
+            block.compile(dynamic=False)  # alike: the code of the first serves all
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if trainer.is_global_zero:
         print(

@@ -1,221 +1,222 @@
-"""Healthy trainings, and branches of them into which a fault is put; each leaves two records."""
+"""Runs of small decoders, healthy or with a fault, each watched as users do and at every step."""
 
 import contextlib
-import copy
-import json
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-from geomon import Metric, MetricText, Monitor, log_spaced, select
-from geomon.analysis.bands import FIRST, WATCHED
-from recipes.enwik8.text import Text
+from geomon import Monitor
+from geomon.analysis.bands import WATCHED
+from geomon.distributed import RankGroup
+from geomon.monitor.planner import DEFAULT_SHARE, Account, Due, Planner
+from recipes.enwik8.text import Text, carried_text, characters
 from recipes.enwik8.train import adamw, cosine_rate
-from recipes.faults.kinds import FAULTS, Fault, Planted
-from recipes.faults.spectra import UpdateEntropy, near_unit_modes, stable_ranks
-from recipes.faults.subject import (
-    SIZES,
-    Settings,
-    Subject,
-    build_model,
-    load_text,
-    next_character_loss,
-)
+from recipes.faults.kinds import FAULTS, EachStep, Subject
+from recipes.study.model import Architecture, Transformer
 from recipes.study.text import random_windows
-from recipes.study.training import begin_training, finish_training, update
+from recipes.study.training import begin_training, finish_training, update, without_margins
 
-# Names of the records of a training: one of a few cheap metrics at every step, and one of metrics
-# with their margins at the steps of the default schedule and every so many steps.
-EACH_STEP, FULL = "each_step", "full"
-FULL_INTERVAL = 20
-# What is computed from weights every so many steps.
-_WEIGHTS_INTERVAL = 5
-
-# From this step on every step is read: the model has learned something. The others are read by the
-# default schedule.
+# Steps of a run as its monitors are told, those at which a fault may come, and those that are made
+# after it.
+STEPS, EARLIEST, LATEST, AFTER = 1_500, 600, 780, 200
+# From this step on every step is read by the first monitor: the model has learned something.
 FIRST_READ = 500
-_WARM_UP, _WHOLE_RUN = 50, 4_000
-# Steps at which a fault may come.
-EARLIEST, LATEST = 600, 780
-
-_CHEAP = (
-    "anisotropy", "effective_rank", "variance", "mean_square_norm", "within_variance", "qk_cosine",
-    "qk_dot", "attention_entropy_normalised", "attention_sink", "max_logit", "weight_norm",
-    "expert_load",
-)  # fmt: skip
-# All that alerts look at.
-_OF_ALERTS = (*WATCHED, "effective_rank", "massive_share")
-# What is compared by its margins.
-_BY_MARGINS = ("twonn", "twonn_distinct", "anisotropy")
+# The record of every step, and those of monitors with all defaults, by the batches of a training.
+EACH_STEP = "every step"
+# All that alerts look at, without margins: a curve that is read at every step has its own scatter.
+_OF_ALERTS = (*WATCHED, "effective_rank", "massive_share", "anisotropy", "qk_cosine")
+_HEADS = 4
 
 
-def kurtosis(hidden: Tensor) -> Tensor:
-    """Mean fourth power of the numbers of a layer over their mean square, squared.
+class Costs(NamedTuple):
+    """What geomon costs, in training steps (docs/cost.md: 6 layers of width 128, one thread).
 
-    Args:
-        hidden: Rows, [tokens, width].
+    Attributes:
+        reading: Cost of a reading of all default metrics.
+        check: Cost of a check.
     """
-    square = hidden.square()
-    return square.square().mean() / square.mean().square()
+
+    reading: float
+    check: float
 
 
-def without_margins(*names: str) -> dict[str, Metric]:
-    """Select metrics without their margins: a curve read at every step has its own scatter."""
-    found = {}
-    for name, metric in select(*names).items():
-        assert isinstance(metric, Metric)
-        found[name] = replace(metric, has_margin=False)
-    return found
-
-
-def fault_step(settings: Settings, fault: Fault) -> int:
-    """Draw the step at which a fault comes."""
-    return random.Random(f"{settings.name} {fault.name}").randint(EARLIEST, LATEST)
+BATCHES = {"32 x 128 tokens": Costs(1.0, 0.13), "8 x 64 tokens": Costs(3.4, 0.6)}
 
 
 @dataclass(frozen=True)
 class Job:
-    """A healthy training with the faults that branch off.
+    """A run: what makes it is drawn by its number.
 
     Attributes:
-        settings: Settings of the training.
-        steps: Number of updates.
-        faults: Names of the faults.
-        verifies: Whether alerts are raised as in any run, and nothing else is recorded.
+        number: Number of the run; runs of one number differ in their fault alone.
+        fault: Name of the fault; "" for a healthy run.
+        width: Width of the hidden states.
     """
 
-    settings: Settings
-    steps: int
-    faults: tuple[str, ...] = ()
-    verifies: bool = False
+    number: int
+    fault: str = ""
+    width: int = 64
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the run below that of all runs."""
+        return Path(f"width_{self.width}_{self.number:03d}") / (self.fault or "healthy")
+
+    @property
+    def block(self) -> str:
+        """Kind of the blocks."""
+        needed = FAULTS[self.fault].block if self.fault else ""
+        return needed or ("gpt2", "llama")[self.number % 2]
+
+    def chance(self, of: str = "") -> random.Random:
+        """Make the source of chance of the run, or of its fault."""
+        return random.Random(f"{self.width} {self.number} {of}")
+
+    @property
+    def layers(self) -> int:
+        """Number of blocks."""
+        return self.chance("layers").choice((3, 4))
+
+    @property
+    def fault_step(self) -> int:
+        """Step before which the fault comes, if one does: all steps before are healthy."""
+        return self.chance(self.fault).randint(EARLIEST, LATEST)
+
+    @property
+    def fault_block(self) -> int:
+        """Block that has the fault, if it is in one."""
+        return self.chance(f"{self.fault} where").randrange(self.layers)
 
 
-def run_job(job: Job, given: Text, folder: Path) -> None:
-    """Make a healthy training and its branches; what is complete in the folder is kept."""
-    logging.getLogger("geomon").setLevel(logging.ERROR)  # what notes say of faults is no news
-    settings, place = job.settings, folder / job.settings.name
-    corpus = load_text(settings.text, given)
-    description = asdict(settings) | {"steps": job.steps, "sha256": corpus.sha256()}
-    if job.verifies:
-        description["verifies"] = True
-    began = time.process_time()
-    healthy = begin_training(place / "healthy", description)
-    due: dict[int, list[Fault]] = {}
-    for name in job.faults:
-        if begin_training(place / name, description | {"fault": name}):
-            due.setdefault(fault_step(settings, FAULTS[name]), []).append(FAULTS[name])
-    last = job.steps if healthy else max(due, default=0)
-    if not last:
-        return
-    subject, generator = new_subject(settings, corpus)
+class Logits(nn.Module):
+    """A decoder of the transformers library that returns its logits."""
 
-    def branch(fault: Fault, step: int) -> None:
-        start, own, copied = time.process_time(), place / fault.name, copy.deepcopy(subject)
-        planted = plant(fault, copied, settings)
-        train(
-            copied, generator.clone_state(), range(step, step + fault.steps),
-            monitors_of(copied.model, own, settings), measures=True,
-            before=lambda at: planted.each_step(at - step),
-        )  # fmt: skip
-        (own / "fault.json").write_text(
-            json.dumps({"fault": fault.name, "step": step, "block": planted.block}) + "\n"
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Compute the logits of the next token, [sequences, length, vocabulary]."""
+        logits: Tensor = self.network(input_ids=tokens, use_cache=False).logits
+        return logits
+
+
+def build_model(job: Job, vocabulary: int, context: int) -> nn.Module:
+    """Build the model of a run; torch's generator has its seed."""
+    if job.block == "gpt2":
+        architecture = Architecture(job.layers, job.width, _HEADS, context)
+        return Transformer(nn.Embedding(vocabulary, job.width), architecture)
+    sizes: dict[str, Any] = {
+        "vocab_size": vocabulary, "max_position_embeddings": context, "hidden_size": job.width,
+        "intermediate_size": job.width if job.block == "mixtral" else 8 * job.width // 3,
+        "num_hidden_layers": job.layers, "num_attention_heads": _HEADS,
+        "num_key_value_heads": _HEADS, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    if job.block == "mixtral":
+        return Logits(AutoModelForCausalLM.from_config(MixtralConfig(num_local_experts=4, **sizes)))
+    return Logits(AutoModelForCausalLM.from_config(LlamaConfig(**sizes)))
+
+
+def new_subject(job: Job, given: Text) -> Subject:
+    """Build a training from its seed: model, batch, learning rate and text are drawn."""
+    chance, context = job.chance(), 48
+    text = given
+    if job.number % 3 == 2:
+        text = characters(carried_text(), "Python's reference and docstrings")
+    batch, highest = chance.choice((8, 12, 16)), 1e-3 * 3 ** chance.random()
+    torch.manual_seed(job.number)
+    model = build_model(job, text.vocabulary, context)
+    share = cosine_rate(50, 4_000)
+    return Subject(
+        model, job.block, adamw(model, highest), random_windows(text.train, context + 1, batch),
+        lambda step: highest * share(step), text.vocabulary,
+    )  # fmt: skip
+
+
+def plan(costs: Costs, steps: int) -> tuple[set[int], set[int]]:
+    """Plan a run as a monitor does by default, at costs that were measured on usual batches.
+
+    The models here are so small that a step takes little more than the calls of Python in it.
+
+    Returns:
+        Steps that are read, and steps that are checked.
+    """
+    now = 0.0
+    account = Account(clock=lambda: now)
+    planner = Planner(None, DEFAULT_SHARE, "auto", RankGroup(), account, source="inline")
+    read_at, checked_at = set(), set()
+    planner.expect_end(steps - 1)
+    account.begin()
+    planner.begin(0, 0)
+    for step in range(steps):
+        planner.advance(step)
+        due = planner.due(force=step == steps - 1)
+        with account.charge():
+            if due is Due.READING:
+                planner.mark_read("inline")
+                read_at.add(step)
+                now += costs.reading
+            elif due is Due.CHECK:
+                planner.mark_checked(costs.check, again=False)
+                checked_at.add(step)
+                now += costs.check
+        now += 1.0
+    return read_at, checked_at
+
+
+def monitors_of(model: nn.Module, folder: Path) -> list[Monitor]:
+    """Attach a monitor that reads every step, and one with all defaults for each plan."""
+    found = [
+        Monitor(
+            model, metrics=without_margins(*_OF_ALERTS), checks=None, arrays=False, seed=0,
+            schedule=lambda step: step >= FIRST_READ, log=("loss", "gradient_norm"),
+            directory=folder / EACH_STEP,
         )
-        finish_training(own, description | {"fault": fault.name}, start)
-
-    def branch_off(step: int) -> None:
-        for fault in due.get(step, ()):
-            branch(fault, step)
-
-    default, each = log_spaced(), FIRST if job.verifies else FIRST_READ
-    train(
-        subject, generator, range(last + 1),
-        monitors_of(subject.model, place / "healthy", settings, verifies=job.verifies)
-        if healthy else [],
-        before=branch_off, reads=lambda step: step >= each or default(step), logs=True,
-        measures=not job.verifies,
-    )  # fmt: skip
-    if healthy:
-        finish_training(place / "healthy", description, began)
+    ]  # fmt: skip
+    for batches, costs in BATCHES.items():
+        read_at, checked_at = plan(costs, STEPS)
+        found.append(
+            Monitor(
+                model, directory=folder / batches, schedule=read_at.__contains__,
+                checks=checked_at.__contains__, arrays=False,
+            )
+        )  # fmt: skip
+    return found
 
 
-def plant(fault: Fault, subject: Subject, settings: Settings) -> Planted:
-    """Put a fault into a training, at a place that its settings draw."""
-    return fault.plant(subject, random.Random(f"{settings.name} {fault.name} where"))
-
-
-def new_subject(settings: Settings, corpus: Text) -> tuple[Subject, torch.Generator]:
-    """Build a training from its seed, and the source of its batches."""
-    torch.manual_seed(settings.number)
-    model = build_model(settings, corpus.vocabulary)
-    subject = Subject(
-        model, adamw(model, settings.learning_rate),
-        random_windows(corpus.train, SIZES[settings.size].context + 1, settings.batch),
-        next_character_loss, settings.learning_rate, cosine_rate(_WARM_UP, _WHOLE_RUN),
-    )  # fmt: skip
-    return subject, torch.Generator().manual_seed(settings.number)
-
-
-def train(
-    subject: Subject,
-    generator: torch.Generator,
-    steps: range,
-    monitors: Sequence[Monitor],
-    *,
-    before: Callable[[int], None],
-    reads: Callable[[int], bool] = lambda step: True,
-    logs: bool = True,
-    measures: bool = False,
-) -> None:
-    """Train, and record what monitors read in the training forward."""
-    model, entropy = subject.model, UpdateEntropy(subject.model)
-    for step in steps:
-        before(step)
+def run(job: Job, given: Text, folder: Path) -> None:
+    """Make a run; nothing is done if the folder holds the complete one."""
+    logging.getLogger("geomon").setLevel(logging.ERROR)  # what notes say of faults is no news
+    place, began = folder / job.folder, time.process_time()
+    description = asdict(job) | {"sha256": given.sha256()}
+    if not begin_training(place, description):
+        return
+    subject, generator = new_subject(job, given), torch.Generator().manual_seed(job.number)
+    monitors = monitors_of(subject.model, place)
+    each_step: EachStep = _healthy
+    for step in range(job.fault_step + AFTER):
+        if job.fault and step == job.fault_step:
+            chance = job.chance(f"{job.fault} how")
+            each_step = FAULTS[job.fault].plant(subject, job.fault_block, chance)
+        each_step(step - job.fault_step)
         windows = subject.draw(generator)
-        watched = monitors if reads(step) else ()
         with contextlib.ExitStack() as stack:
-            for monitor in watched:
+            for monitor in monitors:
                 stack.enter_context(monitor(step))
-            loss = subject.loss(model, windows)
-        values = entropy() if watched and measures else {}
-        if step % _WEIGHTS_INTERVAL == 0 and watched and measures:
-            values |= stable_ranks(model) | near_unit_modes(model, windows[:, :-1])
-        norm = update(model, subject.optimizer, loss, subject.learning_rate * subject.rate(step))
-        if logs:
-            for monitor in watched:
-                monitor.log(step, loss=float(loss.detach()), gradient_norm=float(norm), **values)
+            loss = subject.loss(windows)
+        norm = update(subject.model, subject.optimizer, loss, subject.rate(step))
+        monitors[0].log(step, loss=float(loss.detach()), gradient_norm=float(norm))
     for monitor in monitors:
         monitor.close()
+    finish_training(place, description, began)
 
 
-def monitors_of(
-    model: nn.Module, folder: Path, settings: Settings, *, verifies: bool = False
-) -> list[Monitor]:
-    """Attach the monitors of a training."""
-    logged = ("loss", "gradient_norm")
-    if verifies:
-        return [
-            Monitor(
-                model, metrics=without_margins(*_OF_ALERTS), schedule=1, log=logged, arrays=False,
-                directory=folder / EACH_STEP, seed=settings.number,
-            )
-        ]  # fmt: skip
-    text = MetricText("Kurtosis", meaning="Of the numbers of a layer.")
-    of_each_step = without_margins(*_CHEAP) | {"kurtosis": Metric(kurtosis, text, has_margin=False)}
-    default = log_spaced()
-    return [
-        Monitor(
-            model, metrics=of_each_step, schedule=1, directory=folder / EACH_STEP, arrays=False,
-            alerts=(), seed=settings.number, log=logged,
-        ),
-        Monitor(
-            model, metrics=select(*_BY_MARGINS),
-            schedule=lambda step: default(step) or step % FULL_INTERVAL == 0,
-            directory=folder / FULL, arrays=False, alerts=(), seed=settings.number, log=logged,
-        ),
-    ]  # fmt: skip
+def _healthy(since: int) -> None:
+    """Do nothing to a healthy training."""

@@ -1,15 +1,14 @@
 """The curves of all trainings in one figure."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
+from functools import partial
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
 from recipes.grokking.leads import Course, alarm
-from recipes.study.drawing import BLUE, ORANGE, draw_seeds, label_panel
-
-_Values = Callable[[Course], Sequence[float]]
+from recipes.study.drawing import BLUE, ORANGE, Line, Panel, draw_panels
 
 
 def draw(
@@ -23,44 +22,34 @@ def draw(
         fraction: Share of the pairs that `runs` train on.
         control_fraction: Share of the pairs that `controls` train on.
     """
-    figure = Figure(figsize=(8.2, 8.6), dpi=85, layout="constrained")
-    panels = figure.subplots(3, 1, sharex=True)
     groups = (
         (runs, BLUE, f"{fraction:.0%} of the pairs: generalises ({len(runs)} seeds)"),
         (controls, ORANGE, f"{control_fraction:.0%} of the pairs: control ({len(controls)})"),
     )
-    rows: tuple[tuple[str, str, str, _Values], ...] = (
-        ("", "Accuracy on held-out pairs", "accuracy", lambda course: course.held_out_accuracy),
-        ("effective_rank_last", "Effective rank at the last token", "training pairs, last layer",
-         lambda course: course.curves["effective_rank_last"]),
-        ("local_dimension", "Mean local dimension", "training pairs, last layer",
-         lambda course: course.curves["local_dimension"]),
-    )  # fmt: skip
-    for panel, letter, (name, title, label, values) in zip(panels, "abc", rows, strict=True):
-        for courses, colour, words in groups:
-            _draw_group(panel, courses, values, colour, words)
+
+    def mark(axes: Axes, name: str) -> None:
         for run in runs:
             if name and (step := alarm(run, controls, name, margin=0.0)) is not None:
-                value = values(run)[list(run.steps).index(step)]
-                panel.plot([step], [value], "v", color="black", ms=7, mec="white", zorder=6)
-            if (step := run.generalised()) is not None:
-                panel.axvline(step, color=BLUE, lw=0.9, ls=":", zorder=0)
-        panel.set_ylim(0, None if name else 1.05)
-        label_panel(panel, letter, title, "training step" * (letter == "c"), label)
-    panels[0].plot([], [], color=BLUE, lw=0.9, ls=":", label="a run answers half of them")
-    below = "below all that the controls\nhave had until then"
-    panels[0].plot([], [], "v", color="black", ms=7, mec="white", ls="", label=below)
-    panels[0].legend(loc="upper left", fontsize=9, framealpha=1, edgecolor="none")
-    panels[2].xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
-    return figure
+                value = run.curves[name][list(run.steps).index(step)]
+                axes.plot(step, value, "v", color="black", ms=7, mec="white", zorder=6)
+            if (half := run.generalised()) is not None:
+                axes.axvline(half, color=BLUE, lw=0.9, ls=":", zorder=0)
 
+    def panel(name: str, title: str, unit: str) -> Panel:
+        lines = []
+        for courses, colour, words in groups:
+            steps = max((course.steps for course in courses), key=len)
+            curves = [
+                course.curves[name] if name else course.held_out_accuracy for course in courses
+            ]
+            # A training that has ended has no values; the mean ends with the first one.
+            rest = [[*each, *[math.nan] * (len(steps) - len(each))] for each in curves]
+            lines.append(Line(words, colour, steps, rest))
+        return Panel(title, "training step", unit, lines, finish=partial(mark, name=name))
 
-def _draw_group(
-    panel: Axes, courses: Sequence[Course], values: _Values, colour: str, label: str
-) -> None:
-    """Draw each training thin, and their mean with its interval where all of them go on."""
-    for course in courses:
-        panel.plot(course.steps, values(course), color=colour, lw=0.6, alpha=0.5)
-    shortest = min((course.steps for course in courses), key=len)
-    curves = [values(course)[: len(shortest) - 1] for course in courses]
-    draw_seeds(panel, shortest[:-1], curves, colour=colour, label=label)
+    below, unit = "(triangle: below all of the controls until then)", "training pairs, last layer"
+    return draw_panels([
+        panel("", "Accuracy on held-out pairs (dotted: half of them in a run)", "accuracy"),
+        panel("effective_rank_last", f"Effective rank at the last token {below}", unit),
+        panel("local_dimension", f"Mean local dimension {below}", unit),
+    ], 1, (8.2, 8.6))  # fmt: skip

@@ -6,24 +6,24 @@ from functools import partial
 from typing import Annotated, ClassVar, NamedTuple
 
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import nn
 from typer import Option
 
-from geomon import every, select
+from geomon import every
 from geomon.record import tags
 from recipes.enwik8.text import InputError, Text, spread
 from recipes.overfit.turns import Kind, first_turn
 from recipes.study.claim import Claim, Question, answers
-from recipes.study.drawing import BLUE, GREY, ORANGE, draw_seeds, explain_seeds, label_panel
+from recipes.study.drawing import BLUE, GREY, ORANGE, Line, Panel, draw_panels, explain_seeds
 from recipes.study.experiment import Experiment, Runs, check_heads
 from recipes.study.history import History
 from recipes.study.markdown import table
-from recipes.study.metrics import local_dimension
 from recipes.study.model import Architecture, Transformer
 from recipes.study.seeds import estimate
 from recipes.study.text import next_characters, random_windows
-from recipes.study.training import Training, Watch, warm_up
+from recipes.study.training import Training, Watch, warm_up, without_margins
 
 HELD_OUT = tags.training_tag("held_out_loss")
 TRAIN = tags.training_tag("train_loss")
@@ -97,8 +97,8 @@ class Overfit(Experiment):
     def differs(self) -> str:
         """In which way the trainings differ in kind from the published ones."""
         return (
-            "a small character model trained from nothing, whose local dimension first rises, in "
-            "place of a pretrained one that is fine-tuned"
+            "a small model trained from nothing, whose local dimension first rises, in place of a "
+            "pretrained one that is fine-tuned"
         )
 
     def check(self) -> None:
@@ -127,10 +127,7 @@ class Overfit(Experiment):
             "train_loss": spread(text, length, _LOSS_WINDOWS),
             "held_out_loss": spread(corpus.validation, length, _LOSS_WINDOWS),
         }
-        metrics = {
-            **select("effective_rank", "effective_rank_last", "twonn"),
-            "local_dimension": local_dimension,
-        }
+        metrics = without_margins(*(watched.metric for watched in WATCHED))
         probe = spread(corpus.validation, self.context, _SEQUENCES)
         return Training(
             model,
@@ -217,69 +214,65 @@ def _turns(history: History) -> bool:
     return geometry_turn(history, WATCHED[0]) is not None
 
 
-_SHARE = "share of the seeds with a trough after the first peak"
-_RISE = "rise of the held-out loss from its lowest value, in nats"
+_SHARE = "share of seeds with a trough after the first peak"
+_RISE = "rise of the held-out loss from its lowest value"
 OF_FEW: list[Question] = [
     (Claim("local_dimension_turns",
-           "Trained on few texts the local dimension of the last layer reaches a minimum and rises "
-           "again.", _SOURCE, _SHARE, above=0.5, counted=True),
+           "On few texts the local dimension reaches a minimum and rises again.",
+           _SOURCE, _SHARE, above=0.5, counted=True, ours=True),
      _turns),
     (Claim("local_dimension_turns_before_the_loss",
-           "The local dimension of the last layer turns before the held-out loss.", _SOURCE,
-           "lead in steps", above=0),
+           "The mean local dimension predicts overfitting.", _SOURCE,
+           "steps from its turn to that of the held-out loss", above=0,
+           chosen="turns"),
      lambda history: leads([history], WATCHED[0])),
-    (Claim("few_texts_overfit", "Trained on few texts the model overfits.", _SOURCE, _RISE,
+    (Claim("few_texts_overfit", "On few texts the model overfits.", _SOURCE, _RISE,
            above=_OVERFITTED, ours=True),
      rise_of_loss),
 ]  # fmt: skip
 OF_PLENTY: list[Question] = [
     (Claim("local_dimension_turns_with_overfitting_alone",
-           "On plenty of text, without overfitting, it does not rise again.", _SOURCE, _SHARE,
-           below=0.5, counted=True),
+           "On plenty of text it does not.", _SOURCE, _SHARE,
+           below=0.5, counted=True, ours=True),
      _turns),
     (Claim("plenty_of_text_does_not_overfit",
-           "In the same number of steps on plenty of text it does not: the control.", _SOURCE,
+           "On plenty of text it does not overfit.", _SOURCE,
            _RISE, below=_OVERFITTED, ours=True),
      rise_of_loss),
 ]  # fmt: skip
 
 
 def draw(few: Sequence[History], plenty: Sequence[History]) -> Figure:
-    """Draw an experiment in four panels."""
-    figure = Figure(figsize=(10.2, 7.0), dpi=90, layout="constrained")
-    panels = figure.subplots(2, 2)
-    losses, step = panels[0, 0], "training step"
-    for seeds, colour, label in (
-        (few, ORANGE, "few texts, many epochs"),
-        (plenty, BLUE, "plenty of text: control"),
-    ):
-        steps = seeds[0].steps
-        held_out, trained = ([each.values(tag) for each in seeds] for tag in (HELD_OUT, TRAIN))
-        draw_seeds(losses, steps, held_out, colour=colour, label=label)
-        draw_seeds(losses, steps, trained, colour=colour, lw=1.6, ls="--")
-        for panel, watched in zip(panels.flat[1:], WATCHED[:3], strict=True):
-            curves = [last_layer(each, watched.metric) for each in seeds]
-            draw_seeds(panel, steps, curves, colour=colour, label=label)
-            for each, curve in zip(seeds, curves, strict=True):
-                if (turn := geometry_turn(each, watched)) is not None:
-                    place = [turn], [curve[steps.index(turn)]]
-                    panel.plot(*place, "o", ms=7, color=colour, mec="white")
-    title = "Loss: held-out text solid, training text dashed"
-    label_panel(losses, "a", title, step, "cross-entropy (nats per character)")
-    for letter, panel, watched in zip("bcd", panels.flat[1:], WATCHED[:3], strict=True):
-        label_panel(panel, letter, f"{watched.title}, last layer", step, watched.unit)
-    for panel in panels.flat:
-        panel.set_ylim(bottom=0)
+    """Draw an experiment in four panels; dotted: where the held-out loss of few texts turns."""
+    groups = ((few, ORANGE, "few texts, many epochs"), (plenty, BLUE, "plenty of text: control"))
+    losses = [
+        Line(f"{words}, {kind}", colour, seeds[0].steps, [one.values(tag) for one in seeds], style)
+        for seeds, colour, words in groups
+        for kind, tag, style in (
+            ("held out", HELD_OUT, {}), ("trained on", TRAIN, {"lw": 1.6, "ls": "--"})
+        )
+    ]  # fmt: skip
+
+    def mark(axes: Axes, watched: Watched | None) -> None:
         for turn in filter(None, map(loss_turn, few)):
-            panel.axvline(turn, color=GREY, lw=1, ls=":", zorder=0)
-    handles, labels = losses.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=10)
-    note = (
-        f"{explain_seeds(len(few))}; dots: where a seed turns; dotted: where the held-out loss of "
-        "few texts does"
-    )
-    figure.supxlabel(note, fontsize=9, color=GREY)
-    return figure
+            axes.axvline(turn, color=GREY, lw=1, ls=":", zorder=0)
+        for seeds, colour, _ in groups if watched else ():
+            for each in seeds:
+                if watched and (step := geometry_turn(each, watched)) is not None:
+                    value = last_layer(each, watched.metric)[each.steps.index(step)]
+                    axes.plot(step, value, "o", ms=7, color=colour, mec="white")
+
+    return draw_panels([
+        Panel("Loss", "training step", "cross-entropy (nats per character)", losses,
+              finish=partial(mark, watched=None)),
+        *(Panel(f"{watched.title}, last layer (dots: where a seed turns)", "training step",
+                watched.unit,
+                [Line(words, colour, seeds[0].steps,
+                      [last_layer(each, watched.metric) for each in seeds])
+                 for seeds, colour, words in groups],
+                finish=partial(mark, watched=watched), options={"ylim": (0, None)}, legend=None)
+          for watched in WATCHED[:3]),
+    ], 2, (10.2, 7.0), explain_seeds(len(few)))  # fmt: skip
 
 
 EXPERIMENT = Overfit

@@ -18,11 +18,21 @@ from recipes.papers.arrays import (
     spread_evenly,
 )
 from recipes.papers.correlation import correlate
-from recipes.study.drawing import BLUE, GREEN, GREY, IN_ORDER, ORANGE, label_panel, step_axis
+from recipes.study.drawing import (
+    BLUE,
+    GREEN,
+    GREY,
+    IN_ORDER,
+    ORANGE,
+    Line,
+    Panel,
+    draw_panels,
+    step_axis,
+)
 
 # Rows of a type below which its mean and variance say little: the limit of 2409.11253.
 _FEWEST = 10
-# The parts of Q, from below: common mean, between types, within types.
+# The parts of Q.
 _SHARES = (
     ("mean", "common mean, M / Q", ORANGE),
     ("between", "between token types, V_B / Q", GREEN),
@@ -53,41 +63,40 @@ def drift_figure(run: Readings) -> Figure:
         raise MissingError(
             "the correlation of drift_norm and cosine needs 4 layers that vary or more"
         )
-    figure = Figure(figsize=(10.8, 4.3), dpi=110, layout="constrained")
-    across, over = figure.subplots(1, 2)
     last, fits = found[-1]
     drifts, cosines = (last.column(name).by_layer() for name in ("drift_norm", "cosine"))
-    layers = [layer for layer in cosines if layer in drifts]
-    across.plot([drifts[n] for n in layers], [cosines[n] for n in layers], "o-", color=BLUE, lw=0.8)
-    for layer in layers:
-        across.annotate(str(layer), (drifts[layer], cosines[layer]), xytext=(7, -11),
-                        textcoords="offset points", fontsize=8.5)  # fmt: skip
-    title = f"A dot for each layer at step {last.step:,}"
-    label_panel(across, "a", title, "norm of the mean row", "mean cosine")
-    across.margins(0.12)
+    places = {layer: (drifts[layer], cosines[layer]) for layer in cosines if layer in drifts}
     words = [
         f"{name.title()} {fit.value:+.2f}, p = {fit.p_value:.2g}" for name, fit in fits.items()
     ]
-    across.text(0.03, 0.97, "\n".join(words), transform=across.transAxes, va="top", fontsize=9.5)
 
-    steps, count = [reading.step for reading, _ in found], len(layers)
-    for name, colour, style in (("spearman", BLUE, "-"), ("pearson", ORANGE, "--")):
-        values = [max(each[name].p_value, 1e-16) for _, each in found]
-        over.plot(steps, values, color=colour, ls=style, label=name.title())
-    how = "exact, by permutations" if count <= 9 else "of normal series"
-    if count <= 9:
-        least = 2 / math.factorial(count)
-        over.axhline(least, color=GREY, ls=":",
-                     label=f"least possible with {count} layers: {least:.2g}")  # fmt: skip
-    over.axhline(0.05, color=GREY, lw=0.9, label="0.05")
-    over.set_yscale("log")
-    over.yaxis.set_major_formatter("{x:g}")
-    over.yaxis.set_minor_locator(NullLocator())
-    title = "Two-sided p-value of the correlation over layers"
-    label_panel(over, "b", title, _STEP, f"p-value, {how} (logarithmic)")
-    step_axis(over, steps)
-    over.legend(fontsize=9, edgecolor="none")
-    return figure
+    def name_layers(axes: Axes) -> None:
+        for layer, place in places.items():
+            axes.annotate(str(layer), place, xytext=(7, -11), textcoords="offset points")
+        axes.margins(0.12)
+        axes.text(0.03, 0.97, "\n".join(words), transform=axes.transAxes, va="top")
+
+    def finish(axes: Axes) -> None:
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_locator(NullLocator())
+        step_axis(axes, steps)
+
+    x, y = zip(*places.values(), strict=True)
+    steps, count = [reading.step for reading, _ in found], len(places)
+    least, exact = 2 / math.factorial(count), count <= 9
+    how = "exact, by permutations" if exact else "of normal series"
+    return draw_panels([
+        Panel(f"A dot for each layer at step {last.step:,}", "norm of the mean row", "mean cosine",
+              [Line("", BLUE, x, [y], {"marker": "o", "lw": 0.8})], finish=name_layers,
+              legend=None),
+        Panel("Two-sided p-value of the correlation over layers", _STEP,
+              f"p-value, {how} (logarithmic)",
+              [Line(name.title(), colour, steps,
+                    [[max(each[name].p_value, 1e-16) for _, each in found]])
+               for name, colour in (("spearman", BLUE), ("pearson", ORANGE))],
+              [(least, f"least possible with {count} layers: {least:.2g}")] * exact
+              + [(0.05, "0.05")], finish, {"yscale": "log"}),
+    ], 2, (10.8, 4.3))  # fmt: skip
 
 
 def norms_figure(run: Readings) -> Figure:
@@ -101,34 +110,32 @@ def norms_figure(run: Readings) -> Figure:
     """
     found = arrays_over_training(run, "type_rows", 2)
     step, arrays = max(found.items(), default=(0, Arrays()))
-    layers = spread_evenly(layers_with(arrays, "type_rows"), 3)
     shares = [
         reading
         for reading in single_source(run)
         if all(reading.column("variance_shares", part).by_layer() for part in ("", "mean"))
     ]
-    if not layers and not shares:
+    layers = spread_evenly(layers_with(arrays, "type_rows"), 3)
+    panels = [_types_panel(f"Layer {layer}, step {step:,}", arrays, layer) for layer in layers]
+    if shares:
+        last = shares[-1]
+        title = f"Parts of Q over depth, step {last.step:,}"
+        lines = [_profile(last, *each) for each in _SHARES]
+        panels.append(Panel(title, _LAYER, "share of the mean square norm", lines))
+        lines = [_profile(reading, "", f"step {reading.step:,}", colour)
+                 for reading, colour in ((shares[0], GREY), (last, BLUE))]  # fmt: skip
+        words = "within types of all variance, V_W / V"
+        panels.append(Panel("What context does to tokens", _LAYER, words, lines))
+    if not panels:
         raise MissingError(
             "token types were not measured in this run (within_variance, variance_shares): the "
             "model was given no token ids, or the metrics were not chosen"
         )
-    rows = bool(layers) + bool(shares)
-    figure = Figure(figsize=(11.2, 0.6 + 3.8 * rows), dpi=110, layout="constrained")
-    panels = iter(figure.subplots(rows, 3, squeeze=False).flat)
-    letters = iter("abcdef")
-    for layer in layers:
-        _draw_types(next(panels), next(letters), f"Layer {layer}, step {step:,}", arrays, layer)
-    for _ in range(-len(layers) % 3):
-        next(panels).set_visible(False)
-    for reading in (shares[0], shares[-1]) if shares else ():
-        _draw_shares(next(panels), next(letters), reading)
-    if shares:
-        _draw_within(next(panels), next(letters), shares)
-    figure.supxlabel(
+    return draw_panels(
+        panels, 3, (11.2, 4.0 * -(-len(panels) // 3)),
         "of hidden states: M, squared norm of their mean; V, variance about it, between (V_B) and "
-        "within (V_W) token types; Q = M + V, mean square norm", fontsize=9, color=GREY,
+        "within (V_W) token types; Q = M + V, mean square norm",
     )  # fmt: skip
-    return figure
 
 
 def spectra_figure(run: Readings) -> Figure:
@@ -145,31 +152,28 @@ def spectra_figure(run: Readings) -> Figure:
         )
     last = max(by_step)
     layers = layers_with(by_step[last], "eigenvalues")
-    some = dict.fromkeys([layers[len(layers) // 2], layers[-1]])
-    panels = [
-        (f"Every layer at step {last:,}", [(f"layer {n}", last, n) for n in layers]),
-        *(
-            (f"Layer {n} over training", [(f"step {step:,}", step, n) for step in by_step])
-            for n in some
-        ),
-    ]
-    figure = Figure(figsize=(4.8 * len(panels), 4.2), dpi=110, layout="constrained")
-    for panel, letter, (title, lines) in zip(
-        figure.subplots(1, len(panels)), "abc", panels, strict=False
-    ):
-        for number, (name, step, layer) in enumerate(lines):
+    curves = {f"Every layer at step {last:,}": [(f"layer {n}", last, n) for n in layers]} | {
+        f"Layer {n} over training": [(f"step {step:,}", step, n) for step in by_step]
+        for n in dict.fromkeys([layers[len(layers) // 2], layers[-1]])
+    }
+    panels = []
+    for title, own in curves.items():
+        lines = []
+        for number, (name, step, layer) in enumerate(own):
             shares = _variance_shares(run, step, by_step[step], layer)
-            colour = IN_ORDER[number * len(IN_ORDER) // len(lines)]
-            panel.plot(range(1, len(shares) + 1), shares, color=colour, label=name)
-        panel.set_xscale("log")
-        panel.set_yscale("log")
-        label_panel(panel, letter, title, "rank of the eigenvalue", "share of the variance")
-        panel.legend(fontsize=8.5, frameon=False, ncols=math.ceil(len(lines) / 8))
-    return figure
+            colour = IN_ORDER[number * len(IN_ORDER) // len(own)]
+            lines.append(
+                Line(name, colour, range(1, len(shares) + 1), [shares.tolist()], {"lw": 1.4})
+            )
+        panels.append(
+            Panel(title, "rank of the eigenvalue", "share of the variance", lines,
+                  options={"xscale": "log", "yscale": "log"})
+        )  # fmt: skip
+    return draw_panels(panels, len(panels), (4.8 * len(panels), 4.2))
 
 
-def _draw_types(panel: Axes, letter: str, title: str, arrays: Arrays, layer: int) -> None:
-    """Draw a dot for each token type, and the line through them."""
+def _types_panel(title: str, arrays: Arrays, layer: int) -> Panel:
+    """A dot for each token type, and the line through them."""
     rows, square, scatter = (
         arrays[f"{name}/layer_{layer:02d}"]
         for name in ("type_rows", "type_square_of_mean", "type_scatter")
@@ -180,58 +184,44 @@ def _draw_types(panel: Axes, letter: str, title: str, arrays: Arrays, layer: int
     norm = square[frequent] - variance / count
     x_label, y_label = "squared norm of the type's mean, M", "variance about it, V"
     if len(count) < 3:
-        label_panel(panel, letter, title, x_label, y_label)
-        panel.text(0.5, 0.5, f"fewer than 3 token types come {_FEWEST} times", ha="center",
-                   transform=panel.transAxes, color=GREY)  # fmt: skip
-        return
-    size = 10 + 60 * np.sqrt(count / count.max())
-    panel.scatter(norm, variance, s=size, color=BLUE, alpha=0.6, lw=0, zorder=2)
+        words = f"fewer than 3 token types come {_FEWEST} times"
+        return Panel(
+            title, x_label, y_label, [], legend=None,
+            finish=lambda axes: axes.text(0.5, 0.5, words, ha="center", transform=axes.transAxes),
+        )  # fmt: skip
     total, ends = norm + variance, np.array([norm.min(), norm.max()])
-    panel.plot(ends, total.mean() - ends, color=GREY, lw=1, ls="--",
-               label="M + V = mean of Q (slope −1)")  # fmt: skip
-    low, high = variance.min(), variance.max()
-    panel.set_ylim(min(0.0, low), high * 1.35 if high > 0 else 1.0)
-    panel.margins(x=0.08)
+    lines = [
+        Line(
+            "M + V = mean of Q (slope −1)",
+            GREY,
+            ends.tolist(),
+            [(total.mean() - ends).tolist()],
+            {"ls": "--"},
+        )
+    ]
     if norm.std() and variance.std():
         slope, offset = np.polyfit(norm, variance, 1)
-        panel.plot(ends, slope * ends + offset, color=ORANGE, lw=1.6, label="least squares")
+        fitted = (slope * ends + offset).tolist()
+        lines.append(Line("least squares", ORANGE, ends.tolist(), [fitted]))
         fit = np.corrcoef(norm, variance)[0, 1] ** 2
         title += f", {len(count)} token types"
         x_label += (
             f"\nslope {slope:+.2f}, R² {fit:.2f}; control: Q varies by "
             f"{100 * total.std() / total.mean():.0f} %"
         )
-    label_panel(panel, letter, title, x_label, y_label)
-    panel.xaxis.set_major_locator(MaxNLocator(4))
-    if letter == "a":
-        panel.legend(loc="upper right", fontsize=8.5, edgecolor="none")
+
+    def scatter_types(axes: Axes) -> None:
+        size = 10 + 60 * np.sqrt(count / count.max())
+        axes.scatter(norm, variance, s=size, color=BLUE, alpha=0.6, lw=0, zorder=2)
+        axes.set_ylim(min(0.0, variance.min()), variance.max() * 1.35 or 1.0)
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+
+    return Panel(title, x_label, y_label, lines, finish=scatter_types)
 
 
-def _draw_shares(panel: Axes, letter: str, reading: Reading) -> None:
-    layers = list(reading.column("variance_shares", "mean").depths())
-    below = np.zeros(len(layers))
-    for part, words, colour in _SHARES:
-        column = reading.column("variance_shares", part)
-        height = np.nan_to_num([column.at(layer) for layer in layers])
-        panel.bar(layers, height, bottom=below, width=0.82, color=colour, label=words)
-        below = below + height
-    title = f"Parts of Q over depth, step {reading.step:,}"
-    label_panel(panel, letter, title, _LAYER, "share of the mean square norm")
-    panel.set(ylim=(0, 1.42), yticks=[0, 0.25, 0.5, 0.75, 1])
-    panel.xaxis.set_major_locator(MaxNLocator(12, integer=True))
-    panel.legend(loc="upper left", fontsize=9, edgecolor="none")
-
-
-def _draw_within(panel: Axes, letter: str, readings: list[Reading]) -> None:
-    for reading, colour in ((readings[0], GREY), (readings[-1], BLUE)):
-        profile = reading.column("variance_shares").by_layer()
-        panel.plot(*zip(*profile.items(), strict=True), "o-", color=colour,
-                   label=f"step {reading.step:,}")  # fmt: skip
-    title, label = "What context does to tokens", "within types of all variance, V_W / V"
-    label_panel(panel, letter, title, _LAYER, label)
-    panel.set_ylim(bottom=0)
-    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
-    panel.legend(fontsize=9, edgecolor="none")
+def _profile(reading: Reading, part: str, words: str, colour: str) -> Line:
+    profile = reading.column("variance_shares", part).by_layer()
+    return Line(words, colour, list(profile), [list(profile.values())], {"marker": "o"})
 
 
 def _variance_shares(run: Readings, step: int, arrays: Arrays, layer: int) -> Floats:

@@ -34,7 +34,8 @@ class Claim:
         values: One value for each independent repetition, if any has one.
         above: Number that the mean must exceed for the claim to hold; None for no such end.
         below: Number that the mean must stay under for the claim to hold; None for no such end.
-        ours: Whether the paper does not assert it: another estimator or model, or a control.
+        ours: Whether the paper does not assert it, or measures it in another way.
+        chosen: What of the measure we chose because the paper gives none: "limit", "windows".
         variant: Which estimator or model it is measured on, where the same is asked of several.
         repeated: What one value is of: "seed", "head".
         counted: Whether each value is 1 or 0, for something that is so or not, and their mean a
@@ -49,6 +50,7 @@ class Claim:
     above: float | None = None
     below: float | None = None
     ours: bool = False
+    chosen: str = ""
     variant: str = ""
     repeated: str = "seed"
     counted: bool = False
@@ -67,6 +69,16 @@ class Claim:
             )
 
     @property
+    def paper(self) -> str:
+        """Number of the paper at arXiv."""
+        return self.source.partition(", ")[0]
+
+    @property
+    def place(self) -> str:
+        """Where in the paper, "4.2, fig. 3"."""
+        return self.source.partition(", ")[2]
+
+    @property
     def measured(self) -> Estimate:
         """Mean over the repetitions, with its 95 % interval."""
         return estimate_share(self.values) if self.counted else estimate(self.values)
@@ -83,9 +95,9 @@ class Claim:
     def limits(self) -> str:
         """Where the claim puts the number, "> 0" or "0 to 2.5"."""
         if self.above is None:
-            return f"< {self.below:.3g}"
+            return f"<{self.below:.3g}"
         return (
-            f"> {self.above:.3g}" if self.below is None else f"{self.above:.3g} to {self.below:.3g}"
+            f">{self.above:.3g}" if self.below is None else f"{self.above:.3g} to {self.below:.3g}"
         )
 
     @property

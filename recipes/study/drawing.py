@@ -2,9 +2,9 @@
 
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -23,35 +23,92 @@ IN_ORDER = (SKY, BLUE, GREEN, "#E69F00", ORANGE, PINK)
 _COLOURS = 96
 
 
-def draw_seeds(
-    panel: Axes,
-    places: Sequence[float],
-    curves: Sequence[Sequence[float]],
-    *,
-    colour: str,
-    label: str = "",
-    **style: Any,
-) -> None:
-    """Draw curves of several seeds, their mean, and the 95 % interval of the mean as a band.
+class Line(NamedTuple):
+    """Curves of several seeds in a panel, which get their mean and its interval.
 
-    Args:
-        panel: Axes of matplotlib.
-        places: Places on the horizontal axis, common to all curves.
-        curves: Values at these places, one sequence for each seed; a place at which one is not
-            finite is left out. The curves decide the limits of the axis, and not the band.
-        colour: Colour of all of it.
+    Attributes:
         label: Name of the mean in the legend.
+        colour: Colour of all of it.
+        places: Places on the horizontal axis, common to all curves.
+        curves: Values at these places, one sequence for each seed; there is no mean at a place at
+            which one is not finite.
         style: Keyword arguments of matplotlib for the mean.
     """
-    table = np.asarray(curves, dtype=float)
+
+    label: str
+    colour: str
+    places: Sequence[float]
+    curves: Sequence[Sequence[float]]
+    style: Mapping[str, Any] = {}
+
+
+class Panel(NamedTuple):
+    """A panel of a figure.
+
+    Attributes:
+        title: Text above the panel.
+        x_label: What the horizontal axis shows, with its unit.
+        y_label: What the vertical axis shows, with its unit.
+        lines: What is drawn.
+        nulls: Values at which a grey line stands, with their names.
+        finish: Function that is called with the axes at the end, for scales and marks.
+        options: Keyword arguments of `Axes.set`.
+        legend: Keyword arguments of the legend; None for no legend.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: Sequence[Line]
+    nulls: Sequence[tuple[float, str]] = ()
+    finish: Callable[[Axes], object] = lambda axes: None
+    options: Mapping[str, Any] = {}
+    legend: Mapping[str, Any] | None = {}
+
+
+def draw_panels(
+    panels: Sequence[Panel], columns: int, size: tuple[float, float], note: str = ""
+) -> Figure:
+    """Draw panels row by row, with letters.
+
+    Args:
+        panels: The panels.
+        columns: Number of panels in a row.
+        size: Width and height in inches.
+        note: Text below the panels.
+    """
+    figure = Figure(figsize=size, dpi=80, layout="constrained")
+    grid = figure.subplots(-(-len(panels) // columns), columns, squeeze=False).flat
+    for letter, axes, panel in zip("abcdefghij", grid, panels, strict=False):
+        for line in panel.lines:
+            draw_seeds(axes, line)
+        for value, words in panel.nulls:
+            axes.axhline(value, color=GREY, lw=1.2, ls=":", label=words)
+        axes.set(**panel.options)
+        label_panel(axes, letter, panel.title, panel.x_label, panel.y_label)
+        panel.finish(axes)
+        if panel.legend is not None:
+            axes.legend(**{"fontsize": 8.5, "frameon": False, **panel.legend})
+    figure.supxlabel(note, fontsize=9, color=GREY)
+    return figure
+
+
+def draw_seeds(panel: Axes, line: Line) -> None:
+    """Draw curves of several seeds, their mean, and the 95 % interval of the mean as a band.
+
+    The curves decide the limits of the axis, and not the band.
+    """
+    table = np.asarray(line.curves, dtype=float)
     known = np.isfinite(table).all(axis=0)
     if not known.any():
         return
-    x, table = np.asarray(places)[known].tolist(), table[:, known]
-    for curve in table:
-        panel.plot(x, curve, color=colour, lw=0.6, alpha=0.5)
+    colour = line.colour
+    for curve in table if len(table) > 1 else ():
+        panel.plot(line.places, curve, color=colour, lw=0.6, alpha=0.5)
+    x, table = np.asarray(line.places)[known].tolist(), table[:, known]
     means = [estimate(column.tolist()) for column in table.T]
-    panel.plot(x, [each.mean for each in means], color=colour, label=label, **{"lw": 2.2, **style})
+    style = {"lw": 2.2, "label": line.label, **line.style}
+    panel.plot(x, [each.mean for each in means], color=colour, **style)
     if len(table) > 1:
         limits = panel.dataLim.get_points()
         low, high = [each.low for each in means], [each.high for each in means]

@@ -11,6 +11,7 @@ from scipy import stats  # type: ignore[import-untyped]
 from geomon import Reading, Readings
 from geomon.analysis import single_source
 from geomon.analysis.profile import profile_of
+from geomon.record.columns import Column
 from recipes.papers.alignment import LayerAlignment, align_layers
 from recipes.papers.correlation import Correlation, correlate
 
@@ -18,7 +19,7 @@ from recipes.papers.correlation import Correlation, correlate
 # same for every curve, so that no curve chooses the moments that suit it.
 QUARTER = 0.25
 
-# Stack of the layer behind the final norm: the last hidden state as transformers gives it.
+# The layer behind the final norm: the last hidden state as transformers gives it.
 NORMED = "final_norm_mean"
 
 # Layer and number of a head.
@@ -90,6 +91,29 @@ def over_layers(
 ) -> float:
     """Summarise a metric over the outputs of the blocks, layer 0 left out."""
     return summary(profile_of(reading, metric)[1:])
+
+
+def hidden_states(reading: Reading, metric: str) -> list[float]:
+    """Collect a metric over `hidden_states` of transformers, as papers show profiles over depth.
+
+    They begin with what enters the first block, and the last layer is taken after the final norm,
+    if the reading has that.
+    """
+    layers = profile_of(reading, metric)
+    normed = reading.stacks.get("final_norm", {}).get(metric, Column())
+    return [*layers[:-1], *normed.layers[-1:]] if normed.layers else layers
+
+
+def over_training(
+    seeds: Sequence[History], measure: Callable[[Reading], float]
+) -> list[list[float]]:
+    """Measure every reading of every seed."""
+    return [[measure(reading) for reading in seed.readings] for seed in seeds]
+
+
+def at_layer(reading: Reading, metric: str, layer: int) -> float:
+    """Return the value of a metric at the output of a block."""
+    return profile_of(reading, metric)[layer]
 
 
 def gain(measure: Callable[[Reading], float]) -> Callable[[History], float]:

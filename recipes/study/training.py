@@ -3,19 +3,27 @@
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from geomon import Monitor
+from geomon import Metric, Monitor, select
 from geomon.record import Record
 from recipes.enwik8.text import InputError
 from recipes.enwik8.train import adamw
 
 _FINISHED = "finished.json"
+
+
+def without_margins(*names: str) -> dict[str, Metric]:
+    """Select metrics of geomon without their margins: in an experiment the seeds give them."""
+    found = select(*names).items()
+    return {
+        name: replace(each, has_margin=False) for name, each in found if isinstance(each, Metric)
+    }
 
 
 @dataclass(frozen=True)

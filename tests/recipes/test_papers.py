@@ -122,8 +122,9 @@ def test_shares_of_a_layer_sum_to_one():
     values = {f"variance_shares/layer_{n:02d}{p}": x for n in range(14) for p, x in parts.items()}
     figure = norms_figure(Readings([], [reading_of(values, 1500)]))
     panel = panels_of(figure)["Parts of Q over depth, step 1,500"]
-    heights = np.array([bar.get_height() for bar in panel.patches]).reshape(3, 14)
-    assert heights.sum(axis=0) == pytest.approx(np.ones(14))
+    shares = np.array([line.get_ydata() for line in panel.lines])
+    assert shares.shape == (3, 14)
+    assert shares.sum(axis=0) == pytest.approx(np.ones(14))
 
 
 def test_p_values_stand_over_training(run):
