@@ -166,7 +166,7 @@ def test_stacks_are_described_one_after_the_other():
     assert "  attention        seen as it runs" in rows
     assert "  Q, K projected   multihead_attn, by in_proj_weight" in rows
     attends = "4 heads, through torch's scaled_dot_product_attention"
-    ids = "no embedding outside the blocks was given integers of"
+    ids = "no embedding outside the blocks received integers of"
     none = "no embedding outside the blocks; metrics of token types are missing"
     assert str(describe(model, CONTEXT)).splitlines() == [
         title,
@@ -233,7 +233,7 @@ def test_blocks_that_are_left_out_or_chosen():
     named = rows(model, blocks=r"decoder\.blocks\.0")
     assert named["blocks"] == "decoder.blocks.0"
     assert named["hidden states"].endswith("what leaves it is a layer for each call")
-    with pytest.raises(ValueError, match="no module's name matches"):
+    with pytest.raises(ValueError, match="no module's full name matches"):
         describe(model, blocks="nothing")
 
 

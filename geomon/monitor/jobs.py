@@ -42,7 +42,7 @@ class ReadingJob:
         evaluator: Measures the layers.
         rows: Number of rows of hidden states in one split.
         place: Where layers are measured.
-        copies: Whether the inputs are the same on every rank, those of a probe.
+        same_inputs: Whether the inputs are the same on every rank, those of a probe.
         inputs: What the model was called with; None if nobody is to be given that.
 
     Attributes:
@@ -61,7 +61,7 @@ class ReadingJob:
         *,
         rows: int,
         place: MeasuringDevice,
-        copies: bool = False,
+        same_inputs: bool = False,
         inputs: Inputs | None = None,
     ) -> None:
         self.step, self.source, self.inputs = step, source, inputs
@@ -70,7 +70,7 @@ class ReadingJob:
         self.arrays: Arrays = {}
         self.finished, self.done = False, threading.Event()
         self._group, self._evaluator = group, evaluator
-        self._place, self._copies = place, copies
+        self._place, self._same_inputs = place, same_inputs
         self._measured: list[LayerValues] = []
         self._failing: set[str] = set()  # metrics that fail on the host as well
         self._on_host: tuple[Note, ...] = ()  # why what has a device is not measured there
@@ -93,7 +93,8 @@ class ReadingJob:
         began = time.perf_counter()
         self._gathered = gather(
             passes, (self.step, self.source), self._group,
-            rows=self.rows * self._evaluator.splits, queries=ATTENTION_QUERIES, copies=self._copies,
+            rows=self.rows * self._evaluator.splits, queries=ATTENTION_QUERIES,
+            same_inputs=self._same_inputs,
         )  # fmt: skip
         if self._gathered.empty:
             assert not isinstance(passes, Exception)
@@ -165,7 +166,7 @@ class ReadingJob:
         left = [parts[0] for parts in self._left]
         at_once = self._evaluator.layers_at_once(left, self.rows) if on_host else 1
         return in_pieces(
-            self._measure_one, layers, self._evaluator.apart, at_once,
+            self._measure_one, layers, self._evaluator.source_groups, at_once,
             outside=on_host and in_modes(),
         )  # fmt: skip
 

@@ -246,7 +246,7 @@ class Monitor:
             if self._due("probe", force=True) is Due.READING:
                 self._read(
                     number, "probe", lambda: self.passes.run(inputs, number),
-                    began=time.perf_counter(), copies=not isinstance(inputs, HeldOut),
+                    began=time.perf_counter(), same_inputs=not isinstance(inputs, HeldOut),
                 )  # fmt: skip
 
     def close(self) -> None:
@@ -454,14 +454,14 @@ class Monitor:
         capture: Callable[[], list[Snapshot]],
         *,
         began: float,
-        copies: bool = False,
+        same_inputs: bool = False,
         inputs: Inputs | None = None,
     ) -> None:
         """Measure what was captured, or start a thread that does."""
         self.planner.mark_read(source)
         job = ReadingJob(
             step, source, self._group, self._evaluator, rows=self._options["tokens"],
-            place=self._device, copies=copies, inputs=inputs,
+            place=self._device, same_inputs=same_inputs, inputs=inputs,
         )  # fmt: skip
         with self.warnings.guard():
             if self._begin_job(job, capture, began):

@@ -102,7 +102,7 @@ def test_an_item_is_not_kept_after_its_call(at_once):
 
 
 def test_metrics_of_heads_are_measured_apart_from_those_of_hidden_states():
-    hidden, *others = Evaluator(METRICS, 1).apart
+    hidden, *others = Evaluator(METRICS, 1).source_groups
     assert hidden == {
         "hidden",
         "last",
@@ -110,11 +110,14 @@ def test_metrics_of_heads_are_measured_apart_from_those_of_hidden_states():
         "routing",
     }  # no metric of these reads the last tokens
     assert others == [{"attention"}, {"projection"}]
-    assert Evaluator(ALL, 1).apart[0] == {"hidden", "weights", "routing"}
-    assert Evaluator(select("qk_cosine"), 1).apart == [SOURCES - {"projection"}, {"projection"}]
+    assert Evaluator(ALL, 1).source_groups[0] == {"hidden", "weights", "routing"}
+    assert Evaluator(select("qk_cosine"), 1).source_groups == [
+        SOURCES - {"projection"},
+        {"projection"},
+    ]
     own = check_metrics({"both": lambda hidden, projected_query: 0.0})
     both = own | select("attention_entropy")
-    assert Evaluator(both, 1).apart == [SOURCES - {"attention"}, {"attention"}]
+    assert Evaluator(both, 1).source_groups == [SOURCES - {"attention"}, {"attention"}]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])

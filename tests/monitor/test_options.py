@@ -47,7 +47,7 @@ WRONG = [
     ({"schedule": lambda step: False}, "fires at none of the steps"),
     ({"log": 3}, r"log is a tuple of names, \('val_loss',\) for instance, got 3"),
     ({"metrics": {}}, "metrics is empty"),
-    ({"metrics": {"m": lambda hiden: 0}}, "asks for 'hiden', which is no view"),
+    ({"metrics": {"m": lambda hiden: 0}}, "asks for 'hiden', which is not a view"),
 ]
 
 
