@@ -565,7 +565,7 @@ def lost(ranks: RankGroup, folder: Path) -> None:
             # Of the ten minutes that are allowed where nobody says.
             assert time.perf_counter() - began < 60
         (message,) = [m for m in heard.messages if f"rank {ranks.rank} lost the other ranks" in m]
-        assert "rank 0 goes on with its own" in message
+        assert "rank 0 continues with its own" in message
         assert ranks.rank == 0 or not memory.readings
         heard.messages.clear()
 

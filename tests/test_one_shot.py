@@ -87,7 +87,7 @@ def test_what_cannot_be_measured_is_refused(given, options, words):
 
 @pytest.mark.parametrize(("name", "least"), [("tokens", 1), ("splits", 1), ("queries", 3)])
 def test_numbers_out_of_range_are_refused_before_the_model_runs(name, least):
-    with pytest.raises(ValueError, match=f"{name} is a whole number of at least {least}"):
+    with pytest.raises(ValueError, match=f"{name} must be a whole number of at least {least}"):
         measure(PlainDecoder(), None, **{name: least - 1})
 
 

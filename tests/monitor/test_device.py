@@ -52,7 +52,7 @@ def assert_same_values(one, other):
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:x", "", None, 0, ["cuda"]])
 def test_what_names_no_device_is_refused_in_one_line(name):
-    with pytest.raises(ValueError, match=r"^device is 'auto' .*got [^\n]*$"):
+    with pytest.raises(ValueError, match=r"^device must be 'auto' .*got [^\n]*$"):
         Monitor(PlainDecoder(), directory=None, device=name)
 
 
@@ -136,7 +136,7 @@ def test_a_device_without_float64_leaves_measuring_to_the_host(monkeypatch):
 
     place = MeasuringDevice("auto", Elsewhere())
     assert place.device == HOST
-    assert place.why_host == "mps does not compute in float64, in which distances are decided"
+    assert place.why_host == "mps does not compute in float64, which distances need"
     assert MeasuringDevice("cpu", Elsewhere()).why_host is None
     assert MeasuringDevice("auto", PlainDecoder()).why_host is None
     not_loaded = MeasuringDevice("auto", PlainDecoder().to("meta"))
@@ -162,7 +162,7 @@ def test_where_memory_ends_in_a_metric_the_rest_is_measured_on_the_host():
     with Accelerator():
         (reading,) = run(**few, device=NAME)
     assert seen == [DEVICE, DEVICE, HOST, HOST]  # the layer is measured again
-    text = "measured on the host: meta has not memory enough (tried to allocate too much)"
+    text = "measured on the host: meta does not have enough memory (tried to allocate too much)"
     assert set(reading.words()) - set(on_host[0].words()) == {text}
     assert_same_values(on_host[0], reading)
 

@@ -107,7 +107,7 @@ def test_a_function_that_raises_is_one_warning_and_the_run_goes_on(caplog, hook)
     assert len(calls) == {"on_alert": 2, "on_phase": 3}[hook]
     (record,) = [r for r in caplog.records if hook in r.message]
     assert record.message == (
-        f"{hook} failed and is called again the next time; the training goes on: "
+        f"{hook} failed and will be called again the next time; the training goes on: "
         "RuntimeError: attempt 1"
     )
 

@@ -173,7 +173,7 @@ class MemoryLimit:
         if self._max_mb is None or self.sampler.max_rows >= self._asked:
             return []
         text = (
-            "at most {rows} rows instead of {asked} are kept: a window may hold only {limit:g} MB "
+            "at most {rows} rows instead of {asked} are kept: a window may hold {limit:g} MB "
             "(max_capture_mb)"
         )
         numbers = {"rows": self.sampler.max_rows, "asked": self._asked, "limit": self._max_mb}
