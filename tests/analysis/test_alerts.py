@@ -40,7 +40,7 @@ def healthy(step, layers=4, heads=2, **changed):
 # One change of a reading that each rule is for, at the limit and beyond it.
 FAULTS = [
     ("entropy_collapse", "attention_entropy_normalised/layer_03/head_1", 0.05, 0.049,
-     "entropy of 1 head below 5 % of that of uniform attention, lowest 4.90 %"),
+     "entropy of 1 head below 5 % of uniform attention's entropy, lowest 4.90 %"),
     ("logit_growth", "max_logit/layer_03/head_1", 100.0, 101.0,
      "largest score before the softmax 101, above 100"),
     ("rank_collapse", "effective_rank/layer_03", 1.1, 1.09,
@@ -207,7 +207,7 @@ def test_growing_scatter_of_all_values_is_an_alert_without_a_place():
     assert 1060 < alert.step < 1080
     factor = alert.numbers["factor"]
     assert 1.36 < factor < 1.5  # the limit, and little more: 2.5 is reached over twenty readings
-    assert f"for 20 readings the values that are watched have been {factor:.1f} times" in (
+    assert f"over 20 readings, all watched values together have scattered {factor:.1f} times" in (
         alert.words()
     )
     assert alert.where == ""

@@ -58,7 +58,7 @@ def test_what_names_no_device_is_refused_in_one_line(name):
 
 @pytest.mark.parametrize("name", ["cuda:99", "meta"])
 def test_a_device_that_is_not_there_is_refused_before_the_training(name):
-    with pytest.raises(ValueError, match=rf"^device='{name}' cannot measure[^\n]*use 'cpu'$"):
+    with pytest.raises(ValueError, match=rf"^device='{name}' cannot be used[^\n]*use 'cpu'$"):
         Monitor(PlainDecoder(), directory=None, device=name)
 
 

@@ -639,7 +639,7 @@ def test_blocks_that_are_replaced_or_added_between_readings_are_seen():
     seen.close()
     layers = [[f"variance/layer_{n:02d}" in r.values for n in range(5)] for r in memory.readings]
     assert layers == [[True] * 4 + [False]] * 2 + [[True] * 5]
-    said = [[note for note in r.words() if "began with" in note] for r in memory.readings]
+    said = [[note for note in r.words() if "since the run began" in note] for r in memory.readings]
     assert list(map(len, said)) == [0, 0, 1]
     assert "4 now, 3 then" in said[2][0]
 

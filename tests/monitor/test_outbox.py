@@ -239,8 +239,12 @@ def test_a_resumed_monitor_raises_no_alert_again_that_its_record_holds(tmp_path)
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"on_phase": 3}, TypeError, "on_phase is a function of one argument, or None, got 3"),
-        ({"on_alert": "x"}, TypeError, "on_alert is a function of one argument, or None, got 'x'"),
+        ({"on_phase": 3}, TypeError, "on_phase must be a function of one argument, or None, got 3"),
+        (
+            {"on_alert": "x"},
+            TypeError,
+            "on_alert must be a function of one argument, or None, got 'x'",
+        ),
         ({"alerts": ["rank"]}, ValueError, "no alert is called 'rank'"),
         ({"alerts": "rank_collapse"}, TypeError, "a sequence of names"),
     ],

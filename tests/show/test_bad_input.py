@@ -56,7 +56,7 @@ def make(case, path, readings):
 REFUSED = {
     "no folder": "no record at",
     "no file": "no record at",
-    "no record": "line 1 of .* is not a line of a record .*: expected what geomon writes",
+    "no record": "line 1 of .* is not a line of a record .*: expected a line from geomon",
     "a list": "line 1 of .* is not a line of a record",
     "a line in the middle": "line 3 of .* is not a line of a record",
     "an empty file": "no readings yet in .*: try again",

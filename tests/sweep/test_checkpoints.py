@@ -53,7 +53,7 @@ def test_where_one_names_no_step_all_are_numbered_and_it_is_said():
     checkpoints, notes = found("someone/model", None, names)
     assert checkpoints == expected
     assert len(notes) == 1
-    assert notes[0].endswith("no step is known of 1 of 3, such as main")
+    assert notes[0].endswith("the step is unknown for 1 of 3, such as main")
 
 
 def test_folders_without_steps_are_in_the_order_of_the_numbers_in_their_names(tmp_path):
@@ -101,7 +101,7 @@ def test_no_code_of_a_file_is_run(tmp_path):
         (("{}/empty",), "no checkpoints in"),
         (("model", "{}/empty"), "expected the folder of a transformers model"),
         (("model", "{}/files"), "module:function, which builds the model"),
-        ((build, "{}/folders"), "name the model's folder"),
+        ((build, "{}/folders"), "pass the model's folder"),
         ((build, "{}/empty"), "needs the folder of its *.ckpt files"),
         ((build,), "needs the folder of its *.ckpt files"),
         (("model", "{}/folders", ["main"]), "not both"),

@@ -310,7 +310,7 @@ class TooLong(Decoder):
     ("build", "words"),
     [
         (lambda **settings: Decoder("gpt2", 49),
-         r"no checkpoint.*step=2.*are not those of the model that was built.*with 2 more"),
+         r"no checkpoint.*step=2.*do not fit the model that was built.*and 2 more failed too"),
         (lambda **settings: 3, "the function built a int: expected a torch module"),
         (lambda **settings: TooLong("gpt2", 50), "IndexError: .*; sequences may be longer"),
         (lambda arch: None, r"called with the hyper-parameters in the file \(\w+, \w+"),
@@ -473,11 +473,11 @@ def test_warnings_of_the_same_kind_come_once_and_nothing_stays(run, tmp_path, ca
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"model": transformer("gpt2")}, "give a function that builds it"),
+        ({"model": transformer("gpt2")}, "pass a function that builds it"),
         ({"model": "recipes.enwik8.train:none", "checkpoints": "x"}, "cannot be imported"),
-        ({"model": "math:pi", "checkpoints": "x"}, "math:pi is no function"),
+        ({"model": "math:pi", "checkpoints": "x"}, "math:pi is not a function"),
         ({"model": "a", "text": __file__, "inputs": PROBE}, "not both"),
-        *(({"model": "a", name: 0}, f"{name} is a whole number")
+        *(({"model": "a", name: 0}, f"{name} must be a whole number")
           for name in ("tokens", "splits", "sequences", "length")),
     ],
 )  # fmt: skip
