@@ -64,9 +64,10 @@ class Values(dict[str, float]):
 
     def _repr_html_(self) -> str:
         """Show a table in a notebook: means over layers, or every metric of a single layer."""
-        shown = [tag for tag in self if tag.endswith("/mean")] or [
-            tag for tag in self if "/" not in tag
-        ]
+        ends = (f"/{tags.MEAN}", f"_{tags.MEAN}")  # the second is the mean of one stack
+        whole = [tag for tag in self if tag.count("/") == 1 and "/null_" not in tag]
+        means = [tag for tag in whole if tag.endswith(ends)]
+        shown = means or [tag for tag in self if "/" not in tag]
         rows = "".join(
             f"<tr><td>{escape(tag)}</td><td>{self._words(tag)}</td></tr>" for tag in shown
         )

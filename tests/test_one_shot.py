@@ -174,12 +174,12 @@ def test_measure_hands_on_the_notes_of_the_pass_and_of_the_values():
 
 
 def test_a_notebook_shows_a_table_of_means_and_no_thousand_values():
-    values = measure(PlainDecoder(), batch(), metrics=select("twonn", "cosine"))
+    values = measure(PlainDecoder(), batch(), metrics=select("twonn", "cosine", "variance_shares"))
     page = values._repr_html_()
-    assert page.count("<tr>") == 2
+    assert page.count("<tr>") == 3  # a part named "mean" of a layer is no mean over layers
     mean, margin = values["cosine/mean"], values["cosine/mean/margin"]
     assert f"<td>cosine/mean</td><td>{mean:.4g} ± {margin:.2g}</td>" in page
-    assert f"2 of {len(values)} values" in page
+    assert f"3 of {len(values)} values" in page
     rows = geometry(torch.randn(50, 8), metrics=select("cosine"))
     assert "<td>cosine</td>" in rows._repr_html_()
     assert all(f"<li>{note}</li>" in page for note in values.notes)

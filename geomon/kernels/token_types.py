@@ -58,7 +58,7 @@ class TokenTypes:
     """Moments of the rows of each token type, in ascending order of id, float64.
 
     Attributes:
-        rows: Number of rows of each type, n_t, [types].
+        rows: Number of rows of each type, n_t, [types]; 0 if all are in a group left out.
         m: Squared norm of the mean of each type, M_t = |mean x|^2, [types].
         scatter: Sum of squared distances of the rows from the mean of their type, [types].
         cells: Sums by group of sequences, or None if no groups were given.
@@ -70,7 +70,7 @@ class TokenTypes:
     cells: "TypeCells | None" = None
 
     def without(self, group: int) -> "TokenTypes":
-        """Return the moments of the rows of all other groups.
+        """Return the moments of the rows of all other groups; a type may have 0 rows there.
 
         If S is the sum of the rows left out, about the mean of their type, the mean moves by -S /
         (number of rows that stay).
@@ -85,11 +85,10 @@ class TokenTypes:
             raise ValueError("the moments of token types are not known by group: pass groups")
         out = TypeCells(*(part[:, group] for part in self.cells))
         rows = self.rows - out.rows
-        stay = rows > 0
         left = rows.clamp(min=1)
         m = self.m - 2 * out.along / left + out.square_of_sum / left.square()
         scatter = (self.scatter - out.squares - out.square_of_sum / left).clamp(min=0)
-        return TokenTypes(rows[stay], m[stay].clamp(min=0), scatter[stay])
+        return TokenTypes(rows, m.clamp(min=0), scatter)
 
     @property
     def within_variance(self) -> Tensor:
@@ -104,7 +103,7 @@ class TokenTypes:
             >>> token_types(hidden, torch.tensor([5, 5, 8, 8])).within_variance.item()
             2.0
         """
-        return self.scatter.sum() / (self.rows.sum() - len(self.rows))
+        return self.scatter.sum() / (self.rows.sum() - (self.rows > 0).sum())
 
     def norm_variance_slope(self) -> NormVarianceFit:
         """Fit a line of V_t over M_t to token types: how variance falls as the mean grows.
@@ -128,14 +127,21 @@ class TokenTypes:
             (3.0, 1.0, True)
         """
         chosen = (self.rows >= _FEWEST_ROWS) & (self.rows <= _MOST_ROWS)
-        count = self.rows[chosen]
-        spread = self.scatter[chosen] / (count - 1)
-        norm = self.m[chosen] - spread / count
         number = chosen.sum().double()
+
+        def about_mean(values: Tensor) -> Tensor:
+            """Differences from the mean over the chosen types; 0 for the others."""
+            mean = torch.where(chosen, values, 0).sum() / number
+            return torch.where(chosen, values - mean, 0)
+
+        # Types are never indexed by a mask, because on a device the host would wait for their number.
+        spread = self.scatter / (self.rows - 1)
         # Norms and spreads are already squares, so they are divided by powers of two, which changes
         # no digit, before they are multiplied.
-        x, along = _scaled(norm - norm.mean())
-        y, across = _scaled(spread - spread.mean())
+        x, along = _scaled(about_mean(self.m - spread / self.rows))
+        y, across = _scaled(about_mean(spread))
+        q = torch.where(chosen, self.m + self.scatter / self.rows, 0)
+        ratios = q / q.max()
         xx, xy, yy = x.square().sum(), (x * y).sum(), y.square().sum()
         fits = (number >= 3) & (xx > 0)
         nan = torch.full_like(xx, torch.nan)
@@ -143,21 +149,14 @@ class TokenTypes:
             slope=torch.where(fits, torch.ldexp(xy / xx, across - along), nan),
             r_squared=torch.where(fits, xy.square() / (xx * yy), nan),
             types=number,
-            coverage=count.sum() / self.rows.sum(),
-            q_variation=_variation(self.m[chosen] + self.scatter[chosen] / count),
+            coverage=torch.where(chosen, self.rows, 0).sum() / self.rows.sum(),
+            q_variation=(number * about_mean(ratios).square().sum()).sqrt() / ratios.sum(),
         )
-
-
-def _variation(values: Tensor) -> Tensor:
-    """Compute the standard deviation over the mean of positive values; NaN without values."""
-    ratios = values / values.max() if len(values) else values
-    return (ratios - ratios.mean()).square().mean().sqrt() / ratios.mean()
 
 
 def _scaled(values: Tensor) -> tuple[Tensor, Tensor]:
     """Divide values by a power of two that brings the largest to about 1; return the exponent."""
-    largest = values.abs().max() if len(values) else values.new_zeros(())
-    exponent = torch.frexp(largest).exponent
+    exponent = torch.frexp(values.abs().max()).exponent
     return torch.ldexp(values, -exponent), exponent
 
 

@@ -23,8 +23,7 @@ except ImportError as error:
 
 # Largest number of names that a legend has room for.
 _MOST_NAMES = 8
-# Where menus stand: above a chart, and the names below it.
-_AT_TOP = {"x": 0, "xanchor": "left", "y": 1.03, "yanchor": "bottom", "font": {"size": 11}}
+# Names of lines stand below a chart.
 _NAMES_BELOW = {"yref": "container", "y": 0, "yanchor": "bottom"}
 
 
@@ -52,32 +51,27 @@ def draw(panel: Lines | Matrix, steps: Iterable[int] = ()) -> go.Figure:
     return _draw_matrix(panel) if isinstance(panel, Matrix) else _draw_lines(panel, steps)
 
 
-def choose(charts: Mapping[str, go.Figure], *, letters: int = 44) -> go.Figure:
-    """Make one chart of several, with a menu to choose one of them.
+def choose(charts: Mapping[str, go.Figure]) -> go.Figure:
+    """Join charts in one figure, of which a page shows one at a time.
 
-    Args:
-        charts: The charts by their names in the menu, one at least.
-        letters: Most letters of a name: a menu is as wide as the longest.
+    `layout.meta` lists the name of each chart with the arguments of `Plotly.update` that show it.
     """
     first = next(iter(charts.values()))
     if len(charts) == 1:
         return first
     whole = go.Figure(layout=first.layout)
-    buttons: list[dict[str, Any]] = []
+    choices: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
     count = sum(len(chart.data) for chart in charts.values())
     for name, chart in charts.items():
         visible = [False] * count
         for trace in chart.data:
             visible[len(whole.data)] = True
             whole.add_trace(trace)
-            whole.data[-1].visible = not buttons
-        label = _plain(name if len(name) <= letters else f"{name[: letters - 1]}…")
+            whole.data[-1].visible = not choices
         layout = chart.layout.to_plotly_json()
         wanted = {part: layout.get(part) for part in ("xaxis", "yaxis", "shapes", "annotations")}
-        buttons.append({"label": label, "method": "update", "args": [{"visible": visible}, wanted]})
-    whole.update_layout(
-        updatemenus=[{"buttons": buttons, **_AT_TOP}], margin={"t": 40}, legend=_NAMES_BELOW
-    )
+        choices.append((printable(name), {"visible": visible}, wanted))
+    whole.update_layout(meta=choices, legend=_NAMES_BELOW)
     return whole
 
 
@@ -103,7 +97,7 @@ def slide(charts: Sequence[Mapping[int, Matrix]], names: Sequence[str]) -> go.Fi
 
 
 def add_linear_axis(chart: go.Figure) -> go.Figure:
-    """Add buttons to a chart over steps: its axis of steps is linear or logarithmic."""
+    """Let a page choose whether the axis of steps is logarithmic or linear."""
     axis = chart.layout.xaxis
     linear = {
         "xaxis.type": "linear", "xaxis.tickmode": "auto", "xaxis.title.text": "training step",
@@ -113,12 +107,8 @@ def add_linear_axis(chart: go.Figure) -> go.Figure:
         "xaxis.type": "log", "xaxis.tickmode": "array", "xaxis.title.text": AXES["step"][0],
         "xaxis.range": axis.range,
     }  # fmt: skip
-    buttons = [
-        {"label": label, "method": "relayout", "args": [changes]}
-        for label, changes in (("logarithmic", back), ("linear", linear))
-    ]
-    menu = {"buttons": buttons, "type": "buttons", "direction": "right", **_AT_TOP}
-    chart.update_layout(updatemenus=[menu], margin={"t": 36}, legend=_NAMES_BELOW)
+    choices = [("logarithmic steps", {}, back), ("linear steps", {}, linear)]
+    chart.update_layout(meta=choices, legend=_NAMES_BELOW)
     return chart
 
 

@@ -210,7 +210,7 @@ def map_panel(readings: Readings, metric: str) -> Matrix | None:
     if lowest >= 0:  # a cosine of one sign shows more this way
         low, high = 0.0, float(np.nanmax(table)) if low < 0 else high
     wide = lowest > 0 and high > _MAX_LINEAR_COLOURS * lowest
-    low, high = (lowest if wide else low), max(high, low + 1e-9)
+    low, high = (lowest if wide else low), (high if high > low else low + 1.0)
     label = readings.text_of(metric).label
     return Matrix(label, table, layers, list(columns), low, high, "step", remark, wide)
 

@@ -103,12 +103,11 @@ def test_a_menu_shows_one_chart_and_its_axes(readings):
     metrics = ("anisotropy", "twonn")
     charts = {name: draw(depth_panel(readings, name)) for name in metrics}
     assert choose({"twonn": charts["twonn"]}) == charts["twonn"]  # nothing to choose
-    whole = choose(charts, letters=8)
-    assert [button.label for button in whole.layout.updatemenus[0].buttons] == ["anisotr…", "twonn"]
+    whole = choose(charts)
+    assert [name for name, *_ in whole.layout.meta] == ["anisotropy", "twonn"]
     assert len(whole.data) == sum(len(chart.data) for chart in charts.values())
     shown = [trace.visible for trace in whole.data]
-    for button, name in zip(whole.layout.updatemenus[0].buttons, metrics, strict=True):
-        visible, layout = button.args
+    for name, visible, layout in whole.layout.meta:
         chosen = [t for t, on in zip(whole.data, visible["visible"], strict=True) if on]
         assert [list(trace.y) for trace in chosen] == [list(t.y) for t in charts[name].data]
         assert layout["yaxis"]["title"]["text"] == readings.text_of(name).label
@@ -133,7 +132,7 @@ def test_a_slider_moves_all_matrices_to_the_nearest_step(readings):
 
 def test_the_axis_of_steps_can_be_made_linear_and_logarithmic_again(readings):
     chart = add_linear_axis(charts_of(readings)[NAMES[0]])
-    back, linear = (button.args[0] for button in chart.layout.updatemenus[0].buttons)
+    back, linear = (changes for *_, changes in chart.layout.meta)
     assert [axis["xaxis.type"] for axis in (back, linear)] == ["log", "linear"]
     assert linear["xaxis.range"][0] < 0 < 1500 < linear["xaxis.range"][1]
     assert back["xaxis.range"] == chart.layout.xaxis.range

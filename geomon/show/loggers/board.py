@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from geomon.analysis import summarise
 from geomon.analysis.facts import FactLog
 from geomon.record import RaisedAlert, Reading, Readings, Sink
+from geomon.record.columns import texts_of
 from geomon.record.headline import HEADLINE, Detail, check_detail
 from geomon.record.sinks import LoggerSink
 from geomon.show.loggers.history import Part, RunDrawer
@@ -143,6 +144,9 @@ class BoardText(RunDrawer):
         """Write what is new in the notes of a reading, and at some readings the run in words."""
         if self._described is not None:
             self._post("4 model and options", _table(self._described), reading.step)
+            texts = texts_of(self._described).values()
+            if healthy := [f"{text.title}: {text.healthy}" for text in texts if text.healthy]:
+                self._post("2 what is healthy", _bullets(healthy), reading.step)
             self._described = None
         kinds = {(note.stack, note.kind): note for note in reading.notes if not note.is_alert}
         if new := [str(note) for kind, note in kinds.items() if kind not in self._noted]:

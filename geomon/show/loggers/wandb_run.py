@@ -11,6 +11,7 @@ from typing import Any
 
 from geomon.analysis.facts import FactLog
 from geomon.record import RaisedAlert, Reading, Readings, tags
+from geomon.record.columns import texts_of
 from geomon.record.headline import HEADLINE, Charts, Detail
 from geomon.show.loggers.history import Part, RunDrawer
 from geomon.show.loggers.others import Alerts
@@ -107,11 +108,14 @@ class WandBRows:
             self._follow(run)
 
     def describe(self, description: Mapping[str, Any]) -> None:
-        """Put the description of the run into the configuration of the W&B run, as `geomon`."""
+        """Put the description of the run into the configuration of the W&B run, as `geomon`.
+
+        Each metric stands there with its range in healthy runs, or with its meaning.
+        """
         self._charts.describe(description)
-        texts = description.get("metrics")
-        names = {"metrics": list(texts)} if isinstance(texts, dict) else {}
-        self._description = {**description, **names}
+        texts = texts_of(description).items()
+        words = {name: text.healthy or text.meaning for name, text in texts}
+        self._description = {**description, "metrics": words}
         if self._run is not None:
             self._configure()
 

@@ -53,6 +53,8 @@ def render(runs: Sequence[Run]) -> str:
                 "title": title[:1].upper() + title[1:],
                 "wide": " wide" * (section == "lead" or title in (_OTHERS, _BEFORE)),
                 "healthy": panels.healthy.get(title, ""),
+                "name": f"chart-{place}",
+                "choices": [name for name, *_ in chart.layout.meta or ()],
                 "html": chart.to_html(
                     config=_CONFIG, include_plotlyjs=False, full_html=False, div_id=f"chart-{place}"
                 ),
@@ -78,10 +80,10 @@ def _charts(panels: Panels) -> Iterator[tuple[str, str, Any]]:
             yield "lead", title, charts.add_linear_axis(chart)
     if panels.before_alerts:
         before = {name: charts.draw(each) for name, each in panels.before_alerts.items()}
-        yield "training", _BEFORE, charts.choose(before, letters=90)
+        yield "training", _BEFORE, charts.choose(before)
     if panels.others:
         others = {name: charts.draw(each, panels.steps) for name, each in panels.others.items()}
-        yield "training", _OTHERS, charts.choose(others, letters=90)
+        yield "training", _OTHERS, charts.choose(others)
     if panels.depth:
         depth = {name: charts.draw(each) for name, each in panels.depth.items()}
         yield "depth", "At several steps", charts.choose(depth)

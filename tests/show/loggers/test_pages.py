@@ -252,7 +252,8 @@ def test_a_detail_that_does_not_exist_is_refused_before_a_file_is_made(tmp_path)
 def test_alerts_and_new_notes_are_text_at_their_steps(clock):
     writer = Writer()
     text = BoardText(lambda: [writer], name="Board")
-    text.describe({"a_b": "c|d"})
+    healthy = {"twonn": {"title": "dimension", "healthy": "3 to 5"}, "cosine": {"title": "cosine"}}
+    text.describe({"a_b": "c|d", "metrics": healthy})
     text.write(reading(0, [Note("copies", "58 % of the rows are copies"), "another"]))
     text.write(reading(1, [Note("copies", "57 % of the rows are copies")]))
     text.alert(raised_of("rank_collapse", 5, "rank_collapse (layer 2): down to 1.2"))
@@ -262,7 +263,12 @@ def test_alerts_and_new_notes_are_text_at_their_steps(clock):
     # The first words of the run wait for nothing.
     assert [step for name, _, step in writer.texts if name[8] == "1"] == [0, 7]
     assert [each for each in writer.texts if each[0][8] != "1"] == [
-        ("~geomon/4 model and options", "| | |\n|---|---|\n| a\\_b | c\\|d |\n", 0),
+        (
+            "~geomon/4 model and options",
+            "| | |\n|---|---|\n| a\\_b | c\\|d |\n| metrics | 2: twonn, cosine |\n",
+            0,
+        ),
+        ("~geomon/2 what is healthy", "- dimension: 3 to 5", 0),
         ("~geomon/3 notes", "- 58 % of the rows are copies\n- another", 0),
         ("~geomon/0 alerts", r"- rank\_collapse (layer 2): down to 1.2", 5),
         ("~geomon/3 notes", r"- a third \*note\*, a\_b", 7),

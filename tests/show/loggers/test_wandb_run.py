@@ -369,7 +369,9 @@ def test_offline_the_file_has_panels_in_sections_configuration_summary_and_alert
         for item in r.run.config.update
     }  # fmt: skip
     assert config["own"] == 1
-    assert config["geomon"] == {"model": "Decoder", "metrics": list(TEXTS)}
+    assert config["geomon"]["model"] == "Decoder"
+    assert config["geomon"]["metrics"].keys() == TEXTS.keys()
+    assert config["geomon"]["metrics"]["twonn"] == TEXTS["twonn"]["meaning"]
 
     summary = {}
     for record in records:
@@ -414,5 +416,6 @@ def test_the_configuration_of_a_wandb_run_describes_the_monitored_one(tmp_path, 
         (described,) = read(tmp_path).runs
         found = dict(run.config)
     assert found["own"] == 1
-    assert found["geomon"]["metrics"] == list(described["metrics"])
+    assert found["geomon"]["metrics"].keys() == described["metrics"].keys()
+    assert all(found["geomon"]["metrics"].values())
     assert found["geomon"].keys() == monitor.describe().keys()
