@@ -134,7 +134,7 @@ class TokenTypes:
             mean = torch.where(chosen, values, 0).sum() / number
             return torch.where(chosen, values - mean, 0)
 
-        # Types are never indexed by a mask, because on a device the host would wait for their number.
+        # Types are never indexed by a mask: on a device, the host would wait for their number.
         spread = self.scatter / (self.rows - 1)
         # Norms and spreads are already squares, so they are divided by powers of two, which changes
         # no digit, before they are multiplied.
