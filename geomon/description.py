@@ -45,7 +45,7 @@ _Row = tuple[str, str]
 
 @dataclass(frozen=True)
 class Description:
-    """Description of what would be watched in a model; `print` it.
+    """Description of the parts of a model that would be watched; `print` it.
 
     Attributes:
         title: Class of the model and number of its watched blocks.

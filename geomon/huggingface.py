@@ -244,7 +244,7 @@ _LOGS: dict[str, Callable[[Any], Callable[[dict[str, float], int], object]]] = {
 
 
 def _board_of(args: Any) -> Path:
-    """Return a folder inside that of the event files this process writes for the Trainer."""
+    """Return a folder inside the one where this process writes event files for the Trainer."""
     root = Path(os.environ.get("TENSORBOARD_LOGGING_DIR") or Path(args.output_dir, "runs"))
     files = root.expanduser().rglob(f"events.out.tfevents.*.{os.getpid()}.*")
     made = {file.parent: file.stat().st_mtime_ns for file in files if file.parent.name != _BOARD}

@@ -184,7 +184,7 @@ class GeometryMonitor(L.Callback):
         self._session.log(step, lambda: self._known_values(trainer, pl_module, outputs))
 
     def on_train_epoch_end(self, *event: Any) -> None:
-        """Discard the window of a batch that the module skipped with -1, which has no end event."""
+        """Discard the window of a batch that the module skipped with -1, without an end event."""
         self._session.discard()
 
     def on_train_end(self, trainer: "L.Trainer", pl_module: "L.LightningModule") -> None:

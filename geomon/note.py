@@ -12,13 +12,13 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         kind: Subject of the note; the log has one line of each kind.
-        text: The sentence. If there are layers or numbers, a `str.format` template, in which
-            `{where}` is replaced by the layers, and the name of a number by that number.
+        text: The sentence. If there are layers or numbers, a `str.format` template where `{where}`
+            is replaced by the layers, and the name of a number by that number.
         stack: Name of the stack of blocks; "" if the model has only one.
         layers: Indices of the layers.
         heads: (layer, head) pairs.
         numbers: Numbers, and words that were found, by name.
-        advice: What to do; only alerts have an advice. Defaults to "".
+        advice: Advice on how to react; only alerts have one. Defaults to "".
 
     Example:
         >>> note = Note("lost", "{lost} rows are not finite{where}", layers=(1, 2),

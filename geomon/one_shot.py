@@ -272,7 +272,7 @@ def _check_size(rows: Tensor) -> None:
 
 
 def _evaluate(evaluator: Evaluator, layer: Layer, size: int) -> tuple[dict[str, float], list[Note]]:
-    """Measure plain rows; values have no layer in their tags, and each is explained."""
+    """Measure plain rows; tags name no layer, and each value is explained."""
     result = evaluator.combine([evaluator.measure_layer(layer, size)], size)
     # Tags omit the layer, because there is only one and no mean over layers.
     marker = f"/{tags.layer_tag('', _LAYER)}"

@@ -178,9 +178,9 @@ class Rule(NamedTuple):
 
     Attributes:
         find: Function that finds it.
-        seeks: What it looks for.
-        text: What was found, as a `str.format` template for the numbers.
-        advice: What to look at.
+        seeks: Condition that it looks for.
+        text: The finding, as a `str.format` template for the numbers.
+        advice: Things to look at.
         false_alarms: Number of false alarms in `HEALTHY_STEPS` steps of healthy trainings. Defaults
             to 0.
         may_begin: Whether a finding in the first reading is not a reason for an alert. Defaults to

@@ -242,7 +242,7 @@ class Left(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What the bands of a run say about a reading.
+    """Result of comparing a reading with the bands of its run.
 
     Attributes:
         departures: Values outside their bands, largest departure first.

@@ -73,7 +73,7 @@ def compare(first: Readings, second: Readings) -> list[Difference]:
         A difference for each metric that both have at such steps, in the order of the first.
 
     Raises:
-        ValueError: If the runs have no values at near steps, or only at step 0.
+        ValueError: If the runs lack values at near steps, or have them only at step 0.
     """
     others = _curves(second)
     found = (

@@ -68,7 +68,7 @@ def bulge(profile: Sequence[float]) -> float:
 
 
 def peak_depth(profile: Sequence[float]) -> float:
-    """Find the depth at which a profile is highest.
+    """Find the depth where a profile is highest.
 
     Args:
         profile: Value at each layer, first to last; NaN is ignored.
@@ -90,7 +90,8 @@ def is_far_above(first: Iterable[float], blocks: Iterable[float]) -> bool:
     """Decide whether layer 0, the embedding, would flatten the blocks on a common axis.
 
     It does if its distance above the lowest block (or above 0, if that is lower) is more than twice
-    that of the highest block. A page then fits the axis to the blocks and says how high layer 0 is.
+    the distance of the highest block. A page then fits the axis to the blocks and says how high
+    layer 0 is.
 
     Args:
         first: Values of a metric at layer 0, for all profiles on the axis; NaN is ignored.

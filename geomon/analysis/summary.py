@@ -13,8 +13,8 @@ def summarise(readings: Iterable[Reading], facts: Sequence[Fact] | None = None) 
 
     Args:
         readings: Readings of a run.
-        facts: Facts of the run. Defaults to the facts of the readings, of which a page may keep
-            few.
+        facts: Facts of the run. Defaults to the facts of the readings. Pages that keep few readings
+            pass the facts of all.
 
     Returns:
         Sentences, at least one; metrics that were not measured are not mentioned.

@@ -352,7 +352,7 @@ class StackBuilder:
     # -- hidden states -----------------------------------------------------------------------------
 
     def _why_no_rows(self, *, ran: bool) -> str:
-        """Say why a block has no hidden states."""
+        """Say why the hidden states of a block are missing."""
         not_read = self._pass.why_not_read or (_LAST if self._pass.stack.entering else _NESTED)
         return not_read if ran else self._not_run
 

@@ -50,11 +50,11 @@ class BlockCall:
         hidden: Rows of the hidden states that left the block.
         is_sum: Whether these are the sum of the block's input and output.
         running_attention: Index of the attention that is running, if the block has several.
-        attentions: What was seen of each attention.
+        attentions: Observations of each attention.
         provenance: Follows tensors through the call.
-        finished: Whether tensors are no longer followed.
+        finished: Whether following tensors has ended.
         inputs: By id of a module that is projecting: its input, and the index of its first feature
-            among those of all ranks.
+            on all ranks.
         weight_norms: Frobenius norm of each weight matrix of the block, by name; empty if not read.
         expert_counts: How often the tokens chose each expert, or None without experts.
     """
@@ -112,8 +112,8 @@ class StackPass:
         normed: Rows of the final norm's output, and the name of the norm.
         mode: "train" or "eval"; "" if no block was called.
         dtype: Data type of the hidden states in the model.
-        why_not_read: Why hidden states were not read; "" if there is no reason.
-        remarks: What a reader of the numbers must know about the order of the blocks.
+        why_not_read: Why hidden states were not read; "" if they were.
+        remarks: Remarks on the order of the blocks, for the reader of the numbers.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class StackPass:
         return self.shape if block_call.shape is None else block_call.shape
 
     def slice_of(self, hidden: Tensor, rows: Tensor) -> Slice:
-        """Locate this rank's hidden states among those of all ranks.
+        """Locate this rank's hidden states in the whole tensor.
 
         Tensor parallelism may split plain tensors along the sequence: token ids or attention that
         are a multiple as long show it (`take_attention`).
@@ -224,7 +224,7 @@ class StackPass:
         return self.tokens.without_padding(rows, self._unfolded(rows.shape))
 
     def _unfolded(self, shape: Shape) -> Shape:
-        """Return the shape in which rows entered the stack, in case a block flattens them."""
+        """Return the shape of rows where they enter the stack, in case a block flattens them."""
         flattened = shape != self.shape[::-1] and math.prod(shape) == math.prod(self.shape)
         return self.shape if flattened else shape
 
@@ -245,8 +245,8 @@ class StackPass:
     def is_routed(self, shape: Shape) -> bool:
         """Whether this layer saw only the tokens routed to it.
 
-        Merged tokens stay merged; routed tokens are those of a block with fewer tokens than a
-        neighbour, or with as few that did not come from the block before.
+        Merged tokens stay merged; tokens are routed if a block has fewer of them than a neighbour,
+        or as few that did not come from the block before.
         """
         if not _is_part(shape, self._longest):
             return False

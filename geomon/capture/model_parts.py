@@ -1,4 +1,4 @@
-"""What is trained here: a module, or the stages of a pipeline that this rank runs."""
+"""The model on this rank: a module, or the stages of a pipeline that this rank runs."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ class ModelParts:
         given: The argument.
         modules: The model, or the module of each stage.
         stages: The stages in ascending order, or () for a model.
-        root: The model, or a module that holds those of all stages.
+        root: The model, or a module that holds the modules of all stages.
 
     Raises:
         TypeError: If it is neither a module nor stages.
@@ -122,5 +122,5 @@ def _is_stage(value: Any) -> bool:
 
 
 def _count_micro_batches(stage: Any) -> int:
-    """Count micro-batches: a stage lists where the inputs of each come from."""
+    """Count micro-batches from a stage's list of where their inputs come from."""
     return len(stage.args_recv_info)

@@ -42,7 +42,7 @@ def without_modes() -> Iterator[None]:
     """Run an extra pass of the model outside the training's modes, which would count or change it.
 
     Functions of tensor subclasses stay active, because weights may be subclasses, and so does the
-    default device, on which the model may make tensors.
+    default device, where the model may make tensors.
     """
     pop, push = private.pop_function_mode, private.push_function_mode
     taken: list[Any] = []

@@ -28,7 +28,7 @@ WHOLE = TensorPlace()
 
 
 class Slice(NamedTuple):
-    """Location of this rank's rows among those of all ranks.
+    """Location of this rank's rows in the whole tensor.
 
     Attributes:
         shape: Shape of the whole, without the width.

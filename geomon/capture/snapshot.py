@@ -22,9 +22,9 @@ class CapturedView:
     """Declares a captured view: all that other rooms need to know about it.
 
     Attributes:
-        source: Where the window takes it from: "hidden", "last", "attention", "projection",
+        source: Source that the window reads: "hidden", "last", "attention", "projection",
             "weights" or "routing". A window observes only the sources that are requested.
-        rows: What its first dimension counts: "tokens", "queries", "keys" (as projected) or
+        rows: Unit of its first dimension: "tokens", "queries", "keys" (as projected) or
             "sequences"; "" for none of these.
         heads: Dimension of its heads: "first" or "second"; "shared" if the second may be 1 for all
             heads; "" if it has none.
@@ -165,7 +165,7 @@ def check_extra_layers(names: Iterable[str]) -> tuple[str, ...]:
         names: Names from `EXTRA_LAYERS`, or a single name.
 
     Raises:
-        ValueError: If a name is not that of an extra layer.
+        ValueError: If a name does not belong to an extra layer.
     """
     asked = [names] if isinstance(names, str) else [*names]
     for name in asked:
@@ -175,7 +175,7 @@ def check_extra_layers(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def group_by_layer(reasons: Mapping[tuple[str, str], Iterable[int]], stack: str = "") -> list[Note]:
-    """Make one note for each (subject, reason), with the layers to which it applies.
+    """Make one note for each (subject, reason), with the layers where it applies.
 
     Args:
         reasons: Depths of the layers, by subject and reason.
@@ -192,9 +192,9 @@ def group_by_layer(reasons: Mapping[tuple[str, str], Iterable[int]], stack: str 
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of a layer a rank has, if ranks with the same tokens share it.
+    """Part of a layer that a rank has, if ranks with the same tokens share it.
 
-    All indices are those of the whole layer, so they are equal on every rank.
+    All indices count through the whole layer, so they are equal on every rank.
 
     Attributes:
         rows: Index of each row of hidden states, which orders the rows, or None if ranks share
@@ -205,7 +205,7 @@ class Part:
             and "projected_key". If a view is missing, all of its heads are here or their indices
             are unknown.
         tokens: Number that identifies the tokens of the rows, shared by all parts with the same
-            tokens, or None if there are no other parts.
+            tokens, or None without other parts.
         tokens_elsewhere: Whether another rank, the first pipeline stage, knows the ids and
             positions of the tokens. Defaults to False.
     """
@@ -235,7 +235,7 @@ class Layer:
             "projection"). Metrics that read other sources skip the layer.
         of_weights: Whether the rows belong to a weight matrix, equal on every rank, rather than to
             tokens. Metrics of token ids and positions skip the layer. Defaults to False.
-        part: Which part of the layer these views are. Defaults to the whole layer.
+        part: Part of the layer that these views hold. Defaults to the whole layer.
     """
 
     index: int
@@ -435,7 +435,7 @@ class PassInfo:
         notes: Remarks for the reader of the numbers.
         loss: Loss of a probe's pass, or None if none was requested.
         batch: Checksum of the tokens: equal on ranks that had the same tokens. Defaults to "", for
-            a pass in which nothing was seen.
+            a pass where nothing was seen.
     """
 
     tokens: int
@@ -460,7 +460,7 @@ class Snapshot:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no block was seen: there was no forward pass, or another model's."""
+        """Whether no block was seen, because another model or none was called."""
         of_blocks = (layer for layer in self.layers if not layer.of_weights)
         return not any(layer.captured.keys() - OF_THE_BATCH for layer in of_blocks)
 

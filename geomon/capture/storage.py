@@ -1,4 +1,4 @@
-"""Storage: the memory in which a tensor lies."""
+"""Storage: the memory where a tensor lies."""
 
 from typing import Any
 

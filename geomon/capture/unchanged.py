@@ -45,13 +45,13 @@ def left_unchanged(model: nn.Module) -> Iterator[None]:
 
     Restored are
 
-    - the random states of torch, NumPy and Python, and those of generators that modules hold;
+    - the random states of torch, NumPy and Python, and of generators that modules hold;
     - the attributes of all modules, including parameters, buffers, submodules, hooks and training
       flags, as the same objects. Lists, dicts, deques and sets get their former contents back, and
       so do containers in them, up to 4 levels deep (but not inside containers of more than 1,000
       items); tensors and arrays of at most 1 MiB get their former values back;
-    - the values of parameters and of tensors with a graph, of which at most 8 MiB are copied, those
-      without gradient and small ones first;
+    - the values of parameters and of tensors with a graph (at most 8 MiB are copied, tensors
+      without gradient and small ones first);
     - caches of autocast and of `torch.nn.utils.parametrize.cached`, and parameters gathered by
       FSDP.
 
@@ -137,7 +137,7 @@ def _keep_switches(keep: Callable[[Action], None]) -> None:
 
 
 def _keep_cached_weights(model: nn.Module, keep: Callable[[Action], None]) -> None:
-    """Keep the cache of `parametrize.cached`: a weight made in the pass would have no gradient."""
+    """Keep the cache of `parametrize.cached`: a weight made in the pass would lack a gradient."""
     cache = getattr(parametrize, "_cache", None)
     if isinstance(cache, dict):
         keep((_put_parts_back, cache, dict, _parts(cache, dict)))
@@ -372,7 +372,7 @@ def _refuse_unknown(module: Any) -> None:
 
 
 def _reshard_flat(module: Any) -> None:
-    """Shard the parameters of one FSDP1 module again; FSDP1 has no public function for it."""
+    """Shard the parameters of one FSDP1 module again; FSDP1 lacks a public function for it."""
     handle = module._handle
     if handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
         handle.reshard(True)

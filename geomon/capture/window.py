@@ -103,7 +103,7 @@ class Window:
         place: Place of this rank among those that share the weights of the blocks. Defaults to a
             rank that has them all.
         micro_batches: For each pipeline stage, a function that counts the micro-batches of a batch
-            (0 before they are known), each of which is a pass. Defaults to (), for one pass per
+            (0 before they are known); each micro-batch is a pass. Defaults to (), for one pass per
             batch.
         charge: Returns a context manager that is entered around each piece of extra work, to
             account for its time. Pieces may be nested.

@@ -37,7 +37,7 @@ _WITH_ROWS = frozenset({"weights", "routing"})
 
 
 class _Owned(NamedTuple):
-    """What a rank has of one layer; plain values.
+    """A rank's part of one layer, as plain values.
 
     Attributes:
         name: Name of the layer.
@@ -59,10 +59,10 @@ class _Owned(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """What a rank reports about its snapshot before any row is sent; plain values.
+    """A rank's report on its snapshot before any row is sent, as plain values.
 
     Attributes:
-        layers: What the rank has of each of its layers, in order.
+        layers: The rank's part of each of its layers, in order.
         info: Facts about the rank's forward pass.
         empty: Whether no block was seen.
     """
@@ -112,8 +112,8 @@ def gather(
 ) -> GatheredLayers:
     """Bring the parts of all ranks together; a collective.
 
-    First the ranks agree that each has a snapshot, for the same reading, and of which layers. Then
-    attention is thinned so that all ranks together keep as much as one rank would.
+    First the ranks agree that each has a snapshot, for the same reading, and which layers it holds.
+    Then attention is thinned so that all ranks together keep as much as one rank would.
 
     Args:
         seen: Snapshots of the passes that this rank made (at least one), or the error that
@@ -129,7 +129,7 @@ def gather(
         The layers that this rank measures.
 
     Raises:
-        RankFailedError: If a rank has no snapshot, or different layers; raised on every rank. A
+        RankFailedError: If a rank lacks a snapshot or has different layers; raised on every rank. A
             single rank raises its own exception instead.
         RanksLostError: If a rank does not answer.
     """
@@ -172,7 +172,7 @@ def gather(
 
 
 class _Tokens:
-    """Which ranks have the same tokens, judged by the mesh, and which tokens are measured.
+    """Groups of ranks with the same tokens, judged by the mesh, and the tokens to measure.
 
     Args:
         reports: Report of each rank.
@@ -217,7 +217,7 @@ class _Table:
 
     Args:
         reports: Report of each rank.
-        tokens: Which ranks have the same tokens.
+        tokens: Groups of ranks with the same tokens.
 
     Attributes:
         keys: Stack and depth of all layers, in order.

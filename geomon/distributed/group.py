@@ -335,7 +335,7 @@ def join_ranks(
 def _patience_of_training() -> float:
     """Seconds that the training's own process group waits; torch's default if unknown.
 
-    Torch has no public name for it.
+    Torch lacks a public name for it.
     """
     try:
         backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
@@ -345,7 +345,7 @@ def _patience_of_training() -> float:
 
 
 def _difference(options: Sequence[Mapping[str, Any]]) -> str | None:
-    """Say in which option a rank differs from the first one, or return None."""
+    """Name an option where a rank differs from the first one, or return None."""
     for rank, given in enumerate(options):
         for name, value in options[0].items():
             if given[name] != value:

@@ -306,7 +306,7 @@ def _one_after_another(parts: Sequence[Layer]) -> Layer:
 
 
 def _numbered(parts: Sequence[Layer], name: str) -> Tensor | None:
-    """Continue the row indices over several passes; None if some have no indices."""
+    """Continue the row indices over several passes; None if some lack indices."""
     numbers = [getattr(part.part, name) for part in parts]
     if any(own is None for own in numbers):
         return None

@@ -25,7 +25,7 @@ class RankPlace:
     Attributes:
         rank: Rank of the process.
         tensor: Ranks that share the weights of the blocks, in shard order; () if weights are whole.
-        tensor_name: Name of that mesh dimension; "" if it has no name.
+        tensor_name: Name of that mesh dimension; "" if unnamed.
         pipeline: Ranks that run the stages of one pipeline; () without a pipeline.
         stages: Index of each stage that this rank runs. Defaults to (0,).
         num_stages: Number of stages of the whole pipeline. Defaults to 1, for no pipeline.

@@ -25,7 +25,8 @@ def require_rows(hidden: Tensor, *, at_least: int = 1) -> Tensor:
         at_least: Smallest sensible number of rows. Defaults to 1.
 
     Raises:
-        ValueError: If `hidden` is not a floating-point matrix, has no columns, or has too few rows.
+        ValueError: If `hidden` is not a floating-point matrix, or lacks columns, or has too few
+            rows.
     """
     if hidden.ndim != 2 or not hidden.is_floating_point():
         raise ValueError(

@@ -90,7 +90,7 @@ def qk_dot(mean_query: Tensor, mean_key: Tensor) -> Tensor:
     """Compute the dot product of the mean query and the mean key, per query head.
 
     mean Q . mean K of Godey et al. (2401.12143, figure 14): the part of every attention score that
-    does not depend on the tokens. Its unit is that of the projections, squared, before the scale
+    does not depend on the tokens. Its unit is the squared unit of the projections, before the scale
     1/sqrt(head width).
 
     Args:

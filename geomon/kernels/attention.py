@@ -312,7 +312,7 @@ def attention_entropy_normalised(attention: AttentionRows) -> Tensor:
     """Compute the mean of entropy / log(number of visible keys), per head.
 
     This makes rows of a causal mask comparable: 1 is uniform and 0 is one-hot, at any length. Range
-    [0, 1]. Rows that see fewer than two keys have no choice and are left out.
+    [0, 1]. Rows that see fewer than two keys are left out, because they leave no choice.
 
     Args:
         attention: Reduced softmax rows.
@@ -440,8 +440,8 @@ def _score_blocks(
 
     Keys after the last one that a block's queries see are skipped, nearly half of all under a
     causal mask. All blocks share one buffer, because with a buffer for each the allocator keeps
-    hundreds of megabytes in some processes. Arguments are those of `scores_of`, with visibility and
-    bias expanded to the shape of the scores.
+    hundreds of megabytes in some processes. The arguments are as for `scores_of`, with visibility
+    and bias expanded to the shape of the scores.
     """
     shape = score_shape(query, key)
     keys, width = key.shape[2:]
@@ -503,7 +503,7 @@ def _seen(visible: Tensor, ends: Tensor, at: _Slices) -> Tensor:
 
 
 def _without_repetitions(values: Tensor) -> Tensor:
-    """Keep one of what is repeated over sequences, heads or queries, with all keys."""
+    """Remove repetitions over sequences, heads and queries; keep all keys."""
     for axis in range(3):
         if values.stride(axis) == 0:
             values = values.narrow(axis, 0, 1)

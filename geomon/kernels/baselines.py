@@ -36,8 +36,8 @@ def isotropic_spectrum(tokens: int, width: int) -> Tensor:
     """Predict the eigenvalues of the covariance of an isotropic Gaussian sample of variance 1.
 
     They are quantiles of the Marchenko-Pastur law at (i - 1/2) / rank. Eigenvalues repel one
-    another, so those of a sample are close to the quantiles: within 2 % at 500 x 100 (simulated),
-    with the largest errors at the ends.
+    another, so a sample's eigenvalues are close to the quantiles: within 2 % at 500 x 100
+    (simulated), with the largest errors at the ends.
 
     Args:
         tokens: Number of rows, at least 2.

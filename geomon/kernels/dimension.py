@@ -166,7 +166,7 @@ def gride(neighbours: Tensor, scales: Sequence[int] = SCALES) -> Tensor:
     Maximum likelihood of Denti et al. (2022, Gride): mu = r_2k / r_k has the density d (mu^d -
     1)^(k-1) / (B(k, k) mu^(d(2k-1)+1)); k = 1 is TwoNN without discarding. N - 1 replaces N in
     front of log d, which removes the bias at k = 1. A curve that is flat over k indicates a
-    manifold; one that bends shows at which scale an estimate holds.
+    manifold; one that bends shows the scale where an estimate holds.
 
     Args:
         neighbours: Distances to the nearest neighbours, ascending, [tokens, neighbours].
@@ -240,7 +240,7 @@ def _gride_at(neighbours: Tensor, scales: Sequence[int]) -> Tensor:
 
     The function is convex and decreasing, so steps after the first stay below the root. They start
     at the estimate by moments, E x = (H_(2k-1) - H_(k-1)) / d with harmonic numbers H, and never go
-    below a quarter of N / sum x, at which the function is positive by Jensen's inequality.
+    below a quarter of N / sum x, where the function is positive by Jensen's inequality.
     """
     rank = torch.tensor(scales, dtype=torch.int64, device=neighbours.device)
     near, far = neighbours[:, :, rank - 1].double(), neighbours[:, :, 2 * rank - 1].double()

@@ -18,7 +18,7 @@ def local_dimension(rows: Tensor, members: Tensor) -> Tensor:
     Each neighbourhood is a separate data set: the two nearest neighbours of a row are searched
     among the members only (Ruppik et al., 2506.01034, with the 64 or 128 nearest rows of a token,
     without the token itself). Distances come from one Gram matrix of the centred members in
-    float64; those of near-duplicates, which rounding may have changed by more than 1e-10, are
+    float64; distances of near-duplicates, which rounding may have changed by more than 1e-10, are
     recomputed from differences of rows. Range [0, inf); on the exact model, a neighbourhood of L
     rows scatters by about 1.1 d / sqrt(L). Copies do not count; remove them before searching
     neighbours.

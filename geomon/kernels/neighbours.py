@@ -378,7 +378,7 @@ def _candidates(values: Tensor, own: Tensor, count: int) -> Tensor:
 
 
 def _by_faiss(values: Tensor, own: Tensor, count: int) -> Tensor:
-    """Search with FAISS in threads of our own, each of which searches alone.
+    """Search with FAISS in threads of our own, where each thread searches alone.
 
     FAISS would start OpenMP threads that belong to the calling thread, and a process forked from it
     (a worker of a data loader) would hang when it searches itself. The number of threads is a

@@ -37,7 +37,7 @@ def factor_type(device: torch.device) -> torch.dtype:
     """Return the shortest factor type whose products are exact to float32 (see `as_factor`).
 
     Args:
-        device: Device on which the products are computed.
+        device: Device where the products are computed.
     """
     # MPS rounds nothing, and lacks float64.
     exact = device.type == "mps" or (device.type == "cpu" and _is_exact_on_host())

@@ -107,7 +107,7 @@ def _of_part(columns: Columns, metric: str, part: str) -> dict[int, float]:
 
 
 def _at_layers(columns: Columns, metric: str, part: str, limit: float, words: str) -> Note | None:
-    """Make the note on layers at which a part of a metric exceeds its limit."""
+    """Make the note on layers where a part of a metric exceeds its limit."""
     values = _of_part(columns, metric, part)
     above = {layer: value for layer, value in values.items() if value > limit}
     if not above:

@@ -1,4 +1,4 @@
-"""Combine the values of layers into those of a reading: columns of each stack, and notes."""
+"""Combine the values of layers into a reading: columns of each stack, and notes."""
 
 import math
 import statistics

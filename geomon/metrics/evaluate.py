@@ -164,7 +164,7 @@ class Evaluator:
         }
 
         def add(name: str, found: Sequence[_Numbers]) -> None:
-            """Append the values without each group, [splits, groups], to those of all rows."""
+            """Append the values without each group, [splits, groups], to the values of all rows."""
             whole = result.parts[name]
             for part, values in _stacked(found).items():
                 if part in whole and part not in asked[name].without_margin:
@@ -219,7 +219,7 @@ class Evaluator:
             return combine(measured, self.metrics, rows, explains=self.explains)
 
     def evaluate(self, layers: Iterable[Layer], rows: int) -> Evaluation:
-        """Measure all layers, and combine their values into those of a whole reading.
+        """Measure all layers, and combine their values into a whole reading.
 
         Args:
             layers: The layers of a snapshot.

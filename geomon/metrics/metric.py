@@ -23,7 +23,7 @@ COUNTS = frozenset({"n", "types", "coverage", "sequences"})
 
 
 class Sizes(NamedTuple):
-    """Sizes of a reading, on which the nulls of metrics depend.
+    """Sizes of a reading that the nulls of metrics depend on.
 
     Attributes:
         rows: Number of rows of hidden states in one split, without copies; 0 if there are none.
@@ -144,7 +144,7 @@ def at_last(metric: Callable[..., Any], *, at_least: int = 2) -> Metric:
     sequences are too few, the value is missing and a note says why.
 
     Args:
-        metric: A function of views of rows, such as those of `METRICS`.
+        metric: A function of views of rows, such as a value of `METRICS`.
         at_least: Fewest sequences for which it is measured. Defaults to 2.
 
     Returns:

@@ -1,7 +1,7 @@
 """The table of metrics, which defines each metric with its words, its null and its margin.
 
 A metric's function names the views that it reads (`geomon.metrics.views`). It returns a scalar, a
-vector [heads], or a dict of these by part, in which "" is the value itself.
+vector [heads], or a dict of these by part, where "" is the value itself.
 """
 
 import difflib
@@ -676,7 +676,7 @@ def check_metrics(
         metrics: Metrics or functions of views by name, or names of metrics as for `select`.
 
     Raises:
-        ValueError: If there are no metrics, if a name cannot be used in a tag or is unknown, or if
+        ValueError: If metrics are missing, if a name cannot be used in a tag or is unknown, or if
             a view is unknown.
         TypeError: If it is neither a mapping from names to functions nor a sequence of names.
     """

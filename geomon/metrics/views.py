@@ -200,7 +200,7 @@ def _nearest(
     hidden: Tensor, query_rows: Tensor, unique_rows: Tensor, far_rows: Tensor,
     far_nearest: Neighbours,
 ) -> Neighbours:  # fmt: skip
-    """Search neighbours for the rows for which farther neighbours are not already known."""
+    """Search neighbours for the rows where farther neighbours are not already known."""
     place, known = _find(query_rows, far_rows)
     found = _search(hidden, _NEAR_LISTED, query_rows[~known], unique_rows)
     listed = found.distances.shape[1]

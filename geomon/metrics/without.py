@@ -20,7 +20,7 @@ from geomon.kernels.neighbours import pass_over
 
 
 class NoMarginError(LookupError):
-    """A metric reads a view that has no form without a group of sequences."""
+    """A metric reads a view that cannot leave out a group of sequences."""
 
 
 class Without(Protocol):

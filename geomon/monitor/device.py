@@ -1,4 +1,4 @@
-"""The device on which rows are measured, alongside the training's own work."""
+"""The device where rows are measured, alongside the training's own work."""
 
 import contextlib
 import functools
@@ -43,7 +43,7 @@ class MeasuringDevice:
 
     @property
     def of_model(self) -> torch.device:
-        """The model's device; the host if the model has no data."""
+        """The model's device; the host for a model without data."""
         own = next((p.device for p in self._model.parameters()), HOST)
         return HOST if own.type == "meta" else own
 
@@ -145,7 +145,7 @@ def first_line(error: object) -> str:
 
 
 def _streams_of(device: torch.device) -> Any:
-    """Return torch's module with the streams of a device, or None if the device has no streams."""
+    """Return torch's module with the streams of a device, or None for a device without streams."""
     module = None if device == HOST else getattr(torch, device.type, None)
     return module if hasattr(module, "Stream") else None
 

@@ -40,7 +40,7 @@ class ReadingJob:
         group: The ranks.
         evaluator: Measures the layers.
         rows: Number of rows of hidden states in one split.
-        place: Where layers are measured.
+        place: Device that measures the layers.
         same_inputs: Whether all ranks have the same inputs (a probe). Defaults to False.
         inputs: Arguments of the model's call, or None if nobody needs them.
 
@@ -79,9 +79,9 @@ class ReadingJob:
     def begin(self, passes: Sequence[Snapshot] | Exception, seconds: float) -> None:
         """Gather the rows of all ranks, given each pass's snapshot or an error; a collective.
 
-        Raises RankFailedError if a rank has no snapshot or different layers (a single rank raises
-        its own exception), RanksLostError if a rank does not answer, and NotSeenError if no rank
-        saw a block.
+        Raises RankFailedError if a rank lacks a snapshot or has different layers (a single rank
+        raises its own exception), RanksLostError if a rank does not answer, and NotSeenError if no
+        rank saw a block.
         """
         began = time.perf_counter()
         self._gathered = gather(

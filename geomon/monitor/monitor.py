@@ -225,8 +225,8 @@ class Monitor:
 
         Raises:
             TypeError: If the step is not a whole number.
-            ValueError: If there are no inputs, here or in the monitor, or none that a pipeline
-                takes, or if the step is below 0.
+            ValueError: If neither the call nor the monitor has inputs, if a pipeline cannot take
+                them, or if the step is below 0.
         """
         inputs = self._options["probe"] if inputs is None else inputs
         if inputs is None:
@@ -639,7 +639,7 @@ def _notes_of_run(passes: Passes, group: RankGroup, device: MeasuringDevice) -> 
 
 
 def _guard_schedule(option: str, schedule: Schedule, warnings: Warnings) -> Schedule:
-    """Wrap a schedule so that a step on which it raises is not due."""
+    """Wrap a schedule so that steps where it raises are not due."""
 
     def guarded(step: int) -> bool:
         due: list[bool] = []

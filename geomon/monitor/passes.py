@@ -34,7 +34,7 @@ class Passes:
         options: All options of the monitor, checked.
         views: Names of the views that metrics read.
         group: The ranks.
-        device: Where layers are measured.
+        device: Device that measures the layers.
         in_background: Whether a thread measures them.
         account: Account of the time that windows and extra passes take.
         loss: Computes the loss of extra passes, or None.
@@ -112,7 +112,8 @@ class Passes:
     def pause(self) -> None:
         """Let the open window see nothing for a while, and leave nothing on the model.
 
-        What it has seen is measured when its `with` ends, unless it sees more after `proceed`.
+        Rows that it has already seen are measured when its `with` ends, unless it sees more after
+        `proceed`.
         """
         if self._open is not None:
             with self._account.charge():
@@ -151,7 +152,7 @@ class Passes:
         return self._run(inputs, step, (), self._rows(), loss=self._loss)
 
     def modules_around_blocks(self) -> tuple[nn.Module, ...]:
-        """Return the model and its modules that hold blocks, one of which a training calls."""
+        """Return the model and its modules that hold blocks; a training calls one of them."""
         self._renew_anatomy()
         blocks = [block.module for block in self._anatomy.blocks]
         inside = {module for block in blocks for module in block.modules()}

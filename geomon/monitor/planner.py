@@ -89,7 +89,7 @@ class Account:
 
     Attributes:
         clock: The argument.
-        began: Time at which the training began, by the clock; infinity before that.
+        began: Time when the training began, by the clock; infinity before that.
         charged: Seconds since then for which the training has waited.
         left_out: Seconds inside charges that the training would have taken without geomon too.
     """
@@ -260,7 +260,7 @@ class Planner:
         self._first, self._earlier, self._ask = step, earlier, step
 
     def rewind(self, step: int) -> None:
-        """Plan anew from an earlier step to which the training goes back.
+        """Plan anew from an earlier step that the training goes back to.
 
         Args:
             step: The step.

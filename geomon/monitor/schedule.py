@@ -92,7 +92,7 @@ def check_schedule(schedule: Schedule | int | None) -> Schedule | None:
 
 
 def first_steps(schedule: Schedule) -> list[int]:
-    """List the steps below 1,000 at which a schedule is due, for comparing schedules."""
+    """List the steps below 1,000 where a schedule is due, for comparing schedules."""
     due = []
     for step in range(1000):
         with contextlib.suppress(Exception):  # reported when training reaches the step

@@ -1,4 +1,4 @@
-"""What the callbacks of training frameworks share: a session that knows no framework.
+"""Session that the callbacks of all training frameworks share.
 
 A callback only translates its framework's events into calls of a `CallbackSession`.
 """

@@ -16,7 +16,7 @@ class Course(msgspec.Struct, frozen=True):
 
     Attributes:
         tag: Name of the value, such as "max_logit/layer_03/head_1".
-        steps: Steps at which it was read, ascending; the alert was raised at the last one.
+        steps: Steps where it was read, ascending; the alert was raised at the last one.
         values: Value at each step; NaN if it could not be measured.
     """
 
@@ -37,7 +37,7 @@ class RaisedAlert(msgspec.Struct, frozen=True):
         step: Step of the reading or check that raised it.
         time: Time at which it was raised, in seconds since the epoch.
         source: "inline" or "probe" for an alert of a reading, "check" for an alert of a check.
-        note: What was found, in words and numbers; its kind is the name of the rule.
+        note: The finding in words and numbers; its kind is the name of the rule.
         courses: The values that left their bands, over the last 32 readings or checks of the same
             source. Defaults to (), for a rule without bands.
     """

@@ -45,7 +45,7 @@ class Column(msgspec.Struct, omit_defaults=True):
 
     Attributes:
         first: Depth of the first entry of `layers`, `margin` and `heads`: 1 if the input of the
-            first block has no value. Defaults to 0.
+            first block lacks a value. Defaults to 0.
         layers: Value at each depth; NaN if it could not be measured. For a metric of heads, the
             mean over heads.
         margin: Half width of the 95 % interval at each depth; empty if there are none.
@@ -247,7 +247,7 @@ class MetricText(msgspec.Struct, frozen=True, omit_defaults=True):
         title: Name of the quantity, as titles and axes show it.
         unit: Its unit; "" for a pure number.
         meaning: One sentence on what it means.
-        null: What data the number `null` of its column describes, in words; "" if there is none.
+        null: Data that the number `null` of its column describes, in words; "" if there is none.
         missing: When the value is missing, in words.
         healthy: Its range in healthy runs of the recipes, and what to check if it leaves that
             range.
@@ -272,7 +272,7 @@ class MetricText(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def null_label(self) -> str:
-        """What data the null describes, in few enough words for a line in a chart."""
+        """Describe the null's data in few enough words for a line in a chart."""
         words = self.null.partition(" of as many")[0]
         return re.sub(r"^an? ", "", words) or "noise"
 

@@ -25,8 +25,8 @@ class Headline(NamedTuple):
 
     Attributes:
         name: Name after `geomon/`.
-        chart: Title of the chart in which pages draw it; "" for the end of an interval.
-        words: What it is, in words.
+        chart: Title of the chart where pages draw it; "" for the end of an interval.
+        words: Description of the value.
         value: Function of a reading; NaN if the reading lacks the value.
         tag: Tag whose value it copies; "" if it is computed.
         unit: Its unit; "" for a pure number.
@@ -318,7 +318,7 @@ class Charts:
     def _wanted(
         self, reading: Reading, stack: str, inside: str, selected: Mapping[str, Headline]
     ) -> Iterator[Headline]:
-        """List a stack's headline values: default ones, those of the run, and additional means."""
+        """List a stack's headline values: default values, values of the run, and added means."""
         columns = reading.stacks.get(inside, {})
         for metric in columns:
             yield from headlines_of(metric, self._text_of(metric), stack=inside)

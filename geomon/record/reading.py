@@ -183,7 +183,7 @@ class Series:
         """Draw the values over training with their intervals, on a logarithmic axis of steps.
 
         Args:
-            axes: Axes of matplotlib. Defaults to those of a new pyplot figure.
+            axes: Axes of matplotlib. Defaults to axes of a new pyplot figure.
             **style: Style of the line, as for `Axes.plot`.
 
         Returns:
@@ -216,9 +216,9 @@ class Readings:
     Attributes:
         runs: Descriptions of the run, one for each start or resume.
         readings: Readings in the order in which they were written.
-        mixed_at: Line number from which the file holds readings of two runs at once. Defaults to
+        mixed_at: Line number where the file holds readings of two runs at once. Defaults to
             None, for a single run.
-        folder: Folder of the arrays next to the record, or None if there is no record.
+        folder: Folder of the arrays next to the record, or None without a record.
         raised: Alerts with lines of their own, in the order in which they were raised.
         abandoned: Readings of abandoned branches: a later start of the run went back to an earlier
             step and continued from there.

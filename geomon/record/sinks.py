@@ -163,7 +163,7 @@ class LoggerSink:
 
 
 class NumberSink(LoggerSink):
-    """Sink for a logger without a place for text, where it counts the alerts."""
+    """Sink that counts alerts, for a logger that cannot show text."""
 
     _alerts = 0
 

@@ -258,7 +258,7 @@ def _every(numbers: Sequence[int]) -> int:
 
 
 def _shown(values: Iterable[float]) -> list[float | None]:
-    """Round values to five digits; NaN becomes None, because JSON has no NaN."""
+    """Round values to five digits, and turn NaN into None, because JSON has no NaN."""
     return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values]
 
 

@@ -214,7 +214,7 @@ def head_panels(readings: Readings, metric: str, most: int = 1) -> dict[int, Mat
 def measured_heads(
     readings: Iterable[Reading], metric: str
 ) -> tuple[list[Reading], list[int], Floats]:
-    """Select the readings of one source in which some head has a value of the metric.
+    """Select the readings of one source where some head has a value of the metric.
 
     Returns:
         The selected readings, one per step; the layers with values; the values [readings, layers,

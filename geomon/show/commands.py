@@ -136,7 +136,7 @@ def add_commands(app: "typer.Typer") -> None:
         ] = None,
         stack: Annotated[str | None, one_stack] = None,
     ) -> None:
-        """List the values in which two runs differ by more than their errors, or draw them."""
+        """List the values where two runs differ by more than their errors, or draw them."""
         from geomon.analysis.compare import compare as find_differences
         from geomon.show.comparison import describe_differences
         from geomon.show.settings import describe_settings

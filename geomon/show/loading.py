@@ -16,7 +16,7 @@ def load(directory: Path, stack: str | None = None) -> Readings:
         stack: Name of the stack. Defaults to None, the main one.
 
     Raises:
-        ValueError: If there are no readings yet, or if the model has no such stack.
+        ValueError: If the record is still empty, or if the model has no such stack.
     """
     return load_all(directory).of_stack(stack)
 

@@ -32,7 +32,7 @@ Floats = NDArray[np.float64]
 
 
 class NotMeasuredError(ValueError):
-    """Raised if a run has no values for a figure; the message names them in one line."""
+    """Raised if a run lacks values for a figure; the message names them in one line."""
 
 
 @dataclass(frozen=True)

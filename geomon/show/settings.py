@@ -32,7 +32,7 @@ def setting_words(name: str, value: Any) -> str:
 
 
 def describe_settings(first: Readings, second: Readings) -> str:
-    """List in one line the settings in which two records differ; return "" if there are none."""
+    """List in one line the settings where two records differ; return "" if all agree."""
     if not (first.runs and second.runs):
         return ""
     one, other = first.runs[-1], second.runs[-1]

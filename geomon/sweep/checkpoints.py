@@ -54,7 +54,7 @@ def find_checkpoints(
     """Find the checkpoints of a model, steps ascending, and remarks on them.
 
     The step is `global_step` in the `trainer_state.json` of a transformers folder or in a Lightning
-    file, or the number in the name (`checkpoint-500`, `step1000`). If any of several has no step,
+    file, or the number in the name (`checkpoint-500`, `step1000`). If any of several lacks a step,
     all are numbered 0, 1, 2 in order. If two have the same step, the first one is taken.
 
     Args:

@@ -52,7 +52,7 @@ def scan(
     """Read the geometry of a model at its checkpoints, as if it had been watched in training.
 
     The weights of each checkpoint are loaded into one model, which a `Monitor` probes on the same
-    inputs: values, alerts, record and sinks are those of a live run with that probe. A step that is
+    inputs: values, alerts, record and sinks work as in a live run with that probe. A step that is
     already in the record is not read again, so an interrupted scan resumes. A checkpoint that fails
     is named in a warning and in the next reading's notes, left out, and tried again by the next
     scan; if it can be read then, later ones are read again too.
@@ -91,7 +91,7 @@ def scan(
         All readings of the record.
 
     Raises:
-        ValueError: If there are no checkpoints, none of them can be read, no inputs can be made
+        ValueError: If `checkpoints` is empty, none of them can be read, no inputs can be made
             from the text, the folder holds a different record, or an argument is out of range.
         FileNotFoundError: If the text file does not exist.
         ImportError: If transformers is missing but needed.

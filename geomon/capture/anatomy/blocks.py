@@ -218,7 +218,7 @@ def find_anatomy(model: nn.Module, blocks: str | Sequence[nn.Module] | None = No
 
 
 def join_anatomies(parts: Sequence[Anatomy]) -> Anatomy:
-    """Join the anatomies of the parts of a model into one (empty if there are no parts)."""
+    """Join the anatomies of the parts of a model into one, which is empty without parts."""
     return Anatomy(
         stacks=tuple(stack for part in parts for stack in part.stacks),
         embeddings=tuple(table for part in parts for table in part.embeddings),

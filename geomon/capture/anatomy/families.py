@@ -45,7 +45,7 @@ class LeftOut:
     """A family that looks like a stack of blocks but is not watched.
 
     Attributes:
-        pattern: Names of its modules, with "#" for the numbers in which they differ.
+        pattern: Names of its modules, with "#" where their numbers differ.
         count: Number of its modules.
         reason: Why it is not watched.
         is_large: Whether it has at least half as many parameters as a watched stack, and is not a

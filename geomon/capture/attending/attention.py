@@ -72,7 +72,7 @@ class AttentionCall:
         sequences: Indices of the sampled sequences in the batch, [sequences].
         places: Position of each sampled query in its sequence, [sequences, queries].
         shape: Number of sequences and length of the whole batch.
-        bias: What a rule adds to the scores of these queries, or None.
+        bias: Bias that a rule adds to the scores of these queries, or None.
     """
 
     given: Arguments

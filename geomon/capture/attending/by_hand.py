@@ -44,7 +44,7 @@ _ORDERS = ("SHQ", "SHHQ", "SSHQ")
 
 
 class AttentionHints(NamedTuple):
-    """What is known about an attention before its scores are seen.
+    """Facts about an attention that are known before its scores are seen.
 
     Attributes:
         shape: Shape of the hidden states that entered the block, without the width.

@@ -21,7 +21,7 @@ Change = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Rule(Protocol):
-    """Which keys a query sees, and how its scores are changed."""
+    """Describes which keys a query sees and how its scores are changed."""
 
     def visible(self, sequences: Tensor, places: Tensor) -> Tensor:
         """Return which keys some queries see: bool, [sequences, heads (or 1), queries, keys].

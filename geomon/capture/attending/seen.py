@@ -1,4 +1,4 @@
-"""What was seen of one attention during one call of a block."""
+"""Collects observations of one attention during one call of a block."""
 
 import math
 from collections.abc import Callable
@@ -37,15 +37,15 @@ class SeenAttention:
     Attributes:
         call: The recorded call, or None.
         route: How it was seen: "sdpa", "flex", "flash" or "softmax"; "" if it was not seen.
-        refused: Why its call was not kept or must not be; "" if there is no reason.
+        refused: Why its call was not kept or must not be; "" if it was kept.
         passed_over: Why a softmax was not accepted as this attention.
         max_logits: Largest score of each row, [sequences, heads, queries], one tensor per call.
         precedence: Precedence of the recorded call among the block's calls.
         further: Whether attention was called again; further calls are not measured.
-        weights: What became of the softmax weights.
+        weights: Later changes of the softmax weights.
         heads: Columns of the projections that make up its queries and keys, or None if unknown.
         projected: Rows of queries and keys as projected, [rows, heads, head width].
-        numbers: Index of each head's first feature among those of all ranks, by view: "query",
+        numbers: Index of each head's first feature on all ranks, by view: "query",
             "key", "projected_query" and "projected_key".
         other_source: Whether keys are made from a different tensor than queries.
         left_out: Share of the sampled tokens whose projected query or key is unknown.

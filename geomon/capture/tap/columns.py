@@ -75,7 +75,7 @@ class Projection:
     Attributes:
         given: The argument.
         is_input: The argument.
-        first: Index of its first feature among those of all ranks that share the matrix.
+        first: Index of its first feature on all ranks that share the matrix.
         inputs: Starting points to which its rows may be traced.
     """
 
@@ -161,7 +161,7 @@ class SourceSlice(NamedTuple):
         made: Origin of the other tensor's elements.
         layout: Layout of the other tensor, with as many dimensions as this one.
         start: First index of the region, by dimension; None if it covers the whole tensor, repeated
-            along dimensions in which it is shorter.
+            along dimensions where it is shorter.
         chosen: A dimension and index tensors of equal shape that select elements of the other
             tensor from that dimension on, as in advanced indexing; None if all are selected.
         where: Boolean mask of the region, expandable to the tensor; None for the whole tensor.
@@ -208,7 +208,7 @@ class ElementOrigin:
         projection: The projection that the elements are, instead of pieces.
         before: Origin of the rest of the storage.
         pads: Whether elements outside all pieces are zero.
-        mixes: Whether an element combines several numbers of its token, and so has no column.
+        mixes: Whether an element combines several numbers of its token, and so lacks a column.
         moves: Whether elements may belong to a different token than those at their place in pieces.
 
     Attributes:
@@ -363,7 +363,7 @@ class Columns(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Index of the first feature of each head among those of all ranks."""
+        """Index of the first feature of each head, counted over all ranks."""
         firsts = np.array([projection.first for projection in self.projections], dtype=np.int64)
         return tuple(map(int, firsts[self.which[0, :, 0]] + self.columns[0, :, 0]))
 

@@ -163,7 +163,7 @@ _FLEX = (
 
 
 class _Kind(NamedTuple):
-    """What an operator is."""
+    """Kind and name of an operator."""
 
     kind: str  # "softmax", the route of a fused attention, "choice", or "other"
     name: str  # "" if it is unknown how results are made from the arguments

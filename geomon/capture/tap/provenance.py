@@ -69,7 +69,7 @@ class Product:
 
 @dataclass
 class AttentionWeights:
-    """What became of the weights that a softmax made.
+    """Softmax weights, followed until they are multiplied with values.
 
     Attributes:
         changed: Whether they were changed before they were multiplied with values.
@@ -79,7 +79,7 @@ class AttentionWeights:
 
 
 class _Tags(NamedTuple):
-    """What is known about a storage.
+    """Known facts about a storage.
 
     Attributes:
         products: Products that flowed into it.
@@ -224,7 +224,7 @@ class Provenance:
             self.begin_at(hidden)
 
     def begin_at(self, values: Tensor) -> Projection | None:
-        """Trace rows back to this tensor; returns None if it has no memory of its own."""
+        """Trace rows back to this tensor; returns None for a tensor without memory of its own."""
         place = storage_of(values)
         if place is None:
             return None
@@ -484,7 +484,7 @@ class Provenance:
         return ElementOrigin(layout_of(out), [SourceSlice(made, layout)], moves=True)
 
     def _turned(self, name: str, args: tuple[Any, ...], out: Tensor) -> ElementOrigin | None:
-        """Record where the elements of a rolled or flipped tensor were."""
+        """Record the former places of the elements of a rolled or flipped tensor."""
         made, layout = self._of(args[0]).made, layout_of(args[0])
         dims = args[-1] if name == "flip" or len(args) > 2 else ()
         if made is None or not dims:
@@ -499,7 +499,7 @@ class Provenance:
         return ElementOrigin(layout_of(out), [SourceSlice(found, layout)])
 
     def _chosen(self, args: tuple[Any, ...], out: Tensor) -> ElementOrigin | None:
-        """Record which elements of `torch.where` come from which tensor."""
+        """Record from which tensor each element of `torch.where` comes."""
         condition, pieces = args[0].expand(out.shape), []
         for values, own in ((args[1], condition), (args[2], ~condition)):
             made = self._of(values).made if isinstance(values, Tensor) else None

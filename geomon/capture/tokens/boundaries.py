@@ -38,7 +38,7 @@ class Sequences(NamedTuple):
     Attributes:
         numbers: Index of each token's sequence, [batch, length], on the host.
         places: Position of each token in its sequence, [batch, length].
-        source: What shows the boundaries, such as the name of an argument; "" if each row of the
+        source: Source of the boundaries, such as the name of an argument; "" if each row of the
             batch is one sequence.
     """
 
@@ -107,7 +107,7 @@ def _begins(values: Tensor, batch: int, length: int, valid: Tensor | None) -> Te
 
 
 def rows_as_sequences(shape: tuple[int, ...], *, length_first: bool) -> Sequences:
-    """Number the tokens of a batch in which each row, or feature map, is one sequence."""
+    """Number the tokens of a batch where each row, or feature map, is one sequence."""
     order = torch.arange(math.prod(shape), dtype=torch.int64, device="cpu").view(shape)
     inner = math.prod(shape[1:])
     number, place = order // inner, order % inner

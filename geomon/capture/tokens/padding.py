@@ -72,7 +72,7 @@ class _Mask(NamedTuple):
 
 
 class Padding:
-    """Which tokens of one stack are padding, in one pass.
+    """Padding tokens of one stack in one pass.
 
     If `first`, this is the model's first stack, which owns masks given to a module around several
     stacks. If `decodes`, the stack attends to another one, so that labels belong to its tokens.
@@ -179,7 +179,7 @@ class Padding:
         return [Note(text, text, stack) for text in texts]
 
     def _find(self, shape: Shape, role: str) -> _Mask | None:
-        """Find the mask to use: that of the innermost module first, attention last.
+        """Find the mask to use: the innermost module's mask comes first, the attention's last.
 
         A mask without any token is ignored unless attention agrees by hiding every key from all
         other queries: when data run out, a rank may get a batch of padding only. If each token sees
@@ -210,7 +210,7 @@ def named_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the named tensor arguments of a call, including those inside dicts.
 
-    Positional arguments of a `forward` without a signature have no name and are left out.
+    Positional arguments are left out if the `forward` lacks a signature.
     """
     given = kwargs
     with contextlib.suppress(TypeError, ValueError):

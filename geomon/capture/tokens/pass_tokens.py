@@ -90,7 +90,7 @@ class PassTokens:
             self._given += find_places(module, args, kwargs)
 
     def take_begins(self, length: int, find: Callable[[int], Tensor]) -> None:
-        """Keep where packed sequences begin in the stack's single row."""
+        """Keep the starts of packed sequences in the stack's single row."""
         if self._begins is None and math.prod(self.shape) == length:
             self._begins = find(length)
 
@@ -198,7 +198,7 @@ class PassTokens:
         return self._packed[shape]
 
     def number(self, rows: Tensor, shape: Shape) -> Tensor:
-        """Return the place of rows in the order in which rows of a shape are sampled."""
+        """Return the place of rows in the sampling order for rows of a shape."""
         count = math.prod(shape)
         if count not in self._order:
             self._order[count] = self._sampler.number_rows(count)

@@ -221,7 +221,7 @@ def move_width_last(values: Tensor, block: nn.Module, *, entering: bool) -> Tens
 
 
 def _sizes(block: nn.Module) -> set[int]:
-    """Sizes of the dimensions of all parameters except those of convolutions."""
+    """Sizes of the dimensions of all parameters except convolution weights."""
     return {
         size
         for module in block.modules()

@@ -110,7 +110,7 @@ class TokenIds:
     def first_fitting(self, shapes: Sequence[Shape]) -> Shape | None:
         """Return the first shape that fits the token ids, or None.
 
-        Shapes that need transposed ids come later, and those of integers that look like positions
+        Shapes that need transposed ids come later, and shapes of integers that look like positions
         last.
         """
         found = [

@@ -25,7 +25,7 @@ class Kind:
     Attributes:
         draw: Function that draws the readings of a run. If `takes_metric` is not empty, it also
             takes the name of a metric.
-        takes_metric: What a metric must have values for to be drawn: "layers" or "heads"; "" if the
+        takes_metric: "layers" or "heads" if the kind draws any metric with such values; "" if the
             kind takes no metric. Defaults to "".
     """
 
@@ -56,7 +56,7 @@ def draw(kind: str, readings: Readings, metric: str | None = None) -> Figure:
         metric: Name of the metric to draw. Defaults to None, which uses the metrics of that kind.
 
     Raises:
-        NotMeasuredError: If the run has no values for the figure.
+        NotMeasuredError: If the run lacks values for the figure.
         ValueError: If there is no such kind, or if it takes no metric.
     """
     if kind not in KINDS:

@@ -65,7 +65,7 @@ def title_of(readings: Readings) -> str | None:
         readings: Readings of a run.
 
     Returns:
-        The line, or None if there are no readings or if they come from two runs.
+        The line, or None if the readings are empty or come from two runs.
     """
     if readings.mixed_at is not None or not readings:
         return None

@@ -65,7 +65,7 @@ class RunDrawer(abc.ABC):
     part of all is always made, and the last drawing has all parts.
 
     Args:
-        what: What the sink does, in words for messages.
+        what: Description of the sink, for messages.
         first_cost: Expected seconds for the first part. Defaults to `FIRST_COST`.
         metrics: Names of further metrics to keep. Defaults to ().
     """

@@ -1,4 +1,4 @@
-"""Sink that consists of parts, one of which can fail without stopping the others."""
+"""Sink that consists of parts, where one part can fail without stopping the others."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -167,7 +167,7 @@ class WandBRows:
         self._configure()
 
     def _watch_rows(self, run: Any) -> Callable[[], None]:
-        """Wrap the private function behind `run.log`, as W&B has no hook; return how to undo it."""
+        """Wrap the private function behind `run.log`, for lack of a hook; return how to undo it."""
         original, own = getattr(run, "_log", None), vars(run).get("_log")
         if original is None:
             return lambda: None
@@ -221,7 +221,7 @@ class WandBRows:
             self._flush()
 
     def _fill(self, last: int) -> None:
-        """Log waiting readings under free numbers from that of the open row to `last`."""
+        """Log waiting readings under free row numbers, from the open row to `last`."""
         while self._waiting and (number := max(self._run.step, self._free)) <= last:
             self._free = number + 1
             self._log(self._waiting.popleft(), step=number)
@@ -304,7 +304,7 @@ class WandBSummary:
 
 
 class WandBCharts(RunDrawer):
-    """Sink that logs plotly charts of layers and heads, as W&B has no heat map of its own."""
+    """Sink that logs plotly charts of layers and heads, as W&B lacks a heat map of its own."""
 
     def __init__(self, rows: WandBRows) -> None:
         super().__init__("drawing charts for W&B", metrics=rows.named)

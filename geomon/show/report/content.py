@@ -37,7 +37,7 @@ class Panels(NamedTuple):
 
     Attributes:
         training: Headline values over training.
-        healthy: How they behave in healthy runs, by the same titles; some have no entry.
+        healthy: How they behave in healthy runs, by the same titles, where known.
         others: All other values over training.
         before_alerts: Values that left their bands, up to the first alert of each kind.
         depth: Metrics over depth.

@@ -61,7 +61,7 @@ class Watched:
         self.state = "" if selected else "no readings yet"
 
     def layers_of(self, quantity: Quantity) -> set[int]:
-        """Return the layers at which a quantity has values; empty for a value of the whole run."""
+        """Return the layers where a quantity has values; empty for a value of the whole run."""
         if not quantity.is_mean:
             return set()
         columns = [each.column(quantity.metric, quantity.part) for each in self.readings]
