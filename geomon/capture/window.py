@@ -145,8 +145,8 @@ class Window:
         self._attends = bool(self._sources & {"attention", "projection", "routing"})
         # Operators show attention, and the path from embedding tables to the blocks.
         self._follows = self._attends or bool(self._wants_tokens)
-        beside = len(anatomy.stacks) * (1 + (FINAL_NORM in self._extra))
-        layers = (blocks + beside) * (1 + self._wants_last)
+        others = len(anatomy.stacks) * (1 + (FINAL_NORM in self._extra))
+        layers = (blocks + others) * (1 + self._wants_last)
         limit = functools.partial(
             MemoryLimit, max_mb, layers=layers, blocks=attentions * self._attends
         )

@@ -86,7 +86,7 @@ class MeasuringDevice:
         return None if module is None else module.current_stream(device).record_event()
 
     @contextlib.contextmanager
-    def beside_training(self, ready: Any) -> Iterator[None]:
+    def alongside_training(self, ready: Any) -> Iterator[None]:
         """Queue this thread's work on a separate stream, so the training does not wait for it."""
         module = None if ready is None else _streams_of(self.device)
         if module is None:

@@ -92,7 +92,7 @@ def _measure(job: ReadingJob, before: ReadingJob | None) -> None:
     if before is not None:
         before.done.wait()
     try:
-        with job.beside_training():
+        with job.alongside_training():
             job.measure(1)
     except BaseException as error:  # even Ctrl-C in a metric is kept with the job
         job.fail(error)

@@ -142,9 +142,9 @@ class ReadingJob:
             self._parts[len(self._measured) - 1] = ()
         self.seconds += time.perf_counter() - began
 
-    def beside_training(self) -> AbstractContextManager[None]:
+    def alongside_training(self) -> AbstractContextManager[None]:
         """Return a context manager for measuring in this thread while another thread trains."""
-        return self._place.beside_training(self._ready)
+        return self._place.alongside_training(self._ready)
 
     def _measure(self, layers: Sequence[_Parts]) -> Iterator[LayerValues]:
         """Yield the values of layers in order, several measured at once on the host.

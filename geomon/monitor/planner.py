@@ -102,18 +102,18 @@ class Account:
         self.began = math.inf
         self.charged = self.left_out = self._slowed = 0.0
         self._trained: float | None = None  # seconds of training until the last step
-        self._is_beside = False  # whether a thread was measuring when that step began
+        self._is_measuring = False  # whether a thread was measuring when that step began
         # Seconds and number of steps with a measuring thread (not settled yet), and of others.
-        self._beside, self._steps_beside = 0.0, 0
+        self._busy, self._steps_busy = 0.0, 0
         self._alone, self._steps_alone = 0.0, 0.0
 
     def begin(self) -> None:
         """Start the clock; time spent before the first step does not count."""
         self.began = self.clock()
         self.charged = self.left_out = self._slowed = 0.0
-        self._trained, self._beside, self._steps_beside = None, 0.0, 0
+        self._trained, self._busy, self._steps_busy = None, 0.0, 0
 
-    def step(self, *, beside: bool) -> None:
+    def step(self, *, measuring: bool) -> None:
         """Handle the start of a step, to learn what a measuring thread costs.
 
         A measuring thread takes time for which nobody waits visibly: Python's lock, cores, the
@@ -121,22 +121,22 @@ class Account:
         ten of them then. Single comparisons are rough, but their errors cancel over many.
 
         Args:
-            beside: Whether a thread is measuring now.
+            measuring: Whether a thread is measuring now.
         """
-        was_beside, self._is_beside = self._is_beside, beside
+        was_measuring, self._is_measuring = self._is_measuring, measuring
         before, self._trained = self._trained, self.elapsed - self.charged
         if before is None:
             return
         took, known = self._trained - before, self._steps_alone >= _FEWEST_ALONE
         usual = self._alone / self._steps_alone if known else math.inf
         took = min(took, _LONGEST_STEP * usual)  # a checkpoint or validation is not a usual step
-        if was_beside or beside:
-            self._beside, self._steps_beside = self._beside + took, self._steps_beside + 1
+        if was_measuring or measuring:
+            self._busy, self._steps_busy = self._busy + took, self._steps_busy + 1
             return
         self._alone, self._steps_alone = self._alone + took, self._steps_alone + 1
-        if known and 0 < self._steps_beside <= self._steps_alone:
-            self._slowed += self._beside - self._steps_beside * usual
-            self._beside, self._steps_beside = 0.0, 0
+        if known and 0 < self._steps_busy <= self._steps_alone:
+            self._slowed += self._busy - self._steps_busy * usual
+            self._busy, self._steps_busy = 0.0, 0
             self._alone, self._steps_alone = self._alone / 2, self._steps_alone / 2
 
     @property
@@ -291,7 +291,7 @@ class Planner:
         before, self.step = self.step, step
         if step == before:
             return
-        self._account.step(beside=busy)
+        self._account.step(measuring=busy)
         self._read_here.clear()
         self._is_paid = self._check_here = False  # stays so if a schedule raises
         if before is not None and before == self._first:  # the first step may compile

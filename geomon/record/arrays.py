@@ -56,7 +56,7 @@ class ArrayFolder:
     stack: str | None = None
 
     @classmethod
-    def beside(cls, record: Path) -> "ArrayFolder":
+    def of_record(cls, record: Path) -> "ArrayFolder":
         """Return the folder that belongs to a record such as `readings.jsonl`."""
         return cls(record.with_name(f"arrays{record.stem.removeprefix('readings')}"))
 

@@ -77,7 +77,7 @@ class Follower:
         """Return the readings and alerts of the present branch, and the abandoned readings."""
         readings = [each for each in self._branch if isinstance(each, Reading)]
         raised = [each for each in self._branch if isinstance(each, RaisedAlert)]
-        folder = ArrayFolder.beside(self.path)
+        folder = ArrayFolder.of_record(self.path)
         return Readings([*self._runs], readings, self._mixed_at, folder, raised, [*self._abandoned])
 
     def rewind(self, step: int) -> None:

@@ -54,7 +54,7 @@ class Record:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         # Absolute, because the program may change its folder while it trains.
         self.path = local_path(directory).absolute() / FILE_NAME
-        self.arrays = ArrayFolder.beside(self.path)
+        self.arrays = ArrayFolder.of_record(self.path)
         self._is_foreign = False  # whether the file on disk belongs to another run
         # First step whose existing arrays belong to another run or an abandoned branch.
         self._set_aside: int | None = None
@@ -193,7 +193,7 @@ class Record:
         self._take_lock()
         if self._set_aside is not None:
             free = _free_name(self.path)
-            self.arrays.move(ArrayFolder.beside(free), self._set_aside)
+            self.arrays.move(ArrayFolder.of_record(free), self._set_aside)
             if self._is_foreign:
                 with contextlib.suppress(FileNotFoundError):
                     self.path.rename(free)
@@ -237,7 +237,7 @@ def _truncate_torn_line(file: FileIO) -> int:
 def _free_name(path: Path) -> Path:
     """Find a free path such as `readings.1.jsonl` or `readings.2.jsonl`."""
     number = 1
-    while (name := path.with_stem(f"{path.stem}.{number}")).exists() or ArrayFolder.beside(
+    while (name := path.with_stem(f"{path.stem}.{number}")).exists() or ArrayFolder.of_record(
         name
     ).path.exists():
         number += 1

@@ -177,10 +177,8 @@ def test_a_value_that_leaves_its_band_is_an_alert_that_names_it_and_those_that_f
     assert then in second.words()
     assert second.words().count("at step 1,053") == 1  # of two values, named once
     low, high = first.numbers["low"], first.numbers["high"]
-    assert (
-        f"was {first.numbers['value']:.3g} at step 1,051, where {low:.3g} to {high:.3g} was exp"
-        in (first.words())
-    )
+    found = f"was {first.numbers['value']:.3g} at step 1,051"
+    assert f"{found}, outside the expected {low:.3g} to {high:.3g}" in first.words()
     (story,) = first_alerts(raised(first, second))
     assert (story.step, story.total, story.alert.note) == (1051, 2, second.note())
     another = replace(second, step=1058, numbers={**second.numbers, "since": 1058})

@@ -238,11 +238,11 @@ def test_the_background_works_on_one_stream_that_waits_for_the_rows(monkeypatch)
     monkeypatch.setattr(MeasuringDevice, "device", DEVICE)
     place = MeasuringDevice("auto", PlainDecoder())
     for _ in range(2):
-        with place.beside_training(place.mark_ready()):
+        with place.alongside_training(place.mark_ready()):
             done.append("measured")
-    with pytest.raises(KeyError), place.beside_training("the rows"):
+    with pytest.raises(KeyError), place.alongside_training("the rows"):
         raise KeyError
-    with place.beside_training(None):
+    with place.alongside_training(None):
         pass  # the host has no stream
     once = ["entered", "waits for the rows", "measured", "synchronized", "left"]
     assert done == ["made", *once, *once, "entered", "waits for the rows", "synchronized"]

@@ -36,7 +36,7 @@ WRONG = [
     ({"budget": 1}, "budget must be a share of the training time between 0 and 1"),
     ({"budget": float("nan")}, "budget must be a share of the training time between 0 and 1"),
     ({"budget": True}, "budget must be a share of the training time between 0 and 1"),
-    ({"budget": "100 %"}, "'1%' for one per cent), 'auto', or None for no limit, got '100 %'"),
+    ({"budget": "100 %"}, "'auto', or None for no limit, got '100 %'"),
     ({"budget": "0,5 %"}, "or None for no limit, got '0,5 %'"),
     ({"budget": [0.01]}, r"or None for no limit, got \[0.01\]"),
     ({"max_capture_mb": 0}, "max_capture_mb must be a number above 0, or None, got 0"),
