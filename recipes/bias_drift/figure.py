@@ -1,4 +1,4 @@
-"""The picture: a block under growing bias, one column for each kind of block."""
+"""The figure of the recipe: blocks under growing bias, one column per kind of block."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +11,7 @@ from recipes.bias_drift.assertions import INPUT, OUTPUT, Series
 from recipes.study.drawing import BLUE, GREEN, IN_ORDER, ORANGE, PINK, draw_seeds, label_panel
 
 _TITLES = {"post_norm": "post-norm block (BERT, the paper's)", "pre_norm": "pre-norm block (GPT-2)"}
-# Below this distance from uniform attention there is float32's rounding alone.
+# Smaller distances from uniform attention are only float32 rounding.
 _LEAST = 1e-8
 _TICKS = (0, 0.25, 0.5, 1, 2, 4, 8, 32, 128)
 
@@ -19,10 +19,10 @@ Seeds = Sequence[Sequence[Series]]
 
 
 def draw(blocks: Mapping[str, Seeds], length: int) -> Figure:
-    """Draw five rows of panels over the norm of the bias.
+    """Draw five rows of panels against the norm of the bias.
 
     Args:
-        blocks: Series of all directions of each seed, by the kind of block.
+        blocks: For each kind of block, the series of all directions of each seed.
         length: Number of tokens of a sequence.
     """
     figure = Figure(figsize=(11, 15), dpi=75, layout="constrained")
@@ -71,7 +71,7 @@ def draw(blocks: Mapping[str, Seeds], length: int) -> Figure:
 
 
 def _draw_lines(panel: Axes, seeds: Seeds, lines: Sequence[tuple[str, str, str, str, int]]) -> None:
-    """Draw metrics over the bias: the mean over directions for each seed, and over seeds."""
+    """Draw metrics against the bias: the mean over directions for each seed, and over seeds."""
     for label, colour, style, metric, layer in lines:
         curves = [
             np.mean([series.values(metric, layer) for series in directions], axis=0).tolist()
@@ -82,7 +82,7 @@ def _draw_lines(panel: Axes, seeds: Seeds, lines: Sequence[tuple[str, str, str, 
 
 
 def _draw_scores(panel: Axes, seeds: Seeds) -> None:
-    """Draw the mean score of each head, in one colour for each draw."""
+    """Draw the mean score of each head, with one colour per draw."""
     draws = [series for directions in seeds for series in directions]
     for number, series in enumerate(draws):
         colour = IN_ORDER[number % len(IN_ORDER)]

@@ -1,4 +1,4 @@
-"""The figure of the experiment: profiles before and after training, and how they came about."""
+"""The figure of the recipe: profiles before and after training, and their development."""
 
 from collections.abc import Mapping, Sequence
 
@@ -28,7 +28,7 @@ def draw(seeds: Mapping[str, Sequence[History]]) -> Figure:
     """Draw an experiment in four panels.
 
     Args:
-        seeds: What was recorded of each seed, by the kind of model.
+        seeds: Records of each seed, by the kind of model.
     """
     figure = Figure(figsize=(10.2, 7.4), dpi=90, layout="constrained")
     (untrained, trained), (bulges, level) = figure.subplots(2, 2)

@@ -1,6 +1,6 @@
 """Pretrain a decoder on enwik8 or another text, and watch its geometry.
 
-One file, from top to bottom: sizes, model, batches, checkpoints, options, the run. Copy it.
+One file to copy, from top to bottom: sizes, model, batches, checkpoints, options, the run.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from geomon.show import Printer, geometry_figure, save
 from recipes.enwik8.subwords import load_tokens
 from recipes.enwik8.text import Ids, InputError, Text, spread, windows
 
-# Sizes of models and runs. A vocabulary of 0 is one of characters; the others are trained.
+# Sizes of models and runs. A vocabulary of 0 means characters; others are trained.
 PRESETS: dict[str, dict[str, Any]] = {
     # Two cores, a few minutes: the smallest run that shows the expansion and the compression.
     "cpu": {
@@ -79,12 +79,12 @@ def configuration(arch: str, tokens: int, sizes: dict[str, Any]) -> PretrainedCo
 
 
 def bits(logits: Tensor, tokens: Tensor, bytes_per_token: float = 1.0) -> Tensor:
-    """Compute the bits that a model needs for each byte of windows, their first tokens left out.
+    """Compute the bits per byte that a model needs for windows, without their first tokens.
 
     Args:
-        logits: What the model returned for the windows, [sequences, length, vocabulary].
+        logits: Output of the model for the windows, [sequences, length, vocabulary].
         tokens: The windows, [sequences, length].
-        bytes_per_token: Bytes of the text over its tokens; 1 for characters.
+        bytes_per_token: Bytes per token of the text. Defaults to 1, for characters.
     """
     nats = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
     return nats / (math.log(2) * bytes_per_token)
@@ -94,7 +94,7 @@ def adamw(
     model: torch.nn.Module, learning_rate: float, *, decay: float = 0.1, of_vectors: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.95),
 ) -> torch.optim.AdamW:  # fmt: skip
-    """Make an AdamW that decays matrices, and vectors (biases, gains of norms) only if asked to."""
+    """Make an AdamW optimizer that decays matrices; `of_vectors` decays biases and norm gains."""
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": decay},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": of_vectors},
@@ -103,7 +103,7 @@ def adamw(
 
 
 def cosine_rate(warmup: int, steps: int) -> Callable[[int], float]:
-    """Make the schedule of a learning rate: a warm-up, then a cosine that ends at a tenth."""
+    """Make a learning rate schedule: a warm-up, then a cosine that ends at a tenth."""
 
     def rate(step: int) -> float:
         if step < warmup:
@@ -118,8 +118,8 @@ class Decoder(L.LightningModule):
     """Next-token prediction with AdamW, a warm-up, and a cosine that ends at a tenth.
 
     Args:
-        settings: Settings of the run (see `choose`), which checkpoints hold: `geomon scan` builds
-            the model from them.
+        settings: Settings of the run (see `choose`). Checkpoints hold them, and `geomon scan`
+            builds the model from them.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -148,7 +148,7 @@ class Decoder(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        """Make AdamW; the rate changes at every step."""
+        """Make AdamW with a rate that changes at every step."""
         run = self.hparams
         optimizer = adamw(self, run["learning_rate"])
         rate = cosine_rate(run["warmup"], run["steps"])
@@ -159,9 +159,9 @@ class Decoder(L.LightningModule):
 
 
 class Batches:
-    """Random windows of the training text, in batches; every rank draws its own.
+    """Batches of random windows of the training text; every rank draws its own.
 
-    Those of the whole run are drawn at once, so that a resumed run goes on where it was.
+    The windows of the whole run are drawn at once, so that a resumed run continues exactly.
     """
 
     def __init__(self, ids: Ids, model: Decoder) -> None:
@@ -180,17 +180,17 @@ class Batches:
 
 
 class Slice(L.Callback):
-    """Save a checkpoint ten times, at the last step, and when the time is over; then stop.
+    """Save a checkpoint ten times, at the last step and at the deadline, and then stop.
 
-    Lightning's own checkpoint at the end of a fit says that the epoch is over: no step would
-    follow.
+    Lightning's own checkpoint at the end of a fit marks the epoch as finished, so a resumed run
+    would stop at once.
     """
 
     def __init__(self, path: Path, deadline: float) -> None:
         self._path, self._deadline = path, deadline
 
     def on_train_batch_end(self, trainer: L.Trainer, *event: Any, **more: Any) -> None:
-        """Save and stop, if it is time."""
+        """Save and stop if it is time."""
         over = time.monotonic() >= self._deadline
         if self._deadline < math.inf:  # all ranks stop together
             over = trainer.strategy.reduce_boolean_decision(over, all=False)
@@ -204,7 +204,7 @@ class Slice(L.Callback):
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Parse the command line; a setting that was not given is None."""
+    """Parse the command line; settings that were not given are None."""
     parser = argparse.ArgumentParser("python -m recipes.enwik8", description=__doc__)
     option = parser.add_argument
     option(
@@ -231,10 +231,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def choose(args: argparse.Namespace) -> tuple[dict[str, Any], Text]:
-    """Choose the settings that make the run what it is, and load its text.
+    """Choose the settings that define the run, and load its text.
 
     Raises:
-        InputError: The folder holds another run, or none to resume; the text cannot be used.
+        InputError: If the folder holds another run, or none to resume, or if the text cannot be
+            used.
     """
     last = args.out / CHECKPOINT
     preset = args.preset or ("small" if torch.cuda.is_available() else "cpu")
@@ -274,7 +275,7 @@ def logger_of(name: str, folder: Path) -> Logger:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, watch, and show what was seen."""
+    """Train a model, watch it, and show the results."""
     began, args = time.monotonic(), parse(arguments)
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     for advice in ("does not have many workers", "LeafSpec", "before the epoch ended"):

@@ -1,4 +1,4 @@
-"""The curves of all trainings in one figure."""
+"""The figure of the recipe: the curves of all trainings."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,10 +18,10 @@ def draw(
     """Draw accuracy, effective rank and local dimension over training, one panel each.
 
     Args:
-        runs: Trainings on enough pairs to generalise.
-        controls: Trainings on too few.
-        fraction: Share of the pairs that `runs` train on.
-        control_fraction: Share of the pairs that `controls` train on.
+        runs: Trainings with enough pairs to generalise.
+        controls: Trainings with too few.
+        fraction: Share of the pairs in the training of `runs`.
+        control_fraction: Share of the pairs in the training of `controls`.
     """
     figure = Figure(figsize=(8.2, 8.6), dpi=85, layout="constrained")
     panels = figure.subplots(3, 1, sharex=True)
@@ -58,7 +58,7 @@ def draw(
 def _draw_group(
     panel: Axes, courses: Sequence[Course], values: _Values, colour: str, label: str
 ) -> None:
-    """Draw each training thin, and their mean with its interval where all of them go on."""
+    """Draw each training as a thin line, and their mean with its interval over common steps."""
     for course in courses:
         panel.plot(course.steps, values(course), color=colour, lw=0.6, alpha=0.5)
     shortest = min((course.steps for course in courses), key=len)

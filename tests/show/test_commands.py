@@ -63,7 +63,7 @@ def test_a_place_that_cannot_be_written_is_named_with_what_to_do(command, run, t
     result = invoke(name, *folders, "--out", out)
     assert result.exit_code == 2
     assert result.stderr.startswith(f"geomon: {out} cannot be written (")
-    assert result.stderr.endswith("): give another place by --out\n")
+    assert result.stderr.endswith("): pass another path with --out\n")
     assert result.stderr.count("\n") == 1
 
 
@@ -95,7 +95,7 @@ def test_several_figures_are_not_written_into_a_file(run, tmp_path):
     (tmp_path / "a.png").write_text("of the user")
     result = invoke("figure", run, "--kind", "run", "--kind", "map", "--out", tmp_path / "a.png")
     assert result.exit_code == 2
-    assert result.stderr.endswith("is a file: give a folder by --out, for several figures\n")
+    assert result.stderr.endswith("is a file: pass a folder with --out for several figures\n")
     assert (tmp_path / "a.png").read_text() == "of the user"
 
 

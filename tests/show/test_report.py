@@ -332,7 +332,7 @@ def test_runs_that_were_taken_up_again_say_how_often(make_readings):
 def test_a_report_is_a_page(make_readings, tmp_path):
     result = invoke("report", write(tmp_path / "run", make_readings()), "-o", tmp_path / "a.pdf")
     assert result.exit_code == 2
-    assert "a report is written to a file that ends in .html" in result.stderr
+    assert "the file of a report must end in .html" in result.stderr
     assert not (tmp_path / "a.pdf").exists()
 
 

@@ -382,7 +382,7 @@ def test_mlflow_logs_to_the_run_that_is_given_or_active(given, used, monkeypatch
 
 def test_mlflow_without_a_run_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(active_run=lambda: None))
-    with pytest.raises(ValueError, match=r"no run of MLflow is active: call mlflow\.start_run"):
+    with pytest.raises(ValueError, match=r"no MLflow run is active: call mlflow\.start_run"):
         MLflow()
 
 
@@ -392,7 +392,7 @@ def test_mlflow_has_every_value_the_pictures_and_the_alert(make_readings, tmp_pa
     mlflow = pytest.importorskip("mlflow")
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'runs.db'}")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"no run of MLflow is active: call mlflow.start_run"):
+    with pytest.raises(ValueError, match=r"no MLflow run is active: call mlflow.start_run"):
         MLflow()
     experiment = mlflow.create_experiment("test", artifact_location=(tmp_path / "art").as_uri())
     with mlflow.start_run(experiment_id=experiment) as run:
