@@ -356,7 +356,7 @@ class _SeenModel:
         attending = next((layer for layer in layers if layer.part.heads.get("query")), None)
         if attending is not None:
             heads = attending.part.heads
-            parts.append(f"{_count(len(heads['query']), 'head')} out of those of all ranks")
+            parts.append(f"{_count(len(heads['query']), 'head')} of several ranks")
         return _listed(parts)
 
     def _reasons(self, view: str) -> dict[tuple[str, str], None]:

@@ -32,7 +32,7 @@ from geomon.capture.snapshot import (
 # Captured attention of a layer: sequences, queries per sequence, keys per sequence.
 Shape = tuple[int, int, int]
 
-_NOT_ON_ALL = "it is known for the rows of some ranks or batches, but not for those of others"
+_NOT_ON_ALL = "it is known for the rows of some ranks or batches, but not for others"
 _OTHER_ROWS = "its heads are on several ranks, which did not keep the same rows"
 
 # Offset between the row indices of one pass and the next.

@@ -433,7 +433,7 @@ METRICS: dict[str, Callable[..., Any]] = {
         attention_entropy_normalised,
         MetricText(
             "Attention entropy, share of uniform",
-            meaning="Attention entropy over that of uniform attention on the same keys.",
+            meaning="Attention entropy relative to uniform attention on the same keys.",
             missing=_NO_TWO_KEYS,
         ),
     ),

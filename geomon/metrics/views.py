@@ -468,7 +468,7 @@ DERIVED: dict[str, View] = {
         _distinct_by_sequence, _distinct_by_content,
     ),
     "distinct_rows": derived(
-        "those of them whose neighbours are searched", refused,
+        "those `distinct` rows whose neighbours are searched", refused,
         reader(spread_rows, "distinct", "queries"),
     ),
     "distinct_neighbours": derived(

@@ -124,7 +124,7 @@ class CallbackSession:
                 "validation, but it makes none: give the trainer validation data, or pass a loader "
                 "here, probe=loader"
             )
-        shown = ("pictures", "detail")  # options of what the callback itself shows
+        shown = ("pictures", "detail")  # options for the callback's own displays
         options = {name: value for name, value in self.options.items() if name not in shown}
         elsewhere = os.path.realpath(directory) != os.path.realpath(os.curdir)
         options["directory"] = options["directory"] or (

@@ -27,7 +27,7 @@ from geomon.record.reading import Reading, Readings
 
 _LOCK_NAME = ".readings.lock"
 
-# Lines kept in memory while the disk is full; those of a large model have 100 kB each.
+# Lines kept in memory while the disk is full; a large model has 100 kB per line.
 _MAX_PENDING = 100
 # Identity of a line: step, source, time, and more for an alert.
 _Key = tuple[Any, ...]

@@ -312,6 +312,6 @@ def _range_of(values: Floats, metric: str, most: float) -> tuple[float, float]:
 
 def _largest(readings: Readings, metric: str) -> float:
     """Return the largest possible value of a metric, or NaN if it is unbounded or not known."""
-    if metric == "attention_entropy":  # that of uniform attention
+    if metric == "attention_entropy":  # reached by uniform attention
         return (null_of(readings, metric) or (NAN, ""))[0]
     return 1.0 if metric == "attention_entropy_normalised" else NAN

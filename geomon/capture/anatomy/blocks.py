@@ -36,7 +36,7 @@ from geomon.capture.anatomy.projections import (
 )
 from geomon.capture.weights import said, stored_weight
 
-# What attention to another stack is called.
+# Names of attention to another stack.
 _CROSS_NAME = re.compile(r"cross|enc_?dec|encoder_att|multihead_attn|memory|src_att", re.IGNORECASE)
 
 

@@ -25,10 +25,10 @@ Writers = Callable[[], Iterable[Any]]
 # TensorBoard sorts groups by name, and "~" sorts our group after those of the training.
 PREFIX = "~"
 _GROUP = f"{PREFIX}geomon"
-# On one line, as TensorBoard keeps the ends of lines.
+# A single line, because TensorBoard keeps line breaks.
 _GUIDE = (
     "**Where to look.** *Custom Scalars* opens on the intrinsic dimension with its 95 % interval; "
-    "*Images* shows it over training, beside maps of layers, steps and heads; *Time Series* has "
+    "*Images* shows it over training, next to maps of layers, steps and heads; *Time Series* has "
     f"both, in the last group, `{_GROUP}`. It is smoothed unless its "
     "*Smoothing* is set to 0: a peak then looks lower and comes later. *Custom Scalars* is not."
 )
