@@ -1,21 +1,30 @@
-"""Tables of docs, made of what is declared."""
+"""Lists of docs, made of what is declared; `python tests/doc_tables.py` writes them."""
 
-from geomon import METRICS
-from geomon.capture.snapshot import CAPTURED, LAST
-from geomon.metrics.views import DERIVED, rule_of
+import re
+from pathlib import Path
+
+from geomon import METRICS, MORE_METRICS
+from geomon.capture.snapshot import CAPTURED, LAST, source_of
+from geomon.metrics.views import DERIVED, captured_views, rule_of
+from geomon.metrics.without import refused
 from geomon.record.headline import OVERHEAD, PROBE_LOSS, headline_tag, headlines_of
 
 
 def of_metrics(metrics) -> list[str]:
-    """A line for each metric: name, what it is and its parts, null."""
-    lines = ["| metric | what it is | null |", "|---|---|---|"]
+    """A line for each metric: name, what it is, its parts, its null."""
+    lines = []
     for name, metric in metrics.items():
         text = metric.text
         unit = f" ({text.unit})" if text.unit else ""
         parts = "".join(f"; `/{part}`: {words}" for part, words in text.parts.items())
-        meaning = f"{text.meaning[:-1]}{parts}." if parts else text.meaning
-        lines.append(f"| `{name}` | **{text.title}**{unit}. {meaning} | {text.null} |")
+        null = f"; null: {text.null}" if text.null else ""
+        lines.append(f"- `{name}`: **{text.title}**{unit}. {text.meaning[:-1]}{parts}{null}.")
     return lines
+
+
+def of_names(metrics) -> list[str]:
+    """One line with the names."""
+    return [f"- {', '.join(f'`{name}`' for name in metrics)}."]
 
 
 def of_charts() -> list[str]:
@@ -23,22 +32,45 @@ def of_charts() -> list[str]:
     shown = [
         headline for name, metric in METRICS.items() for headline in headlines_of(name, metric.text)
     ]
-    return ["| chart | shows |", "|---|---|"] + [
-        f"| `{headline_tag(headline.name)}` | {headline.words} |"
+    return [
+        f"- `{headline_tag(headline.name)}`: {headline.words}"
         for headline in (*shown, PROBE_LOSS, OVERHEAD)
     ]
 
 
 def of_views() -> list[str]:
-    """A line for each view: name, what it is, what it is made of, how it is had without a group."""
-    lines = [
-        "| view | what it is | taken from, or made of | without a group |",
-        "|---|---|---|---|",
-    ]
+    """A section for each source, with a line for each view: name, what it is."""
+    sections: dict[str, list[str]] = {}
     for name, view in {**CAPTURED, **DERIVED}.items():
-        if name.startswith(LAST):
-            continue
-        ways = (", ".join(f"`{read}`" for read in way.reads) for way in getattr(view, "ways", ()))
-        made = view.source if name in CAPTURED else ", or ".join(ways)
-        lines.append(f"| `{name}` | {view.text} | {made} | {rule_of(name).words} |")
-    return lines
+        if name.startswith(LAST) or re.search(r": [A-Z]", view.text):
+            continue  # objects of kernels are read by the metrics that geomon brings
+        source = source_of(min(captured_views([name])))
+        without = " (no margin)" if rule_of(name) is refused else ""
+        own = sections.setdefault(source, [f"## From {source}", ""])
+        own.append(f"- `{name}`: {view.text}{without}")
+    return "\n\n".join(map("\n".join, sections.values())).splitlines()
+
+
+DOCS = Path(__file__).parents[1] / "docs"
+# The heading behind which each list stands; that of the views goes to the end of the page.
+LISTS = {
+    ("metrics.md", "Measured by default"): of_metrics(METRICS),
+    ("metrics.md", "More metrics"): of_names(MORE_METRICS),
+    ("metrics.md", "What charts show"): of_charts(),
+    ("views.md", "From hidden"): of_views()[2:],
+}
+
+
+def write() -> None:
+    """Put each list into its page."""
+    for (page, heading), lines in LISTS.items():
+        head, found, rest = (DOCS / page).read_text().partition(f"\n## {heading}\n\n")
+        paragraphs = rest.split("\n\n")
+        at = next(n for n, each in enumerate(paragraphs) if each.startswith("- `"))
+        after = [] if page == "views.md" else paragraphs[at + 1 :]
+        text = "\n\n".join([*paragraphs[:at], "\n".join(lines), *after])
+        (DOCS / page).write_text(f"{head}{found}{text.strip()}\n")
+
+
+if __name__ == "__main__":
+    write()

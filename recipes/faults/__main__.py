@@ -33,7 +33,7 @@ from recipes.study.training import is_finished
 # What is compared in the tables of the faults.
 _COMPARED = ("loss", "gradient_norm", "geometry")
 # One false alarm in so many healthy readings; the last where every 20th step is read.
-_LOOSE, _STRICT, _FEW = 1e-3, 1e-4, 1e-2
+_STRICT, _FEW = 1e-4, 1e-2
 
 
 def main(
@@ -82,9 +82,7 @@ def show(folder: Path, page: Path) -> None:
         for wanted in (False, True)
     )
     every_step = main_text["each step"]
-    loose, strict = (
-        {name: evaluate(every_step, name, rate) for name in DETECTORS} for rate in (_LOOSE, _STRICT)
-    )
+    strict = {name: evaluate(every_step, name, _STRICT) for name in DETECTORS}
     sparse = {
         schedule: {"geometry": evaluate(own, "geometry", _STRICT, limit=1.0)}
         for schedule, own in main_text.items()
@@ -106,7 +104,7 @@ def show(folder: Path, page: Path) -> None:
     of_users = read_live(folder)
     section = live_section(of_users) if of_users else []
     page.write_text(
-        write(compared, loose, strict, sparse, of_margins, others, count_alerts(folder), section)
+        write(compared, strict, sparse, of_margins, others, count_alerts(folder), section)
     )
     picture = save_small(odds_figure(compared), page.parent / "pictures" / "warnings.png")
     print(f"{page}, {picture}")

@@ -216,20 +216,12 @@ def live_section(runs: Sequence[LiveRun]) -> list[str]:
         for kind, names in by_kind(FAULTS).items()
         for outcomes in [_outcomes(own, names)]
     ]  # fmt: skip
-    by_faults = [
-        (kind, words_of(FAULTS[fault]),
-         *(share(_outcomes(own, [fault])) for own in by_batches.values()))
-        for kind, names in by_kind(FAULTS).items()
-        for fault in names
-    ]  # fmt: skip
     return [
-        f"All defaults, runs of {STEPS:,} steps of which the monitor was told, as it plans them at "
-        "the costs of two sizes of batches. Each fault was put into "
-        f"{' to '.join(map(str, sorted({min(counts), max(counts)})))} runs that no limit was "
-        "chosen with. An alert counts from the step at which it stands in the record.\n",
+        f"All defaults, runs of {STEPS:,} steps with `expect_end`, planned at the costs of two "
+        "sizes of batches. Each fault was put into "
+        f"{' to '.join(map(str, sorted({min(counts), max(counts)})))} runs on which no threshold "
+        "was set. An alert counts from the step at which it is in the record.\n",
         *table(["batches", "", *within, "steps until the alert", "right block"], by_kinds, words=2),
-        "",
-        *table(["", "fault", *(f"{name}, {within[1]}" for name in BATCHES)], by_faults, words=2),
         *(_costs(name, own) for name, own in by_batches.items()),
     ]
 
@@ -238,8 +230,12 @@ def _costs(name: str, runs: Sequence[LiveRun]) -> str:
     """How many readings and checks were planned, and how many alerts were false."""
     rate = Rate(sum(run.false for run in runs), sum(run.steps for run in runs))
     read_at, checked_at = plan(BATCHES[name], STEPS)
+    found = {fault: _outcomes(runs, [fault]) for fault in FAULTS}
+    missed = {fault: all(each.delay is None for each in own) for fault, own in found.items() if own}
+    never = [words_of(FAULTS[fault]) for fault, is_missed in missed.items() if is_missed]
     return (
         f"\n{name}: {len(read_at)} readings and {len(checked_at)} checks in {STEPS:,} steps. "
+        f"Never noticed: {', '.join(never) or 'none'}. "
         f"In {rate.trials:,} healthy steps of these runs, from step {_FROM} on, {rate.count} "
         f"alert{'s' * (rate.count != 1)} came: {per(rate, 10_000)} in 10,000 steps."
     )

@@ -75,8 +75,8 @@ def test_the_parts_of_two_ranks_are_those_of_one_process(name):
 @pytest.mark.usefixtures("losses")
 def test_docs_have_a_line_of_each():
     lines = of_views()
-    assert "| `token_losses` | loss of each token, [tokens] | hidden | sliced |" in lines
-    assert "| `loss_ranks` | rank of each loss, [tokens] | `token_losses` | sliced |" in lines
+    assert "- `token_losses`: loss of each token, [tokens]" in lines
+    assert "- `loss_ranks`: rank of each loss, [tokens]" in lines
 
 
 @pytest.mark.parametrize("field", ENTRY)

@@ -250,13 +250,15 @@ def test_the_page_says_what_was_noticed_and_how_often_that_is_false(trainings):
     every = dict.fromkeys(DETECTORS, alert)
     verified = Verified(60_000, 50, Counter(left_band=3), [("wide models", 20_000, 3)])
     text = write(
-        compared, every, every, {"each step": compared}, dict.fromkeys(OF_MARGINS, alert), compared,
+        compared, every, {"each step": compared}, dict.fromkeys(OF_MARGINS, alert), compared,
         verified,
     )  # fmt: skip
     assert "Each fault was put into 3 trainings. In 50 healthy trainings with 60,000 steps" in text
     assert "read 3 alerts came: 0.5 (95 % interval 0.1 to 1.5) in 10,000 steps." in text
-    assert "| silent | output of one block's MLP × 6 | 100 % | 100 % | 100 % | 1 | 0 | 0 |" in text
+    assert "| silent | output of one block's MLP × 6 | 100 % | 100 % | 100 % | 1 | 3 of 3 |" in text
+    assert "| silent | 100 % | 100 % | 100 % | 1 | 3 of 3 | 0 | 0 |" in text
+    assert "| silent | 100 % | 100 % | 100 % | 3 of 3 |" in text  # on another text
     assert "By chance an alert fell into 0 of " in text
     assert "| wide models | 20,000 | 3 | 1.5 (0.3 to 4.4) |" in text
     for detector in DETECTORS.values():
-        assert f"| {detector.group} | {detector.words} | - | 100 % | - |" in text
+        assert f"| {detector.words} | - | 100 % | - |" in text
