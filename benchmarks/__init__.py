@@ -1,1 +1,1 @@
-"""What geomon costs: ratios of medians, measured side by side in one run."""
+"""Measures the costs of geomon as ratios of medians, side by side in one run."""

@@ -1,9 +1,9 @@
-"""Intrinsic dimension beside its peers: error on manifolds, and robustness. See README.md.
+"""Compares the intrinsic dimension with other packages: error on manifolds, and robustness.
 
-The manifolds are those that estimators of intrinsic dimension are customarily tried on (Hein and
-Audibert 2005; Rozza et al. 2012; Campadelli et al. 2015; scikit-dimension's `BenchmarkManifolds`),
-written here from their formulas, with products of spirals, heavy tails, clusters and noise far
-below the distance of neighbours beside them.
+The manifolds are customary tests of dimension estimators (Hein and Audibert 2005; Rozza et al.
+2012; Campadelli et al. 2015; scikit-dimension's `BenchmarkManifolds`), written here from their
+formulas. Products of spirals, heavy tails, clusters and noise far below the distance of neighbours
+are added. See README.md.
 """
 
 import math
@@ -28,34 +28,34 @@ Cloud = NDArray[np.float64]
 Rows = NDArray[np.floating]
 Estimator = Callable[[Rows], float]
 
-# Means in units of the spread, and the type in which rows are given; shares of copied rows.
+# Means in units of the spread, each with the dtype of the rows; shares of copied rows.
 DISTURBED = ((0.0, "float32"), (1e2, "float32"), (1e4, "float32"), (1e10, "float64"))
 DUPLICATED = (0.0, 0.1, 0.5)
 TOLERATED = 0.03
 
 
 def _gaussian(random: Generator, n: int, d: int, width: int) -> Cloud:
-    """Isotropic Gaussian in d directions of a larger space."""
+    """Draw an isotropic Gaussian in d directions of a larger space."""
     frame = np.linalg.qr(np.random.default_rng(width).standard_normal((width, d)))[0]
     return random.standard_normal((n, d)) @ frame.T
 
 
 def _swiss_roll(random: Generator, n: int, noise: float = 0.0) -> Cloud:
-    """A sheet rolled up; `noise` is the standard deviation added to each coordinate."""
+    """Draw a rolled-up sheet; `noise` is the standard deviation added to each coordinate."""
     turn = 1.5 * np.pi * (1 + 2 * random.random(n))
     points = np.stack([turn * np.cos(turn), 21 * random.random(n), turn * np.sin(turn)], axis=1)
     return points + noise * random.standard_normal(points.shape)
 
 
 def _spirals(random: Generator, n: int, d: int) -> Cloud:
-    """The product of d spirals on a torus, each a closed curve of eight windings."""
+    """Draw the product of d spirals on a torus, each a closed curve of eight windings."""
     turn = 2 * np.pi * random.random((n, d))
     radius = 2 + np.cos(8 * turn)
     return np.hstack([radius * np.cos(turn), radius * np.sin(turn), np.sin(8 * turn)])
 
 
 def _noisy_ball(random: Generator, n: int, d: int, width: int) -> Cloud:
-    """Uniform in a ball of radius 1, with noise of 0.002 in every one of `width` directions."""
+    """Draw uniformly from a unit ball, with noise of 0.002 in every one of `width` directions."""
     points = random.standard_normal((n, d))
     points /= np.linalg.norm(points, axis=1, keepdims=True)
     points *= random.random((n, 1)) ** (1 / d)
@@ -64,7 +64,7 @@ def _noisy_ball(random: Generator, n: int, d: int, width: int) -> Cloud:
 
 
 def _clusters(random: Generator, n: int, d: int, width: int) -> Cloud:
-    """Eight Gaussian balls of the same dimension, sizes from 1 to 8, each in its own directions."""
+    """Draw eight Gaussian balls of equal dimension, with sizes from 1 to 8 and own directions."""
     fixed = np.random.default_rng(d)
     frames = np.linalg.qr(fixed.standard_normal((8, width, d)))[0]
     centres = 100 * fixed.standard_normal((8, width))
@@ -74,38 +74,38 @@ def _clusters(random: Generator, n: int, d: int, width: int) -> Cloud:
 
 
 def _curled(random: Generator, n: int, d: int, copies: int) -> Cloud:
-    """Each parameter sets the angle of one circle and the radius of the one before; 2 d copies."""
+    """Each parameter sets the angle of one circle and the radius of the previous; 2 d copies."""
     p = random.random((n, d))
     radius, angle = np.roll(p, -1, axis=1), 2 * np.pi * p
     return np.tile(np.hstack([radius * np.cos(angle), radius * np.sin(angle)]), copies)
 
 
 def _heavy_tails(random: Generator, n: int, d: int, width: int) -> Cloud:
-    """Student's t with four degrees of freedom: a dense middle and far outliers."""
+    """Draw from Student's t with four degrees of freedom: a dense middle and far outliers."""
     return _gaussian(random, n, d, width) / np.sqrt(random.chisquare(4, (n, 1)) / 4)
 
 
 def _sphere(random: Generator, n: int, d: int) -> Cloud:
-    """Uniform on the unit sphere in width d + 1."""
+    """Draw uniformly from the unit sphere in width d + 1."""
     points = random.standard_normal((n, d + 1))
     return points / np.linalg.norm(points, axis=1, keepdims=True)
 
 
 def _crowded(random: Generator, n: int, d: int) -> Cloud:
-    """Beta-distributed parameters, most of them close to 1, in width 4 d."""
+    """Transform beta-distributed parameters, most of them close to 1, to width 4 d."""
     p = random.beta(10, 0.5, (n, d))
     turn = 2 * np.pi * p
     return np.tile(np.hstack([p * np.sin(np.cos(turn)), p * np.cos(np.sin(turn))]), 2)
 
 
 def _twisted(random: Generator, n: int, d: int) -> Cloud:
-    """Tangents and arc tangents of products of pairs of parameters, in width 4 d."""
+    """Map pairs of parameters through tangents and arc tangents of products, to width 4 d."""
     p = random.random((n, d))
     other = p[:, ::-1]
     return np.tile(np.hstack([np.tan(p * np.cos(other)), np.arctan(other * np.sin(p))]), 2)
 
 
-# Name: intrinsic dimension, and how points are drawn.
+# By name: intrinsic dimension, and function that draws points.
 MANIFOLDS: dict[str, tuple[int, Callable[[Generator, int], Cloud]]] = {
     "swiss roll, noise 0.01": (2, lambda r, n: _swiss_roll(r, n, 0.01)),
     "product of spirals": (2, lambda r, n: _spirals(r, n, 2)),
@@ -138,7 +138,7 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 def _peers() -> dict[str, Estimator]:
-    """The estimators of the peers that are installed; a missing one is said in one line."""
+    """Collect the estimators of installed packages, and print one line for a missing one."""
     found: dict[str, Estimator] = {}
     try:
         from skdim.id import TwoNN
@@ -166,7 +166,7 @@ def _peers() -> dict[str, Estimator]:
 
 
 def _quiet(estimator: Estimator) -> Estimator:
-    """The estimator without what it prints, and NaN where it raises."""
+    """Silence an estimator, and make it return NaN instead of raising."""
 
     def answer(rows: Rows) -> float:
         with warnings.catch_warnings(), redirect_stdout(StringIO()), np.errstate(all="ignore"):
@@ -182,7 +182,7 @@ def _quiet(estimator: Estimator) -> Estimator:
 def _errors(
     estimators: dict[str, Estimator], points: int, seeds: int
 ) -> Iterator[tuple[object, ...]]:
-    """A row for each manifold: relative error in %, signed mean (mean of the absolute)."""
+    """Yield one row per manifold: relative error in %, signed mean (mean of the absolute)."""
     for name, (dimension, draw) in MANIFOLDS.items():
         clouds = [draw(np.random.default_rng(seed), points) for seed in range(seeds)]
         found = [
@@ -195,7 +195,7 @@ def _errors(
 def _deviations(
     estimators: dict[str, Estimator], n: int, counts: dict[str, list[int]]
 ) -> Iterator[tuple[object, ...]]:
-    """A row for each disturbance: the largest deviation in % from the undisturbed answer."""
+    """Yield one row per disturbance: the largest deviation in % from the undisturbed answer."""
     clean = {
         (name, share): _duplicated(draw, n, share)
         for name, draw in DISTURBED_MANIFOLDS.items()
@@ -223,7 +223,7 @@ def _deviations(
 def _duplicated(
     draw: Callable[[Generator, int], Cloud], n: int, share: float
 ) -> tuple[Cloud, NDArray[np.int64]]:
-    """Distinct rows of spread 1, and the index that makes n rows of them with copies."""
+    """Return distinct rows of spread 1, and an index that turns them into n rows with copies."""
     random = np.random.default_rng(1)
     copies = round(share * n)
     clean = draw(random, n - copies)
@@ -233,7 +233,7 @@ def _duplicated(
 
 
 def _exact_twonn(rows: Cloud) -> float:
-    """TwoNN written again: distances from float64 differences, and the fit in numpy."""
+    """Compute TwoNN independently: distances from float64 differences, and the fit in numpy."""
     from scipy.spatial.distance import cdist
 
     blocks = [cdist(rows[i : i + 256], rows) for i in range(0, len(rows), 256)]

@@ -1,4 +1,4 @@
-"""The cost of a reading and of a check in units of a training step, at two sizes of batches."""
+"""Measures the cost of a reading and of a check in training steps, at two batch sizes."""
 
 import statistics
 import time
@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from benchmarks.timing import print_machine, print_table
 from geomon import Monitor
 
-# Sequences and tokens of each of a batch.
+# Number and length of the sequences in a batch.
 BATCHES = ((32, 128), (8, 64))
 _SYMBOLS = 100
-# First step that is timed: from step 200 on bands are made, which a check fills.
+# First timed step: bands exist from step 200 on, and checks add to them.
 _FIRST = 200
 
 

@@ -1,16 +1,16 @@
-"""How often are phases and alerts wrong, and how late are they right?
+"""Measures how often phases and alerts are wrong, and how late they are right.
 
-Nulls: curves without a change, or with a drift one way, whose phase is asked at every reading.
-Errors have a deviation of 1; those of neighbours are independent, or correlated (AR(1)). A drifting
-curve rises by 4 errors from its first reading to its last; only "falling" and "compressing" are
-false there.
+Nulls: curves without a change, or with a drift in one direction; their phase is computed at every
+reading. Errors have a deviation of 1 and are independent or correlated between neighbours (AR(1)).
+A drifting curve rises by 4 errors from its first reading to its last, so only "falling" and
+"compressing" are false.
 
 Peaks: curves that rise to a peak in the middle and fall as far, by a share of their value; margins
-are 6.5 % of it. How many are called expanding, how many have fallen from their peak, and how many
-readings after it that is seen; whether the interval holds the peak.
+are 6.5 % of it. The table shows how many are called expanding, how many have fallen from their peak
+and after how many readings this is seen, and whether the interval contains the peak.
 
-Alerts: records of trainings of the recipe (`--logger csv`). The step of the first alert of each
-kind, and the step at which the loss is a tenth above the median of healthy runs.
+Alerts: records of trainings of the recipe (`--logger csv`). The table shows the step of the first
+alert of each kind, and the first step with a loss a tenth above the median of healthy runs.
 """
 
 import csv
@@ -36,12 +36,12 @@ _LEVEL = 30.0
 # Rise of a drifting curve, in errors.
 _DRIFT = 4.0
 _LOSS_ROSE = 1.1
-# Steps in which a larger learning rate lowers the loss faster.
+# Number of first steps, when a larger learning rate lowers the loss faster.
 _BEGINNING = 30
 
 
 def noise(series: int, readings: int, correlation: float, seed: int) -> _Array:
-    """Errors of deviation 1 whose neighbours have a correlation, [series, readings]."""
+    """Draw errors of deviation 1 with a correlation between neighbours, [series, readings]."""
     random = np.random.default_rng(seed)
     fresh = random.standard_normal((series, readings))
     errors = fresh.copy()
@@ -53,14 +53,14 @@ def noise(series: int, readings: int, correlation: float, seed: int) -> _Array:
 
 
 def phases(errors: _Array) -> Iterator[Phase]:
-    """The phase at each reading of one curve, in errors about a level of `_LEVEL`."""
+    """Yield the phase at each reading of a curve with these errors around `_LEVEL`."""
     listed, margins = (errors + _LEVEL).tolist(), [1.96] * len(errors)
     for count in range(1, len(listed) + 1):
         yield find_phase(range(count), listed[:count], margins[:count])
 
 
 def nulls(series: int, readings: int) -> Iterator[tuple[str, ...]]:
-    """A row for each kind of error: curves that are called something else than they are."""
+    """Yield a row for each kind of error: the share of curves with a false phase."""
     for correlation in (0.0, 0.3, 0.6, 0.9):
         curves = noise(series, readings, correlation, seed=11)
         share = statistics.fmean(
@@ -77,7 +77,7 @@ def nulls(series: int, readings: int) -> Iterator[tuple[str, ...]]:
 
 
 def peaks(series: int, readings: int) -> Iterator[tuple[str, ...]]:
-    """A row for each height: how many peaks are found, how late, and whether intervals hold."""
+    """Yield a row for each height: how many peaks are found, how late, whether intervals hold."""
     top = (readings - 1) // 2
     for share in (0.1, 0.2, 0.33, 0.5):
         shape = share * _LEVEL * (1 - np.abs(np.arange(readings) - top) / top)
@@ -98,7 +98,7 @@ def peaks(series: int, readings: int) -> Iterator[tuple[str, ...]]:
 
 
 def alerts(folders: list[Path], healthy: list[Path]) -> Iterator[tuple[str, ...]]:
-    """A row for each run: the first alert of each kind, and when the loss shows it."""
+    """Yield a row for each run: the first alert of each kind, and when the loss shows it."""
     others = [losses_of(folder) for folder in healthy]
     for folder in folders:
         first: dict[str, int] = {}
@@ -109,7 +109,7 @@ def alerts(folders: list[Path], healthy: list[Path]) -> Iterator[tuple[str, ...]
 
 
 def losses_of(folder: Path) -> dict[int, float]:
-    """The training loss of a run of the recipe, by step; none where it was not logged."""
+    """Read the training loss of a run of the recipe by step; empty if it was not logged."""
     path = folder / "csv" / "metrics.csv"
     if not path.is_file():
         return {}
@@ -122,7 +122,7 @@ def losses_of(folder: Path) -> dict[int, float]:
 
 
 def loss_above(losses: dict[int, float], others: list[dict[int, float]]) -> int | None:
-    """The step at which a loss is above the median of others by a tenth; None if never."""
+    """Find the first step with a loss a tenth above the median of other runs, or None."""
     for step, loss in losses.items():
         beside = [other[step] for other in others if step in other]
         if step >= _BEGINNING and beside and loss > _LOSS_ROSE * statistics.median(beside):
@@ -136,7 +136,7 @@ def main(
     run: Annotated[list[Path] | None, typer.Option(help="Folder of a record.")] = None,
     healthy: Annotated[list[Path] | None, typer.Option(help="That of a healthy run.")] = None,
 ) -> None:
-    """Print the tables of synthetic curves, or that of alerts where records are given."""
+    """Print the tables of synthetic curves, or the table of alerts if records are given."""
     if run:
         columns = ("run", *(name.replace("_", " ") for name in RULES), "loss above healthy runs")
         print_table("Step of the first alert", columns, alerts(run, healthy or []))

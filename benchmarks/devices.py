@@ -1,6 +1,6 @@
-"""The time of one reading on the host and on an accelerator, and of the copy between them.
+"""Times one reading on the host and on an accelerator, and the copy between them.
 
-Without an accelerator the host alone is timed.
+Without an accelerator, only the host is timed.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ HEAD_WIDTH, LENGTH, QUERIES = 64, 512, 1024
 
 
 def decoder_layer(rows: int, width: int) -> Layer:
-    """Make a layer as a window captures it, of random numbers with a spectrum that falls.
+    """Make a layer as a window captures it, from random numbers with a falling spectrum.
 
     Args:
         rows: Number of rows of hidden states.
@@ -96,7 +96,7 @@ def main(
     batches: Annotated[int, typer.Option(help="Splits.")] = 1,
     runs: Annotated[int, typer.Option(help="Runs of each, of which the median is printed.")] = 3,
 ) -> None:
-    """Time the measuring of one layer of a decoder, and print the time of a reading of all."""
+    """Time the measurement of one decoder layer, and print the time of a reading of all layers."""
     layer = decoder_layer(rows * batches, width)
     size = sum(x.nbytes for x in layer.captured.values() if isinstance(x, Tensor))
     print_table(

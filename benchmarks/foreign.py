@@ -1,14 +1,14 @@
-"""Models of other code bases, with one line added: python -m benchmarks.foreign.
+"""Adds one line to the training of other code bases' models: python -m benchmarks.foreign.
 
-Every code base that is installed trains one step with and without a `Monitor`. The outputs, the
-loss and the gradients must be the same bits, and modules, functions and switches as before. The
-values are compared with a second pass, without geomon, in which a dispatch mode computes in float64
-the entropy and the largest weight of every softmax over a last dimension, and the norm of the mean
-and the variance of every tensor of two dimensions or more. What geomon reports at a layer must be
-one of these, to 1e-5. What it does not report must have a reason.
+Each model of an installed code base trains one step with and without a `Monitor`. Outputs, loss and
+gradients must be bit-identical, and modules, functions and switches must be unchanged. The values
+are compared with a second pass without geomon: a dispatch mode computes in float64 the entropy and
+the largest weight of every softmax over a last dimension, and the norm of the mean and the variance
+of every tensor with at least two dimensions. Each value that geomon reports at a layer must equal
+one of these to 1e-5, and each missing value must have a reason.
 
-Each model runs in a process of its own, with a time limit. The peers are not dependencies of
-geomon: `pip install --no-deps` them beside torch in an environment of its own.
+Each model runs in a process of its own, with a time limit. The packages are not dependencies of
+geomon: install them with `pip install --no-deps` next to torch in a separate environment.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from geomon.record.columns import Column, Stacks
 SEQUENCES, LENGTH, WIDTH, DEPTH, HEADS, WORDS = 3, 32, 64, 3, 4, 50
 TOLERANCE = 1e-5
 TIME_LIMIT = 150
-# Metrics and their parts that are compared.
+# Compared metrics and parts.
 BY_HEAD = (("attention_entropy", ""), ("attention_extremes", "max"))
 OF_ROWS = (("drift_norm", ""), ("variance", ""))
 
@@ -59,18 +59,18 @@ def _vectors(*shape: int) -> Tensor:
 
 
 def _get(place: str) -> Any:
-    """The function or class of a package, by its whole name."""
+    """Return the function or class of a package by its full name."""
     module, _, name = place.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
 
 def _case(place: str, *inputs: Callable[[], Any], **options: Any) -> Case:
-    """A model by the name of its class and its options, and the inputs of one step."""
+    """Describe a model by its class name and options, and the inputs of one step."""
     return lambda: (_get(place)(**options), tuple(make() for make in inputs))
 
 
 def _vit(name: str, kind: str = "ViT", **options: Any) -> Case:
-    """A vision transformer of vit-pytorch."""
+    """Describe a vision transformer of vit-pytorch."""
     return _case(
         f"vit_pytorch.{name}.{kind}", _pictures, image_size=32, patch_size=8, num_classes=5,
         dim=WIDTH, depth=DEPTH, heads=HEADS, mlp_dim=128, **options,
@@ -78,7 +78,7 @@ def _vit(name: str, kind: str = "ViT", **options: Any) -> Case:
 
 
 def _timm(name: str, size: int = 32, **options: Any) -> Case:
-    """A model of timm."""
+    """Describe a model of timm."""
     return _case(
         "timm.create_model", lambda: _pictures(size), model_name=name, img_size=size,
         num_classes=5, **options,
@@ -86,7 +86,7 @@ def _timm(name: str, size: int = 32, **options: Any) -> Case:
 
 
 def _x_transformers(kind: str, **options: Any) -> Case:
-    """A stack of x-transformers with embeddings around it."""
+    """Describe a stack of x-transformers, with embeddings around it."""
 
     def build() -> Built:
         layers = _get(f"x_transformers.{kind}")(dim=WIDTH, depth=DEPTH, heads=HEADS, **options)
@@ -278,10 +278,10 @@ CASES: dict[str, Case] = {
 
 
 class Reference(TorchDispatchMode):
-    """Numbers of every softmax and every tensor of a pass, computed from what the operations give.
+    """Metrics of every softmax and every tensor of a pass, computed from the operations' results.
 
     Attributes:
-        attention: For each softmax over keys its metrics by name, and whether it was fused.
+        attention: For each softmax over keys, its metrics by name, and whether it was fused.
     """
 
     def __init__(self) -> None:
@@ -292,7 +292,7 @@ class Reference(TorchDispatchMode):
 
     @property
     def rows(self) -> list[dict[str, float]]:
-        """Metrics of tensors as rows; feature maps of convolutions by their channels alone."""
+        """Metrics of tensors as rows; feature maps of convolutions count only by channel."""
         return [
             own
             for own, by_channel in self._rows
@@ -313,7 +313,7 @@ class Reference(TorchDispatchMode):
             self.attention.append(_of_weights(_weights(name, args, kwargs)))
         elif name == "exp" and result.ndim >= 3:
             self.attention.append(_of_weights(result))
-        # The inputs of operations too: the first is no operation's result.
+        # Inputs of operations count too, as no operation returns the first one.
         for one in (*args, *(result if isinstance(result, tuple | list) else (result,))):
             if isinstance(one, Tensor) and one.is_floating_point() and one.ndim >= 2:
                 self._add_rows(one, in_convolution=name == "convolution")
@@ -339,7 +339,7 @@ def _of_rows(rows: Tensor) -> dict[str, float]:
 
 
 def _weights(name: str, args: Any, kwargs: Any) -> Tensor:
-    """The weights of a fused attention, in float64 from its inputs."""
+    """Compute the weights of a fused attention in float64 from its inputs."""
     query, key = args[0].double(), args[1].double()
     places = {"flash_attention_for_cpu": (4, 5), "flash_attention": (4, None)}
     causal_at = next((at[0] for end, at in places.items() if name.endswith(end)), 5)
@@ -365,7 +365,7 @@ def _weights(name: str, args: Any, kwargs: Any) -> Tensor:
 def _of_weights(weights: Tensor) -> dict[str, float]:
     weights = weights.detach().double()
     entropy = torch.special.entr(weights).sum(dim=-1)
-    # Rows that see one key have a largest weight of 1 whatever the model does, and are left out.
+    # Rows that see a single key are left out, because their largest weight is always 1.
     largest = weights.amax(dim=-1)[(weights > 0).sum(dim=-1) > 1]
     return {
         "attention_entropy": float(entropy.mean()),
@@ -374,7 +374,7 @@ def _of_weights(weights: Tensor) -> dict[str, float]:
 
 
 def _numbers(result: Any) -> list[Tensor]:
-    """Every floating-point tensor of what a model returned."""
+    """Collect the floating-point tensors in a model's output."""
     if isinstance(result, Tensor):
         return [result] if result.is_floating_point() else []
     if isinstance(result, dict):
@@ -387,7 +387,7 @@ def _numbers(result: Any) -> list[Tensor]:
 
 
 def _step(model: nn.Module, inputs: tuple[Any, ...], around: Any) -> list[Tensor]:
-    """Outputs and gradients of one step, and the buffers after it."""
+    """Return outputs and gradients of one step."""
     torch.manual_seed(1)
     model.zero_grad()
     with around:
@@ -414,7 +414,7 @@ def _state(model: nn.Module) -> list[Any]:
 
 
 def examine(name: str) -> dict[str, Any]:
-    """Train one step of a model with and without a monitor, and compare."""
+    """Train a model for one step with and without a monitor, and compare."""
     torch.manual_seed(0)
     model, inputs = CASES[name]()
     buffers = {key: value.clone() for key, value in model.state_dict().items()}
@@ -422,7 +422,7 @@ def examine(name: str) -> dict[str, Any]:
     def restore() -> None:
         model.load_state_dict(buffers)
 
-    sampling.ATTENTION_QUERIES = 10**6  # all of them, as the reference has
+    sampling.ATTENTION_QUERIES = 10**6  # all of them, as in the reference
     reference = Reference()
     plain = _step(model, inputs, torch.enable_grad())
     restore()
@@ -459,7 +459,7 @@ def examine(name: str) -> dict[str, Any]:
 
 
 def _compare(stacks: Stacks, reference: Reference) -> dict[str, Any]:
-    """Which layers were seen, which were wrong, and which were missed."""
+    """List the layers that were seen, wrong, or missed."""
     found: dict[str, Any] = {}
     for label, metrics, numbers in (
         ("hidden", OF_ROWS, reference.rows),
@@ -490,8 +490,7 @@ def _agree(own: dict[str, float], there: dict[str, float]) -> bool:
     )
 
 
-# Notes of a tiny batch, of a random model and of inputs without token ids, which say nothing of the
-# code.
+# Notes that come from a tiny batch, a random model or inputs without token ids, not from the code.
 _OF_THE_INPUTS = (
     "gride runs", "no 95 % intervals", "estimates stand on", "exact copies of others",
     "'token_ids' is missing",
@@ -500,7 +499,7 @@ _LONGEST = 130
 
 
 def _reasons(notes: list[str]) -> list[str]:
-    """What was not seen and why, each reason once, without what differs in numbers alone."""
+    """List the reasons for missing values; reasons that differ only in numbers appear once."""
     said = [
         textwrap.shorten(note.rpartition("is missing: ")[2], _LONGEST, placeholder=" ...")
         for note in notes
@@ -551,7 +550,7 @@ to name the blocks (`blocks=...`), which lie in lists of lists: {refused}.
 def _write_page(path: Path, results: dict[str, dict[str, Any]]) -> None:
     ran = {name: result for name, result in sorted(results.items()) if "identical" in result}
     whole: list[str] = []
-    # Models of which the same was seen share a row.
+    # Models with equal results share a row.
     rows: dict[str, list[str]] = {}
     for name, result in ran.items():
         labels, reasons = [result[x] for x in ("hidden", "attention")], _reasons(result["notes"])

@@ -1,7 +1,7 @@
-"""What a training on an accelerator loses to geomon: tables as they come, eight minutes at most.
+"""Measures the cost of geomon in a training on an accelerator, in at most eight minutes.
 
-Each part stands alone, so that what has been printed holds if a later part is interrupted. Without
-an accelerator the same parts run at tiny sizes, to see that they work.
+Each part prints its own tables, which stay valid if a later part is interrupted. Without an
+accelerator, the parts run at tiny sizes, as a test.
 """
 
 import itertools
@@ -29,27 +29,27 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.timing import print_table
 from geomon import Memory, Monitor
 
-# Steps before anything is timed: what is compiled, and the memory that torch takes and keeps.
+# Untimed first steps, for compilation and for the memory that torch keeps.
 _WARM_UP = 10
-# After so many steps a training looks at its loss, for which the host waits.
+# The training reads its loss at this interval, and the host waits for it.
 _LOGGED = 10
-# Runs of each forced reading, of which the median is printed.
+# Repetitions of each forced reading; the median is printed.
 _FORCED = 2
-# Steps of the trainings whose weights are compared.
+# Steps of the trainings with compared weights.
 _COMPARED_STEPS = 8
-# Share of tokens that repeat the one seven places before.
+# Share of tokens that repeat the one seven places earlier.
 _REPEATED = 0.3
-# Below this, two values of a metric are compared by their difference.
+# Values below this are compared by their absolute difference.
 _SMALL = 1e-3
 
 
 @dataclass(frozen=True)
 class Size:
-    """A decoder and its batch.
+    """Sizes of a decoder and its batch.
 
     Attributes:
         layers: Number of blocks.
-        width: Width of the hidden states; a head has 64 of it, or 16 at widths below 128.
+        width: Width of the hidden states. Heads have width 64, or 16 at widths below 128.
         sequences: Number of sequences in a batch.
         length: Number of tokens of a sequence.
         symbols: Number of distinct tokens.
@@ -75,12 +75,12 @@ TINY = Size(2, 32, 8, 32, 100, 20)
 
 
 class Training:
-    """A decoder in training: bfloat16 by autocast, fused AdamW, tokens whose frequencies fall.
+    """A decoder in training: bfloat16 by autocast, fused AdamW, tokens with falling frequencies.
 
     Args:
         size: Sizes of the decoder and its batch.
-        device: Where it trains.
-        compiled: Whether each block is compiled, as large trainings do it.
+        device: Device of the training.
+        compiled: Whether to compile each block, as large trainings do.
     """
 
     def __init__(self, size: Size, device: torch.device, *, compiled: bool = True) -> None:
@@ -105,7 +105,7 @@ class Training:
         self._number = 0
 
     def batch(self) -> Tensor:
-        """Draw tokens, each of which is likely to come again soon, as in text."""
+        """Draw tokens that, as in text, are likely to repeat soon."""
         rows, length = self.size.sequences, self.size.length
         drawn = torch.multinomial(self._frequencies, rows * length, replacement=True)
         ids = drawn.view(rows, length)
@@ -116,7 +116,7 @@ class Training:
         """Make one update, and return its loss.
 
         Args:
-            around: What is entered for the forward pass.
+            around: Context manager around the forward pass.
         """
         ids = self.batch()
         with torch.autocast(self.device.type, torch.bfloat16):
@@ -131,11 +131,11 @@ class Training:
 
 @dataclass
 class Run:
-    """What a run has shown.
+    """Results of a run.
 
     Attributes:
-        milliseconds: Time of each step on the device, from the end of the one before.
-        seconds: Time of all steps, with all that is queued.
+        milliseconds: Time of each step on the device, from the end of the previous one.
+        seconds: Time of all steps, with all queued work.
         peak: Largest memory of the device in GB (10^9 bytes); NaN on the host.
         graphs: Number of graphs that were compiled meanwhile.
     """
@@ -157,7 +157,7 @@ class Run:
 
     @property
     def slow(self) -> float:
-        """Time in ms that one step in a hundred exceeds."""
+        """Time in ms that one in a hundred steps exceeds."""
         ordered = sorted(self.milliseconds)
         return ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
 
@@ -168,7 +168,7 @@ def run(training: Training, steps: int, monitor: Monitor | None = None) -> Run:
     Args:
         training: The training, which continues.
         steps: Number of steps.
-        monitor: Reads what is due; None for a training without geomon.
+        monitor: Monitor of the training, or None to train without geomon.
     """
     on_device = training.device.type == "cuda"
     graphs = counters["stats"]["unique_graphs"]
@@ -201,15 +201,15 @@ def _mark(on_device: bool) -> Any:
 
 
 def _between(one: Any, other: Any) -> float:
-    """Milliseconds from one mark to another."""
+    """Return the milliseconds between two marks."""
     return 1e3 * (other - one) if isinstance(one, float) else float(one.elapsed_time(other))
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all that is queued on a device.
+    """Wait for all queued work on a device.
 
     Args:
-        device: The device; nothing is queued on the host.
+        device: The device; the host has no queue.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -219,10 +219,10 @@ def synchronize(device: torch.device) -> None:
 
 
 def runs(training: Training, steps: int) -> Iterator[list[object]]:
-    """Yield a row for each way to watch a run of so many steps, beside runs without geomon.
+    """Yield a row for each way to watch a run, alternating with runs without geomon.
 
     Args:
-        training: The training; it goes on from row to row.
+        training: The training, which continues from row to row.
         steps: Length of each run.
     """
     few = max(_WARM_UP, steps // 10)
@@ -246,7 +246,7 @@ def runs(training: Training, steps: int) -> Iterator[list[object]]:
         with _watching(training, steps=length, **options) as (monitor, memory):
             found = run(training, length, monitor)
             counted = monitor.overhead
-        # The card's own speed drifts: what is lost is the rest beside the runs around this one.
+        # The card's speed drifts, so the loss is measured relative to the runs before and after.
         behind = run(training, few)
         lost = 2 * found.mean / (before.mean + behind.mean) - 1
         read = len(memory.readings)
@@ -281,12 +281,12 @@ _EVERY_LOOK: dict[str, dict[str, Any]] = {
 def costs(
     training: Training, usual: float, looks: dict[str, dict[str, Any]]
 ) -> Iterator[list[object]]:
-    """Yield a row for each way to look at a step, with all that the training waits for.
+    """Yield a row for each way to read a step, with everything that the training waits for.
 
     Args:
         training: The training.
         usual: Time of a step without geomon in ms.
-        looks: Options of the monitor for each.
+        looks: Options of the monitor for each row.
     """
     for name, options in looks.items():
         with _watching(training, **{"schedule": 1, "checks": None} | options) as (monitor, memory):
@@ -317,7 +317,7 @@ def costs(
 
 @contextmanager
 def _counted_waits(device: torch.device) -> Iterator[dict[str, int]]:
-    """Count the operations for which the host waits, by the name of the thread."""
+    """Count the operations that make the host wait, by the name of the thread."""
     found: dict[str, int] = {}
     if device.type != "cuda":
         yield found
@@ -339,10 +339,10 @@ def _counted_waits(device: torch.device) -> Iterator[dict[str, int]]:
 
 
 def differences(training: Training) -> Iterator[list[object]]:
-    """Yield, for each metric, how far its values on the device are from those on the host.
+    """Yield, for each metric, the difference between its values on the device and on the host.
 
     Args:
-        training: The training whose model is probed.
+        training: The training with the model to probe.
     """
     probe = training.batch()[:8, : training.size.length // 2]
     readings = []
@@ -374,7 +374,7 @@ def same_weights(size: Size, device: torch.device) -> Iterator[list[object]]:
 
     Args:
         size: Sizes of the decoder and its batch.
-        device: Where it trains.
+        device: Device of the training.
     """
 
     def train(**options: Any) -> Tensor:
@@ -417,7 +417,7 @@ _COSTS = (
 def _parts(
     device: torch.device, steps: int | None
 ) -> dict[str, Callable[[], Iterator[tuple[str, tuple[str, ...], Iterator[list[object]]]]]]:
-    """What each part prints: titles, heads and rows, made when they are asked for."""
+    """List the parts: functions that yield titles, column names and rows."""
     sizes = SIZES if device.type == "cuda" else dict.fromkeys(SIZES, TINY)
 
     def tested() -> Iterator[tuple[str, tuple[str, ...], Iterator[list[object]]]]:
@@ -463,7 +463,7 @@ def main(
         int | None, typer.Option(help="Steps of a run, if not the size's own.")
     ] = None,
 ) -> None:
-    """Train with and without geomon on the accelerator that is here, and print what it costs."""
+    """Train with and without geomon on the available accelerator, and print the cost."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic products
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     card = "no accelerator: tiny sizes, to see that the parts work"

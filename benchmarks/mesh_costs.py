@@ -1,9 +1,9 @@
-"""What a reading costs on each mesh: its collectives, their bytes and its time.
+"""Measures the cost of a reading on each mesh: its collectives, their bytes and its time.
 
 OMP_NUM_THREADS=1 python -W ignore -m benchmarks.mesh_costs
 
-Beside them stand those of one training step. Bytes of the training are those that a ring would
-send; those of geomon are what its ranks hand over to others.
+The cost of one training step is measured too. Bytes of the training are those that a ring would
+send, and bytes of geomon are those that its ranks pass to others.
 """
 
 import logging
@@ -69,7 +69,7 @@ class _Collectives(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it calls collectives itself
+            return NotImplemented  # it calls collectives of its own
         name = func.overloadpacket.__name__
         if "c10d" in func.namespace and name not in _NO_CALLS:
             self.calls += 1
@@ -77,7 +77,7 @@ class _Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# Bytes that a rank sends, by bytes of its input and number of ranks.
+# Bytes that a rank sends, as a function of its input's bytes and the number of ranks.
 _SENT: dict[str, Callable[[int, int], float]] = {
     **dict.fromkeys(("all_reduce", "allreduce_"), lambda given, n: 2 * given * (n - 1) / n),
     **dict.fromkeys(
@@ -92,17 +92,14 @@ _INPUTS = {"_allgather_base_": 1, "_reduce_scatter_base_": 1}  # others have it 
 
 
 class _ObjectCollectives:
-    """Counts the collectives of geomon on this rank, which the trainings of this page do not call.
-
-    Their bytes are those that the rank hands over to others.
-    """
+    """Counts geomon's collectives on this rank, and the bytes that the rank passes to others."""
 
     def __init__(self) -> None:
         self.calls = self.sent = 0
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count those of the body."""
+        """Count the collectives in the body."""
         plain = {name: getattr(dist, name) for name in _HANDED_OVER}
 
         def call(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -123,7 +120,7 @@ def _packed(value: Any) -> int:
     return len(pickle.dumps(value))
 
 
-# Bytes that a rank hands over, by its first two arguments.
+# Bytes that a rank passes on, as a function of the first two arguments.
 _HANDED_OVER: dict[str, Callable[..., int]] = {
     "all_gather_object": lambda values, value: (len(values) - 1) * _packed(value),
     "gather_object": lambda value, values: 0 if values else _packed(value),
@@ -140,7 +137,7 @@ def _bytes(given: Any) -> int:
 
 
 def _size(args: Any) -> int:
-    """Return the number of ranks of a collective, by its group or the name of it."""
+    """Return the number of ranks in a collective from its group or the group's name."""
     for given in args:
         if isinstance(given, torch.ScriptObject):
             with_group = given
@@ -158,7 +155,7 @@ def run(spec: MeshSpec, tokens: int, runs: int) -> _Cost:
     Args:
         spec: The mesh.
         tokens: Rows of a reading, over all ranks.
-        runs: Number of steps that are timed; one more warms up.
+        runs: Number of timed steps, after one for warm-up.
     """
     training = Training(spec, "Llama", 0.0, sizes=SIZES)
     taken = []
@@ -179,7 +176,7 @@ def run(spec: MeshSpec, tokens: int, runs: int) -> _Cost:
     def around(step: int) -> Iterator[None]:
         with monitor(step):
             yield
-            dist.barrier()  # the reading alone is timed, not the wait for another's forward pass
+            dist.barrier()  # time only the reading, not the wait for another forward pass
 
     with own.counted():
         for step in range(runs + 1):

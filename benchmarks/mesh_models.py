@@ -1,9 +1,9 @@
-"""Decoders that are trained on any mesh, and one process on hidden states gathered by hand.
+"""Decoders for training on any mesh, and a single process on hidden states gathered by hand.
 
-A GPT-like one (LayerNorm, learned positions, one projection to queries, keys and values of each
-head) and a Llama-like one (RMSNorm, rotations, grouped queries). Both are shared out as people do
-it: `parallelize_module`, with or without sequence parallelism, FSDP2 or DDP, and the schedules of
-`torch.distributed.pipelining`.
+One decoder is like GPT (LayerNorm, learned positions, one projection for queries, keys and values
+of each head), the other like Llama (RMSNorm, rotations, grouped queries). They are distributed as
+usual: `parallelize_module`, with or without sequence parallelism, FSDP2 or DDP, and the schedules
+of `torch.distributed.pipelining`.
 """
 
 import functools
@@ -39,7 +39,7 @@ MICRO_BATCHES = 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a model, and of the batches of each data rank."""
+    """Sizes of a model, and of the batches on each data rank."""
 
     width: int = 32
     heads: int = 8
@@ -48,7 +48,7 @@ class Sizes:
     vocabulary: int = 60
     length: int = 16
     batch: int = 8
-    layers: int = 0  # 0 for as few as the mesh needs
+    layers: int = 0  # 0 for the fewest that the mesh needs
 
     @property
     def head_width(self) -> int:
@@ -63,7 +63,7 @@ SMALL = Sizes()
 
 
 class FusedAttention(nn.Module):
-    """One projection makes [query | key | value] of each head in turn, as GPT-NeoX does."""
+    """Attention with one projection to [query | key | value] per head in turn, as in GPT-NeoX."""
 
     def __init__(self, sizes: Sizes, dropout: float) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class FusedAttention(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend to all tokens before."""
+        """Attend to all earlier tokens."""
         heads = self.qkv(x).unflatten(-1, (-1, 3 * self.head_width)).transpose(1, 2)
         q, k, v = heads.chunk(3, dim=-1)
         dropout = self.dropout if self.training else 0.0
@@ -81,7 +81,7 @@ class FusedAttention(nn.Module):
 
 
 class RotaryAttention(nn.Module):
-    """Queries and keys apart, fewer key heads, rotations."""
+    """Attention with separate queries and keys, fewer key heads, and rotations."""
 
     def __init__(self, sizes: Sizes, dropout: float) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class RotaryAttention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend to all tokens before."""
+        """Attend to all earlier tokens."""
         q, k, v = (
             made.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for made in (self.wq(x), self.wk(x), self.wv(x))
@@ -112,7 +112,7 @@ def _rotated(x: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """Pre-norm; of a Llama the activation is gated."""
+    """Pre-norm block; the activation of a Llama is gated."""
 
     def __init__(self, family: str, sizes: Sizes, dropout: float) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add what attention and the two matrices make."""
+        """Add the outputs of attention and of the two matrices."""
         x = x + self.dropout(self.attention(self.norm_1(x)))
         given = self.norm_2(x)
         inner = F.gelu(self.up(given))
@@ -135,7 +135,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The whole model, or one stage of a pipeline: blocks keep their numbers as names."""
+    """The whole model, or one pipeline stage; blocks keep their numbers as names."""
 
     def __init__(
         self, family: str, layers: int, dropout: float = 0.0, stage: int = 0, stages: int = 1,
@@ -149,7 +149,7 @@ class Decoder(nn.Module):
         blocks = {str(number): Block(family, sizes, dropout) for number in range(layers)}
         self.norm: nn.Module | None = (nn.LayerNorm if family == "GPT" else nn.RMSNorm)(width)
         self.head: nn.Module | None = nn.Linear(width, sizes.vocabulary)
-        with torch.no_grad():  # far from where all tokens are alike
+        with torch.no_grad():  # so that tokens differ
             for parameter in self.parameters():
                 parameter.mul_(2.0)
         each = layers // stages
@@ -161,7 +161,7 @@ class Decoder(nn.Module):
             self.norm = self.head = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give logits of token ids, or what a stage gives the next one."""
+        """Return the logits of token ids, or the output of a stage for the next one."""
         if self.tokens is not None:
             x = self.tokens(x)
         if self.places is not None:
@@ -172,7 +172,7 @@ class Decoder(nn.Module):
 
 
 def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
-    """Mean cross-entropy: of each token, what it is itself.
+    """Mean cross-entropy of predicting each token from itself.
 
     Args:
         logits: [sequences, length, vocabulary].
@@ -182,12 +182,12 @@ def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def batch_of(data: int, step: int, sizes: Sizes = SMALL) -> Tensor:
-    """Draw the batch of a data rank; each sequence begins with a token of its own.
+    """Draw the batch of a data rank; each sequence begins with a unique token.
 
     Args:
         data: Number of the data rank.
         step: Number of the step.
-        sizes: Sizes of the batch.
+        sizes: Sizes of the batch. Defaults to `SMALL`.
     """
     generator = torch.Generator().manual_seed(100 * step + data)
     shape = sizes.batch, sizes.length
@@ -201,16 +201,16 @@ def batch_of(data: int, step: int, sizes: Sizes = SMALL) -> Tensor:
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """A mesh, and how a model is shared out on it.
+    """A mesh, and the way a model is distributed on it.
 
     Attributes:
-        data: Number of ranks along each dimension.
-        pipeline: The same.
-        tensor: The same.
-        wrap: "FSDP2", "DDP" or "" for whole weights on each data rank.
-        schedule: "GPipe", "1F1B" or "interleaved", with two stages a rank; "" without a pipeline.
-        hidden: How hidden states lie between blocks: "whole", "sequence" for plain tensors that are
-            shared out along the sequence, or "DTensor" for the same as DTensors.
+        data: Number of ranks along the data dimension.
+        pipeline: Number of ranks along the pipeline dimension.
+        tensor: Number of ranks along the tensor dimension.
+        wrap: "FSDP2", "DDP", or "" for whole weights on each data rank.
+        schedule: "GPipe", "1F1B", or "interleaved" with two stages per rank; "" without a pipeline.
+        hidden: Layout of hidden states between blocks: "whole", "sequence" for plain tensors that
+            are split along the sequence, or "DTensor" for DTensors with that split.
     """
 
     data: int = 1
@@ -252,7 +252,7 @@ class MeshSpec:
 
 
 def _share_out(model: Decoder, mesh: DeviceMesh, hidden: str) -> None:
-    """Share out the weights of a decoder, and along the sequence its hidden states."""
+    """Distribute the weights of a decoder and, along the sequence, its hidden states."""
     along = hidden != "whole"
     local: dict[str, Any] = {"use_local_output": hidden != "DTensor"}
     given: dict[str, Any] = {"input_layouts": Shard(1)} if along else {}
@@ -279,7 +279,7 @@ def _share_out(model: Decoder, mesh: DeviceMesh, hidden: str) -> None:
 
 
 class _Places(RowwiseParallel):
-    """A table of positions: its rows are those of places, which are shared out."""
+    """Table of positions, whose rows are distributed like the positions."""
 
     def __init__(self, local: bool) -> None:
         super().__init__(input_layouts=Replicate(), output_layouts=Shard(0), use_local_output=local)
@@ -297,14 +297,14 @@ class Training:
         spec: The mesh.
         family: "GPT" or "Llama".
         dropout: Probability of dropout.
-        prepare: Changes each part of the model before it is shared out.
+        prepare: Changes each part of the model before it is distributed.
         sizes: Sizes of the model and of its batches.
 
     Attributes:
         parts: The decoder, or the stages of this rank.
-        watched: What a monitor is given: the module, or the schedule.
+        watched: Argument for a monitor: the module, or the schedule.
         data_rank: Number of the tokens of this rank.
-        optimizer: Its optimizer.
+        optimizer: Optimizer of this rank.
     """
 
     def __init__(
@@ -360,7 +360,7 @@ class Training:
         return part
 
     def seed(self) -> None:
-        """Seed dropout: of whole hidden states alike on ranks that share out the weights."""
+        """Seed dropout; ranks that share weights get equal seeds if hidden states are whole."""
         along = self.mesh.get_local_rank("tp") if self.spec.hidden != "whole" else 0
         torch.manual_seed(1 + self.data_rank + 10 * self._runs + 100 * along)
 
@@ -371,7 +371,7 @@ class Training:
 
         Args:
             number: Number of the step.
-            around: Makes what is around the forward pass, or around the whole schedule.
+            around: Makes the context manager around the forward pass or the whole schedule.
         """
         ids = batch_of(self.data_rank, number, self._sizes)
         losses: list[Tensor] = []
@@ -392,7 +392,7 @@ class Training:
 
         Args:
             ids: Token ids.
-            way: "step", or "eval" without a backward pass.
+            way: "step", or "eval" for no backward pass. Defaults to "step".
             more: Further arguments.
         """
         first = any(stage.is_first for stage in self._stages)
@@ -426,7 +426,7 @@ def _whole_or_local(values: Tensor) -> Tensor:
 
 # -- gathered by hand ------------------------------------------------------------------------------
 
-# By the path of a module in the whole model: its output in each micro-batch.
+# Outputs of each micro-batch, by the module's path in the whole model.
 Outputs = dict[str, list[Tensor]]
 
 _PROJECTIONS = ("qkv", "wq", "wk")
@@ -434,11 +434,11 @@ _PROJECTIONS = ("qkv", "wq", "wk")
 
 @contextmanager
 def recorded(parts: Sequence[Decoder], into: Outputs) -> Iterator[None]:
-    """Record what blocks and projections make, and what enters the first block, by plain hooks.
+    """Record the outputs of blocks and projections, and the first block's input, with plain hooks.
 
     Args:
         parts: The parts of this rank.
-        into: Takes the outputs.
+        into: Dict for the outputs.
     """
 
     def keep(path: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -468,11 +468,11 @@ def _made_in(number: str, block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def gathered_by_hand(training: Training, outputs: Outputs) -> list[Outputs] | None:
-    """Put together what all ranks recorded; for each data rank, on the first rank alone.
+    """Gather the records of all ranks for each data rank; only the first rank returns them.
 
     Args:
         training: The training of this rank.
-        outputs: What this rank recorded.
+        outputs: Record of this rank.
     """
     spec = training.spec
     place = training.data_rank, training.mesh.get_local_rank("tp")
@@ -500,11 +500,11 @@ def gathered_by_hand(training: Training, outputs: Outputs) -> list[Outputs] | No
 
 @contextmanager
 def replayed(model: Decoder, outputs: Outputs, micro_batch: int) -> Iterator[None]:
-    """Let a whole decoder give, module by module, what was recorded.
+    """Make the modules of a whole decoder return recorded outputs.
 
     Args:
-        model: A decoder that is not shared out.
-        outputs: What was gathered by hand.
+        model: A decoder that is not distributed.
+        outputs: Outputs gathered by hand.
         micro_batch: Number of the micro-batch.
     """
 

@@ -1,14 +1,14 @@
-"""Meshes: trainings that are shared out in any way, beside unwatched twins and one process.
+"""Compares trainings on many meshes with unwatched twins and with a single process.
 
 OMP_NUM_THREADS=1 python -W ignore -m benchmarks.meshes
 
-Each cell (mesh x model x dropout) is trained twice, with and without a monitor. Compared are the
-weights, losses and random states of both; the last reading with that of one process on hidden
-states and projections that were gathered by hand; and the first one with that of one process that
-has the whole model, from which it differs by the rounding of the forward pass that is shared out.
-That rounding is measured apart, on the hidden states themselves.
+Each cell (mesh x model x dropout) is trained twice, with and without a monitor. Three things are
+compared: the weights, losses and random states of both trainings; the last reading with a single
+process on hidden states and projections that were gathered by hand; and the first reading with a
+single process on the whole model. The last comparison includes the rounding of the distributed
+forward pass, which is also measured on the hidden states themselves.
 
-In each mesh a rank is then late for a reading, and one is lost before it.
+Then, in each mesh, one rank is late for a reading, and one is lost before it.
 """
 
 import logging
@@ -69,23 +69,23 @@ MESHES = (
 )
 DROPOUTS = (0.0, 0.1)
 STEPS, TOKENS = 3, 96
-# Hooks record no weights, of which a shard alone has no norm.
+# Weights are left out, because hooks do not record them.
 OF_STATES = {name: metric for name, metric in METRICS.items() if name != "weight_norm"}
 _FIRST, _LAST = 0, 2  # steps that are read
-_PATIENCE, _LATE = 1.5, 2.5  # seconds that ranks wait for another, and that one is late
+_PATIENCE, _LATE = 1.5, 2.5  # seconds that ranks wait for another, and seconds that one is late
 
 
 class Found(NamedTuple):
-    """What one cell has shown, as the first rank saw it.
+    """Results of one cell, as the first rank saw them.
 
     Attributes:
-        identical: Whether weights, losses and random states of all ranks are those of the twin.
-        by_hand: Largest relative difference between the values of the last reading and those of one
-            process on what was gathered by hand.
-        rounding: The same of the first reading and one process with the whole model; NaN with
-            dropout, whose random numbers differ.
-        forward: Largest difference between hidden states of the first reading, gathered by hand,
-            and those of one process, as a share of the largest entry; NaN with dropout.
+        identical: Whether weights, losses and random states of all ranks equal the twin's.
+        by_hand: Largest relative difference between the values of the last reading and of a single
+            process on the gathered outputs.
+        rounding: Largest relative difference between the first reading and a single process with
+            the whole model; NaN with dropout, because random numbers differ.
+        forward: Largest difference between gathered hidden states of the first reading and a single
+            process, relative to the largest entry; NaN with dropout.
         values: Number of values of a reading.
     """
 
@@ -102,13 +102,13 @@ def run_cell(
     dropout: float,
     metrics: Mapping[str, Any] = OF_STATES,
 ) -> Found | None:
-    """Run one cell on all ranks; returns what it has shown on the first one.
+    """Run one cell on all ranks; only the first rank returns its results.
 
     Args:
-        spec: The mesh; there are as many ranks.
+        spec: The mesh; its size is the number of ranks.
         family: "GPT" or "Llama".
         dropout: Probability of dropout.
-        metrics: Metrics of the readings.
+        metrics: Metrics of the readings. Defaults to `OF_STATES`.
     """
     plain = _train(Training(spec, family, dropout))
     watched, memory = Training(spec, family, dropout), Memory()
@@ -142,7 +142,7 @@ def run_cell(
 
 
 class _End(NamedTuple):
-    """How a training has ended on this rank."""
+    """State of a training at its end on this rank."""
 
     weights: list[Tensor]
     losses: list[float]
@@ -164,8 +164,8 @@ def _train(
 
     Args:
         training: The training of this rank.
-        monitor: Watches it.
-        outputs: By step, takes what modules make.
+        monitor: Monitor of the training, if any.
+        outputs: By step, dict for the outputs of modules.
         then: By step, the seconds that this rank sleeps before it reads.
     """
 
@@ -185,7 +185,7 @@ def _train(
 
 
 def _rounding_of_forward(spec: MeshSpec, family: str, whole: Sequence[Outputs]) -> float:
-    """Compare hidden states that were gathered by hand with those of one process."""
+    """Compare gathered hidden states with a single process."""
     model, found = Decoder(family, spec.layers), 0.0
     for data, outputs in enumerate(whole):
         alone: Outputs = {}
@@ -206,13 +206,13 @@ def _read_alone(
     step: int,
     metrics: Mapping[str, Any],
 ) -> dict[str, float]:
-    """Read one process on the rows that the ranks drew.
+    """Read a single process on the rows that the ranks drew.
 
     Args:
         spec: The mesh.
         family: "GPT" or "Llama".
-        dropout: Probability of dropout: with it torch computes attention in another way.
-        whole: For each data rank, what is replayed; None for what the untrained model computes.
+        dropout: Probability of dropout, because torch then computes attention in another way.
+        whole: Outputs to replay for each data rank, or None to run the untrained model.
         step: The step.
         metrics: Metrics of the reading.
     """
@@ -241,11 +241,11 @@ def _read_alone(
 
 
 def largest_difference(values: Mapping[str, float], others: Mapping[str, float]) -> float:
-    """Return the largest relative difference of values; infinite where only one side has some.
+    """Return the largest relative difference of values; infinite if one side lacks some.
 
     Args:
         values: Values by tag.
-        others: Values that they are compared with.
+        others: Values to compare with.
     """
     if values.keys() != others.keys():
         return math.inf
@@ -268,7 +268,7 @@ def run_late(spec: MeshSpec) -> tuple[bool, list[int]]:
         spec: The mesh.
 
     Returns:
-        Whether the training ends on this rank as its unwatched twin, and the steps that are read.
+        Whether the training ends on this rank like its unwatched twin, and the steps with readings.
     """
     plain = _train(Training(spec, "Llama", 0.1))
     watched, memory = Training(spec, "Llama", 0.1), Memory()
@@ -287,7 +287,7 @@ def run_lost(spec: MeshSpec, watch: bool) -> tuple[str, float, list[int]]:
         watch: Whether a monitor watches.
 
     Returns:
-        How the training ends on this rank, in which time, and the steps that are read.
+        The end of the training on this rank, its time, and the steps with readings.
     """
     training, memory = Training(spec, "Llama", 0.1), Memory()
     monitor = _patient(training, memory, rank_timeout=60.0) if watch else None
@@ -371,7 +371,7 @@ def main(
     values: Annotated[bool, typer.Option(help="Compare values and trainings.")] = True,
     failures: Annotated[bool, typer.Option(help="Late and lost ranks.")] = True,
 ) -> None:
-    """Compare readings of every mesh with those of one process, and trainings with their twins."""
+    """Compare readings of every mesh with a single process, and trainings with their twins."""
     for name in ("geomon", "torch.distributed.pipelining"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     torch.set_num_threads(1)

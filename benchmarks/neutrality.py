@@ -1,11 +1,10 @@
-"""Neutrality: every training beside its unwatched twin, in every loop, ended in every way.
+"""Compares every training with its unwatched twin, in every loop, ended in every way.
 
 python -m benchmarks.neutrality
 
-Each cell of the matrix (loop x way out x what else goes on) is trained twice, with and without
-geomon. Compared are weights, losses, the optimizer's state, the random states of torch, NumPy and
-Python, copies that were made on the way, and what is left: hooks, attributes, patches, flags,
-threads.
+Each cell of the matrix (loop x way out x setting) is trained twice, with and without geomon. The
+comparison covers weights, losses, the optimizer's state, the random states of torch, NumPy and
+Python, copies made on the way, and remains: hooks, attributes, patches, flags, threads.
 """
 
 import copy
@@ -52,7 +51,7 @@ _OPTIONS: dict[str, Any] = {"metrics": _METRICS, "tokens": 32, "schedule": every
 
 
 class TrainingEndsError(Exception):
-    """What ends a training on purpose."""
+    """Raised to end a training on purpose."""
 
 
 # -- the model that is trained ---------------------------------------------------------------------
@@ -69,7 +68,7 @@ class _FailsBackward(torch.autograd.Function):
 
 
 class _Drawing:
-    """A backend that draws random numbers of its own, as inductor's dropout does."""
+    """Backend that draws random numbers of its own, as inductor's dropout does."""
 
     def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -80,7 +79,7 @@ class _Drawing:
 
 
 class Net(nn.Module):
-    """A small Llama with dropout that computes its loss, and ends the training where it has to."""
+    """A small Llama with dropout that computes its loss, and ends the training as requested."""
 
     def __init__(self, way_out: str, setting: str, backend: str) -> None:
         super().__init__()
@@ -101,11 +100,11 @@ class Net(nn.Module):
         self.losses: list[float] = []
 
     def forward(self, input_ids: Tensor, **columns: Tensor) -> dict[str, Tensor]:
-        """Compute the loss; the training step at which the training ends is counted here."""
+        """Compute the loss, and count training steps to end the training on time."""
         ends = self.training and int(self.steps) == _ENDS_AT
         if self.training:
             if int(self.steps) == 0:
-                _seed(1)  # what loops draw before their first step differs
+                _seed(1)  # loops differ in their draws before the first step
             self.steps += 1
             if self.setting == "generate in the window":
                 self.inner.generate(input_ids[:1, :4], max_new_tokens=3, do_sample=True)
@@ -130,7 +129,7 @@ class Net(nn.Module):
 
 
 class Rows(Dataset[dict[str, Tensor]]):
-    """Token ids, and other columns where they are asked for."""
+    """Token ids, and other columns if the setting asks for them."""
 
     def __init__(self, way_out: str, setting: str) -> None:
         generator = torch.Generator("cpu").manual_seed(2)
@@ -155,7 +154,7 @@ class Copies:
         self.made: list[nn.Module] = []
 
     def take(self, model: nn.Module) -> None:
-        """Make one, where the setting asks for it."""
+        """Make a copy if the setting asks for one."""
         if self._setting == "EMA copy":
             self.made.append(copy.deepcopy(model))
         elif self._setting == "checkpoint in the window":
@@ -301,7 +300,7 @@ _HOOKS = (
 
 
 def _outside(model: nn.Module) -> dict[str, Any]:
-    """What a model and the process look like: hooks, attributes, patches, flags, threads."""
+    """Describe a model and the process from outside: hooks, attributes, patches, flags, threads."""
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     return {
         "hooks": [[len(getattr(m, kind)) for kind in _HOOKS] for m in model.modules()],
@@ -322,7 +321,7 @@ def _outside(model: nn.Module) -> dict[str, Any]:
 
 
 def _copy_of(model: nn.Module, batch: dict[str, Tensor]) -> Any:
-    """What a copy is: its weights, what it answers, and what it has beside them."""
+    """Describe a copy: its weights, its output, and its hooks and attributes."""
     state = torch.get_rng_state()
     model.eval()
     with torch.no_grad(), suppress(TrainingEndsError):
@@ -344,7 +343,7 @@ def train(loop: str, way_out: str, setting: str, *, watched: bool, backend: str)
         backend: Compiler of the compiled trainings; "drawing" runs graphs as they are.
 
     Returns:
-        All that is compared, by name; and the steps of the readings.
+        Everything to compare, by name, and the steps of the readings.
     """
     torch.compiler.reset()
     net, copies, memories = Net(way_out, setting, backend), Copies(setting), [Memory(), Memory()]
@@ -377,7 +376,7 @@ def train(loop: str, way_out: str, setting: str, *, watched: bool, backend: str)
 
 @contextmanager
 def _surroundings(setting: str) -> Iterator[None]:
-    """The process as a setting wants it; signals end a training and nothing else."""
+    """Set up the process for a setting; signals only end a training."""
 
     def ends(*call: Any) -> None:
         raise SystemExit("terminated")
@@ -388,7 +387,7 @@ def _surroundings(setting: str) -> Iterator[None]:
         signal.signal(signal.SIGTERM, ends)
         if setting == "bf16 default dtype":
             torch.set_default_dtype(torch.bfloat16)
-        # What is cast is kept from step to step, for all threads of the process.
+        # Casts are cached from step to step, for all threads of the process.
         with torch.autocast("cpu", torch.bfloat16, enabled=setting == "autocast around all steps"):
             yield
     finally:
@@ -398,13 +397,13 @@ def _surroundings(setting: str) -> Iterator[None]:
 
 
 def differences(loop: str, way_out: str, setting: str, *, backend: str = "drawing") -> list[str]:
-    """Train with and without geomon, and name what differs.
+    """Train with and without geomon, and name the differences.
 
     Args:
         loop: One of `LOOPS`.
         way_out: One of `WAYS_OUT`.
         setting: One of `SETTINGS`.
-        backend: Compiler of the compiled trainings.
+        backend: Compiler of the compiled trainings. Defaults to "drawing".
     """
     plain, watched = (
         train(loop, way_out, setting, watched=watched, backend=backend) for watched in (False, True)
@@ -425,7 +424,7 @@ def main(
     backend: Annotated[str, typer.Option(help="Compiler, e.g. inductor.")] = "drawing",
     only: Annotated[str, typer.Option(help="A word that cells have to contain.")] = "",
 ) -> None:
-    """Run every cell, and print what differs from the unwatched twin."""
+    """Run every cell, and print the differences from the unwatched twin."""
     quieten()
     failed: list[bool] = []
 
@@ -448,7 +447,7 @@ def main(
 
 
 def quieten() -> None:
-    """Let frameworks say nothing of how they would be set up better."""
+    """Silence the advice of frameworks on their configuration."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     for name in ("lightning", "lightning.pytorch", "lightning.fabric", "geomon"):

@@ -1,4 +1,4 @@
-"""The time of one reading on 1, 2 and 4 ranks."""
+"""Times one reading on 1, 2 and 4 ranks."""
 
 import json
 import os
@@ -51,7 +51,7 @@ class _Decoder(nn.Module):
 
 
 def _read(width: int, tokens: int, runs: int) -> None:
-    """One rank: readings of a random decoder on tokens of its own; the batch is its share."""
+    """Time readings of a random decoder on one rank, with this rank's share of the batch."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = _Decoder(width)
@@ -67,7 +67,7 @@ def _read(width: int, tokens: int, runs: int) -> None:
     for step in range(runs + 1):  # the first warms up
         with monitor(step), torch.no_grad():
             model(ids)
-            dist.barrier()  # the reading alone is timed, not the wait for another's forward pass
+            dist.barrier()  # time only the reading, not the wait for another forward pass
             began = time.process_time()
         cpu.append(time.process_time() - began)
     taken = [reading.seconds for reading in memory.readings][1:]
@@ -76,7 +76,7 @@ def _read(width: int, tokens: int, runs: int) -> None:
 
 
 def _started(size: int, width: int, tokens: int, runs: int) -> list[dict[str, Any]]:
-    """What each of `size` processes found."""
+    """Start `size` processes, and return their results."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -112,7 +112,7 @@ def main(
     runs: Annotated[int, typer.Option(help="Readings; the median counts.")] = 5,
     rank: Annotated[int, typer.Option(hidden=True)] = -1,
 ) -> None:
-    """Read the same number of rows on each number of ranks."""
+    """Read an equal number of rows on each number of ranks."""
     if rank >= 0:
         _read(width, tokens, runs)
         return

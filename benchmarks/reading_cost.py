@@ -1,6 +1,6 @@
-"""The cost of one reading in units of one training step on the same tokens: make bench.
+"""Measures the cost of one reading in training steps on equally many tokens: make bench.
 
-The models are trained for some steps on enwik8 first, as the models of users are: the neighbour
+The models are first trained for some steps on enwik8, like the models of users: the neighbour
 search is cheaper once training has given the rows a few leading directions.
 """
 
@@ -18,16 +18,16 @@ from geomon import METRICS, Memory, Monitor
 from recipes.enwik8.text import Text, load
 
 TOKENS = 4096
-# Tokens of a batch in the training before the readings: small, for the model of width 768.
+# Batch size in tokens of that training; small because of the model of width 768.
 TRAINING_TOKENS = 1024
 # Learning rate of that training by width.
 RATES = {128: 1e-3, 384: 6e-4, 768: 6e-4}
-# layers, width, context: the recipe's model, one a little larger, and GPT-2's own size.
+# Layers, width, context: the recipe's model, a slightly larger one, and GPT-2's size.
 SIZES = {"small": [(4, 128, 64), (6, 128, 128), (6, 384, 256)], "gpt2": [(12, 768, 512)]}
 
 
 def _trained(layers: int, width: int, context: int, corpus: Text, steps: int) -> torch.nn.Module:
-    """A decoder after some steps of AdamW on random windows of the text."""
+    """Train a decoder for some steps of AdamW on random windows of the text."""
     torch.manual_seed(0)
     configuration = GPT2Config(
         vocab_size=corpus.vocabulary, n_positions=context, n_embd=width, n_layer=layers,

@@ -1,4 +1,4 @@
-"""Time and peak memory of the dimension and of the anisotropy, beside their peers."""
+"""Compares time and peak memory of dimension and anisotropy with other packages."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from benchmarks.timing import peak_beyond, print_machine, print_table, seconds
 
 THREADS = 2
-# Passive: threads that spin at barriers measure whatever else runs on the machine.
+# Passive, because threads that spin at barriers are slowed by everything else on the machine.
 SETTINGS = {
     "OMP_NUM_THREADS": str(THREADS),
     "OPENBLAS_NUM_THREADS": str(THREADS),
@@ -36,11 +36,11 @@ Contender = Callable[[Rows], float]
 
 
 def cloud(tokens: int, width: int) -> Rows:
-    """Rows like hidden states: off the origin, with a spectrum that decays.
+    """Draw rows like hidden states: away from the origin, with a decaying spectrum.
 
     Args:
         tokens: Number of rows.
-        width: Their width.
+        width: Width of the rows.
     """
     random = np.random.default_rng(0)
     rows = random.standard_normal((tokens, width)) * np.arange(1, width + 1) ** -0.5
@@ -111,7 +111,7 @@ def _quiet(contender: Contender, rows: Rows) -> float:
 
 
 def _timed(question: str, size: tuple[int, int], runs: int) -> Iterator[tuple[str, ...]]:
-    """A row for each contender that is installed; all run in turn, after one run that warms up."""
+    """Yield a row for each installed contender; all run in turn, after one run for warm-up."""
     rows = cloud(*size)
     contenders: dict[str, Contender] = {}
     for name, make in CONTENDERS[question].items():
@@ -135,7 +135,7 @@ def _timed(question: str, size: tuple[int, int], runs: int) -> Iterator[tuple[st
 
 
 def _peak_alone(question: str, name: str, size: tuple[int, int]) -> str:
-    """Megabytes in a process of its own."""
+    """Return the peak in megabytes of a separate process."""
     asked = json.dumps([question, name, size])
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.speed", "--alone", asked]
     answer = subprocess.run(command, check=True, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: seconds, peaks of memory, and tables that a page can take."""
+"""Shared by the benchmarks: times, memory peaks, and Markdown tables."""
 
 import os
 import platform
@@ -13,11 +13,11 @@ import torch
 
 
 def seconds(action: Callable[[], object], device: torch.device | None = None) -> float:
-    """Time one call, with all that it has queued on a device.
+    """Time one call, with everything that it has queued on a device.
 
     Args:
-        action: What is timed.
-        device: The accelerator that it uses; None for the host alone.
+        action: The function to time.
+        device: Accelerator that it uses. Defaults to None, for the host alone.
     """
     began = time.perf_counter()
     action()
@@ -29,23 +29,23 @@ def seconds(action: Callable[[], object], device: torch.device | None = None) ->
 def median_seconds(
     action: Callable[[], object], runs: int, device: torch.device | None = None
 ) -> float:
-    """Return the median time of several calls after one that warms up.
+    """Return the median time of several calls, after one for warm-up.
 
     Args:
-        action: What is timed.
+        action: The function to time.
         runs: Number of timed calls.
-        device: The accelerator that it uses; None for the host alone.
+        device: Accelerator that it uses. Defaults to None, for the host alone.
     """
     return statistics.median([seconds(action, device) for _ in range(runs + 1)][1:])
 
 
 def peak_beyond(action: Callable[[], object]) -> float:
-    """Return the megabytes (10^6) of resident memory that a call takes beyond what is there.
+    """Return how many megabytes (10^6) of resident memory a call adds at its peak.
 
-    For a process of its own: the first call pays for what libraries set up once.
+    Use it in a separate process, because the first call pays for one-time setups of libraries.
 
     Args:
-        action: What is measured.
+        action: The function to measure.
     """
     before = _resident("VmRSS")
     try:
@@ -59,8 +59,8 @@ def peak_beyond(action: Callable[[], object]) -> float:
 def _resident(field: str) -> int:
     """Return VmRSS (now) or VmHWM (the peak) in bytes.
 
-    From /proc, because ru_maxrss of a child begins with the peak of its parent. Elsewhere ru_maxrss
-    serves for both.
+    They are read from /proc, because ru_maxrss of a child begins with its parent's peak. Other
+    systems use ru_maxrss for both.
     """
     try:
         status = Path("/proc/self/status").read_text()
@@ -71,11 +71,11 @@ def _resident(field: str) -> int:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table of Markdown, each row as soon as it is there.
+    """Print a Markdown table, each row as soon as it is available.
 
     Args:
         title: Line above the table.
-        columns: Heads of the columns; all but the first are aligned to the right.
+        columns: Column names; all but the first column are aligned to the right.
         rows: Cells of each row.
     """
     print(
@@ -86,10 +86,10 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
 
 
 def print_machine(*words: str) -> None:
-    """Print what the numbers above depend on.
+    """Print the conditions of the numbers above.
 
     Args:
-        *words: What else there is to say of them.
+        *words: Further conditions.
     """
     threads = f"{torch.get_num_threads()} threads of {os.cpu_count()} cores"
     here = (threads, f"torch {torch.__version__}", platform.machine())

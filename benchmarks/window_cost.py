@@ -1,4 +1,4 @@
-"""The cost of not reading: opening and closing a window, and a step at which no reading is due."""
+"""Measures the cost of not reading: opening and closing a window, and a step without a reading."""
 
 import itertools
 import logging
@@ -45,7 +45,7 @@ class _Training(L.LightningModule):
 
 
 class _Clock(L.Callback):
-    """Times from the start of one step to the start of the next: all callbacks are within."""
+    """Times from the start of one step to the start of the next, with all callbacks."""
 
     def __init__(self) -> None:
         self.starts: list[float] = []
@@ -55,7 +55,7 @@ class _Clock(L.Callback):
 
 
 def _step_seconds(steps: int, *, watched: bool) -> float:
-    """Median seconds of a step of a fit, without its first ten (step 0 is read)."""
+    """Return the median seconds of a step of a fit, without its first ten (step 0 is read)."""
     torch.manual_seed(0)
     clock = _Clock()
     monitor = [GeometryMonitor(schedule=NEVER, tokens=SEQUENCES * CONTEXT)] if watched else []
@@ -112,7 +112,7 @@ def main(
     idle = [seconds(lambda: _enter(monitor)) for _ in range(windows + 3)][3:]
     without, beside = [], []
     for pair in range(pairs + 1):  # the first warms up
-        # In turn, and in either order, so that what drifts meets both alike.
+        # In turn and in both orders, so that drifts affect both equally.
         for watched in (False, True) if pair % 2 else (True, False):
             (beside if watched else without).append(_step_seconds(steps, watched=watched))
     without, beside = without[1:], beside[1:]

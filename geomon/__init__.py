@@ -1,6 +1,6 @@
 """geomon: watch the geometry of a transformer's representations while it trains.
 
-Names are imported on first use: the commands that look at a record do not wait for torch.
+Names are imported on first use, so that commands that look at a record do not wait for torch.
 """
 
 from importlib import import_module
@@ -91,6 +91,6 @@ def __dir__() -> list[str]:
 
 
 def _show_in_notebook(readings: "Readings") -> str:
-    """Build the page of a run for a notebook; record itself imports no folder that draws."""
+    """Build the page of a run for a notebook, because record imports no folder that draws."""
     html: str = import_module("geomon.show.notebook").html_of(readings)
     return html

@@ -1,4 +1,4 @@
-"""Rows and labels from arrays and tensors of numbers, or one line that says what is wrong."""
+"""Convert arrays and tensors to rows and labels, or say in one line what is wrong."""
 
 from typing import Any
 
@@ -6,29 +6,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# From here on, float64 does not hold every whole number.
+# From here on, float64 cannot represent every whole number.
 _WHOLE_IN_FLOAT64 = 2**53
 
 
 def as_rows(hidden: Any) -> tuple[Tensor, float]:
-    """Convert a matrix of hidden states to rows that the kernels take.
+    """Convert a matrix of hidden states to rows for the kernels.
 
-    Sparse tensors become dense ones, whole numbers float64.
+    Sparse tensors become dense, and whole numbers float64.
 
     Args:
         hidden: Rows, [tokens, width]: a tensor, an array, or nested lists.
 
     Returns:
-        The rows on the host, [tokens, width], floating-point with 2 bytes a number or more, and the
-        spacing of the given numbers at 1: eps of the type they had.
+        The rows on the host, [tokens, width], floating-point with at least 2 bytes per number, and
+        the spacing of the given numbers at 1 (eps of their original type).
 
     Raises:
-        ValueError: `hidden` is no matrix of real numbers, or has no columns.
+        ValueError: If `hidden` is not a matrix of real numbers, or has no columns.
     """
     given = _as_tensor("hidden states [tokens, width]", hidden)
     if given.is_complex():
         raise ValueError(
-            f"expected real hidden states, got {given.dtype}: give the real part, or both parts "
+            f"expected real hidden states, got {given.dtype}: pass the real part, or both parts "
             "side by side, torch.view_as_real(hidden).flatten(1)"
         )
     if given.ndim != 2:
@@ -41,28 +41,31 @@ def as_rows(hidden: Any) -> tuple[Tensor, float]:
             f"expected hidden states [tokens, width] of width 1 or more, got {list(given.shape)}"
         )
     if given.is_floating_point():
-        # Types of one byte have no arithmetic of their own.
+        # One-byte types have no arithmetic.
         values = given if given.element_size() > 1 else given.float()
         return values, torch.finfo(given.dtype).eps
     values = given.double()
     if (values.abs() >= _WHOLE_IN_FLOAT64).any():
         raise ValueError(
-            "expected hidden states of whole numbers below 2^53, got larger ones: give them as "
+            "expected hidden states of whole numbers below 2^53, got larger ones: pass them as "
             "floating-point numbers"
         )
     return values, torch.finfo(torch.float64).eps
 
 
 def as_labels(name: str, given: Any, count: int) -> Tensor:
-    """Convert one label for each row to int64; labels that differ stay different.
+    """Convert one label per row to int64, such that different labels stay different.
 
     Args:
         name: Name of the argument, for the message.
-        given: Whole numbers in any type, `count` of them in any shape.
+        given: Whole numbers of any type, `count` of them in any shape.
         count: Number of rows.
 
+    Returns:
+        The labels, int64, [count].
+
     Raises:
-        ValueError: There is another number of labels, or one is no whole number.
+        ValueError: If there is a different number of labels, or one is not a whole number.
     """
     labels = _as_tensor(f"{name} as whole numbers", given).flatten()
     if len(labels) != count:
@@ -70,7 +73,7 @@ def as_labels(name: str, given: Any, count: int) -> Tensor:
             f"expected {count} {name}, one for each row of hidden states, got {len(labels)}"
         )
     if labels.dtype == torch.uint64:
-        return labels.view(torch.int64)  # the same bits: only which are equal matters
+        return labels.view(torch.int64)  # same bits, because only equality matters
     if labels.is_floating_point():
         labels = labels.double()
         # At 2^63 the conversion overflows; NaN fails both comparisons.
@@ -87,7 +90,7 @@ def as_labels(name: str, given: Any, count: int) -> Tensor:
 
 
 def _as_tensor(expected: str, given: Any) -> Tensor:
-    """Convert to a plain tensor on the host, whatever the default dtype and device are."""
+    """Convert to a plain tensor on the host, regardless of default dtype and device."""
     if isinstance(given, list | tuple) and given and all(isinstance(x, Tensor) for x in given):
         shapes = {tuple(x.shape) for x in given}
         if len(shapes) > 1:
@@ -102,31 +105,31 @@ def _as_tensor(expected: str, given: Any) -> Tensor:
     for kind, is_so in kinds.items():
         if is_so:
             raise ValueError(
-                f"expected {expected}, got a {kind} tensor: give a plain one with numbers, such as "
+                f"expected {expected}, got a {kind} tensor: pass a plain one with numbers, such as "
                 "torch.cat(hidden.unbind()) or hidden.dequantize()"
             )
     return given.detach().to_dense().cpu()
 
 
 def _as_array(expected: str, given: Any) -> np.ndarray[Any, Any]:
-    """Convert to an array of numbers in memory of its own, in the machine's order of bytes."""
+    """Convert to an array of numbers with its own memory, in native byte order."""
     if isinstance(given, np.ma.MaskedArray):
         raise ValueError(
-            f"expected {expected}, got a masked array: give array.filled(numpy.nan), and rows that "
-            "are not finite are left out"
+            f"expected {expected}, got a masked array: pass array.filled(numpy.nan), because rows "
+            "that are not finite are left out"
         )
     try:
         array = np.asarray(given)
     except (TypeError, ValueError, RuntimeError) as error:
         reason = str(error).split(". ")[0]
-        raise ValueError(f"expected {expected}, got what makes no array: {reason}") from error
+        raise ValueError(f"expected {expected}, but the input is not an array: {reason}") from error
     if array.dtype.kind not in "biufc" or array.dtype.char in "gG":
         kind = "objects" if array.dtype == object else array.dtype
         raise ValueError(
             f"expected {expected}, got an array of {kind}: convert it to numbers first, as in "
             "array.astype(numpy.float32); labels with numpy.unique(labels, return_inverse=True)[1]"
         )
-    # A copy: a tensor cannot have negative strides, another order of bytes or read-only memory.
+    # A copy, because tensors cannot have negative strides, other byte orders or read-only memory.
     return np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=True)
 
 

@@ -1,4 +1,4 @@
-"""The command line: what looks at a record, and `geomon scan`, which makes one of checkpoints."""
+"""The command line: commands that look at a record, and `geomon scan`, which makes a record."""
 
 import sys
 from pathlib import Path
@@ -23,13 +23,16 @@ def main() -> None:
 def make_app() -> "typer.Typer":
     """Build the commands.
 
+    Returns:
+        The application.
+
     Raises:
-        ImportError: typer or rich is missing.
+        ImportError: If typer or rich is missing.
     """
     import typer
 
     app = typer.Typer(
-        help="Look at what geomon recorded of a training run, or scan the checkpoints of a model.",
+        help="Look at geomon's record of a training run, or scan the checkpoints of a model.",
         no_args_is_help=True,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
@@ -43,14 +46,14 @@ def make_app() -> "typer.Typer":
 def _add_metrics(app: "typer.Typer") -> None:
     @app.command()
     def metrics() -> None:
-        """List the metrics with their titles, units and meanings: the default ones first."""
+        """List the metrics with titles, units and meanings, the default ones first."""
         from rich.console import Console
         from rich.table import Table
 
         from geomon.metrics import METRICS, MORE_METRICS, check_metrics
 
         console = Console()
-        for which, group in (("by default", METRICS), ("where asked for", MORE_METRICS)):
+        for which, group in (("by default", METRICS), ("on request", MORE_METRICS)):
             table = Table(title=f"Measured {which}", show_header=False, show_lines=True)
             table.add_column(no_wrap=True)
             for name, metric in check_metrics(group).items():
@@ -80,9 +83,9 @@ def _add_scan(app: "typer.Typer") -> None:
             Path | None, option(help="Folder with checkpoint-N folders or *.ckpt files.")
         ] = None,
         revisions: Annotated[
-            str, option(help="Revisions of a model on the hub, with commas between them.")
+            str, option(help="Revisions of a model on the hub, separated by commas.")
         ] = "",
-        text: Annotated[Path | None, option(help="File with text for a model of text.")] = None,
+        text: Annotated[Path | None, option(help="File with text for a text model.")] = None,
         inputs: Annotated[
             Path | None,
             option(help="File with a batch, saved by torch.save: token ids, or images and sounds."),
@@ -92,7 +95,7 @@ def _add_scan(app: "typer.Typer") -> None:
         length: Annotated[int, option(help="Largest number of tokens in a sequence.")] = 128,
         tokens: Annotated[int, option(help="Rows in one split of the estimate.")] = 4096,
         splits: Annotated[int, option(help="Largest number of splits.")] = 1,
-        seed: Annotated[int, option(help="Seed of what is sampled.")] = 0,
+        seed: Annotated[int, option(help="Seed of the sampled rows.")] = 0,
         blocks: Annotated[
             str | None, option(help="Pattern of the names of the blocks, if they are not found.")
         ] = None,
@@ -102,7 +105,7 @@ def _add_scan(app: "typer.Typer") -> None:
         from geomon.show import Printer
         from geomon.sweep import scan as run
 
-        sys.path.insert(0, "")  # the function that builds a model may stand in the working folder
+        sys.path.insert(0, "")  # the function that builds a model may be in the working folder
         with exit_on_bad_input():
             readings = run(
                 model, checkpoints=checkpoints, text=text, inputs=inputs, directory=directory,

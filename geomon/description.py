@@ -1,4 +1,4 @@
-"""Description of a model as text: what would be watched, by which route, and what not."""
+"""Description of a model as text: what would be watched, by which route, and what would not."""
 
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ from geomon.distributed import find_ranks
 from geomon.distributed.mesh import RankPlace, find_place
 from geomon.record.printable import printable
 
-# In words, by the routes of `geomon.capture.tap`.
+# Words for the routes of `geomon.capture.tap`.
 ROUTES = {
     "sdpa": "through torch's scaled_dot_product_attention",
     "flex": "through torch's flex_attention",
@@ -27,17 +27,17 @@ _UNKNOWN = "by a route that the first pass shows"
 _AS_IT_RUNS = "seen as it runs"
 
 _WIDTH = 100
-_NAMED = 3  # modules of one kind that a line names
-_ROWS = 1024  # rows that are kept in the pass that shows what is seen
+_NAMED = 3  # most modules of one kind that a line names
+_ROWS = 1024  # rows to keep in a pass that shows what is seen
 _NOT_SEEN = "not seen in this pass"
 _NAME_ALONE = (
-    "a module is called so, and has no projections of queries and keys under a name that the field "
-    "gives them: the first pass shows whether it attends"
+    "a module has this name, but no query and key projections under a known name: the first pass "
+    "shows whether it attends"
 )
-_NOT_ATTENTION = "none was seen in the modules that are called so: hidden states only"
+_NOT_ATTENTION = "none was seen in the modules of this name: hidden states only"
 _PADDING = "left out, by a mask or by keys that attention hides, as a pass shows"
 _ALL_COUNT = "none in this pass, going by its arguments and by attention: all rows count"
-_GATHERED = "a reading of a Monitor gathers their layers, rows and heads under their true numbers"
+_GATHERED = "a reading of a Monitor gathers their layers, rows and heads under their true indices"
 _ONE_PASS = "shown by one pass: describe(model, inputs)"
 
 _Row = tuple[str, str]
@@ -45,10 +45,10 @@ _Row = tuple[str, str]
 
 @dataclass(frozen=True)
 class Description:
-    """Description of what would be watched in a model; `print` it.
+    """Description of the parts of a model that would be watched; `print` it.
 
     Attributes:
-        title: Class of the model and number of its blocks that are watched.
+        title: Class of the model and number of its watched blocks.
         rows: Label and text of each further line.
     """
 
@@ -56,7 +56,7 @@ class Description:
     rows: tuple[_Row, ...]
 
     def __str__(self) -> str:
-        """Align the texts in a column and fold long ones."""
+        """Align the texts in a column and wrap long ones."""
         rows = [(printable(label), printable(text)) for label, text in self.rows]
         column = max(len(label) for label, _ in rows) + 2
         lines = [printable(self.title)]
@@ -72,22 +72,25 @@ class Description:
 def describe(
     model: Any, inputs: Any = None, *, blocks: str | Sequence[nn.Module] | None = None
 ) -> Description:
-    """Say what would be watched in a model: layers, heads, routes, and what cannot be seen and why.
+    """Describe what would be watched in a model: layers, heads, routes, and what cannot be seen.
 
-    Without inputs the model is not run: it is described by its modules, and attention, which is
-    seen as it runs, by their names. With inputs one pass shows how attention is seen. Where ranks
-    share out the model, all of them run that pass, and each says what it sees of it.
+    Without inputs the model is not run. It is described by its modules, and attention, which is
+    visible only while it runs, by their names. With inputs, one pass shows how attention is seen.
+    If ranks share the model, all of them run that pass, and each describes its own part.
 
     Args:
-        model: Any module that contains a transformer, or another stack of blocks; of a pipeline the
-            schedule, or the stages that this rank runs.
+        model: Any module that contains a transformer, or another stack of blocks; in a pipeline,
+            the schedule or the stages that this rank runs.
         inputs: Inputs of one pass: a tensor, a dict of keyword arguments, a tuple of arguments, or
-            a function of the model. None for no pass.
+            a function of the model. Defaults to None, for no pass.
         blocks: Regular expression that matches the whole names of the blocks, or the blocks
-            themselves; None to search for them.
+            themselves. Defaults to None, which searches for them.
+
+    Returns:
+        The description.
 
     Raises:
-        ValueError: There are no blocks, or none that `blocks` names.
+        ValueError: If no blocks are found, or none match `blocks`.
     """
     parts = ModelParts(model)
     place = find_place(parts.modules, parts.stages)
@@ -112,13 +115,13 @@ def describe(
 
 
 def _of_stage(stack: Stack, place: RankPlace) -> Stack:
-    """Name a stack by its stage; how many blocks other stages have is not known here."""
+    """Name a stack by its stage; the number of blocks in other stages is not known here."""
     number = place.stages[stack.part]
     return replace(stack, name=f"stage {number} {stack.name}".strip(), before=number)
 
 
 def _mesh_rows(place: RankPlace) -> list[_Row]:
-    """Say where this rank is in the mesh, if it has a part of the model alone."""
+    """Say where this rank is in the mesh, if it has only a part of the model."""
     if place.is_whole:
         return []
     rows = [
@@ -171,9 +174,9 @@ def _blocks(stack: Stack) -> str:
 def _hidden(stack: Stack, depth: int | None) -> str:
     if stack.before:
         leaving = _count(depth or len(stack.blocks), "block")
-        return f"what leaves {leaving}: layers behind those of the stages before"
+        return f"outputs of {leaving}: layers after those of earlier stages"
     if depth is None and len(stack.blocks) == 1:
-        return "layer 0 enters the block; what leaves it is a layer for each call"
+        return "layer 0 enters the block; its output is a layer for each call"
     count = depth or len(stack.blocks)
     if stack.entering:
         return f"layers 0 to {count - 1} enter the blocks, which are lists of sublayers"
@@ -186,7 +189,7 @@ def _attention_rows(
 ) -> list[_Row]:
     indices = [(block, block.attention_index(label)) for block in blocks]
     found = [block.attentions[index] for block, index in indices if index is not None]
-    apart = max((len(block.attention_indices(label)) for block in blocks), default=1)
+    modules = max((len(block.attention_indices(label)) for block in blocks), default=1)
     few = len(blocks) < len(stack.blocks)
     some = f"in {len(blocks)} of {len(stack.blocks)} blocks, " if few else ""
     if label in ("", CROSS):
@@ -194,7 +197,7 @@ def _attention_rows(
     else:
         named, some = "further attention", f"{label}: {some}"
     routes = seen.routes(stack, label) if seen else set()
-    heads = _heads(seen.heads(stack, label) if seen else set(), apart)
+    heads = _heads(seen.heads(stack, label) if seen else set(), modules)
     if not routes and not (found and seen is None):
         reason = _NOT_SEEN if found else _NAME_ALONE if seen is None else _NOT_ATTENTION
         return [(f"{indent}{named}", f"{some}{heads}{reason}")]
@@ -208,13 +211,13 @@ def _attention_rows(
     ]
 
 
-def _heads(counts: set[tuple[int, int]], apart: int) -> str:
-    """Say how many heads there are, with a comma after it; "" if that is not known.
+def _heads(counts: set[tuple[int, int]], modules: int) -> str:
+    """Say how many heads there are, followed by a comma, or "" if that is not known.
 
-    If heads are modules of their own, so many are `apart`.
+    `modules` counts heads that are modules of their own.
     """
-    if apart > 1:
-        return f"{_count(apart, 'head')}, each a module, "
+    if modules > 1:
+        return f"{_count(modules, 'head')}, each a module, "
     if len(counts) != 1:
         heads = sorted({queries for queries, _ in counts})
         return f"{heads[0]} to {heads[-1]} heads, " if len(heads) > 1 else ""
@@ -224,17 +227,11 @@ def _heads(counts: set[tuple[int, int]], apart: int) -> str:
 
 
 def _projections(attentions: list[Attention], *, seen: bool, found: bool) -> str:
-    """Say where queries and keys are projected.
-
-    Args:
-        attentions: The attentions of one label.
-        seen: Whether a pass was seen.
-        found: Whether they were found in it.
-    """
+    """Say which modules project queries and keys of one label, and whether a pass showed them."""
     if seen and not found:
         return "not found in this pass"
     if not attentions:
-        return "found in what attention was computed of" if found else "known after a pass"
+        return "found behind the inputs of attention" if found else "known after a pass"
     first = attentions[0]
     path = f"{first.name}." if first.name else ""
     names = first.projections.names
@@ -251,9 +248,9 @@ def _projections(attentions: list[Attention], *, seen: bool, found: bool) -> str
 def _token_ids(
     model: nn.Module, anatomy: Anatomy, seen: Sequence[nn.Module] | None, *, later: bool
 ) -> str:
-    """Say which tables are given the token ids; `seen` are those of a pass."""
+    """Say which tables receive the token ids; `seen` are those seen in a pass."""
     if not anatomy.embeddings and later:
-        return "known at the first stage, whose ranks give them to the others"
+        return "known at the first stage, whose ranks send them to the others"
     missing = "metrics of token types are missing"
     if not anatomy.embeddings:
         return f"none: no embedding outside the blocks; {missing}"
@@ -267,7 +264,7 @@ def _token_ids(
 
 
 def _listed(words: Iterable[str]) -> str:
-    """Join words with commas; those after the first three are counted."""
+    """Join words with commas; only the number of those after the first three is given."""
     every = list(words)
     shown, rest = every[:_NAMED], len(every) - _NAMED
     if rest > 0:
@@ -283,14 +280,7 @@ def _count(number: int, noun: str) -> str:
 
 
 class _SeenModel:
-    """Everything that was seen of a model in one pass.
-
-    Args:
-        parts: The model, or the parts of it that this rank has.
-        anatomy: Anatomy of the model.
-        inputs: Inputs of the pass.
-        place: Place of this rank in the mesh.
-    """
+    """Everything seen of a model in one pass."""
 
     def __init__(self, parts: ModelParts, anatomy: Anatomy, inputs: Any, place: RankPlace) -> None:
         parts.check_probe(inputs)
@@ -314,15 +304,15 @@ class _SeenModel:
         return self._window.routes(stack.name, label)
 
     def heads(self, stack: Stack, label: str) -> set[tuple[int, int]]:
-        """Return how many query heads and key heads attentions have."""
+        """Return the numbers of (query heads, key heads) of attentions."""
         return self._window.heads(stack.name, label)
 
     def token_tables(self) -> tuple[nn.Module, ...]:
-        """List the embedding tables whose inputs were the token ids."""
+        """List the embedding tables that received the token ids."""
         return self._window.token_tables()
 
     def attends_elsewhere(self, stack: Stack, label: str) -> bool:
-        """Whether the keys of an attention are not those of the stack."""
+        """Whether the keys of an attention come from another source than the stack."""
         return any(x.other_source for x in self._window.attentions(stack.name, label))
 
     def projects(self, stack: Stack, label: str) -> bool:
@@ -331,7 +321,7 @@ class _SeenModel:
         return any(x.projected is not None for x in found)
 
     def padding(self, anatomy: Anatomy) -> str:
-        """Say what the padding was known by in the pass."""
+        """Say what showed the padding in the pass."""
         stacks = [stack.name for stack in anatomy.stacks]
         sources = {stack: self._window.padding(stack) for stack in stacks}
         if len(set(sources.values())) == 1:
@@ -346,7 +336,7 @@ class _SeenModel:
         return "; ".join(parts)
 
     def remarks(self) -> list[_Row]:
-        """Make the rows on what was seen, and on what was not seen and why."""
+        """Make the rows on what was seen, what was not, and why."""
         rows = [("seen here", self._part())] if self._is_part else []
         rows += [("note", note.words()) for note in self._snapshot.info.notes]
         for view, words in (("query", "Q, K as attended"), ("token_ids", "token ids")):
@@ -366,7 +356,7 @@ class _SeenModel:
         attending = next((layer for layer in layers if layer.part.heads.get("query")), None)
         if attending is not None:
             heads = attending.part.heads
-            parts.append(f"{_count(len(heads['query']), 'head')} out of those of all ranks")
+            parts.append(f"{_count(len(heads['query']), 'head')} of several ranks")
         return _listed(parts)
 
     def _reasons(self, view: str) -> dict[tuple[str, str], None]:

@@ -1,8 +1,8 @@
-"""GeometryMonitor, the Hugging Face callback: Trainer's events, translated into calls of a session.
+"""GeometryMonitor, the Hugging Face callback: translates the Trainer's events into session calls.
 
-An event hands over neither the Trainer nor what it reports to, and none tells of an exception. So
-readings go to the services that `report_to` names, by their own functions, and the loss is the one
-that the model returned in the pass that was read.
+Events give access neither to the Trainer nor to its reporting, and none announces an exception. So
+readings go to the services in `report_to` through the services' own functions, and the loss is the
+one that the model returned in the pass that was read.
 """
 
 import itertools
@@ -29,8 +29,8 @@ except ImportError as error:
 
 log = logging.getLogger("geomon")
 
-# Folder of geomon's event files below those of the Trainer: TensorBoard reads one file of a folder
-# after another, and would miss what the Trainer writes later.
+# Folder of geomon's event files, inside the Trainer's: TensorBoard reads the files of a folder one
+# after another, and would miss later events of the Trainer.
 _BOARD = "geomon"
 
 
@@ -40,36 +40,37 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
 
     `Trainer(model, args, callbacks=[GeometryMonitor()])`: no argument is needed. Curves go to
     the services that you configured (`report_to`), pictures to TensorBoard, W&B and MLflow, and
-    every reading to `readings.jsonl` in `output_dir`. Other callbacks get nothing of it, and
+    every reading to `readings.jsonl` in `output_dir`. Other callbacks are not affected, and
     `state.log_history` stays the Trainer's own.
 
-    Without `probe` the training forward itself is watched (dropout on, no extra pass), the first
-    one of a step with accumulated gradients. With `probe` an extra pass on fixed inputs runs before
-    the step, and once more at the end of training: comparable from step to step. The last step is
-    always read. `probe="validation"` keeps the first batches of the first evaluation that the
-    training makes, and reads them from then on: nothing is drawn from your loaders.
+    Without `probe`, the training forward itself is watched (dropout on, no extra pass); if
+    gradients are accumulated, the first one of a step. With `probe`, an extra pass on fixed inputs
+    runs before the step, and once more at the end of training, so that readings are comparable
+    from step to step. The last step is always read. `probe="validation"` keeps the first batches
+    of the training's first evaluation, and reads them from then on: nothing is drawn from your
+    loaders.
 
     `training/loss` of a reading is the loss that the model returned in the pass that was read, on
     the first rank. If it returned none, or a probe was read, it is the last "loss" in
-    `state.log_history`, and so are values that `log` names.
+    `state.log_history`, which also gives the values that `log` names.
 
     {options}
 
     Raises:
-        TypeError: An argument has a name that does not exist. A hook is not callable.
-        ValueError: A metric reads an unknown view, the schedule never fires, no alert has such a
-            name, a number is out of range, or the detail names no metric. When training starts: no
-            blocks in the model, a directory that cannot be written.
+        TypeError: If an argument does not exist, or a hook is not callable.
+        ValueError: If a metric reads an unknown view, the schedule never fires, an alert does not
+            exist, a number is out of range, or the detail names no metric. When training starts, if
+            the model has no blocks, or the directory cannot be written.
     """
 
     def __init__(self, **options: Unpack[CallbackOptions]) -> None:
         self._session = CallbackSession(options, type(self).__name__)
-        self._loss: Any = None  # of the pass that was read at this step
-        self._evaluates = False  # whether the Trainer makes an evaluation of its own
-        self._hook: Any = None  # waits for the next batch of it
+        self._loss: Any = None  # loss of the pass that was read at this step
+        self._evaluates = False  # whether the Trainer is making an evaluation of its own
+        self._hook: Any = None  # waits for the evaluation's next batch
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the step that is going on out of copies."""
+        """Exclude the current step from copies."""
         return {**vars(self), "_loss": None, "_hook": None}
 
     def __repr__(self) -> str:
@@ -83,7 +84,7 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **event: Any
     ) -> None:
-        """Find the blocks; the model and its step are as training starts."""
+        """Find the blocks; only now are the model and its step as training starts."""
         self._session.finish()
         first, detail = state.is_world_process_zero, self._session.options["detail"]
         pictures = self._session.options["pictures"]
@@ -97,11 +98,11 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
         if args.n_gpu > 1 and not self._session.probes:
             log.warning(
                 "the training forward cannot be watched on copies of the model in threads "
-                "(DataParallel): start one process for each GPU, with torchrun, or give probe="
+                "(DataParallel): start one process for each GPU, with torchrun, or pass probe="
             )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **event: Any) -> None:
-        """Probe, or wait for the step's first forward pass, which is watched."""
+        """Probe, or wait for the step's first forward pass to watch it."""
         self._expect_evaluation(None, due=False)
         step = state.global_step
         self._session.probe(step)
@@ -117,7 +118,7 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
         """Close the window if the loss was computed without calling the model."""
         self._session.close()
 
-    # If one batch makes a step: the weights are still those that were seen.
+    # If a step has a single batch, the weights are still the ones that were seen.
     on_pre_optimizer_step = on_substep_end
 
     def on_step_end(
@@ -131,31 +132,31 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
     def on_epoch_end(
         self, args: Any, state: Any, control: Any, model: Any = None, **event: Any
     ) -> None:
-        """The Trainer may evaluate next."""
+        """Prepare for an evaluation, which may come next."""
         self._expect_evaluation(model, due=control.should_evaluate)
 
     def on_prediction_step(
         self, args: Any, state: Any, control: Any, model: Any = None, **event: Any
     ) -> None:
-        """Take the next batch of an evaluation, if the training made it."""
+        """Keep the next batch of an evaluation if it belongs to the training."""
         self._expect_evaluation(model, due=self._evaluates)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **event: Any) -> None:
-        """Read the batches that were kept of this evaluation from now on."""
+        """From now on, read the batches kept from this evaluation."""
         self._expect_evaluation(None, due=False)
         self.on_save(args, state, control)
 
     def on_save(self, args: Any, state: Any, control: Any, **event: Any) -> None:
-        """End the run if it is stopping, by an evaluation for instance."""
+        """End the run if it is stopping, for example because of an evaluation."""
         if control.should_training_stop and not self._session.waits:
             self._end(state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
-        """The end, if nothing announced it; what is probed has to be the last weights."""
+        """End the run if nothing announced it; probe only if the weights are still the last."""
         self._end(state, last_weights=not args.load_best_model_at_end)
 
     def _end(self, state: Any, *, last_weights: bool = True) -> None:
-        """Read the probe a last time; no batch is trained with these weights: there is no loss."""
+        """Read the probe a last time, without a loss, as no batch is trained with these weights."""
         if last_weights:
             self._session.probe(state.global_step, last=True)
             known = {**self._known_values(state, None), LOSS: None}
@@ -163,7 +164,7 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
         self._session.finish()
 
     def _expect_evaluation(self, model: Any, *, due: bool) -> None:
-        """Take the batch of the model's next call if an evaluation is due, or wait no longer."""
+        """Keep the batch of the model's next call if an evaluation is due, or stop waiting."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -175,20 +176,20 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
         self._evaluates = due
 
         def take(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hook.remove()  # before the call, so that nothing is left whatever it does
+            hook.remove()  # before the call, so that nothing remains whatever happens
             held_out.offer(kwargs or args)
 
         if due and model is not None and held_out.takes:
             hook = self._hook = model.register_forward_pre_hook(take, with_kwargs=True)
 
     def _known_values(self, state: Any, loss: Any) -> dict[str, Any]:
-        """The last values that the Trainer logged, and the loss of the pass that was read."""
+        """Return the last values that the Trainer logged, and the loss of the pass just read."""
         known = {name: value for entry in state.log_history for name, value in entry.items()}
         return known if loss is None else {**known, LOSS: loss}
 
 
 def _folder_of(args: Any, state: Any) -> str:
-    """The folder of a training; of each trial of a search a folder of its own."""
+    """Return the folder of a training; every trial of a search has a folder of its own."""
     folder = str(args.output_dir)
     if not state.is_hyper_param_search:
         return folder
@@ -199,7 +200,7 @@ def _folder_of(args: Any, state: Any) -> str:
 
 
 def _loss_of(given: Mapping[str, Any], output: Any, args: Any) -> Any:
-    """The loss that a model returned, as the mean over its batch, or None."""
+    """Return the loss that a model returned, as the mean over its batch, or None."""
     loss = output.get(LOSS) if isinstance(output, Mapping) else getattr(output, LOSS, None)
     if loss is None or given.get("num_items_in_batch") is None:
         return None if loss is None else loss.detach()
@@ -209,7 +210,7 @@ def _loss_of(given: Mapping[str, Any], output: Any, args: Any) -> Any:
 
 
 def _sinks_of(args: Any, detail: Detail, *, pictures: bool) -> list[Sink]:
-    """Sinks for the services that the Trainer reports to."""
+    """Make sinks for the services that the Trainer reports to."""
     shown: dict[str, Any] = {"detail": detail, "pictures": pictures}
     sinks: list[Sink] = []
     for name in args.report_to:
@@ -223,14 +224,14 @@ def _sinks_of(args: Any, detail: Detail, *, pictures: bool) -> list[Sink]:
             sinks.append(NumberSink(name, _LOGS[name](import_module(name)), detail=detail))
         else:
             log.warning(
-                "geomon cannot write to %r, which report_to names: the record holds every value, "
-                "and sinks=[geomon.Logger(function)] sends values to a function of yours",
+                "geomon cannot write to %r, named in report_to: the record holds every value, and "
+                "sinks=[geomon.Logger(function)] sends values to a function of yours",
                 name,
             )
     return sinks
 
 
-# For a service, the function of its module that takes values and their step.
+# For each service, the function of its module that takes values and their step.
 _LOGS: dict[str, Callable[[Any], Callable[[dict[str, float], int], object]]] = {
     "comet_ml": lambda comet: (
         lambda values, step: comet.get_running_experiment().log_metrics(values, step=step)
@@ -243,7 +244,7 @@ _LOGS: dict[str, Callable[[Any], Callable[[dict[str, float], int], object]]] = {
 
 
 def _board_of(args: Any) -> Path:
-    """A folder below the event files that this process writes for the Trainer."""
+    """Return a folder inside the one where this process writes event files for the Trainer."""
     root = Path(os.environ.get("TENSORBOARD_LOGGING_DIR") or Path(args.output_dir, "runs"))
     files = root.expanduser().rglob(f"events.out.tfevents.*.{os.getpid()}.*")
     made = {file.parent: file.stat().st_mtime_ns for file in files if file.parent.name != _BOARD}

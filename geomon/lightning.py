@@ -1,7 +1,7 @@
-"""GeometryMonitor, the Lightning callback: Lightning's events, translated for a session.
+"""GeometryMonitor, the Lightning callback: translates Lightning's events into session calls.
 
-Lightning comes as two packages with the same events, `lightning` and `pytorch_lightning`. The
-trainers and loggers of both are served, and one of the two is enough.
+Lightning comes as two packages with the same events, `lightning` and `pytorch_lightning`. Trainers
+and loggers of both are supported, and either one is enough.
 """
 
 import functools
@@ -41,16 +41,16 @@ class GeometryMonitor(L.Callback):
     """Watch the geometry of a model's representations while Lightning trains it.
 
     `L.Trainer(callbacks=[GeometryMonitor()])`: no argument is needed. Curves go to every logger of
-    the trainer, pictures to those that show them, readings to `readings.jsonl` beside them.
-    On one rank the headline values are in `trainer.callback_metrics` too, for EarlyStopping and
-    ModelCheckpoint: `monitor="geomon/twonn"`. Checkpoints hold the newest ones. A second monitor in
-    one trainer needs a folder of its own, `directory=`.
+    the trainer, pictures to those that show them, readings to `readings.jsonl` in the same folder.
+    On one rank, the headline values are also in `trainer.callback_metrics`, for EarlyStopping and
+    ModelCheckpoint: `monitor="geomon/twonn"`. Checkpoints hold the newest values. A second monitor
+    in one trainer needs a folder of its own, `directory=`.
 
-    Without `probe` the training forward itself is watched (dropout on, no extra pass), the first
-    batch of a step with accumulated gradients. With `probe` an extra pass on fixed inputs runs
-    before the batch, and once more at the end of training. The last step is always read.
-    `probe="validation"` keeps the first batches of the first validation, or of the sanity check
-    before it, and reads them from then on: nothing is drawn from your loaders.
+    Without `probe`, the training forward itself is watched (dropout on, no extra pass); if
+    gradients are accumulated, the first batch of a step. With `probe`, an extra pass on fixed
+    inputs runs before the batch, and once more at the end of training. The last step is always
+    read. `probe="validation"` keeps the first batches of the first validation, or of the sanity
+    check before it, and reads them from then on: nothing is drawn from your loaders.
 
     `training/loss` of a reading is the loss that `training_step` returned for the batch that was
     read, on the first rank. If it returned none, it is the value logged as "loss", or NaN.
@@ -58,17 +58,17 @@ class GeometryMonitor(L.Callback):
     {options}
 
     Raises:
-        TypeError: An argument has a name that does not exist. A hook is not callable.
-        ValueError: A metric reads an unknown view, the schedule never fires, no alert has such a
-            name, a number is out of range, or the detail names no metric. When training starts: no
-            blocks in the model, a directory that cannot be written.
+        TypeError: If an argument does not exist, or a hook is not callable.
+        ValueError: If a metric reads an unknown view, the schedule never fires, an alert does not
+            exist, a number is out of range, or the detail names no metric. When training starts, if
+            the model has no blocks, or the directory cannot be written.
     """
 
     def __init__(self, **options: Unpack[CallbackOptions]) -> None:
         self._session = CallbackSession(options, type(self).__name__)
         self._newest: dict[str, float] = {}  # headline values of the last reading
-        self._last_step: float  # the last step of the run; infinity if it is not known
-        self._began: tuple[int, int]  # the last batch: its step, and where the loggers have it
+        self._last_step: float  # the last step of the run, or infinity if unknown
+        self._began: tuple[int, int]  # step of the last batch, and its place on the loggers' axis
 
     def __repr__(self) -> str:
         return repr(self._session)
@@ -77,33 +77,34 @@ class GeometryMonitor(L.Callback):
     def overhead(self) -> float:
         """Share of the training's wall time that geomon took, in the process that trained.
 
-        NaN before training, and in a process that spawned others to train: the record has it.
+        NaN before training, and in a process that spawned others to train (the record has the
+        value).
         """
         return self._session.overhead
 
     def on_save_checkpoint(
         self, trainer: "L.Trainer", pl_module: "L.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
-        """Keep the newest headline values for what stops or saves by them."""
+        """Store the newest headline values, for callbacks that stop or save by them."""
         checkpoint.setdefault(_STATE, {}).update(self._newest)
 
     def on_load_checkpoint(
         self, trainer: "L.Trainer", pl_module: "L.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
-        """Take the headline values of the last reading before the checkpoint."""
+        """Restore the headline values of the last reading before the checkpoint."""
         self._newest = dict(checkpoint.get(_STATE, {}))
 
     def __getstate__(self) -> dict[str, Any]:
-        """No copy takes along the module's methods, which Lightning places on its callbacks."""
+        """Exclude the module's methods, which Lightning places on its callbacks, from copies."""
         return {
             name: value for name, value in vars(self).items() if name not in ("log", "log_dict")
         }
 
     def setup(self, trainer: "L.Trainer", pl_module: "L.LightningModule", stage: str) -> None:
-        """Begin anew, before checkpoints are loaded and before the sanity check.
+        """Start afresh, before checkpoints are loaded and before the sanity check.
 
         Raises:
-            ValueError: Another monitor of the trainer would write the same record.
+            ValueError: If another monitor of the trainer would write the same record.
         """
         if stage != "fit":
             return
@@ -115,18 +116,18 @@ class GeometryMonitor(L.Callback):
         if any(x is not self and x._session.options["directory"] == directory for x in others):
             raise ValueError(
                 f"{len(others)} {type(self).__name__}s of one trainer would write the same record: "
-                "give each a folder of its own, directory='runs/b' for instance"
+                "give each a folder of its own, such as directory='runs/b'"
             )
 
     def on_train_start(self, trainer: "L.Trainer", pl_module: "L.LightningModule") -> None:
-        """Find the blocks and open the record: on a resume the step is right only from here on."""
+        """Find the blocks and open the record; on a resume, the step is right only from here on."""
         folder = _folder_of(trainer)
         detail, pictures = self._session.options["detail"], self._session.options["pictures"]
         sinks = [
             _sink_of(logger, self._axis_step, detail, pictures=pictures)
             for logger in trainer.loggers
         ]
-        if trainer.world_size == 1:  # readings are the first rank's, and all ranks decide alike
+        if trainer.world_size == 1:  # only the first rank has readings, but all ranks must decide
             publish = functools.partial(self._publish, trainer)
             publish(self._newest)
             place = "the trainer's callback_metrics"
@@ -140,7 +141,7 @@ class GeometryMonitor(L.Callback):
         self._last_step = steps - 1
 
     def on_validation_start(self, trainer: "L.Trainer", pl_module: "L.LightningModule") -> None:
-        """A validation of the training begins, or the sanity check: its batches may be wanted."""
+        """Begin to collect batches of a training's validation or its sanity check."""
         if trainer.state.fn == "fit":
             self._session.held_out.begin()
 
@@ -148,12 +149,12 @@ class GeometryMonitor(L.Callback):
         self, trainer: "L.Trainer", pl_module: "L.LightningModule", batch: Any, batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:  # fmt: skip
-        """Keep a batch of the first loader, if it is wanted."""
+        """Keep a batch of the first loader if it is wanted."""
         if dataloader_idx == 0:
             self._session.held_out.offer(batch)
 
     def on_validation_end(self, trainer: "L.Trainer", pl_module: "L.LightningModule") -> None:
-        """Read the batches that were kept of this validation from now on."""
+        """From now on, read the batches kept from this validation."""
         self._session.held_out.end()
 
     def on_train_batch_start(
@@ -166,7 +167,7 @@ class GeometryMonitor(L.Callback):
             self._session.open(trainer.global_step, force=self._is_last(trainer, pl_module))
 
     def on_before_backward(self, *event: Any) -> None:
-        """The forward pass is over: close the window and measure."""
+        """Close the window after the forward pass, and measure."""
         self._session.close()
 
     def on_train_batch_end(
@@ -177,25 +178,25 @@ class GeometryMonitor(L.Callback):
         *event: Any,
         **more: Any,
     ) -> None:
-        """Close the window of a batch that had no backward pass, and take the batch's loss."""
+        """Close the window of a batch without a backward pass, and log the batch's loss."""
         self._session.close()
         step, _ = self._began
         self._session.log(step, lambda: self._known_values(trainer, pl_module, outputs))
 
     def on_train_epoch_end(self, *event: Any) -> None:
-        """A batch that the module skipped, with -1, ends the epoch and has no end of its own."""
+        """Discard the window of a batch that the module skipped with -1, without an end event."""
         self._session.discard()
 
     def on_train_end(self, trainer: "L.Trainer", pl_module: "L.LightningModule") -> None:
-        """The last reading, and the end."""
+        """Make the last reading, and end the run."""
         self._note_place(trainer, pl_module)
         self._probe(trainer, last=True)
-        step, _ = self._began  # no batch is trained on with the last weights: there is no loss
+        step, _ = self._began  # no batch is trained with the last weights, so there is no loss
         self._session.log(step, lambda: {**trainer.callback_metrics, LOSS: None})
         self._session.finish()
 
     def on_exception(self, *event: Any) -> None:
-        """No other event follows an exception or Ctrl-C: leave nothing on the model."""
+        """Leave nothing on the model, because no event follows an exception or Ctrl-C."""
         self._session.finish()
 
     def _probe(self, trainer: "L.Trainer", *, last: bool = False) -> None:
@@ -206,12 +207,12 @@ class GeometryMonitor(L.Callback):
     def _known_values(
         self, trainer: "L.Trainer", pl_module: "L.LightningModule", outputs: Any
     ) -> dict[str, Any]:
-        """What the trainer logs, and the loss that the module gave for the batch that has ended."""
+        """Return what the trainer logs, and the module's loss for the batch that has ended."""
         loss = outputs.get(LOSS) if isinstance(outputs, Mapping) else outputs
         wanted = loss is None or len(self._session.logged) > 1
         known: dict[str, Any] = dict(trainer.callback_metrics) if wanted else {}
         if loss is not None:
-            # Lightning divides it where gradients are accumulated.
+            # Lightning divides the loss if gradients are accumulated.
             parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
             known[LOSS] = loss * parts
         return known
@@ -219,7 +220,7 @@ class GeometryMonitor(L.Callback):
     def _note_place(
         self, trainer: "L.Trainer", pl_module: "L.LightningModule", *, in_batch: bool = False
     ) -> None:
-        """Note the step, and where Lightning's loggers have it: two optimizers step twice there."""
+        """Remember the step and its place on the loggers' axis, where two optimizers step twice."""
         step = place = trainer.global_step
         if not pl_module.automatic_optimization:
             place = trainer.fit_loop.total_batch_idx + (not in_batch)
@@ -228,20 +229,20 @@ class GeometryMonitor(L.Callback):
     def _axis_step(self, step: int) -> int:
         """Convert a step to the axis of Lightning's loggers, which count batches."""
         present, batches = self._began
-        # A reading may be of an earlier step, measured in the background.
+        # The reading may belong to an earlier step and have been measured in the background.
         return round(step * batches / present) if present else 0
 
     def _is_last(self, trainer: "L.Trainer", pl_module: "L.LightningModule") -> bool:
-        """Whether no step comes after this batch's, as far as that can be known beforehand."""
+        """Whether this batch's step is the last one, as far as that is known beforehand."""
         step, batches = self._began
         if pl_module.automatic_optimization:
             return step == self._last_step
         is_last = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
-        steps = step // max(batches, 1)  # of one batch
+        steps = step // max(batches, 1)  # steps per batch
         return is_last or 0 < trainer.max_steps <= step + steps
 
     def _publish(self, trainer: "L.Trainer", values: dict[str, float], step: int = 0) -> None:
-        """Put the newest values where EarlyStopping and ModelCheckpoint find them."""
+        """Put the newest values into the metrics that EarlyStopping and ModelCheckpoint read."""
         self._newest = values
         trainer.callback_metrics.update(
             {name: torch.tensor(value, device="cpu") for name, value in values.items()}
@@ -249,22 +250,22 @@ class GeometryMonitor(L.Callback):
 
 
 def _folder_of(trainer: "L.Trainer") -> str:
-    """The folder of the first logger's run, which is also that of its checkpoints."""
+    """Return the folder of the first logger's run, which also holds its checkpoints."""
     logger = trainer.logger
     folder = getattr(logger, "log_dir", None)
     if logger is None:
         folder = trainer.default_root_dir
-    elif not isinstance(folder, str):  # the loggers whose run is a number or a name elsewhere
+    elif not isinstance(folder, str):  # loggers whose run is a number or a name elsewhere
         version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
         root = logger.save_dir or trainer.default_root_dir
         folder = os.path.join(root, str(logger.name), version)
-    return str(trainer.strategy.broadcast(folder))  # a collective: every rank asks
+    return str(trainer.strategy.broadcast(folder))  # a collective, which every rank calls
 
 
 def _sink_of(
     logger: "Logger", axis_step: Callable[[int], int], detail: Detail, *, pictures: bool
 ) -> Sink:
-    """The sink that writes to one of the trainer's loggers, at a place for each step."""
+    """Make the sink for one of the trainer's loggers, with steps converted to its axis."""
     shown: Any = logger
     if _is_logger(logger, "WandbLogger"):
         return WandB(shown.experiment, by_step=True, detail=detail, pictures=pictures)
@@ -281,7 +282,7 @@ def _sink_of(
 
 
 def _is_logger(logger: object, name: str) -> bool:
-    """Whether a logger is of a class of Lightning, in either of its packages."""
+    """Whether a logger has a class of Lightning, in either of its packages."""
     return any(
         kind.__name__ == name and kind.__module__.partition(".")[0] in _PACKAGES
         for kind in type(logger).__mro__

@@ -1,4 +1,4 @@
-"""Notes: remarks for the reader of the numbers, as data that pages put into sentences."""
+"""Notes: remarks for the reader of the numbers, as data that pages turn into sentences."""
 
 import contextlib
 from collections.abc import Mapping
@@ -11,14 +11,14 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
     """A remark for the reader of the numbers.
 
     Attributes:
-        kind: What the note is about; the log has one line of each kind.
-        text: The sentence. Where there are layers or numbers, a template of `str.format`: `{where}`
-            stands for the layers, and the name of a number for that number.
-        stack: Name of the stack of blocks; "" in a model with one stack.
-        layers: Numbers of the layers.
-        heads: Layer and number of each head.
+        kind: Subject of the note; the log has one line of each kind.
+        text: The sentence. If there are layers or numbers, a `str.format` template where `{where}`
+            is replaced by the layers, and the name of a number by that number.
+        stack: Name of the stack of blocks; "" if the model has only one.
+        layers: Indices of the layers.
+        heads: (layer, head) pairs.
         numbers: Numbers, and words that were found, by name.
-        advice: What to do; only an alert has one.
+        advice: Advice on how to react; only alerts have one. Defaults to "".
 
     Example:
         >>> note = Note("lost", "{lost} rows are not finite{where}", layers=(1, 2),

@@ -1,4 +1,4 @@
-"""One look without training and without a record: `measure` a model, the `geometry` of rows."""
+"""One look without training or record: `measure` a model, or the `geometry` of rows."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,19 +27,19 @@ from geomon.record.columns import places_of, tagged
 
 _LAYER = 1
 
-# Fewest rows of which anything can be measured.
+# Fewest rows that can be measured.
 _FEWEST = 3
 
-# Power of two beyond which rows are refused: their fourth power would not fit into float64.
+# Rows beyond this power of two are refused, because their fourth power would not fit float64.
 _LARGEST_EXPONENT = 200
 
 
 class Values(dict[str, float]):
-    """Values by tag, with notes on how far they can be trusted: a dict.
+    """A dict of values by tag, with notes on how far they can be trusted.
 
     Args:
         values: Values by tag.
-        notes: Sentences for the reader of the numbers.
+        notes: Sentences for the reader of the numbers. Defaults to ().
 
     Attributes:
         notes: The sentences. Every value that is not finite is named in one.
@@ -63,7 +63,7 @@ class Values(dict[str, float]):
         return "\n".join([super().__repr__(), *(f"note: {note}" for note in self.notes)])
 
     def _repr_html_(self) -> str:
-        """Show a table in a notebook: means over layers, or of one layer every metric."""
+        """Show a table in a notebook: means over layers, or every metric of a single layer."""
         ends = (f"/{tags.MEAN}", f"_{tags.MEAN}")  # the second is the mean of one stack
         whole = [tag for tag in self if tag.count("/") == 1 and "/null_" not in tag]
         means = [tag for tag in whole if tag.endswith(ends)]
@@ -97,27 +97,32 @@ def measure(
 ) -> Values:
     """Measure a model once, without training: `{tag: float}`, with `.notes`.
 
-    Where ranks share out the model, all of them run the pass, and each measures its own part.
+    If ranks share the model, all of them run the pass, and each measures its own part.
 
     Args:
         model: Any module that contains a transformer.
         inputs: A tensor, a dict of keyword arguments, a tuple of arguments, or a function of the
             model.
-        metrics: Metrics to measure: a dict from a name to a function of views.
-        tokens: Number of rows of hidden states in one split of the estimate.
-        splits: Largest number of splits; with two or more their deviation is computed too.
-        queries: Number of rows of a split from which distances to all its rows are measured; None
-            for all, as in the papers.
-        seed: Seed of the private generator that samples rows.
-        blocks: The blocks of the model, where the search does not find them: a regular expression
-            that matches their whole names, or the modules.
-        extra_layers: Layers to measure too: "final_norm" (the last block's output
-            after the final norm), "embedding" and "unembedding" (rows of the two matrices).
+        metrics: Metrics to measure: a dict from a name to a function of views. Defaults to
+            `METRICS`.
+        tokens: Number of rows of hidden states in one split of the estimate. Defaults to 4096.
+        splits: Largest number of splits; with at least two, their deviation is computed too.
+            Defaults to 1.
+        queries: Number of rows of a split from which distances to all its rows are measured, or
+            None for all, as in the papers. Defaults to 1024.
+        seed: Seed of the private generator that samples rows. Defaults to 0.
+        blocks: The blocks of the model, if the search does not find them: a regular expression that
+            matches their whole names, or the modules.
+        extra_layers: Further layers to measure: "final_norm" (the last block's output after the
+            final norm), "embedding" and "unembedding" (rows of the two matrices). Defaults to ().
+
+    Returns:
+        The values by tag.
 
     Raises:
-        ValueError: The model has no blocks, a metric reads an unknown view, or a number is out of
-            range.
-        NotSeenError: Something that the metrics read was not seen in the pass.
+        ValueError: If the model has no blocks, a metric reads an unknown view, or a number is out
+            of range.
+        NotSeenError: If the pass did not show something that the metrics read.
     """
     check_count("tokens", tokens)
     check_count("splits", splits)
@@ -153,31 +158,33 @@ def geometry(
     """Measure a plain matrix of hidden states: every metric that its inputs allow.
 
     Rows that are not finite are left out. The rows are shuffled and measured in splits of `tokens`
-    rows, as in a training; without `tokens` all rows are one split.
+    rows, as in a training; without `tokens`, all rows form one split.
 
     Args:
         hidden: Rows, [tokens, width], a tensor or an array, floating-point or integer.
         token_ids: Token id of each row, whole numbers, [tokens], for the metrics of token types.
-            None leaves those metrics out.
-        positions: Position of each row in its sequence, whole numbers, [tokens]. None counts equal
-            tokens as repeated wherever they stand.
-        sequences: Number or id of the sequence of each row, whole numbers, [tokens], for the
-            intervals (`twonn/margin`). None leaves the intervals out, because rows of one sequence
-            are alike.
-        metrics: Metrics to measure: a dict from a name to a function of views.
-        tokens: Number of rows in one split of the estimate, at least 3.
-        queries: Number of rows of a split from which distances to all its rows are measured; None
-            for all.
-        seed: Seed of the private generator that shuffles the rows.
+            Defaults to None, which leaves those metrics out.
+        positions: Position of each row in its sequence, whole numbers, [tokens]. Defaults to None,
+            which counts equal tokens as repeated at any position.
+        sequences: Index or id of the sequence of each row, whole numbers, [tokens], for the
+            intervals (`twonn/margin`). Defaults to None, which leaves intervals out, because rows
+            of one sequence are alike.
+        metrics: Metrics to measure: a dict from a name to a function of views. Defaults to
+            `METRICS`.
+        tokens: Number of rows in one split of the estimate, at least 3. Defaults to all rows.
+        queries: Number of rows of a split from which distances to all its rows are measured, or
+            None for all. Defaults to 1024.
+        seed: Seed of the private generator that shuffles the rows. Defaults to 0.
 
     Returns:
-        `{"twonn": 7.3, "twonn/n": 4096.0, ...}`, a dict with `.notes`; NaN if a value does not
-        exist, and a note that says why.
+        `{"twonn": 7.3, "twonn/n": 4096.0, ...}`, a dict with `.notes`. A value that does not exist
+        is NaN, and a note says why.
 
     Raises:
-        ValueError: `hidden` is no matrix of real numbers between 2^-200 and 2^200, or has fewer
-            than 3 finite rows, ids or positions are no whole numbers or of another length, a number
-            is out of range, or none of the metrics can be measured on the inputs.
+        ValueError: If `hidden` is not a matrix of real numbers between 2^-200 and 2^200, or has
+            fewer than 3 finite rows, if ids or positions are not whole numbers or have another
+            length, if a number is out of range, or if none of the metrics can be measured on the
+            inputs.
 
     Example:
         >>> rows = torch.randn(500, 8, generator=torch.Generator().manual_seed(0))
@@ -188,7 +195,7 @@ def geometry(
     if tokens is not None:
         check_count("tokens", tokens, at_least=_FEWEST)
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ValueError(f"seed is a whole number, got {seed!r}")
+        raise ValueError(f"seed must be a whole number, got {seed!r}")
     rows, precision = as_rows(hidden)
     captured: dict[str, Any] = {}
     for name, given in (("token_ids", token_ids), ("positions", positions)):
@@ -206,7 +213,7 @@ def geometry(
     order = finite[shuffled]
     if len(order) < _FEWEST:
         raise ValueError(
-            f"expected at least {_FEWEST} finite rows, got {len(order)} of {len(rows)}: give more "
+            f"expected at least {_FEWEST} finite rows, got {len(order)} of {len(rows)}: use more "
             "tokens"
         )
     rows = rows[order]
@@ -224,7 +231,7 @@ def geometry(
 
 
 def _allowed(metrics: dict[str, Metric], captured: Mapping[str, Any]) -> dict[str, Metric]:
-    """Choose the metrics whose views are there."""
+    """Select the metrics whose views are available."""
     allowed = {n: metric for n, metric in metrics.items() if metric.can_be_measured(captured)}
     if not allowed:
         reasons = "; ".join(
@@ -254,7 +261,7 @@ def _notes_on_rows(given: int, finite: int, size: int, splits: int) -> list[Note
 
 
 def _check_size(rows: Tensor) -> None:
-    """Refuse rows of which powers do not fit into float64, as those of any shorter type do."""
+    """Refuse float64 rows whose powers do not fit float64 (powers of shorter types always fit)."""
     if rows.dtype == torch.float64:
         largest = rows.abs().max().item()
         if abs(math.frexp(largest)[1]) > _LARGEST_EXPONENT:
@@ -265,9 +272,9 @@ def _check_size(rows: Tensor) -> None:
 
 
 def _evaluate(evaluator: Evaluator, layer: Layer, size: int) -> tuple[dict[str, float], list[Note]]:
-    """Measure plain rows: values without the layer in their tags, every one explained."""
+    """Measure plain rows; tags name no layer, and each value is explained."""
     result = evaluator.combine([evaluator.measure_layer(layer, size)], size)
-    # There is one layer and no mean over layers: neither is named.
+    # Tags omit the layer, because there is only one and no mean over layers.
     marker = f"/{tags.layer_tag('', _LAYER)}"
     values = {
         place.tag.replace(marker, ""): place.find(result.stacks)

@@ -297,7 +297,7 @@ def sampled(window: Window, stack: str, index: int) -> Seen:
         if stack != stack_pass.stack.name and stack not in names:
             continue
         if index == 0:
-            entered = stack_pass.entered
+            entered = stack_pass.input_rows
             return Seen(entered and stack_pass.without_padding(entered).indices)
         block, block_call, _ = stack_pass.layers()[index - 1]
         attention = attention_key(block, names.get(stack, ""))

@@ -83,21 +83,22 @@ NONE = {"eager": "none"}
 
 # -- what geomon says where it has not got a view ------------------------------------------------
 
-NO_TOKENS = "no embedding outside the blocks was given integers of the hidden states' shape"
+NO_TOKENS = "no embedding outside the blocks received integers of the hidden states' shape"
 SEVERAL_PRODUCTS = (
-    "attention is written out by hand: its scores are the sum of {count} products, and which of "
-    "them is that of its queries and keys is not clear"
+    "attention is written out by hand: its scores are the sum of {count} products, and it is "
+    "not clear which of them multiplies queries and keys"
 )
 NOT_TRACED = "its queries and keys were not traced back to products of tokens with weights"
 CHUNKS = (
-    "attention is not rebuilt here: a softmax over 5 numbers was seen that are not seen to be "
-    "products of queries with all keys: features (linear attention), chunks of keys or experts"
+    "attention is not rebuilt here: a softmax over 5 numbers was seen, but they are not known "
+    "to be products of queries with all keys: they may be features (linear attention), chunks of "
+    "keys or experts"
 )
 SEVERAL = (
     "attention is not rebuilt here: it takes several softmaxes (landmarks, chunks, both "
-    "dimensions), and none of them is its own"
+    "dimensions), and none of them is the attention itself"
 )
-AS_ATTENDED = ": Q and K as attended stand for them"
+AS_ATTENDED = ": Q and K as attended are used instead"
 OF_SCORES = ("query", "key", "bias", "scale", "softcap", "sink")
 
 
@@ -118,7 +119,7 @@ class Stack:
         attention: Name of the output that holds the eager model's attention probabilities; or
             "in <path>" for the module of a block that holds or returns them.
         query: Path in the block of the module that projects to queries (or to all); None where
-            none does, and Q and K as attended stand for what is projected.
+            none does, and Q and K as attended are used instead of what is projected.
         key: Path in the block of the module that projects to keys; None where `query` makes all.
         holder: Path in the block of the module that holds the weights of queries and of keys, as
             "q" and "k", [width, heads, head width], and has no modules for them.

@@ -53,11 +53,14 @@ def test_scan_prints_a_line_for_each_checkpoint_and_pages_show_the_record(run, t
         (["./nowhere"], "no checkpoints in nowhere"),
         (["{run}"], "the model reads text"),
         (["{run}", "--text", "{run}/text"], "the model has 50 tokens and no tokenizer"),
-        (["{run}", "--inputs", "{run}/text"], "is no file of tensors and plain values"),
+        (["{run}", "--inputs", "{run}/text"], "is not a file of tensors and plain values"),
         (["{run}", "--text", "{run}/none"], "No such file"),
-        (["{run}", "--text", "{run}/text", "--length", "0"], "length is a whole number"),
+        (["{run}", "--text", "{run}/text", "--length", "0"], "length must be a whole number"),
         (["no.such.module:build", "--checkpoints", "{run}"], "cannot be imported"),
-        (["in_this_folder:build", "--checkpoints", "{run}"], "in_this_folder:build is no function"),
+        (
+            ["in_this_folder:build", "--checkpoints", "{run}"],
+            "in_this_folder:build is not a function",
+        ),
         (["{run}", "--checkpoints", "{run}", "--revisions", "a, b"], "not both"),
     ],
 )
@@ -105,7 +108,7 @@ def test_metrics_are_listed_with_the_default_ones_first(monkeypatch):
     result = invoke("metrics")
     assert result.exit_code == 0, result.output
     assert all(name in result.stdout for name in METRICS)  # none is broken, however narrow it is
-    first, more = result.stdout.split("Measured where asked for")
+    first, more = result.stdout.split("Measured on request")
     assert "twonn" in first
     assert "alpha" in more
     assert "alpha" not in first

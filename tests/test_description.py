@@ -144,7 +144,7 @@ HEADS = nn.ModuleDict({"blocks": nn.ModuleList(
                      "padding": "none in this pass", "not seen": "not seen in the first pass"}),
         (NAMELESS, None, {"attention": HIDDEN_ONLY, "routes": None}),
         (NAMELESS, X, {"attention": "1 head, by hand: its scores are seen at the softmax"}),
-        (CALLED, None, {"attention": "a module is called so, and has no projections"}),
+        (CALLED, None, {"attention": "a module has this name, but no query and key projections"}),
         (CALLED, X, {"attention": "none was seen", "Q, K projected": None}),
         (HEADS, None, {"attention": "4 heads, each a module"}),
         (Several(ToBoth(), ToBoth()), CONTEXT, {"attention": "4 heads, through",
@@ -166,7 +166,7 @@ def test_stacks_are_described_one_after_the_other():
     assert "  attention        seen as it runs" in rows
     assert "  Q, K projected   multihead_attn, by in_proj_weight" in rows
     attends = "4 heads, through torch's scaled_dot_product_attention"
-    ids = "no embedding outside the blocks was given integers of"
+    ids = "no embedding outside the blocks received integers of"
     none = "no embedding outside the blocks; metrics of token types are missing"
     assert str(describe(model, CONTEXT)).splitlines() == [
         title,
@@ -232,8 +232,8 @@ def test_blocks_that_are_left_out_or_chosen():
     assert rows(model)["not watched"].startswith("2 blocks layers.#: ")
     named = rows(model, blocks=r"decoder\.blocks\.0")
     assert named["blocks"] == "decoder.blocks.0"
-    assert named["hidden states"].endswith("what leaves it is a layer for each call")
-    with pytest.raises(ValueError, match="no module's name matches"):
+    assert named["hidden states"].endswith("its output is a layer for each call")
+    with pytest.raises(ValueError, match="no module's full name matches"):
         describe(model, blocks="nothing")
 
 

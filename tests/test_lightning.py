@@ -159,7 +159,7 @@ class WithoutForward(Module):
 
 def test_inputs_for_a_module_without_forward_are_refused_with_a_remedy(tmp_path):
     module = WithoutForward(Learner())
-    with pytest.raises(ValueError, match="define forward, give a function") as error:
+    with pytest.raises(ValueError, match="define forward, pass a function") as error:
         in_lightning(Learner(), {**FEW, "probe": batch()}, tmp_path / "a", module=module)
     assert 'probe="validation"' in str(error.value)
     options = {**FEW, "probe": lambda module: module.learner(batch())}

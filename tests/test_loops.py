@@ -237,7 +237,7 @@ def test_the_loss_of_the_step_and_named_values_stand_in_its_reading(
 
 @callbacks
 def test_without_validation_data_there_is_one_line(tmp_path, loop):
-    with pytest.raises(ValueError, match=r"validation, and it makes none: .*probe=loader") as error:
+    with pytest.raises(ValueError, match=r"validation, but it makes none: .*probe=loader") as error:
         LOOPS[loop](Learner(), {"probe": "validation"}, tmp_path)
     assert "\n" not in str(error.value)
 

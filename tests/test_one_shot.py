@@ -71,10 +71,10 @@ IDS = torch.arange(600) % 50
         ((cloud(), IDS[:-1]), {}, "expected 600 token_ids, one for each row"),
         ((cloud(),), {"sequences": IDS[:-1]}, "expected 600 sequences, one for each row"),
         ((cloud(), IDS * 0.5), {}, "expected token_ids as whole numbers, got 0.5 at row 1"),
-        *(((cloud(),), {"tokens": x}, "tokens is a whole number of at least 3, got")
+        *(((cloud(),), {"tokens": x}, "tokens must be a whole number of at least 3, got")
           for x in (0, 2, 2.5, True, "9")),
-        *(((cloud(),), {"seed": x}, "seed is a whole number") for x in (1.5, "a", True)),
-        ((cloud(),), {"queries": 2}, "queries is a whole number of at least 3"),
+        *(((cloud(),), {"seed": x}, "seed must be a whole number") for x in (1.5, "a", True)),
+        ((cloud(),), {"queries": 2}, "queries must be a whole number of at least 3"),
         ((cloud(),), {"metrics": select("twonn_distinct")}, "none of the metrics"),
         *(((cloud().double() * x,), {}, r"between 2\^-200 and 2\^200, got .*e.* scale the rows")
           for x in (1e-300, 1e-62, 1e61, 1e300)),
@@ -87,7 +87,7 @@ def test_what_cannot_be_measured_is_refused(given, options, words):
 
 @pytest.mark.parametrize(("name", "least"), [("tokens", 1), ("splits", 1), ("queries", 3)])
 def test_numbers_out_of_range_are_refused_before_the_model_runs(name, least):
-    with pytest.raises(ValueError, match=f"{name} is a whole number of at least {least}"):
+    with pytest.raises(ValueError, match=f"{name} must be a whole number of at least {least}"):
         measure(PlainDecoder(), None, **{name: least - 1})
 
 

@@ -29,7 +29,7 @@ def look(model: nn.Module, *inputs: Any, rows: int = 100_000, **given: Any) -> W
         with window(model, rows) as seen:
             watched = model(*inputs, **given)
     assert not isinstance(alone, Tensor) or torch.equal(watched, alone)
-    assert not any("hook failed" in text for text in notes(seen))
+    assert not any("watching a call failed" in text for text in notes(seen))
     return seen
 
 

@@ -1,4 +1,4 @@
-"""Analysis of a record: curves over training, their phase, facts, and a run in words."""
+"""Analysis of a record: curves over training, their phases, facts, and a run in words."""
 
 from geomon.analysis.curves import Curve, curve_of, single_source
 from geomon.analysis.facts import Fact, facts_of, null_of

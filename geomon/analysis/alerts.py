@@ -1,10 +1,10 @@
-"""Alerts: what a reading shows that a training should be looked at for.
+"""Alerts: findings in a reading that call for a look at the training.
 
-A rule is a function of one stack of a reading, and of the values there that are outside of their
-bands; it finds the places that are concerned. `AlertWatch` keeps what earlier readings had, so that
-the work for each reading is the same however long the run is. An alert is raised where the first
-reading of the run was within the limit, and again when four times as much is found. How often the
-rules are wrong, and what they notice: docs/warnings.md.
+A rule is a function of one stack of a reading and of the values outside their bands; it finds the
+affected places. `AlertWatch` keeps what it needs of earlier readings, so that each reading costs
+the same however long the run is. An alert is raised if the run's first reading was within the
+limit, and again once four times as much is found. docs/warnings.md says how often the rules are
+wrong, and what they notice.
 """
 
 import difflib
@@ -20,48 +20,47 @@ from geomon.note import Note
 from geomon.record import Course, RaisedAlert, Reading, Readings
 from geomon.record.columns import Column, Place
 
-# Entropy of a head as a share of that of uniform attention: nearly all attention is on one key.
+# Entropy of a head, relative to uniform attention, at which nearly all attention is on one key.
 _ENTROPY = 0.05
-# Score before the softmax: the weight of a key doubles with each 0.7 of it, so that a hundred more
-# is a weight of 0 or 1 in every data type. Healthy runs of the recipe stay below 40.
+# Score before the softmax. A key's weight doubles with each 0.7, so a hundred more means a weight
+# of 0 or 1 in every data type. Healthy runs of the recipe stay below 40.
 _LOGIT = 100.0
-# Directions over which the variance is spread: next to one. In 94 healthy trainings of small
-# decoders the lowest rank was 1.2, near step 32.
+# Effective rank at which the variance has nearly a single direction. In 94 healthy trainings of
+# small decoders, the lowest rank was 1.2, near step 32.
 _RANK = 1.1
-# Share of the variance in rows of massive norm: the same as in the notes of a reading.
+# Share of the variance in rows of massive norm, as in the notes of a reading.
 _MASSIVE = 0.5
-# An alert is raised again when what is found is so many times what it was.
+# An alert is raised again once this many times as much is found.
 _AGAIN = 4.0
-_NAMED = 3  # places that are named
-_COURSES = 16  # values whose course an alert shows
-# Rules that need no bands.
+_NAMED = 3  # most places that are named
+_COURSES = 16  # most values whose course an alert shows
+# Result of bands for rules that do not need them.
 _NOTHING = Found([], [], math.nan, is_strange=False)
 
 # Steps of healthy trainings in which false alarms were counted: docs/warnings.md.
 HEALTHY_STEPS = 61_608
 
 
-# Positional arguments of a call of the model, and arguments by name.
+# Positional and keyword arguments of a call of the model.
 Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Alert:
-    """Something in a reading that a training should be looked at for.
+    """A finding in a reading that calls for a look at the training.
 
     Attributes:
-        name: Name of the rule, for instance "rank_collapse".
+        name: Name of the rule, such as "rank_collapse".
         step: Step of the reading.
-        stack: Name of the stack of blocks; "" in a model with one stack.
-        layers: Numbers of the layers, those that are furthest beyond the limit first.
-        heads: Layer and number of each head, in the same order.
+        stack: Name of the stack of blocks; "" if the model has only one.
+        layers: Indices of the layers, those furthest beyond the limit first.
+        heads: (layer, head) pairs, in the same order.
         numbers: Numbers that were found, by name.
         advice: What to look at.
-        courses: The values that left their bands, the first one first, over the last 32 readings
-            or checks; empty for a rule without bands.
-        inputs: Positional arguments and arguments by name with which the model was called in the
-            forward pass that was looked at, for `on_alert`; None for a probe and for an alert of a
-            record.
+        courses: The values that left their bands, first one first, over the last 32 readings or
+            checks. Defaults to (), for a rule without bands.
+        inputs: Positional and keyword arguments of the model's call in the forward pass, for
+            `on_alert`. Defaults to None, for a probe or an alert from a record.
     """
 
     name: str
@@ -76,7 +75,7 @@ class Alert:
 
     @property
     def where(self) -> str:
-        """The places that are furthest beyond the limit, and the number of the others."""
+        """The places furthest beyond the limit, and the number of others."""
         places = [f"layer {layer}, head {head}" for layer, head in self.heads]
         places = places or [f"layer {layer}" for layer in self.layers]
         more = f" and {len(places) - _NAMED} more" if len(places) > _NAMED else ""
@@ -111,8 +110,8 @@ class FirstAlert(NamedTuple):
 
     Attributes:
         step: Step at which it was raised.
-        alert: The alert. If several are about the same departure, the last of them, which names
-            all that followed.
+        alert: The alert. If several alerts report one departure, the last of them, which names all
+            places.
         total: Number of alerts of the kind.
     """
 
@@ -127,7 +126,7 @@ class FirstAlert(NamedTuple):
 
 
 def kind_of(alert: RaisedAlert) -> str:
-    """Name the kind of an alert in words.
+    """Return the kind of an alert in words.
 
     Args:
         alert: An alert of a record.
@@ -136,7 +135,7 @@ def kind_of(alert: RaisedAlert) -> str:
 
 
 def first_alerts(readings: Readings) -> list[FirstAlert]:
-    """Find the first alert of each kind, the gravest kind first.
+    """Find the first alert of each kind, most serious kind first.
 
     Args:
         readings: Readings of a run, with its alerts.
@@ -151,17 +150,17 @@ def first_alerts(readings: Readings) -> list[FirstAlert]:
             total=first.total + 1, alert=alert if goes_on else first.alert
         )
     known = [found.pop(kind) for kind in RULES if kind in found]
-    return [*known, *found.values()]  # others are of a newer version
+    return [*known, *found.values()]  # unknown kinds come from a newer version
 
 
 class Finding(NamedTuple):
     """Places of a stack that pass a limit.
 
     Attributes:
-        size: How much is found: a number of places, or a value.
-        numbers: Numbers that were found, by the names in the text of the rule.
-        layers: Numbers of the layers, those that are furthest beyond the limit first.
-        heads: Layer and number of each head, in the same order.
+        size: How much was found: a number of places, or a value.
+        numbers: Numbers that were found, by their names in the text of the rule.
+        layers: Indices of the layers, those furthest beyond the limit first.
+        heads: (layer, head) pairs, in the same order.
     """
 
     size: float
@@ -170,7 +169,7 @@ class Finding(NamedTuple):
     heads: tuple[tuple[int, int], ...] = ()
 
 
-# Finds what a stack of a reading has beyond a limit, given its name and what its bands say.
+# Function of a reading, the name of a stack and its bands that finds what is beyond a limit.
 Find = Callable[[Reading, str, Found], Finding | None]
 
 
@@ -179,13 +178,15 @@ class Rule(NamedTuple):
 
     Attributes:
         find: Function that finds it.
-        seeks: What it looks for.
-        text: What was found, as a template of `str.format` for the numbers.
-        advice: What to look at.
-        false_alarms: Number of such alerts in `HEALTHY_STEPS` steps of healthy trainings.
-        may_begin: Whether what the first reading has already is no reason for an alert.
-        passes: Readings without a finding after which the next one is a new alert; None if that
-            is one that finds four times as much.
+        seeks: Condition that it looks for.
+        text: The finding, as a `str.format` template for the numbers.
+        advice: Things to look at.
+        false_alarms: Number of false alarms in `HEALTHY_STEPS` steps of healthy trainings. Defaults
+            to 0.
+        may_begin: Whether a finding in the first reading is not a reason for an alert. Defaults to
+            True.
+        passes: Number of readings without a finding after which the next one is a new alert.
+            Defaults to None: an alert is new only if it finds four times as much.
     """
 
     find: Find
@@ -261,7 +262,7 @@ def _logit_growth(reading: Reading, stack: str, bands: Found) -> Finding | None:
 
 
 def _rank_collapse(reading: Reading, stack: str, bands: Found) -> Finding | None:
-    # Where a few rows carry the variance, the rank is that of these rows.
+    # If a few rows carry the variance, the rank only describes these rows.
     massive = _massive(reading, stack)
     found = {
         layer: value
@@ -275,7 +276,7 @@ def _rank_collapse(reading: Reading, stack: str, bands: Found) -> Finding | None
 
 
 def _massive(reading: Reading, stack: str) -> dict[int, float]:
-    """Return the share of the variance in rows of massive norm, by layer where it is large."""
+    """Return the share of the variance in massive rows, by layer, if it is large."""
     shares = _column(reading, stack, "massive_share").by_layer()
     return {layer: value for layer, value in shares.items() if value >= _MASSIVE}
 
@@ -293,7 +294,7 @@ def _not_finite(reading: Reading, stack: str, bands: Found) -> Finding | None:
 
 _ATTENTION = "look at the learning rate, and at the norms of the queries and keys"
 
-# The gravest first: so pages list the alerts of a run.
+# Most serious first, the order in which pages list the alerts of a run.
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "not_finite": Rule(
@@ -305,9 +306,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         ),
         "left_band": Rule(
             _left_band,
-            "a value at a layer or head outside of the band that the readings before it make",
-            "{metric} was {value:.3g} at step {since:,}, where {low:.3g} to {high:.3g} was "
-            "expected{then}",
+            "a value at a layer or head outside the band that earlier readings predict",
+            "{metric} was {value:.3g} at step {since:,}, outside the expected {low:.3g} to "
+            "{high:.3g}{then}",
             "look at what changed at this step: data, learning rate, the weights of that block",
             false_alarms=3,
             passes=QUIET,
@@ -315,8 +316,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "scatter_growth": Rule(
             _scatter_growth,
             "values at all layers and heads that scatter nearly twice as much as before",
-            "for {readings} readings the values that are watched have been {factor:.1f} times as "
-            "far from their lines as before, or more",
+            "over {readings} readings, all watched values together have scattered {factor:.1f} "
+            "times as far from their lines as before, or more",
             "look at the learning rate, at the gradients and at the data",
             false_alarms=2,
             passes=QUIET,
@@ -335,8 +336,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         ),
         "entropy_collapse": Rule(
             _entropy_collapse,
-            f"heads whose entropy is below {100 * _ENTROPY:.0f} % of that of uniform attention",
-            "entropy of {count} head{plural} below {limit:.0f} % of that of uniform attention, "
+            f"heads whose entropy is below {100 * _ENTROPY:.0f} % of uniform attention's entropy",
+            "entropy of {count} head{plural} below {limit:.0f} % of uniform attention's entropy, "
             "lowest {lowest:.2f} %",
             _ATTENTION,
         ),
@@ -348,17 +349,17 @@ _BY_BANDS = {"left_band", "scatter_growth"}
 
 
 class AlertWatch:
-    """Raises alerts of a run, reading by reading.
+    """Raises the alerts of a run, reading by reading.
 
     Args:
-        names: Names of the rules that are watched (see `RULES`).
+        names: Names of the watched rules (see `RULES`). Defaults to all rules.
 
     Attributes:
         asks_again: Whether the next reading decides whether a value of the last one has left its
             band.
 
     Raises:
-        ValueError: A rule has a name that does not exist.
+        ValueError: If a rule does not exist.
 
     Example:
         >>> from geomon.record.columns import Column
@@ -375,18 +376,18 @@ class AlertWatch:
     def __init__(self, names: Collection[str] = RULES) -> None:
         check_alerts(names)
         self._rules = {name: RULES[name] for name in names}
-        # By source, since other tokens have other values, and stack.
+        # By source (other tokens have other values) and stack.
         self._bands: dict[tuple[str, str], Bands] = {}
         self._largest: dict[tuple[str, str], float] = {}  # by name and stack
-        self._quiet: dict[tuple[str, str], int] = {}  # readings since the last finding, likewise
-        self._begun: set[str] = set()  # sources of which there has been a reading
+        self._quiet: dict[tuple[str, str], int] = {}  # readings since the last finding
+        self._begun: set[str] = set()  # sources that have had a reading
         self.asks_again = False
 
     def add(self, reading: Reading) -> list[Alert]:
-        """Take the next reading, and return the alerts that it raises.
+        """Process the next reading, and return the alerts that it raises.
 
         Args:
-            reading: A reading of a later step than those before.
+            reading: A reading of a later step than the ones before.
         """
         first = reading.source not in self._begun
         self._begun.add(reading.source)
@@ -435,18 +436,18 @@ class AlertWatch:
 
 
 def check_alerts(names: Collection[str]) -> None:
-    """Raise unless all names are those of rules.
+    """Raise unless all names are names of rules.
 
     Args:
         names: Names of alerts.
 
     Raises:
-        TypeError: No collection of names.
-        ValueError: A name that does not exist.
+        TypeError: If it is not a collection of names.
+        ValueError: If a name does not exist.
     """
     if isinstance(names, str) or not isinstance(names, Collection):
         advice = f': write ["{names}"]' if isinstance(names, str) else ""
-        raise TypeError(f"alerts is a sequence of names, () for none, got {names!r}{advice}")
+        raise TypeError(f"alerts must be a sequence of names, () for none, got {names!r}{advice}")
     for name in names:
         if name not in RULES:
             close = difflib.get_close_matches(str(name), RULES, n=1)
@@ -459,10 +460,13 @@ def find_alerts(readings: Iterable[Reading], names: Collection[str] = RULES) -> 
 
     Args:
         readings: Readings of a run, steps ascending.
-        names: Names of the rules (see `RULES`).
+        names: Names of the rules (see `RULES`). Defaults to all rules.
+
+    Returns:
+        The alerts, in order.
 
     Raises:
-        ValueError: A rule has a name that does not exist.
+        ValueError: If a rule does not exist.
     """
     watch = AlertWatch(names)
     return [alert for reading in readings for alert in watch.add(reading)]

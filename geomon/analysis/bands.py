@@ -1,7 +1,7 @@
-"""Bands: where the next value of a curve is expected, after the line through those before it.
+"""Bands: the expected range of a curve's next value, from the line through earlier values.
 
-A fault that the loss absorbs moves one head or one block and leaves the others as they were. So
-each value at each layer and head has a band of its own, and the first that leaves it says where
+A fault that the loss absorbs moves one head or one block and leaves the others alone. So each value
+at each layer and head has a band of its own, and the first value that leaves its band shows where
 something happened.
 """
 
@@ -19,34 +19,33 @@ from geomon.record.columns import Column, Columns, Place
 
 _Array = NDArray[np.float64]
 
-# Readings before a value by which its band is made, at most and at least; none is further back than
-# this share of the training so far, in which curves bend. If these are too few, the fewest that
-# make a band may be as far back as the second share.
+# Most and fewest earlier readings that make a band. Because curves bend, they are no further back
+# than the first share of the training so far; the fewest may be as far back as the second share.
 WINDOW, LEAST, SHARE, SPARSE_SHARE = 48, 8, 0.25, 0.75
-# First step with bands: in the first steps of a training everything changes.
+# First step with bands, because in the first steps of a training everything changes.
 FIRST = 200
-# Every few readings are compared among themselves too: what creeps is in the line through the last
-# 48 readings before it is outside of the band.
+# Every fifth reading is also compared with such readings only, because a creeping change would
+# become part of the line through the last 48 readings before it leaves the band.
 SLOW = 5
-# A value has left its band where two readings in a row, on one side, are `OUTSIDE` times as far
-# from the line as normal errors get once in three million readings. A single strange batch moves
-# values as far as a fault does, for one reading.
+# A value has left its band if two readings in a row, on the same side, are `OUTSIDE` times as far
+# from the line as normal errors get once in three million readings. One reading is not enough,
+# because a single strange batch moves values as far as a fault does.
 OUTSIDE = 1.15
 _BEYOND = 3e-7
-# Scatter is measured in units that are at least this share of the least half width.
+# Scatter is measured in units of at least this share of the smallest half width.
 _LEAST_SCATTER = 0.3
-# Readings of a course: what a value was before it left its band.
+# Number of readings in a course, which shows a value before it left its band.
 COURSE = 32
-# Readings at which all values are inside, after which a departure is another event.
+# After this many readings with all values inside, a departure is a new event.
 QUIET = 12
-# Readings over which the scatter of all values is averaged, and the largest mean of its logarithm
-# that is no alert: nearly twice the variance that the bands expect.
+# Number of readings over which the scatter of all values is averaged, and the largest mean of its
+# logarithm without an alert: nearly twice the variance that the bands expect.
 SCATTER_READINGS, SCATTER = 20, 0.62
-# Limits of the scatter of one reading: a single jump is no growth of the scatter.
+# Limits of the scatter of one reading, because a single jump is not growing scatter.
 _CALM, _RESTLESS = 0.1, math.e
-# Smallest value of which a logarithm is taken: weights that are set to 0 leave their band.
+# Smallest value for a logarithm, so that weights set to 0 leave their band.
 _TINY = 1e-9
-# Smallest error, as a share of the value: what rounding alone may do.
+# Smallest error, as a share of the value, to allow for rounding.
 _ROUNDING = 1e-5
 
 
@@ -54,11 +53,11 @@ class Watched(NamedTuple):
     """How a metric is watched.
 
     Attributes:
-        least: Smallest half width of its bands: where values hardly scatter, as those of a new
-            model, less of a change means nothing.
-        by_logarithm: Whether bands are of the value's logarithm: what grows and falls by factors
-            scatters by factors.
-        by_part: Whether each part of the metric has a band, and not its value.
+        least: Smallest half width of its bands. If values hardly scatter, as in a new model,
+            smaller changes mean nothing.
+        by_logarithm: Whether bands use the value's logarithm, because a value that grows by factors
+            scatters by factors. Defaults to False.
+        by_part: Whether each part of the metric has a band instead of its value. Defaults to False.
     """
 
     least: float
@@ -81,11 +80,11 @@ class Departure(NamedTuple):
     """A value outside its band.
 
     Attributes:
-        place: What the value is of.
+        place: Place of the value.
         value: The value.
         low: Lower end of the band.
         high: Upper end of the band.
-        size: Distance from the line, in units of the largest one inside; above 1.
+        size: Distance from the line, relative to the half width of the band; above 1.
     """
 
     place: Place
@@ -96,11 +95,11 @@ class Departure(NamedTuple):
 
 
 class Line(NamedTuple):
-    """Where the next value of each of several curves is expected.
+    """Expected next values of several curves.
 
     Attributes:
-        expected: Value of the line at the next reading, [curves]; NaN if too few are known.
-        error: Standard error of that value with the scatter of a single one, [curves].
+        expected: Value of the line at the next reading, [curves]; NaN if too few values are known.
+        error: Standard error of that value including the scatter of a single one, [curves].
         freedom: Degrees of freedom of the error, [curves].
     """
 
@@ -111,7 +110,7 @@ class Line(NamedTuple):
     @property
     def quantile(self) -> _Array:
         """Standard errors that normal errors exceed once in three million readings, [curves]."""
-        from scipy import special  # type: ignore[import-untyped]  # only where it is needed
+        from scipy import special  # type: ignore[import-untyped]  # imported only when needed
 
         return np.asarray(special.stdtrit(self.freedom, 1 - _BEYOND / 2))
 
@@ -122,15 +121,11 @@ class Line(NamedTuple):
 
 
 def continue_line(history: _Array, ahead: int = 1) -> Line:
-    """Lay a line through the last values of each curve by least squares, and go on with it.
+    """Extrapolate a least-squares line through the last values of each curve.
 
-    Args:
-        history: Values of the readings before, the last one at the end, [readings, curves]; NaN
-            if one is missing. At most 48 readings are used.
-        ahead: Which reading after the last one is expected: 1 for the next.
-
-    Returns:
-        The line; NaN for a curve of which fewer than 8 values are known.
+    `history` is [readings, curves], last reading at the end, NaN if missing, and at most the last
+    48 readings are used. `ahead` says which later reading is expected (1 for the next). A curve
+    with fewer than 8 known values gets NaN.
 
     Example:
         >>> found = continue_line(np.arange(20.0)[:, None] + np.array([0.1, -0.1] * 10)[:, None])
@@ -158,16 +153,15 @@ def continue_line(history: _Array, ahead: int = 1) -> Line:
 
 
 class Distance(NamedTuple):
-    """How far values are from what was expected.
+    """How far values are from the expected ones.
 
     Attributes:
         expected: Value of the line through the readings before the last one, [curves].
         width: Half width of the band, [curves].
-        size: Distance in units of the half width, [curves]: of this reading or of the one before,
-            whichever is smaller; 0 where they are on different sides, NaN if too few are known.
-        alone: Distance of this reading from the line through all before, in the same unit.
-        normed: Distances with their signs in standard errors, of mean square 1 where errors are
-            normal, [curves].
+        size: Distance in half widths, [curves]: the smaller of this reading's and the previous
+            one's; 0 if they are on different sides, NaN if too few values are known.
+        alone: Distance of this reading from the line through all earlier ones, in half widths.
+        normed: Signed distances in standard errors, with mean square 1 for normal errors, [curves].
     """
 
     expected: _Array
@@ -178,15 +172,15 @@ class Distance(NamedTuple):
 
 
 def measure_distance(history: _Array, values: _Array, least: _Array | float = 0.0) -> Distance:
-    """Compare the values of a reading with the lines through those before.
+    """Compare the values of a reading with the lines through earlier readings.
 
     Args:
-        history: Values of the readings before, the last one at the end, [readings, curves].
+        history: Values of earlier readings, last one at the end, [readings, curves].
         values: Values of the reading, [curves].
-        least: Smallest half widths of the bands, [curves] or one for all.
+        least: Smallest half widths of the bands, [curves] or a single one. Defaults to 0.
     """
     line = continue_line(history)
-    before = history[:-1]  # the last reading is no part of the line that both are compared with
+    before = history[:-1]  # the last two readings are both compared with the line before them
     second, first = continue_line(before, ahead=2), continue_line(before)
     width = np.maximum(OUTSIDE * second.unit, least)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -194,16 +188,16 @@ def measure_distance(history: _Array, values: _Array, least: _Array | float = 0.
         last = (history[-1:].sum(axis=0) - first.expected) / np.maximum(OUTSIDE * first.unit, least)
         size = np.minimum(np.abs(now), np.abs(last)) * (now * last > 0)
         alone = np.abs(values - line.expected) / np.maximum(OUTSIDE * line.unit, least)
-        # In standard errors, and Student's distribution has its variance.
+        # In standard errors, corrected for the variance of Student's distribution.
         normed = (values - line.expected) / np.maximum(line.unit, _LEAST_SCATTER * least)
         normed *= line.quantile * np.sqrt(1 - 2 / line.freedom)
     return Distance(second.expected, width, size, alone, normed)
 
 
 def scatter(normed: _Array) -> float:
-    """Compute the logarithm of the mean square of distances in standard errors; NaN without any.
+    """Compute the log of the mean square of distances in standard errors; NaN without any.
 
-    The mean square counts as 0.1 at least and as e at most.
+    The mean square is limited to the range from 0.1 to e.
 
     Args:
         normed: Distances of one reading, [curves].
@@ -215,14 +209,14 @@ def scatter(normed: _Array) -> float:
 
 
 def start_of_window(steps: Sequence[int] | NDArray[np.int64], step: int) -> int:
-    """Find the first of the readings before a step by which bands are made there.
+    """Find the first earlier reading that the bands at a step use.
 
     Args:
-        steps: Steps of all readings before, ascending.
+        steps: Steps of all earlier readings, ascending.
         step: The step.
 
     Returns:
-        Index of the reading; their number where there is no band yet.
+        Index of the reading, or the number of readings if there is no band yet.
 
     Example:
         >>> start_of_window(range(0, 400, 4), 400), start_of_window(range(100), 100)
@@ -239,8 +233,8 @@ class Left(NamedTuple):
     """A value that has left its band.
 
     Attributes:
-        step: Step at which it did.
-        departure: The value there, and its band.
+        step: Step at which it left.
+        departure: The value at that step, and its band.
     """
 
     step: int
@@ -248,16 +242,16 @@ class Left(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What the bands of a run say of a reading.
+    """Result of comparing a reading with the bands of its run.
 
     Attributes:
-        departures: Values outside of their bands, the largest departure first.
-        left: Values that have left their bands since all were inside for 12 readings, in the order
-            in which they did; the largest departure first at each step.
-        scatter: Logarithm of the mean square of the distances of all values from their lines, in
-            standard errors, over the last 20 readings; NaN if fewer are known.
-        is_strange: Whether a value of this reading is so far from its line that it has left its
-            band if the next reading is as far on the same side.
+        departures: Values outside their bands, largest departure first.
+        left: Values that have left their bands since all were last inside for 12 readings, in order
+            of leaving, and largest departure first within a step.
+        scatter: Log of the mean square of all values' distances from their lines, in standard
+            errors, over the last 20 readings; NaN if fewer are known.
+        is_strange: Whether some value of this reading will have left its band if the next reading
+            is as far off on the same side.
     """
 
     departures: list[Departure]
@@ -267,14 +261,14 @@ class Found(NamedTuple):
 
 
 class _Lane:
-    """The last readings, or the last of every few, with which the next one is compared."""
+    """The last readings (all, or every few) with which the next one is compared."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
         self.history = np.empty((0, 0))
 
     def add(self, step: int, values: _Array, least: _Array) -> Distance:
-        """Compare the values of a reading with those before, and keep them."""
+        """Compare the values of a reading with earlier ones, and keep them."""
         missing = len(values) - self.history.shape[1]
         self.history = np.pad(self.history, ((0, 0), (0, missing)), constant_values=np.nan)
         start = start_of_window(self.steps, step)
@@ -285,11 +279,7 @@ class _Lane:
 
 
 class Bands:
-    """The bands of a run, reading by reading.
-
-    Args:
-        stack: Name of the stack of blocks whose values are watched.
-    """
+    """The bands of a run for one stack of blocks, reading by reading."""
 
     def __init__(self, stack: str = "") -> None:
         self._stack = stack
@@ -298,14 +288,10 @@ class Bands:
         self._lane, self._slow_lane = _Lane(), _Lane()
         self._scatters: deque[float] = deque(maxlen=SCATTER_READINGS)
         self._left: dict[Place, Left] = {}
-        self._quiet = 0  # readings since a value was outside of its band
+        self._quiet = 0  # readings since a value was outside its band
 
     def add(self, reading: Reading) -> Found:
-        """Take the next reading, and compare its values with their bands.
-
-        Args:
-            reading: A reading of a later step than those before, of the same source.
-        """
+        """Compare the values of a later reading of the same source with their bands."""
         found = dict(_watched(self._stack, reading.stacks.get(self._stack, {})))
         for place in found:
             self._columns.setdefault(place, len(self._columns))
@@ -339,11 +325,7 @@ class Bands:
         return Found(departures, list(self._left.values()), mean, bool((distance.alone > 1).any()))
 
     def course(self, place: Place) -> Course:
-        """Return what a value was at the last 32 readings, this one included.
-
-        Args:
-            place: What the value is of.
-        """
+        """Return a value at the last 32 readings, including this one."""
         values = self._lane.history[-COURSE:, self._columns[place]]
         if WATCHED[place.metric].by_logarithm:
             values = np.exp(values)
@@ -351,7 +333,7 @@ class Bands:
 
 
 def _watched(stack: str, columns: Columns) -> Iterator[tuple[Place, float]]:
-    """Iterate over the values that are watched, logarithms where the band is one of these."""
+    """Yield the watched values, as logarithms if their band is of logarithms."""
     for metric, watched in WATCHED.items():
         column = columns.get(metric, Column())
         found = {

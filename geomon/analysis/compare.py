@@ -1,4 +1,4 @@
-"""Two runs side by side: which of their values differ by more than their errors."""
+"""Compare two runs: which of their values differ by more than their errors."""
 
 import bisect
 import math
@@ -8,10 +8,10 @@ from geomon.analysis.curves import Curve
 from geomon.analysis.quantities import quantities_of
 from geomon.record import Readings, tags
 
-# Largest relative difference that is rounding: the same run with other threads adds its sums in
-# another order.
+# Largest relative difference from rounding: with different threads, the same run adds its sums in a
+# different order.
 _ROUNDING = 1e-9
-# Largest share by which the steps of two readings differ that are compared with one another.
+# Largest relative difference between the steps of two readings that are compared.
 _APART = 0.1
 
 
@@ -24,9 +24,8 @@ class Difference:
         step: Step of the reading of the first run.
         first: Value of the first run.
         second: Value of the second run.
-        margin: Half width of the 95 % interval of second minus first; NaN if an error is
-            unknown.
-        second_step: Step of the reading of the second run; None for the same.
+        margin: Half width of the 95 % interval of second minus first; NaN if an error is unknown.
+        second_step: Step of the reading of the second run. Defaults to None, for the same step.
     """
 
     tag: str
@@ -48,7 +47,7 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """What can be said: "higher", "lower", "within the errors", "equal" or "error unknown"."""
+        """The verdict: "higher", "lower", "within the errors", "equal" or "error unknown"."""
         if math.isclose(self.first, self.second, rel_tol=_ROUNDING):
             return "equal"
         if not math.isfinite(self.margin):
@@ -61,10 +60,10 @@ class Difference:
 def compare(first: Readings, second: Readings) -> list[Difference]:
     """Compare the means over layers of two runs at the last step that both have read.
 
-    Where they have read different steps, it is the last two that are at most 10 % apart.
+    If they have read different steps, the last two that are at most 10 % apart are used.
 
-    An interval holds what other sequences would change in the two readings. It does not hold what
-    another seed of the training would change: for that, compare several runs of each kind.
+    An interval covers what other sequences would change in the two readings. It does not cover what
+    another seed of the training would change; for that, compare several runs of each kind.
 
     Args:
         first: Readings of one run.
@@ -74,7 +73,7 @@ def compare(first: Readings, second: Readings) -> list[Difference]:
         A difference for each metric that both have at such steps, in the order of the first.
 
     Raises:
-        ValueError: The runs have no value at steps that are near one another, or at step 0 alone.
+        ValueError: If the runs lack values at near steps, or have them only at step 0.
     """
     others = _curves(second)
     found = (
@@ -93,7 +92,7 @@ def compare(first: Readings, second: Readings) -> list[Difference]:
 
 
 def _curves(readings: Readings) -> dict[str, Curve]:
-    """Collect the means over layers, those of scales too, and what the training logs."""
+    """Collect the means over layers (also of scales), and the values that the training logs."""
     curves = {
         tag: each.curve(readings)
         for tag, each in quantities_of(readings).items()
@@ -109,8 +108,8 @@ def _at_last_common(name: str, first: Curve, second: Curve) -> Difference | None
         return None
     step, second_step = near
     one, other = first.steps.index(step), second.steps.index(second_step)
-    # One margin that is unknown, 0, makes that of the difference unknown. A deviation over splits
-    # of the rows is none: with it two readings of one model differed in 38 % of 200 pairs.
+    # An unknown margin, 0, makes the margin of the difference unknown. The deviation over splits of
+    # the rows cannot replace it: with it, two readings of one model differed in 38 % of 200 pairs.
     margins = first.margins[one], second.margins[other]
     margin = math.hypot(*margins) if all(margins) else math.nan
     shown = None if second_step == step else second_step
@@ -118,7 +117,7 @@ def _at_last_common(name: str, first: Curve, second: Curve) -> Difference | None
 
 
 def _last_near(first: list[int], second: list[int]) -> tuple[int, int] | None:
-    """Find the last steps of two runs that are near one another, equal ones if there are any."""
+    """Find the last steps of two runs that are near one another, preferring equal ones."""
     pairs = [(step, _nearest(step, second)) for step in first]
     near = [pair for pair in pairs if abs(pair[0] - pair[1]) <= _APART * max(pair)]
     if not near:

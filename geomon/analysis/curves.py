@@ -18,7 +18,7 @@ class Curve:
     Attributes:
         steps: Training steps, ascending.
         values: Finite values, one for each step.
-        margins: Half widths of the 95 % intervals of the values; 0 where unknown.
+        margins: Half widths of the 95 % intervals of the values; 0 if unknown.
     """
 
     steps: list[int]
@@ -36,9 +36,9 @@ class Curve:
 def single_source(readings: Iterable[Reading]) -> list[Reading]:
     """Select one reading per step, steps ascending, all from the source that the run used most.
 
-    Readings in the training forward and on a probe see different tokens: a curve that mixes them
-    has steps that the model did not take. If two sources are equally common, that of the last
-    reading is taken; if a step has several readings, the last.
+    Readings in the training forward and on a probe see different tokens, so a curve that mixes them
+    has steps that the model did not take. If two sources are equally common, the source of the last
+    reading is taken; if a step has several readings, the last one is.
 
     Args:
         readings: Readings of a run, in the order in which they were written.
@@ -57,7 +57,7 @@ class Measured(NamedTuple):
 
     Attributes:
         value: The value; NaN if it was not measured.
-        margin: Half width of its 95 % interval, over other sequences; 0 where unknown.
+        margin: Half width of its 95 % interval, over other sequences; 0 if unknown.
     """
 
     value: float
@@ -72,8 +72,8 @@ def measured(
     Args:
         reading: A reading.
         metric: Name of a metric.
-        part: Name of a part of it; "" for its value.
-        layer: Number of a layer; None for the mean over layers.
+        part: Name of a part of it. Defaults to "", for its value.
+        layer: Index of a layer. Defaults to None, for the mean over layers.
     """
     column = reading.column(metric, part)
     value, margin = (
@@ -87,29 +87,29 @@ def measured(
 def curve_of(
     readings: Iterable[Reading], metric: str, *, part: str = "", layer: int | None = None
 ) -> Curve:
-    """Collect the curve of a metric of the main stack, with its margins where there are any.
+    """Collect the curve of a metric of the main stack, with margins if there are any.
 
     Args:
         readings: Readings of a run.
         metric: Name of a metric.
-        part: Name of a part of it, "k32" say; "" for its value.
-        layer: Number of a layer; None for the mean over layers.
+        part: Name of a part of it, such as "k32". Defaults to "", for its value.
+        layer: Index of a layer. Defaults to None, for the mean over layers.
     """
     return _curve(readings, lambda reading: measured(reading, metric, part=part, layer=layer))
 
 
 def training_curve(readings: Iterable[Reading], name: str = tags.LOSS) -> Curve:
-    """Collect the curve of a value that the training logs; margins are unknown (0).
+    """Collect the curve of a value that the training logs; its margins are unknown (0).
 
     Args:
         readings: Readings of a run.
-        name: Name of the value.
+        name: Name of the value. Defaults to "loss".
     """
     return plain_curve(readings, lambda reading: reading.training.get(name, NAN))
 
 
 def plain_curve(readings: Iterable[Reading], value: Callable[[Reading], float]) -> Curve:
-    """Collect the curve of a function of readings; margins are unknown (0)."""
+    """Collect the curve of a function of readings; its margins are unknown (0)."""
     return _curve(readings, lambda reading: Measured(value(reading), 0.0))
 
 
@@ -126,7 +126,7 @@ def _curve(readings: Iterable[Reading], get: Callable[[Reading], Measured]) -> C
 def mean_abs_over_heads(readings: Iterable[Reading], metric: str) -> Curve:
     """Average the absolute value of a metric over all heads of all layers; margins are unknown (0).
 
-    Cosines of both signs cancel in the metric's own mean.
+    In the metric's own mean, values of opposite sign cancel.
 
     Args:
         readings: Readings of a run.

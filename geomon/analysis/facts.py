@@ -1,4 +1,4 @@
-"""Facts of a run: each headline quantity now, at its peak and at its start, and how it goes."""
+"""Facts of a run: each headline quantity now, at its peak and at its start, and its trend."""
 
 import math
 from collections import Counter
@@ -11,7 +11,7 @@ from geomon.analysis.phase import Phase, find_phase
 from geomon.analysis.quantities import Quantity, quantities_of
 from geomon.record import Reading, Readings
 
-# Metrics of the intrinsic dimension, which expands and compresses; all others rise and fall.
+# Metrics of the intrinsic dimension, which expand and compress; all others rise and fall.
 DIMENSIONS = ("twonn", "twonn_distinct", "gride")
 _OTHER_WORDS = {"expanding": "rising", "compressing": "falling"}
 
@@ -21,9 +21,9 @@ class Fact:
     """One headline quantity of a run.
 
     Attributes:
-        quantity: What it is.
+        quantity: The quantity.
         phase: Its last value, peak and start, and its phase.
-        null: Value of rows without structure, in words; "" if it is not known.
+        null: Value of rows without structure, in words. Defaults to "", if unknown.
     """
 
     quantity: Quantity
@@ -32,21 +32,21 @@ class Fact:
 
     @property
     def word(self) -> str:
-        """Name of the phase; "rising" and "falling" for what is no dimension."""
+        """Name of the phase, with "rising" and "falling" for quantities other than dimensions."""
         name = self.phase.name
         is_dimension = self.quantity.metric in DIMENSIONS
         return name if is_dimension else _OTHER_WORDS.get(name, name)
 
     @property
     def now(self) -> str:
-        """The last value with its margin and unit, and its step."""
+        """The last value with its margin, unit and step."""
         last = self.phase.last
         unit = f" {self.quantity.unit}" * bool(self.quantity.unit)
         return f"{last.words()}{unit} at step {last.step:,}"
 
     @property
     def trend(self) -> str:
-        """The phase with the change that it follows from; "" if it is unknown."""
+        """The phase with the change that it follows from; "" if unknown."""
         words = self.phase.words()
         return "" if self.word == "unknown" else words.replace(self.phase.name, self.word, 1)
 
@@ -59,22 +59,23 @@ class Fact:
 
 
 class FactLog:
-    """The curves of the headline quantities of a run: two numbers for each of them and reading.
+    """The curves of a run's headline quantities, with two numbers per quantity and reading.
 
     Args:
-        runs: Descriptions of the starts of the run, which say how its metrics are called.
+        runs: Descriptions of the starts of the run, which hold the names of its metrics. Defaults
+            to ().
     """
 
     def __init__(self, runs: Sequence[Mapping[str, Any]] = ()) -> None:
         self._runs = [dict(run) for run in runs]
         self._quantities: dict[str, Quantity] = {}
         self._nulls: dict[str, str] = {}
-        # By source of the readings, tag and step. Sources see different tokens.
+        # By source (sources see different tokens), tag and step.
         self._points: dict[str, dict[str, dict[int, Measured]]] = {}
         self._counts: Counter[str] = Counter()
 
     def add(self, readings: Sequence[Reading]) -> None:
-        """Take the next readings, of one source.
+        """Process the next readings, all from one source.
 
         If the run went back to an earlier step, its later readings are forgotten.
 
@@ -98,7 +99,7 @@ class FactLog:
                 self._nulls[tag] = _null_words(some, quantity) or self._nulls.get(tag, "")
 
     def facts(self) -> list[Fact]:
-        """List the facts so far, of the source that the run used most."""
+        """List the facts so far, from the source that the run used most."""
         if not self._counts:
             return []
         points = self._points[max(reversed(self._counts), key=self._counts.__getitem__)]
@@ -115,8 +116,8 @@ def facts_of(readings: Iterable[Reading]) -> list[Fact]:
     """List the facts of a run, one for each headline quantity that was measured.
 
     Args:
-        readings: Readings of a run, in the order in which they were written. Those of the source
-            that the run used most are taken, of the main stack.
+        readings: Readings of a run, in the order in which they were written. Only the main stack
+            and the most common source are used.
     """
     log = FactLog(readings.runs if isinstance(readings, Readings) else [])
     log.add(single_source(readings))

@@ -1,10 +1,10 @@
-"""Numbers as pages print them: no more digits than a reader needs."""
+"""Format numbers for pages with no more digits than a reader needs."""
 
 import math
 
 
 def number(value: float) -> str:
-    """Format a value with two decimals below one, one below a hundred, and else none.
+    """Format a value with two decimals below one, one decimal below a hundred, and none above.
 
     Example:
         >>> number(0.256), number(1.0), number(5.31), number(100.0), number(math.nan)
@@ -17,11 +17,11 @@ def number(value: float) -> str:
 
 
 def with_margin(value: float, margin: float) -> str:
-    """Format a value and the half width of its interval, both with the decimals of that.
+    """Format a value and the half width of its interval, both with the decimals of the latter.
 
     Args:
         value: The value.
-        margin: Half width of its 95 % interval; 0 where it is unknown.
+        margin: Half width of its 95 % interval; 0 if unknown.
 
     Example:
         >>> with_margin(5.312, 0.08), with_margin(312.4, 35.2), with_margin(5.312, 0.0)
@@ -29,7 +29,7 @@ def with_margin(value: float, margin: float) -> str:
     """
     if not margin > 0:
         return number(value)
-    exponent = math.floor(math.log10(1.05 * margin))  # a margin of .96 is printed as 1.0
+    exponent = math.floor(math.log10(1.05 * margin))  # a margin of 0.96 is printed as 1.0
     decimals = 1 if exponent == 0 else min(max(0, -exponent), 6)
     value = round(value, decimals) + 0.0  # not -0.0
     return f"{value:.{decimals}f} ± {margin:.{decimals}f}"

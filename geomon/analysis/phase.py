@@ -1,14 +1,14 @@
 """The phase of a curve: is the intrinsic dimension expanding, or compressing?
 
-Razzhigaev et al. (2311.05928, section 4.3) see two phases: an expansion at first, then compression.
+Razzhigaev et al. (2311.05928, section 4.3) see two phases: first expansion, then compression.
 
 The rule can be checked by eye. Two values differ if they are farther apart than the margin of their
 difference. If every reading since a quarter of the last step agrees with the last one, and the
 interval of that change stays within a quarter of the largest value so far, the curve is level.
 Otherwise we look back from the last reading to the most recent one that differs from it: if that
-value is lower, the curve is expanding since then, and if it is higher, falling or compressing. If a
-reading in between lies beyond the last one, by a margin that allows for the choice among these
-only, the curve may have turned, and its phase is unclear.
+value is lower, the curve has been expanding since then, and if it is higher, falling or
+compressing. If a reading in between lies beyond the last one, by a margin that allows for choosing
+it among these only, the curve may have turned, and its phase is unclear.
 """
 
 import math
@@ -21,14 +21,14 @@ from typing import NamedTuple
 from geomon.analysis.numbers import with_margin
 from geomon.record.columns import NAN
 
-# A curve is level if its readings agree with the last one while the step grew by this factor, and
+# A curve is level if its readings agree with the last one while the step grows by this factor, and
 # if the interval of the change stays within this share of the largest value.
 _QUIET_FACTOR, _LEVEL_SHARE = 4, 0.25
-# Probability that any two of the readings so far differ by chance. It is asked again at each
-# reading: over a whole run, one curve without a change in twenty gets a wrong word
+# Probability that any two of the readings so far differ by chance. The test is repeated at each
+# reading, so over a whole run one in twenty unchanging curves gets a wrong word
 # (`benchmarks/detectors.py`).
 _CHANCE = 0.01
-# Probability that the last reading lies behind one since the change by chance.
+# Probability that, by chance, a reading since the change lies beyond the last one.
 _CHANCE_OF_A_TURN = 0.05
 _Z = 1.96  # standard errors in half the width of a 95 % interval
 
@@ -39,7 +39,7 @@ class Point(NamedTuple):
     Attributes:
         step: Training step.
         value: Value at that step.
-        margin: Half width of its 95 % interval; 0 if it is unknown.
+        margin: Half width of its 95 % interval; 0 if unknown.
     """
 
     step: int
@@ -60,16 +60,16 @@ class Phase:
 
     Attributes:
         name: "expanding"; "compressing" (falling after an expansion); "falling"; "level"; "unclear"
-            (it may have turned, or the margins or the run do not allow to say that it is level);
+            (it may have turned, or margins or the run's length do not allow to call it level);
             "unknown" (fewer than two readings, or no margins).
         start: First reading.
         peak: Reading with the largest value.
         last: Last reading.
-        since: Reading from which the last one differs; if the curve is level, the first of those
-            that agree with the last; None if the phase is unclear or unknown.
-        peak_steps: Steps between which the peak may lie: the readings beside it that agree with it.
-        widening: Factor of the margin of a difference: more readings need a larger one, since the
-            peak and the reading of `since` are chosen among all of them.
+        since: Reading from which the last one differs; if the curve is level, the first reading
+            that agrees with the last; None if the phase is unclear or unknown.
+        peak_steps: Steps between which the peak may lie: its neighbours that agree with it.
+        widening: Factor on the margin of a difference, which grows with the number of readings,
+            because the peak and `since` are chosen among all of them. Defaults to 1.0.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Phase:
         return -change.value > change.margin > 0
 
     def words(self) -> str:
-        """Say the phase, and the readings that it follows from.
+        """Return the phase in words, with the change that it follows from.
 
         Example:
             >>> steps, values = [0, 64, 128, 256, 512, 1024], [2.5, 5.0, 7.3, 7.4, 6.4, 5.5]
@@ -112,7 +112,7 @@ class Phase:
         return f"{self.name}, {change} since step {self.since.step:,}"
 
     def course(self) -> str:
-        """Say the peak and the start, and how far the last value is from each; "" for one reading.
+        """Return peak and start in words, with the change since each; "" for a single reading.
 
         Example:
             >>> steps, values = [0, 64, 128, 256, 512, 1024], [2.5, 5.0, 7.3, 7.4, 6.4, 5.5]
@@ -146,17 +146,20 @@ def find_phase(
     """Find the phase at the end of a curve.
 
     The margin of a difference of two readings is w sqrt(m1^2 + m2^2), where m1 and m2 are their
-    margins and w grows with the number of readings (w = 1.4 for 4, 2 for 20, 2.5 for 150), so that
-    of 100 curves without a change about 5 get a wrong word at one of their readings.
+    margins and w grows with the number of readings (1.4 for 4, 2 for 20, 2.5 for 150), so that
+    about 5 of 100 unchanging curves get a wrong word at one of their readings.
 
     Args:
         steps: Training steps, ascending.
-        values: Value at each step; those that are not finite are left out.
-        margins: Half width of the 95 % interval of each value, 0 or not finite if it is unknown;
-            None for a curve without any.
+        values: Value at each step; values that are not finite are left out.
+        margins: Half width of the 95 % interval of each value, 0 or not finite if unknown. Defaults
+            to None, for a curve without margins.
+
+    Returns:
+        The phase.
 
     Raises:
-        ValueError: The lengths differ.
+        ValueError: If the lengths differ.
 
     Example:
         >>> find_phase([0, 64, 128, 256], [3.0, 5.0, 7.3, 7.4], [0.3] * 4).name
@@ -180,7 +183,7 @@ def find_phase(
     before = _agreeing(points[:top][::-1], points[top], widening)
     after = _agreeing(points[top + 1 :], points[top], widening)
     around = points[top - before].step, points[top + after].step
-    if not points[top].margin:  # nothing can be said of the readings beside it
+    if not points[top].margin:  # without a margin, its neighbours cannot be judged
         around = points[top].step, points[top].step
     name, since = _name(points, points[top], widening)
     return Phase(name, points[0], points[top], points[-1], since, around, widening)
@@ -201,7 +204,7 @@ def _name(points: Sequence[Point], peak: Point, widening: float) -> tuple[str, P
         return "unclear", None
     since = points[-2 - agreeing]
     sign = 1 if since.value < last.value else -1
-    # It may have turned since then: a weaker sign is enough to be silent.
+    # It may have turned since then; weaker evidence is enough to say nothing.
     closer = _widening(agreeing, _CHANCE_OF_A_TURN)
     back = (point for point in points[-1 - agreeing : -1] if sign * (point.value - last.value) > 0)
     if any(_differ(point, last, closer) for point in back):
@@ -212,7 +215,7 @@ def _name(points: Sequence[Point], peak: Point, widening: float) -> tuple[str, P
 
 
 def _agreeing(points: Sequence[Point], one: Point, widening: float) -> int:
-    """Count the readings before the first that differs from another one."""
+    """Count the readings before the first one that differs from a given reading."""
     apart = (index for index, point in enumerate(points) if _differ(point, one, widening))
     return next(apart, len(points))
 
@@ -233,7 +236,7 @@ def _differ(one: Point, other: Point, widening: float) -> bool:
 
 
 def _widening(pairs: int, chance: float = _CHANCE) -> float:
-    """Compute the factor at which so many pairs agree, with Bonferroni's correction."""
+    """Compute the factor for this many pairs, with Bonferroni's correction."""
     return max(1.0, NormalDist().inv_cdf(1 - chance / (2 * max(1, pairs))) / _Z)
 
 

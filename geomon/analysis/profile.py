@@ -1,7 +1,7 @@
 """Profiles: a metric over depth and heads, as numbers that pages can compare.
 
-The depth of layer l of L is l / (L - 1): 0 is the input of the first block, 1 the last block's
-output.
+The depth of layer l of L is l / (L - 1): 0 is the input of the first block, 1 the output of the
+last block.
 """
 
 import math
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from geomon.record import Reading
 from geomon.record.columns import NAN
 
-# How many times as far as the blocks layer 0 may reach before an axis is theirs alone.
+# If layer 0 reaches more than this many times as far as the blocks, the axis leaves it out.
 _FAR_ABOVE = 2
 
 
@@ -25,12 +25,12 @@ def layers_of(readings: Iterable[Reading]) -> range:
 
 
 def profile_of(reading: Reading, metric: str, *, part: str = "") -> list[float]:
-    """Collect the values of a metric by layer, first to last; NaN if a layer has none.
+    """Collect the values of a metric by layer, first to last; NaN for a layer without one.
 
     Args:
         reading: A reading.
         metric: Name of a metric.
-        part: Name of a part of it; "" for its value.
+        part: Name of a part of it. Defaults to "", for its value.
     """
     column = reading.column(metric, part)
     return [NAN] * column.first * bool(column.layers) + column.layers
@@ -39,23 +39,23 @@ def profile_of(reading: Reading, metric: str, *, part: str = "") -> list[float]:
 def bulge(profile: Sequence[float]) -> float:
     """Compare the middle of a profile with its ends: (middle - ends) / |ends|.
 
-    The middle is the mean over the layers of depth 1/3 to 2/3, the ends the mean of the first layer
-    and the last. Above 0 for a bell, as the anisotropy of decoders has it (Razzhigaev et al.,
-    2311.05928), 0 for a straight line, below 0 for a bowl; 1 where the middle is twice as high.
+    The middle is the mean over the layers of depth 1/3 to 2/3, and the ends the mean of the first
+    and last layer. It is above 0 for a bell, like the anisotropy of decoders (Razzhigaev et al.,
+    2311.05928), 0 for a straight line, below 0 for a bowl, and 1 if the middle is twice as high.
 
     Args:
-        profile: Value at each layer, first to last; a NaN inside is left out.
+        profile: Value at each layer, first to last; NaN inside is ignored.
 
     Returns:
-        The bulge, [-1, inf) where no value is below 0; NaN with one layer, where an end or the
-        whole middle has no value, or where the ends cancel.
+        The bulge, [-1, inf) if no value is negative; NaN with one layer, if an end or the whole
+        middle is missing, or if the ends cancel.
 
     Example:
         >>> round(bulge([0.2, 0.5, 0.8, 0.5, 0.2]), 6), bulge([1.0, 2.0, 3.0, 4.0])
         (3.0, 0.0)
     """
     last = len(profile) - 1
-    # In integers: a depth of 1/3 is a rounding error away from 1/3.
+    # In integers, because a depth of 1/3 would be subject to rounding.
     inside = [
         value
         for layer, value in enumerate(profile)
@@ -68,13 +68,13 @@ def bulge(profile: Sequence[float]) -> float:
 
 
 def peak_depth(profile: Sequence[float]) -> float:
-    """Find the depth at which a profile is highest.
+    """Find the depth where a profile is highest.
 
     Args:
-        profile: Value at each layer, first to last; a NaN is left out.
+        profile: Value at each layer, first to last; NaN is ignored.
 
     Returns:
-        Depth of the first of equal peaks, [0, 1]; NaN with one layer or without a value.
+        Depth of the first of equal peaks, [0, 1]; NaN with one layer or without values.
 
     Example:
         >>> peak_depth([0.2, 0.5, 0.8, 0.5, 0.2])
@@ -87,17 +87,18 @@ def peak_depth(profile: Sequence[float]) -> float:
 
 
 def is_far_above(first: Iterable[float], blocks: Iterable[float]) -> bool:
-    """Decide whether layer 0, the embedding, would flatten the blocks on an axis of both.
+    """Decide whether layer 0, the embedding, would flatten the blocks on a common axis.
 
-    It does where it lies more than twice as far above the lowest block, or 0 where that is lower,
-    as the highest does. A page then gives the axis to the blocks and says how high layer 0 is.
+    It does if its distance above the lowest block (or above 0, if that is lower) is more than twice
+    the distance of the highest block. A page then fits the axis to the blocks and says how high
+    layer 0 is.
 
     Args:
-        first: Values of a metric at layer 0, of all profiles on the axis; a NaN is left out.
-        blocks: Values at all other layers of these profiles; a NaN is left out.
+        first: Values of a metric at layer 0, for all profiles on the axis; NaN is ignored.
+        blocks: Values at all other layers of these profiles; NaN is ignored.
 
     Returns:
-        Whether it does; False without values, and where all blocks are 0.
+        Whether it does; False without values, or if all blocks are 0.
 
     Example:
         >>> is_far_above([25.0], [1.0, 6.0, 2.0]), is_far_above([5.0], [1.0, 6.0, 2.0])

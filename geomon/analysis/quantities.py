@@ -18,13 +18,15 @@ class Quantity:
     """A value of each reading of a run.
 
     Attributes:
-        tag: Tag of the value, that of the mean over layers; its headline name where it has no tag.
-        title: What it is, in words.
+        tag: Tag of the value (of the mean over layers), or its headline name if it has no tag.
+        title: Title of the value.
         unit: Its unit; "" for a pure number.
         metric: Name of the metric; "" for a value of the run as a whole.
-        part: Name of a part of the metric, "k32" say; "" for its value.
-        chart: Title of the chart that shows it by default; "" where it is shown only if chosen.
-        value: Function of a reading; None for the mean over layers, which has a margin.
+        part: Name of a part of the metric, such as "k32". Defaults to "", for its value.
+        chart: Title of the chart that shows it by default. Defaults to "", if it is shown only on
+            request.
+        value: Function of a reading. Defaults to None, for the mean over layers, which has a
+            margin.
     """
 
     tag: str
@@ -37,7 +39,7 @@ class Quantity:
 
     @property
     def is_mean(self) -> bool:
-        """Whether it is a mean over layers, each of which has a value of its own."""
+        """Whether it is a mean over layers, which have values of their own."""
         return self.value is None
 
     @property
@@ -47,12 +49,12 @@ class Quantity:
 
     @property
     def words(self) -> str:
-        """The title, and what the mean is over."""
+        """The title, with what a mean is over."""
         return f"{self.title}, mean over layers" if self.is_mean else self.title
 
     @property
     def name(self) -> str:
-        """What it is, below the title of its chart."""
+        """Its name below the title of its chart."""
         return shortened(self.words, self.chart.removesuffix(f" ({self.unit})"))
 
     def curve(self, readings: Iterable[Reading], layer: int | None = None) -> Curve:
@@ -60,7 +62,7 @@ class Quantity:
 
         Args:
             readings: Readings of the run.
-            layer: Number of a layer, for a value of layers; None for the value of all.
+            layer: Index of a layer. Defaults to None, for the value of all layers.
         """
         if self.value is not None and layer is None:
             return plain_curve(readings, self.value)
@@ -68,10 +70,10 @@ class Quantity:
 
 
 def quantities_of(readings: Readings) -> dict[str, Quantity]:
-    """List the quantities of a run by tag: those of metrics, what the training logs, geomon's cost.
+    """List the quantities of a run by tag: metrics, logged values, and geomon's cost.
 
-    What charts show by default comes first. Deviations over splits are left out, and what has no
-    value in any reading. Texts of the record are made printable.
+    Quantities that charts show by default come first. Deviations over splits, and quantities
+    without any value, are left out. Texts of the record are made printable.
 
     Args:
         readings: Readings of a run, of one stack.
@@ -91,7 +93,7 @@ def quantities_of(readings: Readings) -> dict[str, Quantity]:
             if part.rpartition("/")[2] != "std":
                 found[tag] = Quantity(tag, title, unit, metric, part)
         for each in headlines_of(metric, text):
-            if each.chart:  # the ends of the interval have none: they are a band
+            if each.chart:  # the ends of an interval have no chart, because they form a band
                 tag = each.tag or each.name
                 made = Quantity(tag, printable(each.words), unit, metric, value=each.value)
                 found[tag] = replace(found.get(tag, made), chart=printable(each.chart))

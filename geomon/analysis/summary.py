@@ -13,10 +13,11 @@ def summarise(readings: Iterable[Reading], facts: Sequence[Fact] | None = None) 
 
     Args:
         readings: Readings of a run.
-        facts: Facts of the run; by default those of the readings, of which a page may keep few.
+        facts: Facts of the run. Defaults to the facts of the readings. Pages that keep few readings
+            pass the facts of all.
 
     Returns:
-        Sentences, at least one; a metric that was not measured is not mentioned.
+        Sentences, at least one; metrics that were not measured are not mentioned.
     """
     whole = readings if isinstance(readings, Readings) else Readings([], list(readings))
     selected = Readings(whole.runs, single_source(whole))
@@ -29,7 +30,7 @@ def summarise(readings: Iterable[Reading], facts: Sequence[Fact] | None = None) 
 
 
 def alert_sentences(readings: Readings) -> list[str]:
-    """Say, for each kind of alert, when it came first, and how many there were.
+    """Say for each kind of alert when it came first, and how many there were.
 
     Args:
         readings: Readings of a run, with its alerts.
@@ -42,14 +43,14 @@ def alert_sentences(readings: Readings) -> list[str]:
 
 
 def headline(readings: Readings) -> str:
-    """Say in one line what a reader must know first: the alerts, and how the dimension goes.
+    """Say in one line what a reader must know first: the alerts, and the dimension's trend.
 
     Args:
         readings: Readings of a run, of one stack.
 
     Returns:
-        "Alerts: rank collapse at step 64, logit growth at step 80. Intrinsic dimension ...", for
-        instance.
+        A line such as "Alerts: rank collapse at step 64, logit growth at step 80. Intrinsic
+        dimension ...".
     """
     found = [f"{first.kind} at step {first.step:,}" for first in first_alerts(readings)]
     alerts = [f"Alert{'s' * (len(found) > 1)}: {', '.join(found)}."] if found else []
@@ -59,11 +60,7 @@ def headline(readings: Readings) -> str:
 
 
 def dimension_facts(facts: Iterable[Fact]) -> list[Fact]:
-    """Select the facts of the intrinsic dimension.
-
-    Args:
-        facts: Facts of a run.
-    """
+    """Select the facts of the intrinsic dimension."""
     return [fact for fact in facts if fact.quantity.metric in DIMENSIONS]
 
 

@@ -1,4 +1,4 @@
-"""Capture: hooks for one forward pass, and a snapshot of sampled rows of each layer."""
+"""Capture: watch one forward pass, and keep sampled rows of each layer as a `Snapshot`."""
 
 from geomon.capture.anatomy import find_anatomy
 from geomon.capture.calling.calls import FirstCall

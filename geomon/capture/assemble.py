@@ -1,8 +1,8 @@
-"""Assembly: from what a window kept to layers, with their views on one device.
+"""Build layers from what a window kept, with their views on one device.
 
-What is decided here (padding, masks, layouts of projections) is decided on the host, on what is
-small. Rows stay where they were captured until a layer is whole: `Layer.to` moves it. For every
-view that a layer lacks, the reason is kept.
+Padding, masks and projection layouts are decided on the host, from small tensors. Rows stay where
+they were captured until a layer is complete and `Layer.to` moves it. Every missing view gets a
+reason.
 """
 
 from collections import defaultdict
@@ -36,7 +36,7 @@ from geomon.capture.snapshot import (
     Part,
     PassInfo,
     Snapshot,
-    beside,
+    concat_heads,
     group_by_layer,
     source_of,
     wait_for_copies,
@@ -46,8 +46,8 @@ from geomon.capture.weights import present_weight
 from geomon.note import Note
 
 _HIDDEN_ONLY = frozenset({"hidden", "last"})
-_HIDDEN = "hidden states"  # what remarks on them are about
-_LAST_QUERIES = 64  # of a sequence, which show whether queries see keys of another
+_HIDDEN = "hidden states"  # the subject of remarks on them
+_LAST_QUERIES = 64  # per sequence, enough to show whether queries see keys of another sequence
 _HEADS_ONLY = frozenset({"attention", "projection"})
 _ROW_VIEWS = (*ROW_VIEWS, "precision")
 _QUERY_VIEWS = ("query", "key", "bias", "scale", "softcap", "sink")
@@ -55,99 +55,94 @@ _PROJECTED_VIEWS = ("projected_query", "projected_key")
 _PROJECTED_SEQUENCES = ("query_sequences", "key_sequences")
 
 _NOT_RUN = (
-    "the block was not run under the window (called by .forward() directly, skipped, compiled in a "
-    "way that hides it, or a copy of the model was run in its place); call the model itself, or "
-    "measure by a probe"
+    "the block did not run while the window was open (it was called by .forward() directly, was "
+    "skipped, was compiled in a way that hides it, or a copy of the model ran instead); call the "
+    "model itself, or measure by a probe"
 )
 _OTHER_THREAD = (
-    "the block was run in another thread than the one that opened the window (nn.DataParallel): "
+    "the block ran in a thread other than the one that opened the window (nn.DataParallel): "
     "train with DistributedDataParallel, or measure the wrapped module by a probe"
 )
 _DROPPED = (
-    "the block was not run in this pass, as others were (layers dropped at random, say, or blocks "
-    "of the model that were replaced while it was watched)"
+    "the block did not run in this pass although others did (layers may be dropped at random, or "
+    "blocks may have been replaced while the model was watched)"
 )
 _NOT_PROJECTED = "its queries and keys were not traced back to products of tokens with weights"
 _AS_ATTENDED = (
     "queries and keys were not traced back to products of tokens with weights: Q and K as attended "
-    "stand for them"
+    "are used instead"
 )
 _LEFT_OUT = (
-    "queries or keys were not traced back to products with weights at {percent:.0f} % of the "
-    "tokens: they are left out"
+    "at {percent:.0f} % of the tokens, queries or keys were not traced back to products with "
+    "weights: these tokens are left out"
 )
 _OTHER_KEYS = (
-    "keys of other tokens (of another stack, say) stand beside those of its own: they are left out "
-    "of keys as projected"
+    "some keys belong to other tokens (of another stack, for example): they are left out of keys "
+    "as projected"
 )
 _NO_ATTENTION = (
     "no attention was seen in the block: neither fused attention (torch's own, flex attention, or "
-    "a kernel that is registered as an operator of torch: one that a package calls by pybind is "
-    "not seen), nor a softmax of scores of its tokens (linear attention has none; the fused "
-    "inference path of nn.TransformerEncoder, in eval mode without gradients, shows none: measure "
-    "by a probe)"
+    "a kernel registered as a torch operator; a kernel called through pybind is invisible), nor a "
+    "softmax of scores of its tokens (linear attention has none; the fused inference path of "
+    "nn.TransformerEncoder, in eval mode without gradients, shows none: measure by a probe)"
 )
 _WEIGHTS_CHANGED = (
-    "values are mixed by other weights than those of the softmax, which are changed before they "
-    "are used: entropy and the like are those of the softmax"
+    "the model changes the softmax weights before it mixes values with them: entropy and related "
+    "values describe the softmax"
 )
 _CALLED_AGAIN = (
-    "it is called more than once in the block, and one call is measured: the first of its own "
-    "module, else the first (a second "
-    "attention is measured by itself where it is a module that projects to queries and keys under "
-    "names such as to_q and to_k)"
+    "attention is called more than once in the block, and only one call is measured: the first "
+    "from its own module, or else the first (a second attention is measured separately if it is a "
+    "module with query and key projections under names such as to_q and to_k)"
 )
 _SIDE_NOT_CALLED = "it was not seen in this pass: it is left out"
 _BY_NAME_ALONE = (
-    "a module is called attention, but neither queries and keys nor scores of it were seen: only "
+    "a module is named attention, but neither its queries and keys nor its scores were seen: only "
     "hidden states are measured"
 )
 _LAST = (
     "the blocks are lists of sublayers, whose sums are made outside any module: a layer is seen "
-    "where it enters the next block, and the last one enters none"
+    "when it enters the next block, and the last layer enters none"
 )
 _ADDS_OUTSIDE = (
-    "blocks return branches, and what they were given is added outside of them: layers are the "
-    "sums, which enter the next block or the final norm"
+    "blocks return branches, and their input is added outside of them: layers are the sums, which "
+    "enter the next block or the final norm"
 )
-_LAST_BRANCH = "; the last layer is the branch, whose sum enters no norm that is a module"
+_LAST_BRANCH = "; the last layer is the branch, because its sum does not enter a norm module"
 _PASSED_OVER = (
-    "the blocks were run {count} times: the first is measured, of those in which gradients are "
-    "recorded if there are any"
+    "the blocks ran {count} times: the first run is measured (the first that records gradients, if "
+    "any does)"
 )
 _ROUTED = (
-    "the block was given fewer tokens than other blocks (tokens may be routed past it): which "
-    "tokens of the sequence these are is not known"
+    "the block received fewer tokens than other blocks (tokens may be routed past it): it is not "
+    "known which tokens of the sequence these are"
 )
-_NO_TOKENS = "no embedding outside the blocks was given integers of the hidden states' shape"
+_NO_TOKENS = "no embedding outside the blocks received integers of the hidden states' shape"
 _FEWER_TOKENS = (
-    "; one was given fewer: some hidden states are of no token of the text (virtual tokens of "
-    "prompt tuning, say), and they count as rows"
+    "; one received fewer: some hidden states belong to no token of the text (virtual tokens of "
+    "prompt tuning, for example), and they count as rows"
 )
-_LATER_STAGE = "the first stage of the pipeline knows them, and its rows were not gathered"
+_LATER_STAGE = "only the first pipeline stage knows them, and its rows were not gathered"
 _ACROSS = (
-    "queries see keys of other sequences in their row: no mask keeps packed sequences apart (a "
-    "model of transformers makes one of position_ids where it is given use_cache=False and no "
-    "attention_mask)"
+    "queries see keys of other sequences in their row: no mask separates packed sequences (models "
+    "of transformers make one from position_ids if they get use_cache=False and no attention_mask)"
 )
-_PACKED = (
-    "the hidden states are [tokens, width]: where one sequence ends and the next begins is unknown"
-)
+_PACKED = "the hidden states are [tokens, width]: the boundaries between sequences are unknown"
 _LAST_UNKNOWN = (
-    "which token is the last of its sequence was known only after the pass: pass the model a mask "
-    "[batch, length] as attention_mask"
+    "it became known only after the pass which token is the last of its sequence: pass the model a "
+    "mask [batch, length] as attention_mask"
 )
 _ENDS_LATE = (
-    "the hidden states are [tokens, width]: where one sequence ends is known by the attention that "
-    "follows, when the rows have been kept"
+    "the hidden states are [tokens, width]: only the attention that follows shows where a sequence "
+    "ends, after the rows were kept"
 )
 _NESTED = (
     "the hidden states are nested tensors (the fused inference path of nn.TransformerEncoder makes "
-    "them of a padded batch: measure by a probe), or there are none in what the block returns"
+    "them from a padded batch: measure by a probe), or the block returned none"
 )
 _NO_FINAL_NORM = (
-    "no module outside the blocks whose class is called a norm was given what leaves the last "
-    "block (blocks that end in a norm need none; a norm that is a function is not seen)"
+    "no module outside the blocks with a norm class received the output of the last block (blocks "
+    "that end in a norm need none; a norm that is a function is invisible)"
 )
 _NO_MATRIX = {
     EMBEDDING: "no embedding table was found outside the blocks",
@@ -155,9 +150,9 @@ _NO_MATRIX = {
         "no linear module outside the blocks has one output for each row of an embedding table"
     ),
 }
-_NO_ROWS_OF = "its weight, of the class {kind}, does not give its rows ({error})"
-_NO_MATRICES = "its weights are no whole matrices on this rank (shared out among ranks, say)"
-_IN_PARTS = "its weight is no matrix on this rank (shared out among ranks, say)"
+_NO_ROWS_OF = "its weight, of class {kind}, does not give its rows ({error})"
+_NO_MATRICES = "its weights are not whole matrices on this rank (they may be sharded)"
+_IN_PARTS = "its weight is not a matrix on this rank (it may be sharded)"
 
 
 def build_snapshot(
@@ -172,11 +167,7 @@ def build_snapshot(
     device: torch.device = HOST,
     wait: bool = True,
 ) -> Snapshot:
-    """Build the snapshot of a pass.
-
-    A stack that was not run is left out where another was: the decoder of a model of which only the
-    encoder is used.
-    """
+    """Build the snapshot of a pass; stacks that did not run are left out if another one ran."""
     layers: list[Layer] = []
     remarks: list[Note] = []
     for stack_pass in passes:
@@ -190,15 +181,15 @@ def build_snapshot(
         for label in stack_pass.stack.side_labels:
             layers += builder.side_layers(label, side_stack_name(stack_pass, label, passes))
         if final_norm and not stack_pass.stack.behind:
-            name = _name_beside(stack_pass, FINAL_NORM, alone=len(stacks) < 2)
+            name = _name_side_stack(stack_pass, FINAL_NORM, alone=len(stacks) < 2)
             layers.append(builder.final_norm(name))
         remarks += builder.notes()
     for stack_pass in passes:
         if run and stack_pass not in run:
-            text = f"the blocks of '{stack_pass.stack.name}' were not run: they are left out"
+            text = f"the blocks of '{stack_pass.stack.name}' did not run: they are left out"
             remarks.append(Note(text, text))
     first = next(iter(run or passes), None)
-    rows = [len(x.without_padding(x.entered).indices) for x in run if x.entered is not None]
+    rows = [len(x.without_padding(x.input_rows).indices) for x in run if x.input_rows is not None]
     notes = [*remarks, *notes]
     if first is None:  # a stage of a pipeline without blocks
         return Snapshot([], PassInfo(0, "", "", notes))
@@ -212,7 +203,7 @@ def build_snapshot(
 
 
 def matrix_layer(name: str, module: nn.Module | None, sampler: RowSampler) -> Layer:
-    """Make a layer of rows of a matrix of weights, in a stack of its own."""
+    """Make a layer from rows of a weight matrix, in a stack of its own."""
     captured: dict[str, Any] = {}
     reason = _NO_MATRIX[name] if module is None else _IN_PARTS
     weight = None if module is None else present_weight(module)
@@ -228,26 +219,19 @@ def matrix_layer(name: str, module: nn.Module | None, sampler: RowSampler) -> La
 
 
 def side_stack_name(stack_pass: StackPass, label: str, passes: Sequence[StackPass]) -> str:
-    """Name the stack that the layers of cross-attention, or of a further attention, make."""
+    """Name the stack that holds the layers of cross-attention or of a further attention."""
     having = {other.stack.name for other in passes if label in other.stack.side_labels}
     taken = any(other.stack.name == label for other in passes)
-    return _name_beside(stack_pass, label, alone=len(having) < 2 and not taken)
+    return _name_side_stack(stack_pass, label, alone=len(having) < 2 and not taken)
 
 
-def _name_beside(stack_pass: StackPass, label: str, *, alone: bool) -> str:
-    """Name what stands beside a stack; with the name of the stack unless no other has the like."""
+def _name_side_stack(stack_pass: StackPass, label: str, *, alone: bool) -> str:
+    """Name a side stack: the label if it is unique, else "stack.label"."""
     return label if alone else f"{stack_pass.stack.name}.{label}".strip(".")
 
 
 class StackBuilder:
-    """Builds the layers of one stack.
-
-    Args:
-        stack_pass: Pass through the stack.
-        sources: Sources of the views that are wanted.
-        not_run: Why views are missing where no block of the stack was run.
-        alone: Whether the model has no other stack.
-    """
+    """Builds the layers of one stack; `not_run` is the reason for missing views if no block ran."""
 
     def __init__(
         self,
@@ -265,17 +249,18 @@ class StackBuilder:
         self._inverted = self._tokens.padding.contradiction(self._tokens.batch)
         self._before = stack_pass.stack.before
         self._is_part = stack_pass.place.shards > 1 or not stack_pass.stack.is_whole
-        # Of each stack: remarks, by subject, with their layers; rows that are not finite, and rows.
+        # Per stack: depths of each (subject, remark).
         self._remarks: dict[str, dict[tuple[str, str], list[int]]] = defaultdict(dict)
-        self._lost: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)  # by subject, layer
+        # Per subject and depth: number of rows that are not finite, and of all rows.
+        self._lost: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
 
     def layers(self) -> list[Layer]:
-        """Build the input of the first block, unless it is of a later stage, and all outputs."""
+        """Build the outputs of all blocks, and the first block's input if this rank has it."""
         first: list[Layer] = []
         if not self._before:
             why = self._why_no_rows(ran=bool(self._pass.block_calls))
-            stack, entered = self._pass.stack.name, self._pass.entered
-            first = [self._of_hidden_states(0, "input of the blocks", entered, why, stack)]
+            stack, rows = self._pass.stack.name, self._pass.input_rows
+            first = [self._of_hidden_states(0, "input of the blocks", rows, why, stack)]
         return [*first, *(self._layer(depth, *made) for depth, made in enumerate(self._layers, 1))]
 
     def side_layers(self, label: str, stack: str) -> list[Layer]:
@@ -298,11 +283,7 @@ class StackBuilder:
         return []
 
     def final_norm(self, stack: str) -> Layer:
-        """Build the layer of what the final norm made of the output of the last block.
-
-        Args:
-            stack: Name of the stack that this layer makes.
-        """
+        """Build the layer of the final norm's output."""
         rows, name = self._pass.normed or (None, FINAL_NORM)
         why = _NO_FINAL_NORM if self._pass.block_calls else self._not_run
         return self._of_hidden_states(self._before + len(self._layers), name, rows, why, stack)
@@ -314,7 +295,7 @@ class StackBuilder:
         return Layer(depth, name, captured, missing, stack, _sources_of(kept), part=part)
 
     def notes(self) -> list[Note]:
-        """Make notes of the remarks on the layers that were built."""
+        """Turn the remarks on the layers built so far into notes."""
         stack_pass, stack = self._pass, self._pass.stack.name
         notes = [
             note for s, reasons in self._remarks.items() for note in group_by_layer(reasons, s)
@@ -359,7 +340,7 @@ class StackBuilder:
         elif index is not None and has_heads:
             indices = block.attention_indices() or [index]
             heads = [self._head_views(depth, block, block_call, i, stack) for i in indices]
-            more, lacking = beside(heads)
+            more, lacking = concat_heads(heads)
             captured, missing = captured | more, missing | lacking
             if len(indices) == 1:
                 part = replace(part, heads=self._head_numbers(block_call, indices[0]))
@@ -371,7 +352,7 @@ class StackBuilder:
     # -- hidden states -----------------------------------------------------------------------------
 
     def _why_no_rows(self, *, ran: bool) -> str:
-        """Say why a block has no hidden states."""
+        """Say why the hidden states of a block are missing."""
         not_read = self._pass.why_not_read or (_LAST if self._pass.stack.entering else _NESTED)
         return not_read if ran else self._not_run
 
@@ -400,7 +381,7 @@ class StackBuilder:
         return captured, missing, part
 
     def _last_tokens(self, kept: SampledRows) -> SampledRows | str:
-        """Return the last tokens, now that padding is settled, or why there are none."""
+        """Return the last tokens, now that padding is known, or the reason why there are none."""
         if self._pass.is_routed(kept.shape):
             return _ROUTED
         if kept.last is None:
@@ -414,9 +395,9 @@ class StackBuilder:
     def _views_of(
         self, depth: int, kept: SampledRows, subject: str
     ) -> tuple[dict[str, Any], dict[str, str], Tensor | None]:
-        """Make the captured views of sampled rows, without those that are not finite.
+        """Make the captured views of finite rows, the reasons for missing ones, and row numbers.
 
-        The third value numbers these rows, where ranks share them out.
+        Row numbers are returned only if ranks share the rows.
         """
         finite = kept.values.isfinite().all(dim=1).cpu()
         if not finite.all():
@@ -441,7 +422,7 @@ class StackBuilder:
             ids = found.arrange(found.lookup.ids)
             captured["token_ids"] = ids.flatten().cpu()[indices]
         else:
-            # Where there are several stacks, they may be those of another one.
+            # With several stacks, the integers may belong to another one.
             fewer = self._alone and tokens.ids.fewer_than(self._pass.shape)
             reason = _LATER_STAGE if self._before else _NO_TOKENS + _FEWER_TOKENS * fewer
             missing["token_ids"] = reason
@@ -487,17 +468,17 @@ class StackBuilder:
         return captured, missing
 
     def _head_numbers(self, block_call: BlockCall | None, index: int) -> dict[str, tuple[int, ...]]:
-        """Number the heads of an attention, which were traced, if other ranks may have others."""
+        """Return the traced numbers of an attention's heads if other ranks may hold others."""
         if block_call is None or not self._is_part or index not in block_call.attentions:
             return {}
         seen = block_call.attentions[index]
         numbers = dict(seen.numbers)
-        if seen.projected is None:  # queries and keys as attended stand for them
+        if seen.projected is None:  # queries and keys as attended are used instead
             numbers |= {f"projected_{v}": numbers[v] for v in ("query", "key") if v in numbers}
         return numbers
 
     def _goes_across(self, call: AttentionCall | SoftmaxCall, captured: dict[str, Any]) -> bool:
-        """Whether queries see keys of another sequence of their row, by the last of the queries."""
+        """Whether the last queries of a packed row see keys of another sequence."""
         packed = self._tokens.packed(self._pass.shape)
         if packed is None or "visible" not in captured:
             return False
@@ -530,7 +511,7 @@ class StackBuilder:
         return {}, dict.fromkeys((*_QUERY_VIEWS, "visible", "scores", "max_logits"), reason)
 
     def _max_logits(self, calls: Sequence[Tensor]) -> dict[str, Any]:
-        """Make the view of the largest scores, of all calls of one attention together."""
+        """Return the largest score of each head over all calls of one attention."""
         if not calls:
             return {}
         largest = torch.stack(
@@ -543,7 +524,7 @@ class StackBuilder:
 
 
 def _rows_lost(subject: str, lost: Mapping[int, tuple[int, int]], stack: str) -> Note:
-    """Make the note on rows that are not finite, with the numbers of the layer with most."""
+    """Make the note on rows that are not finite, with the counts of the worst layer."""
     count, rows = max(lost.values())
     up_to = "up to " if len(set(lost.values())) > 1 else ""
     return Note(
@@ -554,17 +535,14 @@ def _rows_lost(subject: str, lost: Mapping[int, tuple[int, int]], stack: str) ->
 
 
 def _sources_of(kept: SampledRows | None) -> frozenset[str]:
-    """Return the sources of hidden states: feature maps have no last token."""
+    """Return the sources of hidden states; feature maps do not have a last token."""
     return _HIDDEN_ONLY - ({"last"} if kept is not None and len(kept.shape) > 2 else set())
 
 
 def _attended_rows(
     captured: dict[str, Any],
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Return queries as attended that are no padding, and keys that some query sees, as rows.
-
-    The third value numbers the sequence of each query and of each key.
-    """
+    """Return the real queries and the keys that some query sees, as rows, with sequence numbers."""
     query, key, visible = captured["query"], captured["key"], captured["visible"]
     visible = visible.expand(*query.shape[:3], key.shape[2])
     real, seen = visible.any(dim=3).any(dim=1), visible.any(dim=2).any(dim=1)

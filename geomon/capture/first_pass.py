@@ -1,7 +1,7 @@
-"""First pass: the calls of the blocks of a stack that count, and what is kept of them.
+"""The block calls of a stack that count in one pass, and what is kept of each.
 
-Everything that sees a call fills these; layers are made of them (`geomon.capture.assemble`).
-`geomon.capture.tracker` has the rule which calls count.
+All observers of a call fill in these forms, and `geomon.capture.assemble` makes layers from them.
+`geomon.capture.tracker` decides which calls count.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from geomon.capture.weights import said
 
 Shape = tuple[int, ...]
 
-# Rows of hidden states by which ranks see whether they have the same tokens.
+# Number of rows of hidden states that ranks compare to see whether they have the same tokens.
 LANDMARKS = 8
 
 
@@ -42,27 +42,26 @@ class BlockCall:
 
     Attributes:
         block: Index of the block in its stack, from 0.
-        shape: Shape of the hidden states that entered the block, of all ranks that share them out,
+        shape: Shape of the hidden states that entered the block, over all ranks that share them,
             without the width; None if they are nested.
-        entered: The same with the width, as the block was given it.
-        handed_on: Whether what entered the block is what left the one that was called before.
-        called: Addresses of the modules that were called, of a block that is a list of them.
+        input_shape: Shape of the block's input on this rank, with the width.
+        handed_on: Whether the block's input is the output of the block called before it.
+        called: Ids of the modules called so far, if the block is a list of modules.
         hidden: Rows of the hidden states that left the block.
-        is_sum: Whether these are the sum of what entered the block and what left it.
+        is_sum: Whether these are the sum of the block's input and output.
         running_attention: Index of the attention that is running, if the block has several.
-        attentions: What was seen of each attention.
-        provenance: What follows tensors through the call.
-        finished: Whether nothing more is followed.
-        inputs: Inputs of the modules that are projecting, and the number of their first feature
-            among those of all ranks, by the address of the module.
-        weight_norms: Frobenius norm of the block's matrices of weights by name; empty if they were
-            not read.
-        expert_counts: How often the tokens chose each expert; None without experts.
+        attentions: Observations of each attention.
+        provenance: Follows tensors through the call.
+        finished: Whether following tensors has ended.
+        inputs: By id of a module that is projecting: its input, and the index of its first feature
+            on all ranks.
+        weight_norms: Frobenius norm of each weight matrix of the block, by name; empty if not read.
+        expert_counts: How often the tokens chose each expert, or None without experts.
     """
 
     block: int
     shape: Shape | None = None
-    entered: Shape | None = None
+    input_shape: Shape | None = None
     handed_on: bool = True
     called: set[int] = field(default_factory=set)
     hidden: SampledRows | None = None
@@ -76,15 +75,11 @@ class BlockCall:
     expert_counts: Tensor | None = None
 
     def seen(self, index: int) -> SeenAttention:
-        """Return what was seen of an attention; nothing so far where it was not met yet.
-
-        Args:
-            index: Index of the attention.
-        """
+        """Return what was seen of an attention so far."""
         return self.attentions.setdefault(index, SeenAttention())
 
     def forget_tensors(self) -> None:
-        """Free the tensors of the model that were followed, and follow no others."""
+        """Release the model's tensors, and stop following any."""
         self.finished = True
         self.provenance.forget()
         self.inputs.clear()
@@ -93,32 +88,32 @@ class BlockCall:
 
 
 class StackPass:
-    """One pass through a stack: the calls of its blocks, and what is known of all of them.
+    """One pass through a stack: its block calls, and what is known about all of them.
 
     Args:
         stack: The stack.
-        memory: Limit of the memory of the rows, with their sampler.
-        first: Whether the stack is the first one of the model.
-        place: Place of this rank among those that share out the weights of the blocks.
+        memory: Memory limit of the rows, with their sampler.
+        first: Whether the stack is the model's first one.
+        place: Place of this rank among those that share the weights of the blocks.
 
     Attributes:
         stack: The stack.
-        memory: Limit of the memory of the rows, with their sampler.
-        place: Place of this rank among those that share out the weights of the blocks.
+        memory: Memory limit of the rows, with their sampler.
+        place: Place of this rank among those that share the weights of the blocks.
         running: Whether the stack's owner is running.
         over: Whether the owner has returned.
-        with_gradients: Whether gradients are recorded in it.
+        with_gradients: Whether the pass records gradients.
         passed_over: Number of later passes, which do not count.
         tokens: The tokens of the pass: padding, token ids, sequences, sampled rows.
         block_calls: The calls that count, in order.
-        entered: Rows of the hidden states that entered the first of these calls.
-        left: Address and shape of what left the last block that was called.
-        leaving: What left the last block that was called; kept for the final norm alone.
-        normed: Rows of what the final norm made of it, and the name of the norm.
-        mode: "train" or "eval"; "" where no block was called.
+        input_rows: Rows of the hidden states that entered the first of these calls.
+        last_output_id: Address and shape of the output of the last block that was called.
+        last_output: Output of the last block that was called; kept only for the final norm.
+        normed: Rows of the final norm's output, and the name of the norm.
+        mode: "train" or "eval"; "" if no block was called.
         dtype: Data type of the hidden states in the model.
-        why_not_read: Why hidden states were not read, where they were not; "" for no reason.
-        remarks: What a reader of the numbers has to know of the order of the blocks.
+        why_not_read: Why hidden states were not read; "" if they were.
+        remarks: Remarks on the order of the blocks, for the reader of the numbers.
     """
 
     def __init__(
@@ -141,15 +136,15 @@ class StackPass:
         padding = Padding(first=first, decodes=decodes)
         self.tokens = PassTokens(memory.sampler, padding, length_first=length_first)
         self.block_calls: list[BlockCall] = []
-        self.entered: SampledRows | None = None
-        self.left: tuple[int, Shape] | None = None
-        self.leaving: Tensor | None = None
+        self.input_rows: SampledRows | None = None
+        self.last_output_id: tuple[int, Shape] | None = None
+        self.last_output: Tensor | None = None
         self.normed: tuple[SampledRows, str] | None = None
         self.dtype = torch.float32
         self.mode = self.why_not_read = ""
         self.remarks: dict[str, None] = {}
-        # Dimension along which hidden states that are plain tensors are shared out among ranks, and
-        # whether it is known yet.
+        # Dimension along which ranks share hidden states that are plain tensors, and whether it is
+        # known yet.
         self._along: int | None = None
         self._along_is_known = place.shards == 1
 
@@ -165,10 +160,10 @@ class StackPass:
         return self.shape if block_call.shape is None else block_call.shape
 
     def slice_of(self, hidden: Tensor, rows: Tensor) -> Slice:
-        """Find where the hidden states that are on this rank lie among those of all ranks.
+        """Locate this rank's hidden states in the whole tensor.
 
-        A plan of tensor parallelism may split them along the sequence and leave plain tensors:
-        token ids of so many times the length show it, or attention (`take_attention`).
+        Tensor parallelism may split plain tensors along the sequence: token ids or attention that
+        are a multiple as long show it (`take_attention`).
         """
         part = tuple(rows.shape[:-1])
         if is_sharded(hidden):
@@ -180,7 +175,7 @@ class StackPass:
         return sharded_along(self._along, part, self.place)
 
     def possible_shapes(self, block_call: BlockCall) -> list[Shape]:
-        """List the shapes that the hidden states which entered a block may have on all ranks."""
+        """List the shapes that a block's input may have over all ranks."""
         shape = self.shape_at(block_call)
         if self._along_is_known:
             return [shape]
@@ -188,16 +183,16 @@ class StackPass:
         return [shape, *(sharded_along(dim, shape, self.place).shape for dim in dims)]
 
     def take_attention(self, block_call: BlockCall, shape: Shape) -> None:
-        """Take note that attention has shown the shape of the hidden states on all ranks.
+        """Accept the shape of hidden states over all ranks that attention has shown.
 
-        Rows that were sampled before, as if there were no others, are dropped.
+        Rows sampled before, under the assumption of a smaller shape, are dropped.
         """
         part = self.shape_at(block_call)
         self._along_is_known = True
         if shape == part:
             return
         self._along = next(dim for dim in range(len(part)) if shape[dim] != part[dim])
-        self.entered = None
+        self.input_rows = None
         for other in self.block_calls:
             other.hidden = None
             other.shape = shape if other.shape == part else other.shape
@@ -210,11 +205,11 @@ class StackPass:
         self._along = None if shape in (None, part) else longer.index(shape)
 
     def row_indices(self, shape: Shape) -> Tensor:
-        """Return flat indices of the sampled rows; the same for hidden states of one shape."""
+        """Return flat indices of the sampled rows; equal shapes get equal rows."""
         return self.tokens.rows(self._unfolded(shape))
 
     def settle(self) -> None:
-        """Decide what is padding and what is packed, now that the pass was seen."""
+        """Decide what is padding and what is packed, now that the pass is over."""
         self.tokens.settle(
             [
                 tuple(seen.call.shape)
@@ -225,20 +220,20 @@ class StackPass:
         )
 
     def without_padding(self, rows: SampledRows) -> SampledRows:
-        """Remove rows of hidden states that are known to be padding now."""
+        """Remove rows of hidden states that are now known to be padding."""
         return self.tokens.without_padding(rows, self._unfolded(rows.shape))
 
     def _unfolded(self, shape: Shape) -> Shape:
-        """Return the shape in which rows entered the stack, where a block flattens them."""
+        """Return the shape of rows where they enter the stack, in case a block flattens them."""
         flattened = shape != self.shape[::-1] and math.prod(shape) == math.prod(self.shape)
         return self.shape if flattened else shape
 
     # -- which layers they make ------------------------------------------------------------------
 
     def layers(self) -> list[tuple[Block, BlockCall | None, str]]:
-        """List the block of each layer, its call (None if it was not called) and a name.
+        """List (block, call or None, name) for each layer.
 
-        Each call is a layer if a block came again, or behind one that follows it.
+        If a block was called again, or after one that follows it, each call is a layer.
         """
         blocks, calls = self.stack.blocks, self.block_calls
         if any(call.block >= following.block for call, following in itertools.pairwise(calls)):
@@ -248,10 +243,10 @@ class StackPass:
         return [(block, by_block.get(n), block.name) for n, block in enumerate(blocks)]
 
     def is_routed(self, shape: Shape) -> bool:
-        """Whether hidden states are of some tokens, which only some of the blocks are given.
+        """Whether this layer saw only the tokens routed to it.
 
-        Tokens that were merged stay merged: they are routed where a block is given more than one
-        before it, or as many that another block has not handed on.
+        Merged tokens stay merged; tokens are routed if a block has fewer of them than a neighbour,
+        or as few that did not come from the block before.
         """
         if not _is_part(shape, self._longest):
             return False
@@ -263,20 +258,17 @@ class StackPass:
 
     @property
     def _longest(self) -> Shape:
-        """Shape of the hidden states of most tokens that a block was given, without the width."""
+        """Shape, without the width, of the block input with the most tokens."""
         return max(map(self.shape_at, self.block_calls), key=math.prod, default=())
 
 
 def _is_part(shape: Shape, whole: Shape) -> bool:
-    """Whether sequences of one shape are shorter than as many of another."""
+    """Whether one shape has as many sequences as another, but shorter ones."""
     if len(shape) != 2 or len(whole) != 2:
         return False
     return any(shape[i] == whole[i] and shape[1 - i] < whole[1 - i] for i in (0, 1))
 
 
 def attention_key(block: Block, label: str = "") -> int | None:
-    """Return the index under which an attention is kept in `BlockCall`.
-
-    None if the block has no such attention.
-    """
+    """Return the key of an attention in `BlockCall.attentions`, or None if the block lacks it."""
     return 0 if not block.attentions and not label else block.attention_index(label)

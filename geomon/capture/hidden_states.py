@@ -1,4 +1,4 @@
-"""Hidden states: copies of rows that enter and leave blocks, and of what the final norm makes."""
+"""Copy rows of hidden states that enter and leave blocks, and of the final norm's output."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,49 +21,50 @@ from geomon.capture.tokens.sampling import (
 from geomon.capture.tracker import Tracker
 
 _SEVERAL = (
-    "blocks give several tensors of the shape of hidden states, and the first is measured. Where "
-    "the hidden state is their sum (a branch and its residual), this is one part of it"
+    "blocks return several tensors of the shape of hidden states, and the first is measured. If "
+    "the hidden state is their sum (a branch and its residual), this is only one part of it"
 )
 _RESTARTS = (
-    "blocks are called again on something else than the last block gave (another part of the "
-    "sequences, say): each call is a layer, and its rows may not be those of the layers before"
+    "blocks are called again on something other than the last block's output (another part of the "
+    "sequences, for example): each call is a layer, and its rows may differ from those of the "
+    "layers before"
 )
 _SIDE_BY_SIDE = (
-    "blocks are given the same hidden states, side by side: a layer is not made of the one before"
+    "blocks receive the same hidden states, side by side: a layer is not made from the one before"
 )
 _HIDES_BETWEEN = (
-    "what enters a block is not what the block before returned, and what is done between them was "
-    "not seen (only with metrics of attention or token ids, and outside of compiled code): layers "
-    "are what the blocks return, which may be a branch without its residual"
+    "a block's input is not the output of the block before, and what happens between them was not "
+    "seen (it is seen only with metrics of attention or token ids, outside compiled code): layers "
+    "are the outputs of the blocks, which may be a branch without its residual"
 )
 
 
 class HiddenStates:
-    """Copies sampled rows of what enters and leaves blocks.
+    """Copies sampled rows that enter and leave blocks.
 
-    The residual stream is what a block returns, or a sum that the model makes behind the block.
+    The residual stream is a block's output, or a sum that the model makes after the block.
 
     Args:
         tracker: Knows the passes.
         keeps_last: Whether the last token of each sequence is wanted.
-        keeps_final_norm: Whether what the final norm makes is wanted.
+        keeps_final_norm: Whether the final norm's output is wanted.
 
     Attributes:
-        stream: What follows tensors between blocks.
+        stream: Follows tensors between blocks.
     """
 
     def __init__(self, tracker: Tracker, *, keeps_last: bool, keeps_final_norm: bool) -> None:
         self._tracker = tracker
         self._keeps_last, self._keeps_final_norm = keeps_last, keeps_final_norm
         self.stream = Stream()
-        self._entered: Tensor | None = None  # what the block that is running was given
-        # Passes whose final norm is running, by the address of the norm.
+        self._last_input: Tensor | None = None  # input of the running block
+        # Passes whose final norm is running, by id of the norm.
         self._norming: dict[int, StackPass] = {}
 
     def forget(self) -> None:
-        """Keep no tensor of the model."""
+        """Release all tensors of the model."""
         self.stream.forget()
-        self._entered = None
+        self._last_input = None
 
     def enter(
         self,
@@ -71,72 +72,63 @@ class HiddenStates:
         block_call: BlockCall,
         module: nn.Module,
         given: list[Any],
-        entered: Tensor | None,
+        hidden: Tensor | None,
         *,
         sees_between: bool,
     ) -> None:
-        """Take what enters a block whose call counts, and follow it through the call.
-
-        Args:
-            stack_pass: The pass of its stack.
-            block_call: Its call, which is the last one.
-            module: The block, or the part of it that is called.
-            given: Everything that it is given.
-            entered: The hidden states among that; None if they are not known.
-            sees_between: Whether operators between the blocks are seen.
-        """
+        """Handle the input of a block whose call counts (None if unknown), and follow it."""
         rows = None
-        if entered is not None:
-            rows = move_width_last(local_shard(entered), module, entering=True)
+        if hidden is not None:
+            rows = move_width_last(local_shard(hidden), module, entering=True)
         if len(block_call.called) == 1:
-            if entered is not None and rows is not None:
-                self._place(stack_pass, block_call, entered, rows)
-            self._take_before(stack_pass, module, entered, rows, sees_between=sees_between)
+            if hidden is not None and rows is not None:
+                self._place(stack_pass, block_call, hidden, rows)
+            self._take_before(stack_pass, module, hidden, rows, sees_between=sees_between)
         block_call.finished = False
         is_whole = rows is not None and tuple(rows.shape[:-1]) == block_call.shape
-        block_call.provenance.start(given, rows if is_whole else None)  # others: on other ranks
+        block_call.provenance.start(given, rows if is_whole else None)  # else ranks have others
 
     def _place(
-        self, stack_pass: StackPass, block_call: BlockCall, entered: Tensor, rows: Tensor
+        self, stack_pass: StackPass, block_call: BlockCall, hidden: Tensor, rows: Tensor
     ) -> None:
-        """Say where a call stands among those before, by what it is given."""
-        earlier, place = stack_pass.block_calls[:-1], place_of(entered)
-        part = self._part(stack_pass, entered, rows)
+        """Relate a call to earlier ones by comparing its input with their outputs."""
+        earlier, place = stack_pass.block_calls[:-1], place_of(hidden)
+        part = self._part(stack_pass, hidden, rows)
         block_call.shape = None if part is None else part.shape
-        block_call.entered = tuple(entered.shape)
-        block_call.handed_on = stack_pass.left in (None, place)
+        block_call.input_shape = tuple(hidden.shape)
+        block_call.handed_on = stack_pass.last_output_id in (None, place)
         if not block_call.handed_on:
             again = any(call.block == block_call.block for call in earlier)
-            if again and not self.stream.origins(entered):
+            if again and not self.stream.origins(hidden):
                 stack_pass.remarks[_RESTARTS] = None
-            if self._entered is not None and earlier and place == place_of(self._entered):
+            if self._last_input is not None and earlier and place == place_of(self._last_input):
                 stack_pass.remarks[_SIDE_BY_SIDE] = None
 
     def _take_before(
         self,
         stack_pass: StackPass,
         module: nn.Module,
-        entered: Tensor | None,
+        hidden: Tensor | None,
         rows: Tensor | None,
         *,
         sees_between: bool,
     ) -> None:
-        """Copy what enters the first block; of a later one, what it says of the block before."""
+        """Copy the first block's input; a later block's input may complete the block before."""
         *earlier, block_call = stack_pass.block_calls
-        self._entered = entered
+        self._last_input = hidden
         if not earlier:
             stack_pass.mode = "train" if module.training else "eval"
-            stack_pass.entered = self._sample(stack_pass, entered, module, entering=True)
-            if stack_pass.entered is not None and rows is not None:
+            stack_pass.input_rows = self._sample(stack_pass, hidden, module, entering=True)
+            if stack_pass.input_rows is not None and rows is not None:
                 places = spread_indices(math.prod(rows.shape[:-1]), LANDMARKS)
                 stack_pass.tokens.landmarks = copy_rows(rows, places)
             return
         before = earlier[-1]
-        if entered is not None and block_call.block == before.block + 1:
-            self._take_sum(stack_pass, before, entered, module, sees_between=sees_between)
-        # Else other rows may come again.
+        if hidden is not None and block_call.block == before.block + 1:
+            self._take_sum(stack_pass, before, hidden, module, sees_between=sees_between)
+        # Going back to an earlier block may bring other rows.
         if stack_pass.stack.entering and block_call.block > before.block:
-            before.hidden = self._sample(stack_pass, entered, module, entering=True)
+            before.hidden = self._sample(stack_pass, hidden, module, entering=True)
 
     def leave(
         self,
@@ -147,41 +139,33 @@ class HiddenStates:
         *,
         sees_between: bool,
     ) -> None:
-        """Take what a block has returned.
-
-        Args:
-            stack_pass: The pass of its stack.
-            block_call: Its call, which counts.
-            module: The block, or the part of it that was called.
-            output: What it returned.
-            sees_between: Whether operators between the blocks are seen.
-        """
+        """Handle the output of a block (or part of a block) whose call counts."""
         hidden = first_tensor(output)
         if hidden is None:
             return
         if hidden is not output:
-            alike = [x for x in _floating(output) if tuple(x.shape) == block_call.entered]
+            alike = [x for x in _floating(output) if tuple(x.shape) == block_call.input_shape]
             hidden = next(iter(alike), hidden)
             if len(alike) > 1:
                 stack_pass.remarks[_SEVERAL] = None
         self.hand_on(stack_pass, hidden)
         stack_pass.normed = None
-        if sees_between:  # else memory that is used again would tell nothing
-            self.stream.start(self._entered, hidden)
+        if sees_between:  # otherwise reused memory would mislead
+            self.stream.start(self._last_input, hidden)
         if not stack_pass.stack.entering:
             block_call.hidden = self._sample(stack_pass, hidden, module)
 
     def hand_on(self, stack_pass: StackPass, hidden: Tensor) -> None:
-        """Note which tensor goes on from a block."""
-        stack_pass.left = place_of(hidden)
+        """Remember which tensor a block hands on."""
+        stack_pass.last_output_id = place_of(hidden)
         if self._keeps_final_norm:
-            # It is kept alive: no other tensor is at its address while the window is open.
-            stack_pass.leaving = hidden.detach()
+            # Kept alive, so that no other tensor gets its address while the window is open.
+            stack_pass.last_output = hidden.detach()
 
     def enter_norm(self, module: nn.Module, given: Any, *, sees_between: bool) -> None:
-        """Look at what enters a norm outside the blocks.
+        """Look at the input of a norm outside the blocks.
 
-        Behind the last block it may be the sum, and the norm the final one.
+        After the last block, it may be the sum, and the norm the final one.
         """
         given = first_tensor(given)
         if given is None or self._tracker.in_block:
@@ -190,12 +174,12 @@ class HiddenStates:
             last = stack_pass.block_calls[-1:]
             if last and last[0].block == len(stack_pass.stack.blocks) - 1:
                 self._take_sum(stack_pass, last[0], given, module, sees_between=sees_between)
-            leaving = stack_pass.leaving
-            if leaving is not None and place_of(given) == place_of(leaving):
+            last_output = stack_pass.last_output
+            if last_output is not None and place_of(given) == place_of(last_output):
                 self._norming[id(module)] = stack_pass
 
     def leave_norm(self, name: str, module: nn.Module, output: Any) -> None:
-        """Take what such a norm has returned."""
+        """Handle the output of such a norm."""
         stack_pass, normed = self._norming.pop(id(module), None), first_tensor(output)
         if stack_pass is None or normed is None or stack_pass.normed is not None:
             return
@@ -212,11 +196,11 @@ class HiddenStates:
         *,
         sees_between: bool,
     ) -> None:
-        """Take for a layer the sum that is made behind a block, of its input and its output."""
-        if tuple(stream.shape) != before.entered:
+        """Use the sum of a block's input and output, if the model makes one, as its layer."""
+        if tuple(stream.shape) != before.input_shape:
             return
         if not sees_between:
-            if place_of(stream) != stack_pass.left:
+            if place_of(stream) != stack_pass.last_output_id:
                 stack_pass.remarks[_HIDES_BETWEEN] = None
         elif len(self.stream.origins(stream)) > 1 and _SIDE_BY_SIDE not in stack_pass.remarks:
             before.is_sum = True
@@ -230,7 +214,7 @@ class HiddenStates:
         *,
         entering: bool = False,
     ) -> SampledRows | None:
-        """Copy the sampled rows of a tensor of hidden states; None if it has no rows to be read."""
+        """Copy the sampled rows of a tensor of hidden states; None if its rows cannot be read."""
         if hidden is None:
             return None
         rows = move_width_last(local_shard(hidden), block, entering=entering)
@@ -257,17 +241,14 @@ class HiddenStates:
 
 
 def _copy_slice(rows: Tensor, indices: Tensor, part: Slice) -> SampledRows:
-    """Copy those of some rows, given by flat indices among those of all ranks, that are here."""
+    """Copy the rows that are on this rank, given flat indices over all ranks."""
     places, flat = part.inside(indices)
     start = () if part.is_whole else part.start
     return SampledRows(copy_rows(rows, flat), indices[places], part.shape, start=start)
 
 
 def _floating(values: Any) -> list[Tensor]:
-    """List the tensors of floating-point numbers, those at the top before those in containers.
-
-    Nested tensors, which have no rows, are left out.
-    """
+    """List floating-point tensors that are not nested; top-level ones come first."""
     given = [values] if isinstance(values, Tensor) else values or ()
     given = list(given.values() if isinstance(given, Mapping) else given)
     inner = tensors_in(x for x in given if not isinstance(x, Tensor))
@@ -276,20 +257,20 @@ def _floating(values: Any) -> list[Tensor]:
 
 
 def find_entering(stack_pass: StackPass, given: Sequence[Any]) -> Tensor | None:
-    """Choose the hidden states among the arguments of a block.
+    """Choose the hidden states among the arguments of a block, after rotary tables and masks.
 
-    Tables of rotations and masks may come before them: they are what the block before gave, else
-    of the shape and the width of what the tables of tokens gave, else the first argument.
+    Prefers the previous block's output, then a tensor with the shape and width of the embeddings,
+    then the first argument.
     """
     found = _floating(given)
     known = [x for x in found if not private.is_batched(local_shard(x))]
-    handed_on = [x for x in known if place_of(x) == stack_pass.left]
+    handed_on = [x for x in known if place_of(x) == stack_pass.last_output_id]
     fitting = [x for x in known if stack_pass.tokens.ids.may_have_made(x)]
     return next(iter(handed_on or fitting or found), None)
 
 
 def place_of(values: Tensor) -> tuple[int, tuple[int, ...]]:
-    """Return the address and the shape of a tensor, which tell it from others while it lives.
+    """Return the address and the shape of a tensor, which identify it while it lives.
 
     Args:
         values: Any tensor.

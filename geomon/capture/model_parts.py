@@ -1,4 +1,4 @@
-"""What a training has in hand: a module, or the stages of a pipeline that this rank runs."""
+"""The model on this rank: a module, or the stages of a pipeline that this rank runs."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -11,14 +11,14 @@ from geomon.capture.anatomy import Anatomy, find_anatomy, join_anatomies
 from geomon.capture.calling.batch import has_forward
 
 _FUNCTION = (
-    "in a pipeline the probe is a function that runs one pass of the schedule on every rank, "
-    "probe=lambda schedule: schedule.eval(inputs, target=targets) for instance: where there is a "
-    "loss, the last stage needs targets"
+    "in a pipeline the probe is a function that runs one pass of the schedule on every rank, for "
+    "example probe=lambda schedule: schedule.eval(inputs, target=targets): with a loss, the last "
+    "stage needs targets"
 )
 
 
 class ModelParts:
-    """The model, or the parts of it that this rank has: of a pipeline, its stages.
+    """The model, or the pipeline stages of it that this rank has.
 
     Args:
         model: A module; or a stage of `torch.distributed.pipelining`, a list of stages, or the
@@ -27,11 +27,11 @@ class ModelParts:
     Attributes:
         given: The argument.
         modules: The model, or the module of each stage.
-        stages: The stages, in ascending order; none for a model.
-        root: The model, or a module that holds those of all stages.
+        stages: The stages in ascending order, or () for a model.
+        root: The model, or a module that holds the modules of all stages.
 
     Raises:
-        TypeError: It is neither a module nor stages.
+        TypeError: If it is neither a module nor stages.
     """
 
     def __init__(self, model: Any) -> None:
@@ -39,8 +39,8 @@ class ModelParts:
         stages = _stages_of(model)
         if stages is None and not isinstance(model, nn.Module):
             raise TypeError(
-                f"expected a torch.nn.Module, got {type(model).__name__}: pass the model, or "
-                "of a pipeline the schedule or the stages that this rank runs"
+                f"expected a torch.nn.Module, got {type(model).__name__}: pass the model, or, in "
+                "a pipeline, the schedule or the stages that this rank runs"
             )
         self.stages: tuple[Any, ...] = stages or ()
         self.modules: tuple[nn.Module, ...] = tuple(x.submod for x in self.stages) or (model,)
@@ -48,22 +48,22 @@ class ModelParts:
 
     @property
     def name(self) -> str:
-        """Name of the class of the model, or of its parts."""
+        """Class name of the model, or of its first stage's module."""
         return type(self.modules[0]).__name__
 
     @property
     def micro_batches(self) -> tuple[Callable[[], int], ...]:
-        """For each stage, a function that counts the micro-batches, 0 before they are known."""
+        """One function per stage that counts its micro-batches (0 before they are known)."""
         return tuple(functools.partial(_count_micro_batches, stage) for stage in self.stages)
 
     def find_anatomy(self, blocks: str | Sequence[nn.Module] | None = None) -> Anatomy:
-        """Find the blocks of the model, or of its parts: of some parts there may be none.
+        """Find the blocks of the model or its parts; a part may have none.
 
         Args:
-            blocks: Overrides the search (see `geomon.capture.find_anatomy`).
+            blocks: Overrides the search (see `geomon.capture.find_anatomy`). Defaults to None.
 
         Raises:
-            ValueError: There are no blocks, or none that `blocks` names.
+            ValueError: If no blocks are found, or none match `blocks`.
         """
         if not self.stages:
             return find_anatomy(self.root, blocks)
@@ -85,24 +85,24 @@ class ModelParts:
         """Raise an error if no pass can be made over the inputs.
 
         Args:
-            inputs: What a probe is given.
+            inputs: Inputs of a probe.
 
         Raises:
-            ValueError: The model is a pipeline and the inputs are no function that runs it, or the
-                model has no `forward` that takes inputs.
+            ValueError: If the model is a pipeline and the inputs are not a function that runs it,
+                or if the model has no `forward` for the inputs.
         """
         if self.stages and not (callable(inputs) and not isinstance(inputs, Mapping)):
             raise ValueError(_FUNCTION)
         if isinstance(inputs, Tensor | Mapping | tuple | list) and not has_forward(self.root):
             raise ValueError(
                 f"{self.name} has no forward() to call with the inputs of the probe: define "
-                "forward, give a function, probe=lambda module: module.decoder(ids) for instance, "
-                'or in a callback take probe="validation"'
+                "forward, pass a function, for example probe=lambda module: module.decoder(ids), "
+                'or, in a callback, use probe="validation"'
             )
 
 
 def _stages_of(model: Any) -> tuple[Any, ...] | None:
-    """Return the stages of a pipeline; None for anything else."""
+    """Return the stages of a pipeline, or None for anything else."""
     if isinstance(model, nn.Module):
         return None
     if _is_stage(model):
@@ -111,7 +111,7 @@ def _stages_of(model: Any) -> tuple[Any, ...] | None:
         if model and all(map(_is_stage, model)):
             return tuple(sorted(model, key=lambda stage: stage.stage_index))
         return None
-    # A schedule has no public name for its stages.
+    # Schedules keep their stages under private names.
     stages = getattr(model, "_stages", None) or getattr(model, "_stage", None)
     return None if stages is None else _stages_of(stages)
 
@@ -122,5 +122,5 @@ def _is_stage(value: Any) -> bool:
 
 
 def _count_micro_batches(stage: Any) -> int:
-    """Count the micro-batches: a stage knows of each of them where its inputs come from."""
+    """Count micro-batches from a stage's list of where their inputs come from."""
     return len(stage.args_recv_info)

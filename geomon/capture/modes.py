@@ -1,7 +1,7 @@
-"""Modes: the training's own modes do not see the operators that geomon calls.
+"""Hide geomon's operators from the training's own torch modes.
 
-A mode that counts operations, that changes them, or that keeps what a checkpointed block computes,
-must not meet operators that the training did not call.
+A mode that counts or changes operators, or stores what a checkpointed block computes, must not meet
+operators that the training did not call.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from geomon.capture import private
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Keep the operators of the body from all modes of torch, and from tensor subclasses."""
+    """Hide the operators of the body from all torch modes and tensor subclasses."""
     with private.without_functions():
         inside = private.leave_transforms() if private.transforms() else nullcontext()
         with inside, _without_operators():
@@ -22,13 +22,13 @@ def unseen() -> Iterator[None]:
 
 @contextmanager
 def _without_operators() -> Iterator[None]:
-    """Take away the modes that see operators."""
+    """Remove the modes that see operators."""
     top, pop, push = private.top_mode, private.pop_mode, private.push_mode
     if top is None or pop is None or push is None or private.traced_modes():
         with private.hide_modes():
             yield
         return
-    taken: list[Any] = []  # torch's own way takes longer, and a pass enters this 200 times
+    taken: list[Any] = []  # faster than torch's own way, and a pass enters this 200 times
     try:
         while top() is not None:
             taken.append(pop())
@@ -41,8 +41,8 @@ def _without_operators() -> Iterator[None]:
 def without_modes() -> Iterator[None]:
     """Run an extra pass of the model outside the training's modes, which would count or change it.
 
-    Functions of tensor subclasses stay, which weights of the model may be, and so does the default
-    device, on which the model may make tensors.
+    Functions of tensor subclasses stay active, because weights may be subclasses, and so does the
+    default device, where the model may make tensors.
     """
     pop, push = private.pop_function_mode, private.push_function_mode
     taken: list[Any] = []
@@ -60,7 +60,7 @@ def without_modes() -> Iterator[None]:
 
 
 def _put_back(push: Callable[[Any], Any], modes: list[Any]) -> None:
-    """Put modes back, the last of the list first; also if Ctrl-C comes in between."""
+    """Put modes back, last one first, even if Ctrl-C comes in between."""
     try:
         while modes:
             push(modes.pop())

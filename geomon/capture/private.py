@@ -1,6 +1,6 @@
-"""Private names of torch, asked for once: a release that lacks one takes one ability away.
+"""Private names of torch: if a release lacks one, only the ability that needs it is lost.
 
-Missing names stand in a note of every reading; neither geomon nor a training ends for one.
+Missing names are reported in a note of every reading; they never end a training.
 """
 
 import importlib
@@ -8,11 +8,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-MISSING: dict[str, str] = {}  # what this release of torch lacks, and what is lost with it
+MISSING: dict[str, str] = {}  # names that this release of torch lacks, and what is lost
 
 
 def _find(path: str, instead: Any, lost: str) -> Any:
-    """Return what stands at a path of modules and attributes, or something instead."""
+    """Return the attribute at a dotted path, or a replacement if it does not exist."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
@@ -30,19 +30,19 @@ def _no(value: Any = None) -> bool:
 
 
 def _none() -> None:
-    """Nothing is being done."""
+    """Stand in for a function that returns nothing."""
 
 
-_FUNCTORCH = "what runs inside torch.func.grad or torch.func.vmap is not seen as such"
+_FUNCTORCH = "code inside torch.func.grad or torch.func.vmap is not recognised as such"
 _MODES = "modes of the training may see operators of a reading"
 
 graph_task: Callable[[], int] = _find(
     "torch._C._current_graph_task_id",
     lambda: -1,
-    "recomputation under activation checkpointing may be taken for a pass",
+    "recomputation under activation checkpointing may be mistaken for a pass",
 )
 tracing_state: Callable[[], Any] = _find(
-    "torch._C._get_tracing_state", _none, "what is traced while it is watched may be observed"
+    "torch._C._get_tracing_state", _none, "code that is traced while it is watched may be observed"
 )
 is_wrapped_by_grad: Callable[[Any], bool] = _find(
     "torch._C._functorch.is_gradtrackingtensor", _no, _FUNCTORCH

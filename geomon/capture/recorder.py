@@ -1,4 +1,4 @@
-"""Recorder: keeps sampled queries, keys and scores of the attentions that a tap sees."""
+"""Keep sampled queries, keys and scores of the attentions that a tap sees."""
 
 import functools
 import math
@@ -20,7 +20,7 @@ from geomon.capture.attending.attention import (
 )
 from geomon.capture.attending.by_hand import (
     SEVERAL_SOFTMAXES,
-    Known,
+    AttentionHints,
     arrange_scores,
     is_second_softmax,
     record_softmax,
@@ -34,20 +34,20 @@ from geomon.capture.storage import local_shard
 from geomon.capture.tap import Columns, Provenance, Stream
 from geomon.capture.tracker import Tracker
 
-_OTHER_TOKENS = "{} x {} queries were attended with, of {} tokens"
+_OTHER_TOKENS = "attention had {} x {} queries, but the block has {} tokens"
 
-# What reads the arguments of a call of fused attention, by its route.
+# Functions that read the arguments of a fused attention call, by route.
 _FUSED = {"sdpa": read_sdpa, "flex": read_flex, "flash": read_flash}
 
 Current = tuple[StackPass, BlockCall, Block]
 
 
-# What stands for a guard when the window is closed: errors are nobody's then.
+# Guard while no window is open: nobody collects errors then.
 failing_silently = functools.partial(suppress, Exception)
 
 
 class AttentionRecorder:
-    """Keeps what a tap sees of the attentions of the block that is running.
+    """Keeps what a tap sees of the attentions of the running block.
 
     Args:
         tracker: Knows which block is running.
@@ -75,19 +75,19 @@ class AttentionRecorder:
         return not (self._tracker.in_block or self._tracker.is_ignored())
 
     def on_failure(self, error: Exception) -> None:
-        """Keep an error of geomon's own for the notes (see `TapObserver`)."""
+        """Keep one of geomon's own errors for the notes (see `TapObserver`)."""
         with self.guarded():
             raise error
 
     def following(self) -> Provenance | Stream | None:
-        """Return what follows tensors (see `TapObserver`)."""
+        """Return the object that follows tensors now (see `TapObserver`)."""
         current = self._current()
         if current is not None:
             return None if current[1].finished else current[1].provenance
         return self._stream if self._outside() else None
 
     def has_all(self, block_call: BlockCall, block: Block) -> bool:
-        """Whether the calls of all known attentions of a block were recorded."""
+        """Whether calls of all known attentions of a block were recorded."""
         return all(block_call.seen(index).call for index in range(len(block.attentions)))
 
     def on_fused(self, route: str, given: dict[str, Any]) -> None:
@@ -156,15 +156,15 @@ class AttentionRecorder:
                     seen.further = True
             return
         with self.guarded(), torch.no_grad(), unseen():
-            known = _known(stack_pass, block_call)
+            hints = _hints(stack_pass, block_call)
             shapes = stack_pass.possible_shapes(block_call)
-            # Of several streams attention may take one: what is projected has its tokens.
+            # Attention may use one of several streams: its projections have that stream's tokens.
             taken = [(n,) for each in products[:1] for n in provenance.token_counts(each.left)]
-            possible = [known._replace(shape=x) for x in (*shapes, *taken)]
-            known = min(possible, key=lambda known: not _fits(scores, dim, known))
+            possible = [hints._replace(shape=x) for x in (*shapes, *taken)]
+            hints = min(possible, key=lambda hints: not _fits(scores, dim, hints))
             try:
                 call, columns = record_softmax(
-                    stack_pass.memory.sampler, scores, dim, known, products,
+                    stack_pass.memory.sampler, scores, dim, hints, products,
                     scale=provenance.scale(scores), find_columns=provenance.columns,
                 )  # fmt: skip
             except NotUnderstoodError as error:
@@ -172,15 +172,15 @@ class AttentionRecorder:
                 return
             if call is None or not seen.takes(precedence):
                 return
-            if known.shape in shapes:
-                stack_pass.take_attention(block_call, known.shape)
+            if hints.shape in shapes:
+                stack_pass.take_attention(block_call, hints.shape)
             seen.add_heads(*columns)
             seen.call, seen.route = call, "softmax"
             provenance.expect(seen.weights)
             seen.number_heads(*columns)
-            arranged = arrange_scores(local_shard(scores), dim, known)
+            arranged = arrange_scores(local_shard(scores), dim, hints)
             if arranged is not None:
-                if call.joined:  # how far they are above the logit of the sink
+                if call.joined:  # measure scores relative to the sink's logit
                     arranged = arranged[..., :-1] - arranged[..., -1:]
                 self._keep_max_logits(seen, arranged)
                 _take_hidden_keys(
@@ -190,8 +190,8 @@ class AttentionRecorder:
     def on_choice(self, scores: Tensor, chosen: Tensor) -> None:
         """Count which experts the tokens of a block choose (see `TapObserver`).
 
-        A router chooses once for each token. The last choice counts: groups of experts may be
-        chosen before.
+        A router chooses once per token. The last choice counts, because groups of experts may be
+        chosen first.
         """
         current = self._current()
         if current is None or current[0].shape_at(current[1]) == ():
@@ -206,13 +206,7 @@ class AttentionRecorder:
                 block_call.expert_counts = counts.index_add_(0, flat, torch.ones_like(flat).float())
 
     def finish(self, stack_pass: StackPass, block_call: BlockCall, block: Block) -> None:
-        """Copy queries and keys as projected: the call of the block is over.
-
-        Args:
-            stack_pass: The pass.
-            block_call: The call.
-            block: The block.
-        """
+        """Copy queries and keys as projected when the block's call is over."""
         for index, seen in block_call.attentions.items():
             seen.project(
                 stack_pass.tokens.rows,
@@ -222,7 +216,7 @@ class AttentionRecorder:
             )
 
     def _keep_max_logits(self, seen: SeenAttention, given: Arguments | Tensor) -> None:
-        """Keep the largest scores of a call, given by its arguments or by arranged scores."""
+        """Keep the largest scores of a call, given its arguments or its arranged scores."""
         if self._wants_max_logits:
             found = (
                 max_logits_of_scores(given)
@@ -237,9 +231,9 @@ def _take_hidden_keys(
     current: Current, index: int, sequences: int, mask: Tensor, keys: Columns | None, *,
     are_scores: bool = False,
 ) -> None:  # fmt: skip
-    """Keep which keys an attention hides from every query: they may be padding.
+    """Keep which keys an attention hides from every query, because they may be padding.
 
-    The mask, or masked scores, may have other keys beside those that are tokens of the block.
+    Keys that are not tokens of the block are removed from the mask or scores first.
     """
     stack_pass, block_call, block = current
     if keys is not None and keys.tokens is not None and mask.shape[-1] == keys.tokens.shape[1]:
@@ -253,7 +247,7 @@ def _take_hidden_keys(
 
 
 def role_of_keys(block: Block, block_call: BlockCall, index: int) -> str:
-    """Return the role of an attention's keys: "key" where they come from another stack."""
+    """Return the role of an attention's keys: "key" if they come from another stack, else ""."""
     if index >= len(block.attentions):
         return ""
     attention = block.attentions[index]
@@ -262,7 +256,7 @@ def role_of_keys(block: Block, block_call: BlockCall, index: int) -> str:
 
 
 def _as_made(call: Arguments, query: Columns | None, key: Columns | None) -> Arguments:
-    """Take away zeros that widen heads for a kernel, and copies of keys for several query heads."""
+    """Undo zero padding of head widths and repetition of keys for grouped queries."""
     if query is not None and query.which.shape[2] < call.query.shape[-1]:
         width = query.which.shape[2]
         call = call._replace(query=call.query[..., :width], key=call.key[..., :width])
@@ -270,7 +264,7 @@ def _as_made(call: Arguments, query: Columns | None, key: Columns | None) -> Arg
 
 
 def _show_shape(given: Arguments, stack_pass: StackPass, block_call: BlockCall) -> None:
-    """Take the shape of the hidden states on all ranks from queries, of which a rank has all."""
+    """Take the shape of hidden states over all ranks from queries, which a rank has in full."""
     sequences, _, queries, _ = given.query.shape
     possible = stack_pass.possible_shapes(block_call)
     attended = {(sequences, queries), (queries, sequences)}
@@ -279,18 +273,18 @@ def _show_shape(given: Arguments, stack_pass: StackPass, block_call: BlockCall) 
         stack_pass.take_attention(block_call, shown)
 
 
-def _fits(scores: Tensor, dim: int, known: Known) -> bool:
-    """Whether scores are of as many sequences and queries as the hidden states."""
-    arranged = arrange_scores(local_shard(scores), dim, known)
+def _fits(scores: Tensor, dim: int, hints: AttentionHints) -> bool:
+    """Whether scores have as many sequences and queries as the hidden states."""
+    arranged = arrange_scores(local_shard(scores), dim, hints)
     if arranged is None:
         return False
-    return len(known.shape) == 1 or sorted(arranged.shape[::2]) == sorted(known.shape)
+    return len(hints.shape) == 1 or sorted(arranged.shape[::2]) == sorted(hints.shape)
 
 
 def _are_tokens(given: Arguments, query: Columns | None, shape: tuple[int, ...]) -> bool:
-    """Whether queries are the tokens that a block was given, or those that are no padding.
+    """Whether queries are the block's tokens, or those that are not padding.
 
-    A function may have the name of another and take its arguments in another order.
+    A function may share another's name but order its arguments differently.
     """
     sequences, _, queries, _ = given.query.shape
     traced = query is not None and query.tokens is not None
@@ -298,15 +292,15 @@ def _are_tokens(given: Arguments, query: Columns | None, shape: tuple[int, ...])
 
 
 def _index_of_softmax(block: Block, block_call: BlockCall, *, made: bool) -> int | None:
-    """Return the index of the block's attention that a softmax is of; None if it is of none."""
+    """Return the index of the attention that a softmax belongs to, or None."""
     inside = block_call.running_attention is not None or all(
         attention.module is block.module for attention in block.attentions
     )
     return (block_call.running_attention or 0) if inside or made else None
 
 
-def _known(stack_pass: StackPass, block_call: BlockCall) -> Known:
-    """Collect what is known of an attention before its scores are seen."""
-    entered = stack_pass.entered
-    width = 0 if entered is None else entered.values.shape[-1]
-    return Known(stack_pass.shape_at(block_call), width)
+def _hints(stack_pass: StackPass, block_call: BlockCall) -> AttentionHints:
+    """Collect what is known about an attention before its scores are seen."""
+    rows = stack_pass.input_rows
+    width = 0 if rows is None else rows.values.shape[-1]
+    return AttentionHints(stack_pass.shape_at(block_call), width)

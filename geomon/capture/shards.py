@@ -1,4 +1,4 @@
-"""Shards: which part of a tensor is on this rank, where ranks share out one pass among them."""
+"""Shards: which part of a tensor is on this rank, if ranks share one pass."""
 
 import math
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ Shape = tuple[int, ...]
 
 
 class TensorPlace(NamedTuple):
-    """Place of this rank among those that share out the weights of its blocks.
+    """Place of this rank among those that share the weights of its blocks.
 
     Attributes:
-        shard: Number of its shard, from 0.
-        shards: Number of shards; 1 where the weights are whole.
+        shard: Index of its shard, from 0.
+        shards: Number of shards; 1 if the weights are whole.
     """
 
     shard: int = 0
@@ -28,7 +28,7 @@ WHOLE = TensorPlace()
 
 
 class Slice(NamedTuple):
-    """Where the rows that are on this rank lie among those of all ranks.
+    """Location of this rank's rows in the whole tensor.
 
     Attributes:
         shape: Shape of the whole, without the width.
@@ -46,13 +46,13 @@ class Slice(NamedTuple):
         return self.shape == self.size
 
     def inside(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Find those of some rows that are on this rank.
+        """Find which of some rows are on this rank.
 
         Args:
             rows: Flat indices into the whole.
 
         Returns:
-            Which of them these are, as places among the rows, and their flat indices in the part.
+            Indices into `rows` of those that are here, and their flat indices in the part.
         """
         if self.is_whole:
             return torch.arange(len(rows), dtype=torch.int64, device="cpu"), rows
@@ -76,7 +76,7 @@ def whole(shape: Sequence[int]) -> Slice:
 
 
 def sharded_along(dim: int, part: Shape, place: TensorPlace) -> Slice:
-    """Return the slice of a tensor that is shared out evenly along a dimension."""
+    """Return the slice of a tensor that is split evenly along a dimension."""
     shape, start = list(part), [0] * len(part)
     shape[dim], start[dim] = part[dim] * place.shards, part[dim] * place.shard
     return Slice(tuple(shape), tuple(start), part)
@@ -92,23 +92,23 @@ def is_sharded(values: Any) -> bool:
 
 
 def slice_of(values: Tensor) -> Slice:
-    """Find where the rows of a DTensor that are on this rank lie in the whole."""
+    """Locate this rank's rows of a DTensor in the whole."""
     sharded: Any = values
     starts, sizes = _local(sharded)
     if sizes[-1] != values.shape[-1]:
         raise ShardingError("hidden states are sharded along their width")
     if any(placement.is_partial() for placement in sharded.placements):
-        raise ShardingError("hidden states are partial: what is on the ranks is still to be summed")
+        raise ShardingError("hidden states are partial: the ranks' values are not summed yet")
     return Slice(tuple(values.shape[:-1]), starts[:-1], sizes[:-1])
 
 
 def starts_of(values: Tensor) -> Shape:
-    """Return the first index of the part of a DTensor that is on this rank, by dimension."""
+    """Return the first index of this rank's part of a DTensor, by dimension."""
     return _local(values)[0]
 
 
 def sharded_dims(values: Tensor) -> set[int]:
-    """List the dimensions along which a tensor is shared out; none for a plain tensor."""
+    """List the dimensions along which a tensor is split; empty for a plain tensor."""
     if not is_sharded(values):
         return set()
     _, sizes = _local(values)
@@ -116,7 +116,7 @@ def sharded_dims(values: Tensor) -> set[int]:
 
 
 def first_feature(module: nn.Module) -> int:
-    """Return the number, among those of all ranks, of the first feature that a module makes."""
+    """Return the index, among the features of all ranks, of the first one that a module makes."""
     weight = stored_weight(module)
     if weight is None or not is_sharded(weight):
         return 0
@@ -128,8 +128,8 @@ def first_feature(module: nn.Module) -> int:
 def _local(values: Any) -> tuple[Shape, Shape]:
     """Return the first index and the size of the local part of a DTensor, by dimension.
 
-    Shards are cut as `torch.chunk` cuts them; of strided ones the first index is that of an even
-    cut, which keeps their order.
+    Shards are cut as by `torch.chunk`. For strided shards the first index is as in an even cut,
+    which keeps their order.
     """
     starts, sizes = [0] * values.ndim, list(values.shape)
     coordinate = values.device_mesh.get_coordinate()

@@ -1,7 +1,7 @@
-"""Data of one forward pass: layers with their captured views, what is true of the pass, and notes.
+"""Data of one forward pass: layers with their captured views, facts about the pass, and notes.
 
-A captured view is a tensor or a number that the window kept of a layer. Nothing is computed here:
-the views that are derived from captured ones are those of `geomon.metrics`.
+A captured view is a tensor or number that the window kept of a layer. Nothing is computed here;
+`geomon.metrics` derives further views.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,27 +13,27 @@ from torch import Tensor
 
 from geomon.note import Note
 
-# Where rows stay unless an accelerator is to measure them.
+# Rows stay here unless an accelerator measures them.
 HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedView:
-    """What is known of a captured view: all that other rooms ask of it stands here.
+    """Declares a captured view: all that other rooms need to know about it.
 
     Attributes:
-        source: What the window takes it from: "hidden", "last", "attention", "projection",
-            "weights" or "routing". A window places only the hooks that are asked for.
-        rows: What it has an entry for along its first dimension: "tokens", "queries", "keys" (as
-            projected) or "sequences"; "" for none of these.
-        heads: Dimension of its heads: "first" or "second"; "shared" if that one may be 1 for all
+        source: Source that the window reads: "hidden", "last", "attention", "projection",
+            "weights" or "routing". A window observes only the sources that are requested.
+        rows: Unit of its first dimension: "tokens", "queries", "keys" (as projected) or
+            "sequences"; "" for none of these.
+        heads: Dimension of its heads: "first" or "second"; "shared" if the second may be 1 for all
             heads; "" if it has none.
-        merge: How the parts of ranks with other tokens are put together: "rows" follow one another;
-            "numbers" of sequences do, and go on counting; "padded" (dimension 2) and "grid"
-            (queries and keys) are made as long as the longest first; of "largest" and "sum" one is
-            made; "same" has to be equal, "first" is known to be.
-        without: How it is had without a group of sequences, for margins: "sliced" by its rows,
-            "same", or "refused".
+        merge: How parts of ranks with different tokens are joined. "rows" are concatenated;
+            "numbers" (of sequences) are concatenated and renumbered; "padded" (dimension 2) and
+            "grid" (queries and keys) are padded to the longest, then concatenated; "largest" and
+            "sum" are reduced; "same" must be equal on all ranks; "first" is known to be equal.
+        without: How to leave out a group of sequences, for margins: "sliced" by rows, "same", or
+            "refused".
         text: One line of meaning, with the shape.
     """
 
@@ -57,7 +57,7 @@ def _of_rows(
 
 
 def _of_layer(source: str, text: str) -> CapturedView:
-    """Declare a number, or one for each head, that all rows of a layer have in common."""
+    """Declare a number, or one number per head, that all rows of a layer share."""
     return CapturedView(source=source, rows="", heads="", merge="same", without="same", text=text)
 
 
@@ -80,7 +80,7 @@ _HIDDEN = {
     "precision": _of_layer("hidden", "spacing of the captured numbers at 1: eps of their dtype"),
 }
 
-# Beginning of the names of views of the last token of each sequence that is no padding.
+# Name prefix of views of each sequence's last token that is not padding.
 LAST = "last_"
 
 CAPTURED: dict[str, CapturedView] = {
@@ -128,7 +128,7 @@ CAPTURED: dict[str, CapturedView] = {
 
 
 def source_of(view: str) -> str:
-    """Return what a captured view is taken from.
+    """Return the source of a captured view.
 
     Args:
         view: Name of a captured view.
@@ -136,7 +136,7 @@ def source_of(view: str) -> str:
     return CAPTURED[view].source
 
 
-# All that a layer of a transformer has; what enters the first block has hidden states only.
+# Sources of a transformer's layer; the input of the first block has hidden states only.
 SOURCES = frozenset(map(source_of, CAPTURED))
 
 # Captured views with one entry for each row of hidden states.
@@ -144,17 +144,17 @@ ROW_VIEWS = tuple(
     name for name, view in CAPTURED.items() if (view.source, view.rows) == ("hidden", "tokens")
 )
 
-# Those that a batch has before any block has run, and that rows of weights do not have.
+# Views that exist before any block has run, but not for rows of weights.
 OF_THE_BATCH = frozenset(ROW_VIEWS) - {"hidden"}
 
-# Layers beside those of the blocks, which are measured where they are asked for by name: the hidden
-# states that the final norm makes of what leaves the last block, and the rows of two matrices.
+# Extra layers that are measured if requested by name: the final norm's output, and the rows of two
+# weight matrices.
 FINAL_NORM = "final_norm"
 EMBEDDING = "embedding"
 UNEMBEDDING = "unembedding"
 EXTRA_LAYERS = (FINAL_NORM, EMBEDDING, UNEMBEDDING)
 
-# What remarks on queries and keys as projected are about.
+# Subject of remarks on queries and keys as projected.
 PROJECTED = "projected Q and K"
 
 
@@ -162,10 +162,10 @@ def check_extra_layers(names: Iterable[str]) -> tuple[str, ...]:
     """Return the names of extra layers in the order in which they are measured.
 
     Args:
-        names: Names out of `EXTRA_LAYERS`; one name alone stands for itself.
+        names: Names from `EXTRA_LAYERS`, or a single name.
 
     Raises:
-        ValueError: There is no extra layer of a name.
+        ValueError: If a name does not belong to an extra layer.
     """
     asked = [names] if isinstance(names, str) else [*names]
     for name in asked:
@@ -175,11 +175,11 @@ def check_extra_layers(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def group_by_layer(reasons: Mapping[tuple[str, str], Iterable[int]], stack: str = "") -> list[Note]:
-    """Make one note for each (subject, reason), with the layers to which it applies.
+    """Make one note for each (subject, reason), with the layers where it applies.
 
     Args:
         reasons: Depths of the layers, by subject and reason.
-        stack: Name of their stack.
+        stack: Name of their stack. Defaults to "".
     """
     return [
         Note(
@@ -192,22 +192,22 @@ def group_by_layer(reasons: Mapping[tuple[str, str], Iterable[int]], stack: str 
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of a layer a rank has, where ranks with the same tokens share it out.
+    """Part of a layer that a rank has, if ranks with the same tokens share it.
 
-    Numbers are those of the whole layer, the same on every rank.
+    All indices count through the whole layer, so they are equal on every rank.
 
     Attributes:
-        rows: Number of each row of hidden states, by which rows are put in order; None if ranks
-            share nothing out.
-        last_rows: The same of the last tokens.
-        start: First index of the hidden states that the rank has, by dimension; () for all.
-        heads: Number of the first feature of each head, by the view that has these heads: "query",
-            "key", "projected_query" and "projected_key". Of a view that is not named all heads are
-            here, or it is not known which.
-        tokens: Number of the tokens that the rows are of: parts of the same tokens belong together.
-            None if no other part is of these.
-        tokens_elsewhere: Whether ids and places of the tokens are known elsewhere: at the first
-            stage of a pipeline.
+        rows: Index of each row of hidden states, which orders the rows, or None if ranks share
+            nothing.
+        last_rows: Index of each row of last tokens, or None.
+        start: First index of the rank's hidden states, by dimension; () if it has all.
+        heads: Index of the first feature of each head, by view: "query", "key", "projected_query"
+            and "projected_key". If a view is missing, all of its heads are here or their indices
+            are unknown.
+        tokens: Number that identifies the tokens of the rows, shared by all parts with the same
+            tokens, or None without other parts.
+        tokens_elsewhere: Whether another rank, the first pipeline stage, knows the ids and
+            positions of the tokens. Defaults to False.
     """
 
     rows: Tensor | None = None
@@ -229,13 +229,13 @@ class Layer:
         index: Depth of the layer: 0 is the input of the first block, l the output of block l.
         name: Name of the module, as shown to people.
         captured: Captured views by name.
-        missing: For each captured view that is not there, the reason.
-        stack: Name of the stack of blocks ("encoder", say); "" in a model with one stack.
-        sources: Kinds of captured views that a layer of this kind has ("hidden", "last",
-            "attention", "projection"). Metrics that read other sources are not asked of the layer.
-        of_weights: Whether the rows are those of a matrix of weights, the same on every rank: of no
-            token, so that metrics of token ids and positions are not asked of the layer.
-        part: Which part of the layer these views are.
+        missing: Reason for each captured view that is missing.
+        stack: Name of the stack of blocks, such as "encoder"; "" if the model has only one.
+        sources: Sources that a layer of this kind has ("hidden", "last", "attention",
+            "projection"). Metrics that read other sources skip the layer.
+        of_weights: Whether the rows belong to a weight matrix, equal on every rank, rather than to
+            tokens. Metrics of token ids and positions skip the layer. Defaults to False.
+        part: Part of the layer that these views hold. Defaults to the whole layer.
     """
 
     index: int
@@ -249,11 +249,11 @@ class Layer:
 
     @property
     def devices(self) -> set[torch.device]:
-        """Devices of the captured tensors; more than one where not all of them were moved."""
+        """Devices of the captured tensors; more than one if only some tensors were moved."""
         return {value.device for value in self.captured.values() if isinstance(value, Tensor)}
 
     def only(self, sources: frozenset[str]) -> "Layer":
-        """Return the layer with the captured views of some sources alone.
+        """Return the layer with the captured views of some sources only.
 
         Args:
             sources: Some of `SOURCES`.
@@ -262,12 +262,12 @@ class Layer:
         return replace(self, captured=kept, sources=self.sources & sources)
 
     def to(self, device: torch.device, *, wait: bool = True) -> "Layer":
-        """Return the layer with its captured tensors on a device; itself where they are there.
+        """Return the layer with its captured tensors on a device (itself if they are there).
 
         Args:
-            device: Any device of torch.
-            wait: Whether copies from CUDA to the host are there when this returns. If not, they are
-                queued behind what the device has to do, and are read only when that is done.
+            device: Any torch device.
+            wait: Whether to wait for copies from CUDA to the host. If False, the copies are queued
+                and must not be read before the device has made them. Defaults to True.
         """
         if self.devices <= {device}:
             return self
@@ -282,53 +282,53 @@ class Layer:
 
 
 def _queue_copy(value: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to the host; from CUDA the copy is queued, into memory that is pinned.
+    """Copy a tensor to the host; copies from CUDA are queued into pinned memory.
 
-    Each copy to other memory would wait for all that the training has queued.
+    A copy into pageable memory would wait for all work that the training has queued.
     """
     if not value.is_cuda:
         return value.to(device)
     try:
         target = torch.empty(value.shape, dtype=value.dtype, device=device, pin_memory=True)
-    except RuntimeError:  # a system limits the memory that can be pinned
+    except RuntimeError:  # the system limits pinned memory
         return value.to(device)
     return target.copy_(value, non_blocking=True)
 
 
 def wait_for_copies(devices: Iterable[torch.device]) -> None:
-    """Wait until copies to the host are there that this thread has queued."""
+    """Wait for the copies to the host that this thread has queued."""
     for device in devices:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 
 
 def cover_all(places: Tensor, length: int) -> bool:
-    """Whether places are all positions of each sequence, in order: then nothing is to be chosen."""
+    """Whether places are all positions of each sequence in order, so there is nothing to choose."""
     if places.shape[1] != length or places.device.type != "cpu":
         return False
     order = torch.arange(length, dtype=places.dtype, device="cpu")
     return torch.equal(places, order.expand(len(places), -1))
 
 
-# Parts of the sequences of which each covers all positions: those that margins leave out.
+# Number of groups of sequences for margins; each group covers all positions.
 EIGHTHS = 8
 
 
 def query_places(numbers: Tensor, count: int, each: int, length: int) -> Tensor:
     """Choose the positions of the sampled queries of some sequences.
 
-    Positions are evenly spread, and shifted from sequence to sequence so that all are covered
-    alike: under a causal mask the entropy of a query grows with its position. The shifts repeat in
-    each eighth of the sequences, which a margin leaves out: what is left covers the same positions.
+    Positions are evenly spread and shifted from sequence to sequence to cover all positions alike:
+    under a causal mask, the entropy of a query grows with its position. The shifts repeat in each
+    eighth of the sequences, so that leaving out an eighth (for a margin) keeps the same positions.
 
     Args:
-        numbers: Numbers of the sequences among all that are sampled, int64.
-        count: Number of all sequences that are sampled.
-        each: Number of queries of each.
+        numbers: Indices of the sequences among all sampled ones, int64.
+        count: Number of all sampled sequences.
+        each: Number of queries per sequence.
         length: Number of positions.
 
     Returns:
-        [sequences, each], int64.
+        Positions, [sequences, each], int64.
     """
     shifts = max(1, count // EIGHTHS)
     order = torch.arange(each, dtype=torch.int64, device="cpu")
@@ -339,7 +339,7 @@ def query_places(numbers: Tensor, count: int, each: int, length: int) -> Tensor:
 
 @torch.no_grad()
 def at_places(values: Tensor, places: Tensor) -> Tensor:
-    """Take rows of a tensor of attention at places that differ from sequence to sequence.
+    """Take rows of an attention tensor at places that differ between sequences.
 
     Args:
         values: [sequences (or 1), heads, length, width], where length counts queries or keys.
@@ -355,16 +355,16 @@ def at_places(values: Tensor, places: Tensor) -> Tensor:
     return values.gather(2, index.expand(-1, values.shape[1], -1, values.shape[3]))
 
 
-_HEADS_DIFFER = "its heads are apart (modules, or on several ranks) and differ in their {view}"
+_HEADS_DIFFER = "its heads (modules of a list, or on several ranks) differ in their {view}"
 
 
-def beside(
+def concat_heads(
     heads: Sequence[tuple[Mapping[str, Any], Mapping[str, str]]],
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Lay views of heads beside one another: of heads that are modules, or on several ranks.
+    """Concatenate views of heads that are separate modules or on several ranks.
 
     Args:
-        heads: Captured views of some heads each, and the reasons for missing ones.
+        heads: For each group of heads, its captured views and the reasons for missing ones.
 
     Returns:
         The views of all heads, and the reasons for missing ones.
@@ -384,7 +384,7 @@ def beside(
         if same:
             found[view] = values[0]
         elif dimension == "shared" and tensors:
-            found[view] = _grids_beside(values, counts)
+            found[view] = _concat_grids(values, counts)
         elif len(tensors) == len(values):
             found[view] = torch.cat(tensors, dim=0 if dimension == "first" else 1)
         else:
@@ -396,8 +396,8 @@ def _count_heads(captured: Mapping[str, Any]) -> int:
     return next((captured[v].shape[1] for v in ("query", "scores") if v in captured), 1)
 
 
-def _grids_beside(values: Sequence[Tensor | None], counts: Sequence[int]) -> Tensor:
-    """Join masks or biases of heads; equal ones are kept once for all heads."""
+def _concat_grids(values: Sequence[Tensor | None], counts: Sequence[int]) -> Tensor:
+    """Concatenate masks or biases along heads; if all are equal, keep one for all heads."""
     known = next(value for value in values if value is not None)
     grids = [known.new_zeros(1, 1, 1, 1) if value is None else value for value in values]
     if all(grid.shape[1] == 1 and torch.equal(grid, known) for grid in grids):
@@ -416,8 +416,8 @@ class MeanLoss(NamedTuple):
     """The loss of a probe's pass, a mean over its sequences.
 
     Attributes:
-        value: The loss; NaN if it could not be computed.
-        sequences: Number of sequences, by which the losses of several passes are weighted.
+        value: The loss, or NaN if it could not be computed.
+        sequences: Number of sequences, the weight of this loss in a mean over passes.
     """
 
     value: float
@@ -429,13 +429,13 @@ class PassInfo:
     """Facts about one forward pass as a whole.
 
     Attributes:
-        tokens: Number of rows of hidden states that were kept at each layer.
-        mode: "train" or "eval"; "" where no block was run. Dropout changes the numbers.
+        tokens: Number of rows of hidden states kept at each layer.
+        mode: "train" or "eval"; "" if no block ran. Dropout changes the numbers.
         dtype: Data type of the hidden states in the model, before they were copied to float32.
         notes: Remarks for the reader of the numbers.
-        loss: Loss of a probe's pass; None if none was asked for.
-        batch: What tells the tokens of the pass from others: ranks with the same one had the same
-            tokens. "" where nothing was seen.
+        loss: Loss of a probe's pass, or None if none was requested.
+        batch: Checksum of the tokens: equal on ranks that had the same tokens. Defaults to "", for
+            a pass where nothing was seen.
     """
 
     tokens: int
@@ -460,13 +460,13 @@ class Snapshot:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no block was seen: no forward pass was run, or another model's."""
+        """Whether no block was seen, because another model or none was called."""
         of_blocks = (layer for layer in self.layers if not layer.of_weights)
         return not any(layer.captured.keys() - OF_THE_BATCH for layer in of_blocks)
 
 
-# One view of each source stands for it: the others are missing with it, or for reasons that are
-# no fault (a model without token ids, attention whose queries are not seen).
+# One view represents each source: the others are missing together with it, or for harmless reasons
+# (a model without token ids, attention whose queries are not seen).
 _STANDS_FOR = {
     "hidden": "hidden",
     "last": "last_hidden",
@@ -482,15 +482,15 @@ _WORDS = {
 
 
 class NotSeenError(RuntimeError):
-    """Something that the metrics read is in the model, going by its anatomy, and was not seen."""
+    """The metrics read something that the model has, judged by its anatomy, but it was not seen."""
 
 
 def explain_missing(snapshot: Snapshot, views: Iterable[str]) -> str | None:
     """Say which expected sources the first window did not see, why, and what to do.
 
-    Every source that the views come from is expected in every stack that has it. A stack in which
-    only some layers lack it (blocks dropped at random, linear attention in a hybrid) is not
-    reported here: those layers get a note where they are measured.
+    Every source of the views is expected in every stack that has it. If only some layers of a stack
+    lack it (blocks dropped at random, linear attention in a hybrid), nothing is reported here:
+    those layers get a note when they are measured.
 
     Args:
         snapshot: Snapshot of the first window.
@@ -512,13 +512,13 @@ def explain_missing(snapshot: Snapshot, views: Iterable[str]) -> str | None:
         return None
     return (
         f"not seen in the first pass that was watched: {'; '.join(found)}. "
-        "print(geomon.describe(model)) shows what is expected where; blocks=... names other "
-        "blocks, metrics=select(...) leaves out what cannot be seen"
+        "print(geomon.describe(model)) shows what is expected in which module; blocks=... names "
+        "other blocks, metrics=select(...) leaves out what cannot be seen"
     )
 
 
 def _missing(layers: Sequence[Layer], source: str) -> dict[str, list[Layer]]:
-    """Layers of stacks that lack the source altogether, by the reason."""
+    """Layers of stacks that lack the source altogether, by reason."""
     view = _STANDS_FOR[source]
     found: dict[str, list[Layer]] = {}
     for stack in dict.fromkeys(layer.stack for layer in layers):
@@ -537,7 +537,7 @@ def _missing(layers: Sequence[Layer], source: str) -> dict[str, list[Layer]]:
 
 
 def _where(layers: Sequence[Layer], everything: Sequence[Layer]) -> str:
-    """Some layers in words: the first by name, and how many of how many."""
+    """Name the first layer, and say how many of the stack's layers are affected."""
     stacks = {layer.stack for layer in layers}
     whole = sum(layer.stack in stacks and layer.index > 0 for layer in everything)
     return f"{layers[0].name} ({len(layers)} of {whole} layers)" if whole > 1 else layers[0].name

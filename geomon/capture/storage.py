@@ -1,4 +1,4 @@
-"""Storage: where the numbers of a tensor lie."""
+"""Storage: the memory where a tensor lies."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from geomon.capture import private
 
 
 def local_shard(values: Tensor) -> Tensor:
-    """Return the part of a sharded tensor that is on this rank, or any other tensor as it is.
+    """Return this rank's part of a sharded tensor, or any other tensor as it is.
 
-    What `torch.func.grad` wraps around a tensor, which has no address, is taken away. The result of
-    a collective that is under way is waited for.
+    Wrappers of `torch.func.grad`, which have no address, are removed. The result of a pending
+    collective is waited for.
     """
     values = _inner(values)
     wait: Any = getattr(values, "trigger_wait", None)
@@ -20,11 +20,8 @@ def local_shard(values: Tensor) -> Tensor:
 
 
 def storage_of(values: Tensor) -> int | None:
-    """Return the address of the memory in which a tensor lies; None if it has none.
-
-    Sparse and nested tensors have none, nor have those that are traced.
-    """
-    if values.is_nested:  # of which one layout has a storage, and neither sizes nor strides
+    """Return the address of a tensor's memory; None if it has none (sparse, nested, traced)."""
+    if values.is_nested:  # one layout of them has a storage, but neither sizes nor strides
         return None
     try:
         return followed_part(values).untyped_storage().data_ptr() or None
@@ -33,7 +30,7 @@ def storage_of(values: Tensor) -> int | None:
 
 
 def followed_part(values: Tensor) -> Tensor:
-    """Return the part of a tensor that is on this rank, whatever is wrapped around it."""
+    """Return this rank's part of a tensor, without any wrapper."""
     if type(values) is Tensor and not private.is_wrapped_by_grad(values):  # nearly always
         return values
     inner: Any = _inner(values)

@@ -1,4 +1,4 @@
-"""Unchanged: what an extra forward pass must leave as it was."""
+"""Restore everything that an extra forward pass may change."""
 
 import logging
 import operator
@@ -21,55 +21,55 @@ log = logging.getLogger("geomon")
 # A function and its arguments. Thousands of closures would start the garbage collector.
 Action = tuple[Any, ...]
 
-# Containers that are looked into, by the class whose methods do it: the first that fits.
+# Containers that are looked into; the first class that fits reads and writes them.
 _CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set, tuple)
-# Containers in containers, down to this many below an attribute; larger ones are not looked into.
+# Nested containers are looked into down to this depth, if they are not larger than this.
 _DEPTH = 4
 _MOST_ITEMS = 1000
 _MOST_COPIED = 8 * 2**20  # bytes of all copies of parameters
 _MOST_BYTES = 2**20  # of one array
 _UNCHANGING = (type(None), bool, int, float, complex, str, bytes, types.FunctionType)
-_PLAIN = (Tensor, nn.Parameter)  # and no subclass: such may have no storage of its own
-# Modules with a state of their own elsewhere, of which only training flags and buffers are kept.
+_PLAIN = (Tensor, nn.Parameter)  # exactly: subclasses may have no storage of their own
+# Modules that keep their state elsewhere: only training flags and buffers are kept.
 _WRAPPERS = (torch.jit.ScriptModule, nn.parallel.DistributedDataParallel)
-# What FSDP1 has no public names for.
+# Private names of FSDP1.
 _FSDP1 = ("uses_sharded_strategy", "needs_unshard", "reshard", "post_reshard", "_prefetched")
 
-# Tensors that an extra pass has changed for good, by their addresses.
+# Tensors that an extra pass has changed for good, by id.
 _written: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
 
 @contextmanager
 def left_unchanged(model: nn.Module) -> Iterator[None]:
-    """Run a body without autograd, and put back whatever it changes in the model and the process.
+    """Run a body without autograd, then restore what it changed in the model and the process.
 
-    Put back are
+    Restored are
 
-    - the random states of torch, NumPy and Python, and those of generators that modules hold;
-    - the attributes of all modules, among them parameters, buffers, submodules, hooks and training
-      flags: the same objects. Lists, dicts, deques and sets have their former contents, as do
-      containers in them, 4 deep (those of more than 1,000 items are not looked into); tensors and
-      arrays of at most 1 MiB have their former values;
-    - values of parameters and of tensors with a graph, of which at most 8 MiB are copied: those
-      without gradient and small ones first;
-    - caches of autocast and of `torch.nn.utils.parametrize.cached`, and parameters that FSDP
-      gathered.
+    - the random states of torch, NumPy and Python, and of generators that modules hold;
+    - the attributes of all modules, including parameters, buffers, submodules, hooks and training
+      flags, as the same objects. Lists, dicts, deques and sets get their former contents back, and
+      so do containers in them, up to 4 levels deep (but not inside containers of more than 1,000
+      items); tensors and arrays of at most 1 MiB get their former values back;
+    - the values of parameters and of tensors with a graph (at most 8 MiB are copied, tensors
+      without gradient and small ones first);
+    - caches of autocast and of `torch.nn.utils.parametrize.cached`, and parameters gathered by
+      FSDP.
 
-    Other objects of the user's are not looked into. A tensor without a copy that has been written
-    into is named in a warning, and no further extra pass is made on the model. A hook that is
-    placed or taken away in the body has to be taken away or placed there again.
+    Other objects of the user's are not looked into. If the body writes into a tensor without a
+    copy, a warning names it, and no further extra pass is made on the model. Hooks placed or
+    removed in the body must be removed or placed again there.
     """
     restore: list[Action] = []
     _keep_random_states(model, restore.append)
     _keep_switches(restore.append)
     _keep_cached_weights(model, restore.append)
     state = _ModelState(model, restore.append)
-    restore.append((_reshard, model))  # first of all: it exchanges parameters
+    restore.append((_reshard, model))  # restored first, because it exchanges parameters
     kept = _Kept(restore)
     try:
-        with kept, kept:  # twice: Ctrl-C may come as the inner one begins to restore
+        with kept, kept:  # twice, because Ctrl-C may come as the inner one begins to restore
             torch.set_grad_enabled(False)
-            # Weights that autocast keeps from here would be without gradient in training.
+            # Weights cached by autocast here would have no gradient in training.
             torch.set_autocast_cache_enabled(False)
             yield
     finally:
@@ -78,10 +78,10 @@ def left_unchanged(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def random_states_kept(model: nn.Module) -> Iterator[None]:
-    """Run a body, and put the random states of torch, NumPy and Python back afterwards.
+    """Run a body, then restore the random states of torch, NumPy and Python.
 
     Args:
-        model: Any module; the random states of its devices are put back too.
+        model: Any module. The random states of its devices are restored as well.
     """
     restore: list[Action] = []
     _keep_random_states(model, restore.append)
@@ -91,11 +91,7 @@ def random_states_kept(model: nn.Module) -> Iterator[None]:
 
 
 class _Kept:
-    """A context manager that restores what is kept; may be left more than once.
-
-    Args:
-        restore: What restores it, from the last to the first; each can be done twice.
-    """
+    """Restores kept state on exit, last action first; may exit more than once."""
 
     def __init__(self, restore: list[Action]) -> None:
         self._restore = restore
@@ -115,7 +111,7 @@ class _Kept:
             try:
                 function, *arguments = self._restore[-1]
                 function(*arguments)
-            except Exception as error:  # the others are put back all the same
+            except Exception as error:  # the others are restored all the same
                 failure = error
             self._restore.pop()
         if failure is not None:
@@ -141,14 +137,14 @@ def _keep_switches(keep: Callable[[Action], None]) -> None:
 
 
 def _keep_cached_weights(model: nn.Module, keep: Callable[[Action], None]) -> None:
-    """Keep what `parametrize.cached` holds: a weight of the pass would be without gradient."""
+    """Keep the cache of `parametrize.cached`: a weight made in the pass would lack a gradient."""
     cache = getattr(parametrize, "_cache", None)
     if isinstance(cache, dict):
         keep((_put_parts_back, cache, dict, _parts(cache, dict)))
     elif any(map(parametrize.is_parametrized, model.modules())):
         raise ValueError(
             "this release of torch does not show which parametrised weights are cached: no extra "
-            "pass is made on a model that has some"
+            "pass can be made on a model with such weights"
         )
 
 
@@ -156,14 +152,9 @@ def _keep_cached_weights(model: nn.Module, keep: Callable[[Action], None]) -> No
 
 
 class _ModelState:
-    """What modules hold: kept by identity, and by value where it can be written into.
+    """State of a model's modules: kept by identity, and by value if it can be written into.
 
-    Args:
-        model: The model.
-        keep: Takes what puts something back.
-
-    Raises:
-        ValueError: An earlier pass has changed the model.
+    Raises a ValueError if an earlier pass changed the model for good.
     """
 
     def __init__(self, model: nn.Module, keep: Callable[[Action], None]) -> None:
@@ -174,24 +165,24 @@ class _ModelState:
         for module in self._flat:
             _refuse_unknown(module)
         self._sharded = self._flat or _of_fsdp(model, "FSDPModule")
-        self._seen: dict[int, Any] = {}  # by address: alive as long as this
+        self._seen: dict[int, Any] = {}  # by id, and kept alive here
         self._modules: list[nn.Module] = []
-        self._costly: list[Tensor] = []  # parameters, and tensors of a graph
-        self._watched: list[tuple[Tensor, int]] = []  # tensors without a copy, and their versions
+        self._costly: list[Tensor] = []  # parameters, and tensors with a graph
+        self._watched: list[tuple[Tensor, int]] = []  # tensors without a copy, with their version
         self._add_modules(model)
-        for module in self._modules:  # those that are found in containers come in the end
+        for module in self._modules:  # grows by modules found in containers
             self._keep_module(module)
         self._keep_costly()
 
     def report_written(self) -> None:
-        """Warn of tensors without a copy that the pass wrote into."""
+        """Warn about tensors without a copy that the pass wrote into."""
         written = [tensor for tensor, version in self._watched if _version(tensor) != version]
         if not written:
             return
         _written.update((id(tensor), tensor) for tensor in written)
         log.warning(
-            "the forward pass of %s writes into %s: an extra pass has changed it for good, as it "
-            "was too large to be copied, and no other is made",
+            "the forward pass of %s writes into %s: an extra pass has changed it for good, because "
+            "it was too large to copy, and no further extra pass will be made",
             type(self._model).__name__,
             self._named(written),
         )
@@ -245,24 +236,24 @@ class _ModelState:
             self._keep((_put_parts_back, container, base, parts))
 
     def _keep_tensor(self, tensor: Tensor) -> None:
-        if nn.parameter.is_lazy(tensor):  # a pass would make it, from other random numbers
+        if nn.parameter.is_lazy(tensor):  # a pass would initialise it with other random numbers
             raise ValueError(
                 f"{self._named([tensor])} has no values yet (torch.nn.Lazy...): run the model once "
-                "before an extra pass is made on it"
+                "before measuring it by an extra pass"
             )
         if _written.get(id(tensor)) is tensor:
             raise ValueError(
-                f"an earlier extra pass changed {self._named([tensor])}, into which the forward "
-                "pass writes: no other is made"
+                f"an earlier extra pass changed {self._named([tensor])}, because the forward pass "
+                "writes into it: no further extra pass is made"
             )
-        # An activation of the last step may be as large as parameters; isinstance takes long.
+        # An activation of the last step may be as large as parameters; isinstance is slow here.
         if issubclass(type(tensor), nn.Parameter) or tensor.grad_fn is not None:
             self._costly.append(tensor)
         else:
             self._keep_values(tensor, affordable=True)
 
     def _keep_costly(self) -> None:
-        """Copy parameters, those without gradient and small ones first; watch all others."""
+        """Copy parameters, those without gradient and small ones first, and watch the others."""
         if self._sharded:
             return
         left = _MOST_COPIED
@@ -290,12 +281,12 @@ def _put_attributes_back(attributes: dict[str, Any], kept: dict[str, Any]) -> No
 
 
 def _base(kind: type) -> Any:
-    """Find the class whose methods read and write a container; None for any other object."""
+    """Return the class whose methods read and write a container, or None for other objects."""
     return next((base for base in _CONTAINERS if issubclass(kind, base)), None)
 
 
 def _parts(container: Any, base: Any) -> list[Any]:
-    """List the items of a container; of a dict, keys and values."""
+    """List the items of a container; for a dict, its keys and then its values."""
     if issubclass(base, dict):
         return [*base.keys(container), *base.values(container)]
     return [*base.__iter__(container)]
@@ -319,13 +310,13 @@ def _put_parts_back(container: Any, base: Any, parts: list[Any]) -> None:
 def _put_values_back(
     tensor: Tensor, data: Tensor, copy: Any, version: int, requires_grad: bool
 ) -> None:
-    # `parameter.data = other` is undone, but where there was none before: DeepSpeed gathers it.
+    # Undo `parameter.data = other`, except for empty data, which DeepSpeed gathers.
     if data.numel() and (tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape):
         tensor.data = data
     whole = copy is not None and tensor.shape == copy.shape
-    # 0 and -0 are equal, and what is written into `tensor.data` has no version.
+    # 0 equals -0, and writing into `tensor.data` does not change the version.
     if whole and (_version(tensor) != version or not torch.equal(tensor.data, copy)):
-        tensor.data.copy_(copy)  # autograd need not know: these are the values that it saw
+        tensor.data.copy_(copy)  # hidden from autograd, because it saw these values
     if tensor.requires_grad != requires_grad:
         tensor.detach_().requires_grad_(requires_grad)
 
@@ -335,7 +326,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _keep_object(value: Any, kind: type) -> Action | None:
-    """Keep the state of a random generator, or a small array; None for any other object."""
+    """Keep the state of a random generator or a small array; None for other objects."""
     if issubclass(kind, torch.Generator):
         return value.set_state, value.get_state()
     if kind is random.Random:
@@ -353,9 +344,9 @@ def _keep_object(value: Any, kind: type) -> Action | None:
 
 
 def _reshard(model: nn.Module) -> None:
-    """Shard the parameters again that FSDP gathered for the pass.
+    """Shard parameters again that FSDP gathered for the pass.
 
-    FSDP keeps its outermost parameters after a forward pass, for a backward pass that never comes
+    After a forward pass, FSDP keeps its outermost parameters for a backward pass, which never comes
     here. An optimizer step in between would leave the next forward pass with old weights.
     """
     for module in _of_fsdp(model, "FSDPModule"):
@@ -365,14 +356,14 @@ def _reshard(model: nn.Module) -> None:
 
 
 def _of_fsdp(model: nn.Module, name: str) -> list[Any]:
-    """List the modules of a model that are of a class of FSDP."""
+    """List the model's modules of a class of FSDP."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), name, None)
     return [] if kind is None else [x for x in model.modules() if isinstance(x, kind)]
 
 
 def _refuse_unknown(module: Any) -> None:
     """Refuse an FSDP1 module that could not be sharded again."""
-    handle = getattr(module, "_handle", module)  # which has none of the names
+    handle = getattr(module, "_handle", module)  # the module itself has none of the names
     if handle is not None and not all(hasattr(handle, name) for name in _FSDP1):
         raise ValueError(
             "no extra pass is made on a FullyShardedDataParallel of this release of torch: its "
@@ -381,7 +372,7 @@ def _refuse_unknown(module: Any) -> None:
 
 
 def _reshard_flat(module: Any) -> None:
-    """Shard the parameters of one FSDP1 module again, for which FSDP1 has no public function."""
+    """Shard the parameters of one FSDP1 module again; FSDP1 lacks a public function for it."""
     handle = module._handle
     if handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
         handle.reshard(True)

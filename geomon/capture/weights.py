@@ -1,8 +1,8 @@
-"""What modules say of themselves, asked without an effect on training.
+"""Read attributes and weights of modules without side effects on training.
 
-A weight under `torch.nn.utils.parametrize` is made anew at each access, and its making may change
-what the next one is made of: spectral norm iterates in train mode. So may any property, and a
-config may raise whatever it likes.
+A weight under `torch.nn.utils.parametrize` is computed at each access, and computing it may change
+state: spectral norm iterates in train mode. A property may do the same, and a config may raise
+anything.
 """
 
 import inspect
@@ -16,27 +16,27 @@ from torch.nn.utils.parametrize import is_parametrized
 
 
 def said(holder: Any, name: str) -> Any:
-    """Return an attribute of a module or a config; None if it has none, or raises an error.
+    """Return an attribute of a module or a config, or None if it is missing or raises an error.
 
     Args:
         holder: Any object.
-        name: Name of the attribute, which is no weight.
+        name: Name of the attribute, which must not be a weight.
     """
     try:
         return getattr(holder, name, None)
-    except Exception:  # of a value that differs between the layers, say
+    except Exception:  # for example, because the value differs between layers
         return None
 
 
 def has_weight(module: nn.Module, name: str) -> bool:
-    """Whether a module has an attribute that may be a weight; it is not made for the answer."""
+    """Whether a module has an attribute that may be a weight, without computing it."""
     return is_parametrized(module, name) or hasattr(module, name)
 
 
 def stored_weight(module: nn.Module, name: str = "weight") -> Tensor | None:
-    """Return the parameter that a weight is, or is made of; None if there is no single one.
+    """Return the parameter behind a weight, or None if there is not exactly one.
 
-    A weight that a property makes is not asked for.
+    A weight that is a property is not read.
     """
     if is_parametrized(module, name):
         made_of = getattr(module.parametrizations, name)._parameters
@@ -49,7 +49,7 @@ def stored_weight(module: nn.Module, name: str = "weight") -> Tensor | None:
 
 @torch.no_grad()
 def present_weight(module: nn.Module, name: str = "weight") -> Tensor | None:
-    """Return a weight as it is in a forward pass in eval mode; None if there is none."""
+    """Return a weight as in a forward pass in eval mode, or None if there is none."""
     if not is_parametrized(module, name):
         return stored_weight(module, name)
     makers = list(getattr(module.parametrizations, name).modules())
@@ -66,25 +66,24 @@ def present_weight(module: nn.Module, name: str = "weight") -> Tensor | None:
 
 @torch.no_grad()
 def weight_norms(module: nn.Module) -> dict[str, Tensor]:
-    """Compute the Frobenius norm of each weight inside a module that is no vector, by its name.
+    """Compute the Frobenius norm of each weight in a module except vectors, by name.
 
-    Numbers of modules in lists are left out of the names: the matrices of experts in a list have
-    one norm, as those of experts that are stacked in one parameter.
+    Indices of modules in lists are removed from the names: the matrices of listed experts share one
+    norm, as stacked experts in one parameter do.
 
     Args:
         module: A block.
 
     Returns:
-        float32 scalars on the device of the weights; none at all if this rank has only a shard of
-        one of them.
+        float32 scalars on the device of the weights, or {} if this rank has only a shard of one.
     """
     norms: dict[str, list[Tensor]] = defaultdict(list)
     lists = {place for place, each in module.named_modules() if isinstance(each, nn.ModuleList)}
-    paths = {"": ""}  # of modules, without their numbers in lists
+    paths = {"": ""}  # paths of modules, without their indices in lists
     for place, inner in module.named_modules():
         above, _, own = place.rpartition(".")
         paths[place] = paths[above] + ("" if above in lists or not own else f"{own}.")
-        if "parametrizations" in place.split("."):  # what weights are made of
+        if "parametrizations" in place.split("."):  # the originals of computed weights
             continue
         made = inner.parametrizations if is_parametrized(inner) else ()
         for name in (*inner._parameters, *made):
@@ -94,7 +93,7 @@ def weight_norms(module: nn.Module) -> dict[str, Tensor]:
             if weight is None or is_lazy(weight) or weight.ndim < 2 or weight.is_meta:
                 continue
             if not weight.is_floating_point() or weight.element_size() < 2:
-                continue  # quantised, say
+                continue  # quantised, for example
             norm = torch.linalg.vector_norm(weight, dtype=torch.float32)
             norms[(paths[place] + name).removesuffix(".weight")].append(norm)
     return {name: torch.linalg.vector_norm(torch.stack(each)) for name, each in norms.items()}

@@ -1,8 +1,8 @@
-"""Window: keeps sampled rows during one forward pass.
+"""Window: keep sampled rows during one forward pass.
 
-Nothing is placed on the model: what stays there costs every step, breaks pickling, goes along with
-copies and makes compiled models compile again. What sees a call selects rows and copies them, and
-does no arithmetic but for the largest logit, which no sample has (`capture.attending.max_logit`).
+Nothing is attached to the model: hooks would cost every step, break pickling, travel with copies
+and trigger recompilation. Observers select rows and copy them; their only arithmetic is the largest
+logit, which sampling could miss (`capture.attending.max_logit`).
 """
 
 import functools
@@ -58,56 +58,60 @@ from geomon.note import Note
 
 _FORCED = (
     "compiled code of the training ran eagerly while it was watched: dropout draws other random "
-    "numbers there, and the memory may be more: measure by a probe"
+    "numbers then, and memory use may be higher: measure by a probe"
 )
 
 
 _ADAPTED = (
-    "its rows are those of the matrix itself; what an adapter around it adds is not in them until "
-    "it is merged"
+    "these are the rows of the matrix itself, without the contribution of the adapter around it "
+    "until it is merged"
 )
 
 _OUTSIDE = (
-    "attention was seen outside the blocks that are watched, and none in them: these may be the "
-    "wrong blocks. print(geomon.describe(model)) shows them, blocks=... names others"
+    "attention was seen outside the watched blocks, but not inside them: these may be the wrong "
+    "blocks. print(geomon.describe(model)) shows them, blocks=... names others"
 )
 
 _LEFT_OUT = (
-    "{count} blocks {pattern} are not watched: {reason}. blocks=... with a regular expression that "
-    "matches the names of all blocks measures them too"
+    "{count} blocks {pattern} are not watched: {reason}. To measure them too, pass blocks=... with "
+    "a regular expression that matches the names of all blocks"
 )
 
 
 class Window:
     """A context manager that keeps sampled rows of one forward pass.
 
-    After the `with`, `snapshot()` gives what was seen. The first pass of each stack counts
-    (`geomon.capture.tracker.Tracker` has the rule), or in a pipeline the passes of all
-    micro-batches of a batch, which `snapshots()` gives; calls from other threads and recomputation
-    under activation checkpointing are ignored. An error of geomon's own never ends the pass: one
-    while a call is looked at becomes a note, and one in opening is raised by `snapshot()`.
+    After the `with`, `snapshot()` returns what was seen. The first pass of each stack counts (see
+    `geomon.capture.tracker.Tracker`); in a pipeline, the passes of all micro-batches count, and
+    `snapshots()` returns them. Calls from other threads and recomputation under activation
+    checkpointing are ignored. An error of geomon's own never ends the pass: an error while looking
+    at a call becomes a note, and an error while opening is raised by `snapshot()`.
 
     Args:
         anatomy: Anatomy of the model, or of the parts of it that this rank has.
-        views: Captured views that are wanted; only the calls that these need are looked at.
+        views: Captured views that are wanted; only the calls that they need are watched.
         rows: Number of rows of hidden states to keep; the same at every layer.
-        seed: Seed of the private generator that samples rows. No global random state is touched.
-        max_mb: Largest memory of what is kept, in millions of bytes: the number of rows is lowered
-            for it, and attention that does not fit is left out. None for no limit.
-        keep_inputs: Whether to keep what the model is called with, as it is, in `inputs`.
-        may_run_eagerly: Whether compiled code of which there is no twin is run eagerly, to be seen.
-        extra_layers: Names of layers to see beside those of the blocks
-            (`geomon.capture.snapshot.EXTRA_LAYERS`).
-        place: Place of this rank among those that share out the weights of the blocks.
-        micro_batches: For each part of a pipeline, a function that counts the micro-batches of a
-            batch, 0 before that is known: each is a pass. None if a batch is one pass.
-        charge: Returns a context manager, which is entered around each piece of work beside the
-            pass to account for its time. Pieces may be nested.
+        seed: Seed of the private generator that samples rows. Global random state is not touched.
+        max_mb: Memory limit in megabytes (10^6 bytes). The number of rows is lowered to fit, and
+            attention that does not fit is left out. Defaults to None, for no limit.
+        keep_inputs: Whether to keep the arguments of the model's call in `inputs`. Defaults to
+            False.
+        may_run_eagerly: Whether to run compiled code eagerly if a twin is impossible. Defaults to
+            True.
+        extra_layers: Names of further layers to see (`geomon.capture.snapshot.EXTRA_LAYERS`).
+            Defaults to ().
+        place: Place of this rank among those that share the weights of the blocks. Defaults to a
+            rank that has them all.
+        micro_batches: For each pipeline stage, a function that counts the micro-batches of a batch
+            (0 before they are known); each micro-batch is a pass. Defaults to (), for one pass per
+            batch.
+        charge: Returns a context manager that is entered around each piece of extra work, to
+            account for its time. Pieces may be nested.
 
     Attributes:
         seconds: Time taken from the training.
         settled: Whether nothing has interrupted the opening or the closing of the window.
-        inputs: Positional arguments of the first call of the model, and arguments by name.
+        inputs: Positional and keyword arguments of the model's first call.
     """
 
     def __init__(
@@ -139,10 +143,10 @@ class Window:
         blocks = sum(len(stack.blocks) for stack in anatomy.stacks)
         attentions = sum(max(1, len(block.attentions)) for block in anatomy.blocks)
         self._attends = bool(self._sources & {"attention", "projection", "routing"})
-        # Operators show attention, and the way from embedding tables to the blocks.
+        # Operators show attention, and the path from embedding tables to the blocks.
         self._follows = self._attends or bool(self._wants_tokens)
-        beside = len(anatomy.stacks) * (1 + (FINAL_NORM in self._extra))
-        layers = (blocks + beside) * (1 + self._wants_last)
+        others = len(anatomy.stacks) * (1 + (FINAL_NORM in self._extra))
+        layers = (blocks + others) * (1 + self._wants_last)
         limit = functools.partial(
             MemoryLimit, max_mb, layers=layers, blocks=attentions * self._attends
         )
@@ -152,7 +156,7 @@ class Window:
         self._states = HiddenStates(
             self._tracker, keeps_last=self._wants_last, keeps_final_norm=FINAL_NORM in self._extra
         )
-        # What is done as the call of a module begins, and when it has returned, by its address.
+        # Actions before and after the call of a module, by its id.
         self._before: dict[int, list[Callable[..., None]]] = {}
         self._after: dict[int, list[Callable[..., None]]] = {}
         self._tables = TableCalls(
@@ -161,18 +165,18 @@ class Window:
             self._states.stream.take_table,
         )
         self._failure: Exception | None = None  # in opening the window
-        self._failures: list[str] = []  # in what sees the calls
+        self._failures: list[str] = []  # while looking at calls
         self._recorder = AttentionRecorder(
             self._tracker,
             self._states.stream,
             attends=self._attends,
             max_logits="max_logits" in views,
         )
-        self._forced_eager = False  # whether compiled code of the training was run eagerly
-        self._tap: Tap | None = None  # what sees attention, while the window is open
+        self._forced_eager = False  # whether the training's compiled code ran eagerly
+        self._tap: Tap | None = None  # sees attention while the window is open
         self._sees_above = True  # whether operators around the blocks are seen too
-        self._blocks: set[int] = set()  # addresses of the blocks and of their parts
-        self._hiding: set[int] = set()  # of those that call compiled functions
+        self._blocks: set[int] = set()  # ids of the blocks and of their parts
+        self._hiding: set[int] = set()  # ids of those that call compiled functions
         self.settled = True
         self.seconds = 0.0
 
@@ -226,7 +230,7 @@ class Window:
         watch_calls(self)
 
     def _find_compiled(self) -> None:
-        """Find the blocks that call compiled functions, of which operators show nothing."""
+        """Find the blocks that call compiled functions, whose operators are invisible."""
         reaching = calling_compiled(self.modules())
         self._sees_above = not reaching
         for block in self._anatomy.blocks:
@@ -236,48 +240,50 @@ class Window:
                     self._hiding.add(id(module))
 
     def close(self) -> None:
-        """Leave nothing behind; may be called more than once, and after an interruption."""
+        """Remove everything that the window placed; may be called more than once."""
         if self._tap is not None:
             self._tap.close()
         self._recorder.guarded = failing_silently
         unwatch_calls(self)
         subclasses.release(self)
-        # They refer to the window: what it keeps would be freed by the garbage collector alone.
+        # These refer to the window and would delay freeing its rows until garbage collection.
         self._before.clear()
         self._after.clear()
         self._tables.clear()
         self._states.stream.on_lookup = None
         self._states.forget()
         for stack_pass in self._tracker.passes:
-            stack_pass.leaving = None
+            stack_pass.last_output = None
             for block_call in stack_pass.block_calls:
                 block_call.forget_tensors()
         self.settled = True
 
     def snapshot(self, device: torch.device = HOST) -> Snapshot:
-        """Build the snapshot: rows in float32, without those that are not finite.
+        """Build the snapshot: finite rows, in float32.
 
         Args:
-            device: Where the rows stay. On the device of the model they are not moved.
+            device: Device of the rows. Rows on the model's device are not moved. Defaults to the
+                host.
 
         Raises:
-            Exception: The window could not be opened; the error is the one that was met there.
+            Exception: If the window could not be opened; the error that was met then.
         """
         return self.snapshots(device)[0]
 
     def snapshots(self, device: torch.device = HOST, *, wait: bool = True) -> list[Snapshot]:
-        """Build the snapshot of each pass: one, or in a pipeline one for each micro-batch.
+        """Build the snapshot of each pass: one, or in a pipeline one per micro-batch.
 
         Args:
-            device: Where the rows stay. On the device of the model they are not moved.
-            wait: Whether copies are there when this returns (see `Layer.to`).
+            device: Device of the rows. Rows on the model's device are not moved. Defaults to the
+                host.
+            wait: Whether to wait for copies (see `Layer.to`). Defaults to True.
 
         Raises:
-            Exception: The window could not be opened; the error is the one that was met there.
+            Exception: If the window could not be opened; the error that was met then.
         """
         if self._failure is not None:
             raise self._failure
-        with without_modes():  # weights may be of subclasses, whose functions give their rows
+        with without_modes():  # weights may be tensor subclasses, whose functions give their rows
             return [self._snapshot(x, device, wait=wait) for x in self._tracker.of_batch()]
 
     def _snapshot(
@@ -286,11 +292,11 @@ class Window:
         """Build the snapshot of a pass through all stacks."""
         matrices, sampler = self._found_matrices(), self._tracker.memory().sampler
         texts = [
-            f"a hook failed, and what it looks at is missing: {failure}"
+            f"watching a call failed, and what it would have shown is missing: {failure}"
             for failure in dict.fromkeys(self._failures)
         ]
         texts += [
-            f"torch {torch.__version__} has no {name}: {lost}"
+            f"torch {torch.__version__} lacks {name}: {lost}"
             for name, lost in private.MISSING.items()
         ]
         texts += [_FORCED] * self._forced_eager
@@ -300,7 +306,7 @@ class Window:
             for name, module in matrices.items()
             if any(module is adapted for adapted in self._anatomy.adapted)
         ]
-        # Behind the last block of a stage attention may be that of another part of the model.
+        # Attention after a stage's last block may belong to another part of the model.
         texts += [_OUTSIDE] * (self._recorder.attends_outside and not seen and bool(passes))
         texts += [
             _LEFT_OUT.format(count=family.count, pattern=family.pattern, reason=family.reason)
@@ -320,7 +326,7 @@ class Window:
         )
 
     def _found_matrices(self) -> dict[str, nn.Module | None]:
-        """Find the modules that hold the matrices that are asked for."""
+        """Find the modules that hold the requested matrices."""
         tables = self.token_tables() or self._anatomy.embeddings
         found = {
             EMBEDDING: next(iter(tables), None),
@@ -338,16 +344,16 @@ class Window:
 
         Args:
             stack: Name of the stack.
-            label: Label of the attention in the blocks: "" for the one to the stack itself.
+            label: Label of the attention in the blocks. Defaults to "", self-attention.
         """
         return {seen.route for seen in self.attentions(stack, label) if seen.route}
 
     def heads(self, stack: str, label: str = "") -> set[tuple[int, int]]:
-        """Return how many query heads and key heads attentions have.
+        """Return the numbers of (query heads, key heads) of the attentions with a label.
 
         Args:
             stack: Name of the stack.
-            label: Label of the attention in the blocks.
+            label: Label of the attention in the blocks. Defaults to "", self-attention.
         """
         calls = (seen.call for seen in self.attentions(stack, label))
         return {(call.heads, call.key_heads) for call in calls if call is not None}
@@ -357,7 +363,7 @@ class Window:
 
         Args:
             stack: Name of the stack.
-            label: Label of the attention in the blocks: "" for the one to the stack itself.
+            label: Label of the attention in the blocks. Defaults to "", self-attention.
         """
         return [
             block_call.attentions[index]
@@ -374,12 +380,12 @@ class Window:
         return any(seen.route for call in calls for seen in call.attentions.values())
 
     def token_tables(self) -> tuple[nn.Module, ...]:
-        """List the embedding tables whose inputs were the token ids, in the order of the stacks."""
+        """List the embedding tables that received the token ids, in the order of the stacks."""
         tables = (x.tokens.ids.table(x.shape) for x in self._tracker.passes if x.shape)
         return tuple(dict.fromkeys(table for table in tables if table is not None))
 
     def padding(self, stack: str) -> str | None:
-        """Say what the padding of a stack is known by; None if nothing says that there is any.
+        """Say how the padding of a stack is known, or return None if nothing shows any.
 
         Args:
             stack: Name of the stack.
@@ -435,7 +441,7 @@ class Window:
         when.setdefault(id(unwrap(module)), []).append(functools.partial(action, *first))
 
     def watches(self, module: nn.Module) -> bool:
-        """Whether a module's calls are seen (see `geomon.capture.calling.calls.CallObserver`).
+        """Whether a module's calls are watched (see `geomon.capture.calling.calls.CallObserver`).
 
         Args:
             module: Any module.
@@ -445,13 +451,13 @@ class Window:
     def before_call(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Take a call that begins."""
+        """Handle a call that begins."""
         for action in () if self._tracker.is_ignored() else self._before.get(id(module), ()):
             with self._guarded(), unseen():
                 action(module, args, kwargs)
 
     def after_call(self, module: nn.Module, output: Any) -> None:
-        """Take a call that has returned."""
+        """Handle a call that has returned."""
         if self._tracker.is_ignored():
             return
         for action in self._after.get(id(module), ()):
@@ -460,7 +466,7 @@ class Window:
         self._rest()
 
     def needs_twin(self, module: nn.Module) -> bool:
-        """Whether the compiled code of a module hides what this window is to see."""
+        """Whether a module's compiled code hides what this window must see."""
         if self._tracker.is_over(with_gradients=records_gradients()):
             return False
         inside = self._attends and self._tracker.current is not None
@@ -472,7 +478,7 @@ class Window:
         self._failures.append(f"{type(error).__name__}: {error}")
 
     def modules(self) -> Iterator[nn.Module]:
-        """List the modules that may be compiled in place: those of the model."""
+        """List the modules of the model, which may be compiled in place."""
         above = [module for stack in self._anatomy.stacks for module in stack.above]
         inside = [part for block in self._anatomy.blocks for part in (block.module, *block.parts)]
         for root in above[:1] or inside:  # the outermost one holds all of them
@@ -480,11 +486,7 @@ class Window:
 
     @contextmanager
     def seeing(self, module: nn.Module) -> Iterator[None]:
-        """See operators: in blocks, and around them where nothing that is compiled runs there.
-
-        Args:
-            module: The module that is called.
-        """
+        """See operators inside blocks, and around them unless compiled code runs there."""
         wanted = self._sees_between or id(module) in self._blocks
         if self._tap is None or not wanted or self._tracker.is_ignored():
             yield
@@ -497,11 +499,11 @@ class Window:
         return id(module) in self._hiding and not in_extra_pass()
 
     def suspended(self) -> AbstractContextManager[None]:
-        """Return a context manager in which no operator is seen."""
+        """Return a context manager in which operators are not seen."""
         return nullcontext() if self._tap is None else self._tap.suspended()
 
     def on_compiled_end(self, module: nn.Module, output: Any) -> None:
-        """Note what goes on from a compiled block: not what its twin has returned."""
+        """Remember the output of a compiled block, which replaces its twin's output."""
         left = None if self._tracker.is_ignored() else first_tensor(output)
         for stack_pass in () if left is None else self._tracker.passes:
             if left is not None and any(module is x.module for x in stack_pass.stack.blocks):
@@ -509,7 +511,7 @@ class Window:
         self._rest()
 
     def _rest(self) -> None:
-        """Close the window where nothing more is to be seen: what follows is left alone."""
+        """Close the window early if nothing more can be seen, so the rest runs untouched."""
         if FINAL_NORM in self._extra or in_extra_pass() or not self._before:
             return
         over = self._tracker.is_over(with_gradients=True) and not self._tracker.above
@@ -517,7 +519,7 @@ class Window:
             self.close()
 
     def forces_eager(self) -> bool:
-        """Whether the training's own compiled code is to run eagerly, since it has no twin."""
+        """Whether the training's compiled code must run eagerly because a twin is impossible."""
         self._forced_eager = self._may_run_eagerly
         return self._may_run_eagerly
 
@@ -545,7 +547,7 @@ class Window:
 
     def _on_return_above(self, module: nn.Module, output: Any) -> None:
         self._tracker.leave_above(module)
-        self._states.stream.forget()  # what is done outside of the model is not seen
+        self._states.stream.forget()  # operators outside of the model are not seen
 
     def _on_norm(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         given = [*args, *kwargs.values()]
@@ -563,20 +565,20 @@ class Window:
     def _on_block(
         self, number: int, index: int, module: nn.Module, args: Any, kwargs: Mapping[str, Any]
     ) -> None:
-        """Keep what a call gives of a block, or of a module of a list that is one, if it counts."""
+        """Handle the call of a block, or of one module of a block that is a list."""
         stack_pass = self._tracker.passes[number]
-        entered = find_entering(stack_pass, [*args, *kwargs.values()])
-        block_call = self._tracker.begin_call(number, index, module, entered)
+        hidden = find_entering(stack_pass, [*args, *kwargs.values()])
+        block_call = self._tracker.begin_call(number, index, module, hidden)
         if block_call is None:
             return
         if len(block_call.called) == 1 == len(stack_pass.block_calls):
             stack_pass.tokens.take_arguments(module, args, kwargs)
         self._states.enter(
-            stack_pass, block_call, module, [args, kwargs], entered,
+            stack_pass, block_call, module, [args, kwargs], hidden,
             sees_between=self._sees_between,
         )  # fmt: skip
         if "weights" in self._sources and self._place.shards == 1 and not block_call.weight_norms:
-            # Its optimizer step is to come.
+            # Read now, before the optimizer changes them.
             block = stack_pass.stack.blocks[index]
             block_call.weight_norms = weight_norms(unwrap(block.module))
 
@@ -605,7 +607,7 @@ class Window:
             self._finish(*current)
 
     def _finish(self, stack_pass: StackPass, block_call: BlockCall, block: Block) -> None:
-        """Follow the tensors of a block no further."""
+        """Stop following the tensors of a block."""
         if "projection" in self._sources:
             self._recorder.finish(stack_pass, block_call, block)
         block_call.forget_tensors()
@@ -613,7 +615,7 @@ class Window:
     def _on_projecting(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         current, given = self._tracker.current, first_tensor([*args, *kwargs.values()])
         if current is not None and given is not None:
-            # FSDP has gathered the weight by now: what is sharded is so by tensor parallelism.
+            # FSDP has gathered the weight by now, so a sharded weight means tensor parallelism.
             current[1].inputs[id(module)] = given, first_feature(module)
 
     def _on_projected(self, module: nn.Module, output: Any) -> None:
@@ -621,7 +623,7 @@ class Window:
         taken = None if current is None else current[1].inputs.pop(id(module), None)
         if current is None or taken is None or output is None:
             return
-        # The width of a convolution's output is not its last dimension.
+        # A convolution's output does not have its width last.
         output = move_width_last(local_shard(output), module, entering=False)
         given, first = taken
         current[1].provenance.projected(output, local_shard(given), first)

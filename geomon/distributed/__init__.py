@@ -1,4 +1,4 @@
-"""GATHER: the ranks of a run, and one reading of the rows of all of them."""
+"""GATHER: find the ranks of a run, and make one reading from the rows of all of them."""
 
 from geomon.distributed.gather import gather
 from geomon.distributed.group import (

@@ -1,10 +1,9 @@
-"""The parts of all ranks: of each layer one union, on the rank that measures it.
+"""Gather the parts of all ranks: each layer becomes one union on the rank that measures it.
 
-A rank has some rows, some heads and some depths of what it reads. Ranks with the same tokens put
-their parts together by their true numbers; the rows of other tokens follow, in the order of the
-ranks. The layers are shared out, and what is on other ranks of a layer is sent to the rank that
-measures it. So a reading is that of all tokens and of the whole model, never an average of
-readings, and its time falls with the number of ranks.
+A rank holds some rows, heads and depths. Ranks with the same tokens join their parts by index; rows
+of other tokens follow in rank order. The layers are divided among the ranks, and each rank receives
+the other ranks' parts of its layers. A reading thus covers all tokens and the whole model, never an
+average of readings, and takes less time with more ranks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from geomon.distributed.merge import (
     attention_shape,
     mean_loss,
     merge_layers,
-    take_share,
+    subsample_attention,
 )
 from geomon.distributed.mesh import Mesh
 from geomon.note import Note
@@ -28,26 +27,26 @@ from geomon.note import Note
 _Value = TypeVar("_Value")
 
 _Key = tuple[str, int]  # stack and depth of a layer
-_Parcel = list[tuple[int, Layer]]  # parts of layers, with the numbers of these
+_Parcel = list[tuple[int, Layer]]  # (number of the layer, part of it)
 
-# Sources of which ranks have other rows, and those of which they have other heads.
+# Sources whose rows differ between ranks, and sources whose heads differ.
 _OF_ROWS = frozenset({"hidden", "last"})
 _OF_HEADS = frozenset({"attention", "projection"})
-# Sources of a block as a whole, which go with the rows.
+# Sources of a block as a whole, which are sent with the rows.
 _WITH_ROWS = frozenset({"weights", "routing"})
 
 
 class _Owned(NamedTuple):
-    """What a rank has of one layer; plain values.
+    """A rank's part of one layer, as plain values.
 
     Attributes:
         name: Name of the layer.
-        attention: Shape of what was kept of its attention; None for nothing.
-        lacking: The sources of which nothing was seen, with the reasons.
+        attention: Shape of the captured attention, or None.
+        lacking: Sources that were not seen at all, with the reasons.
         rows: Number of rows of hidden states.
-        start: First index of the hidden states that the rank has; () for all.
-        heads: Number of the first feature of each head that is known, by view.
-        tokens_elsewhere: Whether the first stage knows the tokens of its rows.
+        start: First index of the rank's hidden states; () if it has all.
+        heads: By view, index of the first feature of each head, if known.
+        tokens_elsewhere: Whether the tokens of its rows are known only to the first stage.
     """
 
     name: str
@@ -60,10 +59,10 @@ class _Owned(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """What a rank reports of its snapshot to the others before any row is sent; plain values.
+    """A rank's report on its snapshot before any row is sent, as plain values.
 
     Attributes:
-        layers: What the rank has of each of its layers, in order.
+        layers: The rank's part of each of its layers, in order.
         info: Facts about the rank's forward pass.
         empty: Whether no block was seen.
     """
@@ -78,8 +77,8 @@ class GatheredLayers:
     """The layers that this rank measures, with the rows of all ranks.
 
     Attributes:
-        parts: For each layer of this rank, in order of depth, what each rank has of it;
-            `merge_layers` makes one layer of them.
+        parts: For each layer of this rank, in order of depth, the parts of all ranks;
+            `merge_layers` joins them.
         count: Number of layers on all ranks.
         info: Facts about the forward passes of all ranks.
         empty: Whether no block was seen on any rank.
@@ -91,10 +90,7 @@ class GatheredLayers:
     empty: bool
 
     def interleave(self, shares: Sequence[Sequence[_Value]]) -> list[_Value]:
-        """Put what the ranks have of their layers into the order of all layers.
-
-        Args:
-            shares: For each rank, one entry for each of its layers.
+        """Interleave lists with one entry for each of a rank's layers into the order of all layers.
 
         Example:
             >>> gathered = GatheredLayers([], 5, PassInfo(0, "", ""), empty=True)
@@ -107,54 +103,58 @@ class GatheredLayers:
 
 def gather(
     seen: Sequence[Snapshot] | Exception,
-    about: tuple[int, str],
+    reading_key: tuple[int, str],
     group: RankGroup,
     *,
     rows: int,
     queries: int,
-    copies: bool = False,
+    same_inputs: bool = False,
 ) -> GatheredLayers:
     """Bring the parts of all ranks together; a collective.
 
-    First the ranks agree whether each has a snapshot, for the same reading, and of which layers.
-    What the ranks kept of attention is reduced so that together it is what one rank would keep.
+    First the ranks agree that each has a snapshot, for the same reading, and which layers it holds.
+    Then attention is thinned so that all ranks together keep as much as one rank would.
 
     Args:
-        seen: Snapshot of each pass that this rank has made, at least one, or why there is none.
-        about: Step and source of the reading.
+        seen: Snapshots of the passes that this rank made (at least one), or the error that
+            prevented them.
+        reading_key: Step and source of the reading.
         group: The ranks.
         rows: Number of rows of hidden states for all ranks together.
-        queries: Number of attention rows in a layer for all ranks together.
-        copies: Whether all ranks were given the same inputs (a probe). The union would then hold
-            every row once for each of them, so only the rows of the first are taken.
+        queries: Number of attention rows per layer for all ranks together.
+        same_inputs: Whether all ranks received the same inputs (a probe). The union would then
+            repeat every row, so only the first rank's rows are used. Defaults to False.
+
+    Returns:
+        The layers that this rank measures.
 
     Raises:
-        RankFailedError: A rank has no snapshot, or has other layers; raised on every rank alike. A
-            single rank raises its own exception.
-        RanksLostError: A rank does not answer.
+        RankFailedError: If a rank lacks a snapshot or has different layers; raised on every rank. A
+            single rank raises its own exception instead.
+        RanksLostError: If a rank does not answer.
     """
     snapshot: Snapshot | Exception
     try:
         snapshot = seen if isinstance(seen, Exception) else _merge_passes(seen, rows, queries)
-    except Exception as error:  # the other ranks wait for this one's report
+    except Exception as error:  # the other ranks wait for this rank's report
         snapshot = error
     if group.members == 1:
         if isinstance(snapshot, Exception):
             raise snapshot
         parts: list[tuple[Layer, ...]] = [(layer,) for layer in snapshot.layers]
         return GatheredLayers(parts, len(parts), snapshot.info, snapshot.is_empty)
-    met = group.meet(about[0], (about, _report(snapshot)))
+    met = group.meet(reading_key[0], (reading_key, _report(snapshot)))
     mesh = group.mesh if group.connected else Mesh()
     reports = _checked(met, mesh)
     assert isinstance(snapshot, Snapshot)
-    tokens = _Tokens(reports, mesh, copies=copies)
+    tokens = _Tokens(reports, mesh, same_inputs=same_inputs)
     table = _Table(reports, tokens)
     received: list[_Parcel] = []
     for rank, given in enumerate(group.all_to_all(_parcels(snapshot, table, group, rows, queries))):
         if isinstance(given, str):
             raise RankFailedError(f"rank {rank}: {given}")
         received.append(given)
-    if not copies:
+    if not same_inputs:
         group.share_rows_among(len(tokens.giving))
     first = next((report for report in reports if not report.empty), reports[0]).info
     return GatheredLayers(
@@ -172,52 +172,52 @@ def gather(
 
 
 class _Tokens:
-    """Which ranks have the same tokens, by the mesh, and which tokens are measured.
+    """Groups of ranks with the same tokens, judged by the mesh, and the tokens to measure.
 
     Args:
-        reports: What each rank has reported.
+        reports: Report of each rank.
         mesh: The places of the ranks.
-        copies: Whether all tokens are the same.
+        same_inputs: Whether all tokens are the same.
 
     Attributes:
         ranks: For each data rank, its ranks.
-        giving: The data ranks whose rows are measured: of those with the same tokens the first.
+        giving: Data ranks whose rows are measured: the first among those with equal tokens.
     """
 
-    def __init__(self, reports: Sequence[_Report], mesh: Mesh, *, copies: bool) -> None:
+    def __init__(self, reports: Sequence[_Report], mesh: Mesh, *, same_inputs: bool) -> None:
         self._reports = reports
         self.mesh = mesh
-        self.copies = copies
+        self.same_inputs = same_inputs
         self.ranks: list[list[int]] = [[] for _ in range(mesh.data_size)]
         for rank, data in enumerate(mesh.data_ranks):
             self.ranks[data].append(rank)
         found: dict[str, int] = {}
         for data in range(mesh.data_size):
             found.setdefault(self.batch(data) or f"tokens {data}", data)
-        self.giving = [0] if copies else list(found.values())
+        self.giving = [0] if same_inputs else list(found.values())
 
     def first(self, data: int) -> int:
-        """Return the first rank with some tokens that runs the first stage."""
+        """Return the first rank with these tokens that runs the first stage."""
         ranks = self.ranks[data]
         return next((rank for rank in ranks if 0 in self.mesh.places[rank].stages), ranks[0])
 
     def batch(self, data: int) -> str:
-        """Return what tells some tokens from others; "" where nothing was seen."""
+        """Return the checksum of these tokens, or "" if nothing was seen."""
         return self._reports[self.first(data)].info.batch
 
     def infos(self) -> list[PassInfo]:
-        """List the facts about one pass over each of the tokens that are measured."""
+        """List the facts about one pass for each of the measured tokens."""
         return [self._reports[self.first(data)].info for data in self.giving]
 
 
 class _Table:
-    """Send plan: which rank contributes which parts of each layer; every rank makes the same one.
+    """Send plan: which rank contributes which sources of each layer; every rank makes the same one.
 
-    If several ranks hold the same part, they take turns.
+    Ranks that hold the same part take turns.
 
     Args:
-        reports: What each rank has reported.
-        tokens: Which ranks have the same tokens.
+        reports: Report of each rank.
+        tokens: Groups of ranks with the same tokens.
 
     Attributes:
         keys: Stack and depth of all layers, in order.
@@ -233,12 +233,7 @@ class _Table:
         self.firsts = [[stack for stack, _ in self.keys].index(stack) for stack in stacks]
 
     def gives(self, rank: int, number: int) -> frozenset[str]:
-        """Return the sources of a layer that a rank gives.
-
-        Args:
-            rank: The rank.
-            number: Number of the layer in `keys`.
-        """
+        """Return the sources of a layer that a rank contributes."""
         data = self._tokens.mesh.data_ranks[rank]
         if data not in self._tokens.giving:
             return frozenset()
@@ -247,13 +242,13 @@ class _Table:
         return sources | _WITH_ROWS if sources & _OF_ROWS else sources
 
     def gives_tokens(self, rank: int, first: int) -> bool:
-        """Whether a rank gives ids and places of the tokens for layers of later stages."""
+        """Whether a rank sends token ids and positions for layers of later stages."""
         of, _ = self.keys[first]
         needed = any(self.is_later((stack, depth)) for stack, depth in self.keys if stack == of)
         return needed and self.gives(rank, first) >= _OF_ROWS
 
     def shapes(self, number: int) -> list[Shape | None]:
-        """Return the shapes of what was kept of a layer's attention, of each of the tokens."""
+        """Return the shape of a layer's captured attention for each of the measured tokens."""
         key = self.keys[number]
         found = []
         for data in self._tokens.giving:
@@ -263,16 +258,16 @@ class _Table:
         return found
 
     def place_of(self, rank: int) -> int:
-        """Return the place of a rank's tokens among those that are measured."""
+        """Return the index of a rank's tokens among those that are measured."""
         return self._tokens.giving.index(self._tokens.mesh.data_ranks[rank])
 
     def is_later(self, key: _Key) -> bool:
-        """Whether a layer is of a stage that does not know the tokens of its rows."""
+        """Whether a layer belongs to a stage that does not know the tokens of its rows."""
         owned = (report.layers[key] for report in self._reports if key in report.layers)
         return any(one.tokens_elsewhere for one in owned)
 
     def count_rows(self, data: int) -> int:
-        """Count the rows of some tokens, at the first layer that has any."""
+        """Count the rows of these tokens at the first layer that has any."""
         for number, key in enumerate(self.keys):
             givers = self._givers(data, number, _OF_ROWS)
             rows = sum(self._reports[rank].layers[key].rows for rank in givers)
@@ -281,7 +276,7 @@ class _Table:
         return 0
 
     def _givers(self, data: int, number: int, sources: frozenset[str]) -> list[int]:
-        """List the ranks that give sources of a layer: one for each part that differs."""
+        """List the ranks that contribute sources of a layer: one for each distinct part."""
         key = self.keys[number]
         parts: dict[Any, list[int]] = {}
         for rank in self._tokens.ranks[data]:
@@ -302,9 +297,9 @@ class _Table:
 def _parcels(
     snapshot: Snapshot, table: _Table, group: RankGroup, rows: int, queries: int
 ) -> Sequence[_Parcel | str]:
-    """For each rank what this rank gives of its layers, or why there is nothing.
+    """Return the layers to send to each rank, or the reason why there are none.
 
-    Numbers are those of the layers in the table, or -1 for the tokens of later stages.
+    Layers are numbered as in the table; -1 marks tokens for later stages.
     """
     parcels: list[_Parcel] = [[] for _ in range(group.members)]
     own = {(layer.stack, layer.index): layer for layer in snapshot.layers}
@@ -314,7 +309,9 @@ def _parcels(
             if not sources:
                 continue
             place = table.place_of(group.place)
-            layer = take_share(_only(own[key], sources), table.shapes(number), place, rows, queries)
+            layer = subsample_attention(
+                _only(own[key], sources), table.shapes(number), place, rows, queries
+            )
             parcels[number % group.members].append((number, _of_tokens(layer, place)))
         for number in table.firsts:
             if table.gives_tokens(group.place, number):
@@ -343,20 +340,20 @@ def _in_order(
 
 
 def _only(layer: Layer, sources: frozenset[str]) -> Layer:
-    """Take the views of some sources of a layer."""
+    """Keep the views of some sources of a layer."""
     kept = {view: value for view, value in layer.captured.items() if source_of(view) in sources}
     return replace(layer, captured=kept)
 
 
 def _tokens_alone(layer: Layer) -> Layer:
-    """Take ids and places of the tokens of a layer."""
+    """Keep the token ids and positions of a layer."""
     wanted = OF_THE_BATCH | {f"last_{view}" for view in OF_THE_BATCH}
     kept = {view: value for view, value in layer.captured.items() if view in wanted}
     return replace(layer, captured=kept)
 
 
 def _of_tokens(layer: Layer, number: int) -> Layer:
-    """Say of which tokens the rows of a layer are."""
+    """Record which tokens the rows of a layer belong to."""
     return replace(layer, part=replace(layer.part, tokens=number))
 
 
@@ -364,7 +361,7 @@ def _of_tokens(layer: Layer, number: int) -> Layer:
 
 
 def _merge_passes(passes: Sequence[Snapshot], rows: int, queries: int) -> Snapshot:
-    """Make one snapshot of those of several passes, as one of those of several ranks is made."""
+    """Merge the snapshots of several passes into one, as snapshots of ranks are merged."""
     first = passes[0]
     if len(passes) == 1:
         return first
@@ -378,7 +375,7 @@ def _merge_passes(passes: Sequence[Snapshot], rows: int, queries: int) -> Snapsh
     layers = []
     for parts in zip(*(one.layers for one in passes), strict=True):
         shapes = [attention_shape(layer) for layer in parts]
-        shares = [take_share(one, shapes, n, rows, queries) for n, one in enumerate(parts)]
+        shares = [subsample_attention(one, shapes, n, rows, queries) for n, one in enumerate(parts)]
         layers.append(merge_layers(shares))
     found: dict[tuple[str, str], dict[int, Note]] = {}
     for number, one in enumerate(passes):
@@ -396,7 +393,7 @@ def _merge_passes(passes: Sequence[Snapshot], rows: int, queries: int) -> Snapsh
 
 
 def _report(snapshot: Snapshot | Exception) -> _Report | str:
-    """Report of a snapshot, or why there is none."""
+    """Make the report on a snapshot, or say why there is none."""
     if isinstance(snapshot, Exception):
         return f"{type(snapshot).__name__}: {snapshot}"
     layers = {(layer.stack, layer.index): _owned(layer) for layer in snapshot.layers}
@@ -418,7 +415,7 @@ def _owned(layer: Layer) -> _Owned:
 
 
 def _lacking(layer: Layer) -> dict[str, str]:
-    """By source, why nothing of it was seen."""
+    """Return the reason for each source that was not seen at all."""
     present = {source_of(view) for view in layer.captured}
     return {
         source_of(view): why
@@ -428,12 +425,12 @@ def _lacking(layer: Layer) -> dict[str, str]:
 
 
 def _checked(met: Sequence[tuple[tuple[int, str], _Report | str]], mesh: Mesh) -> list[_Report]:
-    """Take the reports of all ranks on the same reading, or raise the same error on every rank."""
+    """Return the reports of all ranks on one reading, or raise the same error on every rank."""
     for rank, ((step, source), _) in enumerate(met):
         if source != met[0][0][1]:
             raise RankFailedError(
-                f"rank {rank} reads step {step} {source} where rank 0 reads it {met[0][0][1]}: "
-                "every rank builds the monitor with the same options"
+                f"rank {rank} reads step {step} {source} but rank 0 reads it {met[0][0][1]}: "
+                "build the monitor with the same options on every rank"
             )
     reports = [report for _, report in met if isinstance(report, _Report)]
     failures = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(met) if isinstance(why, str)]
@@ -445,9 +442,9 @@ def _checked(met: Sequence[tuple[tuple[int, str], _Report | str]], mesh: Mesh) -
         other = known.setdefault(place.stages, rank)
         if _names(report) != _names(reports[other]):
             raise RankFailedError(
-                f"rank {rank} has {len(report.layers)} layers, {_range(report)}, where rank "
+                f"rank {rank} has {len(report.layers)} layers, {_range(report)}, but rank "
                 f"{other} has {len(reports[other].layers)}, {_range(reports[other])}: ranks that "
-                "have the same blocks are expected to run the same ones; use gather=False"
+                "have the same blocks must run the same ones, or use gather=False"
             )
     return reports
 
@@ -469,7 +466,7 @@ _PROBES_DIFFER = Note(
 
 
 def _notes(reports: Sequence[_Report], tokens: _Tokens) -> list[Note]:
-    """The notes of the ranks that give, one of each kind, and how they differ from one another."""
+    """Collect the notes of the measured ranks, one of each kind, and how the ranks differ."""
     found: dict[tuple[str, str], dict[int, Note]] = {}
     for data in tokens.giving:
         for rank, note in _notes_of(tokens.ranks[data], reports, tokens.mesh):
@@ -477,7 +474,7 @@ def _notes(reports: Sequence[_Report], tokens: _Tokens) -> list[Note]:
     notes = [_of_several(alike, len(tokens.giving), "rank") for alike in found.values()]
     if len({report.info.mode for report in reports if not report.empty}) > 1:
         notes.append(Note("modes", "some ranks were in train mode and some in eval mode"))
-    if tokens.copies:
+    if tokens.same_inputs:
         if len(set(map(tokens.batch, range(len(tokens.ranks))))) > 1:
             notes.append(_PROBES_DIFFER)
     elif len(tokens.giving) < len(tokens.ranks):
@@ -488,9 +485,9 @@ def _notes(reports: Sequence[_Report], tokens: _Tokens) -> list[Note]:
 def _notes_of(
     ranks: Sequence[int], reports: Sequence[_Report], mesh: Mesh
 ) -> Iterator[tuple[int, Note]]:
-    """Iterate over the notes of ranks with the same tokens, each with the rank that it is of.
+    """Yield the notes of ranks with the same tokens, each with a rank that has it.
 
-    What all of them say is said once; layers of several stages are put together.
+    A note that all of them have is yielded once, with the layers of all stages.
     """
     found: dict[tuple[str, str], dict[int, Note]] = {}
     for rank in ranks:
@@ -515,7 +512,7 @@ def _notes_of(
 
 
 def _lacking_here(report: _Report, reports: Sequence[_Report]) -> list[Note]:
-    """Make a note of each source that a rank has not seen at a layer where another one has."""
+    """Make a note for each source that a rank has not seen at a layer although another has."""
     return [
         Note(
             f"no {source} at {owned.name} of some ranks",
@@ -529,22 +526,22 @@ def _lacking_here(report: _Report, reports: Sequence[_Report]) -> list[Note]:
 
 
 def _same_tokens(tokens: _Tokens) -> Note:
-    """Make a note of ranks that have the same tokens as others, though the mesh does not say so."""
+    """Make the note on ranks with equal tokens although the mesh says they differ."""
     data = next(data for data in range(len(tokens.ranks)) if data not in tokens.giving)
     same = next(d for d in tokens.giving if tokens.batch(d) == tokens.batch(data))
     others = len(tokens.ranks) - len(tokens.giving) - 1
     more = f" (and {others} other ranks alike)" if others else ""
     text = (
         f"rank {tokens.first(data)} had the same tokens as rank {tokens.first(same)}{more}: they "
-        "are counted once, and of what ranks share out among them (heads, in a tensor-parallel "
-        f"model without DTensors) the part of rank {tokens.first(same)} was measured. Where ranks "
-        "should have had tokens of their own, look at the data loader"
+        "are counted once, and if the ranks share heads (in a tensor-parallel model without "
+        f"DTensors), only the heads of rank {tokens.first(same)} were measured. If each rank "
+        "should have tokens of its own, look at the data loader"
     )
     return Note("ranks with the same tokens", text)
 
 
 def _other_tokens(reports: Sequence[_Report], tokens: _Tokens) -> list[Note]:
-    """Make a note of ranks that share one model and were given different tokens."""
+    """Make the note on ranks that share one model but received different tokens."""
     for ranks in tokens.ranks:
         known = {
             rank: ids
@@ -556,7 +553,7 @@ def _other_tokens(reports: Sequence[_Report], tokens: _Tokens) -> list[Note]:
             first = min(known)
             other = next(rank for rank, ids in known.items() if ids != known[first])
             text = (
-                f"rank {other} was given other tokens than rank {first}, with which it shares one "
+                f"rank {other} received other tokens than rank {first}, although they share one "
                 "model: their rows and heads do not belong together. Look at the data loader: "
                 "ranks of one tensor-parallel group need the same batches"
             )
@@ -565,7 +562,7 @@ def _other_tokens(reports: Sequence[_Report], tokens: _Tokens) -> list[Note]:
 
 
 def _of_several(notes: Mapping[int, Note], size: int, word: str) -> Note:
-    """Make one note of those of ranks or batches on one matter: that of the first, and how many."""
+    """Merge equal notes of ranks or batches into the first one, and say how many share it."""
     number, note = next(iter(notes.items()))
     if len(notes) == size and all(other == note for other in notes.values()):
         return note

@@ -1,9 +1,8 @@
-"""The group of ranks of a run, and geomon's own collectives in it.
+"""The group of ranks of a run, with geomon's own collectives.
 
-geomon has a gloo process group of its own beside those of the training: it moves tensors of the
-host, and its collectives never mix with the training's. Every method of `RankGroup` that exchanges
-values is a collective: all ranks call it, in the same order, whatever they saw. One process is a
-group of one rank, in which every collective gives back what was put in.
+geomon uses its own gloo process group: it moves host tensors, and its collectives never mix with
+the training's. Every method of `RankGroup` that exchanges values is a collective that all ranks
+call in the same order. In a group of one rank, collectives return what was passed in.
 """
 
 import contextlib
@@ -24,10 +23,10 @@ from geomon.distributed.packing import pack, unpack
 
 log = logging.getLogger("geomon")
 
-# Seconds between two looks whether a collective has ended: a signal is handled in between.
+# Seconds between two checks whether a collective has ended; signals are handled in between.
 _POLL = 0.05
 
-# Seconds that a process group of torch.distributed waits where nobody says otherwise.
+# Default timeout of a process group of torch.distributed, in seconds.
 _DEFAULT_PATIENCE = 600.0
 
 _Value = TypeVar("_Value")
@@ -38,20 +37,21 @@ class RanksLostError(ConnectionError):
 
 
 class RankFailedError(RuntimeError):
-    """A rank has nothing to give to this reading; the message names the rank and the reason."""
+    """A rank cannot contribute to this reading; the message names the rank and the reason."""
 
 
 class RankGroup:
-    """The ranks of a run, as one of them sees them.
+    """The ranks of a run, as seen by one of them.
 
     Args:
-        rank: Rank of this process.
-        size: Number of processes.
-        process_group: geomon's process group of torch.distributed; None if the ranks do not
-            exchange anything.
-        timeout: Largest time in seconds that this rank waits for the others in one reading.
+        rank: Rank of this process. Defaults to 0.
+        size: Number of processes. Defaults to 1.
+        process_group: geomon's process group of torch.distributed, or None if the ranks exchange
+            nothing.
+        timeout: Longest total time in seconds that this rank waits for others during one reading.
+            Defaults to no limit.
         why_not_connected: Why the rows of this model's ranks cannot be gathered, or None.
-        mesh: The places of all ranks; where they exchange nothing, that of this rank alone.
+        mesh: The places of all ranks; without a connection, of this rank only.
 
     Attributes:
         rank: The argument.
@@ -76,7 +76,7 @@ class RankGroup:
         self.mesh = mesh or Mesh(tuple(RankPlace(other) for other in range(size)))
         self._process_group = process_group
         self._timeout = timeout
-        self._waited = 0.0  # seconds, in this reading
+        self._waited = 0.0  # seconds waited during this reading
         self._givers: int | None = None
 
     @property
@@ -86,12 +86,12 @@ class RankGroup:
 
     @property
     def members(self) -> int:
-        """Number of ranks whose rows make one reading: all that are connected, or one."""
+        """Number of ranks whose rows make one reading: all if they are connected, else one."""
         return self.size if self.connected else 1
 
     @property
     def place(self) -> int:
-        """Place of this rank among the members, from 0."""
+        """Index of this rank among the members, from 0."""
         return self.rank if self.connected else 0
 
     @property
@@ -101,11 +101,11 @@ class RankGroup:
 
     @property
     def data_rank(self) -> int:
-        """Number of the tokens of this rank, from 0: ranks that share one model have the same."""
+        """Index of this rank's tokens, from 0; ranks that share one model have equal tokens."""
         return self.data_rank_of(self.rank)
 
     def data_rank_of(self, rank: int) -> int:
-        """Return the number of the tokens of a rank.
+        """Return the index of a rank's tokens.
 
         Args:
             rank: The rank.
@@ -114,11 +114,11 @@ class RankGroup:
 
     @property
     def data_size(self) -> int:
-        """Number of members, or of groups of them, that have tokens of their own."""
+        """Number of members, or groups of members, with tokens of their own."""
         return self.mesh.data_size if self.connected else 1
 
     def rows_of(self, rows: int) -> int:
-        """Number of rows of its tokens that a reading takes; the first take one more if uneven.
+        """Return how many of its rows this rank contributes; the first ranks add one if uneven.
 
         Args:
             rows: Number of rows for all members together.
@@ -132,57 +132,54 @@ class RankGroup:
         return rows // self.data_size + (self.data_rank < rows % self.data_size)
 
     def share_rows_among(self, givers: int) -> None:
-        """Share rows out among fewer tokens from here on: others are the same as these."""
+        """Divide rows among fewer token sets from now on, because some ranks have equal tokens."""
         self._givers = None if givers == self.data_size else givers
 
     def disconnect(self) -> None:
-        """Exchange nothing with the other ranks from here on.
-
-        Ranks that wait for this one learn of it at once.
-        """
+        """Stop exchanging values with the other ranks, and tell those that wait."""
         process_group, self._process_group = self._process_group, None
         if process_group is not None:
             with contextlib.suppress(Exception):  # it may be gone already
                 dist.destroy_process_group(process_group)
 
     def begin_reading(self) -> None:
-        """Begin a reading: in all of its exchanges this rank waits no longer than the timeout."""
+        """Begin a reading: from now on, all exchanges together wait at most for the timeout."""
         self._waited = 0.0
 
     def meet(self, step: int, value: _Value) -> list[_Value]:
-        """Give every rank the values of all ranks, in rank order, once all are at the same step.
+        """Return the values of all ranks, in rank order, once all are at the same step.
 
-        A rank that is at a later step than others (they missed a reading, say) waits for them
-        there; a rank that is at an earlier one leaves its reading out.
+        A rank at a later step (others missed a reading) waits for the others there; a rank at an
+        earlier step gives up its reading.
 
         Args:
             step: The step that this rank reads.
             value: Value of this rank, which can be pickled.
 
         Raises:
-            RankFailedError: Another rank is at a later step.
-            RanksLostError: A rank does not answer.
+            RankFailedError: If another rank is at a later step.
+            RanksLostError: If a rank does not answer.
         """
         while True:
             met = self.all_gather((step, value))
             steps = [other for other, _ in met]
             if max(steps) > step:
                 raise RankFailedError(
-                    f"rank {steps.index(max(steps))} reads step {max(steps)} where rank "
-                    f"{self.rank} reads step {step}: every rank calls the monitor with the same "
-                    "steps, and its schedule depends on the step alone"
+                    f"rank {steps.index(max(steps))} reads step {max(steps)} but rank "
+                    f"{self.rank} reads step {step}: call the monitor with the same steps on "
+                    "every rank, with a schedule that depends only on the step"
                 )
             if min(steps) == step:
                 return [other for _, other in met]
 
     def all_gather(self, value: _Value) -> list[_Value]:
-        """Give every rank the values of all ranks, in rank order.
+        """Return the values of all ranks, in rank order.
 
         Args:
             value: Value of this rank, which can be pickled.
 
         Raises:
-            RanksLostError: A rank does not answer.
+            RanksLostError: If a rank does not answer.
         """
         if not self.connected:
             return [value]
@@ -191,13 +188,13 @@ class RankGroup:
         return values
 
     def gather(self, value: _Value) -> list[_Value] | None:
-        """Give the first rank the values of all ranks, in rank order; the others get None.
+        """Return the values of all ranks, in rank order, on the first rank, and None on the others.
 
         Args:
             value: Value of this rank, which can be pickled.
 
         Raises:
-            RanksLostError: A rank does not answer.
+            RanksLostError: If a rank does not answer.
         """
         if not self.connected:
             return [value]
@@ -206,13 +203,13 @@ class RankGroup:
         return values
 
     def broadcast(self, value: _Value) -> _Value:
-        """Give every rank the value of the first one.
+        """Return the first rank's value on every rank.
 
         Args:
             value: Value of this rank, which can be pickled; only the first rank's is used.
 
         Raises:
-            RanksLostError: A rank does not answer.
+            RanksLostError: If a rank does not answer.
         """
         if not self.connected:
             return value
@@ -221,7 +218,7 @@ class RankGroup:
         return values[0]
 
     def all_to_all(self, parcels: Sequence[_Value]) -> list[_Value]:
-        """Send each rank its parcel, which may hold tensors of any size: they are not pickled."""
+        """Send each rank its parcel, which may hold tensors of any size (they are not pickled)."""
         if not self.connected:
             return list(parcels)
         packed = [
@@ -241,11 +238,11 @@ class RankGroup:
         ]
 
     def _call(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Call a collective; every way in which the others fail to answer is one error.
+        """Call a collective, and turn any failure of the others to answer into one error.
 
-        It is called in a thread of its own, while this one waits for it: a collective cannot be
-        interrupted, and Ctrl-C or the signal of a preemption would wait for its timeout. That one
-        holds for each collective; what is left of the reading's is waited for here.
+        A collective cannot be interrupted, so it runs in a thread of its own; otherwise Ctrl-C or a
+        preemption signal would wait for its timeout. That timeout applies to each collective,
+        whereas here the time left for the whole reading is waited.
         """
         failures: list[BaseException] = []
         group = self._process_group
@@ -266,15 +263,15 @@ class RankGroup:
                     limit = f"no answer within the {self._timeout:g} s of a reading"
                     raise RanksLostError(limit)
                 thread.join(min(_POLL, left))
-        except BaseException:  # the others would wait for what is not finished
+        except BaseException:  # an unfinished collective would make the others wait
             self._process_group = None
             raise
         finally:
             self._waited += time.monotonic() - began
         if not failures:
             return
-        # Out of the list, which its traceback holds: that circle would keep the process group, and
-        # the others would not learn that this rank has left it.
+        # Removed from the list, which its traceback refers to: this cycle would keep the process
+        # group alive, and the others would not learn that this rank has left it.
         failure = failures.pop()
         if not isinstance(failure, RuntimeError):
             raise failure
@@ -283,7 +280,7 @@ class RankGroup:
 
 
 def find_ranks() -> RankGroup:
-    """Find the ranks that torch.distributed knows of, without connecting them."""
+    """Return the ranks that torch.distributed knows, without connecting them."""
     if dist.is_available() and dist.is_initialized():
         return RankGroup(dist.get_rank(), dist.get_world_size())
     return RankGroup()
@@ -295,18 +292,19 @@ def join_ranks(
     *,
     timeout: float = 60.0,
 ) -> RankGroup:
-    """Connect the ranks that torch.distributed knows of, where there are several.
+    """Connect the ranks that torch.distributed knows, if there are several.
 
-    A collective: every rank calls it. The connection goes away with the process groups of the
-    training, when `torch.distributed.destroy_process_group` is called. Where none can be made, the
-    group comes back without one; `why_not_connected` or a warning says why.
+    A collective: every rank calls it. The connection ends with the training's process groups, when
+    `torch.distributed.destroy_process_group` is called. If no connection is possible, the returned
+    group has none, and `why_not_connected` or a warning says why.
 
     Args:
-        place: Place of this rank in the mesh; None if it has a whole model and its own tokens.
-        options: Plain values that have to be the same on every rank, by name.
-        timeout: Largest time in seconds that a rank waits for the others in one reading. At most
-            half of what the training's own process group waits is used, so that geomon gives up
-            first.
+        place: Place of this rank in the mesh. Defaults to a rank with a whole model and its own
+            tokens.
+        options: Plain values by name that must be equal on every rank.
+        timeout: Longest total time in seconds that a rank waits for the others during one reading.
+            At most half of the training's own timeout is used, so that geomon gives up first.
+            Defaults to 60.
     """
     group = find_ranks()
     group.mesh = Mesh((place or RankPlace(group.rank),))
@@ -321,8 +319,8 @@ def join_ranks(
         reports = joined.all_gather((group.own, options or {}))
     except (RuntimeError, ValueError, RanksLostError) as error:
         log.warning(
-            "the rows of the ranks are not gathered, the first rank measures its own: no gloo "
-            "group could be made, which every rank has to ask for by building its monitor (%s)",
+            "the rows of the ranks are not gathered, and the first rank measures only its own: no "
+            "gloo group could be made; every rank must build its monitor to take part (%s)",
             error,
         )
         return group
@@ -335,22 +333,22 @@ def join_ranks(
 
 
 def _patience_of_training() -> float:
-    """Seconds that the training's own process group waits; torch's default where it is not known.
+    """Seconds that the training's own process group waits; torch's default if unknown.
 
-    There is no public name that tells it.
+    Torch lacks a public name for it.
     """
     try:
         backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
         return float(backend.options._timeout.total_seconds())
-    except Exception:  # a backend of accelerators alone, or another release
+    except Exception:  # an accelerator-only backend, or another release
         return _DEFAULT_PATIENCE
 
 
 def _difference(options: Sequence[Mapping[str, Any]]) -> str | None:
-    """Say in which option a rank differs from the first one; None if all are the same."""
+    """Name an option where a rank differs from the first one, or return None."""
     for rank, given in enumerate(options):
         for name, value in options[0].items():
             if given[name] != value:
                 own, first = map(reprlib.repr, (given[name], value))
-                return f"rank {rank} was built with other {name} than rank 0 ({own}, there {first})"
+                return f"rank {rank} was built with {name}={own}, rank 0 with {first}"
     return None

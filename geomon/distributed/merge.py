@@ -1,9 +1,8 @@
-"""One layer made of its parts, and the share that each pass gives to it.
+"""Join the parts of one layer, and reduce each pass to its share.
 
-Parts of the same tokens are put together by their true numbers: rows in the order in which they
-were sampled, heads in that of the features of the weights. Passes over other tokens, of several
-ranks or of one rank on several batches, follow one another. Nothing here communicates with other
-ranks.
+Parts of the same tokens are joined by index: rows in sampling order, heads in the order of the
+weights' features. Passes over different tokens, from several ranks or several batches of one rank,
+are concatenated. Nothing here communicates.
 """
 
 import functools
@@ -25,18 +24,18 @@ from geomon.capture.snapshot import (
     Part,
     PassInfo,
     at_places,
-    beside,
+    concat_heads,
     query_places,
     source_of,
 )
 
-# What was kept of a layer's attention: sequences, queries of each, keys of each.
+# Captured attention of a layer: sequences, queries per sequence, keys per sequence.
 Shape = tuple[int, int, int]
 
-_NOT_ON_ALL = "it is known of the rows of some ranks or batches, and not of others"
+_NOT_ON_ALL = "it is known for the rows of some ranks or batches, but not for others"
 _OTHER_ROWS = "its heads are on several ranks, which did not keep the same rows"
 
-# From the numbers of the rows of one pass to those of the next.
+# Offset between the row indices of one pass and the next.
 _NEXT_PASS = 2**40
 
 _OF_HEADS = ("attention", "projection")
@@ -45,12 +44,12 @@ _OF_BLOCK = ("weights", "routing")
 
 
 def attention_shape(layer: Layer) -> Shape | None:
-    """Shape of what was kept of the layer's attention; None for nothing."""
+    """Return the shape of the layer's captured attention, or None."""
     return _shape(_of(layer, "attention"))
 
 
 def _shape(views: Mapping[str, Any]) -> Shape | None:
-    """By queries and keys, or by scores where attention is written out by hand."""
+    """Return the shape from queries and keys, or from scores of hand-written attention."""
     if "query" in views:
         query = views["query"]
         return query.shape[0], query.shape[2], views["key"].shape[2]
@@ -60,13 +59,13 @@ def _shape(views: Mapping[str, Any]) -> Shape | None:
     return None
 
 
-def take_share(
+def subsample_attention(
     layer: Layer, shapes: Sequence[Shape | None], rank: int, rows: int, queries: int
 ) -> Layer:
-    """Reduce the attention of a layer to one rank's share: all ranks then keep what one would.
+    """Reduce a layer's attention to one rank's share, so that all ranks keep as much as one would.
 
-    Of the sequences of all ranks as many are taken as one rank would keep, evenly spread; of each
-    its share of the queries, at places that are shifted from sequence to sequence.
+    As many sequences as one rank would keep are chosen, evenly spread over all ranks; from each,
+    its share of the queries at places that shift between sequences.
     """
     shape = shapes[rank]
     if shape is None or len(shapes) == 1:
@@ -97,18 +96,21 @@ def take_share(
 
 
 def merge_layers(parts: Sequence[Layer]) -> Layer:
-    """Make one layer of its parts: those of the same tokens as one, and then one after another.
+    """Join the parts of one layer: first those with the same tokens, then one after another.
 
-    Ranks that saw nothing of a source (a skipped block, say) give nothing to it. What some of the
-    others know of their rows and some do not is missing. Where they disagree on more than the
-    number of rows, the source is.
+    Ranks that saw nothing of a source (a skipped block, for example) do not contribute to it. A
+    view that only some of the others have is missing. If they disagree on more than the number of
+    rows, the whole source is missing.
 
     Args:
         parts: Parts of the same layer, in rank order.
+
+    Returns:
+        The whole layer.
     """
     if len(parts) == 1:
         return parts[0]
-    if parts[0].of_weights:  # every rank has the same ones, and sampled its own rows of them
+    if parts[0].of_weights:  # ranks have equal weights, from which each sampled its own rows
         return next((part for part in parts if part.captured), parts[0])
     same: dict[int, list[Layer]] = {}
     for number, part in enumerate(parts):
@@ -119,7 +121,7 @@ def merge_layers(parts: Sequence[Layer]) -> Layer:
 
 
 def join_parts(parts: Sequence[Layer]) -> Layer:
-    """Make one layer of its parts on ranks that have the same tokens."""
+    """Join the parts of a layer on ranks that have the same tokens."""
     if len(parts) == 1:
         return parts[0]
     first, *_ = parts
@@ -146,7 +148,7 @@ def join_parts(parts: Sequence[Layer]) -> Layer:
 def _rows_of_parts(
     parts: Sequence[Layer], prefix: str, name: str
 ) -> tuple[dict[str, Any], Tensor | None]:
-    """Put rows into the order of their numbers; ids and places may be those of the first stage."""
+    """Sort rows by index; token ids and positions may come from the first stage."""
     holders = [part for part in parts if f"{prefix}hidden" in part.captured]
     if not holders:
         return {}, None
@@ -175,7 +177,7 @@ def _rows_of_parts(
 def _with_tokens(
     found: Mapping[str, Any], number: Tensor, known: Sequence[Layer], tokens: Tensor, prefix: str
 ) -> tuple[dict[str, Any], Tensor]:
-    """Give rows of a later stage the ids and places of their tokens; others are left out."""
+    """Give rows of a later stage their token ids and positions; rows without any are left out."""
     order = tokens.argsort()
     place = torch.searchsorted(tokens[order], number).clamp_(max=len(tokens) - 1)
     kept = (tokens[order][place] == number).nonzero().squeeze(1)
@@ -190,7 +192,7 @@ def _with_tokens(
 
 
 def _numbers(parts: Sequence[Layer], name: str) -> Tensor | None:
-    """Return the numbers of the rows of all parts; None if there are none."""
+    """Return the indices of the rows of all parts, or None if there are none."""
     numbers: list[Tensor] = []
     for part in parts:
         own = getattr(part.part, name)
@@ -205,7 +207,7 @@ def _has_tokens(part: Layer, prefix: str) -> bool:
 
 
 def _joined(values: Sequence[Any], order: Tensor) -> Any:
-    """Join rows and put them into an order; values other than tensors are the same in all parts."""
+    """Concatenate and sort rows; values other than tensors are equal in all parts."""
     if not isinstance(values[0], Tensor):
         return values[0]
     return torch.cat([*values])[order.to(values[0].device)]
@@ -214,7 +216,7 @@ def _joined(values: Sequence[Any], order: Tensor) -> Any:
 def _heads_of_parts(
     parts: Sequence[Layer], source: str
 ) -> tuple[dict[str, Any], dict[str, str], dict[str, tuple[int, ...]]]:
-    """Lay heads beside one another, in the order of their numbers, those of several ranks once."""
+    """Concatenate heads, sorted by index, with heads that several ranks hold only once."""
     if not parts:
         return {}, {}, {}
     if len(parts) == 1:
@@ -224,7 +226,7 @@ def _heads_of_parts(
     rows = {_count_rows(_of(part, source)) for part in parts}
     if len(rows) > 1:
         return {}, dict.fromkeys(_of(parts[0], source), _OTHER_ROWS), {}
-    found, missing = beside([(_of(part, source), {}) for part in parts])
+    found, missing = concat_heads([(_of(part, source), {}) for part in parts])
     numbers = {
         view: tuple(n for part in parts for n in part.part.heads.get(view, ()))
         for view in (query, key)
@@ -237,7 +239,7 @@ def _heads_of_parts(
 
 
 def _count_rows(views: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Sizes of the dimensions that parts with other heads have to have in common."""
+    """Return the sizes that parts with different heads must share."""
     query = views.get("query", views.get("scores"))
     rows = views.get("projected_query")
     return (
@@ -249,10 +251,9 @@ def _count_rows(views: Mapping[str, Any]) -> tuple[Any, ...]:
 def _keys_once(
     queries: Sequence[int], keys: Sequence[int], parts: Sequence[Layer], query: str, key: str
 ) -> list[int] | None:
-    """Choose one of the key heads that several ranks have; None if all are to stay.
+    """Choose one copy of each key head that several ranks hold, or None to keep all.
 
-    Query heads share key heads in their order. Where ranks share them in another way, each keeps
-    its own.
+    Query heads must share key heads in order; if ranks share them differently, all are kept.
     """
     first = {number: place for place, number in reversed([*enumerate(keys)])}
     order = sorted(first)
@@ -271,7 +272,7 @@ def _keys_once(
 
 
 def _one_after_another(parts: Sequence[Layer]) -> Layer:
-    """Make one layer of passes over other tokens, in their order."""
+    """Concatenate passes over different tokens."""
     captured: dict[str, Any] = {}
     first, *_ = parts
     missing = dict(first.missing)
@@ -279,7 +280,7 @@ def _one_after_another(parts: Sequence[Layer]) -> Layer:
         seen = [_of(part, source) for part in parts]
         holders = [views for views in seen if views]
         missing = {view: why for view, why in missing.items() if source_of(view) != source}
-        if source != "attention":  # what one rank cannot tell of its rows takes nothing else away
+        if source != "attention":  # a view that one rank lacks does not affect the others
             lost = dict.fromkeys(
                 view
                 for views in holders
@@ -305,7 +306,7 @@ def _one_after_another(parts: Sequence[Layer]) -> Layer:
 
 
 def _numbered(parts: Sequence[Layer], name: str) -> Tensor | None:
-    """Number the rows of several passes on; None if some have no numbers."""
+    """Continue the row indices over several passes; None if some lack indices."""
     numbers = [getattr(part.part, name) for part in parts]
     if any(own is None for own in numbers):
         return None
@@ -313,10 +314,7 @@ def _numbered(parts: Sequence[Layer], name: str) -> Tensor | None:
 
 
 def mean_loss(infos: Sequence[PassInfo]) -> MeanLoss | None:
-    """Mean of the losses of several passes, weighted by their sequences; None if there is none.
-
-    Args:
-        infos: Facts about each pass.
+    """Mean loss of several passes, weighted by their sequences, or None if there is none.
 
     Example:
         >>> losses = MeanLoss(3.0, 10), MeanLoss(6.0, 5)
@@ -335,12 +333,12 @@ def _of(layer: Layer, source: str) -> dict[str, Any]:
     return {view: value for view, value in layer.captured.items() if source_of(view) == source}
 
 
-# What has to be the same in all parts of a view, by the way in which they are put together.
+# Properties that all parts of a view must share, by the way in which they are joined.
 _KINDS: dict[str, Callable[[Tensor], Any]] = {
     "rows": lambda values: (values.dtype, values.shape[1:]),
     "numbers": lambda values: values.dtype,
     "padded": lambda values: (values.dtype, values.shape[1], values.shape[3]),
-    "grid": lambda values: None,  # may be given for all rows at once, or not at all
+    "grid": lambda values: None,  # may be given once for all rows, or not at all
     "largest": lambda values: (values.dtype, values.shape),
     "sum": lambda values: values.shape,
     "same": lambda values: (values.dtype, values.tolist()),
@@ -349,7 +347,7 @@ _KINDS: dict[str, Callable[[Tensor], Any]] = {
 
 
 def _kind(views: Mapping[str, Any]) -> dict[str, Any]:
-    """What has to be the same on all ranks."""
+    """Return the properties that must be equal on all ranks."""
     kinds = {name: _KINDS[CAPTURED[name].merge] for name in views}
     return {
         name: kinds[name](value)
@@ -362,8 +360,8 @@ def _kind(views: Mapping[str, Any]) -> dict[str, Any]:
 def _joined_views(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Join views of one source, each as it is declared.
 
-    Sequences with fewer keys or queries than the longest are filled up with ones that nobody sees,
-    as one process pads a batch: every softmax row stays what it is.
+    Shorter sequences are padded with keys and queries that nobody sees, as one process pads a
+    batch, so that every softmax row stays the same.
     """
     sized = [(part, shape) for part in parts if (shape := _shape(part)) is not None]
     sized = [(part, shape) for part, shape in sized if shape[0]] or sized[:1]
@@ -384,7 +382,7 @@ def _joined_views(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         elif way == "padded":
             longest = max(values.shape[2] for values in own)
             joined[name] = torch.cat([F.pad(x, (0, 0, 0, longest - x.shape[2])) for x in own])
-        elif way == "largest":  # of two numbers of which one is missing, `fmax` takes the other
+        elif way == "largest":  # `fmax` ignores missing numbers
             joined[name] = functools.reduce(torch.fmax, values)
         else:
             joined[name] = torch.stack(values).sum(dim=0)

@@ -1,8 +1,8 @@
 """The mesh: which ranks have the same tokens, and which part of the model each of them has.
 
-Under data parallelism (DDP, FSDP, HSDP) ranks have tokens of their own. Under tensor parallelism
-they share out the weights of one model, and in a pipeline its blocks: they have the same tokens.
-A rank finds its own place without asking the others; all places together make the mesh.
+Under data parallelism (DDP, FSDP, HSDP), ranks have tokens of their own. Under tensor parallelism
+they share the weights of one model, and in a pipeline its blocks, so they have the same tokens. A
+rank finds its own place without asking the others; all places together form the mesh.
 """
 
 import functools
@@ -24,12 +24,11 @@ class RankPlace:
 
     Attributes:
         rank: Rank of the process.
-        tensor: Ranks that share out the weights of the blocks, in the order of their shards; none
-            where weights are whole.
-        tensor_name: Name of that dimension of the mesh; "" where it has none.
-        pipeline: Ranks that run the stages of one pipeline; none without one.
-        stages: Number of each stage that this rank runs.
-        num_stages: Number of stages of the whole pipeline; 1 without one.
+        tensor: Ranks that share the weights of the blocks, in shard order; () if weights are whole.
+        tensor_name: Name of that mesh dimension; "" if unnamed.
+        pipeline: Ranks that run the stages of one pipeline; () without a pipeline.
+        stages: Index of each stage that this rank runs. Defaults to (0,).
+        num_stages: Number of stages of the whole pipeline. Defaults to 1, for no pipeline.
         blocks: For each stage, the names of the blocks by stack.
     """
 
@@ -43,12 +42,12 @@ class RankPlace:
 
     @property
     def shard(self) -> int:
-        """Number of the shard of the weights that this rank has."""
+        """Index of this rank's shard of the weights."""
         return self.tensor.index(self.rank) if self.tensor else 0
 
     @property
     def shards(self) -> int:
-        """Number of shards of the weights; 1 where they are whole."""
+        """Number of shards of the weights; 1 if they are whole."""
         return max(1, len(self.tensor))
 
     @property
@@ -68,7 +67,7 @@ class RankPlace:
         return ", ".join(parts) or "the whole model"
 
     def words(self, ranks: int) -> str:
-        """Say which dimensions the mesh has, as far as the rank itself knows them.
+        """Describe the dimensions of the mesh, as far as the rank itself knows them.
 
         Args:
             ranks: Number of all ranks.
@@ -87,10 +86,10 @@ class RankPlace:
         return f"{ranks} ranks: {' x '.join(parts)}" if ranks > 1 else "1 rank"
 
     def notes_alone(self) -> list[Note]:
-        """Make the note on values that stand on the part of this rank alone; none on the whole."""
+        """Make the note that values cover only this rank's part of the model, if they do."""
         if self.is_whole:
             return []
-        text = "of the model the part of rank {rank} is measured: {part}"
+        text = "only the part of the model on rank {rank} is measured: {part}"
         numbers: dict[str, int | str] = {"rank": self.rank, "part": self.part()}
         return [Note("part of the model", text, numbers=numbers)]
 
@@ -100,15 +99,15 @@ class Mesh:
     """The places of all ranks.
 
     Attributes:
-        places: The place of each rank, in rank order.
+        places: The place of each rank, in rank order. Defaults to a single rank.
     """
 
     places: tuple[RankPlace, ...] = field(default_factory=lambda: (RankPlace(),))
 
     @functools.cached_property
     def data_ranks(self) -> tuple[int, ...]:
-        """For each rank, the number of its tokens: ranks that share one model have the same."""
-        # Of each rank, the first one with the same tokens.
+        """For each rank, the index of its tokens; ranks that share one model have the same."""
+        # For each rank, the first rank with the same tokens.
         first = {place.rank: place.rank for place in self.places}
         for place in self.places:
             ranks = {place.rank, *place.tensor, *place.pipeline} & first.keys()
@@ -119,14 +118,14 @@ class Mesh:
 
     @property
     def data_size(self) -> int:
-        """Number of ranks, or of groups of ranks, that have tokens of their own."""
+        """Number of ranks, or groups of ranks, with tokens of their own."""
         return max(self.data_ranks) + 1
 
     def blocks_around(self, stage: int, stack: str) -> tuple[int, int]:
-        """Count the blocks of a stack that are in the stages before one, and behind it.
+        """Count the blocks of a stack in the stages before one, and in those after it.
 
         Args:
-            stage: Number of the stage.
+            stage: Index of the stage.
             stack: Name of the stack.
         """
         before = sum(len(names) for number, names in self._stages(stack) if number < stage)
@@ -134,7 +133,7 @@ class Mesh:
         return before, behind
 
     def block_names(self) -> list[str]:
-        """List the names of all blocks, stage by stage and stack by stack."""
+        """List the names of all blocks, stack by stack and stage by stage."""
         stacks = dict.fromkeys(
             stack for place in self.places for blocks in place.blocks for stack in blocks
         )
@@ -146,7 +145,7 @@ class Mesh:
         ]
 
     def names_clash(self, stack: str) -> bool:
-        """Whether blocks of several stages have the same names: each stage counts from 0.
+        """Whether blocks of several stages share names, because each stage counts from 0.
 
         Args:
             stack: Name of the stack.
@@ -155,7 +154,7 @@ class Mesh:
         return len(set(names)) < len(names)
 
     def _stages(self, stack: str) -> Iterator[tuple[int, tuple[str, ...]]]:
-        """Iterate over the stages that are known, each once, with the names of its blocks."""
+        """Yield each known stage once, with the names of its blocks."""
         seen: dict[int, tuple[str, ...]] = {}
         for place in self.places:
             for stage, blocks in zip(place.stages, place.blocks, strict=False):
@@ -163,12 +162,12 @@ class Mesh:
         yield from sorted(seen.items())
 
     def difference(self) -> str | None:
-        """Say in which of its blocks a rank differs from the first rank with the same stages."""
+        """Say how a rank's blocks differ from another rank's in the same stage, or return None."""
         known: dict[int, tuple[int, Mapping[str, tuple[str, ...]]]] = {}
         for place in self.places:
             if place.num_stages != self.places[0].num_stages:
                 return (
-                    f"rank {place.rank} was built with {place.num_stages} stages where rank 0 has "
+                    f"rank {place.rank} was built with {place.num_stages} stages, but rank 0 with "
                     f"{self.places[0].num_stages}"
                 )
             for stage, blocks in zip(place.stages, place.blocks, strict=False):
@@ -176,21 +175,22 @@ class Mesh:
                 if blocks != others:
                     return (
                         f"rank {place.rank} was built with other layers than rank {rank} (in a "
-                        "pipeline give the schedule, or its stages, in place of a module)"
+                        "pipeline, pass the schedule or its stages instead of a module)"
                     )
         return None
 
     def words(self) -> str:
-        """Say which dimensions the mesh has."""
+        """Describe the dimensions of the mesh."""
         return self.places[0].words(len(self.places))
 
 
 def find_place(parts: Sequence[nn.Module], stages: Sequence[Any] = ()) -> RankPlace:
-    """Find the place of this rank, without the blocks.
+    """Find the place of this rank, without the names of its blocks.
 
     Args:
         parts: The model, or the parts of it that this rank has.
-        stages: The stages of a pipeline that these are, as `torch.distributed.pipelining` has them.
+        stages: The pipeline stages of these parts, as in `torch.distributed.pipelining`. Defaults
+            to ().
     """
     if not (dist.is_available() and dist.is_initialized()):
         return RankPlace()
@@ -211,10 +211,9 @@ def _ranks_of(group: Any) -> Ranks:
 
 
 def _tensor_group(parts: Iterable[nn.Module]) -> tuple[Ranks, str]:
-    """Find the ranks that share out the weights of a model, and the name of their dimension.
+    """Find the ranks that share the weights of a model, and the name of their mesh dimension.
 
-    Ranks that share out data are none: experts may be shared out among ranks of which each has
-    tokens of its own.
+    Ranks with different data do not count, because experts may be spread over them.
     """
     data: set[frozenset[int]] = set()
     found: dict[Ranks, str] = {}
@@ -243,9 +242,9 @@ def _tensor_group(parts: Iterable[nn.Module]) -> tuple[Ranks, str]:
 
 
 def _layout_of(parameter: Tensor) -> tuple[Any, Any]:
-    """Return mesh and placements of a sharded parameter; None for a plain one.
+    """Return mesh and placements of a sharded parameter, or None for a plain one.
 
-    DDP keeps the local part as a plain tensor that knows them.
+    DDP keeps the local shard as a plain tensor that knows them.
     """
     known = getattr(parameter, "_st_info", None)
     mesh = getattr(parameter, "device_mesh", None) or getattr(known, "mesh", None)
@@ -262,21 +261,18 @@ def _along(mesh: Any, dims: range) -> Ranks:
 
 
 def _held_by_fsdp(part: nn.Module) -> dict[Tensor, int]:
-    """For each parameter that FSDP2 holds, the number of dimensions of its mesh that are data's.
-
-    They are the first ones of the parameter's mesh.
-    """
+    """Map each parameter held by FSDP2 to its number of data dimensions, which come first."""
     from torch.distributed.fsdp import FSDPModule
 
     found: dict[Tensor, int] = {}
-    for module in part.modules():  # outermost first: the innermost one holds a parameter
+    for module in part.modules():  # outermost first, so the innermost holder wins
         if isinstance(module, FSDPModule):
             found |= dict.fromkeys(module.parameters(), _fsdp_dimensions(module))
     return found
 
 
 def _fsdp_dimensions(module: Any) -> int:
-    """Return the number of dimensions of the mesh of FSDP2; 0 where this release hides it."""
+    """Return the number of dimensions of FSDP2's mesh, or 0 if this release hides it."""
     try:
         groups = module._get_fsdp_state()._fsdp_param_groups
         return max((int(group.mesh_info.mesh.ndim) for group in groups), default=0)
@@ -285,7 +281,7 @@ def _fsdp_dimensions(module: Any) -> int:
 
 
 def _count_data_dimensions(placements: Sequence[Any]) -> int:
-    """Guess them: HSDP replicates along the first dimension and shards along the second."""
+    """Guess the data dimensions: HSDP replicates along the first and shards along the second."""
     return 2 if len(placements) > 1 and placements[0].is_replicate() else 1
 
 

@@ -1,4 +1,4 @@
-"""Packing of Python objects with tensors in them into bytes: tensors are not pickled."""
+"""Pack Python objects that contain tensors into bytes, without pickling the tensors."""
 
 import io
 import pickle
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Bytes to which the position of a tensor in a parcel is aligned: no data type needs more.
+# Alignment of tensors in a parcel, in bytes: no data type needs more.
 _ALIGNMENT = 16
 
 
@@ -39,14 +39,7 @@ class _Unpacker(pickle.Unpickler):
 
 
 def pack(parcel: Any) -> Tensor:
-    """Turn a parcel into bytes: a pickle without the tensors, and the tensors' bytes behind it.
-
-    Args:
-        parcel: Any object that can be pickled, with tensors anywhere in it.
-
-    Returns:
-        uint8, [bytes], a multiple of the alignment.
-    """
+    """Turn a parcel into uint8 [bytes]: a pickle without its tensors, followed by their bytes."""
     file = io.BytesIO()
     packer = _Packer(file)
     packer.dump(parcel)
@@ -57,7 +50,7 @@ def pack(parcel: Any) -> Tensor:
 
 
 def unpack(content: Tensor) -> Any:
-    """Turn the bytes that `pack` made into the parcel again."""
+    """Restore a parcel from the bytes that `pack` made."""
     size = int.from_bytes(content[:_ALIGNMENT].numpy().tobytes(), "little")
     head = content[_ALIGNMENT : _ALIGNMENT + size].numpy().tobytes()
     start = _ALIGNMENT + size

@@ -1,8 +1,8 @@
-"""Checks of the input and passes over rows that the kernels share.
+"""Input checks and passes over rows that kernels share.
 
-Rows are read in float64 one block at a time: a kernel that sums over rows holds a few blocks,
-whatever the number of rows. On an accelerator blocks are larger: there every operation has to be
-queued, which takes longer than what it does to a block of the host.
+Rows are read in float64 one block at a time, so a kernel that sums over rows holds only a few
+blocks, regardless of the number of rows. On an accelerator blocks are larger, because queuing an
+operation takes longer than running it on a block of the host's size.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,21 +11,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Numbers in one block: 8 MB in float64, 4 MB in float32, which stay in the cache; and on an
-# accelerator, where 128 MB in float64 take about 0.1 ms.
+# Numbers in one block: 8 MB in float64 or 4 MB in float32 stay in the cache. On an accelerator,
+# 128 MB in float64 take about 0.1 ms.
 BLOCK = 1_048_576
 DEVICE_BLOCK = 16 * BLOCK
 
 
 def require_rows(hidden: Tensor, *, at_least: int = 1) -> Tensor:
-    """Check that `hidden` is a matrix with enough rows, and return it.
+    """Return `hidden` after checking that it is a matrix with enough rows.
 
     Args:
         hidden: Floating-point rows, [tokens, width].
-        at_least: Smallest number of rows that makes sense for the caller.
+        at_least: Smallest sensible number of rows. Defaults to 1.
 
     Raises:
-        ValueError: `hidden` is not a floating-point matrix, has no columns, or has too few rows.
+        ValueError: If `hidden` is not a floating-point matrix, or lacks columns, or has too few
+            rows.
     """
     if hidden.ndim != 2 or not hidden.is_floating_point():
         raise ValueError(
@@ -35,26 +36,26 @@ def require_rows(hidden: Tensor, *, at_least: int = 1) -> Tensor:
     if hidden.shape[0] < at_least or hidden.shape[1] < 1:
         raise ValueError(
             f"expected at least {at_least} rows and 1 column, got {list(hidden.shape)}: "
-            "give more tokens"
+            "use more tokens"
         )
     return hidden
 
 
 def block_size(device: torch.device) -> int:
-    """Count the numbers in one block of a device.
+    """Return how many numbers one block of a device holds.
 
     Args:
-        device: Where the block is.
+        device: Device of the block.
     """
     return BLOCK if device.type == "cpu" else DEVICE_BLOCK
 
 
 def rows_in_block(width: int, device: torch.device) -> int:
-    """Count the rows of a given width that one block holds, at least one.
+    """Return how many rows of a given width one block holds, at least one.
 
     Args:
         width: Numbers in one row, at least 1.
-        device: Where the block is.
+        device: Device of the block.
 
     Example:
         >>> [rows_in_block(1024, torch.device(kind)) for kind in ("cpu", "cuda")]
@@ -66,7 +67,7 @@ def rows_in_block(width: int, device: torch.device) -> int:
 
 
 def row_blocks(rows: Tensor) -> tuple[Tensor, ...]:
-    """Cut a matrix into blocks of whole rows, in its own precision.
+    """Cut a matrix into blocks of whole rows, without conversion.
 
     Args:
         rows: Matrix with at least one column, [tokens, width].
@@ -75,7 +76,7 @@ def row_blocks(rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def column_blocks(rows: Tensor) -> tuple[Tensor, ...]:
-    """Cut a matrix into blocks of whole columns, in its own precision.
+    """Cut a matrix into blocks of whole columns, without conversion.
 
     Args:
         rows: Matrix with at least one row, [tokens, width].
@@ -86,9 +87,9 @@ def column_blocks(rows: Tensor) -> tuple[Tensor, ...]:
 def in_blocks(rows: Tensor) -> Iterator[Tensor]:
     """Convert rows to float64 block by block, in one buffer that every block overwrites.
 
-    The caller may change a block in place, and must not keep it beyond the next one. With a new
-    buffer for each block, the allocator leaves gaps between what the caller keeps of each (glibc:
-    up to twice the memory of the rows).
+    The caller may change a block in place, but must not keep it beyond the next one. A new buffer
+    for each block would make the allocator leave gaps between the results that the caller keeps
+    (glibc: up to twice the memory of the rows).
 
     Args:
         rows: Floating-point rows, [tokens, width].
@@ -99,10 +100,10 @@ def in_blocks(rows: Tensor) -> Iterator[Tensor]:
 
 
 def centred_blocks(rows: Tensor) -> Iterator[Tensor]:
-    """Subtract the mean row in float64, block by block; as with `in_blocks`, one buffer serves all.
+    """Subtract the mean row in float64, block by block, in one buffer as in `in_blocks`.
 
-    The first row is subtracted before the mean is taken: far from the origin nothing cancels, and
-    equal rows give exactly 0, where their mean could differ from them by rounding.
+    The first row is subtracted before the mean is taken. Nothing cancels far from the origin, and
+    equal rows give exactly 0, whereas their mean could differ from them by rounding.
 
     Args:
         rows: Floating-point rows, at least one, [tokens, width].
@@ -112,7 +113,7 @@ def centred_blocks(rows: Tensor) -> Iterator[Tensor]:
 
 
 def mean_in_parts(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the mean row in two parts, the first row and what is to be added, in float64.
+    """Return the mean row as the first row and the difference from it, in float64.
 
     Args:
         rows: Floating-point rows, at least one, [tokens, width].
@@ -134,7 +135,7 @@ def centre(rows: Tensor) -> Tensor:
 
 
 def mean_row(rows: Tensor) -> Tensor:
-    """Compute the mean of the rows in float64, [width].
+    """Compute the mean row in float64, [width].
 
     Args:
         rows: Floating-point rows, at least one, [tokens, width].
@@ -143,7 +144,7 @@ def mean_row(rows: Tensor) -> Tensor:
 
 
 def sum_of_directions(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum x_i / |x_i| over the rows of each head that have a direction, and count those rows.
+    """Sum x_i / |x_i| over the rows of each head with nonzero norm, and count these rows.
 
     Args:
         rows: Floating-point rows by head, [tokens, heads, width].
@@ -163,16 +164,16 @@ def sum_of_directions(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_squares(block: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scale each row of each head by a power of two, exactly, where its squares may not fit.
+    """Scale each row of each head by a power of two, exactly, if its squares might not fit.
 
     Args:
         block: Rows by head in float64, [tokens, heads, width].
-        dtype: Type that they had. Only squares of float64 can overflow or vanish.
+        dtype: Original type of the rows. Only squares of float64 can overflow or vanish.
     """
     if dtype != torch.float64:
         return block
     size = torch.frexp(block.abs().amax(dim=2, keepdim=True)).exponent.clamp(-1000, 1000)
-    # A product, for its gradient: in torch 2.13 that of ldexp is 0 for exponents below 0.
+    # A product, because in torch 2.13 the gradient of ldexp is 0 for negative exponents.
     return block * torch.ldexp(torch.ones_like(size, dtype=torch.float64), -size)
 
 
@@ -190,7 +191,7 @@ def sum_of(parts: Iterable[Tensor]) -> Tensor:
 
 
 def sort_each(rows: Tensor) -> Tensor:
-    """Sort the numbers of each row; on the host by numpy, which takes a tenth of the time.
+    """Sort the numbers of each row, on the host by numpy in a tenth of the time.
 
     Args:
         rows: Any rows, [rows, width].

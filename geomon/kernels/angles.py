@@ -1,4 +1,4 @@
-"""Angles and means: among hidden states, and of the queries and keys of each head."""
+"""Cosines and means of hidden states, and of the queries and keys of each head."""
 
 import torch
 from torch import Tensor
@@ -14,11 +14,11 @@ from geomon.kernels._blocks import (
 def cosine_centred(hidden: Tensor) -> Tensor:
     """Compute the mean cosine similarity over all pairs of different rows about their mean.
 
-    (|sum_i u_i|^2 - n) / (n (n - 1)) with u_i = (x_i - mean x) / |x_i - mean x|. Where it is about
-    0 and the cosine about the origin (`GroupSums`) is not, a common shift makes the whole cone
+    (|sum_i u_i|^2 - n) / (n (n - 1)) with u_i = (x_i - mean x) / |x_i - mean x|. If it is about 0
+    but the cosine about the origin (`GroupSums`) is not, the whole cone comes from a common shift
     (Godey et al., 2401.12143, section 2). Range [-1/(n-1), 1]; about -1/(n-1) for isotropic rows.
-    It rises above 0 where short deviations from the mean point the same way and few long ones the
-    other. Rows that are equal to the mean are left out.
+    It exceeds 0 if short deviations from the mean point one way and a few long ones the other. Rows
+    equal to the mean are left out.
 
     Args:
         hidden: Rows, [tokens, width].
@@ -27,7 +27,7 @@ def cosine_centred(hidden: Tensor) -> Tensor:
         A scalar; NaN if fewer than two rows differ from the mean.
 
     Raises:
-        ValueError: `hidden` is not a floating-point matrix with at least two rows.
+        ValueError: If `hidden` is not a floating-point matrix with at least two rows.
 
     Example:
         >>> round(cosine_centred(torch.tensor([[6.0], [7.0], [8.0], [23.0]])).item(), 6)
@@ -43,8 +43,8 @@ def cosine_centred(hidden: Tensor) -> Tensor:
 def leading_share(eigenvalues: Tensor) -> Tensor:
     """Compute the share of the variance along the leading direction, per head.
 
-    lambda_1 / sum lambda of the covariance of the centred rows of each head, as `anisotropy` for
-    hidden states (Godey et al., 2401.12143, figure 11). Range (0, 1].
+    lambda_1 / sum lambda of the covariance of each head's rows, like `anisotropy` for hidden states
+    (Godey et al., 2401.12143, figure 11). Range (0, 1].
 
     Args:
         eigenvalues: Eigenvalues of the covariance of each head, [heads, head width].
@@ -62,19 +62,20 @@ def leading_share(eigenvalues: Tensor) -> Tensor:
 def qk_cosine(mean_query: Tensor, mean_key: Tensor) -> Tensor:
     """Compute the cosine between the mean query and the mean key, per query head.
 
-    cos(mean Q, mean K) of Godey et al. (2401.12143, figure 13), on Q and K as projected (before any
-    rotation by position, which would wash a mean out). Range [-1, 1]. With grouped-query attention
-    each query head faces the key head of its group.
+    cos(mean Q, mean K) of Godey et al. (2401.12143, figure 13), for Q and K as projected, because a
+    rotation by position would wash out their means. Range [-1, 1]. With grouped-query attention,
+    each query head is compared with the key head of its group.
 
     Args:
         mean_query: Mean query of each head, [..., heads, head width].
-        mean_key: Mean key of each key head, [..., key heads, head width]; key heads divide heads.
+        mean_key: Mean key of each key head, [..., key heads, head width]; heads must be a multiple
+            of key heads.
 
     Returns:
         [..., heads]; NaN if one of the means is 0.
 
     Raises:
-        ValueError: The shapes of the means do not fit one another.
+        ValueError: If the shapes do not match.
 
     Example:
         >>> query, key = torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 1.0]])
@@ -89,18 +90,19 @@ def qk_dot(mean_query: Tensor, mean_key: Tensor) -> Tensor:
     """Compute the dot product of the mean query and the mean key, per query head.
 
     mean Q . mean K of Godey et al. (2401.12143, figure 14): the part of every attention score that
-    does not depend on the tokens. In squared units of the projections, before the scale
+    does not depend on the tokens. Its unit is the squared unit of the projections, before the scale
     1/sqrt(head width).
 
     Args:
         mean_query: Mean query of each head, [..., heads, head width].
-        mean_key: Mean key of each key head, [..., key heads, head width]; key heads divide heads.
+        mean_key: Mean key of each key head, [..., key heads, head width]; heads must be a multiple
+            of key heads.
 
     Returns:
         [..., heads].
 
     Raises:
-        ValueError: The shapes of the means do not fit one another.
+        ValueError: If the shapes do not match.
 
     Example:
         >>> qk_dot(torch.ones(2, 4), 2 * torch.ones(1, 4)).tolist()

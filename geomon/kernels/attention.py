@@ -1,4 +1,4 @@
-"""The sharpness of attention, from sampled query rows against all their visible keys."""
+"""Sharpness of attention, from sampled queries and all of their visible keys."""
 
 import functools
 import math
@@ -12,29 +12,29 @@ from geomon.kernels import _blocks
 from geomon.kernels.products import as_factor
 
 _Shape = tuple[int, int, int, int]  # sequences, heads, queries, keys
-_Slices = tuple[slice, slice, slice]  # of sequences, heads and queries
+_Slices = tuple[slice, slice, slice]  # sequences, heads and queries
 _Block = tuple[_Slices, Tensor, Tensor]  # place in the whole, scores, visibility
 ScoreBlocks = Iterable[_Block]
 
-# Parts into which the queries of long sequences are cut, and the fewest queries of one: under a
-# causal mask the keys after a part are left out, but every block costs some thirty calls.
+# Queries of long sequences are cut into this many parts, of at least this many queries: under a
+# causal mask, keys after a part can be skipped, but every block costs some thirty calls.
 _PARTS, _FEWEST_QUERIES = 8, 32
-# Score, below the largest of its row, at which a weight is 0 in float32.
+# A score this far below the largest of its row has weight 0 in float32.
 _NO_WEIGHT = -1e4
 
 
 class ScoreSource(NamedTuple):
-    """Where the scores of attention come from: of queries and keys, or as they were seen.
+    """A source of attention scores: computed from queries and keys, or given.
 
-    A learned sink is an additional logit in the softmax that belongs to no key, and whose weight
-    the model drops: it is an outcome of the row, but no key.
+    A learned sink is an additional logit in the softmax. It belongs to no key, and the model drops
+    its weight: it is an outcome of the row, but not a key.
 
     Attributes:
         shape: Number of sequences, heads, queries and keys.
-        blocks: Function that gives all scores anew, block by block. A block is its place in the
+        blocks: Function that returns all scores anew, block by block. A block is its place in the
             whole (slices of sequences, heads and queries), its scores, which the caller may
             overwrite, and the visibility of its keys, which broadcasts to them.
-        sink: Logit of a learned sink for each head, [heads] (GPT-OSS); None for none.
+        sink: Logit of a learned sink for each head, [heads] (GPT-OSS). Defaults to None.
     """
 
     shape: _Shape
@@ -51,22 +51,27 @@ def scores_of(
     softcap: float | None = None,
     sink: Tensor | None = None,
 ) -> ScoreSource:
-    """Make scores of queries and keys: s_ij = cap(scale q_i . k_j) + bias_ij.
+    """Make a source of scores from queries and keys: s_ij = cap(scale q_i . k_j) + bias_ij.
 
-    With cap(s) = softcap tanh(s / softcap). Memory is bounded at any length of the sequences: no
-    more than a block of scores exists at a time.
+    Here cap(s) = softcap tanh(s / softcap). Memory is bounded for any length, because only one
+    block of scores exists at a time.
 
     Args:
         query: Queries as attended, [sequences, heads, queries, head width].
-        key: Keys as attended, [sequences, key heads, keys, head width]; key heads divide heads.
-        visible: True where a query may attend, broadcastable to [sequences, heads, queries, keys].
+        key: Keys as attended, [sequences, key heads, keys, head width]; heads must be a multiple of
+            key heads.
+        visible: True if a query may attend to a key, broadcastable to [sequences, heads, queries,
+            keys].
         scale: Factor on the dot products.
-        bias: Term added to the scores, broadcastable like `visible`; None for none.
-        softcap: Bound on the scores before the bias (Gemma 2); None for none.
-        sink: Logit of a learned sink for each head, [heads]; None for none.
+        bias: Term added to the scores, broadcastable like `visible`. Defaults to None.
+        softcap: Bound on the scores before the bias (Gemma 2). Defaults to None.
+        sink: Logit of a learned sink for each head, [heads]. Defaults to None.
+
+    Returns:
+        The source of scores.
 
     Raises:
-        ValueError: The shapes do not fit one another.
+        ValueError: If the shapes do not match.
     """
     shape = score_shape(query, key)
     if sink is not None and sink.shape != shape[1:2]:
@@ -78,14 +83,18 @@ def scores_of(
 
 
 def given_scores(scores: Tensor, visible: Tensor) -> ScoreSource:
-    """Take scores as they were seen: for attention whose queries and keys are not captured.
+    """Make a source from given scores, for attention whose queries and keys were not captured.
 
     Args:
         scores: Scores before the softmax, [sequences, heads, queries, keys].
-        visible: True where a query may attend, broadcastable to the shape of `scores`.
+        visible: True if a query may attend to a key, broadcastable to the shape of `scores`.
+
+    Returns:
+        The source of scores.
 
     Raises:
-        ValueError: The scores do not have four dimensions, or `visible` does not fit them.
+        ValueError: If the scores do not have four dimensions, or `visible` does not broadcast to
+            them.
     """
     if scores.ndim != 4 or scores.numel() == 0:
         raise ValueError(
@@ -97,15 +106,14 @@ def given_scores(scores: Tensor, visible: Tensor) -> ScoreSource:
 
 
 class AttentionRows(NamedTuple):
-    """Reductions of softmax rows for the metrics: every field [heads, rows], float64.
+    """Reductions of softmax rows for the metrics; every field is [heads, rows], float64.
 
     Attributes:
         entropy: Entropy over all outcomes, -sum_j A_ij log A_ij, in nats.
         maximum: Largest weight of a visible key, max_j A_ij.
-        first: Weight of the first visible key, the usual attention sink, plus that of a learned
-            sink.
-        visible: Number of outcomes: the keys that the row may see, and a learned sink; 0 marks a
-            row that sees no key.
+        first: Weight of the first visible key, the usual attention sink, plus the weight of a
+            learned sink.
+        visible: Number of outcomes: visible keys and a learned sink; 0 if the row sees no key.
         minimum: Smallest weight of a visible key, min_j A_ij.
     """
 
@@ -119,9 +127,9 @@ class AttentionRows(NamedTuple):
 def attention_rows(score_source: ScoreSource) -> AttentionRows:
     """Reduce the softmax rows of queries over all their visible keys, block by block.
 
-    A_i = softmax_j(s_ij) over the visible keys j and a learned sink. H = log Z - sum_j A_j s_j on
-    scores shifted by their maximum, so that large scores do not cancel; a row that sees no key is 0
-    instead of NaN and is marked by its count.
+    A_i = softmax_j(s_ij) over the visible keys j and a learned sink. The entropy is H = log Z -
+    sum_j A_j s_j on scores shifted by their maximum, so that large scores do not cancel. A row
+    without visible keys is 0 instead of NaN, and marked by its count.
 
     Args:
         score_source: Scores and visibility.
@@ -136,7 +144,7 @@ def attention_rows(score_source: ScoreSource) -> AttentionRows:
         >>> bool((rows.entropy - math.log(8)).abs().max() < 1e-6)  # no preference: log(keys)
         True
     """
-    # The weights are never divided by Z one by one: every pass over the scores counts.
+    # Weights are never divided by Z one by one, because every pass over the scores costs time.
     kept: dict[str, Tensor] = {}
     sink = score_source.sink
     buffer = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -152,7 +160,7 @@ def attention_rows(score_source: ScoreSource) -> AttentionRows:
             }
         mask = masks[place]
         count, seen = mask.number, mask.number > 0
-        if not scores.sum().isfinite():  # a hidden key may be anything
+        if not scores.sum().isfinite():  # scores of hidden keys may be anything
             scores.masked_fill_(~visible, -math.inf)
         scores.add_(mask.hidden)
         top_score = scores.amax(dim=-1, keepdim=True).masked_fill_(~seen[..., None], 0)
@@ -169,7 +177,7 @@ def attention_rows(score_source: ScoreSource) -> AttentionRows:
         at_first = weights.gather(-1, first).squeeze(-1)
         kept["first"][at] = (at_first + taken) / normaliser
         kept["maximum"][at] = ((top_score - top).exp_().squeeze(-1) / normaliser).where(seen, 0)
-        # Nothing is above 0: hidden keys are no minimum now. 0 log 0 = 0, where a score is -inf.
+        # Scores are at most 0, so `lift` keeps hidden keys from being the minimum. 0 log 0 = 0.
         scores.clamp_(min=_NO_WEIGHT).add_(mask.lift)
         kept["minimum"][at] = (scores.amin(dim=-1).exp_() / normaliser).where(seen, 0)
         weighted = scores.mul_(weights).sum(dim=-1)
@@ -183,10 +191,10 @@ def attention_rows(score_source: ScoreSource) -> AttentionRows:
 
 
 class RowMedians(NamedTuple):
-    """Median weight of a visible key in each softmax row: every field [heads, rows], float64.
+    """Median weight of a visible key in each softmax row; every field is [heads, rows], float64.
 
     Attributes:
-        median: The median; of an even number of keys the lower of the two in the middle.
+        median: The median; for an even number of keys, the lower of the two middle weights.
         visible: Number of visible keys.
     """
 
@@ -197,11 +205,14 @@ class RowMedians(NamedTuple):
 def row_medians(score_source: ScoreSource) -> RowMedians:
     """Compute the median weight of a visible key in each row.
 
-    Godey et al. (2401.12143, figure 9). Every row is sorted, which costs several times the other
-    reductions.
+    Godey et al. (2401.12143, figure 9). Every row is sorted, which costs several times as much as
+    the other reductions.
 
     Args:
         score_source: Scores and visibility.
+
+    Returns:
+        Medians with rows = sequences x queries, sequence-major.
     """
     kept: dict[str, Tensor] = {}
     for at, scores, seen in score_source.blocks():
@@ -215,7 +226,7 @@ def row_medians(score_source: ScoreSource) -> RowMedians:
 
 
 def _weights(source: ScoreSource, at: _Slices, scores: Tensor, seen: Tensor) -> Tensor:
-    """Take the softmax of a block, in its place; hidden keys have the weight 0."""
+    """Compute the softmax of a block in place; hidden keys get weight 0."""
     total = scores.masked_fill_(~seen, -math.inf).logsumexp(dim=-1, keepdim=True)
     if source.sink is not None:
         total = torch.logaddexp(total, source.sink.float()[at[1], None, None])
@@ -223,11 +234,11 @@ def _weights(source: ScoreSource, at: _Slices, scores: Tensor, seen: Tensor) -> 
 
 
 class SequenceExtremes(NamedTuple):
-    """Extremes of the softmax over the sampled queries of each sequence: [heads, sequences].
+    """Extremes of the softmax over the sampled queries of each sequence, [heads, sequences].
 
     Attributes:
         maximum: Largest weight of a visible key.
-        median: Median weight of a visible key; of an even number the lower one in the middle.
+        median: Median weight of a visible key; for an even number, the lower of the middle two.
         minimum: Smallest weight of a visible key.
     """
 
@@ -237,17 +248,18 @@ class SequenceExtremes(NamedTuple):
 
 
 def sequence_extremes(score_source: ScoreSource) -> SequenceExtremes:
-    """Compute the largest, the median and the smallest weight of each sequence's sampled queries.
+    """Compute the largest, median and smallest weight over each sequence's sampled queries.
 
-    Godey et al. (2401.12143, figure 10): over all pairs (i, j) of a sequence, where figure 9 is
-    over the keys of a row. An extreme grows with the number of queries that are sampled: it is that
-    of the whole sequence where all are. Queries that see fewer than two keys are left out.
+    Godey et al. (2401.12143, figure 10), over all pairs (i, j) of a sequence; their figure 9 is
+    over the keys of one row. An extreme grows with the number of sampled queries, and equals that
+    of the whole sequence only if all are sampled. Queries that see fewer than two keys are left
+    out.
 
     Args:
         score_source: Scores and visibility.
 
     Returns:
-        The extremes, float64; NaN for a sequence of which no query sees two keys.
+        The extremes, float64; NaN for a sequence if none of its queries sees two keys.
 
     Example:
         >>> query, key = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 8, 4)
@@ -285,7 +297,7 @@ def attention_entropy(attention: AttentionRows) -> Tensor:
     """Compute the mean entropy of the attention rows, per head, in nats.
 
     Godey et al. (2401.12143, figure 15). Range [0, log keys]; uniform causal attention over length
-    T has mean_i log(i + 1). Rows that see no key are left out.
+    T has mean_i log(i + 1). Rows without visible keys are left out.
 
     Args:
         attention: Reduced softmax rows.
@@ -299,8 +311,8 @@ def attention_entropy(attention: AttentionRows) -> Tensor:
 def attention_entropy_normalised(attention: AttentionRows) -> Tensor:
     """Compute the mean of entropy / log(number of visible keys), per head.
 
-    Makes rows of a causal mask comparable: 1 is uniform, 0 is one-hot, at any length. Range [0, 1].
-    Rows that see fewer than two keys have no choice and are left out.
+    This makes rows of a causal mask comparable: 1 is uniform and 0 is one-hot, at any length. Range
+    [0, 1]. Rows that see fewer than two keys are left out, because they leave no choice.
 
     Args:
         attention: Reduced softmax rows.
@@ -326,7 +338,7 @@ def attention_sink(attention: AttentionRows) -> Tensor:
 
 
 def mean_over(values: Tensor, rows: Tensor) -> Tensor:
-    """Average over the given rows of each head; 0/0 gives NaN if there are none: [heads].
+    """Average over the selected rows of each head, [heads]; NaN if there are none.
 
     Args:
         values: One number for each row, [heads, rows].
@@ -336,14 +348,15 @@ def mean_over(values: Tensor, rows: Tensor) -> Tensor:
 
 
 def score_shape(query: Tensor, key: Tensor) -> _Shape:
-    """Check that queries and keys fit one another, and return the shape of their scores.
+    """Return the shape of the scores after checking that queries and keys match.
 
     Args:
         query: Queries as attended, [sequences, heads, queries, head width].
-        key: Keys as attended, [sequences, key heads, keys, head width]; key heads divide heads.
+        key: Keys as attended, [sequences, key heads, keys, head width]; heads must be a multiple of
+            key heads.
 
     Raises:
-        ValueError: They do not fit.
+        ValueError: If they do not match.
     """
     fits = (
         query.ndim == key.ndim == 4
@@ -365,22 +378,22 @@ def expand_visible(visible: Tensor, shape: _Shape) -> Tensor:
     """Broadcast the visibility of keys to the shape of the scores.
 
     Args:
-        visible: True where a query may attend, broadcastable to the shape.
+        visible: True if a query may attend to a key, broadcastable to the shape.
         shape: Shape of the scores.
 
     Raises:
-        ValueError: It is not boolean, or does not broadcast.
+        ValueError: If it is not boolean, or does not broadcast.
     """
     if visible.dtype != torch.bool:
         raise ValueError(
-            f"expected visible as booleans, True where a query may attend, got {visible.dtype}: "
-            "for a mask that is added to scores give mask == 0"
+            f"expected visible as booleans, True if a query may attend, got {visible.dtype}: for a "
+            "mask that is added to scores, pass mask == 0"
         )
     return _expand("visible", visible, shape)
 
 
 def _expand(name: str, values: Tensor, shape: _Shape) -> Tensor:
-    """Broadcast `values` to the shape of the scores; `name` stands in the message."""
+    """Broadcast `values` to the shape of the scores; `name` appears in the error message."""
     try:
         return values.expand(shape)
     except RuntimeError as error:
@@ -391,12 +404,9 @@ def _expand(name: str, values: Tensor, shape: _Shape) -> Tensor:
 
 
 def _cuts(shape: _Shape, device: torch.device, *, group: int) -> Iterator[_Slices]:
-    """Cut the scores into blocks: several sequences, or a few queries of some heads of one.
+    """Cut scores into blocks: several sequences, or some queries of some heads of one sequence.
 
-    Args:
-        shape: Shape of all scores.
-        device: Where they are.
-        group: Number of heads that face the same keys.
+    `group` is the number of heads that share keys, which stay together.
     """
     sequences, heads, queries, keys = shape
     size = heads * queries * keys
@@ -426,12 +436,12 @@ def _score_blocks(
     bias: Tensor | None,
     softcap: float | None,
 ) -> Iterator[_Block]:
-    """Compute the scores of a few rows at a time; query head h faces key head h // group.
+    """Compute scores a few rows at a time; query head h uses key head h // group.
 
-    Keys after the last one that a query of the block sees are left out: under a causal mask, nearly
-    half of all. All blocks share one buffer: with a buffer for each, the allocator keeps hundreds
-    of megabytes in some processes. The arguments are those of `scores_of`, visibility and bias
-    expanded to the shape of the scores.
+    Keys after the last one that a block's queries see are skipped, nearly half of all under a
+    causal mask. All blocks share one buffer, because with a buffer for each the allocator keeps
+    hundreds of megabytes in some processes. The arguments are as for `scores_of`, with visibility
+    and bias expanded to the shape of the scores.
     """
     shape = score_shape(query, key)
     keys, width = key.shape[2:]
@@ -463,7 +473,7 @@ def _score_blocks(
 
 
 def _given_blocks(scores: Tensor, visible: Tensor) -> ScoreBlocks:
-    """Cut given scores into blocks, each a copy; the visibility is expanded to their shape."""
+    """Cut given scores into blocks, each a copy; `visible` has been expanded to their shape."""
     sequences, heads, queries, keys = scores.shape
     ends = _ends(visible)
     cuts = _cuts((sequences, heads, queries, keys), scores.device, group=1)
@@ -475,12 +485,9 @@ def _given_blocks(scores: Tensor, visible: Tensor) -> ScoreBlocks:
 
 
 def _ends(visible: Tensor) -> Tensor:
-    """Find the place after the last visible key of each row: [sequences, heads, queries], int16.
+    """Return the place after each row's last visible key, [sequences, heads, queries].
 
-    Or int64 for many keys. Of what is repeated in the memory one copy is read.
-
-    Args:
-        visible: Expanded to the shape of the scores.
+    It is int16, or int64 for many keys. Repetitions in memory are read only once.
     """
     keys = visible.shape[-1]
     kind = torch.int16 if keys < torch.iinfo(torch.int16).max else torch.int64
@@ -490,19 +497,13 @@ def _ends(visible: Tensor) -> Tensor:
 
 
 def _seen(visible: Tensor, ends: Tensor, at: _Slices) -> Tensor:
-    """Take a block of the visibility, without repetitions, up to the last key that is seen.
-
-    Args:
-        visible: Expanded to the shape of the scores.
-        ends: Place after the last visible key of each row.
-        at: Place of the block.
-    """
+    """Slice the visibility of a block, without repetitions, up to the last visible key."""
     reach = int(ends[at].max())
     return _without_repetitions(visible[at])[..., : max(1, reach)]
 
 
 def _without_repetitions(values: Tensor) -> Tensor:
-    """Take one of what is repeated over sequences, heads or queries; all keys stay."""
+    """Remove repetitions over sequences, heads and queries; keep all keys."""
     for axis in range(3):
         if values.stride(axis) == 0:
             values = values.narrow(axis, 0, 1)
@@ -510,7 +511,7 @@ def _without_repetitions(values: Tensor) -> Tensor:
 
 
 def _rows_of(at: _Slices) -> int:
-    """Count the rows of scores in one block."""
+    """Return the number of rows of scores in one block."""
     return math.prod(part.stop - part.start for part in at)
 
 
@@ -524,15 +525,15 @@ def by_head(rows: Tensor) -> Tensor:
 
 
 class _Mask(NamedTuple):
-    """What a block needs to know of the visibility of its keys, which heads may share.
+    """Visibility of a block's keys, in the forms that are needed; heads may share it.
 
-    Sums with numbers take a tenth of the time that filling by a mask takes.
+    Adding numbers takes a tenth of the time of filling by a mask.
 
     Attributes:
         number: Number of visible keys of each row.
-        first: Place of the first of them.
+        first: Place of the first visible key.
         hidden: Added to scores: -inf for hidden keys, else 0.
-        lift: Added to scores of hidden keys that are as low as they can be: makes them 0.
+        lift: Added to the lowest possible scores of hidden keys to make them 0.
     """
 
     number: Tensor
@@ -550,8 +551,8 @@ def _mask_of(visible: Tensor) -> _Mask:
 
 
 def _place_of(visible: Tensor, at: _Slices) -> tuple[int, ...]:
-    """Number the place of a block, without its heads where all have one visibility."""
+    """Return a key for the place of a block, without its heads if all share one visibility."""
     sequences, heads, queries = at
-    # A block of one head has a visibility of one head, which need not be that of the next block.
+    # With one head per block, the visibility may differ from the next block's.
     whose = () if visible.stride(1) == 0 else (heads.start, heads.stop)
     return (sequences.start, sequences.stop, queries.start, queries.stop, *whose)

@@ -1,4 +1,4 @@
-"""Values that data without structure gives: the null to which a measured value is compared."""
+"""Nulls: values of data without structure, with which measured values are compared."""
 
 import math
 
@@ -10,18 +10,18 @@ from torch import Tensor
 def isotropic_anisotropy(tokens: int, width: int) -> float:
     """Predict the anisotropy of an isotropic Gaussian sample.
 
-    About (1 + sqrt(width / tokens))^2 / width: the edge of Marchenko and Pastur over the trace,
-    never above 1. With n the smaller of `tokens` and `width`, and at least 50 tokens, the mean over
-    samples lies below this value by at most n^(-2/3) of itself, usually half of that: simulated, by
-    0.6 % at 2,048 x 768, 1.2 % at 2,048 x 64, 3 % at 256 x 64 and 9 % at 64 x 16. Samples scatter
-    by 0.7, 1.2, 3 and 6 % there. With a handful of tokens the value is too low (35 % at 2 x 100).
+    About (1 + sqrt(width / tokens))^2 / width, the Marchenko-Pastur edge over the trace, and never
+    above 1. With n the smaller of `tokens` and `width`, and at least 50 tokens, the mean over
+    samples is below this value by at most a share n^(-2/3), usually half of that: simulated, by 0.6
+    % at 2,048 x 768, 1.2 % at 2,048 x 64, 3 % at 256 x 64 and 9 % at 64 x 16, where samples scatter
+    by 0.7, 1.2, 3 and 6 %. With a handful of tokens the value is too low (by 35 % at 2 x 100).
 
     Args:
         tokens: Number of rows, at least 2.
         width: Number of columns, at least 1.
 
     Raises:
-        ValueError: There are fewer than two rows, or no columns.
+        ValueError: If there are fewer than two rows, or no columns.
 
     Example:
         >>> round(isotropic_anisotropy(2048, 768), 4)
@@ -35,9 +35,9 @@ def isotropic_anisotropy(tokens: int, width: int) -> float:
 def isotropic_spectrum(tokens: int, width: int) -> Tensor:
     """Predict the eigenvalues of the covariance of an isotropic Gaussian sample of variance 1.
 
-    Quantiles of the law of Marchenko and Pastur at (i - 1/2) / rank. Eigenvalues repel one another,
-    so those of a sample lie close to the quantiles: at 500 x 100 within 2 % (simulated), least well
-    at the ends.
+    They are quantiles of the Marchenko-Pastur law at (i - 1/2) / rank. Eigenvalues repel one
+    another, so a sample's eigenvalues are close to the quantiles: within 2 % at 500 x 100
+    (simulated), with the largest errors at the ends.
 
     Args:
         tokens: Number of rows, at least 2.
@@ -47,7 +47,7 @@ def isotropic_spectrum(tokens: int, width: int) -> Tensor:
         [min(tokens - 1, width)], float64, descending.
 
     Raises:
-        ValueError: There are fewer than two rows, or no columns.
+        ValueError: If there are fewer than two rows, or no columns.
 
     Example:
         >>> found = isotropic_spectrum(400, 100)
@@ -71,15 +71,16 @@ def isotropic_spectrum(tokens: int, width: int) -> Tensor:
 def isotropic_cosine_quantile(width: int, probability: float = 0.95) -> float:
     """Compute a quantile of the cosine between two isotropic random directions.
 
-    (cos + 1) / 2 ~ Beta((width - 1) / 2, (width - 1) / 2): the curve of Godey et al. (2401.12143,
+    (cos + 1) / 2 ~ Beta((width - 1) / 2, (width - 1) / 2), the curve of Godey et al. (2401.12143,
     figure 18) in closed form; about 1.645 / sqrt(width) at 0.95. Range [-1, 1].
 
     Args:
-        width: Number of columns, at least 2: in width 1 there are two directions only.
-        probability: Probability of a cosine no larger than the quantile, in [0, 1].
+        width: Number of columns, at least 2, because width 1 has only two directions.
+        probability: Probability of a cosine no larger than the quantile, in [0, 1]. Defaults to
+            0.95.
 
     Raises:
-        ValueError: `width` is below 2, or `probability` is outside [0, 1].
+        ValueError: If `width` is below 2, or `probability` is outside [0, 1].
 
     Example:
         >>> round(isotropic_cosine_quantile(768), 4)
@@ -88,7 +89,7 @@ def isotropic_cosine_quantile(width: int, probability: float = 0.95) -> float:
     if width < 2:
         raise ValueError(f"expected a width of at least 2, got {width}")
     if not 0 <= probability <= 1:
-        raise ValueError(f"probability is in [0, 1], got {probability}")
+        raise ValueError(f"probability must be in [0, 1], got {probability}")
     half = (width - 1) / 2
     return float(2 * special.betaincinv(half, half, probability) - 1)
 
@@ -96,15 +97,15 @@ def isotropic_cosine_quantile(width: int, probability: float = 0.95) -> float:
 def isotropic_cosine_magnitude(width: int) -> float:
     """Compute the mean absolute cosine between two isotropic random directions.
 
-    E|cos| = Gamma(width / 2) / (sqrt(pi) Gamma((width + 1) / 2)), about sqrt(2 / (pi width)): .100
-    at width 64, .142 at 32. It is what the absolute value of `qk_cosine` has by chance, where mean
-    query and mean key have nothing to do with one another. Range (0, 1].
+    E|cos| = Gamma(width / 2) / (sqrt(pi) Gamma((width + 1) / 2)), about sqrt(2 / (pi width)): 0.100
+    at width 64, 0.142 at 32. This is the absolute `qk_cosine` expected by chance if mean query and
+    mean key are unrelated. Range (0, 1].
 
     Args:
         width: Number of columns, at least 1.
 
     Raises:
-        ValueError: `width` is below 1.
+        ValueError: If `width` is below 1.
 
     Example:
         >>> round(isotropic_cosine_magnitude(64), 4), round(isotropic_cosine_magnitude(32), 4)

@@ -11,33 +11,33 @@ from geomon.kernels._blocks import sort_each
 # Doublings of the rank of the neighbour: 32 needs the 64 nearest.
 SCALES = (1, 2, 4, 8, 16, 32)
 
-# Newton's steps: from the estimate by moments, three come within 3e-8 of the root, on clusters and
-# heavy tails too.
-# What a distance grows by at the edge of a cluster, in medians; and the share of points that count.
+# Growth of a distance at the edge of a cluster, in medians, and the share of points that matters.
+# Newton's steps: three steps from the estimate by moments come within 3e-8 of the root, even on
+# clusters and heavy tails.
 _EDGE, _SOME = 5, 0.05
 _NEWTON_STEPS = 3
 
-# Logarithms of the ratio of two distances that are equal: each is the root of a rounded sum of
-# differences of rounded coordinates, which may be thousands of times as large as the distance.
+# Log-ratios up to this are equal distances: each distance is the root of a rounded sum of
+# differences of rounded coordinates, which may be thousands of times as large.
 _ROUNDING = 1e-12
 
-# What stands for a logarithm of 0: in a sum it is nothing, and x / (1 - e^(-dx)) is 1 / d of it.
+# Replaces a logarithm of 0: it adds nothing to a sum, and x / (1 - e^(-dx)) becomes 1 / d.
 _NOTHING = 1e-300
 
-# Digits after the point to which n (1 - discard) is exact: 500 (1 - 0.8) is 99.99999999999997.
+# Decimals to which n (1 - discard) is rounded: 500 (1 - 0.8) is 99.99999999999997.
 _DIGITS = 6
 
 
 class TwoNN(NamedTuple):
-    """TwoNN of the same distances by several protocols, scalars in float64.
+    """TwoNN of the same distances by several protocols; scalars, float64.
 
     Attributes:
-        value: The slope without the largest 10 % of the ratios (Facco et al. 2017).
-        censored: The estimate by maximum likelihood of the same ratios.
-        discard_0: The slope of all ratios, as the text of Razzhigaev et al. (2311.05928, section
-            2.4) has it.
-        discard_80: The slope of the smallest 20 % alone, as their published code has it: on rows
-            with near-duplicates even the sign of a change can differ.
+        value: Slope without the largest 10 % of the ratios (Facco et al. 2017).
+        censored: Maximum-likelihood estimate from the same ratios.
+        discard_0: Slope of all ratios, as in the text of Razzhigaev et al. (2311.05928, section
+            2.4).
+        discard_80: Slope of only the smallest 20 %, as in their published code. On rows with
+            near-duplicates, even the sign of a change can differ.
     """
 
     value: Tensor
@@ -50,25 +50,26 @@ def twonn(neighbours: Tensor) -> TwoNN:
     """Estimate the intrinsic dimension by TwoNN, from the ratios of the two nearest distances.
 
     mu = r2 / r1 has the distribution F(mu) = 1 - mu^(-d). The ratios are sorted, a share of the
-    largest dropped, and d is the slope through the origin of -log(1 - F) on log mu, with F = i / N.
-    Range [0, inf); at most about what a Gaussian of the same n and width gives (153 for n = 2,048
-    in width 768). On exact-model data of N points the standard deviation is about 1.1 d / sqrt(N).
-    Points with r1 = 0 are left out: take exact duplicates out first.
+    largest is dropped, and d is the slope through the origin of -log(1 - F) over log mu, with F = i
+    / N. Range [0, inf); at most about the value of a Gaussian with the same n and width (153 for n
+    = 2,048 in width 768). On N points of the exact model, the standard deviation is about 1.1 d /
+    sqrt(N). Points with r1 = 0 are left out, so remove exact duplicates first.
 
-    The censored estimate is (k - 1) / (sum_(i<=k) log mu_(i) + (N - k) log mu_(k)), with k the
-    number kept of N: the likelihood uses of the others only that they are no smaller. On data of
-    the exact model the denominator is Gamma(k, 1/d), whatever N and d: it is unbiased, with a
-    deviation of d / sqrt(k - 2). Points of one cloud share distances, and it deviates 1.15 times
-    as much (measured, 1,000 points: flat tori of 2 and 5 dimensions, a Gaussian of 10).
+    The censored estimate is (k - 1) / (sum_(i<=k) log mu_(i) + (N - k) log mu_(k)), where k of N
+    ratios are kept: about the others, the likelihood uses only that they are no smaller. On data of
+    the exact model the denominator is Gamma(k, 1/d) for any N and d, so the estimate is unbiased,
+    with standard deviation d / sqrt(k - 2). Points of one cloud share distances, which makes it
+    1.15 times as large (measured on 1,000 points: flat tori of 2 and 5 dimensions, a Gaussian of
+    10).
 
     Args:
         neighbours: Distances to the nearest neighbours, ascending, [tokens, k], k >= 2.
 
     Returns:
-        The estimates; NaN with fewer than 3 points left, inf where r1 = r2 everywhere.
+        The estimates; NaN with fewer than 3 points left, inf if r1 = r2 everywhere.
 
     Raises:
-        ValueError: There are fewer than two distances for each point.
+        ValueError: If there are fewer than two distances for each point.
 
     Example:
         >>> uniform = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000
@@ -82,14 +83,14 @@ def twonn(neighbours: Tensor) -> TwoNN:
 
 
 def twonn_in_forms(neighbours: Tensor) -> TwoNN:
-    """Estimate the intrinsic dimension of several sets of points by TwoNN, in all its forms.
+    """Estimate the intrinsic dimension of several sets of points by TwoNN, by all protocols.
 
     Args:
-        neighbours: Distances to the nearest neighbours, ascending, [sets, points, k], k >= 2; a
-            point whose nearest distance is 0 is none of its set.
+        neighbours: Distances to the nearest neighbours, ascending, [sets, points, k], k >= 2. A
+            point with nearest distance 0 is not part of its set.
 
     Returns:
-        The estimates, [sets] each, as `twonn` has them.
+        The estimates of `twonn`, [sets] each.
     """
     log_mu, n = _sorted_ratios(neighbours, _ROUNDING)
     discards = n.new_tensor([0.1, 0.0, 0.8])[:, None, None]
@@ -100,14 +101,14 @@ def twonn_in_forms(neighbours: Tensor) -> TwoNN:
 def twonn_of_each(neighbours: Tensor, *, rounding: float) -> Tensor:
     """Estimate the intrinsic dimension of each of several sets of points by TwoNN, all at once.
 
-    The `value` of `twonn` on each set.
+    This is the `value` of `twonn` for each set.
 
     Args:
         neighbours: Distances to the nearest neighbours, ascending, [sets, points, k], k >= 2.
-        rounding: Logarithm of the ratio of two distances up to which they count as equal.
+        rounding: Log-ratio up to which two distances count as equal.
 
     Returns:
-        [sets], float64; NaN with fewer than 3 points left, inf where r1 = r2 everywhere.
+        [sets], float64; NaN with fewer than 3 points left, inf if r1 = r2 everywhere.
 
     Example:
         >>> uniform = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000
@@ -120,12 +121,9 @@ def twonn_of_each(neighbours: Tensor, *, rounding: float) -> Tensor:
 
 
 def _sorted_ratios(neighbours: Tensor, rounding: float) -> tuple[Tensor, Tensor]:
-    """Take log(r2 / r1) of each set in ascending order, and the number of points with a ratio.
+    """Return sorted log(r2 / r1), [sets, points], and the number of valid points, [sets, 1].
 
-    Points without one, at distance 0 or not finite, come last as infinity.
-
-    Returns:
-        [sets, points] and [sets, 1].
+    Points at distance 0, or at a distance that is not finite, come last as infinity.
     """
     near, far = neighbours[:, :, 0].double(), neighbours[:, :, 1].double()
     valid = (near > 0) & torch.isfinite(far)
@@ -135,7 +133,7 @@ def _sorted_ratios(neighbours: Tensor, rounding: float) -> tuple[Tensor, Tensor]
 
 
 def _kept(log_mu: Tensor, n: Tensor, discard: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Count the ratios that are kept of n, [sets, 1], and number all ratios from 1, [points]."""
+    """Return the number of kept ratios, [sets, 1], and the rank of every ratio from 1, [points]."""
     rank = torch.arange(1, log_mu.shape[1] + 1, dtype=torch.float64, device=log_mu.device)
     return (n * (1 - discard)).round(decimals=_DIGITS).floor(), rank
 
@@ -143,7 +141,7 @@ def _kept(log_mu: Tensor, n: Tensor, discard: float | Tensor) -> tuple[Tensor, T
 def _slope(log_mu: Tensor, n: Tensor, discard: float | Tensor) -> Tensor:
     """Fit the line through the origin to the smallest ratios of each set, for each discard."""
     kept, rank = _kept(log_mu, n, discard)
-    kept = torch.minimum(kept, n - 1)  # at F = 1 the logarithm ends
+    kept = torch.minimum(kept, n - 1)  # the logarithm diverges at F = 1
     counts = rank <= kept
     x = torch.where(counts, log_mu, 0)
     y = -torch.log1p(-torch.where(counts, rank / n, 0))
@@ -154,7 +152,7 @@ def _slope(log_mu: Tensor, n: Tensor, discard: float | Tensor) -> Tensor:
 
 
 def _likely(log_mu: Tensor, n: Tensor, discard: float) -> Tensor:
-    """Maximise the likelihood of the smallest ratios of each set, the others being no smaller."""
+    """Maximise the likelihood of the smallest ratios of each set, with the others no smaller."""
     kept, rank = _kept(log_mu, n, discard)
     total = torch.where(rank <= kept, log_mu, 0).sum(dim=1, keepdim=True)
     largest = torch.where(rank == kept, log_mu, 0).sum(dim=1, keepdim=True)
@@ -165,20 +163,21 @@ def _likely(log_mu: Tensor, n: Tensor, discard: float) -> Tensor:
 def gride(neighbours: Tensor, scales: Sequence[int] = SCALES) -> Tensor:
     """Estimate the intrinsic dimension at several scales, from the generalised ratios r_2k / r_k.
 
-    Maximum likelihood of Denti et al. (2022, Gride): mu = r_2k / r_k has the density
-    d (mu^d - 1)^(k-1) / (B(k, k) mu^(d(2k-1)+1)); k = 1 is TwoNN without discarding. N - 1 stands
-    for N in front of log d, which takes the bias away at k = 1. A curve that is flat over k belongs
-    to a manifold; one that bends says at which scale the estimate holds.
+    Maximum likelihood of Denti et al. (2022, Gride): mu = r_2k / r_k has the density d (mu^d -
+    1)^(k-1) / (B(k, k) mu^(d(2k-1)+1)); k = 1 is TwoNN without discarding. N - 1 replaces N in
+    front of log d, which removes the bias at k = 1. A curve that is flat over k indicates a
+    manifold; one that bends shows the scale where an estimate holds.
 
     Args:
         neighbours: Distances to the nearest neighbours, ascending, [tokens, neighbours].
         scales: Ranks k of the nearer neighbour, one for each estimate; 2k neighbours are needed.
+            Defaults to (1, 2, 4, 8, 16, 32).
 
     Returns:
         [len(scales)], each in [0, inf); NaN if there are fewer than 2k neighbours or 3 points.
 
     Raises:
-        ValueError: There are fewer than two distances for each point, or a scale is below 1.
+        ValueError: If there are fewer than two distances for each point, or a scale is below 1.
 
     Example:
         >>> grid = torch.linspace(0, 1, 200, dtype=torch.float64)[:, None]  # a line
@@ -188,7 +187,7 @@ def gride(neighbours: Tensor, scales: Sequence[int] = SCALES) -> Tensor:
     """
     _require_distances(neighbours)
     if any(k < 1 for k in scales):
-        raise ValueError(f"scales are ranks of neighbours, 1 or more, got {list(scales)}")
+        raise ValueError(f"scales must be ranks of neighbours, 1 or more, got {list(scales)}")
     return gride_of_each(neighbours[None], scales).squeeze(0)
 
 
@@ -196,8 +195,8 @@ def gride_of_each(neighbours: Tensor, scales: Sequence[int]) -> Tensor:
     """Estimate the intrinsic dimension of several sets of points by Gride, all at once.
 
     Args:
-        neighbours: Distances to the nearest neighbours, ascending, [sets, points, neighbours]; a
-            point whose distances are 0 is none of its set.
+        neighbours: Distances to the nearest neighbours, ascending, [sets, points, neighbours]. A
+            point with distances 0 is not part of its set.
         scales: Ranks k of the nearer neighbour.
 
     Returns:
@@ -212,11 +211,11 @@ def gride_of_each(neighbours: Tensor, scales: Sequence[int]) -> Tensor:
 
 
 def meets_clusters(neighbours: Tensor, k: int) -> bool:
-    """Say whether scale k of Gride is about the size of clusters of near-copies.
+    """Whether scale k of Gride is about the size of clusters of near-copies.
 
-    More than 5 % of the points have their cluster's edge, a distance that grows 5 times as much (in
-    its logarithm) as at the median point, between neighbours k/2 and 2k, and fewer than 5 % between
-    k and 2k. Then the estimate hangs on a few points: it jumps from sample to sample (3.5 to 14.3),
+    This is so if more than 5 % of the points have their cluster's edge between neighbours k/2 and
+    2k, but fewer than 5 % between k and 2k. At an edge, the log-ratio of distances is 5 times its
+    median. The estimate then depends on a few points: it jumps from sample to sample (3.5 to 14.3),
     and no interval from one sample covers that.
 
     Args:
@@ -237,11 +236,11 @@ def meets_clusters(neighbours: Tensor, k: int) -> bool:
 
 
 def _gride_at(neighbours: Tensor, scales: Sequence[int]) -> Tensor:
-    """Find by Newton the roots in d of (N-1)/d + (k-1) sum x/(1 - e^(-dx)) - (2k-1) sum x.
+    """Solve (N-1)/d + (k-1) sum x/(1 - e^(-dx)) - (2k-1) sum x = 0 for d by Newton, x = log mu.
 
-    With x = log mu. The function is convex and falls, so the steps stay below the root after the
-    first. They start at the estimate by moments, E x = (H_(2k-1) - H_(k-1)) / d with H the harmonic
-    numbers, and never go below a quarter of N / sum x, where by Jensen the function is positive.
+    The function is convex and decreasing, so steps after the first stay below the root. They start
+    at the estimate by moments, E x = (H_(2k-1) - H_(k-1)) / d with harmonic numbers H, and never go
+    below a quarter of N / sum x, where the function is positive by Jensen's inequality.
     """
     rank = torch.tensor(scales, dtype=torch.int64, device=neighbours.device)
     near, far = neighbours[:, :, rank - 1].double(), neighbours[:, :, 2 * rank - 1].double()
@@ -257,13 +256,13 @@ def _gride_at(neighbours: Tensor, scales: Sequence[int]) -> Tensor:
         k = rank[some].double().expand(len(n), -1)
         parts = (x[:, some], moments, n[:, some], k)
         found = _newton(*(part.flatten(0, 1) for part in parts)).view_as(moments)
-        # If all are ties, the estimate is infinite, from which no step is possible.
+        # If all points are ties, the estimate is infinite and no step is possible.
         d[:, some] = torch.where(total[:, some] == 0, d[:, some], found)
     return torch.where(n >= 3, d, torch.nan)
 
 
 def _newton(x: Tensor, d: Tensor, n: Tensor, k: Tensor) -> Tensor:
-    """Take the steps of Newton from d at scales k, of n points each; x is 0 for other points."""
+    """Take Newton's steps from d at scales k, with n points each; x is 0 for points left out."""
     total = x.sum(dim=1)
     left_out = x.shape[1] - n
     about = x.clamp(min=_NOTHING)
@@ -279,14 +278,14 @@ def _newton(x: Tensor, d: Tensor, n: Tensor, k: Tensor) -> Tensor:
 
 
 def _without_rounding(log_ratios: Tensor, rounding: float) -> Tensor:
-    """Return 0 for a ratio that is 1 but for rounding: equal spacings have no dimension."""
+    """Set log-ratios that differ from 0 only by rounding to 0."""
     return torch.threshold(log_ratios, rounding, 0)  # NaN stays
 
 
 def _require_distances(neighbours: Tensor) -> None:
-    """Check that `neighbours` holds at least two distances for each point."""
+    """Raise unless there are at least two distances for each point."""
     if neighbours.ndim != 2 or neighbours.shape[1] < 2:
         raise ValueError(
             "expected distances [tokens, k] with k of at least 2, ascending, got "
-            f"{list(neighbours.shape)}: ask for more neighbours, or give more tokens"
+            f"{list(neighbours.shape)}: ask for more neighbours, or use more tokens"
         )

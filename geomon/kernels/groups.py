@@ -1,7 +1,7 @@
-"""Groups of sequences, and sums over the rows of each of them.
+"""Groups of sequences, and sums over the rows of each group.
 
-Rows of one sequence are alike, so an interval has to leave whole sequences out. What is a sum over
-rows is kept by group, and the sum without a group is that of the others.
+Rows of one sequence are alike, so an interval must leave out whole sequences. Sums over rows are
+kept by group, so that the sum without a group is the sum of the others.
 """
 
 from typing import NamedTuple
@@ -15,16 +15,16 @@ GROUPS = 8
 
 
 def group_sequences(sequences: Tensor) -> Tensor | None:
-    """Put sequences, in their order, into 8 groups of about as many rows.
+    """Put sequences, in order, into 8 groups with about equally many rows.
 
-    Neighbouring sequences come into one group: they may be parts of one text. Where one sequence
-    has more than an eighth of the rows, groups have about as many sequences instead.
+    Neighbouring sequences share a group, because they may be parts of one text. If one sequence has
+    more than an eighth of the rows, groups have about equally many sequences instead.
 
     Args:
-        sequences: Number of each row's sequence, integers, [tokens].
+        sequences: Index of each row's sequence, integers, [tokens].
 
     Returns:
-        Group of each row, int64, [tokens]; None with fewer than 8 sequences.
+        Group of each row, int64, [tokens], or None with fewer than 8 sequences.
 
     Example:
         >>> group_sequences(torch.arange(16)).tolist()
@@ -34,7 +34,7 @@ def group_sequences(sequences: Tensor) -> Tensor | None:
     count = len(sizes)
     if count < GROUPS:
         return None
-    # Twice the number of rows up to the middle of each sequence, in integers: nothing is rounded.
+    # Twice the number of rows before the middle of each sequence, in exact integers.
     middle = 2 * sizes.cumsum(0) - sizes
     group = GROUPS * middle // (2 * len(sequences))
     if len(group.unique()) < GROUPS:
@@ -65,20 +65,20 @@ class Groups(NamedTuple):
         """Return the indices of the rows of other groups.
 
         Args:
-            group: Number of the group that is left out.
+            group: Index of the group that is left out.
         """
         return (self.of != group).nonzero().squeeze(1)
 
 
 class GroupSums(NamedTuple):
-    """Sums over the rows of each group, in float64.
+    """Sums over the rows of each group, float64.
 
     Attributes:
         counts: Number of rows, [groups].
         rows: Sum of the rows, [groups, heads, width].
         squares: Sum of the squared norms, [groups, heads].
         directions: Sum of the rows divided by their norms, [groups, heads, width].
-        directed: Number of rows that have a direction, [groups, heads].
+        directed: Number of rows with nonzero norm, [groups, heads].
     """
 
     counts: Tensor
@@ -101,10 +101,9 @@ class GroupSums(NamedTuple):
     def cosine(self) -> Tensor:
         """Mean cosine over all pairs of different rows, [heads].
 
-        (|sum_i u_i|^2 - n) / (n (n - 1)) with u_i = x_i / |x_i|: exact over all pairs at the cost
-        of one pass, where Godey et al. (2401.12143, section 3) sample pairs. Range [-1/(n-1), 1];
-        about 0 for isotropic rows. Rows of norm 0 have no direction and are left out; NaN if
-        fewer than two rows have one.
+        (|sum_i u_i|^2 - n) / (n (n - 1)) with u_i = x_i / |x_i|. This is exact over all pairs in a
+        single pass, whereas Godey et al. (2401.12143, section 3) sample pairs. Range [-1/(n-1), 1];
+        about 0 for isotropic rows. Rows of norm 0 are left out; NaN if fewer than two rows remain.
         """
         n = self.directed.sum(dim=0)
         value = (self.directions.sum(dim=0).square().sum(dim=1) - n) / (n * (n - 1))
@@ -112,15 +111,18 @@ class GroupSums(NamedTuple):
 
 
 def group_sums(rows: Tensor, group: Tensor, groups: int = GROUPS) -> GroupSums:
-    """Add up rows, squared norms and directions by group, in one pass.
+    """Sum rows, squared norms and directions by group, in one pass.
 
     Args:
         rows: Floating-point rows by head, [tokens, heads, width].
         group: Group of each row, int64, [tokens].
-        groups: Number of groups.
+        groups: Number of groups. Defaults to 8.
+
+    Returns:
+        The sums of each group.
 
     Raises:
-        ValueError: The groups are of another number of rows.
+        ValueError: If `group` does not have one entry for each row.
     """
     if len(group) != len(rows):
         raise ValueError(f"expected a group for each of {len(rows)} rows, got {len(group)}")
@@ -146,7 +148,7 @@ def group_sums(rows: Tensor, group: Tensor, groups: int = GROUPS) -> GroupSums:
 
 
 def add_by_group(total: Tensor, group: Tensor, values: Tensor) -> None:
-    """Add values to the total of their group; on a device by a product, in a fixed order.
+    """Add values to the total of their group, on a device by a product with a fixed order.
 
     Args:
         total: Sums so far, float64, [groups, ...].

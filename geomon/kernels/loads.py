@@ -1,13 +1,13 @@
-"""Loads of experts: how many tokens a router gives to each."""
+"""Loads of experts: how many tokens a router sends to each."""
 
 from torch import Tensor
 
-# Load that an expert counts as at least: that of a lost one is 0, which has no logarithm.
+# Smallest load: an unused expert would have 0, which has no logarithm.
 _LEAST = 0.01
 
 
 def expert_loads(expert_counts: Tensor) -> Tensor:
-    """Compute how often each expert is chosen over the mean; 0.01 at least.
+    """Compute how often each expert is chosen, relative to the mean, but at least 0.01.
 
     Args:
         expert_counts: How often the tokens chose each expert, floating point, [experts].

@@ -1,8 +1,8 @@
-"""Rows of massive norm: how they are found, and the share of the variance that they carry.
+"""Rows of massive norm: how to find them, and the share of the variance that they carry.
 
-A few tokens (the first of a sequence, delimiters) can have norms tens of times the others', and one
-of them in a hundred then decides every second moment: 16 rows of norm 1000 among 2,032 of norm 28
-take the anisotropy from 0.003 to 0.911.
+A few tokens (the first of a sequence, delimiters) can have norms tens of times as large as others,
+and one such token in a hundred then dominates every second moment: 16 rows of norm 1000 among 2,032
+of norm 28 raise the anisotropy from 0.003 to 0.911.
 """
 
 import numpy as np
@@ -11,41 +11,40 @@ from torch import Tensor
 
 from geomon.kernels._blocks import in_blocks, require_rows
 
-# At this multiple of the median distance 1 % of the rows carries half of the variance. A coordinate
-# of 1,000 times the median magnitude, by which Sun et al. (2402.17762) know a massive activation,
-# makes a multiple of 10.5 at width 4,096 and of more below.
+# At this multiple of the median distance, 1 % of the rows carry half of the variance. A massive
+# activation of Sun et al. (2402.17762), a coordinate of 1,000 times the median magnitude, gives a
+# multiple of 10.5 at width 4,096 and more at smaller widths.
 FACTOR = 10.0
 
 # Massive rows are few. A twentieth allows for one in a sequence of 20 tokens; more rows than that
-# are a part of the distribution.
+# are part of the distribution.
 LARGEST_SHARE = 0.05
 
-# Smallest number of rows from which the centre is computed, where there are more.
+# The centre is computed from at least this many rows, if there are as many.
 _CENTRAL_ROWS = 1024
 
 
 def ordinary_rows(hidden: Tensor) -> Tensor:
-    """Mark the rows that are not of massive norm: False for the few far beyond the others.
+    """Mark ordinary rows as True, and the few rows of massive norm as False.
 
-    A row is massive if its distance from the centre, the coordinatewise median (of evenly spread
-    rows where there are more than 2,048), is more than 10 times the median of these
-    distances. Where more than a twentieth of the rows are beyond half of that, no row is massive:
-    that is a heavy tail or a wide cluster, of which the limit would cut off an arbitrary part.
-    Neither the centre nor the scale moves with the massive rows themselves, and a shift or a change
-    of scale of all rows changes nothing.
+    A row is massive if its distance from the centre is more than 10 times the median distance. The
+    centre is the coordinatewise median (of evenly spread rows if there are more than 2,048). If
+    more than 5 % of the rows are beyond half of that limit, no row is massive: this is a heavy tail
+    or a wide cluster, which the limit would cut arbitrarily. Neither centre nor scale depends on
+    the massive rows themselves, and a common shift or scaling of all rows changes nothing.
 
-    No Gaussian or uniform row is massive, at any width. Of 4,096 rows whose entries are Student's
-    t(5), none is at width 64 (150 samples); of multivariate t(5), where a row is large as a whole,
-    one or two are in one sample of twelve.
+    No Gaussian or uniform row is massive, at any width. Among 4,096 rows with Student t(5) entries
+    at width 64, none is (150 samples); with multivariate t(5) rows, which are large as a whole, one
+    or two are in one sample of twelve.
 
     Args:
         hidden: Rows, [tokens, width].
 
     Returns:
-        [tokens], bool; all True where at least half of the rows are equal.
+        [tokens], bool; all True if at least half of the rows are equal.
 
     Raises:
-        ValueError: `hidden` is not a floating-point matrix with at least one row.
+        ValueError: If `hidden` is not a floating-point matrix with at least one row.
 
     Example:
         >>> import torch
@@ -64,9 +63,9 @@ def ordinary_rows(hidden: Tensor) -> Tensor:
 
 
 def _median(rows: Tensor) -> Tensor:
-    """Take the median of each column, the lower one in the middle, [width], float64."""
+    """Return the median of each column (the lower of two middle values), [width], float64."""
     if rows.device.type == "cpu" and rows.sum().isfinite():
-        # By numpy in half the time; where a number is none, all medians of torch say so.
+        # Numpy takes half the time, but only torch propagates NaN to the median.
         wide = rows.float() if rows.element_size() < 4 else rows
         middle = (len(rows) - 1) // 2
         columns = np.ascontiguousarray(wide.detach().numpy().T)
@@ -78,8 +77,8 @@ def _median(rows: Tensor) -> Tensor:
 def share_beyond(squares: Tensor, ordinary: Tensor) -> Tensor:
     """Compute the share of the variance that the rows of massive norm carry.
 
-    sum over massive rows of |x_i - mean x|^2, over the sum over all rows; the mean is that of all
-    rows. Range [0, 1]; 0 where no row is massive (`ordinary_rows`).
+    It is the sum of |x_i - mean x|^2 over massive rows, divided by the sum over all rows, where the
+    mean is over all rows. Range [0, 1]; 0 if no row is massive (`ordinary_rows`).
 
     Args:
         squares: Squared distance of each row from the mean of all, [tokens].

@@ -1,7 +1,7 @@
 """Squared distances of hidden states from their mean.
 
 With M = |mean x|^2, V the mean of these squares and Q the mean square norm, M + V = Q (Yamagiwa and
-Shimodaira, 2409.11253): at a fixed Q, the variance loses as much as the mean gains.
+Shimodaira, 2409.11253): at a fixed Q, the variance loses what the mean gains.
 """
 
 import torch
@@ -13,8 +13,8 @@ from geomon.kernels._blocks import centred_blocks, require_rows
 def squares_about_mean(hidden: Tensor) -> Tensor:
     """Compute the squared distance of each row from the mean, |x_i - mean x|^2.
 
-    Their mean is the variance V, the trace of the covariance with 1/tokens. Computed on centred
-    rows: Q - M cancels if the mean is large.
+    Their mean is the variance V, the trace of the covariance with 1/tokens. It is computed on
+    centred rows, because Q - M cancels if the mean is large.
 
     Args:
         hidden: Rows, [tokens, width].
@@ -23,7 +23,7 @@ def squares_about_mean(hidden: Tensor) -> Tensor:
         [tokens], float64.
 
     Raises:
-        ValueError: `hidden` is not a floating-point matrix with at least one row.
+        ValueError: If `hidden` is not a floating-point matrix with at least one row.
 
     Example:
         >>> import torch

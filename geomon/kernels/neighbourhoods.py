@@ -1,4 +1,4 @@
-"""Geometry of small neighbourhoods, each a set of rows of its own: dimension and anisotropy."""
+"""Dimension and anisotropy of small neighbourhoods, each a separate set of rows."""
 
 from collections.abc import Iterator
 
@@ -8,30 +8,31 @@ from torch import Tensor
 from geomon.kernels._blocks import require_rows, rows_in_block
 from geomon.kernels.dimension import twonn_of_each
 
-# Relative error of a squared distance above which it is computed again, from differences.
+# Squared distances with a larger relative error are recomputed from differences.
 _TOLERANCE = 1e-10
 
 
 def local_dimension(rows: Tensor, members: Tensor) -> Tensor:
     """Estimate the intrinsic dimension of each neighbourhood by TwoNN.
 
-    Each neighbourhood is a data set of its own: the two nearest of a row are looked for among the
-    members alone (Ruppik et al., 2506.01034, with the 64 or 128 nearest of a token, the token
-    itself not among them). All distances inside come from one Gram matrix of the centred members in
-    float64; those that its rounding may have changed by more than 1e-10, of near-duplicates, from
-    differences of the rows. Range [0, inf); a neighbourhood of L rows on the exact model scatters
-    by about 1.1 d / sqrt(L). Copies are left out: take them out before the neighbours are searched.
+    Each neighbourhood is a separate data set: the two nearest neighbours of a row are searched
+    among the members only (Ruppik et al., 2506.01034, with the 64 or 128 nearest rows of a token,
+    without the token itself). Distances come from one Gram matrix of the centred members in
+    float64; distances of near-duplicates, which rounding may have changed by more than 1e-10, are
+    recomputed from differences of rows. Range [0, inf); on the exact model, a neighbourhood of L
+    rows scatters by about 1.1 d / sqrt(L). Copies do not count; remove them before searching
+    neighbours.
 
     Args:
         rows: Finite rows, [tokens, width].
         members: Indices of the rows of each neighbourhood, int64, [neighbourhoods, size].
 
     Returns:
-        [neighbourhoods], float64; NaN with fewer than 3 different rows, inf where the two
-        distances are equal at every row.
+        [neighbourhoods], float64; NaN with fewer than 3 different rows, inf if the two distances
+        are equal at every row.
 
     Raises:
-        ValueError: `rows` is not a floating-point matrix, or `members` not a matrix of integers.
+        ValueError: If `rows` is not a floating-point matrix, or `members` not a matrix of integers.
 
     Example:
         >>> plane = torch.rand(400, 2, generator=torch.Generator().manual_seed(0))
@@ -51,9 +52,9 @@ def local_dimension(rows: Tensor, members: Tensor) -> Tensor:
 def local_anisotropy(rows: Tensor, members: Tensor) -> Tensor:
     """Compute the anisotropy of each neighbourhood about its own mean.
 
-    `anisotropy` of the rows of a neighbourhood: hidden states that are anisotropic as a whole can
-    be isotropic near every token (Razzhigaev et al., 2311.05928, section 3.1). Range
-    [1 / (size - 1), 1]; of an isotropic Gaussian in width d it is about (1 + sqrt(d / size))^2 / d.
+    It is `anisotropy` of the neighbourhood's rows. Hidden states that are anisotropic as a whole
+    can be isotropic near every token (Razzhigaev et al., 2311.05928, section 3.1). Range [1 / (size
+    - 1), 1]; an isotropic Gaussian in width d gives about (1 + sqrt(d / size))^2 / d.
 
     Args:
         rows: Finite rows, [tokens, width].
@@ -63,7 +64,7 @@ def local_anisotropy(rows: Tensor, members: Tensor) -> Tensor:
         [neighbourhoods], float64; NaN if all rows of a neighbourhood are equal.
 
     Raises:
-        ValueError: `rows` is not a floating-point matrix, or `members` not a matrix of integers.
+        ValueError: If `rows` is not a floating-point matrix, or `members` not a matrix of integers.
 
     Example:
         >>> cross = torch.tensor([[2.0, 0.0], [-2.0, 0.0], [0.0, 1.0], [0.0, -1.0]]) + 10
@@ -84,11 +85,11 @@ def local_anisotropy(rows: Tensor, members: Tensor) -> Tensor:
 
 
 def _neighbourhoods(rows: Tensor, members: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Centre neighbourhoods in float64, some at a time: [neighbourhoods, size, width].
+    """Yield centred neighbourhoods in float64, several at a time, [neighbourhoods, size, width].
 
-    The first row is subtracted before the mean is taken: far from the origin nothing cancels. Each
-    is scaled by a power of two, which is returned with it, [neighbourhoods, 1, 1], to about 1: so
-    no square is beyond float64.
+    The first row is subtracted before the mean is taken, so nothing cancels far from the origin.
+    Each neighbourhood is scaled to about 1 by a power of two, yielded with it as [neighbourhoods,
+    1, 1], so that no square exceeds float64.
     """
     width = require_rows(rows).shape[1]
     if members.ndim != 2 or members.is_floating_point():
@@ -110,17 +111,7 @@ def _neighbourhoods(rows: Tensor, members: Tensor) -> Iterator[tuple[Tensor, Ten
 
 
 def _squared_distances(rows: Tensor, part: Tensor, centred: Tensor, scale: Tensor) -> Tensor:
-    """Compute scaled squared distances inside neighbourhoods, infinite from a row to itself.
-
-    Args:
-        rows: All rows.
-        part: Indices of the rows of each neighbourhood, [neighbourhoods, size].
-        centred: These rows, as `_neighbourhoods` made them.
-        scale: What they were scaled by.
-
-    Returns:
-        [neighbourhoods, size, size].
-    """
+    """Return scaled squared distances, [neighbourhoods, size, size], with infinite diagonals."""
     gram = centred @ centred.transpose(1, 2)
     norms = gram.diagonal(dim1=1, dim2=2)
     both = norms[:, :, None] + norms[:, None, :]
@@ -135,14 +126,14 @@ def _squared_distances(rows: Tensor, part: Tensor, centred: Tensor, scale: Tenso
 
 
 def _two_nearest(squared: Tensor) -> Tensor:
-    """Find the two smallest distances of each row, by two searches: ten times as fast as `topk`."""
+    """Find the two smallest distances of each row by two searches, ten times as fast as `topk`."""
     first, place = squared.min(dim=2, keepdim=True)
     second = squared.scatter(2, place, torch.inf).amin(dim=2, keepdim=True)
     return torch.cat([first, second], dim=2).sqrt()
 
 
 def _squared_differences(rows: Tensor, one: Tensor, other: Tensor, scale: Tensor) -> Tensor:
-    """Compute scaled squared distances of pairs of rows by differences of the rows as given."""
+    """Compute scaled squared distances of pairs of rows from differences of the original rows."""
     found = scale.new_empty(len(one))
     step = rows_in_block(rows.shape[1], rows.device)
     for start in range(0, len(one), step):

@@ -1,13 +1,13 @@
-"""Distances to the nearest neighbours: candidates in float32, decided in float64.
+"""Distances to the nearest neighbours: candidates in float32, decisions in float64.
 
-FAISS expands |x|^2 + |y|^2 - 2xy in float32, which loses the small distances of rows far from the
-origin and of near-duplicates. So the rows are centred in float64 before the search, a few more
-candidates than neighbours are taken, and the distances to these are computed again in float64 from
-differences of the rows as given. Where rounding may have kept a true neighbour out of the
-candidates, the row is searched again: the expansion in float64 excludes the rows that are certainly
-too far, and all others are compared by differences. So every distance is right, however close
-near-duplicates are. On an accelerator, or without FAISS, torch computes the same expansion.
-The memory beyond the rows is one float32 copy of those that are searched, the result, and blocks.
+FAISS expands |x|^2 + |y|^2 - 2xy in float32, which loses small distances of near-duplicates and of
+rows far from the origin. Rows are therefore centred in float64, a few more candidates than
+neighbours are taken, and their distances are recomputed in float64 from differences of the original
+rows. If rounding may have excluded a true neighbour, the row is searched again: the expansion in
+float64 excludes rows that are certainly too far, and all others are compared by differences. Every
+distance is thus right, however close near-duplicates are. On an accelerator, or without FAISS,
+torch computes the expansion. Extra memory is one float32 copy of the searched rows, the result, and
+blocks.
 """
 
 import math
@@ -29,20 +29,20 @@ try:
 except ImportError:  # torch searches instead
     faiss = None
 
-# Candidates beyond k and the row itself, at least 1. More of them leave fewer rows unclear, but
-# every search costs more.
+# Candidates beyond k and the row itself, at least 1. With more of them fewer rows remain unclear,
+# but every search costs more.
 _SLACK = 2
-# Powers of two of the largest number beyond which rows are scaled: squares in float32 fit within.
+# Rows are scaled if the exponent of their largest number exceeds this: squares must fit float32.
 _MODERATE = 30
-# Largest power of two of a scale: its inverse is a number of float64 too.
+# Largest exponent of a scale, so that its inverse fits float64 too.
 _LARGEST = 1022
-# Wanted rows that are searched at a time.
+# Queries that are searched at a time.
 _QUERIES = 4096
-# Fewest rows that a thread of our own searches: starting one takes .1 ms.
+# Fewest queries per thread: starting a thread takes 0.1 ms.
 _QUERIES_OF_A_THREAD = 256
-# Smallest stack of a thread, in bytes: with 64 kB, libraries of linear algebra end the process.
+# Smallest stack of a thread, in bytes: with 64 kB, linear algebra libraries crash the process.
 _SMALL_STACK = 2**20
-# More than squares in float32 lose together where they are too small for it, below 1e-38.
+# Exceeds the total loss of float32 squares that underflow, below 1e-38.
 _UNDERFLOW = 1e-30
 
 _AS_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -65,24 +65,22 @@ def nearest(
 ) -> Neighbours:
     """Compute the Euclidean distances of rows to their k nearest other rows.
 
-    Rows at the same distance come in the order of their indices. Equal rows are neighbours at
-    distance 0: leave them out first with `unique_rows`.
+    Rows at equal distance come in the order of their indices. Equal rows are neighbours at distance
+    0, so remove them first with `unique_rows`.
 
     Args:
         rows: Finite points, [tokens, width], any floating-point dtype.
-        k: Number of neighbours; fewer come back where there are fewer other rows.
-        of: Indices of the rows whose neighbours are wanted, each one of the searched rows; None
-            for all searched rows.
-        among: Indices of the rows that are searched, ascending; None for all rows.
+        k: Number of neighbours; fewer are returned if there are fewer other rows.
+        of: Indices of the rows whose neighbours are wanted, all among the searched rows. Defaults
+            to all searched rows.
+        among: Indices of the rows to search, ascending. Defaults to all rows.
 
     Returns:
-        Neighbours, of shape [searched rows (or len(of)), min(k, searched rows - 1)]; the indices
-        are into `rows`.
+        Neighbours of shape [len(of), min(k, searched rows - 1)], with indices into `rows`.
 
     Raises:
-        ValueError: `rows` is not a floating-point matrix, there are fewer than two rows to search,
-            `k` is below 1, `among` does not name rows in ascending order, or a row that is wanted
-            is not searched.
+        ValueError: If `rows` is not a floating-point matrix, there are fewer than two rows to
+            search, `k` is below 1, `among` is not ascending, or a row in `of` is not searched.
 
     Example:
         >>> nearest(torch.tensor([[0.0], [1.0], [3.0]]), k=2).distances.tolist()
@@ -102,7 +100,7 @@ def nearest(
     own = _places(among if of is None else of, among)
     with without_autocast({"cpu", rows.device.type}):
         values = points.in_float32()
-        # Some at a time: of their candidates several copies are held.
+        # Some at a time, because several copies of their candidates are held.
         found = [
             _search(points, values, part, min(k, searched - 1)) for part in own.split(_QUERIES)
         ]
@@ -111,17 +109,17 @@ def nearest(
 
 
 def pass_over(distances: Tensor, passed: Tensor, count: int) -> Tensor:
-    """Take the nearest of listed neighbours without some of them.
+    """Return the nearest of listed neighbours, skipping some of them.
 
-    Where too few are left, the farthest of them stands for those that are not listed.
+    If too few remain, the farthest remaining one replaces those that are not listed.
 
     Args:
         distances: Distances to the listed neighbours, [rows, listed].
-        passed: Which of them are passed over, [rows, listed].
+        passed: True for neighbours to skip, [rows, listed].
         count: Number of neighbours.
 
     Returns:
-        Distances, ascending, [rows, count]; 0 for a row of whose neighbours none is left.
+        Distances, ascending, [rows, count]; 0 for a row without remaining neighbours.
 
     Example:
         >>> listed = torch.tensor([[1.0, 2.0, 3.0]])
@@ -136,7 +134,7 @@ def pass_over(distances: Tensor, passed: Tensor, count: int) -> Tensor:
 def copies_of(hidden: Tensor) -> Tensor:
     """Find the first row with the same content as each row.
 
-    Rows are compared on their values as captured. Equality is exact: a search that reports a
+    Rows are compared by their captured values. Equality is exact, whereas a search that reports a
     distance of 0 finds only about half of the copies.
 
     Args:
@@ -151,7 +149,7 @@ def copies_of(hidden: Tensor) -> Tensor:
     """
     if hidden.shape[1] == 0:
         return torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
-    # Rows that differ in the first column differ: sorting one column decides for most rows.
+    # Most rows already differ in the first column, so sorting one column decides for them.
     _, value, counts = torch.unique(hidden[:, 0], return_inverse=True, return_counts=True)
     tied = (counts[value] > 1).nonzero().squeeze(1)
     first = torch.arange(len(hidden), dtype=torch.int64, device=hidden.device)
@@ -163,7 +161,8 @@ def unique_rows(copies: Tensor) -> Tensor:
     """Find one row for each distinct content, in ascending order.
 
     Args:
-        copies: For each row the first row of the same content (see `copies_of`), int64, [tokens].
+        copies: For each row, the first row with the same content (see `copies_of`), int64,
+            [tokens].
 
     Returns:
         Indices of these rows, int64, [distinct rows].
@@ -177,15 +176,15 @@ def unique_rows(copies: Tensor) -> Tensor:
 
 
 def content_keys(rows: Tensor, some: Tensor) -> Tensor:
-    """Compute a number from the content of each row: equal for equal rows, and otherwise random.
+    """Compute a hash of each row's content: equal for equal rows, and otherwise random.
 
-    A hash: the sum over columns of the numbers as integers times random factors, modulo 2^64. Rows
-    that differ share it once in 2^64. It stays the same if all rows are multiplied by a power of
-    two.
+    It is the sum over columns of the numbers, read as integers, times random factors, modulo 2^64.
+    Different rows share a hash with probability 2^-64. The hash stays the same if all rows are
+    multiplied by a power of two.
 
     Args:
         rows: Rows, [tokens, width].
-        some: Indices of the rows whose number is wanted, [some].
+        some: Indices of the rows to hash, [some].
 
     Returns:
         int64, [some].
@@ -203,10 +202,10 @@ def content_keys(rows: Tensor, some: Tensor) -> Tensor:
     whole = _AS_INTEGERS[rows.element_size()]
     step = rows_in_block(rows.shape[1], rows.device)
     largest = max((float(b.abs().max()) for b in row_blocks(rows) if b.numel()), default=0.0)
-    # Two factors, since one can be too large for the type; torch.ldexp takes 30 times as long.
+    # Two factors, because one may exceed the type; torch.ldexp takes 30 times as long.
     exponent = -math.frexp(largest)[1]
     one, other = 2.0 ** (exponent // 2), 2.0 ** (exponent - exponent // 2)
-    # + 0 makes -0 and 0, which are equal, the same.
+    # + 0 turns -0 into 0, which equals it.
     keys = torch.empty(len(some), dtype=torch.int64, device=rows.device)
     for target, part in zip(keys.split(step), some.split(step), strict=True):
         block = rows.index_select(0, part).mul_(one).mul_(other).add_(0)
@@ -216,7 +215,7 @@ def content_keys(rows: Tensor, some: Tensor) -> Tensor:
 
 def _first_equal(rows: Tensor, some: Tensor) -> Tensor:
     """Find for each of some rows the first of them with the same content."""
-    # By a hash: sorting whole rows would need several copies of them.
+    # By hash, because sorting whole rows would need several copies of them.
     _, group = torch.unique(content_keys(rows, some), return_inverse=True)
     first = some[_firsts(group)[group]]
     step = rows_in_block(rows.shape[1], rows.device)
@@ -253,60 +252,58 @@ def _firsts(label: Tensor) -> Tensor:
 
 
 def _as_indices(index: Tensor) -> Tensor:
-    """Check that a tensor holds indices, and return them as int64, contiguous."""
+    """Return indices as contiguous int64, after checking that they are indices."""
     if index.ndim != 1 or index.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"expected indices of rows, int64 [some], got {index.dtype} {list(index.shape)}: for a "
-            "mask give mask.nonzero().squeeze(1)"
+            "mask, pass mask.nonzero().squeeze(1)"
         )
     return index.long().contiguous()
 
 
 def _ascending(among: Tensor, count: int) -> Tensor:
-    """Check that indices name some of so many rows in ascending order."""
+    """Return indices after checking that they are ascending and below `count`."""
     among = _as_indices(among)
     if not ((among[0] >= 0) & (among[-1] < count) & (among.diff() > 0).all()):
         raise ValueError(
-            f"expected indices of rows from 0 to {count - 1} in ascending order, none of them "
-            "twice: give indices.unique()"
+            f"expected indices of rows from 0 to {count - 1} in ascending order, without "
+            "repetition: pass indices.unique()"
         )
     return among
 
 
 def _places(index: Tensor, among: Tensor) -> Tensor:
-    """Convert indices into the rows to places among those that are searched."""
+    """Convert indices of rows to places among the searched rows."""
     index = _as_indices(index)
     places = torch.searchsorted(among, index)
     if not (among[places.clamp(max=len(among) - 1)] == index).all():
-        raise ValueError(
-            f"expected only indices of the {len(among)} rows that are searched, got others too"
-        )
+        raise ValueError(f"expected only indices of the {len(among)} searched rows, got others too")
     return places
 
 
 @dataclass(frozen=True)
 class _Points:
-    """The rows that are searched, with the centre and scale of the search."""
+    """The searched rows, with the centre and scale of the search."""
 
     rows: Tensor
-    among: Tensor  # indices of those that are searched
+    among: Tensor  # indices of the searched rows
     centre: Tensor
-    scale: float  # a power of two, 1 but for very large or small numbers
+    scale: float  # a power of two; 1 except for very large or small numbers
 
     def __len__(self) -> int:
         return len(self.among)
 
     def rounding(self, dtype: torch.dtype) -> float:
-        """Bound the rounding of an expansion, relative to the squares in it."""
+        """Bound the rounding error of an expansion, relative to its squares."""
         return float((4 + self.rows.shape[1] ** 0.5) * torch.finfo(dtype).eps)
 
     def at(self, places: Tensor) -> Tensor:
         """Copy points in float64."""
-        # Indexing by [] takes twice as long.
+        # Indexing with [] takes twice as long.
         return self.rows.index_select(0, self.among[places]).double()
 
     def centred(self, places: Tensor) -> Tensor:
-        """Take points about the centre, scaled, in float64."""
+        """Return points about the centre, scaled, in float64."""
         return self.at(places).sub_(self.centre).mul_(1 / self.scale)
 
     def in_float32(self) -> Tensor:
@@ -319,8 +316,8 @@ class _Points:
             target.copy_(self.centred(part))
         return values
 
-    def apart(self, own: Tensor, others: Tensor) -> Tensor:
-        """Compute scaled distances to others, [own, count], by differences of rows as given."""
+    def distances_to(self, own: Tensor, others: Tensor) -> Tensor:
+        """Compute scaled distances to others, [own, count], from differences of original rows."""
         count, width = others.shape[1], self.rows.shape[1]
         distances = torch.empty(others.shape, dtype=torch.float64, device=others.device)
         # A quarter of a block, which stays in the cache.
@@ -336,10 +333,10 @@ class _Points:
 
 
 def _centre_and_scale(rows: Tensor) -> tuple[Tensor, float]:
-    """Choose what is subtracted from rows, and then a power of two that they are divided by."""
-    # Any centre near most of the rows will do; a mean would be moved by a few massive rows.
+    """Choose a centre to subtract from rows, and a power of two to divide them by."""
+    # Any centre near most rows will do, but a few massive rows would move a mean.
     centre = rows[:: max(1, len(rows) // 63)].double().median(dim=0).values
-    # Not torch.aminmax, which takes four times as long.
+    # torch.aminmax takes four times as long.
     ends = torch.stack([rows.amin(dim=0), rows.amax(dim=0)]).double()
     _, exponent = math.frexp(float((ends - centre).abs().max()))
     if abs(exponent) <= _MODERATE:
@@ -354,9 +351,9 @@ def _search(points: _Points, values: Tensor, own: Tensor, k: int) -> Neighbours:
     found = Neighbours(near.distances[:, :k], near.indices[:, :k])
     if candidates.shape[1] == len(points):
         return found
-    # What is no candidate seemed no nearer than any candidate, the last one too. It can still be
-    # nearer than the k-th if the last is farther than that by less than the rounding of the
-    # expansion, which grows with the norms. (The very last column can be the row itself.)
+    # Other points seemed no nearer than the last candidate. They can still be nearer than the k-th
+    # if the last is farther by less than the rounding of the expansion, which grows with the norms.
+    # (The very last column can be the row itself.)
     kth, last = near.distances[:, k - 1], near.distances[:, -2]
     norm = torch.linalg.vector_norm(values, dim=1)[own].double()
     error = points.rounding(torch.float32) * (norm.square() + (norm + last).square())
@@ -368,7 +365,7 @@ def _search(points: _Points, values: Tensor, own: Tensor, k: int) -> Neighbours:
 
 
 def _candidates(values: Tensor, own: Tensor, count: int) -> Tensor:
-    """Find the `count` points that seem nearest to each wanted one in float32, mostly with it."""
+    """Find the `count` points that seem nearest to each wanted point, judged in float32."""
     if faiss is not None and values.device.type == "cpu":
         return _by_faiss(values, own, count)
     kind = factor_type(values.device)
@@ -381,11 +378,11 @@ def _candidates(values: Tensor, own: Tensor, count: int) -> Tensor:
 
 
 def _by_faiss(values: Tensor, own: Tensor, count: int) -> Tensor:
-    """Search with FAISS in threads of our own, each of which searches alone.
+    """Search with FAISS in threads of our own, where each thread searches alone.
 
-    FAISS would start OpenMP threads that belong to the thread that asks, and a process that such a
-    thread forks (a worker of a data loader) hangs as soon as it searches itself. The number of
-    threads is a setting of a thread: the training's threads keep theirs.
+    FAISS would start OpenMP threads that belong to the calling thread, and a process forked from it
+    (a worker of a data loader) would hang when it searches itself. The number of threads is a
+    per-thread setting, so the training's threads keep theirs.
     """
     rows, every = values[own].numpy(), values.numpy()
     threads = min(torch.get_num_threads(), max(1, len(own) // _QUERIES_OF_A_THREAD))
@@ -397,7 +394,7 @@ def _by_faiss(values: Tensor, own: Tensor, count: int) -> Tensor:
             with ThreadPoolExecutor(threads, "geomon", faiss.omp_set_num_threads, (1,)) as pool:
                 found = [pool.submit(faiss.knn, part, every, count) for part in cuts]
                 return torch.cat([torch.from_numpy(each.result()[1]) for each in found])
-        except RuntimeError:  # no thread can be had
+        except RuntimeError:  # threads cannot be started
             pass
     before = faiss.omp_get_max_threads()
     try:
@@ -408,7 +405,7 @@ def _by_faiss(values: Tensor, own: Tensor, count: int) -> Tensor:
 
 
 def _expanded(points: Callable[[Tensor], Tensor], squares: Tensor, own: Tensor) -> Tensor:
-    """Compute |y|^2 - 2xy of wanted points x and all points y, given |y|^2, block by block."""
+    """Compute |y|^2 - 2xy for wanted points x and all points y, given |y|^2, block by block."""
     queries = points(own)
     expanded = queries.new_empty(len(own), len(squares))
     order = torch.arange(len(squares), dtype=torch.int64, device=own.device)
@@ -419,15 +416,17 @@ def _expanded(points: Callable[[Tensor], Tensor], squares: Tensor, own: Tensor) 
 
 
 def _ranked(points: _Points, own: Tensor, candidates: Tensor) -> Neighbours:
-    """Sort candidates by their distance in float64, ties by index, and the row itself last."""
+    """Sort candidates by distance in float64, ties by index, with the row itself last."""
     candidates = sort_each(candidates)
-    distances = points.apart(own, candidates).masked_fill_(candidates == own[:, None], torch.inf)
+    distances = points.distances_to(own, candidates).masked_fill_(
+        candidates == own[:, None], torch.inf
+    )
     distances, order = distances.sort(dim=1, stable=True)
     return Neighbours(distances, points.among[candidates.gather(1, order)])
 
 
 def _certain(points: _Points, own: Tensor, reach: Tensor, k: int) -> Neighbours:
-    """Find the k nearest of points that have k others within `reach`, whatever the rounding."""
+    """Find the k nearest of points that have k others within `reach`, regardless of rounding."""
     order = torch.arange(len(points), dtype=torch.int64, device=own.device)
     blocks = order.split(rows_in_block(points.rows.shape[1], own.device))
     squares = torch.cat([points.centred(block).square().sum(dim=1) for block in blocks])
@@ -435,17 +434,17 @@ def _certain(points: _Points, own: Tensor, reach: Tensor, k: int) -> Neighbours:
     step = rows_in_block(len(points), own.device)
     found = []
     for part, within in zip(own.split(step), reach.split(step), strict=True):
-        # Of the rows about the centre, of the expansion, and of `reach` itself. What is farther by
-        # more is left out; all others are compared by differences, in which nothing is lost.
+        # Rounding of the centred rows, of the expansion, and of `reach` itself. Points beyond the
+        # limit are excluded; all others are compared by differences, which lose nothing.
         limit = within.square()[:, None] + 4 * rounding * (squares[part, None] + squares)
         near = _expanded(points.centred, squares, part) + squares[part, None] <= limit
         near.scatter_(1, part[:, None], value=False)
         row, column = near.nonzero(as_tuple=True)
-        apart = points.apart(part[row], column[:, None]).squeeze(1)
-        # In order of distance, and stably in order of the row: each row's nearest come first.
-        nearest_first = apart.argsort(stable=True)
+        distance = points.distances_to(part[row], column[:, None]).squeeze(1)
+        # Sort by distance, then stably by row, so that each row's nearest come first.
+        nearest_first = distance.argsort(stable=True)
         nearest_first = nearest_first[row[nearest_first].argsort(stable=True)]
         counts = near.sum(dim=1)
         chosen = nearest_first[(counts.cumsum(0) - counts)[:, None] + order[:k]]
-        found.append((apart[chosen], points.among[column[chosen]]))
+        found.append((distance[chosen], points.among[column[chosen]]))
     return Neighbours(*(torch.cat(parts) for parts in zip(*found, strict=True)))

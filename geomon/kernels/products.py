@@ -1,9 +1,9 @@
-"""Products of matrices that are exact at least to float32, whatever the training has set.
+"""Matrix products that are exact at least to float32, regardless of the training's settings.
 
-Settings of the whole process, which the training needs and which are not geomon's to change, may
-have float32 factors rounded before they are multiplied: on an accelerator to TF32, on a processor
-with matrix units to bfloat16 (`torch.set_float32_matmul_precision`, `torch.backends`). Autocast is
-a setting of a thread.
+Process-wide settings, which the training needs and geomon must not change, may round float32
+factors before they are multiplied: to TF32 on an accelerator, to bfloat16 on a processor with
+matrix units (`torch.set_float32_matmul_precision`, `torch.backends`). Autocast is a per-thread
+setting.
 """
 
 import contextlib
@@ -12,18 +12,18 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-# Columns that are multiplied at a time with themselves and all that follow: at most, and at least.
+# Most and fewest columns that are multiplied at a time with themselves and all later ones.
 _COLUMNS, _FEW_COLUMNS = 128, 32
 
 
 def as_factor(values: Tensor) -> Tensor:
-    """Convert numbers so that the products of matrices of them are exact at least to float32.
+    """Convert numbers so that their matrix products are exact at least to float32.
 
     Args:
         values: Floating-point numbers, of any shape.
 
     Returns:
-        The numbers in float32, or where its products are not exact, or for float64, in float64.
+        The numbers in float32, or in float64 if they are float64 or float32 products are inexact.
     """
     dtype = values.dtype
     # No setting rounds to fewer bits than bfloat16 has; TF32 has as many as float16.
@@ -34,22 +34,22 @@ def as_factor(values: Tensor) -> Tensor:
 
 
 def factor_type(device: torch.device) -> torch.dtype:
-    """Choose the shortest type of factors whose products are exact to float32 (see `as_factor`).
+    """Return the shortest factor type whose products are exact to float32 (see `as_factor`).
 
     Args:
-        device: Where the products are made.
+        device: Device where the products are computed.
     """
-    # On MPS nothing is rounded, and there is no float64.
+    # MPS rounds nothing, and lacks float64.
     exact = device.type == "mps" or (device.type == "cpu" and _is_exact_on_host())
     return torch.float32 if exact else torch.float64
 
 
 @contextlib.contextmanager
 def without_autocast(kinds: Iterable[str]) -> Iterator[None]:
-    """Leave autocast out in this thread, where it is on.
+    """Disable autocast in this thread if it is on.
 
-    Where it is off, as in each thread that measures, nothing is entered: a thread that leaves its
-    outermost autocast empties the cache of cast weights, which all threads of the process share.
+    If it is off, as in every measuring thread, nothing is done: a thread that leaves its outermost
+    autocast empties the cache of cast weights, which all threads share.
 
     Args:
         kinds: Kinds of devices, "cpu" or "cuda".
@@ -62,10 +62,10 @@ def without_autocast(kinds: Iterable[str]) -> Iterator[None]:
 
 
 def product_with_itself(rows: Tensor) -> Tensor:
-    """Multiply rows^T with rows, [..., width, width].
+    """Multiply rows^T by rows, [..., width, width].
 
-    Of wide rows what lies below the diagonal is copied. By torch alone: numpy computes half of such
-    a product too, but its threads wait for work by running, and take the cores from torch's.
+    For wide rows, the part below the diagonal is copied. Numpy also computes only half of such a
+    product, but its threads wait by spinning and take cores from torch's.
 
     Args:
         rows: Matrices in float64, [..., tokens, width].
@@ -84,11 +84,11 @@ def product_with_itself(rows: Tensor) -> Tensor:
 
 
 def _is_exact_on_host() -> bool:
-    """Say whether no setting allows float32 products on the host to be rounded.
+    """Whether all settings keep float32 products on the host from being rounded.
 
-    What becomes of one that does depends on the processor, and there on the shape of the product:
-    trying one product says nothing of others. The older interface of the settings refuses to be
-    read once the newer one was used.
+    The effect of a setting depends on the processor, and there on the product's shape, so a trial
+    product proves nothing. The older interface of the settings cannot be read after the newer one
+    was used.
     """
     matmul = getattr(torch.backends.mkldnn, "matmul", None)
     if matmul is None:  # before torch 2.9

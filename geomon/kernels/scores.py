@@ -1,8 +1,8 @@
-"""Scores before the softmax: their mean and spread over keys, and what the mean query makes of it.
+"""Scores before the softmax: mean and spread over keys, and the contribution of the mean query.
 
-A term that is the same for all keys of a query cancels in the softmax. So the variance of its
-scores over the keys that it sees says how sharp a row can be, and the part of it that the mean
-query makes is the same for all queries: attention that does not depend on content.
+A term that is equal for all keys of a query cancels in the softmax. The variance of a query's
+scores over its visible keys therefore limits how sharp its row can be. The part that comes from the
+mean query is equal for all queries: attention that does not depend on content.
 """
 
 import itertools
@@ -20,16 +20,16 @@ from geomon.kernels.attention import (
     score_shape,
 )
 
-# Share of the mean square of scores, counted from the mean key, below which their variance is made
-# by rounding: a variance is a difference of squares here, and the keys are of float32.
+# A variance below this share of the mean square of scores (about the mean key) is rounding, because
+# it is computed as a difference of squares from float32 keys.
 _ROUNDING = 1e-13
 
 
 class ScoreMoments(NamedTuple):
-    """Moments of the scores of each query over the keys that it sees: [heads, rows], float64.
+    """Moments of each query's scores over its visible keys; [heads, rows], float64.
 
     Attributes:
-        mean: Mean over the visible keys; 0 where there is none.
+        mean: Mean over the visible keys; 0 if there are none.
         variance: Variance about that mean, with 1/keys.
         visible: Number of visible keys.
     """
@@ -40,33 +40,34 @@ class ScoreMoments(NamedTuple):
 
 
 class QueryVariances(NamedTuple):
-    """Variances of scores over the visible keys, summed over the queries of a group: float64.
+    """Variances of scores over visible keys, summed over the queries of a group; float64.
+
+    Both are 0 for a head whose scores vary only by rounding.
 
     Attributes:
-        common: Those of the scores of a mean query, [1 + groups, heads, groups]: of all queries,
-            then of those without each group; of one group alone that of all, [1, heads, 1].
-        own: Those of the scores of each query itself, [heads, groups].
-
-    Both are 0 for a head whose scores do not vary by more than rounding.
+        common: Variances of the scores of a mean query, [1 + groups, heads, groups]: the mean of
+            all queries first, then without each group. With a single group only the first, [1,
+            heads, 1].
+        own: Variances of each query's own scores, [heads, groups].
     """
 
     common: Tensor
     own: Tensor
 
     def without(self, group: int) -> "QueryVariances":
-        """Return the variances of the queries of all other groups, under their own mean query.
+        """Return the variances for the queries of all other groups, under their own mean query.
 
         Args:
-            group: Number of a group.
+            group: Index of a group.
         """
         stay = [number for number in range(self.own.shape[1]) if number != group]
         return QueryVariances(self.common[1 + group][None, :, stay], self.own[:, stay])
 
 
 def score_moments(score_source: ScoreSource) -> ScoreMoments:
-    """Compute the mean and the variance of each query's scores over the keys that it sees.
+    """Compute the mean and the variance of each query's scores over its visible keys.
 
-    Of the scores as they enter the softmax. Godey et al. (2401.12143, figure 7) draw their
+    The scores are those that enter the softmax. Godey et al. (2401.12143, figure 7) draw their
     histograms.
 
     Args:
@@ -98,9 +99,9 @@ def score_moments(score_source: ScoreSource) -> ScoreMoments:
 
 
 def score_mean(score_moments: ScoreMoments) -> Tensor:
-    """Compute the mean score of a query and a key that it sees, per head.
+    """Compute the mean score of queries and their visible keys, per head.
 
-    The mean over queries of mean_j s_ij. It cancels in the softmax, and has no bound.
+    It is the mean over queries of mean_j s_ij. It cancels in the softmax, and is unbounded.
 
     Args:
         score_moments: Moments of the scores of each query.
@@ -112,10 +113,10 @@ def score_mean(score_moments: ScoreMoments) -> Tensor:
 
 
 def score_spread(score_moments: ScoreMoments) -> Tensor:
-    """Compute the spread of a query's scores over the keys that it sees, per head.
+    """Compute the spread of a query's scores over its visible keys, per head.
 
-    sqrt(mean over queries of Var_j s_ij): what can sharpen attention. Range [0, inf). Queries that
-    see fewer than two keys are left out.
+    sqrt(mean over queries of Var_j s_ij), which limits how sharp attention can be. Range [0, inf).
+    Queries that see fewer than two keys are left out.
 
     Args:
         score_moments: Moments of the scores of each query.
@@ -131,29 +132,35 @@ def query_variances(
 ) -> QueryVariances:
     """Compute the variance over visible keys of the scores of mean queries, and of all queries.
 
-    For a query i that sees the keys V_i: Var over j in V_i of (mean q) . k_j, and of q_i . k_j. The
-    mean query is that of all queries that see a key, or of those without a group of sequences.
-    Every variance is over the keys that the query i sees, under a causal mask those before it.
+    For a query i with visible keys V_i, these are Var over j in V_i of (mean q) . k_j, and of q_i .
+    k_j. The mean query is over all queries that see a key, or over those outside a group. Every
+    variance is over the visible keys of query i, which under a causal mask are those up to its
+    place.
 
     Args:
         query: Queries as attended, [sequences, heads, queries, head width].
-        key: Keys as attended, [sequences, key heads, keys, head width]; key heads divide heads.
-        visible: True where a query may attend, broadcastable to [sequences, heads, queries, keys].
+        key: Keys as attended, [sequences, key heads, keys, head width]; heads must be a multiple of
+            key heads.
+        visible: True if a query may attend to a key, broadcastable to [sequences, heads, queries,
+            keys].
         group: Group of each sequence, int64, [sequences].
         groups: Number of groups.
 
+    Returns:
+        The variances, summed by group.
+
     Raises:
-        ValueError: The shapes do not fit one another.
+        ValueError: If the shapes do not match.
     """
     sequences, heads, queries, keys = shape = score_shape(query, key)
     seen = expand_visible(visible, shape)
-    of_sequence = group.tolist()  # read once: an index that is on a device would be waited for
+    of_sequence = group.tolist()  # read once, because an index on a device causes a wait
     means = _mean_queries(query, seen.any(dim=3), group, groups)
     common = means.new_zeros(len(means), heads, groups)
     own, level = common[0].clone(), common[0].clone()
-    # A visibility that is the same for all heads is converted once.
+    # A visibility shared by all heads is converted once.
     alike = seen[:, :1] if seen.stride(1) == 0 else seen
-    # What all keys of a head share makes no difference between them.
+    # Subtracting what all keys of a head share does not change variances.
     key, origin = _about_mean_key(key, alike.any(dim=(1, 2)))
     step = rows_in_block(keys, query.device)
     for sequence, start in itertools.product(range(sequences), range(0, queries, step)):
@@ -164,7 +171,7 @@ def query_variances(
         for number, face in enumerate(key[sequence]):
             heads_of = slice(number * heads // len(origin), (number + 1) * heads // len(origin))
             weight = weights if len(weights) == 1 else weights[heads_of]
-            # In float64: half precision would round the differences.
+            # In float64, because half precision would round the differences.
             facing = face.double() - origin[number].double()
             variances = _variances(weight, torch.einsum("mhw,kw->hkm", means[:, heads_of], facing))
             common[:, heads_of, at] += variances.sum(dim=1).T
@@ -180,11 +187,11 @@ def query_variances(
 def mean_query_share(query_variances: QueryVariances) -> Tensor:
     """Compute the share of the variance of scores over keys that the mean query makes, per head.
 
-    mean_i Var_j(mean q . k_j) / mean_i Var_j(q_i . k_j), over the keys j that a query i sees, for
-    queries and keys as attended, before any cap or bias. Of 1, every query has the same preferences
-    whatever it holds: sharp attention of such a head depends on no content. Of 0 (1/queries, where
-    queries are independent and 0 in the mean), the mean query sharpens nothing, however long it is.
-    Range [0, inf): 1 is no bound where queries differ in the keys that they see.
+    mean_i Var_j(mean q . k_j) / mean_i Var_j(q_i . k_j), over the visible keys j of query i, for
+    queries and keys as attended, before any cap or bias. If it is 1, every query prefers the same
+    keys whatever its content, so sharp attention of such a head does not depend on content. If it
+    is about 0 (1/queries for independent queries with mean 0), the mean query sharpens nothing,
+    however long it is. Range [0, inf): it may exceed 1 if queries differ in their visible keys.
 
     Args:
         query_variances: Variances of the scores of the mean query, and of each query itself.
@@ -196,7 +203,7 @@ def mean_query_share(query_variances: QueryVariances) -> Tensor:
 
 
 def _mean_queries(query: Tensor, real: Tensor, group: Tensor, groups: int) -> Tensor:
-    """Average the queries that see a key: of all, and without each group, [.., heads, width]."""
+    """Average the queries that see a key, over all and without each group, [.., heads, width]."""
     chosen = real[:, :, :, None]
     by_sequence = torch.where(chosen, query.double(), 0).sum(dim=2)
     counts = real.sum(dim=2).double()
@@ -210,15 +217,7 @@ def _mean_queries(query: Tensor, real: Tensor, group: Tensor, groups: int) -> Te
 
 
 def _about_mean_key(key: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Put the mean of the keys that are seen in place of each key that no query sees.
-
-    Args:
-        key: Keys, [sequences, key heads, keys, head width].
-        seen: True for keys that some query sees, [sequences, keys].
-
-    Returns:
-        The keys, and the mean of those that are seen, [key heads, width].
-    """
+    """Replace keys that no query sees by the mean of the visible keys; also return that mean."""
     if seen.all():
         return key, key.mean(dim=(0, 2))
     chosen = seen[:, None, :, None]
@@ -228,11 +227,10 @@ def _about_mean_key(key: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _variances(weights: Tensor, values: Tensor) -> Tensor:
-    """Compute the variance of values of keys under each query's weights, [heads, queries, values].
+    """Compute the variance of keys' values under each query's weights, [heads, queries, values].
 
-    Args:
-        weights: Weights that sum to 1, or are all 0, [heads (or 1), queries, keys].
-        values: Values of each key, [heads, keys, values].
+    `weights` sum to 1 or are all 0, [heads (or 1), queries, keys]; `values` are [heads, keys,
+    values].
     """
     mean = weights @ values
     return (weights @ values.square() - mean.square()).clamp_(min=0)

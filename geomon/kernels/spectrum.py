@@ -1,4 +1,4 @@
-"""The spectrum of the covariance of hidden states, and the metrics computed from it."""
+"""Spectrum of the covariance of hidden states, and metrics computed from it."""
 
 from typing import NamedTuple
 
@@ -9,17 +9,17 @@ from geomon.kernels._blocks import centre, centred_blocks, require_rows, sum_of
 from geomon.kernels.groups import add_by_group
 from geomon.kernels.products import factor_type, product_with_itself
 
-# Width up to which eigenvectors are computed in float64. Above it float32 halves the time, and its
+# Eigenvectors are computed in float64 up to this width. Above it, float32 halves the time, and its
 # rounding, 1e-6 of the largest eigenvalue, is far below the statistical error.
 _NARROW = 1024
 
-# Fewest ranks through which a power law is laid.
+# Fewest ranks for fitting a power law.
 _FEWEST_RANKS = 5
 _FIRST_RANK, _LAST_RANK = 11, 100
 
 
 class PowerLaw(NamedTuple):
-    """A power law laid through eigenvalues. Scalars, float64.
+    """A power law fitted to eigenvalues; scalars, float64.
 
     Attributes:
         alpha: Its exponent: lambda_r ~ r^(-alpha).
@@ -36,8 +36,8 @@ class PrincipalAxes(NamedTuple):
     Attributes:
         eigenvalues: Eigenvalues of the covariance of all rows, descending, [..., rank], float64.
         counts: Number of rows of each group, [groups].
-        squares: Sum over the rows of each group of the squared coordinates along each eigenvector,
-            about the mean of all rows, [groups, ..., rank]; float64.
+        squares: Sum over each group's rows of the squared coordinates along each eigenvector, about
+            the mean of all rows, [groups, ..., rank]; float64.
     """
 
     eigenvalues: Tensor
@@ -47,11 +47,11 @@ class PrincipalAxes(NamedTuple):
     def without(self, group: int) -> Tensor:
         """Return the variance of the rows of all other groups along the eigenvectors of all rows.
 
-        To first order in what is left out these are the eigenvalues without the group, in another
-        order perhaps.
+        To first order in the rows left out, these are the eigenvalues without the group, perhaps in
+        another order.
 
         Args:
-            group: Number of a group.
+            group: Index of a group.
         """
         rows = self.counts.sum()
         left = self.eigenvalues * rows - self.squares[group]
@@ -61,10 +61,10 @@ class PrincipalAxes(NamedTuple):
 def spectrum(hidden: Tensor) -> Tensor:
     """Compute the eigenvalues of the centred covariance, descending.
 
-    lambda_i = s_i^2 / tokens, with s the singular values of the centred rows; their sum is the
-    `variance`. The rows are centred in float64 first, then the eigenvalues are computed from the
-    smaller Gram matrix (width x width or tokens x tokens) and clamped at 0: a float32 covariance of
-    data far from the origin has negative eigenvalues.
+    lambda_i = s_i^2 / tokens, where s are the singular values of the centred rows; their sum is the
+    `variance`. Rows are centred in float64, and eigenvalues are computed from the smaller Gram
+    matrix (width x width or tokens x tokens) and clamped at 0, because a float32 covariance of data
+    far from the origin has negative eigenvalues.
 
     Args:
         hidden: Rows, [tokens, width].
@@ -73,7 +73,7 @@ def spectrum(hidden: Tensor) -> Tensor:
         [min(tokens, width)], float64, in squared units of `hidden`.
 
     Raises:
-        ValueError: `hidden` is not a floating-point matrix with at least one row.
+        ValueError: If `hidden` is not a floating-point matrix with at least one row.
 
     Example:
         >>> spectrum(torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 2.0], [0.0, -2.0]])).tolist()
@@ -83,17 +83,20 @@ def spectrum(hidden: Tensor) -> Tensor:
 
 
 def principal_axes(hidden: Tensor, group: Tensor, groups: int) -> PrincipalAxes:
-    """Compute the eigenvalues of `spectrum`, and what each group has along the eigenvectors.
+    """Compute the eigenvalues of `spectrum`, and each group's variance along the eigenvectors.
 
-    Above a width of 1,024 the eigenvectors are computed in float32.
+    Above a width of 1,024, the eigenvectors are computed in float32.
 
     Args:
         hidden: Rows, [tokens, width].
         group: Group of each row, int64, [tokens].
         groups: Number of groups.
 
+    Returns:
+        Eigenvalues, and squared coordinates by group.
+
     Raises:
-        ValueError: `hidden` is not a floating-point matrix with at least one row.
+        ValueError: If `hidden` is not a floating-point matrix with at least one row.
 
     Example:
         >>> rows = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 2.0], [0.0, -2.0]])
@@ -106,7 +109,7 @@ def principal_axes(hidden: Tensor, group: Tensor, groups: int) -> PrincipalAxes:
     exact = min(tokens, width) <= _NARROW
     values, vectors = _decompose(gram if exact else gram.float())
     squares = values.new_zeros(groups, len(values))
-    if width > tokens:  # the eigenvectors are those of the rows' products with one another
+    if width > tokens:  # these are eigenvectors of the matrix of the rows' dot products
         add_by_group(squares, group, vectors.double().square() * values)
     else:
         start = 0
@@ -121,7 +124,7 @@ def principal_axes(hidden: Tensor, group: Tensor, groups: int) -> PrincipalAxes:
 
 
 def _gram(rows: Tensor) -> Tensor:
-    """Multiply the centred rows with themselves, in float64, along the shorter side."""
+    """Multiply the centred rows by themselves in float64, along the shorter side."""
     if rows.shape[1] > len(rows):
         return product_with_itself(centre(rows).T)
     return sum_of(map(product_with_itself, centred_blocks(rows)))
@@ -132,8 +135,8 @@ def _eigenvalues(gram: Tensor, tokens: int) -> Tensor:
 
 
 def _decompose(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute eigenvalues, descending and in float64, and eigenvectors, [..., side, rank]."""
-    # By torch alone: numpy's threads wait for work by running, and take the cores from torch's.
+    """Compute eigenvalues, descending in float64, and eigenvectors, [..., side, rank]."""
+    # Numpy's threads would wait by spinning, and take cores from torch's.
     values, vectors = torch.linalg.eigh(gram)
     return values.double().flip(-1).clamp(min=0), vectors.flip(-1)
 
@@ -141,9 +144,9 @@ def _decompose(gram: Tensor) -> tuple[Tensor, Tensor]:
 def anisotropy(spectrum: Tensor) -> Tensor:
     """Compute the share of the variance along the leading direction: lambda_1 / sum lambda.
 
-    Equal to s_1^2 / sum s_i^2 of the centred rows (Razzhigaev et al., 2311.05928, section 2.3).
-    Range (0, 1]; an isotropic Gaussian of n tokens in width d gives about (1 + sqrt(d/n))^2 / d.
-    A few rows of massive norm drive it to 1 by themselves.
+    This equals s_1^2 / sum s_i^2 of the centred rows (Razzhigaev et al., 2311.05928, section 2.3).
+    Range (0, 1]; an isotropic Gaussian of n tokens in width d gives about (1 + sqrt(d/n))^2 / d. A
+    few rows of massive norm alone can drive it to 1.
 
     Args:
         spectrum: Eigenvalues in any order, [rank].
@@ -152,7 +155,7 @@ def anisotropy(spectrum: Tensor) -> Tensor:
         A scalar; NaN if all rows are equal.
 
     Raises:
-        ValueError: `spectrum` is empty or not one-dimensional.
+        ValueError: If `spectrum` is empty or not one-dimensional.
 
     Example:
         >>> anisotropy(torch.tensor([3.0, 1.0])).item()
@@ -165,8 +168,8 @@ def effective_rank(spectrum: Tensor) -> Tensor:
     """Count the directions that the variance fills: exp of the entropy of its shares.
 
     exp(-sum p_i log p_i) with p_i = lambda_i / sum lambda (Roy and Vetterli, 2007, on eigenvalues).
-    RankMe as often coded takes the shares of the singular values, sigma_i / sum sigma, which gives
-    a larger number. Range [1, rank]; never below `participation_ratio`.
+    RankMe is often coded with shares of the singular values, sigma_i / sum sigma, which gives a
+    larger number. Range [1, rank]; never below `participation_ratio`.
 
     Args:
         spectrum: Eigenvalues in any order, [rank].
@@ -175,7 +178,7 @@ def effective_rank(spectrum: Tensor) -> Tensor:
         A scalar; NaN if all rows are equal.
 
     Raises:
-        ValueError: `spectrum` is empty or not one-dimensional.
+        ValueError: If `spectrum` is empty or not one-dimensional.
 
     Example:
         >>> round(effective_rank(torch.tensor([2.0, 2.0, 2.0, 0.0])).item(), 6)
@@ -187,7 +190,7 @@ def effective_rank(spectrum: Tensor) -> Tensor:
 def participation_ratio(spectrum: Tensor) -> Tensor:
     """Count the directions that the variance fills: (sum lambda)^2 / sum lambda^2.
 
-    Range [1, rank]; between 1 / `anisotropy` and `effective_rank`. A sample of n tokens of an
+    Range [1, rank]; between 1 / `anisotropy` and `effective_rank`. A sample of n tokens from an
     isotropic Gaussian in width d gives about n d / (n + d).
 
     Args:
@@ -197,7 +200,7 @@ def participation_ratio(spectrum: Tensor) -> Tensor:
         A scalar; NaN if all rows are equal.
 
     Raises:
-        ValueError: `spectrum` is empty or not one-dimensional.
+        ValueError: If `spectrum` is empty or not one-dimensional.
 
     Example:
         >>> round(participation_ratio(torch.tensor([3.0, 1.0])).item(), 6)
@@ -207,23 +210,23 @@ def participation_ratio(spectrum: Tensor) -> Tensor:
 
 
 def power_law(spectrum: Tensor) -> PowerLaw:
-    """Lay a power law through the spectrum: its decay, alpha, and how well it fits.
+    """Fit a power law to the spectrum: its decay, alpha, and how well it fits.
 
-    Minus the slope of log lambda_r on log r, by least squares with weights 1/r over the ranks r =
-    11 to 100, counted from 1 (alpha-ReQ of Agrawal et al. 2022, as Li et al., 2509.23024, take it
-    from reptrix). In narrow layers, or with few rows, the ranks end at 4/5 of the eigenvalues above
-    rounding: the last ones fall off with the edge of the matrix. Range: alpha in [0, inf), R^2 in
-    [0, 1]. Above 1 the leading directions hold the variance however wide the layer is; below 1 the
-    share of the others grows with the width.
+    Alpha is minus the slope of log lambda_r on log r, by least squares with weights 1/r over ranks
+    r = 11 to 100, counted from 1 (alpha-ReQ of Agrawal et al. 2022, as Li et al., 2509.23024, take
+    it from reptrix). In narrow layers, or with few rows, the ranks end at 4/5 of the eigenvalues
+    above rounding, because the last ones fall off at the edge of the matrix. Range: alpha in [0,
+    inf), R^2 in [0, 1]. Above 1, the leading directions hold the variance however wide the layer
+    is; below 1, the share of the others grows with the width.
 
     Args:
         spectrum: Eigenvalues in any order, [rank].
 
     Returns:
-        Both; NaN with fewer than 5 ranks, R^2 also where the eigenvalues are all equal.
+        Both; NaN with fewer than 5 ranks, R^2 also if the eigenvalues are all equal.
 
     Raises:
-        ValueError: `spectrum` is empty or not one-dimensional.
+        ValueError: If `spectrum` is empty or not one-dimensional.
 
     Example:
         >>> ranks = torch.arange(1, 129, dtype=torch.float64)
@@ -249,7 +252,7 @@ def power_law(spectrum: Tensor) -> PowerLaw:
 
 
 def head_axes(rows: Tensor, group: Tensor, groups: int) -> PrincipalAxes:
-    """Compute `principal_axes` of the queries or keys of each head.
+    """Compute `principal_axes` for the queries or keys of each head.
 
     Args:
         rows: Queries or keys of one projection, [tokens, heads, head width].
@@ -257,14 +260,14 @@ def head_axes(rows: Tensor, group: Tensor, groups: int) -> PrincipalAxes:
         groups: Number of groups.
 
     Returns:
-        Eigenvalues [heads, head width].
+        Axes with eigenvalues [heads, head width].
 
     Raises:
-        ValueError: `rows` is not a floating-point tensor by head, or one of its sizes is 0.
+        ValueError: If `rows` is not a floating-point tensor by head, or one of its sizes is 0.
     """
     if rows.ndim != 3 or not rows.is_floating_point() or min(rows.shape) < 1:
         raise ValueError(
-            "expected a floating-point tensor [tokens, heads, head width] with no size of 0, got "
+            "expected a floating-point tensor [tokens, heads, head width] without a size of 0, got "
             f"{rows.dtype} {list(rows.shape)}"
         )
     sums = rows.new_zeros(groups, *rows.shape[1:], rows.shape[2], dtype=torch.float64)
@@ -283,9 +286,9 @@ def head_axes(rows: Tensor, group: Tensor, groups: int) -> PrincipalAxes:
 
 
 def _shares(spectrum: Tensor) -> Tensor:
-    """Divide eigenvalues by their sum, in float64; NaN if the sum is 0.
+    """Divide eigenvalues by their sum in float64; NaN if the sum is 0.
 
-    Those of a covariance that was computed elsewhere may be below 0 by rounding: they are 0.
+    Eigenvalues computed elsewhere may be negative by rounding, and are set to 0.
     """
     if spectrum.ndim != 1 or len(spectrum) == 0:
         raise ValueError(f"expected eigenvalues [rank], got {list(spectrum.shape)}")

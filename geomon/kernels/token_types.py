@@ -1,8 +1,8 @@
-"""Token types as clusters: variance within and between them, and their norm against their variance.
+"""Token types as clusters: variance within and between types, and norms against variances.
 
-With n_t rows of type t, M_t = |mean of type t|^2 and V_t the variance about that mean, M_t + V_t =
-Q_t holds for every type as M + V = Q does for all rows, and V = V_W + V_B: the variance within
-types and that between their means (Yamagiwa and Shimodaira, 2409.11253).
+For n_t rows of type t, with M_t = |mean of type t|^2 and V_t the variance about that mean, M_t +
+V_t = Q_t holds for every type as M + V = Q does for all rows, and V = V_W + V_B: the variance
+within types and the variance between their means (Yamagiwa and Shimodaira, 2409.11253).
 """
 
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ from torch import Tensor
 from geomon.kernels._blocks import column_blocks, require_rows
 from geomon.kernels.groups import GROUPS
 
-# Rows of a token type in the fit of norms and variances, as its authors take them.
+# Fewest and most rows of a token type in the fit of norms and variances, as in the paper.
 _FEWEST_ROWS, _MOST_ROWS = 10, 100_000
 
 
 class NormVarianceFit(NamedTuple):
-    """A straight line through the token types, V_t on M_t. Scalars, float64.
+    """A straight line through the token types, V_t over M_t; scalars, float64.
 
     Attributes:
-        slope: Change of V_t for each unit of M_t; -1 where Q_t is the same for all types.
+        slope: Change of V_t per unit of M_t; -1 if Q_t is equal for all types.
         r_squared: Share of the variance of V_t over types that the line explains.
         types: Number of types in the fit.
         coverage: Share of the tokens that belong to them.
-        q_variation: Coefficient of variation of Q_t over these types: standard deviation over mean.
-            Where it is 0, the slope is -1 by identity.
+        q_variation: Coefficient of variation of Q_t over these types (standard deviation over
+            mean). If it is 0, the slope is -1 by identity.
     """
 
     slope: Tensor
@@ -42,9 +42,9 @@ class TypeCells(NamedTuple):
 
     Attributes:
         rows: Number of rows, [types, groups].
-        squares: Sum of the squared distances from the mean of the type, [types, groups].
-        square_of_sum: Squared norm of the sum of the differences from it, [types, groups].
-        along: Product of that sum and the mean of the type, [types, groups].
+        squares: Sum of the squared distances from the type's mean, [types, groups].
+        square_of_sum: Squared norm of the sum of the differences from that mean, [types, groups].
+        along: Dot product of that sum with the type's mean, [types, groups].
     """
 
     rows: Tensor
@@ -58,10 +58,10 @@ class TokenTypes:
     """Moments of the rows of each token type, in ascending order of id, float64.
 
     Attributes:
-        rows: Number of rows of each type, n_t, [types]; 0 for one that only a group left out has.
+        rows: Number of rows of each type, n_t, [types]; 0 if all are in a group left out.
         m: Squared norm of the mean of each type, M_t = |mean x|^2, [types].
-        scatter: Sum of the squared distances of the rows from the mean of their type, [types].
-        cells: The same by group of sequences; None if no groups were given.
+        scatter: Sum of squared distances of the rows from the mean of their type, [types].
+        cells: Sums by group of sequences, or None if no groups were given.
     """
 
     rows: Tensor
@@ -72,17 +72,17 @@ class TokenTypes:
     def without(self, group: int) -> "TokenTypes":
         """Return the moments of the rows of all other groups; a type may have 0 rows there.
 
-        With S the sum of the rows that are left out about the mean of their type, the mean moves by
-        -S / (rows that stay).
+        If S is the sum of the rows left out, about the mean of their type, the mean moves by -S /
+        (number of rows that stay).
 
         Args:
-            group: Number of a group.
+            group: Index of a group.
 
         Raises:
-            ValueError: The moments are not known by group.
+            ValueError: If the moments are not known by group.
         """
         if self.cells is None:
-            raise ValueError("the moments of token types are not known by group: give groups")
+            raise ValueError("the moments of token types are not known by group: pass groups")
         out = TypeCells(*(part[:, group] for part in self.cells))
         rows = self.rows - out.rows
         left = rows.clamp(min=1)
@@ -94,9 +94,9 @@ class TokenTypes:
     def within_variance(self) -> Tensor:
         """Variance within token types: V_W = sum_t sum_(i in t) |x_i - mean_t|^2 / (n - K).
 
-        K is the number of types in the sample. sum n_t V_t / n, the plain form, is low by the
-        factor 1 - K/n, since every type's mean is fitted to its own rows: 40 % for natural text at
-        n = 2,048. Range [0, inf), in squared units of the rows; NaN if no type comes twice.
+        K is the number of types in the sample. The plain form, sum n_t V_t / n, is too low by the
+        factor 1 - K/n, because every type's mean is fitted to its own rows: 40 % for natural text
+        at n = 2,048. Range [0, inf), in squared units of the rows; NaN if no type occurs twice.
 
         Example:
             >>> hidden = torch.tensor([[1.0], [3.0], [10.0], [12.0]])
@@ -106,16 +106,16 @@ class TokenTypes:
         return self.scatter.sum() / (self.rows.sum() - (self.rows > 0).sum())
 
     def norm_variance_slope(self) -> NormVarianceFit:
-        """Fit the line of V_t on M_t over token types: how variance falls as the mean grows.
+        """Fit a line of V_t over M_t to token types: how variance falls as the mean grows.
 
         Least squares with an intercept, every type counting once, over types with 10 to 100,000
-        rows (the authors' limits). V_t has 1/(n_t - 1), and V_t/n_t is taken off M_t: M_t +
-        V_t = Q_t holds as before, and a rare type does not look as if it had less variance and a
-        longer mean than a frequent one, which alone would make a slope.
+        rows (the authors' limits). V_t uses 1/(n_t - 1), and V_t/n_t is subtracted from M_t. M_t +
+        V_t = Q_t still holds, and a rare type does not seem to have less variance and a longer mean
+        than a frequent one, which would produce a slope on its own.
 
         Returns:
-            The line; its `slope` and `r_squared` are NaN with fewer than 3 types, or where M_t is
-            the same for all, and `r_squared` also where V_t is. `q_variation` is NaN without types.
+            The line. `slope` and `r_squared` are NaN with fewer than 3 types or if M_t is equal for
+            all, and `r_squared` also if V_t is. `q_variation` is NaN without types.
 
         Example:
             >>> centre = torch.tensor([1.0, 2.0, 3.0]).repeat_interleave(10)
@@ -134,10 +134,10 @@ class TokenTypes:
             mean = torch.where(chosen, values, 0).sum() / number
             return torch.where(chosen, values - mean, 0)
 
-        # Types are never indexed by a mask: on a device the host would wait for their number.
+        # Types are never indexed by a mask: on a device, the host would wait for their number.
         spread = self.scatter / (self.rows - 1)
-        # Norms and spreads are squares already: their own products are taken after division by
-        # powers of two, which changes no digit.
+        # Norms and spreads are already squares, so they are divided by powers of two, which changes
+        # no digit, before they are multiplied.
         x, along = _scaled(about_mean(self.m - spread / self.rows))
         y, across = _scaled(about_mean(spread))
         q = torch.where(chosen, self.m + self.scatter / self.rows, 0)
@@ -161,7 +161,7 @@ def _scaled(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def require_token_ids(token_ids: Tensor, rows: int) -> None:
-    """Raise a `ValueError` unless there is a token id for each row, and a row.
+    """Raise a `ValueError` unless there is at least one row, and a token id for each.
 
     Args:
         token_ids: Type of each row, integers, [tokens].
@@ -175,17 +175,20 @@ def require_token_ids(token_ids: Tensor, rows: int) -> None:
 
 
 def token_types(hidden: Tensor, token_ids: Tensor, group: Tensor | None = None) -> TokenTypes:
-    """Count the rows of every token type, and compute the norm of their mean and their scatter.
+    """Compute the count, the norm of the mean, and the scatter of the rows of every token type.
 
     Args:
         hidden: Rows, [tokens, width].
         token_ids: Type of each row, integers, [tokens].
-        group: Group of sequences of each row, one of `GROUPS`, int64, [tokens]; None for no sums
-            by group.
+        group: Group of sequences of each row, int64, [tokens]. Defaults to None, for no sums by
+            group.
+
+    Returns:
+        The moments of each type.
 
     Raises:
-        ValueError: `hidden` is not a floating-point matrix with at least one row, or `token_ids`
-            does not name a type for each.
+        ValueError: If `hidden` is not a floating-point matrix with at least one row, or `token_ids`
+            does not give a type for each row.
 
     Example:
         >>> hidden = torch.tensor([[1.0], [3.0], [10.0]])
@@ -204,11 +207,11 @@ def token_types(hidden: Tensor, token_ids: Tensor, group: Tensor | None = None) 
     cells, cell = torch.unique(place, return_inverse=True)
     m = torch.zeros_like(size)
     squares, square_of_sum, along = (size.new_zeros(len(cells)) for _ in range(3))
-    # By columns: with as many types as rows, a mean of each would be larger than the rows.
+    # By columns, because with as many types as rows the means take as much memory as the rows.
     for columns in column_blocks(rows):
-        # One of its own rows is subtracted from every type first: far from the origin nothing
-        # cancels, and the mean of equal rows is that row.
-        block = columns.to(torch.float64, copy=True)  # rows may be of float64 already
+        # A row of each type is subtracted from the type first, so that nothing cancels far from the
+        # origin, and the mean of equal rows is exactly that row.
+        block = columns.to(torch.float64, copy=True)  # rows may already be float64
         mean = block[first]
         centred = block.sub_(mean[kind])
         shift = torch.zeros_like(mean).index_add_(0, kind, centred).div_(size[:, None])

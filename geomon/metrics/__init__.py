@@ -1,4 +1,4 @@
-"""MEASURE: metrics, the views that they read, and what their values make together."""
+"""MEASURE: metrics, the views that they read, and how their values combine."""
 
 from geomon.metrics.evaluate import Evaluator
 from geomon.metrics.layer_values import LayerValues

@@ -1,6 +1,6 @@
-"""Arrays that figures need beside the values: taken from views that metrics have computed already.
+"""Arrays for figures, copied from views that metrics have already computed.
 
-Nothing is captured and no view is computed for them, so that they cost a copy.
+Nothing is captured or computed for them, so that they cost only a copy.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,10 +16,10 @@ from geomon.metrics.layer_views import LayerViews
 from geomon.metrics.views import Reader, reader
 from geomon.record.arrays import ArrayPlace
 
-# Rows of queries and of keys for each head, and bytes of one reading above which they are fewer.
+# Rows of queries and keys per head, and bytes of one reading above which there are fewer.
 ROWS = 32
 MOST_BYTES = 2**20
-# Most eigenvalues, and most token types, of one layer.
+# Largest number of eigenvalues, and of token types, per layer.
 EIGENVALUES = 256
 TYPES = 256
 
@@ -47,7 +47,7 @@ def _type_scatter(token_types: TokenTypes) -> Tensor:
 
 
 def _frequent(token_types: TokenTypes) -> Tensor:
-    """Index of the most frequent token types, in ascending order of id."""
+    """Indices of the most frequent token types, in ascending order of id."""
     order = token_types.rows.argsort(descending=True, stable=True)
     return order[:TYPES].sort().values
 
@@ -58,33 +58,33 @@ def _few(rows: Tensor) -> Tensor:
 
 
 def _spread(count: int, most: int) -> list[int]:
-    """Choose at most so many of a number of rows, evenly spaced."""
+    """Choose at most `most` of `count` indices, evenly spaced."""
     taken = min(count, most)
     return [index * count // taken for index in range(taken)]
 
 
 # An array by its name, as a function of views.
 _FUNCTIONS: dict[str, Callable[..., Tensor] | Reader] = {
-    "mean_query": lambda mean_query: mean_query,  # of each head, as projected, [heads, head width]
-    "mean_key": lambda mean_key: mean_key,  # of each key head, [key heads, head width]
+    "mean_query": lambda mean_query: mean_query,  # as projected, [heads, head width]
+    "mean_key": lambda mean_key: mean_key,  # as projected, [key heads, head width]
     "queries": reader(_few, "projected_query"),  # a few rows, [rows, heads, head width]
-    "keys": reader(_few, "projected_key"),  # of the same tokens, [rows, key heads, head width]
-    "eigenvalues": _eigenvalues,  # the largest of the covariance, descending
+    "keys": reader(_few, "projected_key"),  # for the same tokens, [rows, key heads, head width]
+    "eigenvalues": _eigenvalues,  # largest eigenvalues of the covariance, descending
     "type_ids": _type_ids,  # the most frequent token types, ascending
-    "type_rows": _type_rows,  # number of rows of each of them
-    "type_square_of_mean": _type_square_of_mean,  # squared norm of the mean of each
-    "type_scatter": _type_scatter,  # sum of the squared distances from it
+    "type_rows": _type_rows,  # number of rows of each type
+    "type_square_of_mean": _type_square_of_mean,  # squared norm of each type's mean
+    "type_scatter": _type_scatter,  # sum of squared distances from that mean
 }
 ARRAYS = {
     name: function if isinstance(function, Reader) else reader(function)
     for name, function in _FUNCTIONS.items()
 }
-# Those of which there are fewer rows where a reading would be too large.
+# Arrays that are cut to fewer rows if a reading would be too large.
 _ROWS_OF = ("queries", "keys")
 
 
 def arrays_of(views: LayerViews) -> dict[str, NDArray[Any]]:
-    """Take the arrays of a layer whose views are there already."""
+    """Copy the arrays of a layer whose views have been computed."""
     return {
         name: _plain(views.apply(array), single_rows=name in _ROWS_OF)
         for name, array in ARRAYS.items()
@@ -104,7 +104,7 @@ def _plain(values: Tensor, *, single_rows: bool) -> NDArray[Any]:
 def join_arrays(
     layers: Iterable[tuple[str, int, Mapping[str, NDArray[Any]]]],
 ) -> dict[ArrayPlace, NDArray[Any]]:
-    """Join the arrays of all layers of a reading, with fewer single rows where it is too large."""
+    """Join the arrays of all layers, with fewer single rows if a reading would be too large."""
     found = {
         ArrayPlace(stack, name, index): array
         for stack, index, arrays in layers

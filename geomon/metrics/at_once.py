@@ -1,8 +1,8 @@
-"""Layers at once: how many are measured beside one another, each with a part of the threads.
+"""Measure several layers at once, each with a part of the threads.
 
-Operations on 4,096 rows of width 128 are too short to be shared out: with all threads for each of
-them, all but one mostly wait. So each thread measures a layer of its own. Wide layers are measured
-in turn, with all threads for each operation.
+Operations on 4,096 rows of width 128 are too short to split: if each of them used all threads, most
+threads would wait. Each thread therefore measures a layer of its own. Wide layers are measured in
+turn, with all threads for each operation.
 """
 
 import contextlib
@@ -23,20 +23,20 @@ from geomon.metrics.layer_values import LayerValues
 _Item = TypeVar("_Item")
 _Found = TypeVar("_Found")
 
-# Numbers in the rows of a layer for which one more thread pays: 4,096 rows of width 1,024.
+# One more thread per layer pays for this many numbers: 4,096 rows of width 1,024.
 _NUMBERS = 4_194_304
-# More threads wait for one another: Python lets only one of them choose the next operation. Each
-# layer that is measured takes memory beside its rows.
+# More threads would wait for one another, because Python lets only one of them issue operations.
+# Each layer that is being measured also takes memory in addition to its rows.
 _MOST = 8
-# Smallest stack of a thread, in bytes: with 64 kB, libraries of linear algebra end the process.
+# Smallest stack of a thread, in bytes: with 64 kB, linear algebra libraries crash the process.
 _SMALL_STACK = 2**20
 
 
 def layers_at_once(layer: Layer, rows: int) -> int:
-    """Count the layers of a size that are measured at once: as many as torch's threads, or fewer.
+    """Return how many layers of this size to measure at once, at most as many as torch's threads.
 
     Args:
-        layer: One of the layers, or what one rank has of it.
+        layer: One of the layers, or one rank's part of it.
         rows: Number of rows of hidden states in one split.
     """
     hidden = layer.captured.get("hidden")
@@ -52,11 +52,11 @@ def in_threads(
     *,
     outside: bool = False,
 ) -> Iterator[_Found]:
-    """Call a function on each item, several at once; yields what it returns, in order.
+    """Call a function on each item, several at once, and yield the results in order.
 
-    The threads end with the last item. The number of threads that torch uses in the thread that
-    calls, and in every other one, stays as it is. An item is not kept after its call. Where no
-    thread can be had, the calls are made in this one.
+    The threads end with the last item. Torch's thread counts stay as they are, in the calling
+    thread and in all others. An item is not kept after its call. If threads cannot be started, the
+    calls are made in this thread.
     """
     left = deque(items)
     del items
@@ -69,36 +69,35 @@ def in_threads(
     try:
         for begun in [pool.submit(function, left.popleft()) for _ in range(len(left))]:
             yield begun.result()
-    finally:  # after Ctrl-C too: nobody measures when the training goes on
+    finally:  # also after Ctrl-C: measuring must end before the training goes on
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 def in_modes() -> bool:
-    """Say whether this thread is in a mode of torch that sees or changes operations.
+    """Whether this thread is in a torch mode that sees or changes operations.
 
-    One counts them (FlopCounterMode), another rounds products as a quantised model does: what is
-    measured would be counted with the training, and rounded.
+    Such a mode would also count (FlopCounterMode) or round (quantisation) what is measured.
     """
     return any(count() > 0 for count in _MODES)
 
 
-# Private names of torch: without them metrics are measured inside such modes as without.
+# Private names of torch: without them, such modes are not noticed.
 _STACKS = ("_len_torch_dispatch_stack", "_len_torch_function_stack")
 _MODES = [getattr(torch._C, name) for name in _STACKS if hasattr(torch._C, name)]
 
 
 def stacks_suffice() -> bool:
-    """Say whether a thread that is started now can measure.
+    """Whether a thread started now can measure.
 
-    A program may give its threads stacks with which libraries of linear algebra end the process.
+    A program may give its threads stacks too small for linear algebra libraries, which then crash.
     """
     return not 0 < threading.stack_size() < _SMALL_STACK
 
 
 def _start_threads(count: int) -> ThreadPoolExecutor | None:
-    """Start threads, each with a part of torch's threads; None if they cannot be started.
+    """Start threads, each with a part of torch's threads, or return None if that is impossible.
 
-    A system limits the threads and the memory of its users; a program that ends starts none.
+    A system may limit threads and memory, and a program that is ending cannot start any.
     """
     if not stacks_suffice():
         return None
@@ -120,29 +119,33 @@ def _start_threads(count: int) -> ThreadPoolExecutor | None:
 def in_pieces(
     measure: Callable[[tuple[Layer, ...]], LayerValues],
     layers: Sequence[tuple[Layer, ...]],
-    apart: Sequence[frozenset[str]],
+    source_groups: Sequence[frozenset[str]],
     at_once: int,
     *,
     outside: bool = False,
 ) -> Iterator[LayerValues]:
-    """Measure layers, several at once, each in pieces; yields the values of each, in order.
+    """Measure layers, several at once and each in pieces, and yield their values in order.
 
-    The metrics of attention and those of hidden states share no view, so that they are measured
-    apart. The small pieces come last: no thread waits long for the last layer.
+    Metrics of attention and of hidden states share no view, so they can be measured separately.
+    Small pieces come last, so that no thread waits long for the last layer.
 
     Args:
-        measure: Measures a layer, of which each rank has a part, or a piece of it.
+        measure: Measures a layer or a piece of it, given the parts of all ranks.
         layers: Parts of each layer.
-        apart: Groups of sources that no metric reads together, the slowest group first.
-        at_once: Number of layers at once; 1 measures each as a whole.
-        outside: Whether to measure in another thread in any case (see `in_threads`).
+        source_groups: Groups of sources that no metric reads together, the slowest group first.
+        at_once: Number of layers at once; 1 measures each layer as a whole.
+        outside: Whether to measure in another thread in any case (see `in_threads`). Defaults to
+            False.
+
+    Yields:
+        The values of each layer, in order.
     """
     if at_once == 1:
         yield from in_threads(measure, layers, at_once, outside=outside)
         return
     pieces = [
         (place, tuple(part.only(sources) for part in parts))
-        for number, sources in enumerate(apart)
+        for number, sources in enumerate(source_groups)
         for place, parts in enumerate(layers)
         if number == 0 or any(part.sources & sources for part in parts)
     ]
@@ -162,15 +165,15 @@ def in_pieces(
 def _limit_threads(count: int) -> None:
     """Limit the threads of operations that this thread starts.
 
-    By OpenMP's own setting, which belongs to a thread: torch.set_num_threads would change what
-    threads of the training get that start later, and how MKL chooses.
+    It uses OpenMP's per-thread setting: torch.set_num_threads would also affect threads that the
+    training starts later, and MKL's choices.
     """
-    with contextlib.suppress(Exception):  # without a limit the thread is slower, and right
-        torch.get_num_threads()  # at its first question a thread takes torch's setting over
+    with contextlib.suppress(Exception):  # without a limit, the thread is only slower
+        torch.get_num_threads()  # a thread adopts torch's setting at its first query
         _openmp().limit(limits=count)
 
 
 @functools.cache
 def _openmp() -> Any:
-    """The OpenMP libraries of this process: torch and FAISS may each bring one."""
+    """OpenMP libraries of this process; torch and FAISS may each bring one."""
     return threadpoolctl.ThreadpoolController().select(user_api="openmp")

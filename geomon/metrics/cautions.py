@@ -1,4 +1,4 @@
-"""Cautions: notes on values that are missing, or mean something else than they seem to."""
+"""Cautions: notes on values that are missing, or whose meaning is not what it seems."""
 
 import math
 from collections import defaultdict
@@ -10,26 +10,20 @@ from geomon.note import Note
 from geomon.record import tags
 from geomon.record.columns import Columns, Place, places_of
 
-# Shares and ratios from which a number means something else than it seems to.
-DUPLICATES = 0.05  # of the rows
+# Shares and ratios above which a number does not mean what it seems to.
+DUPLICATES = 0.05  # share of the rows
 DISAGREEMENT = 1.5  # twonn over twonn_distinct, or the other way
 BENDING = 2.0  # largest over smallest dimension among the scales
-MASSIVE = 0.5  # of the variance
-ROUNDING = 0.1  # of the median nearest distance
-_FEWEST = 3  # rows that TwoNN takes
+MASSIVE = 0.5  # share of the variance
+ROUNDING = 0.1  # share of the median nearest distance
+_FEWEST = 3  # rows that TwoNN needs
 
 _FEW_ROWS = "fewer than 3 rows differ from one another"
-_TIES = (
-    "the two compared distances are equal at every row, as on a lattice or after coarse rounding"
-)
+_TIES = "both compared distances are equal at every row, as on a lattice or after coarse rounding"
 
 
 def cautions(columns: Columns) -> list[Note]:
-    """Find the values of a stack that should be read with caution, going by one another.
-
-    Args:
-        columns: Columns of one stack by metric.
-    """
+    """Make notes on values of one stack that need caution, judged by other values."""
     notes = [
         _at_layers(
             columns, "twonn", "duplicates", DUPLICATES,
@@ -42,8 +36,8 @@ def cautions(columns: Columns) -> list[Note]:
         ),
         _at_layers(
             columns, "twonn", "rounding", ROUNDING,
-            "of the median nearest distance is rounding of the captured numbers: the dimension is "
-            "that of rounding, too high or too low",
+            "of the median nearest distance comes from rounding of the captured numbers: the "
+            "dimension is distorted, too high or too low",
         ),
         *_few_rows(columns),
         _disagreement(columns),
@@ -57,9 +51,9 @@ def explain_not_finite(
     explained: Collection[tuple[str, int | None]],
     metrics: Mapping[str, Metric],
 ) -> list[Note]:
-    """Name every value of a stack that is not finite, and say why there is none.
+    """Name every value of a stack that is not finite, with the reason.
 
-    A part of a value that is not finite itself is not named beside it.
+    A part is not named in addition to a value that is itself not finite.
     """
     stacks = {"": columns}
     reasons: dict[tuple[str, str], list[int]] = defaultdict(list)
@@ -69,12 +63,12 @@ def explain_not_finite(
             whole = Place("", metric, layer=place.layer)
             if math.isfinite(value) or (metric, place.layer) in explained:
                 continue
-            if place.kind in ("min", "max"):  # each head is looked at
+            if place.kind in ("min", "max"):  # heads are checked one by one
                 continue
             own = place.kind != "whole" and place != whole and column.layers
             if own and not math.isfinite(whole.find(stacks)):
                 continue
-            # `cautions` has a note on these.
+            # `cautions` makes a note on these.
             if whole._replace(part=tags.ROWS).find(stacks) < _FEWEST:
                 continue
             part = "/".join(filter(None, (place.part, place.name)))
@@ -84,7 +78,7 @@ def explain_not_finite(
             ]
             if place.layer is not None and place.layer not in found:
                 found.append(place.layer)
-    # What is missing for one reason at the same layers is named together.
+    # Values missing for one reason at the same layers are named together.
     together: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
     for (subject, reason), layers in reasons.items():
         together[reason, tuple(layers)].append(subject)
@@ -96,7 +90,7 @@ def explain_not_finite(
 def _reason(known: Metric | None, metric: str, part: str, value: float) -> str:
     """Say why a value is not finite."""
     if part == "std":
-        return "NaN: there is no value in one of the splits"
+        return "NaN: one of the splits has no value"
     if math.isinf(value):
         of_neighbours = metric.startswith(("twonn", "gride", "local_dimension"))
         return f"infinite: {_TIES if of_neighbours else 'too large for float64'}"
@@ -105,7 +99,7 @@ def _reason(known: Metric | None, metric: str, part: str, value: float) -> str:
 
 
 def _of_part(columns: Columns, metric: str, part: str) -> dict[int, float]:
-    """Collect the finite values of a part of a metric by layer."""
+    """Return the finite values of a part of a metric by layer."""
     column = columns.get(metric)
     if column is not None and part:
         column = column.parts.get(part)
@@ -113,7 +107,7 @@ def _of_part(columns: Columns, metric: str, part: str) -> dict[int, float]:
 
 
 def _at_layers(columns: Columns, metric: str, part: str, limit: float, words: str) -> Note | None:
-    """Make a note on the layers at which a part of a metric is above its limit."""
+    """Make the note on layers where a part of a metric exceeds its limit."""
     values = _of_part(columns, metric, part)
     above = {layer: value for layer, value in values.items() if value > limit}
     if not above:
@@ -124,8 +118,8 @@ def _at_layers(columns: Columns, metric: str, part: str, limit: float, words: st
 
 
 def _few_rows(columns: Columns) -> list[Note]:
-    """Make notes on the dimensions for which there are too few rows."""
-    words = f"{_FEW_ROWS}, so that there is no dimension"
+    """Make the notes on dimensions with too few rows."""
+    words = f"{_FEW_ROWS}, so there is no dimension"
     few: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for metric in ("local_dimension", "twonn", "twonn_distinct"):
         rows = _of_part(columns, metric, tags.ROWS)
@@ -164,7 +158,7 @@ def _bending(columns: Columns) -> Note | None:
     low, high = min(scales, key=scales.__getitem__), max(scales, key=scales.__getitem__)
     return Note(
         "gride changes with the scale",
-        "gride runs from {low:.1f} ({at_low}) to {high:.1f} ({at_high}): there is no one dimension "
-        "at all scales",
+        "the dimension depends on the scale: gride is {high:.1f} at {at_high} and {low:.1f} at "
+        "{at_low}",
         numbers={"low": scales[low], "at_low": low, "high": scales[high], "at_high": high},
     )

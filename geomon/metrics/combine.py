@@ -1,4 +1,4 @@
-"""From the values of layers to those of a reading: columns of each stack, and notes."""
+"""Combine the values of layers into a reading: columns of each stack, and notes."""
 
 import math
 import statistics
@@ -30,7 +30,8 @@ class Evaluation:
     """Values of a reading, and notes on them.
 
     Attributes:
-        stacks: Column of each metric, by stack and metric; NaN for what could not be measured.
+        stacks: Column of each metric, by stack and metric; NaN for values that could not be
+            measured.
         notes: Remarks for the reader of the values.
         arrays: Arrays for figures.
     """
@@ -43,13 +44,16 @@ class Evaluation:
 def combine(
     measured: Sequence[LayerValues], metrics: Mapping[str, Metric], rows: int, *, explains: bool
 ) -> Evaluation:
-    """Make the values of a whole reading from those of its layers.
+    """Combine the values of layers into those of a whole reading.
 
     Args:
         measured: Values of every layer, in order of depth.
         metrics: The metrics by name.
         rows: Number of rows of hidden states in one split.
-        explains: Whether a note names every value that is not finite.
+        explains: Whether to make a note on every value that is not finite.
+
+    Returns:
+        The values, notes and arrays of the reading.
     """
     result = Evaluation()
     for stack in dict.fromkeys(layer.stack for layer in measured):
@@ -84,7 +88,7 @@ def combine(
         notes += _few_sequences(layers, metrics) + _few_last_tokens(metrics, layers, columns)
         notes += _few_spectral_rows(layers, columns)
         if explains:
-            for layer in layers:  # a layer without attention is no failure of its metrics
+            for layer in layers:  # a layer without attention is not a failure of its metrics
                 explained |= {(name, layer.index) for name in columns.keys() - layer.parts.keys()}
             notes += explain_not_finite(columns, explained, metrics)
         result.notes += [msgspec.structs.replace(note, stack=stack) for note in notes]
@@ -117,7 +121,7 @@ def _sizes(
 
 
 def _column(name: str, layers: list[LayerValues], degrees: int) -> Column:
-    """Make the column of a metric of its values at the layers of a stack."""
+    """Make the column of a metric from its values at the layers of a stack."""
     known = [
         layer.index
         for layer in layers
@@ -129,11 +133,11 @@ def _column(name: str, layers: list[LayerValues], degrees: int) -> Column:
         for layer in layers
         if name in layer.parts
     }
-    # What failed should have been measured: a mean over the other layers would mislead. What was
-    # not seen has no part in it.
+    # A mean over the layers that did not fail would mislead, because the others should have been
+    # measured too. Layers that were not seen do not belong to the mean.
     failed = any(name in layer.failed for layer in layers if layer.index > 0)
     names = dict.fromkeys(part for parts in measured.values() for part in parts)
-    own = [""] if not measured or "" in names else []  # of some metrics there are parts alone
+    own = [""] if not measured or "" in names else []  # some metrics have only parts
     found = {
         part: _column_of(
             {index: parts.get(part) for index, parts in measured.items()},
@@ -157,7 +161,7 @@ def _column(name: str, layers: list[LayerValues], degrees: int) -> Column:
 
 
 def _with_sequences(parts: Parts, sequences: int | None) -> Parts:
-    """Add the number of sequences to that of rows: rows of one are alike."""
+    """Add the number of sequences to the number of rows, because rows of one sequence are alike."""
     if tags.ROWS not in parts or sequences is None:
         return parts
     return {**parts, tags.SEQUENCES: np.full_like(parts[tags.ROWS], sequences)}
@@ -166,10 +170,10 @@ def _with_sequences(parts: Parts, sequences: int | None) -> Parts:
 def _column_of(
     layers: Mapping[int, NDArray[np.float64] | None], depths: range, degrees: int, *, failed: bool
 ) -> Column:
-    """Make the column of one part: mean over splits, each head, and half widths of intervals.
+    """Make the column of one part: mean over splits, each head, and margins.
 
-    The groups of sequences are the same at all layers: the mean over layers without a group is the
-    mean of the values without it.
+    Groups of sequences are the same at all layers, so a mean over layers without a group is the
+    mean of the layers' values without it.
     """
     column = Column(first=depths[0])
     whole: dict[int, NDArray[np.float64]] = {}  # mean over splits and heads, [columns]
@@ -197,11 +201,11 @@ def _column_of(
 
 
 def _over_heads(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Average the finite values of heads; a number is its own mean."""
+    """Average the finite values of heads; a number stays as it is."""
     if values.ndim < 3:
         return values
     finite = np.isfinite(values)
-    with np.errstate(invalid="ignore"):  # no finite one: NaN
+    with np.errstate(invalid="ignore"):  # NaN if none is finite
         return np.where(finite, values, 0).sum(axis=2) / finite.sum(axis=2)
 
 
@@ -213,7 +217,7 @@ def _deviation(values: NDArray[np.float64] | None) -> float:
 
 
 def _few_sequences(layers: list[LayerValues], metrics: Mapping[str, Metric]) -> list[Note]:
-    """Make a note if there are too few sequences for margins, of all rows or of queries alone."""
+    """Make the note that there are too few sequences for margins, at all or for queries."""
     known = [layer.sequences for layer in layers if layer.sequences is not None]
     if not known:
         return []
@@ -229,12 +233,12 @@ def _few_sequences(layers: list[LayerValues], metrics: Mapping[str, Metric]) -> 
         if not names or not found:
             return []
         text = (
-            "no 95 % intervals of {metrics}: they need {needed} sequences, and queries were taken "
-            "from fewer; a larger tokens takes them from more"
+            "no 95 % intervals for {metrics}: they need {needed} sequences, but queries came from "
+            "fewer; a larger tokens takes them from more"
         )
         numbers: dict[str, Any] = {"metrics": ", ".join(names), "needed": GROUPS}
         return [Note("no intervals of attention", text, numbers=numbers)]
-    text = "no 95 % intervals: they need {needed} sequences in a reading, and there are {sequences}"
+    text = "no 95 % intervals: they need {needed} sequences in a reading, but it has {sequences}"
     numbers = {"needed": GROUPS, "sequences": max(known)}
     return [Note("no intervals", text, numbers=numbers)]
 
@@ -242,7 +246,7 @@ def _few_sequences(layers: list[LayerValues], metrics: Mapping[str, Metric]) -> 
 def _few_last_tokens(
     metrics: Mapping[str, Metric], layers: list[LayerValues], columns: Columns
 ) -> list[Note]:
-    """Make a note where a spectrum stands on few sequences for the width of the layers."""
+    """Make the note that a spectrum rests on few sequences, given the width of the layers."""
     width = max((layer.shape[1] for layer in layers if layer.shape is not None), default=0)
     spectral = [
         name
@@ -264,7 +268,7 @@ def _few_last_tokens(
 
 
 def _few_spectral_rows(layers: list[LayerValues], columns: Columns) -> list[Note]:
-    """Make a note where spectra stand on fewer rows than other values."""
+    """Make the note that spectra use fewer rows than other values."""
     wide = [
         layer.index
         for layer in layers
@@ -274,13 +278,13 @@ def _few_spectral_rows(layers: list[LayerValues], columns: Columns) -> list[Note
     ]
     if not wide or not columns.keys() & {"anisotropy", "effective_rank", "participation_ratio"}:
         return []
-    text = "spectra of layers wider than {width} columns stand on {rows} rows{where}"
+    text = "spectra of layers wider than {width} columns use only {rows} rows{where}"
     numbers = {"width": SPECTRAL_WIDTH, "rows": SPECTRAL_ROWS}
     return [Note("spectra of fewer rows", text, layers=tuple(wide), numbers=numbers)]
 
 
 def _join_metrics(reasons: Mapping[tuple[str, str], list[int]]) -> dict[tuple[str, str], list[int]]:
-    """Name metrics together that lack something for one reason at the same layers."""
+    """Join metrics that lack something for the same reason at the same layers."""
     metrics: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
     for (metric, reason), layers in reasons.items():
         metrics[reason, tuple(layers)].append(metric)

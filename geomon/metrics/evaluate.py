@@ -1,4 +1,4 @@
-"""From layers to values: every metric at every layer, over splits of the rows."""
+"""Evaluate every metric at every layer, over splits of the rows."""
 
 import contextlib
 import functools
@@ -27,31 +27,33 @@ from geomon.metrics.views import DISTANCE_QUERIES, can_be_made, reader
 from geomon.metrics.without import NoMarginError
 from geomon.record import tags
 
-# Captured views that a matrix of weights has.
+# Captured views of a weight matrix.
 _OF_WEIGHTS = CAPTURED.keys() - OF_THE_BATCH
 
-# Numbers of one split by part, "" for the value itself.
+# Numbers of one split by part, with "" for the value itself.
 _Numbers = dict[str, NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Measures every metric at every layer, and makes the values of a reading.
+    """Measures every metric at every layer, and combines the values into a reading.
 
     A metric of hidden states is measured on each split of the rows; its value is the mean over
-    splits and, with two splits or more, `std` their standard deviation. A metric of heads has the
-    mean over heads as its value, with `min`, `max` and each head as parts. `mean` is over the
-    layers without layer 0. `margin` is the half width of a 95 % interval over other sequences
-    (`geomon.metrics.jackknife`). The arithmetic runs without autograd and without autocast.
+    splits and, with at least two splits, `std` their standard deviation. A metric of heads has the
+    mean over heads as its value, with `min`, `max` and each head as parts. `mean` is over all
+    layers except layer 0. `margin` is the half width of a 95 % interval over other sequences (see
+    `geomon.metrics.without.margin`). Autograd and autocast are off.
 
     Args:
         metrics: Checked metrics by name.
         splits: Largest number of splits.
-        queries: Number of rows of a split from which distances are measured; None for all.
-        strict: Whether to raise what a metric raises, instead of a missing value.
-        has_margins: Whether values have margins.
-        keeps_arrays: Whether arrays for figures are taken of each layer.
-        explains: Whether a note names every value that is not finite, and says why there is none.
+        queries: Number of rows of a split from which distances are measured, or None for all.
+            Defaults to 1024.
+        strict: Whether to raise errors of metrics instead of leaving their values out. Defaults to
+            False.
+        has_margins: Whether to measure margins. Defaults to True.
+        keeps_arrays: Whether to keep arrays for figures. Defaults to False.
+        explains: Whether to make a note on every value that is not finite. Defaults to False.
     """
 
     metrics: Mapping[str, Metric]
@@ -69,12 +71,12 @@ class Evaluator:
 
     @property
     def has_own_metrics(self) -> bool:
-        """Whether a metric is the user's own."""
+        """Whether some metric is the user's own."""
         return not all(map(is_bundled, self.metrics.values()))
 
     @functools.cached_property
-    def apart(self) -> list[frozenset[str]]:
-        """Groups of sources that no metric reads together, that of the hidden states first."""
+    def source_groups(self) -> list[frozenset[str]]:
+        """Groups of sources that no metric reads together, the group of hidden states first."""
         read = [metric.sources for metric in self.metrics.values()]
         unread = SOURCES.difference(*read)
         groups: list[frozenset[str]] = []
@@ -84,10 +86,10 @@ class Evaluator:
         return sorted(groups, key=lambda group: ("hidden" not in group, min(group)))
 
     def layers_at_once(self, layers: Sequence[Layer], rows: int) -> int:
-        """Count how many of the layers `measure_layers` measures at once on the host.
+        """Return how many of the layers `measure_layers` measures at once on the host.
 
-        A metric of the user's own is called for one layer after another, in the thread that asks
-        unless that one is in a mode of torch.
+        The user's own metrics are called for one layer after another, in the calling thread unless
+        a torch mode is active there.
 
         Args:
             layers: The layers, in order of depth.
@@ -98,30 +100,22 @@ class Evaluator:
         return min(len(layers), *(layers_at_once(layer, rows) for layer in layers))
 
     def measure_layers(self, layers: Sequence[Layer], rows: int) -> Iterator[LayerValues]:
-        """Measure layers on the host, several at once where their operations are short.
-
-        Args:
-            layers: The layers, in order of depth.
-            rows: Number of rows of hidden states in one split.
-
-        Raises:
-            Exception: What a metric raised, where it is strict.
-        """
+        """Measure layers on the host, several at once if their operations are short."""
         return in_pieces(
             lambda parts: self.measure_layer(parts[0], rows),
-            [(layer,) for layer in layers], self.apart, self.layers_at_once(layers, rows),
+            [(layer,) for layer in layers], self.source_groups, self.layers_at_once(layers, rows),
         )  # fmt: skip
 
     def measure_layer(self, layer: Layer, rows: int) -> LayerValues:
-        """Measure every metric that a layer of its kind has.
+        """Measure every metric that applies to a layer.
 
         Args:
             layer: The layer. Its derived views are freed when the method returns.
             rows: Number of rows of hidden states in one split.
 
         Raises:
-            OutOfMemoryError: The device of the rows has not memory enough.
-            Exception: What a metric raised, where it is strict.
+            OutOfMemoryError: If the device of the rows runs out of memory.
+            Exception: If `strict`, any error of a metric.
         """
         hidden = layer.captured.get("hidden")
         shape = None if hidden is None else (hidden.shape[0], hidden.shape[1])
@@ -146,7 +140,7 @@ class Evaluator:
         return result
 
     def _take_arrays(self, views: LayerViews, result: LayerValues) -> None:
-        """Take the arrays of a layer; a failure costs them alone, and is noted."""
+        """Copy the arrays of a layer; a failure is noted and affects nothing else."""
         try:
             result.arrays = arrays_of(views) if self.keeps_arrays else {}
         except torch.OutOfMemoryError:
@@ -159,7 +153,7 @@ class Evaluator:
     def _leave_out(self, splits: list[LayerViews], result: LayerValues) -> None:
         """Measure every metric again without each group of sequences, for the margins.
 
-        A failure costs the margin alone, and is noted with the layer.
+        A failure is noted with the layer and costs only the margin.
         """
         asked = {
             name: metric
@@ -170,14 +164,14 @@ class Evaluator:
         }
 
         def add(name: str, found: Sequence[_Numbers]) -> None:
-            """Put the values without each group, [splits, groups], behind those of all rows."""
+            """Append the values without each group, [splits, groups], to the values of all rows."""
             whole = result.parts[name]
             for part, values in _stacked(found).items():
                 if part in whole and part not in asked[name].without_margin:
                     whole[part] = np.concatenate([whole[part], values], axis=1)
 
-        unseen: dict[str, str] = {}  # what cannot be had without a group is no failure
-        one_by_one: dict[str, list[Any]] = {}  # what metrics returned, by group and split
+        unseen: dict[str, str] = {}  # views that have no form without a group are not failures
+        one_by_one: dict[str, list[Any]] = {}  # results of metrics, by group and split
         for name, metric in asked.items():
             if metric.each_group is None:
                 one_by_one[name] = []
@@ -202,7 +196,7 @@ class Evaluator:
 
     @contextlib.contextmanager
     def _costing(self, name: str, unseen: dict[str, str], failed: dict[str, str]) -> Iterator[None]:
-        """Keep what a metric raises as the reason why it has no value."""
+        """Store an error of a metric as the reason for its missing value."""
         try:
             yield
         except (MissingViewError, NoMarginError) as error:
@@ -215,7 +209,7 @@ class Evaluator:
             failed[name] = said(error)
 
     def combine(self, measured: Sequence[LayerValues], rows: int) -> Evaluation:
-        """Make the values of a whole reading from those of its layers.
+        """Combine the values of layers into those of a whole reading.
 
         Args:
             measured: Values of every layer, in order of depth.
@@ -225,7 +219,7 @@ class Evaluator:
             return combine(measured, self.metrics, rows, explains=self.explains)
 
     def evaluate(self, layers: Iterable[Layer], rows: int) -> Evaluation:
-        """Measure all layers, and make the values of a whole reading.
+        """Measure all layers, and combine their values into a whole reading.
 
         Args:
             layers: The layers of a snapshot.
@@ -236,17 +230,14 @@ class Evaluator:
 
 @contextlib.contextmanager
 def _plain_arithmetic(layer: Layer) -> Iterator[None]:
-    """Leave autograd, autocast and modes out, on the host too: nulls are computed there."""
+    """Turn off autograd, autocast and modes, on the host as well, where nulls are computed."""
     kinds = sorted({"cpu", *(device.type for device in layer.devices)})
     with unseen(), torch.no_grad(), without_autocast(kinds):
         yield
 
 
 def _sizes_of_attention(layer: Layer) -> tuple[tuple[int, int] | None, int | None]:
-    """Count the heads and their width, and the sampled queries that see a key; None if unknown.
-
-    Nulls depend on them.
-    """
+    """Return (heads, head width) and the number of queries that see a key; None if unknown."""
     projected, query, visible = map(layer.captured.get, ("projected_query", "query", "visible"))
     heads = queries = None
     if projected is not None:
@@ -268,19 +259,19 @@ def _log_visible(layer: Layer) -> float | None:
 
 
 def _read_by(metric: Metric, splits: Sequence[LayerViews]) -> list[LayerViews]:
-    """Choose the views that a metric reads: of each split of the rows, or of what is not split."""
+    """Return the views that a metric reads: one per split, or one if its rows are not split."""
     if metric.rows == "last":
         return [splits[0].last]
     return [*splits] if "hidden" in metric.sources else [splits[0]]
 
 
 def _apply(metric: Metric, views: LayerViews) -> Any:
-    """Call a metric; the user's are given copies of the views, and draw no random numbers."""
+    """Call a metric; the user's own get copies of views and leave random states unchanged."""
     if metric.rows == "last":
         sequences = len(views["hidden"])
         if sequences < metric.at_least:
             raise MissingViewError(
-                f"fewer than {metric.at_least} sequences in a reading: give larger batches, or a "
+                f"fewer than {metric.at_least} sequences in a reading: use larger batches, or a "
                 "probe with more sequences"
             )
     if is_bundled(metric):
@@ -294,7 +285,7 @@ def _apply(metric: Metric, views: LayerViews) -> Any:
 
 
 def _fetched(results: Sequence[Any]) -> list[Any]:
-    """Bring what metrics returned to the host, all with one wait for the device."""
+    """Copy the results of metrics to the host, with a single wait for the device."""
     values = [x for y in results for x in (y.values() if isinstance(y, Mapping) else (y,))]
     there = [x for x in values if isinstance(x, Tensor) and x.device != HOST and x.ndim < 2]
     if not there:
@@ -312,7 +303,7 @@ def _fetched(results: Sequence[Any]) -> list[Any]:
 
 @contextlib.contextmanager
 def _random_states_kept() -> Iterator[None]:
-    """Put the random states of torch, numpy and Python back: the training goes on with them."""
+    """Restore the random states of torch, numpy and Python, which the training uses."""
     states = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
@@ -324,7 +315,7 @@ def _random_states_kept() -> Iterator[None]:
 
 
 def _numbers(result: Any) -> _Numbers:
-    """The numbers of what a metric returned, by part: a number, or one for each head."""
+    """Return the result of a metric by part: a number, or one number per head."""
     parts = result if isinstance(result, Mapping) else {"": result}
     return {str(part): _as_array(value) for part, value in parts.items()}
 
@@ -334,13 +325,14 @@ def _as_array(value: Any) -> NDArray[np.float64]:
         return np.array(float(value))
     if value.ndim > 1:
         raise ValueError(
-            f"a metric returns a scalar, a vector [heads] or a dict, got {list(value.shape)}"
+            "a metric must return a scalar, a vector [heads] or a dict of these, got shape "
+            f"{list(value.shape)}"
         )
     return value.detach().cpu().double().numpy()
 
 
 def _stacked(each: Sequence[_Numbers]) -> _Numbers:
-    """Put numbers of several splits, or groups, into arrays: NaN for a part that one lacks."""
+    """Stack the numbers of several splits or groups; a part that one lacks is NaN there."""
     found = {part: np.full_like(value, np.nan) for one in each for part, value in one.items()}
     return {
         part: np.stack([one.get(part, lacking) for one in each]) for part, lacking in found.items()

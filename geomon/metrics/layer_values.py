@@ -1,4 +1,4 @@
-"""Values of one layer, before those of a whole reading are made of them."""
+"""Values of one layer, before they are combined into a reading."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -6,31 +6,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# The values of one metric at one layer, by part, "" for the value itself: [splits, columns], or of
-# heads [splits, columns, heads]. Column 0 is of all rows; if there is a margin, 8 more columns are
-# each without one group of sequences.
+# The values of one metric at one layer, by part, with "" for the value itself: [splits, columns],
+# or for heads [splits, columns, heads]. Column 0 uses all rows; if there is a margin, 8 further
+# columns leave out one group of sequences each.
 Parts = dict[str, NDArray[np.float64]]
 
 
 @dataclass
 class LayerValues:
-    """What was measured of one layer, in plain values that ranks can exchange.
+    """All values of one layer, as plain values that ranks can exchange.
 
     Attributes:
         stack: Stack of the layer.
         index: Depth of the layer.
-        shape: Rows and width of the layer's hidden states; None if it has none.
+        shape: Rows and width of the layer's hidden states, or None if it has none.
         parts: For each metric, its values by part.
-        sequences: Number of sequences that the rows are of; None if unknown.
-        unseen: For each metric that could not be asked, which view was not seen and why.
-        failed: For each metric that failed, what it raised.
-        without_margin: For each metric whose margin failed, what it raised.
-        heads: Number of query heads as projected, and the width of one; None if unknown.
-        queries: Number of sampled queries that see a key; None if unknown.
-        log_visible: Mean logarithm of the number of keys that a sampled query sees, over queries
-            and heads: the entropy of uniform attention; None if unknown.
-        arrays: Arrays for figures by name, of the first split of the rows.
-        without_arrays: What taking the arrays raised; "" for nothing.
+        sequences: Number of sequences that the rows come from, or None if unknown.
+        unseen: For each metric that lacks a view, the view and why it was not seen.
+        failed: For each metric that failed, its error.
+        without_margin: For each metric whose margin failed, the error.
+        heads: Number of projected query heads and the width of one, or None if unknown.
+        queries: Number of sampled queries that see a key, or None if unknown.
+        log_visible: Mean logarithm of the number of visible keys, over queries and heads, which is
+            the entropy of uniform attention; None if unknown.
+        arrays: Arrays for figures by name, from the first split of the rows.
+        without_arrays: Error while copying the arrays; "" if there was none.
     """
 
     stack: str
@@ -56,7 +56,7 @@ class LayerValues:
         return any(values.shape[1] > 1 for values in self.parts.get(name, {}).values())
 
     def joined_with(self, other: "LayerValues") -> "LayerValues":
-        """Join the values of two measurements of one layer, each of other sources."""
+        """Join two measurements of one layer that cover different sources."""
         joined = {}
         for one in fields(self):
             mine, others = getattr(self, one.name), getattr(other, one.name)
@@ -65,5 +65,5 @@ class LayerValues:
 
 
 def _first(mine: Any, others: Any) -> Any:
-    """The first of two values that is known: not None, False or ""."""
+    """Return the first of two values that is not None, False or ""."""
     return others if mine is None or mine is False or mine == "" else mine

@@ -1,4 +1,4 @@
-"""The views of one layer, of some of its rows, or without a group of sequences: each made once."""
+"""The views of one layer, of some of its rows, or without a group; each is computed once."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -29,7 +29,7 @@ class Reads(Protocol):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Names of the views that it is called with."""
+        """Names of the views that are its arguments."""
 
 
 class MissingViewError(LookupError):
@@ -37,16 +37,16 @@ class MissingViewError(LookupError):
 
 
 class LayerViews:
-    """The views of one layer, or of some of its rows: derived ones are computed once.
+    """The views of one layer, or of some of its rows; derived views are computed once.
 
     Args:
         layer: The layer with its captured views.
-        prefix: Beginning of the names of these views outside: "last_" for those of last tokens.
-        given: Derived views that are known already.
+        prefix: Prefix of these views' names in messages: "last_" for last tokens.
+        given: Derived views that are already known.
 
     Attributes:
         layer: The layer.
-        prefix: Beginning of the names of these views outside.
+        prefix: The argument.
     """
 
     def __init__(
@@ -57,11 +57,10 @@ class LayerViews:
         self._known: dict[str, Any] = dict(given or {})
 
     def __getitem__(self, name: str) -> Any:
-        """Return the view called `name`, computing it if it is a derived one.
+        """Return a view by name, computing it if it is derived.
 
-        Raises:
-            MissingViewError: The view is made of something that was not captured.
-            KeyError: There is no view of that name.
+        Raises MissingViewError if it depends on something that was not captured, and KeyError if
+        the name is unknown.
         """
         captured = self.layer.captured
         if name in captured:
@@ -74,17 +73,13 @@ class LayerViews:
         return self._known[name]
 
     def compute(self, name: str) -> Any:
-        """Compute a derived view, in the first way that can be gone, else to say why in none.
-
-        Args:
-            name: Name of the view.
-        """
+        """Compute a derived view in the first possible way, or fail with the error of the first."""
         ways, there = DERIVED[name].ways, self.layer.captured.keys()
         return self.apply(next((way for way in ways if can_be_made(way.reads, there)), ways[0]))
 
     @functools.cached_property
     def last(self) -> "LayerViews":
-        """The views of the last tokens, under the names of those of all rows."""
+        """The views of the last tokens, under the names of the views of all rows."""
         captured, missing = (
             {name.removeprefix(LAST): value for name, value in views.items() if _is_last(name)}
             for views in (self.layer.captured, self.layer.missing)
@@ -93,11 +88,7 @@ class LayerViews:
         return LayerViews(layer, LAST, {"queries": self._known.get("queries", DISTANCE_QUERIES)})
 
     def groups(self, captured: Iterable[str]) -> int:
-        """Count the groups of sequences of the rows of captured views; 1 if they are unknown.
-
-        Args:
-            captured: Names of captured views.
-        """
+        """Count the groups of sequences behind captured views; 1 if they are unknown."""
         counts = [1]
         for name in captured:
             rows, views = CAPTURED[name].rows, self.last if _is_last(name) else self
@@ -109,62 +100,34 @@ class LayerViews:
         return min(counts[1:], default=1)
 
     def has(self, name: str) -> bool:
-        """Return whether a view of these rows was captured, or has been computed already.
-
-        Args:
-            name: Name of a view.
-        """
+        """Return whether a view of these rows was captured, or has been computed already."""
         return name in self.layer.captured or name in self._known
 
     def apply(self, reader: Reads) -> Any:
-        """Call a function with the views that it reads.
-
-        Args:
-            reader: A metric, or a way to make a view.
-
-        Raises:
-            MissingViewError: One of the views is made of something that was not captured.
-        """
+        """Call a metric, or a way to make a view, with the views that it reads."""
         return reader.function(*(self[name] for name in reader.reads))
 
     def apply_to_copies(self, reader: Reads) -> Any:
-        """Call a function of the user's with copies of the views that it reads.
-
-        It may change them in place, and other metrics read the same views, as does a second
-        measurement of a layer (after a trial of its cost, say).
-
-        Args:
-            reader: A metric.
-        """
+        """Call a user's metric with copies of its views, because it may change them in place."""
         return reader.function(*(_copied(self[name]) for name in reader.reads))
 
 
 class ViewsWithout(LayerViews):
     """The views of a layer without the rows of one group of sequences.
 
-    Args:
-        whole: The views of all rows.
-        group: Number of the group.
-
     Attributes:
         whole: The views of all rows.
-        group: Number of the group.
+        group: Index of the group.
     """
 
     def __init__(self, whole: LayerViews, group: int) -> None:
         super().__init__(whole.layer, whole.prefix)
         self.whole = whole
         self.group = group
-        self._stay: dict[str, Tensor] = {}  # rows of other groups, by the view of their groups
+        self._stay: dict[str, Tensor] = {}  # rows of other groups, by name of the groups' view
 
     def __getitem__(self, name: str) -> Any:
-        """Return the view called `name` without the group.
-
-        Raises:
-            NoMarginError: It cannot be had without a group.
-            MissingViewError: The view is made of something that was not captured.
-            KeyError: There is no view of that name.
-        """
+        """Return a view by name without the group; raises NoMarginError if that is impossible."""
         if _is_last(name):
             return self.last[name.removeprefix(LAST)]
         if name not in self._known:
@@ -172,11 +135,7 @@ class ViewsWithout(LayerViews):
         return self._known[name]
 
     def staying(self, groups: str) -> Tensor:
-        """Return the indices of rows that are not of the group.
-
-        Args:
-            groups: The view of the groups of these rows.
-        """
+        """Return the indices of rows outside the group, given the name of the groups' view."""
         if groups not in self._stay:
             self._stay[groups] = self.whole[groups].staying(self.group)
         return self._stay[groups]
@@ -192,7 +151,7 @@ def _is_last(name: str) -> bool:
 
 
 def _copied(view: Any) -> Any:
-    """A view whose tensors are copies; what is neither a tensor nor a tuple of them is itself."""
+    """Copy a tensor, or the tensors in a tuple; other values are returned as they are."""
     if isinstance(view, Tensor):
         return view.clone()
     if isinstance(view, tuple):
@@ -204,9 +163,9 @@ def _copied(view: Any) -> Any:
 def split_rows(
     layer: Layer, rows: int, count: int, queries: int | None, *, has_groups: bool = True
 ) -> list[LayerViews]:
-    """Cut the rows of a layer into splits of equal size; views that are not of rows are shared.
+    """Cut the rows of a layer into splits of equal size; views without rows are shared.
 
-    A sequence is in the same group in every split.
+    A sequence belongs to the same group in every split.
     """
     hidden = layer.captured.get("hidden")
     if hidden is None:
@@ -230,7 +189,7 @@ def split_rows(
 
 
 def _in_one_group(layer: Layer) -> dict[str, Groups]:
-    """Put the rows of a layer into one group: nothing is left out of them."""
+    """Put all rows of a layer into one group, so that none is left out."""
     leading: dict[str, Tensor] = {}
     for name, view in CAPTURED.items():
         if (

@@ -1,4 +1,4 @@
-"""What a metric is: one record with its function, its words, its null and its margin."""
+"""Definition of a metric: its function with its words, its null and its margin."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -14,25 +14,25 @@ from geomon.kernels.groups import GROUPS
 from geomon.metrics.views import can_be_made, captured_views, is_view, parameters
 from geomon.record.columns import MetricText
 
-# What ends a measurement: memory that another device may have, and Ctrl-C. Anything else that a
-# metric raises, SystemExit too, costs its own values alone.
+# Errors that end a measurement: Ctrl-C, and lack of memory (another device may have it). Any other
+# error of a metric, even SystemExit, costs only its own values.
 ENDING = (KeyboardInterrupt, torch.OutOfMemoryError)
 
-# Parts that say on what a value stands: they have no margin.
+# Parts that count what a value rests on; they have no margin.
 COUNTS = frozenset({"n", "types", "coverage", "sequences"})
 
 
 class Sizes(NamedTuple):
-    """Sizes of a reading, on which the values depend that data without structure gives.
+    """Sizes of a reading that the nulls of metrics depend on.
 
     Attributes:
-        rows: Number of rows of hidden states in one split, without copies; 0 where there are none.
+        rows: Number of rows of hidden states in one split, without copies; 0 if there are none.
         width: Width of the hidden states.
-        heads: Number of query heads and width of one; None if unknown, or not the same at all
+        heads: Number of query heads and the width of one, or None if unknown or different between
             layers.
         queries: Number of sampled queries that see a key, at each layer.
         log_visible: Mean logarithm of the number of keys that a sampled query sees, at each layer.
-        sequences: Number of sequences whose last tokens were measured; 0 where none were.
+        sequences: Number of sequences whose last tokens were measured. Defaults to 0.
     """
 
     rows: int
@@ -46,26 +46,29 @@ class Sizes(NamedTuple):
 Null = Callable[[Sizes], Mapping[str, float]]
 
 
-@dataclass(frozen=True, eq=False)  # known by itself: two of the same words are two metrics
+@dataclass(frozen=True, eq=False)  # compared by identity: equal words do not make equal metrics
 class Metric:
-    """A metric: a function of views, and all that pages and readings need to know of it.
+    """A metric: a function of views, and all that pages and readings need to know about it.
 
     Args:
-        function: Function that returns a scalar, a vector [heads], or a dict of both by part, ""
-            for the value itself.
+        function: Function that returns a scalar, a vector [heads], or a dict of these by part, in
+            which "" is the value itself.
         text: Title, unit, meaning and more, as pages show them.
-        null: Function of the sizes of a reading that returns numbers of the metric as a whole by
-            name, {"null": 0.0}, {} if there are none; None for none at all.
-        has_margin: Whether other sequences would move the value smoothly; False for an extreme.
-        without_margin: Parts that say on what the value stands, and have no margin.
-        each_group: Function of views that returns what the function returns without each group of
-            sequences, a vector [groups] by part; None if it is called once for each group.
-        reads: Names of the views that the function is called with; by default its required
-            parameters name them.
-        rows: "all", or "last" for the last token of each sequence alone.
-        at_least: Fewest sequences of whose last tokens the metric is measured.
-        degrees: Degrees of freedom of Student's distribution in margins: 7 with 8 groups of
-            sequences; fewer if few rows decide, so that fewer groups say how a value scatters.
+        null: Function from the sizes of a reading to numbers that describe the metric as a whole,
+            by name, such as {"null": 0.0}; {} if there are none for these sizes. Defaults to None,
+            for no null.
+        has_margin: Whether the value changes smoothly with the sequences; False for an extreme.
+            Defaults to True.
+        without_margin: Parts without a margin. Defaults to those that count rows and the like.
+        each_group: Function of views that returns the values without each group of sequences at
+            once, a vector [groups] by part. Defaults to None: `function` is called for each group.
+        reads: Names of the views that are the function's arguments. Defaults to the names of its
+            required parameters.
+        rows: "all" rows, or only the "last" token of each sequence. Defaults to "all".
+        at_least: Fewest sequences for which a metric of last tokens is measured. Defaults to 2.
+        degrees: Degrees of freedom of Student's distribution in margins. Defaults to 7, for 8
+            groups of sequences; fewer if a few rows decide the value, so that fewer groups show how
+            it scatters.
         no_margin: Why a value may lack its margin.
     """
 
@@ -80,15 +83,15 @@ class Metric:
     at_least: int = 2
     degrees: int = GROUPS - 1
     no_margin: str = "without a group of sequences there is no value"
-    # Those that geomon brings, by name: the table fills it.
+    # geomon's own metrics by name, filled in by the table.
     bundled: ClassVar[Mapping[str, "Metric"]] = {}
 
     def __post_init__(self) -> None:
-        """Take the names of the parameters as those of the views."""
+        """Use the names of the parameters as names of the views."""
         object.__setattr__(self, "reads", self.reads or parameters(self.function))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle and copy a metric that geomon brings by its name: it is known by itself."""
+        """Pickle and copy geomon's own metrics by name, so that they keep their identity."""
         for name, known in self.bundled.items():
             if known is self:
                 return _bundled, (name,)
@@ -100,20 +103,20 @@ class Metric:
 
     @cached_property
     def captured(self) -> frozenset[str]:
-        """Names of the captured views from which its views are made, in any way."""
+        """Names of all captured views from which its views can be made."""
         of_all = captured_views(self.reads)
         return frozenset(LAST + name for name in of_all) if self.rows == "last" else of_all
 
     @cached_property
     def sources(self) -> frozenset[str]:
-        """What these are taken from: "hidden", "attention", "projection" and others."""
+        """Sources of these captured views: "hidden", "attention", "projection" and others."""
         return frozenset(map(source_of, self.captured))
 
     def can_be_measured(self, captured: Iterable[str]) -> bool:
-        """Return whether its views can all be made.
+        """Return whether all of its views can be made.
 
         Args:
-            captured: Names of the captured views that are there.
+            captured: Names of the available captured views.
         """
         there = frozenset(captured)
         if self.rows == "last":
@@ -126,12 +129,7 @@ def _bundled(name: str) -> Metric:
 
 
 def as_metric(name: str, function: Callable[..., Any]) -> Metric:
-    """Make a metric of a plain function: its name is the title, its docstring the meaning.
-
-    Args:
-        name: Name of the metric.
-        function: A function of views, or a metric, which is returned as it is.
-    """
+    """Make a metric of a plain function, with its name as title and its docstring as meaning."""
     if isinstance(function, Metric):
         return function
     own = getattr(function, "__doc__", None) if inspect.isroutine(function) else None
@@ -140,17 +138,20 @@ def as_metric(name: str, function: Callable[..., Any]) -> Metric:
 
 
 def at_last(metric: Callable[..., Any], *, at_least: int = 2) -> Metric:
-    """Make a metric read the last token of each sequence that is no padding, one row a sequence.
+    """Make a metric read only the last token of each sequence that is not padding, as one row each.
 
-    Its value has a part `n`, the number of sequences. If the last tokens are not known, or the
+    Its value gets a part `n`, the number of sequences. If the last tokens are unknown, or the
     sequences are too few, the value is missing and a note says why.
 
     Args:
-        metric: A function of views of rows, such as those of `METRICS`.
-        at_least: Fewest sequences of which it is measured.
+        metric: A function of views of rows, such as a value of `METRICS`.
+        at_least: Fewest sequences for which it is measured. Defaults to 2.
+
+    Returns:
+        The metric of the last tokens.
 
     Raises:
-        ValueError: The metric reads no view of rows, so that last tokens would change nothing.
+        ValueError: If the metric reads no view of rows, so that last tokens would change nothing.
 
     Example:
         >>> from geomon import METRICS
@@ -170,6 +171,6 @@ def at_last(metric: Callable[..., Any], *, at_least: int = 2) -> Metric:
 
 
 def said(error: BaseException) -> str:
-    """Return what an error says; with its name if it is none that a metric should raise."""
+    """Return the message of an error, with its type if metrics should not raise that type."""
     kind = type(error).__name__
     return (str(error) or kind) if isinstance(error, Exception) else f"{kind}: {error}"

@@ -1,7 +1,7 @@
 """Nulls: the values that data without structure gives, at the sizes of a reading.
 
-What is measured on noise is measured once for a size. The number of rows without copies changes a
-little from reading to reading: an eighth of an octave changes such a null by less than 1 %.
+Nulls measured on noise are measured once per size. The number of distinct rows changes a little
+between readings; rounding it to an eighth of an octave changes such a null by less than 1 %.
 """
 
 import functools
@@ -26,17 +26,17 @@ from geomon.kernels.spectrum import effective_rank, power_law
 from geomon.metrics.metric import Null, Sizes
 from geomon.metrics.views import FAR, FAR_ROWS
 
-# Rows of noise whose neighbours, among as many rows as were measured, are searched.
+# Rows of noise whose neighbours are searched, among as many rows as were measured.
 _ROWS = 4096
-# Most rows of noise: the null of more is that of so many, lower by a few per cent.
+# Most rows of noise: a reading of more rows gets this null, which is a few per cent too low.
 _MOST_ROWS = 32_768
-# Samples of noise over which a null is averaged: many of few rows, whose nulls scatter most.
+# Samples of noise over which a null is averaged; small samples scatter most and are more.
 _FEWEST_SAMPLES, _MOST_SAMPLES = 4, 64
 _FEWEST_ROWS, _NARROWEST = 3, 2
 
 
 def of_rows(null: Null) -> Null:
-    """Leave a null out where there are too few rows, or columns, for any.
+    """Make a null return {} if there are too few rows or columns for a value.
 
     Args:
         null: A null that depends on rows and width.
@@ -57,10 +57,10 @@ def anisotropy(sizes: Sizes) -> Mapping[str, float]:
 
 @of_rows
 def cosine(sizes: Sizes) -> Mapping[str, float]:
-    """Return the mean cosine of isotropic rows, and the 95th percentile of that of one pair.
+    """Return the mean cosine of isotropic rows, and the 95th percentile for a single pair.
 
     The percentile (`isotropic_pair`; Godey et al., 2401.12143, appendix B) says what is large for a
-    pair, and nothing about a mean over all pairs.
+    single pair; it does not apply to a mean over all pairs.
     """
     return {"null": 0.0, "isotropic_pair": isotropic_cosine_quantile(sizes.width)}
 
@@ -73,7 +73,7 @@ def centred_cosine(sizes: Sizes) -> Mapping[str, float]:
 
 @of_rows
 def mean_share(sizes: Sizes) -> Mapping[str, float]:
-    """Return the shares of the variance where token types do not differ, of rows about 0."""
+    """Return the variance shares of rows with mean 0 whose token types do not differ."""
     return {"null": 1.0, "null_mean": 1 / sizes.rows, "null_between": 0.0}
 
 
@@ -84,12 +84,12 @@ def alpha(sizes: Sizes) -> Mapping[str, float]:
 
 
 def alpha_last(sizes: Sizes) -> Mapping[str, float]:
-    """Return the same for as many rows as there are sequences."""
+    """Return the decay of the expected spectrum of an isotropic Gaussian, one row per sequence."""
     return _at_last(sizes, lambda eigenvalues: power_law(eigenvalues).alpha)
 
 
 def effective_rank_last(sizes: Sizes) -> Mapping[str, float]:
-    """Return the effective rank of an isotropic Gaussian of a row for each sequence."""
+    """Return the effective rank of an isotropic Gaussian with a row per sequence."""
     return _at_last(sizes, effective_rank)
 
 
@@ -101,7 +101,7 @@ def _at_last(sizes: Sizes, function: Any) -> Mapping[str, float]:
 
 @of_rows
 def twonn(sizes: Sizes) -> Mapping[str, float]:
-    """Return TwoNN of an isotropic Gaussian: mean over samples, and their deviation."""
+    """Return TwoNN of an isotropic Gaussian: mean over samples, and their standard deviation."""
     mean, deviation = _gaussian_dimension(
         _to_eighth_of_octave(min(sizes.rows, _MOST_ROWS)), sizes.width
     )
@@ -109,14 +109,14 @@ def twonn(sizes: Sizes) -> Mapping[str, float]:
 
 
 def neighbourhoods(name: str) -> Null:
-    """Make the null of a metric of neighbourhoods: that of an isotropic Gaussian.
+    """Make the null of a metric of neighbourhoods, measured on an isotropic Gaussian.
 
     Args:
         name: Name of the metric.
     """
 
     def null(sizes: Sizes) -> Mapping[str, float]:
-        # Of few rows a neighbourhood is all of them: their exact number counts.
+        # With few rows, a neighbourhood is all of them, so their exact number matters.
         rows = sizes.rows
         near = rows if rows <= FAR else min(_to_eighth_of_octave(rows), _ROWS)
         return {"null": _gaussian_neighbourhoods(near, sizes.width)[name]}
@@ -125,10 +125,10 @@ def neighbourhoods(name: str) -> Null:
 
 
 def mean_query_share(sizes: Sizes) -> Mapping[str, float]:
-    """Return the share that the mean query makes by chance, where queries are 0 in the mean.
+    """Return the share of the mean query by chance, for queries with expectation 0.
 
-    1 / queries, since the mean of so many independent queries has that share of their variance.
-    Queries of one sequence are alike, so that it is a lower bound.
+    It is 1 / queries, the mean's share of the variance of that many independent queries. Queries of
+    one sequence are alike, so this is a lower bound.
     """
     if not sizes.queries or min(sizes.queries) == 0:
         return {}
@@ -136,12 +136,12 @@ def mean_query_share(sizes: Sizes) -> Mapping[str, float]:
 
 
 def attention_entropy(sizes: Sizes) -> Mapping[str, float]:
-    """Return the entropy of attention that weighs all visible keys alike, the most it can be."""
+    """Return the entropy of uniform attention over the visible keys, which is the maximum."""
     return {"null": statistics.fmean(sizes.log_visible)} if sizes.log_visible else {}
 
 
 def head_cosine(sizes: Sizes) -> Mapping[str, float]:
-    """Return the mean absolute cosine of two isotropic directions of the width of a head."""
+    """Return the mean absolute cosine of two isotropic directions of a head's width."""
     if sizes.heads is None:
         return {}
     return {"null_magnitude": isotropic_cosine_magnitude(sizes.heads[1])}
@@ -157,10 +157,10 @@ def _noise(rows: int, width: int, generator: torch.Generator) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _gaussian_dimension(rows: int, width: int) -> tuple[float, float]:
-    """Measure TwoNN of Gaussian noise: far below the width, since distances concentrate."""
+    """Measure TwoNN of Gaussian noise: far below the width, because distances concentrate."""
     generator = torch.Generator("cpu").manual_seed(0)
     samples = max(_FEWEST_SAMPLES, min(_MOST_SAMPLES, 4 * _ROWS // rows))
-    # Only some of many rows have their neighbours searched.
+    # With many rows, neighbours are searched for only some of them.
     some = torch.arange(min(rows, _ROWS), dtype=torch.int64, device="cpu")
     found = [
         float(
@@ -173,9 +173,9 @@ def _gaussian_dimension(rows: int, width: int) -> tuple[float, float]:
 
 @functools.lru_cache(maxsize=64)
 def _gaussian_neighbourhoods(rows: int, width: int) -> dict[str, float]:
-    """Measure the neighbourhoods in Gaussian noise: mean over samples, by metric.
+    """Measure neighbourhoods in Gaussian noise: mean over samples, by metric.
 
-    256 neighbourhoods in each of two samples, or more samples where there are fewer rows: the mean
+    It uses 256 neighbourhoods in each of two samples, or more samples of fewer rows; the mean
     scatters by about 1 %.
     """
     generator = torch.Generator("cpu").manual_seed(0)

@@ -1,7 +1,7 @@
-"""The table of metrics: the one place that knows a metric, its words, its null and its margin.
+"""The table of metrics, which defines each metric with its words, its null and its margin.
 
-The function of a metric names the views that it reads (`geomon.metrics.views`). It returns a
-scalar, a vector [heads], or a dict of both by part, in which "" is the value itself.
+A metric's function names the views that it reads (`geomon.metrics.views`). It returns a scalar, a
+vector [heads], or a dict of these by part, where "" is the value itself.
 """
 
 import difflib
@@ -91,7 +91,7 @@ def _twonn_distinct(distinct_neighbours: Tensor, repeated: float) -> dict[str, T
 def _twonn_of_each_group(
     two_nearest: Tensor, query_rows: Tensor, groups: Groups
 ) -> dict[str, Tensor]:
-    """As `_twonn` without the rows of each group."""
+    """Like `_twonn`, without the rows of each group."""
     found = dimension.twonn_in_forms(_of_others(two_nearest, groups.of[query_rows]))
     return {"": found.value, "censored": found.censored, "discard_80": found.discard_80}
 
@@ -99,13 +99,13 @@ def _twonn_of_each_group(
 def _twonn_distinct_of_each_group(
     distinct_neighbours: Tensor, distinct_rows: Tensor, groups: Groups
 ) -> dict[str, Tensor]:
-    """As `_twonn_distinct` without the rows of each group."""
+    """Like `_twonn_distinct`, without the rows of each group."""
     found = dimension.twonn_in_forms(_of_others(distinct_neighbours, groups.of[distinct_rows]))
     return {"": found.value, "censored": found.censored}
 
 
 def _of_others(distances: Tensor, own: Tensor) -> Tensor:
-    """Distances without each group, [groups, rows, k]: the rows of the group itself get 0."""
+    """Return distances without each group, [groups, rows, k]; the group's own rows get 0."""
     each = torch.arange(GROUPS, dtype=own.dtype, device=own.device)[:, None]
     return torch.where((own == each)[:, :, None], 0, distances)
 
@@ -125,7 +125,7 @@ def _gride_of_each_group(
     two_nearest: Tensor, nearest: Neighbours, query_rows: Tensor, far_nearest: Neighbours,
     far_rows: Tensor, groups: Groups,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """As `_gride` without each group: rows are left out, and so are neighbours, but the nearest."""
+    """Like `_gride`, without each group's rows, also as neighbours (except the two nearest)."""
     own, far_own = groups.of[query_rows], groups.of[far_rows]
     near = [k for k in dimension.SCALES if 1 < k <= NEAR // 2]
     far = [k for k in dimension.SCALES if k > NEAR // 2]
@@ -146,7 +146,7 @@ def _gride_of_each_group(
 
 
 def _without_each(listed: Neighbours, own: Tensor, groups: Groups, count: int) -> Tensor:
-    """Distances to the nearest rows without each group, [groups, rows, count]; 0 for its own."""
+    """Return distances to nearest rows without each group, [groups, rows, count]; 0 for its own."""
     each = torch.arange(GROUPS, dtype=own.dtype, device=own.device)[:, None, None]
     distances, passed = listed.distances, groups.of[listed.indices] == each
     flat = distances.expand(GROUPS, -1, -1).flatten(0, 1)
@@ -179,7 +179,7 @@ def _expert_load(expert_counts: Tensor) -> dict[str, Tensor]:
     return {"": loads.log().mean().exp(), **parts}
 
 
-# Why a metric has no value, going by its kernel.
+# Why a kernel returns no value.
 _EQUAL_ROWS = "all rows are equal"
 _NO_TYPE_TWICE = "no token type has two rows"
 _FEW_ROWS = "fewer than 3 rows differ from one another"
@@ -189,17 +189,17 @@ _NO_PAIR_OF_A_HEAD = "fewer than two {} of a head have a norm above 0"
 
 
 def _healthy(range_: str, where: str) -> str:
-    """Say what a metric does in healthy runs, and where to look if it does something else."""
+    """Describe a metric in healthy runs, and say what to check if it differs."""
     runs = "healthy runs of the recipe (width 64 and 128, steps 400 to 800)"
     return f"In {runs}: {range_}; {where}."
 
 
-# Degrees of freedom of margins of token types, of which a few large ones decide: measured.
+# Degrees of freedom for margins of token types, which a few large types decide (measured).
 _FEW_ROWS_DECIDE = 3
 _ON_ROWS = COUNTS | {"duplicates", "repeated", "rounding"}
 
 
-# Typed as a user's own function is: METRICS | {"name": function} is a dict of functions.
+# Typed like a user's own functions, so that METRICS | {"name": function} is a dict of functions.
 METRICS: dict[str, Callable[..., Any]] = {
     "twonn": Metric(
         _twonn,
@@ -223,7 +223,7 @@ METRICS: dict[str, Callable[..., Any]] = {
             },
         ),
         nulls.twonn,
-        without_margin=_ON_ROWS | {"discard_0"},  # which a few largest ratios decide
+        without_margin=_ON_ROWS | {"discard_0"},  # decided by the few largest ratios
         each_group=_twonn_of_each_group,
     ),
     "twonn_distinct": Metric(
@@ -293,11 +293,11 @@ METRICS: dict[str, Callable[..., Any]] = {
             healthy=_healthy(
                 "0", "if it rises, a few rows carry the variance: read anisotropy_without_massive"
             ),
-            meaning="Share of the variance that the few rows of massive norm carry; 0 where there "
-            "are none.",
+            meaning="Share of the variance that the few rows of massive norm carry; 0 if there are "
+            "none.",
             missing=_EQUAL_ROWS,
         ),
-        has_margin=False,  # rows that are not in one batch are in another
+        has_margin=False,  # which rows are massive changes from batch to batch
     ),
     "effective_rank": Metric(
         spectral.effective_rank,
@@ -433,7 +433,7 @@ METRICS: dict[str, Callable[..., Any]] = {
         attention_entropy_normalised,
         MetricText(
             "Attention entropy, share of uniform",
-            meaning="Attention entropy over that of uniform attention on the same keys.",
+            meaning="Attention entropy relative to uniform attention on the same keys.",
             missing=_NO_TWO_KEYS,
         ),
     ),
@@ -466,10 +466,9 @@ METRICS: dict[str, Callable[..., Any]] = {
         lambda weight_norms: {"": math.hypot(*weight_norms.values()), **weight_norms},
         MetricText(
             "Norm of the weights",
-            meaning="Frobenius norm of a block's matrices of weights, all together and each by its "
-            "name (of experts all together); what changes the weights shows here, whatever the "
-            "batch.",
-            missing="a shard of the weights is all that this rank has",
+            meaning="Frobenius norm of a block's weight matrices, of all together and of each by "
+            "name (experts together); any change of the weights shows here, whatever the batch.",
+            missing="this rank has only a shard of the weights",
         ),
         has_margin=False,
     ),
@@ -477,17 +476,17 @@ METRICS: dict[str, Callable[..., Any]] = {
         _expert_load,
         MetricText(
             "Evenness of the experts' loads",
-            meaning="How evenly a router gives tokens to experts: geometric mean of their loads "
-            "over the mean load, 1 if all get as many; each expert's load over the mean (0.01 if "
-            "it is less) by its number.",
+            meaning="How evenly a router assigns tokens to experts: geometric mean of their loads "
+            "over the mean load, 1 if all are equal; each expert's load over the mean (at least "
+            "0.01) by its number.",
             missing="no token chose an expert",
         ),
         has_margin=False,
     ),
 }
 
-# Sequences from which the spectrum of their last tokens means anything. With 64 rows of 768 columns
-# whose eigenvalues fall as 1 / rank, alpha comes out as 0.8 in place of 1.
+# Fewest sequences for a meaningful spectrum of last tokens. With 64 rows of 768 columns whose
+# eigenvalues fall as 1 / rank, alpha comes out as 0.8 instead of 1.
 _ENOUGH_SEQUENCES = 64
 
 _ALPHA_TEXT = MetricText(
@@ -498,7 +497,7 @@ _ALPHA_TEXT = MetricText(
     parts={"r_squared": "how well a power law fits"},
 )
 
-# Metrics that only some questions need: METRICS | MORE_METRICS has them all.
+# Metrics that only some questions need; METRICS | MORE_METRICS has them all.
 MORE_METRICS: dict[str, Callable[..., Any]] = {
     "participation_ratio": Metric(
         spectral.participation_ratio,
@@ -660,30 +659,26 @@ MORE_METRICS: dict[str, Callable[..., Any]] = {
 
 _BUNDLED = {name: as_metric(name, one) for name, one in (METRICS | MORE_METRICS).items()}
 Metric.bundled = _BUNDLED
-_FUNCTIONS = {id(one.function) for one in _BUNDLED.values()}  # the user's may have no hash
+_FUNCTIONS = {id(one.function) for one in _BUNDLED.values()}  # user functions may be unhashable
 
 
 def is_bundled(metric: Metric) -> bool:
-    """Whether a metric is one that geomon brings, and so may be called in several threads at once.
-
-    Args:
-        metric: A metric.
-    """
+    """Whether a metric is geomon's own, and so may be called in several threads at once."""
     return id(metric.function) in _FUNCTIONS
 
 
 def check_metrics(
     metrics: Mapping[str, Callable[..., Any]] | Sequence[str],
 ) -> dict[str, Metric]:
-    """A dict of `metrics` after checking every name and every view that it asks for.
+    """Return metrics by name, after checking every name and every view that a metric reads.
 
     Args:
-        metrics: Metrics or functions of views by name, or names of metrics as `select` takes them.
+        metrics: Metrics or functions of views by name, or names of metrics as for `select`.
 
     Raises:
-        ValueError: No metric at all, a name that cannot be a tag or is none of a metric, or an
-            unknown view.
-        TypeError: Neither a mapping from names to functions nor a sequence of names.
+        ValueError: If metrics are missing, if a name cannot be used in a tag or is unknown, or if
+            a view is unknown.
+        TypeError: If it is neither a mapping from names to functions nor a sequence of names.
     """
     named = isinstance(metrics, Sequence) and not isinstance(metrics, str)
     if named and all(isinstance(name, str) for name in metrics):
@@ -691,20 +686,23 @@ def check_metrics(
     if not isinstance(metrics, Mapping):
         advice = f" (write [{metrics!r}])" if isinstance(metrics, str) else ""
         raise TypeError(
-            "metrics is a dict from names to functions, or a list of names, got "
+            "metrics must be a dict from names to functions, or a list of names, got "
             f"{type(metrics).__name__}{advice}: choose by name, "
             '["anisotropy", "twonn"], or add your own with METRICS | {"name": function}'
         )
     if not metrics:
-        raise ValueError("metrics is empty: give at least one, or leave the default, METRICS")
+        raise ValueError("metrics is empty: pass at least one, or leave the default, METRICS")
     return {name: _check(name, function) for name, function in metrics.items()}
 
 
 def select(*names: str) -> dict[str, Callable[..., Any]]:
-    """The named metrics of `METRICS` and `MORE_METRICS`.
+    """Return the named metrics of `METRICS` and `MORE_METRICS`.
+
+    Args:
+        names: Names of metrics.
 
     Raises:
-        ValueError: A name that is not a metric; the message names those that are close.
+        ValueError: If a name is not a metric; the message suggests similar names.
 
     Example:
         >>> list(select("anisotropy", "twonn"))
@@ -721,7 +719,7 @@ def select(*names: str) -> dict[str, Callable[..., Any]]:
 
 
 def _check(name: str, function: Callable[..., Any]) -> Metric:
-    """Check the name of a metric and the views that it asks for."""
+    """Check the name of a metric and the views that it reads."""
     views = ", ".join([*CAPTURED, *DERIVED])
     if not isinstance(name, str) or not name or "/" in name or name in tags.OF_RUN:
         raise ValueError(
@@ -734,12 +732,12 @@ def _check(name: str, function: Callable[..., Any]) -> Metric:
     unknown = [view for view in metric.reads if not is_view(view)]
     if unknown:
         raise ValueError(
-            f"metric '{name}' asks for {_quoted(unknown)}, which is no view; there are {views}"
+            f"metric '{name}' asks for {_quoted(unknown)}, which is not a view; there are {views}"
         )
     if not metric.reads:
         raise ValueError(
-            f"metric '{name}' reads no view: name at least one as a parameter without a default, "
-            f"of {views}"
+            f"metric '{name}' reads no view: name at least one as a parameter without a default: "
+            f"{views}"
         )
     return metric
 

@@ -1,10 +1,10 @@
-"""Views: what metrics read of a layer, by name.
+"""Views: everything that metrics can read of a layer, by name.
 
-*Captured views* are what the window kept (`geomon.capture.snapshot`). *Derived views* are made of
-other views by functions whose parameters name them. A derived view is computed when it is first
-asked for and is then kept, so that metrics share what is expensive. If it can be made in several
-ways, the first one is taken whose captured views are there. Each view is declared once, with its
-meaning and how it is had without a group of sequences: a declaration that lacks one is an error.
+*Captured views* are what the window kept (`geomon.capture.snapshot`). *Derived views* are computed
+from other views by functions whose parameters name them, when first needed, and then kept, so that
+metrics share expensive results. If there are several ways, the first one with available captured
+views is used. Each view is declared once, with its meaning and its form without a group of
+sequences.
 """
 
 import functools
@@ -54,25 +54,25 @@ from geomon.metrics.without import (
     variance_of_others,
 )
 
-# Rows from which distances are measured by default; None for all of them.
+# Default number of rows from which distances are measured; None would mean all.
 DISTANCE_QUERIES = 1024
-# Neighbours of each of these rows that metrics read, and that are listed: a margin passes over
-# those of one group of sequences.
+# Neighbours of each of these rows that metrics read, and neighbours that are listed, because a
+# margin skips those in one group of sequences.
 NEAR, _NEAR_LISTED = 16, 24
-# The same for the large scales, and the few rows that stand for them.
+# Neighbours for large scales, and the number of rows for which they are searched.
 FAR, _FAR_LISTED = 64, 96
 FAR_ROWS = 256
-# Most rows of which a spectrum is computed where layers are wider than so many columns.
+# Rows that a spectrum uses at most in layers with more than this many columns.
 SPECTRAL_ROWS, SPECTRAL_WIDTH = 2048, 1024
 
-# An odd number whose bits are spread, by which labels are mixed: about 2^63 over the golden ratio.
+# Odd multiplier with spread bits, for mixing labels: about 2^63 over the golden ratio.
 _MIXING = 5_700_357_409_661_599_241
-# The same of 32 bits, by which rows are put into an order in which any first few are evenly spread.
+# 32-bit multiplier that orders rows so that the first few, of any number, are evenly spread.
 _SPREADING, _SPREAD = 2_654_435_761, 2**32
 
 
 class Reader(NamedTuple):
-    """A function, and the views that it is called with.
+    """A function, and the views that are its arguments.
 
     Attributes:
         function: The function.
@@ -84,11 +84,12 @@ class Reader(NamedTuple):
 
 
 def reader(function: Callable[..., Any], *views: str) -> Reader:
-    """Make a reader of a function; by default its parameters name the views.
+    """Make a reader of a function.
 
     Args:
         function: A function of views.
-        views: Names of the views, in the order of its parameters.
+        views: Names of the views, in the order of its parameters. Defaults to the names of its
+            parameters.
     """
     return Reader(function, views or parameters(function))
 
@@ -112,8 +113,8 @@ class View(NamedTuple):
 
     Attributes:
         text: One line of meaning, with the shape.
-        without: How it is had without a group of sequences.
-        ways: Readers that make it, the preferred one first.
+        without: Rule for the view without a group of sequences.
+        ways: Readers that compute it, the preferred one first.
     """
 
     text: str
@@ -124,14 +125,7 @@ class View(NamedTuple):
 def derived(
     text: str, without: Rule, way: Callable[..., Any] | Reader, *others: Callable[..., Any] | Reader
 ) -> View:
-    """Declare a derived view.
-
-    Args:
-        text: One line of meaning, with the shape.
-        without: How it is had without a group of sequences.
-        way: Function of views that makes it, the preferred one.
-        others: Functions that make it of other views.
-    """
+    """Declare a derived view, with the preferred way to compute it first."""
     ways = (one if isinstance(one, Reader) else reader(one) for one in (way, *others))
     return View(text, without, tuple(ways))
 
@@ -143,16 +137,16 @@ def groups_of(sequences: Tensor) -> Groups:
 
 
 def one_group(hidden: Tensor) -> Groups:
-    """Put rows into one group, which is never left out."""
+    """Put all rows into one group, which is never left out."""
     return Groups(torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device), 1)
 
 
 def spread_rows(rows: Tensor, most: int | None) -> Tensor:
-    """Choose evenly spread rows, mostly the same ones of any two sets that have most in common.
+    """Choose evenly spread rows, such that similar sets of rows give mostly the same choice.
 
     Args:
         rows: Indices of rows, ascending.
-        most: Number of rows that are chosen; None for all.
+        most: Number of rows to choose, or None for all.
     """
     if most is None or len(rows) <= most:
         return rows
@@ -167,7 +161,7 @@ def _massive_share(squares_about_mean: Tensor, ordinary_rows: Tensor) -> float:
 
 
 def _axes_of(hidden: Tensor, groups: Groups, rows: Tensor) -> PrincipalAxes:
-    """Compute the axes of some rows; in wide layers, of mostly the same ones for any rows."""
+    """Compute the axes of some rows; wide layers use a stable subset of them."""
     rows = spread_rows(rows, SPECTRAL_ROWS if hidden.shape[1] > SPECTRAL_WIDTH else None)
     if len(rows) < len(hidden):
         hidden, groups = hidden[rows], groups.at(rows)
@@ -196,7 +190,7 @@ def _token_types(hidden: Tensor, token_ids: Tensor, groups: Groups) -> TokenType
 
 
 def _search(hidden: Tensor, k: int, of: Tensor, among: Tensor) -> Neighbours:
-    if len(among) < 2:  # a row that has no other beside it is counted: the other is infinitely far
+    if len(among) < 2:  # a row without any other has a neighbour at infinity
         nothing = torch.full((len(of), 1), torch.inf, dtype=torch.float64, device=of.device)
         return Neighbours(nothing, of[:, None])
     return find_nearest(hidden, k, of=of, among=among)
@@ -206,7 +200,7 @@ def _nearest(
     hidden: Tensor, query_rows: Tensor, unique_rows: Tensor, far_rows: Tensor,
     far_nearest: Neighbours,
 ) -> Neighbours:  # fmt: skip
-    """Search the rows whose neighbours to a higher rank are not known already."""
+    """Search neighbours for the rows where farther neighbours are not already known."""
     place, known = _find(query_rows, far_rows)
     found = _search(hidden, _NEAR_LISTED, query_rows[~known], unique_rows)
     listed = found.distances.shape[1]
@@ -218,7 +212,7 @@ def _nearest(
 
 
 def _find(wanted: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Find indices of rows among others, ascending: their places, and whether they are there."""
+    """Find rows in an ascending list: their places, and whether they are there."""
     place = torch.searchsorted(rows, wanted).clamp_(max=len(rows) - 1)
     return place, rows[place] == wanted
 
@@ -228,14 +222,14 @@ def _far_nearest(hidden: Tensor, far_rows: Tensor, unique_rows: Tensor) -> Neigh
 
 
 def first_neighbours(distances: Tensor, count: int) -> Tensor:
-    """Take the nearest few of listed distances; a second one, infinitely far, if there is one."""
+    """Return the first few of listed distances, with infinity in place of a missing second one."""
     missing = max(0, 2 - distances.shape[1])
     return torch.nn.functional.pad(distances, (0, missing), value=torch.inf)[:, :count]
 
 
 def _rounding(mean_square: Tensor, two_nearest: Tensor, precision: float) -> float:
-    # Each number is off by up to half its spacing, evenly: variance spacing^2 / 12, and a
-    # difference of two has twice that.
+    # Rounding errors are uniform within half a spacing, with variance spacing^2 / 12; a difference
+    # of two numbers has twice that variance.
     noise = precision * mean_square.sqrt() / 6**0.5
     spacing = two_nearest[:, 0].median()
     return float(torch.where(spacing.isfinite(), noise / spacing, torch.nan))
@@ -244,11 +238,11 @@ def _rounding(mean_square: Tensor, two_nearest: Tensor, precision: float) -> flo
 def _distinct_by_sequence(
     hidden: Tensor, copies: Tensor, token_ids: Tensor, positions: Tensor, sequences: Tensor
 ) -> Tensor:
-    # Chosen by the sequence, the same row stands for its pair at every layer and in every number
-    # format, and in a probe at every step. The pair is mixed in, so that no sequence leads in all.
+    # Chosen by sequence, so that the same row represents its pair at every layer, in every number
+    # format, and at every step of a probe. The pair is mixed in, so that no sequence always wins.
     key = torch.zeros_like(sequences, dtype=torch.int64)
     for labels in (token_ids, positions, sequences):
-        key = (key ^ labels) * _MIXING  # 64 bits, the rest is cut off
+        key = (key ^ labels) * _MIXING  # modulo 2^64
         key = key ^ (key >> 29)
     return _distinct(hidden, copies, token_ids, positions, key)
 
@@ -262,13 +256,12 @@ def _distinct_by_content(
 def _distinct(
     hidden: Tensor, copies: Tensor, token_ids: Tensor, positions: Tensor, key: Tensor | None
 ) -> Tensor:
-    """Choose a row for each pair of token id and position; of chosen rows that are equal, one.
+    """Choose one row for each pair of token id and position, then drop equal rows.
 
-    The pairs come first: if one row stood for its copies before, which pairs are left would depend
-    on the order of the rows.
+    Pairs come first: otherwise the remaining pairs would depend on the order of the rows.
     """
-    # One number for each pair: sorting pairs costs twenty times as much. Labels are numbered first,
-    # so that no product is beyond 64 bits.
+    # One number per pair, because sorting pairs costs twenty times as much. Labels are renumbered
+    # first, so that no product exceeds 64 bits.
     token, position = (
         torch.unique(labels, return_inverse=True)[1] for labels in (token_ids, positions)
     )
@@ -277,7 +270,7 @@ def _distinct(
     )
     alone = (count[pair] == 1).nonzero().squeeze(1)
     tied = (count[pair] > 1).nonzero().squeeze(1)
-    # The first by a key; where there is none, or rows of one sequence have the same, by content.
+    # Choose the first by key, or by content if there is no key or rows share it.
     order = content_keys(hidden, tied).argsort()
     if key is not None:
         order = order[key[tied[order]].argsort(stable=True)]
@@ -289,9 +282,9 @@ def _distinct_neighbours(
     hidden: Tensor, copies: Tensor, distinct: Tensor, distinct_rows: Tensor, query_rows: Tensor,
     nearest: Neighbours,
 ) -> Tensor:  # fmt: skip
-    """Search the rows of whose listed neighbours fewer than two are distinct ones."""
+    """Search again for rows with fewer than two distinct rows among their listed neighbours."""
     counts = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
-    counts[copies[distinct]] = True  # of equal rows the first is listed
+    counts[copies[distinct]] = True  # among equal rows, only the first is listed
     place, known = _find(copies[distinct_rows], query_rows)
     counted = counts[nearest.indices[place]]
     known &= counted.sum(dim=1) >= 2
@@ -312,7 +305,7 @@ def _attention_row_groups(attention_groups: Groups, query: Tensor) -> Groups:
 
 # -- the table -------------------------------------------------------------------------------------
 
-# The view of the groups of the rows of a captured view, by what it has an entry for.
+# View that holds the groups of a captured view's rows, by the kind of rows.
 GROUPS_OF = {
     "tokens": "groups",
     "queries": "query_groups",
@@ -475,7 +468,7 @@ DERIVED: dict[str, View] = {
         _distinct_by_sequence, _distinct_by_content,
     ),
     "distinct_rows": derived(
-        "those of them whose neighbours are searched", refused,
+        "those `distinct` rows whose neighbours are searched", refused,
         reader(spread_rows, "distinct", "queries"),
     ),
     "distinct_neighbours": derived(
@@ -525,11 +518,7 @@ DERIVED: dict[str, View] = {
 
 
 def rule_of(name: str) -> Rule:
-    """Return how a view is had without a group of sequences.
-
-    Args:
-        name: Name of a view.
-    """
+    """Return the rule for a view without a group of sequences."""
     if name in DERIVED:
         return DERIVED[name].without
     captured = CAPTURED[name]
@@ -538,11 +527,11 @@ def rule_of(name: str) -> Rule:
 
 
 def captured_views(names: Iterable[str]) -> frozenset[str]:
-    """List the captured views from which the named views are made, in any way."""
+    """List all captured views from which the named views can be made."""
     return frozenset().union(*map(_captured_views, names))
 
 
-@functools.lru_cache(maxsize=1024)  # asked for every metric of every layer
+@functools.lru_cache(maxsize=1024)  # called for every metric of every layer
 def _captured_views(name: str) -> frozenset[str]:
     if name in CAPTURED:
         return frozenset([name])
@@ -550,12 +539,12 @@ def _captured_views(name: str) -> frozenset[str]:
 
 
 def can_be_made(names: Iterable[str], captured: Iterable[str]) -> bool:
-    """Whether views can all be made of the captured ones that are there, in some way."""
+    """Whether all of these views can be made, in some way, from the available captured views."""
     there = frozenset(captured)
     return all(_can_be_made(name, there) for name in names)
 
 
-@functools.lru_cache(maxsize=4096)  # asked for every view of every layer
+@functools.lru_cache(maxsize=4096)  # called for every view of every layer
 def _can_be_made(name: str, captured: frozenset[str]) -> bool:
     if name in CAPTURED:
         return name in captured
@@ -563,5 +552,5 @@ def _can_be_made(name: str, captured: frozenset[str]) -> bool:
 
 
 def is_view(name: str) -> bool:
-    """Return whether there is a view of that name."""
+    """Return whether a view has this name."""
     return name in CAPTURED or name in DERIVED

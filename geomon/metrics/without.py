@@ -1,9 +1,9 @@
-"""Leaving out: how each view is had without one of 8 groups of sequences, for margins.
+"""Leave out one of 8 groups of sequences from each view, for margins.
 
-A view that has an entry for each row is sliced and never computed again, so that a row keeps its
-neighbours, also those in the group that is left out: near neighbours are no smooth function of the
-rows, and without them intervals are up to 2.6 times too wide. Sums are kept by group. Spectra
-follow to first order. Each view is declared with its rule (`geomon.metrics.views`).
+A view with an entry per row is sliced, not recomputed, so that a row keeps its neighbours even if
+they are in the group left out: near neighbours do not depend smoothly on the rows, and without them
+intervals are up to 2.6 times too wide. Sums are kept by group, and spectra follow to first order.
+Each view declares its rule (`geomon.metrics.views`).
 """
 
 import functools
@@ -20,7 +20,7 @@ from geomon.kernels.neighbours import pass_over
 
 
 class NoMarginError(LookupError):
-    """A metric reads a view that cannot be had without a group of sequences."""
+    """A metric reads a view that cannot leave out a group of sequences."""
 
 
 class Without(Protocol):
@@ -28,7 +28,7 @@ class Without(Protocol):
 
     Attributes:
         whole: The views of all rows, by name.
-        group: Number of the group.
+        group: Index of the group.
     """
 
     whole: Any
@@ -38,14 +38,14 @@ class Without(Protocol):
         """Return a view without the group."""
 
     def compute(self, name: str) -> Any:
-        """Compute a derived view of the views without the group."""
+        """Compute a derived view from the views without the group."""
 
     def staying(self, groups: str) -> Tensor:
-        """Return the indices of rows that are not of the group, by the view of their groups."""
+        """Return the indices of rows outside the group, given the name of the groups' view."""
 
 
 class Rule(NamedTuple):
-    """How a view is had without a group.
+    """Rule for a view without a group.
 
     Attributes:
         words: The rule in words, for docs.
@@ -57,23 +57,23 @@ class Rule(NamedTuple):
 
 
 def _refuse(views: Without, name: str) -> Any:
-    raise NoMarginError(f"'{name}' is of all rows, and cannot be had without some of them")
+    raise NoMarginError(f"'{name}' describes all rows, and has no form without some of them")
 
 
-# Computed of views without the group.
+# Computed from views without the group.
 recomputed = Rule("computed again", lambda views, name: views.compute(name))
-# It says on what a value stands, and no value depends on it.
+# Describes what a value rests on; values do not depend on it.
 same = Rule("the same", lambda views, name: views.whole[name])
-# It names rows of the whole layer, or is an extreme of it.
+# Names rows of the whole layer, or is an extreme.
 refused = Rule("refused: no margin", _refuse)
 
 
 def sliced(groups: str, dimension: int = 0) -> Rule:
-    """Make a rule that takes the entries of the rows that stay.
+    """Make a rule that keeps the entries of the rows that stay.
 
     Args:
-        groups: The view of the groups of these rows.
-        dimension: The dimension along which the rows lie.
+        groups: Name of the view with the groups of these rows.
+        dimension: Dimension of the rows. Defaults to 0.
     """
 
     def leave_out(views: Without, name: str) -> Any:
@@ -83,11 +83,7 @@ def sliced(groups: str, dimension: int = 0) -> Rule:
 
 
 def sliced_at(rows: str) -> Rule:
-    """Make a rule that takes the entries of the rows that stay, of some rows of the layer.
-
-    Args:
-        rows: The view that names these rows.
-    """
+    """Make a rule that keeps the entries of rows that stay, for a view of only some rows."""
 
     def leave_out(views: Without, name: str) -> Any:
         groups = views.whole["groups"].at(views.whole[rows])
@@ -97,7 +93,7 @@ def sliced_at(rows: str) -> Rule:
 
 
 def _other_groups(views: Without, name: str) -> Any:
-    """Take the entries of the other groups, of a view with an entry for each group."""
+    """Keep the entries of the other groups, for a view with an entry per group."""
     whole: GroupSums = views.whole[name]
     stay = [group for group in range(GROUPS) if group != views.group]
     index = torch.tensor(stay, dtype=torch.int64, device=whole.counts.device)
@@ -108,22 +104,12 @@ other_groups = Rule("sums of the other groups", _other_groups)
 
 
 def others_of(name: str) -> Rule:
-    """Make a rule that asks a view which knows its sums by group.
-
-    Args:
-        name: Name of that view.
-    """
+    """Make a rule that asks another view, which holds sums by group."""
     return Rule("from sums by group", lambda views, _: views.whole[name].without(views.group))
 
 
 def other_neighbours(listed: str, rows: str, count: int) -> Rule:
-    """Make a rule that takes, for the rows of other groups, the nearest rows of other groups.
-
-    Args:
-        listed: The view of listed neighbours.
-        rows: The view that names the rows.
-        count: Number of neighbours.
-    """
+    """Make a rule that lists, for rows of other groups, the nearest rows of other groups."""
 
     def leave_out(views: Without, _: str) -> Tensor:
         groups: Groups = views.whole["groups"]
@@ -135,14 +121,10 @@ def other_neighbours(listed: str, rows: str, count: int) -> Rule:
 
 
 def other_neighbourhoods(of: Callable[[Tensor, Tensor], Tensor], size: int) -> Rule:
-    """Make a rule that takes the neighbourhoods of the far rows that stay, of other groups' rows.
+    """Make a rule that recomputes the neighbourhoods of far rows from other groups' rows.
 
-    Neighbourhoods of 64 of 1,024 rows have many rows in common: without new ones, intervals of
-    their dimension are a third as wide as they have to be.
-
-    Args:
-        of: Function of all rows and the members of each neighbourhood.
-        size: Number of members.
+    64-row neighbourhoods among 1,024 rows overlap much: without recomputing, intervals of their
+    dimension are only a third as wide as they should be.
     """
 
     def leave_out(views: Without, _: str) -> Tensor:
@@ -152,11 +134,11 @@ def other_neighbourhoods(of: Callable[[Tensor, Tensor], Tensor], size: int) -> R
         order = (groups.of[indices] == views.group).long().argsort(dim=1, stable=True)
         return of(views.whole["hidden"], indices.gather(1, order)[:, :size])
 
-    return Rule("computed of the neighbourhoods without it", leave_out)
+    return Rule("computed from the neighbourhoods without it", leave_out)
 
 
 def _variance_of_others(views: Without, _: str) -> Tensor:
-    """Shift the mean to that of the rows that stay: what it moves by is no variance."""
+    """Return the variance of the other groups: dropping a group shifts the mean."""
     sums, squares = views.whole["row_sums"], views.whole["squares_about_mean"]
     rows = sums.rows.sum(dim=0) - sums.rows[views.group]
     shift = rows / (sums.counts.sum() - sums.counts[views.group]) - sums.mean
@@ -167,7 +149,7 @@ variance_of_others = Rule("about the mean of the rows that stay", _variance_of_o
 
 
 def _slice(view: Any, stay: Tensor, dimension: int) -> Any:
-    """Take the entries of some rows; of what is the same for all rows there is one."""
+    """Keep the entries of some rows; a size of 1 stands for all rows."""
     if isinstance(view, Tensor):
         return view if view.shape[dimension] == 1 else view.index_select(dimension, stay)
     if isinstance(view, tuple):
@@ -177,25 +159,25 @@ def _slice(view: Any, stay: Tensor, dimension: int) -> Any:
 
 @functools.cache
 def _student(degrees: int) -> float:
-    """97.5 % point of Student's distribution."""
+    """Return the 97.5 % point of Student's distribution."""
     return float(special.stdtrit(degrees, 0.975))
 
 
 def margin(values: Iterable[float], degrees: int = GROUPS - 1) -> float:
     """Compute the half width of a 95 % interval from the values without each group.
 
-    t sqrt((G - 1) / G sum (value_g - mean)^2), with t the 97.5 % point of Student's distribution
-    with G - 1 degrees of freedom (the jackknife with groups; Quenouille 1956, Tukey 1958).
+    It is t sqrt((G - 1) / G sum (value_g - mean)^2), where t is the 97.5 % point of Student's
+    distribution with G - 1 degrees of freedom (the grouped jackknife; Quenouille 1956, Tukey 1958).
 
     Args:
         values: Value without each of the G = 8 groups.
-        degrees: Degrees of freedom.
+        degrees: Degrees of freedom. Defaults to 7.
 
     Returns:
-        At least 0; NaN without values, or if one of them is not finite.
+        At least 0; NaN if there are no values or any is not finite.
 
     Example:
-        >>> round(margin([1.0, 3.0] * 4), 3)  # 2.365 sqrt(7/8 x 8)
+        >>> round(margin([1.0, 3.0] * 4), 3) # 2.365 sqrt(7/8 x 8)
         6.256
     """
     found = [*map(float, values)]

@@ -1,4 +1,4 @@
-"""WHEN: at which steps a model is read, and who does what then."""
+"""WHEN: the steps where a model is read, and which part does what then."""
 
 from geomon.monitor.jobs import measure_alone
 from geomon.monitor.monitor import Monitor

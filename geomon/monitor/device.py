@@ -1,4 +1,4 @@
-"""The device on which rows are measured, and the work that is done there beside the training."""
+"""The device where rows are measured, alongside the training's own work."""
 
 import contextlib
 import functools
@@ -12,11 +12,11 @@ from geomon.capture.snapshot import HOST, Layer
 
 AUTO = "auto"
 
-# What measuring a layer takes on a device beside its rows, estimated from above: so many times the
-# captured tensors (copies in float64, blocks of products), so many matrices [width, width] in
-# float64 (the covariance and what its eigenvalues need), and the libraries' own buffers.
+# Upper estimate of the memory for measuring a layer, in addition to its rows: this many times the
+# captured tensors (copies in float64, blocks of products), this many matrices [width, width] in
+# float64 (the covariance and its eigenvalues), and the libraries' own buffers.
 _COPIES, _MATRICES, _BUFFERS = 5, 5, 1e9
-# Share of the memory that the training leaves which measuring may take.
+# Measuring may take this share of the memory that the training leaves free.
 _SHARE = 0.5
 
 _DETERMINISTIC = (
@@ -26,14 +26,14 @@ _DETERMINISTIC = (
 
 
 class MeasuringDevice:
-    """Chooses where rows are measured: on the device of the model, a named one, or the host.
+    """Chooses where rows are measured: on the model's device, a named one, or the host.
 
     Args:
-        name: "auto" for the device of the model, or the name of a device.
-        model: The model that is watched, wherever it is moved later.
+        name: "auto" for the model's device, or the name of a device.
+        model: The watched model, which may be moved later.
 
     Raises:
-        ValueError: The named device is not there, or does not compute in float64.
+        ValueError: If the named device is not available, or does not compute in float64.
     """
 
     def __init__(self, name: str, model: nn.Module) -> None:
@@ -43,24 +43,24 @@ class MeasuringDevice:
 
     @property
     def of_model(self) -> torch.device:
-        """The device of the model; the host for one without numbers."""
+        """The model's device; the host for a model without data."""
         own = next((p.device for p in self._model.parameters()), HOST)
         return HOST if own.type == "meta" else own
 
     @property
     def device(self) -> torch.device:
-        """The device on which rows are measured, as far as is known before they are seen."""
+        """The device on which rows are measured, as far as it is known before they are seen."""
         if self._chosen is not None:
             return self._chosen
         return self.of_model if self.why_host is None else HOST
 
     @property
     def why_host(self) -> str | None:
-        """Why rows are measured on the host though the model is on an accelerator; else None."""
+        """Why rows are measured on the host although the model is on an accelerator, or None."""
         own = self.of_model
         if self._chosen is not None or _computes_in_float64(own):
             return None
-        return f"{own.type} does not compute in float64, in which distances are decided"
+        return f"{own.type} does not compute in float64, which distances need"
 
     def why_not(self, layers: Sequence[Layer]) -> str | None:
         """Return why layers cannot be measured on the device now, or None if they can."""
@@ -74,36 +74,36 @@ class MeasuringDevice:
         if free is None or needed <= _SHARE * free:
             return None
         return (
-            f"measuring a layer takes up to {needed / 1e6:,.0f} MB, and the training leaves "
-            f"{max(0, free) / 1e6:,.0f} MB of {device}, of which half may be taken: fewer tokens, "
-            "or a smaller max_capture_mb, need less"
+            f"measuring a layer takes up to {needed / 1e6:,.0f} MB, but the training leaves "
+            f"{max(0, free) / 1e6:,.0f} MB of {device}, and only half of that may be used: fewer "
+            "tokens, or a smaller max_capture_mb, need less"
         )
 
     def mark_ready(self) -> Any:
-        """Record an event behind the work that the training has queued, or None on the host."""
+        """Record an event after the training's queued work, or return None on the host."""
         device = self.device if self.of_model == HOST else self.of_model
         module = _streams_of(device)
         return None if module is None else module.current_stream(device).record_event()
 
     @contextlib.contextmanager
-    def beside_training(self, ready: Any) -> Iterator[None]:
-        """Queue work of this thread on a stream of its own: the training does not wait for it."""
+    def alongside_training(self, ready: Any) -> Iterator[None]:
+        """Queue this thread's work on a separate stream, so the training does not wait for it."""
         module = None if ready is None else _streams_of(self.device)
         if module is None:
             yield
             return
-        if self._stream is None:  # one for all readings: every stream keeps memory of its own
+        if self._stream is None:  # one for all readings, because every stream keeps memory
             self._stream = module.Stream(self.device)
         with module.stream(self._stream):
             self._stream.wait_event(ready)
             try:
                 yield
             finally:
-                self._stream.synchronize()  # rows are freed only when nothing reads them any more
+                self._stream.synchronize()  # rows may be freed only when nothing reads them
 
 
 def check_device(name: Any) -> str:
-    """Return the name of a device, checked as far as can be without the device."""
+    """Return the name of a device, checked as far as possible without the device."""
     if isinstance(name, torch.device):
         name = str(name)
     try:
@@ -112,20 +112,20 @@ def check_device(name: Any) -> str:
     except RuntimeError:
         pass
     raise ValueError(
-        "device is 'auto' (that of the model), 'cpu', or the name of an accelerator, 'cuda' or "
-        f"'cuda:1', got {name!r}"
+        "device must be 'auto' (the model's device), 'cpu', or the name of an accelerator, 'cuda' "
+        f"or 'cuda:1', got {name!r}"
     )
 
 
 def _open_device(name: str | torch.device) -> torch.device:
-    """Compute something on a device, to see that it is there, and return it with its number."""
+    """Compute something on a device to see that it is available; return it with its index."""
     try:
         tried = torch.zeros(1, dtype=torch.float64, device=name)
         tried.item()
-    except Exception as error:  # each kind of device has its own
+    except Exception as error:  # errors differ between kinds of devices
         raise ValueError(
-            f"device={name!r} cannot measure, which takes float64 ({first_line(error)}): leave "
-            "device='auto', or use 'cpu'"
+            f"device={name!r} cannot be used, because measuring needs float64 "
+            f"({first_line(error)}): leave device='auto', or use 'cpu'"
         ) from error
     return tried.device
 
@@ -145,16 +145,16 @@ def first_line(error: object) -> str:
 
 
 def _streams_of(device: torch.device) -> Any:
-    """Return torch's module with the streams of a device, or None if the device has no streams."""
+    """Return torch's module with the streams of a device, or None for a device without streams."""
     module = None if device == HOST else getattr(torch, device.type, None)
     return module if hasattr(module, "Stream") else None
 
 
 def _free_bytes(device: torch.device) -> float | None:
-    """Return the memory that a training leaves at its peak, or None if it is not known.
+    """Return the memory that a training leaves at its peak, or None if unknown.
 
-    What torch holds is free too, but for the most that the training has taken and will take again:
-    after the forward pass its gradients are still to come.
+    Memory that torch holds counts as free, except for the training's peak, which it will need
+    again: after the forward pass, its gradients are still to come.
     """
     module: Any = getattr(torch, device.type, None)
     if not hasattr(module, "mem_get_info"):
@@ -164,7 +164,7 @@ def _free_bytes(device: torch.device) -> float | None:
 
 
 def _needed_bytes(layer: Layer) -> float:
-    """Estimate from above how much memory measuring a layer takes, in addition to its rows."""
+    """Estimate an upper bound on the memory for measuring a layer, in addition to its rows."""
     tensors = [value for value in layer.captured.values() if isinstance(value, Tensor)]
     held = sum(tensor.nbytes for tensor in tensors)
     hidden = layer.captured.get("hidden")

@@ -1,4 +1,4 @@
-"""The executor: measures readings immediately, or each in a thread of its own."""
+"""The executor measures readings immediately, or each in a thread of its own."""
 
 import contextlib
 import threading
@@ -7,22 +7,22 @@ from collections import deque
 from geomon.metrics.at_once import stacks_suffice
 from geomon.monitor.jobs import ReadingJob
 
-# Readings whose rows may wait in memory while the background measures those before them.
+# Readings whose rows may wait in memory while earlier readings are measured in the background.
 _WAITING = 2
 
 
 class ReadingExecutor:
     """Measures jobs in order, and keeps them until they are taken.
 
-    A thread in the background measures and does nothing else: records, sinks and warnings belong to
-    the thread that trains. Ctrl-C may come between any two lines: a job is kept until it is taken,
-    and what was interrupted is finished by the next call.
+    A background thread only measures: records, sinks and warnings belong to the training's thread.
+    Ctrl-C may strike between any two lines: a job is kept until it is taken, and the next call
+    finishes what was interrupted.
 
     Args:
         background: Whether to measure in threads.
 
     Attributes:
-        jobs: The jobs that are not taken yet, in order.
+        jobs: The jobs that have not been taken yet, in order.
     """
 
     def __init__(self, *, background: bool) -> None:
@@ -32,21 +32,17 @@ class ReadingExecutor:
 
     @property
     def busy(self) -> bool:
-        """Whether a job is not finished yet."""
+        """Whether some job is not finished yet."""
         return any(not job.finished for job in self.jobs)
 
     def submit(self, job: ReadingJob) -> None:
-        """Take a job on. In the background at most two jobs wait; a third one waits here.
-
-        Args:
-            job: The job. One of several ranks is measured immediately.
-        """
+        """Accept a job; in the background at most two jobs wait, and a third blocks here."""
         in_background = self._background and not job.is_collective
         if in_background:
             self.finish(_WAITING)
         before = self.jobs[-1] if self.jobs else None
         self.jobs.append(job)
-        # A system limits the threads and the memory of its users; a program that ends has none.
+        # A system may limit threads and memory, and a program that is ending cannot start threads.
         with contextlib.suppress(RuntimeError, MemoryError):
             if in_background and stacks_suffice():
                 thread = threading.Thread(target=_measure, args=(job, before), name="geomon")
@@ -56,12 +52,9 @@ class ReadingExecutor:
         self.finish()
 
     def finish(self, most: int = 0) -> None:
-        """Finish jobs until no more than so many are left.
+        """Finish jobs until at most `most` are left in the background.
 
-        The garbage collector may end a monitor in any thread, in the one that measures too.
-
-        Args:
-            most: Number of jobs that may be left in the background.
+        The garbage collector may call this in any thread, even in the measuring one.
         """
         left = [job for job in self.jobs if not job.finished]
         for job in left[: max(0, len(left) - most)]:
@@ -76,20 +69,20 @@ class ReadingExecutor:
                 job.measure()
 
     def resume(self) -> None:
-        """Finish what Ctrl-C has interrupted in this thread."""
+        """Finish what Ctrl-C interrupted in this thread."""
         if any(job not in self._threads for job in self.jobs):
             self.finish()
 
     def first_finished(self) -> ReadingJob | None:
-        """Return the first job if it is finished; None if it is not, or there is none."""
+        """Return the first job if it is finished, else None."""
         return self.jobs[0] if self.jobs and self.jobs[0].finished else None
 
     def take_first(self) -> None:
-        """Drop the first job, which is recorded or has failed."""
+        """Drop the first job, which has been recorded or has failed."""
         self._threads.pop(self.jobs.popleft(), None)
 
     def forget(self) -> None:
-        """Drop every job: in a fork, they belong to its parent."""
+        """Drop every job, because after a fork they belong to the parent process."""
         self.jobs.clear()
         self._threads.clear()
 
@@ -99,9 +92,9 @@ def _measure(job: ReadingJob, before: ReadingJob | None) -> None:
     if before is not None:
         before.done.wait()
     try:
-        with job.beside_training():
+        with job.alongside_training():
             job.measure(1)
-    except BaseException as error:  # even Ctrl-C in a metric: it is kept with the job
+    except BaseException as error:  # even Ctrl-C in a metric is kept with the job
         job.fail(error)
         job.finish()
 

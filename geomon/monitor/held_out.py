@@ -1,7 +1,7 @@
-"""Held-out batches: the first ones of a loader or of a trainer's validation, read at every reading.
+"""Held-out batches, from a loader or from a trainer's validation, used for every reading.
 
-A loader that the user gives is drawn from, once. Of a trainer's validation, the batches that it
-draws for itself are kept: its loader, samplers and workers are never touched.
+A loader given by the user is drawn from once. From a trainer's validation, batches that it draws
+itself are kept: its loader, samplers and workers are never touched.
 """
 
 import copy
@@ -17,39 +17,38 @@ from geomon.capture.unchanged import random_states_kept
 from geomon.distributed import RankGroup
 from geomon.monitor.probe_loss import count_sequences, tensors_of
 
-# Most batches of one rank: they stay in the memory of the host, and each is one more forward pass
-# in every reading.
+# Most batches of one rank: they stay in host memory, and each adds a forward pass to every reading.
 MOST_BATCHES = 64
-# Sequences that are wanted besides the rows: with fewer, the 95 % intervals are wider.
+# Wanted number of sequences, in addition to rows: with fewer, the 95 % intervals are wider.
 _SEQUENCES = 16
-# Rows that a sequence without token ids is expected to have: those of a small image.
+# Expected rows of a sequence without token ids, as for a small image.
 _ROWS_WITHOUT_IDS = 64
 
 
 class HeldOut:
-    """Held-out batches, drawn from a loader or offered by a trainer. Copies share them.
+    """Held-out batches, drawn from a loader or offered by a trainer; copies share them.
 
     Args:
-        loader: Iterable of batches, each as the model takes it (see `capture.calling.batch`), the
-            same on every rank; None if the batches are offered.
+        loader: Iterable of batches as the model takes them (see `capture.calling.batch`), the same
+            on every rank, or None if batches are offered.
         rows: Number of rows for which offered batches are kept.
 
     Attributes:
         batches: Batches of this rank, on the host; empty before `settle`.
-        rows: Number of rows that each is expected to have.
+        rows: Expected number of rows of each batch.
     """
 
     def __init__(self, loader: Iterable[Any] | None = None, rows: int = 0) -> None:
         self._loader = loader
         self._wanted = rows
-        self._offered: list[Any] | None = None  # by the validation that is going on
+        self._offered: list[Any] | None = None  # by the current validation
         self._source: Iterator[Any] | None = None
         self.batches: list[Any] = []
         self.rows: list[int] = []
 
     @property
     def is_ready(self) -> bool:
-        """Whether there are batches, or a source of them: else a validation has to come first."""
+        """Whether there are batches or a source of them; otherwise a validation must come first."""
         return bool(self.batches) or self._loader is not None or self._source is not None
 
     def begin(self) -> None:
@@ -65,29 +64,20 @@ class HeldOut:
         return not _is_enough(map(_count, kept), self._wanted)
 
     def offer(self, batch: Any) -> None:
-        """Keep a copy of a batch of the validation, if it is wanted."""
+        """Keep a copy of a validation batch if it is wanted."""
         if self._offered is not None and self.takes:
             self._offered.append(_to_host(batch))
 
     def end(self) -> None:
-        """End the validation: every rank reads the batches that were kept from now on."""
+        """End the validation; from now on, every rank reads the batches that were kept."""
         if self._offered is not None:
             self._source, self._offered = iter(self._offered), None
 
     def settle(self, model: nn.Module, group: RankGroup, rows: int) -> None:
         """Take batches until they hold enough rows and sequences; a collective, done once.
 
-        Every rank takes as many batches. From a loader, ranks take turns. If the ranks exchange
-        nothing, each takes one batch.
-
-        Args:
-            model: The model, whose device may have a random state that the loader draws from.
-            group: The ranks.
-            rows: Number of rows that are wanted of all ranks together.
-
-        Raises:
-            ValueError: The loader has failed or has no batch, on this rank or another.
-            RanksLostError: Another rank does not answer.
+        Every rank takes the same number of batches; from a loader, ranks take turns. If the ranks
+        exchange nothing, each takes one batch.
         """
         if self._loader is not None:
             turns = _batches_of(self._loader), group.data_rank, None, group.data_size
@@ -114,18 +104,15 @@ class HeldOut:
         if not self.batches:
             each = f" for each of {group.members} ranks" * (group.members > 1)
             raise ValueError(
-                f"the loader of the probe has no batch{each}: expected held-out batches, as a "
-                "validation loader gives them"
+                f"the loader of the probe has no batch{each}: expected held-out batches, as from a "
+                "validation loader"
             )
         self._source = None
 
     def shares(self, rows: int) -> list[int]:
-        """Share out the rows that are wanted among the batches, evenly as far as they reach.
+        """Divide the wanted rows evenly among the batches, as far as each has enough.
 
-        If they do not reach, every batch may have more rows than was expected.
-
-        Args:
-            rows: Number of rows that are wanted.
+        If all together have too few, every batch may contribute more rows than expected.
 
         Example:
             >>> held_out = HeldOut([])
@@ -143,10 +130,7 @@ class HeldOut:
 
 
 def is_loader(inputs: Any) -> bool:
-    """Whether the inputs of a probe are a loader, and not the inputs of one forward pass.
-
-    Args:
-        inputs: What was given as `probe`.
+    """Whether a probe's inputs are a loader, rather than inputs of one forward pass.
 
     Example:
         >>> import torch
@@ -154,19 +138,19 @@ def is_loader(inputs: Any) -> bool:
         (False, False, True, False)
     """
     plain = isinstance(inputs, Tensor | Mapping | tuple | list | str | bytes) or callable(inputs)
-    # Arrays, and objects that stand for a dict, are inputs of a model.
+    # Arrays and dict-like objects are inputs of a model.
     like_inputs = hasattr(inputs, "shape") or hasattr(inputs, "keys")
     return isinstance(inputs, Iterable) and not plain and not like_inputs
 
 
 def _is_enough(counts: Iterable[tuple[int, int]], wanted: int) -> bool:
-    """Return whether batches together hold enough rows and sequences."""
+    """Whether batches together hold enough rows and sequences."""
     rows, sequences = map(sum, zip((0, 0), *counts, strict=True))
     return rows >= wanted and sequences >= min(_SEQUENCES, wanted)
 
 
 def _count(batch: Any) -> tuple[int, int]:
-    """Rows that a batch is expected to have, as its mask or its token ids say, and sequences."""
+    """Return the expected rows of a batch, judged by its mask or token ids, and its sequences."""
     sequences = count_sequences(batch)
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if isinstance(mask, Tensor) and mask.ndim == 2:
@@ -176,26 +160,26 @@ def _count(batch: Any) -> tuple[int, int]:
 
 
 def _batches_of(loader: Iterable[Any]) -> Iterator[Any]:
-    """Begin with a loader as the first batch is drawn; a pass of its owner's goes on."""
+    """Iterate over a copy of a loader, so that its owner's iteration goes on undisturbed."""
     if isinstance(loader, DataLoader):
         loader = copy.copy(loader)
-        # Persistent workers would begin anew for their owner too; a loader refuses to be set.
+        # Persistent workers would restart for their owner too; a loader refuses to be changed.
         vars(loader).update(_iterator=None, pin_memory=False)
     yield from loader
 
 
 def _next(batches: Iterator[Any]) -> tuple[Any, str]:
-    """The next batch, on the host, or None at the end; and why there is none if that failed."""
+    """Return the next batch on the host (None at the end), and the error message if that failed."""
     try:
         return _to_host(next(batches, None)), ""
-    except Exception as error:  # the loader is the user's
+    except Exception as error:  # the loader belongs to the user
         return None, f"{type(error).__name__}: {error}"
 
 
 def _to_host(batch: Any) -> Any:
-    """A copy of a batch on the host: a loader may fill the same tensors again.
+    """Copy a batch to the host, because a loader may fill the same tensors again.
 
-    Those that were offered are copied once more as they are taken: not in inference mode.
+    Offered batches are copied once more when they are taken, outside of inference mode.
     """
     if isinstance(batch, Tensor):
         return batch.detach().to("cpu", copy=True)

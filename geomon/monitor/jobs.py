@@ -1,4 +1,4 @@
-"""A reading to be measured: a snapshot of one rank or of all, measured layer by layer."""
+"""A job measures one reading, layer by layer, from the snapshots of one rank or of all."""
 
 import threading
 import time
@@ -24,16 +24,15 @@ from geomon.note import Note
 from geomon.record import Reading, tags
 from geomon.record.arrays import Arrays
 
-# What each rank has of one layer.
+# Each rank's part of one layer.
 _Parts = tuple[Layer, ...]
 
 
 class ReadingJob:
     """One reading between its snapshot and its values.
 
-    Making a job communicates nothing. With several ranks, beginning it and finishing it are
-    collectives: the rows of all ranks are brought together, and each rank measures its share of the
-    layers.
+    Making a job communicates nothing. With several ranks, beginning and finishing it are
+    collectives: the rows of all ranks are gathered, and each rank measures its share of the layers.
 
     Args:
         step: Number of optimizer updates in the weights that were seen.
@@ -41,13 +40,13 @@ class ReadingJob:
         group: The ranks.
         evaluator: Measures the layers.
         rows: Number of rows of hidden states in one split.
-        place: Where layers are measured.
-        copies: Whether the inputs are the same on every rank, those of a probe.
-        inputs: What the model was called with; None if nobody is to be given that.
+        place: Device that measures the layers.
+        same_inputs: Whether all ranks have the same inputs (a probe). Defaults to False.
+        inputs: Arguments of the model's call, or None if nobody needs them.
 
     Attributes:
         arrays: Arrays for figures, once the job is finished.
-        finished: Whether the reading is made, or has failed, and `result` can be asked.
+        finished: Whether the reading is made or has failed, so that `result` can be called.
         done: Set once the next job may finish.
         seconds: Seconds by which the reading delayed the training.
     """
@@ -61,7 +60,7 @@ class ReadingJob:
         *,
         rows: int,
         place: MeasuringDevice,
-        copies: bool = False,
+        same_inputs: bool = False,
         inputs: Inputs | None = None,
     ) -> None:
         self.step, self.source, self.inputs = step, source, inputs
@@ -70,36 +69,31 @@ class ReadingJob:
         self.arrays: Arrays = {}
         self.finished, self.done = False, threading.Event()
         self._group, self._evaluator = group, evaluator
-        self._place, self._copies = place, copies
+        self._place, self._same_inputs = place, same_inputs
         self._measured: list[LayerValues] = []
         self._failing: set[str] = set()  # metrics that fail on the host as well
-        self._on_host: tuple[Note, ...] = ()  # why what has a device is not measured there
+        self._on_host: tuple[Note, ...] = ()  # why measuring moved from the device to the host
         self._failure: Exception | None = None
         self._reading: Reading | None = None
 
     def begin(self, passes: Sequence[Snapshot] | Exception, seconds: float) -> None:
-        """Bring the rows of all ranks together; a collective if there are several.
+        """Gather the rows of all ranks, given each pass's snapshot or an error; a collective.
 
-        Args:
-            passes: Snapshot of each pass that this rank has made, or why there is none.
-            seconds: Time that the passes took from the training.
-
-        Raises:
-            RankFailedError: A rank has no snapshot, or other layers. A single rank raises its own
-                exception.
-            RanksLostError: A rank does not answer.
-            NotSeenError: No block was seen, on any rank: there is nothing to measure.
+        Raises RankFailedError if a rank lacks a snapshot or has different layers (a single rank
+        raises its own exception), RanksLostError if a rank does not answer, and NotSeenError if no
+        rank saw a block.
         """
         began = time.perf_counter()
         self._gathered = gather(
             passes, (self.step, self.source), self._group,
-            rows=self.rows * self._evaluator.splits, queries=ATTENTION_QUERIES, copies=self._copies,
+            rows=self.rows * self._evaluator.splits, queries=ATTENTION_QUERIES,
+            same_inputs=self._same_inputs,
         )  # fmt: skip
         if self._gathered.empty:
             assert not isinstance(passes, Exception)
             missing = explain_missing(passes[0], self._evaluator.views)
-            raise NotSeenError(missing or "no block was run")
-        # All layers, in order; those that are measured are empty, for their rows are freed.
+            raise NotSeenError(missing or "no block ran")
+        # All layers, in order; measured ones are empty, because their rows are freed.
         self._parts = self._gathered.parts
         self._device = self._place.device
         why = self._place.why_not([layer for parts in self._parts for layer in parts])
@@ -110,12 +104,12 @@ class ReadingJob:
 
     @property
     def is_collective(self) -> bool:
-        """Whether other ranks take part, so that it has to be measured immediately."""
+        """Whether other ranks take part, so that it must be measured immediately."""
         return self._group.members > 1
 
     @property
     def left(self) -> int:
-        """Number of layers that this rank has still to measure."""
+        """Number of layers that this rank still has to measure."""
         return len(self._parts) - len(self._measured)
 
     @property
@@ -125,15 +119,11 @@ class ReadingJob:
 
     @property
     def failed(self) -> bool:
-        """Whether the job has been given up, so that `result` raises."""
+        """Whether the job was given up, so that `result` raises."""
         return self._failure is not None
 
     def measure(self, at_once: int | None = None) -> None:
-        """Measure what is left, and make the reading; what goes wrong is kept for `result`.
-
-        Args:
-            at_once: Number of layers to measure at once; by default all that are left.
-        """
+        """Measure the remaining layers and make the reading; errors are kept for `result`."""
         try:
             while self.left > 0:
                 self.measure_next(at_once or self.left)
@@ -142,41 +132,41 @@ class ReadingJob:
         self.finish()
 
     def measure_next(self, count: int = 1) -> None:
-        """Measure more layers, as many at once as pays, and free what was captured of them."""
+        """Measure more layers, as many at once as pays, and free their captured views."""
         began = time.perf_counter()
         if self._device == HOST and self._ready is not None:
             self._ready.synchronize()  # copies to the host are queued behind the training's work
         for found in self._measure(self._left[:count]):
-            # The one line that makes a layer measured: one that was interrupted is measured again.
+            # Only this line marks a layer as measured: an interrupted one is measured again.
             self._measured.append(found)
             self._parts[len(self._measured) - 1] = ()
         self.seconds += time.perf_counter() - began
 
-    def beside_training(self) -> AbstractContextManager[None]:
-        """Return a context manager to measure in this thread while another thread trains."""
-        return self._place.beside_training(self._ready)
+    def alongside_training(self) -> AbstractContextManager[None]:
+        """Return a context manager for measuring in this thread while another thread trains."""
+        return self._place.alongside_training(self._ready)
 
     def _measure(self, layers: Sequence[_Parts]) -> Iterator[LayerValues]:
-        """Measure layers, several at once on the host; yields their values in order.
+        """Yield the values of layers in order, several measured at once on the host.
 
-        On the host it is done outside of the modes that the training is in.
+        On the host, this happens outside of the training's torch modes.
         """
         on_host = self._device == HOST
         left = [parts[0] for parts in self._left]
         at_once = self._evaluator.layers_at_once(left, self.rows) if on_host else 1
         return in_pieces(
-            self._measure_one, layers, self._evaluator.apart, at_once,
+            self._measure_one, layers, self._evaluator.source_groups, at_once,
             outside=on_host and in_modes(),
         )  # fmt: skip
 
     def _measure_one(self, parts: _Parts) -> LayerValues:
-        """Measure a layer on its device; on the host, with all that follow, what fails there."""
+        """Measure a layer on its device; if that fails, move it and later ones to the host."""
         if self._device == HOST:
             return self._evaluator.measure_layer(_whole(parts, HOST), self.rows)
         try:
             found = self._evaluator.measure_layer(_whole(parts, self._device), self.rows)
         except torch.OutOfMemoryError as error:
-            name, why = "", f"{self._device} has not memory enough ({first_line(error)})"
+            name, why = "", f"{self._device} does not have enough memory ({first_line(error)})"
         else:
             failed = found.failed | found.without_margin
             if failed.keys() <= self._failing:
@@ -190,23 +180,19 @@ class ReadingJob:
         return on_host
 
     def _go_to_host(self, why: str) -> None:
-        """Move what is left to be measured to the host."""
+        """Move the layers that are still to be measured to the host."""
         self._parts[:] = [tuple(layer.to(HOST) for layer in parts) for parts in self._parts]
         self._device = HOST
         text = "measured on the host: {why}"
         self._on_host = (Note("measured on the host", text, numbers={"why": why}),)
 
     def fail(self, error: BaseException) -> None:
-        """Give the reading up.
-
-        Args:
-            error: Why it cannot be measured.
-        """
+        """Give the reading up, for this reason."""
         self._failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
         del self._parts[len(self._measured) :]
 
     def finish(self) -> None:
-        """Make the reading, once every layer is measured or the job has failed; a collective.
+        """Make the reading once every layer is measured or the job has failed; a collective.
 
         An error is kept for `result`. A second call does nothing.
         """
@@ -223,12 +209,7 @@ class ReadingJob:
         self.done.set()
 
     def result(self) -> Reading | None:
-        """Return the finished reading on the first rank, and None on the others.
-
-        Raises:
-            Exception: Why there is none: what a metric raised, or RankFailedError or RanksLostError
-                with several ranks.
-        """
+        """Return the reading on the first rank (None on others), or raise what prevented it."""
         if self._failure is not None:
             raise self._failure
         return self._reading
@@ -255,7 +236,7 @@ class ReadingJob:
         )
 
     def _all_layers(self) -> list[LayerValues] | None:
-        """The values of all ranks' layers on the first rank, None on the others; a collective."""
+        """Return the values of all layers on the first rank, and None on others; a collective."""
         error = self._failure
         if self._group.members == 1:
             if error is not None:
@@ -277,8 +258,8 @@ class ReadingJob:
         if not 0 < tokens < self.rows:
             return []
         text = (
-            "estimates stand on {rows} rows, fewer than tokens={asked}: the intrinsic dimension "
-            "is low on few rows"
+            "only {rows} rows here (tokens={asked} asked for more): with so few, the intrinsic "
+            "dimension comes out too low"
         )
         return [Note("few rows", text, numbers={"rows": tokens, "asked": self.rows})]
 
@@ -288,12 +269,15 @@ def measure_alone(snapshot: Snapshot, evaluator: Evaluator, rows: int) -> Readin
 
     Args:
         snapshot: The snapshot.
-        evaluator: Measures its layers, on the host.
+        evaluator: Measures its layers on the host.
         rows: Number of rows of hidden states in one split.
 
+    Returns:
+        The reading.
+
     Raises:
-        NotSeenError: No block was seen: there is nothing to measure.
-        Exception: What a metric raised, if the evaluator is strict.
+        NotSeenError: If no block was seen, so there is nothing to measure.
+        Exception: If the evaluator is strict, any error of a metric.
     """
     place = MeasuringDevice(str(HOST), torch.nn.Identity())
     job = ReadingJob(0, "probe", RankGroup(), evaluator, rows=rows, place=place)
@@ -305,7 +289,7 @@ def measure_alone(snapshot: Snapshot, evaluator: Evaluator, rows: int) -> Readin
 
 
 def _whole(parts: _Parts, device: torch.device) -> Layer:
-    """A layer with the rows of all ranks, on a device."""
+    """Join a layer's parts with the rows of all ranks, on a device."""
     return merge_layers(parts).to(device)
 
 

@@ -1,4 +1,4 @@
-"""Values that a training logs beside the geometry, kept until the reading of their step is made."""
+"""Values that a training logs, kept until the reading of their step is made."""
 
 import contextlib
 import math
@@ -12,13 +12,13 @@ from geomon.record import tags
 
 
 class LoggedValues:
-    """Keeps the values of the present step, and of the steps whose readings are being made.
+    """Keeps the values of the present step, and of steps whose readings are being made.
 
-    A tensor is copied where it is, and read with the reading: logging waits for no device.
+    A tensor is copied on its device and read with the reading, so logging never waits for a device.
 
     Args:
         awaited: Names whose values a reading waits for, until the next step.
-        warnings: Where what cannot be read is reported.
+        warnings: Reports values that cannot be read.
     """
 
     def __init__(self, awaited: Iterable[str], warnings: Warnings) -> None:
@@ -28,12 +28,7 @@ class LoggedValues:
         self._values: dict[int, dict[str, Any]] = {}
 
     def put(self, step: int, values: Mapping[str, Any]) -> None:
-        """Keep values of a step; a later value of a name goes before an earlier one.
-
-        Args:
-            step: The step.
-            values: Numbers, or tensors of one number, by name; None for a value that there is not.
-        """
+        """Keep values of a step by name (None if missing), replacing earlier ones."""
         kept = self._values.setdefault(step, {})
         for name, value in values.items():
             try:
@@ -44,25 +39,20 @@ class LoggedValues:
             kept[name] = None
             try:
                 kept[name] = copy_number(value)
-            except Exception as error:  # objects of any kind are asked for their number
+            except Exception as error:  # values may be objects of any kind
                 self._refuse(name, step, error)
             if value is not None:
                 self._given.add(name)
 
     def wait_for(self, names: Iterable[str]) -> None:
-        """Have later readings wait for more names."""
+        """Make later readings wait for more names."""
         for name in names:
             with contextlib.suppress(ValueError):
                 tags.training_tag(name)
                 self._awaited[name] = None
 
     def has(self, step: int, name: str) -> bool:
-        """Whether a name has a value at a step, be it one that cannot be read.
-
-        Args:
-            step: The step.
-            name: The name.
-        """
+        """Whether a name has a value at a step, even an unreadable one."""
         return name in self._values.get(step, {})
 
     def is_complete(self, step: int) -> bool:
@@ -70,32 +60,28 @@ class LoggedValues:
         return self._awaited.keys() <= self._values.get(step, {}).keys()
 
     def read(self, step: int) -> dict[str, float]:
-        """Read the values of a step, by name; NaN for those that cannot be read.
-
-        Args:
-            step: The step.
-        """
+        """Return the values of a step by name; NaN for values that cannot be read."""
         found = dict.fromkeys(self._awaited, math.nan)
         for name, value in self._values.get(step, {}).items():
             found[name] = math.nan
             try:
                 found[name] = math.nan if value is None else float(value)
-            except Exception as error:  # each device and each kind of number has its own
+            except Exception as error:  # errors differ between devices and kinds of numbers
                 self._refuse(name, step, error)
         return found
 
     def forget_before(self, step: int, keep: Collection[int]) -> None:
-        """Drop the values of earlier steps."""
+        """Drop the values of earlier steps, except of steps to keep."""
         for other in [other for other in self._values if other < step and other not in keep]:
             del self._values[other]
 
     def warn_of_absent(self) -> None:
-        """Warn of awaited names that have had no value in the whole run."""
+        """Warn about awaited names without any value in the whole run."""
         absent = [name for name in self._awaited if name not in self._given and name != tags.LOSS]
         if absent:
             names = ", ".join(map(repr, absent))
             self._warnings.warn(
-                f"log= asks for {names}, and nothing was logged under that name in this run: "
+                f"log= asks for {names}, but nothing was logged under that name in this run: "
                 "expected a name that the training logs"
             )
 
@@ -108,7 +94,7 @@ class LoggedValues:
 
 
 def copy_number(value: Any) -> Tensor | float | None:
-    """Copy a value as it is now: what is logged may be changed in place, as a running sum is."""
+    """Copy a value as it is now, because logged values may be changed in place (a running sum)."""
     expected = "expected a number or a tensor of one"
     if value is None:
         return None
@@ -116,7 +102,7 @@ def copy_number(value: Any) -> Tensor | float | None:
         if value.numel() != 1:
             raise ValueError(f"{expected}, got a tensor of shape {list(value.shape)}")
         return value.detach().clone()
-    if isinstance(value, str | bytes):  # float() would read "1"
+    if isinstance(value, str | bytes):  # float() would accept "1"
         raise TypeError(f"{expected}, got text")
     try:
         return float(value.item() if hasattr(value, "item") else value)

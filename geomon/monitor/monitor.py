@@ -1,8 +1,8 @@
 """The monitor: `with monitor(step): model(x)`.
 
-It conducts: the planner says when, passes are seen through windows, the executor measures them, the
-outbox records and shows what is finished. None of them ends a run. The verbs of the monitor (enter,
-log, probe, close) are the one place in which time is charged and errors are guarded.
+It conducts the other parts: the planner decides when, windows see passes, the executor measures
+them, and the outbox records and shows finished readings. None of them ends a run. The monitor's
+verbs (enter, log, probe, close) are the only place that charges time and guards errors.
 """
 
 import atexit
@@ -62,10 +62,10 @@ from geomon.note import Note
 from geomon.record import Reading, Readings, Record, Sink, read
 from geomon.record.printable import printable, text_of
 
-_NOTHING = nullcontext()  # what a step that is not due gets
-# Rows of hidden states at which a check looks.
+_NOTHING = nullcontext()  # returned for a step that is not due
+# Rows of hidden states that a check looks at.
 _CHECK_ROWS = 1024
-# What a first reading would load inside a step, which takes a second.
+# Modules that the first reading would otherwise load inside a step, which takes a second.
 _LOADED_FIRST = ("torch._dynamo", "faiss", "scipy.special")
 # Longest text of a setting in the description of a run.
 _LONGEST = 200
@@ -77,17 +77,17 @@ class Monitor:
 
     Args:
         model: Any module that contains a transformer. In a pipeline of
-            `torch.distributed.pipelining` the schedule, or the stages that this rank runs.
+            `torch.distributed.pipelining`, the schedule or the stages that this rank runs.
     {options}
 
     Raises:
-        TypeError: An argument has a name that does not exist. A hook is not callable.
-        ValueError: The model has no blocks, a metric reads an unknown view, the schedule never
-            fires, no alert has such a name, a number is out of range, or the directory cannot be
+        TypeError: If an argument does not exist, or a hook is not callable.
+        ValueError: If the model has no blocks, a metric reads an unknown view, the schedule never
+            fires, an alert does not exist, a number is out of range, or the directory cannot be
             written.
     """
 
-    _process: int | None = None  # of the last step: a fork leaves what its parent does to it
+    _process: int | None = None  # process of the last step: a fork leaves its parent's work alone
 
     def __init__(self, model: Any, **options: Unpack[MonitorOptions]) -> None:
         self._options = options = check_options(options, type(self).__name__)
@@ -131,17 +131,17 @@ class Monitor:
     def __call__(self, step: SupportsIndex, *, force: bool = False) -> AbstractContextManager[None]:
         """Return a context manager around the forward pass of a step; it does nothing if not due.
 
-        With `probe` inputs, the extra pass runs when the context is entered and the forward pass
+        With `probe` inputs, the extra pass runs when the context is entered, and the forward pass
         itself is left alone.
 
         Args:
             step: Number of optimizer updates already in the weights.
-            force: Whether to read whatever the schedule and the budget say (the last step of a
-                run, say).
+            force: Whether to read regardless of schedule and budget, for example at the last step
+                of a run. Defaults to False.
 
         Raises:
-            TypeError: The step is not a whole number.
-            ValueError: The step is below 0.
+            TypeError: If the step is not a whole number.
+            ValueError: If the step is below 0.
         """
         with self.account.charge():
             self.advance(step)
@@ -160,8 +160,8 @@ class Monitor:
             step: Number of optimizer updates already in the weights.
 
         Raises:
-            TypeError: The step is not a whole number.
-            ValueError: The step is below 0.
+            TypeError: If the step is not a whole number.
+            ValueError: If the step is below 0.
         """
         number = check_step(step)
         if number == self.planner.step and self._is_own():
@@ -182,62 +182,62 @@ class Monitor:
                 self.planner.advance(number, busy=self._executor.busy)
 
     def log(self, step: SupportsIndex | None = None, /, **values: Any) -> None:
-        """Put values into the reading of a step, under `training/<name>`: the loss, say.
+        """Put values into the reading of a step as `training/<name>`, such as the loss.
 
-        At steps that are not read this does nothing. Give values inside the `with`, or before it
+        At steps that are not read this does nothing. Pass values inside the `with`, or before it
         with their step, `log(step, loss=loss)`. A reading waits until the next step for the names
         of the option `log`, so their values may come after the `with`. A tensor is copied on its
-        device, without its graph, and read when the reading is recorded. With several ranks the
-        values of the first one are recorded.
+        device, without its graph, and read when the reading is recorded. With several ranks, the
+        first rank's values are recorded.
 
         Args:
-            step: Number of optimizer updates already in the weights; None for the last step that
+            step: Number of optimizer updates already in the weights. Defaults to the last step that
                 the monitor was called with.
             values: Numbers, or tensors with one element; None for a missing value.
 
         Raises:
-            TypeError: The step is not a whole number.
-            ValueError: The step is below 0, or None before the first one.
+            TypeError: If the step is not a whole number.
+            ValueError: If the step is below 0, or None before the first one.
         """
         number = self.planner.step if step is None else check_step(step)
         if number is None:
             raise ValueError(
-                "no step to log values of: give it, log(step, loss=loss), or log inside "
+                "no step to log values for: pass it, log(step, loss=loss), or log inside "
                 "`with monitor(step)`"
             )
         if self._is_own():
             self.outbox.log(number, values, watched=self.passes.step == number)
 
     def probe(self, step: SupportsIndex, inputs: Any = None) -> None:
-        """Read the geometry on fixed inputs in an extra pass, whatever the schedule and budget say.
+        """Read the geometry on fixed inputs in an extra pass, regardless of schedule and budget.
 
         The pass runs without autograd, in eval mode, with the random state forked; every module's
-        training flag is restored. What the model keeps outside of its modules (a global list, a
-        generator of a module of Python, a counter) cannot be put back. With many ranks all run the
-        pass (a sharded model hangs otherwise) on the same inputs: the first rank's rows are
-        measured, and the ranks share the layers. If the monitor's `probe` is a loader, each rank
-        reads batches of its own.
+        training flag is restored. State that the model keeps outside of its modules (a global list,
+        a Python generator, a counter) cannot be restored. With several ranks, all run the pass (a
+        sharded model would hang otherwise) on the same inputs: the first rank's rows are measured,
+        and the ranks share the layers. If the monitor's `probe` is a loader, each rank reads
+        batches of its own.
 
         Args:
             step: Number of optimizer updates already in the weights.
             inputs: A tensor, a dict of keyword arguments, a tuple of arguments, or a function of
-                the model; None takes the monitor's `probe`.
+                the model. Defaults to the monitor's `probe`.
 
         Raises:
-            TypeError: The step is not a whole number.
-            ValueError: There are no inputs, here or in the monitor, or none that a pipeline takes;
-                or the step is below 0.
+            TypeError: If the step is not a whole number.
+            ValueError: If neither the call nor the monitor has inputs, if a pipeline cannot take
+                them, or if the step is below 0.
         """
         inputs = self._options["probe"] if inputs is None else inputs
         if inputs is None:
             raise ValueError(
-                "no inputs to probe: give them here, probe(step, inputs), or to the monitor, "
+                "no inputs to probe: pass them here, probe(step, inputs), or to the monitor, "
                 "Monitor(model, probe=inputs)"
             )
         if is_loader(inputs):
             raise ValueError(
-                "a loader is drawn from once, so that readings compare: give it to the monitor, "
-                "Monitor(model, probe=loader), and call probe(step)"
+                "a loader is drawn from only once, so that readings can be compared: pass it to "
+                "the monitor, Monitor(model, probe=loader), and call probe(step)"
             )
         self._parts.check_probe(inputs)
         with self.account.charge():
@@ -246,13 +246,13 @@ class Monitor:
             if self._due("probe", force=True) is Due.READING:
                 self._read(
                     number, "probe", lambda: self.passes.run(inputs, number),
-                    began=time.perf_counter(), copies=not isinstance(inputs, HeldOut),
+                    began=time.perf_counter(), same_inputs=not isinstance(inputs, HeldOut),
                 )  # fmt: skip
 
     def close(self) -> None:
         """Finish what is being measured, and close record and sinks; may be called more than once.
 
-        It is called when the program ends without it.
+        If it is not called, it runs when the program ends.
         """
         if self._is_own():
             with self.account.charge():
@@ -274,20 +274,20 @@ class Monitor:
         self.close()
 
     def __del__(self) -> None:
-        # Sinks may be somebody else's too by now; what has been begun is recorded.
+        # Sinks may be shared with others, so only started readings are finished and recorded.
         if self._is_own():
-            with contextlib.suppress(Exception):  # a strict one raises, and nobody would catch it
+            with contextlib.suppress(Exception):  # nobody would catch the error of a strict one
                 self._flush()
 
     # -- what is known -----------------------------------------------------------------------------
 
     def is_due(self, step: int, *, source: str = "inline", force: bool = False) -> bool:
-        """Return whether the present step is looked at: by a reading or a check.
+        """Return whether the present step is looked at, by a reading or a check.
 
         Args:
             step: The step that `advance` has moved to.
-            source: "inline" or "probe".
-            force: Whether to read whatever the schedule and the budget say.
+            source: "inline" or "probe". Defaults to "inline".
+            force: Whether to read regardless of schedule and budget. Defaults to False.
         """
         return step == self.planner.step and self._due(source, force=force) is not Due.NOTHING
 
@@ -300,15 +300,15 @@ class Monitor:
         return self.outbox.lacks_values(step)
 
     def expect_end(self, step: int | None) -> None:
-        """Say how long the run is going to be, so that its readings are spread over all of it.
+        """Announce the length of the run, so that readings are spread over all of it.
 
         Args:
-            step: The last step of the run; None if it is not known.
+            step: The last step of the run, or None if it is not known.
         """
         self.planner.expect_end(step)
 
     def add_loggers(self, sinks: Sequence[Sink]) -> None:
-        """Add sinks that are called in the training's own thread, without a limit of time.
+        """Add sinks that are called in the training's own thread, without a time limit.
 
         Args:
             sinks: Sinks that write to loggers of the training.
@@ -326,7 +326,7 @@ class Monitor:
 
     @property
     def latest(self) -> Reading | None:
-        """The last reading that was recorded; None before the first, and on other ranks."""
+        """The last recorded reading; None before the first, and on other ranks."""
         return self.outbox.latest
 
     @property
@@ -374,7 +374,7 @@ class Monitor:
         return printable(f"Monitor({', '.join(parts)})")
 
     def _repr_html_(self) -> str:
-        """Show what has been recorded so far in a notebook."""
+        """Show the recorded readings so far in a notebook."""
         recorded = Readings([], [] if self.latest is None else [self.latest])
         if self.path is not None and self.path.is_file():
             recorded = read(self.path)
@@ -392,7 +392,7 @@ class Monitor:
         return self._group.connected or self._group.rank == 0
 
     def _is_own(self) -> bool:
-        """Whether no other process has made the last step: a fork has copies of its parent's."""
+        """Whether this process made the last step; a fork has copies of its parent's monitors."""
         return self._process == os.getpid()
 
     @contextmanager
@@ -405,13 +405,13 @@ class Monitor:
             return
         with self.account.charge():
             began = time.perf_counter() - window.seconds
-            inputs, window.inputs = window.inputs, None  # kept no longer than the reading
+            inputs, window.inputs = window.inputs, None  # not kept longer than the reading
             capture = functools.partial(self.passes.snapshots, window)
             self._read(step, "inline", capture, began=began, inputs=inputs)
 
     @contextmanager
     def _checking(self, step: int) -> Iterator[None]:
-        """Look at few values of the training's forward pass, of this rank's rows."""
+        """Look at a few values of this rank's rows in the training's forward pass."""
         with self.account.charge():
             window = self.passes.open_for_check(step, self._quick_evaluator.views, _CHECK_ROWS)
         with window:
@@ -424,7 +424,7 @@ class Monitor:
         began = time.perf_counter() - window.seconds
         snapshot = window.snapshot()
         if snapshot.is_empty:
-            self.planner.stop_checks()  # compiled code hides what it would look at
+            self.planner.stop_checks()  # compiled code hides the blocks
         stacks = self._quick_evaluator.evaluate(snapshot.layers, _CHECK_ROWS).stacks
         info, seconds = snapshot.info, time.perf_counter() - began
         check = Reading(
@@ -440,7 +440,7 @@ class Monitor:
         self.outbox.open_step = step
         try:
             self.probe(step)
-            yield  # what is logged here is of this step
+            yield  # values logged here belong to this step
         finally:
             self.outbox.open_step = None
             if self._is_own():
@@ -454,14 +454,14 @@ class Monitor:
         capture: Callable[[], list[Snapshot]],
         *,
         began: float,
-        copies: bool = False,
+        same_inputs: bool = False,
         inputs: Inputs | None = None,
     ) -> None:
         """Measure what was captured, or start a thread that does."""
         self.planner.mark_read(source)
         job = ReadingJob(
             step, source, self._group, self._evaluator, rows=self._options["tokens"],
-            place=self._device, copies=copies, inputs=inputs,
+            place=self._device, same_inputs=same_inputs, inputs=inputs,
         )  # fmt: skip
         with self.warnings.guard():
             if self._begin_job(job, capture, began):
@@ -471,15 +471,15 @@ class Monitor:
     def _begin_job(
         self, job: ReadingJob, capture: Callable[[], list[Snapshot]], began: float
     ) -> bool:
-        """Begin the job with what is captured; returns whether this rank measures it."""
+        """Begin the job with the captured passes; return whether this rank measures it."""
         passes: list[Snapshot] | Exception
         left_out = self.account.left_out
         try:
             passes = capture()
             self._verify(passes[0])
-        except (RanksLostError, RankFailedError):  # raised on all ranks alike
+        except (RanksLostError, RankFailedError):  # raised on all ranks
             raise
-        except Exception as error:  # several ranks fail together
+        except Exception as error:  # several ranks must fail together
             passes = error
         seconds = time.perf_counter() - began - (self.account.left_out - left_out)
         if not self._takes_part():
@@ -490,8 +490,8 @@ class Monitor:
         return True
 
     def _verify(self, snapshot: Snapshot) -> None:
-        """Warn if views are missing that the first snapshot should have."""
-        if snapshot.is_empty:  # there is nothing to check, and nothing to record if all ranks' are
+        """Warn about views that are missing although the first snapshot should have them."""
+        if snapshot.is_empty:  # nothing to verify, and nothing to record if all ranks' are empty
             return
         missing = None if self._is_verified else explain_missing(snapshot, self._evaluator.views)
         if missing is not None:
@@ -509,7 +509,7 @@ class Monitor:
     # -- the run ---------------------------------------------------------------------------------
 
     def _join_ranks(self) -> RankGroup:
-        """The ranks, connected if all were built with the same options; a collective then."""
+        """Return the ranks, connected if built with the same options (then a collective)."""
         options = self._options
         anatomy = self._parts.find_anatomy(options["blocks"])
         blocks: list[dict[str, tuple[str, ...]]] = [{} for _ in self._parts.modules]
@@ -531,18 +531,14 @@ class Monitor:
         return join_ranks(place, compared, timeout=options["rank_timeout"])
 
     def _make_planner(self) -> Planner:
-        """Plan what the options ask for: a schedule, a share of the time, or both.
-
-        Raises:
-            ValueError: A budget is given, and the ranks exchange no decisions.
-        """
+        """Make the planner for a schedule, a share of the time, or both."""
         schedule, budget = self._options["schedule"], self._options["budget"]
-        # Every rank makes a probe's passes, at the same steps.
+        # All ranks make a probe's passes, at the same steps.
         agree = self._group.members == self._group.size or self._source == "inline"
         if not agree and budget not in (AUTO, None):
             raise ValueError(
-                "a budget is one decision for all ranks, which they share if their rows are "
-                "gathered: use gather=True, or budget=None"
+                "a budget needs one decision for all ranks, which is possible only if their rows "
+                "are gathered: use gather=True, or budget=None"
             )
         share = DEFAULT_SHARE if schedule is None and agree else None
         share = share if budget == AUTO else budget  # type: ignore[assignment]
@@ -562,7 +558,7 @@ class Monitor:
         )
 
     def _schedule_of_checks(self) -> Schedule | str | None:
-        """When checks are made. One rank alone makes them, so it has to have the whole model."""
+        """Return when to check; a single rank makes checks, so it must have the whole model."""
         asked, is_first = self._options["checks"], self._group.rank == 0
         if not (is_first and self._source == "inline" and self._quick_evaluator.metrics):
             return None
@@ -571,7 +567,7 @@ class Monitor:
         return _guard_schedule("checks", asked, self.warnings) if callable(asked) else asked  # type: ignore[return-value]
 
     def _make_record(self, directory: str | os.PathLike[str] | None) -> Record | None:
-        """The record, on the first rank; if it cannot be made all ranks raise the same."""
+        """Make the record on the first rank; if that fails, all ranks raise the same error."""
         record: Record | None = None
         failure: ValueError | None = None
         if directory is not None and self._group.rank == 0:
@@ -586,13 +582,13 @@ class Monitor:
         return record
 
     def _begin(self, step: int) -> None:
-        """Start at the first step, or go back to an earlier one: learn what the record holds."""
+        """Start at the first step, or go back to an earlier one, and read what the record holds."""
         if self.planner.step is not None:
             self.outbox.begin(step, self.describe())
             self.planner.rewind(step)
             return
         for name in _LOADED_FIRST:
-            with contextlib.suppress(ImportError):  # said by what needs it
+            with contextlib.suppress(ImportError):  # reported by the code that needs it
                 importlib.import_module(name)
         self.account.begin()
         earlier = self.outbox.begin(step, self.describe())
@@ -601,7 +597,7 @@ class Monitor:
             self.warnings.say(f"the record is {self.path}; to see it: geomon watch {folder}")
         try:
             earlier = self._group.broadcast(earlier)
-        finally:  # a first rank that is alone from here on knows its record
+        finally:  # if the first rank is alone from now on, it still knows its record
             self.planner.begin(step, earlier)
 
     def _say_left_out(self) -> None:
@@ -623,16 +619,16 @@ class Monitor:
         """Whether rows are measured in the background."""
         wanted = self._options["background"]
         chosen = self._device.of_model != HOST if wanted is None else wanted
-        # A metric of the user's own may draw random numbers of the training, whose states are put
-        # back around it: not while the training draws.
+        # A user's own metric may draw random numbers. Their states are restored around it, which
+        # must not happen while the training draws.
         return chosen and not self._evaluator.has_own_metrics and not self._group.connected
 
 
 def _notes_of_run(passes: Passes, group: RankGroup, device: MeasuringDevice) -> list[Note]:
-    """Notes that hold for every reading."""
+    """Return the notes that hold for every reading."""
     notes = passes.notes()
     if (reason := group.why_not_connected) is not None:
-        text = "rows are not gathered, only those of rank 0 are measured: {reason}"
+        text = "rows are not gathered, and only the rows of rank 0 are measured: {reason}"
         notes.append(Note("not gathered", text, numbers={"reason": reason}))
     if not group.connected:
         notes += group.own.notes_alone()
@@ -643,13 +639,13 @@ def _notes_of_run(passes: Passes, group: RankGroup, device: MeasuringDevice) -> 
 
 
 def _guard_schedule(option: str, schedule: Schedule, warnings: Warnings) -> Schedule:
-    """Wrap a schedule: if it raises, the step is not due."""
+    """Wrap a schedule so that steps where it raises are not due."""
 
     def guarded(step: int) -> bool:
         due: list[bool] = []
         warnings.attempt(
             lambda: due.append(schedule(step)),
-            f"the function given as {option} failed: there is no reading at a step where it fails",
+            f"the function passed as {option} failed: steps at which it fails are not read",
             once=True,
         )
         return any(due)
@@ -658,27 +654,27 @@ def _guard_schedule(option: str, schedule: Schedule, warnings: Warnings) -> Sche
 
 
 def _settings(settings: Mapping[str, Any], before: str) -> dict[str, bool | int | float | str]:
-    """Flatten settings for the description of a run: numbers, and everything else as text."""
+    """Flatten settings for the description of a run; everything but numbers becomes text."""
     found: dict[str, bool | int | float | str] = {}
     for name, value in settings.items():
         path = f"{before}/{name}"
         if isinstance(value, Mapping):
             found |= _settings(value, path)
         elif isinstance(value, bool | int | float) and abs(value) < 2**63:
-            found[path] = value  # a number that is not finite becomes a text: JSON has none
+            found[path] = value  # the record writes NaN and infinity as text, which JSON lacks
         else:
             found[path] = text_of(value)[:_LONGEST]
     return found
 
 
-# Monitors that are open, by the process that has opened them.
+# Open monitors, with the process that opened each.
 _OPEN: "weakref.WeakKeyDictionary[Monitor, int]" = weakref.WeakKeyDictionary()
 
 
 def _close_at_exit(monitor: Monitor) -> None:
-    """Have a monitor closed when the program ends, if it still exists then.
+    """Close a monitor when the program ends, if it still exists then.
 
-    A process of multiprocessing ends without the handlers of atexit, and calls finalizers.
+    A process of multiprocessing skips atexit handlers, but calls finalizers.
     """
     if os.getpid() not in _OPEN.values():
         atexit.unregister(_close_all)

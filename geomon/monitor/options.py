@@ -1,7 +1,7 @@
-"""Options of a monitor: each is declared once, with its type, default, check and words.
+"""Options of a monitor, each declared once with its type, default, check and description.
 
-`Monitor` and both callbacks take them by keyword, `**options: Unpack[MonitorOptions]`: type
-checkers, editors and the parsers of command lines read the types, `help` the words.
+`Monitor` and both callbacks take them as keywords, `**options: Unpack[MonitorOptions]`. Type
+checkers, editors and command-line parsers read the types, and `help` shows the descriptions.
 """
 
 import difflib
@@ -31,25 +31,25 @@ from geomon.record import Sink
 from geomon.record.headline import HEADLINE, Detail, check_detail
 from geomon.record.tags import training_tag
 
-# Fewest rows of which a dimension can be estimated.
+# Fewest rows for estimating a dimension.
 _FEWEST_QUERIES = 3
-# What stands for the default share of the time, as `budget`, and for checks within a share of it.
+# Value of `budget` for the default share of the time, and of `checks` for a share of that.
 AUTO = "auto"
-# What stands for a trainer's own validation batches, as `probe` of a callback.
+# Value of a callback's `probe` for the trainer's own validation batches.
 VALIDATION = "validation"
 
 _Class = TypeVar("_Class", bound=type)
 
 
-@dataclass(frozen=True, eq=False)  # parsers of command lines hash it
+@dataclass(frozen=True, eq=False)  # command-line parsers hash it
 class Option:
     """Declares an option; the field gives its name and type.
 
     Attributes:
-        default: Value if the user gives none.
-        words: Explains the option, for help.
-        check: Returns the value as it is used, or raises what is wrong with it.
-        group: Heading under which help shows it and the options behind it.
+        default: Value if the user passes none.
+        words: Description of the option, for help.
+        check: Returns the value to use, or raises an error that says what is wrong with it.
+        group: Heading in help above this option and the options after it.
     """
 
     default: Any
@@ -59,28 +59,33 @@ class Option:
 
 
 def check_count(name: str, value: int | None, at_least: int = 1, *, or_none: bool = False) -> None:
-    """Raise a `ValueError` unless the value is a whole number of at least so many.
+    """Raise a `ValueError` unless the value is a large enough whole number.
 
     Args:
         name: Name of the argument, for the message.
         value: Value of the argument.
-        at_least: Smallest number that makes sense.
-        or_none: Whether None stands for all there are.
+        at_least: Smallest sensible number. Defaults to 1.
+        or_none: Whether None is allowed, meaning all there are. Defaults to False.
+
+    Raises:
+        ValueError: If it is not a whole number, or too small.
     """
     if or_none and value is None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
         none = ", or None" if or_none else ""
-        raise ValueError(f"{name} is a whole number of at least {at_least}{none}, got {value!r}")
+        raise ValueError(
+            f"{name} must be a whole number of at least {at_least}{none}, got {value!r}"
+        )
 
 
 def check_step(step: SupportsIndex) -> int:
-    """Return a step as a plain int: whole numbers of numpy and tensors of one are taken too."""
+    """Return a step as a plain int; numpy integers and one-element integer tensors are accepted."""
     expected = "a step is the number of optimizer updates already in the weights, a whole number"
     is_flag = isinstance(step, bool) or str(getattr(step, "dtype", "")).endswith("bool")
     try:
         number = None if is_flag else operator.index(step)
-    except (TypeError, RuntimeError):  # a float; a tensor of several
+    except (TypeError, RuntimeError):  # a float, or a tensor with several elements
         number = None
     if number is None:
         raise TypeError(f"{expected}, got {reprlib.repr(step)}")
@@ -100,7 +105,7 @@ def _count(name: str, at_least: int = 1, *, or_none: bool = False) -> Callable[[
 def _seconds(name: str) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ValueError(f"{name} is a number of seconds above 0, got {value!r}")
+            raise ValueError(f"{name} must be a number of seconds above 0, got {value!r}")
         return value
 
     return check
@@ -109,7 +114,7 @@ def _seconds(name: str) -> Callable[[Any], Any]:
 def _flag(name: str) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
         if not isinstance(value, bool):
-            raise ValueError(f"{name} is True or False, got {value!r}")
+            raise ValueError(f"{name} must be True or False, got {value!r}")
         return value
 
     return check
@@ -118,17 +123,17 @@ def _flag(name: str) -> Callable[[Any], Any]:
 def _hook(name: str) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
         if value is not None and not callable(value):
-            raise TypeError(f"{name} is a function of one argument, or None, got {value!r}")
+            raise TypeError(f"{name} must be a function of one argument, or None, got {value!r}")
         return value
 
     return check
 
 
 def _check_probe(probe: Any) -> Any:
-    """The inputs of the probe; held-out batches if it is a loader."""
+    """Return the inputs of the probe, or held-out batches if it is a loader."""
     if isinstance(probe, str) and probe != VALIDATION:
         raise ValueError(
-            f"probe is inputs of the model, a loader of batches, or in the callbacks "
+            f"probe must be inputs of the model, a loader of batches, or (in the callbacks) "
             f"'{VALIDATION}', got {probe!r}"
         )
     return HeldOut(probe) if is_loader(probe) else probe
@@ -137,14 +142,14 @@ def _check_probe(probe: Any) -> Any:
 def _check_probe_loss(function: Any) -> Any:
     if function is not None and not callable(function):
         raise TypeError(
-            "probe_loss is a function of what the model returns and of its inputs, "
-            f"lambda outputs, batch: outputs.loss for instance, or None, got {function!r}"
+            "probe_loss must be a function of the model's output and inputs, such as "
+            f"lambda outputs, batch: outputs.loss, or None, got {function!r}"
         )
     return function
 
 
 def _check_sinks(sinks: Any) -> Any:
-    """The sinks, if they are a sequence of sinks; the callbacks find the trainer's loggers."""
+    """Return the sinks if they are a sequence of sinks; callbacks find the trainer's loggers."""
     named = isinstance(sinks, str) or not isinstance(sinks, Iterable)
     wrong = (
         [sinks]
@@ -153,19 +158,19 @@ def _check_sinks(sinks: Any) -> Any:
     )
     if wrong:
         raise TypeError(
-            "sinks is a list of objects with write(reading) and close(), "
-            f"[TensorBoard('runs/a')] for instance, got {reprlib.repr(wrong[0])}; the callbacks "
-            "write to the loggers of the trainer without it"
+            "sinks must be a list of objects with write(reading) and close(), such as "
+            f"[TensorBoard('runs/a')], got {reprlib.repr(wrong[0])}; the callbacks write to the "
+            "trainer's loggers without it"
         )
     return sinks
 
 
 def _check_names(names: Any) -> tuple[str, ...]:
-    """The names of logged values; a single name may stand for itself."""
+    """Return the names of logged values; a single name is accepted too."""
     if isinstance(names, str):
         names = (names,)
     if not isinstance(names, Iterable):
-        raise ValueError(f"log is a tuple of names, ('val_loss',) for instance, got {names!r}")
+        raise ValueError(f"log must be a tuple of names, such as ('val_loss',), got {names!r}")
     checked = tuple(dict.fromkeys(names))
     for name in checked:
         training_tag(name)
@@ -175,7 +180,7 @@ def _check_names(names: Any) -> tuple[str, ...]:
 def _check_settings(settings: Any) -> Any:
     if not isinstance(settings, Mapping):
         raise TypeError(
-            f"settings is a dict, {{'learning_rate': 3e-4}} for instance, got "
+            f"settings must be a dict, such as {{'learning_rate': 3e-4}}, got "
             f"{type(settings).__name__}"
         )
     return settings
@@ -190,12 +195,12 @@ def _check_checks(checks: Any) -> Any:
         raise ValueError(str(error).replace("schedule", "checks", 1)) from None
 
 
-# A number, and what people write for "per cent".
+# A number, optionally followed by a sign or word for "per cent".
 _SHARE = re.compile(r"\s*(?P<number>[^\s%]+?)\s*(?P<percent>%|per\s?cent)?\s*", re.IGNORECASE)
 
 
 def _check_budget(share: Any) -> float | str | None:
-    """The budget as a share of the time between 0 and 1; None for no limit, or "auto"."""
+    """Return the budget as a share of the time between 0 and 1, None for no limit, or "auto"."""
     if share is None or (isinstance(share, str) and share == AUTO):
         return share
     number, divisor = share, 1
@@ -205,19 +210,19 @@ def _check_budget(share: Any) -> float | str | None:
         divisor = 100 if found and found["percent"] else 1
     try:
         value = math.nan if isinstance(share, bool) else float(number) / divisor
-    except (TypeError, ValueError, RuntimeError):  # no number; a tensor of several
+    except (TypeError, ValueError, RuntimeError):  # not a number, or a tensor of several
         value = math.nan
     if not 0 < value < 1:
         raise ValueError(
-            "budget is a share of the training time between 0 and 1, 0.01 or '1%' for one per "
-            f"cent, 'auto', or None for no limit, got {reprlib.repr(share)}"
+            "budget must be a share of the training time between 0 and 1 (0.01 or '1%' for one per "
+            f"cent), 'auto', or None for no limit, got {reprlib.repr(share)}"
         )
     return value
 
 
 def _check_megabytes(most: Any) -> Any:
     if most is not None and not 0 < most <= math.inf:
-        raise ValueError(f"max_capture_mb is a number above 0, or None, got {most!r}")
+        raise ValueError(f"max_capture_mb must be a number above 0, or None, got {most!r}")
     return most
 
 
@@ -227,7 +232,7 @@ def _check_alerts(names: Any) -> Any:
 
 
 class MonitorOptions(TypedDict, total=False):
-    """The keyword arguments of a monitor."""
+    """Keyword arguments of a monitor."""
 
     metrics: Annotated[
         Sequence[str] | Mapping[str, Callable[..., Any]],
@@ -506,7 +511,7 @@ class MonitorOptions(TypedDict, total=False):
 
 
 class CallbackOptions(MonitorOptions, total=False):
-    """The keyword arguments of a callback."""
+    """Keyword arguments of a callback."""
 
     pictures: Annotated[
         bool,
@@ -533,33 +538,29 @@ class CallbackOptions(MonitorOptions, total=False):
 
 @functools.cache
 def declared(options: type) -> dict[str, Option]:
-    """Return what is declared of each option, by name.
-
-    Args:
-        options: `MonitorOptions` or `CallbackOptions`.
-    """
+    """Return the declaration of each option by name."""
     hints = get_type_hints(options, include_extras=True)
     return {name: hint.__metadata__[0] for name, hint in hints.items()}
 
 
 def check_options(options: Mapping[str, Any], owner: str) -> MonitorOptions:
-    """Return all options of a monitor, checked: those given, and the defaults of the others."""
+    """Return all options of a monitor, checked, with defaults for those not given."""
     checked: MonitorOptions = _check(options, MonitorOptions, owner)
     if isinstance(checked["probe"], str):
         raise ValueError(
-            f"probe='{VALIDATION}' is for the callbacks: {owner} knows no trainer, give it inputs "
-            "or a loader"
+            f"probe='{VALIDATION}' is for the callbacks: {owner} has no trainer, so pass inputs or "
+            "a loader"
         )
     return checked
 
 
 def check_callback_options(options: Mapping[str, Any], owner: str) -> CallbackOptions:
-    """Return all options of a callback, checked: those given, and the defaults of the others."""
+    """Return all options of a callback, checked, with defaults for those not given."""
     checked: CallbackOptions = _check({"directory": None, **options}, CallbackOptions, owner)
     _check_measured(checked["detail"], checked["metrics"])
     if checked["probe_loss"] is not None and checked["probe"] is None:
-        raise ValueError(  # a Monitor may be given inputs with each probe
-            f"probe_loss is the loss on the inputs of a probe, and there is none: give "
+        raise ValueError(  # a Monitor may get inputs with each probe instead
+            f"probe_loss is the loss on the inputs of a probe, but there is none: pass "
             f"probe='{VALIDATION}', or inputs of the model"
         )
     return checked
@@ -587,10 +588,13 @@ def _check_measured(detail: Detail, metrics: Collection[str]) -> None:
 
 
 def documented(options: type) -> Callable[[_Class], _Class]:
-    """Put the words of all options into the docstring of a class, in place of `{options}`.
+    """Insert the descriptions of all options into a class's docstring, at `{options}`.
 
     Args:
         options: `MonitorOptions` or `CallbackOptions`, whose options the class takes.
+
+    Returns:
+        The decorator.
     """
     lines = []
     for name, one in declared(options).items():

@@ -1,7 +1,7 @@
-"""The outbox: from measured to shown, the one queue of a monitor's readings and alerts.
+"""The outbox: from measured to shown, the only queue of a monitor's readings and alerts.
 
 A reading is measured, completed with what the training logs, recorded, then shown. An alert is
-recorded, printed and shown at the moment when it is seen.
+recorded, printed and shown as soon as it is seen.
 """
 
 import functools
@@ -29,7 +29,7 @@ from geomon.record import RaisedAlert, Reading, Record
 
 
 class _Completed(NamedTuple):
-    """A reading that is ready to be recorded, and its alerts; no reading on ranks but the first."""
+    """A reading ready to be recorded, with its alerts; without a reading on ranks but the first."""
 
     reading: Reading | None
     alerts: Sequence[Alert] = ()
@@ -41,22 +41,22 @@ _NOTHING = _Completed(None)
 class Outbox:
     """Takes finished readings from the executor, in order, and records and shows each once.
 
-    The reading of the present step waits for the values that are to stand in it. After Ctrl-C the
-    next call goes on where the last one was interrupted.
+    The reading of the present step waits for the values that belong into it. After Ctrl-C, the next
+    call continues where the last one was interrupted.
 
     Args:
-        record: The record; None for no record.
+        record: The record, or None.
         options: All options of the monitor, checked.
         executor: Measures the readings.
-        planner: Knows the step that the training is at, and whether it is read.
+        planner: Knows the training's present step, and whether it is read.
         account: Account of the time.
-        warnings: Turns what goes wrong into warnings.
-        notes: Function that returns notes that hold for every reading.
+        warnings: Turns errors into warnings.
+        notes: Returns the notes that hold for every reading.
 
     Attributes:
         sinks: The sinks.
-        latest: The last reading that was recorded; None before the first, and on other ranks.
-        open_step: The step of a probe whose `with` is open: its reading waits for values.
+        latest: The last recorded reading; None before the first, and on other ranks.
+        open_step: Step of a probe whose `with` is open, so that its reading waits for values.
     """
 
     def __init__(
@@ -92,16 +92,9 @@ class Outbox:
         return self._watch.asks_again
 
     def begin(self, step: int, description: dict[str, Any]) -> int:
-        """Open the record at the first step of this start, and take up what it holds.
+        """Open the record at a first step, or when training goes back; return the earlier readings.
 
-        The same is done if the training goes back to an earlier step.
-
-        Args:
-            step: The step.
-            description: Description of the run.
-
-        Returns:
-            Number of readings of earlier starts, on whose branch this one goes on.
+        The number returned counts the readings of earlier starts on the branch that continues here.
         """
         earlier: list[Reading] = []
         self._watch = AlertWatch(self._alerts)
@@ -112,7 +105,7 @@ class Outbox:
             self._warnings.attempt(
                 lambda: earlier.extend(record.begin(step, description)),
                 f"{record.path} could not be read and is kept under another name; phases and "
-                "alerts begin anew",
+                "alerts start afresh",
             )
         for reading in earlier:
             self._warnings.attempt(
@@ -124,11 +117,7 @@ class Outbox:
         return len(earlier)
 
     def publish(self, *, wait: bool = True) -> None:
-        """Record and show the readings that are finished, in order.
-
-        Args:
-            wait: Whether the present step's reading waits for values that are to be logged.
-        """
+        """Record and show finished readings; the present step's one may wait for logged values."""
         while (job := self._executor.first_finished()) is not None:
             if wait and self._waits(job):
                 return
@@ -136,20 +125,12 @@ class Outbox:
                 self._publish(job)
 
     def move_to(self, step: int) -> None:
-        """Publish what is finished, as the training moves on: nothing waits any more."""
+        """Publish everything finished as training moves on, without waiting any more."""
         self.publish(wait=False)
         self._logged.forget_before(step, self._pending)
 
     def alert_of(self, check: Reading, inputs: Inputs | None) -> bool:
-        """Look for the alerts of a check, and record and show each at once.
-
-        Args:
-            check: Values that the check has measured.
-            inputs: Arguments of the model's call, or None if they are not known.
-
-        Returns:
-            Whether there are any.
-        """
+        """Record and show each alert of a check at once; return whether there are any."""
         alerts = self._find_alerts(check)
         for alert in alerts:
             self._raise(alert, check.source, inputs)
@@ -157,26 +138,16 @@ class Outbox:
         return bool(alerts)
 
     def note(self, notes: Sequence[Note]) -> None:
-        """Put notes that the log has said already into the next reading.
-
-        Args:
-            notes: The notes.
-        """
+        """Put notes that were already logged into the next reading."""
         self._noted += notes
 
     def log(self, step: int, values: Mapping[str, Any], *, watched: bool) -> None:
-        """Put values into the reading of a step.
-
-        Args:
-            step: Number of optimizer updates already in the weights.
-            values: Numbers, or tensors of one number, by name; None for a value that there is not.
-            watched: Whether the window of the step is open.
-        """
+        """Put values into the reading of a step; `watched` says whether its window is open."""
         if not self._takes_values(step, watched=watched):
             return
         with self._account.charge():
             if step == self._published and step not in self._pending:
-                # Only the first accumulated batch is read: the others' values are not late.
+                # Only the first accumulated batch is read, so values of others are not late.
                 self._warn_of_late([name for name in values if not self._logged.has(step, name)])
                 return
             self._logged.put(step, values)
@@ -202,20 +173,20 @@ class Outbox:
         return [job.step for job in self._executor.jobs]
 
     def _takes_values(self, step: int, *, watched: bool) -> bool:
-        """Whether a reading of a step is made, being made or due: it may hold logged values."""
+        """Whether a reading of a step is made, being made or due, and so may hold logged values."""
         present = self._planner.step
         if step in self._pending or step == self._published or present is None or step > present:
             return True
         return step == present and (watched or self._planner.wants_reading)
 
     def _waits(self, job: ReadingJob) -> bool:
-        """Whether values may still be logged that belong into a reading."""
+        """Whether values for a reading may still be logged."""
         if job.failed or job.step != self._planner.step:
             return False
         return job.step == self.open_step or not self._logged.is_complete(job.step)
 
     def _publish(self, job: ReadingJob) -> None:
-        """Record a reading, and show it. After Ctrl-C it is recorded by the next call, and once."""
+        """Record a reading and show it; after Ctrl-C the next call records it, but only once."""
         with self._account.charge():
             try:
                 reading, alerts = self._completed(job)
@@ -244,7 +215,7 @@ class Outbox:
         self._last_completed = None, _NOTHING
 
     def _completed(self, job: ReadingJob) -> "_Completed":
-        """The reading of a job with what the run knows; made once, also after Ctrl-C."""
+        """Complete the reading of a job with what the run knows, only once even after Ctrl-C."""
         if self._last_completed[0] is not job:
             self._last_completed = job, self._complete(job)
         return self._last_completed[1]
@@ -253,7 +224,7 @@ class Outbox:
         reading = job.result()
         if reading is None:
             return _NOTHING
-        # Before the first hardly any training time has passed.
+        # Before the first reading, hardly any training time has passed.
         overhead = math.nan if self._published is None else self._account.overhead
         reading = msgspec.structs.replace(
             reading,
@@ -263,7 +234,7 @@ class Outbox:
             left_out=self._planner.left_out,
         )
         alerts = self._find_alerts(reading)
-        # Sinks that take no alerts learn of those since the last reading.
+        # Sinks without alerts get the notes of alerts since the last reading.
         noted = *reading.notes, *self._noted, *(alert.note() for alert in alerts)
         return _Completed(msgspec.structs.replace(reading, notes=noted), alerts)
 
@@ -286,15 +257,15 @@ class Outbox:
         self._call("on_alert", self._on_alert, replace(alert, inputs=inputs))
 
     def _write(self, reading: Reading, job: ReadingJob) -> None:
-        """Write a reading to the record: before it is shown, so that nothing shown is ever lost."""
+        """Write a reading to the record before it is shown, so that nothing shown is ever lost."""
         self._published = reading.step
         record = self._record
         if record is not None:
             self._attempt_to_write(lambda: record.write(reading))
             self._warnings.attempt(
                 lambda: record.write_arrays(reading, job.arrays),
-                f"arrays for figures could not be written to {record.arrays.path}, the record "
-                "goes on without them",
+                f"arrays for figures could not be written to {record.arrays.path}; the record "
+                "continues without them",
                 once=True,
             )
 
@@ -302,16 +273,16 @@ class Outbox:
         assert self._record is not None
         self._warnings.attempt(
             write,
-            f"{self._record.path} could not be written, and its readings are kept until it can be",
+            f"{self._record.path} could not be written; its readings are kept until it can be",
         )
 
     def _recall(self, reading: Reading) -> None:
-        """Take a reading of an earlier start; nothing is called for it."""
+        """Take a reading of an earlier start into account, without calling anything for it."""
         self._watch.add(reading)
         self._follow(reading)
 
     def _follow(self, reading: Reading) -> Phase | None:
-        """Add a reading to the curve of the dimension; the phase, if it is another one."""
+        """Add a reading to the dimension's curve; return the phase if it has changed."""
         if self._on_phase is None:
             return None
         curve = self._curves[reading.source]
@@ -323,14 +294,14 @@ class Outbox:
         return phase
 
     def _call(self, name: str, function: Callable[[Any], object] | None, argument: object) -> None:
-        """Call a function of the user's; its time is the training's, but for calls of geomon."""
+        """Call a user's function; its time is the training's, except for calls of geomon."""
         if function is None:
             return
         began, spent = time.perf_counter(), self._account.spent
         try:
             self._warnings.attempt(
                 lambda: function(argument),
-                f"{name} failed and is called again the next time; the training goes on",
+                f"{name} failed and will be called again the next time; the training goes on",
                 once=True,
             )
         finally:
@@ -338,14 +309,14 @@ class Outbox:
             self._account.leave_out(taken - (self._account.spent - spent))
 
     def _warn_of_late(self, late: Sequence[str]) -> None:
-        """Warn of values whose reading is recorded without them, and have later readings wait."""
+        """Warn about values that came after their reading; later readings will wait for them."""
         if not late:
             return
         names = ", ".join(map(repr, late))
         option = "log=(" + "".join(f"{name!r}, " for name in late).rstrip() + ")"
         self._warnings.warn(
-            f"{names} of step {self._published} came after its reading was recorded, and later "
-            f"readings wait for it: log inside `with monitor(step)`, or give Monitor {option}",
+            f"{names} of step {self._published} came after its reading was recorded; later "
+            f"readings will wait for it: log inside `with monitor(step)`, or give Monitor {option}",
             kind=f"late {names}",
         )
         self._logged.wait_for(late)

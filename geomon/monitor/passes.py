@@ -21,26 +21,26 @@ from geomon.monitor.probe_loss import ProbeLoss
 from geomon.note import Note
 
 _EXTRA = (
-    "this reading is of an extra pass of the model: what the model changes outside of its modules "
-    "(a global list, a generator, a counter) cannot be put back"
+    "this reading comes from an extra pass of the model: what the model changes outside of its "
+    "modules (a global list, a generator, a counter) cannot be restored"
 )
 
 
 class Passes:
-    """Opens windows on the passes of a model, and makes the extra ones.
+    """Opens windows on the passes of a model, and makes extra passes.
 
     Args:
-        model: The model that is watched, or the parts of it that this rank has.
+        model: The watched model, or the parts of it that this rank has.
         options: All options of the monitor, checked.
         views: Names of the views that metrics read.
         group: The ranks.
-        device: Where layers are measured.
+        device: Device that measures the layers.
         in_background: Whether a thread measures them.
         account: Account of the time that windows and extra passes take.
-        loss: Computes the loss of extra passes; None for none.
+        loss: Computes the loss of extra passes, or None.
 
     Raises:
-        ValueError: The model has no blocks.
+        ValueError: If the model has no blocks.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class Passes:
         self._options = options
         self._group = group
         self._anatomy = self._find_anatomy()
-        self._modules = tuple(self._model.modules())  # of which the anatomy was found
-        self._names = self.block_names  # as the run began
+        self._modules = tuple(self._model.modules())  # for which the anatomy was found
+        self._names = self.block_names  # when the run began
         self._views = set(views)
         self._device = device
         self._in_background = in_background
@@ -77,7 +77,7 @@ class Passes:
 
     @property
     def step(self) -> int | None:
-        """Step of the window that was opened last; None once it is closed for good."""
+        """Step of the window opened last, or None once it is closed for good."""
         return None if self._open is None else self._open[1]
 
     def open(self, step: int) -> Window:
@@ -90,18 +90,18 @@ class Passes:
         return self._window(step, (step, *self._place()), rows=rows)
 
     def open_for_check(self, step: int, views: Collection[str], rows: int) -> Window:
-        """Make a window that looks at less of the training's own forward pass, of this rank alone.
+        """Make a smaller window for the training's own forward pass on this rank only.
 
-        Compiled code of which no copy can be made stays compiled, and the check sees nothing of it.
-        The other ranks make no check: a pass that ran eagerly here could wait for them forever.
+        Compiled code that cannot be copied stays compiled, and the check sees nothing of it. Other
+        ranks make no check, so an eager pass here could wait for them forever.
         """
         return self._window(step, (step,), rows=rows, views=views)
 
     def snapshots(self, window: Window) -> list[Snapshot]:
         """Return what a window has seen of each pass, with its rows where they stay.
 
-        Rows that are sent to other ranks go by the host. If a thread measures them, it waits for
-        the copies (`ReadingJob`).
+        Rows for other ranks are moved to the host. If a thread measures them, it waits for the
+        copies (`ReadingJob`).
 
         Args:
             window: A window whose pass is over.
@@ -110,25 +110,26 @@ class Passes:
         return window.snapshots(device, wait=not self._in_background)
 
     def pause(self) -> None:
-        """Let the window that is open see nothing, and leave nothing on the model, for a while.
+        """Let the open window see nothing for a while, and leave nothing on the model.
 
-        What it has seen is measured when its `with` ends, unless it sees more after `proceed`.
+        Rows that it has already seen are measured when its `with` ends, unless it sees more after
+        `proceed`.
         """
         if self._open is not None:
             with self._account.charge():
                 self._open[0].close()
 
     def proceed(self) -> None:
-        """Let the window that `pause` has stopped see calls again."""
+        """Let the window that `pause` stopped see calls again."""
         if self._open is not None:
             with self._account.charge():
                 self._open[0].__enter__()
 
     def sweep(self, step: int | None) -> None:
-        """Close a window that Ctrl-C has left open, half open or half closed.
+        """Close a window that Ctrl-C left open, half open or half closed.
 
         Args:
-            step: The step whose window may still be open; None for none.
+            step: The step whose window may still be open, or None.
         """
         if self._open is None:
             return
@@ -140,10 +141,10 @@ class Passes:
     def run(self, inputs: Any, step: int) -> list[Snapshot]:
         """Make an extra pass over the inputs of a probe, or over each of its held-out batches.
 
-        The same inputs give the same rows: readings differ by the weights.
+        Equal inputs give equal rows, so that readings differ only by the weights.
 
         Args:
-            inputs: What the model is called with, or held-out batches.
+            inputs: Inputs of the model, or held-out batches.
             step: Number of optimizer updates already in the weights.
         """
         if isinstance(inputs, HeldOut):
@@ -151,7 +152,7 @@ class Passes:
         return self._run(inputs, step, (), self._rows(), loss=self._loss)
 
     def modules_around_blocks(self) -> tuple[nn.Module, ...]:
-        """The model and the modules in it that hold blocks: a training calls one of them."""
+        """Return the model and its modules that hold blocks; a training calls one of them."""
         self._renew_anatomy()
         blocks = [block.module for block in self._anatomy.blocks]
         inside = {module for block in blocks for module in block.modules()}
@@ -165,7 +166,7 @@ class Passes:
         """Notes on the model, for every reading."""
         if self.block_names == self._names:
             return []
-        text = "the model has other blocks than the run began with: {now} now, {then} then"
+        text = "the model's blocks have changed since the run began: {now} now, {then} then"
         numbers = {"now": len(self.block_names), "then": len(self._names)}
         return [Note("other blocks", text, numbers=numbers)]
 
@@ -180,12 +181,12 @@ class Passes:
         windows: int = 1,
         loss: ProbeLoss | None = None,
     ) -> list[Snapshot]:
-        """Make one extra pass; of a pipeline, one over all micro-batches."""
+        """Make one extra pass; in a pipeline, one over all micro-batches."""
         window = self._window(step, place, rows=rows, windows=windows)
         made = extra_pass(
             self._model, inputs, window, around=around, loss=loss, given=self._parts.given
         )
-        if loss is not None:  # a validation that the training asks for, like its own forward pass
+        if loss is not None:  # the training asked for this validation, so its time is its own
             self._account.leave_out(made.seconds - window.seconds)
         first, *others = self.snapshots(window)
         info = replace(first.info, loss=made.loss)
@@ -199,7 +200,7 @@ class Passes:
         return [replace(first, info=info), *others]
 
     def _run_held_out(self, held_out: HeldOut, step: int) -> list[Snapshot]:
-        """Make an extra pass over each held-out batch; at first, take the batches."""
+        """Make an extra pass over each held-out batch, taking the batches the first time."""
         around = (self._model, *self.modules_around_blocks())
         held_out.settle(self._model, self._group, self._rows())
         shares = held_out.shares(self._group.rows_of(self._rows()))
@@ -237,9 +238,9 @@ class Passes:
     def _renew_anatomy(self) -> None:
         """Find the anatomy again if modules of the model were added, removed or replaced.
 
-        Adapters are put around projections, merged and taken off, blocks are added or wrapped: what
-        was found before would be looked at in place of what the model runs. Where no blocks are
-        found any more, those found before are expected, and a reading says that they did not run.
+        Adapters are put around projections, merged and removed, and blocks are added or wrapped;
+        the old anatomy would then watch modules that the model no longer runs. If no blocks are
+        found any more, the old ones are expected, and a reading says that they did not run.
         """
         modules = tuple(self._model.modules())
         if list(map(id, modules)) == list(map(id, self._modules)):
@@ -263,7 +264,7 @@ class Passes:
         return replace(anatomy, stacks=tuple(stacks))
 
     def _place(self) -> tuple[int, ...]:
-        """Return what the sample of this rank depends on; the first samples as one process does."""
+        """Return what this rank's sampling depends on; the first samples as one process does."""
         return (self._group.data_rank,) if self._group.data_rank else ()
 
     def _rows(self) -> int:

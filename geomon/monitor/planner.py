@@ -1,7 +1,7 @@
-"""The planner: which steps are read, which are checked, and what that takes of the time.
+"""The planner decides which steps are read or checked, and what share of the time that takes.
 
-By default the readings of a run fill a share of its time. They are dense while curves move fast and
-never stop, so that no part of a run is unseen.
+By default, the readings of a run fill a share of its time. They are dense while curves move fast
+and never stop, so that no part of a run goes unseen.
 """
 
 import bisect
@@ -17,39 +17,38 @@ from typing import NamedTuple
 from geomon.distributed import RankGroup
 from geomon.monitor.schedule import Schedule
 
-# Share of the time that geomon takes if nothing else is asked for, checks included.
+# Default share of the time that geomon takes, including checks.
 DEFAULT_SHARE = 0.05
-# Share of the time that checks take if no schedule says when they are made; without a schedule of
-# readings either, the parts of geomon's share that are for checks: what so many readings leave of
-# it, but at least and at most so much. More readings show little more; more checks see a fault
-# sooner.
+# Share of the time that checks take if they have no schedule. If readings have no schedule either,
+# checks get the part of geomon's share that `_ENOUGH` readings leave, within these bounds: more
+# readings would show little more, but more checks see a fault sooner.
 CHECK_SHARE = 0.01
 _ENOUGH, _LEAST_PART, _LARGEST_PART = 40, 0.2, 0.6
-# First step of a check that no schedule asks for: before it everything moves.
+# First step of an unscheduled check: earlier, everything is still moving.
 _FIRST_CHECK = 32
-# Earliest steps of the first readings, which are made whatever they cost: a curve needs three.
+# Earliest steps of the first readings, made regardless of cost, because a curve needs three.
 ALWAYS_READ = (0, 16, 48)
-# Part of a run's readings that is spread evenly over the logarithm of the step; the others are
-# spread evenly over the steps.
+# This part of a run's readings is spread evenly over the logarithm of the step, and the rest evenly
+# over the steps.
 _BY_LOGARITHM = 0.3
-# Between two readings lie at least so many steps, this share of the steps so far (500 readings in
-# 100,000 steps), and this share of the distance that readings have on average at this place of the
-# run: what was saved up is not spent at once.
+# Readings are at least this many steps apart, this share of the steps so far (500 readings in
+# 100,000 steps), and this share of the average distance at this place of the run, so that saved
+# time is not spent at once.
 _LEAST_STEPS, _LEAST_APART, _OF_AVERAGE = 4, 0.015, 0.8
-# Gap after which a run that can pay for it is read, as a share of its length, and the gap that it
-# has to be able to keep until its end.
+# A run is read after a gap of this share of its length if it can then still afford gaps of that
+# share until its end.
 _LONGEST, _KEPT = 0.09, 0.1
-# Largest wait until the next decision, as a share of the steps so far: costs and lengths change.
+# Longest wait until the next decision, as a share of the steps so far, because costs change.
 _LONGEST_WAIT = 0.05
-# Steps without a thread beside them that are needed to know how long one is, and how many times as
-# long one may be that counts.
+# Steps without a measuring thread that are needed to know how long a step takes, and the factor up
+# to which a longer step still counts.
 _FEWEST_ALONE, _LONGEST_STEP = 32, 20
-# Steps that are looked at if a training jumps: no schedule is asked for more at once.
+# Most steps for which a schedule is evaluated at once if a training jumps.
 _MOST_JUMPED = 10_000
 
 
 class Due(enum.Enum):
-    """Says whether a step is read, checked or passed over."""
+    """Whether a step is read, checked or passed over."""
 
     NOTHING = 0
     CHECK = 1
@@ -57,10 +56,9 @@ class Due(enum.Enum):
 
 
 class _Charge:
-    """Time of the code inside a `with`: written out, because it is paid at every step.
+    """Time of the code inside a `with`, written out because it is paid at every step.
 
-    Charges are meant for the thread that trains. The time that two charges have in common counts
-    once.
+    Charges are meant for the training's thread. Time that two charges share counts once.
     """
 
     __slots__ = ("_account", "_began", "_known")
@@ -76,7 +74,7 @@ class _Charge:
         account = self._account
         now = account.clock()
         known = account.charged + account.left_out
-        if account.began > self._began:  # the training has begun inside: nothing before counts
+        if account.began > self._began:  # training began inside, and nothing before it counts
             taken = now - account.began
         else:
             taken, known = now - self._began, known - self._known
@@ -87,12 +85,12 @@ class Account:
     """Account of the seconds that geomon takes from a training.
 
     Args:
-        clock: Function that returns seconds, which never go back.
+        clock: Returns seconds that never go back. Defaults to `time.perf_counter`.
 
     Attributes:
         clock: The argument.
-        began: When the training began, by the clock; infinity before that.
-        charged: Seconds since, for which the training has waited.
+        began: Time when the training began, by the clock; infinity before that.
+        charged: Seconds since then for which the training has waited.
         left_out: Seconds inside charges that the training would have taken without geomon too.
     """
 
@@ -104,46 +102,46 @@ class Account:
         self.began = math.inf
         self.charged = self.left_out = self._slowed = 0.0
         self._trained: float | None = None  # seconds of training until the last step
-        self._is_beside = False  # whether a thread measured as that step began
-        # Seconds and number of steps with a thread beside them that are not settled, and of others.
-        self._beside, self._steps_beside = 0.0, 0
+        self._is_measuring = False  # whether a thread was measuring when that step began
+        # Seconds and number of steps with a measuring thread (not settled yet), and of others.
+        self._busy, self._steps_busy = 0.0, 0
         self._alone, self._steps_alone = 0.0, 0.0
 
     def begin(self) -> None:
-        """Start the clock: what was spent before the first step does not count."""
+        """Start the clock; time spent before the first step does not count."""
         self.began = self.clock()
         self.charged = self.left_out = self._slowed = 0.0
-        self._trained, self._beside, self._steps_beside = None, 0.0, 0
+        self._trained, self._busy, self._steps_busy = None, 0.0, 0
 
-    def step(self, *, beside: bool) -> None:
-        """Note that a step begins, to learn what a thread that measures beside it costs.
+    def step(self, *, measuring: bool) -> None:
+        """Handle the start of a step, to learn what a measuring thread costs.
 
-        A thread takes time from the training that nobody waits for: the lock of Python, cores, the
-        device. Means are compared, because a loop that looks at its loss at every tenth step waits
-        there for ten. Single comparisons are rough; their errors cancel over many.
+        A measuring thread takes time for which nobody waits visibly: Python's lock, cores, the
+        device. Means are compared, because a loop that looks at its loss every ten steps waits for
+        ten of them then. Single comparisons are rough, but their errors cancel over many.
 
         Args:
-            beside: Whether a thread measures now.
+            measuring: Whether a thread is measuring now.
         """
-        was_beside, self._is_beside = self._is_beside, beside
+        was_measuring, self._is_measuring = self._is_measuring, measuring
         before, self._trained = self._trained, self.elapsed - self.charged
         if before is None:
             return
         took, known = self._trained - before, self._steps_alone >= _FEWEST_ALONE
         usual = self._alone / self._steps_alone if known else math.inf
-        took = min(took, _LONGEST_STEP * usual)  # a checkpoint or a validation is no usual step
-        if was_beside or beside:
-            self._beside, self._steps_beside = self._beside + took, self._steps_beside + 1
+        took = min(took, _LONGEST_STEP * usual)  # a checkpoint or validation is not a usual step
+        if was_measuring or measuring:
+            self._busy, self._steps_busy = self._busy + took, self._steps_busy + 1
             return
         self._alone, self._steps_alone = self._alone + took, self._steps_alone + 1
-        if known and 0 < self._steps_beside <= self._steps_alone:
-            self._slowed += self._beside - self._steps_beside * usual
-            self._beside, self._steps_beside = 0.0, 0
+        if known and 0 < self._steps_busy <= self._steps_alone:
+            self._slowed += self._busy - self._steps_busy * usual
+            self._busy, self._steps_busy = 0.0, 0
             self._alone, self._steps_alone = self._alone / 2, self._steps_alone / 2
 
     @property
     def slowed(self) -> float:
-        """Seconds by which steps were longer while a thread measured."""
+        """Seconds by which steps took longer while a thread measured."""
         return max(0.0, self._slowed)
 
     @property
@@ -163,47 +161,51 @@ class Account:
         return self.spent / elapsed if elapsed else math.nan
 
     def charge(self) -> AbstractContextManager[None]:
-        """Return a context manager that adds the time inside it to what geomon has taken.
+        """Return a context manager that adds the time inside it to geomon's.
 
         Time that is charged twice counts once, and time that is left out does not count.
         """
         return _Charge(self)
 
     def leave_out(self, seconds: float) -> None:
-        """Leave time inside a charge out: the training takes it without geomon too."""
+        """Exclude time inside a charge that the training would have taken without geomon too.
+
+        Args:
+            seconds: The time.
+        """
         self.left_out += max(0.0, seconds)
 
 
 class _Decision(NamedTuple):
-    """Whether a reading is made now, and after how many steps to ask again."""
+    """Whether a reading is made now, and after how many steps to decide again."""
 
     is_made: bool
     wait: int
 
 
 class Planner:
-    """Decides at each step whether a reading, a check or nothing is made.
+    """Decides at each step whether to make a reading, a check or nothing.
 
-    With a schedule, a reading is made if it is due, and if the share of the time allows it. A
-    reading that cannot be paid, or whose step is jumped over, is made at the next step that can be
-    paid. Without a schedule, readings fill the share: with `N = share * steps / cost`, where the
-    cost of a reading is in steps, reading number `N * (0.3 ln(1 + s) / ln(1 + S) + 0.7 s / S)` is
-    made by step s of S. If the length of the run is not known, readings are made as soon as what
-    was spent is within the share of the time so far. The first three are made whatever they cost.
+    With a schedule, a reading is made if it is due and the share of the time allows it. A reading
+    that the share does not allow, or whose step is jumped over, is made at the next step that can
+    afford it. Without a schedule, readings fill the share: with `N = share * steps / cost`, where
+    the cost of a reading is in steps, reading number `N * (0.3 ln(1 + s) / ln(1 + S) + 0.7 s / S)`
+    is made by step s of S. If the length of the run is unknown, a reading is made as soon as the
+    time spent is within the share of the time so far. The first three are made regardless of cost.
 
     Args:
-        schedule: Function from a step to whether a reading is due; step 0 always is. None fills the
-            share of the time.
-        share: Largest share of the time that geomon may take; None for no limit.
-        checks: Function from a step to whether a check is due; "auto" for as many as one per cent
-            of the time affords, or up to three fifths of the share if 40 readings leave that much
-            of it; None for none.
+        schedule: Function from a step to whether a reading is due (step 0 always is), or None to
+            fill the share of the time.
+        share: Largest share of the time that geomon may take, or None for no limit.
+        checks: Function from a step to whether a check is due; "auto" for as many as 1 % of the
+            time affords, or up to three fifths of the share if 40 readings leave that much of it;
+            None for none.
         group: The ranks. If they are connected, the first one decides for all.
         account: Account of the time.
-        source: Source of the readings that are planned, "inline" or "probe".
+        source: Source of the planned readings, "inline" or "probe".
 
     Attributes:
-        step: The last step that the training was at; None before the first.
+        step: The training's last step; None before the first.
     """
 
     def __init__(
@@ -226,7 +228,7 @@ class Planner:
         self._made = 0  # readings of this start
         self._costs_before: list[float] = []  # seconds of all readings before each
         self._checks_made, self._checks_cost = 0, 0.0
-        self._check_purse = self._purse_at = 0.0  # seconds for checks, as it was at some time
+        self._check_purse = self._purse_at = 0.0  # seconds for checks, and when they were updated
         self._last_read = self._ask = 0
         self._read_here: set[str] = set()  # sources that have a reading of this step
         self._left_out = 0
@@ -235,7 +237,7 @@ class Planner:
 
     @property
     def left_out(self) -> int:
-        """Number of readings that were due and that the share did not allow."""
+        """Number of readings that were due but that the share did not allow."""
         return self._left_out + (self._share is not None and self._is_owed)
 
     @property
@@ -258,7 +260,7 @@ class Planner:
         self._first, self._earlier, self._ask = step, earlier, step
 
     def rewind(self, step: int) -> None:
-        """Plan anew from an earlier step on, to which the training goes back.
+        """Plan anew from an earlier step that the training goes back to.
 
         Args:
             step: The step.
@@ -266,30 +268,30 @@ class Planner:
         self.step, self._last_read, self._ask, self._is_owed = None, 0, step, False
 
     def expect_end(self, step: int | None) -> None:
-        """Take the share from the time of the whole run.
+        """Relate the share to the time of the whole run.
 
         Args:
-            step: The last step of the run; None if it is not known.
+            step: The last step of the run, or None if it is not known.
         """
         self._last = step
 
     def advance(self, step: int, *, busy: bool = False) -> None:
-        """Move to the step that the training is at, and decide what is due.
+        """Move to the training's present step, and decide what is due.
 
-        It is a collective if the ranks are connected and a reading has to be paid.
+        This is a collective if the ranks are connected and a reading must fit the share.
 
         Args:
             step: Number of optimizer updates already in the weights.
-            busy: Whether an earlier reading is not finished yet.
+            busy: Whether an earlier reading is not finished yet. Defaults to False.
 
         Raises:
-            RankFailedError: Another rank is at a later step.
-            RanksLostError: A rank does not answer.
+            RankFailedError: If another rank is at a later step.
+            RanksLostError: If a rank does not answer.
         """
         before, self.step = self.step, step
         if step == before:
             return
-        self._account.step(beside=busy)
+        self._account.step(measuring=busy)
         self._read_here.clear()
         self._is_paid = self._check_here = False  # stays so if a schedule raises
         if before is not None and before == self._first:  # the first step may compile
@@ -298,11 +300,11 @@ class Planner:
         self._is_paid = self._decide_reading(before, step, busy=busy)
 
     def due(self, source: str = "inline", *, force: bool = False) -> Due:
-        """Return what is to be made at the step that the training is at.
+        """Return what is to be made at the training's present step.
 
         Args:
-            source: "inline" or "probe".
-            force: Whether to read whatever the schedule and the share say.
+            source: "inline" or "probe". Defaults to "inline".
+            force: Whether to read regardless of schedule and share. Defaults to False.
         """
         if source in self._read_here:
             return Due.NOTHING
@@ -311,7 +313,7 @@ class Planner:
         return Due.CHECK if self._check_here and source == "inline" else Due.NOTHING
 
     def mark_read(self, source: str) -> None:
-        """Note that a reading of the present step is being made.
+        """Record that a reading of the present step is being made.
 
         Args:
             source: "inline" or "probe".
@@ -324,13 +326,12 @@ class Planner:
         self._costs_before.append(self._spent_on_readings)
 
     def mark_checked(self, seconds: float, *, again: bool) -> None:
-        """Note that a check of the present step was made.
+        """Record that a check of the present step was made.
 
         Args:
             seconds: Time that it took.
-            again: Whether the next step is to be checked too, whatever the schedule says. No
-                third check follows such a second one, so checks stay few if every value is
-                strange.
+            again: Whether to check the next step too, regardless of schedule. A third check never
+                follows such a second one, so checks stay few even if every value is strange.
         """
         self._checks_made, self._checks_cost = self._checks_made + 1, self._checks_cost + seconds
         self._check_here, self._check_again = False, again and not self._check_again
@@ -340,14 +341,14 @@ class Planner:
         self._checks, self._check_again = None, False
 
     def owe(self) -> None:
-        """Have the next step read whatever the schedule and the share say.
+        """Have the next step read regardless of schedule and share.
 
-        Connected ranks, which have to agree, read the next step at which they decide together.
+        Connected ranks must agree, so they read the next step at which they decide together.
         """
         self._is_urgent = True
 
     def _decide_check(self, step: int) -> bool:
-        """Return whether a check is made at a step, and add to the seconds for checks."""
+        """Return whether a check is made at a step, and update the seconds for checks."""
         if self._checks is None:
             return False
         if self._check_again:
@@ -361,7 +362,7 @@ class Planner:
         return step >= _FIRST_CHECK and expected <= self._check_purse
 
     def _decide_reading(self, before: int | None, step: int, *, busy: bool) -> bool:
-        """Return whether a reading is made at a step; a collective if it has to be paid."""
+        """Return whether a reading is made at a step; a collective if it must fit the share."""
         is_alone = not self._group.connected
         if self._schedule is None:
             asks = step >= self._ask
@@ -385,14 +386,14 @@ class Planner:
         return decision.is_made
 
     def _decide(self, step: int) -> _Decision:
-        """Decide whether the reading of a step is made: wanted anyway, or paid."""
+        """Decide whether to read a step, either in any case or because it fits the share."""
         made = self._earlier + self._made
         always = made < len(ALWAYS_READ)
         begun = 0 if self._earlier else self._first
         if self._schedule is None and always:
             is_made = step - begun >= ALWAYS_READ[made] or not self._made
         else:
-            # What the first reading of a process costs is not known.
+            # The cost of a process's first reading is not known.
             is_made = always or not self._made or self._is_payable(step, step, 0.0)
         is_made = is_made or self._is_urgent
         made += is_made
@@ -418,7 +419,7 @@ class Planner:
 
     @property
     def _usual_cost(self) -> float:
-        """Median seconds of a reading, without the first one: one that was dear says little."""
+        """Median seconds of a reading, without the first: a single expensive one says little."""
         ends = *self._costs_before[1:], self._spent_on_readings
         return statistics.median([b - a for a, b in itertools.pairwise(ends)] or [ends[0]])
 
@@ -431,7 +432,7 @@ class Planner:
         return min(max(left, _LEAST_PART * self._share), _LARGEST_PART * self._share)
 
     def _times(self, step: int) -> tuple[float, float]:
-        """Seconds of a training step, and of the run until its end, or until now if it is open."""
+        """Seconds of a training step, and of the whole run (or until now if its end is unknown)."""
         assert self._share is not None
         elapsed, spent = self._account.elapsed, self._account.spent
         since, trained = self._from
@@ -441,7 +442,7 @@ class Planner:
         return step_time, (elapsed - spent + (self._last - step) * step_time) / (1 - self._share)
 
     def _is_payable(self, step: int, other: int, more: float) -> bool:
-        """Return whether a reading could be paid at a step from this one on."""
+        """Return whether a reading at this or a later step would fit the share."""
         assert self._share is not None
         elapsed, spent = self._account.elapsed, self._account.spent
         step_time, end = self._times(step)
@@ -451,12 +452,12 @@ class Planner:
             allowed = self._share * (elapsed + more + ahead * step_time)
             slope = self._share * step_time
         else:
-            # The last step is read anyway; the others are made half a distance ahead.
+            # The last step is read anyway; others are made half a distance ahead.
             purse = max(self._share * end - 1.5 * cost, 0.0)
             begun = self._progress(self._first)
             allowed = purse * (self._progress(other) - begun) / (1 - begun) + cost / 2
             slope = purse * self._slope(other) / (1 - begun)
-            # What was dear once (memory that Python has cleaned up, say) leaves no hole.
+            # A single expensive reading (a garbage collection, for example) must not leave a hole.
             left = purse - spent - more - self._check_share(step) * max(end - elapsed, 0.0)
             needed = self._usual_cost * max(1.0, (1 - other / self._last) / _KEPT)
             if apart >= _LONGEST * self._last and left >= needed:
@@ -469,13 +470,13 @@ class Planner:
         return apart >= max(_LEAST_STEPS, _LEAST_APART * other, _OF_AVERAGE * average)
 
     def _progress(self, step: int) -> float:
-        """Part of a run's readings that are made by a step."""
+        """Part of a run's readings made by a step."""
         assert self._last is not None
         by_logarithm = math.log1p(step) / math.log1p(self._last)
         return _BY_LOGARITHM * by_logarithm + (1 - _BY_LOGARITHM) * step / self._last
 
     def _slope(self, step: int) -> float:
-        """Part of a run's readings that are made in one step."""
+        """Part of a run's readings made in one step."""
         assert self._last is not None
         by_logarithm = 1 / ((1 + step) * math.log1p(self._last))
         return _BY_LOGARITHM * by_logarithm + (1 - _BY_LOGARITHM) / self._last

@@ -1,6 +1,6 @@
-"""The loss on the inputs of a probe, computed from what the model returns in the reading's pass.
+"""The loss on the inputs of a probe, computed from the model's output in the reading's pass.
 
-So one pass gives the geometry and the validation loss of the same weights on the same inputs.
+One pass thus gives the geometry and the validation loss of the same weights on the same inputs.
 """
 
 import math
@@ -13,29 +13,19 @@ from geomon.capture.snapshot import MeanLoss
 from geomon.monitor.logged import copy_number
 from geomon.monitor.warnings import Warnings
 
-# Takes what the model returned and what it was given; returns a number or a tensor of one.
+# Function of the model's output and inputs that returns a number or a one-element tensor.
 LossFunction = Callable[[Any, Any], Any]
 
 
 class ProbeLoss:
-    """Computes the loss of a probe's pass; what fails is a warning, and the loss NaN.
-
-    Args:
-        function: The user's function of the model's outputs and its inputs.
-        warnings: Reports a loss that cannot be computed.
-    """
+    """Computes the loss of a probe's pass; an error becomes a warning, and the loss NaN."""
 
     def __init__(self, function: LossFunction, warnings: Warnings) -> None:
         self._function = function
         self._warnings = warnings
 
     def __call__(self, outputs: Any, inputs: Any) -> MeanLoss:
-        """Compute the loss, and wait for the device to have it.
-
-        Args:
-            outputs: What the model has returned.
-            inputs: What it was given, or the batch, on the model's device.
-        """
+        """Compute the loss of the output and the inputs (or batch), waiting for the device."""
         found = math.nan
 
         def compute() -> None:
@@ -51,12 +41,9 @@ class ProbeLoss:
 
 
 def count_sequences(inputs: Any) -> int:
-    """Number of sequences in a batch: the first size of its first tensor, or 1 without a tensor.
+    """Count the sequences of a batch: the first size of its first tensor, or 1 without a tensor.
 
     Trainers weight the losses of batches by it.
-
-    Args:
-        inputs: A tensor, or tensors in dicts, tuples and lists.
 
     Example:
         >>> import torch
@@ -67,7 +54,7 @@ def count_sequences(inputs: Any) -> int:
 
 
 def tensors_of(inputs: Any) -> Iterator[Tensor]:
-    """The tensors in dicts, tuples and lists, in order."""
+    """Yield the tensors in dicts, tuples and lists, in order."""
     if isinstance(inputs, Tensor):
         yield inputs
         return

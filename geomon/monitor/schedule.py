@@ -1,4 +1,4 @@
-"""Schedules: at which steps a reading is due. A schedule is any function from a step to a bool."""
+"""Schedules: functions from a step to whether a reading is due."""
 
 import contextlib
 import math
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 Schedule = Callable[[int], bool]
 
-# How far a schedule is tried before it is said never to fire; no run waits longer for a curve.
+# A schedule that does not fire up to this step is refused; no run waits longer for a curve.
 _HORIZON = 100_000
 
 
@@ -16,7 +16,7 @@ class every:  # noqa: N801  (reads as a function: schedule=every(100))
     """A reading every `steps` steps, beginning at step 0.
 
     Raises:
-        ValueError: `steps` is below 1.
+        ValueError: If `steps` is below 1.
 
     Example:
         >>> [step for step in range(10) if every(4)(step)]
@@ -37,13 +37,14 @@ class every:  # noqa: N801  (reads as a function: schedule=every(100))
 class log_spaced:  # noqa: N801
     """Readings at step 0, then at `per_octave` steps between each power of two and the next.
 
-    Dense at first: the intrinsic dimension expands in the first hundred or two of steps. The
-    readings between step 0 and `first` are left out: half of a short run's would lie there, and
-    show little. Where readings would be more than `at_most` steps apart, its multiples are read
-    too, so that long runs do not go dark.
+    They are dense at first, because the intrinsic dimension expands in the first one or two hundred
+    steps. Readings between step 0 and `first` are left out, where half of a short run's readings
+    would lie and show little. If readings would be more than `at_most` steps apart, multiples of
+    `at_most` are read too, so that long runs do not go dark. Defaults to 2 per octave, at most
+    1,000 steps apart, from step 32.
 
     Raises:
-        ValueError: `per_octave`, `at_most` or `first` is below 1.
+        ValueError: If `per_octave`, `at_most` or `first` is below 1.
 
     Example:
         >>> [step for step in range(200) if log_spaced()(step)]
@@ -72,7 +73,7 @@ class log_spaced:  # noqa: N801
 
 
 def check_schedule(schedule: Schedule | int | None) -> Schedule | None:
-    """Give a schedule back after seeing it fire; a number of steps as the schedule `every`."""
+    """Return a schedule that fires, with a number of steps turned into `every`."""
     if schedule is None:
         return None
     if isinstance(schedule, int) and not isinstance(schedule, bool) and schedule > 0:
@@ -91,10 +92,10 @@ def check_schedule(schedule: Schedule | int | None) -> Schedule | None:
 
 
 def first_steps(schedule: Schedule) -> list[int]:
-    """List the first steps, below 1,000, at which a schedule is due: by them two are compared."""
+    """List the steps below 1,000 where a schedule is due, for comparing schedules."""
     due = []
     for step in range(1000):
-        with contextlib.suppress(Exception):  # said when the training is there
+        with contextlib.suppress(Exception):  # reported when training reaches the step
             if schedule(step):
                 due.append(step)
     return due
@@ -102,4 +103,4 @@ def first_steps(schedule: Schedule) -> list[int]:
 
 def _require_count(name: str, value: int) -> None:
     if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is a number of steps, 1 or more, got {value!r}")
+        raise ValueError(f"{name} must be a number of steps, 1 or more, got {value!r}")

@@ -1,7 +1,6 @@
-"""What the callbacks of training frameworks share: a session, which knows no framework.
+"""Session that the callbacks of all training frameworks share.
 
-A callback translates its framework's events into the calls of a `CallbackSession` and does nothing
-else.
+A callback only translates its framework's events into calls of a `CallbackSession`.
 """
 
 import math
@@ -26,47 +25,47 @@ from geomon.record import Sink
 from geomon.record.printable import printable, text_of
 from geomon.record.tags import LOSS
 
-# Takes the keyword arguments of the model's call, and what it returned.
+# Function of the keyword arguments of the model's call, and of its output.
 Seen = Callable[[Mapping[str, Any], Any], object]
 
 
 class CallbackSession:
     """The trainings of one callback, one after another; before the first, every call does nothing.
 
-    A copy or a pickle of a session has its options alone: it starts with its own training.
+    A copy or a pickle of a session has only its options, and starts with its own training.
 
     Args:
-        options: The options that were given to the callback.
+        options: The options passed to the callback.
         owner: Name of the callback's class, for messages.
 
     Attributes:
         options: All options of the callback, checked.
-        monitor: Monitor of the training that is going on; None before training.
-        held_out: Takes the batches of the trainer's validation, if those are to be read.
+        monitor: Monitor of the current training; None before training.
+        held_out: Receives the batches of the trainer's validation, if those are read.
 
     Raises:
-        TypeError: An option has a name that does not exist.
-        ValueError: A metric reads an unknown view, the schedule never fires, or a number is out of
-            range.
+        TypeError: If an option does not exist.
+        ValueError: If a metric reads an unknown view, the schedule never fires, or a number is out
+            of range.
     """
 
     def __init__(self, options: CallbackOptions, owner: str) -> None:
         self.options = check_callback_options(options, owner)
         self.monitor: Monitor | None = None
         self.held_out = self._new_held_out()
-        self._step = 0  # the step that the training is at
+        self._step = 0  # the training's present step
         self._owner = owner
         self._window: ExitStack | None = None
-        self._first_call: FirstCall | None = None  # what waits for the forward pass
+        self._first_call: FirstCall | None = None  # waits for the forward pass
 
     @property
     def probes(self) -> bool:
-        """Whether fixed inputs are read in extra passes; else the training forward is watched."""
+        """Whether extra passes read fixed inputs, instead of watching the training forward."""
         return self.options["probe"] is not None
 
     @property
     def waits(self) -> bool:
-        """Whether a validation of the trainer has to come before anything can be read."""
+        """Whether the trainer must make a validation before anything can be read."""
         return self._reads_validation and not self.held_out.is_ready
 
     @property
@@ -80,7 +79,7 @@ class CallbackSession:
         return math.nan if self.monitor is None else self.monitor.overhead
 
     def __repr__(self) -> str:
-        """Show the callback by the main ones of its options, or its monitor while it trains."""
+        """Show the callback with its main options, or its monitor during training."""
         if self.monitor is not None:
             return self._owner + repr(self.monitor).removeprefix("Monitor")
         given = self.options
@@ -108,24 +107,24 @@ class CallbackSession:
         Args:
             model: The model that is trained.
             step: Number of optimizer updates already in the weights.
-            directory: Folder of the record, if the options name none; the current directory stands
-                for the default one of a `Monitor`.
-            sinks: Where readings go besides the record and the sinks of the options.
-            last_step: The last step of the training, or None if it is not known.
-            validates: Whether the trainer makes validations during the training.
+            directory: Folder of the record if the options name none. The current directory means
+                the default folder of a `Monitor`.
+            sinks: Sinks that get readings, in addition to the record and the sinks of the options.
+            last_step: The last step of the training. Defaults to None, for unknown.
+            validates: Whether the trainer validates during the training. Defaults to True.
 
         Raises:
-            ValueError: The model has no blocks, the directory cannot be written, or validation
-                batches are to be read and there are none.
+            ValueError: If the model has no blocks, the directory cannot be written, or validation
+                batches are to be read but there are none.
         """
         self.discard()
         if self._reads_validation and not validates:
             raise ValueError(
                 f"{self._owner}(probe='{VALIDATION}') reads the batches of the trainer's own "
-                "validation, and it makes none: give it validation data, or a loader here, "
-                "probe=loader"
+                "validation, but it makes none: give the trainer validation data, or pass a loader "
+                "here, probe=loader"
             )
-        shown = ("pictures", "detail")  # of what the callback shows: its own affair
+        shown = ("pictures", "detail")  # options for the callback's own displays
         options = {name: value for name, value in self.options.items() if name not in shown}
         elsewhere = os.path.realpath(directory) != os.path.realpath(os.curdir)
         options["directory"] = options["directory"] or (
@@ -144,7 +143,7 @@ class CallbackSession:
 
         Args:
             step: Number of optimizer updates already in the weights.
-            force: Whether to read whatever the schedule and the budget say.
+            force: Whether to read regardless of schedule and budget. Defaults to False.
         """
         if self._is_due(step, force=force):
             self._open_or_proceed(step, force=force)
@@ -154,14 +153,15 @@ class CallbackSession:
     ) -> None:
         """Open a window on the next call of the model, and close it when the call ends.
 
-        Whatever ends the call closes the window. Nothing is open before. After a call without
-        gradients the window waits, with nothing on the model, for one with gradients, which then
-        counts in its place.
+        The window closes however the call ends, and nothing is open before. After a call without
+        gradients, the window waits, without touching the model, for a call with gradients, which
+        then counts instead.
 
         Args:
             step: Number of optimizer updates already in the weights.
-            force: Whether to read whatever the schedule and the budget say.
-            seen: Takes what the call was given by name, and what it returned.
+            force: Whether to read regardless of schedule and budget. Defaults to False.
+            seen: Called with the keyword arguments of the call, and its output. Defaults to a
+                function that does nothing.
         """
         if not self._is_due(step, force=force) or self.monitor is None:
             return
@@ -181,7 +181,7 @@ class CallbackSession:
             self._first_call.begin()
 
     def _is_due(self, step: int, *, force: bool) -> bool:
-        """Move to a step; returns whether its forward pass is to be watched."""
+        """Move to a step; return whether to watch its forward pass."""
         if self.monitor is None:
             return False
         self.discard()
@@ -190,7 +190,7 @@ class CallbackSession:
         return self.monitor.is_due(step, force=force)
 
     def _open_or_proceed(self, step: int, *, force: bool) -> None:
-        """Open the window of the step, or have the one that is open see calls again."""
+        """Open the window of the step, or let the open one see calls again."""
         assert self.monitor is not None
         if self._window is not None:
             self.monitor.passes.proceed()
@@ -203,12 +203,12 @@ class CallbackSession:
         """Close the window, if one is open, and measure what it has seen.
 
         Args:
-            error: What ended the forward pass; nothing is measured then.
+            error: Error that ended the forward pass; then nothing is measured. Defaults to None.
         """
         call = self._first_call
         if call is not None:
             call.end()
-            self._first_call = None  # only now: Ctrl-C may come between
+            self._first_call = None  # only now, because Ctrl-C may come in between
             if error is None and not call.came:  # a window says what was not seen
                 self.open(self._step, force=True)
         window, self._window = self._window, None
@@ -216,7 +216,7 @@ class CallbackSession:
             window.__exit__(type(error) if error else None, error, None)
 
     def discard(self) -> None:
-        """Close a window on which no forward pass was run: there is nothing to measure."""
+        """Close a window without a forward pass, so that there is nothing to measure."""
         self.close(GeneratorExit())
 
     def probe(
@@ -230,8 +230,9 @@ class CallbackSession:
 
         Args:
             step: Number of optimizer updates already in the weights.
-            last: Whether this is the last reading of the run, which is made in any case.
-            around: Makes a context manager for the extra pass (the framework's precision, say).
+            last: Whether this is the last reading of the run, which is made in any case. Defaults
+                to False.
+            around: Makes a context manager for the extra pass, such as the framework's precision.
         """
         if self.monitor is None or not self.probes:
             return
@@ -250,7 +251,7 @@ class CallbackSession:
 
         Args:
             step: Number of optimizer updates already in the weights.
-            values: Gives what the training knows, by name; called only for a step that was read.
+            values: Returns the training's values by name; called only for a step that was read.
         """
         if self.monitor is None or not self.monitor.lacks_values(step):
             return
@@ -263,7 +264,7 @@ class CallbackSession:
         self.monitor.log(step, **{name: known.get(name) for name in self.logged})
 
     def finish(self) -> None:
-        """End the training: nothing is left on the model; may be called more than once."""
+        """End the training and leave nothing on the model; may be called more than once."""
         self.discard()
         if self.monitor is not None:
             self.monitor.close()
@@ -283,7 +284,7 @@ class CallbackSession:
 
 
 class _SeenCall(FirstCall):
-    """A first call that shows what it was given and what it returned."""
+    """A first call that shows its arguments and its output."""
 
     seen: Seen
 

@@ -1,4 +1,4 @@
-"""Calls of sinks: one that fails or hangs is left out, and holds nothing up."""
+"""Call sinks, leaving out any that fails or hangs, so that none holds up the run."""
 
 import contextlib
 import functools
@@ -13,7 +13,7 @@ from geomon.monitor.warnings import Warnings
 from geomon.record import RaisedAlert, Reading, Sink
 from geomon.record.sinks import AlertSink, DescribedSink, parts_of
 
-# Readings in a row at which a sink has failed before it is left out.
+# A sink that fails at this many readings in a row is left out.
 _MOST_FAILURES = 5
 
 _Action = Callable[[], object]
@@ -26,11 +26,8 @@ class SinkTimeoutError(TimeoutError):
 class SinkThread:
     """Calls functions in a thread of its own, one after another, while the caller waits.
 
-    The thread is started by the first call and ended by `close`: none is left between readings. A
-    call that takes too long is left to itself, with the thread that it holds.
-
-    Args:
-        seconds: Largest time that the caller waits for one call.
+    The first call starts the thread and `close` ends it, so that none remains between readings. A
+    call that exceeds the limit in seconds is abandoned together with its thread.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -39,14 +36,9 @@ class SinkThread:
         self._calls: queue.SimpleQueue[tuple[_Action, Future[None]] | None] = queue.SimpleQueue()
 
     def call(self, action: _Action) -> None:
-        """Call a function in the thread; if none can be started, here and without a limit.
+        """Call a function in the thread, or here without a limit if no thread can be started.
 
-        Args:
-            action: The function.
-
-        Raises:
-            SinkTimeoutError: It takes longer than the limit.
-            Exception: What the function has raised.
+        Raises SinkTimeoutError if it exceeds the limit, and any error of the function.
         """
         if not self._is_running():
             action()
@@ -55,7 +47,7 @@ class SinkThread:
         self._calls.put((action, done))
         try:
             done.exception(self._seconds)
-        except BaseException as error:  # too late, or Ctrl-C: nothing more waits behind this call
+        except BaseException as error:  # timeout or Ctrl-C: no further call waits for this one
             self._calls.put(None)
             self._thread = None
             if isinstance(error, TimeoutError):
@@ -71,7 +63,7 @@ class SinkThread:
             thread.join(self._seconds)
 
     def _is_running(self) -> bool:
-        """Start the thread unless it runs; a fork has none, and a program that ends starts none."""
+        """Start the thread unless it runs; forks and ending programs cannot run one."""
         if self._thread is None or not self._thread.is_alive():
             self._calls = queue.SimpleQueue()
             self._thread = threading.Thread(
@@ -111,15 +103,10 @@ class _Entry:
 class SinkCalls:
     """The sinks of a monitor, and how they are called.
 
-    A sink that fails is tried again with the next readings, and left out if it fails at five in a
-    row. Sinks are called in a thread for which the training waits; one that takes longer than its
-    limit is left out. A trainer's own loggers are called in the training's thread, as the training
-    calls them: some of them keep state by thread.
-
-    Args:
-        sinks: The sinks.
-        warnings: Turns what goes wrong into warnings.
-        seconds: Largest duration of one call of a sink.
+    A sink that fails is tried again at the next readings, and left out if it fails at five in a
+    row. Sinks are called in a thread for which the training waits; one that exceeds its limit in
+    seconds is left out. A trainer's own loggers are called in the training's thread, as the
+    training calls them, because some keep per-thread state.
     """
 
     def __init__(self, sinks: Sequence[Sink], warnings: Warnings, seconds: float) -> None:
@@ -128,15 +115,11 @@ class SinkCalls:
         self._warnings = warnings
 
     def add_loggers(self, sinks: Sequence[Sink]) -> None:
-        """Add sinks that are called in the training's own thread, without a limit."""
+        """Add sinks that are called in the training's own thread, without a time limit."""
         self._entries += [_Entry(sink, lambda action: action()) for sink in parts_of(sinks)]
 
     def describe(self, description: dict[str, Any]) -> None:
-        """Give the description of the run to the sinks that take one.
-
-        Args:
-            description: The description.
-        """
+        """Pass the description of the run to the sinks that take one."""
         with contextlib.closing(self._thread):
             for entry in self._entries:
                 if isinstance(entry.sink, DescribedSink):
@@ -144,28 +127,20 @@ class SinkCalls:
                     self._call(entry, functools.partial(entry.sink.describe, description), message)
 
     def write(self, reading: Reading) -> None:
-        """Give a reading to all sinks.
-
-        Args:
-            reading: The reading, which is recorded.
-        """
+        """Pass a recorded reading to all sinks."""
         with contextlib.closing(self._thread):
             for entry in self._entries:
                 self._write(entry, functools.partial(entry.sink.write, reading))
 
     def alert(self, alert: RaisedAlert) -> None:
-        """Give an alert to the sinks that take alerts.
-
-        Args:
-            alert: The alert, which is recorded.
-        """
+        """Pass a recorded alert to the sinks that take alerts."""
         with contextlib.closing(self._thread):
             for entry in self._entries:
                 if isinstance(entry.sink, AlertSink):
                     self._write(entry, functools.partial(entry.sink.alert, alert))
 
     def close(self) -> None:
-        """Close the sinks, the last one first: what draws into a logger comes after it."""
+        """Close the sinks, last one first, because what draws into a logger comes after it."""
         with contextlib.closing(self._thread):
             for entry in self._entries[::-1]:
                 self._call(entry, entry.sink.close, f"closing {entry.name} failed")
@@ -187,7 +162,7 @@ class SinkCalls:
             )
 
     def _call(self, entry: _Entry, action: _Action, message: str) -> bool:
-        """Call a sink; returns whether it went well. One that takes too long is left out."""
+        """Call a sink, and return whether it succeeded; one that takes too long is left out."""
         left_out = f"{entry.name} takes too long and is left out from here on"
 
         def limited() -> None:

@@ -1,4 +1,4 @@
-"""Warnings and messages of a monitor: nothing that goes wrong in geomon ends a run."""
+"""Warnings and messages of a monitor: no error inside geomon ends a run."""
 
 import contextlib
 import logging
@@ -14,9 +14,9 @@ log = logging.getLogger("geomon")
 
 
 class Console(logging.Handler):
-    """Prints messages to the standard error, one line each, above a progress bar.
+    """Prints messages to standard error, one line each, above a progress bar.
 
-    If the program has handlers of its own, these show the messages, and nothing is printed.
+    If the program has handlers of its own, they show the messages, and nothing is printed.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -29,9 +29,9 @@ class Console(logging.Handler):
             bars = sys.modules.get("tqdm")
             if bars is None:
                 sys.stderr.write(f"{line}\n")
-            else:  # takes bars away, and draws them again below the line
+            else:  # redraws progress bars below the line
                 bars.tqdm.write(line, file=sys.stderr)
-        except Exception:  # a closed stream: no message ends a training
+        except Exception:  # a closed stream, for example, must not end a training
             self.handleError(record)
 
 
@@ -39,22 +39,22 @@ _CONSOLE = Console()
 
 
 class Warnings:
-    """Turns what goes wrong into warnings, each said once in the log of one rank.
+    """Turns errors into warnings, each logged once by one rank.
 
     Args:
         group: The ranks. If they are connected, the first one warns.
-        strict: Whether to raise what goes wrong, instead of a warning.
+        strict: Whether to raise errors instead.
     """
 
     def __init__(self, group: RankGroup, *, strict: bool) -> None:
-        log.addHandler(_CONSOLE)  # has an effect once
+        log.addHandler(_CONSOLE)  # takes effect only once
         self._group = group
         self._strict = strict
         self._kinds: set[str] = set()
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Turn an exception inside the `with` into a warning: a reading is left out.
+        """Turn an exception inside the `with` into a warning that a reading is left out.
 
         If another rank does not answer, the ranks are disconnected.
         """
@@ -66,7 +66,7 @@ class Warnings:
                 raise
             self.warn(
                 f"rank {self._group.rank} lost the other ranks ({error}): their rows are no longer "
-                "gathered, rank 0 goes on with its own"
+                "gathered, and rank 0 continues with its own"
             )
         except Exception as error:
             if self._strict:
@@ -75,12 +75,9 @@ class Warnings:
             self.warn(f"a reading failed and is left out: {kind}{error}")
 
     def attempt(self, action: Callable[[], Any], message: str, *, once: bool = False) -> bool:
-        """Call a function and turn its exception into a warning; returns whether it went well.
+        """Call a function, turn its exception into a warning, and return whether it succeeded.
 
-        Args:
-            action: The function.
-            message: What its failure means, for the warning.
-            once: Whether failures of the same meaning and another reason are one warning.
+        With `once`, failures with this message give a single warning, whatever their reasons.
         """
         try:
             action()
@@ -93,24 +90,15 @@ class Warnings:
         return True
 
     def warn(self, message: str, *, kind: str | None = None) -> None:
-        """Log a warning, unless one of its kind has been logged already.
-
-        Args:
-            message: The words.
-            kind: What stays the same while numbers in the words change; by default the words.
-        """
+        """Log a warning, unless one of its kind (or the same message) was already logged."""
         kind = kind or message
         if self._speaks and kind not in self._kinds:
             self._kinds.add(kind)
-            with contextlib.suppress(Exception):  # a handler of the program's may raise
+            with contextlib.suppress(Exception):  # a handler of the program may raise
                 log.warning("%s", printable(message))
 
     def say(self, message: str) -> None:
-        """Print a line of information; a program with a log of its own gets it as INFO.
-
-        Args:
-            message: The words.
-        """
+        """Print a line of information; a program with its own log gets it as INFO."""
         if self._speaks and log.level <= logging.INFO:  # by default no level is set
             text = printable(message)
             with contextlib.suppress(Exception):

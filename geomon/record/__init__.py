@@ -1,7 +1,7 @@
-"""The record of a run: readings, the file that holds them, and the sinks that get them besides.
+"""The record of a run: readings, the file that holds them, and sinks that receive them.
 
-Tags are built in `geomon.record.tags`; the sinks stand in `geomon.record.sinks`; text of
-unknown origin is made fit for a terminal in `geomon.record.printable`.
+`geomon.record.tags` builds tags, `geomon.record.sinks` holds the sinks, and
+`geomon.record.printable` makes text of unknown origin safe for a terminal.
 """
 
 from geomon.record.alert import Course, RaisedAlert

@@ -1,4 +1,4 @@
-"""Alert lines of a record: an alert is written when it is raised, not with the next reading."""
+"""Alert lines of a record, written when an alert is raised rather than with the next reading."""
 
 from typing import Annotated
 
@@ -12,11 +12,11 @@ _Step = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Course(msgspec.Struct, frozen=True):
-    """What a watched value was at the last readings and checks before an alert.
+    """A watched value at the last readings and checks before an alert.
 
     Attributes:
-        tag: Name of the value, "max_logit/layer_03/head_1" for instance.
-        steps: Steps at which it was read, ascending; the alert was raised at the last one.
+        tag: Name of the value, such as "max_logit/layer_03/head_1".
+        steps: Steps where it was read, ascending; the alert was raised at the last one.
         values: Value at each step; NaN if it could not be measured.
     """
 
@@ -25,7 +25,7 @@ class Course(msgspec.Struct, frozen=True):
     values: tuple[Number, ...]
 
     def __post_init__(self) -> None:
-        """Put NaN in the place of the nulls of JSON."""
+        """Replace JSON nulls by NaN."""
         if None in self.values:
             msgspec.structs.force_setattr(self, "values", tuple(map(number, self.values)))
 
@@ -35,11 +35,11 @@ class RaisedAlert(msgspec.Struct, frozen=True):
 
     Attributes:
         step: Step of the reading or check that raised it.
-        time: Moment at which it was raised, in seconds since the epoch.
-        source: "inline" or "probe" for an alert of a reading, "check" for one of a check.
-        note: What was found, in words and numbers; its kind is the name of the rule.
+        time: Time at which it was raised, in seconds since the epoch.
+        source: "inline" or "probe" for an alert of a reading, "check" for an alert of a check.
+        note: The finding in words and numbers; its kind is the name of the rule.
         courses: The values that left their bands, over the last 32 readings or checks of the same
-            source; empty for a rule without bands.
+            source. Defaults to (), for a rule without bands.
     """
 
     step: _Step
@@ -53,7 +53,7 @@ class RaisedAlert(msgspec.Struct, frozen=True):
         return self.note.words()
 
     def line(self) -> str:
-        """Format the alert as one line of JSON; a value that is not finite becomes null."""
+        """Format the alert as one line of JSON, with null for values that are not finite."""
         return encode_line({"alert": self})
 
 

@@ -1,7 +1,7 @@
-"""Arrays beside a record: what figures need and no single value holds, in files of numpy.
+"""Arrays next to a record: data for figures that no single value holds, in numpy files.
 
-Each reading may have one file, `arrays/step_000128_probe.npz` for the reading of a probe at step
-128. It is written whole or not at all: a run that is killed leaves no half file under that name.
+Each reading may have one file, such as `arrays/step_000128_probe.npz` for a probe at step 128.
+Files are written whole or not at all: a killed run leaves no half file under that name.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from geomon.record.paths import check_regular
 
 
 class ArrayPlace(NamedTuple):
-    """What an array belongs to.
+    """The place that an array describes.
 
     Attributes:
         stack: Name of the stack; "" for the only one.
-        name: Name of the array, "mean_query" say.
+        name: Name of the array, such as "mean_query".
         layer: Depth.
     """
 
@@ -37,8 +37,8 @@ class ArrayPlace(NamedTuple):
 Arrays = Mapping[ArrayPlace, NDArray[Any]]
 
 _FILE = re.compile(r"step_(?P<step>\d+)_(?P<source>inline|probe)\.npz")
-# Arrays are kept of readings whose steps are so much apart, as a share of the step: a run that is
-# read every 10 steps has some hundred files and not ten thousand.
+# Readings with arrays are at least this far apart, as a share of the step: a run that is read every
+# 10 steps has some hundred files instead of ten thousand.
 _APART = 0.05
 
 
@@ -47,7 +47,7 @@ class ArrayFolder:
     """Folder of the arrays of a run's readings.
 
     Attributes:
-        path: Path of the folder, which need not be there.
+        path: Path of the folder, which need not exist.
         stack: Name of the stack whose arrays are read, under the tags of a model with one stack;
             None for all stacks.
     """
@@ -56,12 +56,8 @@ class ArrayFolder:
     stack: str | None = None
 
     @classmethod
-    def beside(cls, record: Path) -> "ArrayFolder":
-        """Name the folder that belongs to a record.
-
-        Args:
-            record: Path of the record, `readings.jsonl` or an earlier one, `readings.1.jsonl`.
-        """
+    def of_record(cls, record: Path) -> "ArrayFolder":
+        """Return the folder that belongs to a record such as `readings.jsonl`."""
         return cls(record.with_name(f"arrays{record.stem.removeprefix('readings')}"))
 
     def of_stack(self, stack: str) -> "ArrayFolder":
@@ -69,28 +65,18 @@ class ArrayFolder:
         return replace(self, stack=stack)
 
     def steps(self, source: str) -> list[int]:
-        """List the steps that have arrays, ascending.
-
-        Args:
-            source: "inline" or "probe".
-        """
+        """List the steps that have arrays from this source, ascending."""
         return sorted(int(name["step"]) for name in self._names() if name["source"] == source)
 
     def takes(self, step: int, source: str) -> bool:
-        """Return whether arrays of a step are kept: it is 5 % beyond the last one that has some."""
+        """Return whether to keep a step's arrays: it must be 5 % beyond the last such step."""
         before = [known for known in self.steps(source) if known < step]
         return not before or step - before[-1] >= _APART * before[-1]
 
     def write(self, step: int, source: str, arrays: Arrays) -> None:
         """Write the arrays of a reading, replacing earlier ones of the same step.
 
-        Args:
-            step: Step of the reading.
-            source: Source of the reading.
-            arrays: The arrays.
-
-        Raises:
-            OSError: The file cannot be written. What was there is unchanged.
+        If the file cannot be written, an OSError is raised and earlier content is unchanged.
         """
         path = self._file(step, source)
         self.path.mkdir(exist_ok=True)
@@ -98,7 +84,7 @@ class ArrayFolder:
         part.unlink(missing_ok=True)
         content: dict[str, Any] = {"|".join(map(str, place)): arrays[place] for place in arrays}
         try:
-            with part.open("xb") as file:  # no link or pipe of that name is written through
+            with part.open("xb") as file:  # fails on an existing link or pipe of that name
                 np.savez(file, **content)
             part.replace(path)
         finally:
@@ -107,13 +93,7 @@ class ArrayFolder:
     def read(self, step: int, source: str) -> dict[str, NDArray[Any]]:
         """Read the arrays of a reading, by tag.
 
-        Args:
-            step: Step of the reading.
-            source: Source of the reading.
-
-        Raises:
-            FileNotFoundError: There are none.
-            ValueError: The file is damaged.
+        Raises FileNotFoundError if there are none, and ValueError if the file is damaged.
         """
         path = self._file(step, source)
         found: dict[str, NDArray[Any]] = {}
@@ -130,41 +110,33 @@ class ArrayFolder:
                 f"no arrays of step {step} at {path}: a Monitor with a directory and arrays=True "
                 "keeps them"
             ) from None
-        except Exception as error:  # a damaged archive raises much
+        except Exception as error:  # a damaged archive raises many kinds
             raise ValueError(
-                f"{path} cannot be read ({error}): move it away, the record does without it"
+                f"{path} cannot be read ({error}): move it away, the record works without it"
             ) from error
         return found
 
     def remove_parts(self) -> None:
-        """Remove what a killed process was writing."""
+        """Remove unfinished files of a killed process."""
         for part in self.path.glob(".step_*.npz.part"):
             with contextlib.suppress(OSError):
                 part.unlink()
 
     def move(self, target: "ArrayFolder", first: int = 0) -> None:
-        """Move arrays into another folder; what else is in the folder stays.
-
-        Args:
-            target: The other folder.
-            first: Step from which arrays are moved.
-
-        Raises:
-            OSError: A file cannot be moved.
-        """
+        """Move arrays from step `first` on into another folder; other files stay."""
         for name in self._names():
             if int(name["step"]) >= first:
                 target.path.mkdir(exist_ok=True)
                 (self.path / name.string).rename(target.path / name.string)
 
     def _file(self, step: int, source: str) -> Path:
-        """Name the file of a reading; a source that geomon does not know has none."""
+        """Return the path of a reading's file; raises FileNotFoundError for an unknown source."""
         name = f"step_{step:06d}_{source}.npz"
         if not _FILE.fullmatch(name):
             raise FileNotFoundError(f"no arrays of source {source!r}: expected inline or probe")
         return self.path / name
 
     def _names(self) -> list[re.Match[str]]:
-        """Match the names of all files of arrays."""
+        """Match the names of all array files."""
         found = (_FILE.fullmatch(path.name) for path in self.path.glob("step_*.npz"))
         return [name for name in found if name]

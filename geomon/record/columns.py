@@ -1,7 +1,7 @@
-"""Columns: the values of a metric at all layers and heads of a reading, and the tags made of them.
+"""Columns: the values of a metric at all layers and heads of a reading, and their tags.
 
-A reading holds a `Column` for each metric of each stack of blocks. A tag, `twonn/layer_03` say, is
-made of a column when a logger or a user asks for it by name, and is never parsed.
+A reading holds a `Column` for each metric of each stack of blocks. A tag such as `twonn/layer_03`
+is built from a column when a logger or a user asks for it by name, and is never parsed.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import msgspec
 
 from geomon.record import tags
 
-# In JSON a value that is not finite is null; in memory it is NaN.
+# A value that is not finite is null in JSON, and NaN in memory.
 if TYPE_CHECKING:
     Number = float
 else:
@@ -24,7 +24,11 @@ NAN = math.nan
 
 
 def number(value: Any) -> Any:
-    """Return a number, or a list or dict of numbers, with NaN in the place of nulls of JSON."""
+    """Replace None by NaN in a number, or in a list or dict of numbers.
+
+    Args:
+        value: A number, or a list or dict of numbers, as read from JSON.
+    """
     if isinstance(value, list):
         return [*map(number, value)] if None in value or _is_nested(value) else value
     if isinstance(value, dict):
@@ -40,15 +44,15 @@ class Column(msgspec.Struct, omit_defaults=True):
     """Values of one metric, or of one part of it, in one stack of blocks.
 
     Attributes:
-        first: Depth of the first entry of `layers`, `margin` and `heads`: 1 for what the input of
-            the first block has not.
-        layers: Value at each depth; NaN if it could not be measured. A metric of heads has the
-            mean over heads there.
+        first: Depth of the first entry of `layers`, `margin` and `heads`: 1 if the input of the
+            first block lacks a value. Defaults to 0.
+        layers: Value at each depth; NaN if it could not be measured. For a metric of heads, the
+            mean over heads.
         margin: Half width of the 95 % interval at each depth; empty if there are none.
         heads: Values of the heads at each depth; empty for a metric without heads.
-        mean: Mean over the layers without layer 0.
+        mean: Mean over all layers except layer 0.
         mean_margin: Half width of the 95 % interval of the mean.
-        parts: Columns of the parts of the metric by name: "n", "k32", "std".
+        parts: Columns of the metric's parts by name: "n", "k32", "std".
         whole: Numbers of the stack as a whole by name: "null".
     """
 
@@ -62,7 +66,7 @@ class Column(msgspec.Struct, omit_defaults=True):
     whole: dict[str, Number] = {}
 
     def __post_init__(self) -> None:
-        """Put NaN in the place of the nulls of JSON."""
+        """Replace JSON nulls by NaN."""
         for name in ("layers", "margin", "heads", "mean", "mean_margin", "whole"):
             setattr(self, name, number(getattr(self, name)))
 
@@ -70,7 +74,7 @@ class Column(msgspec.Struct, omit_defaults=True):
         """Return the value at a depth, or the mean over layers; NaN if there is none.
 
         Args:
-            layer: Number of the layer; None for the mean.
+            layer: Index of the layer, or None for the mean.
         """
         return self.mean if layer is None else _entry(self.layers, layer - self.first)
 
@@ -78,16 +82,12 @@ class Column(msgspec.Struct, omit_defaults=True):
         """Return the half width of the 95 % interval of `at`; NaN if there is none.
 
         Args:
-            layer: Number of the layer; None for the mean.
+            layer: Index of the layer, or None for the mean.
         """
         return self.mean_margin if layer is None else _entry(self.margin, layer - self.first)
 
     def heads_at(self, layer: int) -> list[float]:
-        """Return the values of the heads at a depth; none if there are none.
-
-        Args:
-            layer: Number of the layer.
-        """
+        """Return the values of the heads at a depth; empty if there are none."""
         place = layer - self.first
         return self.heads[place] if 0 <= place < len(self.heads) else []
 
@@ -106,7 +106,7 @@ class Column(msgspec.Struct, omit_defaults=True):
         return math.fsum(sizes) / len(sizes) if sizes else NAN
 
     def by_head(self) -> dict[tuple[int, int], float]:
-        """Return the finite values of heads by depth and number of the head."""
+        """Return the finite values of heads by depth and head."""
         return {
             (layer, head): value
             for layer, heads in enumerate(self.heads, self.first)
@@ -115,11 +115,11 @@ class Column(msgspec.Struct, omit_defaults=True):
         }
 
     def extreme(self, kind: str, layer: int | None = None) -> float:
-        """Return the least or largest value of the heads of a layer, or of all but layer 0.
+        """Return the smallest or largest value of the heads, in one layer or in all except layer 0.
 
         Args:
             kind: "min" or "max".
-            layer: Number of the layer.
+            layer: Index of the layer. Defaults to None, for all except layer 0.
         """
         deep = self.heads[max(0, 1 - self.first) :]
         rows = deep if layer is None else [self.heads_at(layer)]
@@ -131,7 +131,7 @@ def _entry(values: list[float], place: int) -> float:
     return values[place] if 0 <= place < len(values) else NAN
 
 
-EMPTY = Column()  # has no values
+EMPTY = Column()  # without values
 
 Columns = dict[str, Column]  # by metric
 Stacks = dict[str, Columns]  # by name of the stack; "" for the only one of a model
@@ -143,10 +143,10 @@ class Place(NamedTuple):
     Attributes:
         stack: Name of the stack.
         metric: Name of the metric.
-        part: Name of the part; "" for the value itself.
-        layer: Depth; None for the mean over layers.
-        kind: "value"; "margin"; "head"; "min" or "max" over heads; or "whole".
-        head: Number of the head, if the kind is "head".
+        part: Name of the part. Defaults to "", for the value itself.
+        layer: Depth. Defaults to None, for the mean over layers.
+        kind: "value", "margin", "head", "min" or "max" over heads, or "whole". Defaults to "value".
+        head: Index of the head, if the kind is "head".
         name: Name of the number, if the kind is "whole".
     """
 
@@ -200,7 +200,10 @@ def places_of(metric: str, column: Column, stack: str = "") -> Iterator[Place]:
     Args:
         metric: Name of the metric.
         column: Its column.
-        stack: Name of the stack.
+        stack: Name of the stack. Defaults to "".
+
+    Yields:
+        The places.
     """
     for part, own in {"": column, **column.parts}.items():
         has_mean = any(own.depths()) or not math.isnan(own.mean)
@@ -218,18 +221,14 @@ def places_of(metric: str, column: Column, stack: str = "") -> Iterator[Place]:
 
 
 def all_places(stacks: Mapping[str, Mapping[str, Column]]) -> Iterator[Place]:
-    """List the places of all values of a reading.
-
-    Args:
-        stacks: Columns of a reading, by stack and metric.
-    """
+    """List the places of all values of a reading."""
     for stack, columns in stacks.items():
         for metric, column in columns.items():
             yield from places_of(metric, column, stack)
 
 
 def tagged(stacks: Mapping[str, Mapping[str, Column]]) -> dict[str, float]:
-    """Make the tag of every value.
+    """Return every value by its tag.
 
     Args:
         stacks: Columns of a reading, by stack and metric.
@@ -242,17 +241,18 @@ def tagged(stacks: Mapping[str, Mapping[str, Column]]) -> dict[str, float]:
 
 
 class MetricText(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How pages speak of a metric: a record holds it for each of its metrics.
+    """Words with which pages describe a metric; a record holds them for each of its metrics.
 
     Attributes:
         title: Name of the quantity, as titles and axes show it.
         unit: Its unit; "" for a pure number.
-        meaning: One sentence on what it says.
-        null: What the number `null` of its column is the value of, in words; "" for none.
-        missing: When there is no value, in words.
-        healthy: Its range in healthy runs of the recipes, and where to look if it leaves that.
-        is_charted: Whether charts show its mean by default; what they show of geomon's own metrics
-            is in `geomon.record.headline`.
+        meaning: One sentence on what it means.
+        null: Data that the number `null` of its column describes, in words; "" if there is none.
+        missing: When the value is missing, in words.
+        healthy: Its range in healthy runs of the recipes, and what to check if it leaves that
+            range.
+        is_charted: Whether charts show its mean by default (for geomon's own metrics, see
+            `geomon.record.headline`). Defaults to False.
         parts: Titles of its parts by name.
     """
 
@@ -272,7 +272,7 @@ class MetricText(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def null_label(self) -> str:
-        """What the null is the value of, in the few words that a line in a chart has room for."""
+        """Describe the null's data in few enough words for a line in a chart."""
         words = self.null.partition(" of as many")[0]
         return re.sub(r"^an? ", "", words) or "noise"
 
@@ -286,14 +286,10 @@ class MetricText(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def texts_of(description: Mapping[str, Any]) -> dict[str, MetricText]:
-    """Read how pages speak of each metric from the description of a run.
-
-    Args:
-        description: Description of a run, as a record holds it.
-    """
+    """Read the words for each metric from the description of a run, as a record holds it."""
     texts = description.get("metrics")
     found: dict[str, MetricText] = {}
     for name, text in texts.items() if isinstance(texts, dict) else ():
-        with contextlib.suppress(msgspec.ValidationError):  # a damaged one: its name has to do
+        with contextlib.suppress(msgspec.ValidationError):  # damaged: use only the name
             found[name] = msgspec.convert(text, MetricText)
     return found

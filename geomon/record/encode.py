@@ -1,4 +1,4 @@
-"""Lines of a record: any content as one line of JSON in UTF-8."""
+"""Encode any content as one line of JSON in UTF-8."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,17 +7,14 @@ import msgspec
 
 from geomon.record.printable import text_of
 
-_MOST = 2**63  # integers from here on are no numbers for every reader of JSON
+_MOST = 2**63  # some JSON readers reject integers from here on
 
 
 def encode_line(content: object) -> str:
-    r"""Encode content as one line of JSON; a number that is not finite becomes null.
+    r"""Encode content as one line of JSON, with null for numbers that are not finite.
 
-    Text that is not UTF-8 (the name of a file may hold lone surrogates) is written with backslashes
-    in their place, and an object that JSON does not know as its text.
-
-    Args:
-        content: Dicts, lists, structs and plain values.
+    Lone surrogates (as in some file names), which UTF-8 cannot encode, are written with
+    backslashes, and objects that JSON does not know as text.
 
     Example:
         >>> encode_line({"file": "a\udce9", "kind": complex})
@@ -30,7 +27,7 @@ def encode_line(content: object) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that consists of what JSON knows."""
+    """Convert a value to types that JSON knows."""
     if isinstance(value, msgspec.Struct):
         return _plain(msgspec.to_builtins(value))
     if isinstance(value, Mapping):
@@ -43,5 +40,5 @@ def _plain(value: Any) -> Any:
 
 
 def _text(value: object) -> str:
-    """Return a value as text that UTF-8 can hold."""
+    """Return a value as text that UTF-8 can encode."""
     return text_of(value).encode(errors="backslashreplace").decode()

@@ -1,29 +1,29 @@
-"""Values of a run in long form, a row for each, as a file of CSV or Parquet."""
+"""Export the values of a run in long form, one row per value, as CSV or Parquet."""
 
 import os
 from pathlib import Path
 
 from geomon.record.reading import COLUMNS, Readings
 
-# What a spreadsheet takes for the beginning of a formula.
+# First characters of text that a spreadsheet reads as a formula.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def export(readings: Readings, out: str | os.PathLike[str]) -> Path:
     """Write the values of a run in long form to a file.
 
-    In CSV, text that a spreadsheet would take for a formula has an apostrophe before it.
+    In CSV, text that a spreadsheet would read as a formula gets an apostrophe in front.
 
     Args:
         readings: Readings of a run.
-        out: Path of the file, which ends in .csv or .parquet; folders above it are made.
+        out: Path of the file, ending in .csv or .parquet. Missing folders are created.
 
     Returns:
         The path.
 
     Raises:
-        ValueError: The path has another ending.
-        ImportError: pandas is missing, or pyarrow for Parquet.
+        ValueError: If the path has another ending.
+        ImportError: If pandas is missing, or pyarrow for Parquet.
     """
     path = Path(out)
     if path.suffix not in (".csv", ".parquet"):

@@ -1,4 +1,4 @@
-"""Reading a record, `readings.jsonl`, while the run goes on or after it."""
+"""Read a record, `readings.jsonl`, during the run or afterwards."""
 
 import itertools
 import math
@@ -18,9 +18,9 @@ from geomon.record.versions import is_newer
 
 FILE_NAME = "readings.jsonl"
 
-# Longest line in bytes: a model of 1,000 layers and heads, ten times over, stays below it.
+# Longest line in bytes: ten times what a model with 1,000 layers and heads needs.
 MAX_LINE = 2**26
-_MOST_NAMED = 4  # folders, in a message
+_MOST_NAMED = 4  # most folders named in a message
 
 
 class _RunLine(msgspec.Struct):
@@ -31,7 +31,7 @@ class _AlertLine(msgspec.Struct):
     alert: RaisedAlert
 
 
-# The kinds of lines, by what each begins with.
+# Decoders of the kinds of lines, by how a line begins.
 _KINDS: dict[bytes, msgspec.json.Decoder[Any]] = {
     b'{"run"': msgspec.json.Decoder(_RunLine),
     b'{"alert"': msgspec.json.Decoder(_AlertLine),
@@ -40,9 +40,9 @@ _KINDS: dict[bytes, msgspec.json.Decoder[Any]] = {
 
 
 class Follower:
-    """Reader of a record that grows, up to hundreds of MB: each look continues after the last one.
+    """Reader of a growing record, up to hundreds of MB; each look continues after the last one.
 
-    A last line without its end is torn or being written, and left for later.
+    A last line without its end is torn or still being written, and left for later.
 
     Args:
         directory: Folder of the run, or the path of its file; either may appear later.
@@ -51,7 +51,7 @@ class Follower:
         path: Path of the file.
 
     Raises:
-        ValueError: The directory is remote.
+        ValueError: If the directory is remote.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -67,21 +67,21 @@ class Follower:
         self._abandoned: list[Reading] = []
         self._offset = self._lines = 0
         self._mixed_at: int | None = None
-        self._last: dict[str, int] = {}  # by source, the last step of the present run
-        self._state: tuple[int, int, int] | None = None  # of the file at the last look
-        # The first and the last line that was read: two runs differ in their times and numbers.
+        self._last: dict[str, int] = {}  # last step of the present run, by source
+        self._state: tuple[int, int, int] | None = None  # state of the file at the last look
+        # First and last line that were read: two runs differ in their times and numbers.
         self._head = self._tail = b""
         self._torn = b""
 
     def readings(self) -> Readings:
-        """Return the readings and alerts of the branch that is trained now, and the others."""
+        """Return the readings and alerts of the present branch, and the abandoned readings."""
         readings = [each for each in self._branch if isinstance(each, Reading)]
         raised = [each for each in self._branch if isinstance(each, RaisedAlert)]
-        folder = ArrayFolder.beside(self.path)
+        folder = ArrayFolder.of_record(self.path)
         return Readings([*self._runs], readings, self._mixed_at, folder, raised, [*self._abandoned])
 
     def rewind(self, step: int) -> None:
-        """Give up the branch from a step on: its readings are abandoned, its alerts are dropped.
+        """Give up the branch from a step on: its readings are abandoned, and its alerts dropped.
 
         Args:
             step: First step that is trained again.
@@ -95,15 +95,15 @@ class Follower:
     def look(self) -> list[Reading | RaisedAlert]:
         """Read what was written since the last call.
 
-        A file that was replaced, or written anew in its place, is read from its start; so is one
-        that was no record, when it has changed.
+        A file that was replaced or rewritten is read from its start, as is a file that was not a
+        record once it has changed.
 
         Returns:
             The new readings and alerts. If the run went back to an earlier step meanwhile,
-            `readings` no longer holds all of those that were returned before.
+            `readings` no longer holds all that were returned before.
 
         Raises:
-            ValueError: The file is not a record.
+            ValueError: If the file is not a record.
         """
         self._new = []
         try:
@@ -120,19 +120,19 @@ class Follower:
                 if not self._goes_on(file):
                     self._begin_anew()
                 file.seek(self._offset)
-                # A line at a time: a record that grew for long is larger than the memory for it.
+                # One line at a time, because a long record may not fit into memory.
                 while (line := file.readline(MAX_LINE)).endswith(b"\n") or len(line) == MAX_LINE:
                     self._take(line)
                 self._torn = line
         except ValueError:
             self._begin_anew()
-            self._state = state  # as it is, the file will not do: not before it has changed
+            self._state = state  # do not read the file again before it has changed
             raise
         self._state = state
         return self._new
 
     def _take(self, line: bytes) -> None:
-        """Take the next line, or as much of it as a line may have."""
+        """Process the next line, or as much of it as a line may have."""
         try:
             if not line.endswith(b"\n"):
                 raise ValueError(f"it is longer than {MAX_LINE:,} bytes")
@@ -145,8 +145,8 @@ class Follower:
         self._lines += 1
         self._head, self._tail = self._head or line, line
         if isinstance(content, Reading):
-            # One run writes ascending steps: if one comes again, and no line says that a run has
-            # begun there, another run is writing too.
+            # One run writes ascending steps. If a step comes again although no line says that a run
+            # has begun, another run is writing too.
             if content.step <= self._last.get(content.source, -math.inf) and self._mixed_at is None:
                 self._mixed_at = self._lines
             self._last[content.source] = content.step
@@ -160,7 +160,7 @@ class Follower:
             self._new.append(content)
 
     def _is_of_newer_kind(self, line: bytes) -> bool:
-        """Whether a line is of a kind that a newer geomon writes, which wrote this record."""
+        """Whether a newer geomon wrote this record, with a kind of line unknown here."""
         versions = [str(run.get("geomon", "")) for run in self._runs[-1:]]
         is_known = line.startswith(tuple(_KINDS))
         return line.startswith(b'{"') and not is_known and any(map(is_newer, versions))
@@ -168,20 +168,20 @@ class Follower:
     def _is_no_line(self, why: object) -> ValueError:
         return ValueError(
             f"line {self._lines + 1} of {self.path} is not a line of a record ({why}): expected "
-            "what geomon writes; move the file away, or upgrade geomon if a newer one wrote it"
+            "a line from geomon; move the file away, or upgrade geomon if a newer one wrote it"
         )
 
     def _goes_on(self, file: BinaryIO) -> bool:
-        """Return whether the first and the last line read still stand in their places."""
+        """Return whether the first and last line read are still in their places."""
         if file.read(len(self._head)) != self._head:
             return False
         file.seek(self._offset - len(self._tail))
         return file.read(len(self._tail)) == self._tail
 
     def check_writable(self) -> None:
-        """Raise unless the file, as it was at the last look, can be continued.
+        """Raise unless the file, as of the last look, is a record that can be continued.
 
-        Its last line too has to be of a record, for it is going to be removed if it is torn.
+        A torn last line must belong to a record too, because it is going to be removed.
         """
         torn = self._torn
         if not any(torn.startswith(x) or x.startswith(torn) for x in _KINDS):
@@ -194,9 +194,12 @@ def read(directory: str | os.PathLike[str]) -> Readings:
     Args:
         directory: Folder of the run, or the path of its `readings.jsonl`.
 
+    Returns:
+        The readings.
+
     Raises:
-        FileNotFoundError: The folder holds no record.
-        ValueError: The file is not a record, or the directory is remote.
+        FileNotFoundError: If the folder holds no record.
+        ValueError: If the file is not a record, or the directory is remote.
     """
     path = local_path(directory)
     path = path / FILE_NAME if path.is_dir() else path
@@ -211,7 +214,7 @@ def read(directory: str | os.PathLike[str]) -> Readings:
 
 
 def _records_below(folder: Path) -> str:
-    """Name a few records in the folders below one; "" if there are none."""
+    """Name a few records in folders below; "" if there are none."""
     found = itertools.chain.from_iterable(
         folder.glob(f"{below}/{FILE_NAME}") for below in ("*", "*/*")
     )
@@ -223,7 +226,7 @@ def _parse(line: bytes) -> Reading | RaisedAlert | dict[str, Any]:
     """Parse one whole line: a reading, an alert, or the description of a run."""
     decoder = next((_KINDS[x] for x in _KINDS if line.startswith(x)), _KINDS[b'{"step"'])
     try:
-        content = decoder.decode(line.decode())  # in what it passes over it checks no UTF-8
+        content = decoder.decode(line.decode())  # it would not check UTF-8 in skipped content
     except msgspec.MsgspecError as error:
         raise ValueError(str(error)) from None
     except RecursionError:

@@ -1,7 +1,7 @@
-"""Headline values: the few that charts show of a reading by default, all in the group `geomon/`.
+"""Headline values: the few values of a reading that charts show by default, in group `geomon/`.
 
-A table says which they are. A sink keeps one `Charts` and shows what that selects; the record holds
-every value under its own tag.
+A table lists them. A sink keeps one `Charts` and shows what it selects; the record holds every
+value under its own tag.
 """
 
 import math
@@ -16,7 +16,7 @@ from geomon.record.reading import Reading, main_stack
 
 HEADLINE = "headline"
 LAYERS = "layers"
-# How much charts show: the headline values, or every value that is charted.
+# How much charts show: the headline values, or every charted value.
 Detail = str | Sequence[str]
 
 
@@ -25,9 +25,9 @@ class Headline(NamedTuple):
 
     Attributes:
         name: Name after `geomon/`.
-        chart: Title of the chart in which pages draw it; "" for the end of an interval.
-        words: What it is, in words.
-        value: Function of a reading; NaN if it has no such value.
+        chart: Title of the chart where pages draw it; "" for the end of an interval.
+        words: Description of the value.
+        value: Function of a reading; NaN if the reading lacks the value.
         tag: Tag whose value it copies; "" if it is computed.
         unit: Its unit; "" for a pure number.
     """
@@ -40,17 +40,17 @@ class Headline(NamedTuple):
     unit: str = ""
 
 
-# Metrics that share a chart, because they measure the same, and its title.
+# Title of the chart that several metrics share, because they measure the same quantity.
 _SHARED = dict.fromkeys(("twonn", "twonn_distinct", "gride"), "Intrinsic dimension")
-# Parts that say how far a layer's value can be trusted. Charts of them for every layer would bury
-# the values, so charts show only the parts of the mean; the record holds all.
+# Parts that say how far a layer's value can be trusted. Charting them for every layer would bury
+# the values, so charts show them only for the mean; the record holds all.
 TRUST = frozenset({
     "std", tags.ROWS, tags.SEQUENCES, "duplicates", "repeated", "rounding",
     "rows", "types",
 })  # fmt: skip
-# Names in the group `geomon/` that are taken: the step of W&B's charts, the seconds of a reading.
+# Reserved names in group `geomon/`: the step of W&B's charts, and the seconds of a reading.
 _TAKEN = {"step", "seconds"}
-# Charts of a run: if it measures fewer metrics, the means of others take the free ones.
+# Number of charts of a run; means of other metrics take places left free.
 _PLACES = 14
 
 OVERHEAD = Headline(
@@ -68,16 +68,16 @@ def chart_title(metric: str, text: MetricText) -> str:
 
     Args:
         metric: Name of the metric.
-        text: How pages speak of it.
+        text: Words for the metric.
     """
     return _SHARED.get(metric, text.label)
 
 
 def shortened(words: str, chart: str) -> str:
-    """Shorten what a curve is called below the title of its chart.
+    """Shorten the name of a curve by the title of its chart.
 
     Args:
-        words: Its words.
+        words: Name of the curve.
         chart: Title of the chart.
 
     Example:
@@ -89,8 +89,8 @@ def shortened(words: str, chart: str) -> str:
     return re.sub(r"[()]", "", words[len(chart) :]).strip(" ,") or words
 
 
-# How a column becomes one number, and the kind of tag under which a record has it too; "" for none.
-# Means and extremes are over the layers without layer 0.
+# How a column becomes one number, and the kind of tag under which a record also holds it ("" for
+# none). Means and extremes are over all layers except layer 0.
 _REDUCTIONS: dict[str, tuple[Callable[[Column], float], str]] = {
     "mean": (lambda column: column.mean, "value"),
     "low": (lambda column: column.mean - column.mean_margin, ""),
@@ -102,8 +102,8 @@ _REDUCTIONS: dict[str, tuple[Callable[[Column], float], str]] = {
     "highest head": (lambda column: column.extreme("max"), "max"),
     "mean size": (Column.mean_size, ""),
 }  # fmt: skip
-# The name, the metric and its part, the reduction, and the title, in which `{}` is that of the
-# metric. Low and high are the ends of the interval of a mean, drawn in its chart as a band.
+# Name, metric and part, reduction, and title, in which `{}` is the metric's title. Low and high are
+# the ends of the interval of a mean, drawn in its chart as a band.
 _Row = tuple[str, str, str, str]
 _MEAN = "{}, mean over layers"
 HEADLINES: tuple[_Row, ...] = (
@@ -126,12 +126,15 @@ HEADLINES: tuple[_Row, ...] = (
 
 
 def headlines_of(metric: str, text: MetricText, *, stack: str = "") -> Iterator[Headline]:
-    """List the headline values of a metric: those of the table, or the mean of a user's own.
+    """List the headline values of a metric: from the table, or the mean of a user's own metric.
 
     Args:
         metric: Name of the metric.
-        text: How pages speak of it.
-        stack: Name of the stack.
+        text: Words for the metric.
+        stack: Name of the stack. Defaults to "".
+
+    Yields:
+        The headline values.
     """
     rows = [row for row in HEADLINES if row[1].partition("/")[0] == metric]
     for row in rows or [_mean_of(metric)] * text.is_charted:
@@ -161,11 +164,7 @@ def _value(
 
 
 def headline_tag(name: str, stack: str = "") -> str:
-    """Build the name under which charts show a headline value.
-
-    Args:
-        name: Name of the value, for instance "twonn".
-        stack: Name of the stack; "" for the main one.
+    """Build the name under which charts show a headline value of a stack ("" for the main one).
 
     Example:
         >>> headline_tag("twonn"), headline_tag("twonn", "encoder")
@@ -175,13 +174,13 @@ def headline_tag(name: str, stack: str = "") -> str:
 
 
 def check_detail(detail: Detail) -> Detail:
-    """Return the detail of charts, checked; names of metrics become a tuple.
+    """Return the detail of charts, checked, with names of metrics as a tuple.
 
     Args:
-        detail: "headline", "layers", or names of metrics whose means are headline values too.
+        detail: "headline", "layers", or names of metrics whose means become headline values too.
 
     Raises:
-        ValueError: It is none of them.
+        ValueError: If it is none of them.
 
     Example:
         >>> check_detail(["variance"])
@@ -194,13 +193,13 @@ def check_detail(detail: Detail) -> Detail:
         if all(isinstance(name, str) and name for name in names):
             return names
     raise ValueError(
-        f"detail is '{HEADLINE}', '{LAYERS}' or a tuple of names of metrics, ('variance',) for "
-        f"instance, got {detail!r}"
+        f"detail must be '{HEADLINE}', '{LAYERS}' or a tuple of names of metrics, such as "
+        f"('variance',), got {detail!r}"
     )
 
 
 def without_layers(detail: Detail) -> Detail:
-    """Return the detail of a place that takes headline values only.
+    """Return the detail for a place that takes only headline values.
 
     Args:
         detail: Detail of the charts of the run.
@@ -211,15 +210,15 @@ def without_layers(detail: Detail) -> Detail:
 class Charts:
     """Selects what one sink charts of each reading.
 
-    If a reading holds fewer metrics than there are places for headline values, the means of its
-    other metrics take the free ones.
+    If a reading holds fewer metrics than there are places for headline values, the means of other
+    metrics take the free places.
 
     Args:
-        detail: "headline"; "layers" for every value that is charted; or names of metrics whose
-            means are headline values too.
+        detail: "headline"; "layers" for every charted value; or names of metrics whose means become
+            headline values too. Defaults to "headline".
 
     Raises:
-        ValueError: The detail is none of them.
+        ValueError: If the detail is none of them.
     """
 
     def __init__(self, detail: Detail = HEADLINE) -> None:
@@ -227,11 +226,11 @@ class Charts:
         self._all = detail == LAYERS
         self.named = () if isinstance(detail, str) else detail
         self._texts: dict[str, MetricText] = {}
-        # By stack, and by the name under which each is shown: once shown, always shown.
+        # By stack and shown name; a value that was shown once is always shown.
         self._selected: dict[str, dict[str, Headline]] = {}
 
     def describe(self, description: Mapping[str, Any]) -> None:
-        """Take the description of the run, which holds the texts of its metrics.
+        """Read the words for metrics from the description of the run.
 
         Args:
             description: Description of the run, as the record holds it.
@@ -239,7 +238,7 @@ class Charts:
         self._texts = texts_of(description)
 
     def select(self, reading: Reading) -> dict[str, float]:
-        """Select the values that charts show, by the name under which they are shown; no NaN.
+        """Return the values that charts show, by shown name, without NaN.
 
         Args:
             reading: A reading.
@@ -252,10 +251,10 @@ class Charts:
         return {name: value for name, value in found.items() if not math.isnan(value)}
 
     def is_end(self, tag: str) -> bool:
-        """Return whether a value is the end of an interval, drawn in the chart of its quantity.
+        """Return whether a value is the end of an interval, drawn in its quantity's chart.
 
         Args:
-            tag: Name under which a headline value is shown.
+            tag: Shown name of a headline value.
         """
         found = [selected[tag] for selected in self._selected.values() if tag in selected]
         return any(not headline.chart for headline in found)
@@ -270,7 +269,7 @@ class Charts:
             Kind of chart and names of its curves, by category and title.
         """
         # A chart for each value, of the kind with an interval: TensorBoard smooths all others by
-        # default, which lowers a peak and moves it. Without ends it is a line.
+        # default, which lowers and moves peaks. Without ends, it is a line.
         charts: dict[str, list[Any]] = {}
         known = {
             name for name, each in self._headlines(reading).items()
@@ -291,7 +290,7 @@ class Charts:
         return laid_out
 
     def _by_layer(self, reading: Reading) -> dict[str, list[Any]]:
-        """Lay out a chart of all layers of each metric, and one of its scales."""
+        """Lay out, for each metric, a chart of all layers and a chart of its scales."""
         copied = {headline.tag: name for name, headline in self._headlines(reading).items()}
         charts: dict[str, list[Any]] = {}
         for stack, columns in reading.stacks.items():
@@ -309,7 +308,7 @@ class Charts:
         return charts
 
     def _headlines(self, reading: Reading) -> dict[str, Headline]:
-        """Select headline values, by the name under which each is shown."""
+        """Select headline values, by shown name."""
         for stack, inside in _stacks_of(reading):
             selected = self._selected.setdefault(stack, {})
             for each in self._wanted(reading, stack, inside, selected):
@@ -319,7 +318,7 @@ class Charts:
     def _wanted(
         self, reading: Reading, stack: str, inside: str, selected: Mapping[str, Headline]
     ) -> Iterator[Headline]:
-        """List the headline values of a stack: by default, of the run, and in free places."""
+        """List a stack's headline values: default values, values of the run, and added means."""
         columns = reading.stacks.get(inside, {})
         for metric in columns:
             yield from headlines_of(metric, self._text_of(metric), stack=inside)
@@ -343,7 +342,7 @@ def _in_words(title: str, stack: str) -> str:
 
 
 def _charted(reading: Reading) -> dict[str, float]:
-    """Select what charts of all layers show: no heads, and of single layers no error parts."""
+    """Select what charts of all layers show: no heads, and no trust parts of single layers."""
     found = {
         place.tag: place.find(reading.stacks)
         for place in all_places(reading.stacks)
@@ -357,7 +356,7 @@ def _charted(reading: Reading) -> dict[str, float]:
 
 
 def _stacks_of(reading: Reading) -> list[tuple[str, str]]:
-    """Name each stack in charts and in the record; in charts the main one is first, as ""."""
+    """Name each stack in charts and in the record; in charts, the main one comes first, as ""."""
     names = list(reading.stacks) or [""]
     main = main_stack(names)
     return [("", main), *((name, name) for name in names if name != main)]

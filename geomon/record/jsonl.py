@@ -1,10 +1,10 @@
-"""Writing `readings.jsonl`: one line of JSON for each reading or alert, before it is shown.
+"""Write `readings.jsonl`: one line of JSON for each reading or alert, before it is shown.
 
-A line describes the run (`"run"`: versions, model, layers, metrics), or is a reading, or an alert.
+A line describes the run (`"run"`: versions, model, layers, metrics), or is a reading or an alert.
 Each line is written whole and immediately: a killed run keeps every reading, and a resumed run
-appends to the same file. If it goes back to a step that was read already, the line that describes
-it says so (`"rewound_to"`), and what was read from that step on is of a branch that was given up.
-One process at a time writes into a folder (see `geomon.record.lock`).
+appends to the same file. If the run goes back to a step that was already read, the line that
+describes it says so (`"rewound_to"`), and earlier lines from that step on belong to an abandoned
+branch. One process at a time writes into a folder (see `geomon.record.lock`).
 """
 
 import contextlib
@@ -27,40 +27,40 @@ from geomon.record.reading import Reading, Readings
 
 _LOCK_NAME = ".readings.lock"
 
-# Lines kept in memory while the disk is full: a large model's have 100 kB each.
+# Lines kept in memory while the disk is full; a large model has 100 kB per line.
 _MAX_PENDING = 100
-# What tells a line from others: step, source, time, and what else an alert has.
+# Identity of a line: step, source, time, and more for an alert.
 _Key = tuple[Any, ...]
-_OPENING: _Key = ()  # of the line that describes the run
-# Lines that are not written twice: of the last reading, and of the alerts beside it.
+_OPENING: _Key = ()  # the line that describes the run
+# Number of last lines that are not written twice: the last reading and its alerts.
 _REMEMBERED = 4
 
 
 class Record:
     """Writer of `readings.jsonl` in a directory.
 
-    A line that cannot be written (a full disk, say) stays in memory and is written before the next
-    one, or by `close`. At most 100 lines are kept; then the oldest reading is dropped. A folder
-    that was removed or renamed is made again.
+    A line that cannot be written (because the disk is full, for example) stays in memory and is
+    written before the next one, or by `close`. At most 100 lines are kept; then the oldest reading
+    is dropped. A folder that was removed or renamed is created again.
 
     Args:
-        directory: Folder of the run; made if it does not exist.
+        directory: Folder of the run; created if it does not exist.
 
     Raises:
-        ValueError: The directory is remote, it cannot be made or written, or another process writes
-            there.
+        ValueError: If the directory is remote, cannot be created or written, or another process
+            writes there.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        # Absolute: the program may go to another folder while it trains.
+        # Absolute, because the program may change its folder while it trains.
         self.path = local_path(directory).absolute() / FILE_NAME
-        self.arrays = ArrayFolder.beside(self.path)
+        self.arrays = ArrayFolder.of_record(self.path)
         self._is_foreign = False  # whether the file on disk belongs to another run
-        # The step from which arrays that are there are of another run, or of a branch given up.
+        # First step whose existing arrays belong to another run or an abandoned branch.
         self._set_aside: int | None = None
         self._opening: str | None = None  # the line that describes this run
-        self._pending: dict[_Key, str] = {}  # lines that wait, in their order
-        # After Ctrl-C the same reading or alert may be given again.
+        self._pending: dict[_Key, str] = {}  # lines that wait, in order
+        # After Ctrl-C, a reading or alert may be passed again.
         self._written: deque[_Key] = deque(maxlen=_REMEMBERED)
         self._lock: FolderLock | None = None
         try:
@@ -72,28 +72,28 @@ class Record:
         except OSError as error:
             raise ValueError(
                 f"directory={str(directory)!r} cannot be written ({error.filename}: "
-                f"{error.strerror}): give a folder that can be made and written"
+                f"{error.strerror}): use a folder that can be created and written"
             ) from error
 
     def begin(self, step: int, description: Mapping[str, Any]) -> Readings:
-        """Start the file or continue it, and return what it holds of this run already.
+        """Start the file or continue it, and return what it already holds of this run.
 
-        A run that begins at or before the first recorded step is a new one: the old file is then
-        renamed with a number, as is a file that is not a record. A run that begins at a later step
-        which the record has reached rewinds: what was recorded from that step on stays in the file,
-        as a branch that was given up. The line that says so, and describes the run, is written with
-        the first reading or alert: until then nothing has changed.
+        A run that begins at or before the first recorded step is a new one: the old file is renamed
+        with a number, as is a file that is not a record. A run that begins at a later step which
+        the record has reached rewinds: lines from that step on stay in the file as an abandoned
+        branch. The line that says so and describes the run is written with the first reading or
+        alert, and nothing changes before.
 
         Args:
             step: First step that this run reads.
-            description: Facts about the run (versions, model, metrics) for the line that opens it.
+            description: Facts about the run (versions, model, metrics) for its opening line.
 
         Returns:
-            The earlier readings and alerts of the run that goes on: those before `step`.
+            The earlier readings and alerts of the continued run: those before `step`.
 
         Raises:
-            ValueError: The file is not a record.
-            OSError: The file cannot be read.
+            ValueError: If the file is not a record.
+            OSError: If the file cannot be read.
         """
         opening = {**description, "time": time.time(), "from_step": step}
         follower = Follower(self.path)
@@ -109,23 +109,24 @@ class Record:
                 opening["rewound_to"] = self._set_aside = step
                 follower.rewind(step)
             return Readings([], []) if self._is_foreign else follower.readings()
-        except ValueError:  # somebody else's file
+        except ValueError:  # not a record
             self._is_foreign, self._set_aside = True, 0
             raise
         finally:
             self._opening = self._pending[_OPENING] = encode_line({"run": opening})
 
     def write(self, reading: Reading) -> None:
-        """Append a reading to the file; on return it is with the operating system.
+        """Append a reading to the file; on return, the operating system has it.
 
-        The last reading is not written twice: after Ctrl-C it may be given again.
+        The last reading is not written twice, because it may be passed again after Ctrl-C.
 
         Args:
             reading: Reading to append.
 
         Raises:
-            OSError: The file cannot be written now; the reading is kept and written with the next.
-            FolderLockedError: Another process writes there since `close`; the reading is kept.
+            OSError: If the file cannot be written now; the reading is kept and written with the
+                next.
+            FolderLockedError: If another process writes there since `close`; the reading is kept.
         """
         self._write((reading.step, reading.source, reading.time), reading.line())
 
@@ -136,14 +137,14 @@ class Record:
             alert: Alert to append.
 
         Raises:
-            OSError: The file cannot be written now; the alert is kept and written with the next.
-            FolderLockedError: Another process writes there since `close`; the alert is kept.
+            OSError: If the file cannot be written now; the alert is kept and written with the next.
+            FolderLockedError: If another process writes there since `close`; the alert is kept.
         """
         key = alert.step, alert.source, alert.time, alert.note.kind, alert.note.text
         self._write(key, alert.line())
 
     def _write(self, key: _Key, line: str) -> None:
-        """Append a line, after those that wait."""
+        """Append a line, after the lines that wait."""
         if key not in self._written:
             self._pending.setdefault(key, line)
         if len(self._pending) > _MAX_PENDING:
@@ -151,16 +152,16 @@ class Record:
         self._write_pending()
 
     def write_arrays(self, reading: Reading, arrays: Arrays) -> None:
-        """Write the arrays of a reading that is written, in a file beside the record.
+        """Write the arrays of a written reading to a file next to the record.
 
-        Of readings close to one another only some have arrays, and none whose line is not written.
+        Among close readings only some get arrays, and none whose line was not written.
 
         Args:
             reading: The reading.
-            arrays: Arrays by tag.
+            arrays: Arrays by place.
 
         Raises:
-            OSError: The file cannot be written; what was there is unchanged.
+            OSError: If the file cannot be written; earlier content is unchanged.
         """
         if self._pending or not arrays:
             return
@@ -170,11 +171,11 @@ class Record:
     def close(self) -> None:
         """Write what could not be written before, and let other processes write in the folder.
 
-        It may be called more than once; a reading that is written later takes the folder again.
+        It may be called more than once; a later reading takes the folder again.
 
         Raises:
-            OSError: The file still cannot be written: the readings that are waiting are lost if the
-                process ends now.
+            OSError: If the file still cannot be written. Waiting readings are lost if the process
+                ends now.
         """
         try:
             if self._pending.keys() - {_OPENING}:
@@ -183,7 +184,7 @@ class Record:
             self._lock = None
 
     def _take_lock(self) -> None:
-        """Make the folder if it is not there, and see that this process holds it."""
+        """Create the folder if needed, and make sure that this process holds it."""
         if self._lock is None or not self._lock.is_held:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = lock_folder(self.path.parent / _LOCK_NAME)
@@ -192,7 +193,7 @@ class Record:
         self._take_lock()
         if self._set_aside is not None:
             free = _free_name(self.path)
-            self.arrays.move(ArrayFolder.beside(free), self._set_aside)
+            self.arrays.move(ArrayFolder.of_record(free), self._set_aside)
             if self._is_foreign:
                 with contextlib.suppress(FileNotFoundError):
                     self.path.rename(free)
@@ -201,15 +202,15 @@ class Record:
             self._append(key)
 
     def _append(self, key: _Key) -> None:
-        """Append a line that waits, whole, or leave the file as it was.
+        """Append a waiting line as a whole, or leave the file as it was.
 
         The file is unbuffered, so that a line is one write; a line torn by a kill is removed first.
-        Whatever comes between, even Ctrl-C, the line is in the file or waits, and never both.
+        Whatever comes between, even Ctrl-C, the line is either in the file or waiting, never both.
         """
         line = self._pending[key]
         with self.path.open("a+b", buffering=0) as file:
             end = _truncate_torn_line(file)
-            # A file that was removed in the middle of a run begins with what describes the run.
+            # A file that was removed during the run starts with the description of the run again.
             first = [] if end or self._opening in (None, line) else [self._opening]
             content = "".join(f"{text}\n" for text in (*first, line)).encode()
             try:
@@ -224,7 +225,7 @@ class Record:
 
 
 def _truncate_torn_line(file: FileIO) -> int:
-    """Remove a last line without its end from a file, and return the file's length in bytes."""
+    """Remove a last line without its end, and return the file's length in bytes."""
     end = file.seek(0, os.SEEK_END)
     file.seek(max(0, end - 1))
     if file.read(1) in (b"", b"\n"):
@@ -234,9 +235,9 @@ def _truncate_torn_line(file: FileIO) -> int:
 
 
 def _free_name(path: Path) -> Path:
-    """Find a free path beside the given one: `readings.1.jsonl`, `readings.2.jsonl` and so on."""
+    """Find a free path such as `readings.1.jsonl` or `readings.2.jsonl`."""
     number = 1
-    while (name := path.with_stem(f"{path.stem}.{number}")).exists() or ArrayFolder.beside(
+    while (name := path.with_stem(f"{path.stem}.{number}")).exists() or ArrayFolder.of_record(
         name
     ).path.exists():
         number += 1

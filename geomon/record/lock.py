@@ -1,12 +1,12 @@
 """The lock of a record: one process at a time writes into a folder.
 
-The lock is a POSIX record lock on a file beside the record. It ends with its process, however that
-ends, so a killed run can be resumed at once; NFS keeps it between hosts; and the worker processes
-that a training forks do not inherit it (they would keep a lock of flock, which filelock takes, when
-the training itself has been killed).
+It is a POSIX record lock on a file next to the record. It ends with its process, so a killed run
+can be resumed at once; NFS keeps it between hosts; and worker processes that a training forks do
+not inherit it (they would keep a lock of flock, which filelock uses, after the training was
+killed).
 
-A system or a file system without such locks (Windows, some network file systems) lets every process
-in. Pages say from which line on a record is mixed.
+On systems or file systems without such locks (Windows, some network file systems), every process
+can write. Pages say from which line on a record is mixed.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ if sys.platform == "win32":
 else:
     import fcntl
 
-# A link in place of the file is refused, and not followed.
+# A link in place of the file is refused, not followed.
 _FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
 
 
@@ -38,18 +38,14 @@ class FolderLockedError(ValueError):
 class FolderLock:
     """Lock of a folder, held by this process until nobody refers to it.
 
-    Args:
-        path: Path of the file that is locked; it is made, and removed when the lock is released.
-
-    Raises:
-        FolderLockedError: Another process holds the lock.
-        OSError: The file cannot be made, or something else stands there.
+    The locked file is created, and removed on release. Raises FolderLockedError if another process
+    holds the lock, and OSError if the file cannot be created or something else is in its place.
     """
 
     def __init__(self, path: Path) -> None:
         self._path, self._process, self._descriptor = path, os.getpid(), -1
         check_regular(path, follow_symlinks=False)
-        while not self._is_in_place():  # its last owner may have removed the file meanwhile
+        while not self._is_in_place():  # the last owner may have removed the file meanwhile
             self._close()
             self._descriptor = os.open(path, _FLAGS, 0o666)
             try:
@@ -60,24 +56,24 @@ class FolderLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether this process still holds the lock, on a file that is still there."""
+        """Whether this process still holds the lock, on a file that still exists."""
         return self._process == os.getpid() and self._is_in_place()
 
     def __del__(self) -> None:
         if self.is_held:
             with contextlib.suppress(OSError):
-                self._path.unlink()  # while it is locked: nobody else's is removed
+                self._path.unlink()  # while locked, so that nobody else's file is removed
         self._close()
 
     def _is_in_place(self) -> bool:
-        """Whether the file that is open is the one that stands in the folder."""
+        """Whether the open file is the one in the folder."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.lstat(self._path))
         except OSError:
             return False
 
     def _lock(self) -> None:
-        """Lock the open file, and write into it who holds it, for the message to others."""
+        """Lock the open file, and write the owner into it for messages to others."""
         try:
             if fcntl is not None:
                 fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -89,13 +85,13 @@ class FolderLock:
                     "records a run there: choose another folder or end that process; if there is "
                     f"none, delete {self._path.name} in it"
                 ) from None
-        with contextlib.suppress(OSError):  # a full disk: the lock holds without
+        with contextlib.suppress(OSError):  # with a full disk, the lock holds anyway
             os.ftruncate(self._descriptor, 0)
             os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
     def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
-        with contextlib.suppress(OSError):  # it was closed before
+        with contextlib.suppress(OSError):  # already closed
             os.close(descriptor)
 
 
@@ -104,9 +100,9 @@ _TAKING = threading.Lock()
 
 
 def lock_folder(path: Path) -> FolderLock:
-    """Take the lock of a folder, or the one that this process holds already.
+    """Lock a folder, or return the lock that this process already holds.
 
-    A second monitor of one process shares it: a notebook builds one again without closing the
+    Several monitors of a process share it: a notebook may build a monitor again without closing the
     first, and a process that opened the file twice would lose its lock with the first close.
     """
     with _TAKING:

@@ -1,14 +1,14 @@
-"""Printable text: what a record or a model says, before it is written to a terminal or to a log."""
+"""Make text from a record or a model safe to print on a terminal or write to a log."""
 
 _UNPRINTABLE = "\N{REPLACEMENT CHARACTER}"
 
 
 def printable(text: str) -> str:
-    r"""Replace the characters that would act on a terminal instead of being shown there.
+    r"""Replace characters that would act on a terminal instead of being shown.
 
-    Control characters (escape sequences begin with one), the marks that turn the direction of
-    writing, and code points without a character become U+FFFD; line breaks and other white space
-    become spaces. The length stays the same, and so do all other characters.
+    Control characters (which begin escape sequences), marks that change the writing direction, and
+    unassigned code points become U+FFFD; line breaks and other white space become spaces. The
+    length and all other characters stay the same.
 
     Args:
         text: Text of unknown origin.
@@ -21,7 +21,7 @@ def printable(text: str) -> str:
 
 
 def text_of(value: object) -> str:
-    """Return a value as text, or its type if the value raises.
+    """Return a value as text, or its type if conversion fails.
 
     Args:
         value: Any object.

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     import pandas
 
 
-# Columns of a run in long form, and their kinds in a data frame. None has the name of a method of a
-# data frame, as "head" and "stack" would.
+# Columns of a run in long form, with their types in a data frame. Names such as "head" and "stack"
+# are avoided, because data frames have methods of these names.
 COLUMNS = {
     "step": "int64", "source": "category", "metric": "category", "stack_name": "category",
     "layer": "Int32", "head_index": "Int32", "part": "category", "value": "float64",
@@ -54,7 +54,7 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
 
     Attributes:
         step: Number of optimizer updates already in the weights.
-        time: Moment of the reading, in seconds since the epoch.
+        time: Time of the reading, in seconds since the epoch.
         seconds: Seconds by which the reading delayed the training.
         source: "inline" (measured in the training forward) or "probe" (in an extra pass on fixed
             inputs).
@@ -64,9 +64,9 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
         dtype: Data type of the model's hidden states.
         stacks: Column of each metric, by name of the stack ("" for the only one) and metric.
         overhead: Share of the time since the first step that geomon has taken; NaN if unknown.
-        left_out: Number of readings that were due by now and that the budget has left out.
-        training: What the training logs beside the geometry, by name: its loss, say.
+        training: Values that the training logs, by name, such as its loss.
         notes: Remarks on how far the values can be trusted, and alerts.
+        left_out: Number of readings that were due so far but left out by the budget. Defaults to 0.
     """
 
     step: Count
@@ -84,7 +84,7 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
     left_out: Count = 0
 
     def __post_init__(self) -> None:
-        """Put NaN in the place of the nulls of JSON, and refuse what no reading has."""
+        """Replace JSON nulls by NaN, and refuse values that no reading can have."""
         msgspec.structs.force_setattr(self, "overhead", number(self.overhead))
         msgspec.structs.force_setattr(self, "training", number(self.training))
         if self.step < 0 or not (math.isfinite(self.time) and math.isfinite(self.seconds)):
@@ -96,7 +96,7 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
 
     @functools.cached_property
     def values(self) -> Mapping[str, float]:
-        """Every value by its tag; NaN if one could not be measured."""
+        """Every value by its tag; NaN if it could not be measured."""
         return tagged(self.stacks) | self.of_run()
 
     def of_run(self) -> dict[str, float]:
@@ -109,7 +109,7 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
         """Return the value of a tag; NaN if there is none.
 
         Args:
-            tag: Name of a value, for instance "twonn/mean".
+            tag: Name of a value, such as "twonn/mean".
         """
         return self.values.get(tag, NAN)
 
@@ -119,17 +119,21 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
         return self.stacks[main_stack(self.stacks)] if self.stacks else {}
 
     def column(self, metric: str, part: str = "") -> Column:
-        """Return a column of the main stack; an empty one if the reading has none.
+        """Return a column of the main stack, or an empty one if the reading has none.
 
         Args:
             metric: Name of the metric.
-            part: Name of a part of it; "" for the value itself.
+            part: Name of a part of it. Defaults to "", for the value itself.
         """
         column = self.columns.get(metric, EMPTY)
         return column.parts.get(part, EMPTY) if part else column
 
     def layers(self, metric: str) -> list[int]:
-        """List the layers of the main stack for which the reading has a metric, ascending."""
+        """List the layers of the main stack for which the reading has a metric, ascending.
+
+        Args:
+            metric: Name of the metric.
+        """
         return list(self.column(metric).depths())
 
     def words(self) -> list[str]:
@@ -151,7 +155,7 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
             yield self.step, self.source, group, "", None, None, name, value
 
     def line(self) -> str:
-        """Format the reading as one line of JSON; a value that is not finite becomes null."""
+        """Format the reading as one line of JSON, with null for values that are not finite."""
         return encode_line(self)
 
 
@@ -163,7 +167,7 @@ class Series:
         steps: Training steps, ascending.
         values: Values, one for each step.
         margins: Half widths of their 95 % intervals; NaN if unknown.
-        tag: Name of the values.
+        tag: Name of the values. Defaults to "".
     """
 
     steps: list[int]
@@ -172,21 +176,21 @@ class Series:
     tag: str = ""
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """Give steps, values and margins."""
+        """Iterate over steps, values and margins."""
         return iter((self.steps, self.values, self.margins))
 
     def plot(self, axes: Any = None, **style: Any) -> Any:
-        """Draw the values over training, on a logarithmic axis of steps, with their intervals.
+        """Draw the values over training with their intervals, on a logarithmic axis of steps.
 
         Args:
-            axes: Axes of matplotlib; None makes a new figure of pyplot.
-            **style: Style of the line, as `Axes.plot` takes it.
+            axes: Axes of matplotlib. Defaults to axes of a new pyplot figure.
+            **style: Style of the line, as for `Axes.plot`.
 
         Returns:
             The axes.
 
         Raises:
-            ImportError: matplotlib is missing.
+            ImportError: If matplotlib is missing.
         """
         if axes is None:
             try:
@@ -199,7 +203,7 @@ class Series:
         high = [value + margin for value, margin in zip(self.values, self.margins, strict=True)]
         axes.fill_between(self.steps, low, high, color=line.get_color(), alpha=0.2, lw=0)
         after = min((step for step in self.steps if step > 0), default=1)
-        axes.set_xscale("symlog", linthresh=after, linscale=0.45)  # step 0 has a place too
+        axes.set_xscale("symlog", linthresh=after, linscale=0.45)  # leaves room for step 0
         axes.set_xlabel("training step (logarithmic)")
         axes.legend()
         return axes
@@ -212,15 +216,15 @@ class Readings:
     Attributes:
         runs: Descriptions of the run, one for each start or resume.
         readings: Readings in the order in which they were written.
-        mixed_at: Number of the line from which the file holds the readings of two runs at once;
-            None for one run.
-        folder: Folder of the arrays beside the record; None if there is no record.
-        raised: Alerts that stand in lines of their own, in the order in which they were raised.
-        abandoned: Readings of branches that were given up: a later start of the run went back to an
-            earlier step and trained on from there.
+        mixed_at: Line number where the file holds readings of two runs at once. Defaults to
+            None, for a single run.
+        folder: Folder of the arrays next to the record, or None without a record.
+        raised: Alerts with lines of their own, in the order in which they were raised.
+        abandoned: Readings of abandoned branches: a later start of the run went back to an earlier
+            step and continued from there.
     """
 
-    # Builds the page of a run for a notebook. `geomon` sets it: the record imports no pages.
+    # Builds the page of a run for a notebook. `geomon` sets it, because record imports no pages.
     notebook_form: ClassVar[Callable[["Readings"], str] | None] = None
 
     runs: list[dict[str, Any]]
@@ -234,8 +238,8 @@ class Readings:
     def alerts(self) -> list[RaisedAlert]:
         """Alerts of the run, steps ascending.
 
-        A reading notes the alerts since the one before it for sinks that take readings alone. In
-        the records of older versions they stand nowhere else.
+        For sinks that take only readings, a reading also notes the alerts since the one before.
+        Records of older versions hold alerts nowhere else.
         """
         lines = [alert.note for alert in self.raised]
         noted = [
@@ -259,14 +263,9 @@ class Readings:
     def __getitem__(self, key: str) -> Series: ...
 
     def __getitem__(self, key: int | str) -> Reading | Series:
-        """Return the reading at an index, or the curve of a tag.
+        """Return the reading at an index, or the curve of a tag such as "twonn/mean".
 
-        Args:
-            key: Index of a reading, or name of a value: "twonn/mean".
-
-        Raises:
-            IndexError: There is no such reading.
-            KeyError: No reading has a value of that name.
+        Raises IndexError or KeyError if there is none.
         """
         return self._curve(key) if isinstance(key, str) else self.readings[key]
 
@@ -284,7 +283,7 @@ class Readings:
         return Series([*steps], [*values], [*margins], tag)
 
     def _getter(self, tag: str) -> Callable[[Reading], tuple[float, float]] | None:
-        """Find a tag among those that the columns make: a function that gives value and margin."""
+        """Return a function from a reading to the tag's value and margin, or None if unknown."""
         metric = tag.partition("/")[0]
         for reading in reversed(self.readings):
             if tag in reading.of_run():
@@ -297,11 +296,11 @@ class Readings:
 
     @functools.cached_property
     def metrics(self) -> dict[str, MetricText]:
-        """How pages speak of each metric, by its name."""
+        """Words for each metric, by its name."""
         return {name: text for run in self.runs for name, text in texts_of(run).items()}
 
     def text_of(self, metric: str) -> MetricText:
-        """Return how pages speak of a metric; by its name if the record does not say.
+        """Return the words for a metric, or just its name if the record has none.
 
         Args:
             metric: Name of the metric.
@@ -320,7 +319,7 @@ class Readings:
         )
 
     def _repr_html_(self) -> str:
-        """Show the run in a notebook: in words, and in a picture if the package has pages."""
+        """Show the run in a notebook, in words, or as a page if the package can draw one."""
         build = type(self).notebook_form
         return f"<p>{escape(repr(self))}</p>" if build is None else build(self)
 
@@ -328,12 +327,12 @@ class Readings:
         """Build a data frame with a row for each value.
 
         Returns:
-            Columns step, source, metric, stack_name, layer, head_index, part and value; layer and
-            head are missing if a value has none. Values that are not metrics stand under their
-            group: metric "training" and part "loss", say.
+            Columns step, source, metric, stack_name, layer, head_index, part and value, where layer
+            and head are missing if a value has none. Values that are not metrics have their group
+            as metric: "training" with part "loss", for example.
 
         Raises:
-            ImportError: pandas is missing.
+            ImportError: If pandas is missing.
         """
         try:
             import pandas
@@ -345,13 +344,13 @@ class Readings:
             for row in reading.rows():
                 for append, field_ in zip(appends, row, strict=True):
                     append(field_)
-        # A column at a time, so that its list is freed: a large run has tens of millions of values.
+        # One column at a time, to free its list: a large run has tens of millions of values.
         return pandas.DataFrame(
             {name: pandas.Series(columns.pop(name), dtype=kind) for name, kind in COLUMNS.items()}
         )
 
     def remarks(self) -> list[str]:
-        """List what a page says before it shows the run, in sentences; mostly nothing."""
+        """List what a page must say before it shows the run, in sentences; usually nothing."""
         remarks = []
         if left_out := self.readings[-1].left_out if self.readings else 0:
             remarks.append(
@@ -372,25 +371,29 @@ class Readings:
         return remarks
 
     def arrays(self, step: int, source: str | None = None) -> dict[str, NDArray[Any]]:
-        """Read the arrays that stand beside the record for a step, by tag; nothing is kept of them.
+        """Read the arrays stored for a step, by tag; they are not kept in memory.
 
         `mean_query/layer_03` and `mean_key/...` are means over rows as projected, [heads, width];
         `queries/...` and `keys/...` a few of these rows, [rows, heads, width]; `eigenvalues/...`
-        the largest of the covariance of the hidden states; `type_ids/...`, `type_rows/...`,
-        `type_square_of_mean/...` and `type_scatter/...` moments of the most frequent token types.
+        the largest eigenvalues of the covariance of the hidden states; `type_ids/...`,
+        `type_rows/...`, `type_square_of_mean/...` and `type_scatter/...` moments of the most
+        frequent token types.
 
         Args:
             step: Step of a reading.
-            source: "inline" or "probe"; None for the source of the last reading of the step.
+            source: "inline" or "probe". Defaults to the source of the last reading at the step.
+
+        Returns:
+            The arrays by tag.
 
         Raises:
-            FileNotFoundError: There are no arrays of that step.
-            ValueError: The file is damaged.
+            FileNotFoundError: If the step has no arrays.
+            ValueError: If the file is damaged.
         """
         sources = [reading.source for reading in self if reading.step == step]
         chosen = sources[-1] if source is None and sources else source or "inline"
         if self.folder is None:
-            raise FileNotFoundError(f"no arrays of step {step}: these readings are of no record")
+            raise FileNotFoundError(f"no arrays of step {step}: these readings have no record")
         return self.folder.read(step, chosen)
 
     def tags(self) -> list[str]:
@@ -401,19 +404,23 @@ class Readings:
         """Collect the steps and values of a tag, steps ascending, without missing values.
 
         Args:
-            tag: Name of a value, for instance "twonn/mean".
+            tag: Name of a value, such as "twonn/mean".
 
         Returns:
             Steps and values, two lists of equal length.
 
         Raises:
-            KeyError: No reading has a value of that name.
+            KeyError: If no reading has a value of that name.
         """
         curve = self._curve(tag)
         return curve.steps, curve.values
 
     def layers(self, metric: str) -> list[int]:
-        """List the layers of the main stack for which any reading has a metric, ascending."""
+        """List the layers of the main stack for which any reading has a metric, ascending.
+
+        Args:
+            metric: Name of the metric.
+        """
         return sorted({layer for reading in self for layer in reading.layers(metric)})
 
     def stacks(self) -> list[str]:
@@ -421,14 +428,16 @@ class Readings:
         return list(dict.fromkeys(name for reading in self for name in reading.stacks)) or [""]
 
     def of_stack(self, name: str | None = None) -> "Readings":
-        """Select the columns of one stack, under the tags that a model with one stack has.
+        """Select the columns of one stack, under the tags of a model with one stack.
 
         Args:
-            name: Name of the stack, for instance "encoder"; None for the main one (see
-                `main_stack`).
+            name: Name of the stack, such as "encoder". Defaults to the main one (see `main_stack`).
+
+        Returns:
+            The readings of the stack.
 
         Raises:
-            ValueError: The model has no stack of that name.
+            ValueError: If the model has no stack of that name.
         """
         names = self.stacks()
         chosen = main_stack(names) if name is None else name
@@ -455,10 +464,7 @@ def _point(place: Place, reading: Reading) -> tuple[float, float]:
 
 
 def main_stack(names: Iterable[str]) -> str:
-    """Choose the stack to show when none is asked for: the decoder, or else the first.
-
-    Args:
-        names: Names of the stacks, at least one.
+    """Choose the stack to show by default: the decoder, or else the first.
 
     Example:
         >>> main_stack(["encoder", "decoder", "cross"]), main_stack(["text_model", "vision_model"])

@@ -1,11 +1,11 @@
 """Sinks: objects that receive every reading after it was recorded.
 
-A sink takes a whole reading and decides itself what it shows. One that fails is tried again with
-the next readings, then left out; the training and the other sinks go on. Messages call it by its
-`__str__`, if it has one of its own, or else by the name of its class.
+A sink receives a whole reading and decides what to show. A sink that fails is tried again at the
+next readings, then left out; the training and the other sinks go on. Messages name it by its
+`__str__`, if it has its own, or else by its class.
 
-Those that draw charts show the headline values (`geomon.record.headline`), and with
-`detail="layers"` every value that is charted.
+Sinks that draw charts show the headline values (`geomon.record.headline`), and with
+`detail="layers"` every charted value.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ from geomon.record.alert import RaisedAlert
 from geomon.record.headline import HEADLINE, Charts, Detail
 from geomon.record.reading import Reading
 
-# Readings that `Memory` keeps.
+# Number of readings that `Memory` keeps.
 _MOST_READINGS = 10_000
 
 
@@ -25,7 +25,7 @@ class Sink(Protocol):
     """Receiver of readings: any object with these two methods."""
 
     def write(self, reading: Reading) -> None:
-        """Take a reading."""
+        """Receive a reading."""
 
     def close(self) -> None:
         """Flush what is buffered; may be called more than once."""
@@ -33,30 +33,30 @@ class Sink(Protocol):
 
 @runtime_checkable
 class DescribedSink(Protocol):
-    """Sink that shows the description of the run too."""
+    """Sink that also shows the description of the run."""
 
     def describe(self, description: Mapping[str, Any]) -> None:
-        """Take the description of the run, as the record holds it, before the first reading."""
+        """Receive the description of the run, as the record holds it, before the first reading."""
 
 
 @runtime_checkable
 class AlertSink(Protocol):
-    """Sink that shows alerts at the moment when they are raised."""
+    """Sink that shows alerts when they are raised."""
 
     def alert(self, alert: RaisedAlert) -> None:
-        """Take an alert: its step may lie between two readings."""
+        """Receive an alert, whose step may lie between two readings."""
 
 
 @runtime_checkable
 class SinkOfParts(Protocol):
-    """Sink that consists of others, so that one of them may fail and the others go on."""
+    """Sink that consists of others, so that one part may fail while the others go on."""
 
     def parts(self) -> Sequence[Sink]:
-        """Return the parts, in the order in which they are written; they are closed in reverse."""
+        """Return the parts in the order in which they are written; they are closed in reverse."""
 
 
 def parts_of(sinks: Iterable[Sink]) -> list[Sink]:
-    """List sinks, with the parts of those that consist of parts in their place.
+    """List sinks, replacing each sink of parts by its parts.
 
     Args:
         sinks: Sinks of a run.
@@ -80,15 +80,15 @@ class Memory:
         self.alerts: deque[RaisedAlert] = deque(maxlen=_MOST_READINGS)
 
     def write(self, reading: Reading) -> None:
-        """Keep a reading; beyond the largest number, the oldest is dropped."""
+        """Keep a reading, dropping the oldest beyond the largest number."""
         self.readings.append(reading)
 
     def alert(self, alert: RaisedAlert) -> None:
-        """Keep an alert, likewise."""
+        """Keep an alert, dropping the oldest beyond the largest number."""
         self.alerts.append(alert)
 
     def close(self) -> None:
-        """Do nothing: there is nothing to flush."""
+        """Do nothing, because nothing is buffered."""
 
 
 class LoggerSink:
@@ -96,18 +96,19 @@ class LoggerSink:
 
     Args:
         name: Name of the logger, for messages.
-        log: Function that hands the charted values to the logger, by name, with their step.
-        detail: "headline", "layers", or names of metrics whose means are headline values too.
-        save: Function that flushes the logger.
+        log: Function that passes charted values, by name, and their step to the logger.
+        detail: "headline", "layers", or names of metrics whose means become headline values too.
+            Defaults to "headline".
+        save: Function that flushes the logger. Defaults to one that does nothing.
         writers: Function that returns the logger's `SummaryWriter`s, which get the layout of the
-            charts; None if it is not TensorBoard.
-        prefix: What the logger gets before every name.
+            charts. Defaults to None, for a logger other than TensorBoard.
+        prefix: Text before every name. Defaults to "".
 
     Attributes:
-        named: Names of metrics that the detail holds.
+        named: Names of metrics in the detail.
 
     Raises:
-        ValueError: The detail is none of them.
+        ValueError: If the detail is none of them.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class LoggerSink:
         return self._name
 
     def describe(self, description: Mapping[str, Any]) -> None:
-        """Take the description of the run, which says what charts show of its metrics.
+        """Receive the description of the run, which says what charts show of its metrics.
 
         Args:
             description: Description of the run, as the record holds it.
@@ -137,12 +138,12 @@ class LoggerSink:
         self._charts.describe(description)
 
     def write(self, reading: Reading) -> None:
-        """Hand charted values to the logger; before the first, write the layout of their charts."""
+        """Pass charted values to the logger, and the layout of their charts before the first."""
         if self._writers is not None and not self._is_laid_out:
             layout = self._layout(reading)
             for writer in self._writers():
                 writer.add_custom_scalars(layout)
-            self._is_laid_out = True  # only now: one that failed is written with the next reading
+            self._is_laid_out = True  # only now: a failed layout is tried with the next reading
         if values := self._charts.select(reading):
             self._log({f"{self._prefix}{tag}": v for tag, v in values.items()}, reading.step)
 
@@ -157,12 +158,12 @@ class LoggerSink:
         }
 
     def close(self) -> None:
-        """Flush the logger, which is closed by whoever made it."""
+        """Flush the logger, which whoever made it will close."""
         self._save()
 
 
 class NumberSink(LoggerSink):
-    """Sink that writes to a logger without a place for words: it counts the alerts."""
+    """Sink that counts alerts, for a logger that cannot show text."""
 
     _alerts = 0
 

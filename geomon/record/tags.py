@@ -1,26 +1,25 @@
-"""Tags: the names under which values are charted and asked for, built only here and nowhere parsed.
+"""Tags: the names under which values are charted and requested, built only here and never parsed.
 
-A tag is `<metric>/layer_03`, `<metric>/mean` (over the layers without layer 0) or
+A tag is `<metric>/layer_03`, `<metric>/mean` (over all layers except layer 0) or
 `<metric>/layer_03/head_1`. The first two may have parts: `twonn/layer_03/std`, `gride/mean/k32`,
 `qk_cosine/layer_03/min`. In a model with several stacks of blocks each tag names its stack:
 `twonn/encoder_layer_03`, `twonn/encoder_mean`.
 
-Two groups are no metrics: `geomon/...` is what geomon costs, `training/...` what the training logs
-beside the geometry, its loss for instance.
+Two groups are not metrics: `geomon/...` holds geomon's cost, and `training/...` values that the
+training logs, such as its loss.
 """
 
 MEAN = "mean"
 SECONDS = "geomon/seconds"
 OVERHEAD = "geomon/overhead"
-LOSS = "loss"  # the name under which the training's loss is logged
-PROBE_LOSS = "probe_loss"  # the same for the loss on the probe's inputs
+LOSS = "loss"  # name of the training's loss
+PROBE_LOSS = "probe_loss"  # name of the loss on the probe's inputs
 
 _TRAINING = "training"
-# What stands before the first slash in tags of a whole run: of no metric, and of no stack.
+# First parts of tags of a whole run, which belong to no metric and no stack.
 OF_RUN = ("geomon", _TRAINING)
 
-# Parts that say what a value stands on: rows in one split, sequences that all rows are of, and
-# steps since the reading that it is compared with.
+# Parts that say what a value rests on: the rows in one split, and the sequences of all rows.
 ROWS = "n"
 SEQUENCES = "sequences"
 
@@ -30,8 +29,8 @@ def layer_tag(metric: str, layer: int, part: str = "") -> str:
 
     Args:
         metric: Name of the metric.
-        layer: Number of the layer; 0 for what enters the first block.
-        part: Name of a part of the value, for instance "std"; "" for the value itself.
+        layer: Index of the layer; 0 is the input of the first block.
+        part: Name of a part of the value, such as "std". Defaults to "", for the value itself.
 
     Example:
         >>> layer_tag("twonn", 3, "std")
@@ -45,7 +44,7 @@ def mean_tag(metric: str, part: str = "") -> str:
 
     Args:
         metric: Name of the metric.
-        part: Name of a part of the value, for instance "std"; "" for the value itself.
+        part: Name of a part of the value, such as "std". Defaults to "", for the value itself.
 
     Example:
         >>> mean_tag("gride", "k32")
@@ -65,13 +64,13 @@ def head_part(head: int) -> str:
 
 
 def training_tag(name: str) -> str:
-    """Build the tag of a value that the training logs beside the geometry.
+    """Build the tag of a value that the training logs.
 
     Args:
-        name: Name of the value, for instance "loss".
+        name: Name of the value, such as "loss".
 
     Raises:
-        ValueError: The name cannot be part of a tag.
+        ValueError: If the name cannot be part of a tag.
 
     Example:
         >>> training_tag("loss"), training_tag("val/loss")
@@ -81,17 +80,13 @@ def training_tag(name: str) -> str:
     if not all(part and part.isprintable() and part == part.strip() for part in parts):
         raise ValueError(
             f"{name!r} cannot name a value: expected printable text without a slash at its ends, "
-            "'loss' or 'val/loss' for instance"
+            "such as 'loss' or 'val/loss'"
         )
     return f"{_TRAINING}/{name}"
 
 
 def in_stack(tag: str, stack: str) -> str:
-    """Add the name of a stack to a tag; a tag without a slash stays as it is.
-
-    Args:
-        tag: Tag without a stack.
-        stack: Name of the stack; "" for the only stack of a model, which is not named.
+    """Add the name of a stack ("" for a model's only one) to a tag, if the tag has a slash.
 
     Example:
         >>> in_stack("twonn/layer_03/std", "encoder"), in_stack("twonn/mean", "")

@@ -1,22 +1,19 @@
-"""Versions of geomon: which of them have written a record, as far as it matters to its reader."""
+"""Versions of geomon that wrote a record, as far as they matter to its reader."""
 
 import math
 import re
 
 from geomon import __version__
 
-# The zeros at the end are left out: 1.0 is 1.0.0.
+# Trailing zeros are ignored: 1.0 is 1.0.0.
 _RELEASE = re.compile(r"v?(\d{1,9}(?:\.\d{1,9}){0,9}?)(?:\.0+)*(?![.\d])", re.ASCII)
 
 
 def is_newer(version: str) -> bool:
-    """Return whether a version is newer than the one that is running.
+    """Return whether a version is newer than the running one.
 
-    The numbers of the releases are compared; text that is not a version is not newer, and nothing
-    is newer than a version that is not known.
-
-    Args:
-        version: Version that a record names, for instance "0.1.0".
+    Numbers of releases are compared. Text that is not a version is not newer, and nothing is newer
+    than an unknown version.
 
     Example:
         >>> is_newer("9999.0"), is_newer("0.0.1"), is_newer("unknown")

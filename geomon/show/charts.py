@@ -1,4 +1,4 @@
-"""Panels drawn by plotly, as interactive charts: those of W&B and of the report."""
+"""Plotly charts of panels, for W&B and for the report."""
 
 import html
 import math
@@ -21,18 +21,18 @@ except ImportError as error:
         "charts need plotly: pip install 'geomon[wandb]' or 'geomon[report]'"
     ) from error
 
-# Largest number of names that a legend has room for.
+# Largest number of names that fit into a legend.
 _MOST_NAMES = 8
-# Names of lines stand below a chart.
+# Layout of a legend below the chart.
 _NAMES_BELOW = {"yref": "container", "y": 0, "yanchor": "bottom"}
 
 
 def charts_of(readings: Readings, metrics: Iterable[str] = ()) -> dict[str, go.Figure]:
-    """Draw the charts of a run that there are values for, by their names."""
+    """Draw every chart that a run has values for, and return the charts by name."""
     charts = {}
     for name, panel in cards_of(readings, metrics):
         chart = draw(panel)
-        if isinstance(panel, Lines):  # W&B shows a chart without the name of what it holds
+        if isinstance(panel, Lines):  # W&B shows no title for a chart
             words = panel.label + ", mean over layers" * (panel.over == "step")
             words += " (band: 95 % interval)" * panel.has_bands
             title = {"text": _plain(words), "font": {"size": 13}, "x": 0.02}
@@ -42,19 +42,22 @@ def charts_of(readings: Readings, metrics: Iterable[str] = ()) -> dict[str, go.F
 
 
 def draw(panel: Lines | Matrix, steps: Iterable[int] = ()) -> go.Figure:
-    """Draw a panel.
+    """Draw a panel as a plotly figure.
 
     Args:
-        panel: The panel, with a line at least.
-        steps: Steps that the axis of steps reaches over, beside those of the panel.
+        panel: The panel. Lines panels need at least one line.
+        steps: Further steps that the step axis has to cover. Defaults to ().
     """
     return _draw_matrix(panel) if isinstance(panel, Matrix) else _draw_lines(panel, steps)
 
 
 def choose(charts: Mapping[str, go.Figure]) -> go.Figure:
-    """Join charts in one figure, of which a page shows one at a time.
+    """Put several charts into one figure that shows one chart at a time.
 
-    `layout.meta` lists the name of each chart with the arguments of `Plotly.update` that show it.
+    `layout.meta` lists the name of each chart and the arguments for `Plotly.update` that show it.
+
+    Args:
+        charts: The charts by name, at least one.
     """
     first = next(iter(charts.values()))
     if len(charts) == 1:
@@ -76,7 +79,7 @@ def choose(charts: Mapping[str, go.Figure]) -> go.Figure:
 
 
 def slide(charts: Sequence[Mapping[int, Matrix]], names: Sequence[str]) -> go.Figure:
-    """Draw matrices of heads with a slider over steps, and a menu where there are several."""
+    """Draw head matrices with a slider for the step, and a menu if there are several metrics."""
     last = [by_step[max(by_step)] for by_step in charts]
     whole = choose({n: _draw_matrix(each) for n, each in zip(names, last, strict=True)})
     steps = sorted({step for by_step in charts for step in by_step})
@@ -97,7 +100,7 @@ def slide(charts: Sequence[Mapping[int, Matrix]], names: Sequence[str]) -> go.Fi
 
 
 def add_linear_axis(chart: go.Figure) -> go.Figure:
-    """Let a page choose whether the axis of steps is logarithmic or linear."""
+    """Let the reader of a page switch the step axis between logarithmic and linear."""
     axis = chart.layout.xaxis
     linear = {
         "xaxis.type": "linear", "xaxis.tickmode": "auto", "xaxis.title.text": "training step",
@@ -158,7 +161,7 @@ def _draw_lines(panel: Lines, steps: Iterable[int]) -> go.Figure:
 def _mark(
     chart: go.Figure, axis: str, at: float, words: str, colour: str, *, is_logarithmic: bool
 ) -> None:
-    """Draw a line across a chart, along which its words are written."""
+    """Draw a labelled line across a chart."""
     other = "y" if axis == "x" else "x"
     dash = "dash" if axis == "x" else "dot"
     chart.add_shape(
@@ -166,7 +169,7 @@ def _mark(
          f"{other}ref": "paper", "line": {"color": colour, "dash": dash, "width": 1.2}}
     )  # fmt: skip
     if words:
-        place = math.log10(at) if is_logarithmic else at  # as plotly has it for words
+        place = math.log10(at) if is_logarithmic else at  # plotly takes exponents for text
         chart.add_annotation(
             {axis: place, other: 0.02 if axis == "x" else 1, f"{other}ref": "paper",
              "text": _plain(words), "showarrow": False, "font": {"size": 10, "color": colour},
@@ -186,7 +189,7 @@ def _value_axis(panel: Lines) -> dict[str, Any]:
 
 
 def _number_axis(over: str) -> dict[str, Any]:
-    """Axis of layers, scales or ranks."""
+    """Describe the axis of layers, scales or ranks."""
     title, is_logarithmic = AXES[over]
     return {
         "title": {"text": title, "standoff": 8}, "automargin": True, "tickformat": "d",
@@ -236,7 +239,7 @@ def _draw_matrix(panel: Matrix) -> go.Figure:
 
 
 def _colours_of(panel: Matrix) -> dict[str, Any]:
-    """Values of a matrix, and the scale of its colours."""
+    """Return the values of a matrix and its colour scale as arguments of a plotly heat map."""
     scale: dict[str, Any] = {"colorscale": SIGNED if panel.is_signed else UNSIGNED}
     if not panel.is_logarithmic:
         ends = {"zmin": panel.low, "zmax": panel.high}
@@ -253,17 +256,17 @@ def _colours_of(panel: Matrix) -> dict[str, Any]:
 
 
 def _every(numbers: Sequence[int]) -> int:
-    """Of how many numbers one is named, so that at most sixteen are."""
+    """Return the spacing of tick labels that names at most sixteen of the numbers."""
     return math.ceil(len(numbers) / 16)
 
 
 def _shown(values: Iterable[float]) -> list[float | None]:
-    """Return values with five digits, and None if there is none: JSON has no NaN."""
+    """Round values to five digits, and turn NaN into None, because JSON has no NaN."""
     return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values]
 
 
 def _plain(text: str) -> str:
-    """Escape what plotly reads as HTML, and make printable: a record's words act nowhere."""
+    """Make text printable and escape HTML, so that text from a record is never interpreted."""
     return html.escape(printable(text), quote=False)
 
 

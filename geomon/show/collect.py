@@ -1,4 +1,4 @@
-"""Panels of a run, collected from its readings."""
+"""Builds the panels of a run from its readings."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -17,25 +17,25 @@ from geomon.record.headline import chart_title, shortened
 from geomon.show.colours import BLACK, BLUE, GREEN, LAYERS, STEPS, VERMILLION, ramp
 from geomon.show.panels import Floats, Line, Lines, Matrix, spread_items, spread_steps
 
-# Metrics of which the panel of the intrinsic dimension is drawn, and their colours: of gride the
-# largest scale.
+# Metrics in the panel of the intrinsic dimension, with their colours. Gride is drawn at its largest
+# scale.
 DIMENSIONS = {"twonn": BLUE, "twonn_distinct": VERMILLION, "gride": GREEN}
-# What pages draw by layer and by head.
+# Metrics that pages draw by layer and by head.
 BY_LAYER = ("twonn", "anisotropy", "attention_entropy")
 BY_HEAD = ("qk_cosine", "attention_entropy")
 
 # Largest number of layers whose quartiles are drawn.
 _MOST_LAYERS = 5
-# Ratio of the estimates at one step above which their axis is logarithmic.
+# The axis is logarithmic if two estimates at one step differ by more than this factor.
 _MAX_LINEAR_RATIO = 4.0
-# Ratio of the largest value of a map to the smallest above which its colours are logarithmic.
+# The colours of a map are logarithmic if its values differ by more than this factor.
 _MAX_LINEAR_COLOURS = 12.0
 
 # -- over training ---------------------------------------------------------------------------------
 
 
 def line_of(curve: Curve, name: str, colour: str, *, dash: str = "solid") -> Line:
-    """Make the line of a curve, with its 95 % intervals as a band where they are known."""
+    """Turn a curve into a line, with its 95 % intervals as a band if they are known."""
     low: list[float] = []
     high: list[float] = []
     if any(curve.margins):
@@ -45,10 +45,7 @@ def line_of(curve: Curve, name: str, colour: str, *, dash: str = "solid") -> Lin
 
 
 def dimension_panel(readings: Readings) -> Lines:
-    """Collect both variants of TwoNN with their intervals, and the largest scale of Gride.
-
-    The axis of values is logarithmic where they lie far apart at one step.
-    """
+    """Build the panel of both TwoNN variants and of Gride at its largest scale."""
     label = chart_title("twonn", readings.text_of("twonn"))
     lines = []
     for metric, colour in DIMENSIONS.items():
@@ -68,7 +65,7 @@ def dimension_panel(readings: Readings) -> Lines:
         min((v for row in rows for v in row), default=0.0) > 0
         and max(max(row) / min(row) for row in rows) > _MAX_LINEAR_RATIO
     )
-    if is_logarithmic:  # whose axis has no 0
+    if is_logarithmic:  # a logarithmic axis has no 0
         lines = [
             replace(
                 each, low=[max(end, min(v, 0.1)) for end, v in zip(each.low, each.y, strict=False)]
@@ -80,14 +77,14 @@ def dimension_panel(readings: Readings) -> Lines:
 
 
 def training_panel(readings: Readings, metric: str) -> Lines:
-    """Collect the mean of a metric over layers, over training."""
+    """Build the panel of a metric's mean over layers against the training step."""
     curve, text = curve_of(readings, metric), readings.text_of(metric)
     lines = [line_of(curve, text.title, BLUE)] if curve else []
     return Lines(text.label, lines, null=null_of(readings, metric), alerts=alerts_of(readings))
 
 
 def layers_panel(readings: Readings, metric: str) -> Lines:
-    """Collect a metric over training, a line for each layer; the axis begins at 0."""
+    """Build the panel of a metric over training with one line per layer; its axis starts at 0."""
     curves = {layer: curve_of(readings, metric, layer=layer) for layer in readings.layers(metric)}
     colours = _layer_colours(readings)
     lines = [
@@ -103,11 +100,7 @@ def layers_panel(readings: Readings, metric: str) -> Lines:
 
 
 def cosines_panel(readings: Readings) -> Lines:
-    """Collect the cosines of heads over training: the quartiles of each layer, in its colour.
-
-    A line is the median over the heads of a layer, its band reaches from the first to the third
-    quartile. The mean size over all heads is a line too. Of many layers some are shown.
-    """
+    """Build the panel of query-key cosines: median and quartiles over the heads of each layer."""
     measured, layers, tables = measured_heads(readings, "qk_cosine")
     steps, colours = [reading.step for reading in measured], _layer_colours(readings)
     lines = []
@@ -128,19 +121,15 @@ def _quartiles(values: Floats) -> list[float]:
 
 
 def furthest_loss(readings: Readings) -> tuple[str, Curve]:
-    """Choose the loss that is known up to the latest step, and its name.
-
-    The loss of the training is that of the batch after a reading, and after the last update there
-    is no batch: a loss on the probe reaches the end of the run. If both end at the same step, it is
-    the training loss.
-    """
+    """Return the name and the curve of the loss that reaches the latest step."""
     names = {"training loss": tags.LOSS, "loss on the probe": tags.PROBE_LOSS}
+    # Readings take the training loss of the next batch, and the last one has no next batch.
     curves = {name: training_curve(readings, key) for name, key in names.items()}
     return max(curves.items(), key=lambda named: max(named[1].steps, default=-1))
 
 
 def alerts_of(readings: Readings) -> list[tuple[int, str]]:
-    """List the steps of the alerts of a run, and in words the kinds that come first there."""
+    """List the steps with alerts, each with the alert kinds that occur there for the first time."""
     found: dict[int, list[str]] = {}
     known: set[str] = set()
     for alert in readings.alerts:
@@ -155,11 +144,7 @@ def alerts_of(readings: Readings) -> list[tuple[int, str]]:
 
 
 def depth_panel(readings: Readings, metric: str, part: str = "") -> Lines:
-    """Collect a metric over depth, a line for each of a few steps, the last with its intervals.
-
-    Layer 0, the embedding, is left out where it would flatten the blocks; a remark says how high it
-    is.
-    """
+    """Build the panel of a metric over depth with one line for each of a few steps."""
     columns, layers, table, remark = _profiles(readings, metric, part)
     rows = dict(zip(columns, table.T.tolist(), strict=True))
     steps = spread_steps(list(rows))
@@ -179,7 +164,7 @@ def depth_panel(readings: Readings, metric: str, part: str = "") -> Lines:
 
 
 def scales_panel(readings: Readings) -> Lines:
-    """Collect the mean dimension by scale of gride, a line for each of a few steps."""
+    """Build the panel of Gride's mean dimension by scale, with one line for each of a few steps."""
     by_step: dict[int, dict[int, float]] = {}
     for reading in single_source(readings):
         parts = reading.column("gride").parts
@@ -196,18 +181,13 @@ def scales_panel(readings: Readings) -> Lines:
 
 
 def map_panel(readings: Readings, metric: str) -> Matrix | None:
-    """Collect a metric at every layer and step; None if it was not measured.
-
-    The scale begins at 0 if no value is negative, and is logarithmic if the values lie far apart.
-    The entropy of attention reaches up to uniform attention. Layer 0, the embedding, is left out if
-    it would take the scale for itself.
-    """
+    """Build the map of a metric by layer and step; return None if it was not measured."""
     columns, layers, table, remark = _profiles(readings, metric)
     if not columns:
         return None
     lowest = float(np.nanmin(table))
     low, high = _range_of(table, metric, _largest(readings, metric))
-    if lowest >= 0:  # a cosine of one sign shows more this way
+    if lowest >= 0:  # cosines of a single sign differ more visibly on this scale
         low, high = 0.0, float(np.nanmax(table)) if low < 0 else high
     wide = lowest > 0 and high > _MAX_LINEAR_COLOURS * lowest
     low, high = (lowest if wide else low), (high if high > low else low + 1.0)
@@ -216,11 +196,7 @@ def map_panel(readings: Readings, metric: str) -> Matrix | None:
 
 
 def head_panels(readings: Readings, metric: str, most: int = 1) -> dict[int, Matrix]:
-    """Collect a metric of heads by step, at the last step or at a few, on one scale.
-
-    The scale of cosines is -1 to 1, that of the attention entropy 0 to that of uniform attention,
-    where it is known; others have that of the whole run.
-    """
+    """Build the matrices of a head metric by layer and head for the chosen steps, on one scale."""
     measured, layers, tables = measured_heads(readings, metric)
     if not measured:
         return {}
@@ -238,11 +214,11 @@ def head_panels(readings: Readings, metric: str, most: int = 1) -> dict[int, Mat
 def measured_heads(
     readings: Iterable[Reading], metric: str
 ) -> tuple[list[Reading], list[int], Floats]:
-    """Select the readings of one source in which a head has a value of a metric.
+    """Select the readings of one source where some head has a value of the metric.
 
     Returns:
-        The readings, one for each step; the layers in which heads have a value in any; the values,
-        [readings, layers, heads], NaN if there is none.
+        The selected readings, one per step; the layers with values; the values [readings, layers,
+        heads], NaN if missing.
     """
     selected = single_source(readings)
     known = [reading.column(metric).by_head() for reading in selected]
@@ -264,7 +240,7 @@ def measured_heads(
 def cards_of(
     readings: Readings, metrics: Iterable[str] = ()
 ) -> Iterator[tuple[str, Lines | Matrix]]:
-    """List the panels that loggers show of a run, with their names, which are numbered."""
+    """Yield the panels that loggers show, each with a numbered name."""
     titles = {name: readings.text_of(name).title for name in (*BY_LAYER, *BY_HEAD, *metrics)}
     asked: list[tuple[str, Callable[[], Lines | Matrix | None]]] = [
         (chart_title("twonn", readings.text_of("twonn")), partial(dimension_panel, readings)),
@@ -288,7 +264,7 @@ def _last_heads(readings: Readings, metric: str) -> Matrix | None:
 
 
 def scales_of(readings: Iterable[Reading]) -> list[int]:
-    """List the scales of gride, ascending: 32 for its part "k32"."""
+    """List the scales of Gride in ascending order: its part "k32" has scale 32."""
     parts = {part for reading in readings for part in reading.column("gride").parts}
     return sorted(int(part[1:]) for part in parts if part[1:].isdigit())
 
@@ -299,11 +275,12 @@ def scales_of(readings: Iterable[Reading]) -> list[int]:
 def _profiles(
     readings: Readings, metric: str, part: str = ""
 ) -> tuple[dict[int, Column], list[int], Floats, str]:
-    """Collect a metric over depth, at the steps that have a value; layer 0 unless it is far above.
+    """Collect a metric over depth, and leave out layer 0 if its values are far above the others.
 
     Returns:
-        Columns by step; the layers; their values, [layers, steps]; what to say of layer 0 where it
-        is left out.
+        Columns by step; the layers; their values [layers, steps]; a remark on layer 0 if it was
+        left
+        out.
     """
     columns = {reading.step: reading.column(metric, part) for reading in single_source(readings)}
     columns = {step: column for step, column in columns.items() if column.by_layer()}
@@ -318,13 +295,13 @@ def _profiles(
 
 
 def _layer_colours(readings: Readings) -> dict[int, str]:
-    """Give each layer of a run its colour, which heads and attention of the layer share."""
+    """Assign a colour to each layer of a run."""
     layers = layers_of(readings)[1:]
     return {0: LAYERS[0]} | dict(zip(layers, ramp(LAYERS, len(layers)), strict=True))
 
 
 def _range_of(values: Floats, metric: str, most: float) -> tuple[float, float]:
-    """Choose the ends of a scale: about zero for cosines and where signs differ."""
+    """Choose the ends of a colour scale: symmetric about 0 for cosines and if both signs occur."""
     if math.isfinite(most):
         return 0.0, most
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
@@ -334,7 +311,7 @@ def _range_of(values: Floats, metric: str, most: float) -> tuple[float, float]:
 
 
 def _largest(readings: Readings, metric: str) -> float:
-    """Return the largest value that a metric can have; NaN if there is none, or not known."""
-    if metric == "attention_entropy":  # that of uniform attention
+    """Return the largest possible value of a metric, or NaN if it is unbounded or not known."""
+    if metric == "attention_entropy":  # reached by uniform attention
         return (null_of(readings, metric) or (NAN, ""))[0]
     return 1.0 if metric == "attention_entropy_normalised" else NAN

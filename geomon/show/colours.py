@@ -1,29 +1,29 @@
-"""Colours of all pages: those of lines, of steps, of layers and of maps."""
+"""Colours of lines, steps, layers and maps on all pages."""
 
 from collections.abc import Sequence
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish.
 BLUE, VERMILLION, GREEN, GREY, BLACK = "#0072B2", "#D55E00", "#009E73", "#767676", "#000000"
-PURPLE = "#A8488A"  # darker than theirs: it is that of a thin line
-# Of runs or lines beside one another.
+PURPLE = "#A8488A"  # darker than Okabe and Ito's, for thin lines
+# Colours of several runs or lines in one panel.
 SERIES = (BLUE, VERMILLION, GREEN, PURPLE, "#E69F00", "#56B4E9", BLACK)
 # Viridis (for steps) and plasma (for layers) without their pale ends, which vanish on white.
 STEPS = ("#440154", "#404387", "#29788E", "#22A784", "#79D151", "#C2C21D")
 LAYERS = ("#0D0887", "#6A00A8", "#B12A90", "#E16462", "#F3A03A")
-# Of maps: where signs differ, and where they do not.
+# Colour maps for values of both signs, and of one sign.
 SIGNED, UNSIGNED = "RdBu_r", "cividis"
-NOTHING = "#DDDDDD"  # of what has no value in a map
+NOTHING = "#DDDDDD"  # missing values of a map
 GRID = "#E6E6E6"
 DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 def look_of(number: int) -> tuple[str, str]:
-    """Return colour and dash of a line beside others: beyond the number of colours other dashes."""
+    """Return the colour and dash of a line by its number; dashes change once colours run out."""
     return SERIES[number % len(SERIES)], DASHES[number // len(SERIES) % len(DASHES)]
 
 
 def ramp(colours: Sequence[str], count: int) -> list[str]:
-    """Choose a number of colours, evenly spaced between given ones, two at least.
+    """Interpolate `count` evenly spaced colours between at least two given ones.
 
     Example:
         >>> ramp(("#000000", "#FFFFFF"), 3)
@@ -40,7 +40,7 @@ def ramp(colours: Sequence[str], count: int) -> list[str]:
 
 
 def faded(colour: str, share: float) -> str:
-    """Return a colour with an opacity, from 0 to 1, as plotly and CSS write it.
+    """Format a colour with an opacity from 0 to 1 for plotly and CSS.
 
     Example:
         >>> faded("#0072B2", 0.2)

@@ -1,4 +1,4 @@
-"""Commands on the record of a run: `geomon watch`, `report`, `figure`, `summary` and others."""
+"""Commands that show the record of a run: `geomon watch`, `report`, `figure`, `summary` etc."""
 
 import os
 import shutil
@@ -17,19 +17,19 @@ from geomon.show.loading import load, load_all, name_runs
 if TYPE_CHECKING:
     import typer
 
-# Kinds of figures, that of the run first; matplotlib is loaded only to draw them.
+# Kinds of figures, listed here because importing them from figures would load matplotlib.
 _KINDS = ("run", "dimension", "profiles", "map", "heads", "cosines")
 
 
 @contextmanager
 def exit_on_bad_input() -> Iterator[None]:
-    """Turn errors of bad input into one line of text and exit code 2; decorates commands too."""
+    """Report errors from bad input as one line on standard error and exit with code 2."""
     import typer
 
     try:
         yield
         sys.stdout.flush()
-    except BrokenPipeError as error:  # who reads has seen enough: `geomon compare A B | head`
+    except BrokenPipeError as error:  # the reader stopped early: `geomon compare A B | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(0) from error
     except (ValueError, OSError, ImportError) as error:
@@ -41,20 +41,20 @@ def exit_on_bad_input() -> Iterator[None]:
 
 
 def add_commands(app: "typer.Typer") -> None:
-    """Add the commands that look at a record.
+    """Add the commands that show a record.
 
     Args:
-        app: The command line that gets them.
+        app: Command line application to add them to.
 
     Raises:
-        ImportError: typer or rich is missing.
+        ImportError: If typer or rich is missing.
     """
     import rich  # noqa: F401  (if missing, fail now and not in the middle of a command)
     import typer
 
-    folder = typer.Argument(help=f"Folder of a run, with its {FILE_NAME} in it.", metavar="DIR")
+    folder = typer.Argument(help=f"Folder of a run that contains its {FILE_NAME}.", metavar="DIR")
     folders = typer.Argument(help="Folders of runs.", metavar="DIR...")
-    one_stack = typer.Option(help="Which stack to show of a model with several: encoder, decoder.")
+    one_stack = typer.Option(help="Stack to show if the model has several: encoder or decoder.")
 
     @app.command()
     @exit_on_bad_input()
@@ -62,7 +62,7 @@ def add_commands(app: "typer.Typer") -> None:
         directories: Annotated[
             list[Path],
             typer.Argument(
-                help=f"Folders of runs, with their {FILE_NAME} in them; they may appear later.",
+                help=f"Folders of runs that contain their {FILE_NAME}; they may appear later.",
                 metavar="DIR...",
             ),
         ],
@@ -72,10 +72,10 @@ def add_commands(app: "typer.Typer") -> None:
         layer: Annotated[
             int | None, typer.Option(help="Layer of the chart; by default the mean over layers.")
         ] = None,
-        once: Annotated[bool, typer.Option("--once", help="Print the present, and leave.")] = False,
+        once: Annotated[bool, typer.Option("--once", help="Print the current state.")] = False,
         stack: Annotated[str | None, one_stack] = None,
     ) -> None:
-        """Follow runs live in a terminal (Ctrl-C leaves); elsewhere print the present."""
+        """Follow runs live in a terminal until Ctrl-C; elsewhere print the current state."""
         from geomon.show.terminal import watch as show
 
         show(directories, stack, metric=metric, layer=layer, once=once)
@@ -86,10 +86,10 @@ def add_commands(app: "typer.Typer") -> None:
         directory: Annotated[Path, folder],
         kind: Annotated[
             list[str] | None,
-            typer.Option(help=f"What to draw: {', '.join(_KINDS)}. May be given several times."),
+            typer.Option(help=f"What to draw: {', '.join(_KINDS)}. Can be repeated."),
         ] = None,
         every: Annotated[
-            bool, typer.Option("--all", help="Draw every kind that the run can give.")
+            bool, typer.Option("--all", help="Draw every kind that the run has values for.")
         ] = False,
         metric: Annotated[
             str | None, typer.Option(help="Metric of profiles, map, heads or cosines.")
@@ -97,13 +97,13 @@ def add_commands(app: "typer.Typer") -> None:
         out: Annotated[
             Path | None,
             typer.Option(
-                help="Where to write: the file of one figure, or the folder of several. By default "
+                help="Output file of one figure, or output folder of several. By default "
                 "geometry.png in DIR for the run, and DIR/figures for the others."
             ),
         ] = None,
         stack: Annotated[str | None, one_stack] = None,
     ) -> None:
-        """Draw figures of a run: geometry.png, or others by --kind."""
+        """Draw figures of a run: geometry.png by default, or those named by --kind."""
         kinds = list(_KINDS) if every else kind or [_KINDS[0]]
         (readings,) = _load([directory], stack)
         for line in _write_figures(readings, directory, kinds, metric, out, skip=every):
@@ -113,12 +113,12 @@ def add_commands(app: "typer.Typer") -> None:
     @exit_on_bad_input()
     def report(
         directories: Annotated[list[Path], folders],
-        out: Annotated[Path, typer.Option("--out", "-o", help="Where to write.")] = Path(
+        out: Annotated[Path, typer.Option("--out", "-o", help="Output file.")] = Path(
             "report.html"
         ),
         stack: Annotated[str | None, one_stack] = None,
     ) -> None:
-        """Write a page on one run or several that works without network: report.html."""
+        """Write an HTML report on one or several runs that works offline: report.html."""
         from geomon.show.report import Run, write_report
 
         named = zip(name_runs(directories), directories, _load(directories, stack), strict=True)
@@ -130,13 +130,13 @@ def add_commands(app: "typer.Typer") -> None:
     @exit_on_bad_input()
     def compare(
         first: Annotated[Path, typer.Argument(help="Folder of a run.", metavar="DIR")],
-        second: Annotated[Path, typer.Argument(help="Folder of another.", metavar="DIR")],
+        second: Annotated[Path, typer.Argument(help="Folder of another run.", metavar="DIR")],
         out: Annotated[
-            Path | None, typer.Option("--out", "-o", help="Draw the differences: a picture.")
+            Path | None, typer.Option("--out", "-o", help="Draw the differences into this picture.")
         ] = None,
         stack: Annotated[str | None, one_stack] = None,
     ) -> None:
-        """Say in which values two runs differ by more than their errors, and draw it."""
+        """List the values where two runs differ by more than their errors, or draw them."""
         from geomon.analysis.compare import compare as find_differences
         from geomon.show.comparison import describe_differences
         from geomon.show.settings import describe_settings
@@ -161,9 +161,9 @@ def add_commands(app: "typer.Typer") -> None:
     @exit_on_bad_input()
     def export(
         directory: Annotated[Path, folder],
-        out: Annotated[Path, typer.Option("--out", "-o", help="File: .csv or .parquet.")],
+        out: Annotated[Path, typer.Option("--out", "-o", help="Output file: .csv or .parquet.")],
     ) -> None:
-        """Write all values of a run to a table, a row for each: CSV or Parquet."""
+        """Write all values of a run to a table with one row per value: CSV or Parquet."""
         from geomon.record.export import export as write
 
         readings = load_all(directory)
@@ -175,9 +175,9 @@ def add_commands(app: "typer.Typer") -> None:
     @app.command()
     @exit_on_bad_input()
     def alerts(
-        name: Annotated[str | None, typer.Argument(help="One of them.", metavar="NAME")] = None,
+        name: Annotated[str | None, typer.Argument(help="A single alert.", metavar="NAME")] = None,
     ) -> None:
-        """Say what each alert looks for, what to do, and how often it is false."""
+        """Explain what each alert detects, what to do about it, and how often it is false."""
         from geomon.analysis.alerts import RULES, check_alerts
 
         check_alerts(() if name is None else (name,))
@@ -190,21 +190,13 @@ def add_commands(app: "typer.Typer") -> None:
     def summary(
         directory: Annotated[Path, folder], stack: Annotated[str | None, one_stack] = None
     ) -> None:
-        """Say in words what happened in a run."""
+        """Summarise in words what happened in a run."""
         for sentence in summarise(load(directory, stack)):
             typer.echo(fit_to_terminal(printable(sentence)))
 
 
 def fit_to_terminal(text: str, *, indent: str = "") -> str:
-    """Break a text between words where the output is a terminal, which would break words.
-
-    Args:
-        text: Text in one line.
-        indent: Beginning of its first line; further lines begin two columns farther.
-
-    Returns:
-        The text in lines; in one line where the output is a file or a pipe.
-    """
+    """Wrap a text to the width of the terminal; files and pipes get it in one line."""
     if not sys.stdout.isatty():
         return indent + text
     return textwrap.fill(
@@ -214,7 +206,7 @@ def fit_to_terminal(text: str, *, indent: str = "") -> str:
 
 
 def _load(directories: Sequence[Path], stack: str | None) -> list[Readings]:
-    """Read one stack of each record, and say on standard error what is to be known of it."""
+    """Read one stack of each record, and write remarks on the records to standard error."""
     runs = [load(directory, stack) for directory in directories]
     for directory, readings in zip(directories, runs, strict=True):
         _say_remarks(directory, readings)
@@ -235,16 +227,12 @@ def _write_figures(
     *,
     skip: bool,
 ) -> Iterator[str]:
-    """Write figures of a run, one after another; yield a line on each.
-
-    A kind that the run cannot give is an error, or left out if `skip` says so. A metric is for the
-    only kind, or for those that take one.
-    """
+    """Write figures of a run and yield a line on each; with `skip`, skip kinds without values."""
     from geomon.show.figures import KINDS, draw, save
     from geomon.show.panels import NotMeasuredError
 
     if out is not None and len(kinds) > 1 and out.is_file():
-        raise ValueError(f"{out} is a file: give a folder by --out, for several figures")
+        raise ValueError(f"{out} is a file: pass a folder with --out for several figures")
     folder = directory if directory.is_dir() else directory.parent
     for kind in kinds:
         takes = len(kinds) == 1 or (kind in KINDS and KINDS[kind].takes_metric)
@@ -268,13 +256,9 @@ def _write_figures(
 
 @contextmanager
 def _writes(path: Path) -> Iterator[Path]:
-    """Have a file written whole or not at all, and say of one that cannot be what to do.
-
-    It yields the path to write to, of the same ending: that of a part beside the file, which takes
-    its place in the end. What is no file, /dev/stdout say, is written itself.
-    """
+    """Yield a temporary path that replaces `path` once written, so no file is left incomplete."""
     place = Path(os.path.realpath(path))
-    whole = path.exists() and not path.is_file()
+    whole = path.exists() and not path.is_file()  # /dev/stdout, for instance
     part = path if whole else place.with_name(f".{place.stem[:100]}-part{place.suffix}")
     try:
         yield part
@@ -282,7 +266,7 @@ def _writes(path: Path) -> Iterator[Path]:
             part.replace(place)
     except OSError as error:
         raise ValueError(
-            f"{path} cannot be written ({error.strerror or error}): give another place by --out"
+            f"{path} cannot be written ({error.strerror or error}): pass another path with --out"
         ) from error
     finally:
         if not whole:

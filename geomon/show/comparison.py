@@ -1,4 +1,4 @@
-"""What two runs differ in, in lines of text."""
+"""Describes the differences between two runs in lines of text."""
 
 import math
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from geomon.analysis.compare import Difference
 
 
 def describe_differences(differences: Iterable[Difference], names: tuple[str, str]) -> list[str]:
-    """Describe differences of two runs in lines of text, those beyond the errors first.
+    """Describe the differences between two runs, those beyond the errors first.
 
     Example:
         >>> found = [Difference("twonn/mean", 100, 5.0, 6.0, 0.5)]
@@ -54,7 +54,7 @@ def _line(each: Difference, last: str) -> str:
 
 
 def _apart(first: float, second: float) -> tuple[str, str]:
-    """Format two values with as few digits, three at least, as show by how much they differ."""
+    """Format two values with three digits, or with more if their difference needs them."""
     change = second - first
     for digits in range(3, 10):
         texts = f"{first:.{digits}g}", f"{second:.{digits}g}"
@@ -64,7 +64,7 @@ def _apart(first: float, second: float) -> tuple[str, str]:
 
 
 def _percent(share: float) -> str:
-    """Format a relative change in percent or as a factor; "" where neither says anything."""
+    """Format a relative change as a percentage or a factor; return "" if neither is informative."""
     if not math.isfinite(share):
         return ""
     if abs(share) < 0.001:

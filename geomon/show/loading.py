@@ -1,4 +1,4 @@
-"""The records that pages are made of, by name, or one line on why a page cannot be made."""
+"""Reads the records that pages are made from, or says in one line why a page cannot be made."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -9,10 +9,14 @@ from geomon.record.printable import printable
 
 
 def load(directory: Path, stack: str | None = None) -> Readings:
-    """Read one stack of a record, by default the main one; like `load_all`.
+    """Read one stack of a record that has at least one reading.
+
+    Args:
+        directory: Folder of the run, or the path of its file.
+        stack: Name of the stack. Defaults to None, the main one.
 
     Raises:
-        ValueError: The model has no such stack, too.
+        ValueError: If the record is still empty, or if the model has no such stack.
     """
     return load_all(directory).of_stack(stack)
 
@@ -27,10 +31,7 @@ def load_all(directory: Path) -> Readings:
 
 
 def name_runs(paths: Iterable[Path]) -> list[str]:
-    """Name runs, printably, by the ends of the paths of their folders, as short as they differ.
-
-    Args:
-        paths: Folders of runs, or paths of their files; those of one folder are numbered.
+    """Name runs by the shortest ends of their folders' paths that tell them apart.
 
     Example:
         >>> name_runs([Path("runs/a"), Path("runs/b")]), name_runs([Path("x/run"), Path("y/run")])

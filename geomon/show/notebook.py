@@ -1,4 +1,4 @@
-"""Runs in notebooks: their words and their picture, as HTML."""
+"""Shows a run in a notebook as HTML: its summary and its picture."""
 
 import base64
 import io
@@ -12,7 +12,7 @@ _PIXELS_PER_INCH = 80
 
 
 def html_of(readings: Readings) -> str:
-    """Build the summary and the picture of a run; the summary alone where matplotlib is missing."""
+    """Format a run as HTML: its summary, and its picture if matplotlib is installed."""
     heading = f"<p><b>{escape(repr(readings))}</b></p>"
     main = readings.of_stack()
     words = "".join(f"<li>{escape(printable(text))}</li>" for text in summarise(main))

@@ -1,7 +1,7 @@
-"""Panels: what pages show, as data that matplotlib, plotly and plotext draw.
+"""Panels as plain data, which matplotlib, plotly and plotext draw.
 
-A panel is `Lines` over steps or layers, or a `Matrix` of colours whose rows are layers, the first
-at the bottom. `collect` makes them of the readings of a run.
+A panel is either `Lines` over steps or layers, or a `Matrix` of colours with a row for each layer,
+from bottom to top. The module `collect` builds panels from the readings of a run.
 """
 
 import itertools
@@ -14,38 +14,38 @@ from numpy.typing import NDArray
 
 from geomon.analysis import Curve
 
-# Labels of the axes that lines run over, and whether these axes are logarithmic.
+# Labels of x axes, and whether these axes are logarithmic.
 AXES = {
     "step": ("training step (logarithmic)", True),
     "layer": ("layer (0 = what enters the first block)", False),
     "scale": ("scale k: distances to neighbours k and 2k (logarithmic)", True),
 }
 
-# Largest number of steps at which profiles are drawn.
+# Number of steps at which profiles are drawn.
 _MAX_PROFILES = 7
-# How far to the left of the first step step 0 stands, in powers of ten.
+# Distance of step 0 from the first step after it, in powers of ten.
 _ZERO = 0.45
-# Least distance of the steps that an axis names, as a share of its length.
+# Least distance between the tick labels of a step axis, as a share of its length.
 _LEAST_APART = 0.15
 
 Floats = NDArray[np.float64]
 
 
 class NotMeasuredError(ValueError):
-    """A run cannot give a figure; the message says in one line what was not measured."""
+    """Raised if a run lacks values for a figure; the message names them in one line."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a panel.
+    """Line of a panel.
 
     Attributes:
-        name: What it is; "" to leave it out of the legend.
+        name: Name in the legend; "" for none.
         x: Steps, layers or scales, ascending.
-        y: Values; NaN if there is none.
-        colour: Its colour, as "#RRGGBB".
-        low: Lower ends of a band about it; empty for none.
-        high: Upper ends.
+        y: Values; NaN if missing.
+        colour: Colour as "#RRGGBB".
+        low: Lower ends of a band around the line; empty for no band.
+        high: Upper ends of the band.
         dash: "solid", "dash", "dot" or "dashdot".
         width: Width in points.
     """
@@ -62,21 +62,21 @@ class Line:
 
 @dataclass(frozen=True)
 class Lines:
-    """A panel of lines.
+    """Panel of lines.
 
     Attributes:
-        label: Label of the axis of values.
-        lines: The lines; none where nothing was measured.
-        over: What they run over, a key of `AXES`.
-        named_by: What the names of lines are numbers of, "step" or "layer", where a colour bar
+        label: Label of the y axis.
+        lines: The lines; empty if nothing was measured.
+        over: Quantity of the x axis, a key of `AXES`.
+        named_by: "step" or "layer" if the names of the lines are such numbers and a colour bar
             shows them; "" for a legend.
-        null: Value of rows without structure and its words; None if it is not known.
-        chance: Half width of a band about 0 and its words; None for none.
-        alerts: Steps of alerts, and the kinds that are there first, in words.
-        ends: Lowest and highest value of the axis in pictures; None if it follows the lines.
-        remark: What a reader has to know besides.
-        is_logarithmic: Whether the axis of values is.
-        bands: What the bands of lines are.
+        null: Value for structureless rows, with a label; None if unknown.
+        chance: Half width of a band around 0, with a label; None for no band.
+        alerts: Steps of alerts, with the alert kinds that occur there for the first time.
+        ends: Ends of the y axis in pictures; None to fit the lines.
+        remark: Further remark for the reader.
+        is_logarithmic: Whether the y axis is logarithmic.
+        bands: Meaning of the bands.
     """
 
     label: str
@@ -93,36 +93,36 @@ class Lines:
 
     @property
     def steps(self) -> list[int]:
-        """Steps of all lines and alerts, which the axis spans."""
+        """Steps of all lines and alerts, which the axis has to cover."""
         return [*(at for line in self.lines for at in line.x), *(at for at, _ in self.alerts)]
 
     @property
     def has_bands(self) -> bool:
-        """Whether a line has a band."""
+        """Whether any line has a band."""
         return any(line.low for line in self.lines)
 
     @property
     def null_inside(self) -> tuple[float, str] | None:
-        """The null, unless it lies outside of what the lines reach over, or 0."""
-        values = [0.0, *(v for line in self.lines for v in (*line.y, *line.high))]  # NaN is no end
+        """The null if it lies within the range of the y axis, else None."""
+        values = [0.0, *(v for line in self.lines for v in (*line.y, *line.high))]  # NaN is skipped
         low, high = self.ends or (min(values), 1.1 * max(values))
         return self.null if self.null is not None and low < self.null[0] < high else None
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A panel of colours.
+    """Panel of colours.
 
     Attributes:
-        label: What the colours stand for.
-        values: Values, [layers, columns]; NaN if there is none.
-        layers: Number of the layer of each row.
-        columns: Step or number of the head of each column.
-        low: Lowest value of the scale.
-        high: Highest value of the scale.
-        over: "step" or "head".
-        remark: What a reader has to know besides.
-        is_logarithmic: Whether the scale is logarithmic.
+        label: Meaning of the colours.
+        values: Values [layers, columns]; NaN if missing.
+        layers: Layer of each row.
+        columns: Step or head of each column.
+        low: Lowest value of the colour scale.
+        high: Highest value of the colour scale.
+        over: Quantity of the columns, "step" or "head".
+        remark: Further remark for the reader.
+        is_logarithmic: Whether the colour scale is logarithmic.
     """
 
     label: str
@@ -137,27 +137,23 @@ class Matrix:
 
     @property
     def is_signed(self) -> bool:
-        """Whether the scale is one of both signs, about 0."""
+        """Whether the colour scale includes negative values."""
         return self.low < 0
 
 
 class StepAxis:
-    """Logarithmic axis of steps, with step 0 to the left of the first step after it.
-
-    Args:
-        steps: Steps that are shown, one at least.
-    """
+    """Logarithmic axis for at least one step, with step 0 left of the first step after it."""
 
     def __init__(self, steps: Iterable[int]) -> None:
         self.steps = sorted(set(steps))
         self._after = min((step for step in self.steps if step > 0), default=1)
 
     def places(self, steps: Iterable[int]) -> list[float]:
-        """Return where steps stand: a step above 0 at its own number."""
+        """Return the positions of steps on the axis: a step above 0 is at its own number."""
         return [float(step) if step > 0 else self._after * 10**-_ZERO for step in steps]
 
     def edges(self) -> list[float]:
-        """Return the ends of the columns of the steps, one more than there are steps."""
+        """Return the column edges of a map, one more than there are steps."""
         at = self.places(self.steps)
         if len(at) == 1:
             return [at[0] / 1.5, at[0] * 1.5]
@@ -165,10 +161,7 @@ class StepAxis:
         return [at[0] ** 2 / inner[0], *inner, at[-1] ** 2 / inner[-1]]
 
     def ticks(self) -> list[int]:
-        """Return the steps that the axis names: its ends, the first step after 0, powers of ten.
-
-        Those whose names would touch are left out, the ends never.
-        """
+        """Return the steps to label: both ends, the first step after 0, powers of ten with room."""
         first, last = self.steps[0], self.steps[-1]
         low, high = map(math.log10, self.places([first, last]))
         powers = [10**power for power in range(len(str(last)))]
@@ -181,14 +174,7 @@ class StepAxis:
 
 
 def spread_steps(steps: Sequence[int], most: int = _MAX_PROFILES) -> list[int]:
-    """Choose the first and the last step and some between, denser after the first.
-
-    Args:
-        steps: Steps to choose from.
-        most: Largest number of steps chosen.
-
-    Returns:
-        Chosen steps, ascending.
+    """Choose at most `most` steps, first and last included, denser after the first.
 
     Example:
         >>> spread_steps([0, 1, 2, 3, 4, 6, 8, 11, 16, 23, 32], 4)
@@ -206,9 +192,6 @@ def spread_steps(steps: Sequence[int], most: int = _MAX_PROFILES) -> list[int]:
 def ends_and_middle(steps: Sequence[int]) -> list[int]:
     """Choose the first step, the last, and the one nearest to the middle of the run.
 
-    Args:
-        steps: Steps to choose from, ascending, one at least.
-
     Example:
         >>> ends_and_middle([0, 16, 32, 64, 181, 362, 724])
         [0, 362, 724]
@@ -218,11 +201,7 @@ def ends_and_middle(steps: Sequence[int]) -> list[int]:
 
 
 def spread_items(items: Sequence[int], most: int) -> list[int]:
-    """Choose at most so many of the items, evenly spaced, the first and the last among them.
-
-    Args:
-        items: Items to choose from.
-        most: Largest number of items chosen, at least 2.
+    """Choose at most `most` items, evenly spaced, first and last included; `most` is at least 2.
 
     Example:
         >>> spread_items([1, 2, 3, 4, 5, 6, 7], 3)
@@ -234,12 +213,12 @@ def spread_items(items: Sequence[int], most: int) -> list[int]:
 
 
 def spread_both(steps: Sequence[int], most: int) -> set[int]:
-    """Choose at most so many steps: half of them evenly, half denser after the first."""
+    """Choose at most `most` steps, half of them evenly and half denser after the first."""
     return {*spread_items(steps, most // 2), *spread_steps(steps, most // 2)}
 
 
 def thin(curve: Curve, most: int = 400) -> Curve:
-    """Choose some hundred points of a curve, its ends and its extremes among them."""
+    """Reduce a curve to at most a few hundred points, keeping its ends and its extremes."""
     if len(curve) <= most:
         return curve
     extremes = {curve.steps[curve.values.index(pick(curve.values))] for pick in (min, max)}

@@ -1,4 +1,4 @@
-"""Settings of runs in words: what the description of a run holds, and in which of it two differ."""
+"""Settings of runs in words: formats the description of a run, and compares two."""
 
 import time
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 from geomon.record import Readings
 from geomon.record.printable import printable
 
-# What describes a start of a run and is no setting of it.
+# Keys of a description that are not settings.
 OF_A_START = ("time", "from_step")
-# Letters of a setting that stand in a line beside others.
+# Largest number of letters of a setting in a line.
 _MOST_LETTERS = 60
 
 
 def setting_words(name: str, value: Any) -> str:
-    """Format a setting; of a list its length too. None is that of one that was not recorded.
+    """Format a setting, with the length of a list; None stands for a setting without a record.
 
     Example:
         >>> setting_words("layers", ["a", "b"]), setting_words("tokens", 4096)
@@ -32,7 +32,7 @@ def setting_words(name: str, value: Any) -> str:
 
 
 def describe_settings(first: Readings, second: Readings) -> str:
-    """Say in one line in which settings two records differ, or "" where in none."""
+    """List in one line the settings where two records differ; return "" if all agree."""
     if not (first.runs and second.runs):
         return ""
     one, other = first.runs[-1], second.runs[-1]
@@ -45,7 +45,7 @@ def describe_settings(first: Readings, second: Readings) -> str:
 
 
 def _both(name: str, one: Any, other: Any) -> str:
-    """Format two settings that differ, which may not show in what a line has room for."""
+    """Format two different settings, whose texts may look equal after shortening."""
     short = [_shortened(setting_words(name, value)) for value in (one, other)]
     return " and ".join(short) if short[0] != short[1] else f"({short[0]}, with other values)"
 

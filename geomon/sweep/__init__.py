@@ -1,4 +1,4 @@
-"""SWEEP: the checkpoints of a model, read one after another into one record."""
+"""SWEEP: read the checkpoints of a model, one after another, into one record."""
 
 from geomon.sweep.checkpoints import Checkpoint, find_checkpoints
 from geomon.sweep.sweep import scan

@@ -1,4 +1,4 @@
-"""Checkpoints of a model: which there are, in which order, and at which step of the training."""
+"""Find the checkpoints of a model, their order, and their training steps."""
 
 import json
 import os
@@ -13,11 +13,11 @@ from torch import nn
 
 Build = Callable[..., nn.Module]
 
-# What the name of a checkpoint says about its step: checkpoint-500, step1000, epoch=0-step=150.
+# The step in the name of a checkpoint: checkpoint-500, step1000, epoch=0-step=150.
 _STEP = re.compile(r"(?:checkpoint|step)[-_=]?(\d+)", re.IGNORECASE)
 _FILES = "*.ckpt"
 _ADAPTER = "adapter_config.json"
-# Weights of a whole model, beside which an adapter counts for nothing.
+# Weights of a whole model; an adapter in the same folder is then ignored.
 _WHOLE = ("model*.safetensors", "pytorch_model*.bin")
 
 
@@ -26,12 +26,12 @@ class Checkpoint:
     """Weights of a model at one step of its training.
 
     Attributes:
-        name: What messages call the checkpoint.
-        step: Number of optimizer updates already in the weights; -1 if nothing says it.
+        name: Name in messages.
+        step: Number of optimizer updates already in the weights; -1 if unknown.
         source: Folder, file, or name of the model on the hub.
-        revision: Revision of the model, if it is on the hub.
-        base: Folder or name of the model to which an adapter in the folder belongs; None if the
-            folder holds a whole model.
+        revision: Revision of the model, if it is on the hub. Defaults to "main".
+        base: Folder or name of the model that an adapter in the folder belongs to. Defaults to
+            None, for a folder with a whole model.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Checkpoint:
 
     @property
     def is_file(self) -> bool:
-        """Whether the weights stand in a file, which does not say of which class the model is."""
+        """Whether the weights are in a file, which does not say the class of the model."""
         return Path(self.source).is_file()
 
 
@@ -53,12 +53,23 @@ def find_checkpoints(
 ) -> tuple[list[Checkpoint], list[str]]:
     """Find the checkpoints of a model, steps ascending, and remarks on them.
 
-    The step is `global_step` in the `trainer_state.json` of a folder of transformers or in a file
-    of Lightning, or the number in the name (`checkpoint-500`, `step1000`). If one of several says
-    no step, all are numbered 0, 1, 2 in order. Of two with the same step, the first is taken.
+    The step is `global_step` in the `trainer_state.json` of a transformers folder or in a Lightning
+    file, or the number in the name (`checkpoint-500`, `step1000`). If any of several lacks a step,
+    all are numbered 0, 1, 2 in order. If two have the same step, the first one is taken.
+
+    Args:
+        model: Folder or hub name of a model, or a function that builds it.
+        checkpoints: Folder with checkpoints. Defaults to None, for the model itself.
+        revisions: Revisions of a model on the hub, in training order. Defaults to ().
+
+    Returns:
+        The checkpoints, and remarks.
+
+    Raises:
+        ValueError: If both a folder and revisions are given, or nothing is found.
     """
     if checkpoints is not None and revisions:
-        raise ValueError("give a folder of checkpoints or revisions of a model, not both")
+        raise ValueError("pass a folder of checkpoints or revisions of a model, not both")
     if not isinstance(model, str | os.PathLike):
         found = _files(checkpoints)
     elif revisions:
@@ -70,8 +81,8 @@ def find_checkpoints(
         found = [replace(one, step=number) for number, one in enumerate(found)]
     if unknown and len(found) > 1:
         notes = [
-            "the step is the place in the order of the checkpoints: no step is known of "
-            f"{len(unknown)} of {len(found)}, such as {unknown[0]}"
+            "steps are only places in the order of the checkpoints, because the step is unknown "
+            f"for {len(unknown)} of {len(found)}, such as {unknown[0]}"
         ]
     steps = {one.step: one for one in reversed(found)}
     return [steps[step] for step in sorted(steps)], notes
@@ -84,7 +95,7 @@ def _files(checkpoints: str | os.PathLike[str] | None) -> list[Checkpoint]:
         raise ValueError(
             f"a function that builds a model needs the folder of its {_FILES} files, "
             f"checkpoints=FOLDER (--checkpoints FOLDER), got {checkpoints}; for checkpoint-N "
-            "folders of the Trainer name the model's folder, and no function"
+            "folders of the Trainer, pass the model's folder instead of a function"
         )
     return [Checkpoint(path.name, _step_of_file(path), str(path)) for path in paths]
 
@@ -92,13 +103,13 @@ def _files(checkpoints: str | os.PathLike[str] | None) -> list[Checkpoint]:
 def _folders(model: str, checkpoints: str | os.PathLike[str] | None) -> list[Checkpoint]:
     """Find a model, or the models and adapters in a folder.
 
-    A Trainer leaves the last adapter, or the finished model, beside its checkpoint-N folders.
+    A Trainer leaves the last adapter, or the finished model, next to its checkpoint-N folders.
     """
     folder = Path(model if checkpoints is None else checkpoints)
     is_finished = checkpoints is None and _is_model(folder) and not _is_adapter(folder)
     inside = [] if is_finished else sorted(filter(_is_model, folder.glob("*")), key=_in_order)
     paths = inside or [folder] * _is_model(folder)
-    # Adapters that stand elsewhere than the model that was named are of that model.
+    # Adapters in a different folder than the named model belong to that model.
     has_own = _is_adapter(Path(model)) or Path(model).absolute() == folder.absolute()
     looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1 or folder.exists()
     if not paths and (looks_local or checkpoints is not None):
@@ -123,13 +134,13 @@ def _is_model(folder: Path) -> bool:
 
 
 def _is_adapter(folder: Path) -> bool:
-    """Return whether a folder holds an adapter of peft, and not the whole model too."""
+    """Return whether a folder holds a peft adapter, and not the whole model too."""
     has_whole = any(any(folder.glob(pattern)) for pattern in _WHOLE)
     return (folder / _ADAPTER).is_file() and not has_whole
 
 
 def _base_of(folder: Path, given: str | None) -> str:
-    """Return the model to which the adapter in a folder belongs."""
+    """Return the model that the adapter in a folder belongs to."""
     base = given or json.loads((folder / _ADAPTER).read_text()).get("base_model_name_or_path")
     if not base:
         raise ValueError(
@@ -149,12 +160,12 @@ def _step_of_folder(folder: Path) -> int:
 def _step_of_file(path: Path) -> int:
     try:
         return int(read_file(path)["global_step"])
-    except (ValueError, LookupError, TypeError):  # named and skipped when its turn comes
+    except (ValueError, LookupError, TypeError):  # reported and skipped later
         return _step_in(path.name)
 
 
 def _step_in(name: str) -> int:
-    """Return the step that a name ends with, or -1."""
+    """Return the step at the end of a name, or -1."""
     steps = _STEP.findall(name)
     return int(steps[-1]) if steps else -1
 
@@ -165,20 +176,20 @@ def _in_order(path: Path) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the words of an error in one line, cut where they would fill a page."""
+    """Return the message of an error in one line of limited length."""
     return " ".join(str(error).split())[:300]
 
 
 def read_file(path: str | os.PathLike[str]) -> Any:
-    """Read a file of `torch.save` without running code in it; its tensors stay on the disk."""
+    """Read a `torch.save` file without running code in it; its tensors stay on disk."""
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # torch has a kind for each way in which a file can be broken
+    except Exception as error:  # torch has many kinds of errors for broken files
         first = one_line(error).partition(". ")[0]
         raise ValueError(
-            f"{path} is no file of tensors and plain values ({first}): expected a whole file of "
-            "torch.save, as Lightning writes them, whose hyper-parameters are plain values or "
+            f"{path} is not a file of tensors and plain values ({first}): expected a complete "
+            "torch.save file, as Lightning writes it, whose hyper-parameters are plain values or "
             "classes that torch.serialization.add_safe_globals allows"
         ) from error

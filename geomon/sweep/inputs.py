@@ -1,4 +1,4 @@
-"""Inputs of a model of text: one batch of windows of a text, the same at every checkpoint."""
+"""Inputs of a text model: one batch of windows of a text, the same at every checkpoint."""
 
 import importlib
 import inspect
@@ -12,38 +12,36 @@ from geomon.sweep.checkpoints import Checkpoint, one_line
 
 # Names under which configurations hold the largest number of tokens in a sequence.
 _LONGEST = ("max_position_embeddings", "n_positions", "max_target_positions")
-# Characters for each token of a window: far more than a token has, so that no window comes out
-# short, and few enough that a long text is not tokenised whole.
+# Characters per token of a window: far more than a token has, so that no window comes out short,
+# but few enough that a long text is not tokenised as a whole.
 _CHARACTERS = 16
-# Files of which a tokenizer has at least one, unless its tokens are bytes or characters.
+# A tokenizer has at least one of these files, unless its tokens are bytes or characters.
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tokenizer.model",
     "spiece.model", "sentencepiece.bpe.model",
 )  # fmt: skip
-# How inputs are given that no text can be made into.
+# How to pass inputs that cannot be made from a text.
 _GIVE = "scan(..., inputs=BATCH) (--inputs FILE, a batch saved by torch.save)"
 
 
 def make_inputs(
     model: nn.Module, checkpoint: Checkpoint, text: bytes | None, sequences: int, length: int
 ) -> tuple[Any, list[str]]:
-    """Make one batch of a text, as the model is called with it, and remarks on it.
+    """Make one batch of a text as the model takes it, and remarks on it.
 
-    A decoder beside an encoder gets the text that follows the encoder's.
-
-    Raises:
-        ValueError: The model reads no text, there is none, or its tokens are not known.
+    A decoder behind an encoder gets the text that follows the encoder's. Raises ValueError if the
+    model does not read text, there is none, or its tokens are unknown.
     """
     config: Any = None if checkpoint.is_file else model.config
     if config is not None and model.main_input_name != "input_ids":
         more = ", 'decoder_input_ids': ..." if config.is_encoder_decoder else ""
         raise ValueError(
-            f"{type(model).__name__} reads {model.main_input_name}, and no text: give a batch as "
-            f"it was trained on, {{'{model.main_input_name}': ...{more}}}, by {_GIVE}"
+            f"{type(model).__name__} reads {model.main_input_name}, not text: pass a batch as in "
+            f"its training, {{'{model.main_input_name}': ...{more}}}, by {_GIVE}"
         )
     if text is None:
         raise ValueError(
-            f"the model reads text: name a file of it, text=FILE (--text FILE), or give tokens by "
+            f"the model reads text: name a text file, text=FILE (--text FILE), or pass tokens by "
             f"{_GIVE}"
         )
     if not text.strip():
@@ -55,11 +53,11 @@ def make_inputs(
     if tokenizer is None:
         _check_bytes(model, checkpoint)
         windows = _byte_windows(text, sequences, length * parts)
-        notes = ["tokens are the bytes of the text: no tokenizer stands beside the model"]
+        notes = ["tokens are the bytes of the text, because the model has no tokenizer"]
     else:
         windows, notes = _token_windows(tokenizer, text, sequences, length * parts), []
     if len(windows) < sequences:
-        few = f"{len(windows)} of {sequences} sequences: the text holds no more without overlap"
+        few = f"{len(windows)} of {sequences} sequences: the text has no more without overlap"
         notes.append(few)
     if config is None:
         return windows, notes
@@ -75,14 +73,14 @@ def make_inputs(
 
 
 def _load_tokenizer(checkpoint: Checkpoint, config: Any) -> Any:
-    """Load the tokenizer of a checkpoint; None if it has none.
+    """Load the tokenizer of a checkpoint, or return None if it has none.
 
-    A folder without the files of a tokenizer is not asked: some classes then make one that knows
-    no words. Tokenizers of bytes and of characters need no files.
+    A folder without tokenizer files is skipped, because some classes would then make a tokenizer
+    that knows no words. Tokenizers of bytes and of characters need no files.
     """
     source = checkpoint.source
     if checkpoint.base is not None and not _has_tokenizer(Path(source)):
-        source = checkpoint.base  # an adapter mostly has that of its model
+        source = checkpoint.base  # an adapter usually has its model's tokenizer
     without_files = (
         config.model_type == "canine" or getattr(config, "tokenizer_class", None) == "ByT5Tokenizer"
     )
@@ -93,7 +91,7 @@ def _load_tokenizer(checkpoint: Checkpoint, config: Any) -> Any:
         return auto.from_pretrained(source, revision=checkpoint.revision, trust_remote_code=False)
     except Exception as error:
         raise ValueError(
-            f"the tokenizer of {checkpoint.name} cannot be loaded ({one_line(error)}): give tokens "
+            f"the tokenizer of {checkpoint.name} cannot be loaded ({one_line(error)}): pass tokens "
             f"by {_GIVE}"
         ) from error
 
@@ -103,7 +101,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _token_windows(tokenizer: Any, text: bytes, count: int, length: int) -> Tensor:
-    """Cut a text into stretches, evenly spread over it, and each into a window of tokens."""
+    """Cut a text into evenly spread stretches, and each into a window of tokens."""
     words, most = text.decode(errors="replace"), _CHARACTERS * length
     if len(words) < count * most:
         tokens = len(tokenizer(words, verbose=False)["input_ids"])
@@ -116,19 +114,19 @@ def _token_windows(tokenizer: Any, text: bytes, count: int, length: int) -> Tens
 
 
 def _check_bytes(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Raise an error unless the model has 256 tokens: those of a byte."""
+    """Raise an error unless the model has 256 tokens, one per byte."""
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     known = getattr(getattr(model, "config", None), "vocab_size", next(iter(tables), 0))
     if known != 256:
-        beside = "" if checkpoint.is_file else "save its tokenizer beside it, or "
+        beside = "" if checkpoint.is_file else "save its tokenizer in its folder, or "
         raise ValueError(
-            f"the model has {known or 'no'} tokens and no tokenizer, so which characters they "
-            f"stand for is not known: {beside}give token ids by {_GIVE}"
+            f"the model has {known or 'no'} tokens and no tokenizer, so it is unknown which "
+            f"characters they represent: {beside}pass token ids by {_GIVE}"
         )
 
 
 def _byte_windows(text: bytes, count: int, length: int) -> Tensor:
-    """Cut a text into windows of bytes, evenly spread over it, which do not overlap."""
+    """Cut a text into evenly spread windows of bytes that do not overlap."""
     length = min(length, len(text))
     count = min(count, len(text) // length)
     places = [n * (len(text) - length) // max(1, count - 1) for n in range(count)]

@@ -1,4 +1,4 @@
-"""Loading the weights of checkpoints into one model, without changing anything else."""
+"""Load the weights of checkpoints into one model, without changing anything else."""
 
 import importlib
 import pkgutil
@@ -13,38 +13,38 @@ from torch import nn
 
 from geomon.sweep.checkpoints import Build, Checkpoint, one_line, read_file
 
-# Parts around the blocks that a checkpoint of another task lacks. Anything else that is missing
-# would be measured at random, and is an error.
+# Parts around the blocks that a checkpoint of another task lacks. Any other missing weight would be
+# random, and is an error.
 _HEAD = re.compile(
     r"(?:^|\.)(?:pooler|lm_head|classifier|score|head|heads|masked_spec_embed|mask_token)(?:\.|$)"
 )
-# Under which names files hold the weights of a model.
+# Names under which files hold the weights of a model.
 _WEIGHTS = ("state_dict", "model", "model_state_dict")
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def resolve_build(name: str) -> Build | None:
-    """Import the function that builds a model; None if the name is not `module:function`."""
+    """Import a function that builds a model; None if the name is not `module:function`."""
     if _IMPORT_PATH.fullmatch(name) is None:
         return None
     try:
         found: Any = pkgutil.resolve_name(name)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"{name} cannot be imported ({error}): expected module:function, the function one that "
+            f"{name} cannot be imported ({error}): expected module:function, with a function that "
             "builds the model"
         ) from error
     if not callable(found) or isinstance(found, nn.Module):
-        raise ValueError(f"{name} is no function: expected one that builds the model")
+        raise ValueError(f"{name} is not a function: expected one that builds the model")
     return cast("Build", found)
 
 
 def load_checkpoint(
     checkpoint: Checkpoint, build: Build | None, model: nn.Module | None = None
 ) -> tuple[nn.Module, list[str]]:
-    """Load a checkpoint into a model, or into a new one on the CPU; returns remarks too.
+    """Load a checkpoint into a model, or into a new one on the CPU; also return remarks.
 
-    The random state stays as it is.
+    The random state stays the same.
     """
     notes: list[str] = []
     with torch.random.fork_rng():
@@ -63,14 +63,14 @@ def load_checkpoint(
         model.load_state_dict(weights)
     except RuntimeError as error:
         raise ValueError(
-            f"the weights of {checkpoint.name} are not those of the model that was built: "
+            f"the weights of {checkpoint.name} do not fit the model that was built: "
             f"{one_line(error)}"
         ) from error
     return model, notes
 
 
 def _weights_of(content: Any, checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Find the state dict in a file of Lightning or of a loop of one's own."""
+    """Find the state dict in a file of Lightning or of a plain training loop."""
     held: Mapping[str, Any] = content if isinstance(content, dict) else {}
     for name in _WEIGHTS:
         if isinstance(held.get(name), Mapping):
@@ -92,7 +92,7 @@ def _built(build: Build, content: Mapping[str, Any], checkpoint: Checkpoint) -> 
         kept = ", ".join(map(str, settings)) or "none"
         raise ValueError(
             f"the model of {checkpoint.name} cannot be built ({error}): the function is called "
-            f"with the hyper-parameters in the file ({kept}); give one that takes these"
+            f"with the hyper-parameters in the file ({kept}); pass one that takes these"
         ) from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"the function built a {type(model).__name__}: expected a torch module")
@@ -117,10 +117,10 @@ def _of_transformers(checkpoint: Checkpoint) -> nn.Module:
 
 
 def _of_adapter(checkpoint: Checkpoint, base: str) -> tuple[nn.Module, list[str]]:
-    """Load a model and an adapter of it, merged: what a pass through both gives, but for rounding.
+    """Load a model merged with an adapter, which gives the same outputs up to rounding.
 
-    The model is of the class that its configuration names: the names of an adapter's weights hold
-    the way to them through its head.
+    The model has the class named in its configuration, because names of an adapter's weights
+    include the path through its head.
     """
     transformers = import_transformers()
     try:
@@ -131,8 +131,8 @@ def _of_adapter(checkpoint: Checkpoint, base: str) -> tuple[nn.Module, list[str]
             "or merge it with its model and save that (merge_and_unload(), save_pretrained())"
         ) from error
     with _quiet(transformers), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # as reports of a load are
-        # An adapter of which nothing was loaded changes nothing: that is not what was asked for.
+        warnings.simplefilter("ignore")  # like the reports of a load
+        # If nothing of the adapter was loaded, the result would silently be the plain model.
         warnings.filterwarnings("error", message=".*missing adapter keys")
         try:
             config = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
@@ -145,9 +145,9 @@ def _of_adapter(checkpoint: Checkpoint, base: str) -> tuple[nn.Module, list[str]
         except Exception as error:
             raise ValueError(
                 f"the adapter {checkpoint.name} cannot be merged with its model, {base} "
-                f"({one_line(error)}): if that has moved, name it, and the adapters by "
-                "checkpoints=FOLDER (--checkpoints FOLDER); an adapter has weights that are added "
-                "to those of its model (LoRA, for instance)"
+                f"({one_line(error)}): if the model has moved, name it, and the adapters by "
+                "checkpoints=FOLDER (--checkpoints FOLDER); only adapters that add to the model's "
+                "weights can be merged (LoRA, for example)"
             ) from error
     return merged.base_model, [f"measured: {base} merged with its adapter"]
 
@@ -164,7 +164,7 @@ def import_transformers() -> Any:
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Show no progress bar and no report of a load, and put both settings back."""
+    """Hide progress bars and reports of a load, and restore both settings afterwards."""
     logging: Any = transformers.utils.logging
     verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

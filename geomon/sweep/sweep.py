@@ -1,4 +1,4 @@
-"""The sweep: one model and one monitor, into which the weights of each checkpoint are loaded."""
+"""The sweep: one model and one monitor, into which each checkpoint's weights are loaded."""
 
 import gc
 import hashlib
@@ -24,9 +24,9 @@ from geomon.sweep.models import load_checkpoint, resolve_build
 
 log = logging.getLogger("geomon.sweep")
 
-# Where the description of a run holds what a scan was asked for.
+# Prefix of a scan's arguments in the description of a run.
 _ASKED = "training/scan/"
-# Letters of a setting that a record keeps.
+# Most letters of a setting that a record keeps.
 _MOST_LETTERS = 200
 
 
@@ -49,55 +49,58 @@ def scan(
     device: str | None = None,
     sinks: Sequence[Sink] = (),
 ) -> Readings:
-    """Read the geometry of a model at its checkpoints, as if it had been watched while it trained.
+    """Read the geometry of a model at its checkpoints, as if it had been watched in training.
 
     The weights of each checkpoint are loaded into one model, which a `Monitor` probes on the same
-    inputs: values, alerts, record and what sinks get are those of a live run with that probe. A
-    step that the record holds is not read again, so an interrupted scan resumes. A checkpoint that
-    fails is named in a warning and in the next reading's notes, is left out, and is tried again by
-    the next scan; if it can be read then, so are those after it.
+    inputs: values, alerts, record and sinks work as in a live run with that probe. A step that is
+    already in the record is not read again, so an interrupted scan resumes. A checkpoint that fails
+    is named in a warning and in the next reading's notes, left out, and tried again by the next
+    scan; if it can be read then, later ones are read again too.
 
     Args:
-        model: Folder of a transformers model, of an adapter of one (peft) or of `checkpoint-N`
-            folders of either, name of a model on the hub, or for `*.ckpt` files of Lightning the
-            function that builds the model from the hyper-parameters in the first file, itself or as
-            text "module:function".
-        checkpoints: Folder with `checkpoint-N` folders or `*.ckpt` files; None for the model
-            itself.
-        revisions: Revisions of a model on the hub, in the order of the training.
-        text: File with the text that a model of text reads.
-        inputs: Fixed inputs, which a model without a tokenizer and a model of images or sounds
-            need: a tensor, a dict of keyword arguments, a tuple of arguments, a function of the
-            model, or the path of a file in which `torch.save` has put them.
-        sequences: Largest number of sequences of the text.
-        length: Largest number of tokens in a sequence of the text.
-        directory: Folder of the record.
-        metrics: Metrics to measure: a dict from a name to a function of views.
-        tokens: Number of rows of hidden states in one split of the estimate.
-        splits: Largest number of splits; with two or more their deviation is recorded too.
-        queries: Number of rows of a split from which distances to all its rows are measured; None
-            for all.
-        seed: Seed of the private generator that samples rows.
+        model: Folder of a transformers model, of a peft adapter, or of `checkpoint-N` folders of
+            either; name of a model on the hub; or, for `*.ckpt` files of Lightning, the function
+            that builds the model from the hyper-parameters in the first file, itself or as text
+            "module:function".
+        checkpoints: Folder with `checkpoint-N` folders or `*.ckpt` files. Defaults to None, for the
+            model itself.
+        revisions: Revisions of a model on the hub, in training order. Defaults to ().
+        text: File with the text that a text model reads.
+        inputs: Fixed inputs, which models without a tokenizer and models of images or sounds need:
+            a tensor, a dict of keyword arguments, a tuple of arguments, a function of the model, or
+            the path of a file written by `torch.save`.
+        sequences: Largest number of sequences from the text. Defaults to 64.
+        length: Largest number of tokens in a sequence of the text. Defaults to 128.
+        directory: Folder of the record. Defaults to "scan".
+        metrics: Metrics to measure: a dict from a name to a function of views. Defaults to
+            `METRICS`.
+        tokens: Number of rows of hidden states in one split of the estimate. Defaults to 4096.
+        splits: Largest number of splits; with at least two, their deviation is recorded too.
+            Defaults to 1.
+        queries: Number of rows of a split from which distances to all its rows are measured, or
+            None for all. Defaults to 1024.
+        seed: Seed of the private generator that samples rows. Defaults to 0.
         blocks: Regular expression that matches the whole names of the blocks, if the search does
             not find them.
-        device: Device that the model is moved to, for instance "cuda"; None for the first
-            accelerator, or else the processor.
-        sinks: Objects with `write(reading)` and `close()` that get every new reading too.
+        device: Device for the model, such as "cuda". Defaults to the first accelerator, or else the
+            CPU.
+        sinks: Objects with `write(reading)` and `close()` that get every new reading too. Defaults
+            to ().
 
     Returns:
         All readings of the record.
 
     Raises:
-        ValueError: There are no checkpoints, none of them can be read, no inputs can be made of the
-            text, the folder holds the record of something else, or an argument is out of range.
-        FileNotFoundError: There is no file of that text.
-        ImportError: transformers is missing, and the model is one of it.
+        ValueError: If `checkpoints` is empty, none of them can be read, no inputs can be made
+            from the text, the folder holds a different record, or an argument is out of range.
+        FileNotFoundError: If the text file does not exist.
+        ImportError: If transformers is missing but needed.
     """
     for name, value in (("sequences", sequences), ("length", length), ("tokens", tokens),
                         ("splits", splits)):  # fmt: skip
         check_count(name, value)
     if text is not None and inputs is not None:
-        raise ValueError("give a text or inputs, not both")
+        raise ValueError("pass a text or inputs, not both")
     build = _build_of(model)
     content = None if text is None else Path(text).read_bytes()
     batch = read_file(inputs) if isinstance(inputs, str | os.PathLike) else inputs
@@ -125,33 +128,32 @@ def scan(
                 options |= {"blocks": blocks, "probe": batch, "background": False, "schedule": 1}
                 monitor = Monitor(network, **options, directory=directory, sinks=sinks,
                                   settings={"scan": settings})  # fmt: skip
-                stack.enter_context(monitor).account.clock = lambda: 0.0  # no training waits
+                stack.enter_context(monitor).account.clock = lambda: 0.0  # no training is waiting
                 remarks.add(notes)
-            # A record ascends: what comes after a step that is read now is read again.
+            # Steps of a record ascend, so steps after one that is read now are read again.
             recorded -= {step for step in recorded if step > checkpoint.step}
             monitor.outbox.note(remarks.take())
             monitor.probe(checkpoint.step)
             if monitor.latest is None or monitor.latest.step != checkpoint.step:
-                # The monitor has warned; the reason belongs to the checkpoint.
+                # The monitor has warned; find the reason for this checkpoint.
                 again = Monitor(network, **options, directory=None, strict=True)
                 with remarks.of_failure(checkpoint), again:
                     again.probe(checkpoint.step)
-                    raise ValueError("no reading came of it")
+                    raise ValueError("it gave no reading")
     if monitor is None:
         for sink in sinks:
             sink.close()
     if remarks.failures and not recorded and (monitor is None or monitor.latest is None):
         others = len(remarks.failures) - 1
-        more = f", and so with {others} more" if others else ""
+        more = f", and {others} more failed too" if others else ""
         raise ValueError(f"no checkpoint could be read: {remarks.failures[0]}{more}")
     return read(directory)
 
 
 class _Remarks:
-    """What is to be said of checkpoints: in the log at once, and in the notes of the next reading.
+    """Remarks on checkpoints, logged at once and added to the notes of the next reading.
 
-    Attributes:
-        failures: The checkpoints that were left out, each with its reason.
+    `failures` lists the checkpoints that were left out, each with its reason.
     """
 
     def __init__(self) -> None:
@@ -160,20 +162,20 @@ class _Remarks:
         self._taken = 0
 
     def add(self, texts: Sequence[str]) -> None:
-        """Say something, unless it was said already."""
+        """Log remarks that were not made before."""
         for note in (Note(text, text) for text in texts):
             if note not in self._said:
                 self._said.append(note)
                 log.warning("%s", printable(note.text))
 
     def take(self) -> list[Note]:
-        """Return what was said since the last call."""
+        """Return the remarks since the last call."""
         new, self._taken = self._said[self._taken :], len(self._said)
         return new
 
     @contextmanager
     def of_failure(self, checkpoint: Checkpoint) -> Iterator[None]:
-        """Leave a checkpoint out if what is inside the `with` fails."""
+        """Leave a checkpoint out if the body of the `with` fails."""
         try:
             yield
         except Exception as error:
@@ -182,7 +184,7 @@ class _Remarks:
                 words = f"{type(error).__name__}: {words}"
             if isinstance(error, IndexError):
                 words += (
-                    "; sequences may be longer than the model takes (length=, --length), or hold "
+                    "; sequences may be longer than the model allows (length=, --length), or hold "
                     "tokens that it does not know"
                 )
             if isinstance(error, OSError) and not Path(checkpoint.source).exists():
@@ -194,12 +196,12 @@ class _Remarks:
 def _load_each(
     found: Sequence[Checkpoint], recorded: Container[int], build: Build | None, remarks: _Remarks
 ) -> Iterator[tuple[Checkpoint, nn.Module]]:
-    """Load the checkpoints that are not recorded into one model, and leave out those that fail."""
+    """Load checkpoints that are not recorded into one model, leaving out those that fail."""
     network: nn.Module | None = None
     for checkpoint in found:
         if checkpoint.step in recorded:
             continue
-        gc.collect()  # modules refer to each other in circles
+        gc.collect()  # modules refer to each other in cycles
         with remarks.of_failure(checkpoint):
             network, notes = load_checkpoint(checkpoint, build, network)
             remarks.add(notes)
@@ -207,10 +209,9 @@ def _load_each(
 
 
 def _recorded(directory: Path, settings: Mapping[str, str], options: Mapping[str, Any]) -> set[int]:
-    """Return the steps that the folder holds of the same scan.
+    """Return the steps of the same scan in the folder.
 
-    Raises:
-        ValueError: The record is not that of a scan, or of another one.
+    Raises ValueError if the record is not of a scan, or of a different one.
     """
     readings = read(directory) if (directory / FILE_NAME).is_file() else Readings([], [])
     if not readings.readings:
@@ -237,8 +238,8 @@ def _recorded(directory: Path, settings: Mapping[str, str], options: Mapping[str
 def _build_of(model: str | os.PathLike[str] | Build) -> Build | None:
     if isinstance(model, nn.Module):
         raise ValueError(
-            "the model is one already, and a scan would replace its weights: give a function that "
-            "builds it, or measure(model, inputs) for this one alone"
+            "this is a model, and a scan would replace its weights: pass a function that builds "
+            "it, or use measure(model, inputs) for this model only"
         )
     if callable(model):
         return model
@@ -254,7 +255,7 @@ def _name_of(model: Any) -> str:
 
 
 def _digest(inputs: Any) -> str:
-    """Compute a text that tells inputs apart; of a function the name counts."""
+    """Compute a text that identifies inputs; a function is identified by its name."""
     return hashlib.sha256(msgspec.json.encode(inputs, enc_hook=_plain)).hexdigest()[:32]
 
 

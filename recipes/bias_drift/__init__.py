@@ -1,1 +1,1 @@
-"""A Transformer block under a common bias of its input: what drift alone does to attention."""
+"""A Transformer block with a common bias added to its input: the effect of drift on attention."""

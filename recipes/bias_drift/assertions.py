@@ -1,4 +1,4 @@
-"""What section 4 of the paper says of a block under a common bias, and what was measured."""
+"""Claims in section 4 of the paper on a block with a common input bias, and their measures."""
 
 import itertools
 import math
@@ -10,9 +10,9 @@ from geomon import Reading
 from geomon.kernels.baselines import isotropic_anisotropy
 from recipes.study.claim import Claim
 
-# What enters the block, and what leaves it.
+# The layers before and after the block.
 INPUT, OUTPUT = 0, 1
-# The blocks that the paper does not have.
+# Blocks that are not in the paper.
 _NAMES = {
     "pre_norm": "pre-norm",
     "post_norm_trained": "post-norm, trained",
@@ -24,27 +24,27 @@ _LOW = 1.0
 
 @dataclass(frozen=True)
 class Series:
-    """Readings of a block under one direction of the bias.
+    """Readings of a block for one direction of the bias.
 
     Attributes:
         levels: Norms of the bias, ascending from 0.
-        readings: A reading at each of them.
+        readings: One reading per level.
     """
 
     levels: Sequence[float]
     readings: Sequence[Reading]
 
     def values(self, metric: str, layer: int = OUTPUT, part: str = "") -> list[float]:
-        """Collect the values of a metric by level."""
+        """List the values of a metric by level."""
         return [reading.column(metric, part).at(layer) for reading in self.readings]
 
     def heads(self, metric: str) -> list[list[float]]:
-        """Collect the values of all heads by level."""
+        """List the values of all heads by level."""
         return [list(reading.column(metric).by_head().values()) for reading in self.readings]
 
 
 def least_gain(series: Series) -> float:
-    """Compute by how much the output's mean cosine is higher, as a share of what is left to 1.
+    """Return the smallest gain of mean cosine from input to output over levels.
 
     The cosines of input and output both end at 1 as the bias grows: their plain difference is then
     near 0 whatever the block does, and has the same sign.
@@ -57,23 +57,23 @@ def least_gain(series: Series) -> float:
 
 
 def _least_rise(series: Series) -> float:
-    """Smallest change of the norm of the mean output from a level to the next."""
+    """Return the smallest change in the norm of the mean output between adjacent levels."""
     return min(b - a for a, b in itertools.pairwise(series.values("drift_norm")))
 
 
 def _away_from_zero(series: Series) -> float:
-    """By how much the mean score of a head moves away from 0, mean over heads."""
+    """Return how far the mean score of a head moves away from 0, on average over heads."""
     by_level = [statistics.fmean(map(abs, heads)) for heads in series.heads("score_mean")]
     return by_level[-1] - by_level[0]
 
 
 def _ratio(metric: str, part: str = "") -> Callable[[Series], float]:
-    """A function that compares a metric at the largest bias with no bias, as a ratio."""
+    """Return a function that divides a metric at the largest bias by its value without bias."""
     return lambda series: series.values(metric, part=part)[-1] / series.values(metric, part=part)[0]
 
 
 def _low_effect(series: Series) -> float:
-    """Largest weight of a row at a low bias over that without bias."""
+    """Return the largest weight of a row at a low bias, relative to no bias."""
     values = series.values("attention_extremes", part="max")
     return values[list(series.levels).index(_LOW)] / values[0]
 
@@ -84,19 +84,19 @@ def _entropy_change(series: Series) -> float:
 
 
 def _without_bias(*metrics: str) -> Callable[[Series], float]:
-    """A function that averages metrics without bias."""
+    """Return a function that averages metrics without bias."""
     return lambda series: statistics.fmean(series.values(metric)[0] for metric in metrics)
 
 
 def questions(tokens: int, head_width: int) -> list[tuple[bool, Claim, Callable[[Series], float]]]:
-    """List what section 4 of the paper asserts of a block, measured on one direction of the bias.
+    """List the claims of section 4 on a block, each with its measure for one direction of the bias.
 
-    That the norm of the average output meets that of the inputs is not asked: behind its last norm
-    a post-norm block has a mean norm of sqrt(width), and inputs pass that with their bias.
+    One claim is left out: that the norm of the average output meets the norm of the inputs. The
+    output of a post-norm block has a mean norm of sqrt(width), and a biased input exceeds it.
 
     Returns:
-        For each whether it is asked of other blocks than the paper's too, the claim, and the
-        number that decides it.
+        Tuples of whether the claim is also tested on blocks that are not in the paper, the claim,
+        and its measure.
     """
     # Mean over the pairs of n isotropic rows: its deviation is sqrt(2 / width) / n.
     chance = 3 * math.sqrt(2 / head_width) / tokens
@@ -156,7 +156,7 @@ def questions(tokens: int, head_width: int) -> list[tuple[bool, Claim, Callable[
 def bias_claims(
     kind: str, seeds: Sequence[Sequence[Series]], tokens: int, head_width: int
 ) -> Iterable[Claim]:
-    """Answer the questions for one kind of block; only answers on the paper's are the paper's."""
+    """Measure the claims for one kind of block; claims on blocks outside the paper are ours."""
     is_theirs = kind == "post_norm"
     for elsewhere, claim, measure in questions(tokens, head_width):
         if is_theirs or elsewhere:

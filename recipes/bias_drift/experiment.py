@@ -1,4 +1,4 @@
-"""A Transformer block under a common bias of its input: what drift alone does to attention."""
+"""A Transformer block with a common bias added to its input: the effect of drift on attention."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ from recipes.study.training import Training, Watch, warm_up
 # Norms of the bias. An embedding has a norm of 0.55, a normalised row of width 768 one of 27.7.
 LEVELS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 32.0, 128.0)
 TRAINED_LEVELS = (0.0, 0.5, 2.0, 8.0, 32.0)
-# Tokens of BERT's vocabulary: so many that a sample holds few of them twice.
+# Size of BERT's vocabulary, so that a sample holds few tokens twice.
 _VOCABULARY = 30_522
 _CONTEXT, _BATCH = 64, 16
 
 
 def mean_norm(hidden: Tensor) -> Tensor:
-    """Mean norm of a row, E |x|, where `drift_norm` is the norm of the mean row, |E x|."""
+    """Mean norm of a row, E |x|, whereas `drift_norm` is the norm of the mean row, |E x|."""
     return hidden.norm(dim=1).mean()
 
 
@@ -54,10 +54,10 @@ METRICS: Mapping[str, Callable[..., Any]] = {
 
 
 class Biased(nn.Module):
-    """The block of a model on embeddings of tokens to which a vector is added.
+    """A model's block on token embeddings plus a constant vector.
 
     Args:
-        model: Transformer of one block, whose modules are shared.
+        model: Transformer with one block, whose modules are shared.
         bias: Vector that is added to every row, [width].
     """
 
@@ -73,10 +73,10 @@ class Biased(nn.Module):
 
 @dataclass(frozen=True)
 class BiasDrift(Experiment):
-    """What does a common bias of its input do to the attention of one block?
+    """How does a common bias of its input change the attention of one block?
 
-    A BERT block is read under biases of growing norm; beyond the paper, a pre-norm block, and both
-    after a training to fill in masked characters, in which there is no bias.
+    A BERT block is read under biases of growing norm. Beyond the paper, so are a pre-norm block,
+    and both blocks after training without bias to fill in masked characters.
     """
 
     kinds = ("post_norm", "pre_norm", "post_norm_trained", "pre_norm_trained")
@@ -92,7 +92,7 @@ class BiasDrift(Experiment):
 
     @property
     def differs(self) -> str:
-        """In which way the trainings differ in kind from the published ones."""
+        """Describe how the trainings differ from the published ones."""
         return (
             f"{self.sequences} sequences of {self.length} tokens in place of 16 of 512, a bias up "
             f"to {LEVELS[-1]:g}; trained blocks (ours): width {self.trained_width}, {self.steps} "
@@ -109,7 +109,7 @@ class BiasDrift(Experiment):
             )
 
     def training(self, kind: str, seed: int, corpus: Text | None) -> Training:
-        """Build one training; torch's generator has the seed."""
+        """Build one training; torch's generator is already seeded."""
         assert corpus is not None
         trained = kind.endswith("_trained")
         width = self.trained_width if trained else self.width
@@ -142,7 +142,7 @@ class BiasDrift(Experiment):
         )
 
     def claims(self, runs: Runs) -> Iterable[Claim]:
-        """Measure what section 4 of the paper asserts, of its block and, as ours, of others."""
+        """Measure the claims of section 4 on the paper's block and, as our own, on other blocks."""
         tokens, head_width = self.sequences * self.length, self.width // self.heads
         for kind in self.kinds:
             yield from bias_claims(kind, self._series(runs, kind), tokens, head_width)
@@ -153,7 +153,7 @@ class BiasDrift(Experiment):
         return {"bias_drift": draw(series, self.length)}
 
     def _series(self, runs: Runs, kind: str) -> list[list[Series]]:
-        """Readings by the level of the bias, for each seed and direction, after the training."""
+        """Collect the readings by level of the bias, for each seed and direction."""
         trained = kind.endswith("_trained")
         levels = TRAINED_LEVELS if trained else LEVELS
         found = [
@@ -167,7 +167,7 @@ class BiasDrift(Experiment):
 
 
 def bias_folder(level: float, direction: int) -> str:
-    """Name the folder of a level of bias; without bias it is the same for all directions.
+    """Name the folder for a level of bias; the level without bias has one for all directions.
 
     Example:
         >>> bias_folder(0.5, 1), bias_folder(0.0, 1)

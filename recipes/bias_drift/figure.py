@@ -1,4 +1,4 @@
-"""The picture: a block under growing bias, one column for each kind of block."""
+"""The figure of the recipe: blocks under growing bias, one column per kind of block."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -12,7 +12,7 @@ from recipes.bias_drift.assertions import INPUT, OUTPUT, Series
 from recipes.study.drawing import BLUE, GREEN, IN_ORDER, ORANGE, PINK, Line, Panel, draw_panels
 
 _TITLES = {"post_norm": "post-norm block (BERT, the paper's)", "pre_norm": "pre-norm block (GPT-2)"}
-# Below this distance from uniform attention there is float32's rounding alone.
+# Smaller distances from uniform attention are only float32 rounding.
 _LEAST = 1e-8
 _TICKS = (0, 0.25, 0.5, 1, 2, 4, 8, 32, 128)
 _COSINES = [
@@ -40,10 +40,10 @@ Seeds = Sequence[Sequence[Series]]
 
 
 def draw(blocks: Mapping[str, Seeds], length: int) -> Figure:
-    """Draw five rows of panels over the norm of the bias.
+    """Draw five rows of panels against the norm of the bias.
 
     Args:
-        blocks: Series of all directions of each seed, by the kind of block.
+        blocks: For each kind of block, the series of all directions of each seed.
         length: Number of tokens of a sequence.
     """
     columns = [_panels(kind, blocks, length) for kind in _TITLES]

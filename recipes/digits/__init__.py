@@ -1,1 +1,1 @@
-"""Small networks on images of digits: which findings on text hold for vision."""
+"""Small networks on images of digits, to see which findings on text hold for vision."""

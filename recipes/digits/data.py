@@ -1,4 +1,4 @@
-"""The 1,797 images of handwritten digits that scikit-learn carries."""
+"""The 1,797 images of handwritten digits in scikit-learn."""
 
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ class Images(NamedTuple):
 
 
 def load(seed: int) -> tuple[Images, Images]:
-    """Load the images, a fifth of them held out."""
+    """Load the training images and the held-out fifth, split by the seed."""
     found = load_digits()
     pixels = torch.tensor(found.images, dtype=torch.float32) / _LARGEST
     digits = torch.tensor(found.target, dtype=torch.int64)

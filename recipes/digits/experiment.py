@@ -1,4 +1,4 @@
-"""Which findings on text hold for images of digits (Godey et al., 2401.12143)."""
+"""Tests which findings on text hold for images of digits (Godey et al., 2401.12143)."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from recipes.study.history import (
 from recipes.study.model import Architecture, Transformer
 from recipes.study.training import Training, Watch
 
-# Readings with one row for each image, beside those with one for each place.
+# Further readings with one row per image instead of one per place.
 PER_IMAGE = "per_image"
 _ROWS = 4096
 _SIGNIFICANT = 0.05
@@ -42,7 +42,7 @@ _PAPER = "2401.12143"
 
 @dataclass(frozen=True)
 class Digits(Experiment):
-    """Which findings on text and on large vision models hold for small networks on digits?
+    """Do findings on text and on large vision models hold for small networks on digits?
 
     A vision transformer, an MLP-mixer and a convolutional network of the same depth are compared.
     """
@@ -58,7 +58,7 @@ class Digits(Experiment):
 
     @property
     def differs(self) -> str:
-        """In which way the trainings differ in kind from the published ones."""
+        """Describe how the trainings differ from the published ones."""
         return (
             f"{self.layers} blocks of width {self.width}, {self.steps} updates on 1,437 images of "
             "8 x 8 pixels in place of large models on ImageNet"
@@ -73,7 +73,7 @@ class Digits(Experiment):
             )
 
     def training(self, kind: str, seed: int, corpus: Text | None) -> Training:
-        """Build one training; torch's generator has the seed."""
+        """Build one training; torch's generator is already seeded."""
         images, held_out = load(seed)
         metrics = select("cosine", "cosine_centred", "drift_norm")
         model: nn.Module
@@ -116,7 +116,7 @@ class Digits(Experiment):
         )
 
     def claims(self, runs: Runs) -> Iterable[Claim]:
-        """Measure what the paper asserts; of queries and keys of images it shows nothing."""
+        """Measure the paper's claims; it shows nothing on queries and keys of images."""
         networks = _networks(runs)
         for name, questions in anisotropy_questions().items():
             yield from answers(questions, networks[name])
@@ -128,7 +128,7 @@ class Digits(Experiment):
         return {"digits": draw(_networks(runs), self.width // self.heads)}
 
     def table(self, runs: Runs) -> Iterable[str]:
-        """Write accuracy and mean cosine by layer of each network."""
+        """Write the accuracy and the mean cosine by layer of each network."""
         for kind, seeds in _networks(runs).items():
             tag = tags.training_tag("held_out_accuracy")
             accuracy = fmean(seed.last.values[tag] for seed in seeds)
@@ -143,9 +143,9 @@ def _networks(runs: Runs) -> dict[str, list[History]]:
 
 
 def largest_over_bar(history: History) -> float:
-    """Compute the largest mean cosine over layers, as a multiple of what is large by chance.
+    """Return the largest mean cosine over layers, relative to the paper's threshold for chance.
 
-    That is the 95th percentile of the cosine of one pair of isotropic rows (appendix B).
+    The threshold is the 95th percentile of the cosine of two isotropic rows (appendix B).
     """
     return max(profile_of(history.last, "cosine")) / history.last.values["cosine/isotropic_pair"]
 

@@ -1,4 +1,4 @@
-"""The findings on images in one figure."""
+"""The figure of the recipe: the findings on images."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from recipes.study.drawing import (
 )
 from recipes.study.history import History, at_layer, drift_and_cosine, over_heads, over_training
 
-# A mark for each network beside its colour.
+# Marker of each network, in addition to its colour.
 _STYLES = {
     "transformer": (BLUE, "o", "transformer"),
     "mixer": (GREEN, "s", "MLP-mixer"),
@@ -36,8 +36,8 @@ def draw(networks: Mapping[str, Sequence[History]], head_width: int) -> Figure:
     """Draw anisotropy over depth, drift against cosine, alignment and entropy over training.
 
     Args:
-        networks: What was recorded of each seed, by the name of the network.
-        head_width: Width of a head of the transformer.
+        networks: Records of each seed, by the name of the network.
+        head_width: Head width of the transformer.
     """
     attention = networks["transformer"]
     steps, depth, drift = attention[0].steps, [], []

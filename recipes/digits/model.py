@@ -1,4 +1,4 @@
-"""An embedding of patches, and a convolutional network to compare transformers with."""
+"""A patch embedding, and a convolutional network to compare with transformers."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ PATCHES = (SIDE // _PATCH) ** 2
 
 
 class Patches(nn.Module):
-    """Embedding of the patches of an image.
+    """Embedding of image patches.
 
     Args:
         width: Width of the hidden states.
@@ -27,7 +27,7 @@ class Patches(nn.Module):
 
 
 class ConvolutionalBlock(nn.Module):
-    """Two convolutions, each on what batch normalisation and a ReLU make of its input.
+    """Residual block of two convolutions, each after batch normalisation and a ReLU.
 
     Args:
         channels: Number of channels.
@@ -41,12 +41,12 @@ class ConvolutionalBlock(nn.Module):
         )  # fmt: skip
 
     def forward(self, maps: Tensor) -> Tensor:
-        """Compute the next layer, [images, channels, 8, 8] to the same."""
+        """Compute the next layer; input and output are [images, channels, 8, 8]."""
         return maps + self.branch(maps)
 
 
 class ConvolutionalNetwork(nn.Module):
-    """Convolutional blocks, and logits at every place, as a transformer has them.
+    """Convolutional blocks with logits at every place, as in a transformer.
 
     Args:
         layers: Number of blocks.
@@ -61,7 +61,7 @@ class ConvolutionalNetwork(nn.Module):
         self.head = nn.Linear(channels, CLASSES)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Logits of the digits at every place, [images, 64, 10]."""
+        """Compute the logits of the digits at every place, [images, 64, 10]."""
         maps = self.embedding(pixels[:, None])
         for block in self.blocks:
             maps = block(maps)
@@ -69,9 +69,10 @@ class ConvolutionalNetwork(nn.Module):
 
 
 class OneVectorPerImage(nn.Module):
-    """The same convolutional network, whose layers are one vector for each image.
+    """View of a convolutional network whose layers are one vector per image.
 
-    Godey et al. flatten convolutional maps so; as it stands, each place of a map is a row.
+    Godey et al. flatten convolutional maps in this way. Without this view, each place of a map is a
+    row.
 
     Args:
         network: Network, whose modules are shared.
@@ -91,7 +92,7 @@ class OneVectorPerImage(nn.Module):
 
 
 class _Flattened(nn.Module):
-    """A block whose input and output are flattened maps, [images, 1, channels x 64]."""
+    """Block whose input and output are flattened maps, [images, 1, channels x 64]."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()

@@ -23,10 +23,10 @@ from recipes.study.model import Architecture, Transformer
 from recipes.study.text import masked_characters, next_characters, random_windows
 from recipes.study.training import Training, Watch
 
-# A profile counts as flat whose highest and lowest layer differ by less than this share of its
-# mean. Chosen before the first run of an encoder.
+# A profile counts as flat if its highest and lowest layer differ by less than this share of its
+# mean. The value was chosen before the first run of an encoder.
 FLAT = 0.5
-# Between these depths lies the middle half; the exact thirds would lie on layers of some models.
+# Ends of the middle half; exact thirds would coincide with layers of some models.
 MIDDLE = (0.25, 0.75)
 # The paper's least batch of rows; all characters of the probe are measured.
 PROBE_CHARACTERS = 4096
@@ -36,10 +36,10 @@ _SHAPE = "2311.05928, 4.1, fig. 1"
 
 @dataclass(frozen=True)
 class EncoderDecoder(Experiment):
-    """Is the anisotropy of a decoder a bell over depth, and that of an encoder flat?
+    """Is the anisotropy of a decoder a bell over depth, and the anisotropy of an encoder flat?
 
-    Decoders and encoders are alike but for the mask and what follows from it; a third model has the
-    mask and no attention by content.
+    Decoders and encoders differ only in the mask and its consequences. A third model has the mask
+    but attends uniformly.
     """
 
     kinds = ("decoder", "encoder", "decoder_uniform")
@@ -55,7 +55,7 @@ class EncoderDecoder(Experiment):
 
     @property
     def differs(self) -> str:
-        """In which way the trainings differ in kind from the published ones."""
+        """Describe how the trainings differ from the published ones."""
         return (
             f"characters, one architecture, {self.layers} layers of width {self.width}, "
             f"{self.steps:,} steps, in place of published models that differ in more"
@@ -66,7 +66,7 @@ class EncoderDecoder(Experiment):
         check_heads(self.width, self.heads)
 
     def training(self, kind: str, seed: int, corpus: Text | None) -> Training:
-        """Build one training; torch's generator has the seed."""
+        """Build one training; torch's generator is already seeded."""
         assert corpus is not None
         uniform = kind == "decoder_uniform"
         architecture = Architecture(
@@ -96,7 +96,7 @@ class EncoderDecoder(Experiment):
         )
 
     def claims(self, runs: Runs) -> Iterable[Claim]:
-        """Measure what papers assert."""
+        """Measure the claims of the papers."""
         seeds = {kind: runs.of(kind) for kind in self.kinds}
         together = [
             dict(zip(seeds, each, strict=True)) for each in zip(*seeds.values(), strict=True)
@@ -115,7 +115,7 @@ class EncoderDecoder(Experiment):
         return {"encoder_decoder": draw({kind: runs.of(kind) for kind in self.kinds})}
 
     def table(self, runs: Runs) -> Iterable[str]:
-        """Write what each kind of model is like at the end, as lines of a Markdown table."""
+        """Summarise the trained models of each kind as rows of a Markdown table."""
         columns: dict[str, tuple[Callable[[History], float], int]] = {
             "held-out loss (nats)": (lambda h: h.last.training["held_out_loss"], 2),
             "anisotropy untrained": (lambda h: over_layers(h.first, "anisotropy"), 3),
@@ -134,7 +134,7 @@ class EncoderDecoder(Experiment):
 
 
 def relative_range(layers: Sequence[float]) -> float:
-    """Compare highest and lowest layer: their difference as a share of the mean of all layers.
+    """Return the difference between the highest and the lowest layer, divided by the mean of all.
 
     Example:
         >>> relative_range([0.25, 0.5, 0.75])
@@ -144,7 +144,7 @@ def relative_range(layers: Sequence[float]) -> float:
 
 
 def deviations(profiles: Sequence[Sequence[float]]) -> list[float]:
-    """Measure how far each profile lies from the mean of the others: mean distance over layers.
+    """Return each profile's distance from the mean of the others, averaged over layers.
 
     Example:
         >>> deviations([[1.0, 1.0], [2.0, 1.0], [3.0, 1.0]])
@@ -216,7 +216,7 @@ def questions() -> list[Question]:
 def _less(
     one: str, other: str, measure: Callable[[History], float]
 ) -> Callable[[Kinds], float]:  # fmt: skip
-    """A number of one kind of models less that of another, seed by seed."""
+    """Return a function that subtracts a measure of `other` from that measure of `one`."""
     return lambda kinds: measure(kinds[one]) - measure(kinds[other])
 
 

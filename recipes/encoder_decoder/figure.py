@@ -1,4 +1,4 @@
-"""The figure of the experiment: profiles before and after training, and how they came about."""
+"""The figure of the recipe: profiles before and after training, and their development."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -30,7 +30,7 @@ def draw(seeds: Mapping[str, Sequence[History]]) -> Figure:
     """Draw an experiment in four panels.
 
     Args:
-        seeds: What was recorded of each seed, by the kind of model.
+        seeds: Records of each seed, by the kind of model.
     """
     steps = seeds["decoder"][0].steps
     depths = range(len(_profile(seeds["decoder"][0].last)))

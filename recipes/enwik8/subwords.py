@@ -1,4 +1,4 @@
-"""Text as subwords: a vocabulary trained on the text, by default that of the installed packages."""
+"""Text as subwords, with a vocabulary trained on the text (by default, installed packages)."""
 
 import hashlib
 import importlib.metadata
@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from recipes.enwik8.text import InputError, Text, find_text, load, part_ends
 
 LIMIT = 400_000_000  # bytes of text
-_SAMPLE = 32 << 20  # bytes on which the vocabulary is trained
+_SAMPLE = 32 << 20  # bytes for training the vocabulary
 _PIECE = 1 << 14  # bytes that are encoded at once
 _BATCH = 512  # pieces that are encoded side by side
 
@@ -41,17 +41,18 @@ _NOT_FREE = re.compile(
 def load_tokens(
     data: str | None, *, vocabulary: int, clean: bool, folder: Path, keeps: bool
 ) -> Text:
-    """Load a text as characters or as subwords, whose ids are kept for a resume.
+    """Load a text as characters or subwords, and keep the ids of subwords for a resume.
 
     Args:
-        data: File with text; by default that of `$ENWIK8`, or for subwords the installed packages.
+        data: File with text. None reads `$ENWIK8` or its default, or for subwords the installed
+            packages.
         vocabulary: Number of subwords; 0 for characters.
-        clean: Whether a dump of Wikipedia is freed of its markup.
-        folder: Folder of what is kept. For installed packages it lists their licences too.
-        keeps: Whether to take what the folder holds.
+        clean: Whether to remove the markup of a Wikipedia dump.
+        folder: Folder for the ids. For installed packages it also lists their licences.
+        keeps: Whether to load the ids that the folder holds.
 
     Raises:
-        InputError: The file cannot be used, or the vocabulary is out of range.
+        InputError: If the file cannot be used, or the vocabulary is out of range.
     """
     if not vocabulary:
         return load(data, clean=clean)
@@ -81,7 +82,7 @@ def load_tokens(
 
 
 def train_tokenizer(text: bytes, vocabulary: int) -> Tokenizer:
-    """Train byte-level BPE on pieces from all over a text."""
+    """Train byte-level BPE on pieces from the whole text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -104,7 +105,7 @@ def encode(tokenizer: Tokenizer, text: bytes) -> np.ndarray[Any, np.dtype[np.uin
 
 
 def pieces_of(text: bytes) -> Iterator[str]:
-    """Yield a text in pieces of about 16 KiB, whole lines if these are not long."""
+    """Yield a text in pieces of about 16 KiB, made of whole lines unless these are very long."""
     start = 0
     while start < len(text):
         end = text.find(b"\n", start + _PIECE - 1, start + 4 * _PIECE) + 1 or start + _PIECE
@@ -115,11 +116,11 @@ def pieces_of(text: bytes) -> Iterator[str]:
 def installed_text() -> tuple[bytes, dict[str, str | None]]:
     """Read the sources and documents of Python and of the installed packages with a free licence.
 
-    Equal files occur once. Files follow one another in the order of their checksums, which mixes
-    the packages: a held-out file may resemble one that was trained on.
+    Equal files are read once. Files are ordered by checksum, which mixes the packages, so a
+    held-out file may resemble a training file.
 
     Returns:
-        The text, and the licence of each package by name and version, None if none is free.
+        The text, and the licence of each package by name and version (None if it is not free).
     """
     library = Path(sysconfig.get_path("stdlib"))
     licences: dict[str, str | None] = {f"Python {platform.python_version()}": "PSF-2.0"}
@@ -142,8 +143,8 @@ def installed_text() -> tuple[bytes, dict[str, str | None]]:
 def free_licence(metadata: Any) -> str | None:
     """Return the free licence that metadata names, or None.
 
-    The licence expression decides if there is one, then the classifiers, then the first line of the
-    old field, which a long text of a licence begins with.
+    The licence expression comes first, then the classifiers, then the first line of the old field
+    (a long licence text starts with its name).
     """
     classifiers = [
         each.rpartition(" :: ")[2]
@@ -161,7 +162,7 @@ def _is_no_source(path: Path) -> bool:
 
 
 def _content(path: Path) -> bytes:
-    """Read a file of text; empty if it is missing, large or no text."""
+    """Read a text file; return b"" if it is missing, too large or not text."""
     try:
         content = path.read_bytes().strip() if path.stat().st_size <= _LARGEST else b""
         content.decode()

@@ -1,4 +1,4 @@
-"""Text for a language model: a file, a download of enwik8, or what every Python carries.
+"""Text for a language model: a file, a download of enwik8, or text that comes with Python.
 
 enwik8 is the first 100,000,000 bytes of the English Wikipedia's dump of March 2006.
 """
@@ -34,16 +34,16 @@ from torch import Tensor
 URL = "http://mattmahoney.net/dc/enwik8.zip"
 SIZE = 100_000_000  # bytes of enwik8
 SHA1 = "57b8363b814821dc9d47aa4d41f58733519076b2"
-# Of its first MiB, by which a prefix of it is known.
+# Checksum of its first MiB, to recognise a prefix of it.
 MEBIBYTE_SHA256 = "4fb5efa9f35df431737731bf3c8f38a467b69731940ff82a4ee0e218aae58834"
 
 _MIB = 1 << 20
-_DUMP = b"<mediawiki"  # a dump of Wikipedia begins so
+_DUMP = b"<mediawiki"  # start of a Wikipedia dump
 _CONNECT_SECONDS, _READ_SECONDS = 5, 30
 _OPENERS: dict[bytes, Callable[..., Any]] = {
     b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open,
 }  # fmt: skip
-# No sources of their own, or written for tests.
+# Folders without sources of the library, or with its tests.
 _SKIPPED_FOLDERS = frozenset(
     ("__pycache__", "dist-packages", "idle_test", "lib-dynload", "pydoc_data", "site-packages",
      "test", "tests")
@@ -53,19 +53,19 @@ Ids = NDArray[np.integer[Any]]
 
 
 class InputError(ValueError):
-    """What was asked for cannot be done; one line says what was given and what to do."""
+    """Raised if a request cannot be fulfilled; one line says what was given and what to do."""
 
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """A text as a model reads it.
+    """A text as token ids.
 
     Attributes:
-        source: One line that says what text this is and where it comes from.
+        source: One line on the text and its origin.
         vocabulary: Number of distinct tokens.
-        train: Ids of the first 90 % of the text, one for each token.
+        train: Ids of the first 90 % of the text.
         validation: Ids of the next 5 %.
-        bytes_per_token: Bytes of the validation text over its tokens; 1 for characters.
+        bytes_per_token: Bytes per token of the validation text; 1 for characters.
     """
 
     source: str
@@ -82,15 +82,17 @@ class Text:
 
 
 def load(data: str | Path | None = None, *, minimum: int = 200_000, clean: bool = False) -> Text:
-    """Load a text as characters: the file, `$ENWIK8`, enwik8, or what Python carries.
+    """Load a text as characters: the file, `$ENWIK8`, enwik8, or text that comes with Python.
 
     Args:
-        data: File with text, plain or packed (gzip, bzip2, xz, or a zip of one file).
-        minimum: Fewest bytes to accept.
-        clean: Whether a dump of Wikipedia is freed of its markup.
+        data: File with text, plain or packed (gzip, bzip2, xz, or a zip of one file). Defaults to
+            None, for the other sources.
+        minimum: Fewest bytes to accept. Defaults to 200,000.
+        clean: Whether to remove the markup of a Wikipedia dump. Defaults to False.
 
     Raises:
-        InputError: The file cannot be read, a download is damaged, or the text is too short.
+        InputError: If the file cannot be read, if a download is damaged, or if the text is too
+            short.
     """
     raw, source = find_text(data, clean=clean)
     if len(raw) < minimum:
@@ -99,11 +101,11 @@ def load(data: str | Path | None = None, *, minimum: int = 200_000, clean: bool 
 
 
 def characters(raw: bytes, source: str) -> Text:
-    """Number the distinct bytes of a text in ascending order, and split it.
+    """Number the distinct bytes of a text in ascending order, and split the text.
 
     Args:
         raw: The text.
-        source: One line that says what text this is.
+        source: One line on the text.
     """
     symbols, ids = np.unique(np.frombuffer(raw, np.uint8), return_inverse=True)
     train, validation, _ = np.split(ids.astype(np.uint8), part_ends(raw))
@@ -111,7 +113,7 @@ def characters(raw: bytes, source: str) -> Text:
 
 
 def part_ends(raw: bytes) -> list[int]:
-    """Return where the training text ends (90 %), and where the validation text ends (95 %)."""
+    """Return the ends of the training text (90 %) and of the validation text (95 %)."""
     return [len(raw) * 90 // 100, len(raw) * 95 // 100]
 
 
@@ -133,7 +135,7 @@ def spread(ids: Ids, length: int, count: int) -> Tensor:
 def find_text(
     data: str | Path | None = None, *, limit: int = SIZE, clean: bool = False
 ) -> tuple[bytes, str]:
-    """Find a text as `load` does, and return its bytes with a line that says what it is."""
+    """Find a text as `load` does, and return its bytes with one line on their origin."""
     named = data or os.environ.get("ENWIK8")
     if named:
         raw = _read(Path(named).expanduser(), limit)
@@ -166,7 +168,7 @@ def _is_enwik8(raw: bytes) -> bool:
 
 
 def _read(path: Path, limit: int) -> bytes:
-    """Read a file, unpacked if it begins as an archive does."""
+    """Read a file, and unpack it if it is an archive."""
     try:
         with path.open("rb") as file:
             head = file.read(6)
@@ -185,7 +187,7 @@ def _read(path: Path, limit: int) -> bytes:
 
 
 def _download() -> bytes:
-    """Return enwik8 from the cache of the user, where the first call puts it."""
+    """Return enwik8 from the user's cache, after downloading it on the first call."""
     pooch.get_logger().setLevel("WARNING")
     archive = pooch.retrieve(
         URL, known_hash=None, fname="enwik8.zip",
@@ -207,7 +209,7 @@ def _download() -> bytes:
 def carried_text() -> bytes:
     """Return Python's reference topics and the docstrings of its library, each text once.
 
-    Sources are parsed and never imported. CPython 3.11 gives 2.2 MB.
+    Sources are parsed but never imported. CPython 3.11 gives 2.2 MB.
     """
     texts: list[str] = []
     with contextlib.suppress(ImportError):  # some distributions ship no topics
@@ -228,7 +230,7 @@ def _docstrings(tree: ast.Module) -> Iterator[str]:
 
 
 def sources(library: Path) -> Iterator[Path]:
-    """Yield the modules of Python's library, in an order that does not depend on the machine."""
+    """Yield the modules of Python's library in an order that is equal on all machines."""
     for folder, subfolders, names in os.walk(library):
         subfolders[:] = sorted(set(subfolders) - _SKIPPED_FOLDERS)
         yield from (Path(folder, name) for name in sorted(names) if name.endswith(".py"))
@@ -241,7 +243,7 @@ _NOT_ARTICLES = re.compile(
     rb"(category|help|image|media|mediawiki|portal|special|talk|template|user|wikipedia):", re.I
 )
 _DROPPED = "ref|math|nowiki|pre|code|source|gallery|timeline|hiero|score|imagemap"
-# What is removed or replaced, in order. A rule of brackets takes the innermost ones, so it is
+# Replacements, in order. Rules for brackets match the innermost ones, so they are
 # repeated: for links in the captions of images, or templates in templates.
 _RULES: list[tuple[int, re.Pattern[str], str]] = [
     (times, re.compile(pattern, re.IGNORECASE | re.MULTILINE), replacement)
@@ -272,11 +274,11 @@ _RULES: list[tuple[int, re.Pattern[str], str]] = [
 
 
 def prose_of(raw: bytes) -> bytes:
-    r"""Return the prose of the whole articles in a dump of Wikipedia, or in a prefix of it.
+    r"""Return the prose of the complete articles in a Wikipedia dump or in a prefix of one.
 
-    Redirects, pages that are no articles, tables, templates, media, code, formulas, references,
-    and links to categories and other languages go with their content; other links, headings,
-    lists and tags leave their text. Articles are separated by one blank line.
+    Redirects, pages other than articles, tables, templates, media, code, formulas, references, and
+    links to categories and other languages are removed. Other links, headings, lists and tags are
+    reduced to their text. A blank line separates articles.
 
     Example:
         >>> prose_of(b"<title>A</title><text>'''A''' is a [[letter (alphabet)|letter]].</text>")

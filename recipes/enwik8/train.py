@@ -1,6 +1,6 @@
 """Pretrain a decoder on enwik8 or another text, and watch its geometry.
 
-One file, from top to bottom: sizes, model, batches, checkpoints, options, the run. Copy it.
+One file to copy, from top to bottom: sizes, model, batches, checkpoints, options, the run.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from geomon.show import Printer, geometry_figure, save
 from recipes.enwik8.subwords import load_tokens
 from recipes.enwik8.text import Ids, InputError, Text, spread, windows
 
-# Sizes of models and runs. A vocabulary of 0 is one of characters; the others are trained.
+# Sizes of models and runs. A vocabulary of 0 means characters; others are trained.
 PRESETS: dict[str, dict[str, Any]] = {
     # Two cores, a few minutes: the smallest run that shows the expansion and the compression.
     "cpu": {
@@ -93,7 +93,7 @@ def adamw(
     model: torch.nn.Module, learning_rate: float, *, decay: float = 0.1, of_vectors: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.95),
 ) -> torch.optim.AdamW:  # fmt: skip
-    """Make an AdamW that decays matrices, and vectors (biases, gains of norms) only if asked to."""
+    """Make an AdamW optimizer that decays matrices; `of_vectors` decays biases and norm gains."""
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": decay},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": of_vectors},
@@ -102,7 +102,7 @@ def adamw(
 
 
 def cosine_rate(warmup: int, steps: int) -> Callable[[int], float]:
-    """Make the schedule of a learning rate: a warm-up, then a cosine that ends at a tenth."""
+    """Make a learning rate schedule: a warm-up, then a cosine that ends at a tenth."""
 
     def rate(step: int) -> float:
         if step < warmup:
@@ -170,7 +170,7 @@ class Slice(L.Callback):
         self._path, self._deadline = path, deadline
 
     def on_train_batch_end(self, trainer: L.Trainer, *event: Any, **more: Any) -> None:
-        """Save and stop, if it is time."""
+        """Save and stop if it is time."""
         over = time.monotonic() >= self._deadline
         if self._deadline < math.inf:  # all ranks stop together
             over = trainer.strategy.reduce_boolean_decision(over, all=False)
@@ -184,7 +184,7 @@ class Slice(L.Callback):
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Parse the command line; a setting that was not given is None."""
+    """Parse the command line; settings that were not given are None."""
     parser = argparse.ArgumentParser("python -m recipes.enwik8", description=__doc__)
     option = parser.add_argument
     option("--data", help="file with any text; default: ENWIK8, else a download or, for subwords, "
@@ -238,7 +238,7 @@ def choose(args: argparse.Namespace) -> tuple[dict[str, Any], Text]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, watch, and show what was seen."""
+    """Train a model, watch it, and show the results."""
     began, args = time.monotonic(), parse(arguments)
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     for advice in ("does not have many workers", "LeafSpec", "before the epoch ended"):

@@ -1,1 +1,1 @@
-"""Modular arithmetic that is memorised first and understood later, and what geometry foretells."""
+"""Modular arithmetic that is memorised first and understood later, and how geometry foresees it."""

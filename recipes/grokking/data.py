@@ -5,12 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Number of tokens of a question: a, the operation, b and the sign of equality.
+# Number of tokens of a question: a, the operation, b and the equals sign.
 LENGTH = 4
 
 
 class Pairs(NamedTuple):
-    """Questions of the table with their answers.
+    """Questions with their answers.
 
     Attributes:
         tokens: Token ids of `a - b =`, int64 [pairs, 4].
@@ -22,7 +22,7 @@ class Pairs(NamedTuple):
 
 
 def vocabulary_size(modulus: int) -> int:
-    """Number of distinct tokens: the remainders and two signs."""
+    """Return the number of distinct tokens: the remainders and two signs."""
     return modulus + 2
 
 
@@ -40,7 +40,7 @@ def table(modulus: int) -> Pairs:
 
 
 def split(pairs: Pairs, fraction: float, seed: int) -> tuple[Pairs, Pairs]:
-    """Draw the pairs to train on; the others are held out."""
+    """Draw the pairs to train on, and hold out the others."""
     count = len(pairs.answers)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     train, held_out = order.tensor_split([round(fraction * count)])

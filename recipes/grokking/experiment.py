@@ -1,4 +1,4 @@
-"""Modular arithmetic that is memorised first and understood later, and what geometry foretells."""
+"""Modular arithmetic that is memorised first and understood later, and how geometry foresees it."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +33,7 @@ from recipes.study.training import Training, Watch, warm_up, without_margins
 
 METRICS = without_margins("effective_rank_last", "local_dimension")
 
-# Accuracy on held-out pairs at which a training ends.
+# A training ends at this accuracy on held-out pairs.
 _SOLVED = 0.99
 # A fall is a loss of a tenth.
 _FALLEN = 0.9
@@ -44,8 +44,8 @@ _SOURCE = "2506.01034, abstract"
 class Grokking(Experiment):
     """Does geometry foretell that a model generalises?
 
-    Trainings on subtraction modulo a number run until held-out pairs are answered; the controls
-    have too few pairs and never generalise.
+    Trainings on subtraction modulo a number run until they answer held-out pairs. Controls have too
+    few pairs and never generalise.
     """
 
     kinds = ("generalises", "control")
@@ -68,7 +68,7 @@ class Grokking(Experiment):
 
     @property
     def differs(self) -> str:
-        """In which way the trainings differ in kind from the published ones."""
+        """Describe how the trainings differ from the published ones."""
         return (
             f"modulus {self.modulus}, batch {self.batch}, weight decay {self.weight_decay:g} and "
             f"train fraction {self.fraction:g} (published: 97, 512, 0.01 and 0.1 to 0.5)"
@@ -79,7 +79,7 @@ class Grokking(Experiment):
         return self.controls or seeds if kind == "control" else seeds
 
     def training(self, kind: str, seed: int, corpus: Text | None) -> Training:
-        """Build one training; torch's generator has the seed."""
+        """Build one training; torch's generator is already seeded."""
         share = self.control_fraction if kind == "control" else self.fraction
         train, held_out = split(table(self.modulus), share, seed)
         model = Transformer(
@@ -96,7 +96,7 @@ class Grokking(Experiment):
             hits = model(pairs.tokens)[:, -1].argmax(dim=1) == pairs.answers
             return hits.float().mean()
 
-        # All that the control trains on, for a power of two: ranks depend on the number.
+        # The largest power of two within the control's pairs, for all: ranks depend on the number.
         probed = 1 << max(0, int(math.log2(self.control_fraction * self.modulus**2)))
         probe = train.tokens[:probed]
         return Training(
@@ -127,7 +127,7 @@ class Grokking(Experiment):
         return {"grokking": draw(*_courses(runs), *shares)}
 
     def table(self, runs: Runs) -> Iterable[str]:
-        """Write the steps of generalisation, and what the rule gives at each margin."""
+        """Write the steps of generalisation, and the result of the rule at each margin."""
         courses, controls = _courses(runs)
         solved = [course.generalised() for course in courses]
         yield f"half of the held-out pairs are answered at steps {solved}"

@@ -1,4 +1,4 @@
-"""The curves of all trainings in one figure."""
+"""The figure of the recipe: the curves of all trainings."""
 
 import math
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ def draw(
     """Draw accuracy, effective rank and local dimension over training, one panel each.
 
     Args:
-        runs: Trainings on enough pairs to generalise.
-        controls: Trainings on too few.
-        fraction: Share of the pairs that `runs` train on.
-        control_fraction: Share of the pairs that `controls` train on.
+        runs: Trainings with enough pairs to generalise.
+        controls: Trainings with too few.
+        fraction: Share of the pairs in the training of `runs`.
+        control_fraction: Share of the pairs in the training of `controls`.
     """
     groups = (
         (runs, BLUE, f"{fraction:.0%} of the pairs: generalises ({len(runs)} seeds)"),

@@ -1,4 +1,4 @@
-"""When a curve warns of generalisation, against runs that never generalise."""
+"""Rule that warns of generalisation, compared with runs that never generalise."""
 
 import math
 from collections.abc import Sequence
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from geomon.record.tags import layer_tag, training_tag
 from recipes.study.history import History
 
-# Names under which the accuracies are logged, and stand in every reading.
+# Names of the logged accuracies, which every reading holds.
 TRAINING_ACCURACY, HELD_OUT_ACCURACY = "training_accuracy", "held_out_accuracy"
-# Metrics, and what they are called.
+# Metrics with their names for readers.
 CURVES = {
     "local_dimension": "mean local dimension",
     "effective_rank_last": "effective rank at the last token",
 }
-# Shares by which a value must be below the control's lowest.
+# Margins: shares by which a value must be below the lowest control.
 MARGINS = (0.0, 0.1, 0.2, 0.3)
 
 # Accuracy on training pairs from which they count as memorised, and on held-out pairs below which
@@ -39,18 +39,18 @@ class Course:
     curves: dict[str, Sequence[float]]
 
     def memorised(self) -> int | None:
-        """Step at which the training pairs are answered; None if they never are."""
+        """First step that answers the training pairs; None if none does."""
         return _first(self.steps, self.training_accuracy, _MEMORISED)
 
     def generalised(self) -> int | None:
-        """Step at which half of the held-out pairs are answered; None if they never are."""
+        """First step that answers half of the held-out pairs; None if none does."""
         return _first(self.steps, self.held_out_accuracy, _GENERALISED)
 
     def fall(self, name: str) -> float:
-        """Share of its highest value that a curve has left before generalisation.
+        """Return a curve's value before generalisation, relative to its highest value until then.
 
-        At the last reading at which less than a tenth of the held-out pairs were answered; the last
-        one of all, then, where nothing is generalised.
+        The reading is the last one with less than a tenth of the held-out pairs answered. For a run
+        that never generalises, this is its last reading.
         """
         before = [
             number for number, value in enumerate(self.held_out_accuracy) if not value >= _NOT_YET
@@ -72,12 +72,12 @@ def course_of(history: History) -> Course:
 
 
 def alarm(course: Course, controls: Sequence[Course], name: str, margin: float) -> int | None:
-    """Find the step at which a curve is below all that the controls have had so far.
+    """Find the step where a curve first falls below everything that the controls have had so far.
 
-    Runs are compared from memorisation on, each from its own: before it all curves rise.
+    Runs are compared from their memorisation on, because all curves rise before it.
 
     Returns:
-        The step; None if the curve never is below.
+        The step, or None if the curve is never below.
     """
     floor, values = math.inf, dict(zip(course.steps, course.curves[name], strict=True))
     known = [(control.memorised(), control) for control in controls]
@@ -102,9 +102,9 @@ def alarm(course: Course, controls: Sequence[Course], name: str, margin: float) 
 def leads(
     courses: Sequence[Course], controls: Sequence[Course], name: str, margin: float
 ) -> list[int]:
-    """Count the steps from the alarm to generalisation; negative where the alarm comes later.
+    """Count the steps from the alarm to generalisation, negative for later alarms.
 
-    An alarm that has not come counts as one at the last step.
+    A missing alarm counts as one at the last step.
     """
     found = []
     for course in courses:
@@ -116,9 +116,10 @@ def leads(
 
 
 def false_alarms(controls: Sequence[Course], name: str, margin: float) -> list[bool]:
-    """Apply the rule to each control in turn, against the other ones.
+    """Apply the rule to each control against the other ones.
 
-    Of n controls one is the lowest at the end: without a margin at least one in n raises an alarm.
+    One of n controls is the lowest at the end, so without a margin at least one in n raises an
+    alarm.
     """
     return [
         alarm(control, [*controls[:number], *controls[number + 1 :]], name, margin) is not None

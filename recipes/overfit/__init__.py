@@ -1,1 +1,1 @@
-"""Few texts and many epochs: where the geometry turns, and where the held-out loss does."""
+"""Few texts and many epochs: compares when the geometry and when the held-out loss turns."""

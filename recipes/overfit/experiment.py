@@ -1,4 +1,4 @@
-"""Few texts and many epochs: where the geometry turns, and where the held-out loss does."""
+"""Few texts and many epochs: compares when the geometry and when the held-out loss turns."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,12 +31,12 @@ TRAIN = tags.training_tag("train_loss")
 # Changes that make an extremum a turning point, several times the scatter between readings.
 _SHARE_OF_LOSS = 0.01
 _SHARE_OF_GEOMETRY = 0.05
-# Rise of the held-out loss, in nats, from which a run counts as overfitted.
+# A run counts as overfitted if its held-out loss rises by this many nats.
 _OVERFITTED = 0.05
-# Sequences of the probe: twice the width, from which a rank at their last tokens means anything.
+# Sequences of the probe: twice the width, so that ranks at their last tokens are meaningful.
 _SEQUENCES = 128
 _ROWS = 2048
-# Windows on which each loss is measured.
+# Number of windows for each loss.
 _LOSS_WINDOWS = 64
 
 # The authors' code names its experiments; their sections in the paper were not looked up.
@@ -44,13 +44,13 @@ _SOURCE = "2506.01034, abstract"
 
 
 class Watched(NamedTuple):
-    """A metric, and the kind of its turn.
+    """A metric and the kind of its turn.
 
     Attributes:
         metric: Name of the metric.
-        kind: Whether it turns at a trough after its first peak, or the other way round.
-        title: What a panel is called; "" for a metric without one.
-        unit: What its axis shows.
+        kind: "trough" if it turns at a trough after its first peak, "peak" for the opposite.
+        title: Title of its panel; "" for a metric without one.
+        unit: Label of its axis.
     """
 
     metric: str
@@ -72,7 +72,8 @@ WATCHED = (
 class Overfit(Experiment):
     """Does the local dimension turn before the held-out loss does, as a model overfits?
 
-    A small decoder learns a few texts by heart; the control has the same steps on plenty of text.
+    A small decoder memorises a few texts. The control takes the same number of steps on plenty of
+    text.
     """
 
     kinds = ("few", "plenty")
@@ -95,7 +96,7 @@ class Overfit(Experiment):
 
     @property
     def differs(self) -> str:
-        """In which way the trainings differ in kind from the published ones."""
+        """Describe how the trainings differ from the published ones."""
         return (
             "a small model trained from nothing, whose local dimension first rises, in place of a "
             "pretrained one that is fine-tuned"
@@ -110,7 +111,7 @@ class Overfit(Experiment):
             )
 
     def training(self, kind: str, seed: int, corpus: Text | None) -> Training:
-        """Build one training; torch's generator has the seed."""
+        """Build one training; torch's generator is already seeded."""
         assert corpus is not None
         length = self.context + 1
         model = Transformer(
@@ -143,7 +144,7 @@ class Overfit(Experiment):
         )
 
     def claims(self, runs: Runs) -> Iterable[Claim]:
-        """Measure what papers assert."""
+        """Measure the claims of the paper."""
         few, plenty = (runs.of(kind) for kind in self.kinds)
         yield from answers(OF_FEW, few)
         yield from answers(OF_PLENTY, plenty)
@@ -153,7 +154,7 @@ class Overfit(Experiment):
         return {"overfit": draw(*(runs.of(kind) for kind in self.kinds))}
 
     def table(self, runs: Runs) -> Iterable[str]:
-        """Write where each metric turns, as lines of a Markdown table."""
+        """Write the turns of each metric as rows of a Markdown table."""
         few, plenty = (runs.of(kind) for kind in self.kinds)
         rows: list[tuple[str, Kind, Callable[[History], int | None], list[float]]] = [
             ("held-out loss", "trough", loss_turn, []),
@@ -177,35 +178,35 @@ class Overfit(Experiment):
 
 
 def last_layer(history: History, metric: str) -> list[float]:
-    """Collect the values of a metric at the last layer, which the paper looks at."""
+    """List the values of a metric at the last layer, which the paper uses."""
     return history.values(tags.layer_tag(metric, max(history.last.layers(metric))))
 
 
 def loss_turn(history: History) -> int | None:
-    """Find the step at which the held-out loss turns; None where it does not."""
+    """Find the step where the held-out loss turns, or None if it does not."""
     index = first_turn(history.values(HELD_OUT), _SHARE_OF_LOSS, "trough")
     return None if index is None else history.steps[index]
 
 
 def geometry_turn(history: History, watched: Watched) -> int | None:
-    """Find the step at which a metric turns at the last layer; None where it does not."""
+    """Find the step where a metric turns at the last layer, or None if it does not."""
     values = last_layer(history, watched.metric)
     index = first_turn(values, _SHARE_OF_GEOMETRY, watched.kind, after_other=True)
     return None if index is None else history.steps[index]
 
 
 def leads(few: Sequence[History], watched: Watched) -> list[float]:
-    """Measure by how many steps a metric turns before the held-out loss.
+    """Return the number of steps by which a metric turns before the held-out loss.
 
     Returns:
-        Leads of the seeds in which both turn; below 0 where the metric turns later.
+        Leads of the seeds with both turns, negative if the metric turns later.
     """
     pairs = [(loss_turn(each), geometry_turn(each, watched)) for each in few]
     return [float(loss - own) for loss, own in pairs if loss is not None and own is not None]
 
 
 def rise_of_loss(history: History) -> float:
-    """Compare the end of the held-out loss with its lowest value."""
+    """Return the final held-out loss minus its lowest value."""
     values = history.values(HELD_OUT)
     return values[-1] - min(values)
 

@@ -1,4 +1,4 @@
-"""Turning points of curves: where one that fell begins to rise, and the other way round."""
+"""Turning points of curves: peaks and troughs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ class TurningPoint:
     """An extremum that a curve leaves by more than its noise.
 
     Attributes:
-        place: Index of the extremum among the values.
+        place: Index of the extremum.
         kind: "peak" or "trough".
     """
 
@@ -23,9 +23,9 @@ class TurningPoint:
 def turning_points(values: Sequence[float], share: float) -> list[TurningPoint]:
     """Find the peaks and troughs that a curve leaves by a share of their value, alternately.
 
-    The first one is where the curve begins, or an extremum close to it in value. A peak is left
-    where the curve is below it by the factor 1 + share, a trough where it is above by the same
-    factor: with another one downwards a curve could pass its last trough unseen.
+    The first one is the beginning of the curve or an extremum close to it in value. A curve leaves
+    a peak when it is lower by the factor 1 + share, and a trough when it is higher by that factor.
+    With two different factors, a curve could pass its last trough unseen.
 
     Returns:
         Turning points, ascending.
@@ -52,10 +52,10 @@ def turning_points(values: Sequence[float], share: float) -> list[TurningPoint]:
 def first_turn(
     values: Sequence[float], share: float, kind: Kind, *, after_other: bool = False
 ) -> int | None:
-    """Find the first peak or trough of a curve, where it does not begin.
+    """Find the first peak or trough of a curve after its beginning.
 
     Returns:
-        Index of the extremum; None where the curve has none, or has not left it yet.
+        Index of the extremum, or None if there is none or if the curve has not left it yet.
 
     Example:
         >>> first_turn([5.0, 3.0, 2.0, 2.5], 0.1, "trough")

@@ -40,7 +40,7 @@ def healthy(step, layers=4, heads=2, **changed):
 # One change of a reading that each rule is for, at the limit and beyond it.
 FAULTS = [
     ("entropy_collapse", "attention_entropy_normalised/layer_03/head_1", 0.05, 0.049,
-     "entropy of 1 head below 5 % of that of uniform attention, lowest 4.90 %"),
+     "entropy of 1 head below 5 % of uniform attention's entropy, lowest 4.90 %"),
     ("logit_growth", "max_logit/layer_03/head_1", 100.0, 101.0,
      "largest score before the softmax 101, above 100"),
     ("rank_collapse", "effective_rank/layer_03", 1.1, 1.09,
@@ -177,10 +177,8 @@ def test_a_value_that_leaves_its_band_is_an_alert_that_names_it_and_those_that_f
     assert then in second.words()
     assert second.words().count("at step 1,053") == 1  # of two values, named once
     low, high = first.numbers["low"], first.numbers["high"]
-    assert (
-        f"was {first.numbers['value']:.3g} at step 1,051, where {low:.3g} to {high:.3g} was exp"
-        in (first.words())
-    )
+    found = f"was {first.numbers['value']:.3g} at step 1,051"
+    assert f"{found}, outside the expected {low:.3g} to {high:.3g}" in first.words()
     (story,) = first_alerts(raised(first, second))
     assert (story.step, story.total, story.alert.note) == (1051, 2, second.note())
     another = replace(second, step=1058, numbers={**second.numbers, "since": 1058})
@@ -207,7 +205,7 @@ def test_growing_scatter_of_all_values_is_an_alert_without_a_place():
     assert 1060 < alert.step < 1080
     factor = alert.numbers["factor"]
     assert 1.36 < factor < 1.5  # the limit, and little more: 2.5 is reached over twenty readings
-    assert f"for 20 readings the values that are watched have been {factor:.1f} times" in (
+    assert f"over 20 readings, all watched values together have scattered {factor:.1f} times" in (
         alert.words()
     )
     assert alert.where == ""

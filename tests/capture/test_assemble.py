@@ -67,7 +67,7 @@ def test_hidden_states_of_no_token_are_said():
 
     missing = look(Prompted(), batch()).snapshot().layers[1].missing
     assert set(missing) == {"token_ids", "last_token_ids"}
-    assert all("one was given fewer" in reason for reason in missing.values())
+    assert all("one received fewer" in reason for reason in missing.values())
 
 
 # -- blocks whose input is not the output of the block before ------------------------------------
@@ -259,7 +259,7 @@ def test_a_second_attention_that_cannot_be_told_apart_is_said(kinds):
     model, x = Denoiser(lambda: Several(*(kind() for kind in kinds))), torch.randn(4, 9, 32)
     seen = look(model, x)
     (note,) = notes(seen)[:1]
-    assert note.startswith("attention, layer 1, 2, 3: it is called more than once")
+    assert note.startswith("attention, layer 1, 2, 3: attention is called more than once")
     assert note in [text for label, text in describe(model, x).rows if label == "note"]
     for depth, block in enumerate(model.transformer_blocks, 1):
         found, _ = rebuilt(seen.snapshot().layers[depth])

@@ -61,7 +61,7 @@ def seen_in(block, x):
 def check(block, x=None):
     x = torch.randn(SEQUENCES, LENGTH, WIDTH) if x is None else x
     captured, order, notes = seen_in(block, x)
-    assert not any("as attended stand" in note or "failed" in note for note in notes), notes
+    assert not any("as attended are used" in note or "failed" in note for note in notes), notes
     for which, expected in zip(("query", "key"), block.expected, strict=True):
         rows = expected.flatten(0, 1)[order.long()]
         found = captured[f"projected_{which}"]
@@ -470,5 +470,5 @@ def test_what_is_no_longer_of_one_projection_is_said_and_not_guessed(mix):
     block = Block(make)
     block(torch.randn(SEQUENCES, LENGTH, WIDTH))  # which makes its weights
     _, _, notes = seen_in(block, torch.randn(SEQUENCES, LENGTH, WIDTH))
-    said = "Q and K as attended stand for them", "70 % of the tokens: they are left out"
+    said = "Q and K as attended are used instead", "at 70 % of the tokens"
     assert any(said[mix == "what is added in place"] in note for note in notes), notes

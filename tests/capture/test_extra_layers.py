@@ -116,7 +116,7 @@ def test_where_there_is_none_the_reason_is_said(model):
     found = layers(made, {"input_ids": batch()} if hasattr(made, "config") else batch())
     stack = next(layer for layer in found.values() if layer.stack == "final_norm")
     assert not stack.captured
-    assert "was given what leaves the last block" in stack.missing["hidden"]
+    assert "received the output of the last block" in stack.missing["hidden"]
     with pytest.raises(NotSeenError, match="hidden states at final_norm: no module outside"):
         measure(made, batch(), metrics=ANISOTROPY, extra_layers=["final_norm"])
 
@@ -188,7 +188,7 @@ def test_of_a_model_that_was_not_run_no_matrix_is_measured():
         pass
     last = seen.snapshot().layers[-1]
     assert (last.stack, last.index, last.captured) == ("final_norm", 3, {})
-    assert "not run under the window" in last.missing["hidden"]
+    assert "not run while the window was open" in last.missing["hidden"]
 
 
 def test_of_two_norms_that_are_given_the_last_hidden_states_the_first_counts():
@@ -232,8 +232,8 @@ class Opaque(torch.Tensor):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (Opaque, "its weight, of the class Opaque, does not give its rows (NotImplementedError)"),
-        (Apart, "its weight is no matrix on this rank (shared out among ranks, say)"),
+        (Opaque, "its weight, of class Opaque, does not give its rows (NotImplementedError)"),
+        (Apart, "its weight is not a matrix on this rank (it may be sharded)"),
     ],
 )
 def test_a_weight_that_gives_no_rows_is_missing_alone(kind, reason):
@@ -259,7 +259,9 @@ def test_what_an_adapter_adds_to_a_matrix_is_said():
     asked = {"metrics": select("variance"), "extra_layers": ("unembedding",)}
     assert not any("adapter" in note for note in measure(model, batch(), **asked).notes)
     model.head = Beside(model.head)
-    assert any("unembedding: its rows" in note for note in measure(model, batch(), **asked).notes)
+    assert any(
+        "unembedding: these are the rows" in note for note in measure(model, batch(), **asked).notes
+    )
     plain = measure(model, batch(), metrics=select("variance"))
     assert not any("adapter" in note for note in plain.notes)
 

@@ -37,7 +37,7 @@ def test_a_stack_that_was_not_run_is_left_out_and_said():
     with torch.no_grad(), window(model) as seen:
         model.encoder(torch.randn(4, 9, 32))
     assert {layer.stack for layer in seen.snapshot().layers} == {"encoder"}
-    assert any("'decoder' were not run" in text for text in notes(seen))
+    assert any("'decoder' did not run" in text for text in notes(seen))
 
 
 def test_one_block_called_again_and_again_is_a_layer_for_each_call():
@@ -73,7 +73,7 @@ def test_blocks_that_are_run_again_on_other_rows_are_said(chunks):
             return x
 
     texts = notes(look(Chunked(), batch()))
-    assert any("called again on something else" in text for text in texts) == (chunks == 2)
+    assert any("called again on something other" in text for text in texts) == (chunks == 2)
 
 
 @pytest.mark.parametrize("order", ["without first", "with first", "without alone"])
@@ -131,8 +131,8 @@ def test_a_dropped_layer_says_so_and_the_others_keep_their_depth():
 
     layers = look(Dropping(), batch()).snapshot().layers
     assert [layer.index for layer in layers if "hidden" in layer.captured] == [0, 1, 3]
-    assert "not run in this pass, as others were" in layers[2].missing["hidden"]
-    assert "not run in this pass, as others were" in layers[2].missing["query"]
+    assert "not run in this pass although others did" in layers[2].missing["hidden"]
+    assert "not run in this pass although others did" in layers[2].missing["query"]
 
 
 # -- recomputation -----------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def test_of_lists_of_sublayers_what_enters_each_is_a_layer(parts):
         check_hidden(seen, depth, model.states[state])
     assert all("query" in layer.captured for layer in layers[1:])
     for depth in (2, 4)[:parts]:
-        assert "the last one enters none" in layers[depth].missing["hidden"]
+        assert "the last layer enters none" in layers[depth].missing["hidden"]
 
 
 class Residual(nn.Module):

@@ -93,7 +93,7 @@ def test_even_shares_lie_one_after_another(dim):
 
 @pytest.mark.parametrize(
     ("placements", "words"),
-    [((Shard(2),), "sharded along their width"), ((Partial(),), "partial: what is on the ranks")],
+    [((Shard(2),), "sharded along their width"), ((Partial(),), "partial: the ranks' values")],
 )
 def test_what_cannot_be_read_by_rows_is_refused(placements, words):
     with pytest.raises(ShardingError, match=words):

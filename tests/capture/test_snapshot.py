@@ -10,7 +10,7 @@ from geomon.capture.snapshot import (
     CAPTURED,
     Layer,
     at_places,
-    beside,
+    concat_heads,
     explain_missing,
     source_of,
 )
@@ -96,7 +96,7 @@ def test_heads_lie_beside_one_another_along_their_own_dimension():
         )
         for count in (1, 2)
     ]  # fmt: skip
-    found, missing = beside(parts)
+    found, missing = concat_heads(parts)
     assert not missing
     assert found["query"].shape == (2, 3, 3, 4)
     assert found["query"][0, :, 0, 0].tolist() == [1, 2, 2]
@@ -104,17 +104,17 @@ def test_heads_lie_beside_one_another_along_their_own_dimension():
     assert found["max_logits"].shape == (3, 5)
     assert (found["scale"], found["softcap"]) == (0.5, 8.0)
     assert found["query_sequences"].tolist() == list(range(6))
-    assert beside(parts[:1]) == parts[0]
+    assert concat_heads(parts[:1]) == parts[0]
 
 
 def test_a_view_that_some_heads_lack_is_missing_and_numbers_that_differ_are_refused():
     one, other = heads_of(1, scale=0.5, sink=torch.ones(1)), heads_of(1, scale=0.25)
-    found, missing = beside(
+    found, missing = concat_heads(
         [(one[0], {"key": "why"}), (heads_of(1, scale=0.5)[0], {"key": "also"})]
     )
     assert set(found) == {"query", "scale"}
     assert missing == {"key": "why"}
-    found, missing = beside([one, other])
+    found, missing = concat_heads([one, other])
     assert not found
     assert "differ in their scale" in missing["query"]
 
@@ -138,7 +138,7 @@ ALIKE, OTHER = torch.eye(3).bool()[None, None], torch.ones(1, 1, 3, 3).bool()
     ],
 )  # fmt: skip
 def test_masks_and_biases_are_given_once_where_all_heads_have_the_same(first, second, expected):
-    found, _ = beside([heads_of(1, bias=first), heads_of(2, bias=second)])
+    found, _ = concat_heads([heads_of(1, bias=first), heads_of(2, bias=second)])
     assert torch.equal(found["bias"], expected)
 
 

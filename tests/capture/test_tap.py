@@ -132,7 +132,7 @@ def test_the_logarithm_of_a_loss_is_no_attention(loss):
     model = Losing(loss)
     with window(model) as seen:
         model(torch.randn(2, 3, 4)).backward()
-    said = any("outside the blocks" in text for text in notes(seen))
+    said = any("outside the watched blocks" in text for text in notes(seen))
     assert said == (loss is functional.softmax)
 
 
@@ -186,7 +186,7 @@ def test_torchscript_is_called_and_made_in_a_window():
     finally:
         first.end()
     assert all(queries(seen))
-    assert not any("hook failed" in text for text in notes(seen))
+    assert not any("watching a call failed" in text for text in notes(seen))
 
 
 @pytest.mark.parametrize("outside", [True, False])
@@ -259,7 +259,7 @@ def test_a_torch_that_calls_modules_in_another_way_is_an_error_of_the_window_alo
     expected = model(ids)
     with window(model) as seen:
         assert torch.equal(model(ids), expected)
-    with pytest.raises(RuntimeError, match="calls modules in a way that is not known"):
+    with pytest.raises(RuntimeError, match="calls modules in a way geomon does not know"):
         seen.snapshot()
 
 
@@ -294,7 +294,7 @@ def test_without_a_private_name_a_training_is_untouched_and_seen_as_before(monke
         if watched:
             assert all(queries(seen))
             lost = [note.words() for note in seen.snapshot().info.notes]
-            assert any("has no" in note for note in lost) == (name in ("MISSING", "all of them"))
+            assert any("lacks" in note for note in lost) == (name in ("MISSING", "all of them"))
         return [parameter.detach().clone() for parameter in model.parameters()]
 
     expected = train(watched=False)

@@ -18,7 +18,7 @@ from geomon.distributed import (
     join_ranks,
     merge_layers,
 )
-from geomon.distributed.merge import attention_shape, take_share
+from geomon.distributed.merge import attention_shape, subsample_attention
 from geomon.distributed.packing import pack, unpack
 from geomon.kernels.attention import attention_rows, scores_of
 
@@ -122,7 +122,7 @@ def test_what_one_rank_does_not_know_of_its_rows_takes_nothing_else_away(turned)
     rows = torch.cat([part.captured["hidden"] for part in parts])
     assert torch.equal(whole.captured["hidden"], rows)
     assert whole.captured.keys() == {"hidden", "precision"}
-    assert whole.missing["token_ids"].startswith("it is known of the rows of some ranks")
+    assert whole.missing["token_ids"].startswith("it is known for the rows of some ranks")
 
 
 def test_sequences_of_several_passes_are_numbered_on():
@@ -215,7 +215,9 @@ def test_all_ranks_together_keep_of_attention_what_one_would(counts, rows, queri
         attention_layer(10 * rank, count, length, length) for rank, count in enumerate(counts)
     ]
     shapes = [attention_shape(layer) for layer in layers]
-    thin = [take_share(layer, shapes, rank, rows, queries) for rank, layer in enumerate(layers)]
+    thin = [
+        subsample_attention(layer, shapes, rank, rows, queries) for rank, layer in enumerate(layers)
+    ]
     kept = [attention_shape(layer) for layer in thin]
     sequences = sum(shape[0] for shape in kept)
     assert sequences == min(sum(counts), max(1, rows // length))
@@ -243,11 +245,13 @@ def test_thinned_queries_cover_all_positions_alike():
     counts, length = (10, 6), 64
     layers = [attention_layer(rank, count, length, length) for rank, count in enumerate(counts)]
     shapes = [attention_shape(layer) for layer in layers]
-    thin = [take_share(layer, shapes, n, 10_000, 64).captured for n, layer in enumerate(layers)]
+    thin = [
+        subsample_attention(layer, shapes, n, 10_000, 64).captured for n, layer in enumerate(layers)
+    ]
     places = torch.cat([views["visible"].sum(3).flatten() - 1 for views in thin])
     assert places.tolist() == [4, 20, 36, 52, 12, 28, 44, 60] * 8
     alike = attention_layer(0, 10, length, length, grid=torch.ones(1, 1, 1, length).bool())
-    thin = take_share(alike, shapes, 0, 10_000, 64).captured
+    thin = subsample_attention(alike, shapes, 0, 10_000, 64).captured
     assert (thin["query"].shape[2], thin["visible"].shape) == (4, (1, 1, 1, length))
 
 
@@ -269,7 +273,7 @@ def test_a_rank_that_is_ahead_waits_and_one_that_is_behind_leaves_its_reading_ou
     ahead = Answers((4, "c"), (8, "b"), (9, "a"))
     assert ahead.meet(9, "own") == ["own", "a"]
     assert not ahead.answers
-    with pytest.raises(RankFailedError, match="rank 1 reads step 9 where rank 0 reads step 4"):
+    with pytest.raises(RankFailedError, match="rank 1 reads step 9 but rank 0 reads step 4"):
         Answers((9, "a")).meet(4, "own")
 
 
@@ -318,7 +322,9 @@ def test_layers_are_merged_on_the_device_where_their_rows_are():
     shapes = [attention_shape(part) for part in parts]
 
     def merged(parts):
-        return merge_layers([take_share(p, shapes, n, 28, 12) for n, p in enumerate(parts)])
+        return merge_layers(
+            [subsample_attention(p, shapes, n, 28, 12) for n, p in enumerate(parts)]
+        )
 
     expected = merged(parts).captured
     with Accelerator():

@@ -32,7 +32,7 @@ def test_a_rank_knows_which_part_of_the_model_it_has(place, shard, shards, is_wh
     assert (place.shard, place.shards, place.is_whole) == (shard, shards, is_whole)
     assert place.part() == part
     notes = [note.words() for note in place.notes_alone()]
-    said = f"of the model the part of rank {place.rank} is measured: {part}"
+    said = f"only the part of the model on rank {place.rank} is measured: {part}"
     assert notes == ([] if is_whole else [said])
 
 
@@ -105,8 +105,8 @@ def test_ranks_that_were_built_with_other_layers_are_named():
         Mesh((same, other))
         .difference()
         .startswith(
-            "rank 1 was built with other layers than rank 0 (in a pipeline give the schedule"
+            "rank 1 was built with other layers than rank 0 (in a pipeline, pass the schedule"
         )
     )
     more = stage(1, 0, 1, of=3)
-    assert Mesh((same, more)).difference() == ("rank 1 was built with 3 stages where rank 0 has 2")
+    assert Mesh((same, more)).difference() == ("rank 1 was built with 3 stages, but rank 0 with 2")

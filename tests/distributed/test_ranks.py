@@ -126,12 +126,12 @@ def test_passes_that_cannot_be_joined_are_no_reason_to_wait():
 def test_ranks_that_read_something_else_are_named():
     found = together([[snapshot(1.0)]] * 2, about=[(5, "train"), (5, "probe")])
     assert {str(error) for error in found} == {
-        "rank 1 reads step 5 probe where rank 0 reads it train: every rank builds the monitor with "
-        "the same options"
+        "rank 1 reads step 5 probe but rank 0 reads it train: build the monitor with the same "
+        "options on every rank"
     }
     found = together([[snapshot(1.0)], [snapshot(1.0)], [snapshot(1.0, layers=2)]])
     assert {str(error).partition(":")[0] for error in found} == {
-        "rank 2 has 2 layers, from 'blocks.0' to 'blocks.1', where rank 0 has 3, from 'blocks.0' "
+        "rank 2 has 2 layers, from 'blocks.0' to 'blocks.1', but rank 0 has 3, from 'blocks.0' "
         "to 'blocks.2'"
     }
 
@@ -152,10 +152,10 @@ def test_one_process_raises_its_own_error():
 
 
 def test_of_copies_the_first_is_measured_and_a_note_says_where_they_differ():
-    found = together([[snapshot(1.0, batch="x")]] * 2, copies=True)
+    found = together([[snapshot(1.0, batch="x")]] * 2, same_inputs=True)
     assert rows_of(found)[0] == [1.0]
     assert not kinds(found)
-    found = together([[snapshot(1.0, batch="x")], [snapshot(2.0, batch="y")]], copies=True)
+    found = together([[snapshot(1.0, batch="x")], [snapshot(2.0, batch="y")]], same_inputs=True)
     assert (rows_of(found)[0], kinds(found)) == ([1.0], ["probes differ"])
     assert found[0].info.tokens == 1
 
@@ -173,10 +173,10 @@ def test_the_same_tokens_on_several_ranks_count_once():
         assert kinds(together(seen)) == ["ranks with the same tokens"] * same
 
 
-@pytest.mark.parametrize(("copies", "rows"), [(False, 10), (True, 5)])
-def test_the_next_reading_takes_more_rows_of_each_where_several_had_the_same(copies, rows):
+@pytest.mark.parametrize(("same_inputs", "rows"), [(False, 10), (True, 5)])
+def test_the_next_reading_takes_more_rows_of_each_where_several_had_the_same(same_inputs, rows):
     groups = connected(2)
-    together([[snapshot(1.0, batch="x")]] * 2, groups=groups, copies=copies)
+    together([[snapshot(1.0, batch="x")]] * 2, groups=groups, same_inputs=same_inputs)
     assert [group.rows_of(10) for group in groups] == [rows] * 2
 
 
@@ -239,7 +239,7 @@ def test_losses_are_weighted_by_their_sequences_and_passes_are_joined():
 def test_ranks_of_one_model_with_other_tokens_are_named():
     mesh = Mesh(tuple(RankPlace(rank, tensor=(0, 1)) for rank in range(2)))
     found = together([[snapshot(1.0, batch="a 1")], [snapshot(1.0, batch="b 1")]], mesh=mesh)
-    assert "rank 1 was given other tokens than rank 0, with which" in found[0].info.notes[-1].text
+    assert "rank 1 received other tokens than rank 0, although they" in found[0].info.notes[-1].text
     assert rows_of(found)[0] == [1.0]
     note = Note("padding", "half is padding")
     seen = [[snapshot(1.0, batch="a 1")], [snapshot(1.0, batch="a 2", notes=[note])]]

@@ -71,7 +71,7 @@ def test_the_mean_magnitude_in_few_columns_is_known():
         *((lambda n=n, w=w, f=f: f(n, w), f"at least 2 tokens and width 1, got {n} and {w}")
           for f in (isotropic_anisotropy, isotropic_spectrum) for n, w in ((1, 3), (3, 0))),
         (lambda: isotropic_cosine_quantile(1), "at least 2, got 1"),
-        *((lambda p=p: isotropic_cosine_quantile(5, p), "probability is in") for p in (-0.1, 1.1)),
+        *((lambda p=p: isotropic_cosine_quantile(5, p), "must be in ") for p in (-0.1, 1.1)),
         (lambda: isotropic_cosine_magnitude(0), "a width of at least 1"),
     ],
 )  # fmt: skip

@@ -144,7 +144,9 @@ def test_each_wanted_row_has_its_own_neighbours_in_any_order(of):
 )
 def test_indices_that_name_other_rows_than_are_searched_are_no_indices(given):
     rows = normal(60, 3)
-    with pytest.raises(ValueError, match=r"expected (only )?indices of (rows|the \d0 rows)"):
+    with pytest.raises(
+        ValueError, match=r"expected (only )?indices of (rows|the \d0 searched rows)"
+    ):
         nearest(rows, 3, **given)
 
 

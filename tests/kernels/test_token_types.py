@@ -34,5 +34,5 @@ def test_without_a_group_the_others_are_left_and_a_type_may_have_one_row():
 
 
 def test_moments_of_types_that_are_not_known_by_group_say_so():
-    with pytest.raises(ValueError, match="give groups"):
+    with pytest.raises(ValueError, match="pass groups"):
         token_types(normal(9, 2), torch.arange(9) % 3).without(0)

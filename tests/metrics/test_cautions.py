@@ -18,7 +18,7 @@ LIMITS = [
     ({"twonn/layer_01/duplicates": 0.051}, {"twonn/layer_01/duplicates": 0.05},
      "twonn, layer 1: up to 5 % of the rows are exact copies"),
     ({"twonn/layer_02/rounding": 0.11}, {"twonn/layer_02/rounding": 0.1},
-     "twonn, layer 2: up to 11 % of the median nearest distance is rounding"),
+     "twonn, layer 2: up to 11 % of the median nearest distance comes from rounding"),
     ({"massive_share/layer_02": 0.51}, {"massive_share/layer_02": 0.5},
      "up to 51 % of the variance is carried by a few rows of massive norm: read"),
     ({"twonn/mean": 3.0, "twonn_distinct/mean": 2.0},
@@ -28,12 +28,12 @@ LIMITS = [
     ({"twonn/mean": 0.9, "twonn_distinct/mean": 0.5},
      {"twonn/mean": 0.0, "twonn_distinct/mean": 0.5}, "twonn is 0.9, but 0.5 with each token"),
     ({"gride/mean/k1": 0.4, "gride/mean/k2": 0.9},
-     {"gride/mean/k1": 0.0, "gride/mean/k2": 0.9}, "gride runs from 0.4 (k1) to 0.9 (k2)"),
+     {"gride/mean/k1": 0.0, "gride/mean/k2": 0.9}, "gride is 0.9 at k2 and 0.4 at k1"),
     ({"gride/mean/k1": 4.0, "gride/mean/k4": 5.0, "gride/mean/k32": 8.0},
      {"gride/mean/k1": 4.0, "gride/mean/k32": 7.9, "gride/mean/n": 64.0},
-     "gride runs from 4.0 (k1) to 8.0 (k32)"),
+     "gride is 8.0 at k32 and 4.0 at k1"),
     ({"twonn/layer_01/n": 2.0, "gride/layer_01/n": 1.0}, {"twonn/layer_01/n": 3.0},
-     "twonn, layer 1: fewer than 3 rows differ from one another, so that there is no dimension"),
+     "twonn, layer 1: fewer than 3 rows differ from one another, so there is no dimension"),
 ]  # fmt: skip
 
 
@@ -71,7 +71,7 @@ NAN, INF = float("nan"), float("inf")
           "mine/mean": 1.0},
          ["mine, layer 1: infinite: too large for float64"]),
         ({"twonn/layer_01": 3.0, "twonn/mean": 3.0, "twonn/layer_01/std": NAN},
-         ["twonn/std, layer 1: NaN: there is no value in one of the splits"]),
+         ["twonn/std, layer 1: NaN: one of the splits has no value"]),
         ({"twonn/layer_01": NAN, "twonn/layer_01/n": 2.0, "twonn/layer_01/k1": NAN,
           "twonn/mean": NAN, "twonn/mean/n": 2.0}, []),  # `cautions` has a note
     ],

@@ -94,7 +94,9 @@ def test_metrics_do_not_run_under_autocast_nor_autograd():
 
 def test_a_result_of_the_wrong_shape_is_said():
     result = evaluate(snapshot(torch.ones(4, 2)), {"m": lambda hidden: hidden}, rows=4, splits=1)
-    assert "a scalar, a vector [heads] or a dict, got [4, 2]" in result.notes[0].words()
+    assert (
+        "a scalar, a vector [heads] or a dict of these, got shape [4, 2]" in result.notes[0].words()
+    )
 
 
 def test_stacks_are_named_apart_and_have_their_own_means():
@@ -183,7 +185,7 @@ def test_an_object_that_has_no_hash_is_a_metric_as_any():
 def test_a_note_says_where_spectra_stand_on_fewer_rows(metric, shape, said):
     measured = LayerValues("", 3, shape, {metric: {"": np.array([[0.5]])}}, sequences=8)
     notes = Evaluator(check_metrics([metric]), 1).combine([measured], shape[0]).notes
-    text = "spectra of layers wider than 1024 columns stand on 2048 rows, layer 3"
+    text = "spectra of layers wider than 1024 columns use only 2048 rows, layer 3"
     assert [note.words() for note in notes] == [text] * said
 
 

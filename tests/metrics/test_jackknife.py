@@ -233,7 +233,7 @@ def test_a_margin_that_attention_lacks_for_few_sequences_is_said(tokens, is_said
     """Rows are of all 16 sequences of 32 tokens, queries of as many as make up the rows."""
     metrics = select("anisotropy", "attention_entropy")
     found = measure(PlainDecoder(), batch(16), metrics=metrics, tokens=tokens)
-    said = [note for note in found.notes if "no 95 % intervals of attention_entropy" in note]
+    said = [note for note in found.notes if "no 95 % intervals for attention_entropy" in note]
     assert bool(said) == is_said
     assert ("attention_entropy/mean/margin" in found) != is_said
     assert "anisotropy/mean/margin" in found

@@ -31,7 +31,7 @@ ALL = METRICS | MORE_METRICS
         (["twonn", 3], TypeError, "a list of names"),
         ({"a/b": lambda hidden: 0.0}, ValueError, "cannot name a metric"),
         ({"mine": 3}, TypeError, "expected a function of views"),
-        ({"mine": lambda hiden: 0.0}, ValueError, "asks for 'hiden', which is no view"),
+        ({"mine": lambda hiden: 0.0}, ValueError, "asks for 'hiden', which is not a view"),
         ({"mine": lambda: 0.0}, ValueError, "reads no view"),
     ],
 )

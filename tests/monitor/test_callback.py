@@ -179,7 +179,9 @@ def test_the_first_validation_is_read_from_then_on_and_by_the_next_training_not(
 
 def test_a_trainer_that_does_not_validate_is_said_at_the_start(tmp_path):
     session = CallbackSession({**FEW, "probe": "validation"}, "GeometryMonitor")
-    with pytest.raises(ValueError, match="it makes none: give it validation data, or a loader"):
+    with pytest.raises(
+        ValueError, match="it makes none: give the trainer validation data, or pass a loader"
+    ):
         session.start(PlainDecoder(), 0, tmp_path, [], validates=False)
 
 

@@ -52,13 +52,13 @@ def assert_same_values(one, other):
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:x", "", None, 0, ["cuda"]])
 def test_what_names_no_device_is_refused_in_one_line(name):
-    with pytest.raises(ValueError, match=r"^device is 'auto' .*got [^\n]*$"):
+    with pytest.raises(ValueError, match=r"^device must be 'auto' .*got [^\n]*$"):
         Monitor(PlainDecoder(), directory=None, device=name)
 
 
 @pytest.mark.parametrize("name", ["cuda:99", "meta"])
 def test_a_device_that_is_not_there_is_refused_before_the_training(name):
-    with pytest.raises(ValueError, match=rf"^device='{name}' cannot measure[^\n]*use 'cpu'$"):
+    with pytest.raises(ValueError, match=rf"^device='{name}' cannot be used[^\n]*use 'cpu'$"):
         Monitor(PlainDecoder(), directory=None, device=name)
 
 
@@ -136,7 +136,7 @@ def test_a_device_without_float64_leaves_measuring_to_the_host(monkeypatch):
 
     place = MeasuringDevice("auto", Elsewhere())
     assert place.device == HOST
-    assert place.why_host == "mps does not compute in float64, in which distances are decided"
+    assert place.why_host == "mps does not compute in float64, which distances need"
     assert MeasuringDevice("cpu", Elsewhere()).why_host is None
     assert MeasuringDevice("auto", PlainDecoder()).why_host is None
     not_loaded = MeasuringDevice("auto", PlainDecoder().to("meta"))
@@ -162,7 +162,7 @@ def test_where_memory_ends_in_a_metric_the_rest_is_measured_on_the_host():
     with Accelerator():
         (reading,) = run(**few, device=NAME)
     assert seen == [DEVICE, DEVICE, HOST, HOST]  # the layer is measured again
-    text = "measured on the host: meta has not memory enough (tried to allocate too much)"
+    text = "measured on the host: meta does not have enough memory (tried to allocate too much)"
     assert set(reading.words()) - set(on_host[0].words()) == {text}
     assert_same_values(on_host[0], reading)
 
@@ -238,11 +238,11 @@ def test_the_background_works_on_one_stream_that_waits_for_the_rows(monkeypatch)
     monkeypatch.setattr(MeasuringDevice, "device", DEVICE)
     place = MeasuringDevice("auto", PlainDecoder())
     for _ in range(2):
-        with place.beside_training(place.mark_ready()):
+        with place.alongside_training(place.mark_ready()):
             done.append("measured")
-    with pytest.raises(KeyError), place.beside_training("the rows"):
+    with pytest.raises(KeyError), place.alongside_training("the rows"):
         raise KeyError
-    with place.beside_training(None):
+    with place.alongside_training(None):
         pass  # the host has no stream
     once = ["entered", "waits for the rows", "measured", "synchronized", "left"]
     assert done == ["made", *once, *once, "entered", "waits for the rows", "synchronized"]

@@ -253,7 +253,7 @@ def test_a_pass_that_fails_is_tried_again_with_the_same_batch(caplog):
 
 @pytest.mark.parametrize(
     ("probe", "message"),
-    [("validation", "give it inputs or a loader"), (None, "give it to the monitor")],
+    [("validation", "so pass inputs or a loader"), (None, "pass it to the monitor")],
 )
 def test_validation_is_the_trainers_and_a_loader_the_monitors(probe, message):
     with pytest.raises(ValueError, match=message):

@@ -83,7 +83,7 @@ def test_copies_that_are_on_their_way_to_the_host_are_waited_for(monkeypatch):
 def test_few_rows_are_noted():
     reading = measured(make_job(of=snapshot(200)))
     assert reading.tokens == 200
-    assert "estimates stand on 200 rows, fewer than tokens=500" in reading.words()[-1]
+    assert "only 200 rows here (tokens=500 asked for more)" in reading.words()[-1]
     assert not any("estimates" in note for note in measured(make_job(of=snapshot(500))).words())
     seen = snapshot(200)  # of no hidden states: attention alone was seen, say
     unknown = replace(seen, info=replace(seen.info, tokens=0))

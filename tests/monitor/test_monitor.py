@@ -314,7 +314,7 @@ def test_a_window_in_which_nothing_ran_records_nothing_and_says_so_once(tmp_path
                     model.tokens(batch())  # the embedding alone
     assert (tmp_path / "readings.jsonl").read_text() == ""
     assert len(caplog.messages) == 1
-    assert "not run under the window" in caplog.messages[0]
+    assert "not run while the window was open" in caplog.messages[0]
     with seen(4):
         model(batch())
     assert [r.step for r in read(tmp_path)] == [4]
@@ -613,7 +613,7 @@ def test_without_gathering_every_rank_runs_the_passes_whatever_the_record_holds(
         ({"metrics": {"m": lambda: 0}}, ValueError, "reads no view"),
         ({"metrics": {"a/b": lambda hidden: 0}}, ValueError, "cannot name a metric"),
         ({"metrics": {"training": lambda hidden: 0}}, ValueError, "cannot name a metric"),
-        ({"metrics": 3}, TypeError, "metrics is a dict"),
+        ({"metrics": 3}, TypeError, "metrics must be a dict"),
         ({}, ValueError, "no inputs to probe"),
         ({"metrics": ["twon"]}, ValueError, r"called 'twon' \(did you mean 'twonn'\?\)"),
         ({"model": nn.Linear(3, 3)}, ValueError, "no transformer blocks"),
@@ -639,7 +639,7 @@ def test_blocks_that_are_replaced_or_added_between_readings_are_seen():
     seen.close()
     layers = [[f"variance/layer_{n:02d}" in r.values for n in range(5)] for r in memory.readings]
     assert layers == [[True] * 4 + [False]] * 2 + [[True] * 5]
-    said = [[note for note in r.words() if "began with" in note] for r in memory.readings]
+    said = [[note for note in r.words() if "since the run began" in note] for r in memory.readings]
     assert list(map(len, said)) == [0, 0, 1]
     assert "4 now, 3 then" in said[2][0]
 

@@ -26,28 +26,28 @@ from geomon.monitor.planner import DEFAULT_SHARE
 CALLBACKS = (OfLightning, OfTrainer)
 # What a user may type wrong, and the words of the answer.
 WRONG = [
-    ({"tokens": 0}, "tokens is a whole number of at least 1, got 0"),
-    ({"tokens": True}, "tokens is a whole number of at least 1, got True"),
-    ({"splits": 1.5}, "splits is a whole number of at least 1, got 1.5"),
-    ({"queries": 2}, "queries is a whole number of at least 3, or None, got 2"),
+    ({"tokens": 0}, "tokens must be a whole number of at least 1, got 0"),
+    ({"tokens": True}, "tokens must be a whole number of at least 1, got True"),
+    ({"splits": 1.5}, "splits must be a whole number of at least 1, got 1.5"),
+    ({"queries": 2}, "queries must be a whole number of at least 3, or None, got 2"),
     ({"extra_layers": ["final"]}, "final"),
     ({"alerts": ["rank"]}, "no alert is called 'rank'"),
     ({"log": ("a/",)}, "cannot name a value"),
-    ({"budget": 1}, "budget is a share of the training time between 0 and 1"),
-    ({"budget": float("nan")}, "budget is a share of the training time between 0 and 1"),
-    ({"budget": True}, "budget is a share of the training time between 0 and 1"),
-    ({"budget": "100 %"}, "'1%' for one per cent, 'auto', or None for no limit, got '100 %'"),
+    ({"budget": 1}, "budget must be a share of the training time between 0 and 1"),
+    ({"budget": float("nan")}, "budget must be a share of the training time between 0 and 1"),
+    ({"budget": True}, "budget must be a share of the training time between 0 and 1"),
+    ({"budget": "100 %"}, "'auto', or None for no limit, got '100 %'"),
     ({"budget": "0,5 %"}, "or None for no limit, got '0,5 %'"),
     ({"budget": [0.01]}, r"or None for no limit, got \[0.01\]"),
-    ({"max_capture_mb": 0}, "max_capture_mb is a number above 0, or None, got 0"),
-    ({"max_capture_mb": float("nan")}, "max_capture_mb is a number above 0, or None, got nan"),
-    ({"arrays": "yes"}, "arrays is True or False, got 'yes'"),
-    ({"sink_timeout": 0}, "sink_timeout is a number of seconds above 0, got 0"),
-    ({"rank_timeout": "1"}, "rank_timeout is a number of seconds above 0, got '1'"),
+    ({"max_capture_mb": 0}, "max_capture_mb must be a number above 0, or None, got 0"),
+    ({"max_capture_mb": float("nan")}, "max_capture_mb must be a number above 0, or None, got nan"),
+    ({"arrays": "yes"}, "arrays must be True or False, got 'yes'"),
+    ({"sink_timeout": 0}, "sink_timeout must be a number of seconds above 0, got 0"),
+    ({"rank_timeout": "1"}, "rank_timeout must be a number of seconds above 0, got '1'"),
     ({"schedule": lambda step: False}, "fires at none of the steps"),
-    ({"log": 3}, r"log is a tuple of names, \('val_loss',\) for instance, got 3"),
+    ({"log": 3}, r"log must be a tuple of names, such as \('val_loss',\), got 3"),
     ({"metrics": {}}, "metrics is empty"),
-    ({"metrics": {"m": lambda hiden: 0}}, "asks for 'hiden', which is no view"),
+    ({"metrics": {"m": lambda hiden: 0}}, "asks for 'hiden', which is not a view"),
 ]
 
 
@@ -103,7 +103,10 @@ def test_help_shows_every_option_with_its_default_and_type_checkers_see_its_type
     arguments = text.partition("Raises:")[0]
     named = re.findall(r"^ {4}(\w+) \(default ", arguments, re.MULTILINE)
     assert named == list(declared(options))
-    assert "TypeError: An argument has a name that does not exist." in text.partition("Raises:")[2]
+    assert (
+        "TypeError: If an argument does not exist, or a hook is not callable."
+        in text.partition("Raises:")[2]
+    )
     (given,) = [
         parameter
         for parameter in inspect.signature(cls).parameters.values()
@@ -115,7 +118,9 @@ def test_help_shows_every_option_with_its_default_and_type_checkers_see_its_type
 @pytest.mark.parametrize("callback", CALLBACKS)
 @pytest.mark.parametrize("sinks", ["tensorboard", Memory(), [Memory], [Memory(), "wandb"]])
 def test_what_is_no_list_of_sinks_is_refused_before_the_training(callback, sinks):
-    with pytest.raises(TypeError, match=r"sinks is a list of objects with write\(reading\) and"):
+    with pytest.raises(
+        TypeError, match=r"sinks must be a list of objects with write\(reading\) and"
+    ):
         callback(sinks=sinks)
 
 

@@ -107,7 +107,7 @@ def test_a_function_that_raises_is_one_warning_and_the_run_goes_on(caplog, hook)
     assert len(calls) == {"on_alert": 2, "on_phase": 3}[hook]
     (record,) = [r for r in caplog.records if hook in r.message]
     assert record.message == (
-        f"{hook} failed and is called again the next time; the training goes on: "
+        f"{hook} failed and will be called again the next time; the training goes on: "
         "RuntimeError: attempt 1"
     )
 
@@ -239,8 +239,12 @@ def test_a_resumed_monitor_raises_no_alert_again_that_its_record_holds(tmp_path)
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"on_phase": 3}, TypeError, "on_phase is a function of one argument, or None, got 3"),
-        ({"on_alert": "x"}, TypeError, "on_alert is a function of one argument, or None, got 'x'"),
+        ({"on_phase": 3}, TypeError, "on_phase must be a function of one argument, or None, got 3"),
+        (
+            {"on_alert": "x"},
+            TypeError,
+            "on_alert must be a function of one argument, or None, got 'x'",
+        ),
         ({"alerts": ["rank"]}, ValueError, "no alert is called 'rank'"),
         ({"alerts": "rank_collapse"}, TypeError, "a sequence of names"),
     ],

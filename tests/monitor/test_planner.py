@@ -100,7 +100,7 @@ def train_beside(clock, *, periods=10, first=100, slower=0.5, rare=None):
     account, queued = Account(clock), 0.0
     account.begin()
     for step in range(200 * periods):
-        account.step(beside=0 <= step % 200 - first < 60)
+        account.step(measuring=0 <= step % 200 - first < 60)
         queued += 1.0 + slower * (0 <= step % 200 - first < 60)
         if step % 7 == 6:
             clock.now, queued = clock.now + queued, 0.0

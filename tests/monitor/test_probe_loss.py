@@ -131,7 +131,7 @@ def test_a_loss_that_fails_is_one_warning_and_a_reading_without_it(model, caplog
 
 @pytest.mark.parametrize("of_callback", [OfLightning, OfTrainer])
 def test_a_loss_that_no_pass_is_made_for_is_an_error(of_callback):
-    with pytest.raises(ValueError, match="give probe='validation', or inputs") as error:
+    with pytest.raises(ValueError, match="pass probe='validation', or inputs") as error:
         of_callback(probe_loss=loss_of)
     assert "\n" not in str(error.value)
     of_callback(probe="validation", probe_loss=loss_of)

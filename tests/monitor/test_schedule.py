@@ -46,7 +46,7 @@ def test_bad_numbers_are_refused(steps):
     with pytest.raises(ValueError, match="1 or more"):
         every(steps)
     for name in ("per_octave", "at_most", "first"):
-        with pytest.raises(ValueError, match=f"log_spaced: {name} is .*1 or more"):
+        with pytest.raises(ValueError, match=f"log_spaced: {name} must be .*1 or more"):
             log_spaced(**{name: steps})
 
 

@@ -183,5 +183,5 @@ def test_the_loss_on_the_probe_is_charted_where_there_is_one_and_takes_no_place(
 
 @pytest.mark.parametrize("detail", ["heads", "", None, 3, ("a", 1), [""]])
 def test_a_detail_is_one_of_two_words_or_names(detail):
-    with pytest.raises(ValueError, match="detail is 'headline', 'layers' or a tuple of names"):
+    with pytest.raises(ValueError, match="detail must be 'headline', 'layers' or a tuple of names"):
         check_detail(detail)

@@ -233,7 +233,7 @@ def test_facts_of_a_run_that_json_does_not_know_are_written_as_text(tmp_path):
 def test_a_pipe_is_no_record(tmp_path, name):
     """To open one takes until somebody writes into it."""
     os.mkfifo(tmp_path / name)
-    with pytest.raises(ValueError, match=f"{name}: it is no regular file"):
+    with pytest.raises(ValueError, match=f"{name}: it is not a regular file"):
         Record(tmp_path)
     if name == FILE_NAME:
         with pytest.raises(FileNotFoundError, match="no record"):
@@ -284,7 +284,7 @@ def test_a_folder_may_be_named_as_a_file_of_this_machine(tmp_path):
 @pytest.mark.parametrize("directory", ["\0", "a\0b", "\ud800"])
 @pytest.mark.parametrize("use", [Record, read])
 def test_what_is_no_path_is_said_in_words(directory, use):
-    with pytest.raises(ValueError, match=r"^directory='.*' is no path \(.*give a folder"):
+    with pytest.raises(ValueError, match=r"^directory='.*' is not a path \(.*pass a folder"):
         use(directory)
 
 

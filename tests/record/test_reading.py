@@ -97,7 +97,7 @@ def test_of_a_record_the_last_run_may_be_of_a_newer_version():
 
 
 def test_arrays_are_of_a_record():
-    with pytest.raises(FileNotFoundError, match="step 8: these readings are of no record"):
+    with pytest.raises(FileNotFoundError, match="step 8: these readings have no record"):
         readings({}).arrays(8)
 
 

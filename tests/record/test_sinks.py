@@ -31,7 +31,7 @@ def test_a_logger_shows_as_much_as_it_is_asked_for():
     extremes = {f"qk/{at}/{kind}": 1.0 for at in ("layer_01", "mean") for kind in ("min", "max")}
     shown = {"geomon/twonn": 1.1, "cosine/layer_01": 0.5, "geomon/seconds": 2.0} | extremes
     assert given == [(shown, 1)]
-    with pytest.raises(ValueError, match="detail is 'headline', 'layers' or a tuple of names"):
+    with pytest.raises(ValueError, match="detail must be 'headline', 'layers' or a tuple of names"):
         LoggerSink("L", max, detail="layer")
 
 

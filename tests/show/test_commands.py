@@ -523,7 +523,7 @@ def test_a_place_that_cannot_be_written_is_named_with_what_to_do(command, run, t
     result = invoke(name, *[run] * (1 + (name == "compare")), "--out", out)
     assert result.exit_code == 2
     assert result.stderr.startswith(f"geomon: {out} cannot be written (")
-    assert result.stderr.endswith("): give another place by --out\n")
+    assert result.stderr.endswith("): pass another path with --out\n")
     assert result.stderr.count("\n") == 1
     several = invoke("figure", run, "--kind", "run", "--kind", "map", "--out", tmp_path / "file")
     assert several.stderr.endswith("is a file: give a folder by --out, for several figures\n")

@@ -91,10 +91,13 @@ def test_a_saved_model_of_text_reads_a_text(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("ViT", r"ViTModel reads pixel_values, and no text: .* \{'pixel_values': ...\}, by"),
-        ("wav2vec 2.0", r"reads input_values, and no text: .* \(--inputs FILE, a batch saved by"),
+        ("ViT", r"ViTModel reads pixel_values, not text: .* \{'pixel_values': ...\}, by"),
+        ("wav2vec 2.0", r"reads input_values, not text: .* \(--inputs FILE, a batch saved by"),
         ("Whisper", r"\{'input_features': ..., 'decoder_input_ids': ...\}, by scan\("),
-        ("GPT-2", r"50 tokens and no tokenizer, .* save its tokenizer beside it, or give token"),
+        (
+            "GPT-2",
+            r"50 tokens and no tokenizer, .* save its tokenizer in its folder, or pass token",
+        ),
     ],
 )
 def test_inputs_that_cannot_be_made_are_asked_for(tmp_path, name, words):

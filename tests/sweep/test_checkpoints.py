@@ -50,7 +50,7 @@ def test_where_one_names_no_step_all_are_numbered_and_it_is_said():
     checkpoints, notes = found("someone/model", None, names)
     assert checkpoints == expected
     assert len(notes) == 1
-    assert notes[0].endswith("no step is known of 1 of 3, such as main")
+    assert notes[0].endswith("the step is unknown for 1 of 3, such as main")
 
 
 def test_folders_without_steps_are_in_the_order_of_the_numbers_in_their_names(tmp_path):

@@ -44,7 +44,11 @@ def test_windows_of_bytes_are_stretches_of_the_text_that_do_not_overlap(text, se
     [
         (small(256), None, "--text FILE"),
         (small(256), b" \n", "is empty"),
-        (small(50), b"abc", r"50 tokens and no tokenizer, so which characters .* give token ids"),
+        (
+            small(50),
+            b"abc",
+            r"50 tokens and no tokenizer, so it is unknown which characters .* pass token ids",
+        ),
         (nn.Linear(2, 2), b"abc", r"no tokens and no tokenizer.*inputs=BATCH\) \(--inputs FILE"),
     ],
 )
@@ -88,7 +92,7 @@ def test_windows_of_a_tokenizer_are_evenly_spread_over_the_text(folder, words, c
         for part in parts
     ]
     assert ids.tolist() == expected
-    few = f"{count} of 4 sequences: the text holds no more without overlap"
+    few = f"{count} of 4 sequences: the text has no more without overlap"
     assert notes == ([few] if count < 4 else [])
 
 
@@ -103,7 +107,7 @@ def test_an_adapter_has_the_tokenizer_of_its_model_unless_one_stands_beside_it(f
 
 def test_characters_of_a_saved_model_without_a_tokenizer_are_not_guessed(tmp_path):
     config = BertConfig(vocab_size=50, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
-    with pytest.raises(ValueError, match="save its tokenizer beside it, or give token ids by"):
+    with pytest.raises(ValueError, match="save its tokenizer in its folder, or pass token ids by"):
         make_inputs(BertModel(config), Checkpoint("a", 0, str(tmp_path)), b"abc", 1, 6)
 
 

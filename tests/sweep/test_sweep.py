@@ -310,7 +310,7 @@ class TooLong(Decoder):
     ("build", "words"),
     [
         (lambda **settings: Decoder("gpt2", 49),
-         r"no checkpoint.*step=2.*are not those of the model that was built.*with 2 more"),
+         r"no checkpoint.*step=2.*do not fit the model that was built.*and 2 more failed too"),
         (lambda **settings: 3, "the function built a int: expected a torch module"),
         (lambda **settings: TooLong("gpt2", 50), "IndexError: .*; sequences may be longer"),
         (lambda arch: None, r"called with the hyper-parameters in the file \(\w+, \w+"),
@@ -405,7 +405,7 @@ def test_warnings_of_the_same_kind_come_once_and_nothing_stays(run, tmp_path, ca
     filters = list(logger.filters)
     scan(build, checkpoints=run / "checkpoints", directory=tmp_path, inputs=PROBE,
          metrics=CHOSEN)  # fmt: skip
-    few = [r for r in caplog.records if "fewer than tokens=4096" in r.getMessage()]
+    few = [r for r in caplog.records if "(tokens=4096 asked for more)" in r.getMessage()]
     assert len(few) == 1
     assert logger.filters == filters
     assert torch.equal(torch.get_rng_state(), state)

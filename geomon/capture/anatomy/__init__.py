@@ -1,4 +1,4 @@
-"""Anatomy: where the blocks of a model are, with their attentions and projections."""
+"""Anatomy: find the blocks of a model, with their attentions and projections."""
 
 from geomon.capture.anatomy.blocks import (
     CROSS,

@@ -1,6 +1,6 @@
-"""Blocks: the stacks of blocks of a model, their attentions, and the embeddings of tokens.
+"""Find the stacks of blocks of a model, their attentions, and the token embeddings.
 
-A *family* is all modules whose names differ by a number alone ("model.layers.#"); the outermost
+A *family* is a set of modules whose names differ only in a number ("model.layers.#"). The outermost
 families that are made of blocks and hold most of the parameters are the *stacks*
 (`geomon.capture.anatomy.families`).
 """
@@ -36,7 +36,7 @@ from geomon.capture.anatomy.projections import (
 )
 from geomon.capture.weights import said, stored_weight
 
-# What attention to another stack is called.
+# Names of attention to another stack.
 _CROSS_NAME = re.compile(r"cross|enc_?dec|encoder_att|multihead_attn|memory|src_att", re.IGNORECASE)
 
 
@@ -51,11 +51,11 @@ class Attention:
         name: Path of the attention in the block.
         module: The module that holds the projections.
         projections: The modules that make queries and keys.
-        cross: Whether the keys come from another stack, going by names.
-        label: Which of the block's attentions it is: "" for the one to its own stack, "cross" for
-            the one to another; a further one has its name in the block. Heads that are modules of
-            a list have the same.
-        is_head: Whether it is one of the heads of an attention, which are modules of a list.
+        cross: Whether the keys come from another stack, judged by names.
+        label: Tells the block's attentions apart: "" for self-attention, "cross" for
+            cross-attention, and its name in the block for any further one. Heads that are modules
+            of one list share a label.
+        is_head: Whether this module is one head of an attention that keeps its heads in a list.
     """
 
     name: str
@@ -73,11 +73,11 @@ class Block:
     Attributes:
         name: Name of the block, as shown to people.
         module: The block itself.
-        attentions: Attentions whose projections are known, in the order of the modules.
-        attends: Whether the block attends to its own stack, going by projections and names.
-        parts: Modules that are called one after another where the block itself is a list of them:
-            what enters the first one enters the block, what leaves the last one leaves it.
-        matrices: Modules in the block that have the widths of a matrix.
+        attentions: Attentions with known projections, in module order.
+        attends: Whether the block has self-attention, judged by projections and names.
+        parts: If the block is a list of modules, the modules that are called one after another: the
+            first receives the block's input, the last returns its output.
+        matrices: Modules in the block whose weight is a matrix.
     """
 
     name: str
@@ -88,36 +88,36 @@ class Block:
     matrices: tuple[nn.Module, ...]
 
     def attention_index(self, label: str = "") -> int | None:
-        """Return the index in `attentions` of the one with a label; None if there is none.
+        """Return the index of the first attention with a label, or None if there is none.
 
         Args:
-            label: Label of the attention: "" for the one to the block's own stack.
+            label: Label of the attention. Defaults to "", the block's self-attention.
         """
         return next(iter(self.attention_indices(label)), None)
 
     def attention_indices(self, label: str = "") -> list[int]:
-        """Return the indices in `attentions` of all with a label: heads that are modules of a list.
+        """Return the indices of all attentions with a label; several if heads are separate modules.
 
         Args:
-            label: Label of the attention: "" for the one to the block's own stack.
+            label: Label of the attention. Defaults to "", the block's self-attention.
         """
         return [index for index, each in enumerate(self.attentions) if each.label == label]
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Blocks that are run one after another.
+    """Blocks that run one after another.
 
     Attributes:
-        name: Name that tells the stack from others of the model; "" in a model with one stack.
+        name: Name that tells the stack from others of the model; "" if the model has only one.
         blocks: Blocks in order: the output of block l (counted from 1) is layer l.
-        owner: The module whose forward runs the blocks; None if only the model's caller does.
-        above: Modules around the blocks, outermost first: their calls carry padding masks.
-        entering: Whether layer l is the input of block l + 1 instead: each block is the first of
-            several sublayers whose sums are made outside any module.
-        part: Number of the part of the model that holds the blocks; of a pipeline, a rank's stage.
-        before: Number of blocks before these that are in other parts.
-        behind: The same behind them.
+        owner: The module whose forward runs the blocks, or None if the model's caller runs them.
+        above: Modules around the blocks, outermost first. Their arguments carry padding masks.
+        entering: If True, layer l is the input of block l + 1 instead, because each block is the
+            first of several sublayers whose sums are made outside any module.
+        part: Index of the part of the model that holds the blocks, such as a pipeline stage.
+        before: Number of earlier blocks that are in other parts.
+        behind: Number of later blocks that are in other parts.
     """
 
     name: str
@@ -131,12 +131,12 @@ class Stack:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no other part has blocks of the stack."""
+        """Whether this part holds all blocks of the stack."""
         return self.before == self.behind == 0
 
     @property
     def side_labels(self) -> list[str]:
-        """Labels of the attentions besides those to the stack itself, in order."""
+        """Labels of all attentions other than self-attention, in order."""
         every = [attention.label for block in self.blocks for attention in block.attentions]
         return [label for label in dict.fromkeys(every) if label]
 
@@ -146,15 +146,15 @@ class Anatomy:
     """Anatomy of a model: the modules that are watched.
 
     Attributes:
-        stacks: Stacks of blocks, in the order of the model's modules.
-        embeddings: Embedding tables outside the blocks: the input of one is the token ids.
-        norms: Names and modules of the norms outside the blocks, one of which may be the final one.
-        output: The module whose weight makes logits of hidden states, [vocabulary, width]; None
-            if none is known.
-        of_output: Those of the embeddings that have one row for each output of that module.
-        adapted: Those of the embeddings and the output around which a module of the same widths
-            has parameters of its own: what it adds is not in their weights.
-        left_out: Families that look like a stack and are not watched.
+        stacks: Stacks of blocks, in module order.
+        embeddings: Embedding tables outside the blocks. One of them receives the token ids.
+        norms: Names and modules of the norms outside the blocks; one may be the final norm.
+        output: The module whose weight, [vocabulary, width], maps hidden states to logits, or None
+            if it was not found.
+        of_output: The embeddings that have one row for each output of that module.
+        adapted: The embeddings and output that are wrapped by an adapter with parameters of its
+            own, so that their weight alone is not what the model applies.
+        left_out: Families that look like a stack but are not watched.
     """
 
     stacks: tuple[Stack, ...]
@@ -174,20 +174,20 @@ class Anatomy:
 def find_anatomy(model: nn.Module, blocks: str | Sequence[nn.Module] | None = None) -> Anatomy:
     """Find the stacks of blocks of a model, their attentions and the embedding tables.
 
-    Blocks are modules that are no leaves, can be called, and have names that differ by a number
-    alone. Of all such families the outermost count (lists inside blocks, such as experts, do not);
-    those with attention go before those without, and all but the smallest are watched. Where the
-    members of a family only hold lists of blocks (the stages of a convolutional or a windowed
-    network), the blocks of all of them in turn are one stack.
+    A block is a callable module with children whose name differs from its siblings' only in a
+    number. Only the outermost such families count, so that lists inside blocks (experts, for
+    example) are ignored. Families with attention take precedence over families without, and all but
+    the smallest are watched. If the members of a family only hold lists of blocks (the stages of a
+    convolutional or windowed network), the blocks of all members in turn form one stack.
 
     Args:
         model: Any module that contains a transformer, or another stack of blocks.
         blocks: Overrides the search: a regular expression that matches the whole names of the
-            blocks, or the blocks themselves.
+            blocks, or the blocks themselves. Defaults to None, which searches.
 
     Raises:
-        ValueError: There are no blocks, or none that `blocks` names.
-        TypeError: `model` is not a module.
+        ValueError: If no blocks are found, or none match `blocks`.
+        TypeError: If `model` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -218,7 +218,7 @@ def find_anatomy(model: nn.Module, blocks: str | Sequence[nn.Module] | None = No
 
 
 def join_anatomies(parts: Sequence[Anatomy]) -> Anatomy:
-    """Make one anatomy of those of the parts of a model: of none, one without blocks."""
+    """Join the anatomies of the parts of a model into one, which is empty without parts."""
     return Anatomy(
         stacks=tuple(stack for part in parts for stack in part.stacks),
         embeddings=tuple(table for part in parts for table in part.embeddings),
@@ -233,7 +233,7 @@ def join_anatomies(parts: Sequence[Anatomy]) -> Anatomy:
 def _families(
     model: nn.Module, blocks: str | Sequence[nn.Module] | None, tree: ModuleTree
 ) -> tuple[list[Family], list[LeftOut]]:
-    """Find the families that are watched, and the others."""
+    """Return the families to watch, and those left out."""
     if blocks is not None:
         chosen = choose_blocks(model, blocks, tree.names)
         return [*group_by_pattern(chosen, tree.names).values()], []
@@ -243,10 +243,10 @@ def _families(
     children = ", ".join(name for name, _ in model.named_children()) or "none"
     raise ValueError(
         f"no transformer blocks in {type(model).__name__} (its children: {children}): expected "
-        "modules that hold others, in a ModuleList or Sequential; give them with "
+        "modules with children, in a ModuleList or Sequential; name them with "
         r'blocks="regular expression of their names", such as r"encoder\.layer\.\d+", or as a '
-        "list of modules. Where layers are no modules, pass what leaves each of them through "
-        "an nn.Identity of its own, and name these"
+        "list of modules. If layers are not modules, pass the output of each through an "
+        "nn.Identity of its own, and name those"
     )
 
 
@@ -254,12 +254,12 @@ def _families(
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm, going by the name of its class."""
+    """Whether a module is a norm, judged by its class name."""
     return not has_children(module) and "norm" in type(module).__name__.lower()
 
 
 def _is_table(module: nn.Module) -> bool:
-    """Whether a module is an embedding table: torch's, or a matrix whose class is called one."""
+    """Whether a module is an nn.Embedding, or a matrix with "embed" in its class name."""
     if isinstance(module, nn.Embedding):
         return True
     named = "embed" in type(module).__name__.lower()
@@ -267,14 +267,11 @@ def _is_table(module: nn.Module) -> bool:
 
 
 def _find_output(outside: Iterable[nn.Module], embeddings: Sequence[nn.Module]) -> nn.Module | None:
-    """Find the last linear module with one output for each row of an embedding table.
-
-    Where an adapter trains a copy of one, the copy is meant and not what it is a copy of.
-    """
+    """Find the last linear module with one output per embedding row; trained copies come first."""
     shapes = set(map(find_widths, embeddings))
     rows = {shape[0] for shape in shapes if shape}
     heads = [m for m in outside if isinstance(m, nn.Linear) and m.out_features in rows]
-    # A factor of low rank has as many outputs.
+    # A low-rank factor has as many outputs, but not as many inputs.
     heads = [m for m in heads if (m.out_features, m.in_features) in shapes] or heads
     heads = [m for m in heads if _is_trained(m)] or heads
     weights = [stored_weight(table) for table in embeddings]
@@ -283,13 +280,13 @@ def _find_output(outside: Iterable[nn.Module], embeddings: Sequence[nn.Module]) 
 
 
 def _makes_rows_of(output: nn.Module | None, table: nn.Module) -> bool:
-    """Whether the output has as many features as an embedding table has rows."""
+    """Whether the output layer has as many features as an embedding table has rows."""
     shape = find_widths(table)
     return shape is not None and said(output, "out_features") == shape[0]
 
 
 def _is_adapted(matrix: nn.Module, tree: ModuleTree) -> bool:
-    """Whether a module of the same widths around a matrix has parameters of its own."""
+    """Whether an adapter around a matrix, of the same widths, has parameters of its own."""
     around = tree.holders.get(matrix)
     says = {said(around, name) for name in ("in_features", "out_features")}
     if around is None or says != {*(find_widths(matrix) or ())}:
@@ -311,7 +308,7 @@ def _stacks(families: list[Family], tree: ModuleTree) -> tuple[Stack, ...]:
         second = bool(stacks)
         blocks = [_block(block, tree, lists.get(block, ()), second=second) for block in family]
         if any(block.attentions for block in blocks):
-            # In a hybrid, a module may be called attention ("linear_attn") and have no queries.
+            # In a hybrid, a module may be named attention ("linear_attn") but have no queries.
             blocks = [replace(b, attends=any(not a.cross for a in b.attentions)) for b in blocks]
         above = _modules_above(family, tree)
         stacks.append(
@@ -328,7 +325,7 @@ def _stacks(families: list[Family], tree: ModuleTree) -> tuple[Stack, ...]:
 
 
 def _lists_of_blocks(family: Family, tree: ModuleTree) -> dict[nn.Module, Sequence[nn.Module]]:
-    """Find the lists of sublayers that make each block, by the first one; {} for other blocks."""
+    """Map the first sublayer list of each block to all of its lists; {} if blocks are not lists."""
     holder = tree.holders.get(family[0])
     siblings = list(holder) if isinstance(holder, nn.ModuleList) else []
     if leading_lists(siblings) != family:
@@ -344,7 +341,7 @@ def _lists_of_blocks(family: Family, tree: ModuleTree) -> dict[nn.Module, Sequen
 def _block(
     module: nn.Module, tree: ModuleTree, lists: Sequence[nn.Module] = (), *, second: bool
 ) -> Block:
-    """Find the attentions of a block; `second` if its stack is not the model's first one."""
+    """Describe a block and its attentions; `second` if its stack is not the model's first."""
     found: list[Attention] = []
     covered: set[nn.Module] = set()
     held = nn.ModuleList(lists) if lists else module
@@ -353,7 +350,7 @@ def _block(
         if projections is not None:
             covered |= set(inner.modules())
             shown = shown_name(name)
-            # attn1 and attn2 are alike by name: what the second one attends to is seen in the pass.
+            # Names do not say what attn2 attends to if there is an attn1: the pass will show it.
             after_own = (
                 second
                 and len(found) == 1
@@ -362,7 +359,7 @@ def _block(
             )
             cross = bool(_CROSS_NAME.search(shown)) or after_own
             found.append(Attention(shown, inner, projections, cross))
-    # The only attention of a block is to its own stack, unless "cross" is in its name.
+    # A block's only attention is self-attention, unless "cross" is in its name.
     if len(found) == 1 and "cross" not in found[0].name.lower():
         found = [replace(found[0], cross=False)]
     return Block(
@@ -376,7 +373,7 @@ def _block(
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """Iterate over the members of nested lists that can be called."""
+    """Yield the callable members of nested lists."""
     for child in module.children():
         if isinstance(child, NOT_CALLABLE):
             yield from _called(child)
@@ -385,7 +382,7 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _labelled(attentions: list[Attention]) -> tuple[Attention, ...]:
-    """Label the attentions of a block, each in its own way."""
+    """Give each attention of a block a label of its own."""
     patterns = {pattern_of(attention.name) for attention in attentions}
     alike = len(patterns) == 1 and not any(attention.cross for attention in attentions)
     if alike and are_heads([attention.projections for attention in attentions]):
@@ -404,18 +401,18 @@ def _labelled(attentions: list[Attention]) -> tuple[Attention, ...]:
 
 
 def _common_path(family: Family, tree: ModuleTree) -> list[str]:
-    """Return the parts with which the shown names of all members begin."""
+    """Return the leading parts that the shown names of all members share."""
     return _shared_parts([shown_name(tree.names[block]).split(".")[:-1] for block in family])
 
 
 def _shared_parts(paths: Sequence[Sequence[str]]) -> list[str]:
-    """Return the parts with which all of several paths begin."""
+    """Return the leading parts that all paths share."""
     steps = zip(*paths, strict=False)  # until the shortest ends
     return [step[0] for step in itertools.takewhile(lambda step: len({*step}) == 1, steps)]
 
 
 def _name_stacks(paths: list[list[str]]) -> list[str]:
-    """Name stacks by the first parts of their paths that tell them apart; "" for a single one."""
+    """Name stacks by the shortest path prefix that tells them apart; "" if there is only one."""
     if len(paths) == 1:
         return [""]
     shared = len(_shared_parts(paths))
@@ -428,7 +425,7 @@ def _name_stacks(paths: list[list[str]]) -> list[str]:
 
 
 def _modules_above(family: Family, tree: ModuleTree) -> list[nn.Module]:
-    """List the modules that hold the whole family and can be called, outermost first."""
+    """List the callable modules that hold the whole family, outermost first."""
     held_by = [{*tree.above(block)} for block in family]
     around = [*tree.above(family[0])][::-1]
     shared = set.intersection(*held_by)
@@ -436,10 +433,10 @@ def _modules_above(family: Family, tree: ModuleTree) -> list[nn.Module]:
 
 
 def _owner(family: Family, above: Sequence[nn.Module], tree: ModuleTree) -> nn.Module | None:
-    """Return the innermost module of which one call runs all blocks.
+    """Return the innermost module that runs all blocks in one call.
 
-    A module in a list may be called several times (the shared layers of ALBERT), and a Sequential
-    may be iterated and never called.
+    A module in a list may be called several times (ALBERT's shared layers), and a Sequential may be
+    iterated without being called, so neither counts.
     """
     listed = pattern_of(tree.names[family[0]]).partition("#")[0]
     own: Iterator[nn.Module] = (

@@ -1,7 +1,7 @@
-"""Families: modules whose names differ by a number alone, and which of them are stacks of blocks.
+"""Group modules whose names differ only in a number, and decide which groups are stacks of blocks.
 
-Stacks are found by structure, never by a table of class names: those change from release to release
-and under sharding.
+Stacks are found by structure, never by class names, which change between releases and under
+sharding.
 """
 
 import inspect
@@ -28,28 +28,28 @@ NOT_CALLABLE = (nn.ModuleList, nn.ModuleDict)
 _WRAPPERS = re.compile(
     r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)(?=\.|$)"
 )
-# Names of attention modules whose projections are not known by name.
+# Names of attention modules, for attentions whose projections are not recognised by name.
 _ATTENTION_NAME = re.compile(r"att(n|ention)|(^|_)att(_|$)|mha", re.IGNORECASE)
 
-# Families with less than this share of the largest one's parameters are auxiliary: feature
+# Families with a smaller share of the largest family's parameters are auxiliary: feature
 # extractors, mergers, heads.
 _SMALLEST_SHARE = 1 / 20
-_SMALLEST_SHARE_WITHOUT = 1 / 4  # the same in a model without attention
-_MOST_STAGES = 6  # of a convolutional network; a longer family is not taken for stages
+_SMALLEST_SHARE_WITHOUT = 1 / 4  # in a model without attention
+_MOST_STAGES = 6  # of a convolutional network; longer families are not treated as stages
 
 Family = list[nn.Module]
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A family that looks like a stack of blocks and is not watched.
+    """A family that looks like a stack of blocks but is not watched.
 
     Attributes:
-        pattern: Names of its modules, with "#" for the numbers in which they differ.
+        pattern: Names of its modules, with "#" where their numbers differ.
         count: Number of its modules.
         reason: Why it is not watched.
-        is_large: Whether it has at least half as many parameters as a stack that is watched, and is
-            no copy of one.
+        is_large: Whether it has at least half as many parameters as a watched stack, and is not a
+            copy of one.
     """
 
     pattern: str
@@ -59,7 +59,7 @@ class LeftOut:
 
 
 def shown_name(name: str) -> str:
-    """Remove from a module's name the parts that wrappers add.
+    """Remove the parts of a module's name that wrappers added.
 
     Args:
         name: Name of the module.
@@ -72,29 +72,14 @@ def shown_name(name: str) -> str:
 
 
 def pattern_of(name: str) -> str:
-    """Replace every number in a module's name by "#".
-
-    Args:
-        name: Name of the module.
-
-    Example:
-        >>> pattern_of("encoder.layers.11")
-        'encoder.layers.#'
-    """
+    """Replace every number in a module's name by "#"."""
     return re.sub(r"\d+", "#", name)
 
 
 class ModuleTree:
-    """The modules of a model, each with its name and the module that holds it.
+    """The modules of a model with their names and parents; `lists` also searches plain containers.
 
-    Args:
-        model: The model.
-        lists: Whether to look also into plain lists and dicts, whose modules torch does not
-            register. Keras keeps its layers there, and tracks their weights in its own way.
-
-    Attributes:
-        names: Name of each module, outer modules before those inside.
-        holders: The module that holds each; the model has none.
+    Keras keeps its layers in plain lists and dicts, which torch does not register.
     """
 
     def __init__(self, model: nn.Module, *, lists: bool = False) -> None:
@@ -121,14 +106,14 @@ class ModuleTree:
                 self._add(child, module, inner)
 
     def above(self, module: nn.Module) -> Iterator[nn.Module]:
-        """Iterate over the modules around one, the innermost first."""
+        """Iterate over the ancestors of a module, innermost first."""
         while (holder := self.holders.get(module)) is not None:
             yield holder
             module = holder
 
 
 def _members(value: Any) -> Iterable[tuple[Any, Any]]:
-    """List the keys and members of a plain list, tuple or dict; nothing of other values."""
+    """List the keys and members of a plain list, tuple or dict; other values have none."""
     if isinstance(value, dict):
         return value.items()
     return enumerate(value) if isinstance(value, list | tuple) else ()
@@ -143,7 +128,7 @@ def choose_blocks(
         found = [m for m, name in names.items() if pattern.fullmatch(shown_name(name))]
         if not found:
             raise ValueError(
-                f"no module's name matches blocks={blocks!r} as a whole; names are such as "
+                f"no module's full name matches blocks={blocks!r}; names look like "
                 f"{', '.join(shown_name(n) for n in list(names.values())[1:9])}"
             )
         _refuse_lists(found, names)
@@ -151,14 +136,14 @@ def choose_blocks(
     outside = [type(block).__name__ for block in blocks if block not in names]
     if outside:
         raise ValueError(
-            f"blocks holds modules that are not part of {type(model).__name__}: {outside}"
+            f"blocks contains modules that are not part of {type(model).__name__}: {outside}"
         )
     _refuse_lists(blocks, names)
     return list(blocks)
 
 
 def _refuse_lists(blocks: Sequence[nn.Module], names: Mapping[nn.Module, str]) -> None:
-    """Refuse lists of modules, which are never called: their members are the blocks."""
+    """Raise if a block is a ModuleList or ModuleDict, which is never called."""
     for block in blocks:
         if isinstance(block, NOT_CALLABLE):
             name = shown_name(names[block])
@@ -172,7 +157,7 @@ def _refuse_lists(blocks: Sequence[nn.Module], names: Mapping[nn.Module, str]) -
 def group_by_pattern(
     modules: Iterable[nn.Module], names: Mapping[nn.Module, str]
 ) -> dict[str, Family]:
-    """Group modules whose names differ by a number alone."""
+    """Group modules whose names differ only in a number."""
     families: dict[str, Family] = defaultdict(list)
     for module in modules:
         families[pattern_of(names[module])].append(module)
@@ -180,7 +165,7 @@ def group_by_pattern(
 
 
 def find_families(tree: ModuleTree) -> tuple[list[Family], list[LeftOut]]:
-    """Find the families that are stacks of blocks, and those that merely look like one."""
+    """Return the families that are stacks of blocks, and those that only look like one."""
     families = _numbered_families(tree)
     outermost: list[str] = []
     for pattern in families:  # outer modules come before those inside
@@ -198,11 +183,11 @@ def _left_out(family: Family, watched: list[Family], names: Mapping[nn.Module, s
     """Say why a family is not watched."""
     is_large = 2 * _size_of(family) >= max(map(_size_of, watched))
     if any(_is_copy(family, other) for other in watched):
-        reason, is_large = "a frozen copy of a stack that is watched", False
+        reason, is_large = "a frozen copy of a watched stack", False
     elif not any(map(attends, family)) and any(attends(b) for other in watched for b in other):
-        reason = "no attention was found in them by name, unlike in others"
+        reason = "no attention was found in them by name, but others have some"
     else:
-        reason = "few parameters beside the largest stack"
+        reason = "few parameters compared with the largest stack"
     parts = [shown_name(names[member]).split(".") for member in family]
     shown = (
         step[0] if len({*step}) == 1 else pattern_of(step[0]) for step in zip(*parts, strict=True)
@@ -211,9 +196,9 @@ def _left_out(family: Family, watched: list[Family], names: Mapping[nn.Module, s
 
 
 def _numbered_families(tree: ModuleTree) -> dict[str, Family]:
-    """List modules that may be blocks or hold blocks, by pattern, outer ones first.
+    """List families that may be blocks or hold blocks, outermost first.
 
-    A single module is a family if it is in a container, not if its name merely has a number.
+    A single module counts only if it is in a container; a number in its name is not enough.
     """
     numbered = (
         module
@@ -233,7 +218,7 @@ def _numbered_families(tree: ModuleTree) -> dict[str, Family]:
 
 
 def _expand(pattern: str, families: dict[str, Family], tree: ModuleTree) -> list[Family]:
-    """Return the family itself, or the families of blocks that its members only hold."""
+    """Return the family itself, or the families of blocks that its members merely hold."""
     family = families[pattern]
     holder = tree.holders.get(family[0])
     for candidate in [p for p in families if p.startswith(f"{pattern}.")]:  # outer ones first
@@ -248,14 +233,14 @@ def _expand(pattern: str, families: dict[str, Family], tree: ModuleTree) -> list
     if leading := leading_lists(family):
         return [leading]
     if any(isinstance(member, NOT_CALLABLE) for member in family):
-        # Sublayers in lists: the first of each list stands for the block, if it is the attention.
+        # Sublayers in lists: the first of each list represents the block if it attends.
         first = [next(member.children()) for member in family]
         return [first] if all(map(attends, first)) and are_first_parts(first, tree) else []
     return [family if isinstance(holder, nn.ModuleList) else _without_ends(family)]
 
 
 def _are_lists_of_heads(family: Family, tree: ModuleTree) -> bool:
-    """Whether the members are heads of attentions, which are run on the same hidden states."""
+    """Whether the members are attention heads, which all run on the same hidden states."""
     lists: dict[Any, list[Projections | None]] = defaultdict(list)
     for member in family:
         lists[tree.holders.get(member)].append(find_projections(member))
@@ -277,7 +262,7 @@ def _are_stages(family: Family, inner: Family) -> bool:
         held = [set(_attention_modules(block)) for block in inner]
         if attention != set().union(*held):
             return False
-        # Convolutions may make the first stages, and attention the last ones.
+        # The first stages may be convolutions and the last ones attention.
         some = [{attends(block) for block in each} for each in _by_member(family, inner)]
         return all(held) or (len(inner) > len(family) and all(len(each) == 1 for each in some))
     sizes = {_size(member) for member in family}
@@ -289,15 +274,15 @@ def _are_stages(family: Family, inner: Family) -> bool:
 
 
 def _by_member(family: Family, inner: Family) -> list[Family]:
-    """Group modules by the member of a family in which they are."""
+    """Group the inner modules by the family member that contains them."""
     return [[block for block in inner if block in m.modules()] for m in family]
 
 
 def leading_lists(family: Family) -> Family:
-    """List those lists of [norms, sublayer, residual] with which blocks begin.
+    """List the [norms, sublayer, residual] lists with which blocks begin.
 
-    A block begins at a sublayer that attends, behind one that does not; the sums are made in the
-    residual module of each list.
+    A block begins at an attending sublayer that follows one that does not attend. The residual
+    module of each list makes the sums.
     """
     attending = [isinstance(member, nn.ModuleList) and attends(member) for member in family]
     if all(attending) or not any(attending) or not all(map(_ends_in_residual, family)):
@@ -308,7 +293,7 @@ def leading_lists(family: Family) -> Family:
 
 
 def _ends_in_residual(member: nn.Module) -> bool:
-    """Whether a list ends in what adds a sublayer's output to the stream: it is given both."""
+    """Whether the last module of a list takes two inputs: the sublayer's output and the stream."""
     last = [*member.children()][-1]
     if not isinstance(member, nn.ModuleList) or isinstance(last, NOT_CALLABLE):
         return False
@@ -329,7 +314,7 @@ def are_first_parts(family: Family, tree: ModuleTree) -> bool:
 
 
 def _are_towers(family: Family, by_member: list[Family]) -> bool:
-    """Whether members that hold blocks may run side by side: all alike, none a mere container."""
+    """Whether members that hold blocks may run side by side: all alike, none a plain container."""
     return (
         len({_size(member) for member in family}) == 1
         and all(len(blocks) > 1 for blocks in by_member)
@@ -338,10 +323,10 @@ def _are_towers(family: Family, by_member: list[Family]) -> bool:
 
 
 def _without_ends(family: Family) -> Family:
-    """Remove from a Sequential's family the modules before and after the blocks.
+    """Drop modules before and after the blocks from a Sequential's family.
 
-    An embedding, a pooling or a head has a class of its own and, where others attend, no attention.
-    In a ModuleList all modules are blocks: a first one of another class belongs to a hybrid.
+    An embedding, pooling or head has a class of its own and no attention. In a ModuleList all
+    modules are blocks: a first one of a different class belongs to a hybrid.
     """
     classes = [type(member) for member in family]
     if len(set(classes)) == len(classes):
@@ -355,7 +340,7 @@ def _without_ends(family: Family) -> Family:
 
 
 def _main(candidates: list[Family]) -> list[Family]:
-    """Choose the families that are watched."""
+    """Choose the families to watch."""
     largest = _size_of(max(candidates, key=_size_of, default=[]))
     kept = [family for family in candidates if _size_of(family) >= _SMALLEST_SHARE * largest]
     attending = [family for family in kept if any(map(attends, family))]
@@ -364,7 +349,7 @@ def _main(candidates: list[Family]) -> list[Family]:
 
 
 def _is_copy(family: Family, other: Family) -> bool:
-    """Whether the family is a frozen twin of one that is trained: a moving average, a teacher."""
+    """Whether the family is a frozen twin of a trained one: a moving average or a teacher."""
     return (
         not any(p.requires_grad for block in family for p in block.parameters())
         and any(p.requires_grad for block in other for p in block.parameters())
@@ -382,7 +367,7 @@ def _size(module: nn.Module) -> int:
     size = sum(parameter.numel() for parameter in module.parameters())
     if not any(getattr(inner, "_is_fsdp_managed_module", False) for inner in module.modules()):
         return size
-    # FSDP1 has made one flat parameter of many, of which this rank may hold nothing of a block.
+    # FSDP1 flattens parameters into one, and this rank's shard may hold none of a block.
     widths = filter(None, map(find_widths, module.modules()))
     return sum(map(math.prod, widths)) or size
 
@@ -392,7 +377,7 @@ def _size_of(family: Family) -> int:
 
 
 def _attention_modules(module: nn.Module) -> list[nn.Module]:
-    """List modules with projections of queries and keys, or else those named attention."""
+    """List modules with query and key projections, or else modules named attention."""
     known = [inner for inner in module.modules() if find_projections(inner) is not None]
     return known or [
         inner
@@ -402,7 +387,7 @@ def _attention_modules(module: nn.Module) -> list[nn.Module]:
 
 
 def attends(module: nn.Module) -> bool:
-    """Whether there is attention in a module, going by projections and names.
+    """Whether a module contains attention, judged by projections and names.
 
     Args:
         module: A module that may be a block.

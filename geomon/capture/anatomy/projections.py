@@ -1,7 +1,4 @@
-"""Projections: the modules of an attention that make queries and keys.
-
-They are found by the few names that the field has for them.
-"""
+"""Find the modules of an attention that make queries and keys, by the field's names for them."""
 
 import re
 from collections.abc import Sequence
@@ -26,7 +23,7 @@ _SEPARATE = (
     ("project_q", "project_k"),  # CPM-Ant
     ("projection_query", "projection_key"),  # CvT
 )
-# Siblings that project to queries, and to keys with values, which a latent may make (DeepSeek).
+# Siblings that project to queries and to keys with values (DeepSeek makes them from a latent).
 _JOINT = (
     ("q_attn", "c_attn"),  # cross-attention of GPT-2
     ("q_proj", "kv_proj"),
@@ -41,12 +38,12 @@ _JOINT = (
 # One projection to queries, keys and values.
 _FUSED = ("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv", "wqkv", "to_qkv", "att_proj")
 
-# What a matrix says of its widths, the output's first; `nf` is that of transformers' Conv1D.
+# Attributes that give a matrix's output and input widths; `nf` belongs to transformers' Conv1D.
 _WIDTHS = (("out_features", "in_features"), ("nf", "nx"), ("num_embeddings", "embedding_dim"))
 
 Kind = Literal["separate", "joint", "fused", "multihead"]
-# The part of a name that says that a module projects to queries, and what stands in the name of its
-# sibling: c_q and c_k, attn_query and attn_key, wQ and wK.
+# The part of a name that marks a query projection, and its counterpart in the key projection's
+# name: c_q and c_k, attn_query and attn_key, wQ and wK.
 _QUERY_PART = re.compile(r"(?<![A-Za-z])(?:query|q)(?![A-Za-z])|(?<=[a-z])Q(?![a-z])")
 _KEY_OF = {"query": "key", "q": "k", "Q": "K"}
 
@@ -61,11 +58,11 @@ class Projections:
     """The modules that make queries and keys.
 
     Attributes:
-        kind: "separate": one module each; "joint": the second makes keys with values; "fused": one
-            makes queries, keys and values; "multihead": `nn.MultiheadAttention`, which holds
-            weights and no module.
+        kind: "separate" if queries and keys have a module each; "joint" if the second makes keys
+            and values; "fused" if one makes queries, keys and values; "multihead" for
+            `nn.MultiheadAttention`, which holds weights instead of modules.
         query: The module that makes queries.
-        key: The module that makes keys; the same as `query` where one makes both.
+        key: The module that makes keys; equal to `query` if one module makes both.
         names: Names of the modules in the attention.
     """
 
@@ -76,10 +73,7 @@ class Projections:
 
 
 def _named_alike(children: dict[str, nn.Module]) -> Projections | None:
-    """Find two matrices of one input whose names differ in "q" and "k" alone.
-
-    Their norms have such names too, and are no matrices.
-    """
+    """Find two matrices with equal input widths whose names differ only in "q" and "k"."""
     for query, module in children.items():
         part = _QUERY_PART.search(query)
         if part is None:
@@ -94,9 +88,9 @@ def _named_alike(children: dict[str, nn.Module]) -> Projections | None:
 
 
 def find_projections(module: nn.Module) -> Projections | None:
-    """Find the projections among the children of a module."""
+    """Find the query and key projections among the children of a module."""
     children = {name: child for name, child in module._modules.items() if child is not None}
-    # What is around one, an adapter say, may pass its attributes on, and changes its weights.
+    # A wrapper such as an adapter may forward these attributes, but it changes the weights.
     if _is_multihead(module) and not any(map(_is_multihead, children.values())):
         return Projections("multihead", module, module, ("in_proj_weight",))
     for kind, pairs in _PAIRS:
@@ -113,7 +107,7 @@ def find_projections(module: nn.Module) -> Projections | None:
 
 
 def are_heads(attentions: Sequence[Projections | None]) -> bool:
-    """Whether the attentions of a list are heads: together as wide as the input of each."""
+    """Whether the attentions of a list are heads: all outputs together are as wide as one input."""
     known = [each for each in attentions if each is not None and each.kind == "separate"]
     widths = {find_widths(each.query) for each in known}
     if len(known) != len(attentions) or len(known) < 2 or len(widths) > 1:
@@ -127,12 +121,9 @@ def _is_multihead(module: nn.Module) -> bool:
 
 
 def find_widths(module: nn.Module) -> tuple[int, int] | None:
-    """Find the widths of a matrix: of output and input, of a table its rows and their width.
+    """Return (output width, input width) of a matrix, or None if the module is not a matrix.
 
-    What the module says of itself goes first: of a weight that FSDP1 has flattened each rank holds
-    a part without a shape.
-
-    None if the module is no matrix.
+    A module's own attributes come first, because a weight flattened by FSDP1 has lost its shape.
     """
     for names in _WIDTHS:
         made, taken = (said(module, name) for name in names)
@@ -142,17 +133,14 @@ def find_widths(module: nn.Module) -> tuple[int, int] | None:
     if weight is None or weight.ndim != 2:
         return None
     rows, columns = weight.shape
-    # Conv1D of an older release of transformers says `nf` alone: its weight is transposed.
+    # Conv1D in older releases of transformers has only `nf`; its weight is transposed.
     return (columns, rows) if said(module, "nf") == columns else (rows, columns)
 
 
 def projects_in_its_own_way(module: nn.Module) -> bool:
-    """Whether a matrix makes a projection that is more than a product and a bias.
-
-    An adapter around one, a quantised or a sharded one, or one whose output a hook changes.
-    """
+    """Whether a projection is more than product and bias: adapted, quantised, sharded or hooked."""
     if type(module) is not nn.Linear:
         return True
-    # DDP keeps the parts of sharded weights as plain tensors, and joins them for the forward pass.
+    # DDP keeps shards of weights as plain tensors and joins them for the forward pass.
     is_sharded = hasattr(module.weight, "to_local") or hasattr(module.weight, "_st_info")
     return bool(module._forward_hooks) or is_sharded

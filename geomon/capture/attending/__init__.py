@@ -1,1 +1,1 @@
-"""Attention: from a recorded call to views, by any route and from any layout."""
+"""Attention: turn a recorded call, from any route and in any layout, into views."""

@@ -1,9 +1,8 @@
-"""Attention: one recorded call of an attention function, and the captured views made of it.
+"""Record one attention call, and make the captured views from it.
 
-Implementations express the same attention in different ways: the mask may be boolean, additive, or
-only a flag; the scale may be absent. Here everything becomes views: query, key, visible, bias,
-scale, softcap and sink, or scores and visible. A call that cannot be rebuilt is refused with the
-reason.
+Implementations express attention differently: a mask may be boolean, additive or only a flag, and
+the scale may be absent. Here all of them become the views query, key, visible, bias, scale, softcap
+and sink, or scores and visible. A call that cannot be rebuilt is refused with a reason.
 """
 
 from dataclasses import dataclass
@@ -19,44 +18,39 @@ from geomon.capture.tokens.visibility import MASKED, hidden_in_scores, hidden_ke
 from geomon.kernels.products import as_factor, without_autocast
 
 NO_SCORES = (
-    "a softmax over {keys} numbers was seen that are not seen to be products of queries with all "
-    "keys: features (linear attention), chunks of keys or experts"
+    "a softmax over {keys} numbers was seen, but they are not known to be products of queries with "
+    "all keys: they may be features (linear attention), chunks of keys or experts"
 )
 
 ON_SEVERAL_RANKS = (
-    "the queries or keys of a sequence are on several ranks (context parallelism), each of which "
-    "attends to those of the others in turn; where ranks are given parts of sequences, positions "
-    "of hidden states are counted within these parts"
+    "the queries or keys of a sequence are on several ranks (context parallelism), which attend to "
+    "each other's keys in turn; if ranks hold parts of sequences, positions of hidden states are "
+    "counted within these parts"
 )
 
-_ALIKE = 1e-2  # share by which the rounding of bfloat16 moves a logit
+_ALIKE = 1e-2  # relative change of a logit by rounding to bfloat16
 
-_BY_HAND = (
-    "attention is written out by hand: its scores were seen, and not the queries and keys that it "
-    "attends with"
-)
-_JOINED = (
-    "attention is written out by hand: keys were joined to its scores, and what these are was not "
-    "seen"
-)
+_BY_HAND = "attention is written out by hand: its scores were seen, but not its queries and keys"
+_JOINED = "attention is written out by hand: unknown columns were joined to its scores"
 
 
 class NotUnderstoodError(ValueError):
-    """An attention call does something that cannot be rebuilt; the message says what."""
+    """An attention call cannot be rebuilt; the message says why."""
 
 
 class Arguments(NamedTuple):
-    """Arguments of a call of an attention function, as all implementations mean them.
+    """Arguments of an attention call, in one form for all implementations.
 
     Attributes:
         query: Queries, [sequences, heads, queries, head width].
         key: Keys, [sequences, key heads, keys, head width].
-        mask: Mask: boolean (True = attend), additive, or None; broadcastable to [sequences, heads,
-            queries, keys].
-        causal: Whether a query may see no later key, apart from what `mask` says.
+        mask: Boolean (True = attend) or additive mask, broadcastable to [sequences, heads, queries,
+            keys], or None.
+        causal: Whether later keys are hidden from a query in addition to `mask`.
         scale: Factor on the products of queries and keys.
         softcap: Bound on the scores (Gemma 2), or None.
-        rule: Which keys a query sees where that is no tensor (fused or packed attention), or None.
+        rule: Rule that says which keys a query sees if the mask is not a tensor (fused or packed
+            attention), or None.
     """
 
     query: Tensor
@@ -73,12 +67,12 @@ class AttentionCall:
     """One call of an attention function, with the sampled queries only.
 
     Attributes:
-        given: Arguments of the call: queries, and rows of the mask, at the sampled places; keys of
-            the sampled sequences.
+        given: Arguments of the call: queries and mask rows at the sampled places, and keys of the
+            sampled sequences.
         sequences: Indices of the sampled sequences in the batch, [sequences].
         places: Position of each sampled query in its sequence, [sequences, queries].
         shape: Number of sequences and length of the whole batch.
-        bias: What a rule adds to the scores of these queries, or None.
+        bias: Bias that a rule adds to the scores of these queries, or None.
     """
 
     given: Arguments
@@ -100,20 +94,20 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class SoftmaxCall:
-    """The softmax of an attention that is written out by hand, with the sampled queries only.
+    """The softmax of an attention written out by hand, with the sampled queries only.
 
     Attributes:
         scores: Masked input of the softmax, [sequences, heads, queries, keys].
         sequences: Indices of the sampled sequences in the batch, [sequences].
         places: Position of each sampled query in its sequence, [sequences, queries].
         shape: Number of sequences and length of the whole batch.
-        made_of: Queries and keys of the product that the scores were made of, [sequences, heads,
-            queries, head width] and [sequences, key heads, keys, head width]; None if it was not
-            seen.
-        scale: Factor from products of these to scores; None if it is not known.
+        made_of: Queries, [sequences, heads, queries, head width], and keys, [sequences, key heads,
+            keys, head width], whose product became the scores, or None if it was not seen.
+        scale: Factor from these products to the scores, or None if it is unknown.
         unknown: Why queries and keys are not known.
-        doubtful: Whether they may be other products, as there are as many keys as features.
-        source: Weak reference to the whole input of the softmax, and the dimension it is over.
+        doubtful: Whether the scores may be other products, because there are as many keys as
+            features.
+        source: Weak reference to the whole input of the softmax, and its dimension.
     """
 
     scores: Tensor
@@ -128,12 +122,12 @@ class SoftmaxCall:
 
     @property
     def joined(self) -> bool:
-        """Whether one more key was joined to the products: the sink of each head."""
+        """Whether one more column, the sink of each head, was joined to the products."""
         return self.made_of is not None and self.made_of[1].shape[2] == self.scores.shape[3] - 1
 
     @property
     def why_unknown(self) -> str:
-        """Why there are no queries and keys in the views of the call."""
+        """Why the views of the call lack queries and keys."""
         return self.unknown if self.made_of is None else _JOINED
 
     @property
@@ -143,7 +137,7 @@ class SoftmaxCall:
 
     @property
     def key_heads(self) -> int:
-        """Number of key heads; that of query heads where the keys were not seen."""
+        """Number of key heads, or of query heads if the keys were not seen."""
         return self.heads if self.made_of is None else self.made_of[1].shape[1]
 
 
@@ -151,7 +145,7 @@ class SoftmaxCall:
 
 
 def record_call(sampler: RowSampler, given: Arguments) -> AttentionCall:
-    """Record an attention call: sampled queries, against all keys of the sampled sequences."""
+    """Record an attention call: sampled queries, and all keys of the sampled sequences."""
     count, _, length, _ = given.query.shape
     sequences, places = sampler.sample_queries(count, length)
     sampled = given._replace(
@@ -170,10 +164,7 @@ def record_call(sampler: RowSampler, given: Arguments) -> AttentionCall:
 def _at_rule(
     sampled: Arguments, rule: Rule, sequences: Tensor, places: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Write what a rule says of the sampled queries as a mask and a bias.
-
-    A rule may change scores in any way: what it adds to those of these queries is a bias.
-    """
+    """Write a rule for the sampled queries as a mask and a bias (the change of their scores)."""
     try:
         mask = rule.visible(sequences, places)
         if rule.changed is None:
@@ -182,8 +173,8 @@ def _at_rule(
         changed = rule.changed(scores, sequences, places)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise NotUnderstoodError(
-            f"the functions of the mask or of the scores (mask_mod, score_mod) cannot be asked of "
-            f"many places at once: {error}"
+            f"the functions of the mask or of the scores (mask_mod, score_mod) cannot be evaluated "
+            f"at many places at once: {error}"
         ) from error
     hidden = ~mask | (changed == -torch.inf)
     return ~hidden, torch.where(hidden, 0, changed - scores)
@@ -191,11 +182,7 @@ def _at_rule(
 
 @torch.no_grad()
 def at_sampled_rows(scores: Tensor, sequences: Tensor, places: Tensor) -> Tensor:
-    """Copy the sampled rows of scores.
-
-    Returns:
-        [sampled sequences, heads, sampled queries, keys].
-    """
+    """Copy the sampled rows of scores: [sampled sequences, heads, sampled queries, keys]."""
     if cover_all(places, scores.shape[2]):
         return scores.detach()[sequences.to(scores.device)]
     sequences, places = sequences.to(scores.device), places.to(scores.device)
@@ -203,7 +190,7 @@ def at_sampled_rows(scores: Tensor, sequences: Tensor, places: Tensor) -> Tensor
 
 
 def _sampled_rows(values: Tensor | None, sequences: Tensor, places: Tensor) -> Tensor | None:
-    """Copy rows of a mask, [sequences (or 1), heads (or 1), length (or 1), keys]."""
+    """Copy the sampled rows of a mask, [sequences (or 1), heads (or 1), length (or 1), keys]."""
     if values is None:
         return None
     chosen = values[sequences] if values.shape[0] > 1 else values
@@ -214,10 +201,7 @@ def _sampled_rows(values: Tensor | None, sequences: Tensor, places: Tensor) -> T
 
 
 def read_call(call: AttentionCall | SoftmaxCall, valid: Tensor | None) -> dict[str, Any]:
-    """Make the captured views of a recorded call.
-
-    Masks and scores are read on the host; queries and keys stay where they are.
-    """
+    """Make the captured views of a recorded call; only queries and keys stay on their device."""
     real = None if valid is None else valid.cpu()[:, None, :, None]
     if isinstance(call, SoftmaxCall):
         views = read_scores(call)
@@ -238,18 +222,17 @@ def read_call(call: AttentionCall | SoftmaxCall, valid: Tensor | None) -> dict[s
 
 
 def _products(query: Tensor, key: Tensor) -> Tensor:
-    """Multiply queries with keys, exactly to float32, whatever the training has set."""
+    """Multiply queries with keys, exactly to float32, regardless of the training's settings."""
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     with without_autocast([query.device.type]):
         return (as_factor(query) @ as_factor(key).transpose(-1, -2)).float()
 
 
 def read_scores(call: SoftmaxCall) -> dict[str, Any]:
-    """Make the captured views of attention by hand, on the host.
+    """Make the captured views of attention written out by hand, on the host.
 
-    These are queries and keys, with a scale and a bias that make exactly the scores of them; or the
-    scores alone, where queries and keys were not seen. If it was not seen what the products were
-    multiplied by, the bias holds that too.
+    If queries and keys were seen, the views hold them with a scale and a bias that reproduce the
+    scores exactly; otherwise they hold the scores alone. The bias also absorbs an unknown factor.
     """
     if call.made_of is None:
         return _scores_alone(call)
@@ -266,7 +249,7 @@ def read_scores(call: SoftmaxCall) -> dict[str, Any]:
     bias = added.masked_fill(hidden, 0)
     eps = 8 * torch.finfo(call.scores.dtype).eps
     adds_nothing = bias.abs().amax() <= eps * scaled.abs().amax()
-    if torch.equal(hidden, hidden[:, :1].expand_as(hidden)):  # by the mask of all heads
+    if torch.equal(hidden, hidden[:, :1].expand_as(hidden)):  # all heads share one mask
         hidden = hidden[:, :1]
     return {
         "query": query,
@@ -287,9 +270,9 @@ def _scores_alone(call: SoftmaxCall) -> dict[str, Any]:
 def _without_sink(
     scores: Tensor, products: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Take the logits of sinks from scores, which they were joined to as one more key.
+    """Split off the sink logits that were joined to the scores as one more key.
 
-    A number may have been taken from all scores of a row, which does not change their softmax.
+    The model may have subtracted a number from all scores of a row, which the softmax ignores.
     """
     rest, joined = scores[..., :-1], scores[..., -1]
     if rest.shape != products.shape or scale is None:
@@ -305,7 +288,7 @@ def _without_sink(
 
 
 def _visibility(call: AttentionCall, keys: int) -> tuple[Tensor, Tensor | None]:
-    """Find which keys each query sees, and what is added to the scores."""
+    """Find which keys each query sees, and the bias added to its scores."""
     given = call.given
     hidden, bias = split_mask(None if given.mask is None else given.mask.cpu(), keys)
     bias = bias if call.bias is None else call.bias.cpu()
@@ -319,18 +302,14 @@ def _visibility(call: AttentionCall, keys: int) -> tuple[Tensor, Tensor | None]:
 
 
 def split_mask(mask: Tensor | None, keys: int) -> tuple[Tensor | None, Tensor | None]:
-    """Split a mask into the keys that it hides and the bias that it adds.
-
-    Returns:
-        True where a key is hidden, and the bias, both broadcastable to that shape; None for none.
-    """
+    """Split a mask into where keys are hidden (True) and the bias that it adds; None if neither."""
     if mask is None:
         return None, None
     mask = mask.expand(*mask.shape[:-1], keys)
     if mask.dtype == torch.bool:
         return ~mask, None
     if not mask.is_floating_point():
-        raise NotUnderstoodError(f"the mask holds {mask.dtype}, neither boolean nor additive")
+        raise NotUnderstoodError(f"the mask has dtype {mask.dtype}: neither boolean nor additive")
     added = mask.float()
     hidden = hidden_keys(added)
     return hidden, torch.where(hidden, 0, added)

@@ -1,8 +1,8 @@
-"""Attention that is written out by hand: seen at its softmax, with the product that flowed into it.
+"""Recognise attention that is written out by hand, by its softmax and the product that feeds it.
 
-Not every softmax in a block is one of attention: linear attention has softmaxes over the features
-of queries and of keys, a router one over experts. Scores of attention are products of two tensors
-that were made of the tokens; where no product was seen, their shape has to leave no doubt.
+Not every softmax in a block is attention: linear attention takes softmaxes over features, and a
+router over experts. Attention scores are products of two tensors made from the tokens; if no
+product was seen, the shape of the scores must leave no doubt.
 """
 
 import itertools
@@ -28,22 +28,23 @@ from geomon.capture.tap import Columns, Product
 from geomon.capture.tokens.sampling import RowSampler
 
 SEVERAL_SOFTMAXES = (
-    "it takes several softmaxes (landmarks, chunks, both dimensions), and none of them is its own"
+    "it takes several softmaxes (landmarks, chunks, both dimensions), and none of them is the "
+    "attention itself"
 )
 _SEVERAL_PRODUCTS = (
-    "attention is written out by hand: its scores are the sum of {count} products, and which of "
-    "them is that of its queries and keys is not clear"
+    "attention is written out by hand: its scores are the sum of {count} products, and it is not "
+    "clear which of them multiplies queries and keys"
 )
 _UNCLEAR = (
-    "a softmax of shape {shape} over dimension {dim} was seen, of products of queries with keys, "
-    "but not which of its dimensions are sequences, heads and queries"
+    "a softmax of query-key products was seen, with shape {shape} over dimension {dim}, but it is "
+    "not clear which dimensions are sequences, heads and queries"
 )
-# Roles of the dimensions of scores before the keys, the likelier first: Sequences, Heads, Queries.
+# Roles of the dimensions before the keys, likeliest first: Sequences, Heads, Queries.
 _ORDERS = ("SHQ", "SHHQ", "SSHQ")
 
 
-class Known(NamedTuple):
-    """What is known of an attention before its scores are seen.
+class AttentionHints(NamedTuple):
+    """Facts about an attention that are known before its scores are seen.
 
     Attributes:
         shape: Shape of the hidden states that entered the block, without the width.
@@ -58,7 +59,7 @@ def record_softmax(
     sampler: RowSampler,
     scores: Tensor,
     dim: int,
-    known: Known,
+    hints: AttentionHints,
     products: Sequence[Product] = (),
     scale: float | None = None,
     find_columns: Callable[[Tensor], Columns | None] = lambda heads: None,
@@ -71,7 +72,7 @@ def record_softmax(
         raise NotUnderstoodError(ON_SEVERAL_RANKS)
     scores = local_shard(scores)
     fitting = [product for product in products if _makes(product, scores, dim)]
-    arranged = arrange_scores(scores, dim, known)
+    arranged = arrange_scores(scores, dim, hints)
     if arranged is None:
         if fitting and scores.ndim > 2:
             raise NotUnderstoodError(_UNCLEAR.format(shape=list(scores.shape), dim=dim))
@@ -79,10 +80,10 @@ def record_softmax(
             raise NotUnderstoodError(NO_SCORES.format(keys=scores.shape[dim]))
         return None, unknown
     sequences, heads, length, keys = arranged.shape
-    features = known.width // heads
+    features = hints.width // heads
     if not fitting:
         if heads == 1 and keys != length:
-            return None, unknown  # a router's
+            return None, unknown  # a router
         if keys != length or keys == features:
             raise NotUnderstoodError(NO_SCORES.format(keys=keys))
     chosen, places = sampler.sample_queries(sequences, length)
@@ -92,7 +93,7 @@ def record_softmax(
         doubtful=keys == features,
         source=(weakref.ref(scores), dim % scores.ndim),
     )  # fmt: skip
-    turned = dim % scores.ndim != scores.ndim - 1  # scores were made as keys times queries
+    turned = dim % scores.ndim != scores.ndim - 1  # the product was keys times queries
     factors = [_factors(product, arranged.shape, turned=turned) for product in fitting]
     columns = [each and (find_columns(each[0]), find_columns(each[1])) for each in factors]
     if fitting and len(products) > 1:
@@ -107,19 +108,14 @@ def record_softmax(
     if (factor := fitting[0].factor) != 1:
         query, key = query / factor, key / factor
         scale = None if scale is None else scale * factor**2
-    doubtful = call.doubtful and columns[0][1] is None  # else keys are those of tokens
+    doubtful = call.doubtful and columns[0][1] is None  # else keys were traced to tokens
     return replace(call, made_of=(query, key), scale=scale, doubtful=doubtful), columns[0]
 
 
 def _factors(
     product: Product, shape: Sequence[int], *, turned: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """View the factors of a product as queries and keys; None if their sizes do not fit.
-
-    Returns:
-        Queries, [sequences, heads, queries, head width], and keys, [sequences, key heads, keys,
-        head width].
-    """
+    """View the factors of a product as queries and keys; None if their sizes do not fit."""
     sequences, heads, queries, keys = shape
     left, right = product.left.detach(), product.right.detach().transpose(-1, -2)
     if turned and left.shape[-2] in (keys, keys - 1):
@@ -135,7 +131,7 @@ def _factors(
 
 
 def _are_of_one_input(query: Columns | None, key: Columns | None) -> bool:
-    """Whether queries and keys are projections of one tensor, and not keys those of positions."""
+    """Whether queries and keys project the same tensor (keys made from positions do not)."""
     if query is None or key is None:
         return False
     given = {projection.given for each in (query, key) for projection in each.projections}
@@ -143,20 +139,17 @@ def _are_of_one_input(query: Columns | None, key: Columns | None) -> bool:
 
 
 def is_second_softmax(recorded: SoftmaxCall, scores: Tensor, dim: int) -> bool:
-    """Whether a softmax is a further one of the attention whose scores were recorded.
-
-    One of the same scores over the same keys is not (the logarithm for a loss, say).
-    """
+    """Whether a softmax is a further one of the recorded attention, not the same scores again."""
     if scores.ndim != 4 or dim % 4 < 2:
         return False
-    # Not by address: one that was let go may be given to other scores.
+    # Addresses would not do: other scores may get the address of freed ones.
     given, over = recorded.source or (lambda: None, -1)
     same = given() is scores and over == dim % 4
     return scores.shape[:2] == (recorded.shape[0], recorded.heads) and not same
 
 
 def _makes(product: Product, scores: Tensor, dim: int) -> bool:
-    """Whether scores may have been made of a product; one key may have been joined (a sink)."""
+    """Whether a product may have become the scores; one key (a sink) may have been joined."""
     joined = scores.movedim(dim, -1)[..., 1:]
     return 0 < product.size in (scores.numel(), joined.numel())
 
@@ -164,21 +157,20 @@ def _makes(product: Product, scores: Tensor, dim: int) -> bool:
 # -- which dimension is which ----------------------------------------------------------------------
 
 
-def arrange_scores(scores: Tensor, dim: int, known: Known) -> Tensor | None:
-    """View scores as [sequences, heads, queries, keys].
+def arrange_scores(scores: Tensor, dim: int, hints: AttentionHints) -> Tensor | None:
+    """View scores as [sequences, heads, queries, keys], or return None if they do not fit.
 
-    There are as many queries as tokens that the block was given: sequences times queries (windows
-    of a sequence are sequences). Sequences and heads may be in one dimension, heads in two
-    (groups).
+    Sequences times queries must equal the block's number of tokens (windows of a sequence count as
+    sequences). Sequences and heads may share a dimension, and heads may have two (groups).
     """
-    tokens = math.prod(known.shape)
+    tokens = math.prod(hints.shape)
     if 0 in scores.shape or tokens == 0:
         return None
     scores = scores.movedim(dim, -1)
     if scores.ndim == 3:
         return _unfold(scores, tokens)
     if scores.ndim == 2:  # one sequence, one head
-        fits = len(scores) == tokens and math.prod(known.shape[:-1]) == 1
+        fits = len(scores) == tokens and math.prod(hints.shape[:-1]) == 1
         return scores[None, None] if fits else None
     for order in _ORDERS:
         sizes = {
@@ -191,7 +183,7 @@ def arrange_scores(scores: Tensor, dim: int, known: Known) -> Tensor | None:
 
 
 def _unfold(scores: Tensor, tokens: int) -> Tensor | None:
-    """View [sequences x heads, queries, keys] as four dimensions; None if that does not fit."""
+    """View [sequences x heads, queries, keys] in four dimensions; None if it does not fit."""
     folded, length, _ = scores.shape
     if tokens % length or folded % (tokens // length):
         return None

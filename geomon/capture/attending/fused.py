@@ -1,7 +1,7 @@
-"""Fused attention: calls of the operators of torch, of flex and of flash attention, read.
+"""Read calls of fused attention: torch's operators, flex attention and flash attention.
 
-Flash attention takes [sequences, queries, heads, width], or with packed sequences [tokens, heads,
-width] and where each of them ends; a window counts keys to the left and to the right.
+Flash attention takes [sequences, queries, heads, width], or [tokens, heads, width] with the ends of
+packed sequences. A window counts keys to the left and to the right.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from geomon.capture.attending.rules import FlexRule, PlaceRule
 from geomon.capture.shards import sharded_dims
 from geomon.capture.storage import local_shard
 
-# Options that change which keys a query sees, or its scores, in ways that are not rebuilt.
+# Options that change visible keys or scores in ways that are not rebuilt here.
 _NOT_REBUILT = ("alibi_slopes", "block_table", "page_table", "seqused_k", "attn_bias", "qv")
 
 
@@ -31,7 +31,7 @@ def read_sdpa(given: Mapping[str, Any]) -> Arguments:
         mask = mask[(None,) * (4 - mask.ndim)]
         if mask.shape[3] not in (1, key.shape[2]):
             raise NotUnderstoodError(
-                f"the mask is for {mask.shape[3]} keys, and there are {key.shape[2]}"
+                f"the mask covers {mask.shape[3]} keys, but there are {key.shape[2]}"
             )
     return Arguments(
         query=query, key=key, mask=mask,
@@ -58,7 +58,7 @@ def read_flex(given: Mapping[str, Any]) -> Arguments:
 
 
 def read_flash(given: Mapping[str, Any]) -> Arguments:
-    """Read a call of a function of flash attention; nothing is copied."""
+    """Read a call of flash attention; nothing is copied."""
     for name in _NOT_REBUILT:
         if given.get(name) is not None:
             raise NotUnderstoodError(f"fused attention was given {name}")
@@ -89,11 +89,11 @@ def read_flash(given: Mapping[str, Any]) -> Arguments:
     )  # fmt: skip
 
 
-_TRACED = ("FakeTensor", "FunctionalTensor")  # what a compiler traces with
+_TRACED = ("FakeTensor", "FunctionalTensor")  # tensors of a compiler's tracing
 
 
 def _first(given: Mapping[str, Any], *names: str) -> Any:
-    """Return the first argument that was given under some names; None if none was."""
+    """Return the first of several names' arguments that was given, or None."""
     return next((given[name] for name in names if given.get(name) is not None), None)
 
 
@@ -102,9 +102,9 @@ def _scale(query: Tensor, given: float | None) -> float:
 
 
 def _plain(values: Any, what: str, dimensions: int, *, heads: int) -> Tensor:
-    """Return a tensor, or the part of it that is on this rank, without its graph."""
+    """Return a tensor, or this rank's shard of it, detached from the graph."""
     if not isinstance(values, Tensor) or values.is_nested or values.ndim != dimensions:
-        raise NotUnderstoodError(f"the {what} are no plain tensor of {dimensions} dimensions")
+        raise NotUnderstoodError(f"the {what} are not a plain {dimensions}-dimensional tensor")
     if sharded_dims(values) - {heads}:
         raise NotUnderstoodError(ON_SEVERAL_RANKS)
     values = local_shard(values).detach()

@@ -1,8 +1,7 @@
-"""The largest logit of attention, over all rows and all keys that they see.
+"""Find the largest attention logit over all rows and all keys that they see.
 
-A sample does not have it, and it is an alarm: so it is computed while queries and keys are alive,
-inside the window. This is the only arithmetic there. It does not wait for the device, and it holds
-no more than a block of scores at a time.
+Sampling could miss the maximum, an early sign of instability, so it is computed on all rows during
+the forward pass. It never waits for the device, and holds one block of scores at a time.
 """
 
 from collections.abc import Iterator
@@ -14,21 +13,20 @@ from geomon.capture.attending.attention import Arguments, split_mask
 from geomon.capture.tokens.visibility import MASKED
 from geomon.kernels.products import as_factor, without_autocast
 
-# Scores in a block: 16 MB; on the host 4 MB, which take three quarters of the time.
+# Scores in a block: 16 MB; on the host 4 MB, which takes three quarters of the time.
 _BLOCK, _BLOCK_ON_HOST = 1 << 22, 1 << 20
 
-# Under a causal flag, parts into which the queries are cut: keys later than a part are left out.
-# Parts of fewer queries make products so small that they take longer than what they leave out.
+# Causal attention is cut into parts of queries, so that later keys can be skipped. Parts with fewer
+# queries make products so small that they cost more time than the skipped keys save.
 _CAUSAL_PARTS, _FEWEST_QUERIES = 8, 64
 
 
 @torch.no_grad()
 def max_logits_of_call(given: Arguments) -> Tensor:
-    """Find the largest score of each row before the softmax, over its visible keys.
+    """Find the largest score of each row over its visible keys, before the softmax.
 
-    Returns:
-        float32, [sequences, heads, queries], on the device of the queries; -inf where a row sees no
-        key.
+    Returns float32, [sequences, heads, queries], on the queries' device; -inf for rows without
+    visible keys.
     """
     query, key = given.query, given.key
     sequences, heads, queries, width = query.shape
@@ -46,14 +44,14 @@ def max_logits_of_call(given: Arguments) -> Tensor:
                 seen = slice(0, min(rows.stop, keys) if given.causal else keys)
             else:
                 change, mask = given.rule.changed, given.rule.visible(*at)
-                # Functions of places are asked about all keys.
+                # Functions of places are evaluated at all keys.
                 seen = slice(*given.rule.reach(rows)) if change is None else slice(0, keys)
             hidden, bias = split_mask(mask, keys)
             facing = as_factor(key[some, :, seen]).flatten(0, 1).transpose(1, 2)
             asking = as_factor(query[some, :, rows]).reshape(len(facing), -1, width)
             scores = torch.bmm(asking, facing).float()
             scores = scores.view(_size(some), heads, _size(rows), -1)
-            # A scale and a cap keep the order: the largest of a row needs them alone.
+            # Scale and cap keep the order, so only the largest score of a row needs them.
             ordered = bias is None and given.scale > 0 and change is None
             if not ordered:
                 scores = _scaled(scores, given)
@@ -75,25 +73,14 @@ def max_logits_of_call(given: Arguments) -> Tensor:
 
 @torch.no_grad()
 def max_logits_of_scores(scores: Tensor) -> Tensor:
-    """Find the largest score of each row, where attention is written out by hand.
-
-    A hidden key is far below the largest score of its row.
-
-    Returns:
-        float32, [sequences, heads, queries], on the device of the scores; -inf where a row sees no
-        key.
-    """
+    """Find the largest score of each row of hand-written attention; -inf if all keys are hidden."""
     largest = scores.detach().amax(dim=-1).float()
     return largest.masked_fill_(largest < MASKED, -torch.inf)
 
 
 @torch.no_grad()
 def over_rows(largest: Tensor, valid: Tensor | None) -> Tensor:
-    """Find the largest score of each head over the rows that are no padding.
-
-    Returns:
-        [heads]; -inf where no row sees a key.
-    """
+    """Find the largest score of each head over rows that are not padding; -inf without any."""
     if valid is not None:
         padding = ~valid.to(largest.device, non_blocking=True)
         largest = largest.masked_fill(padding[:, None], -torch.inf)
@@ -118,7 +105,7 @@ def _cuts(
 
 
 def _part(mask: Tensor | None, some: slice, rows: slice) -> Tensor | None:
-    """Take some sequences and rows of a mask, where it has a dimension for each."""
+    """Slice the sequences and rows of a mask, if it has dimensions for them."""
     if mask is None:
         return None
     mask = mask[some] if mask.shape[0] > 1 else mask
@@ -126,7 +113,7 @@ def _part(mask: Tensor | None, some: slice, rows: slice) -> Tensor | None:
 
 
 def _indices(some: slice, rows: slice) -> tuple[Tensor, Tensor]:
-    """Return indices of sequences, and the positions of queries in each of them."""
+    """Return sequence indices, and the positions of the queries in each sequence."""
     sequences, places = (
         torch.arange(part.start, part.stop, dtype=torch.int64, device="cpu")
         for part in (some, rows)

@@ -1,8 +1,8 @@
-"""Rules: which keys a query sees, where a model gives no mask but a function of places.
+"""Rules that say which keys a query sees if a model passes functions instead of a mask tensor.
 
-Fused attention takes no mask of all pairs, which would not fit into memory: it is told how far a
-query sees and where packed sequences end, or is given functions of two places (flex attention). A
-rule says the same of the sampled queries, and of a block of queries at a time.
+A mask of all pairs would not fit into memory, so fused attention is told how far a query sees and
+where packed sequences end, or gets functions of two places (flex attention). A rule evaluates
+either for the sampled queries, and for one block of queries at a time.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,44 +15,38 @@ from torch import Tensor
 
 from geomon.capture import private
 
-# Makes scores [sequences, heads, queries, keys] of scores, the indices of their sequences, and the
-# position of each query in its sequence, [sequences, queries].
+# (scores, sequence indices, query positions [sequences, queries]) -> changed scores, [sequences,
+# heads, queries, keys].
 Change = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Rule(Protocol):
-    """Which keys a query sees, and what becomes of its scores."""
+    """Describes which keys a query sees and how its scores are changed."""
 
     def visible(self, sequences: Tensor, places: Tensor) -> Tensor:
-        """Say which keys some queries see.
+        """Return which keys some queries see: bool, [sequences, heads (or 1), queries, keys].
 
         Args:
             sequences: Indices of their sequences, [sequences].
             places: Position of each query in its sequence, [sequences, queries].
-
-        Returns:
-            True where a key is visible, [sequences, heads (or 1), queries, keys].
         """
 
     @property
     def changed(self) -> Change | None:
-        """The function that changes scaled scores before the softmax; None if there is none."""
+        """The function that changes scaled scores before the softmax, or None."""
 
     def reach(self, rows: slice) -> tuple[int, int]:
-        """Return the first key that any query of some rows may see, and the one after the last.
+        """Return the first key that any of these query positions may see, and one past the last.
 
         Args:
             rows: Positions of the queries.
         """
 
     def begins(self, length: int) -> Tensor:
-        """Say which tokens begin a sequence, in one row of several packed sequences.
+        """Return which tokens of a packed row do not see the token before them: bool, [length].
 
         Args:
             length: Number of tokens in the row.
-
-        Returns:
-            True where a token does not see the one before it, [length].
         """
 
 
@@ -62,12 +56,12 @@ class PlaceRule:
 
     Attributes:
         keys: Number of keys.
-        device: Where the queries are.
+        device: Device of the queries.
         left: Number of keys before its own place that a query sees; None for all.
-        right: The same behind its own place: 0 where no later key is seen.
-        offset: Place of the first query among the keys: the last query stands at the last key.
-        ends: Ends of the packed queries and of the packed keys, from 0 on, [sequences + 1] each;
-            None if nothing is packed.
+        right: Number of keys after its own place that a query sees; None for all.
+        offset: Place of the first query among the keys, so that the last query meets the last key.
+        ends: Cumulative ends of the packed queries and keys, [sequences + 1] each, starting at 0,
+            or None if nothing is packed.
     """
 
     keys: int
@@ -82,7 +76,7 @@ class PlaceRule:
         """None: scores stay as they are (see `Rule`)."""
 
     def visible(self, sequences: Tensor, places: Tensor) -> Tensor:
-        """Say which keys some queries see (see `Rule`)."""
+        """Return which keys some queries see (see `Rule`)."""
         order = torch.arange(self.keys, dtype=torch.int64, device=self.device)
         asking = places.to(self.device)[..., None] + self.offset
         seen = torch.ones(*places.shape, self.keys, dtype=torch.bool, device=self.device)
@@ -94,7 +88,7 @@ class PlaceRule:
             number = number.clamp(0, len(queries) - 2)
             facing = torch.searchsorted(keys, order, right=True) - 1
             seen = (facing == number[..., None]) & inside[..., None]
-            # The last query of a sequence stands at its last key.
+            # The last query of a sequence aligns with its last key.
             asking = (places + keys[number + 1] - queries[number + 1])[..., None]
         if self.left is not None:
             seen &= order >= asking - self.left
@@ -103,7 +97,7 @@ class PlaceRule:
         return seen[:, None]
 
     def reach(self, rows: slice) -> tuple[int, int]:
-        """Return the keys that some rows may see (see `Rule`); of packed sequences all."""
+        """Return the range of keys that some rows may see (see `Rule`): all keys if packed."""
         if self.ends is not None:
             return 0, self.keys
         first = 0 if self.left is None else rows.start + self.offset - self.left
@@ -112,11 +106,11 @@ class PlaceRule:
         return first, max(min(last, self.keys), first + 1)
 
     def begins(self, length: int) -> Tensor:
-        """Say which tokens begin a sequence (see `Rule`)."""
+        """Return which tokens begin a sequence (see `Rule`)."""
         starts = torch.zeros(length, dtype=torch.bool, device=self.device)
         if self.ends is not None:
             ends = self.ends[0].to(self.device, torch.int64)
-            # Buffers of ends are filled up with the last one.
+            # Buffers of ends are padded with the last end.
             starts[ends[ends < length]] = True
         starts[:1] = True
         return starts
@@ -128,11 +122,11 @@ class FlexRule:
 
     Attributes:
         keys: Number of keys.
-        device: Where the queries are.
-        mask: Function of sequence, head, query and key: whether the key is visible.
-        heads: Number of heads over which the mask differs, or 1.
-        score: Function of a score and the same: the score that enters the softmax; None if that
-            is the score itself.
+        device: Device of the queries.
+        mask: Function of (sequence, head, query, key) that returns whether the key is visible.
+        heads: Number of heads if the mask depends on the head, else 1.
+        score: Function of (score, sequence, head, query, key) that returns the changed score, or
+            None if scores stay as they are.
         mask_buffers: Further arguments of `mask`.
         score_buffers: Further arguments of `score`.
     """
@@ -146,12 +140,12 @@ class FlexRule:
     score_buffers: tuple[Any, ...] = ()
 
     def visible(self, sequences: Tensor, places: Tensor) -> Tensor:
-        """Say which keys some queries see (see `Rule`)."""
+        """Return which keys some queries see (see `Rule`)."""
         return self._at_all(self.mask, (), self.mask_buffers, sequences, places, self.heads)
 
     @property
     def changed(self) -> Change | None:
-        """What changes scores (see `Rule`)."""
+        """The function that changes scores (see `Rule`)."""
         score, buffers = self.score, self.score_buffers
         if score is None:
             return None
@@ -162,11 +156,11 @@ class FlexRule:
         return change
 
     def reach(self, rows: slice) -> tuple[int, int]:
-        """Return all keys: nothing says which a function hides."""
+        """Return all keys, because a function does not say which range it hides."""
         return 0, self.keys
 
     def begins(self, length: int) -> Tensor:
-        """Say which tokens begin a sequence (see `Rule`)."""
+        """Return which tokens begin a sequence (see `Rule`)."""
         starts = torch.ones(length, dtype=torch.bool, device=self.device)
         if length > 1:
             mask, first = self.mask, torch.zeros((), dtype=torch.int64, device=self.device)
@@ -185,12 +179,12 @@ class FlexRule:
         places: Tensor,
         heads: int,
     ) -> Tensor:
-        """Call a function of places at all of some queries, in every head, with all keys."""
+        """Evaluate a function of places for some queries, with every head and every key."""
 
         def at(*given: Tensor) -> Any:
             return function(*given, *buffers)
 
-        # The innermost dimension first: keys, queries with their places, heads, sequences.
+        # Innermost dimension first: keys, queries with their places, heads, sequences.
         of_lead = (0,) * len(lead)
         for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None)):
             at = torch.vmap(at, in_dims=(*of_lead, *dims))
@@ -211,7 +205,7 @@ def _indexable() -> Iterator[None]:
     """Let functions of places index tensors by them, as flex attention does."""
     try:
         from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex as Mode
-    except ImportError:  # the functions are asked as they are
+    except ImportError:  # evaluate the functions as they are
         yield
         return
     with private.with_functions(), Mode():

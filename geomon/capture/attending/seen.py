@@ -1,4 +1,4 @@
-"""Seen attention: what was seen of one attention in one call of a block."""
+"""Collects observations of one attention during one call of a block."""
 
 import math
 from collections.abc import Callable
@@ -17,12 +17,12 @@ Shape = tuple[int, ...]
 
 
 class Precedence(NamedTuple):
-    """What decides which call in a block is that of its attention: the greater one, or the first.
+    """Decides which call in a block is its attention: the greatest, or the first of equals.
 
     Attributes:
-        inside: Whether it came from the attention's own module.
-        of_tokens: Whether its queries are the tokens of the block.
-        fused: Whether it is a call of fused attention, and not a softmax.
+        inside: Whether the call came from the attention's own module.
+        of_tokens: Whether its queries are the block's tokens.
+        fused: Whether it is a call of fused attention rather than a softmax.
     """
 
     inside: bool = False
@@ -35,22 +35,21 @@ class SeenAttention:
     """One attention in one call of a block, and what was kept of it.
 
     Attributes:
-        call: Its recorded call; None if none was kept.
-        route: Where it was seen: "sdpa", "flex", "flash" or "softmax"; "" where it was not.
-        refused: Why its call was not kept, or must not be; "" for no reason.
-        passed_over: Why a softmax was not taken for its own.
-        max_logits: Largest score of each row of each of its calls, [sequences, heads, queries].
-        precedence: What tells its call from others in the block (see `Precedence`).
-        further: Whether attention was called again, which is not measured.
-        weights: What became of the weights that its softmax made.
-        heads: Columns of projections of which its queries and its keys are made; None if these
-            are not known.
-        projected: Rows of its queries and of its keys as projected, [rows, heads, head width].
-        numbers: Number of the first feature of each head among those of all ranks, by the view that
-            has these heads: "query", "key", "projected_query" and "projected_key".
-        other_source: Whether its keys are made of another tensor than its queries.
-        left_out: Share of the sampled tokens whose query or key as projected is not known.
-        has_other_keys: Whether there are keys of other tokens than those of the block beside them.
+        call: The recorded call, or None.
+        route: How it was seen: "sdpa", "flex", "flash" or "softmax"; "" if it was not seen.
+        refused: Why its call was not kept or must not be; "" if it was kept.
+        passed_over: Why a softmax was not accepted as this attention.
+        max_logits: Largest score of each row, [sequences, heads, queries], one tensor per call.
+        precedence: Precedence of the recorded call among the block's calls.
+        further: Whether attention was called again; further calls are not measured.
+        weights: Later changes of the softmax weights.
+        heads: Columns of the projections that make up its queries and keys, or None if unknown.
+        projected: Rows of queries and keys as projected, [rows, heads, head width].
+        numbers: Index of each head's first feature on all ranks, by view: "query",
+            "key", "projected_query" and "projected_key".
+        other_source: Whether keys are made from a different tensor than queries.
+        left_out: Share of the sampled tokens whose projected query or key is unknown.
+        has_other_keys: Whether some keys belong to tokens outside the block.
     """
 
     call: AttentionCall | SoftmaxCall | None = None
@@ -69,11 +68,7 @@ class SeenAttention:
     weights: AttentionWeights = field(default_factory=AttentionWeights)
 
     def takes(self, precedence: Precedence) -> bool:
-        """Say whether a call is one of this attention; what was recorded of a lower one is dropped.
-
-        Args:
-            precedence: What tells the call from others.
-        """
+        """Return whether to record a call; an earlier one of lower precedence is then dropped."""
         if self.call is not None and precedence < self.precedence:
             return False
         if precedence > self.precedence:
@@ -85,17 +80,13 @@ class SeenAttention:
         return True
 
     def refuse(self, reason: str) -> None:
-        """Drop what was recorded.
-
-        Args:
-            reason: Why the call is not kept.
-        """
+        """Drop what was recorded, for a reason."""
         self.refused = reason
         self.call, self.route = None, ""
         self.max_logits.clear()
 
     def add_heads(self, query: Columns | None, key: Columns | None) -> None:
-        """Take note of what the queries and keys of the call that is measured are made of."""
+        """Remember which projections made the queries and keys of the measured call."""
         if query is None or key is None or self.heads is not None:
             return
         self.heads = query, key
@@ -103,7 +94,7 @@ class SeenAttention:
         self.other_source = None not in sources and sources[0] != sources[1]
 
     def number_heads(self, query: Columns | None, key: Columns | None) -> None:
-        """Number the heads of the call that was recorded, by what they are made of."""
+        """Number the heads of the recorded call by the columns that made them."""
         if query is not None:
             self.numbers["query"] = query.numbers
         if key is not None:
@@ -112,17 +103,17 @@ class SeenAttention:
     def project(
         self,
         rows: Callable[[Shape, str], Tensor],
-        entered: Shape,
+        input_shape: Shape,
         *,
         length_first: bool,
         key_role: str,
     ) -> None:
-        """Copy sampled rows of queries and keys as projected; the projections are let go."""
+        """Copy sampled rows of projected queries and keys, then release the projections."""
         if self.heads is None or self.projected is not None:
             return
         query, key = (columns.distinct() for columns in self.heads)
         sampled = [
-            _sample(columns, rows, entered, role, length_first=length_first)
+            _sample(columns, rows, input_shape, role, length_first=length_first)
             for columns, role in ((query, ""), (key, key_role))
         ]
         self.projected = sampled[0][0], sampled[1][0]
@@ -136,19 +127,19 @@ class SeenAttention:
 def _sample(
     columns: Columns,
     rows: Callable[[Shape, str], Tensor],
-    entered: Shape,
+    input_shape: Shape,
     role: str,
     *,
     length_first: bool,
 ) -> tuple[SampledRows, float]:
-    """Copy sampled rows of heads; the second value is the share of rows that are not known."""
+    """Copy sampled rows of heads; also return the share of rows that are not known."""
     order, grid = None if role else columns.tokens, columns.kinds.shape
-    turned = not role and entered == grid[::-1] and (length_first or entered != grid)
+    turned = not role and input_shape == grid[::-1] and (length_first or input_shape != grid)
     if order is None and turned:
-        order = np.arange(columns.kinds.size).reshape(entered).T
-    shape = grid if order is None else entered
+        order = np.arange(columns.kinds.size).reshape(input_shape).T
+    shape = grid if order is None else input_shape
     indices = rows(shape, role)
-    token = np.full(math.prod(shape), -1)  # of each row
+    token = np.full(math.prod(shape), -1)  # for each row
     places = np.arange(columns.kinds.size) if order is None else order.ravel()
     known = np.flatnonzero((columns.kinds.ravel() >= 0) & (places >= 0))
     token[places[known]] = known
@@ -164,7 +155,7 @@ def _sample(
             at = torch.from_numpy(columns.rows[number].ravel()[taken[of_kind]])
             wanted = torch.from_numpy(places.ravel())[own]
             part = _rows_of(columns.projections[number], at, wanted)
-            if own.all() and of_kind.all():  # of one projection, as nearly always
+            if own.all() and of_kind.all():  # a single projection, as nearly always
                 return SampledRows(
                     part.unflatten(1, (heads, width)), indices, shape, role
                 ), left_out

@@ -1,1 +1,1 @@
-"""Calls of the model: seen without placing anything on it, or made once more for a probe."""
+"""Calls of the model: observed without modifying it, or made once more for a probe."""

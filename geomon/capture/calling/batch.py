@@ -1,7 +1,7 @@
-"""A batch of a data loader, given to a model: which of its parts the forward pass takes.
+"""Decide which parts of a data loader's batch to pass to a model.
 
-A loader gives what a training step takes apart: inputs, and labels that the loss alone reads. The
-signature of `forward` says which parts are inputs.
+A training step splits a batch into inputs and labels. The signature of `forward` says which parts
+are inputs.
 """
 
 import inspect
@@ -12,7 +12,7 @@ from torch import nn
 
 from geomon.capture.calling.calls import unwrap
 
-# Forward methods that stand for none: a subclass may train without one of its own.
+# Placeholders for a missing forward: a subclass may train without defining one.
 _NOT_WRITTEN = ("_forward_unimplemented", "LightningModule.forward")
 
 
@@ -20,10 +20,11 @@ class BatchCall(NamedTuple):
     """A call of a module on a batch.
 
     Attributes:
-        module: The model, or the module in it that is called because the model has no `forward`.
+        module: The model, or the module inside it that is called because the model has no
+            `forward`.
         args: Positional arguments.
-        kwargs: Arguments by name.
-        left_out: Which parts of the batch the module is not given, in words; "" for none.
+        kwargs: Keyword arguments.
+        left_out: Parts of the batch that the module does not receive, in words; "" if none.
     """
 
     module: nn.Module
@@ -35,15 +36,15 @@ class BatchCall(NamedTuple):
 def call_of_batch(model: nn.Module, around: Sequence[nn.Module], batch: Any) -> BatchCall:
     """Make the call of a model on a batch.
 
-    Of a dict those entries are arguments that `forward` names; where it names none, the dict is one
-    argument. Of a tuple or a list the first parts are arguments, as many as `forward` requires:
-    labels come last. Anything else is one argument.
+    A dict is passed by the names in `forward`, or as one argument if none match. A tuple or list is
+    passed up to the number of arguments that `forward` requires, because labels come last. Anything
+    else is passed as one argument.
     """
     module = next((one for one in (model, *around) if has_forward(one)), None)
     if module is None:
         raise TypeError(
-            f"{type(model).__name__} and what holds its blocks have no forward() that could be "
-            "called on a batch: give the probe as a function of the model"
+            f"neither {type(model).__name__} nor the modules around its blocks have a forward() to "
+            "call on a batch: give the probe as a function of the model"
         )
     parameters = inspect.signature(unwrap(module).forward).parameters.values()
     if isinstance(batch, Mapping):
@@ -68,7 +69,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module has a `forward` of its own: one that trains may do without."""
+    """Whether a module defines `forward`; a module can be trained without one."""
     return getattr(unwrap(module).forward, "__qualname__", "") not in _NOT_WRITTEN
 
 

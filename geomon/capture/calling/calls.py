@@ -1,11 +1,11 @@
-"""Calls: which modules are called, seen without replacing how modules are called.
+"""Observe which modules are called, without replacing how modules are called.
 
-`torch.nn.Module` has a slot for what `Module.compile` makes, which its `__call__` asks for first
-and no copy and no pickle carries. For a window's time the slot holds what notifies observers.
+`nn.Module.__call__` first looks in a slot that `Module.compile` fills and that copies and pickles
+leave behind. While a window is open, the slot holds a function that notifies observers.
 
-A call of compiled code shows nothing of what it calls inside. It gets a twin: an extra eager pass
-on the same inputs comes first, without gradient and with nothing changed afterwards, and is
-observed; then the compiled call is made, with every patch taken away.
+Compiled code hides the modules it calls. Before a compiled call, an eager *twin* therefore runs on
+the same inputs, without gradient and without side effects, and is observed; then the compiled call
+runs with all patches removed.
 """
 
 import functools
@@ -39,65 +39,50 @@ from geomon.capture.weights import said
 
 
 class CallObserver(Protocol):
-    """An object that is notified of the calls of some modules.
-
-    Nothing that it raises may reach the model: it catches its own errors.
-    """
+    """An object that is notified of module calls; it must catch its own errors."""
 
     def timed(self) -> AbstractContextManager[None]:
-        """Return a context manager for work that takes time from the training: a twin, say."""
+        """Return a context manager for work, such as a twin, that costs the training time."""
 
     def modules(self) -> Iterable[nn.Module]:
         """List the modules that may be compiled in place."""
 
     def watches(self, module: nn.Module) -> bool:
-        """Whether to be notified of the calls of a module.
-
-        Args:
-            module: Any module of the process.
-        """
+        """Whether to be notified of calls of this module (any module of the process)."""
 
     def before_call(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Take a call that begins."""
+        """Handle a call that begins."""
 
     def after_call(self, module: nn.Module, output: Any) -> None:
-        """Take a call that has returned."""
+        """Handle a call that has returned."""
 
     def needs_twin(self, module: nn.Module) -> bool:
-        """Whether something to be seen would be hidden by the compiled code of a module."""
+        """Whether a module's compiled code would hide something that must be seen."""
 
     def on_failure(self, error: Exception) -> None:
-        """Take an error of geomon's own."""
+        """Handle one of geomon's own errors."""
 
     def forces_eager(self) -> bool:
-        """Whether the training's own compiled code is to run eagerly, since it has no twin."""
+        """Whether the training's compiled code must run eagerly because a twin is impossible."""
 
     def seeing(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Return a context manager in which the observer sees operators.
-
-        Args:
-            module: The module whose call it is entered for.
-        """
+        """Return a context manager in which the observer sees operators of this module's call."""
 
     def hides(self, module: nn.Module) -> bool:
-        """Whether a module that is not compiled calls compiled functions that hide something.
-
-        Args:
-            module: The module that is called.
-        """
+        """Whether a module that is not compiled calls compiled functions that hide something."""
 
     def suspended(self) -> AbstractContextManager[None]:
-        """Return a context manager in which the observer sees no operator."""
+        """Return a context manager in which the observer sees no operators."""
 
     def on_compiled_end(self, module: nn.Module, output: Any) -> None:
-        """Take what the training's own compiled call has returned; its twin ran before it."""
+        """Handle the output of the training's compiled call; its twin ran before."""
 
 
 # -- the slot ------------------------------------------------------------------------------------
 
-# Private names of torch, asked for once.
+# Private names of torch.
 _SLOT = "_compiled_call_impl"
 _plain_call: Callable[..., Any] | None = getattr(nn.Module, "_call_impl", None)
 SEES_CALLS = _plain_call is not None and _SLOT in vars(nn.Module)
@@ -110,7 +95,7 @@ def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _observed(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling() or private.tracing_state() is not None:
-        return _call(module, args, kwargs)  # what is traced must not depend on this
+        return _call(module, args, kwargs)  # traced code must not depend on geomon
     for holder in _calls.holders:
         if isinstance(holder, FirstCall) and holder.takes(module):
             return holder.run(module, args, kwargs)
@@ -120,7 +105,7 @@ def _observed(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _fill_slots(undo: Undo) -> None:
-    """Fill the slot of the class, and those of modules that are compiled in place."""
+    """Fill the slot of the class, and the slots of modules that are compiled in place."""
     replace(undo, nn.Module, _SLOT, _observed)
     for holder in _calls.holders:
         for module in holder.modules():
@@ -128,8 +113,8 @@ def _fill_slots(undo: Undo) -> None:
                 replace(undo, module, _SLOT, functools.partial(_observed, module))
 
 
-_calls = Patch(_fill_slots)  # held by observers, and by those who wait for a first call
-_placed: list[tuple[nn.Module, "_Hook"]] = []  # hooks for the moment at which a call begins
+_calls = Patch(_fill_slots)  # held by observers and by `FirstCall`
+_placed: list[tuple[nn.Module, "_Hook"]] = []  # hooks that are in place until a call begins
 
 
 def _observers() -> list[CallObserver]:
@@ -137,17 +122,17 @@ def _observers() -> list[CallObserver]:
 
 
 def watch_calls(observer: CallObserver) -> None:
-    """Notify an observer of the calls of modules, until `unwatch_calls`."""
+    """Notify an observer of module calls until `unwatch_calls`."""
     if not SEES_CALLS:
-        raise RuntimeError(f"torch {torch.__version__} calls modules in a way that is not known")
+        raise RuntimeError(f"torch {torch.__version__} calls modules in a way geomon does not know")
     _calls.hold(observer)
 
 
 def unwatch_calls(observer: CallObserver) -> None:
-    """Notify an observer no longer; may be called more than once."""
+    """Stop notifying an observer; may be called more than once."""
     _calls.release(observer)
     if not _observers():
-        while _placed:  # Ctrl-C has left them
+        while _placed:  # left by Ctrl-C
             _take_away(*_placed[-1])
             _placed.pop()
         end_extra_passes()
@@ -177,8 +162,8 @@ def _call_observed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 def _call_behind_hooks(
     observers: list[CallObserver], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Make a call whose arguments are seen as the module's own hooks leave them."""
-    hook = _Hook(observers)  # the last of the module's hooks
+    """Make a call and observe its arguments after the module's own pre-hooks changed them."""
+    hook = _Hook(observers)  # runs after the module's own hooks
     try:
         _placed.append((module, hook))
         module.register_forward_pre_hook(hook, with_kwargs=True)
@@ -196,11 +181,7 @@ def _take_away(module: nn.Module, hook: "_Hook") -> None:
 
 
 class _Hook:
-    """A hook that goes away as the call begins; in a copy or a pickle of the model it does nothing.
-
-    Args:
-        observers: Observers of this call, which this thread makes.
-    """
+    """A pre-hook that removes itself as the call begins; copies and pickles of it do nothing."""
 
     def __init__(self, observers: Sequence[CallObserver]) -> None:
         self._observers = observers
@@ -217,18 +198,17 @@ class _Hook:
 
 
 class FirstCall:
-    """Does something around the first call of one of some modules, in the thread that made this.
+    """Runs functions around the first call of one of some modules, in the thread that made this.
 
-    A call in which gradients are recorded goes before one in which none are: what a training step
-    generates or scores without them is not what it trains on. Of the others the first is taken too,
-    as no call with gradients may come.
+    A call that records gradients takes precedence: what a training step generates or scores without
+    gradients is not what it trains on. The first call without gradients is handled as well, because
+    a call with gradients may never come.
 
     Args:
         modules: The modules.
-        before: Called before the call, which is then made anew; a second time where the call with
-            gradients comes after one without.
-        after: Called when it has ended, with what has ended it or None.
-        between: Called in place of `after` when a call without gradients has returned.
+        before: Called before the call; called again if a call with gradients follows one without.
+        after: Called when the call has ended, with the exception that ended it or None.
+        between: Called instead of `after` when a call without gradients has returned.
 
     Attributes:
         came: Whether a call has come.
@@ -242,7 +222,7 @@ class FirstCall:
         between: Callable[[], object],
     ) -> None:
         self._modules = set(map(id, modules))
-        self._kept = modules  # as long as their addresses are
+        self._kept = modules  # keeps their addresses valid
         self._before = before
         self._after = after
         self._between = between
@@ -250,11 +230,11 @@ class FirstCall:
         self._thread = threading.get_ident()
 
     def begin(self) -> None:
-        """Wait for the call."""
+        """Start waiting for the call."""
         _calls.hold(self)
 
     def end(self) -> None:
-        """Wait no longer; may be called more than once."""
+        """Stop waiting; may be called more than once."""
         _calls.release(self)
 
     def modules(self) -> tuple[nn.Module, ...]:
@@ -262,7 +242,7 @@ class FirstCall:
         return self._kept
 
     def takes(self, module: nn.Module) -> bool:
-        """Whether a call is the one that is waited for.
+        """Return whether this call is the awaited one.
 
         Args:
             module: The module that is called.
@@ -275,12 +255,12 @@ class FirstCall:
         )
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make the call.
+        """Make the call, with the functions around it.
 
         Args:
             module: The module that is called.
             args: Positional arguments.
-            kwargs: Arguments by name.
+            kwargs: Keyword arguments.
         """
         self.end()
         self.came, last = True, torch.is_grad_enabled()
@@ -302,14 +282,14 @@ class FirstCall:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a call of a module runs compiled code."""
+    """Whether calling a module runs compiled code."""
     own = vars(module)
     forward = own.get("forward") or getattr(type(module), "forward", None)
     return own.get(_SLOT) is not None or _is_compiled_function(forward)
 
 
 def _is_compiled_function(value: Any) -> bool:
-    """Whether a value is what `torch.compile` makes of a function, and not what keeps it out."""
+    """Whether a value is a function compiled by `torch.compile`, not one excluded from it."""
     return (
         getattr(value, "_torchdynamo_orig_callable", None) is not None
         and not getattr(value, "_torchdynamo_disable", False)
@@ -317,7 +297,7 @@ def _is_compiled_function(value: Any) -> bool:
 
 
 def calling_compiled(modules: Iterable[nn.Module]) -> set[int]:
-    """Find the modules that have compiled functions in reach: attributes, or globals of forward."""
+    """Return ids of modules that reach compiled functions by attributes or forward's globals."""
     if "_dynamo" not in vars(torch):  # nothing can have been compiled
         return set()
     modules = [*modules]
@@ -339,14 +319,14 @@ def _class_reaches_compiled(kind: type) -> bool:
 
 
 def _holds_compiled(names: Mapping[str, Any]) -> bool:
-    functions = (FunctionType, functools.partial)  # a handful of hundreds of names
+    functions = (FunctionType, functools.partial)  # a few among hundreds of names
     return any(
         _reaches_compiled(value) for value in [*names.values()] if isinstance(value, functions)
     )
 
 
 def _reaches_compiled(value: Any) -> bool:
-    """Whether a value is a compiled function, or one that refers to one."""
+    """Whether a value is a compiled function, or refers to one."""
     if isinstance(value, functools.partial):
         return any(map(_reaches_compiled, (value.func, *value.args, *value.keywords.values())))
     if not isinstance(value, FunctionType):
@@ -364,17 +344,17 @@ def _contents(cell: Any) -> Any:
         return None
 
 
-_COMPILED_BY_ITSELF = "flex_attention"  # transformers compiles it as it is first called
+_COMPILED_BY_ITSELF = "flex_attention"  # transformers compiles it on first use
 
 
 def _globals_of(kind: type) -> dict[str, Any]:
-    """Return the globals of the forward of a class that is not torch's own."""
+    """Return the globals of a class's own forward; {} if it has none in Python."""
     forward = vars(kind).get("forward")
     return forward.__globals__ if isinstance(forward, FunctionType) else {}
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Take away the wrappers of `torch.compile` and `DistributedDataParallel`."""
+    """Remove the wrappers of `torch.compile` and `DistributedDataParallel`."""
     while True:
         inner = _compiled_inside(module)
         if inner is None and isinstance(module, nn.parallel.DistributedDataParallel):
@@ -385,7 +365,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def _compiled_inside(module: nn.Module) -> nn.Module | None:
-    """Return what a wrapper of `torch.compile` holds; None for any other module."""
+    """Return the module inside a `torch.compile` wrapper, or None."""
     modules = vars(module).get("_modules")  # TorchScript has no dict
     return modules.get("_orig_mod") if isinstance(modules, dict) else None
 
@@ -399,7 +379,7 @@ def _call_compiled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         try:
             with observers[0].timed(), without_modes():
                 copies = _copies(target, args, kwargs)
-        except Exception:  # no twin can be made: what is watched is the step itself
+        except Exception:  # no twin is possible: watch the training's own call
             forced = [observer.forces_eager() for observer in observers]
             if any(forced):
                 with extra_pass_begun(), run_eagerly.held():
@@ -417,20 +397,20 @@ def _call_eagerly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     inner = _compiled_inside(module)
     if inner is None or module._forward_hooks or module._forward_pre_hooks:
         return _call_observed(module, args, kwargs)
-    return nn.Module.__call__(inner, *args, **kwargs)  # the wrapper would pass observers by
+    return nn.Module.__call__(inner, *args, **kwargs)  # the wrapper would bypass observers
 
 
 def _run_twin(
     observers: list[CallObserver], target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Run the eager twin of a compiled call, which is what observers see of it."""
+    """Run the eager twin of a compiled call for the observers to see."""
     with observers[0].timed():
         try:
             with (
                 _suspended(observers), without_modes(), extra_pass_begun(), run_eagerly.held(),
                 without_fast_path.held(), left_unchanged(target), warnings.catch_warnings(),
             ):  # fmt: skip
-                warnings.simplefilter("ignore")  # of what is not run eagerly by the training
+                warnings.simplefilter("ignore")  # the training itself does not run this eagerly
                 nn.Module.__call__(target, *args, **kwargs)
         except Exception as error:
             for observer in observers:
@@ -439,7 +419,7 @@ def _run_twin(
 
 @contextmanager
 def _suspended(observers: Iterable[CallObserver]) -> Iterator[None]:
-    """Let observers see no operator; what the body calls may let them see again."""
+    """Hide operators from observers; code in the body may show them again."""
     with ExitStack() as stack:
         for observer in observers:
             stack.enter_context(observer.suspended())
@@ -448,10 +428,7 @@ def _suspended(observers: Iterable[CallObserver]) -> Iterator[None]:
 
 @contextmanager
 def _unpatched() -> Iterator[None]:
-    """Leave compiled code alone with the process as it is without any window.
-
-    Compiled code is guarded by what it refers to: it would be compiled again.
-    """
+    """Remove all patches for compiled code, whose guards would otherwise trigger recompilation."""
     with _suspended(_observers()), ExitStack() as stack:
         for patch in (_calls, run_eagerly, subclasses):
             stack.enter_context(patch.suspended())
@@ -461,9 +438,9 @@ def _unpatched() -> Iterator[None]:
 def _copies(
     target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Copy the arguments of a call: a forward pass may write into them (a cache of keys)."""
+    """Copy the arguments of a call, because a forward pass may write into them (a key cache)."""
     if any(map(_is_collective, target.modules())):
-        raise ValueError(f"ranks exchange something in the forward pass of {type(target).__name__}")
+        raise ValueError(f"ranks communicate in the forward pass of {type(target).__name__}")
     if any(nn.parameter.is_lazy(parameter) for parameter in target.parameters()):
         raise ValueError(f"parameters of {type(target).__name__} have no values yet")
     file, kept = BytesIO(), list[Any]()
@@ -474,7 +451,7 @@ def _copies(
 
 
 class _Pickler(pickle.Pickler):
-    """Keeps copies of tensors, and modules and functions as they are, beside what is pickled."""
+    """Pickles values but keeps copies of tensors, and modules and functions themselves, aside."""
 
     def __init__(self, file: BytesIO, kept: list[Any]) -> None:
         super().__init__(file)
@@ -488,7 +465,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts back what a `_Pickler` kept."""
+    """Puts back what a `_Pickler` kept aside."""
 
     def __init__(self, file: BytesIO, kept: list[Any]) -> None:
         super().__init__(file)

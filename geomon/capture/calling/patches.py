@@ -1,9 +1,9 @@
-"""Patches: switches of the process that a window sets, and gives back.
+"""Patches: process-wide switches that a window sets and restores.
 
 Several windows may be open at once and close in any order, so each patch knows its holders: the
-first one applies it, the last one restores what was there before, unless somebody else has changed
-it since. Ctrl-C may come between any two of these lines: what undoes a change is noted before the
-change is made, and everything can be undone twice.
+first applies it, and the last restores the previous value unless somebody else changed it since.
+Ctrl-C may strike between any two lines, so the undo is recorded before the change is made, and
+undoing twice is safe.
 """
 
 import importlib
@@ -16,21 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Undo = Callable[[Callable[[], Any]], None]  # takes note of what undoes a change
+Undo = Callable[[Callable[[], Any]], None]  # records a function that undoes a change
 
 
 @dataclass(eq=False)
 class _Body:
-    """What holds a patch for the body of a `with`."""
+    """Holder of a patch for the body of a `with`."""
 
     thread: int
 
 
 class Patch:
-    """A change of the process that is made for its first holder and undone for its last.
+    """A process-wide change, made by `apply` for the first holder and undone after the last.
 
-    Args:
-        apply: Makes the change; it is given a function that takes note of what undoes it.
+    `apply` receives a function that records how to undo the change.
     """
 
     def __init__(self, apply: Callable[[Undo], None]) -> None:
@@ -42,25 +41,17 @@ class Patch:
 
     @property
     def holders(self) -> tuple[Any, ...]:
-        """All objects that hold the patch, in the order in which they came."""
+        """All holders, oldest first."""
         return tuple(self._holders)
 
     def hold(self, holder: object) -> None:
-        """Make the change, if it is not made yet, and keep it until the holder releases it.
-
-        Args:
-            holder: Any object.
-        """
+        """Make the change unless it is made, and keep it until this holder releases it."""
         with self._lock:
             self._holders.append(holder)
             self._settle()
 
     def release(self, holder: object) -> None:
-        """Undo the change if nobody else holds it; an object that does not hold it changes nothing.
-
-        Args:
-            holder: The object.
-        """
+        """Undo the change if nobody else holds it; unknown holders are ignored."""
         with self._lock:
             self._holders[:] = [other for other in self._holders if other is not holder]
             if not self._holders:
@@ -78,14 +69,14 @@ class Patch:
             self.release(holder)
 
     def end_bodies(self) -> None:
-        """Undo the change for the bodies of this thread that Ctrl-C has left without their end."""
+        """Release holders of this thread whose body Ctrl-C ended early."""
         for holder in self.holders:
             if isinstance(holder, _Body) and holder.thread == threading.get_ident():
                 self.release(holder)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Undo the change for a while, whoever holds it."""
+        """Undo the change during the body, regardless of holders."""
         token = object()
         try:
             with self._lock:
@@ -107,13 +98,13 @@ class Patch:
 
 
 def replace(undo: Undo, holder: Any, name: str, value: Any) -> None:
-    """Set an attribute until that is undone, if it is still this value then.
+    """Set an attribute, and restore it on undo if it still has this value.
 
     Args:
-        undo: Takes note of what undoes the change.
+        undo: Records the function that undoes the change.
         holder: The object that has the attribute.
         name: Name of the attribute.
-        value: Its value.
+        value: Its new value.
     """
     before = vars(holder)[name]
 
@@ -129,13 +120,13 @@ def replace(undo: Undo, holder: Any, name: str, value: Any) -> None:
 
 
 def _force_eager(undo: Undo) -> None:
-    """Run compiled functions eagerly: with a mode of torch around it, compiled code may raise."""
+    """Run compiled functions eagerly, because compiled code may raise under a torch mode."""
     stances: list[Any] = []
 
     def restore() -> None:
         compiler = getattr(torch._dynamo, "eval_frame", None)
         now = getattr(getattr(compiler, "_stance", None), "stance", _EAGERLY)
-        if stances and now == _EAGERLY:  # nobody has set another one since
+        if stances and now == _EAGERLY:  # nobody has set another stance since
             stances[0].__exit__(None, None, None)
 
     undo(restore)
@@ -149,7 +140,7 @@ _EAGERLY = "force_eager"
 class _ExtraPass:
     """A pass of the monitor's own."""
 
-    records_gradients: bool  # the training, where the pass begins
+    records_gradients: bool  # whether the training did when the pass began
 
 
 _local = threading.local()
@@ -163,7 +154,7 @@ def _passes() -> list[_ExtraPass]:
 
 @contextmanager
 def extra_pass_begun() -> Iterator[None]:
-    """Mark what this thread runs as a pass of the monitor's own, which is no part of training."""
+    """Mark the body as a pass of the monitor's own, not part of training, in this thread."""
     own, passes = _ExtraPass(torch.is_grad_enabled()), _passes()
     try:
         passes.append(own)
@@ -173,31 +164,31 @@ def extra_pass_begun() -> Iterator[None]:
 
 
 def end_extra_passes() -> None:
-    """Take away marks and switches that Ctrl-C has left in this thread."""
+    """Remove marks and switches that Ctrl-C left in this thread."""
     _passes().clear()
     without_fast_path.end_bodies()
 
 
 def in_extra_pass() -> bool:
-    """Whether this thread is running a pass of the monitor's own."""
+    """Whether this thread is in a pass of the monitor's own."""
     return bool(_passes())
 
 
 def records_gradients() -> bool:
-    """Whether the training records gradients here, or where the extra pass that runs has begun."""
+    """Whether the training records gradients here, or did when the current extra pass began."""
     return _passes()[-1].records_gradients if in_extra_pass() else torch.is_grad_enabled()
 
 
 def _forbid_fast_path(undo: Undo) -> None:
-    """Keep `nn.TransformerEncoder` from its fused inference path, which calls no module inside."""
+    """Disable the fused inference path of `nn.TransformerEncoder`, which calls no inner modules."""
     if torch.backends.mha.get_fastpath_enabled():
         undo(lambda: torch.backends.mha.set_fastpath_enabled(True))
         torch.backends.mha.set_fastpath_enabled(False)
 
 
 def _make_subclasses(undo: Undo) -> None:
-    """Let classes of tensors be called: what a mode has seen cannot become one of a subclass."""
-    importlib.import_module("torch._dynamo")  # which any mode does, and which looks at this name
+    """Let tensor classes be called: a tensor that a mode has seen cannot become a subclass."""
+    importlib.import_module("torch._dynamo")  # any mode imports it, and it reads this name
     plain: Any = torch._C.TensorBase.__new__
 
     def make(kind: Any, *args: Any, **kwargs: Any) -> Any:
@@ -217,5 +208,5 @@ def _make_subclasses(undo: Undo) -> None:
 
 
 run_eagerly = Patch(_force_eager)
-subclasses = Patch(_make_subclasses)  # held by what sees operators, and can be suspended
+subclasses = Patch(_make_subclasses)  # held by taps, which can be suspended
 without_fast_path = Patch(_forbid_fast_path)

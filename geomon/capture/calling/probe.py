@@ -1,4 +1,4 @@
-"""Probe: an extra forward pass on fixed inputs, in eval mode, with nothing changed afterwards."""
+"""Probe: an extra forward pass on fixed inputs, in eval mode, that leaves nothing changed."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +16,12 @@ from geomon.capture.unchanged import left_unchanged
 
 
 class ExtraPass(NamedTuple):
-    """What an extra pass has shown beside what the window kept of it.
+    """Result of an extra pass, apart from what the window kept.
 
     Attributes:
-        left_out: Which parts of a batch the model was not given, in words; "" for none.
-        loss: Loss of the pass; None if none was asked for.
-        seconds: Time of the model's call and of the loss, the window's own time included.
+        left_out: Parts of a batch that the model did not receive, in words; "" if none.
+        loss: Loss of the pass, or None if none was requested.
+        seconds: Time of the model's call and of the loss, including the window's own time.
     """
 
     left_out: str
@@ -40,25 +40,26 @@ def extra_pass(
 ) -> ExtraPass:
     """Run the model on inputs under a window.
 
-    The pass runs without autograd (never in inference mode, which poisons cached rotary tables), in
-    eval mode. Modes of torch that the training is in do not see it, whether they count operators
+    The pass runs without autograd (never in inference mode, which poisons cached rotary tables) and
+    in eval mode. Torch modes of the training do not see it, whether they count operators
     (`FlopCounterMode`) or change them. Afterwards the model is as it was (see
     `geomon.capture.unchanged`).
 
     Args:
         model: Any module.
         inputs: A tensor, a dict of keyword arguments, a tuple of arguments, or a function of the
-            model; tensors are moved to the model's device.
-        window: Context manager that is entered around the call of the model alone.
-        around: Where the inputs are a batch of a data loader (see `capture.calling.batch`), the
-            model and the modules in it that hold blocks, outermost first; None for plain inputs.
-        loss: Function of what the model has returned and of the inputs on its device, called after
-            the window and with everything else as in the pass; None for no loss.
-        given: What a function as inputs is called with; None for the model.
+            model. Tensors are moved to the model's device.
+        window: Context manager that is entered around the call of the model only.
+        around: If the inputs are a batch of a data loader (see `capture.calling.batch`), the model
+            and the modules in it that hold blocks, outermost first. Defaults to None, for plain
+            inputs.
+        loss: Function of the model's output and of the inputs on its device, called after the
+            window closes. Defaults to None, for no loss.
+        given: Argument for a function passed as inputs. Defaults to the model.
 
     Raises:
-        TypeError: Nothing in the model can be called on a batch.
-        ValueError: No extra pass may be made on the model (see `left_unchanged`).
+        TypeError: If nothing in the model can be called on a batch.
+        ValueError: If the model cannot run an extra pass (see `left_unchanged`).
     """
     device = next((p.device for p in model.parameters()), "cpu")
     with without_modes(), extra_pass_begun(), without_fast_path.held(), left_unchanged(model):

@@ -1,7 +1,7 @@
-"""Tap: attention seen below autograd, where there are only a few forms of it.
+"""Tap: see attention below autograd, where it takes only a few forms.
 
-One mode of torch, open for the window alone and in its thread alone, sees every operator: fused
-attention by the names in its schema, softmaxes with the products that flowed into them.
+One torch mode, open only during the window and in its thread, sees every operator: fused attention
+by the names in its schema, and softmaxes with the products that flowed into them.
 """
 
 from geomon.capture.tap.columns import Columns, Projection

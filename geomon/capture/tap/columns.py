@@ -1,10 +1,10 @@
-"""Columns: which rows and columns of which projection the elements of a tensor were made of.
+"""Trace the elements of a tensor back to rows and columns of projections.
 
-A projection is a product of tokens with a matrix of weights. What follows it until attention (heads
-taken apart, rotations, norms, copies) keeps each element of the same token and head: so an element
-is traced back through the operators, by where it lies in memory, and neither names of modules nor
-layouts have to be known. From a row of a projection it goes on to the row of the hidden states that
-the block was given. If any part of an element is not traced, the element is not.
+A projection is a product of tokens with a weight matrix. The operators between it and attention
+(splitting heads, rotations, norms, copies) keep each element with its token and head, so elements
+are traced by their place in memory, without names of modules or knowledge of layouts. Rows of a
+projection are traced on to rows of the block's input. An element counts as traced only if all of
+its parts are.
 """
 
 import math
@@ -17,7 +17,7 @@ from torch import Tensor
 
 Integers = NDArray[np.int64]
 
-_UNKNOWN, _ZERO = -1, -2  # instead of the number of a projection
+_UNKNOWN, _ZERO = -1, -2  # instead of the index of a projection
 
 
 class Layout(NamedTuple):
@@ -26,7 +26,7 @@ class Layout(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
-    size: int  # of an element
+    size: int  # bytes of one element
 
     def addresses(self, indices: Integers) -> Integers:
         """Return the addresses of elements, given their indices, [dimensions, elements]."""
@@ -35,14 +35,14 @@ class Layout(NamedTuple):
         return found
 
     def with_dimension(self, dim: int) -> "Layout":
-        """Return the same with one more dimension, of size 1."""
+        """Return the layout with one more dimension, of size 1."""
         return self._replace(
             shape=(*self.shape[:dim], 1, *self.shape[dim:]),
             strides=(*self.strides[:dim], 0, *self.strides[dim:]),
         )
 
     def indices(self, addresses: Integers) -> tuple[Integers, Integers, NDArray[np.bool_]]:
-        """Return the indices of elements, what is left of their addresses, and which are inside."""
+        """Return the indices of elements, remainders of their addresses, and which are inside."""
         rest = addresses - self.offset
         found = np.zeros((len(self.shape), len(addresses)), dtype=np.int64)
         for dim in sorted(range(len(self.shape)), key=self.strides.__getitem__, reverse=True):
@@ -55,29 +55,28 @@ class Layout(NamedTuple):
 
 
 def layout_of(values: Tensor) -> Layout:
-    """Return where the elements of a tensor lie in its storage."""
+    """Return the layout of a tensor in its storage."""
     size = values.element_size()
     strides = tuple(stride * size for stride in values.stride())
     return Layout(values.shape, strides, int(values.storage_offset()) * size, size)
 
 
 class Projection:
-    """What a matrix of weights made of tokens; or the hidden states, of which all others are made.
+    """Product of tokens with weights; or the hidden states that all others are made from.
 
     Args:
         values: The product.
-        features: Its dimensions that count features, from the first; the others count tokens.
-        given: Address and shape of what it was made of; None if that was not seen.
-        source: How what it was made of was itself made, and where its elements lie; None if that is
-            not known.
-        is_input: Whether these are what is followed from the start: the hidden states that a block
-            was given, or what an embedding table returned.
+        features: Dimensions that count features, in order; all others count tokens.
+        given: Address and shape of the projected tensor, or None if it was not seen.
+        source: Origin of the projected tensor, and its layout, or None if unknown.
+        is_input: Whether this is where tracing starts: hidden states that a block received, or the
+            output of an embedding table.
 
     Attributes:
         given: The argument.
         is_input: The argument.
-        first: Number of its first feature among those of all ranks that share out the matrix.
-        inputs: What is followed from the start and its rows may be traced to.
+        first: Index of its first feature on all ranks that share the matrix.
+        inputs: Starting points to which its rows may be traced.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class Projection:
         values: Tensor,
         features: tuple[int, ...],
         given: tuple[int | None, tuple[int, ...]] | None = None,
-        source: "tuple[Made, Layout] | None" = None,
+        source: "tuple[ElementOrigin, Layout] | None" = None,
         *,
         is_input: bool = False,
     ) -> None:
@@ -119,7 +118,7 @@ class Projection:
         return tuple(self._values.shape), self._features
 
     def outline(self, roots: "list[Projection]") -> tuple[Any, ...] | None:
-        """Return all that tracing its rows depends on (see `Made.outline`)."""
+        """Return all that tracing its rows depends on (see `ElementOrigin.outline`)."""
         source = self._source if self.inputs else None
         inner = None if source is None else source[0].outline(roots)
         if source is not None and inner is None:
@@ -127,18 +126,18 @@ class Projection:
         return *self.sizes, self.is_input, source and source[1], inner
 
     def trace_rows(self, rows: Integers, start: "Projection | None" = None) -> Integers:
-        """Return the rows that some rows were made of, of what is followed; -1 if not known."""
+        """Trace rows to rows of a starting point; -1 if unknown."""
         if self.is_input or not self.inputs or self._source is None:
             return rows if self.is_input else np.full_like(rows, _UNKNOWN)
         made, layout = self._source
         return made.trace_rows(layout, rows, start)
 
     def keep(self) -> None:
-        """Copy the product: it is about to be changed in place."""
+        """Copy the product, because it is about to be changed in place."""
         self._values = self._values.detach().clone()
 
     def places(self, indices: Integers) -> tuple[Integers, Integers]:
-        """Return the number of the token and of the feature of elements, given their indices."""
+        """Return the token index and feature index of elements, given their indices."""
         shape = self._values.shape
 
         def number(dims: tuple[int, ...]) -> Integers:
@@ -151,25 +150,24 @@ class Projection:
 
     @property
     def by_token(self) -> tuple[Tensor, int]:
-        """The product with the dimensions of its tokens first, and how many these are."""
+        """The product with its token dimensions first, and the number of these dimensions."""
         return self._values.permute(*self._tokens, *self._features), len(self._tokens)
 
 
-class Piece(NamedTuple):
-    """A part of a tensor that holds elements of another one.
+class SourceSlice(NamedTuple):
+    """A region of a tensor whose elements come from another tensor.
 
     Attributes:
-        made: How the other one was made.
-        layout: Where its elements lie, with as many dimensions as the tensor.
-        start: Index of its first element in the tensor, by dimension; None if it covers all of
-            it, repeated along dimensions in which it is shorter.
-        chosen: A dimension, and which indices were taken of each of the other tensor's dimensions
-            from that one on, all of one shape, which stands in their place; None for all.
-        where: Which elements of the tensor are its own, as a tensor that can be expanded to it;
-            None for all.
+        made: Origin of the other tensor's elements.
+        layout: Layout of the other tensor, with as many dimensions as this one.
+        start: First index of the region, by dimension; None if it covers the whole tensor, repeated
+            along dimensions where it is shorter.
+        chosen: A dimension and index tensors of equal shape that select elements of the other
+            tensor from that dimension on, as in advanced indexing; None if all are selected.
+        where: Boolean mask of the region, expandable to the tensor; None for the whole tensor.
     """
 
-    made: "Made"
+    made: "ElementOrigin"
     layout: Layout
     start: tuple[int, ...] | None = None
     chosen: tuple[int, tuple[Tensor, ...]] | None = None
@@ -194,46 +192,46 @@ class Piece(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """Where elements come from: projection, or `_UNKNOWN` or `_ZERO`; token and feature of each."""
+    """Origin of each element: projection (or `_UNKNOWN` or `_ZERO`), token and feature."""
 
     projection: Integers
     row: Integers
     column: Integers
 
 
-class Made:
+class ElementOrigin:
     """How the elements of a storage were made.
 
     Args:
-        out: Where they lie.
-        pieces: What they hold elements of; where these overlap (sums), the first ones count.
-        projection: What they are themselves, instead.
-        before: How the rest of the storage was made.
-        pads: Whether what is of no piece is zero.
-        mixes: Whether an element is made of several numbers of its token, so that it has no column.
-        moves: Whether elements may be of another token than those at their place in the pieces.
+        out: Layout of the elements.
+        pieces: Regions that come from other tensors; in an overlap (a sum), the first one counts.
+        projection: The projection that the elements are, instead of pieces.
+        before: Origin of the rest of the storage.
+        pads: Whether elements outside all pieces are zero.
+        mixes: Whether an element combines several numbers of its token, and so lacks a column.
+        moves: Whether elements may belong to a different token than those at their place in pieces.
 
     Attributes:
         out: The argument.
         projection: The argument.
         mixes: The argument.
-        roots: Projections that they come from.
-        inputs: What is followed from the start and rows may be traced to.
+        roots: Projections that the elements come from.
+        inputs: Starting points to which rows may be traced.
     """
 
     def __init__(
         self,
         out: Layout,
-        pieces: Sequence[Piece] = (),
+        pieces: Sequence[SourceSlice] = (),
         projection: Projection | None = None,
-        before: "Made | None" = None,
+        before: "ElementOrigin | None" = None,
         *,
         pads: bool = False,
         mixes: bool = False,
         moves: bool = False,
     ) -> None:
         self.out = out
-        if mixes:  # of several that may tell the row, those that lead to the start go first
+        if mixes:  # pieces that lead to the start tell the row, so they come first
             pieces = sorted(pieces, key=lambda piece: not piece.made.inputs)
         self._pieces, self._before, self._pads = pieces, before, pads
         self.mixes, self._moves = mixes, moves
@@ -244,10 +242,9 @@ class Made:
         self.inputs = frozenset[Projection]().union(*(root.inputs for root in self.roots))
 
     def outline(self, roots: list[Projection]) -> tuple[Any, ...] | None:
-        """Return all that tracing depends on, for a key; None if indices chose elements.
+        """Return all that tracing depends on, as a key; None if indices chose elements.
 
-        Args:
-            roots: Projections, to which those that are met are added; numbers stand for them.
+        Projections are represented by their index in `roots`, to which new ones are appended.
         """
         parts: list[Any] = [self.out, self._pads, self.mixes, self._moves]
         if self.projection is not None:
@@ -278,14 +275,11 @@ class Made:
         of_rows: bool = False,
         start: Projection | None = None,
     ) -> Traced:
-        """Return where elements come from.
+        """Return the origin of the elements at some addresses in the storage.
 
-        Args:
-            addresses: Their addresses in the storage.
-            known: Projections, to which those that are met are added.
-            second: Whether sums are followed to the last of what was added, not to the first.
-            of_rows: Whether rows are asked for, and not columns.
-            start: Of what is followed, that which rows are traced to; None for all.
+        New projections are appended to `known`. `second` follows sums to their last summand, not
+        the first; `of_rows` asks for rows, not columns; `start` restricts tracing to one starting
+        point.
         """
         found = Traced(*np.full((3, len(addresses)), _UNKNOWN, dtype=np.int64))
         indices, rest, inside = self.out.indices(addresses)
@@ -298,17 +292,17 @@ class Made:
         if start is not None:
             pieces = [piece for piece in pieces if start in piece.made.inputs]
         for piece in pieces[::-1] if second else pieces:
-            entered, fits = piece.enter(indices)
+            inner, fits = piece.enter(indices)
             here = inside & (found.projection == _UNKNOWN)
             here = here if fits is None else here & fits
             if here.any():
-                inner = piece.layout.addresses(entered[:, here])
-                scaled = rest[here] * piece.layout.size // self.out.size  # in a complex number
+                places = piece.layout.addresses(inner[:, here])
+                scaled = rest[here] * piece.layout.size // self.out.size  # inside complex numbers
                 _assign(
                     found,
                     here,
                     piece.made.trace(
-                        inner + scaled, known, second=second, of_rows=of_rows, start=start
+                        places + scaled, known, second=second, of_rows=of_rows, start=start
                     ),
                 )
         if self._pads:
@@ -326,7 +320,7 @@ class Made:
     def trace_rows(
         self, layout: Layout, rows: Integers, start: Projection | None = None
     ) -> Integers:
-        """Return the rows that some rows were made of, of what is followed; -1 if not known."""
+        """Trace rows of a layout to rows of a starting point; -1 if unknown."""
         found = np.full_like(rows, _UNKNOWN)
         known: list[Projection] = []
         indices = np.stack([*np.unravel_index(rows, layout.shape[:-1]), 0 * rows])
@@ -343,22 +337,21 @@ def _assign(found: Traced, here: NDArray[np.bool_], others: Traced) -> None:
 
 
 class Columns(NamedTuple):
-    """The columns of projections that the heads of queries or keys are made of.
+    """The columns of projections that make up the heads of queries or keys.
 
-    Tokens that are projected by the same weights are a *kind*: there is more than one if a model
-    has weights of their own for the tokens of an image, say.
+    Tokens that are projected by the same weights form a *kind*. A model that has separate weights
+    for image tokens, for example, has two.
 
     Attributes:
         projections: The projections.
-        which: Which of them each number of a head comes from, [kinds, heads, width].
-        columns: Which of its columns, [kinds, heads, width].
-        kinds: The kind of each token, [sequences, tokens]; -1 for one whose source is not known: it
-            was kept in a cache, or is learned.
+        which: Projection of each number of a head, [kinds, heads, width].
+        columns: Column of each number of a head in its projection, [kinds, heads, width].
+        kinds: Kind of each token, [sequences, tokens]; -1 if its source is unknown because it comes
+            from a cache or is learned.
         rows: Row of each token in each projection, [projections, sequences, tokens]; -1 if it has
-            none there.
-        tokens: Row of each token in the hidden states that the block was given, [sequences,
-            tokens]; -1 for one that is none of them, and None if that is all of them, or if two are
-            of one row.
+            none.
+        tokens: Row of each token in the block's input, [sequences, tokens], or -1 if it is not one
+            of them. None if no token is one of them, or if two share a row.
     """
 
     projections: tuple[Projection, ...]
@@ -370,13 +363,13 @@ class Columns(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Number of the first feature of each head among those of all ranks."""
+        """Index of the first feature of each head, counted over all ranks."""
         firsts = np.array([projection.first for projection in self.projections], dtype=np.int64)
         return tuple(map(int, firsts[self.which[0, :, 0]] + self.columns[0, :, 0]))
 
     @property
     def repeats(self) -> int:
-        """How many heads in a row are the same, if that is the same number for all; else 1."""
+        """How many times in a row each head is repeated, if equal for all heads; else 1."""
         once = self.distinct()
         count = self.which.shape[1] // once.which.shape[1]
         same = (np.array_equal(own, each.repeat(count, axis=1)) for own, each in
@@ -384,7 +377,7 @@ class Columns(NamedTuple):
         return count if all(same) else 1
 
     def distinct(self) -> "Columns":
-        """Return those of the heads that differ, in the order of the first of each."""
+        """Return the heads without repetitions, in order of first occurrence."""
         every = np.concatenate([self.which, self.columns], axis=2).swapaxes(0, 1)
         heads: dict[bytes, int] = {}  # np.unique takes ten times as long
         for number, head in enumerate(every):
@@ -393,10 +386,10 @@ class Columns(NamedTuple):
         return self._replace(which=self.which[:, firsts], columns=self.columns[:, firsts])
 
 
-def find_columns(made: Made, values: Tensor) -> Columns | None:
-    """Find the columns of projections that heads are made of; of blocks that are alike, once.
+def find_columns(made: ElementOrigin, values: Tensor) -> Columns | None:
+    """Find the columns of projections that make up heads, or None if some source is unknown.
 
-    None if there are others whose source is not known.
+    The result is remembered for blocks that are alike.
     """
     roots: list[Projection] = []
     outline = made.outline(roots)
@@ -412,14 +405,8 @@ def find_columns(made: Made, values: Tensor) -> Columns | None:
     return found and found._replace(projections=tuple(roots[number] for number in order))
 
 
-def find_rows(made: Made, values: Tensor, start: Projection) -> Integers:
-    """Find the row of `start` that each row of a tensor is of; -1 if it is of none.
-
-    Args:
-        made: How the storage of the tensor was made.
-        values: The tensor, [..., width].
-        start: One of `made.inputs`.
-    """
+def find_rows(made: ElementOrigin, values: Tensor, start: Projection) -> Integers:
+    """Find the row of `start` behind each row of a tensor, [..., width]; -1 if there is none."""
     roots: list[Projection] = []
     outline, layout = made.outline(roots), layout_of(values)
     rows = np.arange(math.prod(values.shape[:-1]))
@@ -429,8 +416,7 @@ def find_rows(made: Made, values: Tensor, start: Projection) -> Integers:
     return _remembered(key, lambda: made.trace_rows(layout, rows, start))
 
 
-# What was traced in passes before, by all that it depends on: without the projections, of which
-# numbers among those that were met are kept.
+# Results of earlier tracing, by all that they depend on. Projections are replaced by their indices.
 _FOUND: dict[Any, Any] = {}
 _MOST_FOUND = 16
 
@@ -444,11 +430,11 @@ def _remembered(key: Any, find: Callable[[], Any]) -> Any:
     return _FOUND[key]
 
 
-# More kinds of tokens than this are no kinds: each token has its own weights (experts, say).
+# With more kinds than this, each token has its own weights (experts, for example).
 _MOST_KINDS = 8
 
 
-def _find_columns(made: Made, values: Tensor) -> Columns | None:
+def _find_columns(made: ElementOrigin, values: Tensor) -> Columns | None:
     """Trace both ends of every token, and all numbers of one token of each kind."""
     sequences, heads, length, _ = values.shape
     layout, known = layout_of(values), list[Projection]()
@@ -469,7 +455,7 @@ def _find_columns(made: Made, values: Tensor) -> Columns | None:
     if not 0 < len(kinds) <= _MOST_KINDS:
         return None
     members = [every[kind_of == kind] for kind in kinds]
-    picked = not np.array_equal(ends[0].row, ends[1].row)  # each head has tokens of its own
+    picked = not np.array_equal(ends[0].row, ends[1].row)  # heads differ in their tokens
     if picked and (len(kinds) > 1 or any(root.rows != every.size for root in known)):
         return None
     middle = [own[len(own) // 2] for own in members]
@@ -499,9 +485,9 @@ def _find_columns(made: Made, values: Tensor) -> Columns | None:
 
 
 def _columns_of(
-    made: Made, layout: Layout, sequence: int, token: int, known: list[Projection]
+    made: ElementOrigin, layout: Layout, sequence: int, token: int, known: list[Projection]
 ) -> Integers | None:
-    """Find projection and column of each number of the heads of a token, [heads, width, 2]."""
+    """Find projection and column of each number of a token's heads, [heads, width, 2]."""
     heads, width = layout.shape[1], layout.shape[3]
     head, place = (each.ravel() for each in np.indices((heads, width)))
     at = np.stack([0 * head + sequence, head, 0 * head + token, place])
@@ -513,7 +499,7 @@ def _columns_of(
     if not kept or (which[:, :kept] < 0).any():
         return None
     of = [known[root] for root in np.unique(which[:, :kept])]
-    # Hidden states are no projection, and heads are of the same tokens.
+    # Hidden states are not a projection, and all heads must have the same tokens.
     if any(root.is_input for root in of) or len({root.rows for root in of}) > 1:
         return None
     pairs = pairs[:, :kept].copy()
@@ -528,9 +514,9 @@ def _columns_of(
 
 
 def _make_distinct(pairs: Integers, others: Integers) -> bool:
-    """Give each number of a head a column of its own; say whether that was possible.
+    """Give each number of a head a different column; return whether that was possible.
 
-    A rotation makes two numbers of the same two: which of them comes from which is a choice.
+    A rotation makes two numbers from the same two columns, so either assignment is valid.
     """
     for head, other in zip(pairs, others, strict=True):
         taken = set[tuple[int, int]]()

@@ -1,6 +1,6 @@
-"""Mode: what sees the operators of a window's thread.
+"""A torch mode that sees the operators of a window's thread.
 
-A mode of torch stands below autograd and replaces nothing: each operator runs as it was called.
+It works below autograd and replaces nothing: each operator runs as it was called.
 """
 
 import functools
@@ -20,30 +20,26 @@ from geomon.capture.tap.provenance import Provenance, Stream
 
 
 class TapObserver(Protocol):
-    """An object that is notified of attention. Nothing that it raises reaches the model."""
+    """An object that is notified of attention; none of its errors reach the model."""
 
     def following(self) -> Provenance | Stream | None:
-        """Return what follows tensors: of the block that is running, or between blocks; or None."""
+        """Return the object that follows tensors, in or between blocks, or None."""
 
     def on_fused(self, route: str, given: dict[str, Any]) -> None:
-        """Take a call of a fused attention operator."""
+        """Handle a call of a fused attention operator."""
 
     def on_softmax(self, scores: Tensor, dim: int, *, logarithm: bool) -> None:
-        """Take a softmax."""
+        """Handle a softmax."""
 
     def on_choice(self, scores: Tensor, chosen: Tensor) -> None:
-        """Take a choice of the largest entries (`topk`)."""
+        """Handle a choice of the largest entries (`topk`)."""
 
     def on_failure(self, error: Exception) -> None:
-        """Take an error of geomon's own, met while a call was looked at."""
+        """Handle one of geomon's own errors, raised while looking at a call."""
 
 
 class Tap(dispatch.TorchDispatchMode):
-    """Notifies an observer of the attention of its thread.
-
-    Args:
-        observer: The observer.
-    """
+    """Notifies an observer of the attention in its thread."""
 
     supports_higher_order_operators = True  # flex attention
 
@@ -57,8 +53,8 @@ class Tap(dispatch.TorchDispatchMode):
     def seeing(self) -> Iterator[None]:
         """See the operators of the body, in the thread that made the tap; bodies may be nested.
 
-        The mode stays inside the call that it is opened for: what surrounds that call (compiled
-        code, say) keeps the state of torch's dispatcher, and puts it back.
+        The mode stays inside the call that it is opened for, because code around the call (compiled
+        code, for example) saves and restores the state of torch's dispatcher.
         """
         if self._open or self._observer is None or threading.get_ident() != self._thread:
             yield
@@ -72,7 +68,7 @@ class Tap(dispatch.TorchDispatchMode):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Take the mode away for a while: compiled code runs as compiled without modes alone."""
+        """Remove the mode for a while, because compiled code runs compiled only without modes."""
         if not self._open or threading.get_ident() != self._thread:
             yield
             return
@@ -88,7 +84,7 @@ class Tap(dispatch.TorchDispatchMode):
         self._observer = None
 
     def _leave(self) -> None:
-        """Take the mode from the stack, from under others that Ctrl-C has left there."""
+        """Remove the mode from the stack, even from below modes that Ctrl-C left there."""
         top, pop, push = private.top_mode, private.pop_mode, private.push_mode
         if top is None or pop is None or push is None:
             self._open = False
@@ -106,14 +102,14 @@ class Tap(dispatch.TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Let an operator run; see it if it is one of attention."""
+        """Run an operator, and show it to the observer if it belongs to attention."""
         kwargs = kwargs or {}
         observer = self._observer
         # Recomputation in a backward pass was seen before.
         if observer is None or private.graph_task() != -1:
             return func(*args, **kwargs)
         if torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
-            with self:  # there, composite operators come as they were called
+            with self:  # in inference mode, composite operators arrive undecomposed
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -135,7 +131,7 @@ class Tap(dispatch.TorchDispatchMode):
         try:
             if kind == "choice":
                 observer.on_choice(args[0], result[1])
-            if followed is not None:  # of DTensors the parts on this rank are followed
+            if followed is not None:  # follow this rank's parts of DTensors
                 starts: dict[int, tuple[int, ...]] = {}
                 own = [args, kwargs, result]
                 own = _on_this_rank(own, starts) if types else own
@@ -146,7 +142,7 @@ class Tap(dispatch.TorchDispatchMode):
 
 
 def _on_this_rank(values: Any, starts: dict[int, tuple[int, ...]]) -> Any:
-    """Replace tensors that are wrapped by what is on this rank of them, also in containers."""
+    """Replace wrapped tensors, also in containers, by this rank's part of them."""
     if isinstance(values, Tensor):
         part = followed_part(values)
         if is_sharded(values):
@@ -167,16 +163,16 @@ _FLEX = (
 
 
 class _Kind(NamedTuple):
-    """What an operator is."""
+    """Kind and name of an operator."""
 
     kind: str  # "softmax", the route of a fused attention, "choice", or "other"
-    name: str  # "" where it is not known what becomes of its arguments' elements
-    names: tuple[str, ...]  # of its arguments
-    writes: tuple[str, ...]  # of those that it changes
-    keeps_places: bool = False  # whether what it returns has no numbers of one place at another
+    name: str  # "" if it is unknown how results are made from the arguments
+    names: tuple[str, ...]  # names of its arguments
+    writes: tuple[str, ...]  # names of arguments that it changes
+    keeps_places: bool = False  # whether results only use numbers at the same place
 
 
-# Operators that keep places without being said to work on each number alone.
+# Operators that keep places although torch does not tag them as pointwise.
 _KEEPING_PLACES = (
     "native_layer_norm", "_fused_rms_norm", "native_dropout", "clone", "_to_copy", "copy_",
     "native_batch_norm", "_native_batch_norm_legit", "repeat",

@@ -1,9 +1,9 @@
-"""Provenance: which products of queries and keys flowed into a tensor, whatever came between.
+"""Follow which products of queries and keys flowed into a tensor, whatever came between.
 
-Tensors are known by their storage, so views need no rule. A tensor is followed where it was made of
-what a block was given; weights are not, so a product of two followed tensors is one of queries and
-keys, or of weights of attention and values, and a product of one with weights is a projection.
-Nothing is computed and nothing is copied.
+Tensors are identified by storage, so views need no rule. A tensor is followed if it was made from a
+block's input; weights are not. A product of two followed tensors is therefore queries times keys,
+or attention weights times values, and a product of one with weights is a projection. Nothing is
+computed or copied.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,43 +18,43 @@ from geomon.capture.modes import unseen
 from geomon.capture.storage import followed_part, storage_of
 from geomon.capture.tap.columns import (
     Columns,
+    ElementOrigin,
     Layout,
-    Made,
-    Piece,
     Projection,
+    SourceSlice,
     find_columns,
     find_rows,
     layout_of,
 )
 
-# Operators have the names of those that write into a new tensor: "add" stands for "add_" as well.
+# Operators are named without a trailing underscore: "add" includes "add_".
 
-# Matrix products by operator: where their factors stand, behind a summand.
+# Position of the first factor among the arguments of matrix products.
 _FACTORS = {"bmm": 0, "mm": 0, "baddbmm": 1, "addmm": 1}
-# Operators that do nothing but multiply by a number.
+# Operators that only multiply by a number.
 _SCALINGS = {"mul": 1, "div": -1}
 _COPIES = ("clone", "_to_copy")
-# Operators that add to scores, hide some or join more: what they were multiplied by stays.
+# Operators that add to scores, hide some or join more, but keep their factor.
 _KEEPING = (
     "add", "sub", "masked_fill", "where", "copy", "cat", "maximum", "constant_pad_nd", "index",
 )  # fmt: skip
-# Operators after which weights are still those of the softmax: dropout, masks, other types.
+# Operators that keep the softmax weights: dropout, masks, type conversion.
 _KEEPING_WEIGHTS = (
     "clone", "_to_copy", "copy", "native_dropout", "mul", "div", "masked_fill", "where", "cat",
     "index", "index_select", "constant_pad_nd", "nan_to_num", "repeat",
 )  # fmt: skip
-# Operators after which an element is not what it was made of at the same place.
+# Operators whose elements are not made from those at the same place.
 _MIXING = ("_softmax", "_log_softmax", "cumsum", "sort", "gather", "scatter")
 
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A product of two tensors that were both made of tokens; each is itself alone.
+    """A product of two tensors that were both made from tokens; compared by identity.
 
     Attributes:
-        left: The left factor, [..., rows, width]: queries, if it becomes scores.
-        right: The right factor, [..., width, columns]: keys, if it becomes scores.
-        factor: What both factors were multiplied by before, where that is the same number.
+        left: The left factor, [..., rows, width]: queries, if the product becomes scores.
+        right: The right factor, [..., width, columns]: keys, if the product becomes scores.
+        factor: Number by which both factors were multiplied beforehand, if equal. Defaults to 1.0.
     """
 
     left: Tensor
@@ -69,26 +69,29 @@ class Product:
 
 @dataclass
 class AttentionWeights:
-    """What becomes of the weights that a softmax made.
+    """Softmax weights, followed until they are multiplied with values.
 
     Attributes:
-        changed: Whether values are mixed by what was made of them, and not by themselves.
+        changed: Whether they were changed before they were multiplied with values.
     """
 
     changed: bool = False
 
 
 class _Tags(NamedTuple):
-    """What is known of a storage.
+    """Known facts about a storage.
 
-    Products in it, what these were multiplied by since, how its elements were made, whether they
-    depend on the hidden states that the block was given, and not on other arguments alone, and the
-    weights in it, with whether these were changed.
+    Attributes:
+        products: Products that flowed into it.
+        factor: Number by which the products were multiplied since, or None if unknown.
+        made: Origin of its elements.
+        of_tokens: Whether it depends on the block's hidden states, not only on other arguments.
+        weights: Softmax weights in it, and whether they were changed.
     """
 
     products: tuple[Product, ...] = ()
     factor: float | None = 1.0
-    made: Made | None = None
+    made: ElementOrigin | None = None
     of_tokens: bool = False
     weights: tuple[AttentionWeights, bool] | None = None
 
@@ -97,41 +100,41 @@ _TOKENS = _Tags()
 
 
 class Stream:
-    """Follows tensors through what stands outside of blocks.
+    """Follows tensors outside of blocks.
 
-    It follows what the last block was given and has returned, so that a sum which the model makes
-    outside of the blocks is told from a stream that begins anew. It follows what embedding tables
-    returned, so that the tokens that enter a block are known.
+    It follows the last block's input and output, to distinguish a sum that the model makes outside
+    of the blocks from a new stream. It also follows the outputs of embedding tables, to identify
+    the tokens that enter a block.
     """
 
     def __init__(self) -> None:
         self._origins: dict[int, frozenset[str]] = {}
         self._embedded = Provenance()
-        self._tables: dict[int, Projection] = {}  # what each call of a table returned
-        # Takes the weight, the integers and the result of an operator that looks rows up.
+        self._tables: dict[int, Projection] = {}  # output of each call of a table
+        # Called with the weight, the integers and the result of a lookup operator.
         self.on_lookup: Callable[[Tensor, Tensor, Tensor], None] | None = None
-        self._alive: dict[int, StorageWeakRef] = {}  # storages that were followed from these
+        self._alive: dict[int, StorageWeakRef] = {}  # storages made from these outputs
 
     def take_table(self, number: int, output: Tensor) -> None:
-        """Follow what an embedding table returned."""
+        """Follow the output of an embedding table."""
         root = self._embedded.begin_at(output)
         if root is not None:
             self._tables[number] = root
             self._keep_track([output])
 
     def rows_of(self, hidden: Tensor) -> dict[int, Tensor]:
-        """Trace hidden states to what calls of embedding tables returned.
+        """Trace hidden states to the outputs of embedding tables.
 
         Args:
             hidden: Hidden states, [..., width].
 
         Returns:
-            The row that each row of hidden states is of, by the number of the call; -1 if it is of
-            none. Calls that the hidden states were not made of are left out.
+            By number of the call, the row of its output behind each row of hidden states, or -1.
+            Calls that did not contribute are left out.
         """
         made = self._embedded.made_of(hidden)
         place = storage_of(hidden)
-        # Blocks are not followed: memory that was free since may hold what they have made.
+        # Blocks are not followed, so memory freed since may hold their results.
         if made is None or place not in self._alive or self._alive[place].expired():
             return {}
         return {
@@ -147,11 +150,11 @@ class Stream:
                 self._alive[place] = StorageWeakRef(followed_part(tensor).untyped_storage())
 
     def start(self, given: Tensor | None, returned: Tensor) -> None:
-        """Follow what a block was given, if that is known, and what it has returned; nothing else.
+        """Follow a block's input, if known, and its output, and nothing else.
 
         Args:
-            given: The hidden states that it was given.
-            returned: Those that it returned.
+            given: The hidden states that entered the block.
+            returned: The hidden states that it returned.
         """
         places = {"given": given, "returned": returned}
         known = {name: storage_of(x) for name, x in places.items() if x is not None}
@@ -160,7 +163,7 @@ class Stream:
         }
 
     def origins(self, values: Tensor) -> frozenset[str]:
-        """Say which of the two a tensor was made of."""
+        """Return which of the two ("given", "returned") a tensor was made from."""
         return self._origins.get(storage_of(values) or 0, frozenset())
 
     def forget(self) -> None:
@@ -184,7 +187,7 @@ class Stream:
         *,
         keeps_places: bool = True,
     ) -> None:
-        """Follow tensors of floating-point numbers through one operator (see `Provenance`)."""
+        """Follow floating-point tensors through one operator (see `Provenance`)."""
         if self._tables:
             self._embedded.follow(name, args, kwargs, out, starts, keeps_places=keeps_places)
             self._keep_track(tensors_in((out,)))
@@ -203,23 +206,17 @@ class Stream:
 
 
 class Provenance:
-    """Follows what a block was given through the operators of its call."""
+    """Follows a block's input through the operators of its call."""
 
     def __init__(self) -> None:
         self._tags: dict[int, _Tags] = {}
-        # Of the operator that is followed.
+        # State of the operator that is being followed.
         self._starts: Mapping[int, tuple[int, ...]] = {}
         self._moves = False
-        self._expected: AttentionWeights | None = None  # of the softmax that comes next
+        self._expected: AttentionWeights | None = None  # to be made by the next softmax
 
     def start(self, values: Iterable[Any], hidden: Tensor | None = None) -> None:
-        """Follow tensors; those in lists, tuples and dicts too.
-
-        Args:
-            values: Arguments of a block.
-            hidden: The hidden states among them, with the width last; None if they are not known,
-                or if some of them are on other ranks.
-        """
+        """Follow the tensors in a block's arguments, and the rows of `hidden` if given."""
         for tensor in tensors_in(values):
             if tensor.is_floating_point() and (place := storage_of(tensor)) is not None:
                 self._tags.setdefault(place, _TOKENS)
@@ -227,70 +224,44 @@ class Provenance:
             self.begin_at(hidden)
 
     def begin_at(self, values: Tensor) -> Projection | None:
-        """Trace rows back to those of a tensor; None if it has no memory of its own."""
+        """Trace rows back to this tensor; returns None for a tensor without memory of its own."""
         place = storage_of(values)
         if place is None:
             return None
         root = Projection(values, (-1,), is_input=True)
-        self._tags[place] = _Tags(made=Made(layout_of(values), projection=root), of_tokens=True)
+        self._tags[place] = _Tags(
+            made=ElementOrigin(layout_of(values), projection=root), of_tokens=True
+        )
         return root
 
-    def made_of(self, values: Tensor) -> Made | None:
-        """Return how a tensor was made; None if that is not known."""
+    def made_of(self, values: Tensor) -> ElementOrigin | None:
+        """Return how a tensor was made, or None if that is unknown."""
         return self._of(values).made
 
     def products(self, values: Tensor) -> tuple[Product, ...]:
-        """Return the products that flowed into a tensor.
-
-        Args:
-            values: Any tensor.
-        """
+        """Return the products that flowed into a tensor."""
         return self._of(values).products
 
     def scale(self, values: Tensor) -> float | None:
-        """Return what the product that flowed into a tensor was multiplied by.
-
-        Args:
-            values: Any tensor.
-
-        Returns:
-            The number; None if it was multiplied by tensors, or changed in another way.
-        """
+        """Return the factor from a product to this tensor; None if it is not a known number."""
         return self._of(values).factor
 
     def expect(self, weights: AttentionWeights) -> None:
-        """Follow what the next softmax makes.
-
-        Args:
-            weights: Takes note of what becomes of it.
-        """
+        """Record in `weights` what becomes of the next softmax's result."""
         self._expected = weights
 
     def columns(self, heads: Tensor) -> Columns | None:
-        """Return the columns of projections that queries or keys were made of.
-
-        Args:
-            heads: [sequences, heads, places, head width].
-
-        Returns:
-            The columns; None if some of these numbers were made in another way.
-        """
+        """Return the projection columns behind heads, [sequences, heads, places, head width]."""
         made = self._of(heads).made
         return None if made is None else find_columns(made, heads)
 
     def token_counts(self, values: Tensor) -> list[int]:
-        """List how many tokens the projections have that a tensor was made of."""
+        """List the token counts of the projections that a tensor was made from."""
         made = self._of(values).made
         return sorted({x.rows for x in made.roots if not x.is_input}) if made is not None else []
 
     def projected(self, output: Tensor, given: Tensor, first: int = 0) -> None:
-        """Follow the output of a module as a projection, unless the module was given one (a norm).
-
-        Args:
-            output: Output of a module that may project, [..., width].
-            given: What it was given.
-            first: Number of its first feature among those of all ranks.
-        """
+        """Follow a module's output as a projection, unless its input already was one (a norm)."""
         made, before = self._of(output).made, self._of(given).made
         found = None if made is None else made.projection
         if found is None or found.width != output.shape[-1] or found.is_input:
@@ -309,11 +280,11 @@ class Provenance:
         found.first = first
 
     def forget(self) -> None:
-        """Follow nothing; what was kept alive is freed."""
+        """Follow nothing, and free what was kept alive."""
         self._tags.clear()
 
     def before_write(self, name: str, written: Iterable[Any], args: tuple[Any, ...]) -> None:
-        """Keep projections that an operator is about to change in place."""
+        """Copy projections that an operator is about to change in place."""
         for values in tensors_in(written):
             made = self._of(values).made
             projection = None if made is None else made.projection
@@ -338,14 +309,8 @@ class Provenance:
     ) -> None:
         """Follow tensors through one operator.
 
-        Args:
-            name: Name of the operator, without its overload.
-            args: Positional arguments.
-            kwargs: Arguments by name.
-            out: What it returned.
-            starts: First index of the parts of sharded tensors among these, by dimension, by their
-                address.
-            keeps_places: Whether what it returns has no numbers of one place at another.
+        `starts` gives, by tensor id, the first index of shards by dimension; `keeps_places` says
+        whether results only use numbers at the same place.
         """
         self._starts, name, self._moves = starts, name.removesuffix("_"), not keeps_places
         given = tensors_in(args)
@@ -355,9 +320,9 @@ class Provenance:
         known = [tags for place in places if (tags := self._tags.get(place)) is not None]
         results = [(x, place) for x in tensors_in((out,)) if (place := storage_of(x)) is not None]
         outputs = [place for _, place in results]
-        for place in {*outputs} - {*places}:  # what lay there before is gone
+        for place in {*outputs} - {*places}:  # earlier contents are gone
             self._tags.pop(place, None)
-        if not known or name.endswith("_like"):  # of which nothing but the shape is taken
+        if not known or name.endswith("_like"):  # uses only the shape
             return
         if outputs == places:  # a view, or a change in place
             if name in _SCALINGS:
@@ -388,7 +353,7 @@ class Provenance:
         return storage_of(values) in self._tags
 
     def _weights(self, name: str, known: Sequence[_Tags]) -> tuple[AttentionWeights, bool] | None:
-        """Say whether what an operator returned is weights of attention, and whether changed."""
+        """Return the attention weights in an operator's result, and whether they were changed."""
         if name == "_softmax" and self._expected is not None:
             weights, self._expected = self._expected, None
             return weights, False
@@ -405,7 +370,7 @@ class Provenance:
         return values.is_floating_point() and self._of(values).of_tokens
 
     def _multiplied(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], at: int) -> _Tags:
-        """Return the tags of a product: a product of weights holds none."""
+        """Return the tags of a matrix product; a product with weights is not a query-key one."""
         summand = self._of(args[0]) if at else _TOKENS
         left, right = args[at : at + 2]
         if not self._is_followed(left) or not self._is_followed(right):
@@ -419,12 +384,12 @@ class Provenance:
 
     def _made(
         self, name: str, args: tuple[Any, ...], given: list[Tensor], out: Tensor, place: int
-    ) -> Made | None:
-        """Say how the elements of what an operator returned were made; None if it is unknown."""
+    ) -> ElementOrigin | None:
+        """Return the origin of an operator's result, or None if it is unknown."""
         layout = layout_of(out)
         if name in _FACTORS:
             return self._made_by_product(args[_FACTORS[name] :], out)
-        if "mm" in name or name.endswith("linear"):  # of other types of numbers
+        if "mm" in name or name.endswith("linear"):  # other number formats
             return self._projection(out, (-1,), args[0]) if self._is_followed(args[0]) else None
         if name in _MIXING or not name:
             return None
@@ -440,20 +405,22 @@ class Provenance:
                 return before
             if not changed.mixes and not (self._moves and any(map(self._is_of_tokens, others))):
                 return before
-            return Made(layout, [Piece(before, layout)], before=before, mixes=True)
+            return ElementOrigin(layout, [SourceSlice(before, layout)], before=before, mixes=True)
         if name == "convolution":
             if args[8] != args[0].shape[1]:  # groups
                 return self._projection(out, (1,), args[0])
             made = self._of(args[0]).made  # a filter for each channel
             if made is None:
                 return None
-            # Places that were joined before the tokens are seen by the first of them.
+            # Padding before the tokens is seen by the first of them.
             shift = [own - other for own, other in zip(out.shape, args[0].shape, strict=True)][2:]
             is_short = any(size > 0 for size in shift) or any(step != 1 for step in args[3])
             start = (0, 0, *shift)
-            return Made(layout, [Piece(made, layout_of(args[0]), start)], moves=is_short)
+            return ElementOrigin(
+                layout, [SourceSlice(made, layout_of(args[0]), start)], moves=is_short
+            )
         if name in ("cat", "stack"):
-            return Made(layout, self._joined(name, args, out))
+            return ElementOrigin(layout, self._joined(name, args, out))
         if name == "constant_pad_nd":
             return self._padded(args, out)
         if name == "index_select":
@@ -466,8 +433,8 @@ class Provenance:
             return self._turned(name, args, out)
         return self._like(given, out)
 
-    def _made_by_product(self, factors: tuple[Any, ...], out: Tensor) -> Made | None:
-        """Say of a product with weights that it is a projection."""
+    def _made_by_product(self, factors: tuple[Any, ...], out: Tensor) -> ElementOrigin | None:
+        """Record a product with weights as a projection."""
         left, right = factors[:2]
         on_left, on_right = map(self._is_followed, (left, right))
         if on_left == on_right:
@@ -481,16 +448,18 @@ class Provenance:
             made.projection.first = self._starts[id(weight)][-1 if on_left else -2]
         return made
 
-    def _projection(self, out: Tensor, features: tuple[int, ...], tokens: Tensor) -> Made:
-        """Say of an operator's result that it is a projection of tokens."""
+    def _projection(self, out: Tensor, features: tuple[int, ...], tokens: Tensor) -> ElementOrigin:
+        """Record an operator's result as a projection of tokens."""
         before = self._of(tokens).made
         in_order = before is not None and features[-1] == -1  # the width of the tokens is last
         source = (before, layout_of(tokens)) if before is not None and in_order else None
         given = storage_of(tokens), tokens.shape
-        return Made(layout_of(out), projection=Projection(out, features, given, source))
+        return ElementOrigin(layout_of(out), projection=Projection(out, features, given, source))
 
-    def _taken(self, values: Tensor, indices: Sequence[Tensor | None], out: Tensor) -> Made | None:
-        """Say of some of a tensor's elements which these are."""
+    def _taken(
+        self, values: Tensor, indices: Sequence[Tensor | None], out: Tensor
+    ) -> ElementOrigin | None:
+        """Record which elements of a tensor were selected by index."""
         made, layout = self._of(values).made, layout_of(values)
         dims = [dim for dim, index in enumerate(indices) if index is not None]
         if made is None:
@@ -501,19 +470,21 @@ class Provenance:
                 orders += index.nonzero().unbind(1) if index.dtype == torch.bool else [index]
         if dims == [*range(dims[0], dims[-1] + 1)]:
             orders = [*torch.broadcast_tensors(*orders)]
-            return Made(layout_of(out), [Piece(made, layout, None, (dims[0], tuple(orders)))])
+            return ElementOrigin(
+                layout_of(out), [SourceSlice(made, layout, None, (dims[0], tuple(orders)))]
+            )
         if dims[0]:
             return None
-        # Tokens, whose order is no longer known.
+        # Tokens are selected, so their order is no longer known.
         layout = layout._replace(
             shape=layout.shape[len(orders) :], strides=layout.strides[len(orders) :]
         )
         for _ in range(out.ndim - len(layout.shape)):
             layout = layout.with_dimension(0)
-        return Made(layout_of(out), [Piece(made, layout)], moves=True)
+        return ElementOrigin(layout_of(out), [SourceSlice(made, layout)], moves=True)
 
-    def _turned(self, name: str, args: tuple[Any, ...], out: Tensor) -> Made | None:
-        """Say of what was shifted around, or turned over, along some dimensions where it was."""
+    def _turned(self, name: str, args: tuple[Any, ...], out: Tensor) -> ElementOrigin | None:
+        """Record the former places of the elements of a rolled or flipped tensor."""
         made, layout = self._of(args[0]).made, layout_of(args[0])
         dims = args[-1] if name == "flip" or len(args) > 2 else ()
         if made is None or not dims:
@@ -522,28 +493,30 @@ class Provenance:
         for number, dim in enumerate(dims):
             order = torch.arange(out.shape[dim], dtype=torch.int64, device="cpu")
             order = order.flip(0) if name == "flip" else order.roll(args[1][number])
-            found = Made(layout, [Piece(found, layout, None, (dim % out.ndim, (order,)))])
-        return Made(layout_of(out), [Piece(found, layout)])
+            found = ElementOrigin(
+                layout, [SourceSlice(found, layout, None, (dim % out.ndim, (order,)))]
+            )
+        return ElementOrigin(layout_of(out), [SourceSlice(found, layout)])
 
-    def _chosen(self, args: tuple[Any, ...], out: Tensor) -> Made | None:
-        """Say of what a condition chose of two tensors which elements are of which."""
+    def _chosen(self, args: tuple[Any, ...], out: Tensor) -> ElementOrigin | None:
+        """Record from which tensor each element of `torch.where` comes."""
         condition, pieces = args[0].expand(out.shape), []
         for values, own in ((args[1], condition), (args[2], ~condition)):
             made = self._of(values).made if isinstance(values, Tensor) else None
             layout = None if made is None else _fitted(layout_of(values), out)
             if made is not None and layout is not None:
-                pieces.append(Piece(made, layout, where=own))
-        return Made(layout_of(out), pieces) if pieces else None
+                pieces.append(SourceSlice(made, layout, where=own))
+        return ElementOrigin(layout_of(out), pieces) if pieces else None
 
     def _like(
-        self, given: Iterable[Tensor], out: Tensor, before: Made | None = None
-    ) -> Made | None:
-        """Say of what has numbers of several tensors at each place what these were made of.
+        self, given: Iterable[Tensor], out: Tensor, before: ElementOrigin | None = None
+    ) -> ElementOrigin | None:
+        """Record a result that combines numbers at the same place of several tensors.
 
-        Numbers that are made of the tokens in a way that is not known, one for each element, leave
-        it unknown; one for each row, as a norm has them, do not.
+        If one number per element has an unknown origin in the tokens, the result is unknown; one
+        number per row (as in a norm) does no harm.
         """
-        pieces: list[Piece] = []
+        pieces: list[SourceSlice] = []
         mixes = False
         for values in given:
             tags = self._tags.get(storage_of(values) or 0)
@@ -554,13 +527,13 @@ class Provenance:
                 mixes |= tags.of_tokens and _is_one_for_each(values, out)
                 continue
             mixes |= bool(pieces) and tags.made.roots.isdisjoint(pieces[0].made.roots)
-            pieces.append(Piece(tags.made, layout))
+            pieces.append(SourceSlice(tags.made, layout))
         if not pieces and before is None:
             return None
-        return Made(layout_of(out), pieces, before=before, mixes=mixes, moves=self._moves)
+        return ElementOrigin(layout_of(out), pieces, before=before, mixes=mixes, moves=self._moves)
 
-    def _sum(self, given: list[Tensor], out: Tensor) -> Made | None:
-        """Take for a projection the sum of one with its bias, or of several of the same tokens."""
+    def _sum(self, given: list[Tensor], out: Tensor) -> ElementOrigin | None:
+        """Treat a projection plus bias, or two projections of equal tokens, as a projection."""
         whole = [made for values in given if (made := self._of(values).made) is not None]
         roots = [*dict.fromkeys(root for made in whole for root in made.roots)]
         width = out.shape[-1]
@@ -572,48 +545,50 @@ class Provenance:
         joined = len(whole) == len(roots) == 2
         if not (joined or (biased and roots[0].width == width)):
             return None
-        return Made(layout_of(out), projection=roots[0].like(out))
+        return ElementOrigin(layout_of(out), projection=roots[0].like(out))
 
-    def _joined(self, name: str, args: tuple[Any, ...], out: Tensor) -> list[Piece]:
-        """Say of what several tensors were joined to that its parts are these."""
+    def _joined(self, name: str, args: tuple[Any, ...], out: Tensor) -> list[SourceSlice]:
+        """Record that `out` concatenates these tensors."""
         dim = (args[1] if len(args) > 1 else 0) % out.ndim
-        pieces, start = list[Piece](), 0
+        pieces, start = list[SourceSlice](), 0
         for values in args[0]:
             layout = layout_of(values)
             if name == "stack":
                 layout = layout.with_dimension(dim)
             if len(layout.shape) != out.ndim:
-                continue  # an empty tensor
+                continue  # empty tensor
             made = self._of(values).made
             if made is not None:
                 at = tuple(start * (each == dim) for each in range(out.ndim))
-                pieces.append(Piece(made, layout, at))
+                pieces.append(SourceSlice(made, layout, at))
             start += layout.shape[dim]
         return pieces
 
-    def _padded(self, args: tuple[Any, ...], out: Tensor) -> Made | None:
-        """Record where the elements of a tensor lie after zeros were put around them."""
+    def _padded(self, args: tuple[Any, ...], out: Tensor) -> ElementOrigin | None:
+        """Record the place of a tensor's elements after zero padding."""
         values, widths = args[:2]
         made = self._of(values).made
         if made is None:
             return None
         before = (*(0,) * (out.ndim - len(widths) // 2), *widths[::2][::-1])
-        return Made(layout_of(out), [Piece(made, layout_of(values), before)], pads=True)
+        return ElementOrigin(
+            layout_of(out), [SourceSlice(made, layout_of(values), before)], pads=True
+        )
 
 
 def _is_bias(values: Any, width: int) -> bool:
-    """Whether a tensor that is added has one number for each feature, and is no token's."""
+    """Whether an added tensor has one number per feature."""
     return isinstance(values, Tensor) and values.shape == (width,)
 
 
 def _is_one_for_each(values: Tensor, out: Tensor) -> bool:
-    """Whether a tensor has a number for each element of another, and not one for each row."""
+    """Whether a tensor has one number per element of another, rather than one per row."""
     alike = bool(values.ndim and out.ndim) and values.shape[-1] == out.shape[-1] > 1
     return alike and values.is_floating_point() and values.stride(-1) != 0
 
 
 def _fitted(layout: Layout, out: Tensor) -> Layout | None:
-    """Give a tensor as many dimensions as another has; None if it has not the same elements."""
+    """Give a layout as many dimensions as a tensor; None if it cannot be expanded to it."""
     for _ in range(out.ndim - len(layout.shape)):
         layout = layout.with_dimension(0)
     if len(layout.shape) != out.ndim or 0 in layout.shape:
@@ -627,12 +602,12 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """List the tensors among arguments, and those in lists, tuples and dicts among them."""
+    """List the tensors among arguments, including those in lists, tuples and dicts."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
-        elif type(value) in _PLAIN:  # nearly all others, and asking for a mapping takes long
+        elif type(value) in _PLAIN:  # nearly all others; the Mapping check below is slow
             continue
         elif isinstance(value, list | tuple):
             found += tensors_in(value)
@@ -642,12 +617,12 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
 
 
 def _changed(products: tuple[Product, ...]) -> _Tags:
-    """Return the tags of products that an operator changed in a way that is not known."""
+    """Return tags of products that an operator changed in an unknown way."""
     return _Tags(products, None if products else 1.0)
 
 
 def _scaled(tags: _Tags, name: str, other: Any) -> _Tags:
-    """Return the tags of a tensor that was multiplied; by a tensor, its factor is not known."""
+    """Return tags of a tensor that was multiplied; the factor is unknown if it was a tensor."""
     if isinstance(other, Tensor):
         with unseen():
             other = other.item() if other.ndim == 0 and other.device.type == "cpu" else None

@@ -1,8 +1,8 @@
-"""Boundaries: which sequence each token is of, and where it stands there.
+"""Boundaries: to which sequence each token belongs, and its position there.
 
-Packed batches have several sequences behind one another in a row, and no padding. Attention keeps
-them apart, which is seen when it is over; positions that begin anew say it before, and also where
-it does not. They are not taken by their name alone.
+Packed batches hold several sequences per row, without padding. Attention separates them, but that
+is seen only after the pass; positions that restart at 0 show it earlier. A name alone is not enough
+to trust an argument.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from geomon.capture.tokens.padding import named_tensors
 
 _POSITIONS = re.compile(r"(^|_)pos(ition)?s?(_(ids?|index|indices|idx))?$", re.IGNORECASE)
-# Places in a picture: columns begin anew in each row.
+# Places in an image: columns restart in each row.
 _OF_A_PICTURE = re.compile(r"(^|_)(x|y|h|w|rows?|col(umn)?s?|height|width)(_|$)", re.IGNORECASE)
 
 
@@ -33,13 +33,13 @@ class GivenPlaces(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """The sequences that tokens are of.
+    """The sequences that tokens belong to.
 
     Attributes:
-        numbers: Number of the sequence that each token is of, [batch, length], on the host.
-        places: Position of each token in its sequence, of the same shape.
-        source: What the boundaries are known by, the name of an argument, say; "" where each row of
-            the batch is one sequence.
+        numbers: Index of each token's sequence, [batch, length], on the host.
+        places: Position of each token in its sequence, [batch, length].
+        source: Source of the boundaries, such as the name of an argument; "" if each row of the
+            batch is one sequence.
     """
 
     numbers: Tensor
@@ -66,11 +66,9 @@ def find_places(
 def find_sequences(
     given: Sequence[GivenPlaces], batch: int, length: int, valid: Tensor | None
 ) -> Sequences | None:
-    """Decide where sequences begin in the rows of a batch.
+    """Find sequences in the rows of a batch from positions; None if every row holds only one.
 
-    Positions count if each is one more than that before it, or 0, and not all are 0.
-
-    None if nothing says that a row holds several.
+    Positions count if each is 0 or one more than the one before it, and not all are 0.
     """
     for argument in given:
         begins = _begins(argument.values.cpu(), batch, length, valid)
@@ -95,7 +93,7 @@ def sequences_from(begins: Tensor, valid: Tensor | None, source: str) -> Sequenc
 
 
 def _begins(values: Tensor, batch: int, length: int, valid: Tensor | None) -> Tensor | None:
-    """Find the first tokens of sequences, [batch, length]; None if the values do not say it."""
+    """Find the first tokens of sequences, [batch, length]; None if the values do not show them."""
     if values.shape[-1] != length or values.numel() not in (length, batch * length):
         return None
     values = values.expand(batch, length)
@@ -109,7 +107,7 @@ def _begins(values: Tensor, batch: int, length: int, valid: Tensor | None) -> Te
 
 
 def rows_as_sequences(shape: tuple[int, ...], *, length_first: bool) -> Sequences:
-    """Number the tokens of a batch in which each row, or feature map, is one sequence."""
+    """Number the tokens of a batch where each row, or feature map, is one sequence."""
     order = torch.arange(math.prod(shape), dtype=torch.int64, device="cpu").view(shape)
     inner = math.prod(shape[1:])
     number, place = order // inner, order % inner
@@ -117,15 +115,9 @@ def rows_as_sequences(shape: tuple[int, ...], *, length_first: bool) -> Sequence
 
 
 def last_tokens(sequences: Sequences, valid: Tensor | None, most: int) -> Tensor:
-    """Find the last token of each sequence that is no padding.
+    """Find the last token of each sequence that is not padding, for at most `most` of them.
 
-    Args:
-        sequences: The sequences, of any shape.
-        valid: False where there is padding, of the same shape; None without padding.
-        most: Largest number of sequences of which it is found, evenly spread.
-
-    Returns:
-        Flat indices, ascending; none of sequences that are padding alone.
+    Returns ascending flat indices. Sequences that are only padding have none.
     """
     numbers = sequences.numbers.flatten()
     places = torch.arange(len(numbers), dtype=torch.int64, device="cpu")

@@ -1,10 +1,10 @@
-"""Padding: which positions are no tokens, and how that is known.
+"""Padding: which positions are padding, and how we know.
 
-Attention says it: keys that it hides from every query, when the pass is over. A mask under a name
-of transformers or of torch, given to a module around the blocks or to the first block, says it
-before anything is sampled, and where attention cannot: of a decoder later padding alone is hidden.
-There labels of -100 say it too. What else may say it (a mask under another name, lengths) is named
-in a note and not read.
+Attention shows it after the pass, by the keys hidden from every query. A mask with a name known
+from transformers or torch, passed to a module around the blocks or to the first block, shows it
+before rows are sampled, and also if attention cannot: a decoder hides only padding that comes
+later. For decoders, labels of -100 show it as well. Other possible hints (masks with other names,
+lengths) are named in a note but not read.
 """
 
 import contextlib
@@ -21,63 +21,61 @@ from geomon.note import Note
 
 Shape = tuple[int, ...]
 
-# Arguments that are True or 1 where there is a token.
+# Arguments that are True or 1 for tokens.
 _TOKENS = ("attention_mask", "decoder_attention_mask", "encoder_attention_mask")
-# Arguments that are True or -inf where there is none.
+# Arguments that are True or -inf for padding.
 _PADDING = (
     "key_padding_mask", "src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask",
     "encoder_padding_mask",
 )  # fmt: skip
 _MASKS = (*_TOKENS, *_PADDING)
-# Beginnings of the names of masks over what a decoder attends to, not over its own tokens.
+# Name prefixes of masks over what a decoder attends to, not over its own tokens.
 _OF_MEMORY = ("memory", "encoder")
-# The same over a decoder's own tokens.
+# Name prefixes of masks over a decoder's own tokens.
 _OF_DECODER = ("tgt", "decoder", "trg", "target")
 
-# Names under which padding may be given in a way that is not read, and words that say otherwise.
+# Names of arguments that may describe padding but are not read, and words that exclude it.
 _UNREAD = re.compile(r"(^|_)(mask|pad|padding|valid|lens?|lengths?)$", re.IGNORECASE)
 _OTHER = re.compile(
     r"loss|label|prompt|completion|answer|segment|type|causal|special|mlm|masked|future|subseq",
     re.IGNORECASE,
 )
 
-_ADDED = -1.0  # an additive mask is 0 where there is a token and far below where there is none
+_ADDED = -1.0  # an additive mask is 0 for tokens and far below for padding
 _IGNORED = -100  # the label that torch's cross-entropy ignores
 
 HIDDEN_KEYS = "the keys that attention hides from every query"
 _LABELS = f"labels of {_IGNORED}"
 
-_EMPTY = "{name} leaves no token: it is not read as a mask of padding"
+_EMPTY = "{name} leaves no token: it is not read as a padding mask"
 _MAY_COUNT = (
-    "padding may be counted: {name} may say where it is, and its meaning is not known; no mask of "
-    "a known name and no attention shows it. Pass the model a mask [batch, length] as "
-    "attention_mask to leave it out"
+    "padding may be counted: {name} may mark it, but its meaning is not known, and neither a mask "
+    "with a known name nor attention shows it. Pass the model a mask [batch, length] as "
+    "attention_mask to leave padding out"
 )
 _INVERTED = (
     "attention hides exactly the tokens that {name} marks as tokens: its values mean the opposite "
-    "of what they mean under this name elsewhere. Turn it, or call the argument padding_mask"
+    "of what this name means elsewhere. Invert it, or call the argument padding_mask"
 )
 
 
 class _Mask(NamedTuple):
-    """A mask of padding, False there, [batch, length], and the name that it was given under."""
+    """A mask, [batch, length], False for padding, and the name of its argument."""
 
     name: str
     valid: Tensor
 
     @property
     def of_keys(self) -> bool:
-        """Whether it is over what a decoder attends to."""
+        """Whether it covers what a decoder attends to."""
         return self.name.startswith(_OF_MEMORY)
 
 
 class Padding:
-    """Which tokens of one stack are padding, in one pass.
+    """Padding tokens of one stack in one pass.
 
-    Args:
-        first: Whether the stack is the first one of the model, to which a mask belongs that a
-            module around several stacks is given.
-        decodes: Whether the stack attends to another one, so that labels are those of its tokens.
+    If `first`, this is the model's first stack, which owns masks given to a module around several
+    stacks. If `decodes`, the stack attends to another one, so that labels belong to its tokens.
     """
 
     def __init__(self, *, first: bool = True, decodes: bool = False) -> None:
@@ -87,11 +85,11 @@ class Padding:
         self.forget_attention()
 
     def forget_attention(self) -> None:
-        """Forget what attention showed: another pass begins, with the same arguments."""
-        # By the role of keys and (sequences, keys): True for keys that every call so far hid.
+        """Forget what attention showed, because another pass begins with the same arguments."""
+        # By role of the keys and (sequences, keys): True for keys hidden by every call so far.
         self._hidden: dict[tuple[str, Shape], Tensor] = {}
         self._over = False
-        self._leaves_none: bool | None = None  # whether a mask leaves no token
+        self._leaves_none: bool | None = None  # whether some mask leaves no token
 
     @torch.no_grad()
     def take_arguments(
@@ -102,7 +100,7 @@ class Padding:
         *,
         shared: bool = False,
     ) -> None:
-        """Keep the arguments of a call that say where padding is, or may say it."""
+        """Keep the arguments of a call that mark padding, or may mark it."""
         for name, values in named_tensors(module, args, kwargs):
             matrix = _as_matrix(values)
             if name == "labels":
@@ -123,10 +121,10 @@ class Padding:
         """Keep which keys a call of attention hides from every query."""
         place = role, (sequences, mask.shape[-1])
         before = self._hidden.get(place)
-        # On an accelerator the question would wait for it.
+        # On an accelerator, `any` would wait for the device.
         if before is not None and before.device.type == "cpu" and not before.any():
             return
-        if self._leaves_none is None:  # asked once: an accelerator is waited for
+        if self._leaves_none is None:  # only once, because it waits for the accelerator
             own = [given.valid for given in self._given if not given.of_keys]
             self._leaves_none = not all(valid.any() for valid in own)
         find = _hidden_from_others if self._leaves_none else hidden_keys
@@ -134,20 +132,15 @@ class Padding:
         self._hidden[place] = hidden if before is None else before & hidden.to(before.device)
 
     def settle(self) -> None:
-        """Let the keys that attention hid count, now that the pass is over."""
+        """Start using the keys that attention hid, now that the pass is over."""
         self._over = True
         self._hidden = {place: hidden.cpu() for place, hidden in self._hidden.items()}
 
     def valid(self, shape: Shape, role: str = "", *, turned: bool = False) -> Tensor | None:
-        """Return which tokens are no padding.
+        """Return a mask of `shape`, False for padding, or None if nothing shows any padding.
 
-        Args:
-            shape: Shape of the hidden states, without the width: [batch, length] or its reverse.
-            role: "key" for keys that come from another stack, whose padding is another.
-            turned: Whether a shape of two equal numbers is [length, batch].
-
-        Returns:
-            False where there is padding, of that shape; None if nothing says that there is any.
+        `role` is "key" for keys from another stack, with padding of their own; `turned` says that a
+        square shape is [length, batch].
         """
         found = self._find(shape, role)
         if found is None:
@@ -156,18 +149,14 @@ class Padding:
         return found.valid.T if found.valid.shape != shape or (square and turned) else found.valid
 
     def source(self, shape: Shape) -> str | None:
-        """Return what padding is known by: the name of an argument, say; None if it is not.
-
-        Args:
-            shape: Shape of the hidden states, without the width.
-        """
+        """Return what shows the padding, such as the name of an argument, or None."""
         found = self._find(shape, "")
         return None if found is None else found.name
 
     def contradiction(self, shape: Shape) -> str | None:
-        """Say that a mask marks as tokens exactly what attention hides; None if none does.
+        """Return an error text if a mask marks as tokens exactly what attention hides, else None.
 
-        The rows that were sampled by it are padding.
+        Rows sampled with such a mask are padding.
         """
         found = self._find(shape, "")
         hidden = None if found is None else self._hidden.get(("", tuple(found.valid.shape)))
@@ -176,12 +165,7 @@ class Padding:
         return _INVERTED.format(name=found.name)
 
     def notes(self, shape: Shape, stack: str) -> list[Note]:
-        """Make the notes that a reader of the numbers needs.
-
-        Args:
-            shape: Shape of the hidden states that entered the stack, without the width.
-            stack: Name of the stack.
-        """
+        """Make the notes on padding for a reader of the numbers."""
         if (found := self._find(shape, "")) is not None:
             percent = 100 * float((~found.valid).float().mean())
             named = any(found.name == given.name for given in self._given)
@@ -195,12 +179,12 @@ class Padding:
         return [Note(text, text, stack) for text in texts]
 
     def _find(self, shape: Shape, role: str) -> _Mask | None:
-        """Find what says where padding is: the innermost module's mask first, attention last.
+        """Find the mask to use: the innermost module's mask comes first, the attention's last.
 
-        A mask that leaves no token is none, unless attention hides every key from all other
-        queries: when data run out, a rank may be given a batch of padding alone. If one token sees
-        only those before it, not itself, nothing sees the last one: a single key at the same place
-        of all sequences is hidden by the mask of such an attention.
+        A mask without any token is ignored unless attention agrees by hiding every key from all
+        other queries: when data run out, a rank may get a batch of padding only. If each token sees
+        only tokens before it, not itself, no query sees the last token; a single key hidden at the
+        same place of all sequences is therefore not padding.
         """
         for given in reversed(self._given):
             if given.of_keys == (role == "key") and _fits(given.valid, shape):
@@ -224,9 +208,9 @@ class Padding:
 def named_tensors(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the tensors that a module is given, by name, and over those in a dict.
+    """Iterate over the named tensor arguments of a call, including those inside dicts.
 
-    If `forward` has no signature, positional arguments have no name and are left out.
+    Positional arguments are left out if the `forward` lacks a signature.
     """
     given = kwargs
     with contextlib.suppress(TypeError, ValueError):
@@ -239,16 +223,16 @@ def named_tensors(
 
 
 def _as_matrix(values: Tensor) -> Tensor | None:
-    """View values [batch, length] or [batch, 1, 1, length] as [batch, length]; None for others."""
+    """View [batch, length] or [batch, 1, 1, length] as [batch, length]; None for other shapes."""
     broadcast = values.ndim in (3, 4) and values.shape[1] == values.shape[-2] == 1
     matrix = values.flatten(0, -2) if broadcast else values
     return matrix if matrix.ndim == 2 else None
 
 
 def _as_valid(mask: Tensor, *, inverted: bool) -> Tensor:
-    """Convert a mask to False where there is padding; `inverted` masks are True there.
+    """Convert a mask to False for padding; `inverted` masks are True there.
 
-    One of floating-point numbers is added to scores, unless it is 1 where there is a token.
+    A floating-point mask is added to scores, unless it contains 1 for tokens.
     """
     ones = not inverted and bool((mask > 0).any()) and not (mask < 0).any()
     if mask.is_floating_point() and not ones:
@@ -257,7 +241,7 @@ def _as_valid(mask: Tensor, *, inverted: bool) -> Tensor:
 
 
 def _up_to_last_label(labels: Tensor) -> Tensor:
-    """Find the tokens of a decoder: all up to the last label, which is the next token."""
+    """Mark a decoder's tokens: all up to the last label, which is the next token."""
     kept = labels.detach() != _IGNORED
     follows = kept.flip(1).cumsum(dim=1).flip(1) > 0  # a label is here or follows
     return torch.cat([torch.ones_like(follows[:, :1]), follows[:, :-1]], dim=1)
@@ -268,7 +252,7 @@ def _fits(matrix: Tensor, shape: Shape) -> bool:
 
 
 def _may_pad(values: Tensor, shape: Shape) -> bool:
-    """Whether values that differ are those of all tokens, or one for each sequence."""
+    """Whether values differ and have the shape of all tokens, or one value per sequence."""
     fits = _fits(values, shape) or (values.ndim == 1 and len(shape) == 2 and len(values) in shape)
     return fits and len(values.unique()) > 1
 
@@ -278,11 +262,7 @@ def _may_pad(values: Tensor, shape: Shape) -> bool:
 
 @torch.no_grad()
 def hidden_keys(mask: Tensor, *, are_scores: bool = False) -> Tensor:
-    """Find the keys that a mask, or masked scores, hide from every query of every head.
-
-    Returns:
-        True for a hidden key, [sequences (or 1), keys].
-    """
+    """Find keys that a mask, or masked scores, hide from every query, [sequences (or 1), keys]."""
     if mask.is_floating_point():
         if are_scores or mask.shape[1] > 1:
             return mask.detach().amax(dim=(1, 2)) <= visibility.MASKED
@@ -291,7 +271,7 @@ def hidden_keys(mask: Tensor, *, are_scores: bool = False) -> Tensor:
 
 
 def _hidden_from_others(mask: Tensor, *, are_scores: bool) -> Tensor:
-    """Find the keys hidden from all other queries: some masks let each token see itself."""
+    """Find keys hidden from all other queries, because some masks let each token see itself."""
     if mask.shape[-2] != mask.shape[-1]:
         return hidden_keys(mask, are_scores=are_scores)
     hidden = visibility.hidden_keys(mask) if mask.is_floating_point() else ~mask.bool()

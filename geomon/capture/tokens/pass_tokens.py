@@ -1,7 +1,7 @@
-"""Tokens of one pass through a stack: which sequence each is of, which are padding, which are kept.
+"""Tokens of one pass through a stack: their sequences, which are padding, and which are kept.
 
-Padding, token ids and boundaries are known by what was seen of the pass, partly before the first
-block runs and partly when the pass is over (`PassTokens.settle`).
+Padding, token ids and boundaries are inferred from the pass, partly before the first block runs and
+partly after the pass (`PassTokens.settle`).
 """
 
 import math
@@ -28,17 +28,14 @@ from geomon.note import Note
 
 Shape = tuple[int, ...]
 
-_LENGTHS_DIFFER = (
-    "padding is known for sequences of another length, and nothing shows it for these: all rows "
-    "count"
-)
+_LENGTHS_DIFFER = "padding is known only for sequences of another length: here all rows count"
 _STREAMS = (
     "the model has {streams} streams of hidden states: each token has {streams} rows, which are "
-    "measured together, and rows of one token that are alike are near-duplicates"
+    "measured together; similar rows of one token count as near-duplicates"
 )
 _PACKED = (
-    "rows of the batch hold several sequences, told apart by {source}: metrics of hidden states "
-    "and of projected queries and keys count each for itself"
+    "rows of the batch hold several sequences, separated by {source}: metrics of hidden states and "
+    "of projected queries and keys count each sequence separately"
 )
 
 
@@ -66,7 +63,7 @@ class PassTokens:
         self.forget_states()
 
     def forget_states(self) -> None:
-        """Forget the hidden states: another pass begins, with the same arguments."""
+        """Forget the hidden states, because another pass begins with the same arguments."""
         self.ids.forget_states()
         self.padding.forget_attention()
         self.shape: Shape = ()
@@ -74,7 +71,7 @@ class PassTokens:
         self._begins: Tensor | None = None  # tokens that begin a sequence, in one packed row
         self._kept: dict[tuple[Shape, str], Tensor] = {}
         self._last: dict[Shape, Tensor] = {}
-        self._order: dict[int, Tensor] = {}  # number of each row, by how many there are
+        self._order: dict[int, Tensor] = {}  # sampling rank of each row, by number of rows
         self._attended: list[Shape] = []  # sequences and queries of each attention
         self._settled = False
         self._packed: dict[Shape, Sequences | None] = {}  # when settled
@@ -87,31 +84,23 @@ class PassTokens:
         *,
         shared: bool = False,
     ) -> None:
-        """Keep the arguments of a call that say where padding is, and where sequences begin."""
+        """Keep the arguments of a call that mark padding or the beginnings of sequences."""
         self.padding.take_arguments(module, args, kwargs, shared=shared)
         if not shared:
             self._given += find_places(module, args, kwargs)
 
     def take_begins(self, length: int, find: Callable[[int], Tensor]) -> None:
-        """Keep where packed sequences begin in the one row that a stack was given."""
+        """Keep the starts of packed sequences in the stack's single row."""
         if self._begins is None and math.prod(self.shape) == length:
             self._begins = find(length)
 
     def begin(self, shape: Shape) -> None:
-        """Note the first hidden states.
-
-        Args:
-            shape: Their shape, without the width.
-        """
+        """Remember the shape of the first hidden states, without the width."""
         self.shape = shape
         self.ids.begin()
 
     def settle(self, attended: Iterable[Shape]) -> None:
-        """Decide what is padding and what is packed, now that the pass was seen.
-
-        Args:
-            attended: Number of sequences and of queries of each attention.
-        """
+        """Decide what is padding and what is packed, given each attention's [batch, queries]."""
         self._attended = [*attended]
         self._settled = True
         self.padding.settle()
@@ -119,26 +108,17 @@ class PassTokens:
     # -- which rows are kept ---------------------------------------------------------------------
 
     def rows(self, shape: Shape, role: str = "") -> Tensor:
-        """Return flat indices of the sampled rows; the same for every tensor of one shape.
-
-        Args:
-            shape: Shape of the tensor, without the width.
-            role: "key" for keys that come from another stack, whose padding is another.
-        """
+        """Return flat indices of the sampled rows, equal for all tensors of one shape and role."""
         if (shape, role) not in self._kept:
             valid = self.valid(shape, role)
             self._kept[shape, role] = self._sampler.sample_rows(torch.Size(shape), valid)
         return self._kept[shape, role]
 
     def last(self, shape: Shape) -> Tensor | None:
-        """Return flat indices of the last token of each sequence, by what is known so far.
+        """Return flat indices of the last token of each sequence, as far as known during the pass.
 
-        Args:
-            shape: Shape of the hidden states, without the width.
-
-        Returns:
-            Flat indices into `shape`, ascending, of at most as many sequences as rows are sampled;
-            None if the hidden states are no sequences.
+        None if the hidden states are not sequences. At most as many sequences as sampled rows
+        count.
         """
         if len(shape) != 2 and self.packed(shape) is None:
             return None
@@ -147,13 +127,13 @@ class PassTokens:
         return self._last[shape]
 
     def last_of(self, shape: Shape) -> Tensor:
-        """The same of hidden states that are sequences, by what is known now."""
+        """Return flat indices of the last token of each sequence, by what is known now."""
         found = self.sequences(shape)
         assert found is not None
         return last_tokens(found, self.valid(shape), self._sampler.max_rows)
 
     def without_padding(self, rows: SampledRows, shape: Shape) -> SampledRows:
-        """Remove rows of padding that was known only after they had been sampled."""
+        """Remove sampled rows that later turned out to be padding."""
         valid = self.valid(shape, rows.role)
         if valid is None:
             return rows
@@ -162,15 +142,7 @@ class PassTokens:
     # -- which of them are padding ---------------------------------------------------------------
 
     def valid(self, shape: Shape, role: str = "") -> Tensor | None:
-        """Return which tokens are no padding.
-
-        Args:
-            shape: Shape of the hidden states, without the width.
-            role: "key" for keys that come from another stack, whose padding is another.
-
-        Returns:
-            False where there is padding, a tensor of the given shape; None if nothing says it.
-        """
+        """Return a mask of `shape`, False for padding, or None if nothing shows any padding."""
         turned = not role and (self._by_modules or self.turned)
         known = self.padding.valid(shape, role, turned=turned)
         streams = None if role else self._streams(shape)
@@ -180,16 +152,12 @@ class PassTokens:
         return None if tokens is None else _arranged(tokens, streams[1])
 
     def valid_at(self, shape: Shape, sequences: Tensor, places: Tensor) -> Tensor | None:
-        """Return whether each sampled query of an attention is a real token.
-
-        Returns:
-            False for padding, [sequences, queries]; None if the padding is not known.
-        """
+        """Return which sampled queries are tokens, [sequences, queries], or None if unknown."""
         valid = self.padding.valid(shape)
         return None if valid is None else valid[sequences].gather(1, places)
 
     def loses_padding(self, shape: Shape) -> bool:
-        """Whether padding is known where the stack begins, and not for hidden states of a shape."""
+        """Whether padding is known at the stack's input but not for hidden states of this shape."""
         first = self.valid(self.shape)
         known = shape in (self.shape, self.shape[::-1]) or self.valid(shape) is not None
         return first is not None and not known and not first.all()
@@ -198,39 +166,31 @@ class PassTokens:
 
     @property
     def batch(self) -> Shape:
-        """Shape of the first hidden states, or of their tokens where each has several rows."""
+        """Shape of the first hidden states, or of their tokens if each token has several rows."""
         streams = self._streams(self.shape)
         return self.shape if streams is None else streams[0]
 
     @property
     def turned(self) -> bool:
-        """Whether token ids [batch, length] are those of hidden states [length, batch, width]."""
+        """Whether token ids are [batch, length] but hidden states are [length, batch, width]."""
         return self.ids.turned(self.shape)
 
     @property
     def length_first(self) -> bool:
-        """Whether hidden states are [length, batch, width], by modules, ids or attention."""
+        """Whether hidden states are [length, batch, width], judged by modules, ids or attention."""
         turned = len(self.shape) == 2 and self.shape[0] != self.shape[1]
         by_attention = turned and self.shape[::-1] in self._attended
         return self._by_modules or self.turned or by_attention
 
     def sequences(self, shape: Shape) -> Sequences | None:
-        """Return which sequence, or feature map, each token is of; None if that is unknown.
-
-        Args:
-            shape: Shape of the hidden states, without the width.
-        """
+        """Return the sequence (or feature map) of each token, or None if that is unknown."""
         packed = self.packed(shape)
         if packed is not None or len(shape) == 1:
             return packed
         return rows_as_sequences(shape, length_first=self.length_first)
 
     def packed(self, shape: Shape) -> Sequences | None:
-        """Return the sequences of the tokens, where these are not the rows of the batch.
-
-        Args:
-            shape: Shape of the hidden states, without the width.
-        """
+        """Return the sequences of the tokens if they are not simply the rows of the batch."""
         if not self._settled:
             return self._find_packed(shape)
         if shape not in self._packed:
@@ -238,46 +198,30 @@ class PassTokens:
         return self._packed[shape]
 
     def number(self, rows: Tensor, shape: Shape) -> Tensor:
-        """Return the number of each row in the order in which rows of a shape are sampled.
-
-        Args:
-            rows: Flat indices into `shape`.
-            shape: Shape of the hidden states, without the width.
-        """
+        """Return the place of rows in the sampling order for rows of a shape."""
         count = math.prod(shape)
         if count not in self._order:
             self._order[count] = self._sampler.number_rows(count)
         return self._order[count][rows]
 
     def numbers(self, rows: Tensor, shape: Shape, role: str = "") -> Tensor | None:
-        """Return the number of the sequence that each row is of; None if it is unknown.
-
-        Args:
-            rows: Flat indices into `shape`.
-            shape: Shape of a tensor, without the width.
-            role: "key" for keys that come from another stack.
-        """
+        """Return the index of each row's sequence, or None if it is unknown."""
         if role and len(shape) > 1:
             return rows_as_sequences(shape, length_first=False).numbers.flatten()[rows]
         found = None if role else self.sequences(shape)
         return None if found is None else found.numbers.flatten()[rows]
 
     def positions(self, rows: Tensor, shape: Shape) -> Tensor:
-        """Return the position of each row in its sequence, or in its feature map.
-
-        Args:
-            rows: Flat indices into `shape`.
-            shape: Shape of the hidden states, without the width.
-        """
+        """Return the position of each row in its sequence or feature map."""
         found = self.sequences(shape)
         return rows if found is None else found.places.flatten()[rows]
 
     def _find_packed(self, shape: Shape) -> Sequences | None:
-        """Find sequences by streams, or by arguments of the calls."""
+        """Find sequences from streams, or from arguments of the calls."""
         streams = self._streams(shape)
         if streams is not None:
             return _of_streams(*streams, length_first=self._by_modules or self.turned)
-        # Positions begin anew where an image follows a text, and only the text has token ids.
+        # Positions restart if an image follows a text, and only the text has token ids.
         if len(shape) > 2 or not math.prod(shape) or self.ids.fewer_than(shape):
             return None
         turned = len(shape) == 2 and self.length_first
@@ -291,9 +235,9 @@ class PassTokens:
         return packed._replace(numbers=numbers, places=places)
 
     def _packed_by_attention(self, shape: Shape) -> Sequences | None:
-        """Return the sequences in the one row of a batch that attention keeps apart.
+        """Return the sequences that attention separates in the single row of a batch.
 
-        It hides one from another, or takes the row as sequences.
+        Attention either hides them from each other, or reshapes the row into sequences.
         """
         length, begins = math.prod(shape), self._begins
         if begins is None or len(begins) != length:
@@ -309,9 +253,9 @@ class PassTokens:
         return found._replace(numbers=found.numbers.view(shape), places=found.places.view(shape))
 
     def _streams(self, shape: Shape) -> tuple[Shape, Tensor] | None:
-        """Return the shape of the tokens, and which each row of several streams of states is of.
+        """Return the tokens' shape and the token of each row, if each token has several rows.
 
-        Token ids say it, or attention that takes one of the streams, which come first.
+        Token ids show it, or attention on a single stream (streams are the first dimension).
         """
         found = self.ids.streams(shape)
         if found is not None:
@@ -326,10 +270,10 @@ class PassTokens:
 
     @property
     def checksum(self) -> str:
-        """A text that differs between passes over other tokens; "" if nothing was seen.
+        """Text that differs between passes over different tokens; "" if nothing was seen.
 
-        Integers that tables were given may be positions, the same in every batch. They suffice only
-        if there are more of them than of the hidden states, so that a rank has a part of these.
+        Integers of tables may be positions, equal in every batch. They suffice only if they
+        outnumber the hidden states, so that this rank has a part of these.
         """
         if self.landmarks is None:
             return ""
@@ -340,11 +284,7 @@ class PassTokens:
         return f"{known} {zlib.crc32(rows.numpy().tobytes()):08x}"
 
     def remarks(self, shape: Shape) -> list[str]:
-        """Say what a reader of the numbers has to know of the hidden states of a shape.
-
-        Args:
-            shape: Shape of the hidden states, without the width.
-        """
+        """List remarks for a reader of the numbers on hidden states of this shape."""
         streams = self._streams(shape)
         found = [_LENGTHS_DIFFER] * self.loses_padding(shape)
         return found + (
@@ -354,11 +294,7 @@ class PassTokens:
         )
 
     def notes(self, stack: str) -> list[Note]:
-        """Make the notes that a reader of the numbers needs.
-
-        Args:
-            stack: Name of the stack.
-        """
+        """Make the notes on tokens for a reader of the numbers."""
         if not self.shape:
             return []
         packed = self.packed(self.shape)
@@ -370,7 +306,7 @@ class PassTokens:
 
 
 def _of_streams(shape: Shape, order: Tensor, *, length_first: bool) -> Sequences:
-    """Number the sequences where several rows of hidden states stand for each token."""
+    """Number the sequences of tokens that have several rows of hidden states each."""
     ways = [torch.arange(n, dtype=torch.int64, device="cpu") for n in shape]
     number, place = ways[0][:, None].expand(shape), ways[1].expand(shape)
     number, place = (place, number) if length_first else (number, place)
@@ -378,5 +314,5 @@ def _of_streams(shape: Shape, order: Tensor, *, length_first: bool) -> Sequences
 
 
 def _arranged(values: Tensor, order: Tensor) -> Tensor:
-    """Take numbers of tokens to the rows that are of them."""
+    """Expand values of tokens to the rows that belong to them."""
     return values.flatten()[order.to(values.device)]

@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from geomon.capture.snapshot import query_places
 from geomon.note import Note
 
-# Query rows per layer from which attention is measured: the standard error of a mean entropy with
-# a spread of 1 nat is then 0.03.
+# Query rows per layer from which attention is measured: a mean entropy with a spread of 1 nat then
+# has a standard error of 0.03.
 ATTENTION_QUERIES = 1024
 
 _CONVOLUTIONS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
 
-# Rows that are kept however little memory is allowed: with fewer nothing can be measured.
+# Rows that are kept regardless of the memory limit: with fewer, nothing can be measured.
 _FEWEST_ROWS = 16
 
-# Bytes of a number: what is kept in a shorter type is converted to float32 before it is measured.
+# Bytes per number: shorter types are converted to float32 before they are measured.
 _BYTES = 4
 
-# Share of the memory that is planned for rows; the rest is for all keys, masks and scores.
+# Share of the memory that is planned for rows; the rest is for keys, masks and scores.
 _FOR_ROWS = 0.5
 
 
@@ -38,10 +38,9 @@ class SampledRows(NamedTuple):
         values: The rows, [rows, width], float32.
         indices: Flat indices of the rows in `shape`.
         shape: Shape of the tensor that they were copied from, without the width.
-        role: "key" for keys that come from another stack, whose padding is another.
-        last: Rows of the tokens that may be the last of their sequences; None if not wanted.
-        start: First index of the part of the tensor that is on this rank, by dimension; () where
-            all of it is.
+        role: "key" for keys from another stack, with padding of their own. Defaults to "".
+        last: Rows that may be the last tokens of their sequences, or None if not wanted.
+        start: First index of this rank's part of the tensor, by dimension; () for the whole.
     """
 
     values: Tensor
@@ -52,11 +51,7 @@ class SampledRows(NamedTuple):
     start: tuple[int, ...] = ()
 
     def at(self, places: Tensor) -> "SampledRows":
-        """Return some of the rows.
-
-        Args:
-            places: Places of the rows among these, integers, on the host.
-        """
+        """Return the rows at some places, integers on the host."""
         if len(places) == len(self.indices):
             return self
         values = self.values[places.to(self.values.device)]
@@ -64,14 +59,10 @@ class SampledRows(NamedTuple):
 
 
 class RowSampler:
-    """Samples rows with private generators; no global random state is touched.
+    """Samples up to `max_rows` rows with private generators; global random state is not touched.
 
-    What is drawn depends on the seed and on sizes alone, not on what was drawn before: ranks that
-    see other parts of one pass draw the same rows of it.
-
-    Args:
-        max_rows: Largest number of rows.
-        seed: Seed of the generators.
+    Draws depend only on the seed and on sizes, not on earlier draws, so that ranks that see other
+    parts of one pass draw the same rows.
     """
 
     def __init__(self, max_rows: int, seed: int) -> None:
@@ -82,44 +73,35 @@ class RowSampler:
 
     @property
     def max_rows(self) -> int:
-        """Largest number of rows that is sampled."""
+        """Largest number of sampled rows."""
         return self._max_rows
 
     def limit(self, rows: int) -> None:
-        """Lower the largest number of rows, and that of queries, from here on.
-
-        Args:
-            rows: Largest number of rows; a number above the present one changes nothing.
-        """
+        """Lower the largest number of rows and queries; larger limits than now change nothing."""
         self._max_rows = min(self._max_rows, rows)
         self._max_queries = min(self._max_queries, rows)
 
     def sample_rows(self, shape: torch.Size, valid: Tensor | None) -> Tensor:
-        """Sample rows that are no padding."""
+        """Sample rows that are not padding."""
         rows = self._permute(math.prod(shape), "rows")
         if valid is not None:
             rows = rows[valid.flatten().cpu()[rows]]
         return rows[: self._max_rows]
 
     def sample_places(self, count: int) -> Tensor:
-        """Sample rows of a matrix of weights."""
+        """Sample rows of a weight matrix."""
         return self._permute(count, "places")[: self._max_rows].sort().values
 
     def number_rows(self, count: int) -> Tensor:
-        """Number rows in the order in which they are sampled, those of padding too.
-
-        Returns:
-            Number of each row, [rows].
-        """
+        """Return the place of every row, including padding, in sampling order."""
         order = self._permute(count, "rows")
         return torch.empty_like(order).scatter_(0, order, torch.arange(count, device="cpu"))
 
     def sample_queries(self, sequences: int, length: int) -> tuple[Tensor, Tensor]:
-        """Sample queries of attention; the same ones for all layers with that many.
+        """Sample queries of attention, equal for all layers with these sizes.
 
-        Returns:
-            Indices of the sampled sequences, [sampled sequences], and positions of the sampled
-            queries in each of them, [sampled sequences, queries].
+        Returns the indices of the sampled sequences, [sampled sequences], and the positions of the
+        sampled queries in each of them, [sampled sequences, queries].
         """
         if (sequences, length) not in self._queries:
             some = max(1, min(sequences, self._max_rows // length))
@@ -138,23 +120,23 @@ def derive_seed(*parts: object) -> int:
     """Derive the seed of a private generator.
 
     Args:
-        parts: What the seed depends on: the user's seed, the step and the rank, say.
+        parts: Everything that the seed depends on, such as the user's seed, the step and the rank.
     """
     text = " ".join(map(str, parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 class MemoryLimit:
-    """The largest memory of the rows of one window, and of what comes with them.
+    """Memory limit for the rows of one window, and for what comes with them.
 
-    The number of sampled rows of hidden states, queries and keys is lowered until they take half of
-    it; the rest is for what attention needs besides (all keys of a sequence, rows of masks).
+    The number of sampled rows of hidden states, queries and keys is lowered until they fit into
+    half of it. The rest is for what else attention needs (all keys of a sequence, mask rows).
 
     Args:
-        max_mb: Largest memory, in millions of bytes; None for no limit.
-        sampler: Sampler of the rows, which this limits.
+        max_mb: Largest memory in megabytes (10^6 bytes), or None for no limit.
+        sampler: Sampler of the rows, which is limited.
         layers: Number of layers whose hidden states are kept.
-        blocks: Number of blocks whose attention is kept; 0 where none is.
+        blocks: Number of blocks whose attention is kept; may be 0.
         share: Number of passes that share the memory.
 
     Attributes:
@@ -177,17 +159,17 @@ class MemoryLimit:
         self._blocks = blocks
 
     def fit_rows(self, width: int) -> None:
-        """Lower the number of sampled rows so that they fit, now that their width is known.
+        """Lower the number of sampled rows to fit, now that their width is known.
 
-        Of each row a hidden state is kept for every layer, and for every block its query and key,
-        as projected and as attended.
+        Each row costs a hidden state per layer, and per block a query and a key, both as projected
+        and as attended.
         """
         if self._max_mb is not None:
             row = _BYTES * width * (self._layers + 4 * self._blocks)
             self.sampler.limit(max(_FEWEST_ROWS, int(_FOR_ROWS * 1e6 * self._max_mb / row)))
 
     def notes(self) -> list[Note]:
-        """Make the notes that a reader of the numbers needs."""
+        """Make the note on rows left out for memory, if there are any."""
         if self._max_mb is None or self.sampler.max_rows >= self._asked:
             return []
         text = (
@@ -200,26 +182,20 @@ class MemoryLimit:
 
 @torch.no_grad()
 def spread_indices(count: int, most: int) -> Tensor:
-    """Return evenly spread indices, the first and the last among them.
-
-    They are computed in whole numbers, so that all ranks have the same.
-    """
+    """Return evenly spread indices, including the first and last, in exact integer arithmetic."""
     kept = min(count, most)
     order = torch.arange(kept, dtype=torch.int64, device="cpu")
     return order * (count - 1) // max(kept - 1, 1)
 
 
 def copy_rows(values: Tensor, rows: Tensor) -> Tensor:
-    """Copy rows of a tensor, in float32.
+    """Copy rows of a tensor as [rows, width], float32.
 
-    A copy, because the model may change its tensors in place; of rows alone, because a view would
-    keep the whole in memory.
-
-    Returns:
-        The rows, [rows, width].
+    It copies because the model may change its tensors in place, and only rows because a view would
+    keep the whole tensor in memory.
     """
     values, rows = values.detach(), rows.to(values.device)
-    if values.is_contiguous():  # five times as fast where the rows are short
+    if values.is_contiguous():  # five times as fast for short rows
         values = values.view(-1, values.shape[-1])
     if values.ndim == 2:
         return values.index_select(0, rows).float()
@@ -229,9 +205,9 @@ def copy_rows(values: Tensor, rows: Tensor) -> Tensor:
 def move_width_last(values: Tensor, block: nn.Module, *, entering: bool) -> Tensor:
     """View the hidden states of a block with the width as their last dimension.
 
-    Feature maps are [batch, width, height, ...] where a convolution of the block makes as many
-    channels as their second dimension, or takes as many of what enters. [batch, length, width] has
-    the width last where another parameter of the block has that size.
+    Feature maps are [batch, width, height, ...] if a convolution of the block has as many output
+    channels (or, for the block's input, input channels) as their second dimension. [batch, length,
+    width] has the width last if another parameter of the block has that size.
     """
     if values.ndim < 3:
         return values
@@ -245,7 +221,7 @@ def move_width_last(values: Tensor, block: nn.Module, *, entering: bool) -> Tens
 
 
 def _sizes(block: nn.Module) -> set[int]:
-    """Sizes of the dimensions of all parameters but those of convolutions."""
+    """Sizes of the dimensions of all parameters except convolution weights."""
     return {
         size
         for module in block.modules()

@@ -1,4 +1,4 @@
-"""Calls of embedding tables, which are kept for the passes that they come before."""
+"""Keep the calls of embedding tables for the passes that follow them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,12 +11,12 @@ from geomon.capture.tokens.token_ids import Lookup, TokenIds
 
 
 class TableCalls:
-    """Keeps what embedding tables are given and return.
+    """Keeps the inputs of embedding tables, and passes on their outputs.
 
     Args:
         tables: The tables.
-        receivers: Returns the token ids of the passes to which a call that comes now belongs.
-        follow: Follows what a call has returned, given the number of the call.
+        receivers: Returns the token ids of the passes to which the current call belongs.
+        follow: Follows the output of a call, given the number of the call.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class TableCalls:
     ) -> None:
         self._tables = tables
         self._receivers, self._follow = receivers, follow
-        self._passed: set[int] = set()  # storages of integers that the model was given
+        self._passed: set[int] = set()  # storages of integers among the model's arguments
         self._count = 0
         self._calling = False  # whether a table is running
 
@@ -36,7 +36,7 @@ class TableCalls:
         self._calling = False
 
     def take_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note which integers the model is given."""
+        """Remember which integers are arguments of the model."""
         self._passed |= {
             storage
             for value in _with_contents([*args, *kwargs.values()])
@@ -51,14 +51,7 @@ class TableCalls:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> None:
-        """Keep the integers that a table is given.
-
-        Args:
-            table: The table.
-            module: The module that is called.
-            args: Positional arguments.
-            kwargs: Arguments by name.
-        """
+        """Keep the integers that a table receives."""
         self._calling = True
         ids = next(iter([*args, *kwargs.values()]), None)
         if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_nested:
@@ -72,13 +65,7 @@ class TableCalls:
             ids_of_pass.lookups.append(lookup)
 
     def after(self, table: nn.Module, module: nn.Module, output: Any) -> None:
-        """Follow what a table returned, if it is a row for each of the integers.
-
-        Args:
-            table: The table.
-            module: The module that was called.
-            output: What it returned.
-        """
+        """Follow a table's output if it has one row per integer."""
         self._calling = False
         rows = output[0] if isinstance(output, tuple) else output
         if not isinstance(rows, Tensor) or rows.is_nested or not rows.is_floating_point():
@@ -92,7 +79,7 @@ class TableCalls:
                 self._follow(seen[-1].number, rows)
 
     def take_operator(self, weight: Tensor, ids: Tensor, rows: Tensor) -> None:
-        """Take an operator that looks rows up in what has the shape of a table that is not running.
+        """Handle a lookup in a matrix with the shape of a table that is not being called.
 
         Some modules hold a table, change its weights and never call it.
         """
@@ -104,6 +91,6 @@ class TableCalls:
 
 
 def _with_contents(values: Iterable[Any]) -> Iterator[Any]:
-    """Iterate over values, and over those that lie in dicts among them."""
+    """Iterate over values, with dicts replaced by their values."""
     for value in values:
         yield from value.values() if isinstance(value, Mapping) else (value,)

@@ -1,9 +1,8 @@
-"""Token ids: those of one pass, among all integers that embedding tables were given.
+"""Find the token ids of a pass among all integers that embedding tables received.
 
-Several tables may be given integers of the tokens' shape: token types, positions, hashes of several
-tokens, the sentences of another stack, the tokens that are to be predicted next. Hidden states are
-traced back to the rows that a table returned. If operators between were not seen (compiled code),
-the shape says it.
+Several tables may receive integers of the tokens' shape: token types, positions, hashes of several
+tokens, sentences of another stack, tokens to predict. Hidden states are traced back to the rows
+that a table returned; if the operators between were not seen (compiled code), the shape decides.
 """
 
 import functools
@@ -17,9 +16,9 @@ from torch import Tensor, nn
 
 Shape = tuple[int, ...]
 
-# Share of steps by one from which integers are positions: of token ids few follow one another.
+# Integers with at least this share of steps by one are positions; token ids rarely step by one.
 _BY_ONE = 0.5
-# Most different values that types of tokens have.
+# Largest number of different token types.
 _MOST_TYPES = 4
 
 
@@ -27,11 +26,11 @@ class Lookup(NamedTuple):
     """One call of an embedding table.
 
     Attributes:
-        ids: The integers that it was given.
+        ids: The integers that it received.
         table: The table.
-        passed: Whether the integers, or what they are a part of, are an argument of the model.
+        passed: Whether the integers are (part of) an argument of the model.
         number: Number of the call in the window.
-        width: Width of what it returned; None if that was not seen.
+        width: Width of its output, or None if it was not seen.
     """
 
     ids: Tensor
@@ -45,25 +44,25 @@ class Found(NamedTuple):
     """The token ids of hidden states.
 
     Attributes:
-        lookup: The call of the table that was given them.
-        order: Which of them each row of hidden states is of, of the shape of the hidden states.
+        lookup: The call of the table that received them.
+        order: Index into the ids for each row of hidden states, in the hidden states' shape.
     """
 
     lookup: Lookup
     order: Tensor
 
     def arrange(self, values: Tensor) -> Tensor:
-        """Take values of the ids' shape to that of the hidden states."""
+        """Expand values in the ids' shape to the shape of the hidden states."""
         return values.flatten()[self.order.to(values.device)]
 
     @property
     def streams(self) -> int:
-        """Number of rows of hidden states of each token."""
+        """Number of rows of hidden states per token."""
         return max(1, self.order.numel() // max(1, self.lookup.ids.numel()))
 
     @property
     def turned(self) -> bool:
-        """Whether ids [batch, length] are those of hidden states [length, batch]."""
+        """Whether ids are [batch, length] but hidden states are [length, batch]."""
         ids = self.lookup.ids.shape
         if len(ids) != 2:
             return False
@@ -72,7 +71,7 @@ class Found(NamedTuple):
 
 
 def no_positions(lookup: Lookup) -> bool:
-    """Whether integers are no positions: of those, most are one more than the one before."""
+    """Whether these integers are not position ids (position ids mostly rise by one)."""
     ids = lookup.ids
     if ids.shape[-1:].numel() < 2:
         return True
@@ -80,7 +79,7 @@ def no_positions(lookup: Lookup) -> bool:
 
 
 class TokenIds:
-    """The calls of embedding tables of one pass, and which of them were given the token ids.
+    """The calls of embedding tables of one pass, and which of them received the token ids.
 
     Attributes:
         lookups: Calls of tables, in the order seen.
@@ -91,33 +90,28 @@ class TokenIds:
         self.forget_states()
 
     def forget_states(self) -> None:
-        """Forget the hidden states: another pass begins, whose tables were called before it."""
-        self._begun: int | None = None  # lookups that were seen before hidden states
+        """Forget the hidden states, as another pass begins whose tables were already called."""
+        self._begun: int | None = None  # number of lookups before the first hidden states
         self._found: dict[Shape, Found | None] = {}  # by the shape of hidden states
 
     def begin(self) -> None:
-        """Note that hidden states are there.
-
-        What tables are given from here on (the tokens to be predicted next, say) is not what
-        entered the blocks.
-        """
+        """Remember that hidden states exist: later integers (targets, say) did not make them."""
         self._begun = len(self.lookups)
 
     def meet(self, shape: Shape, trace: Callable[[], Mapping[int, Tensor]]) -> None:
-        """Find the token ids of hidden states of a shape, if that was not done before.
+        """Find the token ids of hidden states of a new shape.
 
-        Args:
-            shape: Shape of the hidden states, without the width.
-            trace: Returns, for each call of a table of which they were made, the row of what it
-                returned that each row of hidden states is of, by the number of the call.
+        `trace` returns, by number of a table's call, the row of its output behind each row of
+        hidden states.
         """
         if shape not in self._found:
             self._found[shape] = self._choose(shape, trace())
 
     def first_fitting(self, shapes: Sequence[Shape]) -> Shape | None:
-        """Return the first shape that hidden states of the token ids may have; None for none.
+        """Return the first shape that fits the token ids, or None.
 
-        Integers that look like positions come last, and before them ids that have to be turned.
+        Shapes that need transposed ids come later, and shapes of integers that look like positions
+        last.
         """
         found = [
             (not no_positions(one.lookup), one.turned, shape)
@@ -127,47 +121,31 @@ class TokenIds:
         return min(found, key=lambda fit: fit[:2])[2] if found else None
 
     def may_have_made(self, hidden: Tensor) -> bool:
-        """Whether a table may have given one row for each row of a tensor, of the same width."""
+        """Whether some table may have returned one row, of equal width, per row of this tensor."""
         found = _by_shape(self.lookups, hidden.shape[:-1])
         return any(one.lookup.width in (None, *hidden.shape[-1:]) for one in found)
 
     def find(self, shape: Shape) -> Found | None:
-        """Return the token ids of hidden states of a shape; None if no table was given any.
-
-        Args:
-            shape: Shape of the hidden states, without the width.
-        """
+        """Return the token ids of hidden states of a shape, or None if no table received any."""
         return self._found.get(shape) or self._choose(shape, {})
 
     def turned(self, shape: Shape) -> bool:
-        """Whether ids [batch, length] are those of hidden states [length, batch, width].
-
-        Args:
-            shape: Shape of the hidden states, without the width.
-        """
+        """Whether ids are [batch, length] but hidden states are [length, batch, width]."""
         found = self._found.get(shape)
         return found is not None and found.turned
 
     def streams(self, shape: Shape) -> Found | None:
-        """Return the token ids of hidden states that have several rows for each; None for others.
-
-        Args:
-            shape: Shape of the hidden states, without the width.
-        """
+        """Return the token ids of hidden states with several rows per token, else None."""
         found = self._found.get(shape)
         return found if found is not None and found.streams > 1 else None
 
     def table(self, shape: Shape) -> nn.Module | None:
-        """Return the embedding table of the tokens; None if no table was given token ids.
-
-        Args:
-            shape: Shape of the hidden states, without the width.
-        """
+        """Return the embedding table of the tokens, or None if no table received token ids."""
         found = self.find(shape)
         return None if found is None else found.lookup.table
 
     def fewer_than(self, shape: Shape) -> bool:
-        """Whether tables were given integers of the same sequences, and of none all tokens."""
+        """Whether tables received integers for these sequences, but never for all tokens."""
         found = self.find(shape)
         if len(shape) != 2 or (found is not None and no_positions(found.lookup)):
             return False
@@ -175,12 +153,12 @@ class TokenIds:
         return any(len(x) == 2 and x[0] == shape[0] and x[1] < shape[1] for x in given)
 
     def checksum(self) -> str:
-        """Return what tells these integers from others."""
+        """Return a checksum of all integers."""
         ids = (lookup.ids.cpu().contiguous() for lookup in self.lookups)
         return "-".join(f"{zlib.crc32(each.numpy().tobytes()):08x}" for each in ids)
 
     def _choose(self, shape: Shape, traced: Mapping[int, Tensor]) -> Found | None:
-        """Choose among the integers that hidden states are of, or else that have their shape."""
+        """Choose the integers that made the hidden states, or else that have their shape."""
         before, behind = self.lookups[: self._begun], self.lookups[self._begun :]
         found = [
             Found(each, traced[each.number].view(shape))
@@ -196,10 +174,10 @@ class TokenIds:
 
 
 def _by_shape(lookups: Sequence[Lookup], shape: Shape) -> Iterator[Found]:
-    """Iterate over the integers that may be of hidden states of a shape, one row for each."""
+    """Iterate over integers that fit hidden states of a shape, with one row each."""
     for lookup in lookups:
         ids = lookup.ids.shape
-        # Packed hidden states are flattened ids, or ids without sequences have got a batch of one.
+        # Packed hidden states have flattened ids, or plain ids were given a batch dimension of 1.
         packed = 1 in (len(shape), *shape[:-1])
         if ids == shape or (math.prod(ids) == math.prod(shape) and packed):
             yield Found(lookup, _numbered(ids).reshape(shape))
@@ -214,7 +192,7 @@ def _numbered(shape: Shape) -> Tensor:
 
 
 def _is_whole(order: Tensor, count: int) -> bool:
-    """Whether every row is of an id, and as many are of each of them."""
+    """Whether every row belongs to an id, and every id has equally many rows."""
     if not count or order.numel() % count or bool((order < 0).any()):
         return False
     rows = torch.bincount(order.flatten(), minlength=count)
@@ -222,13 +200,13 @@ def _is_whole(order: Tensor, count: int) -> bool:
 
 
 def _is_streams(found: Found) -> bool:
-    """Whether several rows are of each token, and not of a position or a type of tokens."""
+    """Whether ids with several rows each are tokens, not positions or token types."""
     lookup = found.lookup
     return lookup.ids.ndim == 2 and no_positions(lookup) and _values(lookup) > _MOST_TYPES
 
 
 def _passed(lookup: Lookup) -> bool:
-    """Whether the integers are an argument of the model, and no types of tokens."""
+    """Whether the integers are an argument of the model, and not token types."""
     return lookup.passed and _values(lookup) > _MOST_TYPES
 
 

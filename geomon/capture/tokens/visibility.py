@@ -1,35 +1,31 @@
-"""Visibility: which keys a query sees, in what is added to the scores of attention.
+"""Visibility: which keys a query sees, judged by what is added to the attention scores.
 
-There is one rule for all ways to write a mask: a key is hidden by what is added to its score, not
-by how small its weight is. In one head alone a weight may be as small as it likes: biases fall far
-with the distance (ALiBi), and a head may attend to one key.
+One rule covers all ways of writing a mask: a key is hidden by the number added to its score, not by
+a small weight. In a single head, weights may be arbitrarily small: biases fall far with distance
+(ALiBi), and a head may attend to only one key.
 """
 
 import torch
 from torch import Tensor
 
-# So far below the largest of the row, in every head: the weight is less than e^-50 of the largest
-# one. Masks add -100 (Swin) or less.
+# Hidden if this far below the row's largest value in every head: the weight is then less than e^-50
+# of the largest. Masks add -100 (Swin) or less.
 FAR_BELOW = 50.0
-# By at least this much a mask lies below the lowest of what is not hidden; a bias falls smoothly.
+# A mask lies at least this far below the lowest visible value, whereas a bias falls smoothly.
 _GAP = 20.0
-# Below this in every head, even where the whole row is: masks add -10,000 or less.
+# Hidden below this value in every head, even for a whole row: masks add -10,000 or less.
 MASKED = -5_000.0
-# Below this in one head alone: a mask of that head. ALiBi does not come so far in 60,000 tokens.
+# Hidden below this value in a single head: ALiBi does not reach it within 60,000 tokens.
 _MASKED_IN_ONE_HEAD = -30_000.0
 
-# So far below the largest score of the row a key has no weight in float32. One that has some in any
-# head was not hidden, whatever was added to it.
+# This far below the row's largest score, a key has no weight in float32. A key with weight in any
+# head was not hidden, whatever was added to its score.
 _WEIGHTLESS = 16.0
 
 
 @torch.no_grad()
 def hidden_keys(added: Tensor) -> Tensor:
-    """Find the keys that a mask hides.
-
-    Returns:
-        True where a key is hidden, of the same shape.
-    """
+    """Find the keys that a mask hides: True for hidden keys, in the mask's shape."""
     below = (added - added.amax(dim=-1, keepdim=True)).amax(dim=1, keepdim=True)
     masked = ~(added.amax(dim=1, keepdim=True) >= MASKED)
     far = (below < -FAR_BELOW) & ~masked
@@ -41,19 +37,13 @@ def hidden_keys(added: Tensor) -> Tensor:
 
 @torch.no_grad()
 def hidden_in_scores(scores: Tensor, added: Tensor | None = None) -> Tensor:
-    """Find the keys that a mask hides in masked scores.
+    """Find the keys that a mask hides in scores, [sequences, heads, queries, keys].
 
-    Args:
-        scores: The scores, [sequences, heads, queries, keys].
-        added: What they have beyond the products of queries and keys, so that keys far below others
-            by their products alone are not taken for hidden ones. If it is None, the scores stand
-            for it.
-
-    Returns:
-        True where a key is hidden, of the same shape.
+    `added` is the difference between scores and query-key products; without it, a very low product
+    could be mistaken for a mask. Returns True for hidden keys, in the scores' shape.
     """
     if added is None:
-        # One head that attends to one key looks like a mask: only what no score reaches is one.
+        # One head that attends to one key looks like a mask, so only unreachable scores count.
         return hidden_keys(scores) if scores.shape[1] > 1 else ~(scores >= MASKED)
     if 0 in scores.shape:
         return torch.zeros_like(scores, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Readings as matplotlib figures, for papers, pages and loggers."""
+"""Draws readings as matplotlib figures for papers, pages and loggers."""
 
 try:
     import matplotlib  # noqa: F401  (every file of this folder needs it)

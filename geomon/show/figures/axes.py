@@ -1,4 +1,4 @@
-"""Panels drawn by matplotlib."""
+"""Draws panels with matplotlib."""
 
 import io
 import math
@@ -22,21 +22,21 @@ from geomon.show.collect import furthest_loss
 from geomon.show.colours import GREY, GRID, NOTHING, PURPLE, SIGNED, UNSIGNED
 from geomon.show.panels import AXES, Line, Lines, Matrix, StepAxis
 
-# Keyword arguments of matplotlib for how something is drawn.
+# Keyword arguments for matplotlib's drawing functions.
 Style = dict[str, Any]
 
-# Largest number of colours that a colour bar names one by one.
+# A colour bar names at most this many colours.
 _MAX_NAMED = 12
-# Largest numbers of layers and heads whose values are written into their fields.
+# Values are written into the cells of a matrix with at most this many layers and heads.
 _MAX_WRITTEN = 12
-# Ratio of the ends of a logarithmic axis above which it names powers of ten alone.
+# A logarithmic axis that spans more than this factor names only powers of ten.
 _MANY_POWERS = 1e3
 _DASHES = {"solid": "-", "dash": (0, (4, 2)), "dot": ":", "dashdot": "-."}
 _HALO = [patheffects.withStroke(linewidth=2, foreground="white")]
 
 
 class ShownFigure(Figure):
-    """A figure that a notebook shows: one made without pyplot is only named there."""
+    """Figure with a PNG representation, because notebooks display only pyplot's figures."""
 
     def _repr_png_(self) -> bytes:
         file = io.BytesIO()
@@ -45,7 +45,7 @@ class ShownFigure(Figure):
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Make an empty figure, in inches, whose panels are laid out when it is drawn."""
+    """Make an empty figure, in inches, with a constrained layout."""
     layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08, wspace=0.03, hspace=0.04)
     return ShownFigure(figsize=(width, height), dpi=160, layout=layout)
 
@@ -57,9 +57,9 @@ def draw_grid(
     size: tuple[float, float],
     share: bool = False,
 ) -> Figure:
-    """Draw panels in rows."""
+    """Draw titled panels in a grid; with `share`, they share their axes, labels and legend."""
     rows = math.ceil(len(panels) / columns)
-    width = max(columns, 2) if share else columns  # as wide as the line above them all
+    width = max(columns, 2) if share else columns  # wide enough for the figure's title
     figure = new_figure(size[0] * width, size[1] * rows + share)
     places = list(figure.subplots(rows, columns, squeeze=False, sharex=share, sharey=share).flat)
     for letter, place, (words, panel) in zip(ascii_lowercase, places, panels, strict=False):
@@ -73,7 +73,7 @@ def draw_grid(
 
 
 def _name_once(figure: Figure, places: Sequence[Axes]) -> None:
-    """Name the axes of all panels at the edge of their figure alone, and their lines once."""
+    """Label the axes only at the edge of the figure, and draw one legend for all panels."""
     figure.supylabel(places[0].get_ylabel(), fontsize=10)
     for place in places:
         place.label_outer()
@@ -85,35 +85,35 @@ def _name_once(figure: Figure, places: Sequence[Axes]) -> None:
 
 
 def caption(place: Axes, letter: str, words: str) -> None:
-    """Write the letter of a panel and what it shows above it."""
+    """Write the letter and the title of a panel above it."""
     start = f"$\\bf{{{letter}}}$   " if letter else ""
     place.set_title(f"{start}{words}", loc="left", fontsize=11.5 if letter else 10.5, pad=8)
 
 
 def title(figure: Figure, words: str) -> None:
-    """Write a line above all panels of a figure."""
+    """Write a title above all panels of a figure."""
     figure.suptitle(words, fontsize=12, x=0.012, ha="left", wrap=True)
 
 
 def footnote(figure: Figure, words: str) -> None:
-    """Write a line in small letters below all panels of a figure."""
+    """Write a line in small print below all panels of a figure."""
     figure.supxlabel(words, fontsize=8.5, color=GREY)
 
 
 def literal(text: str) -> str:
-    """Make a text of unknown origin one that matplotlib writes as it stands, dollar signs too."""
+    """Escape a text of unknown origin so that matplotlib draws it literally, with dollar signs."""
     return printable(text).replace("$", r"\$")
 
 
 def signed(value: float) -> str:
-    """Format a number with its sign."""
+    """Format a number with its sign and two decimals."""
     return f"{value:+.2f}".replace("-", "−")
 
 
 def draw(
     place: Axes, panel: Lines | Matrix, *, legend: Literal["inside", "above", "none"] = "inside"
 ) -> None:
-    """Draw a panel, with the names of its lines or a bar of its colours."""
+    """Draw a panel, with a legend for its lines or a colour bar for its matrix."""
     if isinstance(panel, Matrix):
         add_bar(draw_matrix(place, panel), panel, [place])
     elif panel.lines:
@@ -169,7 +169,7 @@ def _draw_line(place: Axes, line: Line, axis: StepAxis | None) -> None:
 
 
 def _number_axis(place: Axes, panel: Lines) -> None:
-    """Make the axis of layers or scales."""
+    """Label and scale the x axis of a panel over layers, scales or ranks."""
     style_axes(place)
     words, is_logarithmic = AXES[panel.over]
     place.set_xlabel(words, fontsize=10)
@@ -182,7 +182,7 @@ def _number_axis(place: Axes, panel: Lines) -> None:
 
 
 def _scale(place: Axes, panel: Lines) -> None:
-    """Scale the axis of values: from 0 where no value is below it, or logarithmic."""
+    """Scale the y axis: logarithmically, between given ends, or from 0 if no value is negative."""
     if panel.ends is not None:
         place.set_ylim(*panel.ends)
     elif panel.is_logarithmic:
@@ -193,21 +193,18 @@ def _scale(place: Axes, panel: Lines) -> None:
 
 
 def _name_numbers(axis: Any, low: float, high: float) -> None:
-    """Name numbers of a logarithmic axis, of a long one powers of ten alone."""
+    """Label a logarithmic axis with plain numbers; a long axis gets only powers of ten."""
     axis.set_major_locator(LogLocator(subs=(1,) if high > _MANY_POWERS * low else (1, 2, 3, 5)))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter("{x:g}")
 
 
 def _mark_alerts(place: Axes, panel: Lines, axis: StepAxis) -> None:
-    """Mark the steps of alerts with vertical lines, along which their kinds are written.
-
-    Every second one is written higher up: alerts often come close to one another.
-    """
+    """Mark each alert's step with a vertical line and its kind, at alternating heights."""
     for number, (step, words) in enumerate(panel.alerts):
         (at,) = axis.places([step])
         place.axvline(at, color=PURPLE, lw=1.2, ls=(0, (2, 1.5)), zorder=1)
-        is_first = step == axis.steps[0]  # to the left of which the axis of values stands
+        is_first = step == axis.steps[0]  # the y axis is to its left
         place.annotate(
             words, (at, 0.5 if number % 2 else 0.02), xycoords=("data", "axes fraction"),
             rotation=90, va="bottom", xytext=(1 if is_first else -1, 0), textcoords="offset points",
@@ -216,7 +213,7 @@ def _mark_alerts(place: Axes, panel: Lines, axis: StepAxis) -> None:
 
 
 def leave_room(place: Axes, named: Axes) -> None:
-    """Leave the top of a panel, without ticks, to the legend of this one or of one behind it."""
+    """Extend the y axis upwards, without ticks, to make room for a legend."""
     legend = named.get_legend()
     share = 1.1 + 0.1 * len(legend.texts if legend else ())
     low, high = place.get_ylim()
@@ -227,7 +224,7 @@ def leave_room(place: Axes, named: Axes) -> None:
 
 
 def draw_loss(place: Axes, readings: Readings) -> None:
-    """Draw the loss behind a panel whose steps are drawn already, with an axis of its own."""
+    """Draw the loss with its own y axis behind a panel over training."""
     name, loss = furthest_loss(readings)
     if len(loss) < 2:
         return
@@ -248,10 +245,7 @@ def draw_loss(place: Axes, readings: Readings) -> None:
 
 
 def draw_matrix(place: Axes, panel: Matrix) -> Any:
-    """Draw a panel of colours, the first layer at the bottom; small ones with their values.
-
-    It returns the drawn colours, for `add_bar`.
-    """
+    """Draw a matrix with its first layer at the bottom, and return the mesh for `add_bar`."""
     rows, columns = panel.values.shape
     x: Sequence[float] = [column - 0.5 for column in range(columns + 1)]
     if panel.over == "step":
@@ -279,7 +273,7 @@ def draw_matrix(place: Axes, panel: Matrix) -> Any:
 
 
 def add_bar(mesh: Any, panel: Matrix, places: Sequence[Axes]) -> None:
-    """Add a bar that says what the colours of panels in one row stand for."""
+    """Add a colour bar for the matrices of one row of panels."""
     bar = places[0].figure.colorbar(mesh, ax=places, pad=0.02)
     bar.set_label(panel.label + "\nlogarithmic" * panel.is_logarithmic, fontsize=9)
     bar.ax.tick_params(labelsize=8.5, length=2)
@@ -289,13 +283,13 @@ def add_bar(mesh: Any, panel: Matrix, places: Sequence[Axes]) -> None:
 
 
 def _name_ticks(axis: Any, names: Sequence[int]) -> None:
-    """Name rows or columns by their numbers, sixteen at most."""
+    """Label rows or columns with their numbers, at most sixteen of them."""
     ticks = range(0, len(names), math.ceil(len(names) / 16))
     axis.set_ticks(ticks, labels=[names[tick] for tick in ticks])
 
 
 def _write_values(place: Axes, panel: Matrix, mesh: Any) -> None:
-    """Write each value into its field, dark on light or light on dark."""
+    """Write each value into its cell, in white or black depending on the cell's colour."""
     for (row, column), value in np.ndenumerate(panel.values):
         if math.isfinite(value):
             red, green, blue, _ = mesh.cmap(mesh.norm(value))
@@ -306,7 +300,7 @@ def _write_values(place: Axes, panel: Matrix, mesh: Any) -> None:
 
 
 def style_axes(place: Axes, lines: Literal["x", "y"] = "y") -> None:
-    """Give a panel two spines, and faint lines across at the ticks of an axis."""
+    """Hide the top and right spines, and draw faint grid lines along one axis."""
     place.spines[["top", "right"]].set_visible(False)
     place.tick_params(labelsize=9.5, length=3)
     place.grid(axis=lines, lw=0.7, color=GRID)
@@ -314,7 +308,7 @@ def style_axes(place: Axes, lines: Literal["x", "y"] = "y") -> None:
 
 
 def step_axis(place: Axes, axis: StepAxis) -> None:
-    """Make the axis of steps logarithmic, with step 0 to the left of the first step after it."""
+    """Make the step axis logarithmic, and place step 0 to the left of the first step after it."""
     style_axes(place)
     place.set_xscale("log")
     first, last = axis.places([axis.steps[0], axis.steps[-1]])
@@ -326,14 +320,14 @@ def step_axis(place: Axes, axis: StepAxis) -> None:
 
 
 def show_message(place: Axes, message: str) -> None:
-    """Write a message into a panel that has nothing to draw."""
+    """Write a message into a panel without data."""
     place.set(xticks=[], yticks=[])
     place.spines[:].set_color("#CCCCCC")
     place.text(0.5, 0.5, message, transform=place.transAxes, ha="center", va="center", color=GREY)
 
 
 def show_legend(place: Axes, **style: Any) -> bool:
-    """Add a legend, by default at the upper left; return whether anything has a name."""
+    """Add a legend, by default at the upper left, and return whether any artist has a label."""
     if not place.get_legend_handles_labels()[0]:
         return False
     shown: Style = {"loc": "upper left", "fontsize": 9, "handlelength": 1.6, "framealpha": 0.85}
@@ -342,7 +336,7 @@ def show_legend(place: Axes, **style: Any) -> bool:
 
 
 def colour_bar(place: Axes, lines: Sequence[Line], label: str) -> None:
-    """Add a colour bar with a field for each line, from below; a label says what they are of."""
+    """Add a labelled colour bar with one field per line, from bottom to top."""
     count = len(lines)
     norm = BoundaryNorm(np.arange(count + 1) - 0.5, count)
     mappable = ScalarMappable(norm, ListedColormap([line.colour for line in lines]))

@@ -1,4 +1,4 @@
-"""The figure of two runs: their dimension over steps, and their differences with intervals."""
+"""Draws two runs: their dimension over training, and their differences with intervals."""
 
 import math
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from geomon.show.colours import BLUE, GREY, VERMILLION
 from geomon.show.figures import axes
 from geomon.show.panels import Lines
 
-_FAR = 10  # share above which the axis of differences is logarithmic
-_MOST = 24  # differences that are drawn: the largest against their errors
+_FAR = 10  # the axis is logarithmic if a relative change exceeds this
+_MOST = 24  # number of differences drawn, largest relative to their errors first
 
 
 def compare_figure(
     runs: tuple[Readings, Readings], names: tuple[str, str], differences: Sequence[Difference]
 ) -> Figure:
-    """Draw two runs: the dimension over training, and the differences that have an interval."""
+    """Draw the dimension of two runs over training, and the differences that have an interval."""
     drawn = [each for each in differences if math.isfinite(each.margin * each.share)]
     drawn = sorted(drawn, key=lambda each: -abs(each.change) / each.margin)[:_MOST][::-1]
     figure = axes.new_figure(12.5, max(4.2, 1.2 + 0.26 * len(drawn)))
@@ -39,7 +39,7 @@ def compare_figure(
         titles = {tag: each.title for tag, each in quantities_of(runs[0]).items()}
         _draw_differences(right, drawn, [axes.literal(titles[each.tag]) for each in drawn])
     else:
-        axes.show_message(right, "no difference whose error is known")
+        axes.show_message(right, "no difference has a known error")
     return figure
 
 
@@ -47,14 +47,14 @@ def _draw_differences(panel: Any, drawn: Sequence[Difference], titles: Sequence[
     for row, each in enumerate(drawn):
         share, width = 100 * each.share, 100 * each.margin / each.first
         beyond = each.verdict in ("higher", "lower")
-        colour = "black" if beyond else GREY  # the colours beside are those of the runs
+        colour = "black" if beyond else GREY  # colours stand for the runs in the left panel
         panel.errorbar(
             share, row, xerr=width, fmt="o", color=colour, ms=5, capsize=2.5, lw=1.4,
             mfc=colour if beyond else "white",
         )  # fmt: skip
     panel.axvline(0, color=GREY, lw=0.9)
     axes.style_axes(panel, "x")
-    if max(abs(each.share) for each in drawn) > _FAR:  # a run that diverged hides all the others
+    if max(abs(each.share) for each in drawn) > _FAR:  # a diverged run would flatten all others
         panel.set_xscale("symlog", linthresh=100)
         panel.set_xlim(left=-200)  # nothing falls by more than 100 %
         panel.xaxis.get_major_locator().set_params(numticks=7)

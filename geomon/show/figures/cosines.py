@@ -1,4 +1,4 @@
-"""Cosine of mean query and mean key over training, one panel for each layer.
+"""Draws the cosine of mean query and mean key over training, with one panel per layer.
 
 After figures 13 and 14 of Godey et al. (2401.12143).
 """
@@ -16,16 +16,12 @@ from geomon.show.colours import BLUE, GREY, VERMILLION
 from geomon.show.figures import axes
 from geomon.show.panels import Line, Lines, NotMeasuredError, spread_items
 
-# Layers that have a panel of their own.
+# Largest number of layers drawn, each in its own panel.
 _MOST_LAYERS = 12
 
 
 def cosines_figure(readings: Readings, metric: str = "qk_cosine") -> Figure:
-    """Draw a metric of heads over training, one panel for each layer.
-
-    The band of chance is drawn for `qk_cosine`: with random directions, all heads end inside it
-    with a probability of 95 %.
-    """
+    """Draw a metric of heads over training; `qk_cosine` gets a 95 % band of random directions."""
     selected, layers, table = measured_heads(readings, metric)
     if not selected:
         raise NotMeasuredError(f"{metric} of single heads was not measured in this run")
@@ -61,7 +57,7 @@ def cosines_figure(readings: Readings, metric: str = "qk_cosine") -> Figure:
 
 
 def _side_colour(value: float, limit: float) -> str:
-    """Colour of a head that ends above chance, below it or within; without a limit, 0 is that."""
+    """Colour a head by whether it ends above, below or within the chance limit (0 if unknown)."""
     limit = limit if math.isfinite(limit) else 0.0
     return VERMILLION if value > limit else BLUE if value < -limit else GREY
 

@@ -1,4 +1,4 @@
-"""The kinds of figures that every run can give, by name."""
+"""Lists the kinds of figures that can be drawn for every run, by name."""
 
 import difflib
 from collections.abc import Callable
@@ -20,13 +20,13 @@ from geomon.show.panels import NotMeasuredError
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of figure.
+    """Kind of figure.
 
     Attributes:
-        draw: Function that draws it, of the readings of a run; also of a metric if it
-            `takes_metric`.
-        takes_metric: Whether it can be drawn of another metric than by default: "layers" or
-            "heads", of which that has values; "" for no.
+        draw: Function that draws the readings of a run. If `takes_metric` is not empty, it also
+            takes the name of a metric.
+        takes_metric: "layers" or "heads" if the kind draws any metric with such values; "" if the
+            kind takes no metric. Defaults to "".
     """
 
     draw: Callable[..., Figure]
@@ -48,16 +48,16 @@ KINDS: dict[str, Kind] = {
 
 
 def draw(kind: str, readings: Readings, metric: str | None = None) -> Figure:
-    """Draw a kind of figure of a run.
+    """Draw one kind of figure for a run.
 
     Args:
-        kind: Name of the kind, in `KINDS`.
+        kind: Name of the kind, a key of `KINDS`.
         readings: Readings of the run.
-        metric: Name of the metric to draw; None for the kind's own.
+        metric: Name of the metric to draw. Defaults to None, which uses the metrics of that kind.
 
     Raises:
-        NotMeasuredError: The run cannot give it.
-        ValueError: There is no such kind, or it takes no metric.
+        NotMeasuredError: If the run lacks values for the figure.
+        ValueError: If there is no such kind, or if it takes no metric.
     """
     if kind not in KINDS:
         raise ValueError(f"no figure is called {kind!r}: there are {', '.join(KINDS)}")
@@ -77,6 +77,6 @@ def draw(kind: str, readings: Readings, metric: str | None = None) -> Figure:
 
 
 def _metrics(readings: Readings, has: str) -> dict[str, None]:
-    """List the metrics that a run has values of "layers" or "heads" of."""
+    """List the metrics that have values per layer or per head: `has` is "layers" or "heads"."""
     columns = [item for reading in readings for item in reading.columns.items()]
     return dict.fromkeys(metric for metric, column in columns if getattr(column, has))

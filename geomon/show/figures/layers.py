@@ -1,4 +1,4 @@
-"""Metrics over layers: dimension by scale, profiles, maps, heads."""
+"""Draws metrics over layers: dimension by scale, profiles, maps and heads."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,19 +13,16 @@ from geomon.show import collect
 from geomon.show.figures import axes
 from geomon.show.panels import NotMeasuredError, ends_and_middle
 
-# What the figures show where no metric is asked for.
+# Metrics that the figures show by default.
 _PROFILES = ("twonn", "anisotropy")
 _MAPS = ("twonn", "anisotropy", "cosine", "attention_entropy")
 _HEADS = ("attention_entropy", "qk_cosine")
-# Steps at which heads are drawn.
+# Number of steps at which heads are drawn.
 _MOST_OF_HEADS = 3
 
 
 def dimension_figure(readings: Readings) -> Figure:
-    """Draw the intrinsic dimension over training in all variants, and by scale at several steps.
-
-    After figure 2 of Razzhigaev et al. (2311.05928).
-    """
+    """Draw the intrinsic dimension over training and by scale, after figure 2 of 2311.05928."""
     over, by_scale = collect.dimension_panel(readings), collect.scales_panel(readings)
     if not over.lines and not by_scale.lines:
         raise NotMeasuredError(
@@ -42,11 +39,7 @@ def dimension_figure(readings: Readings) -> Figure:
 
 
 def profiles_figure(readings: Readings, metric: str | None = None) -> Figure:
-    """Draw metrics over depth at several steps.
-
-    After figures 1 and 3 of Razzhigaev et al. (2311.05928) and figures 1 to 4 of Godey et al.
-    (2401.12143).
-    """
+    """Draw metrics over depth at several steps, after figures of 2311.05928 and 2401.12143."""
     panels = []
     for name in _choose(metric, _PROFILES, readings.layers):
         panel = collect.depth_panel(readings, name)
@@ -66,7 +59,7 @@ def profiles_figure(readings: Readings, metric: str | None = None) -> Figure:
 
 
 def map_figure(readings: Readings, metric: str | None = None) -> Figure:
-    """Draw metrics by layer and step as heat maps, with a column for each reading."""
+    """Draw metrics as heat maps with a row per layer and a column per reading."""
     maps = {name: collect.map_panel(readings, name) for name in ([metric] if metric else _MAPS)}
     names = _choose(metric, _MAPS, maps.get)
     panels = [(readings.text_of(name).title, map_) for name in names if (map_ := maps[name])]
@@ -74,11 +67,7 @@ def map_figure(readings: Readings, metric: str | None = None) -> Figure:
 
 
 def heads_figure(readings: Readings, metric: str | None = None) -> Figure:
-    """Draw metrics by head and layer at the first, the middle and the last step, on a fixed scale.
-
-    The entropy of attention runs from 0 to that of uniform attention, cosines from -1 to 1, other
-    metrics between their ends over the whole run.
-    """
+    """Draw metrics by layer and head at the first, middle and last step, on one colour scale."""
     wanted = [metric] if metric else _HEADS
     found = {name: collect.head_panels(readings, name, len(readings)) for name in wanted}
     rows = [found[name] for name in _choose(metric, _HEADS, found.get, place=" of single heads")]
@@ -104,7 +93,7 @@ def _choose(
     *,
     place: str = "",
 ) -> list[str]:
-    """Choose the metrics of a figure: the one that is asked for, or the usual ones."""
+    """Choose the metrics of a figure: the requested one, or the default ones that were measured."""
     wanted = usual if metric is None else (metric,)
     found = [name for name in wanted if is_measured(name)]
     if not found:

@@ -1,6 +1,6 @@
-"""The figure of a run, small ones for loggers, and files.
+"""Draws the figure of a run and small figures for loggers, and writes figures to files.
 
-They are made of matplotlib's objects only: pyplot is not imported, no backend or setting changed.
+Figures are built without pyplot, so no backend and no setting of matplotlib changes.
 """
 
 import os
@@ -21,13 +21,17 @@ from geomon.show.panels import Lines, Matrix
 def geometry_figure(readings: Readings, *, title: str | None = None) -> Figure:
     """Draw a run in four panels.
 
-    Intrinsic dimension over training and anisotropy over depth, after figures 2 to 4 of Razzhigaev
-    et al. (2311.05928); cosine of mean query and mean key, and attention entropy, after figures 13
-    and 15 of Godey et al. (2401.12143). The panel of a metric that was not measured says so.
+    The panels show the intrinsic dimension over training and anisotropy over depth, after figures 2
+    to 4 of Razzhigaev et al. (2311.05928), and the cosine of mean query and mean key and the
+    attention entropy, after figures 13 and 15 of Godey et al. (2401.12143). The panel of a metric
+    that was not measured says so.
 
     Args:
         readings: Readings of a run.
-        title: Text above the panels; None for no title.
+        title: Text above the panels. Defaults to None, for no title.
+
+    Returns:
+        The figure.
     """
     dimension = collect.dimension_panel(readings)
     entropy = collect.layers_panel(readings, "attention_entropy")
@@ -55,10 +59,13 @@ def geometry_figure(readings: Readings, *, title: str | None = None) -> Figure:
 
 
 def title_of(readings: Readings) -> str | None:
-    """Say in one line what was trained, how far, and what its loss was; None if nothing is known.
+    """Describe in one line the model, the steps and the loss of a run.
 
     Args:
         readings: Readings of a run.
+
+    Returns:
+        The line, or None if the readings are empty or come from two runs.
     """
     if readings.mixed_at is not None or not readings:
         return None
@@ -86,12 +93,12 @@ def _rounded(count: int) -> str:
 
 
 def card(panel: Lines | Matrix) -> Figure:
-    """Draw a small figure of one panel, which reads at the size of a card in a logger.
+    """Draw one panel as a small figure that stays readable on a logger's page.
 
-    TensorBoard shows pictures in about 370 by 215 pixels: text of 9 points is then 10 pixels high.
+    TensorBoard shows pictures at about 370 by 215 pixels, where 9-point text is 10 pixels high.
 
     Args:
-        panel: What to draw.
+        panel: The panel to draw.
     """
     figure = Figure(figsize=(4.5, 2.75), dpi=160, layout="constrained")
     axes.draw(figure.subplots(), panel, legend="above")
@@ -99,21 +106,21 @@ def card(panel: Lines | Matrix) -> Figure:
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Write a figure to a file, whose folder is made and whose format follows its ending.
+    """Write a figure to a file in the format of its suffix, and create its folder if necessary.
 
     Args:
-        figure: Figure of matplotlib.
+        figure: Matplotlib figure.
         path: Path of the file, for instance "geometry.png".
 
     Returns:
         Path of the file.
 
     Raises:
-        ValueError: matplotlib cannot write files with that ending.
-        OSError: The file cannot be written.
+        ValueError: If matplotlib cannot write files with this suffix.
+        OSError: If the file cannot be written.
     """
     path = Path(path)
-    if not path.suffix:  # matplotlib would choose one, and write another file
+    if not path.suffix:  # matplotlib would add a suffix and write another file
         raise ValueError("figures are written to a file that ends in .png, .svg or .pdf")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -1,6 +1,6 @@
-"""Pages of loggers: charts, pictures, text and alerts of a run that goes on.
+"""Pages of loggers: charts, pictures, text and alerts of a run in progress.
 
-Each page is a sink that consists of parts. One that fails leaves the others as they are.
+Each page is a sink made of parts, so that one part can fail without affecting the others.
 """
 
 from geomon.show.loggers.board import BoardPages, TensorBoard

@@ -22,31 +22,32 @@ from geomon.show.settings import setting_words
 
 Writers = Callable[[], Iterable[Any]]
 
-# TensorBoard sorts groups by name: with this before it, ours comes after those of the training.
+# TensorBoard sorts groups by name, and "~" sorts our group after those of the training.
 PREFIX = "~"
 _GROUP = f"{PREFIX}geomon"
-# On one line, as TensorBoard keeps the ends of lines.
+# A single line, because TensorBoard keeps line breaks.
 _GUIDE = (
     "**Where to look.** *Custom Scalars* opens on the intrinsic dimension with its 95 % interval; "
-    "*Images* shows it over training, beside maps of layers, steps and heads; *Time Series* has "
+    "*Images* shows it over training, next to maps of layers, steps and heads; *Time Series* has "
     f"both, in the last group, `{_GROUP}`. It is smoothed unless its "
     "*Smoothing* is set to 0: a peak then looks lower and comes later. *Custom Scalars* is not."
 )
 
 
 class BoardPages(Pages):
-    """Sink that fills the pages of TensorBoard through a logger's writers.
+    """Sink that fills the pages of TensorBoard through the `SummaryWriter`s of a logger.
 
     Args:
         name: Name of the logger, for messages.
-        log: Function that hands the charted values to the logger, by name, with their step.
+        log: Function that passes charted values, by name, and their step to the logger.
         writers: Function that returns the logger's `SummaryWriter`s.
-        detail: "headline", "layers", or names of metrics whose means are headline values too.
-        pictures: Whether pictures are drawn, which takes matplotlib.
-        save: Function that flushes the logger.
+        detail: "headline", "layers", or names of metrics whose means become headline values too.
+            Defaults to "headline".
+        pictures: Whether to draw pictures, which requires matplotlib. Defaults to True.
+        save: Function that flushes the logger. Defaults to one that does nothing.
 
     Raises:
-        ValueError: The detail is none of them.
+        ValueError: If the detail is none of them.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class BoardPages(Pages):
                 writer.add_image(f"{_GROUP}/{title}", image, step, dataformats="HWC")
 
         values = LoggerSink(name, log, detail=detail, save=save, writers=writers, prefix=PREFIX)
-        # Closed in reverse order: the values, which save, when all pages have had their last word.
+        # Parts are closed in reverse, so that the values flush the logger after all other pages.
         parts: list[Sink] = [values, BoardText(writers, name=name)]
         if pictures:
             parts.append(Pictures(post, name=name, metrics=values.named))
@@ -72,21 +73,22 @@ class BoardPages(Pages):
 
 
 class TensorBoard(BoardPages):
-    """Sink that writes event files of TensorBoard, for loops without a logger.
+    """Sink that writes TensorBoard event files, for training loops without a logger.
 
-    The pages are those of the callbacks: headline values and the layout of their charts, pictures,
-    and text (docs/tensorboard.md).
+    It fills the same pages as the callbacks: headline values and the layout of their charts,
+    pictures, and text (docs/tensorboard.md).
 
     Args:
-        directory: Folder of the event files.
-        detail: "headline" for about a dozen values, in the group `~geomon`; "layers" for all that
-            are charted; or names of metrics whose means are headline values too.
-        pictures: Whether pictures are drawn, each time the step has doubled and at the end, which
-            takes matplotlib.
+        directory: Folder for the event files.
+        detail: "headline" for about a dozen values in the group `~geomon`, "layers" for all charted
+            values, or names of metrics whose means become headline values too. Defaults to
+            "headline".
+        pictures: Whether to draw pictures each time the step has doubled and at the end, which
+            requires matplotlib. Defaults to True.
 
     Raises:
-        ValueError: The detail is none of them.
-        ImportError: tensorboard is missing.
+        ValueError: If the detail is none of them.
+        ImportError: If tensorboard is missing.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class TensorBoard(BoardPages):
             raise ImportError(
                 f"TensorBoard's files need tensorboard ({error}): pip install 'geomon[tensorboard]'"
             ) from error
-        check_detail(detail)  # before a file is opened
+        check_detail(detail)  # before any file is opened
         self._writer = SummaryWriter(directory)
         super().__init__(
             "TensorBoard", self._log, lambda: [self._writer],
@@ -111,22 +113,13 @@ class TensorBoard(BoardPages):
 
     def _log(self, values: Mapping[str, float], step: int) -> None:
         for tag, value in values.items():
-            # In float32: TensorBoard's data server, which is installed with it, shows no doubles.
+            # As float32, because TensorBoard's own data server cannot show doubles.
             self._writer.add_scalar(tag, value, step, new_style=True)
-        self._writer.flush()  # where tensorflow is installed, it would wait for two minutes
+        self._writer.flush()  # with tensorflow installed, it would wait two minutes
 
 
 class BoardText(RunDrawer):
-    """Sink that writes the text of TensorBoard: alerts, the run in words, and notes.
-
-    An alert is written at once, at its own step. A note is written at its reading, unless there was
-    one of its kind before. The run in words is written each time its step has doubled, with the
-    reading after an alert, and at the end.
-
-    Args:
-        writers: Function that returns the `SummaryWriter`s.
-        name: Name of the logger, for messages.
-    """
+    """Sink that writes text to TensorBoard: alerts, the run in words, healthy ranges and notes."""
 
     def __init__(self, writers: Writers, *, name: str) -> None:
         super().__init__(f"writing text for {name}", first_cost=0.0)
@@ -136,12 +129,12 @@ class BoardText(RunDrawer):
         self._noted: set[tuple[str, str]] = set()
 
     def describe(self, description: Mapping[str, Any]) -> None:
-        """Take the description of the run, which is written with the first reading."""
+        """Keep the description of the run until the first reading."""
         super().describe(description)
         self._described, self._facts = description, FactLog([description])
 
     def write(self, reading: Reading) -> None:
-        """Write what is new in the notes of a reading, and at some readings the run in words."""
+        """Write new notes, and write the run in words each time its step has doubled."""
         if self._described is not None:
             self._post("4 model and options", _table(self._described), reading.step)
             texts = texts_of(self._described).values()
@@ -156,7 +149,7 @@ class BoardText(RunDrawer):
         super().write(reading)
 
     def alert(self, alert: RaisedAlert) -> None:
-        """Write an alert, above all other text, and have it shown at once."""
+        """Write an alert at the top of the text page, and flush the writers."""
         super().alert(alert)
         self._post("0 alerts", _bullets([alert.words()]), alert.step)
         for writer in self._writers():
@@ -176,7 +169,7 @@ def _bullets(sentences: Iterable[str]) -> str:
 
 
 def _table(description: Mapping[str, Any]) -> str:
-    """Format the description of a run as a table."""
+    """Format the description of a run as a Markdown table."""
     rows = "".join(
         f"| {_escape(name)} | {_escape(setting_words(name, value))} |\n"
         for name, value in description.items()
@@ -185,7 +178,7 @@ def _table(description: Mapping[str, Any]) -> str:
 
 
 def _escape(text: str) -> str:
-    """Protect what Markdown would read as its own, underscores in names for instance."""
+    """Escape characters that Markdown would interpret, such as underscores in names."""
     return re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", text.replace("\n", " "))
 
 

@@ -1,4 +1,4 @@
-"""What pages of a run that goes on are made of: few of its readings, more of them early on."""
+"""Thins the readings of a run in progress and decides when to draw it."""
 
 import abc
 import time
@@ -10,33 +10,28 @@ from msgspec.structs import replace
 from geomon.record import RaisedAlert, Reading, Readings
 from geomon.show.collect import BY_HEAD, BY_LAYER, DIMENSIONS
 
-# What pages draw and describe of a reading: a large model's has tens of thousands of values.
+# Metrics that pages use; a large model has tens of thousands of values per reading.
 _SHOWN = frozenset({*BY_LAYER, *BY_HEAD, *DIMENSIONS})
-# Smallest ratio of the steps of two readings kept. Four readings for each octave of steps make
-# about a hundred in a long run; 0.99 allows for rounded steps.
+# Each kept reading's step exceeds the previous one's by at least this factor: four readings per
+# doubling, about a hundred in a long run. The factor 0.99 allows for rounded steps.
 _KEPT_RATIO = 2 ** (1 / 4) * 0.99
 # First step at which a run is drawn again: before it, the curves are flat.
 _SECOND = 16
-# Seconds expected for a first part that imports what it draws with.
+# Expected seconds for a first part that imports its plotting library.
 FIRST_COST = 1.0
-# Largest share of the time that the drawings of a run take while it goes on.
+# Largest share of the run's time that drawing may take.
 SHARE = 0.005
 
-# One part of a drawing: a picture that is drawn and handed to the logger, say.
+# One part of a drawing, such as a picture that is drawn and passed to the logger.
 Part = Callable[[], object]
 
 
 class RunHistory:
-    """Readings of the main stack of a run, thinned: memory grows with the logarithm of the steps.
-
-    Alerts are all kept, without their courses.
-
-    Args:
-        metrics: Names of metrics that are kept beside the usual ones.
+    """History of a run: about four readings of its main stack per doubling of the step, all alerts.
 
     Attributes:
-        runs: The description of the run, once it is known.
-        raised: The alerts so far.
+        runs: Description of the run, once it is known.
+        raised: Alerts so far, without their courses.
     """
 
     def __init__(self, metrics: Collection[str] = ()) -> None:
@@ -44,11 +39,11 @@ class RunHistory:
         self.runs: list[dict[str, Any]] = []
         self.raised: list[RaisedAlert] = []
         self._kept: list[Reading] = []
-        self._next = 0.0  # first step at which a reading is kept again
-        self._last: list[Reading] = []  # the last reading, unless it is kept
+        self._next = 0.0  # step from which the next reading is kept
+        self._last: list[Reading] = []  # the last reading, if it was not kept
 
     def add(self, reading: Reading) -> None:
-        """Take the next reading."""
+        """Add the next reading."""
         shown = {name: each for name, each in reading.columns.items() if name in self._shown}
         reading, self._last = replace(reading, stacks={"": shown}), []
         if reading.step >= self._next:
@@ -58,22 +53,21 @@ class RunHistory:
             self._last = [reading]
 
     def readings(self) -> Readings:
-        """Return the readings that are kept, and the last one, with all alerts."""
+        """Return the kept readings and the last one, with all alerts."""
         return Readings(self.runs, self._kept + self._last, raised=[*self.raised])
 
 
 class RunDrawer(abc.ABC):
-    """Sink that draws a run at first, each time its step has doubled, and when it is closed.
+    """Sink that draws a run at its first reading, whenever its step has doubled, and at its end.
 
-    After an alert it draws with the next reading. Otherwise the number of drawings grows with the
-    logarithm of the steps. While the run goes on they take at most 0.5 % of the time since the sink
-    was made: of a drawing those parts that there is time for, in their order. The first part is
-    made with the first reading, whatever it takes, and the last drawing has all parts.
+    After an alert, the run is also drawn with the next reading. While the run goes on, drawing
+    takes at most 0.5 % of the time: a drawing stops at the first part that does not fit. The first
+    part of all is always made, and the last drawing has all parts.
 
     Args:
-        what: What it does, in words for messages.
-        first_cost: Seconds expected for the first part.
-        metrics: Names of metrics that are drawn beside the usual ones.
+        what: Description of the sink, for messages.
+        first_cost: Expected seconds for the first part. Defaults to `FIRST_COST`.
+        metrics: Names of further metrics to keep. Defaults to ().
     """
 
     def __init__(
@@ -81,9 +75,9 @@ class RunDrawer(abc.ABC):
     ) -> None:
         self._what = what
         self._metrics = metrics
-        self._cost = first_cost  # seconds expected for the next part
+        self._cost = first_cost  # expected seconds for the next part
         self._history = RunHistory(metrics)
-        self._next = 0  # first step at which the run is drawn again
+        self._next = 0  # step from which the run is drawn again
         self._is_whole = True  # whether the last reading has all parts of its drawing
         self._began = time.perf_counter()
         self._spent = 0.0
@@ -92,41 +86,29 @@ class RunDrawer(abc.ABC):
         return self._what
 
     def describe(self, description: Mapping[str, Any]) -> None:
-        """Take the description of the run, which says how its metrics are called."""
+        """Keep the description of the run, which names its metrics."""
         self._history.runs = [dict(description)]
 
     def write(self, reading: Reading) -> None:
-        """Draw the run if the step is at least twice that of the last drawing, and time allows.
-
-        Raises:
-            Exception: What drawing has raised.
-        """
+        """Add a reading, and draw the run if its step has doubled since the last drawing."""
         self._history.add(reading)
         self._is_whole = False
         if reading.step >= self._next:
             self._draw_run(last=False)
 
     def alert(self, alert: RaisedAlert) -> None:
-        """Keep an alert, which is drawn with the next reading, or else at the end."""
+        """Keep an alert, which is drawn with the next reading or at the end."""
         self._history.raised.append(replace(alert, courses=()))
         self._next = 0
         self._is_whole = not self._history.readings()
 
     def close(self) -> None:
-        """Draw the end of the run; may be called more than once.
-
-        Raises:
-            Exception: What drawing has raised.
-        """
+        """Draw the end of the run. Can be called more than once."""
         if not self._is_whole:
             self._draw_run(last=True)
 
     def _draw_run(self, *, last: bool) -> None:
-        """Make the parts of a drawing that there is time for; one that fails keeps no other back.
-
-        Raises:
-            Exception: What the first part that failed has raised, once the others are made.
-        """
+        """Draw as many parts as time allows; raise the first failure after the other parts."""
         readings = self._history.readings()
         parts = self._draw(readings, step := readings[-1].step)
         failure: Exception | None = None
@@ -147,17 +129,12 @@ class RunDrawer(abc.ABC):
             raise failure
 
     def _is_within_share(self) -> bool:
-        """Whether one more part would leave the drawings within their share of the time."""
+        """Whether drawing would keep within its share of the time after one more part."""
         return self._spent + self._cost <= SHARE * (time.perf_counter() - self._began)
 
     @abc.abstractmethod
     def _draw(self, readings: Readings, step: int) -> Iterator[Part]:
-        """Give the parts of a drawing, the most telling first; nothing is drawn before they are.
-
-        Args:
-            readings: Readings so far, thinned.
-            step: Step of the last one.
-        """
+        """Yield the parts of a drawing lazily, the most informative first."""
 
 
 __all__ = ["Part", "RunDrawer", "RunHistory"]

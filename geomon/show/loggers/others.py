@@ -1,4 +1,4 @@
-"""Pages of any other logger, made of functions; those of MLflow and of trackio."""
+"""Pages of MLflow, of trackio, and of any other logger through functions."""
 
 import time
 from collections.abc import Callable
@@ -14,26 +14,29 @@ from geomon.record.sinks import LoggerSink
 from geomon.show.loggers.parts import Pages
 from geomon.show.loggers.pictures import Pictures, Post
 
-# Values that MLflow takes at once.
+# Number of values that MLflow accepts at once.
 _MOST_AT_ONCE = 1000
 
 
 class Logger(Pages):
-    """Sink that hands readings to functions: for any logger that has no sink of its own.
+    """Sink that passes readings to functions, for any logger without a sink of its own.
 
-    `Logger(lambda values, step: run.track(values, step=step))` is one, for instance.
+    For example: `Logger(lambda values, step: run.track(values, step=step))`.
 
     Args:
         log: Function of the charted values, by name, and their step.
-        picture: Function of a name, an image (uint8 [height, width, 3]) and a step, for pictures of
-            layers and heads, which take matplotlib; None for no pictures.
-        alert: Function of a title, a text and a step, for alerts; None for none.
-        name: Name of the logger, for messages.
-        detail: "headline", "layers", or names of metrics whose means are headline values too.
-        save: Function that flushes the logger.
+        picture: Function of a name, an image (uint8 [height, width, 3]) and a step, called with
+            pictures of layers and heads, which require matplotlib. Defaults to None, for no
+            pictures.
+        alert: Function of a title, a text and a step, called with each alert. Defaults to None, for
+            no alerts.
+        name: Name of the logger, for messages. Defaults to "the logger".
+        detail: "headline", "layers", or names of metrics whose means become headline values too.
+            Defaults to "headline".
+        save: Function that flushes the logger. Defaults to one that does nothing.
 
     Raises:
-        ValueError: The detail is none of them.
+        ValueError: If the detail is none of them.
     """
 
     def __init__(
@@ -56,16 +59,18 @@ class Logger(Pages):
 
 
 class MLflow(Logger):
-    """Sink that logs to a run of MLflow: values, pictures as its images, alerts as its tags.
+    """Sink that logs values to an MLflow run, pictures as its images, and alerts as its tags.
 
     Args:
-        run_id: Id of the run; None for the active one of this thread.
-        detail: "headline", "layers", or names of metrics whose means are headline values too.
-        pictures: Whether pictures of layers and heads are drawn, which takes matplotlib.
+        run_id: Id of the run. Defaults to None, the active run of this thread.
+        detail: "headline", "layers", or names of metrics whose means become headline values too.
+            Defaults to "headline".
+        pictures: Whether to draw pictures of layers and heads, which requires matplotlib. Defaults
+            to True.
 
     Raises:
-        ValueError: No run is given and none is active, or the detail is none of them.
-        ImportError: mlflow is missing.
+        ValueError: If no run is given and none is active, or if the detail is none of them.
+        ImportError: If mlflow is missing.
     """
 
     def __init__(
@@ -78,9 +83,9 @@ class MLflow(Logger):
         if run_id is None and (active := mlflow.active_run()) is not None:
             run_id = active.info.run_id
         if run_id is None:
-            raise ValueError("no run of MLflow is active: call mlflow.start_run(), or give run_id")
+            raise ValueError("no MLflow run is active: call mlflow.start_run(), or pass run_id")
         self._run_id = run_id
-        self._client = mlflow.MlflowClient()  # mlflow's own functions have a run for each thread
+        self._client = mlflow.MlflowClient()  # mlflow's module functions use one run per thread
         super().__init__(
             self._log, picture=self._log_picture if pictures else None, alert=self._log_alert,
             name="MLflow", detail=detail,
@@ -102,18 +107,20 @@ class MLflow(Logger):
 
 
 class Trackio(Logger):
-    """Sink that logs to a run of trackio: values, pictures and alerts.
+    """Sink that logs values, pictures and alerts to a trackio run.
 
-    Readings have their step as number. trackio continues from the largest number that it was given:
-    give `step=` in logs of your own too.
+    Readings are logged with their step. trackio counts on from the largest step that it was given,
+    so pass `step=` in your own logs too.
 
     Args:
-        run: Run of trackio, as `trackio.init()` returns it.
-        detail: "headline", "layers", or names of metrics whose means are headline values too.
-        pictures: Whether pictures of layers and heads are drawn, which takes matplotlib.
+        run: trackio run, as `trackio.init()` returns it.
+        detail: "headline", "layers", or names of metrics whose means become headline values too.
+            Defaults to "headline".
+        pictures: Whether to draw pictures of layers and heads, which requires matplotlib. Defaults
+            to True.
 
     Raises:
-        ValueError: The detail is none of them.
+        ValueError: If the detail is none of them.
     """
 
     def __init__(self, run: Any, *, detail: Detail = HEADLINE, pictures: bool = True) -> None:
@@ -132,7 +139,7 @@ class Trackio(Logger):
 
 
 class Alerts:
-    """Sink that hands alerts to a function, each at the moment when it is raised.
+    """Sink that passes each alert to a function as soon as it is raised.
 
     Args:
         send: Function of a title, a text and a step.
@@ -147,14 +154,14 @@ class Alerts:
         return f"sending alerts to {self._name}"
 
     def write(self, reading: Reading) -> None:
-        """Do nothing: alerts come by themselves."""
+        """Do nothing, because alerts arrive separately."""
 
     def alert(self, alert: RaisedAlert) -> None:
         """Send an alert."""
         self._send(f"geomon: {kind_of(alert)}", alert.words(), alert.step)
 
     def close(self) -> None:
-        """Do nothing: alerts are sent at once."""
+        """Do nothing, because alerts are sent at once."""
 
 
 __all__ = ["Alerts", "Logger", "MLflow", "Trackio"]

@@ -1,4 +1,4 @@
-"""Sinks that consist of parts, so that one of them may fail and the others go on."""
+"""Sink that consists of parts, where one part can fail without stopping the others."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,14 +8,7 @@ from geomon.record.sinks import AlertSink, DescribedSink
 
 
 class Pages:
-    """Sink that shows a run on several pages, each of which is a sink.
-
-    A monitor takes the parts and calls each by itself.
-
-    Args:
-        name: Name of the logger, for messages.
-        parts: The pages, in the order in which they are written.
-    """
+    """Sink that shows a run on several pages, each a sink that the monitor calls separately."""
 
     def __init__(self, name: str, parts: Sequence[Sink]) -> None:
         self._name = name
@@ -25,11 +18,11 @@ class Pages:
         return self._name
 
     def parts(self) -> Sequence[Sink]:
-        """Return the parts, in the order in which they are written; they are closed in reverse."""
+        """Return the parts in the order in which they are written; they are closed in reverse."""
         return self._parts
 
     def describe(self, description: Mapping[str, Any]) -> None:
-        """Take the description of the run, as the record holds it."""
+        """Pass the description of the run to each page that takes one."""
         for part in self._parts:
             if isinstance(part, DescribedSink):
                 part.describe(description)
@@ -46,7 +39,7 @@ class Pages:
                 part.alert(alert)
 
     def close(self) -> None:
-        """Close every page, the last one first; may be called more than once."""
+        """Close every page, the last one first. Can be called more than once."""
         for part in reversed(self._parts):
             part.close()
 

@@ -1,4 +1,4 @@
-"""Pictures for loggers, drawn while the model trains: cards of one panel each."""
+"""Pictures for loggers, drawn during training: one card per panel."""
 
 from collections.abc import Callable, Collection, Iterator
 
@@ -10,23 +10,24 @@ from geomon.show.collect import cards_of
 from geomon.show.loggers.history import Part, RunDrawer
 from geomon.show.panels import Lines, Matrix
 
-# Takes the name of a picture, its pixels (uint8 [height, width, 3]) and the step.
+# Function of a picture's name, its pixels (uint8 [height, width, 3]) and the step.
 Post = Callable[[str, NDArray[np.uint8], int], object]
 
 
 class Pictures(RunDrawer):
     """Sink that draws readings and posts the pictures to a logger.
 
-    The cards are the intrinsic dimension over training, the profile of anisotropy over depth, maps
-    of layers and steps, and matrices of layers and heads, of the main stack of a model. Their names
-    are numbered, because loggers sort them. When they are drawn: `RunDrawer`. matplotlib is
-    imported with the first picture, so `write` raises an ImportError where it is missing.
+    The pictures show the main stack of a model: the intrinsic dimension over training, anisotropy
+    over depth, maps of layers and steps, and matrices of layers and heads. Their names are
+    numbered, because loggers sort them. They are drawn at the first reading, each time the step has
+    doubled, and at the end. `write` raises an ImportError with the first picture if matplotlib is
+    missing.
 
     Args:
         post: Function of a name, an image (uint8 [height, width, 3]) and a step, for instance
             `lambda name, image, step: writer.add_image(name, image, step, dataformats="HWC")`.
-        name: Name of the logger, for messages.
-        metrics: Names of metrics that are drawn over training and over depth besides.
+        name: Name of the logger, for messages. Defaults to "the logger".
+        metrics: Names of further metrics to draw over training and over depth. Defaults to ().
     """
 
     def __init__(

@@ -19,33 +19,35 @@ from geomon.show.loggers.parts import Pages
 
 log = logging.getLogger("geomon")
 
-# Key of the reading's step in rows of W&B.
+# Key of the reading's step in W&B rows.
 _STEP = "geomon/step"
-# Readings that wait for rows of a W&B run to which nothing has been logged, before it is said.
+# Warn once this many readings wait for rows and nothing else has been logged to the run.
 _MANY_WAITING = 3
-# Seconds in which W&B sends one alert of a title at most.
+# W&B sends at most one alert with the same title in this many seconds.
 _ALERT_PAUSE = 600
 
 
 class WandB(Pages):
-    """Sink that fills the pages of a W&B run, beside what others log there.
+    """Sink that adds geomon's values, charts and alerts to a W&B run that others log to as well.
 
-    Headline values and interactive charts join the rows that the training logs (see `WandBRows`);
-    the summary holds the phase, peak and last value of the intrinsic dimension; the configuration
-    describes the run, as `geomon`; alerts are alerts of W&B (docs/wandb.md).
+    Headline values and interactive charts join the rows that the training logs (see `WandBRows`).
+    The summary holds the phase, peak and last value of the intrinsic dimension, the configuration
+    describes the run under the key `geomon`, and alerts become W&B alerts (docs/wandb.md).
 
     Args:
-        run: Run of W&B, as `wandb.init()` returns it; None for the one that is active.
-        by_step: Whether others number their rows by training steps, or not at all, or log nothing:
-            a reading that comes before their first row is then a row too.
-        detail: "headline" for about a dozen values, in the group `geomon/`; "layers" for all that
-            are charted; or names of metrics whose means are headline values too.
-        pictures: Whether charts of layers and heads are drawn, each time the step has doubled and
-            at the end, which takes plotly.
+        run: W&B run, as `wandb.init()` returns it. Defaults to None, the active run.
+        by_step: Whether other code numbers its rows by training step, never passes a step, or logs
+            nothing. A reading that comes before the first row of others then gets a row of its own.
+            Defaults to False.
+        detail: "headline" for about a dozen values in the group `geomon/`, "layers" for all charted
+            values, or names of metrics whose means become headline values too. Defaults to
+            "headline".
+        pictures: Whether to draw charts of layers and heads each time the step has doubled and at
+            the end, which requires plotly. Defaults to True.
 
     Raises:
-        ValueError: The detail is none of them.
-        ImportError: No run is given, and wandb is missing.
+        ValueError: If the detail is none of them.
+        ImportError: If no run is given and wandb is missing.
     """
 
     def __init__(
@@ -70,24 +72,25 @@ class WandB(Pages):
 
 
 class WandBRows:
-    """Sink that logs charted values to a W&B run, beside what others log there.
+    """Sink that logs charted values to a W&B run without disturbing the rows that others log.
 
-    W&B counts rows, and drops what is logged with `step=` below its counter. What others log is
-    therefore watched, and a reading never takes a number that they may still use. It joins the row
-    that is open, unless another reading is in it. Else it waits for what others log next: where
-    they give no `step=`, it gets a row after theirs; where they do, a number that they have left
-    out, or their own. Where there are fewer numbers than readings, the rest get rows of their own
-    when the run is finished, or the program ends. Charts take the reading's step, `geomon/step`, as
-    their axis.
+    W&B counts rows and drops values that are logged with a `step=` below its counter. `WandBRows`
+    therefore watches what others log, and never takes a row number that they may still use:
+
+    - A reading joins the open row, unless that row holds another reading.
+    - Otherwise it waits for the next log of others. If they pass no `step=`, the reading gets a row
+      after theirs; if they do, it gets a number that they skipped, or joins their row.
+    - Readings that are left over get rows of their own when the run is finished or the program
+      ends.
+
+    Charts use the reading's step, `geomon/step`, as their x axis.
 
     Args:
-        run: Run of W&B, as `wandb.init()` returns it; None for the one that is active.
-        by_step: Whether others number their rows by training steps, or not at all: the number of a
-            reading's step is then free as soon as that step has come.
-        detail: "headline", "layers", or names of metrics whose means are headline values too.
-
-    Raises:
-        ValueError: The detail is none of them.
+        run: W&B run, as `wandb.init()` returns it; None for the active run.
+        by_step: Whether other code numbers its rows by training step or not at all. The number of a
+            reading's step is then free as soon as that step has come. Defaults to False.
+        detail: "headline", "layers", or names of metrics whose means become headline values too.
+            Defaults to "headline".
     """
 
     def __init__(self, run: Any, *, by_step: bool = False, detail: Detail = HEADLINE) -> None:
@@ -95,10 +98,10 @@ class WandBRows:
         self.named = self._charts.named
         self._run: Any = None
         self._by_step = by_step
-        # Whether others give numbers to their rows; None while they have logged nothing.
+        # Whether others pass a step with their rows; None until they have logged something.
         self._numbered: bool | None = None
-        self._waiting: deque[dict[str, Any]] = deque()  # rows that have not been logged yet
-        self._free = 0  # the first number that no reading has taken
+        self._waiting: deque[dict[str, Any]] = deque()  # rows that are not logged yet
+        self._free = 0  # first row number that no reading uses
         self._is_logging = False
         self._defined: set[str] = set()
         self._flushed_by_run = False
@@ -108,10 +111,7 @@ class WandBRows:
             self._follow(run)
 
     def describe(self, description: Mapping[str, Any]) -> None:
-        """Put the description of the run into the configuration of the W&B run, as `geomon`.
-
-        Each metric stands there with its range in healthy runs, or with its meaning.
-        """
+        """Write the description of the run and the healthy range of each metric into the config."""
         self._charts.describe(description)
         texts = texts_of(description).items()
         words = {name: text.healthy or text.meaning for name, text in texts}
@@ -125,10 +125,7 @@ class WandBRows:
 
     @property
     def run(self) -> Any:
-        """The run of W&B: the active one where none was given.
-
-        None while there is none, and where it is disabled, which takes nothing.
-        """
+        """The given or active W&B run, or None if there is none yet or if it is disabled."""
         if self._run is None:
             import wandb
 
@@ -137,17 +134,12 @@ class WandBRows:
         return None if getattr(self._run, "disabled", False) else self._run
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Log values of a reading.
-
-        Args:
-            values: Numbers, or charts of plotly, by the name under which they are shown.
-            step: Step of the reading.
-        """
+        """Log numbers or plotly charts of a reading by name."""
         if self.run is None:
             return
-        for name in values.keys() - self._defined:  # a pattern may give way to the training's own
+        for name in values.keys() - self._defined:  # a glob yields to the training's own
             self._defined.add(name)
-            # The chart of the intrinsic dimension has the ends of its interval as a band.
+            # The ends of the interval are hidden: a chart draws them as a band.
             hidden = self._charts.is_end(name)
             self._run.define_metric(name, step_metric=_STEP, hidden=hidden)
         self._waiting.append({**values, _STEP: step})
@@ -160,10 +152,7 @@ class WandBRows:
             )
 
     def close(self) -> None:
-        """Log what is waiting, unless that is done when the run is finished.
-
-        The run is finished by whoever started it.
-        """
+        """Log waiting rows, unless this happens when the owner finishes the run."""
         if not self._flushed_by_run or not self._waiting:
             self._end()
 
@@ -172,17 +161,13 @@ class WandBRows:
         if self.run is None:
             return
         self._flushed_by_run = _call_at_finish(run, self._end)
-        atexit.register(self._end)  # a run that is not finished ends with the program
+        atexit.register(self._end)  # an unfinished run ends with the program
         self._unfollow = self._watch_rows(run)
         run.define_metric(_STEP, hidden=True)
         self._configure()
 
     def _watch_rows(self, run: Any) -> Callable[[], None]:
-        """Watch what others log to a run, and return a function that stops watching.
-
-        W&B offers no public hook for rows, so the function behind `run.log` is replaced on this
-        run. If the run has no such function, nothing is watched.
-        """
+        """Wrap the private function behind `run.log`, for lack of a hook; return how to undo it."""
         original, own = getattr(run, "_log", None), vars(run).get("_log")
         if original is None:
             return lambda: None
@@ -197,7 +182,7 @@ class WandBRows:
 
         def take_away() -> None:
             if vars(run).get("_log") is not watched:
-                return  # it lies under another's, and goes with the run
+                return  # another wrapper lies on top of it
             if own is None:
                 del run._log
             else:
@@ -206,7 +191,7 @@ class WandBRows:
         return take_away
 
     def _attempt(self, function: Callable[..., None], *given: Any) -> None:
-        """Log readings beside a row of the others, which is theirs whatever comes of that."""
+        """Log readings without letting a failure affect the row that others log."""
         if self._is_logging:
             return
         try:
@@ -215,9 +200,9 @@ class WandBRows:
             log.warning("W&B: a reading was not logged: %s: %s", type(error).__name__, error)
 
     def _end(self) -> None:
-        """Log what is waiting, and leave nothing on the run."""
+        """Log waiting rows and remove all hooks from the run."""
         atexit.unregister(self._end)
-        self._attempt(self._flush)  # W&B may have been torn down before
+        self._attempt(self._flush)  # W&B may already be torn down
         self._unfollow()
 
     def _configure(self) -> None:
@@ -225,26 +210,26 @@ class WandBRows:
             self._run.config.update({"geomon": self._description}, allow_val_change=True)
 
     def _before_row(self, step: int | None) -> None:
-        """Others are about to log: readings take the numbers up to that of their row."""
+        """Give readings the free row numbers up to the one that others are about to log."""
         if step is not None:
             self._fill(step)
 
     def _after_row(self, step: int | None, commit: bool | None) -> None:
-        """Others have logged: where W&B counts their rows, readings follow the one that ended."""
+        """Log readings after a row that others have completed, if W&B counts their rows."""
         self._numbered = self._numbered or step is not None
         if not self._numbered and commit is not False:
             self._flush()
 
     def _fill(self, last: int) -> None:
-        """Give each waiting reading a number that none has taken, from the open row's to a last."""
+        """Log waiting readings under free row numbers, from the open row to `last`."""
         while self._waiting and (number := max(self._run.step, self._free)) <= last:
             self._free = number + 1
             self._log(self._waiting.popleft(), step=number)
 
     def _flush(self) -> None:
-        """Give each waiting reading a row of its own, whatever its number."""
+        """Log each waiting reading as a row of its own, whatever its number."""
         if self._waiting and self._free > self._run.step:
-            self._log({}, commit=True)  # ends the row that a reading has joined
+            self._log({}, commit=True)  # completes the row that a reading has joined
         while self._waiting:
             self._log(self._waiting.popleft(), commit=True)
 
@@ -257,10 +242,7 @@ class WandBRows:
 
 
 def _call_at_finish(run: Any, function: Callable[[], None]) -> bool:
-    """Have a function called when a W&B run is finished; returns whether that can be done.
-
-    There is no public way: W&B's own integrations register a hook like this one.
-    """
+    """Register a private hook of W&B that runs when the run finishes; return whether it worked."""
     try:
         from wandb.sdk.wandb_run import TeardownHook, TeardownStage
 
@@ -271,14 +253,11 @@ def _call_at_finish(run: Any, function: Callable[[], None]) -> bool:
 
 
 class WandBSummary:
-    """Sink that keeps the key numbers of a run, and its facts, in the summary of a W&B run.
+    """Sink that keeps the key numbers and facts of a run in the summary of its W&B run.
 
-    They are `geomon/phase`, `geomon/peak_step` and `geomon/peak` if the intrinsic dimension has
-    fallen from a peak, `geomon/final` (its last value), `geomon/facts` (a sentence for each
+    It writes `geomon/phase`, `geomon/peak_step` and `geomon/peak` (if the intrinsic dimension has
+    fallen from a peak), `geomon/final` (its last value), `geomon/facts` (a sentence for each
     headline quantity) and `geomon/alerts` (their number so far).
-
-    Args:
-        rows: Rows of the run.
     """
 
     def __init__(self, rows: WandBRows) -> None:
@@ -290,11 +269,11 @@ class WandBSummary:
         return "the summary of the W&B run"
 
     def describe(self, description: Mapping[str, Any]) -> None:
-        """Take the description of the run, which says how its metrics are called."""
+        """Keep the description of the run, which names its metrics."""
         self._facts = FactLog([description])
 
     def write(self, reading: Reading) -> None:
-        """Bring the summary up to date."""
+        """Update the summary."""
         self._facts.add([reading])
         run = self._rows.run
         if run is None:
@@ -321,18 +300,11 @@ class WandBSummary:
             run.summary.update({"geomon/alerts": self._alerts})
 
     def close(self) -> None:
-        """Do nothing: the summary is up to date."""
+        """Do nothing, because the summary is up to date."""
 
 
 class WandBCharts(RunDrawer):
-    """Sink that logs interactive charts of layers and heads to a W&B run.
-
-    W&B has no heat map of its own; it draws charts of plotly, which are logged as such. `write`
-    raises an ImportError where plotly is missing.
-
-    Args:
-        rows: Rows of the run.
-    """
+    """Sink that logs plotly charts of layers and heads, as W&B lacks a heat map of its own."""
 
     def __init__(self, rows: WandBRows) -> None:
         super().__init__("drawing charts for W&B", metrics=rows.named)

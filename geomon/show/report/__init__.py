@@ -1,4 +1,4 @@
-"""The report of runs: one page of HTML that holds everything it needs and works without network."""
+"""The report on runs: a single HTML page that works offline."""
 
 from geomon.show.report.content import Run
 from geomon.show.report.page import render, write_report

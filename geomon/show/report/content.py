@@ -1,7 +1,7 @@
-"""What a report says of runs, and which panels it shows: plain data for the page.
+"""Builds the content of a report: texts, tables and panels as plain data for the page.
 
-A run may hold tens of millions of values: curves are thinned to some hundred steps, maps and heads
-to a few dozen.
+A run can hold tens of millions of values, so curves are thinned to some hundred steps, and maps and
+heads to a few dozen.
 """
 
 import math
@@ -24,26 +24,26 @@ from geomon.show.colours import BLUE, DASHES, look_of
 from geomon.show.panels import Line, Lines, Matrix, spread_both, thin
 from geomon.show.settings import OF_A_START, setting_words
 
-# Largest numbers of steps in maps, and in what a slider moves over.
+# Largest numbers of steps in maps and in sliders.
 _MOST_COLUMNS, _MOST_STEPS = 64, 16
-# Largest number of values whose courses before an alert are shown.
+# Largest number of curves that are shown before an alert.
 _MOST_COURSES = 12
-# What describes a start of a run and nothing that distinguishes it from runs beside it.
+# Keys of a description that may differ between runs of one configuration.
 _OF_ONE_SEED = (*OF_A_START, "seed", "training/seed")
 
 
 class Panels(NamedTuple):
-    """The panels of a report, each by its title or by its name in a menu.
+    """Panels of a report, each by its title or by its name in a menu.
 
     Attributes:
         training: Headline values over training.
-        healthy: What they do in healthy runs, by the same titles; none for some.
+        healthy: How they behave in healthy runs, by the same titles, where known.
         others: All other values over training.
         before_alerts: Values that left their bands, up to the first alert of each kind.
         depth: Metrics over depth.
         maps: Metrics by layer and step.
         heads: Metrics by layer and head, by step.
-        steps: Steps that the axis of steps reaches over, the same in all panels.
+        steps: Steps that every step axis covers.
     """
 
     training: dict[str, Lines]
@@ -58,12 +58,12 @@ class Panels(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """A run of which a report is made.
+    """Run in a report.
 
     Attributes:
-        name: Name for readers, different for each run of a report.
+        name: Name for readers, unique in the report.
         path: Folder of the run, or the path of its file.
-        readings: Its readings, of one stack.
+        readings: Readings of one stack.
     """
 
     name: str
@@ -72,12 +72,12 @@ class Run:
 
     @property
     def description(self) -> Mapping[str, Any]:
-        """Description of the run's last start; empty where the record has none."""
+        """Description of the run's last start; empty if the record has none."""
         return self.readings.runs[-1] if self.readings.runs else {}
 
 
 def build_content(runs: Sequence[Run]) -> dict[str, Any]:
-    """Build what the page says of runs, as texts, numbers, lists and dicts."""
+    """Build the texts and tables of the page as plain data."""
     texts = _texts_of([run.readings for run in runs])
     return {
         "runs": [
@@ -101,7 +101,7 @@ def build_content(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _words_of(readings: Readings) -> dict[str, Any]:
-    """A run in words, each sentence once: the first fact, the alerts, and the others."""
+    """Summarise a run, with each sentence once: the first fact, the alerts, and the other facts."""
     alerts = alert_sentences(readings)
     first, *others = [each for each in summarise(readings) if each not in alerts]
     return {
@@ -115,11 +115,7 @@ def _words_of(readings: Readings) -> dict[str, Any]:
 
 
 def build_panels(runs: Sequence[Run]) -> Panels:
-    """Build the panels of runs: each run has a colour; of one run, each line of a panel.
-
-    Runs that differ in their seed alone are drawn faintly, and as their mean with a band from the
-    lowest to the highest.
-    """
+    """Build the panels: colours stand for runs, or for the lines of a panel if there is one run."""
     selected = [Readings(run.readings.runs, single_source(run.readings)) for run in runs]
     present: dict[str, Quantity] = {}
     curves: list[dict[str, Curve]] = []
@@ -176,7 +172,7 @@ def build_panels(runs: Sequence[Run]) -> Panels:
 
 
 def _before_alerts(runs: Sequence[Run]) -> dict[str, Lines]:
-    """Collect what led to the first alert of each kind, by the alert and the tag of the value."""
+    """Collect the curves that led to the first alert of each kind, by alert and tag."""
     found = {}
     for run in runs:
         for first in first_alerts(run.readings):
@@ -192,10 +188,7 @@ def _before_alerts(runs: Sequence[Run]) -> dict[str, Lines]:
 def _series_of(
     runs: Sequence[Run], curves: Sequence[Mapping[str, Curve]]
 ) -> list[tuple[str, dict[str, Line]]]:
-    """Name of each run, and its lines by tag; the same of the means of runs of other seeds.
-
-    Runs of which there is a mean are faint and have no name.
-    """
+    """List names and lines by tag, of each run and of the mean of each group of seeds."""
     colours, groups = _colours(runs), _seed_groups(runs)
     grouped = {index for group in groups for index in group}
     series = []
@@ -215,7 +208,7 @@ def _series_of(
 
 
 def _mean(curves: Sequence[Curve], colour: str) -> Line:
-    """The mean of curves, and a band from the lowest to the highest, where all have values."""
+    """Average curves over their common steps, with a band from the lowest to the highest."""
     first, last = max(c.steps[0] for c in curves), min(c.steps[-1] for c in curves)
     steps = [step for step in curves[0].steps if first <= step <= last]
     rows = np.array([np.interp(steps, curve.steps, curve.values) for curve in curves])
@@ -226,7 +219,7 @@ def _mean(curves: Sequence[Curve], colour: str) -> Line:
 def _depth(
     runs: Sequence[Run], selected: Sequence[Readings]
 ) -> tuple[dict[str, Lines], dict[str, Matrix], dict[str, dict[int, Matrix]]]:
-    """Metrics over depth, by layer and step, and by layer and head."""
+    """Build the panels over depth, the maps by layer and step, and the matrices of heads."""
     depth: dict[str, Lines] = {}
     maps: dict[str, Matrix] = {}
     heads: dict[str, dict[int, Matrix]] = {}
@@ -249,7 +242,7 @@ def _depth(
 
 
 def _ends(profile: Lines, run: str, colour: str) -> list[Line]:
-    """The first and the last line of a profile, in the colour of the run."""
+    """Draw the first and the last line of a profile in the colour of the run."""
     first, last = profile.lines[0], profile.lines[-1]
     ends = [replace(last, name=f"{run}, step {last.name}", colour=colour, width=2.0)]
     if last is not first:
@@ -263,7 +256,7 @@ def _at(readings: Readings, most: int) -> Readings:
 
 
 def _texts_of(runs: Sequence[Readings]) -> dict[str, MetricText]:
-    """How the page speaks of each metric of runs, by its name."""
+    """Collect the texts of every metric in the runs, by metric name."""
     found: dict[str, MetricText] = {}
     for run in runs:
         for name in dict.fromkeys(name for each in run for name in each.columns):
@@ -272,18 +265,14 @@ def _texts_of(runs: Sequence[Readings]) -> dict[str, MetricText]:
 
 
 def _colours(runs: Sequence[Run]) -> list[str]:
-    """A colour for each run; those of one group share that of the first."""
+    """Choose a colour for each run; runs that differ only in their seed share one."""
     first = {index: group[0] for group in _seed_groups(runs) for index in group}
     return [look_of(first.get(index, index))[0] for index in range(len(runs))]
 
 
 def _seed_groups(runs: Sequence[Run]) -> list[list[int]]:
-    """Indices of runs whose descriptions differ in the seed and nothing else; two at least.
-
-    Runs of one seed that are described alike differ in something that no record holds, such as the
-    learning rate: a mean of them would mean nothing.
-    """
-    groups: dict[str, list[int]] = {}
+    """Group the indices of runs that differ only in their seed."""
+    groups: dict[str, list[int]] = {}  # runs of one seed differ in something unrecorded
     for index, run in enumerate(runs):
         told = {key: x for key, x in run.description.items() if key not in _OF_ONE_SEED}
         groups.setdefault(repr(sorted(told.items())), []).append(index)
@@ -301,7 +290,7 @@ def _seed_groups(runs: Sequence[Run]) -> list[list[int]]:
 
 
 def _notes(readings: Readings) -> list[dict[str, Any]]:
-    """Remarks on the record and notes of readings, those of one kind as one."""
+    """List remarks on the record and notes of readings, each kind of note once."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for reading in readings:
         for note in reading.notes:
@@ -316,7 +305,7 @@ def _notes(readings: Readings) -> list[dict[str, Any]]:
 
 
 def _cost(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Rows of the table of costs: a name, and a text for each run."""
+    """Build the rows of the table of costs: a name, and a text for each run."""
     found: dict[str, list[str]] = {}
     for run in runs:
         last, seconds = run.readings[-1], [reading.seconds for reading in run.readings]
@@ -339,7 +328,7 @@ def _cost(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _configuration(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Rows of the table of descriptions: name, a text for each run, and whether they differ."""
+    """Build the rows of the table of descriptions: name, text for each run, whether they differ."""
     names = dict.fromkeys(name for run in runs for name in run.description)
     settings: dict[str, list[Any]] = {
         name: [run.description.get(name) for run in runs] for name in names

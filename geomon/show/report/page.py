@@ -1,4 +1,4 @@
-"""The page of a report: the template, with style, charts and their library inside it."""
+"""The HTML page of a report, with its style, its charts and plotly included."""
 
 import os
 import time
@@ -15,10 +15,10 @@ _CONFIG = {"responsive": True, "displaylogo": False, "displayModeBar": False}
 
 
 def write_report(runs: Sequence[Run], out: str | os.PathLike[str]) -> Path:
-    """Write the report of runs as one file."""
+    """Write the report on runs to one HTML file."""
     path = Path(out)
     if path.suffix not in (".html", ".htm"):
-        raise ValueError(f"a report is written to a file that ends in .html, got {str(path)!r}")
+        raise ValueError(f"the file of a report must end in .html, got {str(path)!r}")
     text = render(runs)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
@@ -26,15 +26,15 @@ def write_report(runs: Sequence[Run], out: str | os.PathLike[str]) -> Path:
 
 
 def render(runs: Sequence[Run]) -> str:
-    """Build the page: HTML that works without network.
+    """Render the report as an HTML page that works offline.
 
-    Everything that comes from a record is escaped, in the page and in its charts.
+    All text from records is escaped, on the page and in its charts.
 
     Args:
         runs: Runs, at least one.
 
     Raises:
-        ImportError: plotly or jinja2 is missing.
+        ImportError: If plotly or jinja2 is missing.
     """
     try:
         import jinja2
@@ -69,7 +69,7 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def _charts(panels: Panels) -> Iterator[tuple[str, str, Any]]:
-    """Give the charts of the page in their order: section, title and chart."""
+    """Yield the section, title and chart of each figure in the order of the page."""
     from geomon.show import charts
 
     for place, (title, each) in enumerate(panels.training.items()):

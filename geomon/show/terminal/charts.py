@@ -1,4 +1,4 @@
-"""Panels of lines drawn by plotext, in characters."""
+"""Draws panels of lines in characters with plotext."""
 
 import math
 import statistics
@@ -10,24 +10,24 @@ from rich.text import Text
 from geomon.record.printable import printable
 from geomon.show.panels import Line, Lines, StepAxis
 
-# Okabe and Ito's colours, which colour-blind readers can distinguish; those that are light enough
-# for a dark ground.
+# Okabe and Ito's colours, which colour-blind readers can distinguish, as far as they are light
+# enough for a dark background.
 COLOURS = ("#56B4E9", "#E69F00", "#00B282", "#CC79A7", "#F0E442", "#E66E28")
 GREY, ALERT = "#828282", "#CC79A7"
-# Characters of a line, by its dash: lines differ in them where there are no colours.
+# Character of a line by its dash, to tell lines apart without colours.
 _MARKERS = {"solid": "braille", "dash": "•", "dot": "+", "dashdot": "x"}
-# Least range of an axis: as a share of the largest value, and in typical margins.
+# Least range of the y axis: as a share of the largest value, and in typical margins.
 _FLAT, _MARGINS = 0.04, 4
-_LEAST = 1e-9  # below it all values are drawn as 0: plotext writes its marks in full
+_LEAST = 1e-9  # smaller values count as 0, because plotext writes tick labels in full
 
 
 def mark_of(dash: str) -> str:
-    """Return the character that stands for a line in a legend."""
+    """Return the legend character of a line with this dash."""
     return "━" if dash == "solid" else _MARKERS[dash]
 
 
 def title_of(panel: Lines) -> Text:
-    """Say what a panel shows: its label, its null, the names of its lines."""
+    """Format the label of a panel, with its null and the names of its lines."""
     text = Text(printable(panel.label), "bold")
     said = [(panel.null[1], "dim")] if panel.null is not None else []
     names = [line for line in panel.lines if line.name] if panel.lines[1:] else []
@@ -39,15 +39,15 @@ def title_of(panel: Lines) -> Text:
 
 
 def build(panel: Lines, width: int, height: int) -> str:
-    """Draw a panel over steps, each line between the ends of its interval, and its remark below.
+    """Draw a panel over steps as text, each line with the ends of its interval.
 
     Args:
         panel: The panel.
-        width: Characters of a line.
-        height: Lines.
+        width: Width in characters.
+        height: Height in lines.
 
     Returns:
-        Lines of characters with colours of ANSI; "" if nothing was measured.
+        Lines of characters with ANSI colours; "" if nothing was measured.
     """
     try:
         import plotext
@@ -87,7 +87,7 @@ def _draw(plot: Any, panel: Lines) -> None:
 
 
 def _frame(plot: Any, panel: Lines) -> None:
-    """Draw two axes; the axis of values is as coarse as the errors, so noise looks flat."""
+    """Draw the axes; the y axis spans at least a few typical errors, so that noise looks flat."""
     plot.xaxes(True, False)
     plot.yaxes(True, False)
     values = [v for line in panel.lines for v in (*line.y, *line.low, *line.high)]
@@ -103,7 +103,7 @@ def _frame(plot: Any, panel: Lines) -> None:
 
 
 def _finite(line: Line) -> Line:
-    """Leave out the places of a line that have no value."""
+    """Remove the points of a line where its value is missing."""
     known = [place for place, value in enumerate(line.y) if math.isfinite(value)]
     y, low, high = (
         [row[place] for place in known] if row else [] for row in (line.y, line.low, line.high)

@@ -1,4 +1,4 @@
-"""A run as text: an overview of its last reading and its history, and a line for each reading."""
+"""Shows a run as text: an overview with its history, and a line for each reading."""
 
 import math
 import statistics
@@ -22,13 +22,13 @@ try:
 except ImportError as error:
     raise ImportError("the terminal view needs rich: pip install 'geomon[terminal]'") from error
 
-# Tags of what an overview shows, in this order.
+# Tags of the quantities in an overview, in this order.
 _WATCHED = (
     "twonn/mean", "twonn_distinct/mean", "anisotropy/mean", "attention_entropy/mean",
     "qk_cosine_size",
 )  # fmt: skip
 _BLOCKS = "▁▂▃▄▅▆▇█"
-# A curve whose range is below this share of its largest value is drawn flat: it is only noise.
+# A curve is drawn flat if its range is below this share of its largest value.
 _FLAT = 0.02
 _SPARK = 16  # characters
 
@@ -57,7 +57,7 @@ def view(readings: Readings | Sequence[Reading]) -> Group:
 
 
 def describe(last: Reading, words: str) -> Text:
-    """Say where a run is, by its last reading, and its headline."""
+    """Describe the last reading of a run and its headline."""
     text = safe(f"step {last.step:,}", "bold")
     parts = [ago(time.time() - last.time), printable(f"{last.source}, {last.mode}")]
     if math.isfinite(last.overhead):
@@ -70,13 +70,13 @@ def describe(last: Reading, words: str) -> Text:
 
 
 def _watched(readings: Readings) -> list[Fact]:
-    """Select the facts that are watched over training, in their order."""
+    """Select the facts that an overview shows, in their order."""
     known = {fact.quantity.tag: fact for fact in facts_of(readings)}
     return [known[tag] for tag in _WATCHED if tag in known]
 
 
 def _rows(readings: Readings) -> Iterator[tuple[str, str, str, str]]:
-    """List label, last value, spark line and trend of what is watched."""
+    """Yield the label, last value, spark line and trend of each watched quantity."""
     for fact in _watched(readings):
         curve = fact.quantity.curve(readings)
         after = [fact.trend] if fact.trend else [f"from {fact.phase.start.words()}"]
@@ -88,7 +88,7 @@ def _rows(readings: Readings) -> Iterator[tuple[str, str, str, str]]:
     if loss:
         after = [f"from {number(loss.values[0])}"] if len(loss) > 1 else []
         if loss.steps[-1] < readings[-1].step:
-            after.append(f"known to step {loss.steps[-1]:,}")  # no batch comes after the last
+            after.append(f"known to step {loss.steps[-1]:,}")  # the last reading has no next batch
         yield name, number(loss.values[-1]), spark(loss.values), ", ".join(after)
     profile = readings[-1].column("anisotropy").by_layer()
     if profile:
@@ -100,11 +100,7 @@ def _rows(readings: Readings) -> Iterator[tuple[str, str, str, str]]:
 
 
 def spark(values: Sequence[float], margin: float = 0.0) -> str:
-    """Draw values as a line of at most sixteen block characters.
-
-    Args:
-        values: Values from left to right, one at least.
-        margin: Half width of the 95 % intervals of the values: a range within two is drawn flat.
+    """Draw values as at most sixteen block characters, flat if they vary less than their margin.
 
     Example:
         >>> spark([1, 2, 4, 8, 8, 4])
@@ -123,11 +119,11 @@ def format_line(reading: Reading, readings: Readings | Sequence[Reading]) -> str
 
     Args:
         reading: Reading to describe.
-        readings: Readings of the run; those of later steps are ignored.
+        readings: Readings of the run; those after `reading` are ignored.
 
     Returns:
-        "step 128: Intrinsic dimension (TwoNN) 7.4 ± 0.1 (expanding), Anisotropy 0.32 ± 0.01
-        (level)", for instance; the number of values if none of these was measured.
+        For instance "step 128: Intrinsic dimension (TwoNN) 7.4 ± 0.1 (expanding), Anisotropy 0.32 ±
+        0.01 (level)"; the number of values if none of these was measured.
     """
     runs = readings.runs if isinstance(readings, Readings) else []
     past = [other for other in readings if other.step <= reading.step] or [reading]
@@ -143,35 +139,35 @@ def format_line(reading: Reading, readings: Readings | Sequence[Reading]) -> str
 
 
 class Printer(Memory):
-    """Sink that prints each reading as one line, as `format_line` words it."""
+    """Sink that prints each reading as one line, formatted by `format_line`."""
 
     _runs: tuple[dict[str, Any], ...] = ()
 
     def describe(self, description: Mapping[str, Any]) -> None:
-        """Take the description of the run, which says how its metrics are called."""
+        """Keep the description of the run, which names its metrics."""
         self._runs = (dict(description),)
 
     def write(self, reading: Reading) -> None:
         """Print a reading."""
         super().write(reading)
         shown = Readings([*self._runs], list(self.readings)).of_stack()
-        # Not by a console of rich: it would write into the bar of another one.
+        # A rich console would write into the progress bar of another one.
         sys.stdout.write(printable(format_line(shown[-1], shown)) + "\n")
         sys.stdout.flush()
 
 
 def safe(words: str, style: str = "") -> Text:
-    """Make text of words of a record, which do nothing to the terminal."""
+    """Make printable text from words of a record, so that they cannot control the terminal."""
     return Text(printable(words), style)
 
 
 def percent(share: float) -> str:
-    """Format a share as a percentage, with a decimal below ten."""
+    """Format a share as a percentage, with one decimal below 10 %."""
     return f"{share * 100:.1f} %" if share < 0.1 else f"{share * 100:.0f} %"
 
 
 def ago(seconds: float) -> str:
-    """Format how long ago something was, in a unit that suits."""
+    """Format the time since an event in a suitable unit."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit} ago"

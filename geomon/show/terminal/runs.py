@@ -1,4 +1,4 @@
-"""What is known of a run that is watched: what was read of it, and what it can show."""
+"""Follows the file of a run and keeps what the screen shows of it."""
 
 from pathlib import Path
 
@@ -10,20 +10,20 @@ from geomon.record.printable import printable
 
 
 class Watched:
-    """A run that is followed: `look` reads its file, in any thread, and then sets the rest.
+    """Run that is being watched; `look` reads its file, in any thread, and updates the attributes.
 
     Args:
-        directory: Folder of the run, or the path of its file; either may appear later.
-        stack: Name of the stack to follow, for a model with several; None for the main one.
+        directory: Folder of the run, or the path of its file. Both may appear later.
+        stack: Name of the stack to follow if the model has several; None for the main one.
         name: Name of the run on the screen.
 
     Attributes:
         whole: All readings of the record, and its alerts.
-        readings: One reading per step, of the source that the run used most.
-        quantities: What can be drawn over steps, by tag.
-        headline: What a reader must know first.
-        state: Why nothing is shown yet; "" once there are readings.
-        trouble: Why the file cannot be read; "" where it can.
+        readings: One reading per step, from the source that the run used most.
+        quantities: Quantities that can be drawn over steps, by tag.
+        headline: The most important sentence on the run.
+        state: Why there is nothing to show yet; "" once there are readings.
+        trouble: Why the file cannot be read; "" if it can.
     """
 
     def __init__(self, directory: Path, stack: str | None, name: str) -> None:
@@ -40,7 +40,7 @@ class Watched:
         try:
             is_new = follower.look()
             every = follower.readings()
-            # An alert is a line of its own, and a run that goes back has fewer readings.
+            # Alerts are lines of their own, and a resumed run can have fewer readings.
             sizes, known = [(len(x), len(x.raised)) for x in (every, self.whole)]
             if any(sizes) and (is_new or self.trouble or sizes != known):
                 self._take(every.of_stack(self._stack) if every else every)
@@ -61,7 +61,7 @@ class Watched:
         self.state = "" if selected else "no readings yet"
 
     def layers_of(self, quantity: Quantity) -> set[int]:
-        """List the layers at which a quantity has values; none for one of the run as a whole."""
+        """Return the layers where a quantity has values; empty for a value of the whole run."""
         if not quantity.is_mean:
             return set()
         columns = [each.column(quantity.metric, quantity.part) for each in self.readings]

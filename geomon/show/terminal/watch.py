@@ -1,4 +1,4 @@
-"""Runs that are watched: their overviews and a chart, refreshed in place, or printed once."""
+"""Watches runs: shows their overviews and a chart, refreshed in place or printed once."""
 
 import contextlib
 import sys
@@ -25,9 +25,9 @@ try:
 except ImportError as error:
     raise ImportError("the terminal view needs rich: pip install 'geomon[terminal]'") from error
 
-# For outputs without Unicode.
+# Replacements for outputs without Unicode.
 _ASCII = str.maketrans("▁▂▃▄▅▆▇█·±→−–…", "_.-~=+*#|+>--.")
-# Lines of a chart: what an overview leaves of the screen, and if it is printed.
+# Least and largest height of a chart on the screen, and its height if printed, in lines.
 _LEAST, _MOST, _PRINTED = 8, 24, 16
 
 
@@ -40,23 +40,24 @@ def watch(
     once: bool = False,
     poll: float = 0.5,
 ) -> None:
-    """Show runs while they are recorded, until Ctrl-C; or print how they are now.
+    """Show runs while they are recorded, until Ctrl-C, or print their current state.
 
-    They are printed once if that is asked for, or if the output is no terminal that can draw. A
-    terminal waits for folders that are not there yet.
+    The state is printed once if `once` is set or if the output is not a terminal that can draw. On
+    a terminal, `watch` waits for folders that do not exist yet.
 
     Args:
         directories: Folders of the runs.
-        stack: Name of a stack, for models with several; by default the main one.
-        metric: Metric of the chart, or a tag such as "twonn/censored"; by default the first.
-        layer: Layer of the chart; by default the mean over layers.
-        once: Whether to print the present.
-        poll: Seconds between two looks at the files.
+        stack: Name of a stack, for models with several. Defaults to None, the main one.
+        metric: Metric of the chart, or a tag such as "twonn/censored". Defaults to None, the first
+            metric.
+        layer: Layer of the chart. Defaults to None, the mean over layers.
+        once: Whether to print the current state and return. Defaults to False.
+        poll: Seconds between two looks at the files. Defaults to 0.5.
 
     Raises:
-        FileNotFoundError: A folder holds no record, and it is printed.
-        ValueError: A file is not a record, a model has no such stack, or a run has no such metric
-            or layer.
+        FileNotFoundError: If the state is to be printed and a folder holds no record.
+        ValueError: If a file is not a record, if a model has no such stack, or if a run has no such
+            metric or layer.
     """
     console = Console()
     can_draw = console.is_terminal and not console.is_dumb_terminal
@@ -64,7 +65,7 @@ def watch(
     runs = [Watched(*one) for one in zip(directories, [stack] * len(names), names, strict=True)]
     if once or not can_draw or not console.encoding.startswith("utf"):
         for directory in directories:
-            read(directory).of_stack(stack)  # what is wrong with it is an error
+            read(directory).of_stack(stack)  # raises an error if the record is unusable
         _look(runs)
         with console.capture() as captured:
             for part in _screen(runs, metric, layer, console, _PRINTED):
@@ -80,7 +81,7 @@ def watch(
 
 
 def _look(runs: Sequence[Watched]) -> None:
-    """Look at all files; one that is no record ends it."""
+    """Look at all files, and raise an error if one is not a record."""
     for run in runs:
         run.look()
         if run.trouble and not run.whole:
@@ -91,7 +92,7 @@ def _screen(
     runs: Sequence[Watched], metric: str | None, layer: int | None, console: Console,
     lines: int | None = None,
 ) -> Iterator[RenderableType]:  # fmt: skip
-    """Build the overview of each run, and below them a chart of one quantity of all."""
+    """Yield the overview of each run, and below them a chart of one quantity for all runs."""
     overviews: list[RenderableType] = []
     for index, run in enumerate(runs):
         colour, dash = _look_of(index, console)
@@ -114,7 +115,7 @@ def _screen(
 
 
 def _choose(runs: Sequence[Watched], metric: str | None, layer: int | None) -> Quantity | None:
-    """Choose what the chart shows; None before anything was measured."""
+    """Choose the quantity of the chart; return None before anything was measured."""
     known = {key: each for run in runs for key, each in run.quantities.items()}
     if not known:
         return None
@@ -135,7 +136,7 @@ def _choose(runs: Sequence[Watched], metric: str | None, layer: int | None) -> Q
 
 
 def _look_of(index: int, console: Console) -> tuple[str, str]:
-    """Return the colour and the dash of a run; dashes differ if no colour is shown."""
+    """Return the colour and the dash of a run; dashes vary only if colours are off."""
     dash = DASHES[index % len(DASHES)] if console.no_color else "solid"
     return charts.COLOURS[index % len(charts.COLOURS)], dash
 
@@ -143,7 +144,7 @@ def _look_of(index: int, console: Console) -> tuple[str, str]:
 def _over_steps(
     runs: Sequence[Watched], quantity: Quantity, layer: int | None, console: Console
 ) -> Lines:
-    """Make the panel of a quantity over steps, a line for each run."""
+    """Build the panel of a quantity over steps with a line for each run."""
     lines = []
     for index, run in enumerate(runs):
         colour, dash = _look_of(index, console)

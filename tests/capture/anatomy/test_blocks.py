@@ -25,7 +25,7 @@ def test_a_stack_of_few_parameters_is_left_out_and_can_be_named():
     anatomy = find_anatomy(model)
     assert [block.name for block in anatomy.blocks] == ["large.blocks.0", "large.blocks.1"]
     assert anatomy.left_out == (
-        LeftOut("small.blocks.#", 2, "few parameters beside the largest stack"),
+        LeftOut("small.blocks.#", 2, "few parameters compared with the largest stack"),
     )
     model.small = PlainDecoder(width=16, layers=5)
     assert len(find_anatomy(model, r"small\.blocks\.\d+").blocks) == 5
@@ -51,7 +51,7 @@ def test_models_without_blocks_are_refused_in_one_line():
     assert "\n" not in str(error.value)
     with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got str"):
         find_anatomy("gpt2")
-    with pytest.raises(ValueError, match="no module's name matches"):
+    with pytest.raises(ValueError, match="no module's full name matches"):
         find_anatomy(PlainDecoder(), "layers")
     with pytest.raises(ValueError, match="not part of PlainDecoder"):
         find_anatomy(PlainDecoder(), [nn.Linear(2, 2)])
@@ -375,7 +375,7 @@ def test_a_frozen_twin_is_left_out():
     anatomy = find_anatomy(model)
     assert [stack.name for stack in anatomy.stacks] == [""]
     assert anatomy.blocks[0].name == "net.blocks.0"
-    reason = "a frozen copy of a stack that is watched"
+    reason = "a frozen copy of a watched stack"
     assert anatomy.left_out == (LeftOut("average.blocks.#", 3, reason),)
     frozen = PlainDecoder().requires_grad_(False)
     assert len(find_anatomy(frozen).blocks) == 3

@@ -35,7 +35,7 @@ def test_a_family_is_watched_from_a_twentieth_or_a_quarter_of_the_largest(
     anatomy = find_anatomy(model)
     assert [len(stack.blocks) for stack in anatomy.stacks] == ([3, 3] if watched else [3])
     left_out = [(x.pattern, x.count, x.reason) for x in anatomy.left_out]
-    reason = "few parameters beside the largest stack"
+    reason = "few parameters compared with the largest stack"
     assert left_out == ([] if watched else [("other.#", 3, reason)])
 
 
@@ -44,7 +44,7 @@ def test_a_family_without_attention_is_large_from_half_of_the_largest(size, larg
     single, empty = weights(1, 9000, False), nn.ModuleList([nn.Sequential(nn.ReLU())] * 2)
     parts = {"main": weights(3, 2000, True), "more2": weights(3, size, False)}
     left_out = find_anatomy(nn.ModuleDict(parts | {"one": single, "no": empty})).left_out
-    reason = "no attention was found in them by name, unlike in others"
+    reason = "no attention was found in them by name, but others have some"
     assert left_out == (LeftOut("more2.#", 3, reason, large),)
 
 

@@ -28,7 +28,7 @@ def views(mask=None, valid=None, keys=6, given=None, **changes):
 
 
 def test_a_mask_for_other_keys_is_refused():
-    with pytest.raises(NotUnderstoodError, match=r"mask is for 9 keys, and there are 6"):
+    with pytest.raises(NotUnderstoodError, match=r"mask covers 9 keys, but there are 6"):
         views(mask=torch.zeros(2, 1, 6, 9))
 
 
@@ -46,7 +46,7 @@ def test_a_mask_of_integers_is_refused():
 
 def test_nested_and_odd_queries_are_refused():
     for query in (torch.randn(2, 6, 8), None):
-        with pytest.raises(NotUnderstoodError, match="no plain tensor of 4 dimensions"):
+        with pytest.raises(NotUnderstoodError, match="not a plain 4-dimensional tensor"):
             read_sdpa({"query": query, "key": query})
 
 
@@ -111,7 +111,7 @@ def test_packed_flash_attention_has_the_ends_of_queries_and_of_keys(name):
     found = read_flash(given | {name.format("k"): MORE})
     assert [ends.tolist() for ends in found.rule.ends] == [[0, 2, 6], [0, 3, 6]]
     assert found.query.shape == (1, 4, 6, 8)
-    with pytest.raises(NotUnderstoodError, match="the keys are no plain tensor of 3 dimensions"):
+    with pytest.raises(NotUnderstoodError, match="the keys are not a plain 3-dimensional tensor"):
         read_flash(given | {"key": packed[None]})
 
 
@@ -133,7 +133,7 @@ def test_options_of_torch_s_attention_are_read(given, expected):
     assert (mask, found.causal, found.scale) == expected
     one = read_sdpa({"query": query[:, :, :1], "key": key, "is_causal": True})
     assert not one.causal  # a single query sees all keys
-    with pytest.raises(NotUnderstoodError, match="the mask is for 8 keys, and there are 9"):
+    with pytest.raises(NotUnderstoodError, match="the mask covers 8 keys, but there are 9"):
         read_sdpa({"query": query, "key": key, "attn_mask": torch.ones(6, 8)})
 
 
@@ -162,7 +162,7 @@ def test_of_packed_sequences_each_sees_itself_alone(left, right):
 
 
 def test_a_rule_that_takes_one_pair_at_a_time_is_refused():
-    with pytest.raises(NotUnderstoodError, match="cannot be asked of many places at once"):
+    with pytest.raises(NotUnderstoodError, match="cannot be evaluated at many places at once"):
         ruled(by_places(lambda b, h, q, k: q >= k if bool(q > 2) else q == k))
 
 

@@ -11,7 +11,7 @@ from watched import HEADS, Attention, blocks_of, look, scores_of
 
 from geomon.capture.attending.attention import NotUnderstoodError
 from geomon.capture.attending.by_hand import (
-    Known,
+    AttentionHints,
     arrange_scores,
     is_second_softmax,
     record_softmax,
@@ -25,7 +25,7 @@ def recorded(scores, dim=-1, *, made=True):
     # Its factors cannot be queries and keys.
     made_of = Product(torch.zeros(scores.numel(), 1), torch.zeros(1, 1))
     products = [made_of] if made else []
-    known = Known((2, 6), 24)
+    known = AttentionHints((2, 6), 24)
     return record_softmax(RowSampler(100, 0), scores, dim, known, products)[0]
 
 
@@ -58,7 +58,7 @@ def test_scores_are_arranged_by_their_sizes(shape, expected):
 @pytest.mark.parametrize("shape", [(4, 6, 15), (4, 2, 3, 15), (2, 2, 6, 15), (24, 15)])
 def test_sequences_and_heads_may_stand_in_more_than_two_dimensions_or_in_one(shape):
     scores = torch.randn(*shape, 7)
-    found = arrange_scores(scores, -1, Known((4, 15), 32))
+    found = arrange_scores(scores, -1, AttentionHints((4, 15), 32))
     assert torch.equal(found, scores.reshape(4, 6, 15, 7))
 
 
@@ -68,20 +68,20 @@ def test_sequences_and_heads_may_stand_in_more_than_two_dimensions_or_in_one(sha
 )
 def test_scores_of_two_dimensions_are_of_one_head_and_one_sequence(entered, fits):
     scores = torch.randn(6, 9)
-    found = arrange_scores(scores, -1, Known(entered, 32))
+    found = arrange_scores(scores, -1, AttentionHints(entered, 32))
     assert torch.equal(found, scores[None, None]) if fits else found is None
 
 
 @pytest.mark.parametrize("shape", [(4, 5, 7), (3, 6, 6)])
 def test_sequences_and_heads_in_one_dimension_have_to_fit_the_tokens(shape):
-    assert arrange_scores(torch.randn(shape), -1, Known((2, 6), 32)) is None
+    assert arrange_scores(torch.randn(shape), -1, AttentionHints((2, 6), 32)) is None
 
 
 @pytest.mark.parametrize("shape", [(2, 6, 4, 9), (2, 4, 5, 6), (3, 5, 7), (2, 2, 3, 5, 6)])
 def test_products_that_cannot_be_arranged_are_refused(shape):
     with pytest.raises(NotUnderstoodError, match=r"sequences, heads and queries$") as error:
         recorded(torch.randn(shape))
-    assert f"a softmax of shape {list(shape)} over dimension -1" in str(error.value)
+    assert f"with shape {list(shape)} over dimension -1" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_softmax_of_nested_tensors_is_passed_over():
 
 def test_keys_of_no_known_projection_are_those_of_all_heads():
     query, key = torch.randn(8, 6, 8), torch.randn(8, 6, 8)
-    scores, known = (query @ key.mT).unflatten(0, (2, 4)), Known((2, 6), 32)
+    scores, known = (query @ key.mT).unflatten(0, (2, 4)), AttentionHints((2, 6), 32)
     call, _ = record_softmax(RowSampler(100, 0), scores, -1, known, [Product(query, key.mT)])
     assert all(map(torch.equal, call.made_of, (x.unflatten(0, (2, 4)) for x in (query, key))))
 

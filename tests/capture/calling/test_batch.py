@@ -23,7 +23,9 @@ class All(nn.Module):
 @pytest.mark.parametrize("batch", [[1, 2], {"ids": 1}])
 def test_where_nothing_has_a_forward_a_function_is_asked_for(batch):
     model = nn.ModuleList([nn.Identity()])
-    with pytest.raises(TypeError, match="ModuleList and what holds its blocks have no forward"):
+    with pytest.raises(
+        TypeError, match="ModuleList nor the modules around its blocks have a forward"
+    ):
         call_of_batch(model, [model], batch)
 
 

@@ -156,8 +156,8 @@ def test_a_packed_batch_reads_as_its_sequences_do(name):
     for view in ("query_sequences", "key_sequences"):
         found = packed.layers[1].captured[view]
         assert torch.equal(found.sort().values, NUMBERS)
-    assert any("told apart by position_ids" in note.words() for note in packed.info.notes)
-    assert not any("told apart" in note.words() for note in alone.info.notes)
+    assert any("separated by position_ids" in note.words() for note in packed.info.notes)
+    assert not any("separated by" in note.words() for note in alone.info.notes)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -175,7 +175,7 @@ def test_what_may_say_where_padding_is_and_is_not_read_is_named(name):
     seen = look(AnyName(), ids, **{name: LENGTHS if "len" in name else real})
     assert len(kept(seen)) == ids.numel()
     (note,) = notes(seen)
-    assert note.startswith(f"padding may be counted: {name} may say where it is")
+    assert note.startswith(f"padding may be counted: {name} may mark it")
     alike = torch.full_like(LENGTHS, 32) if "len" in name else torch.ones_like(real)
     everything = torch.ones_like(ids)
     for given in ({name: alike}, {name: real, "attention_mask": everything}):
@@ -240,7 +240,7 @@ def test_a_mask_that_leaves_no_token_is_not_believed_and_said(name):
     nothing = torch.zeros_like(ids) if name == "attention_mask" else torch.ones_like(ids).bool()
     seen = look(AnyName(), ids, **{name: nothing})
     assert len(kept(seen)) == ids.numel()
-    assert notes(seen) == [f"{name} leaves no token: it is not read as a mask of padding"]
+    assert notes(seen) == [f"{name} leaves no token: it is not read as a padding mask"]
     hidden = look(AnyName().hide(torch.zeros_like(ids).bool()), ids)
     assert len(kept(hidden)) == ids.numel()
 

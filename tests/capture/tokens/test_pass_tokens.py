@@ -69,9 +69,7 @@ def test_at_most_as_many_sequences_as_rows_are_kept():
 def test_what_has_no_last_token_is_not_asked_or_says_why():
     model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(2)))
     packed = look(model, torch.randn(20, 8)).snapshot().layers[1]
-    assert packed.missing["last_hidden"].endswith(
-        "one sequence ends and the next begins is unknown"
-    )
+    assert packed.missing["last_hidden"].endswith("the boundaries between sequences are unknown")
     assert "last" in packed.sources
     maps = look(model, torch.randn(3, 5, 4, 8)).snapshot().layers[1]
     assert "last" not in maps.sources
