@@ -76,22 +76,22 @@ def measured(model: nn.Module, ids: Tensor, metrics=METRICS):
     return memory.readings[-1], output
 
 
-def reference(attention: Block, visible: Tensor, change=lambda scores: scores):
+def reference(attention: Block, visible: Tensor):
     """Entropy and largest score of each head, in float64; `visible` is [.., queries, keys]."""
     query, key = (x.detach().double() for x in attention.given[:2])
     if query.ndim == 3:
         query, key = query[None], key[None]
     key = key.repeat_interleave(2, dim=2)
     scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * query.shape[-1] ** -0.5
-    scores = change(scores).masked_fill(~visible, -torch.inf)
+    scores = scores.masked_fill(~visible, -torch.inf)
     weights = scores.softmax(dim=-1)
     entropy = -torch.xlogy(weights, weights).sum(dim=-1).mean(dim=(0, 2))
     return entropy, scores.amax(dim=(0, 2, 3))
 
 
-def agrees(reading, model: Decoder, visible: Tensor, **given) -> None:
+def agrees(reading, model: Decoder, visible: Tensor) -> None:
     for depth, block in enumerate(model.blocks, 1):
-        entropy, largest = reference(block, visible, **given)
+        entropy, largest = reference(block, visible)
         for head in range(HEADS):
             at = f"layer_{depth:02d}/head_{head}"
             assert reading.values[f"attention_entropy/{at}"] == pytest.approx(
@@ -110,7 +110,7 @@ CAUSAL = ORDER[:, None] >= ORDER
 # -- flex attention --------------------------------------------------------------------------------
 
 
-def by_flex(q, k, v, ids, *, function=flex.flex_attention, score=None):
+def by_flex(q, k, v, ids, *, function=flex.flex_attention):
     """Causal within documents, or with packed tokens."""
     packed = q.ndim == 3
     q, k, v, ids = (x[None] if packed else x for x in (q, k, v, ids))
@@ -121,7 +121,7 @@ def by_flex(q, k, v, ids, *, function=flex.flex_attention, score=None):
 
     block = flex.create_block_mask(mask, len(ids), None, q.shape[1], k.shape[1], device="cpu")
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    found = function(q, k, v, block_mask=block, score_mod=score, enable_gqa=True).transpose(1, 2)
+    found = function(q, k, v, block_mask=block, enable_gqa=True).transpose(1, 2)
     return found[0] if packed else found
 
 
@@ -144,21 +144,6 @@ def test_flex_attention_is_seen_with_its_mask(documents):
     assert not any("compiled" in note for note in reading.words())
     with torch.no_grad():
         assert "through torch's flex_attention" in str(describe(model, ids))
-
-
-def test_a_function_that_changes_the_scores_of_flex_attention_is_in_them():
-    slopes = torch.tensor([0.1, 0.2, 0.3, 0.4])
-
-    def change(score, b, h, i, j):
-        return 2 * torch.tanh(score / 2) - slopes[h] * (i - j)
-
-    model, ids = Decoder(functools.partial(by_flex, score=change)).eval(), tokens()
-    reading, _ = measured(model, ids)
-    distance = (ORDER[:, None] - ORDER) * slopes.double()[:, None, None]
-    agrees(
-        reading, model, within_documents(ids),
-        change=lambda scores: 2 * torch.tanh(scores / 2) - distance,
-    )  # fmt: skip
 
 
 def test_packed_sequences_are_told_apart_by_what_attention_hides():

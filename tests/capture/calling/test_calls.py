@@ -1,7 +1,5 @@
 """Calls are seen without anything on the model; the model's own names and copies are its own."""
 
-import contextlib
-import functools
 import gc
 import pickle
 import threading
@@ -17,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from watched import look, notes, window
 
 from geomon import Memory, Monitor, every, measure, select
+from geomon.capture import FirstCall
 from geomon.capture.calling import calls, patches
-from geomon.capture.calling.calls import CallObserver, FirstCall
-from geomon.capture.calling.patches import in_extra_pass
 from geomon.monitor import CallbackSession
 
 FEW = select("variance", "attention_entropy", "qk_cosine")
@@ -77,95 +74,6 @@ def test_a_forward_meets_no_other_hooks_than_those_of_its_module():
         with pytest.raises(ZeroDivisionError):
             model(batch())
         assert len(block._forward_pre_hooks) == 2
-
-
-class Failing(CallObserver):
-    """Fails where it is to look at operators."""
-
-    def __init__(self) -> None:
-        self.failures = []
-
-    def modules(self):
-        return ()
-
-    def watches(self, module) -> bool:
-        return True
-
-    def seeing(self, module):
-        raise ZeroDivisionError
-
-    def on_failure(self, error) -> None:
-        self.failures.append(error)
-
-
-def test_an_observer_that_fails_ends_no_call_and_is_told():
-    model, observer = nn.Linear(3, 3), Failing()
-    calls.watch_calls(observer)
-    try:
-        assert model(torch.ones(2, 3)).shape == (2, 3)
-    finally:
-        calls.unwatch_calls(observer)
-    assert [type(each) for each in observer.failures] == [ZeroDivisionError]
-
-
-class Counting(Failing):
-    """Notes which modules are called."""
-
-    def seeing(self, module):
-        self.failures.append(module)
-        return contextlib.nullcontext()
-
-
-def test_each_observer_is_told_until_it_leaves():
-    model, first, second = nn.Linear(3, 3), Counting(), Counting()
-    for observer in (first, second):
-        calls.watch_calls(observer)
-    try:
-        model(torch.ones(2, 3))
-        calls.unwatch_calls(first)
-        calls.unwatch_calls(first)  # once more changes nothing
-        model(torch.ones(2, 3))
-    finally:
-        for observer in (first, second):
-            calls.unwatch_calls(observer)
-    model(torch.ones(2, 3))
-    assert [len(each.failures) for each in (first, second)] == [1, 2]
-
-
-def _compiled(x):
-    return x
-
-
-compiled = torch.compile(_compiled, backend="eager")
-
-
-def refers_to(function):
-    return lambda x: function([x])
-
-
-def refers_to_nothing_yet():
-    function = refers_to = None
-    del function
-    return lambda x: function(refers_to)  # noqa: F821
-
-
-@pytest.mark.parametrize(
-    ("value", "found"),
-    [
-        (compiled, True),
-        (refers_to(compiled), True),
-        (functools.partial(map, compiled), True),
-        (functools.partial(map, refers_to(compiled)), True),
-        (refers_to(_compiled), False),
-        (functools.partial(pow, 2), False),
-        (torch.compiler.disable(_compiled), False),
-        (refers_to_nothing_yet(), False),
-    ],
-)
-def test_compiled_functions_are_found_among_the_attributes_of_a_module(value, found):
-    module = nn.Linear(2, 2)
-    module.held = value
-    assert calls.calling_compiled([nn.Linear(2, 2), module]) == ({id(module)} if found else set())
 
 
 # -- Ctrl-C at every line ------------------------------------------------------------------------
@@ -229,7 +137,7 @@ def test_ctrl_c_at_any_line_of_a_due_step_leaves_nothing(probes, tmp_path, other
             step()
         close()
         assert fingerprint(model) == before, whole.lines[at - 1]
-        assert not in_extra_pass()
+        assert not patches.in_extra_pass()
         if probes:
             assert random_state() == random, at
     step, close = due_step(probes, model, ids, tmp_path)
