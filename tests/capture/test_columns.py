@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
-
-from geomon.capture import Window, find_anatomy
-from geomon.capture.snapshot import CAPTURED
+from watched import window
 
 SEQUENCES, LENGTH, WIDTH, HEADS = 3, 10, 32, 4
 SIZE = WIDTH // HEADS
@@ -50,9 +48,9 @@ class Block(nn.Module):
 def seen_in(block, x):
     """What a window shows of the first of two such blocks, and its notes."""
     model = nn.Sequential(block, block)
-    with Window(find_anatomy(model), set(CAPTURED), rows=1000, seed=0) as window:
+    with window(model) as seen:
         model(x)
-    snapshot = window.snapshot()
+    snapshot = seen.snapshot()
     captured = snapshot.layers[1].captured
     order = captured["sequences"] * LENGTH + captured["positions"]
     return captured, order, [note.words() for note in snapshot.info.notes]

@@ -1,5 +1,6 @@
 """What is found in a model before it runs: stacks of blocks, their attentions, tables and heads."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -601,3 +602,56 @@ def test_tables_and_heads_in_lists_that_torch_does_not_know_are_found():
     anatomy = find_anatomy(model)
     assert (anatomy.embeddings, anatomy.output, anatomy.of_output) == ((table,), head, (table,))
     assert anatomy.adapted == ()
+
+
+class Factors(nn.Module):
+    """A matrix with another one of low rank beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.first = nn.Linear(base.in_features, 2, bias=False)
+        self.second = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.second(self.first(x))
+
+
+class Copied(nn.Module):
+    """A module that is frozen, and the copy of it that is trained in its place."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.trained = copy.deepcopy(original)
+        self.original = original.requires_grad_(False)
+
+    def forward(self, x):
+        return self.trained(x)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_output_is_no_factor_of_an_adapter_and_no_frozen_original(tied):
+    def model():
+        made = PlainDecoder()
+        if tied:
+            made.head.weight = made.tokens.weight
+        return made
+
+    plain, factored, copied = model(), model(), model()
+    factored.requires_grad_(False)
+    factored.head = Factors(factored.head)
+    copied.requires_grad_(False)
+    copied.head = Copied(copied.head)
+    copied.head.trained.requires_grad_(True)
+    assert find_anatomy(plain).output is plain.head
+    assert find_anatomy(plain).adapted == ()
+    assert find_anatomy(factored).output is factored.head.base
+    assert find_anatomy(factored).adapted == (factored.head.base,)
+    factored.head.first = factored.head.second = None  # nothing of its own
+    assert find_anatomy(factored).adapted == ()
+    factored.head.first = nn.Linear(32, 2)
+    factored.head.in_features = 31  # what is around the matrix has other widths: no adapter
+    assert find_anatomy(factored).adapted == ()
+    assert find_anatomy(copied).output is copied.head.trained
+    assert find_anatomy(copied).adapted == ()

@@ -187,12 +187,13 @@ def test_padding_that_is_known_after_the_pass_leaves_fewer_rows_and_no_padding(w
     assert len(kept(look(AnyName(way).hide(RIGHT), IDS, rows=100, attention_mask=RIGHT))) == 100
 
 
+OTHER = RIGHT.roll(11, 1)
 BETWEEN = torch.cat([torch.arange(20) < LENGTHS[:, None] // 2, ALL[:, 20:]], dim=1)
 BEFORE = ALL[0].expand(32, 32).tril(-1) | (torch.arange(1024).view(32, 32) == 0)
 # Keys that the attention of each layer leaves -> tokens.
 LEAVES = {
     "between tokens, as before an image": ([BETWEEN], BETWEEN),
-    "by one layer alone, as sparse attention": ([RIGHT, RIGHT.roll(11, 1)], RIGHT | RIGHT.roll(11, 1)),
+    "by one layer alone, as sparse attention": ([RIGHT, OTHER], RIGHT | OTHER),
     "one place of all sequences": ([BEFORE[None, None]], ALL),
     "several places of all": ([(BEFORE & (torch.arange(32) < 28))[None, None]],
                               (torch.arange(32) < 28).expand(8, -1)),
