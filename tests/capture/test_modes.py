@@ -9,61 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from geomon import Monitor, every
-from geomon.capture.modes import unseen, without_modes
-
-
-def compute():
-    return (torch.ones(3) * 2).sum()
-
-
-def test_modes_of_the_training_see_no_operator():
-    seen = []
-
-    class Functions(TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            seen.append("function")
-            return function(*args, **(kwargs or {}))
-
-    class Operators(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            seen.append("operator")
-            return function(*args, **(kwargs or {}))
-
-    with Functions(), Operators():
-        with unseen():
-            compute()
-        assert not seen
-        compute()
-    assert set(seen) == {"function", "operator"}
-
-
-def test_subclasses_see_no_operator():
-    class Counting(torch.Tensor):
-        seen = 0
-
-        @classmethod
-        def __torch_function__(cls, function, types, args=(), kwargs=None):
-            cls.seen += 1
-            return super().__torch_function__(function, types, args, kwargs or {})
-
-    tensor = torch.ones(3).as_subclass(Counting)
-    with unseen():
-        tensor + 1
-    assert not Counting.seen
-    tensor + 1
-    assert Counting.seen
-
-
-def test_transforms_of_torch_func_are_left():
-    drawn = []
-
-    def draw(x):
-        with unseen():  # vmap refuses random numbers
-            drawn.append(torch.rand(4))
-        return x * 2
-
-    torch.testing.assert_close(torch.func.vmap(draw)(torch.ones(3)), torch.full((3,), 2.0))
-    assert drawn[0].shape == (4,)
+from geomon.capture import extra_pass
 
 
 class Noisy(TorchDispatchMode):
@@ -172,16 +118,18 @@ def test_an_extra_pass_keeps_the_default_device_and_functions_of_subclasses():
             seen.append(function)
             return super().__torch_function__(function, types, args, kwargs or {})
 
+    def run(model):
+        assert torch.ones(2).device.type == "meta"
+        one = torch.eye(2, device="cpu")
+        assert torch.equal(one @ one, one)
+        one.as_subclass(Named) + 1
+        assert seen
+
     outer, inner = NoisyFunctions(), NoisyFunctions()
     with outer, torch.device("meta"), inner, Noisy():
         before = torch.overrides._get_current_function_mode_stack()
-        with without_modes():
-            assert torch.ones(2).device.type == "meta"
-            assert torch.equal(torch.eye(2, device="cpu") @ torch.eye(2, device="cpu"),
-                               torch.eye(2, device="cpu"))  # fmt: skip
-            torch.ones(3, device="cpu").as_subclass(Named) + 1
-            assert seen
+        extra_pass(nn.Linear(2, 2), run, contextlib.nullcontext())
         assert torch.overrides._get_current_function_mode_stack() == before
-        with pytest.raises(ValueError, match="ends"), without_modes():
-            raise ValueError("ends")
+        with pytest.raises(ZeroDivisionError):
+            extra_pass(nn.Linear(2, 2), lambda model: 1 / 0, contextlib.nullcontext())
         assert torch.overrides._get_current_function_mode_stack() == before
