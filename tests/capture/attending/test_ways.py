@@ -9,11 +9,12 @@ import math
 
 import pytest
 import torch
+from fingerprint import fingerprint
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention as flex
 from watched import HEADS, blocks_of, check_scores, look, notes, scores_of
 
-from geomon import measure, select
+from geomon import describe, measure, select
 
 sdpa = F.scaled_dot_product_attention
 SEQUENCES, LENGTH, WIDTH = 3, 8, 64
@@ -186,6 +187,13 @@ BY_FLASH = [
     ({"softcap": 0.5, "causal": True}, (None, 0), {"softcap": 0.5}),
     ({"softcap": 0.0}, (None, None), {}),
 ]  # fmt: skip
+
+
+def test_flash_attention_is_described_and_nothing_is_left_behind():
+    model, x = blocks_of(functools.partial(by_flash, causal=True)), torch.randn(2, LENGTH, 32)
+    before = fingerprint(model)
+    assert "through a function of flash attention" in str(describe(model, x))
+    assert fingerprint(model) == before
 
 
 @pytest.mark.parametrize(("options", "window", "expected"), BY_FLASH)
