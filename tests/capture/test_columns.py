@@ -379,7 +379,8 @@ def with_keys(change):
 
 WAYS = [
     by_low_rank, changed_in_place, changed_by_one_operator, with_a_bias_of_its_own, fewer_keys,
-    chosen_in_another_order, before_other_keys,    of_channels,    of_a_latent, by_a_matrix_for_each_head, with_numbers_of_each_place, place_by_place,
+    chosen_in_another_order, before_other_keys,    of_channels,
+    of_a_latent, by_a_matrix_for_each_head, with_numbers_of_each_place, place_by_place,
     of_two_kinds_of_tokens, chosen_by_a_condition, with_what_a_convolution_adds,
     with_what_an_adapter_adds, in_windows_that_are_shifted, behind_another_sublayer,
 ]  # fmt: skip
