@@ -2,6 +2,7 @@ import contextlib
 
 import pytest
 import torch
+from plain_models import CausalSelfAttention, language_model
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -31,42 +32,11 @@ class NoisyFunctions(TorchFunctionMode):
         return out + 1e-3 * torch.randn_like(out) if product else out
 
 
-class Block(nn.Module):
-    def __init__(self, *, by_hand):
-        super().__init__()
-        self.by_hand = by_hand
-        self.norm, self.mlp = nn.LayerNorm(16), nn.Linear(16, 16)
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, x):
-        parts = (p(self.norm(x)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in parts)
-        if self.by_hand:
-            later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-            attended = (q @ k.mT / 8**0.5).masked_fill(later, -torch.inf).softmax(-1) @ v
-        else:
-            attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + attended.transpose(1, 2).flatten(2)
-        return x + self.mlp(x).relu()
-
-
-class Model(nn.Module):
-    def __init__(self, *, by_hand):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(20, 16), nn.Linear(16, 20)
-        self.layers = nn.ModuleList(Block(by_hand=by_hand) for _ in range(2))
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
-
-
 def train(mode, tmp_path, *, by_hand, watched=None):
     """Train 25 steps in a mode; return the weights, the random state and the steps looked at."""
     torch.manual_seed(0)
-    model, ids = Model(by_hand=by_hand), torch.randint(0, 20, (8, 12))
+    ids = torch.randint(0, 20, (8, 12))
+    model = language_model(CausalSelfAttention, "eager" if by_hand else "sdpa")
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     monitor = None
     if watched == "probe":
@@ -76,7 +46,7 @@ def train(mode, tmp_path, *, by_hand, watched=None):
     with mode:
         for step in range(25):
             with monitor(step) if monitor else contextlib.nullcontext():
-                loss = model(ids)
+                loss = functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
