@@ -1,10 +1,12 @@
-"""A rule of flex attention that only its compiler takes, which needs an accelerator."""
+"""Calls of fused attention that only a compiler or an accelerator makes: they are refused."""
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 from geomon.capture.attending.attention import NotUnderstoodError, read_call, record_call
-from geomon.capture.attending.fused import read_sdpa
+from geomon.capture.attending.fused import read_flash, read_sdpa
 from geomon.capture.attending.rules import FlexRule
 from geomon.capture.tokens.sampling import RowSampler
 
@@ -15,3 +17,34 @@ def test_a_rule_that_takes_one_pair_at_a_time_is_refused():
     given = read_sdpa({"query": query, "key": query})._replace(rule=rule)
     with pytest.raises(NotUnderstoodError, match="cannot be asked of many places at once"):
         read_call(record_call(RowSampler(100, 0), given), None)
+
+
+def test_what_a_compiler_traces_with_and_other_shapes_are_refused():
+    with FakeTensorMode():
+        fake = torch.empty(2, 4, 6, 8)
+    with FunctionalTensorMode():
+        functional = FunctionalTensor.to_functional(torch.empty(2, 4, 6, 8))
+    packed = torch.randn(6, 4, 8)
+    for given, words in (
+        ({"q": fake, "k": fake}, "queries are a FakeTensor"),
+        ({"q": functional, "k": functional}, "queries are a FunctionalTensor"),
+        ({"q": packed, "k": packed}, "queries are no plain tensor of 4 dimensions"),
+        ({"q": packed, "k": packed[None], "cu_seqlens_q": torch.tensor([0, 2, 6])},
+         "keys are no plain tensor of 3 dimensions"),
+    ):  # fmt: skip
+        with pytest.raises(NotUnderstoodError, match=words):
+            read_flash(given)
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        (torch.ones(6, 8), "mask is for 8 keys, and there are 6"),
+        (torch.ones(6, 6, dtype=torch.int64), "neither boolean nor additive"),
+    ],
+)
+def test_a_mask_that_does_not_fit_is_refused(mask, words):
+    query = torch.randn(2, 4, 6, 8)
+    sampler, given = RowSampler(100, 0), {"query": query, "key": query, "attn_mask": mask}
+    with pytest.raises(NotUnderstoodError, match=words):
+        read_call(record_call(sampler, read_sdpa(given)), None)
