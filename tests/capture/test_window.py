@@ -18,7 +18,7 @@ from torch.distributed.tensor import Partial
 from torch.nn.functional import scaled_dot_product_attention as attend
 from watched import attend_by_hand, blocks_of, check_hidden, look, notes, window
 
-from geomon import measure, select
+from geomon import describe, measure, select
 from geomon.capture import Window
 
 # -- what it leaves behind -------------------------------------------------------------------------
@@ -427,3 +427,8 @@ def test_what_no_layer_shows_is_an_error_with_layer_cause_and_remedy_in_one_line
     assert "\n" not in message
     assert message.count("layers)") == 1  # where these are not seen, nothing else can be
     assert ("hidden states" in message) == (make is Direct)
+
+
+def test_of_layers_whose_hidden_states_are_not_seen_nothing_else_is_said_to_be_missing():
+    said = [text for label, text in describe(Direct(), batch()).rows if label == "not seen"]
+    assert sum(text.count("layers)") for text in said) == 1
