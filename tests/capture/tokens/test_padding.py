@@ -209,6 +209,15 @@ def test_keys_that_no_query_of_any_layer_sees_are_padding(case, way):
     assert bool(notes(seen)) == (real is not ALL and not real.all())
 
 
+@pytest.mark.parametrize(
+    ("heads", "lowest", "hides"), [(1, -60, True), (2, -60, False), (2, -1e4, True)]
+)
+def test_a_bias_of_each_head_hides_only_what_no_score_reaches(heads, lowest, hides):
+    model, bias = AnyName(), added(RIGHT, lowest)[:, None, None].expand(-1, heads, -1, -1)
+    model.blocks = blocks_of(lambda q, k, v: fused(q, k, v, bias), heads=2)
+    assert kept(look(model, IDS)) == places(RIGHT if hides else ALL)
+
+
 # -- encoders and decoders -----------------------------------------------------------------------
 
 
