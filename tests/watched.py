@@ -1,6 +1,6 @@
 """One pass of a model under a window, and blocks whose attention is any function."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,16 +17,25 @@ HEADS = 4
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def window(model: nn.Module, rows: int = 100_000, seed: int = 0, **options: Any) -> Window:
-    return Window(find_anatomy(model), set(CAPTURED), rows=rows, seed=seed, **options)
+def window(
+    model: nn.Module, rows: int = 100_000, seed: int = 0, *, blocks: Any = None,
+    views: Iterable[str] = CAPTURED, **options: Any,
+) -> Window:  # fmt: skip
+    return Window(find_anatomy(model, blocks), set(views), rows=rows, seed=seed, **options)
 
 
-def look(model: nn.Module, *inputs: Any, rows: int = 100_000, **given: Any) -> Window:
-    """What a window sees of a pass in eval mode, which it does not change."""
+def look(
+    model: nn.Module, *inputs: Any, rows: int = 100_000, options: Mapping[str, Any] | None = None,
+    **given: Any,
+) -> Window:  # fmt: skip
+    """What a window sees of a pass in eval mode, which it does not change.
+
+    `options` are those of the window; all else is given to the model.
+    """
     model.eval()
     with torch.no_grad(), without_fast_path():
         alone = model(*inputs, **given)
-        with window(model, rows) as seen:
+        with window(model, rows, **options or {}) as seen:
             watched = model(*inputs, **given)
     assert not isinstance(alone, Tensor) or torch.equal(watched, alone)
     assert not any("watching a call failed" in text for text in notes(seen))
@@ -35,6 +44,13 @@ def look(model: nn.Module, *inputs: Any, rows: int = 100_000, **given: Any) -> W
 
 def notes(seen: Window) -> list[str]:
     return [note.words() for note in seen.snapshot().info.notes]
+
+
+def in_order(layer: Layer, *views: str) -> list[Tensor]:
+    """Views of the rows of a layer in the order of the batch."""
+    seen = layer.captured
+    order = (1000 * seen["sequences"] + seen["positions"]).argsort(stable=True)
+    return [seen[view][order] for view in views]
 
 
 def by_place(snapshot: Snapshot) -> dict[tuple[str, int], Layer]:
@@ -63,6 +79,31 @@ def check_attention(
         expected = getattr(attention, which).transpose(1, 2).flatten(0, 1)
         own = rows if order is None else order[rows]
         assert torch.equal(layer.captured[f"projected_{which}"], expected[own])
+
+
+def check_scores(
+    layer: Layer, own: nn.Module, visible: Tensor, *, bias: Tensor | float = 0.0,
+    scale: float | None = None, softcap: float | None = None, earlier: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Hold a layer against all scores of the `query` and `key` that an attention has kept.
+
+    `earlier` are keys before those.
+    """
+    key = own.key if earlier is None else torch.cat([earlier, own.key], dim=2)
+    views, query = layer.captured, own.query.double()
+    found = views["visible"].expand(*query.shape[:3], key.shape[2])
+    assert torch.equal(found, visible.expand_as(found))
+    keys = key.double().repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    scores = query @ keys.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    scores = (scores + bias).masked_fill(~visible, -torch.inf)
+    weights = scores.softmax(-1).nan_to_num()
+    near = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(rebuilt(layer)[0].double().nan_to_num(), weights, **near)
+    torch.testing.assert_close(views["max_logits"].double(), scores.amax((0, 2, 3)), **near)
+    assert not views["max_logits"].requires_grad
+    torch.testing.assert_close(views["query"], own.query)
+    torch.testing.assert_close(views["key"], key)
 
 
 def scores_of(q: Tensor, k: Tensor) -> Tensor:

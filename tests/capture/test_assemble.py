@@ -292,6 +292,10 @@ def test_a_second_attention_that_is_not_called_is_said():
 
 
 class OneHead(nn.Module):
+    """Attends to earlier keys, and to `reach - 1` later ones."""
+
+    reach, sharpness = 1, 1.0
+
     def __init__(self, by_hand: bool) -> None:
         super().__init__()
         self.query, self.key, self.value = (nn.Linear(32, 8, bias=False) for _ in range(3))
@@ -299,10 +303,14 @@ class OneHead(nn.Module):
 
     def forward(self, x):
         self.q, self.k, v = self.query(x), self.key(x), self.value(x)
-        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        scores = scores_of(self.q, self.k).masked_fill(later, -torch.inf)
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(self.reach)
+        scores = self.sharpness * scores_of(self.q, self.k).masked_fill(later, -torch.inf)
         self.weights = (scores - scores.logsumexp(-1, keepdim=True)).exp()
-        return scores.softmax(-1) @ v if self.by_hand else attend(self.q, self.k, v, is_causal=True)
+        if self.by_hand:
+            return scores.softmax(-1) @ v
+        scale, is_causal = self.sharpness * 8**-0.5, self.reach == 1
+        mask = None if is_causal else ~later
+        return attend(self.q, self.k, v, attn_mask=mask, is_causal=is_causal, scale=scale)
 
 
 class ManyHeads(nn.Module):
@@ -336,3 +344,21 @@ def test_heads_that_are_modules_are_the_heads_of_one_attention(by_hand, wide, se
         for which in ("query", "key"):
             assert torch.equal(views[f"projected_{which}"], getattr(block, which)[rows])
         assert views["max_logits"].shape == (4,)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("differ", ["masks", "scales"])
+def test_heads_that_are_modules_may_hide_other_keys_and_have_one_scale(differ, by_hand):
+    model = nn.Sequential(ManyHeads(by_hand, wide=False), ManyHeads(by_hand, wide=False))
+    for block in model:
+        if differ == "masks":
+            block.heads[1].reach, block.heads[3].reach = 3, 2
+        else:
+            block.heads[1].sharpness = 0.5
+    for layer, block in zip(
+        look(model, torch.randn(4, 12, 32)).snapshot().layers[1:], model, strict=True
+    ):
+        if differ == "masks":
+            torch.testing.assert_close(rebuilt(layer)[0], block.weights, atol=1e-6, rtol=0)
+        else:
+            assert "differ in their scale" in layer.missing["query"]

@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
-
-from geomon.capture import Window, find_anatomy
-from geomon.capture.snapshot import CAPTURED
+from watched import window
 
 SEQUENCES, LENGTH, WIDTH, HEADS = 3, 10, 32, 4
 SIZE = WIDTH // HEADS
@@ -50,9 +48,9 @@ class Block(nn.Module):
 def seen_in(block, x):
     """What a window shows of the first of two such blocks, and its notes."""
     model = nn.Sequential(block, block)
-    with Window(find_anatomy(model), set(CAPTURED), rows=1000, seed=0) as window:
+    with window(model) as seen:
         model(x)
-    snapshot = window.snapshot()
+    snapshot = seen.snapshot()
     captured = snapshot.layers[1].captured
     order = captured["sequences"] * LENGTH + captured["positions"]
     return captured, order, [note.words() for note in snapshot.info.notes]
@@ -205,8 +203,23 @@ def with_a_bias_of_its_own(block, x):
 def fewer_keys(block, x):
     """Two key heads, copied for the query heads."""
     query, key = by_two(block, x, 2 * SIZE)
-    twice = key[:, :, :, None].expand(-1, -1, -1, 2, -1).flatten(2, 3)
-    return query.transpose(1, 2), twice.transpose(1, 2), query, key
+    return query.transpose(1, 2), key.repeat_interleave(2, 2).transpose(1, 2), query, key
+
+
+def chosen_in_another_order(block, x):
+    """Tokens before the projection, heads and features behind it."""
+    query, key = by_two(block, x.index_select(1, torch.arange(LENGTH)))
+    query = query.index_select(-1, torch.arange(SIZE).flip(0))
+    key = key[:, :, torch.tensor([2, 0, 3, 1])]
+    return query.transpose(1, 2), key.transpose(1, 2), query, key
+
+
+def before_other_keys(block, x):
+    """As in a cache that is longer than what is written into it."""
+    query, key = by_two(block, x)
+    cache = torch.randn(SEQUENCES, HEADS, 4 * LENGTH, SIZE)
+    cache[:, :, :LENGTH] = key.transpose(1, 2)
+    return query.transpose(1, 2), cache, query, key
 
 
 def of_channels(block, x):
@@ -218,15 +231,6 @@ def of_channels(block, x):
     filtered = block.b(F.pad(made[:, :WIDTH], (2, 0)))
     attended = filtered.transpose(1, 2).unflatten(-1, (HEADS, SIZE))
     return attended.transpose(1, 2), key.transpose(1, 2), query, key
-
-
-def of_tokens_picked_by_a_mask(block, x):
-    """As padding is taken away: by a mask, or by numbers of sequences and places."""
-    query, key = by_two(block, x)
-    mask = torch.ones(SEQUENCES, LENGTH, dtype=torch.bool)
-    picked = [query[mask], key[mask.nonzero(as_tuple=True)]]
-    attended = (each.unflatten(0, (SEQUENCES, LENGTH)).transpose(1, 2) for each in picked)
-    return *attended, query, key
 
 
 def of_a_latent(block, x):
@@ -250,48 +254,6 @@ def by_a_matrix_for_each_head(block, x):
         block.a, block.b = (nn.Parameter(torch.randn(HEADS, WIDTH, SIZE)) for _ in "ab")
     outputs = [(x.flatten(0, 1) @ each).unflatten(1, x.shape[:2]) for each in (block.a, block.b)]
     return *(each.transpose(0, 1) for each in outputs), *(each.movedim(0, 2) for each in outputs)
-
-
-def chosen_in_another_order(block, x):
-    """Tokens before the projection, heads and features behind it."""
-    query, key = by_two(block, x.index_select(1, torch.arange(LENGTH)))
-    query = query.index_select(-1, torch.arange(SIZE).flip(0))
-    key = key[:, :, torch.tensor([2, 0, 3, 1])]
-    return query.transpose(1, 2), key.transpose(1, 2), query, key
-
-
-def widened_and_cut_again(block, x):
-    query, key = by_two(block, x)
-    cut = F.pad(key.transpose(1, 2), (1, 0, 2, 1))[:, :, 2:-1, 1:]
-    return query.transpose(1, 2), cut, query, key
-
-
-def before_other_keys(block, x):
-    """As in a cache that is longer than what is written into it."""
-    query, key = by_two(block, x)
-    cache = torch.randn(SEQUENCES, HEADS, 4 * LENGTH, SIZE)
-    cache[:, :, :LENGTH] = key.transpose(1, 2)
-    return query.transpose(1, 2), cache, query, key
-
-
-def behind_kept_keys(block, x):
-    """Keys of earlier tokens stand before those of this pass."""
-    query, key = by_two(block, x)
-    kept = [torch.empty(0), torch.randn(SEQUENCES, HEADS, 5, SIZE)]
-    kept = torch.cat([*kept, key.transpose(1, 2)], dim=2)
-    return query.transpose(1, 2), kept, query, key
-
-
-def between_other_keys(block, x):
-    """Keys that are learned at both ends, as a prefix and as a sink."""
-    query, key = by_two(block, x)
-    learned = torch.randn(2, SEQUENCES, HEADS, 3, SIZE)
-    return (
-        query.transpose(1, 2),
-        torch.cat([learned[0], key.transpose(1, 2), learned[1]], 2),
-        query,
-        key,
-    )
 
 
 def with_numbers_of_each_place(block, x):
@@ -365,26 +327,6 @@ def in_windows_that_are_shifted(block, x):
     return query.transpose(1, 2), key.transpose(1, 2), *own
 
 
-def picked_by_each_head(block, x):
-    """Queries and keys of other tokens in each head, by an index of several dimensions."""
-    query, key = by_two(block, x)
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.rand(SEQUENCES * HEADS, LENGTH, generator=generator)
-    number = torch.arange(SEQUENCES * HEADS)[:, None]
-    picked = [
-        each.transpose(1, 2).flatten(0, 1)[number, scores.argsort(dim=1, descending=down)]
-        for each, down in ((query, True), (key, False))
-    ]
-    asked, keys = (each.unflatten(0, (SEQUENCES, HEADS)) for each in picked)
-    return asked, keys, query, key
-
-
-def picked_in_the_middle(block, x):
-    query, key = by_two(block, x)
-    picked = query[:, torch.arange(LENGTH)[:, None], torch.arange(HEADS)]
-    return picked.transpose(1, 2), key.transpose(1, 2), query, key
-
-
 def behind_another_sublayer(block, x):
     """What enters the projections is a sum, in which the branch stands first."""
     if not hasattr(block, "first"):
@@ -395,22 +337,61 @@ def behind_another_sublayer(block, x):
     return asked, keys, query.transpose(0, 1), key.transpose(0, 1)
 
 
+MASK = torch.ones(SEQUENCES, LENGTH, dtype=torch.bool)
+ORDER = torch.rand(SEQUENCES * HEADS, LENGTH).argsort(dim=1)
+EACH = torch.arange(SEQUENCES * HEADS)[:, None]
+OTHERS = torch.randn(2, SEQUENCES, HEADS, 3, SIZE)
+
+
+def by_heads(rows, order):
+    """Tokens that each head picks for itself, of rows [sequences, places, heads, width]."""
+    picked = rows.transpose(1, 2).flatten(0, 1)[EACH, order]
+    return picked.unflatten(0, (SEQUENCES, HEADS))
+
+
+def picked(rows, index):
+    """As padding is taken away, and tokens are put back."""
+    return rows[index].unflatten(0, (SEQUENCES, LENGTH)).transpose(1, 2)
+
+
+# What is done to keys as projected, [sequences, places, heads, width], before they are attended to.
+KEYS = {
+    "picked by a mask": lambda k: picked(k, MASK),
+    "picked by numbers of sequences and places": lambda k: picked(k, MASK.nonzero(as_tuple=True)),
+    "widened and cut again": lambda k: F.pad(k.transpose(1, 2), (1, 0, 2, 1))[:, :, 2:-1, 1:],
+    "behind kept keys": lambda k: torch.cat([torch.empty(0), OTHERS[0], k.transpose(1, 2)], 2),
+    "between other keys": lambda k: torch.cat([OTHERS[0], k.transpose(1, 2), OTHERS[1]], 2),
+    "picked by each head": lambda k: by_heads(k, ORDER),
+    "picked in the middle": lambda k: k[:, torch.arange(LENGTH)[:, None], torch.arange(HEADS)]
+    .transpose(1, 2),
+}  # fmt: skip
+
+
+def with_keys(change):
+    """Queries that are attended as projected, and keys that are changed."""
+
+    def make(block, x):
+        query, key = by_two(block, x)
+        return query.transpose(1, 2), change(key), query, key
+
+    return make
+
+
 WAYS = [
-    by_low_rank, changed_in_place, changed_by_one_operator, with_a_bias_of_its_own,
-    fewer_keys, of_channels, of_tokens_picked_by_a_mask,
-    of_a_latent, behind_kept_keys, before_other_keys, between_other_keys, by_a_matrix_for_each_head,
-    chosen_in_another_order, widened_and_cut_again, with_numbers_of_each_place, place_by_place,
+    by_low_rank, changed_in_place, changed_by_one_operator, with_a_bias_of_its_own, fewer_keys,
+    chosen_in_another_order, before_other_keys,    of_channels,
+    of_a_latent, by_a_matrix_for_each_head, with_numbers_of_each_place, place_by_place,
     of_two_kinds_of_tokens, chosen_by_a_condition, with_what_a_convolution_adds,
     with_what_an_adapter_adds, in_windows_that_are_shifted, behind_another_sublayer,
-    picked_by_each_head, picked_in_the_middle,
 ]  # fmt: skip
+NAMED = {make.__name__: make for make in WAYS} | {n: with_keys(c) for n, c in KEYS.items()}
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["", "without gradients"])
 @pytest.mark.parametrize("by_hand", [False, True], ids=["fused", "by hand"])
-@pytest.mark.parametrize("make", WAYS, ids=lambda make: make.__name__)
-def test_queries_and_keys_are_found_however_they_are_made(make, by_hand, grad):
-    block = Block(make, by_hand=by_hand)
+@pytest.mark.parametrize("way", NAMED)
+def test_queries_and_keys_are_found_however_they_are_made(way, by_hand, grad):
+    block = Block(NAMED[way], by_hand=by_hand)
     block(torch.randn(SEQUENCES, LENGTH, WIDTH))  # which makes its weights
     block.expected = []
     with torch.set_grad_enabled(grad):
@@ -424,48 +405,40 @@ def turned(values: torch.Tensor) -> torch.Tensor:
 
 
 BACKWARDS = torch.arange(LENGTH).flip(0)[:, None, None].expand(SEQUENCES, -1, HEADS, SIZE)
-MOVES = {
-    "as shares": lambda x: x.softmax(dim=-1),
-    "as logarithms of shares": lambda x: x.log_softmax(dim=-1),
-    "sorted": lambda x: x.sort(dim=-1).values,
-    "summed up": lambda x: x.cumsum(dim=1),
-    "gathered": lambda x: x.gather(1, BACKWARDS),
-    "scattered": lambda x: torch.zeros(x.shape).scatter(1, BACKWARDS, x),
-    "by another package": turned,
-}
-MIXES = [
-    "a product of both", "a gate", "what is added", "what is added in place",
-    "a sum with another", "a part", "the same twice", "of other tokens",
-    *MOVES,
-]  # fmt: skip
+
+
+def with_keys_added_in_place(q, k):
+    with torch.no_grad():
+        q[:, 3:] += turned(k)[:, 3:]
+    return q, k
+
+
+# What makes queries (and keys) of both that are no longer of one projection.
+MIXES = {
+    "a product of both": lambda q, k: (q * k, k),
+    "a gate": lambda q, k: (q * k.sort(dim=-1).values, k),
+    "what is added": lambda q, k: (turned(k) + q, k + turned(q)),
+    "what is added in place": with_keys_added_in_place,
+    "a sum with another": lambda q, k: (q[..., :4] + k[..., :4], k[..., :4]),
+    "a part": lambda q, k: (torch.cat([q[..., :4], q[..., 4:].sort(dim=-1).values], dim=-1), k),
+    "the same twice": lambda q, k: (torch.cat([q[..., :4], q[..., :4]], dim=-1), k),
+    "of the mean of all sequences": lambda q, k: (
+        torch.cat([q[..., :4], q.mean(0, keepdim=True).expand_as(q)[..., 4:]], dim=-1), k
+    ),
+    "as shares": lambda q, k: (q.softmax(dim=-1), k),
+    "as logarithms of shares": lambda q, k: (q.log_softmax(dim=-1), k),
+    "sorted": lambda q, k: (q.sort(dim=-1).values, k),
+    "summed up": lambda q, k: (q.cumsum(dim=1), k),
+    "gathered": lambda q, k: (q.gather(1, BACKWARDS), k),
+    "scattered": lambda q, k: (torch.zeros(q.shape).scatter(1, BACKWARDS, q), k),
+    "by another package": lambda q, k: (turned(q), k),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_what_is_no_longer_of_one_projection_is_said_and_not_guessed(mix):
     def make(block, x):
-        query, key = by_two(block, x)
-        if mix == "a product of both":
-            query = query * key
-        elif mix == "a gate":
-            query = query * key.sort(dim=-1).values
-        elif mix == "what is added":
-            query, key = turned(key) + query, key + turned(query)
-        elif mix == "what is added in place":
-            with torch.no_grad():
-                query[:, 3:] += turned(key)[:, 3:]
-        elif mix == "a sum with another":
-            query = query[..., : SIZE // 2] + key[..., : SIZE // 2]
-            key = key[..., : SIZE // 2]
-        elif mix == "a part":  # beside numbers of which nothing is known
-            query = torch.cat([query[..., :4], query[..., 4:].sort(dim=-1).values], dim=-1)
-        elif mix == "the same twice":
-            query = torch.cat([query[..., :4], query[..., :4]], dim=-1)
-        elif mix == "of other tokens":  # half of each head is that of the mean of all sequences
-            mean = block.a(x.mean(dim=0)).unflatten(-1, (HEADS, SIZE))
-            query = torch.cat([query[..., :4], mean.expand_as(query)[..., 4:]], dim=-1)
-        else:
-            query = MOVES[mix](query)
-        return query.transpose(1, 2), key.transpose(1, 2)
+        return [each.transpose(1, 2) for each in MIXES[mix](*by_two(block, x))]
 
     block = Block(make)
     block(torch.randn(SEQUENCES, LENGTH, WIDTH))  # which makes its weights

@@ -5,9 +5,7 @@ import pytest
 import torch
 from accelerator import DEVICE, Accelerator
 from models import PlainDecoder, batch
-
-from geomon.capture import Window, find_anatomy
-from geomon.capture.snapshot import CAPTURED, EXTRA_LAYERS
+from watched import window
 
 MODELS = {
     "fused": (PlainDecoder, (batch(12, 16),), {}),
@@ -28,12 +26,10 @@ def look(name, seed=0):
     build, inputs, named = MODELS[name]
     torch.manual_seed(0)
     model = build().eval()
-    window = Window(
-        find_anatomy(model), set(CAPTURED), rows=64, seed=seed, extra_layers=EXTRA_LAYERS
-    )
-    with torch.no_grad(), window:
+    extra = ("final_norm", "embedding", "unembedding")
+    with torch.no_grad(), window(model, rows=64, seed=seed, extra_layers=extra) as seen:
         model(*inputs, **named)
-    return window
+    return seen
 
 
 def assert_same(host, device):

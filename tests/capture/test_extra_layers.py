@@ -1,29 +1,34 @@
 """Layers beside those of the blocks: the final norm, and the two matrices."""
 
+import dataclasses
+
 import pytest
 import torch
 from models import PlainBlock, PlainDecoder, batch, transformer
 from plain_models import encoder
 from specimens import built
 from torch import nn
+from watched import window
 from zoo import ZOO
 
 from geomon import Monitor, geometry, measure, select
-from geomon.capture import Window, extra_pass, find_anatomy
-from geomon.capture.snapshot import EXTRA_LAYERS, Layer, NotSeenError, check_extra_layers
+from geomon.capture import extra_pass
 from geomon.distributed import merge_layers
 
 ANISOTROPY = select("anisotropy")
 
 
-def layers(model: nn.Module, inputs, extra=EXTRA_LAYERS, rows: int = 100_000) -> dict[str, Layer]:
+EXTRA = ("final_norm", "embedding", "unembedding")
+
+
+def layers(model: nn.Module, inputs, extra=EXTRA, rows: int = 100_000) -> dict:
     views = {"hidden", "token_ids", "positions", "sequences"}
-    window = Window(find_anatomy(model), views, rows=rows, seed=0, extra_layers=extra)
-    extra_pass(model, inputs, window)
-    return {f"{x.stack}/{x.index}": x for x in window.snapshot().layers}
+    seen = window(model, rows, views=views, extra_layers=extra)
+    extra_pass(model, inputs, seen)
+    return {f"{x.stack}/{x.index}": x for x in seen.snapshot().layers}
 
 
-def rows_of(layer: Layer, values: torch.Tensor, *, length_first: bool = False) -> torch.Tensor:
+def rows_of(layer, values: torch.Tensor, *, length_first: bool = False) -> torch.Tensor:
     """The rows of a tensor [batch, length, width] that a layer should hold."""
     if length_first:
         values = values.transpose(0, 1)
@@ -116,8 +121,8 @@ def test_where_there_is_none_the_reason_is_said(model):
     found = layers(made, {"input_ids": batch()} if hasattr(made, "config") else batch())
     stack = next(layer for layer in found.values() if layer.stack == "final_norm")
     assert not stack.captured
-    assert "received the output of the last block" in stack.missing["hidden"]
-    with pytest.raises(NotSeenError, match="hidden states at final_norm: no module outside"):
+    assert "was given what leaves the last block" in stack.missing["hidden"]
+    with pytest.raises(RuntimeError, match="hidden states at final_norm: no module outside"):
         measure(made, batch(), metrics=ANISOTROPY, extra_layers=["final_norm"])
 
 
@@ -158,33 +163,28 @@ def test_matrices_are_measured_as_plain_rows_and_asked_nothing_of_tokens():
 def test_a_model_without_the_matrices_says_so():
     model = encoder()
     x = torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(0))
-    with pytest.raises(NotSeenError, match="embedding: no embedding table was found outside"):
+    with pytest.raises(RuntimeError, match="embedding: no embedding table was found outside"):
         measure(model, x, metrics=ANISOTROPY, extra_layers=["embedding"])
-    with pytest.raises(NotSeenError, match="one output for each row of an embedding table"):
+    with pytest.raises(RuntimeError, match="one output for each row of an embedding table"):
         measure(model, x, metrics=ANISOTROPY, extra_layers="unembedding")
 
 
 def test_of_several_ranks_a_matrix_is_taken_once():
     model, ids = PlainDecoder(), batch()
     one = layers(model, ids, rows=20)["embedding/0"]
-    other = Layer(0, "embedding", {}, {"hidden": "why"}, "embedding", one.sources, of_weights=True)
+    other = dataclasses.replace(one, captured={}, missing={"hidden": "why"})
     for parts in ([one, one], [other, one]):
         assert torch.equal(merge_layers(parts).captured["hidden"], one.captured["hidden"])
 
 
 def test_names_are_checked():
-    assert check_extra_layers("embedding") == ("embedding",)
-    assert check_extra_layers(["unembedding", "final_norm"]) == ("final_norm", "unembedding")
-    with pytest.raises(ValueError, match="final_norm, embedding, unembedding, got 'normed'"):
-        Monitor(PlainDecoder(), directory=None, extra_layers=["normed"])
-    with pytest.raises(ValueError, match="extra_layers are some of"):
-        check_extra_layers([3])
+    for given, words in (["normed"], "got 'normed'"), ([3], "got 3"), ("norm", "got 'norm'"):
+        with pytest.raises(ValueError, match=f"final_norm, embedding, unembedding, {words}"):
+            Monitor(PlainDecoder(), directory=None, extra_layers=given)
 
 
 def test_of_a_model_that_was_not_run_no_matrix_is_measured():
-    seen = Window(find_anatomy(PlainDecoder()), {"hidden"}, rows=9, seed=0,
-                  extra_layers=EXTRA_LAYERS)  # fmt: skip
-    with seen:
+    with window(PlainDecoder(), views={"hidden"}, extra_layers=EXTRA) as seen:
         pass
     last = seen.snapshot().layers[-1]
     assert (last.stack, last.index, last.captured) == ("final_norm", 3, {})

@@ -21,10 +21,9 @@ from watched import (
 
 from geomon import describe
 from geomon.capture import find_anatomy
-from geomon.capture.snapshot import Layer
 
 
-def in_order(layer: Layer) -> list[torch.Tensor]:
+def in_order(layer) -> list[torch.Tensor]:
     """Hidden states, token ids and attended queries, in the order of the batch."""
     seen = layer.captured
     order = (1000 * seen["sequences"] + seen["positions"]).argsort()

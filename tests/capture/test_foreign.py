@@ -48,19 +48,48 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, kind=Block, blocks=3):
+    """Runs its blocks one after another, or as a function of the model and of its input says."""
+
+    def __init__(self, kind=Block, blocks=3, run=None):
         super().__init__()
+        self.way = run
         torch.manual_seed(0)
         self.embed, self.final_norm = nn.Embedding(100, WIDTH), nn.LayerNorm(WIDTH)
         self.layers = nn.ModuleList(kind() for _ in range(blocks))
 
     def run(self, x):
+        if self.way is not None:
+            return self.way(self, x)
         for layer in self.layers:
             x = layer(x)
         return x
 
     def forward(self, ids):
         return self.final_norm(self.run(self.embed(ids)))
+
+
+def norms_of(kept):
+    return [x.detach().double().square().sum(-1).mean().item() for x in kept]
+
+
+def keeping(model, layers=None):
+    """What the blocks of a model return from here on, in order."""
+    kept = []
+    for layer in layers or model.layers:
+        layer.register_forward_hook(lambda module, given, out: kept.append(out))
+    return kept
+
+
+def read_of(model, directory, inputs=None):
+    """The reading of one step with gradients, and the words of its notes."""
+    with Monitor(model, directory=directory, schedule=every(1), sinks=[]) as monitor, monitor(0):
+        model(ids() if inputs is None else inputs).sum().backward()
+    (reading,) = read(directory)
+    return reading, [note.words() for note in reading.notes]
+
+
+def by_head_of(values, metric, layer):
+    return [values[f"{metric}/layer_{layer:02d}/head_{head}"] for head in range(HEADS)]
 
 
 def ids(sequences=8):
@@ -333,8 +362,7 @@ def test_attention_outside_the_block_s_own_module_is_not_taken_for_it(mix, by_ha
         for metric, right in (
             ("attention_entropy", entropy), ("qk_cosine", cosines), ("max_logit", largest),
         ):  # fmt: skip
-            found = [values[f"{metric}/layer_{number:02d}/head_{head}"] for head in range(HEADS)]
-            assert found == pytest.approx(right.tolist(), abs=1e-5)
+            assert by_head_of(values, metric, number) == pytest.approx(right.tolist(), abs=1e-5)
 
 
 def straight_through(weights):
@@ -373,9 +401,7 @@ def test_weights_that_are_changed_before_they_are_used_are_said(use, grad, tmp_p
 
     model = Model(Changing)
     if grad:
-        with Monitor(model, directory=tmp_path, schedule=every(1), sinks=[]) as monitor, monitor(0):
-            model(ids()).sum().backward()
-        notes = [note.words() for note in read(tmp_path)[0].notes]
+        _, notes = read_of(model, tmp_path)
     else:
         notes = list(measure(model, ids(), metrics=["attention_entropy"]).notes)
     assert any("changes the softmax weights" in note for note in notes) == is_said, notes
@@ -440,10 +466,6 @@ def test_attention_without_padding_is_that_of_the_tokens(early):
 # -- what stands between blocks --------------------------------------------------------------------
 
 
-def norms_of(kept):
-    return [x.detach().double().square().sum(-1).mean().item() for x in kept]
-
-
 class Looped(Model):
     """Runs its blocks again and again, each time on what they made and on the first input."""
 
@@ -471,14 +493,11 @@ class Looped(Model):
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_each_call_of_blocks_in_a_loop_is_a_layer(grad, tmp_path):
-    model, kept = Looped(), []
-    for layer in model.core.layers:
-        layer.register_forward_hook(lambda module, given, out: kept.append(out))
+    model = Looped()
+    kept = keeping(model, model.core.layers)
     if grad:
-        with Monitor(model, directory=tmp_path, schedule=every(1), sinks=[]) as monitor, monitor(0):
-            model(ids()).sum().backward()
-        reading = read(tmp_path)[0]
-        values, notes = reading.values, [note.words() for note in reading.notes]
+        reading, notes = read_of(model, tmp_path)
+        values = reading.values
     else:
         found = measure(model, ids(), metrics=["mean_square_norm", "attention_entropy"])
         values, notes = found, list(found.notes)
@@ -590,56 +609,52 @@ def test_a_pass_that_breaks_off_in_a_block_hides_nothing_of_the_next(tmp_path):
     assert found == pytest.approx(by_layer(expected, "mean_square_norm"), rel=1e-5)
 
 
-def test_tokens_that_are_merged_between_blocks_leave_no_branch_behind():
-    class Merging(Model):
-        def run(self, x):
-            for layer in self.layers:
-                x = layer(x)[:, ::2] * 1.0
-            return x
-
-    values = measure(Merging(), ids(), metrics=["mean_square_norm"])
-    assert not any("branch" in note for note in values.notes)
-
-
-def test_what_is_done_to_the_stream_between_blocks_is_no_residual():
-    class Normed(Model):
-        def run(self, x):
-            for number, layer in enumerate(self.layers):
-                x = self.final_norm(layer(x)) + 0.1 * number
-            return x
-
-    model, kept = Normed(), []
+def merging(model, x):
     for layer in model.layers:
-        layer.register_forward_hook(lambda module, given, out: kept.append(out))
-    some = ["mean_square_norm", "attention_entropy"]
-    values = measure(model, ids(), metrics=some, tokens=ids().numel())
+        x = layer(x)[:, ::2] * 1.0
+    return x
+
+
+def normed(model, x):
+    for number, layer in enumerate(model.layers):
+        x = model.final_norm(layer(x)) + 0.1 * number
+    return x
+
+
+def in_order(*order):
+    def run(model, x):
+        for number in order:
+            x = model.layers[number](x)
+        return x
+
+    return run
+
+
+def side_by_side(model, x):
+    return x + sum(layer(x) for layer in model.layers)
+
+
+# How blocks are run, and words of the only note on what stands between them.
+RUNS = {
+    "tokens are merged": (merging, None),
+    "a norm, and numbers of each layer": (normed, None),
+    "from the last on": (in_order(2, 1, 0), None),
+    "from the second on": (in_order(1, 0, 2), None),
+    "side by side": (side_by_side, "side by side"),
+}
+
+
+@pytest.mark.parametrize("way", RUNS)
+def test_blocks_are_layers_as_they_are_called_and_what_is_no_residual_is_not_said(way):
+    run, words = RUNS[way]
+    model = Model(run=run)
+    kept = keeping(model)
+    metrics = ["mean_square_norm", "max_logit"]
+    values = measure(model, ids(), metrics=metrics, tokens=ids().numel())
     assert by_layer(values, "mean_square_norm") == pytest.approx(norms_of(kept), rel=1e-5)
-    assert list(values.notes) == []
-
-
-@pytest.mark.parametrize("order", [(2, 1, 0), (1, 0, 2)])
-def test_blocks_are_numbered_as_they_are_called(order):
-    class Ordered(Model):
-        def run(self, x):
-            for number in order:
-                x = self.layers[number](x)
-            return x
-
-    model, kept = Ordered(), []
-    for layer in model.layers:
-        layer.register_forward_hook(lambda module, given, out: kept.append(out))
-    values = measure(model, ids(), metrics=["mean_square_norm"])
-    assert by_layer(values, "mean_square_norm") == pytest.approx(norms_of(kept), rel=1e-5)
-
-
-def test_blocks_side_by_side_are_said():
-    class Parallel(Model):
-        def run(self, x):
-            return x + sum(layer(x) for layer in self.layers)
-
-    values = measure(Parallel(), ids(), metrics=["mean_square_norm", "attention_entropy"])
-    assert any("side by side" in note for note in values.notes)
-    assert not any("added outside" in note for note in values.notes)
+    said = [note for note in values.notes if "branch" in note or "side" in note]
+    assert len(said) == (words is not None)
+    assert not said or (words in said[0] and "added outside" not in said[0])
 
 
 # -- classes of tensors ----------------------------------------------------------------------------
@@ -684,8 +699,7 @@ def test_a_block_may_make_tensors_of_any_class(make, tmp_path):
     for number, layer in enumerate(model.layers, 1):
         entropy = torch.special.entr(weights_of(by_head(layer.q), by_head(layer.k)).double())
         right = entropy.sum(-1).mean((0, 2)).tolist()
-        found = [values[f"attention_entropy/layer_{number:02d}/head_{h}"] for h in range(HEADS)]
-        assert found == pytest.approx(right, abs=1e-5)
+        assert by_head_of(values, "attention_entropy", number) == pytest.approx(right, abs=1e-5)
     assert "__new__" not in vars(torch.Tensor)
 
 
@@ -746,8 +760,7 @@ def test_keys_joined_to_those_of_the_tokens_are_left_out_and_padding_is_seen(by_
     for number, (_, *asked) in enumerate(kept, 1):
         means = (each.detach().unflatten(-1, (HEADS, -1)).double().mean(0) for each in asked)
         right = F.cosine_similarity(*means, dim=1).tolist()
-        found = [values[f"qk_cosine/layer_{number:02d}/head_{head}"] for head in range(HEADS)]
-        assert found == pytest.approx(right, abs=1e-5)
+        assert by_head_of(values, "qk_cosine", number) == pytest.approx(right, abs=1e-5)
 
 
 # -- streams ---------------------------------------------------------------------------------------
@@ -783,5 +796,4 @@ def test_attention_of_one_of_several_streams_is_that_of_the_tokens(layout, by_ha
 
     values = measure(Model4(Streamed), ids(), metrics=["mean_square_norm", "attention_entropy"])
     for number, right in enumerate(entropies, 1):
-        found = [values[f"attention_entropy/layer_{number:02d}/head_{head}"] for head in range(4)]
-        assert found == pytest.approx(right, abs=1e-5)
+        assert by_head_of(values, "attention_entropy", number) == pytest.approx(right, abs=1e-5)

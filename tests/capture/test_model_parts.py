@@ -3,9 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
-from models import PlainDecoder
+from models import PlainDecoder, batch
 from torch import nn
 
+from geomon.capture import Window
 from geomon.capture.model_parts import ModelParts
 
 
@@ -57,3 +58,11 @@ def test_a_schedule_is_known_by_its_stages(name):
 def test_anything_else_is_refused(given):
     with pytest.raises(TypeError, match=f"expected a torch.nn.Module, got {type(given).__name__}"):
         ModelParts(given)
+
+
+def test_a_stage_without_blocks_has_an_empty_snapshot():
+    anatomy = ModelParts([stage(2, nn.Linear(2, 2))]).find_anatomy()
+    with Window(anatomy, {"hidden"}, rows=10, seed=0) as seen:
+        PlainDecoder()(batch())
+    assert [snapshot.layers for snapshot in seen.snapshots()] == [[]]
+    assert seen.snapshot().is_empty

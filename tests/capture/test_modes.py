@@ -2,6 +2,7 @@ import contextlib
 
 import pytest
 import torch
+from plain_models import CausalSelfAttention, language_model
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -9,61 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from geomon import Monitor, every
-from geomon.capture.modes import unseen, without_modes
-
-
-def compute():
-    return (torch.ones(3) * 2).sum()
-
-
-def test_modes_of_the_training_see_no_operator():
-    seen = []
-
-    class Functions(TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            seen.append("function")
-            return function(*args, **(kwargs or {}))
-
-    class Operators(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            seen.append("operator")
-            return function(*args, **(kwargs or {}))
-
-    with Functions(), Operators():
-        with unseen():
-            compute()
-        assert not seen
-        compute()
-    assert set(seen) == {"function", "operator"}
-
-
-def test_subclasses_see_no_operator():
-    class Counting(torch.Tensor):
-        seen = 0
-
-        @classmethod
-        def __torch_function__(cls, function, types, args=(), kwargs=None):
-            cls.seen += 1
-            return super().__torch_function__(function, types, args, kwargs or {})
-
-    tensor = torch.ones(3).as_subclass(Counting)
-    with unseen():
-        tensor + 1
-    assert not Counting.seen
-    tensor + 1
-    assert Counting.seen
-
-
-def test_transforms_of_torch_func_are_left():
-    drawn = []
-
-    def draw(x):
-        with unseen():  # vmap refuses random numbers
-            drawn.append(torch.rand(4))
-        return x * 2
-
-    torch.testing.assert_close(torch.func.vmap(draw)(torch.ones(3)), torch.full((3,), 2.0))
-    assert drawn[0].shape == (4,)
+from geomon.capture import extra_pass
 
 
 class Noisy(TorchDispatchMode):
@@ -85,42 +32,11 @@ class NoisyFunctions(TorchFunctionMode):
         return out + 1e-3 * torch.randn_like(out) if product else out
 
 
-class Block(nn.Module):
-    def __init__(self, *, by_hand):
-        super().__init__()
-        self.by_hand = by_hand
-        self.norm, self.mlp = nn.LayerNorm(16), nn.Linear(16, 16)
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, x):
-        parts = (p(self.norm(x)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in parts)
-        if self.by_hand:
-            later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-            attended = (q @ k.mT / 8**0.5).masked_fill(later, -torch.inf).softmax(-1) @ v
-        else:
-            attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + attended.transpose(1, 2).flatten(2)
-        return x + self.mlp(x).relu()
-
-
-class Model(nn.Module):
-    def __init__(self, *, by_hand):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(20, 16), nn.Linear(16, 20)
-        self.layers = nn.ModuleList(Block(by_hand=by_hand) for _ in range(2))
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
-
-
 def train(mode, tmp_path, *, by_hand, watched=None):
     """Train 25 steps in a mode; return the weights, the random state and the steps looked at."""
     torch.manual_seed(0)
-    model, ids = Model(by_hand=by_hand), torch.randint(0, 20, (8, 12))
+    ids = torch.randint(0, 20, (8, 12))
+    model = language_model(CausalSelfAttention, "eager" if by_hand else "sdpa")
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     monitor = None
     if watched == "probe":
@@ -130,7 +46,7 @@ def train(mode, tmp_path, *, by_hand, watched=None):
     with mode:
         for step in range(25):
             with monitor(step) if monitor else contextlib.nullcontext():
-                loss = model(ids)
+                loss = functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -172,16 +88,18 @@ def test_an_extra_pass_keeps_the_default_device_and_functions_of_subclasses():
             seen.append(function)
             return super().__torch_function__(function, types, args, kwargs or {})
 
+    def run(model):
+        assert torch.ones(2).device.type == "meta"
+        one = torch.eye(2, device="cpu")
+        assert torch.equal(one @ one, one)
+        one.as_subclass(Named) + 1
+        assert seen
+
     outer, inner = NoisyFunctions(), NoisyFunctions()
     with outer, torch.device("meta"), inner, Noisy():
         before = torch.overrides._get_current_function_mode_stack()
-        with without_modes():
-            assert torch.ones(2).device.type == "meta"
-            assert torch.equal(torch.eye(2, device="cpu") @ torch.eye(2, device="cpu"),
-                               torch.eye(2, device="cpu"))  # fmt: skip
-            torch.ones(3, device="cpu").as_subclass(Named) + 1
-            assert seen
+        extra_pass(nn.Linear(2, 2), run, contextlib.nullcontext())
         assert torch.overrides._get_current_function_mode_stack() == before
-        with pytest.raises(ValueError, match="ends"), without_modes():
-            raise ValueError("ends")
+        with pytest.raises(ZeroDivisionError):
+            extra_pass(nn.Linear(2, 2), lambda model: 1 / 0, contextlib.nullcontext())
         assert torch.overrides._get_current_function_mode_stack() == before

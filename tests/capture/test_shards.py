@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from geomon.capture.shards import (
@@ -20,6 +21,7 @@ from geomon.capture.shards import (
     starts_of,
     whole,
 )
+from geomon.capture.storage import followed_part, local_shard
 
 
 class Placed(torch.Tensor):
@@ -123,3 +125,13 @@ def test_the_first_feature_of_a_projection_is_that_of_its_rows_or_of_its_columns
     assert first_feature(Projecting((12,), (Shard(0),), (3,), (1,), nf=12)) == 4
     assert first_feature(torch.nn.Linear(2, 2)) == 0
     assert first_feature(torch.nn.ReLU()) == 0
+
+
+def test_a_collective_is_waited_for_only_where_its_numbers_are_wanted():
+    inner = torch.ones(2)
+    underway = AsyncCollectiveTensor(inner)
+    assert followed_part(underway) is inner
+    assert not underway.completed
+    found = local_shard(underway)
+    assert underway.completed
+    assert torch.equal(found, inner)

@@ -1,10 +1,8 @@
 """What a window sees below autograd, and that nothing of torch is replaced for it."""
 
-import importlib.util
 import threading
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 
-import numpy as np
 import pytest
 import torch
 from models import PlainDecoder, batch
@@ -17,9 +15,7 @@ from torch.utils._python_dispatch import (
 )
 from watched import Block, attend_by_hand, blocks_of, look, notes, window
 
-from geomon.capture import private
-from geomon.capture.calling import calls
-from geomon.capture.tap import Stream
+from geomon.capture import FirstCall
 
 
 def queries(seen) -> list[bool]:
@@ -68,32 +64,6 @@ def test_zeros_that_widen_heads_are_no_part_of_queries_and_keys():
     assert torch.equal(found["query"], model[0].attention.query)
     assert torch.equal(found["key"], model[0].attention.key)
     assert found["scale"] == 0.5
-
-
-def test_a_sum_is_traced_to_the_rows_of_each_table():
-    stream, tokens, places = Stream(), torch.randn(6, 4), torch.randn(6, 4)
-    for number, rows in enumerate((tokens, places), 1):
-        stream.take_table(number, rows)
-    turned = places.flip(0)
-    stream.follow("flip", (places, [0]), {}, turned, {}, keeps_places=False)
-    both = tokens + turned
-    stream.follow("add", (tokens, turned), {}, both, {})
-    found = stream.rows_of(both)
-    assert torch.equal(found[1], torch.arange(6))
-    assert torch.equal(found[2], torch.arange(6).flip(0))
-
-
-def test_memory_that_was_free_since_holds_no_tokens():
-    """Blocks are not followed between the tables and what enters them: an address alone is none."""
-    stream, buffer = Stream(), np.zeros((6, 4), dtype=np.float32)
-    rows = torch.randn(6, 4)
-    stream.take_table(1, rows)
-    moved = torch.from_numpy(buffer)
-    stream.follow("add", (rows, 1), {}, moved, {})
-    assert torch.equal(stream.rows_of(moved)[1], torch.arange(6))
-    del moved
-    assert stream.rows_of(torch.from_numpy(buffer)) == {}
-    assert torch.equal(stream.rows_of(rows)[1], torch.arange(6))
 
 
 @pytest.mark.parametrize("attends", [True, False])
@@ -174,7 +144,7 @@ def test_torchscript_is_called_and_made_in_a_window():
     model, x = PlainDecoder(), torch.randn(2, 3)
     small = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
     scripted = torch.jit.script(small)
-    first = calls.FirstCall((model,), lambda: None, lambda error: None, lambda: None)
+    first = FirstCall((model,), lambda: None, lambda error: None, lambda: None)
     first.begin()
     try:
         with window(model) as seen:
@@ -250,55 +220,11 @@ def test_a_compiled_function_around_the_model_runs_as_compiled_and_what_it_hides
     assert len(graphs) == 1
 
 
-# -- switches, and names that a release of torch may take away ------------------------------------
-
-
 def test_a_torch_that_calls_modules_in_another_way_is_an_error_of_the_window_alone(monkeypatch):
-    monkeypatch.setattr(calls, "SEES_CALLS", False)
+    monkeypatch.setattr("geomon.capture.calling.calls.SEES_CALLS", False)
     model, ids = PlainDecoder(), batch()
     expected = model(ids)
     with window(model) as seen:
         assert torch.equal(model(ids), expected)
     with pytest.raises(RuntimeError, match="calls modules in a way geomon does not know"):
         seen.snapshot()
-
-
-def _without_names() -> dict[str, object]:
-    """What stands for each private name in a release of torch that has none of them."""
-    spec = importlib.util.spec_from_file_location("bare", private.__file__)
-    bare = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(importlib, "import_module", lambda name: object())
-        spec.loader.exec_module(bare)
-    own = {name: value for name, value in vars(private).items() if not name.startswith("_")}
-    instead = {name: getattr(bare, name) for name in own if own[name] is not getattr(bare, name)}
-    assert len(bare.MISSING) == len(instead) - 1  # MISSING itself is among them
-    return instead
-
-
-INSTEAD = _without_names()
-
-
-@pytest.mark.parametrize("name", [*sorted(INSTEAD), "all of them"])
-def test_without_a_private_name_a_training_is_untouched_and_seen_as_before(monkeypatch, name):
-    def train(watched: bool) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = PlainDecoder(dropout=0.1)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for step in range(2):
-            with window(model) if watched else nullcontext() as seen:
-                loss = model(batch(seed=step)).logsumexp(-1).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if watched:
-            assert all(queries(seen))
-            lost = [note.words() for note in seen.snapshot().info.notes]
-            assert any("lacks" in note for note in lost) == (name in ("MISSING", "all of them"))
-        return [parameter.detach().clone() for parameter in model.parameters()]
-
-    expected = train(watched=False)
-    for each in INSTEAD if name == "all of them" else [name]:
-        monkeypatch.setattr(private, each, INSTEAD[each])
-    assert all(map(torch.equal, train(watched=True), expected))
-    assert _len_torch_dispatch_stack() == 0

@@ -16,7 +16,7 @@ from models import PlainDecoder, batch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from geomon.capture.unchanged import left_unchanged
+from geomon.capture import extra_pass
 
 
 class Stateful(nn.Module):
@@ -276,11 +276,15 @@ def test_weights_that_are_cached_are_not_those_of_an_extra_pass(how):
 def passes(model, action=lambda model: model(batch(2, 8)), times=3):
     """Make some extra passes; returns how many were made, and why others were not."""
     made, refused = 0, set()
+
+    def counted(model):
+        nonlocal made
+        made += 1
+        return action(model)
+
     for _ in range(times):
         try:
-            with left_unchanged(model):
-                made += 1
-                action(model)
+            extra_pass(model, counted, nullcontext())
         except ValueError as error:
             refused.add(str(error))
     return made, refused
@@ -436,8 +440,8 @@ def test_what_cannot_be_put_back_is_an_error_and_the_rest_is_put_back():
         model.behind.append(1)
         model.array.flags.writeable = False
 
-    with pytest.raises(ValueError, match="read-only"), left_unchanged(model):
-        changes(model)
+    with pytest.raises(ValueError, match="read-only"):
+        extra_pass(model, changes, nullcontext())
     assert model.before == model.behind == []
 
 
@@ -487,9 +491,13 @@ def fsdp(monkeypatch):
 @pytest.mark.parametrize("how", ["normal", "exception"])
 def test_parameters_that_fsdp_gathered_are_sharded_again(how, fsdp):
     model = nn.Sequential(fsdp.FSDPModule(), nn.Linear(2, 2))
-    with suppress(RuntimeError), left_unchanged(model):
+
+    def run(model):
         if how == "exception":
             raise RuntimeError
+
+    with suppress(RuntimeError):
+        extra_pass(model, run, nullcontext())
     assert fsdp.FSDPModule.asked > 0
 
 

@@ -6,23 +6,18 @@ import numpy as np
 import pytest
 import torch
 from models import PlainDecoder, batch
+from specimens import built
 from torch import nn
 from torch.nn.utils import parametrizations
-from transformers import MixtralConfig, MixtralForCausalLM
 from watched import look, window
+from zoo import ZOO
 
 from geomon import Monitor
 from geomon.capture.shards import TensorPlace
 
 
-def mixtral(**changes):
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 50, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4,
-        "num_experts_per_tok": 2, "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
-    return MixtralForCausalLM(MixtralConfig(**sizes | changes))
+def mixtral():
+    return built(ZOO["Mixtral (experts)"], "sdpa")
 
 
 def norms(seen, depth=1):

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import threading
 import weakref
 from contextlib import suppress
@@ -15,38 +16,10 @@ from referee import sampled
 from torch import nn
 from torch.distributed.tensor import Partial
 from torch.nn.functional import scaled_dot_product_attention as attend
-from watched import attend_by_hand, blocks_of, look, notes, window
+from watched import attend_by_hand, blocks_of, check_hidden, look, notes, window
 
-from geomon.capture import Window, find_anatomy
-from geomon.capture.anatomy import join_anatomies
-from geomon.capture.calling.patches import Patch
-from geomon.capture.snapshot import CAPTURED, PassInfo, Snapshot
-
-
-def assert_same(snapshot: Snapshot, expected: Snapshot) -> None:
-    for layer, other in zip(snapshot.layers, expected.layers, strict=True):
-        assert layer.missing == other.missing
-        assert layer.captured.keys() == other.captured.keys()
-        for view, value in other.captured.items():
-            if isinstance(value, torch.Tensor):
-                assert torch.equal(layer.captured[view], value), view
-
-
-def test_same_rows_at_every_layer_and_by_seed_alone():
-    model = PlainDecoder().eval()
-    state = torch.random.get_rng_state()
-    pictures = []
-    for seed in (1, 1, 2):
-        with torch.no_grad(), window(model, rows=40, seed=seed) as seen:
-            model(batch())
-        pictures.append(seen.snapshot())
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert_same(*pictures[:2])
-    one, other = (picture.layers[1].captured["hidden"] for picture in pictures[1:])
-    assert not torch.equal(one, other)
-    for layer in pictures[0].layers:
-        assert torch.equal(layer.captured["positions"], pictures[0].layers[0].captured["positions"])
-
+from geomon import describe, measure, select
+from geomon.capture import Window
 
 # -- what it leaves behind -------------------------------------------------------------------------
 
@@ -70,12 +43,12 @@ def test_nothing_is_left_behind(way_out, fast):
 
 
 def test_a_window_that_cannot_be_opened_leaves_nothing_and_ends_no_pass(monkeypatch):
-    def broken(undo):
+    def broken(patch, holder):
         raise RuntimeError("no patch here")
 
     model = PlainDecoder()
     before, expected = fingerprint(model), model(batch())
-    monkeypatch.setattr("geomon.capture.calling.calls._calls", Patch(broken))
+    monkeypatch.setattr("geomon.capture.calling.patches.Patch.hold", broken)
     with window(model) as opened:
         assert fingerprint(model) == before
         assert torch.equal(model(batch()), expected)
@@ -85,19 +58,20 @@ def test_a_window_that_cannot_be_opened_leaves_nothing_and_ends_no_pass(monkeypa
             opened.snapshot()
 
 
-def test_windows_that_close_in_any_order_see_their_own_model():
-    models = [PlainDecoder(), PlainDecoder()]
-    before = fingerprint(models[0])
-    first, second = map(window, models)
-    first.__enter__()
-    second.__enter__()
-    models[0](batch())
-    first.__exit__(None, None, None)
-    models[1](batch())
-    second.__exit__(None, None, None)
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+def test_windows_that_close_in_any_order_see_their_own_model(order):
+    models = [PlainDecoder() for _ in range(3)]
+    before, windows = fingerprint(models[0]), [*map(window, models)]
+    for each in windows:
+        each.__enter__()
+    for place in order:
+        models[place](batch())
+        windows[place].__exit__(None, None, None)
+        models[place](batch(seed=1))  # which no window sees
     assert fingerprint(models[0]) == before
-    for one in (first, second):
-        assert all("query" in layer.captured for layer in one.snapshot().layers[1:])
+    for seen, model in zip(windows, models, strict=True):
+        assert all("query" in layer.captured for layer in seen.snapshot().layers[1:])
+        check_hidden(seen, 0, model.tokens(batch()) + model.places(torch.arange(32)))
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -139,53 +113,13 @@ def test_a_hook_that_fails_never_ends_a_run(monkeypatch):
 # -- what it keeps ---------------------------------------------------------------------------------
 
 
-def test_only_the_kept_rows_stay_in_memory():
-    model = PlainDecoder(width=256, layers=2)
-    with torch.no_grad(), window(model, rows=8) as seen:
-        model(batch(64, 64))
-    held = [layer.captured["hidden"] for layer in seen.snapshot().layers]
-    assert [kept.untyped_storage().nbytes() for kept in held] == [8 * 256 * 4] * 3
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-@pytest.mark.parametrize("megabytes", [0.1, 0.6])
-def test_memory_is_held_by_keeping_fewer_rows_and_said(name, megabytes):
-    model = transformer(name)
-    with torch.no_grad(), window(model, rows=1024, max_mb=megabytes) as seen:
-        model(batch(64, 16))
-    snapshot = seen.snapshot()
-    assert 16 < snapshot.info.tokens < 1024
-    names = ("hidden", "projected_query", "projected_key", "query", "key")
-    views = [x.captured[name] for x in snapshot.layers for name in names if name in x.captured]
-    assert 0.25e6 * megabytes < sum(4 * view.numel() for view in views) <= megabytes * 1e6
-    text = next(n.words() for n in snapshot.info.notes if n.kind == "rows thinned for memory")
-    assert text.startswith(f"at most {snapshot.info.tokens} rows instead of 1024 are kept")
-    assert "query" in snapshot.layers[1].captured  # attention is seen with fewer rows, too
-
-
-@pytest.mark.parametrize(
-    ("views", "extra", "kept"),
-    [
-        ({"hidden"}, (), 4),  # of each row: what enters the first of 3 blocks, and leaves each
-        ({"hidden"}, ("final_norm",), 5),
-        ({"hidden", "last_hidden"}, (), 8),
-        ({"hidden", "query"}, (), 16),  # a query and a key of each block, attended and projected
-        ({"hidden", "projected_query"}, (), 16),
-    ],
-)
-def test_a_limit_of_memory_counts_all_that_is_kept_of_a_row(views, extra, kept):
-    model = PlainDecoder()
-    seen = Window(find_anatomy(model), views, rows=10**6, seed=0, max_mb=0.5, extra_layers=extra)
-    with torch.no_grad(), seen:
-        model(batch(64, 32))
-    assert seen.snapshot().info.tokens == int(0.25e6 / (4 * 32 * kept))
-
-
-def test_a_stage_without_blocks_has_an_empty_snapshot():
-    with Window(join_anatomies(()), set(CAPTURED), rows=10, seed=0) as seen:
-        PlainDecoder()(batch())
-    assert seen.snapshots() == [Snapshot([], PassInfo(0, "", ""))]
-    assert seen.snapshot().is_empty
+def assert_same(one: Window, other: Window) -> None:
+    for layer, expected in zip(one.snapshot().layers, other.snapshot().layers, strict=True):
+        assert layer.missing == expected.missing
+        assert layer.captured.keys() == expected.captured.keys()
+        for view, value in expected.captured.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(layer.captured[view], value), view
 
 
 class Overwriting(nn.Module):
@@ -211,22 +145,9 @@ def test_what_a_model_overwrites_after_its_last_block_is_captured_as_it_was():
         ids, model = torch.arange(24).view(4, 6) % 9, Overwriting(overwrites=overwrites)
         with window(model) as seen:
             model(ids)
-        found.append(seen.snapshot())
+        found.append(seen)
     assert_same(*found)
-    assert not found[0].layers[1].captured["visible"].all()
-
-
-def test_sampled_queries_and_keys_are_of_the_same_sequences():
-    """Each by itself, where nothing rotates: two errors that agree would still attend."""
-    model, outputs = PlainDecoder(), []
-    model.blocks[1].c_attn.register_forward_hook(lambda module, args, out: outputs.append(out))
-    seen = look(model, batch(60, 32), rows=64)
-    layer, chosen = seen.snapshot().layers[2], sampled(seen, "", 2)
-    query, key, _ = (part.unflatten(-1, (4, 8)) for part in outputs[0].chunk(3, dim=-1))
-    assert torch.equal(layer.captured["query"].transpose(1, 2), query[chosen.sequences])
-    assert torch.equal(layer.captured["key"].transpose(1, 2), key[chosen.sequences])
-    assert torch.equal(layer.captured["projected_query"], query.flatten(0, 1)[chosen.query_rows])
-    assert len(chosen.query_rows) == 64
+    assert not found[0].snapshot().layers[1].captured["visible"].all()
 
 
 def test_a_pass_inside_grad_is_seen_as_any_other():
@@ -241,7 +162,7 @@ def test_a_pass_inside_grad_is_seen_as_any_other():
         loss(parameters, ids)
     with window(model) as seen:
         torch.func.grad(loss)(parameters, ids)
-    assert_same(seen.snapshot(), plain.snapshot())
+    assert_same(seen, plain)
 
 
 class Sharded(torch.Tensor):
@@ -442,9 +363,72 @@ def test_a_large_stack_that_is_not_watched_is_said(blocks):
     model = nn.Sequential()
     model.own = nn.Sequential(*(PlainBlock(32, 4, 0.0) for _ in range(2)))
     model.other = nn.Sequential(Mixing(), Mixing())
-    anatomy = find_anatomy(model, blocks)
-    with torch.no_grad(), Window(anatomy, set(CAPTURED), rows=100, seed=0) as seen:
-        model(torch.randn(4, 8, 32))
+    seen = look(model, torch.randn(4, 8, 32), options={"blocks": blocks})
     told = [text for text in notes(seen) if "not watched" in text]
     assert bool(told) == (blocks is None)
     assert all("2 blocks other.#" in text and "blocks=..." in text for text in told)
+
+
+class Direct(PlainDecoder):
+    """Calls `forward` itself, past every hook."""
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block.forward(x)
+        return x
+
+
+class Unseen(nn.Module):
+    """Attention that goes through nothing known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.num_heads = 2
+
+    def forward(self, x):
+        return x + (self.q_proj(x) @ self.k_proj(x).mT / 100).exp() @ x / 100
+
+
+HIDDEN_ALONE = select("variance")
+# A model, metrics, and words of the error in turn; none if there is nothing to say.
+UNSEEN = [
+    (PlainDecoder, None, []),
+    (Direct, None, ["hidden states at blocks.0 (3 of 3 layers)", "called by .forward() directly",
+                    "measure by a probe", "geomon.describe(model)", "blocks="]),
+    (lambda: blocks_unseen(2), HIDDEN_ALONE, []),
+    (lambda: blocks_unseen(2), select("qk_cosine"), ["as projected at blocks.0 (2 of 2 layers)"]),
+    (lambda: blocks_unseen(2), select("attention_entropy", "variance"),
+     ["attention at blocks.0 (2 of 2 layers): no attention was seen", "metrics=select(...)"]),
+    (lambda: blocks_unseen(1), None, []),  # single layers without a source are no fault
+]  # fmt: skip
+
+
+def blocks_unseen(count: int) -> nn.Module:
+    model = PlainDecoder(layers=2)
+    for number in range(count):
+        model.blocks[number] = Unseen()
+    return model
+
+
+@pytest.mark.parametrize(("make", "metrics", "words"), UNSEEN)
+def test_what_no_layer_shows_is_an_error_with_layer_cause_and_remedy_in_one_line(
+    make, metrics, words
+):
+    asked = {} if metrics is None else {"metrics": metrics}
+    if not words:
+        assert measure(make(), batch(), **asked)
+        return
+    with pytest.raises(RuntimeError, match="not seen") as raised:
+        measure(make(), batch(), **asked)
+    message = str(raised.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message
+    assert message.count("layers)") == 1  # where these are not seen, nothing else can be
+    assert ("hidden states" in message) == (make is Direct)
+
+
+def test_of_layers_whose_hidden_states_are_not_seen_nothing_else_is_said_to_be_missing():
+    said = [text for label, text in describe(Direct(), batch()).rows if label == "not seen"]
+    assert sum(text.count("layers)") for text in said) == 1

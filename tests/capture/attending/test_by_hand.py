@@ -4,138 +4,14 @@ import math
 
 import pytest
 import torch
-from referee import rebuilt
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention as attend_by_function
-from watched import HEADS, Attention, blocks_of, look, scores_of
-
-from geomon.capture.attending.attention import NotUnderstoodError
-from geomon.capture.attending.by_hand import (
-    AttentionHints,
-    arrange_scores,
-    is_second_softmax,
-    record_softmax,
-)
-from geomon.capture.snapshot import Layer
-from geomon.capture.tap import Product
-from geomon.capture.tokens.sampling import RowSampler
-
-
-def recorded(scores, dim=-1, *, made=True):
-    # Its factors cannot be queries and keys.
-    made_of = Product(torch.zeros(scores.numel(), 1), torch.zeros(1, 1))
-    products = [made_of] if made else []
-    known = AttentionHints((2, 6), 24)
-    return record_softmax(RowSampler(100, 0), scores, dim, known, products)[0]
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        ((2, 4, 6, 6), (2, 4)),
-        ((2, 4, 6, 9), (2, 4)),  # against the keys of another stack
-        ((8, 6, 6), (2, 4)),  # sequences and heads in one dimension
-        ((8, 6, 9), (2, 4)),
-        ((2, 6, 6), (2, 1)),  # one head
-        ((2, 6, 9), (2, 1)),
-        ((4, 2, 3, 3), (4, 2)),  # windows of the sequences
-        ((2, 2, 2, 6, 6), (2, 4)),  # heads in groups
-        ((2, 2, 4, 3, 3), (4, 4)),  # windows in a dimension of their own
-        ((12, 9), None),
-        ((2, 0, 6, 6), None),
-    ],
-)
-def test_scores_are_arranged_by_their_sizes(shape, expected):
-    scores = torch.randn(shape)
-    call = recorded(scores)
-    if expected is None:
-        assert call is None
-        return
-    assert call.scores.shape[:2] == expected
-    assert torch.equal(call.scores.flatten(), scores.flatten())
-
-
-@pytest.mark.parametrize("shape", [(4, 6, 15), (4, 2, 3, 15), (2, 2, 6, 15), (24, 15)])
-def test_sequences_and_heads_may_stand_in_more_than_two_dimensions_or_in_one(shape):
-    scores = torch.randn(*shape, 7)
-    found = arrange_scores(scores, -1, AttentionHints((4, 15), 32))
-    assert torch.equal(found, scores.reshape(4, 6, 15, 7))
-
-
-@pytest.mark.parametrize(
-    ("entered", "fits"),
-    [((6,), True), ((1, 6), True), ((2, 3), False), ((7,), False)],
-)
-def test_scores_of_two_dimensions_are_of_one_head_and_one_sequence(entered, fits):
-    scores = torch.randn(6, 9)
-    found = arrange_scores(scores, -1, AttentionHints(entered, 32))
-    assert torch.equal(found, scores[None, None]) if fits else found is None
-
-
-@pytest.mark.parametrize("shape", [(4, 5, 7), (3, 6, 6)])
-def test_sequences_and_heads_in_one_dimension_have_to_fit_the_tokens(shape):
-    assert arrange_scores(torch.randn(shape), -1, AttentionHints((2, 6), 32)) is None
-
-
-@pytest.mark.parametrize("shape", [(2, 6, 4, 9), (2, 4, 5, 6), (3, 5, 7), (2, 2, 3, 5, 6)])
-def test_products_that_cannot_be_arranged_are_refused(shape):
-    with pytest.raises(NotUnderstoodError, match=r"sequences, heads and queries$") as error:
-        recorded(torch.randn(shape))
-    assert f"with shape {list(shape)} over dimension -1" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("shape", "dim"),
-    [
-        ((2, 4, 6, 8), -1),
-        ((8, 6, 9), -1),
-        ((2, 4, 6, 6), -2),  # heads as wide as there are keys, by their share of the hidden states
-        ((8, 6, 6), 1),
-    ],
-)
-def test_without_a_product_what_are_no_keys_are_features(shape, dim):
-    with pytest.raises(NotUnderstoodError, match=r"features \(linear attention\)"):
-        recorded(torch.randn(shape), dim, made=False)
-
-
-def test_without_a_product_scores_of_all_tokens_count():
-    assert recorded(torch.randn(2, 2, 6, 6), made=False) is not None
-    assert recorded(torch.randn(2, 6, 9), made=False) is None  # a router's
-    assert recorded(torch.randn(12, 6), made=False) is None
-    assert recorded(torch.randn(3, 5, 7), made=False) is None
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_softmax_of_nested_tensors_is_passed_over():
-    parts = torch.nested.nested_tensor([torch.randn(4, 3, 3), torch.randn(4, 5, 5)])
-    assert recorded(parts) is None
-
-
-def test_keys_of_no_known_projection_are_those_of_all_heads():
-    query, key = torch.randn(8, 6, 8), torch.randn(8, 6, 8)
-    scores, known = (query @ key.mT).unflatten(0, (2, 4)), AttentionHints((2, 6), 32)
-    call, _ = record_softmax(RowSampler(100, 0), scores, -1, known, [Product(query, key.mT)])
-    assert all(map(torch.equal, call.made_of, (x.unflatten(0, (2, 4)) for x in (query, key))))
-
-
-def test_a_second_softmax_of_an_attention_is_recognised():
-    first = torch.randn(2, 4, 6, 3)
-    call = recorded(first)
-    assert is_second_softmax(call, torch.randn(2, 4, 3, 3), -1)
-    assert is_second_softmax(call, torch.randn(2, 4, 3, 6), 3)
-    assert is_second_softmax(call, first, 2)  # over both dimensions
-    assert not is_second_softmax(call, first, 3)  # the same once more
-    assert not is_second_softmax(call, torch.randn(12, 8), -1)  # a router's
-    assert not is_second_softmax(call, torch.randn(2, 4, 3, 6), 1)
-
-
-# -- whole models ------------------------------------------------------------------------------
+from watched import HEADS, blocks_of, look, scores_of
 
 LENGTH = 8
 CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
 
 
-def layers_of(model: nn.Module, x: torch.Tensor) -> list[Layer]:
+def layers_of(model: nn.Module, x: torch.Tensor) -> list:
     return look(model, x).snapshot().layers[1:]
 
 
@@ -176,62 +52,10 @@ def test_linear_attention_has_no_weights(attend, why, head_width):
         assert "not traced back" in layer.missing["projected_query"]
 
 
-def grouped(q, k, v):
-    q, k, v = q.unflatten(1, (2, 2)), k.unflatten(1, (2, 2)), v.unflatten(1, (2, 2))
-    weights = torch.einsum("bgrid,bgrjd->bgrij", q, k).div(math.sqrt(q.shape[-1]))
-    return (weights.masked_fill(~CAUSAL, -1e9).softmax(-1) @ v).flatten(1, 2)
-
-
-def transposed(q, k, v):
-    scores = scores_of(k, q).masked_fill(~CAUSAL.T, -1e9)
-    return scores.softmax(dim=-2).transpose(-1, -2) @ v
-
-
 def heads_last(q, k, v):
     scores = torch.einsum("bhid,bhjd->bihj", q, k).div(math.sqrt(q.shape[-1]))
     weights = scores.masked_fill(~CAUSAL[:, None], -1e9).softmax(-1)
     return torch.einsum("bihj,bhjd->bhid", weights, v)
-
-
-def folded(q, k, v):
-    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-    scores = torch.bmm(q, k.transpose(1, 2)).mul_(q.shape[-1] ** -0.5).masked_fill_(~CAUSAL, -1e9)
-    return torch.bmm(scores.softmax(-1), v).unflatten(0, (-1, HEADS))
-
-
-def by_logarithm(q, k, v):
-    return scores_of(q, k).masked_fill(~CAUSAL, -1e9).log_softmax(-1).exp() @ v
-
-
-BY_HAND = {
-    "groups": grouped,
-    "transposed": transposed,
-    "folded": folded,
-    "logarithm": by_logarithm,
-}
-
-
-def assert_causal(layer: Layer, attention: Attention) -> None:
-    """Hold the weights, the mask and the largest scores against those of queries and keys."""
-    q, k = attention.query.double(), attention.key.double()
-    visible = layer.captured["visible"]
-    assert torch.equal(visible, CAUSAL.expand_as(visible))
-    scores = scores_of(q, k.repeat_interleave(q.shape[1] // k.shape[1], dim=1))
-    scores = scores.masked_fill(~CAUSAL, -torch.inf)
-    assert torch.allclose(rebuilt(layer)[0].double(), scores.softmax(-1), atol=1e-6)
-    largest = layer.captured["max_logits"].double()
-    torch.testing.assert_close(largest, scores.amax(dim=(0, 2, 3)), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("head_width", [16, LENGTH], ids=["", "as wide as long"])
-@pytest.mark.parametrize("way", BY_HAND)
-def test_attention_by_hand_of_any_shape_has_the_weights_of_the_model(way, head_width):
-    width = HEADS * head_width
-    model = blocks_of(BY_HAND[way], width)
-    for layer, block in zip(layers_of(model, torch.randn(2, LENGTH, width)), model, strict=True):
-        assert_causal(layer, block.attention)
-        torch.testing.assert_close(layer.captured["query"], block.attention.query)
-        torch.testing.assert_close(layer.captured["key"], block.attention.key)
 
 
 @pytest.mark.parametrize(
@@ -305,27 +129,6 @@ def test_the_scale_is_found_where_the_product_or_its_factors_are_made_with_it():
         torch.testing.assert_close(layer.captured["query"], model[0].attention.query)
 
 
-def grouped_query(q, k, v):
-    return attend_by_function(q, k, v, attn_mask=CAUSAL, enable_gqa=True)
-
-
-def folded_by_function(q, k, v):
-    given = (x.flatten(0, 1) for x in (q, k, v))
-    return attend_by_function(*given, attn_mask=CAUSAL).unflatten(0, (-1, HEADS))
-
-
-def grouped_by_function(q, k, v):
-    q, k, v = (x.unflatten(1, (2, 2)) for x in (q, k, v))
-    return attend_by_function(q, k, v, is_causal=True).flatten(1, 2)
-
-
-@pytest.mark.parametrize("attend", [grouped_query, folded_by_function, grouped_by_function])
-def test_attention_by_function_of_any_shape_has_the_weights_of_the_model(attend):
-    model = blocks_of(attend, 64, key_heads=2 if attend is grouped_query else None)
-    for layer, block in zip(layers_of(model, torch.randn(2, LENGTH, 64)), model, strict=True):
-        assert_causal(layer, block.attention)
-
-
 class WideHeads(nn.Module):
     """Heads that are wider than the hidden states shared out among them, in one projection."""
 
@@ -387,3 +190,15 @@ def test_scores_of_unknown_order_are_missed_with_the_reason():
     model = blocks_of(heads_last)
     for layer in layers_of(model, torch.randn(2, LENGTH, 32)):
         assert "sequences, heads and queries" in layer.missing["visible"]
+
+
+def test_scores_that_cannot_be_arranged_and_routers_are_told_apart():
+    def short(q, k, v):
+        return (q[:, :, :5] @ k.mT).softmax(-1).sum(2, keepdim=True) @ v + v
+
+    def routed(q, k, v):
+        return k.flatten(1, 2)[:, : 3 * LENGTH].softmax(-1).sum() + v
+
+    for attend, why in ((short, "sequences, heads and queries"), (routed, "linear attention")):
+        for layer in layers_of(blocks_of(attend), torch.randn(2, LENGTH, 32)):
+            assert why in layer.missing["visible"]

@@ -1,6 +1,4 @@
-"""Fused attention: flex attention, and kernels that are registered as operators of torch."""
-
-import functools
+"""Flex attention, and tokens that are told apart by what attention hides."""
 
 import pytest
 import torch
@@ -76,22 +74,22 @@ def measured(model: nn.Module, ids: Tensor, metrics=METRICS):
     return memory.readings[-1], output
 
 
-def reference(attention: Block, visible: Tensor, change=lambda scores: scores):
+def reference(attention: Block, visible: Tensor):
     """Entropy and largest score of each head, in float64; `visible` is [.., queries, keys]."""
     query, key = (x.detach().double() for x in attention.given[:2])
     if query.ndim == 3:
         query, key = query[None], key[None]
     key = key.repeat_interleave(2, dim=2)
     scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * query.shape[-1] ** -0.5
-    scores = change(scores).masked_fill(~visible, -torch.inf)
+    scores = scores.masked_fill(~visible, -torch.inf)
     weights = scores.softmax(dim=-1)
     entropy = -torch.xlogy(weights, weights).sum(dim=-1).mean(dim=(0, 2))
     return entropy, scores.amax(dim=(0, 2, 3))
 
 
-def agrees(reading, model: Decoder, visible: Tensor, **given) -> None:
+def agrees(reading, model: Decoder, visible: Tensor) -> None:
     for depth, block in enumerate(model.blocks, 1):
-        entropy, largest = reference(block, visible, **given)
+        entropy, largest = reference(block, visible)
         for head in range(HEADS):
             at = f"layer_{depth:02d}/head_{head}"
             assert reading.values[f"attention_entropy/{at}"] == pytest.approx(
@@ -110,7 +108,7 @@ CAUSAL = ORDER[:, None] >= ORDER
 # -- flex attention --------------------------------------------------------------------------------
 
 
-def by_flex(q, k, v, ids, *, function=flex.flex_attention, score=None):
+def by_flex(q, k, v, ids, *, function=flex.flex_attention):
     """Causal within documents, or with packed tokens."""
     packed = q.ndim == 3
     q, k, v, ids = (x[None] if packed else x for x in (q, k, v, ids))
@@ -121,7 +119,7 @@ def by_flex(q, k, v, ids, *, function=flex.flex_attention, score=None):
 
     block = flex.create_block_mask(mask, len(ids), None, q.shape[1], k.shape[1], device="cpu")
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    found = function(q, k, v, block_mask=block, score_mod=score, enable_gqa=True).transpose(1, 2)
+    found = function(q, k, v, block_mask=block, enable_gqa=True).transpose(1, 2)
     return found[0] if packed else found
 
 
@@ -144,21 +142,6 @@ def test_flex_attention_is_seen_with_its_mask(documents):
     assert not any("compiled" in note for note in reading.words())
     with torch.no_grad():
         assert "through torch's flex_attention" in str(describe(model, ids))
-
-
-def test_a_function_that_changes_the_scores_of_flex_attention_is_in_them():
-    slopes = torch.tensor([0.1, 0.2, 0.3, 0.4])
-
-    def change(score, b, h, i, j):
-        return 2 * torch.tanh(score / 2) - slopes[h] * (i - j)
-
-    model, ids = Decoder(functools.partial(by_flex, score=change)).eval(), tokens()
-    reading, _ = measured(model, ids)
-    distance = (ORDER[:, None] - ORDER) * slopes.double()[:, None, None]
-    agrees(
-        reading, model, within_documents(ids),
-        change=lambda scores: 2 * torch.tanh(scores / 2) - distance,
-    )  # fmt: skip
 
 
 def test_packed_sequences_are_told_apart_by_what_attention_hides():
@@ -184,108 +167,22 @@ def test_an_error_in_compiled_flex_attention_leaves_nothing_behind():
     assert fingerprint(model) == before
 
 
-# -- operators of flash attention ----------------------------------------------------------------
+# -- an operator of another package ----------------------------------------------------------------
 
 
-def attend(q, k, v, visible):
-    group = q.shape[-2] // k.shape[-2]
-    q, k, v = (x.transpose(-3, -2) for x in (q, *(x.repeat_interleave(group, -2) for x in (k, v))))
-    mask = visible if q.ndim == 3 else visible[:, None] if visible.ndim == 3 else visible
-    scores = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf)
-    return (scores.softmax(-1).nan_to_num() @ v).transpose(-3, -2)
-
-
-LIBRARY = torch.library.Library("geomon_flash", "DEF")
-LIBRARY.define(
-    "forward(Tensor q, Tensor k, Tensor v, float dropout_p=0.0, float? softmax_scale=None, "
-    "bool causal=False, int window_size_left=-1, int window_size_right=-1) -> Tensor"
-)
-LIBRARY.define(
-    "varlen_forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-    "bool causal=False) -> Tensor"
-)
-LIBRARY.define(
-    "torchs(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, "
-    "bool is_causal=False) -> Tensor"
-)
-
-
-def _forward(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, left=-1, right=-1):
-    """Stands for the operator of a package, which needs an accelerator."""
-    visible = CAUSAL if causal else torch.ones_like(CAUSAL)
-    if left >= 0:
-        visible = visible & (ORDER[:, None] - left <= ORDER)
-    return attend(q, k, v, visible)
-
-
-def _varlen(q, k, v, ends, others, causal=False):
-    order = torch.arange(len(q))
-    which = torch.searchsorted(ends, order, right=True)
-    visible = which == which[:, None]
-    return attend(q, k, v, visible & (order <= order[:, None]) if causal else visible)
-
-
-for name, function in (("forward", _forward), ("varlen_forward", _varlen), ("torchs", _varlen)):
-    LIBRARY.impl(name, function, "CPU")
-FLASH = torch.ops.geomon_flash
-
-
-def ends_of(ids: Tensor) -> Tensor:
-    """Ends of the documents among all tokens, as flash attention takes them; the last one twice."""
-    breaks = (ids.flatten() == BREAK).nonzero().flatten()
-    return torch.cat(
-        [torch.zeros(1, dtype=torch.int64), breaks, *[torch.tensor([ids.numel()])] * 2]
-    )
-
-
-def by_operator(operator, q, k, v, ids):
-    return operator(q, k, v, ends_of(ids), ends_of(ids), True)
-
-
-def test_flash_attention_is_seen_as_an_operator():
-    model = Decoder(
-        lambda q, k, v, ids: FLASH.forward(
-            q, k, v, causal=True, window_size_left=5, window_size_right=0
-        )
-    ).eval()
-    ids = tokens()
-    before = fingerprint(model)
-    reading, _ = measured(model, ids)
-    assert fingerprint(model) == before
-    agrees(reading, model, (CAUSAL & (ORDER[:, None] - 5 <= ORDER)))
-    assert "through a function of flash attention" in str(describe(model, ids))
-
-
-def test_packed_flash_attention_is_seen_with_its_sequences():
-    for operator in (FLASH.varlen_forward, FLASH.torchs):
-        call = functools.partial(by_operator, operator)
-        model, ids = Decoder(call, packed=True).eval(), tokens(16)
-        reading, _ = measured(model, ids)
-        which = (ids.flatten() == BREAK).cumsum(0)
-        order = torch.arange(len(which))
-        agrees(reading, model, (order <= order[:, None]) & (which[:, None] == which))
-        assert "variance/layer_01/margin" in reading.values
+LIBRARY = torch.library.Library("geomon_heads_first", "DEF")
+LIBRARY.define("forward(Tensor q, Tensor k, Tensor v) -> Tensor")
+LIBRARY.impl("forward", lambda q, k, v: torch.zeros_like(q), "CPU")
 
 
 def test_an_operator_with_heads_before_queries_is_refused():
     def heads_first(q, k, v, ids):
         q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(2, 2), v))
-        mixed = HEADS_FIRST.forward(q, k, v.repeat_interleave(2, 1))
-        return mixed.transpose(1, 2)
+        return torch.ops.geomon_heads_first.forward(q, k, v).transpose(1, 2)
 
     model, ids = Decoder(heads_first).eval(), tokens()
     with torch.no_grad():
         assert "queries, but the block has" in str(describe(model, ids))
-
-
-HEADS_LIBRARY = torch.library.Library("geomon_heads_first", "DEF")
-HEADS_LIBRARY.define("forward(Tensor q, Tensor k, Tensor v) -> Tensor")
-HEADS_LIBRARY.impl(
-    "forward",
-    lambda q, k, v: attend(*(x.transpose(1, 2) for x in (q, k, v)), CAUSAL).transpose(1, 2),
-    "CPU",
-)
-HEADS_FIRST = torch.ops.geomon_heads_first
 
 
 def test_tokens_in_one_row_are_told_apart_as_attention_takes_them():

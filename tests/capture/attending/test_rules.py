@@ -1,85 +1,50 @@
-"""Rules of places, by going through all pairs of a query and a key."""
+"""Calls of fused attention that only a compiler or an accelerator makes: they are refused."""
 
+import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
-from geomon.capture.attending.rules import PlaceRule
-
-CPU = torch.device("cpu")
-SIDES = st.none() | st.integers(0, 5)
-
-
-def ends_of(lengths):
-    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+from geomon.capture.attending.attention import NotUnderstoodError, read_call, record_call
+from geomon.capture.attending.fused import read_flash, read_sdpa
+from geomon.capture.attending.rules import FlexRule
+from geomon.capture.tokens.sampling import RowSampler
 
 
-@given(keys=st.integers(1, 9), queries=st.integers(1, 6), left=SIDES, right=SIDES, data=st.data())
-def test_a_query_sees_the_keys_within_its_window(keys, queries, left, right, data):
-    offset = data.draw(st.integers(0, max(keys - queries, 0)))
-    rule = PlaceRule(keys, CPU, left, right, offset)
-    places = torch.tensor([[data.draw(st.integers(0, queries - 1)) for _ in range(3)]])
-    seen = rule.visible(torch.tensor([0]), places)
-    assert seen.shape == (1, 1, 3, keys)
-    for number, place in enumerate(places[0].tolist()):
-        at = place + offset
-        expected = [
-            (left is None or key >= at - left) and (right is None or key <= at + right)
-            for key in range(keys)
-        ]
-        assert seen[0, 0, number].tolist() == expected
+def test_a_rule_that_takes_one_pair_at_a_time_is_refused():
+    query = torch.randn(2, 4, 6, 8)
+    rule = FlexRule(6, query.device, lambda b, h, q, k: q >= k if bool(q > 2) else q == k, 4)
+    given = read_sdpa({"query": query, "key": query})._replace(rule=rule)
+    with pytest.raises(NotUnderstoodError, match="cannot be asked of many places at once"):
+        read_call(record_call(RowSampler(100, 0), given), None)
 
 
-@given(keys=st.integers(1, 9), left=SIDES, right=SIDES, data=st.data())
-def test_no_query_of_some_rows_sees_a_key_outside_their_reach(keys, left, right, data):
-    start = data.draw(st.integers(0, keys - 1))
-    stop = data.draw(st.integers(start + 1, keys))
-    rule = PlaceRule(keys, CPU, left, right)
-    first, end = rule.reach(slice(start, stop))
-    assert 0 <= first < end <= keys
-    seen = rule.visible(torch.tensor([0]), torch.arange(start, stop)[None]).any(2).flatten()
-    inside = seen.nonzero().flatten().tolist()
-    assert all(first <= key < end for key in inside)
-    if inside:  # and no key too many
-        assert (first, end) == (inside[0], inside[-1] + 1)
+def test_what_a_compiler_traces_with_and_other_shapes_are_refused():
+    with FakeTensorMode():
+        fake = torch.empty(2, 4, 6, 8)
+    with FunctionalTensorMode():
+        functional = FunctionalTensor.to_functional(torch.empty(2, 4, 6, 8))
+    packed = torch.randn(6, 4, 8)
+    for given, words in (
+        ({"q": fake, "k": fake}, "queries are a FakeTensor"),
+        ({"q": functional, "k": functional}, "queries are a FunctionalTensor"),
+        ({"q": packed, "k": packed}, "queries are no plain tensor of 4 dimensions"),
+        ({"q": packed, "k": packed[None], "cu_seqlens_q": torch.tensor([0, 2, 6])},
+         "keys are no plain tensor of 3 dimensions"),
+    ):  # fmt: skip
+        with pytest.raises(NotUnderstoodError, match=words):
+            read_flash(given)
 
 
-@given(
-    lengths=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=4),
-    left=SIDES, right=SIDES,
-)  # fmt: skip
-def test_packed_queries_see_keys_of_their_own_sequence_at_whose_end_they_stand(
-    lengths, left, right
-):
-    queries = [length for length, _ in lengths]
-    keys = [length + more for length, more in lengths]  # keys of earlier passes come first
-    rule = PlaceRule(sum(keys), CPU, left, right, ends=(ends_of(queries), ends_of(keys)))
-    assert rule.reach(slice(0, 1)) == (0, sum(keys))
-    places = torch.arange(sum(queries))[None]
-    seen = rule.visible(torch.tensor([0]), places)[0, 0]
-    query = 0
-    for number, (own, all_keys) in enumerate(zip(queries, keys, strict=True)):
-        before = sum(keys[:number])
-        for place in range(own):
-            at = before + all_keys - own + place
-            expected = [
-                before <= key < before + all_keys
-                and (left is None or key >= at - left)
-                and (right is None or key <= at + right)
-                for key in range(sum(keys))
-            ]
-            assert seen[query].tolist() == expected
-            query += 1
-    starts = rule.begins(sum(queries))
-    assert starts.nonzero().flatten().tolist() == ends_of(queries)[:-1].tolist()
-
-
-def test_a_query_behind_the_last_sequence_sees_nothing_and_unpacked_rows_begin_once():
-    ends = torch.tensor([0, 2, 3, 3])  # filled up with the last end
-    rule = PlaceRule(5, CPU, ends=(ends, ends))
-    seen = rule.visible(torch.tensor([0]), torch.tensor([[0, 2, 4]]))[0, 0]
-    assert seen.tolist() == [[True, True, False, False, False], [False, False, True, False, False],
-                             [False] * 5]  # fmt: skip
-    assert rule.begins(5).tolist() == [True, False, True, True, False]
-    assert PlaceRule(5, CPU).begins(3).tolist() == [True, False, False]
-    assert PlaceRule(5, CPU, offset=1).begins(1).tolist() == [True]
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        (torch.ones(6, 8), "mask is for 8 keys, and there are 6"),
+        (torch.ones(6, 6, dtype=torch.int64), "neither boolean nor additive"),
+    ],
+)
+def test_a_mask_that_does_not_fit_is_refused(mask, words):
+    query = torch.randn(2, 4, 6, 8)
+    sampler, given = RowSampler(100, 0), {"query": query, "key": query, "attn_mask": mask}
+    with pytest.raises(NotUnderstoodError, match=words):
+        read_call(record_call(sampler, read_sdpa(given)), None)

@@ -1,26 +1,17 @@
 """Calls are seen without anything on the model; the model's own names and copies are its own."""
 
-import contextlib
-import functools
-import gc
 import pickle
-import threading
 
 import pytest
 import torch
-from fingerprint import fingerprint, random_state
-from interrupting import Interrupting, files
 from measuring import watching
 from models import PlainDecoder, batch, transformer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from watched import look, notes, window
 
-from geomon import Memory, Monitor, every, measure, select
-from geomon.capture.calling import calls, patches
-from geomon.capture.calling.calls import CallObserver, FirstCall
-from geomon.capture.calling.patches import in_extra_pass
-from geomon.monitor import CallbackSession
+from geomon import measure, select
+from geomon.capture import FirstCall
 
 FEW = select("variance", "attention_entropy", "qk_cosine")
 NAMES = ("mask", "module_", "step", "layer", "args", "kwargs", "model", "output", "function")
@@ -79,162 +70,7 @@ def test_a_forward_meets_no_other_hooks_than_those_of_its_module():
         assert len(block._forward_pre_hooks) == 2
 
 
-class Failing(CallObserver):
-    """Fails where it is to look at operators."""
-
-    def __init__(self) -> None:
-        self.failures = []
-
-    def modules(self):
-        return ()
-
-    def watches(self, module) -> bool:
-        return True
-
-    def seeing(self, module):
-        raise ZeroDivisionError
-
-    def on_failure(self, error) -> None:
-        self.failures.append(error)
-
-
-def test_an_observer_that_fails_ends_no_call_and_is_told():
-    model, observer = nn.Linear(3, 3), Failing()
-    calls.watch_calls(observer)
-    try:
-        assert model(torch.ones(2, 3)).shape == (2, 3)
-    finally:
-        calls.unwatch_calls(observer)
-    assert [type(each) for each in observer.failures] == [ZeroDivisionError]
-
-
-class Counting(Failing):
-    """Notes which modules are called."""
-
-    def seeing(self, module):
-        self.failures.append(module)
-        return contextlib.nullcontext()
-
-
-def test_each_observer_is_told_until_it_leaves():
-    model, first, second = nn.Linear(3, 3), Counting(), Counting()
-    for observer in (first, second):
-        calls.watch_calls(observer)
-    try:
-        model(torch.ones(2, 3))
-        calls.unwatch_calls(first)
-        calls.unwatch_calls(first)  # once more changes nothing
-        model(torch.ones(2, 3))
-    finally:
-        for observer in (first, second):
-            calls.unwatch_calls(observer)
-    model(torch.ones(2, 3))
-    assert [len(each.failures) for each in (first, second)] == [1, 2]
-
-
-def _compiled(x):
-    return x
-
-
-compiled = torch.compile(_compiled, backend="eager")
-
-
-def refers_to(function):
-    return lambda x: function([x])
-
-
-def refers_to_nothing_yet():
-    function = refers_to = None
-    del function
-    return lambda x: function(refers_to)  # noqa: F821
-
-
-@pytest.mark.parametrize(
-    ("value", "found"),
-    [
-        (compiled, True),
-        (refers_to(compiled), True),
-        (functools.partial(map, compiled), True),
-        (functools.partial(map, refers_to(compiled)), True),
-        (refers_to(_compiled), False),
-        (functools.partial(pow, 2), False),
-        (torch.compiler.disable(_compiled), False),
-        (refers_to_nothing_yet(), False),
-    ],
-)
-def test_compiled_functions_are_found_among_the_attributes_of_a_module(value, found):
-    module = nn.Linear(2, 2)
-    module.held = value
-    assert calls.calling_compiled([nn.Linear(2, 2), module]) == ({id(module)} if found else set())
-
-
-# -- Ctrl-C at every line ------------------------------------------------------------------------
-
-PARTS = files(
-    "capture/window.py", "capture/calling/patches.py", "capture/calling/calls.py",
-    "capture/tap/mode.py", "capture/calling/probe.py", "capture/unchanged.py", "monitor/monitor.py",
-    "monitor/callback.py",
-)  # fmt: skip
-
-
-def due_step(probes, model, ids, folder):
-    """One due step, of a session or of a probe, and what is left to call afterwards."""
-    options = {
-        "metrics": select("variance"), "tokens": 16, "directory": None, "sinks": [Memory()],
-        "schedule": every(1),
-    }  # fmt: skip
-    if probes:
-        monitor = Monitor(model, **options)
-        return lambda: monitor.probe(0, ids), monitor.close
-    session = CallbackSession(options, "test")
-    session.start(model, 0, folder, [])
-
-    def step():
-        session.open_at_call(0)
-        model(ids)
-        session.close()
-
-    return step, session.finish
-
-
-@pytest.fixture
-def other_locks(monkeypatch):
-    """Locks for this test alone: a line where a `with` ends counts here, and keeps its lock.
-
-    Between the end of the lines inside and the release Python looks at no signal.
-    """
-    for module in (calls, patches):
-        for patch in vars(module).values():
-            if isinstance(patch, patches.Patch):
-                monkeypatch.setattr(patch, "_lock", threading.RLock())
-
-
-@pytest.mark.parametrize("probes", [False, True])
-def test_ctrl_c_at_any_line_of_a_due_step_leaves_nothing(probes, tmp_path, other_locks):
-    torch.manual_seed(0)
-    model, ids = PlainDecoder(width=8, layers=1, heads=2).train(), batch(1, 4)
-    model.register_buffer("seen", torch.zeros(1))
-    before, random = fingerprint(model), random_state()
-    step, _ = due_step(probes, model, ids, tmp_path)
-    gc.collect()  # monitors of other tests, whose lines would count here
-    with Interrupting(PARTS, at=-1) as whole:
-        step()
-    last = {line: at for at, line in enumerate(whole.lines, 1)}
-    assert len(last) > 200
-    alive = []  # a monitor that is collected runs lines of its own
-    for at in sorted(last.values()):
-        step, close = due_step(probes, model, ids, tmp_path)
-        alive.append(close)
-        with Interrupting(PARTS, at), pytest.raises(KeyboardInterrupt):
-            step()
-        close()
-        assert fingerprint(model) == before, whole.lines[at - 1]
-        assert not in_extra_pass()
-        if probes:
-            assert random_state() == random, at
-    step, close = due_step(probes, model, ids, tmp_path)
-    step()
-    close()
+# -- the first call that counts ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", ["probe", "inline"])
@@ -261,9 +97,6 @@ def test_parameters_without_values_end_nothing_and_are_said_once(caplog, source)
     assert len(said) == (source == "probe")
     with pytest.raises(ValueError, match=r"head.weight has no values yet"):
         measure(Lazy(), batch())
-
-
-# -- the first call that counts --------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -4,89 +4,74 @@ import pytest
 import torch
 from models import PlainDecoder, batch, transformer
 from torch import nn
-
-from geomon.capture import Window, find_anatomy
-from geomon.capture.snapshot import CAPTURED, Snapshot
-from geomon.capture.tokens.boundaries import GivenPlaces, find_places, find_sequences
+from watched import in_order, look, notes
 
 LENGTHS = [3, 5, 1, 7]
 POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])
 NUMBERS = torch.arange(4).repeat_interleave(torch.tensor(LENGTHS))
 
 
-def find(values, rows=1, length=16, *, valid=None):
-    return find_sequences([GivenPlaces("given", values)], rows, length, valid)
+class Blocks(nn.Module):
+    """Blocks that are told positions under any name, and do nothing with them."""
+
+    def __init__(self, blocks=None) -> None:
+        super().__init__()
+        kinds = (nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(2))
+        self.layers = blocks or nn.ModuleList(kinds)
+
+    def forward(self, x, position_ids=None, more=None, **given):
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
 
-@pytest.mark.parametrize("values", [POSITIONS, POSITIONS[None], POSITIONS.int()])
-def test_positions_that_begin_anew_begin_a_sequence(values):
-    found = find(values)
-    assert torch.equal(found.numbers, NUMBERS[None])
-    assert torch.equal(found.places, POSITIONS[None])
-    assert found.source == "given"
+# What is given beside the hidden states of [rows, 16] tokens, and the sequence of each of them.
+NAMES = ("position_ids", "positions", "input_pos", "pos", "pos_ids", "position_indices")
+TWO = torch.stack([POSITIONS, torch.arange(16)])
+FAR = torch.zeros(16, dtype=torch.int64) + 3
+TOLD = [
+    *(({name: POSITIONS[None]}, 1, NUMBERS) for name in NAMES),
+    ({"position_ids": POSITIONS}, 1, NUMBERS),
+    ({"position_ids": POSITIONS.int()}, 1, NUMBERS),
+    ({"more": {"pos": POSITIONS}}, 1, NUMBERS),
+    ({"position_ids": TWO}, 2, torch.cat([NUMBERS, torch.full((16,), 4)])),
+    # What divides nothing: one sequence, another shape, rows of a picture, no positions.
+    *(({"position_ids": x}, 1, torch.zeros(16)) for x in
+      (torch.arange(16), TWO, torch.arange(12), torch.arange(16).flip(0), torch.arange(16) // 4,
+       FAR, 0 * FAR, POSITIONS[None, None], POSITIONS.float(), POSITIONS.bool())),
+    *(({name: POSITIONS}, 1, torch.zeros(16)) for name in
+      ("positive", "x_pos", "col_position_ids")),
+    ({"position_embeddings": torch.ones(1, 16)}, 1, torch.zeros(16)),
+]  # fmt: skip
 
 
-def test_several_rows_hold_several_sequences_each():
-    found = find(torch.stack([POSITIONS, torch.arange(16)]), rows=2)
-    assert torch.equal(found.numbers, torch.stack([NUMBERS, torch.full((16,), 4)]))
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        torch.arange(16),  # one sequence
-        torch.arange(16)[None].expand(2, 16),  # of another number of rows
-        torch.arange(12),
-        torch.arange(16).flip(0),
-        torch.arange(16) // 4,  # rows of a picture
-        torch.zeros(16, dtype=torch.int64) + 3,
-        torch.zeros(16, dtype=torch.int64),  # no positions are told
-    ],
-)
-def test_what_says_nothing_divides_nothing(values):
-    assert find(values) is None
+@pytest.mark.parametrize(("given", "rows", "numbers"), TOLD)
+def test_positions_that_begin_anew_begin_a_sequence(given, rows, numbers):
+    seen = look(Blocks(), torch.randn(rows, 16, 8), **given)
+    is_packed = numbers.max() >= rows
+    places = TWO[:rows].flatten() if is_packed else torch.arange(16)
+    for layer in seen.snapshot().layers:
+        sequences, positions = in_order(layer, "sequences", "positions")
+        assert sequences.tolist() == numbers.tolist()
+        assert positions.tolist() == places.tolist()
+    said = [text for text in notes(seen) if "told apart by" in text]
+    assert len(said) == is_packed
+    assert not said or any(name in said[0] for name in NAMES)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("filled", [0, 1])
 def test_positions_of_padding_may_be_any(side, filled):
+    order = slice(None, None, -1 if side == "right" else 1)
     padding = torch.full((3,), filled)
-    values = [padding, POSITIONS] if side == "left" else [POSITIONS, padding]
-    tokens = torch.cat([torch.ones_like(part) for part in values]).bool()
-    tokens[: 3 if side == "left" else None][-3:] = False
-    found = find(torch.cat(values)[None], length=19, valid=tokens[None])
-    assert torch.equal(found.places[tokens[None]], POSITIONS)
-    numbers = found.numbers[tokens[None]]
-    assert torch.equal(numbers - numbers[0], NUMBERS)
-    one = torch.cat([padding, torch.arange(16)] if side == "left" else [torch.arange(16), padding])
-    assert find(one[None], length=19, valid=tokens[None]) is None
-
-
-class Taking(nn.Module):
-    def forward(self, ids, position_ids=None, more=None, **kwargs): ...
-
-
-def test_arguments_are_found_by_name_wherever_they_are():
-    given = find_places(Taking(), (torch.ones(2, 3), POSITIONS), {"more": {"pos": POSITIONS}})
-    assert [one.name for one in given] == ["position_ids", "pos"]
-    for name in ("position_ids", "positions", "input_pos", "pos", "pos_ids", "position_indices"):
-        assert [one.name for one in find_places(Taking(), (), {name: POSITIONS})] == [name]
-    others = {
-        "positive": POSITIONS,
-        "x_pos": POSITIONS,
-        "col_position_ids": POSITIONS,
-        "position_embeddings": torch.ones(1, 16),
-        "position_ids": POSITIONS[None, None],  # of an axis of a picture or film
-        "positions": POSITIONS.float(),  # angles
-        "pos_ids": POSITIONS.bool(),  # a mask
-    }
-    assert find_places(Taking(), (), others) == []
-
-
-def look(model, ids, **given) -> Snapshot:
-    with torch.no_grad(), Window(find_anatomy(model), set(CAPTURED), rows=1000, seed=0) as seen:
-        model.eval()(ids, **given)
-    return seen.snapshot()
+    real = torch.cat([torch.zeros(3), torch.ones(16)][order])[None]
+    for own, numbers in ((POSITIONS, NUMBERS), (torch.arange(16), 0 * NUMBERS)):
+        given = torch.cat([padding, own][order])[None]
+        model = Blocks()
+        seen = look(model, torch.randn(1, 19, 8), position_ids=given, attention_mask=real)
+        sequences, positions = in_order(seen.snapshot().layers[1], "sequences", "positions")
+        assert torch.equal(sequences - sequences[0], numbers)
+        assert numbers.max() == 0 or torch.equal(positions, POSITIONS)
 
 
 class WithImage(PlainDecoder):
@@ -103,42 +88,23 @@ class WithImage(PlainDecoder):
         return self.encoder(x, position_ids=places.expand(len(ids), -1))
 
 
-class Blocks(nn.Module):
-    def __init__(self, blocks) -> None:
-        super().__init__()
-        self.layers = blocks
-
-    def forward(self, x, position_ids):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 def test_an_image_behind_a_text_is_of_the_same_sequence(rows):
-    snapshot = look(WithImage(), batch(rows, 10), patches=torch.randn(rows, 6, 32))
+    snapshot = look(WithImage(), batch(rows, 10), patches=torch.randn(rows, 6, 32)).snapshot()
     for layer in snapshot.layers:
         assert layer.captured["sequences"].unique().tolist() == [*range(rows)]
         assert layer.captured["positions"].max() == 15
     assert not any(note.kind == "packed sequences" for note in snapshot.info.notes)
     both = torch.cat([torch.arange(10), torch.arange(6)]).expand(rows, -1)
-    packed = look(transformer("gpt2"), batch(rows, 16), position_ids=both)
+    packed = look(transformer("gpt2"), batch(rows, 16), position_ids=both).snapshot()
     assert any(note.kind == "packed sequences" for note in packed.info.notes)
 
 
 def test_tokens_without_a_batch_are_told_apart_by_their_positions():
-    blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(2))
-    for layer in look(Blocks(blocks), torch.randn(16, 8), position_ids=POSITIONS).layers:
-        places = 1000 * layer.captured["sequences"] + layer.captured["positions"]
-        assert torch.equal(places.sort().values, 1000 * NUMBERS + POSITIONS)
-
-
-def by_sequence(snapshot: Snapshot, depth: int) -> list[torch.Tensor]:
-    """Views of a layer in the order of the sequences and the places in them."""
-    seen = snapshot.layers[depth].captured
-    order = (1000 * seen["sequences"] + seen["positions"]).argsort()
-    rows = [seen[view][order] for view in ("sequences", "positions", "token_ids", "hidden")]
-    return [*rows, seen["last_positions"], seen["last_token_ids"]]
+    for layer in look(Blocks(), torch.randn(16, 8), position_ids=POSITIONS).snapshot().layers:
+        sequences, positions = in_order(layer, "sequences", "positions")
+        assert torch.equal(sequences, NUMBERS)
+        assert torch.equal(positions, POSITIONS)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -150,14 +116,19 @@ def test_a_packed_batch_reads_as_its_sequences_do(name):
     padded = nn.utils.rnn.pad_sequence(parts, batch_first=True)
     mask = nn.utils.rnn.pad_sequence([torch.ones_like(part) for part in parts], batch_first=True)
     alone = look(model, padded, attention_mask=mask)
-    for depth in range(4):
-        for one, other in zip(by_sequence(packed, depth), by_sequence(alone, depth), strict=True):
+    for pair in zip(packed.snapshot().layers, alone.snapshot().layers, strict=True):
+        views = [
+            [*in_order(layer, "sequences", "positions", "token_ids", "hidden"),
+             layer.captured["last_positions"], layer.captured["last_token_ids"]]
+            for layer in pair
+        ]  # fmt: skip
+        for one, other in zip(*views, strict=True):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
     for view in ("query_sequences", "key_sequences"):
-        found = packed.layers[1].captured[view]
+        found = packed.snapshot().layers[1].captured[view]
         assert torch.equal(found.sort().values, NUMBERS)
-    assert any("separated by position_ids" in note.words() for note in packed.info.notes)
-    assert not any("separated by" in note.words() for note in alone.info.notes)
+    assert any("told apart by position_ids" in text for text in notes(packed))
+    assert not any("told apart" in text for text in notes(alone))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -168,5 +139,5 @@ def test_attention_that_goes_across_packed_sequences_is_said(attention):
     own = (NUMBERS[:, None] == NUMBERS).tril()[None, None].expand(2, 1, 16, 16)
     own = torch.zeros(own.shape).masked_fill(~own, -torch.inf)  # eager attention adds its mask
     for given, across in (({}, True), ({"attention_mask": own}, False)):
-        notes = look(model, ids, position_ids=positions, use_cache=True, **given).info.notes
-        assert any("see keys of other sequences" in note.words() for note in notes) == across
+        said = notes(look(model, ids, position_ids=positions, use_cache=True, **given))
+        assert any("see keys of other sequences" in text for text in said) == across

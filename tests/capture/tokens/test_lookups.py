@@ -5,8 +5,6 @@ integers of the tokens' shape, several rows for one token, sequences in the seco
 that a block is not given.
 """
 
-from typing import Any
-
 import pytest
 import torch
 import watched
@@ -15,9 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from geomon import measure
-from geomon.capture import Window, find_anatomy
-from geomon.capture.snapshot import CAPTURED, Layer, Snapshot
-from geomon.capture.tokens.token_ids import Lookup, no_positions
+from geomon.capture import Window
 
 WIDTH, STREAMS = 32, 4
 
@@ -38,6 +34,10 @@ class Model(nn.Module):
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.tokens(ids)
+
+    def apart(self, state: Tensor) -> Tensor:
+        """A state as [batch, length, width], or with its streams before the width."""
+        return state
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -102,33 +102,26 @@ class Ahead(Model):
         return logits
 
 
-def look(model: nn.Module, *inputs: Any, **options: Any) -> Snapshot:
-    return watched.look(model, *inputs, **options).snapshot()
+class Copying(Model):
+    """Writes into its ids when they were looked up."""
+
+    def embed(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        ids.fill_(0)
+        return x
+
+
+class Beside(Model):
+    """A stack of its own looks up other words of the same shape by the table of the words."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.tokens(ids.flip(1)).sum()
+        return super().forward(ids)
 
 
 def words(sequences: int, length: int, count: int = VOCABULARY, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, count, (sequences, length), generator=generator)
-
-
-def check_rows(snapshot: Snapshot, ids: Tensor, states: list[Tensor], stack: str = "") -> None:
-    """Hold every row to the state [sequence, position] that it says it is."""
-    layers = [layer for layer in snapshot.layers if layer.stack == stack]
-    assert len(layers) == len(states)
-    for layer, state in zip(layers, states, strict=True):
-        seen = layer.captured
-        place = seen["sequences"], seen["positions"]
-        assert len(seen["hidden"]) == state[..., 0].numel()
-        torch.testing.assert_close(seen["hidden"], state[place])
-        assert torch.equal(seen["token_ids"], ids[place])
-
-
-def test_arguments_of_a_model_may_be_sparse_or_lie_in_a_dict():
-    """What else a model is given costs nothing of what is seen of the tokens."""
-    ids, graph = words(4, 90, count=20), torch.eye(90, dtype=torch.int64).to_sparse()
-    for given in ((ids, graph), ({"words": ids},), ({"words": ids}, graph)):
-        model = Asking()
-        check_rows(look(model, *given), ids, model.states)
 
 
 class Paired(nn.Embedding):
@@ -164,32 +157,142 @@ class Holding(Model):
         self.tokens = Held()
 
 
-@pytest.mark.parametrize("kind", [OfPairs, Hashed, Asking, Placed, Holding])
-@pytest.mark.parametrize("shape", [(1, 300), (4, 90)])
+class Turned(nn.Module):
+    """Fused queries, keys and values of each head beside one another, on [length, batch, width]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.norm = 4, nn.LayerNorm(WIDTH)
+        self.query_key_value, self.dense = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fused = self.query_key_value(self.norm(x)).unflatten(-1, (4, 24)).transpose(0, 1)
+        self.query, self.key, _ = fused.chunk(3, dim=-1)
+        q, k, v = (part.transpose(1, 2) for part in fused.chunk(3, dim=-1))
+        y = F.scaled_dot_product_attention(F.normalize(q, dim=-1), k, v, is_causal=True)
+        return x + self.dense(y.permute(2, 0, 1, 3).flatten(2))
+
+
+class LengthFirst(Model):
+    block = Turned
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.tokens(ids).transpose(0, 1).contiguous()
+
+    def apart(self, state: Tensor) -> Tensor:
+        return state.transpose(0, 1)
+
+
+def check(model: Model, seen: Window, ids: Tensor | None, real: Tensor | None = None) -> None:
+    """Hold every row to the state [sequence, position] that it says it is, or to a stream of it."""
+    layers = seen.snapshot().layers
+    assert len(layers) == len(model.states)
+    for layer, state in zip(layers, model.states, strict=True):
+        found, own = layer.captured, model.apart(state)
+        place = found["sequences"], found["positions"]
+        own = own if own.ndim == 4 else own[:, :, None]
+        assert (own[place] == found["hidden"][:, None]).all(2).any(1).all()
+        counts = torch.zeros(own.shape[:2]).index_put(place, torch.ones(()), accumulate=True)
+        assert torch.equal(counts, own.shape[2] * (1.0 if real is None else real) + 0 * counts)
+        assert ("token_ids" in found) == (ids is not None)
+        assert ids is None or torch.equal(found["token_ids"], ids[place])
+
+
+GRAPH = torch.eye(90, dtype=torch.int64).to_sparse()
+ROW_VIEWS = {"views": {"hidden", "token_ids", "positions", "sequences"}}
+# A kind of model, how it is given the words, and options of the window.
+KINDS = {
+    "a table that returns pairs": (OfPairs, lambda ids: (ids,), {}),
+    "a table of hashes": (Hashed, lambda ids: (ids,), {}),
+    "no output": (Asking, lambda ids: (ids,), {}),
+    "beside what has no storage": (Asking, lambda ids: (ids, GRAPH), {}),
+    "in a dict": (Asking, lambda ids: ({"words": ids}, GRAPH), {}),
+    "a table of places": (Placed, lambda ids: (ids,), {}),
+    "a table that is not called": (Holding, lambda ids: (ids,), {}),
+    "ids that are written into": (Copying, lambda ids: (ids.clone(),), {}),
+    "words that are looked up beside": (Beside, lambda ids: (ids,), {}),
+    "length first": (LengthFirst, lambda ids: (ids,), {}),
+    "length first, rows alone": (LengthFirst, lambda ids: (ids,), ROW_VIEWS),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(1, 300), (4, 90), (8, 8), (90, 4)])
 def test_of_several_tables_that_of_the_words_says_the_token_ids(kind, shape):
-    model, ids = kind(), words(*shape, count=20)
-    for layer in look(model, ids).layers:
+    make, given, options = KINDS[kind]
+    model, ids = make(), words(*shape, count=20)
+    if kind == "ids that are written into":  # a second pass has to be given them anew
+        with watched.window(model.eval(), **options) as seen, torch.no_grad():
+            model(*given(ids))
+    else:
+        seen = watched.look(model, *given(ids), options=options)
+    check(model, seen, ids)
+    assert not any("projected Q and K" in text for text in watched.notes(seen))
+
+
+@pytest.mark.parametrize("shape", [(5, 12), (8, 8)])
+def test_length_first_queries_and_keys_have_the_sequences_of_their_token_ids(shape):
+    model, ids = LengthFirst(), words(*shape)
+    layers = watched.look(model, ids).snapshot().layers[1:]
+    for layer, block in zip(layers, model.blocks, strict=True):
         seen = layer.captured
-        assert torch.equal(seen["token_ids"], ids[seen["sequences"], seen["positions"]])
+        place = seen["query_sequences"], seen["positions"]
+        torch.testing.assert_close(seen["projected_query"], block.query[place])
+        torch.testing.assert_close(seen["projected_key"], block.key[place])
+        assert torch.equal(seen["last_token_ids"], ids[:, -1])
+
+
+def test_length_first_hidden_states_without_token_ids_are_known_by_attention():
+    model, x = LengthFirst(), torch.randn(12, 5, WIDTH)
+    layer = watched.look(nn.Sequential(*model.blocks), x).snapshot().layers[0]
+    place = layer.captured["positions"], layer.captured["sequences"]
+    assert torch.equal(layer.captured["hidden"], x[place])
+    assert "known only after the pass" in layer.missing["last_hidden"]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_positions_of_a_batch_of_one_are_no_token_ids(name):
     ids = words(1, 30, count=10)
-    for layer in look(transformer(name), ids).layers:
+    for layer in watched.look(transformer(name), ids).snapshot().layers:
         assert torch.equal(layer.captured["token_ids"], ids[0, layer.captured["positions"]])
 
 
-@pytest.mark.parametrize("seed", range(5))
+class Two(Model):
+    """Two tables are given integers, and nothing says which are the words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.head = nn.Embedding(9, WIDTH), nn.Identity()
+
+    def forward(self, ids: Tensor, more: Tensor) -> Tensor:
+        self.embed = lambda ids: self.places(more) + self.tokens(ids)
+        return super().forward(ids)
+
+
+# Integers beside words that are all the same, and whether they may be token ids.
+INTEGERS = [
+    ([[0, 1, 2], [7, 3, 5]], False),  # of the steps within sequences half are by one
+    ([[0, 1, 5], [7, 3, 5]], True),
+    ([[0, 1, 2], [0, 1, 2]], False),
+    ([[5, 4, 3]], True),
+    ([[3], [4]], True),
+]
+
+
+@pytest.mark.parametrize(("more", "may_be"), INTEGERS)
+def test_positions_are_integers_of_which_half_are_one_more_than_the_one_before(more, may_be):
+    more = torch.tensor(more)
+    ids = torch.zeros_like(more) + 4
+    first = watched.look(Two(), ids, more).snapshot().layers[0].captured
+    place = first["sequences"], first["positions"]
+    assert torch.equal(first["token_ids"], (more if may_be else ids)[place])
+
+
+@pytest.mark.parametrize("seed", range(3))
 def test_tokens_that_are_to_be_predicted_are_not_those_of_the_blocks(seed):
     model, ids = Ahead(), words(2, 43, seed=seed)
-    with (
-        torch.no_grad(),
-        Window(find_anatomy(model, r"blocks\.\d+"), set(CAPTURED), rows=1000, seed=0) as seen,
-    ):
-        model(ids)
-    snapshot = seen.snapshot()
-    check_rows(snapshot, ids[:, :40], model.states)
+    seen = watched.look(model, ids, options={"blocks": r"blocks\.\d+"})
+    check(model, seen, ids[:, :40])
 
 
 class Translator(nn.Module):
@@ -214,15 +317,16 @@ class Translator(nn.Module):
 @pytest.mark.parametrize("target_first", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("counts", [(45, 25), (25, 45)])
-def test_two_sentences_of_one_length_are_told_apart(shared, target_first, counts):
+@pytest.mark.parametrize("options", [{}, ROW_VIEWS], ids=["", "rows alone"])
+def test_two_sentences_of_one_length_are_told_apart(shared, target_first, counts, options):
     model = Translator(shared=shared, target_first=target_first)
     sentences = words(4, 24, counts[0]), words(4, 24, counts[1], seed=1)
-    snapshot = look(model, *sentences)
+    layers = watched.by_place(watched.look(model, *sentences, options=options).snapshot())
     for stack, ids, given in zip(("encoder", "decoder"), sentences, model.given, strict=True):
-        first = next(layer for layer in snapshot.layers if layer.stack == stack)
-        place = first.captured["sequences"], first.captured["positions"]
-        assert torch.equal(first.captured["hidden"], given[place])
-        assert torch.equal(first.captured["token_ids"], ids[place])
+        first = layers[stack, 0].captured
+        place = first["sequences"], first["positions"]
+        assert torch.equal(first["hidden"], given[place])
+        assert torch.equal(first["token_ids"], ids[place])
 
 
 # -- several rows for one token ------------------------------------------------------------------
@@ -270,28 +374,18 @@ class Streams(Model):
         x = self.tokens(ids)[:, :, None].expand(-1, -1, STREAMS, -1)
         return LAYOUTS[self.layout][1](x).contiguous()
 
-
-def check_streams(layer: Layer, apart: Tensor, ids: Tensor | None) -> None:
-    """Hold each row to one of the streams of its token, [batch, length, streams, width]."""
-    seen = layer.captured
-    place = seen["sequences"], seen["positions"]
-    difference = (apart[place] - seen["hidden"][:, None]).abs().amax(dim=2)
-    assert (difference.amin(dim=1) == 0).all()
-    assert ("token_ids" in seen) == (ids is not None)
-    assert ids is None or torch.equal(seen["token_ids"], ids[place])
+    def apart(self, state: Tensor) -> Tensor:
+        return LAYOUTS[self.layout][0](state)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_several_streams_are_rows_of_one_token_of_one_sequence(layout):
     model, ids = Streams(layout), words(6, 16)
-    snapshot = look(model, ids)
-    for layer, state in zip(snapshot.layers, model.states, strict=True):
-        check_streams(layer, LAYOUTS[layout][0](state), ids)
-        counts = torch.bincount(layer.captured["sequences"] * 16 + layer.captured["positions"])
-        assert (counts == STREAMS).all()
-        assert len(counts) == 6 * 16
-    (note,) = [n.words() for n in snapshot.info.notes if "streams of hidden states" in n.words()]
+    seen = watched.look(model, ids)
+    check(model, seen, ids)
+    (note,) = [text for text in watched.notes(seen) if "streams of hidden states" in text]
     assert note.startswith("hidden states, layer 0, 1, 2: the model has 4 streams")
+    assert measure(model, words(10, 16))["twonn/layer_01/sequences"] == 10
 
 
 class AlternatingBlock(PlainBlock):
@@ -314,6 +408,9 @@ class Alternating(Model):
         x = given if given.is_floating_point() else self.tokens(given)
         return torch.stack([x, *(made(x) for made in self.others)])
 
+    def apart(self, state: Tensor) -> Tensor:
+        return state.movedim(0, 2)
+
     def forward(self, given: Tensor, attention_mask: Tensor) -> Tensor:
         return super().forward(given)
 
@@ -325,101 +422,13 @@ def test_streams_that_come_first_keep_padding_and_sequences(with_ids, sequences)
     real = torch.arange(16) < torch.tensor([16, 5, 9, 12, 1, 16])[:sequences, None]
     real[0, 7:] = False
     given = ids if with_ids else model.tokens(ids).detach()
-    snapshot = look(model, given, real.long())
-    for layer, state in zip(snapshot.layers, model.states, strict=True):
-        check_streams(layer, state.movedim(0, 2), ids if with_ids else None)
-        seen = layer.captured
-        assert len(seen["hidden"]) == STREAMS * real.sum()
-        assert real[seen["sequences"], seen["positions"]].all()
-        if layer.index:
-            assert len(seen["projected_query"]) == real.sum()
-    texts = [note.words() for note in snapshot.info.notes]
+    seen = watched.look(model, given, real.long())
+    check(model, seen, ids if with_ids else None, real)
+    layers = seen.snapshot().layers
+    assert [len(x.captured["projected_query"]) for x in layers[1:]] == [real.sum()] * 2
+    texts = watched.notes(seen)
     assert any("the model has 4 streams of hidden states" in text for text in texts)
     assert any(text.startswith("padding, ") for text in texts)
-
-
-def test_margins_do_not_count_streams_as_sequences():
-    ids = words(10, 16)
-    values = measure(Streams("inner"), ids)
-    assert values["twonn/layer_01/sequences"] == 10
-
-
-ROW_VIEWS = {"hidden", "token_ids", "positions", "sequences"}
-
-
-def rows_alone(model: nn.Module, *inputs: Tensor) -> Snapshot:
-    """What a window sees for metrics of hidden states and token types alone."""
-    model.eval()
-    with torch.no_grad(), Window(find_anatomy(model), ROW_VIEWS, rows=10_000, seed=0) as seen:
-        model(*inputs)
-    return seen.snapshot()
-
-
-def test_metrics_without_attention_have_the_ids_of_as_many_sequences_as_tokens():
-    """The shape does not tell [length, batch] from [batch, length]."""
-    model, ids = LengthFirst(), words(8, 8)
-    check_rows(rows_alone(model, ids), ids, [state.transpose(0, 1) for state in model.states])
-
-
-@pytest.mark.parametrize("target_first", [False, True])
-def test_metrics_without_attention_have_the_ids_of_each_stack(target_first):
-    model = Translator(shared=True, target_first=target_first)
-    sentences = words(4, 24, 45), words(4, 24, 25, seed=1)
-    snapshot = rows_alone(model, *sentences)
-    for stack, ids in zip(("encoder", "decoder"), sentences, strict=True):
-        first = next(layer for layer in snapshot.layers if layer.stack == stack)
-        place = first.captured["sequences"], first.captured["positions"]
-        assert torch.equal(first.captured["token_ids"], ids[place])
-
-
-# -- sequences in the second dimension -------------------------------------------------------------
-
-
-class Turned(nn.Module):
-    """Fused queries, keys and values of each head beside one another, on [length, batch, width]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads, self.norm = 4, nn.LayerNorm(WIDTH)
-        self.query_key_value, self.dense = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        fused = self.query_key_value(self.norm(x)).unflatten(-1, (4, 24)).transpose(0, 1)
-        self.query, self.key, _ = fused.chunk(3, dim=-1)
-        q, k, v = (part.transpose(1, 2) for part in fused.chunk(3, dim=-1))
-        y = F.scaled_dot_product_attention(F.normalize(q, dim=-1), k, v, is_causal=True)
-        return x + self.dense(y.permute(2, 0, 1, 3).flatten(2))
-
-
-class LengthFirst(Model):
-    def block(self) -> nn.Module:
-        return Turned()
-
-    def embed(self, ids: Tensor) -> Tensor:
-        return self.tokens(ids).transpose(0, 1).contiguous()
-
-
-@pytest.mark.parametrize("shape", [(5, 12), (8, 8), (1, 20), (12, 5)])
-def test_length_first_hidden_states_have_the_sequences_of_their_token_ids(shape):
-    model, ids = LengthFirst(), words(*shape)
-    snapshot = look(model, ids)
-    check_rows(snapshot, ids, [state.transpose(0, 1) for state in model.states])
-    for layer, block in zip(snapshot.layers[1:], model.blocks, strict=True):
-        seen = layer.captured
-        place = seen["query_sequences"], seen["positions"]
-        torch.testing.assert_close(seen["projected_query"], block.query[place])
-        torch.testing.assert_close(seen["projected_key"], block.key[place])
-        assert torch.equal(seen["last_token_ids"], ids[:, -1])
-    assert not any("projected Q and K" in note.words() for note in snapshot.info.notes)
-
-
-def test_length_first_hidden_states_without_token_ids_are_known_by_attention():
-    model, x = LengthFirst(), torch.randn(12, 5, WIDTH)
-    stack = nn.Sequential(*model.blocks)
-    layer = look(stack, x).layers[0]
-    place = layer.captured["positions"], layer.captured["sequences"]
-    assert torch.equal(layer.captured["hidden"], x[place])
-    assert "known only after the pass" in layer.missing["last_hidden"]
 
 
 # -- tokens that blocks are not given --------------------------------------------------------------
@@ -446,8 +455,8 @@ class Routed(Model):
 
 @pytest.mark.parametrize("depths", [{1, 3}, {1, 2, 3}])
 def test_of_routed_tokens_nobody_says_which_they_are(depths):
-    snapshot = look(Routed(depths), words(4, 16))
-    for layer in snapshot.layers:
+    seen = watched.look(Routed(depths), words(4, 16))
+    for layer in seen.snapshot().layers:
         routed = layer.index - 1 in depths
         assert len(layer.captured["hidden"]) == (32 if routed else 64)
         for view in ("positions", "last_hidden"):
@@ -455,21 +464,5 @@ def test_of_routed_tokens_nobody_says_which_they_are(depths):
             assert not routed or "routed past it" in layer.missing[view]
         assert "sequences" in layer.captured
     numbers = ", ".join(str(depth + 1) for depth in sorted(depths))
-    told = [note.words() for note in snapshot.info.notes if "routed past it" in note.words()]
+    told = [text for text in watched.notes(seen) if "routed past it" in text]
     assert told[0].startswith(f"hidden states, layer {numbers}: ")
-
-
-# -- the parts ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("ids", "is_free"),
-    [
-        (torch.tensor(3), True), (torch.tensor([3]), True), (torch.tensor([[3], [4]]), True),
-        (torch.tensor([3, 4]), False), (torch.tensor([3, 9]), True), (torch.arange(9), False),
-        (torch.arange(3).expand(2, 3), False), (torch.tensor([[0, 1, 2], [7, 3, 5]]), False),
-        (torch.tensor([[0, 1, 5], [7, 3, 5]]), True), (torch.tensor([5, 4, 3]), True),
-    ],
-)  # fmt: skip
-def test_positions_are_integers_of_which_half_are_one_more_than_the_one_before(ids, is_free):
-    assert no_positions(Lookup(ids, nn.Embedding(9, 2))) is is_free

@@ -1,3 +1,5 @@
+"""Which tokens are padding: as masks say it, as labels say it, and as attention hides them."""
+
 import itertools
 from collections.abc import Callable
 
@@ -13,89 +15,6 @@ from zoo import ZOO
 
 from geomon import describe, measure, select
 from geomon.capture import Window
-from geomon.capture.snapshot import NotSeenError, Snapshot
-from geomon.capture.tokens.padding import HIDDEN_KEYS, Padding, hidden_keys, named_tensors
-
-
-@pytest.mark.parametrize(
-    ("mask", "inverted", "valid"),
-    [
-        (torch.tensor([[1, 1, 0]]), False, [True, True, False]),
-        (torch.tensor([[1.0, 1.0, 0.0]]), False, [True, True, False]),
-        (torch.tensor([[0.0, 0.0, -1e4]]), False, [True, True, False]),
-        (torch.tensor([[0.0, 0.0, 0.0]]), False, [True, True, True]),
-        (torch.tensor([[3e4, 0.0, -3e4]]), False, [True, True, False]),  # a global token
-        (torch.tensor([[False, False, True]]), True, [True, True, False]),
-        (torch.tensor([[0.0, 0.0, -torch.inf]]), True, [True, True, False]),
-    ],
-)
-def test_masks_say_where_tokens_are_in_several_ways(mask, inverted, valid):
-    name = "src_key_padding_mask" if inverted else "attention_mask"
-    for form in (mask, mask[:, None, None]):
-        padding = Padding()
-        padding.take_arguments(nn.Module(), (), {name: form, "mask": ~mask.bool()})
-        assert padding.valid((1, 3)).tolist() == [valid]
-        assert padding.valid((3, 1)).T.tolist() == [valid]
-        assert padding.source((1, 3)) == name
-    for other in ({name: mask[0]}, {"mask": mask}):
-        padding = Padding()
-        padding.take_arguments(nn.Module(), (), other)
-        assert padding.valid((1, 3)) is None
-
-
-def test_a_mask_of_as_many_sequences_as_tokens_is_turned_with_the_hidden_states():
-    padding, mask = Padding(), torch.tensor([[True, False], [True, True]])
-    padding.take_arguments(nn.Module(), (), {"attention_mask": mask})
-    assert torch.equal(padding.valid((2, 2)), mask)
-    assert torch.equal(padding.valid((2, 2), turned=True), mask.T)
-
-
-def test_keys_that_no_query_sees_are_hidden():
-    seen = torch.tensor([[[[1, 0, 0], [1, 1, 0]]]])
-    for mask in (seen, seen.bool(), torch.where(seen.bool(), 0.0, -1e9)):
-        assert hidden_keys(mask).tolist() == [[False, False, True]]
-    assert not hidden_keys(-torch.ones(1, 1, 2, 3)).any()  # a bias
-    far = torch.tensor([0.0, -60.0]).expand(1, 1, 2, 2)
-    assert hidden_keys(far).tolist() == [[False, True]]
-    assert not hidden_keys(far, are_scores=True).any()
-    assert not hidden_keys(far.expand(1, 2, 2, 2)).any()
-
-
-ROLES = {
-    "attention_mask": "", "decoder_attention_mask": "", "key_padding_mask": "",
-    "src_key_padding_mask": "", "tgt_key_padding_mask": "", "encoder_attention_mask": "key",
-    "memory_key_padding_mask": "key", "encoder_padding_mask": "key",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "role"), ROLES.items())
-def test_masks_are_of_the_tokens_themselves_or_of_those_that_they_attend_to(name, role):
-    padding, real = Padding(), torch.tensor([[True, True, False]])
-    padding.take_arguments(nn.Module(), (), {name: ~real if "padding" in name else real})
-    assert torch.equal(padding.valid((1, 3), role), real)
-    assert padding.valid((1, 3), "" if role else "key") is None
-    padding = Padding()
-    padding.take_arguments(nn.Module(), (), {name: torch.full((1, 3), "padding" in name)})
-    said = [note.words().partition(":")[0] for note in padding.notes((1, 3), "")]
-    assert said == [f"{name} leaves no token"] * (not role)
-
-
-@pytest.mark.parametrize("name", ["tgt_mask", "decoder_mask", "trg_mask", "target_mask", "a_mask"])
-def test_of_what_is_given_to_several_stacks_the_first_takes_all_but_what_is_of_a_decoder(name):
-    for first in (True, False):
-        padding = Padding(first=first)
-        padding.take_arguments(nn.Module(), (), {name: torch.tensor([[True, False]])}, shared=True)
-        for shape in ((1, 2), (2, 1)):
-            assert len(padding.notes(shape, "")) == (first and name == "a_mask")
-
-
-def test_without_a_signature_the_arguments_by_name_are_known():
-    module, mask = nn.Module(), torch.ones(2, 3)
-    module.forward = torch.relu  # of C
-    assert [*named_tensors(module, (mask,), {"attention_mask": mask})] == [("attention_mask", mask)]
-
-
-# -- what one pass tells -------------------------------------------------------------------------
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, hides: Tensor | None) -> Tensor:
@@ -106,6 +25,9 @@ def fused(q: Tensor, k: Tensor, v: Tensor, hides: Tensor | None) -> Tensor:
 def by_hand(q: Tensor, k: Tensor, v: Tensor, hides: Tensor | None) -> Tensor:
     scores = scores_of(q, k)
     return (scores if hides is None else scores.masked_fill(~hides, -1e9)).softmax(-1) @ v
+
+
+WAYS = pytest.mark.parametrize("way", [fused, by_hand])
 
 
 class AnyName(nn.Module):
@@ -127,59 +49,66 @@ class AnyName(nn.Module):
 
 
 LENGTHS = torch.tensor([32, 20, 27, 9, 32, 14, 31, 25])
+RIGHT = torch.arange(32) < LENGTHS[:, None]
+LEFT, IDS, ALL = RIGHT.flip(1), batch().clamp(min=1), torch.ones(8, 32, dtype=torch.bool)
+HIDDEN = "the keys that attention hides from every query"
 PAD = 0
 
 
-def padded_batch(side: str = "right") -> tuple[Tensor, Tensor]:
-    """Token ids, and True where they are no padding."""
-    real = torch.arange(32) < LENGTHS[:, None]
-    real = real if side == "right" else real.flip(1)
-    return batch().clamp(min=1).masked_fill(~real, PAD), real
-
-
-def kept(seen: Window, stack: str = "", index: int = 1) -> Tensor:
+def kept(seen: Window, stack: str = "", index: int = 1) -> list[int]:
     seen.snapshot()
-    return sampled(seen, stack, index).rows.sort().values
+    return sampled(seen, stack, index).rows.sort().values.tolist()
 
 
-def assert_equal(one: Snapshot, other: Snapshot) -> None:
-    for a, b in zip(one.layers, other.layers, strict=True):
-        assert a.captured.keys() == b.captured.keys()
-        for view in ("hidden", "token_ids", "projected_query", "projected_key", "visible"):
-            assert (view in a.captured) == (view in b.captured)
-            assert view not in a.captured or torch.equal(a.captured[view], b.captured[view])
+def places(real: Tensor) -> list[int]:
+    return real.flatten().nonzero().squeeze(1).tolist()
 
 
-FORMS = {
-    "bool": lambda mask: mask,
-    "float": lambda mask: mask.float(),
-    "additive": lambda mask: torch.zeros(mask.shape).masked_fill(~mask, -1e9)[:, None, None, :],
-}
+def added(real: Tensor, lowest: float = -1e4, highest: float = 0.0) -> Tensor:
+    return torch.full(real.shape, highest).masked_fill(~real, lowest)
 
 
-@pytest.mark.parametrize("way", [fused, by_hand])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", ["mask", "labels"])
-def test_the_keys_that_attention_hides_are_padding_whatever_the_model_is_given(name, form, way):
-    ids, real = padded_batch("left" if name == "mask" else "right")
-    seen = look(AnyName(way).hide(real), ids, **{name: FORMS[form](~real)})
-    assert torch.equal(kept(seen), real.flatten().nonzero().squeeze(1))
-    said = f"padding, 26 % of the tokens, was left out, going by {HIDDEN_KEYS}"
-    assert notes(seen) == [said]
-    assert seen.padding("") == HIDDEN_KEYS
+# -- what masks say ------------------------------------------------------------------------------
+
+GLOBAL = added(RIGHT, -3e4).index_fill(1, torch.tensor([0]), 3e4)  # a global token
+# Masks under a name, the tokens that they leave, and whether they are taken for padding.
+MASKS = [
+    *((name, mask, RIGHT, True) for name in ("attention_mask", "decoder_attention_mask")
+      for mask in (RIGHT, RIGHT.float(), RIGHT.long(), added(RIGHT), GLOBAL, RIGHT[:, None, None])),
+    *((name, mask, LEFT, True) for name in
+      ("src_key_padding_mask", "tgt_key_padding_mask", "key_padding_mask") for mask in
+      (~LEFT, added(LEFT, -torch.inf), ~LEFT[:, None, None])),
+    ("attention_mask", added(ALL), ALL, True),
+    ("attention_mask", RIGHT[0], ALL, False),  # of no sequence
+    ("encoder_attention_mask", RIGHT, ALL, False),  # of other tokens, which these attend to
+    ("memory_key_padding_mask", ~RIGHT, ALL, False),
+    ("encoder_padding_mask", ~RIGHT, ALL, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mask", "real", "known"), MASKS)
+def test_masks_say_where_tokens_are_in_several_ways(name, mask, real, known):
+    seen = look(AnyName(), IDS, **{name: mask})
+    assert kept(seen) == places(real)
+    assert seen.padding("") == (name if known else None)
+
+
+def test_a_mask_of_as_many_sequences_as_tokens_is_turned_with_the_hidden_states():
+    model, real = nn.TransformerEncoderLayer(32, 4, 64, 0.0), RIGHT[:, -8:]  # length first
+    stack = nn.TransformerEncoder(model, 2, enable_nested_tensor=False)
+    seen = look(stack, torch.randn(8, 8, 32), src_key_padding_mask=~real)
+    assert kept(seen) == places(real.T)
 
 
 @pytest.mark.parametrize("name", ["mask", "src_padding", "lengths", "x_len"])
 def test_what_may_say_where_padding_is_and_is_not_read_is_named(name):
-    ids, real = padded_batch()
-    seen = look(AnyName(), ids, **{name: LENGTHS if "len" in name else real})
-    assert len(kept(seen)) == ids.numel()
+    seen = look(AnyName(), IDS, **{name: LENGTHS if "len" in name else RIGHT})
+    assert len(kept(seen)) == IDS.numel()
     (note,) = notes(seen)
-    assert note.startswith(f"padding may be counted: {name} may mark it")
-    alike = torch.full_like(LENGTHS, 32) if "len" in name else torch.ones_like(real)
-    everything = torch.ones_like(ids)
-    for given in ({name: alike}, {name: real, "attention_mask": everything}):
-        assert notes(look(AnyName(), ids, **given)) == []
+    assert note.startswith(f"padding may be counted: {name} may say where it is")
+    alike = torch.full_like(LENGTHS, 32) if "len" in name else ALL.long()
+    for given in ({name: alike}, {name: RIGHT, "attention_mask": ALL.long()}):
+        assert notes(look(AnyName(), IDS, **given)) == []
 
 
 OTHERS = ("labels", "token_type_ids", "loss_mask", "prompt_mask", "special_tokens_mask", "chosen")
@@ -187,145 +116,160 @@ OTHERS = ("labels", "token_type_ids", "loss_mask", "prompt_mask", "special_token
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_arguments_of_zeros_and_ones_say_nothing(name):
-    ids, real = batch(), torch.arange(32) >= LENGTHS[:, None] // 2
-    for model in (AnyName(), AnyName().hide(torch.ones_like(real))):
-        plain = look(model, ids, rows=100).snapshot()
+    real = torch.arange(32) >= LENGTHS[:, None] // 2
+    for model in (AnyName(), AnyName().hide(ALL)):
         for given in (real, real.long(), real.long().masked_fill(~real, -100)):
-            seen = look(model, ids, rows=100, **{name: given})
-            assert_equal(seen.snapshot(), plain)
-            assert notes(seen) == []
-            assert seen.padding("") is None
+            seen = look(model, IDS, **{name: given})
+            assert (kept(seen), notes(seen), seen.padding("")) == (places(ALL), [], None)
 
 
-@pytest.mark.parametrize("way", [fused, by_hand])
-def test_padding_that_is_known_after_the_pass_leaves_fewer_rows_and_no_padding(way):
-    ids, real = padded_batch()
-    left = kept(look(AnyName(way).hide(real), ids, rows=100))
-    assert 50 < len(left) < 100
-    assert real.flatten()[left].all()
-    assert len(kept(look(AnyName(way).hide(real), ids, rows=100, attention_mask=real))) == 100
+class Both(nn.Module):
+    """An encoder and a decoder that are given all arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = AnyName(), AnyName()
+
+    def forward(self, ids: Tensor, **given: Tensor) -> Tensor:
+        return self.encoder(ids) + self.decoder(ids)
 
 
-@pytest.mark.parametrize("way", [fused, by_hand])
-def test_padding_between_tokens_is_left_out(way):
-    """A text of its own length, padded, with an image behind it."""
-    real = torch.ones(8, 32, dtype=torch.bool)
-    real[:, :20] = torch.arange(20) < LENGTHS[:, None] // 2
-    seen = look(AnyName(way).hide(real), batch())
-    assert torch.equal(kept(seen), real.flatten().nonzero().squeeze(1))
-
-
-@pytest.mark.parametrize("way", [fused, by_hand])
-def test_keys_that_one_layer_alone_hides_are_tokens(way):
-    """Sparse attention chooses keys anew at each layer."""
-    model, real = AnyName(way), padded_batch()[1]
-    other = real.roll(11, 1)
-    seen = look(model.hide(real, other), batch())
-    assert torch.equal(kept(seen), (real | other).flatten().nonzero().squeeze(1))
-
-
-def test_a_mask_that_hides_one_place_of_all_sequences_is_of_the_attention():
-    before = torch.ones(32, 32, dtype=torch.bool).tril(-1)  # nothing sees the last token
-    before[0, 0] = True
-    seen = look(AnyName().hide(before[None, None]), batch())
-    assert len(kept(seen)) == 8 * 32
-    assert notes(seen) == []
-    before[:, 28:] = False
-    assert len(kept(look(AnyName().hide(before[None, None]), batch()))) == 8 * 28
+@pytest.mark.parametrize("name", ["tgt_mask", "decoder_mask", "trg_mask", "target_mask", "a_mask"])
+def test_of_what_is_given_to_several_stacks_the_first_takes_all_but_what_is_of_a_decoder(name):
+    said = [text for text in notes(look(Both(), IDS, **{name: RIGHT})) if name in text]
+    assert [text.partition(":")[0] for text in said] == (["encoder"] if name == "a_mask" else [])
 
 
 @pytest.mark.parametrize("name", ["attention_mask", "key_padding_mask"])
 def test_a_mask_that_leaves_no_token_is_not_believed_and_said(name):
-    ids = batch()
-    nothing = torch.zeros_like(ids) if name == "attention_mask" else torch.ones_like(ids).bool()
-    seen = look(AnyName(), ids, **{name: nothing})
-    assert len(kept(seen)) == ids.numel()
-    assert notes(seen) == [f"{name} leaves no token: it is not read as a padding mask"]
-    hidden = look(AnyName().hide(torch.zeros_like(ids).bool()), ids)
-    assert len(kept(hidden)) == ids.numel()
+    seen = look(AnyName(), IDS, **{name: ~ALL if name == "attention_mask" else ALL})
+    assert kept(seen) == places(ALL)
+    assert notes(seen) == [f"{name} leaves no token: it is not read as a mask of padding"]
+    assert kept(look(AnyName().hide(~ALL), IDS)) == places(ALL)
 
 
 @pytest.mark.parametrize("name", ["attention_mask", "key_padding_mask"])
 def test_a_mask_that_means_the_opposite_of_its_name_gives_no_values_and_says_so(name):
-    ids, real = padded_batch()
-    model = AnyName().hide(real)
-    inverted = ~real if name == "attention_mask" else real
-    snapshot = look(model, ids, **{name: inverted}).snapshot()
-    for layer in snapshot.layers:
+    model, inverted = AnyName().hide(RIGHT), ~RIGHT if name == "attention_mask" else RIGHT
+    for layer in look(model, IDS, **{name: inverted}).snapshot().layers:
         assert not {"hidden", "visible", "projected_query"} & layer.captured.keys()
         assert f"exactly the tokens that {name} marks as tokens" in layer.missing["hidden"]
-    with pytest.raises(NotSeenError, match="its values mean the opposite"):
-        measure(model, {"ids": ids, name: inverted})
-    right = look(model, ids, **{name: ~inverted}).snapshot()
-    assert len(right.layers[1].captured["hidden"]) == real.sum()
+    with pytest.raises(RuntimeError, match="its values mean the opposite"):
+        measure(model, {"ids": IDS, name: inverted})
+    assert kept(look(model, IDS, **{name: ~inverted})) == places(RIGHT)
+
+
+# -- what attention hides ------------------------------------------------------------------------
+
+FORMS = {
+    "bool": lambda mask: mask,
+    "float": lambda mask: mask.float(),
+    "additive": lambda mask: added(~mask, -1e9)[:, None, None, :],
+}
+
+
+@WAYS
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["mask", "labels"])
+def test_the_keys_that_attention_hides_are_padding_whatever_the_model_is_given(name, form, way):
+    real = LEFT if name == "mask" else RIGHT
+    seen = look(AnyName(way).hide(real), IDS, **{name: FORMS[form](~real)})
+    assert kept(seen) == places(real)
+    assert notes(seen) == [f"padding, 26 % of the tokens, was left out, going by {HIDDEN}"]
+    assert seen.padding("") == HIDDEN
+
+
+@WAYS
+def test_padding_that_is_known_after_the_pass_leaves_fewer_rows_and_no_padding(way):
+    left = kept(look(AnyName(way).hide(RIGHT), IDS, rows=100))
+    assert 50 < len(left) < 100
+    assert set(left) <= set(places(RIGHT))
+    assert len(kept(look(AnyName(way).hide(RIGHT), IDS, rows=100, attention_mask=RIGHT))) == 100
+
+
+OTHER = RIGHT.roll(11, 1)
+BETWEEN = torch.cat([torch.arange(20) < LENGTHS[:, None] // 2, ALL[:, 20:]], dim=1)
+BEFORE = ALL[0].expand(32, 32).tril(-1) | (torch.arange(1024).view(32, 32) == 0)
+# Keys that the attention of each layer leaves -> tokens.
+LEAVES = {
+    "between tokens, as before an image": ([BETWEEN], BETWEEN),
+    "by one layer alone, as sparse attention": ([RIGHT, OTHER], RIGHT | OTHER),
+    "one place of all sequences": ([BEFORE[None, None]], ALL),
+    "several places of all": ([(BEFORE & (torch.arange(32) < 28))[None, None]],
+                              (torch.arange(32) < 28).expand(8, -1)),
+}  # fmt: skip
+
+
+@WAYS
+@pytest.mark.parametrize("case", LEAVES)
+def test_keys_that_no_query_of_any_layer_sees_are_padding(case, way):
+    hides, real = LEAVES[case]
+    seen = look(AnyName(way).hide(*hides), IDS)
+    assert kept(seen) == places(real)
+    assert bool(notes(seen)) == (real is not ALL and not real.all())
+
+
+@pytest.mark.parametrize(
+    ("heads", "lowest", "hides"), [(1, -60, True), (2, -60, False), (2, -1e4, True)]
+)
+def test_a_bias_of_each_head_hides_only_what_no_score_reaches(heads, lowest, hides):
+    model, bias = AnyName(), added(RIGHT, lowest)[:, None, None].expand(-1, heads, -1, -1)
+    model.blocks = blocks_of(lambda q, k, v: fused(q, k, v, bias), heads=2)
+    assert kept(look(model, IDS)) == places(RIGHT if hides else ALL)
 
 
 # -- encoders and decoders -----------------------------------------------------------------------
 
 
-T5 = "T5 (position bias)"
-
-
 def test_labels_of_minus_100_tell_the_padding_of_a_decoder():
-    model, (ids, real) = built(ZOO[T5], "sdpa"), padded_batch()
+    model = built(ZOO["T5 (position bias)"], "sdpa")
     labels = batch(length=16, seed=4).clamp(min=3)
-    lengths = torch.tensor([16, 3, 9, 12, 16, 1, 7, 10])
+    lengths = torch.tensor([16, 3, 9, 12, 16, 1, 0, 10])
     labels[torch.arange(16) >= lengths[:, None]] = -100
-    given = {"input_ids": ids, "attention_mask": real.long(), "labels": labels}
+    labels[1, 1] = -100  # between labels: a token
+    given = {"input_ids": IDS, "attention_mask": RIGHT.long(), "labels": labels}
     seen = look(model, **given)
     expected = torch.arange(16) < lengths[:, None] + 1  # the start token and the labels
-    assert torch.equal(kept(seen, "decoder"), expected.flatten().nonzero().squeeze(1))
+    assert kept(seen, "decoder") == places(expected)
     assert seen.padding("decoder") == "labels of -100"
     for layer in [x for x in seen.snapshot().layers if x.stack == "decoder"][1:]:
         assert layer.captured["visible"].any(-1).any(1).sum() == expected.sum()
         assert len(layer.captured["projected_query"]) == expected.sum()
-    assert len(kept(seen, "encoder")) == real.sum()
+    assert kept(seen, "encoder") == places(RIGHT)
     shown = dict(describe(model, given).rows)["padding"]
     assert "of the decoder left out, going by labels of -100" in shown
 
 
-@pytest.mark.parametrize("decodes", [True, False])
-def test_of_a_decoder_the_start_and_all_up_to_the_last_label_are_tokens(decodes):
-    padding, none = Padding(decodes=decodes), -100
-    labels = torch.tensor([[5, none, 6, none, none], [none] * 5])
-    padding.take_arguments(nn.Module(), (), {"labels": labels})
-    expected = torch.arange(5) < torch.tensor([[4], [1]])
-    assert torch.equal(padding.valid((2, 5)), expected) if decodes else not padding.valid((2, 5))
-
-
 def test_describe_says_what_the_padding_was_known_by():
-    ids, real = padded_batch()
-
     class Named(AnyName):
         def forward(self, ids, pad_mask=None):
             return super().forward(ids)
 
-    model = Named().hide(real)
+    model = Named().hide(RIGHT)
     assert "as a pass shows" in dict(describe(model).rows)["padding"]
-    shown = dict(describe(model, (ids, ~real)).rows)["padding"]
-    assert shown == "left out, going by the keys that attention hides from every query"
-    shown = dict(describe(model.hide(None), batch()).rows)["padding"]
+    shown = dict(describe(model, (IDS, ~RIGHT)).rows)["padding"]
+    assert shown == f"left out, going by {HIDDEN}"
+    shown = dict(describe(model.hide(None), IDS).rows)["padding"]
     assert shown.startswith("none in this pass")
 
 
-@pytest.mark.parametrize("way", [fused, by_hand])
+@WAYS
 def test_padding_that_is_inferred_after_the_pass_is_not_in_the_largest_logit(way):
     """It is computed while queries are alive, and padding may be known only later."""
-    ids, real = padded_batch()
-    model = AnyName(way).hide(real)
+    model, ids = AnyName(way).hide(RIGHT), IDS.masked_fill(~RIGHT, PAD)
     own = model.blocks[0].attention
     with torch.no_grad():  # the queries of padding are the largest: W_q stretches them most
         model.tokens.weight[PAD] = 100 * torch.linalg.svd(own.q_proj.weight).Vh[0]
     named, other = (
-        measure(model, {"ids": ids, name: real}, metrics=select("max_logit"))
+        measure(model, {"ids": ids, name: RIGHT}, metrics=select("max_logit"))
         for name in ("attention_mask", "which_count")
     )
     assert other == pytest.approx(named)
     with torch.no_grad():
         model(ids)
     scores = scores_of(own.query.double(), own.key.double())
-    scores = scores.masked_fill(~real[:, None, None], -torch.inf)
-    tokens = scores.masked_fill(~real[:, None, :, None], -torch.inf).amax(dim=(0, 2, 3))
+    scores = scores.masked_fill(~RIGHT[:, None, None], -torch.inf)
+    tokens = scores.masked_fill(~RIGHT[:, None, :, None], -torch.inf).amax(dim=(0, 2, 3))
     assert (scores.amax(dim=(0, 2, 3)) > tokens * 1.01).any()
     found = [other[f"max_logit/layer_01/head_{head}"] for head in range(4)]
     assert found == pytest.approx(tokens.tolist(), rel=1e-5)

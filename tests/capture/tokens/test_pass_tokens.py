@@ -5,10 +5,7 @@ import torch
 from models import batch, transformer
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as attend
-from watched import blocks_of, look
-
-from geomon.capture import Window, find_anatomy
-from geomon.capture.snapshot import explain_missing
+from watched import ToContext, blocks_of, look
 
 LENGTHS = torch.tensor([12, 5, 9, 12, 1, 7])
 
@@ -51,13 +48,9 @@ def test_where_the_last_token_was_known_too_late_it_is_missing_with_the_reason()
     """Attention says so when the rows are kept already."""
     real = mask_of("right")
     model = blocks_of(lambda q, k, v: attend(q, k, v, attn_mask=real[:, None, None, :]))
-    snapshot = look(model, torch.randn(6, 12, 32)).snapshot()
-    layer = snapshot.layers[1]
+    layer = look(model, torch.randn(6, 12, 32)).snapshot().layers[1]
     assert len(layer.captured["hidden"]) == int(LENGTHS.sum())
     assert "attention_mask" in layer.missing["last_hidden"]
-    explained = explain_missing(snapshot, {"last_hidden"})
-    assert "hidden states of the last tokens" in explained
-    assert explain_missing(snapshot, {"hidden"}) is None
 
 
 def test_at_most_as_many_sequences_as_rows_are_kept():
@@ -77,44 +70,30 @@ def test_what_has_no_last_token_is_not_asked_or_says_why():
 
 
 def test_a_window_that_is_not_asked_keeps_no_last_tokens():
-    model = transformer("gpt2").eval()
-    with torch.no_grad(), Window(find_anatomy(model), {"hidden"}, rows=9, seed=0) as seen:
-        model(batch(6, 12))
+    seen = look(transformer("gpt2"), batch(6, 12), options={"views": {"hidden"}})
     assert not any(view.startswith("last_") for view in seen.snapshot().layers[1].captured)
 
 
-class CrossBlock(nn.Module):
-    def __init__(self, width=8):
-        super().__init__()
-        self.q_proj, self.k_proj = nn.Linear(width, width), nn.Linear(width, width)
-        self.v_proj, self.num_heads = nn.Linear(width, width), 2
-
-    def forward(self, x, context):
-        made = self.q_proj(x), self.k_proj(context), self.v_proj(context)
-        query, key, value = (each.unflatten(2, (2, -1)).transpose(1, 2) for each in made)
-        return x + attend(query, key, value).transpose(1, 2).flatten(2)
-
-
-class CrossModel(nn.Module):
+class ToContexts(nn.Module):
     """Blocks that attend to a context of another length alone."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.table = nn.Embedding(64, 8)
-        self.blocks = nn.ModuleList(CrossBlock() for _ in range(2))
+        self.table = nn.Embedding(64, 32)
+        self.blocks = nn.ModuleList(ToContext() for _ in range(2))
 
     def forward(self, ids, context):
         x = self.table(ids)
         for block in self.blocks:
-            x = block(x, context)
+            x = x + block(x, context)
         return x
 
 
 def test_projected_keys_of_a_context_have_its_sequences():
-    model, ids, context = CrossModel(), torch.randint(64, (3, 6)), torch.randn(3, 10, 8)
+    model, ids, context = ToContexts(), torch.randint(64, (3, 6)), torch.randn(3, 10, 32)
     views = look(model, ids, context=context).snapshot().layers[1].captured
-    made = model.blocks[0].k_proj(context).flatten(0, 1)
+    made = model.blocks[0].to_k(context).flatten(0, 1)
     same = (views["projected_key"].flatten(1)[:, None] == made).all(2)
     assert same.sum(1).tolist() == [1] * 30
     assert views["key_sequences"].tolist() == (same.long().argmax(1) // 10).tolist()

@@ -1,84 +1,74 @@
+"""Which rows, queries and sequences a window keeps, and where the width of its rows is."""
+
 import pytest
 import torch
+from models import PlainDecoder, batch
+from referee import sampled
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from watched import blocks_of, check_hidden, look, notes
 
-from geomon.capture.tokens.sampling import (
-    ATTENTION_QUERIES,
-    MemoryLimit,
-    RowSampler,
-    move_width_last,
-)
+from geomon.capture import ATTENTION_QUERIES
 
 
-def limited(megabytes, rows=1000, layers=5, blocks=4, width=64, **more):
-    sampler = RowSampler(rows, seed=0)
-    limit = MemoryLimit(megabytes, sampler, layers=layers, blocks=blocks, **more)
-    limit.fit_rows(width)
-    return limit, sampler
-
-
-def test_rows_and_what_is_kept_of_them_take_half_of_the_memory():
-    _, sampler = limited(1.0)
-    # 5 hidden states, and 4 times queries and keys as projected and as attended, of 256 bytes each.
-    assert sampler.max_rows == int(0.5e6 / (256 * (5 + 16)))
-    _, bare = limited(1.0, blocks=0)
-    assert bare.max_rows == int(0.5e6 / (256 * 5))
-    _, shared = limited(3.0, share=3)
-    assert shared.max_rows == sampler.max_rows
-
-
-@pytest.mark.parametrize("megabytes", [None, 100.0])
-def test_more_memory_than_is_asked_for_limits_nothing(megabytes):
-    wide, sampler = limited(megabytes)
-    assert sampler.max_rows == 1000
-    assert wide.notes() == []
-
-
-def test_fewer_rows_are_noted():
-    tight, sampler = limited(0.5)
-    (note,) = tight.notes()
-    assert note.words() == (
-        f"at most {sampler.max_rows} rows instead of 1000 are kept: a window may hold 0.5 MB "
-        "(max_capture_mb)"
-    )
-
-
-def test_some_rows_are_kept_whatever_the_limit():
-    _, sampler = limited(1e-6)
-    assert sampler.max_rows == 16
-
-
-@pytest.mark.parametrize("valid", [None, torch.arange(20).view(4, 5) % 2 == 0])
-def test_rows_are_numbered_in_the_order_in_which_they_are_sampled(valid):
-    sampler = RowSampler(6, seed=0)
-    rows = sampler.sample_rows(torch.Size((4, 5)), valid)
-    numbers = sampler.number_rows(20)[rows]
-    assert len(rows.unique()) == 6
-    assert (numbers.diff() > 0).all()
-    assert (numbers[-1] == 5) == (valid is None)
-    assert valid is None or valid.flatten()[rows].all()
-
-
+# Of each row what enters the first of 3 blocks and leaves each, and queries and keys of each.
 @pytest.mark.parametrize(
-    ("shape", "parts", "moved"),
+    ("views", "options", "kept"),
     [
-        ((2, 8, 5, 5), [nn.Conv2d(8, 8, 3)], True),
-        ((2, 8, 8, 8), [nn.Conv2d(8, 8, 3), nn.Linear(8, 8)], True),
-        ((2, 5, 5, 8), [nn.Conv2d(8, 8, 3)], False),
-        ((2, 5, 5, 8), [nn.Linear(8, 8)], False),
-        ((2, 8, 7), [nn.Conv1d(8, 8, 3)], True),
-        ((2, 7, 8), [nn.Conv1d(7, 7, 3), nn.LayerNorm(8)], False),
-        ((2, 7, 8), [nn.Linear(8, 8)], False),
-        ((7, 8), [nn.Conv1d(7, 7, 3)], False),
+        ({"hidden"}, {}, 4),
+        ({"hidden"}, {"extra_layers": ("final_norm",)}, 5),
+        ({"hidden", "last_hidden"}, {}, 8),
+        ({"hidden", "query"}, {}, 16),
+        ({"hidden", "projected_query"}, {}, 16),
     ],
 )
-def test_the_width_is_found_among_the_dimensions(shape, parts, moved):
-    """What leaves a block has the channels that it makes, what enters may have those it takes."""
-    rows = torch.randn(shape)
-    for block, entering in ((nn.Sequential(*parts), False), (nn.Conv1d(shape[1], 9, 1), True)):
-        found = move_width_last(rows, block, entering=entering)
-        assert torch.equal(found, rows.movedim(1, -1) if moved or entering else rows)
-    assert move_width_last(rows, nn.Conv1d(shape[1], 9, 1), entering=False) is rows
+def test_a_limit_of_memory_counts_all_that_is_kept_of_a_row(views, options, kept):
+    options = {"views": views, "max_mb": 0.5, **options}
+    info = look(PlainDecoder(), batch(64, 32), rows=10**6, options=options).snapshot().info
+    assert info.tokens == int(0.25e6 / (4 * 32 * kept))
+
+
+LIMITS = [(1e-6, 16), (0.1, None), (100.0, 1024), (None, 1024)]
+
+
+@pytest.mark.parametrize(("limit", "tokens"), LIMITS)
+def test_memory_is_held_by_keeping_fewer_rows_and_said(limit, tokens):
+    seen = look(PlainDecoder(), batch(64, 16), rows=1024, options={"max_mb": limit})
+    snapshot = seen.snapshot()
+    assert snapshot.info.tokens == (tokens or snapshot.info.tokens)
+    names = ("hidden", "projected_query", "projected_key", "query", "key")
+    views = [x.captured[name] for x in snapshot.layers for name in names if name in x.captured]
+    held = sum(view.numel() for view in views) * 4e-6
+    assert tokens or 0.25 * limit < held <= limit
+    assert "query" in snapshot.layers[1].captured  # attention is seen with fewer rows, too
+    said = f"at most {snapshot.info.tokens} rows instead of 1024 are kept: a window may hold "
+    assert [text[: len(said)] for text in notes(seen)] == [said] * (snapshot.info.tokens < 1024)
+
+
+def test_only_the_kept_rows_stay_in_memory():
+    seen = look(PlainDecoder(width=256, layers=2), batch(64, 64), rows=8)
+    held = [layer.captured["hidden"] for layer in seen.snapshot().layers]
+    assert [kept.untyped_storage().nbytes() for kept in held] == [8 * 256 * 4] * 3
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_rows_are_the_same_at_every_layer_and_by_seed_alone(padded):
+    model, ids, state = PlainDecoder().eval(), batch(), torch.random.get_rng_state()
+    hides = {"attention_mask": torch.arange(32).expand(8, 32) % 3 > 0} if padded else {}
+    model.forward, forward = (lambda ids, attention_mask=None: forward(ids)), model.forward
+    rows = []
+    for seed in (1, 1, 2):
+        seen = look(model, ids, rows=40, options={"seed": seed}, **hides)
+        rows.append([sampled(seen, "", layer.index).rows for layer in seen.snapshot().layers])
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(torch.equal(each, rows[0][0]) for each in [*rows[0], *rows[1]])
+    assert not torch.equal(rows[2][0], rows[0][0])
+    assert len(set(rows[0][0].tolist())) == 40
+    assert not padded or (rows[0][0] % 32 % 3 > 0).all()
+
+
+def attend(q, k, v):
+    return scaled_dot_product_attention(q, k, v)
 
 
 @pytest.mark.parametrize(
@@ -91,23 +81,50 @@ def test_the_width_is_found_among_the_dimensions(shape, parts, moved):
     ],
 )
 def test_each_eighth_of_the_sequences_asks_at_the_same_positions(sequences, length, shifts):
-    chosen, places = RowSampler(10**8, 0).sample_queries(sequences, length)
-    assert chosen.tolist() == list(range(sequences))
-    assert places.shape == (sequences, min(length, ATTENTION_QUERIES // sequences))
-    assert len(torch.unique(places, dim=0)) == shifts
+    seen = look(blocks_of(attend, 4, heads=1), torch.randn(sequences, length, 4))
+    chosen = sampled(seen, "", 1)
+    assert chosen.sequences.tolist() == list(range(sequences))
+    assert chosen.places.shape == (sequences, min(length, ATTENTION_QUERIES // sequences))
+    assert len(torch.unique(chosen.places, dim=0)) == shifts
     for first in range(0, sequences - shifts + 1, shifts):  # together they ask at even distances
-        asked = places[first : first + shifts].flatten().sort().values
+        asked = chosen.places[first : first + shifts].flatten().sort().values
         assert torch.equal(asked, (2 * torch.arange(len(asked)) + 1) * length // (2 * len(asked)))
 
 
-def test_some_sequences_are_taken_where_not_all_rows_fit():
-    chosen, places = RowSampler(200, 3).sample_queries(50, 40)
-    assert chosen.tolist() == sorted(set(chosen.tolist()))
-    assert places.shape == (5, 40)
-    assert torch.equal(RowSampler(200, 3).sample_queries(50, 40)[0], chosen)
-    assert not torch.equal(RowSampler(200, 4).sample_queries(50, 40)[0], chosen)
-    assert len(RowSampler(20, 0).sample_queries(9, 40)[0]) == 1  # one at least
-    fewer = RowSampler(10**6, 0)
-    fewer.limit(80)
-    chosen, places = fewer.sample_queries(50, 40)
-    assert (len(chosen), places.shape) == (2, (2, 40))
+def test_queries_and_keys_are_of_some_sequences_if_not_all_rows_fit():
+    """Each by itself, where nothing rotates: two errors that agree would still attend."""
+    model, x, found = blocks_of(attend), torch.randn(50, 40, 32), []
+    for rows, seed in ((200, 3), (200, 3), (200, 4), (20, 0)):
+        seen = look(model, x, rows=rows, options={"seed": seed})
+        chosen, views = sampled(seen, "", 2), seen.snapshot().layers[2].captured
+        own, found = model[1].attention, [*found, chosen.sequences.tolist()]
+        assert torch.equal(views["query"], own.query[chosen.sequences])
+        assert torch.equal(views["key"], own.key[chosen.sequences])
+        projected = own.query.transpose(1, 2).flatten(0, 1)[chosen.query_rows]
+        assert torch.equal(views["projected_query"], projected)
+        assert len(chosen.query_rows) == rows
+    assert found[0] == found[1] == sorted(set(found[0])) != found[2]
+    assert [len(each) for each in found] == [5, 5, 5, 1]
+
+
+def conv(kind, width):
+    return kind(width, width, 3, padding=1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts", "moved"),
+    [
+        ((2, 8, 5, 5), [conv(nn.Conv2d, 8)], True),
+        ((2, 8, 8, 8), [conv(nn.Conv2d, 8), nn.Linear(8, 8)], True),
+        ((2, 8, 7), [conv(nn.Conv1d, 8)], True),
+        ((2, 5, 5, 8), [nn.Linear(8, 8)], False),
+        ((2, 7, 8), [conv(nn.Conv1d, 7), nn.LayerNorm(8)], False),
+        ((2, 7, 8), [nn.Linear(8, 8)], False),
+        ((7, 8), [conv(nn.Conv1d, 7)], False),
+    ],
+)
+def test_the_width_is_found_among_the_dimensions(shape, parts, moved):
+    model, x = nn.Sequential(nn.Sequential(*parts), nn.Sequential(*parts)), torch.randn(shape)
+    seen = look(model, x)
+    for depth, state in enumerate([x, model[0](x), model(x)]):
+        check_hidden(seen, depth, state.movedim(1, -1) if moved else state)
