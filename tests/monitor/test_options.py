@@ -14,16 +14,16 @@ from models import PlainDecoder
 from geomon import Memory, Monitor
 from geomon.huggingface import GeometryMonitor as OfTrainer
 from geomon.lightning import GeometryMonitor as OfLightning
-from geomon.monitor.options import (
-    CallbackOptions,
-    MonitorOptions,
-    check_callback_options,
-    check_options,
-    declared,
-)
-from geomon.monitor.planner import DEFAULT_SHARE
+from geomon.monitor import CallbackOptions, CallbackSession
 
 CALLBACKS = (OfLightning, OfTrainer)
+
+
+def options_of(**given):
+    """All options, checked."""
+    return CallbackSession(given, "GeometryMonitor").options
+
+
 # What a user may type wrong, and the words of the answer.
 WRONG = [
     ({"tokens": 0}, "tokens is a whole number of at least 1, got 0"),
@@ -60,23 +60,19 @@ WRONG = [
     ],
 )  # fmt: skip
 def test_a_budget_is_understood_as_people_type_it(typed, share):
-    for check in (check_options, check_callback_options):
-        checked = check({"budget": typed}, "Monitor")["budget"]
-        assert checked == share
-        assert checked is None or type(checked) is float
-        assert check({"budget": checked}, "Monitor")["budget"] == checked
+    checked = options_of(budget=typed)["budget"]
+    assert checked == share
+    assert checked is None or type(checked) is float
 
 
 def test_every_option_has_a_default_that_its_own_check_lets_pass():
-    for check, options in (
-        (check_options, MonitorOptions),
-        (check_callback_options, CallbackOptions),
-    ):
-        checked = check({}, "Monitor")
-        assert checked.keys() == get_type_hints(options).keys() == declared(options).keys()
-        assert check(checked, "Monitor") == checked
-        assert all(one.words.endswith(".") for one in declared(options).values())
-    assert check_callback_options({}, "GeometryMonitor")["directory"] is None
+    checked = options_of()
+    assert checked.keys() == get_type_hints(CallbackOptions).keys()
+    assert options_of(**checked) == checked
+    assert checked["directory"] is None
+    assert options_of(log="val_loss")["log"] == ("val_loss",)
+    small = {"max_capture_mb": 0.5, "rank_timeout": 0.5, "sink_timeout": 0.5, "queries": None}
+    assert options_of(**small).items() >= small.items()
 
 
 def test_the_pages_state_the_defaults():
@@ -85,31 +81,24 @@ def test_the_pages_state_the_defaults():
     for names, defaults in re.findall(r"^\| (`.*?) \| (.*?) \|", table, re.MULTILINE):
         texts = defaults.partition(";")[0].replace("`", "").split(", ")
         stated |= zip(re.findall(r"`(\w+)`", names), texts, strict=True)
+    found = options_of() | {"directory": "runs/geomon"}  # of a monitor: a trainer has its own
     for name in stated.keys() - {"metrics", "schedule", "alerts"}:  # which are shown by name
-        assert ast.literal_eval(stated[name]) == declared(CallbackOptions)[name].default, name
-    takes = f"geomon takes at most {100 * DEFAULT_SHARE:g} % of the time"
-    assert takes in (docs / "cost.md").read_text()
+        assert ast.literal_eval(stated[name]) == found[name], name
 
 
-@pytest.mark.parametrize(
-    ("cls", "options"),
-    [(Monitor, MonitorOptions), *((callback, CallbackOptions) for callback in CALLBACKS)],
-    ids=["Monitor", "Lightning", "Trainer"],
-)
-def test_help_shows_every_option_with_its_default_and_type_checkers_see_its_type(cls, options):
+@pytest.mark.parametrize("cls", [Monitor, *CALLBACKS], ids=["Monitor", "Lightning", "Trainer"])
+def test_help_shows_every_option_with_its_default_and_type_checkers_see_its_type(cls):
     text = inspect.getdoc(cls)
     assert "{options}" not in text
     assert max(map(len, text.splitlines())) <= 100
-    arguments = text.partition("Raises:")[0]
+    arguments, _, raised = text.partition("Raises:")
+    assert "TypeError: An argument has a name that does not exist." in raised
+    parameters = inspect.signature(cls).parameters.values()
+    (given,) = [each for each in parameters if each.kind is inspect.Parameter.VAR_KEYWORD]
+    (options,) = get_args(given.annotation)
+    assert (options is CallbackOptions) == (cls is not Monitor)
     named = re.findall(r"^ {4}(\w+) \(default ", arguments, re.MULTILINE)
-    assert named == list(declared(options))
-    assert "TypeError: An argument has a name that does not exist." in text.partition("Raises:")[2]
-    (given,) = [
-        parameter
-        for parameter in inspect.signature(cls).parameters.values()
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD
-    ]
-    assert get_args(given.annotation) == (options,)
+    assert named == list(get_type_hints(options))
 
 
 @pytest.mark.parametrize("callback", CALLBACKS)
@@ -123,16 +112,6 @@ def test_what_is_no_list_of_sinks_is_refused_before_the_training(callback, sinks
 def test_a_detail_that_is_not_measured_is_refused(callback):
     with pytest.raises(ValueError, match="detail names 'gride', which is not measured; metrics ha"):
         callback(metrics=["twonn"], detail=["twonn", "gride"])
-
-
-def test_one_name_to_log_stands_for_itself_and_all_rows_may_be_queries():
-    checked = check_options({"log": "val_loss", "queries": None}, "Monitor")
-    assert (checked["log"], checked["queries"]) == (("val_loss",), None)
-
-
-def test_small_limits_are_limits():
-    small = {"max_capture_mb": 0.5, "rank_timeout": 0.5, "sink_timeout": 0.5}
-    assert check_options(small, "Monitor").items() >= small.items()
 
 
 @pytest.mark.parametrize("callback", CALLBACKS)
