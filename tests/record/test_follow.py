@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from geomon.record import FILE_NAME, Follower, follow
+from geomon.record import FILE_NAME, Follower
 
 
 @pytest.mark.parametrize("name", ["", FILE_NAME])
@@ -80,7 +80,7 @@ def test_the_follower_counts_lines_and_tells_runs_that_write_at_once(make_readin
 def test_a_line_that_is_being_written_is_not_too_long_because_of_those_before(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(follow, "MAX_LINE", 1000)
+    monkeypatch.setattr("geomon.record.follow.MAX_LINE", 1000)
     path = tmp_path / FILE_NAME
     path.write_text('{"run": {"model": "a"}}\n' * 60 + '{"run": {"mod')
     follower = Follower(tmp_path)

@@ -6,8 +6,8 @@ import pytest
 import tagged
 from tagged import reading_of as reading
 
+from geomon import Logger
 from geomon.record import Readings
-from geomon.record.headline import check_detail, headline_tag
 
 MOST = 15
 TEXTS = tagged.TEXTS | {
@@ -58,7 +58,7 @@ def last():
 def test_the_number_of_charts_does_not_grow_with_the_model(layers):
     last = reading(values_of(layers))
     shown = shown_over([last])
-    assert set(shown) == {headline_tag(name) for name in NAMES}
+    assert set(shown) == {f"geomon/{name}" for name in NAMES}
     assert len(shown) <= MOST
     assert len(shown_over([last], "layers")) > len(TEXTS) * layers
 
@@ -184,4 +184,4 @@ def test_the_loss_on_the_probe_is_charted_where_there_is_one_and_takes_no_place(
 @pytest.mark.parametrize("detail", ["heads", "", None, 3, ("a", 1), [""]])
 def test_a_detail_is_one_of_two_words_or_names(detail):
     with pytest.raises(ValueError, match="detail is 'headline', 'layers' or a tuple of names"):
-        check_detail(detail)
+        Logger(lambda values, step: None, detail=detail)

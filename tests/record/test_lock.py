@@ -8,7 +8,7 @@ import sys
 import pytest
 from tagged import reading_of
 
-from geomon.record import Reading, Record, lock, read
+from geomon.record import Record, read
 
 _HOLD = """
 import sys, time
@@ -19,7 +19,7 @@ time.sleep(60)
 """
 
 
-def reading(step: int) -> Reading:
+def reading(step):
     return reading_of({"a/mean": 1.0}, step)
 
 
@@ -126,7 +126,7 @@ class NoLocks:
 
 @pytest.mark.parametrize("system", [NoLocks, None], ids=["no locks", "windows"])
 def test_without_locks_a_run_is_recorded_all_the_same(tmp_path, monkeypatch, system):
-    monkeypatch.setattr(lock, "fcntl", system)
+    monkeypatch.setattr("geomon.record.lock.fcntl", system)
     path = tmp_path / ".readings.lock"
     path.write_text("what a process has left there")
     record = Record(tmp_path)
@@ -172,7 +172,7 @@ def test_a_link_that_appears_in_the_middle_of_a_run_is_not_written_through(tmp_p
 def test_a_link_that_appears_after_the_look_is_not_followed(tmp_path, monkeypatch):
     other = tmp_path / "elsewhere.txt"
     other.write_text("precious")
-    monkeypatch.setattr(lock, "check_regular", lambda path, **options: None)
+    monkeypatch.setattr("geomon.record.lock.check_regular", lambda path, **options: None)
     (tmp_path / ".readings.lock").symlink_to(other)
     with pytest.raises(ValueError, match="cannot be written"):
         Record(tmp_path)

@@ -1,16 +1,12 @@
 import math
-from pathlib import Path
 
 import msgspec
 import pytest
 from tagged import reading_of
 
-from geomon import __version__
+from geomon import MetricText, __version__
 from geomon.note import Note
-from geomon.record import Readings
-from geomon.record.arrays import ArrayFolder
-from geomon.record.columns import Column, MetricText
-from geomon.record.reading import main_stack
+from geomon.record import Readings, Record
 
 VALUES = {
     "twonn/encoder_layer_00": 1.0, "twonn/encoder_null": 4.0, "twonn/decoder_layer_01": 5.0,
@@ -71,19 +67,18 @@ def test_a_step_below_0_and_times_that_are_not_finite_are_no_readings(wrong):
         msgspec.structs.replace(reading_of({"t/mean": 1.0}), **wrong)
 
 
-def test_what_was_recorded_stays_as_it_is():
+def test_what_was_recorded_stays_as_it_is(tmp_path):
     one = reading_of({"t/mean": 1.0}, notes=["a"])
     for thing, name in (
         (one, "step"), (one.notes[0], "kind"), (Readings([], [one]), "readings"),
-        (MetricText("t"), "title"), (ArrayFolder(Path()), "path"),
+        (MetricText("t"), "title"), (Record(tmp_path).arrays, "path"),
     ):  # fmt: skip
         with pytest.raises(AttributeError):
             setattr(thing, name, getattr(thing, name))
 
 
 def test_a_line_holds_what_differs_from_the_defaults():
-    note, column = Note("a", "b"), Column(layers=[1.0])
-    line = reading_of({}, notes=[note], stacks={"": {"t": column}}).line()
+    line = reading_of({"t/layer_00": 1.0}, notes=[Note("a", "b")]).line()
     assert '"notes":[{"kind":"a","text":"b"}]' in line
     assert '"stacks":{"":{"t":{"layers":[1.0]}}}' in line
 
@@ -114,7 +109,8 @@ def test_stacks_are_those_of_the_columns():
 
 def test_the_stack_that_predicts_is_shown_first():
     assert readings(VALUES).of_stack()[0].values["twonn/layer_01"] == 5
-    assert main_stack(["text_model", "vision_model"]) == "text_model"
+    both = {f"twonn/{stack}_layer_01": n for n, stack in enumerate(("text_model", "vision_model"))}
+    assert readings(both).of_stack()[0].values["twonn/layer_01"] == 0
 
 
 def test_a_model_with_one_stack_is_left_as_it_is():
