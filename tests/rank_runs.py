@@ -7,8 +7,8 @@ the first one. Lightning and transformers are imported where they are needed.
 
 import _thread
 import contextlib
-import copy
 import gc
+import itertools
 import logging
 import math
 import os
@@ -408,22 +408,33 @@ def fsdp1_in_one(model: nn.Module) -> nn.Module:
 STRATEGIES = {"ddp": plain_ddp, "fsdp2": fsdp2, "fsdp1": fsdp1, "fsdp1 in one": fsdp1_in_one}
 
 
-def train(model: nn.Module, rank: int, size: int, around) -> list[float]:
-    """Two batches to a step, the first under no_sync; at the last one rank has only padding."""
+def nowhere(step: int) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def train(model: nn.Module, rank: int, size: int, around=nowhere, probe=nowhere) -> list[Tensor]:
+    """Two batches to a step, the first under no_sync; at the last one rank has only padding.
+
+    Returns the losses, and this rank's part of the weights in the end.
+    """
     torch.manual_seed(rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
+    losses, places = [], itertools.count()
     for step in range(STEPS):
         empty = size - 1 if step == STEPS - 1 else None
         for part in range(2):
+            probe(next(places))
             with no_sync(model, part == 0):
                 with around(step):
                     loss = loss_of(model, *ragged(rank, step + 50 * part, empty))
+                probe(next(places))
                 loss.backward()
-            losses.append(loss.item())
+            losses.append(loss.detach())
+        probe(next(places))
         optimizer.step()
+        probe(next(places))
         optimizer.zero_grad()
-    return losses
+    return [*losses, *local(model)]
 
 
 def no_sync(model: nn.Module, on: bool):
@@ -440,17 +451,22 @@ def whole_state(model: nn.Module) -> dict:
 
 
 def strategies(ranks: RankGroup, folder: Path) -> None:
-    """Trained with and without a monitor; readings of the first and the last weights."""
-    begin = {}
-    # FSDP1 on four ranks is no different from two, and slow.
+    """Trained alone, watched, and probed anywhere in a step; first and last readings by hand."""
+    begin: dict[str, float] = {}
+    inputs = dict(zip(("ids", "attention_mask"), ragged(0), strict=True))
+    # FSDP1, and probes, on four ranks are no different from two, and slow.
     for name, wrap in [*STRATEGIES.items()][: 4 if ranks.size == 2 else 2]:
-        plain = wrap(Decoder(dropout=0.2))
-        losses = train(plain, ranks.rank, ranks.size, lambda step: contextlib.nullcontext())
-        before = [copy.deepcopy(p) for p in local(plain)]
+        alone = train(wrap(Decoder(dropout=0.2)), ranks.rank, ranks.size)
+        if ranks.size == 2:
+            model = wrap(Decoder(dropout=0.2))
+            monitor, probed = monitor_of(model, metrics=select("variance"))
+            probe = partial(monitor.probe, inputs=inputs)
+            found = train(model, ranks.rank, ranks.size, probe=probe)
+            assert all(map(torch.equal, found, alone)), name
+            assert ranks.rank or len(probed.readings) == 6 * STEPS
         model = wrap(Decoder(dropout=0.2))
         monitor, memory = monitor_of(model, tokens=150)
-        assert train(model, ranks.rank, ranks.size, monitor) == losses, name
-        assert all(map(torch.equal, local(model), before)), name
+        assert all(map(torch.equal, train(model, ranks.rank, ranks.size, monitor), alone)), name
         model.eval()
         ids, mask = ragged(ranks.rank)
         with monitor(STEPS), torch.no_grad():
@@ -460,42 +476,13 @@ def strategies(ranks: RankGroup, folder: Path) -> None:
             continue
         assert steps(memory) == list(range(STEPS + 1)), name
         assert monitor.describe()["layers"] == [f"blocks.{index}" for index in range(LAYERS)], name
-        alone = Decoder().eval()
-        alone.load_state_dict(state)
+        whole = Decoder().eval()
+        whole.load_state_dict(state)
         batches = [ragged(rank) for rank in range(ranks.size)]
-        expected = one_process(alone, batches, FEW, step=STEPS, tokens=150)
+        expected = one_process(whole, batches, FEW, step=STEPS, tokens=150)
         assert_same(measured(memory.readings[-1]), expected)
         begin = begin or measured(memory.readings[0])
         assert_same(measured(memory.readings[0]), begin)
-
-
-def probed_anywhere(ranks: RankGroup, folder: Path) -> None:
-    """Extra passes at any point of a step leave the training as it is, also what FSDP gathered."""
-    if ranks.size > 2:  # no different from two, and slow
-        return
-    inputs = dict(zip(("ids", "attention_mask"), ragged(0), strict=True))
-    for name, wrap in STRATEGIES.items():
-        runs = []
-        for probed in (False, True):
-            torch.manual_seed(ranks.rank)
-            model = wrap(Decoder(dropout=0.2))
-            monitor, memory = monitor_of(model, metrics=select("variance"))
-            probe = partial(monitor.probe, inputs=inputs) if probed else lambda step: None
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            losses = []
-            for step in range(3):
-                probe(4 * step)
-                loss = loss_of(model, *ragged(ranks.rank, step))
-                probe(4 * step + 1)
-                loss.backward()
-                probe(4 * step + 2)
-                optimizer.step()
-                probe(4 * step + 3)
-                optimizer.zero_grad()
-                losses.append(loss.detach())
-            runs.append([*losses, *(p.clone() for p in local(model))])
-        assert all(map(torch.equal, *runs)), name
-        assert ranks.rank or len(memory.readings) == 12
 
 
 def local(model: nn.Module) -> list[Tensor]:
@@ -844,7 +831,6 @@ def trainer(ranks: RankGroup, folder: Path) -> None:
 
 TOGETHER = (
     ragged_readings, same_tokens, split_batch, probes, not_gathered, failures, resumed, strategies,
-    probed_anywhere,
 )  # fmt: skip
 # Programs, by what is done in them one after another.
 PROGRAMS = {

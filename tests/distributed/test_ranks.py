@@ -163,9 +163,6 @@ def test_one_process_raises_its_own_error():
 NOTE, ALIKE = Note("padding", "half is padding", layers=(1,)), " (and 1 other ranks alike)"
 SAME = "had the same tokens as rank"
 OTHERS = "rank 1 was given other tokens than rank 0, with which"
-    "had the same tokens as rank",
-    "rank 1 was given other tokens than rank 0, with which",
-)
 TWO = Mesh(tuple(RankPlace(rank, tensor=(0, 1)) for rank in range(2)))
 LOSSES = [MeanLoss(1.0, 1), MeanLoss(2.0, 3)]
 # What ranks have seen, options; rows of layer 1, kinds of notes, and the beginning of the first.
