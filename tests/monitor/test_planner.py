@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,94 +25,87 @@ def clock():
     return Clock()
 
 
-@dataclass
-class Run:
-    """A run in steps of one second, and what has to come of it.
-
-    Attributes:
-        steps: Number of steps.
-        cost: Seconds of a reading.
-        check: Seconds of a check.
-        known: Whether the length of the run is known.
-        begin: First step.
-        compiles: Seconds that the first step takes more.
-        dear: Seconds of some readings, by their number.
-        reads: All steps that are read.
-        first: The first of them.
-        fewest: Fewest readings.
-        gap: Largest gap between two of them.
-        checks_take: Least and largest share of the time that checks take.
-    """
-
-    steps: int
-    cost: float
-    check: float = 0.2
-    known: bool = True
-    schedule: object = None
-    share: float | None = 0.05
-    checks: object = "auto"
-    begin: int = 0
-    earlier: int = 0
-    compiles: float = 0.0
-    dear: dict = field(default_factory=dict)
-    reads: list | None = None
-    first: list | None = None
-    fewest: int = 0
-    gap: float = math.inf
-    checks_take: tuple = (0, 1)
-
-
-FIRST = list(ALWAYS_READ)
-LIVE = Run(2_000, 2.5, first=FIRST, gap=200)
-DEAR = replace(LIVE, cost=4.0, checks=None, first=None)
+# A run in steps of one second, and what has to come of it.
+RUN = {
+    "check": 0.2,  # seconds of a check
+    "known": True,  # whether the length of the run is known
+    "schedule": None,
+    "share": 0.05,
+    "checks": "auto",
+    "begin": 0,  # first step
+    "earlier": 0,
+    "compiles": 0.0,  # seconds that the first step takes more
+    "dear": {},  # seconds of some readings, by their number
+    "reads": None,  # all steps that are read
+    "first": None,  # the first of them
+    "fewest": 0,  # fewest readings
+    "gap": math.inf,  # largest gap between two of them
+    "checks_take": (0, 1),  # least and largest share of the time that checks take
+}
+LIVE = {"steps": 2_000, "cost": 2.5, "first": list(ALWAYS_READ), "gap": 200}
+DEAR = dict(LIVE, cost=4.0, checks=None, first=None)
 RUNS = {
-    "short": replace(LIVE, steps=300, fewest=4, gap=252),
-    "of a thousand steps": replace(LIVE, steps=1_000, cost=1.5, fewest=20, gap=100),
-    "of two thousand": replace(LIVE, fewest=30),
-    "the first reading is dear": replace(LIVE, dear={0: 12.5}, fewest=28),
-    "the first step compiles": replace(LIVE, compiles=300.0, fewest=30),
-    "dear readings": replace(LIVE, cost=4.8, check=0.5, fewest=15, checks_take=(0.009, 0.011)),
-    "long": replace(LIVE, steps=10_000, fewest=80, gap=400, checks_take=(0.025, 0.031)),
-    "long and dear": replace(LIVE, steps=10_000, cost=7.0, check=1.0, fewest=40, gap=1_000),
-    "very long": replace(LIVE, steps=100_000, cost=1.5, fewest=400, gap=2_000),
-    "a small share": replace(LIVE, steps=10_000, share=0.01, gap=2_000,
-                             checks_take=(0.0019, 0.0062)),
+    "short": dict(LIVE, steps=300, fewest=4, gap=252),
+    "of a thousand steps": dict(LIVE, steps=1_000, cost=1.5, fewest=20, gap=100),
+    "of two thousand": dict(LIVE, fewest=30),
+    "the first reading is dear": dict(LIVE, dear={0: 12.5}, fewest=28),
+    "the first step compiles": dict(LIVE, compiles=300.0, fewest=30),
+    "dear readings": dict(LIVE, cost=4.8, check=0.5, fewest=15, checks_take=(0.009, 0.011)),
+    "long": dict(LIVE, steps=10_000, fewest=80, gap=400, checks_take=(0.025, 0.031)),
+    "long and dear": dict(LIVE, steps=10_000, cost=7.0, check=1.0, fewest=40, gap=1_000),
+    "very long": dict(LIVE, steps=100_000, cost=1.5, fewest=400, gap=2_000),
+    "a small share": dict(LIVE, steps=10_000, share=0.01, gap=2_000, checks_take=(0.0019, 0.0062)),
     **{
-        f"of {steps} steps, nobody knows, {cost}": replace(
-            LIVE, steps=steps, cost=cost, known=False,
+        f"of {steps} steps, nobody knows, {cost}": dict(
+            LIVE,
+            steps=steps,
+            cost=cost,
+            known=False,
             gap=max(50 * cost, 0.02 * steps, 60 + 99 * cost),
         )
-        for steps in (2_000, 10_000) for cost in (0.5, 2.5, 4.8)
+        for steps in (2_000, 10_000)
+        for cost in (0.5, 2.5, 4.8)
     },
-    "checks of a run of unknown length": replace(
+    "checks of a run of unknown length": dict(
         LIVE, steps=10_000, known=False, gap=400, checks_take=(0.015, 0.031)
     ),
-    "only the first are paid for, and the last": Run(100, 50.0, reads=[0, 16, 48, 99]),
-    "only the first are paid for": Run(100, 50.0, known=False, reads=[0, 16, 48]),
-    "it ends before the third": Run(30, 50.0, reads=[0, 16, 29]),
-    "begins late": Run(1_100, 50.0, begin=1_000, reads=[1000, 1016, 1048, 1099]),
-    "goes on, and no cost is known": Run(1_100, 50.0, begin=1_000, earlier=20, reads=[1000, 1099]),
-    "goes on": Run(2_000, 2.5, begin=1_000, earlier=20, fewest=14, gap=120),
-    **{
-        f"readings {dear} cost {cost}": replace(DEAR, dear=dict.fromkeys(dear, cost))
-        for dear, cost in
-        [((8,), 12), ((12,), 12), ((3,), 20), ((8,), 20), ((5, 6), 12), ((8, 9), 12)]
-    },
-    "a schedule, whatever it costs": Run(
-        100, 50.0, schedule=every(10), share=None, reads=[*range(0, 100, 10), 99]
+    "only the first are paid for, and the last": dict(
+        RUN, steps=100, cost=50.0, reads=[0, 16, 48, 99]
     ),
-    "checks beside a schedule": Run(10_000, 2.5, schedule=every(100), share=None,
-                                    checks_take=(0.009, 0.011)),
-    "a schedule within a share": replace(LIVE, schedule=every(10), first=[0, 10, 20]),
-    "a schedule within a share, nobody knows": replace(
+    "only the first are paid for": dict(RUN, steps=100, cost=50.0, known=False, reads=[0, 16, 48]),
+    "it ends before the third": dict(RUN, steps=30, cost=50.0, reads=[0, 16, 29]),
+    "begins late": dict(RUN, steps=1_100, cost=50.0, begin=1_000, reads=[1000, 1016, 1048, 1099]),
+    "goes on, and no cost is known": dict(
+        RUN, steps=1_100, cost=50.0, begin=1_000, earlier=20, reads=[1000, 1099]
+    ),
+    "goes on": dict(RUN, steps=2_000, cost=2.5, begin=1_000, earlier=20, fewest=14, gap=120),
+    **{
+        f"readings {dear} cost {cost}": dict(DEAR, dear=dict.fromkeys(dear, cost))
+        for dear, cost in [
+            ((8,), 12),
+            ((12,), 12),
+            ((3,), 20),
+            ((8,), 20),
+            ((5, 6), 12),
+            ((8, 9), 12),
+        ]
+    },
+    "a schedule, whatever it costs": dict(
+        RUN, steps=100, cost=50.0, schedule=every(10), share=None, reads=[*range(0, 100, 10), 99]
+    ),
+    "checks beside a schedule": dict(
+        RUN, steps=10_000, cost=2.5, schedule=every(100), share=None, checks_take=(0.009, 0.011)
+    ),
+    "a schedule within a share": dict(LIVE, schedule=every(10), first=[0, 10, 20]),
+    "a schedule within a share, nobody knows": dict(
         LIVE, schedule=every(10), known=False, first=[0, 10, 20], gap=400
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_readings_and_checks_fill_their_share_of_a_run(name, clock):
-    run, account = RUNS[name], Account(clock)
+    run, account = SimpleNamespace(**RUN | RUNS[name]), Account(clock)
     planner = Planner(
         run.schedule, run.share, run.checks, RankGroup(), account, source="inline"
     )  # fmt: skip
