@@ -40,16 +40,12 @@ class Shown(Memory):
 
 
 class Watched:
-    """A model, the monitor that watches it, and what a user can see of that.
-
-    Attributes:
-        kept: A place for what events keep.
-    """
+    """A model, the monitor that watches it, and what a user can see of that."""
 
     def __init__(self, folder, patch, *, model=PlainDecoder, ranks=None, sinks=(), **options):
         self.model, self.patch = model(), patch
         self.folder = options.get("directory", folder)
-        self.memory, self.kept = Shown(self.folder), []
+        self.memory = Shown(self.folder)
         for name in ("find_ranks", "join_ranks") if ranks is not None else ():
             patch.setattr(f"geomon.monitor.monitor.{name}", lambda *given, **named: ranks())
         given = FEW | {"directory": folder, "sinks": [*sinks, self.memory]} | options

@@ -109,6 +109,15 @@ def test_without_memory_for_it_a_reading_is_measured_on_the_host(monkeypatch):
     assert_same_values(on_host[0], reading)
 
 
+def test_copies_that_are_on_their_way_to_the_host_are_waited_for(monkeypatch):
+    """From CUDA they are queued: until then the rows are those of another reading, or none."""
+    done, event = [], types.SimpleNamespace(synchronize=lambda: done.append("waited"))
+    monkeypatch.setattr(MeasuringDevice, "mark_ready", lambda self: event)
+    metrics = {"m": lambda hidden: float(done.append("measured") is None)}
+    run(steps=1, sequences=4, splits=1, metrics=metrics)
+    assert done == ["waited", *["measured"] * 3]
+
+
 def test_a_layer_may_take_half_of_the_memory_that_the_training_leaves(monkeypatch):
     hidden, width = torch.zeros(100, 10), 10
     needed = 5 * hidden.nbytes + 5 * 8 * width**2 + 10**9  # copies, square matrices, buffers
