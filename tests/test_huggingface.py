@@ -1,9 +1,7 @@
-import json
 import logging
 import math
 import sys
 import threading
-import time
 import types
 
 import pytest
@@ -405,26 +403,6 @@ def test_whatever_a_trainer_does_a_monitor_changes_nothing_and_reads_its_passes(
     assert options is not VALIDATED or all(each.values["ids/layer_01"] > 1 for each in record)
 
 
-def test_a_checkpoint_with_metrics_resumes_and_the_curves_go_on(tmp_path):
-    def monitor():
-        return GeometryMonitor(schedule=every(2), pictures=False, **FEW)
-
-    told = {"save_strategy": "steps", "save_steps": 4, "report_to": "tensorboard"}
-    whole = fit(tmp_path / "whole", [monitor()], steps=8, **told)
-    fit(tmp_path / "cut", [monitor()], steps=4, **told)
-    checkpoint = tmp_path / "cut" / "checkpoint-4"
-    saved = json.loads((checkpoint / "trainer_state.json").read_text())
-    assert "geomon" not in json.dumps(saved["log_history"])
-    resumed = fit(tmp_path / "cut", [monitor()], steps=8, resume=str(checkpoint), **told)
-    assert len(read(tmp_path / "cut").runs) == 2
-    values = {r.step: r.values["variance/mean"] for r in read(tmp_path / "cut")}
-    assert list(values) == [0, 2, 3, 4, 6, 7]
-    for reading in read(tmp_path / "whole"):
-        assert reading.values["variance/mean"] == values[reading.step]
-    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize(("devices", "steps"), [(1, [0]), (2, [])])
 def test_another_loop_may_send_the_events_but_with_no_copies_of_the_model_in_threads(
     tmp_path, caplog, devices, steps
@@ -530,20 +508,3 @@ def test_a_window_ends_with_the_first_batch_of_a_step_though_the_model_was_not_c
     fit(tmp_path, [monitor, Looks()], model=model, kind=Apart, steps=2,
         gradient_accumulation_steps=batches)  # fmt: skip
     assert touched == [True, *[False] * batches] * 2
-
-
-def test_what_follows_a_checkpoint_that_the_training_went_back_to_is_read_and_not_the_old(tmp_path):
-    """The Trainer always resumes from an earlier step than that at which a run was ended."""
-
-    def monitor():
-        return GeometryMonitor(schedule=every(2), pictures=False, **FEW)
-
-    told = {"save_strategy": "steps", "save_steps": 4, "steps": 9}
-    fit(tmp_path, [monitor()], **told)
-    again, checkpoint = time.time(), str(tmp_path / "checkpoint-4")
-    fit(tmp_path, [monitor()], resume=checkpoint, **told)
-    record = read(tmp_path)
-    assert [reading.step for reading in record] == [0, 2, 4, 6, 8]
-    assert [reading.time > again for reading in record] == [False, False, True, True, True]
-    assert [reading.step for reading in record.abandoned] == [4, 6, 8]
-    assert record.runs[-1]["rewound_to"] == 4
