@@ -386,6 +386,7 @@ def test_whatever_a_trainer_does_a_monitor_changes_nothing_and_reads_its_passes(
                 trainer.train()
             with torch.no_grad():
                 model(batch())  # another use of the model; then another training
+            assert not watched or not read(tmp_path / "True")
             again = tmp_path / f"again {watched}"
             fit(again, [monitor] * watched, model=model, steps=2, **arguments)
         else:

@@ -80,6 +80,12 @@ def enter_without_a_step(watched):
         watched.model(batch())
 
 
+def enter_and_step(watched):
+    with watched.monitor as monitor:
+        assert monitor is watched.monitor
+        watched.step(0)
+
+
 def run_the_embedding_alone(watched):
     with watched.monitor(2, force=True):
         watched.model.tokens(batch())
@@ -167,6 +173,7 @@ SCENARIOS = {
         [enter_without_a_step], [], said=["`with monitor(step):` around the forward pass"],
         read=[],
     ),
+    "a `with` around steps": Scenario([enter_and_step], [0]),
     "the first extra pass says what cannot be put back": Scenario(
         [probe(n, batch()) for n in range(3)], range(3), said=[EXTRA],
         found={"kinds": [["extra pass"], [], []]},
