@@ -122,10 +122,14 @@ def test_if_no_thread_can_be_started_sinks_are_called_here(tmp_path, caplog, mon
 
 def test_ctrl_c_is_not_held_up_by_a_sink_and_the_next_reading_is_shown(tmp_path, monkeypatch):
     go_on, number = threading.Event(), threading.main_thread().ident
-    sink = Taker(lambda: go_on.wait(60), [1])
+
+    def interrupt():
+        signal.pthread_kill(number, signal.SIGINT)  # while the training waits for the sink
+        go_on.wait(60)
+
+    sink = Taker(interrupt, [1])
     watched = Watched(tmp_path, monkeypatch, sinks=[sink])
     watched.step(0)
-    threading.Timer(0.3, lambda: signal.pthread_kill(number, signal.SIGINT)).start()
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     began = time.monotonic()
     try:
