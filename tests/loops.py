@@ -1,5 +1,6 @@
 """One learner and three training loops around it, watched by geomon or not."""
 
+import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -70,10 +71,14 @@ class Learner(nn.Module):
 
 def in_plain_loop(
     learner: Learner, options: dict[str, Any] | None, folder: Any, *, steps: int = 6,
-    kind: str = "adamw", accumulate: int = 1,
+    kind: str = "adamw", accumulate: int = 1, states: Any = None, resume: int = 0,
 ) -> None:  # fmt: skip
+    """Train by hand; states of model and optimizers are kept by step, and taken up again."""
     monitor = None if options is None else Monitor(learner, directory=folder, **options)
     optimizers = learner.optimizers(kind)
+    kept = [learner, *optimizers]
+    for each, state in zip(kept, states[resume] if resume else (), strict=False):
+        each.load_state_dict(state)
     batches = iter(ROWS.split(8))
 
     def loss_of(step: int, ids: Tensor) -> Tensor:
@@ -87,7 +92,9 @@ def in_plain_loop(
         loss.backward()
         return loss
 
-    for step in range(steps):
+    for step in range(resume, steps):
+        if states is not None:
+            states[step] = copy.deepcopy([each.state_dict() for each in kept])
         if kind == "lbfgs":
             ids = next(batches)
             optimizers[0].step(lambda step=step, ids=ids: loss_of(step, ids))
@@ -166,7 +173,7 @@ def in_lightning(
 
 def in_huggingface(
     learner: Learner, options: dict[str, Any] | None, folder: Any, *, steps: int = 6,
-    accumulate: int = 1, held_out: Any = None, **arguments: Any,
+    accumulate: int = 1, held_out: Any = None, resume: Any = None, **arguments: Any,
 ) -> Trainer:  # fmt: skip
     options = options and {"directory": folder} | options
     if isinstance(held_out, Tensor):
@@ -178,15 +185,15 @@ def in_huggingface(
         TrainingArguments(
             str(folder), max_steps=steps, gradient_accumulation_steps=accumulate,
             max_grad_norm=0.0, train_sampling_strategy="sequential", use_cpu=True,
-            dataloader_pin_memory=False, disable_tqdm=True, save_strategy="no",
-            **{"report_to": "none", "logging_strategy": "no"} | arguments,
+            dataloader_pin_memory=False, disable_tqdm=True,
+            **{"report_to": "none", "logging_strategy": "no", "save_strategy": "no"} | arguments,
         ),
         train_dataset=[{"ids": row} for row in ROWS],
         eval_dataset=held_out,
         optimizers=(optimizer, constant),
         callbacks=[huggingface.GeometryMonitor(**options)] if options else [],
     )  # fmt: skip
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 

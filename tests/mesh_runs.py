@@ -19,12 +19,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from mesh_places import places, slices
 from on_ranks import run_here, write_down
 from torch import Tensor, nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -41,11 +40,8 @@ from benchmarks.mesh_models import (
     loss_of,
 )
 from benchmarks.meshes import largest_difference, run_cell
-from geomon import Memory, Monitor, describe, every, measure, read, select
-from geomon.capture.shards import ShardingError, slice_of
+from geomon import Memory, Monitor, Reading, describe, every, measure, read, select
 from geomon.distributed import RankGroup
-from geomon.distributed.mesh import find_place
-from geomon.record.columns import tagged
 
 HEADS, KEY_HEADS, HEAD_WIDTH = SMALL.heads, SMALL.key_heads, SMALL.head_width
 FEW = select("variance", "twonn", "within_variance", "attention_entropy", "qk_cosine", "max_logit")
@@ -66,8 +62,13 @@ def monitor_of(model: Any, **kwargs: Any) -> tuple[Monitor, Memory]:
     return Monitor(model, directory=None, sinks=[memory], **(settings | kwargs)), memory
 
 
+def measured(reading: Reading) -> dict[str, float]:
+    of_run = ("geomon/", "training/")
+    return {tag: value for tag, value in reading.values.items() if not tag.startswith(of_run)}
+
+
 def values(memory: Memory) -> dict[str, float]:
-    return tagged(memory.readings[-1].stacks)
+    return measured(memory.readings[-1])
 
 
 def notes(memory: Memory) -> str:
@@ -251,7 +252,7 @@ def page(ranks: RankGroup, folder: Path) -> None:
             with expects(0):
                 model(ids)
             (first,) = read(folder / name / "runs" / "first")
-            found = tagged(first.stacks)
+            found = measured(first)
             # In another order of the rows another one of equal rows stands for them in margins.
             alone = {tag: x for tag, x in values(expected).items() if not tag.endswith("margin")}
             assert largest_difference({tag: found[tag] for tag in alone}, alone) < ROUNDING
@@ -266,66 +267,13 @@ def page(ranks: RankGroup, folder: Path) -> None:
     _run_block(of_transformers, given, folder / "transformers")
     if ranks.rank == 0:
         (reading,) = read(folder / "transformers" / "runs" / "first")
-        assert "max_logit/layer_02/head_3" in tagged(reading.stacks)
+        assert "max_logit/layer_02/head_3" in measured(reading)
 
 
 def _run_block(block: str, names: dict[str, Any], folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     with contextlib.chdir(folder):
         exec(compile(block, "many_ranks.md", "exec"), {**names})
-
-
-def places(ranks: RankGroup, folder: Path) -> None:
-    """Ranks find those with which they share out weights, and none with tokens of their own."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    own = (ranks.rank // 2 * 2, ranks.rank // 2 * 2 + 1)
-    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
-
-    def made() -> nn.Module:
-        return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-
-    def shared() -> nn.Module:
-        return parallelize_module(made(), mesh["tp"], plan)
-
-    assert find_place([made()]).is_whole
-    for model in (
-        shared(),
-        fully_shard(shared(), mesh=mesh["dp"]),
-        replicate(shared(), mesh=mesh["dp"]),
-        nn.parallel.DistributedDataParallel(shared(), device_mesh=mesh["dp"]),
-    ):
-        place = find_place([model])
-        assert (place.tensor, place.tensor_name, place.shard) == (own, "tp", ranks.rank % 2)
-        assert place.part() == f"shard {ranks.rank % 2} of 2 of the weights"
-    named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for model in (fully_shard(made(), mesh=mesh["dp"]), fully_shard(made(), mesh=named)):
-        assert find_place([model]).is_whole
-    # Experts are shared out among ranks that have other tokens.
-    experts = made()
-    everyone = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
-    experts.register_parameter(
-        "experts", nn.Parameter(distribute_tensor(torch.zeros(4, 3, 3), everyone, [Shard(0)]))
-    )
-    assert find_place([nn.Sequential(fully_shard(made(), mesh=mesh["dp"]), experts)]).is_whole
-
-
-def slices(ranks: RankGroup, folder: Path) -> None:
-    """Rows of a DTensor are found where they are, also where not all ranks have as many."""
-    mesh = init_device_mesh("cpu", (ranks.size,))
-    hidden = torch.arange(60.0).view(6, 10, 1).expand(6, 10, 8).contiguous()
-    rows = torch.tensor([3, 9, 10, 31, 42, 59])
-    for dim in range(2):
-        values = distribute_tensor(hidden, mesh, [Shard(dim)])
-        found, places_here = slice_of(values).inside(rows)
-        here = values.to_local()[..., 0].flatten()[places_here]
-        assert torch.equal(here, rows[found].float())
-        everywhere: list[Any] = [None] * ranks.size
-        dist.all_gather_object(everywhere, found.tolist())
-        assert sorted(place for own in everywhere for place in own) == [*range(len(rows))]
-    with pytest.raises(ShardingError, match="along their width"):
-        slice_of(distribute_tensor(hidden, mesh, [Shard(2)]))
-    with pytest.raises(ShardingError, match="not summed yet"):
-        slice_of(DTensor.from_local(hidden, mesh, [Partial()]))
 
 
 def probes(ranks: RankGroup, folder: Path) -> None:
@@ -359,7 +307,7 @@ def probes(ranks: RankGroup, folder: Path) -> None:
             assert memory.readings[0].mode == "eval"
             if not spec.schedule:
                 alone = measure(Decoder("GPT", 2), inputs, metrics=FEW, tokens=96)
-                first = tagged(memory.readings[0].stacks)
+                first = measured(memory.readings[0])
                 assert largest_difference(first, alone) < ROUNDING
             else:
                 assert len(values(memory)) > 50

@@ -7,8 +7,8 @@ the first one. Lightning and transformers are imported where they are needed.
 
 import _thread
 import contextlib
-import copy
 import gc
+import itertools
 import logging
 import math
 import os
@@ -20,6 +20,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,14 +29,10 @@ import torch.nn.functional as F
 from on_ranks import run_here, write_down
 from torch import Tensor, nn
 
-from geomon import METRICS, Memory, Monitor, every, measure, read, select
+from geomon import METRICS, Memory, Monitor, Reading, every, measure, read, select
 from geomon.capture import Window, derive_seed, find_anatomy
-from geomon.capture.snapshot import Layer, PassInfo, Snapshot
 from geomon.distributed import RankFailedError, RankGroup, RanksLostError, join_ranks
 from geomon.metrics import Evaluator
-from geomon.monitor.device import MeasuringDevice
-from geomon.monitor.jobs import ReadingJob
-from geomon.record.columns import tagged
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 40, 16, 2, 3, 24
 FEW = select("variance", "twonn", "within_variance", "attention_entropy", "qk_cosine")
@@ -111,7 +108,7 @@ def filled(values: Tensor, rows: int, columns: int) -> Tensor:
     return F.pad(values, (0, columns - values.shape[-1], 0, rows - values.shape[-2]))
 
 
-def joined(parts: list[Layer]) -> Layer:
+def joined(parts: list) -> Any:
     """By hand: rows in rank order, sequences padded to the longest."""
     views = {
         name: torch.cat([part.captured[name] for part in parts])
@@ -152,11 +149,13 @@ def one_process(model, batches, metrics, *, step, tokens, most=1):
             model(ids, attention_mask=mask)
         snapshots.append(window.snapshot())
     layers = [joined(list(parts)) for parts in zip(*(s.layers for s in snapshots), strict=True)]
-    return tagged(Evaluator(metrics, most).evaluate(layers, tokens).stacks)
+    evaluated = Evaluator(metrics, most).evaluate(layers, tokens).stacks
+    return measured(Reading(0, 0.0, 0.0, "inline", "", 0, 1, "", evaluated))
 
 
 def measured(reading) -> dict[str, float]:
-    return tagged(reading.stacks)
+    of_run = ("geomon/", "training/")
+    return {tag: value for tag, value in reading.values.items() if not tag.startswith(of_run)}
 
 
 def assert_same(values: dict[str, float], others: dict[str, float], within: float = 0) -> None:
@@ -232,66 +231,35 @@ def rows_of_all(batches, rows: int) -> int:
     return sum(min(own, int(mask.sum())) for own, (_, mask) in zip(shares, batches, strict=True))
 
 
-def same_rows(ranks: RankGroup, folder: Path) -> None:
-    """The same rows in the same order, whatever the number of ranks; and the same batch, split."""
+def split_batch(ranks: RankGroup, folder: Path) -> None:
+    """A batch that is split over ranks is read as one process reads it whole."""
     generator = torch.Generator().manual_seed(5)
-    rows = 2 * 48
-    model = Decoder()
-
-    def read(group: RankGroup) -> ReadingJob:
-        cut = slice(group.rank * rows // group.size, (group.rank + 1) * rows // group.size)
-        parts = [
-            replace(layer, captured={
-                name: view[cut] if isinstance(view, Tensor) else view
-                for name, view in layer.captured.items()
-            }) for layer in layers
-        ]  # fmt: skip
-        seen = Snapshot(parts, PassInfo(len(parts[0].captured["hidden"]), "train", "float32"))
-        job = ReadingJob(
-            0, "inline", group, Evaluator(METRICS | MORE, 2, strict=True, keeps_arrays=True),
-            rows=48, place=MeasuringDevice("cpu", model),
-        )  # fmt: skip
-        job.begin([seen], 0.0)
-        job.measure()
-        return job
-
-    layers = []
-    for index in range(6):
-        hidden = torch.randn(rows, WIDTH, generator=generator)
-        views = {
-            "hidden": hidden, "positions": torch.arange(rows), "precision": 1e-7,
-            "token_ids": torch.randint(0, VOCABULARY, (rows,), generator=generator),
-            "last_hidden": hidden.flip(0), "last_sequences": torch.arange(rows),
-        }  # fmt: skip
-        sources = frozenset({"hidden", "last"})
-        layers.append(Layer(index, f"layer {index}", views, sources=sources))
-    together = read(join_ranks())
     ids = torch.randint(0, VOCABULARY, (8, LENGTH), generator=generator)
-    values = []
-    for given in (ids.chunk(ranks.size)[ranks.rank], ids):
-        alone = given is ids
+    model, values, arrays = Decoder(), [], []
+    for alone, given in ((False, ids.chunk(ranks.size)[ranks.rank]), (True, ids)):
         if alone and ranks.rank:
             return
-        options = {"metrics": METRICS, "tokens": 400, "splits": 1, "gather": not alone}
-        monitor, memory = monitor_of(model, **options)
+        at = folder / f"split over {ranks.size}, {alone}"
+        options = {"metrics": METRICS | MORE, "tokens": 400, "splits": 1, "gather": not alone}
+        monitor, memory = monitor_of(model, at, **options)
         with monitor(0):
             model(given, attention_mask=torch.ones_like(given, dtype=torch.bool))
-        values += [measured(reading) for reading in memory.readings]
-    one = read(RankGroup())
-    assert_same(measured(together.result()), measured(one.result()))
-    assert len(one.arrays) == 5 * 6
-    assert all(map(torch.equal, map(torch.as_tensor, together.arrays.values()),
-                   map(torch.as_tensor, one.arrays.values())))  # fmt: skip
-    # A batch that is split over ranks is drawn in another order: rounding, and no more; some
-    # margins are computed in float32. Of equal rows the first stands for all, and with the
-    # order the half in which it is.
+        if ranks.rank == 0:
+            values.append(measured(memory.readings[0]))
+            arrays.append(read(at).arrays(0))
+    # Rows are drawn in another order: rounding, and no more; some margins are computed in float32.
+    # Of equal rows the first stands for all, and with the order the half in which it is.
     split, whole = values
-    assert split.keys() == whole.keys()
     margins = {tag for tag in whole if tag.endswith("/margin")}
-    near = {tag for tag in margins if tag.startswith(("twonn", "gride"))}
+    near = {tag for tag in margins if tag.startswith(("twonn", "gride", "local_dimension"))}
+    assert split.keys() == whole.keys()
     for tags, bound in ((whole.keys() - margins, 1e-9), (margins - near, 1e-3)):
-        values, others = ({t: run[t] for t in tags} for run in (split, whole))
-        assert_same(values, others, within=bound)
+        assert_same(*({tag: run[tag] for tag in tags} for run in (split, whole)), within=bound)
+    assert arrays[0].keys() == arrays[1].keys()
+    means = [tag for tag in arrays[0] if tag.startswith("mean_")]  # others hold a part of the rows
+    assert len(means) >= 2 * LAYERS
+    for tag in means:
+        assert arrays[0][tag] == pytest.approx(arrays[1][tag], rel=1e-4, abs=1e-5, nan_ok=True), tag
 
 
 def probes(ranks: RankGroup, folder: Path) -> None:
@@ -440,22 +408,33 @@ def fsdp1_in_one(model: nn.Module) -> nn.Module:
 STRATEGIES = {"ddp": plain_ddp, "fsdp2": fsdp2, "fsdp1": fsdp1, "fsdp1 in one": fsdp1_in_one}
 
 
-def train(model: nn.Module, rank: int, size: int, around) -> list[float]:
-    """Two batches to a step, the first under no_sync; at the last one rank has only padding."""
+def nowhere(step: int) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def train(model: nn.Module, rank: int, size: int, around=nowhere, probe=nowhere) -> list[Tensor]:
+    """Two batches to a step, the first under no_sync; at the last one rank has only padding.
+
+    Returns the losses, and this rank's part of the weights in the end.
+    """
     torch.manual_seed(rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
+    losses, places = [], itertools.count()
     for step in range(STEPS):
         empty = size - 1 if step == STEPS - 1 else None
         for part in range(2):
+            probe(next(places))
             with no_sync(model, part == 0):
                 with around(step):
                     loss = loss_of(model, *ragged(rank, step + 50 * part, empty))
+                probe(next(places))
                 loss.backward()
-            losses.append(loss.item())
+            losses.append(loss.detach())
+        probe(next(places))
         optimizer.step()
+        probe(next(places))
         optimizer.zero_grad()
-    return losses
+    return [*losses, *local(model)]
 
 
 def no_sync(model: nn.Module, on: bool):
@@ -472,17 +451,22 @@ def whole_state(model: nn.Module) -> dict:
 
 
 def strategies(ranks: RankGroup, folder: Path) -> None:
-    """Trained with and without a monitor; readings of the first and the last weights."""
-    begin = {}
-    # FSDP1 on four ranks is no different from two, and slow.
+    """Trained alone, watched, and probed anywhere in a step; first and last readings by hand."""
+    begin: dict[str, float] = {}
+    inputs = dict(zip(("ids", "attention_mask"), ragged(0), strict=True))
+    # FSDP1, and probes, on four ranks are no different from two, and slow.
     for name, wrap in [*STRATEGIES.items()][: 4 if ranks.size == 2 else 2]:
-        plain = wrap(Decoder(dropout=0.2))
-        losses = train(plain, ranks.rank, ranks.size, lambda step: contextlib.nullcontext())
-        before = [copy.deepcopy(p) for p in local(plain)]
+        alone = train(wrap(Decoder(dropout=0.2)), ranks.rank, ranks.size)
+        if ranks.size == 2:
+            model = wrap(Decoder(dropout=0.2))
+            monitor, probed = monitor_of(model, metrics=select("variance"))
+            probe = partial(monitor.probe, inputs=inputs)
+            found = train(model, ranks.rank, ranks.size, probe=probe)
+            assert all(map(torch.equal, found, alone)), name
+            assert ranks.rank or len(probed.readings) == 6 * STEPS
         model = wrap(Decoder(dropout=0.2))
         monitor, memory = monitor_of(model, tokens=150)
-        assert train(model, ranks.rank, ranks.size, monitor) == losses, name
-        assert all(map(torch.equal, local(model), before)), name
+        assert all(map(torch.equal, train(model, ranks.rank, ranks.size, monitor), alone)), name
         model.eval()
         ids, mask = ragged(ranks.rank)
         with monitor(STEPS), torch.no_grad():
@@ -492,42 +476,13 @@ def strategies(ranks: RankGroup, folder: Path) -> None:
             continue
         assert steps(memory) == list(range(STEPS + 1)), name
         assert monitor.describe()["layers"] == [f"blocks.{index}" for index in range(LAYERS)], name
-        alone = Decoder().eval()
-        alone.load_state_dict(state)
+        whole = Decoder().eval()
+        whole.load_state_dict(state)
         batches = [ragged(rank) for rank in range(ranks.size)]
-        expected = one_process(alone, batches, FEW, step=STEPS, tokens=150)
+        expected = one_process(whole, batches, FEW, step=STEPS, tokens=150)
         assert_same(measured(memory.readings[-1]), expected)
         begin = begin or measured(memory.readings[0])
         assert_same(measured(memory.readings[0]), begin)
-
-
-def probed_anywhere(ranks: RankGroup, folder: Path) -> None:
-    """Extra passes at any point of a step leave the training as it is, also what FSDP gathered."""
-    if ranks.size > 2:  # no different from two, and slow
-        return
-    inputs = dict(zip(("ids", "attention_mask"), ragged(0), strict=True))
-    for name, wrap in STRATEGIES.items():
-        runs = []
-        for probed in (False, True):
-            torch.manual_seed(ranks.rank)
-            model = wrap(Decoder(dropout=0.2))
-            monitor, memory = monitor_of(model, metrics=select("variance"))
-            probe = partial(monitor.probe, inputs=inputs) if probed else lambda step: None
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            losses = []
-            for step in range(3):
-                probe(4 * step)
-                loss = loss_of(model, *ragged(ranks.rank, step))
-                probe(4 * step + 1)
-                loss.backward()
-                probe(4 * step + 2)
-                optimizer.step()
-                probe(4 * step + 3)
-                optimizer.zero_grad()
-                losses.append(loss.detach())
-            runs.append([*losses, *(p.clone() for p in local(model))])
-        assert all(map(torch.equal, *runs)), name
-        assert ranks.rank or len(memory.readings) == 12
 
 
 def local(model: nn.Module) -> list[Tensor]:
@@ -875,8 +830,7 @@ def trainer(ranks: RankGroup, folder: Path) -> None:
 
 
 TOGETHER = (
-    ragged_readings, same_tokens, same_rows, probes, not_gathered, failures, resumed, strategies,
-    probed_anywhere,
+    ragged_readings, same_tokens, split_batch, probes, not_gathered, failures, resumed, strategies,
 )  # fmt: skip
 # Programs, by what is done in them one after another.
 PROGRAMS = {

@@ -1,10 +1,7 @@
-import copy
-import json
 import logging
 import math
 import sys
 import threading
-import time
 import types
 
 import pytest
@@ -262,90 +259,149 @@ def test_the_window_is_open_for_one_forward_and_no_longer(tmp_path, error, part)
     assert [r.step for r in read(tmp_path)] == ([0, 1] if error is None else [])
 
 
-@pytest.mark.parametrize(
-    ("place", "error"),
-    [("callback", RuntimeError), ("inputs", KeyboardInterrupt), ("loss", RuntimeError)],
-)
-def test_after_a_training_that_broke_before_its_forward_the_next_one_leaves_nothing(
-    tmp_path, place, error
-):
-    """Nobody is told of that."""
+# -- what a Trainer may do, and with it a monitor changes nothing --------------------------------
 
-    class Breaks(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if place == "callback":
-                raise error("before the forward pass")
 
-    class Breaking(Trainer):
-        def _prepare_inputs(self, inputs):
-            if place == "inputs":
-                raise error("before the forward pass")
-            return super()._prepare_inputs(inputs)
+class Scoring(Trainer):
+    """Generates, and scores what it has, before the forward pass that it trains on."""
 
-        def compute_loss(self, *args, **kwargs):
-            raise error("before the forward pass")
+    def training_step(self, model, inputs, *args, **kwargs):
+        with torch.no_grad():
+            model.eval()
+            model.generate(inputs["input_ids"][:2, :4], max_new_tokens=3, do_sample=True)
+            model.train()
+            model(input_ids=inputs["input_ids"][:1, :7])
+        return super().training_step(model, inputs, *args, **kwargs)
 
-    (model, before), monitor = trained(tmp_path), GeometryMonitor(**FEW)
-    trainer = trainer_of(tmp_path / "a", [monitor, Breaks()], model=model, kind=Breaking, steps=2)
-    with pytest.raises(error, match="before the forward pass"):
-        trainer.train()
-    with torch.no_grad():
-        model(batch())  # another use of the model
-    fit(tmp_path / "b", [monitor], model=model, steps=2)
-    assert fingerprint(model) == before
-    assert not read(tmp_path / "a")
-    assert [r.step for r in read(tmp_path / "b")] == [0, 1]
+
+class Blind(Trainer):
+    """Steps without gradients, as those of evolution strategies are."""
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        with torch.no_grad():
+            return self.compute_loss(model, inputs)
+
+
+class Breaking(Trainer):
+    """Breaks before a forward pass, which nobody is told of; or in one of an evaluation."""
+
+    where, error, at = "", RuntimeError, 1
+    evaluated = 0
+
+    def _prepare_inputs(self, inputs):
+        if self.where == "inputs":
+            raise self.error("on purpose")
+        return super()._prepare_inputs(inputs)
+
+    def compute_loss(self, *args, **kwargs):
+        if self.where == "loss":
+            raise self.error("on purpose")
+        return super().compute_loss(*args, **kwargs)
+
+    def prediction_step(self, model, inputs, *args, **kwargs):
+        done = super().prediction_step(model, inputs, *args, **kwargs)
+        assert not any(map(sum, fingerprint(model)["hooks"]))  # after each call
+        self.evaluated += 1
+        if self.where == "evaluation" and self.evaluated == self.at:
+            raise self.error("on purpose")
+        return done
+
+
+class Calls(TrainerCallback):
+    """Does something at an event of a step."""
+
+    def __init__(self, event, act):
+        self.trainer = None
+        setattr(self, event, self.call)
+        self.act = act
+
+    def call(self, args, state, control, **given):
+        self.act(self.trainer, state)
+
+
+def predict(trainer, state):
+    """Not a validation of the training."""
+    if state.global_step == 1:
+        trainer.predict([{"input_ids": row * 0} for row in batch(8)])
+
+
+def break_it(trainer, state):
+    raise RuntimeError("on purpose")
+
+
+def breaking(where, error=RuntimeError, at=1):
+    return type("Broken", (Breaking,), {"where": where, "error": error, "at": at})
+
+
+IDS = {"ids": lambda token_ids: token_ids.double().mean()}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
+VALIDATED = {"metrics": IDS, "tokens": 10_000, "probe": "validation"}
+COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
+WHOLE = {"tokens": 4096}  # of a whole batch of eight, and not of one or two short ones
+ROWS_OF_EIGHT = 8 * batch().shape[1]
+# The Trainer, options, arguments; steps of the readings, tokens of each; an event of a callback.
+ODD = {
+    "bf16": (Trainer, {}, {"bf16": True}, [0, 1, 2], 64, None),
+    "recomputes": (Trainer, {}, {"activation_checkpointing": True}, [0, 1, 2], 64, None),
+    "compiles": (Trainer, {}, COMPILED, [0, 1, 2], 64, None),
+    "scores": (Scoring, WHOLE, {}, [0, 1, 2], ROWS_OF_EIGHT, None),
+    "scores each of several": (
+        Scoring, WHOLE, {"gradient_accumulation_steps": 2}, [0, 1, 2], ROWS_OF_EIGHT, None
+    ),
+    "has no gradients": (Blind, WHOLE, {}, [0, 1, 2], ROWS_OF_EIGHT, None),
+    "evaluates": (Breaking, VALIDATED, EVALUATED, [2, 3], 512, None),
+    "predicts as a step begins": (
+        Trainer, VALIDATED, EVALUATED, [2, 3], 512, ("on_step_begin", predict)
+    ),
+    "predicts as a step ends": (
+        Trainer, VALIDATED, EVALUATED, [2, 3], 512, ("on_step_end", predict)
+    ),
+    "breaks in an evaluation": (breaking("evaluation"), VALIDATED, EVALUATED, None, 512, None),
+    "breaks in a later batch": (
+        breaking("evaluation", at=2), VALIDATED, EVALUATED, None, 512, None
+    ),
+    "breaks before the inputs": (breaking("inputs", KeyboardInterrupt), {}, {}, None, 64, None),
+    "breaks before the loss": (breaking("loss"), {}, {}, None, 64, None),
+    "breaks in a callback": (Trainer, {}, {}, None, 64, ("on_step_begin", break_it)),
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo to itself
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"bf16": True},
-        {"activation_checkpointing": True},
-        {"torch_compile": True, "torch_compile_backend": "eager"},
-    ],
-    ids=lambda arguments: next(iter(arguments)),
-)
-def test_what_the_trainer_does_to_the_model_changes_nothing(tmp_path, arguments):
-    def graphs_of(callbacks, folder):
+@pytest.mark.parametrize("name", ODD)
+def test_whatever_a_trainer_does_a_monitor_changes_nothing_and_reads_its_passes(tmp_path, name):
+    kind, options, arguments, steps, tokens, event = ODD[name]
+    found, marks = {}, {}
+    monitor = GeometryMonitor(**{**FEW, "schedule": every(1), **options})
+    for watched in (False, True):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        model = transformer("gpt2")
+        model, calls = transformer("gpt2"), [Calls(*event)] if event else []
         del model.transformer.h[1:]  # for the compiler's time
-        trainer = fit(folder, callbacks, steps=3, model=model, **arguments)
-        return trainer, torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-    plain, graphs = graphs_of([], tmp_path / "plain")
-    monitor = GeometryMonitor(schedule=every(2), **FEW)
-    watched, found = graphs_of([monitor], tmp_path / "run")
-    assert found == graphs
-    assert (graphs > 0) == ("torch_compile" in arguments)
-    assert [r.step for r in read(tmp_path / "run")] == [0, 2]
-    assert [r.dtype for r in read(tmp_path / "run")] == ["float32"] * 2
-    assert "forward" not in vars(watched.model.transformer)
-    for one, other in zip(watched.model.parameters(), plain.model.parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_a_checkpoint_with_metrics_resumes_and_the_curves_go_on(tmp_path):
-    def monitor():
-        return GeometryMonitor(schedule=every(2), pictures=False, **FEW)
-
-    told = {"save_strategy": "steps", "save_steps": 4, "report_to": "tensorboard"}
-    whole = fit(tmp_path / "whole", [monitor()], steps=8, **told)
-    fit(tmp_path / "cut", [monitor()], steps=4, **told)
-    checkpoint = tmp_path / "cut" / "checkpoint-4"
-    saved = json.loads((checkpoint / "trainer_state.json").read_text())
-    assert "geomon" not in json.dumps(saved["log_history"])
-    resumed = fit(tmp_path / "cut", [monitor()], steps=8, resume=str(checkpoint), **told)
-    assert len(read(tmp_path / "cut").runs) == 2
-    values = {r.step: r.values["variance/mean"] for r in read(tmp_path / "cut")}
-    assert list(values) == [0, 2, 3, 4, 6, 7]
-    for reading in read(tmp_path / "whole"):
-        assert reading.values["variance/mean"] == values[reading.step]
-    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(one, other)
+        told = {"callbacks": [*[monitor] * watched, *calls], "kind": kind, "model": model}
+        trainer = trainer_of(tmp_path / str(watched), steps=3, **told, **arguments)
+        for each in calls:
+            each.trainer = trainer
+        if steps is None:
+            with pytest.raises((RuntimeError, KeyboardInterrupt), match="on purpose"):
+                trainer.train()
+            with torch.no_grad():
+                model(batch())  # another use of the model; then another training
+            assert not watched or not read(tmp_path / "True")
+            again = tmp_path / f"again {watched}"
+            fit(again, [monitor] * watched, model=model, steps=2, **arguments)
+        else:
+            trainer.train()
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        assert (graphs > 0) == (arguments is COMPILED)
+        found[watched] = [*model.parameters(), torch.get_rng_state(), torch.tensor(graphs)]
+        marks[watched] = fingerprint(model.train())
+    assert all(map(torch.equal, *found.values()))
+    assert marks[True] == marks[False]
+    record = read(tmp_path / ("again True" if steps is None else "True"))
+    expected = ([2] if options is VALIDATED else [0, 1]) if steps is None else steps
+    assert [reading.step for reading in record] == expected
+    assert {(reading.tokens, reading.dtype) for reading in record} == {(tokens, "float32")}
+    assert options is not VALIDATED or all(each.values["ids/layer_01"] > 1 for each in record)
 
 
 @pytest.mark.parametrize(("devices", "steps"), [(1, [0]), (2, [])])
@@ -429,57 +485,6 @@ def test_a_loss_that_the_model_does_not_return_is_the_last_that_was_logged(tmp_p
     assert losses[2:] == [logged[2]] * 2
 
 
-@pytest.mark.parametrize("fails", [None, 1, 2], ids=["none", "first batch", "second batch"])
-def test_nothing_is_left_on_a_model_whose_evaluation_is_probed(tmp_path, fails):
-    model, before = trained(tmp_path)
-    hooks, seen = before["hooks"], []
-
-    class Evaluating(Trainer):
-        def prediction_step(self, model, inputs, *args, **kwargs):
-            done = super().prediction_step(model, inputs, *args, **kwargs)
-            seen.append(fingerprint(model)["hooks"] == hooks)
-            if len(seen) == fails:
-                raise RuntimeError("in an evaluation")
-            return done
-
-    monitor = GeometryMonitor(**{**FEW, "tokens": 10_000}, probe="validation", schedule=every(1))
-    arguments = {"eval_strategy": "steps", "eval_steps": 2}
-    trainer = trainer_of(
-        tmp_path / "run", [monitor], model=model, kind=Evaluating, steps=4, **arguments
-    )
-    if fails:
-        with pytest.raises(RuntimeError, match="in an evaluation"):
-            trainer.train()
-    else:
-        trainer.train()
-        trainer.evaluate()  # the user's own
-        assert [reading.step for reading in read(tmp_path / "run")] == [2, 3, 4]
-    assert all(seen)  # after each call
-    assert fingerprint(model.train()) == before
-
-
-@pytest.mark.parametrize("event", ["on_step_begin", "on_step_end"])
-def test_what_a_callback_predicts_is_no_validation_of_the_training(tmp_path, event):
-    other = [{"input_ids": row * 0} for row in batch(8)]
-
-    class Predicts(TrainerCallback):
-        def predict(self, args, state, control, **given):
-            if state.global_step == 1:
-                trainer.predict(other)
-
-    setattr(Predicts, event, Predicts.predict)
-    metrics = {"ids": lambda token_ids: token_ids.double().mean()}
-    options = {**FEW, "metrics": metrics, "schedule": every(1), "probe": "validation"}
-    trainer = trainer_of(
-        tmp_path, [GeometryMonitor(**options), Predicts()], steps=3, eval_strategy="steps",
-        eval_steps=2,
-    )  # fmt: skip
-    trainer.train()
-    found = read(tmp_path)
-    assert [reading.step for reading in found] == [2, 3]
-    assert all(reading.values["ids/layer_01"] > 1 for reading in found)
-
-
 @pytest.mark.parametrize("batches", [1, 3])
 def test_a_window_ends_with_the_first_batch_of_a_step_though_the_model_was_not_called(
     tmp_path, batches
@@ -504,60 +509,3 @@ def test_a_window_ends_with_the_first_batch_of_a_step_though_the_model_was_not_c
     fit(tmp_path, [monitor, Looks()], model=model, kind=Apart, steps=2,
         gradient_accumulation_steps=batches)  # fmt: skip
     assert touched == [True, *[False] * batches] * 2
-
-
-class Scoring(Trainer):
-    """Generates, and scores what it has, before the forward pass that it trains on."""
-
-    def training_step(self, model, inputs, *args, **kwargs):
-        with torch.no_grad():
-            model.eval()
-            model.generate(inputs["input_ids"][:2, :4], max_new_tokens=3, do_sample=True)
-            model.train()
-            model(input_ids=inputs["input_ids"][:1, :7])
-        return super().training_step(model, inputs, *args, **kwargs)
-
-
-class Blind(Trainer):
-    """Steps without gradients, as those of evolution strategies are."""
-
-    def training_step(self, model, inputs, *args, **kwargs):
-        with torch.no_grad():
-            return self.compute_loss(model, inputs)
-
-
-@pytest.mark.parametrize(("kind", "accumulate"), [(Scoring, 1), (Scoring, 2), (Blind, 1)])
-def test_of_passes_without_gradients_others_are_read_where_there_are_any(
-    tmp_path, kind, accumulate
-):
-    model, before = trained(tmp_path)
-    watched, found = Memory(), {}
-    options = {**FEW, "tokens": 4096, "schedule": every(1)}
-    for name, callbacks in (("bare", []), ("read", [GeometryMonitor(**options, sinks=[watched])])):
-        other = copy.deepcopy(model)
-        fit(
-            tmp_path / name, callbacks, model=other, kind=kind, steps=3,
-            gradient_accumulation_steps=accumulate,
-        )  # fmt: skip
-        found[name] = [*other.parameters(), torch.get_rng_state()]
-        assert fingerprint(other) == before
-    assert all(map(torch.equal, found["bare"], found["read"]))
-    rows = 8 * batch().shape[1]  # of a whole batch of eight, and not of one or two short ones
-    assert [r.tokens for r in watched.readings] == [rows] * 3
-
-
-def test_what_follows_a_checkpoint_that_the_training_went_back_to_is_read_and_not_the_old(tmp_path):
-    """The Trainer always resumes from an earlier step than that at which a run was ended."""
-
-    def monitor():
-        return GeometryMonitor(schedule=every(2), pictures=False, **FEW)
-
-    told = {"save_strategy": "steps", "save_steps": 4, "steps": 9}
-    fit(tmp_path, [monitor()], **told)
-    again, checkpoint = time.time(), str(tmp_path / "checkpoint-4")
-    fit(tmp_path, [monitor()], resume=checkpoint, **told)
-    record = read(tmp_path)
-    assert [reading.step for reading in record] == [0, 2, 4, 6, 8]
-    assert [reading.time > again for reading in record] == [False, False, True, True, True]
-    assert [reading.step for reading in record.abandoned] == [4, 6, 8]
-    assert record.runs[-1]["rewound_to"] == 4

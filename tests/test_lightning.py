@@ -251,45 +251,48 @@ def test_of_several_validation_sets_the_first_is_read_and_nothing_of_a_validatio
     assert not kept
 
 
-# -- two optimizers: each batch makes two steps ----------------------------------------------------
+# -- which steps are read, and what a logger of Lightning gets -------------------------------------
 
 
-@pytest.mark.parametrize("probe", [None, batch(seed=77)], ids=["inline", "probe"])
-def test_a_due_step_that_is_passed_over_is_read_at_the_next_batch(tmp_path, probe):
-    options = {**FEW, "probe": probe, "schedule": every(3)}
-    logger = CSVLogger(tmp_path, name="", version="csv")
-    in_lightning(Learner(), options, tmp_path, kind="two", steps=7, logger=logger)
-    # Due are 0, 3, 6, 9 and 12; the batches begin at even steps.
-    steps = [0, 4, 6, 10, 12] + ([14] if probe is not None else [])
-    assert [r.step for r in read(tmp_path)] == steps
+class Looks(Module):
+    """Looks at itself as the training begins and as each epoch ends."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.found = []
+
+    def on_train_start(self):
+        self.found.append(fingerprint(self))
+
+    on_train_epoch_end = on_train_start
+
+
+# With two optimizers each batch makes two steps: due are 0, 3, 6, 9 and 12.
+ENDS, FIVE = {"max_steps": -1, "max_epochs": 1}, {"limit_train_batches": 5}
+READ = {
+    "due steps that are passed over": (
+        every(3), None, "two", "", {"max_steps": 14}, [0, 4, 6, 10, 12]
+    ),
+    "passed over, probed": (
+        every(3), batch(seed=77), "two", "", {"max_steps": 14}, [0, 4, 6, 10, 12, 14]
+    ),
+    "the last of so many steps": (every(50), None, "two", "", FIVE | {"max_steps": 10}, [0, 8]),
+    "the last of an epoch": (every(50), None, "two", "", FIVE | ENDS, [0, 8]),
+    "a batch that was skipped": (every(1), None, "adamw", "-1", ENDS, [0, 1]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READ)
+def test_steps_are_read_and_no_window_is_left_open(tmp_path, name):
+    schedule, probe, kind, skip, bounds, steps = READ[name]
+    module, logger = Looks(Learner(), kind, skip), CSVLogger(tmp_path, name="", version="csv")
+    options = {**FEW, "schedule": schedule, "probe": probe}
+    in_lightning(Learner(), options, tmp_path, module=module, logger=logger, **bounds)
+    assert [reading.step for reading in read(tmp_path)] == steps
+    assert all(found == module.found[0] for found in module.found)
     with (tmp_path / "csv" / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [2 * int(row["step"]) for row in rows if row["geomon/variance"]] == steps
-
-
-@pytest.mark.parametrize("bound", [{"max_steps": 10}, {"max_steps": -1, "max_epochs": 1}])
-def test_the_last_batch_is_read_with_two_optimizers_too(tmp_path, bound):
-    options = {**FEW, "schedule": every(50)}
-    in_lightning(Learner(), options, tmp_path, kind="two", limit_train_batches=5, **bound)
-    assert [r.step for r in read(tmp_path)] == [0, 8]
-
-
-def test_a_batch_that_was_skipped_leaves_no_window_open_at_the_end_of_its_epoch(tmp_path):
-    found = []
-
-    class Looks(Module):
-        def on_train_start(self):
-            found.append(fingerprint(self))
-
-        on_train_epoch_end = on_train_start
-
-    in_lightning(
-        Learner(), {**FEW, "schedule": every(1)}, tmp_path, module=Looks(Learner(), skip="-1"),
-        max_steps=-1, max_epochs=1,
-    )  # fmt: skip
-    before, after = found
-    assert after == before
-    assert [reading.step for reading in read(tmp_path)] == [0, 1]
+        shown = [int(row["step"]) for row in csv.DictReader(file) if row["geomon/variance"]]
+    assert [step * (2 if kind == "two" else 1) for step in shown] == steps
 
 
 @pytest.mark.usefixtures("own_metrics_in_background")

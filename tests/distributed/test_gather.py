@@ -1,6 +1,5 @@
 import math
 import time
-from itertools import pairwise
 
 import pytest
 import torch
@@ -75,63 +74,6 @@ def test_ranks_that_give_no_rows_leave_theirs_to_the_others():
 # -- the union -------------------------------------------------------------------------------------
 
 
-@given(cuts=st.lists(st.integers(0, 40), max_size=5))
-def test_rows_of_any_ragged_split_are_the_rows(cuts):
-    hidden = drawn(0, 40, WIDTH)
-    edges = [0, *sorted(cuts), 40]
-    parts = [rows_layer(hidden[a:b]) for a, b in pairwise(edges)]
-    whole = merge_layers(parts)
-    assert torch.equal(whole.captured["hidden"], hidden)
-    assert len(whole.captured["token_ids"]) == 40
-    assert whole.captured["precision"] == 1e-7
-    assert whole.missing == {"positions": "why not"}
-    assert (whole.index, whole.name) == (1, "blocks.0")
-
-
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_rank_that_saw_nothing_gives_nothing(turned):
-    nothing = layer_of({}, dict.fromkeys(("hidden", "token_ids", "precision"), "not run"))
-    parts = [nothing, rows_layer(drawn(0, 5, WIDTH))]
-    whole = merge_layers(parts[::-1] if turned else parts)
-    assert torch.equal(whole.captured["hidden"], parts[1].captured["hidden"])
-    assert whole.missing == {"positions": "why not"}
-    assert merge_layers([nothing, layer_of({}, {"hidden": "lost"})]).missing == nothing.missing
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        rows_layer(drawn(0, 5, WIDTH + 1)),
-        rows_layer(drawn(0, 5, WIDTH).double()),
-        layer_of(rows_layer(drawn(0, 5, WIDTH)).captured | {"precision": 1e-3}),
-    ],
-    ids=["width", "dtype", "precision"],
-)
-def test_what_ranks_hold_in_different_forms_is_missing_and_said(other):
-    whole = merge_layers([rows_layer(drawn(0, 5, WIDTH)), other])
-    assert not whole.captured
-    assert whole.missing["hidden"] == "ranks or batches captured it in different forms"
-
-
-@pytest.mark.parametrize("turned", [False, True])
-def test_what_one_rank_does_not_know_of_its_rows_takes_nothing_else_away(turned):
-    known = rows_layer(drawn(0, 5, WIDTH))
-    other = layer_of({"hidden": drawn(1, 5, WIDTH), "precision": 1e-7})
-    parts = [other, known] if turned else [known, other]
-    whole = merge_layers(parts)
-    rows = torch.cat([part.captured["hidden"] for part in parts])
-    assert torch.equal(whole.captured["hidden"], rows)
-    assert whole.captured.keys() == {"hidden", "precision"}
-    assert whole.missing["token_ids"].startswith("it is known for the rows of some ranks")
-
-
-def test_sequences_of_several_passes_are_numbered_on():
-    numbers = [torch.tensor(each, dtype=torch.int64) for each in ([0, 2, 1], [], [1, 0, 0])]
-    names = ("sequences", "last_sequences", "query_sequences", "key_sequences")
-    whole = merge_layers([layer_of(dict.fromkeys(names, each)) for each in numbers])
-    assert all(whole.captured[name].tolist() == [0, 2, 1, 4, 3, 3] for name in names)
-
-
 def reduced(layer: Layer):
     views = layer.captured
     names = ("query", "key", "visible", "scale", "bias")
@@ -164,40 +106,6 @@ def test_ragged_attention_is_what_each_rank_would_reduce():
         torch.testing.assert_close(
             whole_field, torch.cat([getattr(part, name) for part in expected], dim=1)
         )
-
-
-def test_scores_of_attention_written_by_hand_are_joined():
-    reasons = {"query": "written by hand"}
-    parts = [
-        layer_of(
-            {"scores": drawn(n, n, HEADS, 4, 3 + n), "visible": torch.ones(1, 1, 1, 3 + n).bool()},
-            reasons,
-        )
-        for n in (1, 2)
-    ]
-    whole = merge_layers(parts)
-    assert whole.captured["scores"].shape == (3, HEADS, 4, 5)
-    assert whole.captured["visible"].shape == (3, 1, 1, 5)
-    assert whole.captured["visible"][:, 0, 0].sum(1).tolist() == [4, 5, 5]
-    assert whole.missing == reasons
-    assert "query" not in whole.captured
-
-
-def test_the_largest_logit_of_several_passes_is_that_of_any():
-    largest = torch.tensor([[1.0, math.nan, 3.0, math.nan], [2.0, -5.0, 1.0, math.nan]])
-    parts = [attention_layer(n, 2, 5, 5, max_logits=own) for n, own in enumerate(largest)]
-    found = merge_layers(parts).captured["max_logits"]
-    torch.testing.assert_close(found, torch.tensor([2.0, -5.0, 3.0, math.nan]), equal_nan=True)
-
-
-def test_what_belongs_to_the_layer_has_to_be_the_same():
-    sink = drawn(0, HEADS)
-    parts = [attention_layer(seed, 2, 5, 5, sink=sink, softcap=30.0) for seed in (0, 2)]
-    whole = merge_layers(parts)
-    assert torch.equal(whole.captured["sink"], sink)
-    assert whole.captured["softcap"] == 30.0
-    other = attention_layer(4, 2, 5, 5, sink=sink + 1, softcap=30.0, scores=None)
-    assert merge_layers([*parts, other]).missing.keys() == other.captured.keys()
 
 
 # -- thinning --------------------------------------------------------------------------------------
@@ -333,17 +241,3 @@ def test_layers_are_merged_on_the_device_where_their_rows_are():
         for name, value in expected.items():
             same = found.captured[name]
             assert same == value if name == "scale" else torch.equal(same.cpu(), value), name
-
-
-def test_sinks_that_differ_between_ranks_are_no_one_layer():
-    """A learned sink is of the layer: ranks with other ones do not have the same model."""
-    attention = {
-        "query": torch.ones(1, 2, 4, 3),
-        "key": torch.ones(1, 2, 4, 3), "visible": torch.ones(1, 1, 4, 4).bool(), "bias": None,
-        "scale": 0.5, "softcap": None,
-    }  # fmt: skip
-    one, other = (layer_of(attention | {"sink": torch.tensor([1.0, sink])}) for sink in (2.0, 3.0))
-    assert torch.equal(merge_layers([one, one]).captured["sink"], torch.tensor([1.0, 2.0]))
-    whole = merge_layers([one, other])
-    assert not whole.captured
-    assert whole.missing["sink"] == "ranks or batches captured it in different forms"

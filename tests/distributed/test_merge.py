@@ -1,169 +1,249 @@
-"""Parts of a layer on ranks that share it out, put together again: one that was cut on purpose."""
+"""Parts of a layer on ranks, put together again: one that was cut on purpose."""
 
 import itertools
+import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from geomon.capture.snapshot import Layer, Part
-from geomon.distributed.merge import join_parts, merge_layers
+from geomon.distributed import merge_layers
 
 ROWS, SEQUENCES, QUERIES, KEYS, WIDTH = 7, 2, 3, 5, 4
+FORMS = "ranks or batches captured it in different forms"
+NUMBERS = ("sequences", "last_sequences", "query_sequences", "key_sequences")
 
 
 def drawn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def of_rows(rows, tokens=None, *, elsewhere=False, prefix="", ids=True):
+HIDDEN, EXPERTS = drawn(ROWS, WIDTH), torch.tensor
+QUERY, KEY = drawn(SEQUENCES, 4, QUERIES, 2), drawn(SEQUENCES, 2, KEYS, 2, seed=1)
+PROJECTED = drawn(ROWS, 4, 2, seed=3)
+
+
+def layer(captured, missing=None, **part):
+    return Layer(1, "block", captured, missing or {}, part=Part(**part))
+
+
+def of_rows(*rows, tokens=0, elsewhere=False, prefix="", ids=True, width=WIDTH, **more):
     """Some rows of a layer, whose number is their place in it."""
-    whole = drawn(ROWS, WIDTH)
     number = torch.tensor(rows)
-    captured = {f"{prefix}hidden": whole[number]}
-    if ids:
-        captured[f"{prefix}token_ids"] = number + 50
+    captured = {f"{prefix}hidden": HIDDEN[number][:, :width]}
+    captured |= {f"{prefix}token_ids": number + 50} if ids else {}
     numbered = {f"{prefix}rows": number}
-    part = Part(**numbered, tokens=tokens, tokens_elsewhere=elsewhere)
-    return Layer(1, "block", captured, {}, part=part)
+    return layer(captured | more, **numbered, tokens=tokens, tokens_elsewhere=elsewhere)
 
 
-@pytest.mark.parametrize("prefix", ["", "last_"])
-@pytest.mark.parametrize("cut", [([4, 0, 2], [6, 1, 5, 3]), ([5, 6], [0, 1], [2, 3, 4])])
-def test_rows_come_in_the_order_of_their_numbers(cut, prefix):
-    found = join_parts([of_rows(rows, prefix=prefix) for rows in cut])
-    assert torch.equal(found.captured[f"{prefix}hidden"], drawn(ROWS, WIDTH))
-    assert found.captured[f"{prefix}token_ids"].tolist() == list(range(50, 50 + ROWS))
-    assert getattr(found.part, f"{prefix}rows").tolist() == list(range(ROWS))
+def first_stage(*rows):
+    return layer({"token_ids": torch.tensor(rows) + 50}, rows=torch.tensor(rows), tokens=0)
 
 
-def test_a_view_that_not_all_parts_have_is_left_out():
-    found = join_parts([of_rows([0, 1]), of_rows([2], ids=False)])
-    assert set(found.captured) == {"hidden"}
+def whole(*rows, prefix="", ids=True):
+    """What rows have to become, in this order."""
+    views = {f"{prefix}hidden": HIDDEN[list(rows)]}
+    return views | ({f"{prefix}token_ids": [row + 50 for row in rows]} if ids else {})
 
 
-def first_stage(rows):
-    captured = {"token_ids": torch.tensor(rows) + 50}
-    return Layer(0, "block", captured, {}, part=Part(rows=torch.tensor(rows)))
-
-
-@pytest.mark.parametrize(
-    ("known", "kept"),
-    [([[0, 1, 2, 3]], [1, 3]), ([[3, 1], [6]], [1, 3]), ([[4], [0]], []), ([[3, 0, 1]], [1, 3])],
-)
-def test_rows_of_a_later_stage_take_the_ids_that_the_first_one_knows(known, kept):
-    later = of_rows([3, 5, 1], elsewhere=True, ids=False)
-    found = join_parts([later, *map(first_stage, known)])
-    by_number = dict(
-        zip(found.part.rows.tolist(), found.captured["token_ids"].tolist(), strict=True)
-    )
-    assert by_number == {row: row + 50 for row in kept}
-    whole = drawn(ROWS, WIDTH)
-    assert torch.equal(found.captured["hidden"], whole[found.part.rows])
-
-
-def test_what_the_first_stage_knows_of_tokens_stands_for_what_a_later_one_does():
-    known = Layer(
-        0, "block", {"positions": torch.tensor([0, 1])}, {}, part=first_stage([1, 3]).part
-    )
-    found = join_parts([of_rows([3, 1], elsewhere=True), known])
-    assert found.captured.keys() == {"hidden", "positions"}
-    assert found.captured["positions"].tolist() == [1, 0]
-
-
-def attention(heads, key_heads, *, each=2, sequences=SEQUENCES, **more):
+def heads(queries, keys, *, each=2, sequences=SEQUENCES, **more):
     """Some heads of an attention of 4 query and 2 key heads, of width 2."""
-    query, key = drawn(SEQUENCES, 4, QUERIES, 2), drawn(SEQUENCES, 2, KEYS, 2, seed=1)
     captured = {
-        "query": query[:sequences, list(heads)],
-        "key": key[:sequences, list(key_heads)],
-        "visible": torch.ones(1, 1, QUERIES, KEYS).bool(),
-        "scale": 0.5,
-    }
-    numbers = {"query": tuple(each * h for h in heads), "key": tuple(each * h for h in key_heads)}
-    return Layer(1, "block", captured | more, {}, part=Part(heads=numbers))
+        "query": QUERY[:sequences, list(queries)], "key": KEY[:sequences, list(keys)],
+        "visible": torch.ones(1, 1, QUERIES, KEYS).bool(), "scale": 0.5,
+    }  # fmt: skip
+    numbers = {"query": tuple(each * h for h in queries), "key": tuple(each * h for h in keys)}
+    return layer(captured | more, heads=numbers, tokens=0)
 
 
-@pytest.mark.parametrize(
-    "cut",
-    [
-        [([0, 1], [0]), ([2, 3], [1])],
-        [([2, 3], [1]), ([0, 1], [0])],  # in any order
-        [([0], [0]), ([1], [0]), ([2], [1]), ([3], [1])],  # a key head on two ranks counts once
-        [([0], [0]), ([1, 2], [0, 1]), ([3], [1])],
-        [([0, 1], [0]), ([2], [1]), ([3], [1])],
-    ],
-)
-def test_heads_come_in_the_order_of_their_numbers_and_key_heads_of_several_ranks_once(cut):
-    found = join_parts([attention(*heads) for heads in cut])
-    assert torch.equal(found.captured["query"], drawn(SEQUENCES, 4, QUERIES, 2))
-    assert torch.equal(found.captured["key"], drawn(SEQUENCES, 2, KEYS, 2, seed=1))
-    assert found.part.heads == {"query": (0, 2, 4, 6), "key": (0, 2)}
-    assert (found.captured["scale"], found.captured["visible"].shape[1]) == (0.5, 1)
-    assert not found.missing
+def projections(a, b, rows=ROWS):
+    views = ("projected_query", "projected_key")
+    captured = dict.fromkeys(views, PROJECTED[:rows, [a, b]])
+    return layer(captured, heads=dict.fromkeys(views, (a, b)), tokens=0)
 
 
-def test_where_key_heads_are_shared_in_another_way_each_rank_keeps_its_own():
-    parts = [attention([0, 1], [0, 1]), attention([2, 3], [0, 1])]
-    found = join_parts(parts)
-    assert found.captured["key"].shape[1] == 4
-    assert found.part.heads["key"] == (0, 2, 0, 2)
+def of_block(tokens, counts, scale=1.0):
+    captured = {"weight_norms": {"mlp": 2.0 * scale}, "expert_counts": torch.tensor(counts)}
+    return layer(captured | {"hidden": HIDDEN[:3]}, tokens=tokens)
 
 
-def test_heads_of_other_rows_do_not_belong_together():
-    found = join_parts([attention([0, 1], [0]), attention([2, 3], [1], sequences=1)])
-    assert "query" not in found.captured
-    assert "did not keep the same rows" in found.missing["query"]
-    by_hand = [Layer(1, "block", {"scores": drawn(n, 2, 3, 5)}, {}) for n in (1, 2)]
-    assert "did not keep the same rows" in join_parts(by_hand).missing["scores"]
-    found = join_parts([attention([0, 1], [0]), attention([2, 3], [1], scale=0.25)])
-    assert "query" not in found.captured
-    assert "differ in their scale" in found.missing["key"]
+def of_rank(hidden, **more):
+    """Rows of a rank with tokens of its own."""
+    known = {"token_ids": torch.arange(len(hidden)), "precision": 1e-7}
+    return layer({"hidden": hidden} | known | more, {"positions": "why not"})
 
 
-def test_projected_heads_are_joined_by_themselves():
-    rows = drawn(ROWS, 4, 2, seed=3)
-    parts = [
-        Layer(
-            1, "block",
-            {"projected_query": rows[:, [a, b]], "projected_key": rows[:, [a, b]]}, {},
-            part=Part(heads={"projected_query": (a, b), "projected_key": (a, b)}),
+def numbered(*numbers):
+    return layer(dict.fromkeys(NUMBERS, torch.tensor(numbers, dtype=torch.int64)))
+
+
+def by_hand(n):
+    captured = {"scores": drawn(n, 4, 4, 3 + n), "visible": torch.ones(1, 1, 1, 3 + n).bool()}
+    return layer(captured, {"query": "written by hand"})
+
+
+def of_pass(seed, **more):
+    """Attention of a pass of two sequences with tokens of its own."""
+    query, key = drawn(2, 4, 5, 3, seed=seed), drawn(2, 2, 5, 3, seed=seed + 1)
+    visible = torch.ones(1, 1, 5, 5).bool().tril()
+    return layer(
+        {"query": query, "key": key, "visible": visible, "bias": None, "scale": 0.5} | more
+    )
+
+
+NOTHING = layer({}, dict.fromkeys(("hidden", "token_ids", "precision"), "not run"))
+ALL, LOGITS = range(ROWS), [[1.0, math.nan, 3.0], [2.0, -5.0, 1.0]]
+HEADS = {"query": QUERY, "key": KEY, "scale": 0.5}
+SINK = drawn(4)
+SAME_SINK = [of_pass(seed, sink=SINK, softcap=30.0) for seed in (0, 2)]
+# Parts; views of the whole, all or some of them; beginnings of reasons for what is missing.
+MERGES = {
+    "rows of two": ([of_rows(4, 0, 2), of_rows(6, 1, 5, 3)], whole(*ALL), {}),
+    "rows of three": ([of_rows(5, 6), of_rows(0, 1), of_rows(2, 3, 4)], whole(*ALL), {}),
+    "last rows": (
+        [of_rows(5, 6, prefix="last_"), of_rows(*range(5), prefix="last_")],
+        whole(*ALL, prefix="last_"), {},
+    ),
+    "a view that not all have": (
+        [of_rows(0, 1), of_rows(2, ids=False)], whole(0, 1, 2, ids=False), {}
+    ),
+    **{
+        f"tokens that the first stage knows: {known}": (
+            [of_rows(3, 5, 1, elsewhere=True, ids=False), *(first_stage(*each) for each in known)],
+            whole(*kept), {},
         )
-        for a, b in ((2, 3), (0, 1))
-    ]  # fmt: skip
-    found = join_parts(parts)
-    assert torch.equal(found.captured["projected_query"], rows)
-    assert torch.equal(found.captured["projected_key"], rows)
-    assert found.part.heads == dict.fromkeys(("projected_query", "projected_key"), (0, 1, 2, 3))
-    short = replace(parts[0], captured={v: x[:-1] for v, x in parts[0].captured.items()})
-    assert "same rows" in join_parts([short, parts[1]]).missing["projected_key"]
+        for known, kept in (
+            ([[0, 1, 2, 3]], [3, 1]), ([[3, 1], [6]], [3, 1]), ([[4], [0]], []),
+            ([[3, 0, 1]], [3, 1]),
+        )
+    },
+    "what the first stage knows stands for what a later one does": (
+        [of_rows(3, 1, elsewhere=True),
+         layer({"positions": torch.tensor([0, 1])}, rows=torch.tensor([1, 3]), tokens=0)],
+        whole(3, 1, ids=False) | {"positions": [1, 0]}, {},
+    ),
+    **{
+        f"heads: {cut}": ([heads(*each) for each in cut], HEADS, {})
+        for cut in (
+            [([0, 1], [0]), ([2, 3], [1])],
+            [([2, 3], [1]), ([0, 1], [0])],
+            [([0], [0]), ([1], [0]), ([2], [1]), ([3], [1])],
+            [([0], [0]), ([1, 2], [0, 1]), ([3], [1])],
+            [([0, 1], [0]), ([2], [1]), ([3], [1])],
+        )
+    },
+    "key heads that are shared in another way": (
+        [heads([0, 1], [0, 1]), heads([2, 3], [0, 1])], {"key": KEY[:, [0, 1, 0, 1]]}, {}
+    ),
+    "heads of other rows": (
+        [heads([0, 1], [0]), heads([2, 3], [1], sequences=1)], {},
+        {"query": "did not keep the same rows"},
+    ),
+    "heads of another scale": (
+        [heads([0, 1], [0]), heads([2, 3], [1], scale=0.25)], {}, {"key": "differ in their scale"}
+    ),
+    "projected heads": (
+        [projections(2, 3), projections(0, 1)],
+        {"projected_query": PROJECTED, "projected_key": PROJECTED}, {},
+    ),
+    "projected heads of other rows": (
+        [projections(2, 3, rows=ROWS - 1), projections(0, 1)], {},
+        {"projected_key": "did not keep the same rows"},
+    ),
+    "reasons of what another part has": (
+        [layer({}, {"hidden": "not run", "query": "not seen"}, tokens=0), of_rows(0, 1)],
+        whole(0, 1), {"query": "not seen"},
+    ),
+    "the same tokens, and others behind": (
+        [of_rows(1, 3), of_rows(2, 6, tokens=1), of_rows(0), of_rows(5, tokens=1)],
+        {"hidden": HIDDEN[[0, 1, 3, 2, 5, 6]]}, {},
+    ),
+    "tokens of each its own": ([of_rows(4, tokens=None), of_rows(2, tokens=None)], whole(4, 2), {}),
+    "experts of all tokens, weights once": (
+        [of_block(0, [1.0, 2.0]), of_block(1, [3.0, 0.0], scale=1.5)],
+        {"expert_counts": [4.0, 2.0], "weight_norms": {"mlp": 2.0}}, {},
+    ),
+    "experts of the same tokens": (
+        [of_block(0, [1.0, 2.0]), of_block(0, [1.0, 2.0])], {"expert_counts": [1.0, 2.0]}, {}
+    ),
+    "a rank that saw nothing": (
+        [NOTHING, of_rank(HIDDEN)], {"hidden": HIDDEN, "precision": 1e-7}, {"positions": "why not"}
+    ),
+    "a rank that saw nothing, behind": (
+        [of_rank(HIDDEN), NOTHING], {"hidden": HIDDEN}, {"positions": "why not"}
+    ),
+    "no rank saw anything": ([NOTHING, layer({}, {"hidden": "lost"})], {}, NOTHING.missing),
+    **{
+        f"another {name}": ([of_rank(HIDDEN), other], {}, {"hidden": FORMS, "token_ids": FORMS})
+        for name, other in (
+            ("width", of_rank(HIDDEN[:, 1:])), ("dtype", of_rank(HIDDEN.double())),
+            ("precision", of_rank(HIDDEN, precision=1e-3)),
+        )
+    },
+    **{
+        f"a view that rank {rank} does not know": (
+            [of_rank(HIDDEN), layer({"hidden": HIDDEN, "precision": 1e-7})][:: 1 if rank else -1],
+            {"hidden": HIDDEN.repeat(2, 1), "precision": 1e-7},
+            {"token_ids": "it is known of the rows of some ranks"},
+        )
+        for rank in (0, 1)
+    },
+    "numbers of sequences go on": (
+        [numbered(0, 2, 1), numbered(), numbered(1, 0, 0)],
+        {view: [0, 2, 1, 4, 3, 3] for view in NUMBERS}, {},
+    ),
+    "scores that were written by hand": (
+        [by_hand(1), by_hand(2)],
+        {"visible": (torch.arange(5) < torch.tensor([[4], [5], [5]]))[:, None, None]},
+        {"query": "written by hand"},
+    ),
+    "the largest logit of any": (
+        [of_pass(n, max_logits=torch.tensor(own)) for n, own in enumerate(LOGITS)],
+        {"max_logits": [2.0, -5.0, 3.0]}, {},
+    ),
+    "sinks of the layer": (SAME_SINK, {"sink": SINK, "softcap": 30.0}, {}),
+    "other sinks": (
+        [*SAME_SINK, of_pass(4, sink=SINK + 1, softcap=30.0)], {}, {"sink": FORMS, "query": FORMS}
+    ),
+}  # fmt: skip
 
 
-def test_a_reason_stays_only_for_what_no_part_has():
-    lacking = Layer(1, "block", {}, {"hidden": "not run", "query": "not seen"})
-    found = join_parts([lacking, of_rows([0, 1])])
-    assert found.missing == {"query": "not seen"}
-    assert torch.equal(found.captured["hidden"], drawn(ROWS, WIDTH)[:2])
-
-
-def test_parts_of_the_same_tokens_are_joined_before_those_of_others_follow():
-    parts = [
-        of_rows(rows, tokens) for tokens, rows in ((0, [1, 3]), (1, [2, 6]), (0, [0]), (1, [5]))
-    ]
+@pytest.mark.parametrize("name", MERGES)
+def test_of_parts_one_layer_is_made(name):
+    parts, views, missing = MERGES[name]
     found = merge_layers(parts)
-    order = [0, 1, 3, 2, 5, 6]
-    assert torch.equal(found.captured["hidden"], drawn(ROWS, WIDTH)[order])
-    assert (found.part.rows.diff() > 0).all()
-    many = Layer(1, "block", {"hidden": drawn(200, 2)}, {}, part=Part(rows=torch.arange(200)))
+    for view, values in views.items():
+        given = found.captured[view]
+        same = torch.equal(given, values) if isinstance(values, torch.Tensor) else None
+        assert same or getattr(given, "tolist", lambda given=given: given)() == values, view
+    for view, reason in missing.items():
+        assert reason in found.missing[view]
+        assert view not in found.captured
+    assert not (found.missing and not missing)
+    assert (found.index, found.name) == (1, "block")
+
+
+def test_numbers_of_rows_and_heads_are_those_of_the_whole():
+    order = merge_layers(MERGES["rows of two"][0]).part.rows
+    assert order.tolist() == [*ALL]
+    assert merge_layers([heads([0], [0]), heads([1, 2], [0, 1]), heads([3], [1])]).part.heads == {
+        "query": (0, 2, 4, 6), "key": (0, 2),
+    }  # fmt: skip
+    assert (
+        merge_layers(MERGES["the same tokens, and others behind"][0]).part.rows.diff() > 0
+    ).all()
+    many = layer({"hidden": drawn(200, 2)}, rows=torch.arange(200))
     assert len(merge_layers([many, many]).part.rows.unique()) == 400
-    assert merge_layers(parts[:1]) is parts[0]
-    unnumbered = [of_rows([row]) for row in (4, 2)]  # each of its own tokens
-    assert torch.equal(merge_layers(unnumbered).captured["hidden"], drawn(ROWS, WIDTH)[[4, 2]])
+    assert merge_layers([many]) is many
 
 
 def test_of_weights_the_first_that_were_seen_are_taken():
     parts = [
-        Layer(0, "embedding", views, {}, "embedding", of_weights=True)
+        replace(layer(views), of_weights=True)
         for views in ({}, {"hidden": drawn(3, 2)}, {"hidden": drawn(3, 2, seed=1)})
     ]
     assert merge_layers(parts) is parts[1]
@@ -171,23 +251,14 @@ def test_of_weights_the_first_that_were_seen_are_taken():
 
 
 def test_every_order_of_the_parts_gives_the_same():
-    parts = [of_rows([5, 1]), of_rows([0, 3, 2]), of_rows([6, 4])]
-    for order in itertools.permutations(parts):
-        assert torch.equal(join_parts(order).captured["hidden"], drawn(ROWS, WIDTH))
+    for order in itertools.permutations([of_rows(5, 1), of_rows(0, 3, 2), of_rows(6, 4)]):
+        assert torch.equal(merge_layers(order).captured["hidden"], HIDDEN)
 
 
-def of_block(tokens, counts, scale=1.0):
-    captured = {
-        "weight_norms": {"mlp": 2.0 * scale}, "expert_counts": torch.tensor(counts),
-        "hidden": drawn(3, WIDTH),
-    }  # fmt: skip
-    return Layer(1, "block", captured, {}, part=Part(tokens=tokens))
-
-
-def test_experts_are_counted_over_all_tokens_and_weights_once():
-    found = merge_layers([of_block(0, [1.0, 2.0]), of_block(1, [3.0, 0.0], scale=1.5)])
-    assert found.captured["expert_counts"].tolist() == [4.0, 2.0]
-    assert found.captured["weight_norms"] == {"mlp": 2.0}
-    assert len(found.captured["hidden"]) == 6
-    same = merge_layers([of_block(0, [1.0, 2.0]), of_block(0, [1.0, 2.0])])
-    assert same.captured["expert_counts"].tolist() == [1.0, 2.0]
+@given(cuts=st.lists(st.integers(0, 40), max_size=5))
+def test_rows_of_any_ragged_split_are_the_rows(cuts):
+    hidden = drawn(40, WIDTH)
+    found = merge_layers([of_rank(hidden[a:b]) for a, b in pairwise([0, *sorted(cuts), 40])])
+    assert torch.equal(found.captured["hidden"], hidden)
+    assert len(found.captured["token_ids"]) == 40
+    assert found.missing == {"positions": "why not"}

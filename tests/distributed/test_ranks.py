@@ -100,152 +100,163 @@ def test_each_rank_measures_some_layers_with_the_rows_of_all(size):
         assert (one.info.mode, one.info.dtype, one.info.notes) == ("train", "float32", [])
 
 
-@pytest.mark.parametrize(
-    ("failing", "words"),
-    [
-        ({1: ValueError("boom")}, "rank 1: ValueError: boom"),
-        ({0: ValueError("boom"), 2: OSError()}, "rank 0: ValueError: boom (and 1 other ranks)"),
-    ],
-)
-def test_where_a_rank_has_nothing_every_rank_says_so(failing, words):
-    found = together([failing.get(rank, [snapshot(1.0)]) for rank in range(3)])
-    assert [str(error) for error in found] == [words] * 3
+def of_batch(batch, *values, **more):
+    return [snapshot(*(values or (1.0,)), batch=batch, **more)]
 
 
-def test_passes_that_cannot_be_joined_are_no_reason_to_wait():
-    with pytest.raises(ValueError, match=r"different layers \(3, 2 of them\)"):
-        gather(
-            [snapshot(1.0), snapshot(1.0, layers=2)], (0, "train"), RankGroup(), rows=9, queries=8
-        )
-    found = together([[snapshot(1.0), snapshot(2.0, layers=2)], [snapshot(3.0)]])
-    assert {str(error).partition(" have")[0] for error in found} == {
-        "rank 0: ValueError: the batches of a reading"
-    }
-
-
-def test_ranks_that_read_something_else_are_named():
-    found = together([[snapshot(1.0)]] * 2, about=[(5, "train"), (5, "probe")])
-    assert {str(error) for error in found} == {
-        "rank 1 reads step 5 probe but rank 0 reads it train: build the monitor with the same "
-        "options on every rank"
-    }
-    found = together([[snapshot(1.0)], [snapshot(1.0)], [snapshot(1.0, layers=2)]])
-    assert {str(error).partition(":")[0] for error in found} == {
-        "rank 2 has 2 layers, from 'blocks.0' to 'blocks.1', but rank 0 has 3, from 'blocks.0' "
-        "to 'blocks.2'"
-    }
-
-
-def test_a_rank_that_cannot_take_its_share_leaves_nobody_waiting():
+def without_mask():
+    """Attention of which no share can be taken."""
     broken = snapshot(1.0)
     query = torch.ones(2, 2, 40, 3)
     broken.layers[1].captured.update(query=query, key=query, visible="no mask")
-    found = together([[snapshot(1.0)], [broken]])
+    return broken
+
+
+def unseen(index=None):
+    """A snapshot of which a layer, or each, was not seen."""
+    found = snapshot(1.0)
+    for i in range(3) if index is None else [index]:
+        found.layers[i] = Layer(i, f"blocks.{i}", {}, {"hidden": "skipped"})
+    return found if index is not None else replace(found, info=PassInfo(0, "", ""))
+
+
+STEP, BOOM = {"about": [(5, "train"), (5, "probe")]}, ValueError("boom")
+FEWER = [snapshot(1.0, layers=2)]
+# What ranks have seen, options; the beginning of the error that each rank ends in.
+REFUSED = {
+    "one fails": ([[snapshot(1.0)], BOOM, [snapshot(1.0)]], {}, "rank 1: ValueError: boom"),
+    "two fail": (
+        [BOOM, [snapshot(1.0)], OSError()], {}, "rank 0: ValueError: boom (and 1 other ranks)"
+    ),
+    "passes of other layers": (
+        [[snapshot(1.0), *FEWER], [snapshot(3.0)]], {},
+        "rank 0: ValueError: the batches of a reading have different layers (3, 2 of them)",
+    ),
+    "another source": (
+        [[snapshot(1.0)]] * 2, STEP,
+        "rank 1 reads step 5 probe where rank 0 reads it train: every rank builds the monitor with "
+        "the same options",
+    ),
+    "other layers": (
+        [[snapshot(1.0)], [snapshot(1.0)], FEWER], {},
+        "rank 2 has 2 layers, from 'blocks.0' to 'blocks.1', where rank 0 has 3, from 'blocks.0' "
+        "to 'blocks.2'",
+    ),
+    "no share can be taken": ([[snapshot(1.0)], [without_mask()]], {}, "rank 1: "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_where_a_rank_has_nothing_every_rank_says_so_and_none_waits(name):
+    seen, options, words = REFUSED[name]
+    found = together(seen, **options)
     assert all(isinstance(error, RankFailedError) for error in found)
-    assert {str(error).partition(" ")[0] for error in found} == {"rank"}
-    assert all(str(error).startswith("rank 1: ") for error in found)
+    assert [str(error)[: len(words)] for error in found] == [words] * len(seen)
 
 
 def test_one_process_raises_its_own_error():
-    with pytest.raises(OSError, match="own"):
-        gather(OSError("own"), (0, "train"), RankGroup(), rows=9, queries=8)
+    for error in (OSError("own"), [snapshot(1.0), *FEWER]):
+        with pytest.raises((OSError, ValueError), match=r"own|different layers"):
+            gather(error, (0, "train"), RankGroup(), rows=9, queries=8)
 
 
-def test_of_copies_the_first_is_measured_and_a_note_says_where_they_differ():
-    found = together([[snapshot(1.0, batch="x")]] * 2, same_inputs=True)
-    assert rows_of(found)[0] == [1.0]
-    assert not kinds(found)
-    found = together([[snapshot(1.0, batch="x")], [snapshot(2.0, batch="y")]], same_inputs=True)
-    assert (rows_of(found)[0], kinds(found)) == ([1.0], ["probes differ"])
-    assert found[0].info.tokens == 1
+NOTE, ALIKE = Note("padding", "half is padding", layers=(1,)), " (and 1 other ranks alike)"
+SAME = "had the same tokens as rank"
+OTHERS = "rank 1 was given other tokens than rank 0, with which"
+TWO = Mesh(tuple(RankPlace(rank, tensor=(0, 1)) for rank in range(2)))
+LOSSES = [MeanLoss(1.0, 1), MeanLoss(2.0, 3)]
+# What ranks have seen, options; rows of layer 1, kinds of notes, and the beginning of the first.
+SAID = {
+    "copies": ([of_batch("x")] * 2, {"copies": True}, [1], [], ""),
+    "copies that differ": (
+        [of_batch("x"), of_batch("y", 2.0)], {"copies": True}, [1], ["probes differ"], "the ranks "
+    ),
+    "the same tokens on two": (
+        [of_batch("x")] * 2, {}, [1], ["ranks with the same tokens"],
+        f"rank 1 {SAME} 0: they are",
+    ),
+    "the same tokens on some": (
+        [of_batch(b) for b in ("x", "y", "x", "x")], {}, [1, 1], ["ranks with the same tokens"],
+        f"rank 2 {SAME} 0{ALIKE}",
+    ),
+    "two passes each, the same": (
+        [[*of_batch("x"), *of_batch("y", 2.0)]] * 2, {}, [1, 2], ["ranks with the same tokens"], ""
+    ),
+    "two passes each, one the same": (
+        [[*of_batch("x"), *of_batch(b, 2.0)] for b in "yz"], {}, [1, 2, 1, 2], [], ""
+    ),
+    "two passes each, one unknown": (
+        [[*of_batch("x"), *of_batch("", 2.0)]] * 2, {}, [1, 2, 1, 2], [], ""
+    ),
+    "other modes": ([of_batch(""), of_batch("", mode="eval")], {}, [1, 1], ["modes"], ""),
+    "a note of all": (
+        [of_batch("", notes=[NOTE])] * 2, {}, [1, 1], ["padding"], "half is padding"
+    ),
+    "a note of some": (
+        [of_batch(""), *[of_batch("", notes=[NOTE])] * 2], {}, [1, 1, 1], ["padding"],
+        f"rank 1: half is padding{ALIKE}",
+    ),
+    "one saw nothing": (
+        [[unseen()], of_batch("", 1.0, 2.0)], {}, [1, 2], None,
+        "rank 0: nothing was seen: skipped",
+    ),
+    "one did not see a layer": (
+        [[unseen(1)], of_batch("", 2.0)], {}, [2], ["no hidden at blocks.1 of some ranks"],
+        "rank 0: blocks.1: no hidden was seen: skipped",
+    ),
+    "one model, other tokens": (
+        [of_batch("a 1"), of_batch("b 1")], {"mesh": TWO}, [1], None, OTHERS
+    ),
+    "one model, a note of one": (
+        [of_batch("a 1"), of_batch("a 2", notes=[NOTE])], {"mesh": TWO}, [1], ["padding"],
+        "rank 1: half is padding",
+    ),
+}  # fmt: skip
 
 
-def test_the_same_tokens_on_several_ranks_count_once():
-    found = together([[snapshot(1.0, batch=b)] for b in ("x", "y", "x", "x")])
-    assert rows_of(found)[0] == [1.0, 1.0]
-    (note,) = found[0].info.notes
-    assert note.text.startswith("rank 2 had the same tokens as rank 0 (and 1 other ranks alike)")
-    found = together([[snapshot(1.0, batch=b)] for b in ("x", "x")])
-    assert "rank 1 had the same tokens as rank 0: they are" in found[0].info.notes[0].text
-    assert found[0].info.notes[0].kind == "ranks with the same tokens"
-    for others, same in (("yy", True), ("yz", False), (("", ""), False)):  # of two passes each
-        seen = [[snapshot(1.0, batch="x"), snapshot(2.0, batch=other)] for other in others]
-        assert kinds(together(seen)) == ["ranks with the same tokens"] * same
+@pytest.mark.parametrize("name", SAID)
+def test_rows_of_all_ranks_are_measured_and_what_is_odd_is_said(name):
+    seen, options, rows, of_kinds, words = SAID[name]
+    found = together(seen, **options)
+    assert rows_of(found)[1] == [100 + row for row in rows]
+    info = found[0].info
+    assert (found[0].empty, info.mode) == (False, "train")
+    assert of_kinds in (None, kinds(found))
+    assert words == "" or info.notes[0].words().startswith(words)
+
+
+def test_if_no_rank_saw_anything_the_reading_is_empty():
+    found = together([[unseen()], [unseen()]])
+    assert (found[0].empty, found[0].info.tokens) == (True, 0)
 
 
 @pytest.mark.parametrize(("same_inputs", "rows"), [(False, 10), (True, 5)])
 def test_the_next_reading_takes_more_rows_of_each_where_several_had_the_same(same_inputs, rows):
     groups = connected(2)
-    together([[snapshot(1.0, batch="x")]] * 2, groups=groups, same_inputs=same_inputs)
+    together([of_batch("x")] * 2, groups=groups, copies=copies)
     assert [group.rows_of(10) for group in groups] == [rows] * 2
 
 
-def test_modes_that_differ_and_notes_of_some_ranks_are_said():
-    assert kinds(together([[snapshot(1.0)], [snapshot(1.0, mode="eval")]])) == ["modes"]
-    note = Note("padding", "half is padding", layers=(1,))
-    found = together([[snapshot(1.0, notes=[note])], [snapshot(2.0, notes=[note])]])
-    assert found[0].info.notes == [note]
-    found = together([[snapshot(1.0)], *[[snapshot(2.0, notes=[note])]] * 2])
-    assert [each.text for each in found[0].info.notes] == [
-        "rank 1: half is padding (and 1 other ranks alike)"
-    ]
-
-
-def test_what_a_rank_has_not_seen_is_taken_from_the_others_and_said():
-    empty = Snapshot(
-        [Layer(i, f"blocks.{i}", {}, {"hidden": "it was not run"}) for i in range(3)],
-        PassInfo(0, "", ""),
-    )
-    found = together([[empty], [snapshot(1.0, 2.0)]])
-    assert rows_of(found)[1] == [101.0, 102.0]
-    assert (found[0].empty, found[0].info.tokens, found[0].info.mode) == (False, 2, "train")
-    assert [note.text for note in found[0].info.notes] == [
-        "rank 0: nothing was seen: it was not run"
-    ]
-    found = together([[empty], [empty]])
-    assert found[0].empty
-    assert found[0].info.tokens == 0
-    some = snapshot(1.0)
-    some.layers[1] = Layer(1, "blocks.1", {}, {"hidden": "skipped"})
-    found = together([[some], [snapshot(2.0)]])
-    assert rows_of(found) == [[1.0, 2.0], [102.0], [201.0, 202.0]]
-    assert [(note.kind, note.words()) for note in found[0].info.notes] == [
-        ("no hidden at blocks.1 of some ranks", "rank 0: blocks.1: no hidden was seen: skipped")
-    ]
-
-
 def test_losses_are_weighted_by_their_sequences_and_passes_are_joined():
-    losses = [MeanLoss(1.0, 1), MeanLoss(2.0, 3)]
-    found = together([[snapshot(1.0, loss=loss)] for loss in losses])
+    found = together([of_batch("", loss=loss) for loss in LOSSES])
     assert found[0].info.loss == MeanLoss(1.75, 4)
-    note = Note("padding", "half is padding")
-    two = [
-        snapshot(1.0, loss=losses[0], batch="a"),
-        snapshot(2.0, 3.0, loss=losses[1], batch="b", notes=[note]),
-    ]
-    alone = gather(two, (0, "train"), RankGroup(), rows=9, queries=8)
+    one, other = (
+        of_batch("a", loss=LOSSES[0]),
+        of_batch("b", 2.0, 3.0, loss=LOSSES[1], notes=[NOTE]),
+    )
+    for passes, said in (
+        ([*one, *other], "batch 1: half is padding"),
+        ([*one, *other, *other], "batch 1: half is padding (and 1 other batches alike)"),
+        ([*other] * 2, "half is padding"),
+    ):
+        alone = gather(passes, (0, "train"), RankGroup(), rows=9, queries=8)
+        assert [note.text for note in alone.info.notes] == [said]
+    alone = gather([*one, *other], (0, "train"), RankGroup(), rows=9, queries=8)
     assert [merge_layers(p).captured["hidden"][:, 0].tolist() for p in alone.parts] == [
         [100 * i + v for v in (1, 2, 3)] for i in range(3)
     ]
-    said = Note("padding", "batch 1: half is padding")
-    assert alone.info == PassInfo(3, "train", "float32", [said], MeanLoss(1.75, 4), "a and b")
-    said = Note("padding", "batch 1: half is padding (and 1 other batches alike)")
-    alone = gather([*two, two[1]], (0, "train"), RankGroup(), rows=9, queries=8)
-    assert alone.info.notes == [said]
-    alone = gather([two[1]] * 2, (0, "train"), RankGroup(), rows=9, queries=8)
-    assert alone.info.notes == [note]
-
-
-def test_ranks_of_one_model_with_other_tokens_are_named():
-    mesh = Mesh(tuple(RankPlace(rank, tensor=(0, 1)) for rank in range(2)))
-    found = together([[snapshot(1.0, batch="a 1")], [snapshot(1.0, batch="b 1")]], mesh=mesh)
-    assert "rank 1 received other tokens than rank 0, although they" in found[0].info.notes[-1].text
-    assert rows_of(found)[0] == [1.0]
-    note = Note("padding", "half is padding")
-    seen = [[snapshot(1.0, batch="a 1")], [snapshot(1.0, batch="a 2", notes=[note])]]
-    assert [each.text for each in together(seen, mesh=mesh)[0].info.notes] == [
-        "rank 1: half is padding"
-    ]
+    info = alone.info
+    assert (info.tokens, info.loss, info.batch) == (3, MeanLoss(1.75, 4), "a and b")
 
 
 PAIRS = Mesh(

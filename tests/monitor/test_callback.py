@@ -10,17 +10,16 @@ import torch
 from models import PlainDecoder, batch
 
 from geomon import Memory, every, select
-from geomon.capture.snapshot import NotSeenError
 from geomon.distributed import RankGroup
 from geomon.monitor import CallbackSession
 
 FEW = {"metrics": select("variance"), "tokens": 64, "schedule": every(2), "strict": True}
 
 
-def started(tmp_path, step=0, **options):
+def started(folder, step=0, **options):
     memory, model = Memory(), PlainDecoder()
     session = CallbackSession({**FEW, **options}, "GeometryMonitor")
-    session.start(model, step, tmp_path, [memory])
+    session.start(model, step, folder, [memory])
     return session, model, memory
 
 
@@ -29,24 +28,74 @@ def is_watched():
     return torch.nn.Module._compiled_call_impl is not None
 
 
-def test_what_is_discarded_or_failed_is_not_measured(tmp_path):
-    session, model, memory = started(tmp_path)
-    session.open(0)
-    assert is_watched()
-    session.discard()
-    assert not is_watched()
-    session.open(2)
+def opens(step):
+    return lambda session, model: session.open(step)
+
+
+def awaits(step, **told):
+    return lambda session, model: session.open_at_call(step, **told)
+
+
+def calls(session, model):
     model(batch())
+
+
+def closes(session, model):
+    session.close()
+
+
+def discards(session, model):
+    session.discard()
+
+
+def fails(session, model):
     session.close(ValueError("the forward pass failed"))
-    assert not is_watched()
-    assert not memory.readings
-    session.open(4)
-    session.start(model, 0, tmp_path, [])  # of a training that ended without a word
-    assert not is_watched()
-    session.open_at_call(6)
-    assert is_watched()
+
+
+def starts(session, model):
+    session.start(PlainDecoder(), 0, session.monitor.path.parent / "next", [])
+
+
+def finishes(session, model):
+    session.finish()
+
+
+# Events, each with whether a window is open behind it; steps of the readings.
+COURSES = {
+    "discarded": ([(opens(0), True), (discards, False), (calls, False)], []),
+    "failed": ([(opens(2), True), (calls, True), (fails, False)], []),
+    "of a training that ended without a word": ([(opens(4), True), (starts, False)], []),
+    "finished while it is open": ([(awaits(6), True), (finishes, False), (finishes, False)], []),
+    "gives way to the next": ([(opens(0), True), (opens(2), True), (calls, True), (closes, False)],
+                              [2]),
+    "calls at due steps": (
+        [event for step in range(4)
+         for event in ((awaits(step), step % 2 == 0), (calls, False), (closes, False))], [0, 2],
+    ),
+    "failed before the call": ([(awaits(0), True), (fails, False), (calls, False)], []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COURSES)
+def test_a_window_is_open_for_a_forward_pass_and_no_longer(tmp_path, name):
+    events, steps = COURSES[name]
+    session, model, memory = started(tmp_path)
+    for event, is_open in events:
+        event(session, model)
+        assert is_watched() == is_open
     session.finish()
     assert not is_watched()
+    assert [reading.step for reading in memory.readings] == steps
+
+
+def test_a_model_that_is_not_called_is_said_once(tmp_path):
+    session, _, memory = started(tmp_path)
+    session.open_at_call(3, force=True)
+    with pytest.raises(RuntimeError, match="not run under the window"):
+        session.close()
+    session.close()
+    assert not is_watched()
+    assert not memory.readings
 
 
 @pytest.mark.parametrize(
@@ -59,6 +108,7 @@ def test_the_record_is_in_the_folder_of_the_training_unless_another_is_given(
     monkeypatch.chdir(tmp_path)
     session, *_ = started(of_training, directory=given)
     assert session.monitor.path == tmp_path / folder / "readings.jsonl"
+    assert repr(session).startswith("GeometryMonitor(PlainDecoder, 3 blocks, 1 metrics")
 
 
 @pytest.mark.parametrize("probe", [None, batch()], ids=["inline", "probe"])
@@ -74,16 +124,6 @@ def test_a_schedule_is_followed_without_a_budget_also_where_ranks_could_not_shar
         session.close()
     session.finish()
     assert len(memory.readings) == 20
-
-
-def test_a_window_that_no_pass_went_through_gives_way_to_the_next(tmp_path):
-    session, model, memory = started(tmp_path)
-    for step in (0, 2):
-        session.open(step)
-    model(batch())
-    session.close()
-    session.finish()
-    assert [reading.step for reading in memory.readings] == [2]
 
 
 def test_fixed_inputs_are_read_when_due_and_at_the_end(tmp_path):
@@ -103,54 +143,26 @@ def test_fixed_inputs_are_read_when_due_and_at_the_end(tmp_path):
     assert asked == [0, 2, 3]
 
 
-def test_a_call_at_a_step_that_is_not_due_is_not_watched(tmp_path):
-    session, model, memory = started(tmp_path)
-    for step in range(4):
-        session.open_at_call(step)
-        assert is_watched() == (step % 2 == 0)
-        model(batch())
-        session.close()
-    session.finish()
-    assert [reading.step for reading in memory.readings] == [0, 2]
-
-
-def test_a_model_that_is_not_called_is_said_unless_its_step_has_failed(tmp_path):
-    session, model, memory = started(tmp_path)
-    session.open_at_call(0)
-    session.close(ValueError("before the call"))
-    model(batch())
-    assert not is_watched()
-    session.open_at_call(3, force=True)
-    with pytest.raises(NotSeenError):
-        session.close()
-    session.close()  # said once
-    assert not is_watched()
-    assert not memory.readings
-
-
-def test_while_it_trains_a_session_shows_its_monitor(tmp_path):
-    session, *_ = started(tmp_path)
-    assert repr(session).startswith("GeometryMonitor(PlainDecoder, 3 blocks, 1 metrics")
-
-
-def test_the_call_that_was_watched_is_shown_whatever_comes_of_that(tmp_path, caplog):
+def test_what_the_framework_shows_and_logs_may_fail_and_is_one_warning_each(tmp_path, caplog):
     session, model, memory = started(tmp_path, strict=False, schedule=every(1))
     seen = []
 
-    def see(given, output):
-        seen.append((list(given), output.shape))
+    def broken(*given):
+        seen.append([list(each) for each in given[:1]])
         raise KeyError("of the framework", len(memory.readings))
 
     for step in range(2):
-        session.open_at_call(step, seen=see)
+        session.open_at_call(step, seen=broken)
         model(ids=batch()) if step else model(batch())
+        session.log(step, broken)
     model(batch())
-    shape = model(batch()).shape
     session.finish()
-    assert seen == [([], shape), (["ids"], shape)]
-    assert len(memory.readings) == 2
-    (said,) = caplog.messages
-    assert "cannot be read: KeyError" in said
+    assert seen == [[[]], [], [["ids"]], []]
+    assert [math.isnan(r.values["training/loss"]) for r in memory.readings] == [True, True]
+    assert [said.partition(" cannot be read")[0] for said in caplog.messages] == [
+        "what the model returned", "what the training logs",
+    ]  # fmt: skip
+    assert all("KeyError: ('of the framework', 0)" in said for said in caplog.messages)
 
 
 # -- the batches of the trainer's validation -------------------------------------------------------
@@ -167,9 +179,7 @@ def test_the_first_validation_is_read_from_then_on_and_by_the_next_training_not(
             session.held_out.offer(batch(8, 32, seed=step))
             session.held_out.end()
     session.finish()
-    assert [reading.step for reading in memory.readings] == [2, 3]
-    assert {reading.tokens for reading in memory.readings} == {64}
-    assert not [text for text in caplog.messages if "extra pass" not in text]
+    assert [(reading.step, reading.tokens) for reading in memory.readings] == [(2, 64), (3, 64)]
     session.start(PlainDecoder(), 0, tmp_path / "next", [])
     assert session.waits
     session.probe(0, last=True)
@@ -187,13 +197,10 @@ def test_a_trainer_that_does_not_validate_is_said_at_the_start(tmp_path):
 
 def test_before_training_every_call_does_nothing():
     session = CallbackSession(FEW, "GeometryMonitor")
-    session.open(0)
-    session.open_at_call(0)
-    session.close()
-    session.discard()
+    for event in (opens(0), awaits(0), closes, discards, finishes):
+        event(session, None)
     session.probe(0, last=True)
     session.log(0, dict)
-    session.finish()
     assert math.isnan(session.overhead)
 
 
@@ -210,19 +217,3 @@ def test_a_copy_starts_with_its_own_training(tmp_path, copied_by):
     session.close()
     session.finish()
     assert len(memory.readings) == 1
-
-
-def test_what_cannot_be_known_is_missing_and_the_training_goes_on(tmp_path, caplog):
-    session, model, memory = started(tmp_path, strict=False)
-
-    def broken():
-        raise KeyError("of the framework", len(memory.readings))
-
-    for step in (0, 2):
-        session.open(step)
-        model(batch())
-        session.close()
-        session.log(step, broken)
-    assert [math.isnan(r.values["training/loss"]) for r in memory.readings] == [True, True]
-    (said,) = caplog.messages
-    assert said.endswith("missing: KeyError: ('of the framework', 0)")

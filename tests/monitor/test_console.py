@@ -5,10 +5,10 @@ import logging
 import sys
 
 import pytest
+from models import PlainDecoder
 from tqdm.auto import tqdm
 
-from geomon.distributed import RankGroup
-from geomon.monitor.warnings import Warnings
+from geomon import Monitor
 
 
 @contextlib.contextmanager
@@ -23,7 +23,7 @@ def program(where=None, **modules):
         if where is not None:
             logging.getLogger(where).addHandler(logging.StreamHandler(sys.stdout))
         for _ in range(2):  # every monitor has some
-            Warnings(RankGroup(), strict=False)
+            Monitor(PlainDecoder(), directory=None)
         yield log
 
 

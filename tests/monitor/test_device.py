@@ -50,21 +50,28 @@ def assert_same_values(one, other):
 # -- the option ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpu", "cuda:x", "", None, 0, ["cuda"]])
-def test_what_names_no_device_is_refused_in_one_line(name):
-    with pytest.raises(ValueError, match=r"^device must be 'auto' .*got [^\n]*$"):
-        Monitor(PlainDecoder(), directory=None, device=name)
-
-
-@pytest.mark.parametrize("name", ["cuda:99", "meta"])
-def test_a_device_that_is_not_there_is_refused_before_the_training(name):
-    with pytest.raises(ValueError, match=rf"^device='{name}' cannot be used[^\n]*use 'cpu'$"):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        *((name, r"^device is 'auto' .*got [^\n]*$") for name in ("gpu", "cuda:x", "", None, [])),
+        ("cuda:99", r"^device='cuda:99' cannot measure[^\n]*use 'cpu'$"),
+        ("meta", r"^device='meta' cannot measure[^\n]*use 'cpu'$"),
+    ],
+)  # fmt: skip
+def test_what_names_no_device_that_is_there_is_refused_before_the_training(name, words):
+    with pytest.raises(ValueError, match=words):
         Monitor(PlainDecoder(), directory=None, device=name)
 
 
 def test_a_device_of_torch_stands_for_its_name(tmp_path):
     run(tmp_path, steps=1, device=torch.device("cpu"))
     assert read(tmp_path).runs[0]["device"] == "cpu"
+
+
+def pretend(monkeypatch, **functions):
+    """Measure on the pretended device, whose module of torch has some functions."""
+    monkeypatch.setattr(torch, DEVICE.type, types.SimpleNamespace(**functions), raising=False)
+    monkeypatch.setattr(MeasuringDevice, "device", DEVICE)
 
 
 # -- measuring on a device -------------------------------------------------------------------------
@@ -91,19 +98,24 @@ def test_a_device_measures_in_turn_whatever_the_host_could_do_at_once():
 def test_without_memory_for_it_a_reading_is_measured_on_the_host(monkeypatch):
     on_host = run(steps=1)
 
-    class Module:  # 10 + 45 - 52 MB: what the training took before it takes again
-        mem_get_info = staticmethod(lambda device: (10e6, 80e6))
-        memory_reserved = staticmethod(lambda device: 45e6)
-        max_memory_allocated = staticmethod(lambda device: 52e6)
-
+    # 10 + 45 - 52 MB: what the training took before it takes again
+    free = {"mem_get_info": lambda device: (10e6, 80e6), "memory_reserved": lambda device: 45e6}
     with Accelerator():
-        monkeypatch.setattr(torch, DEVICE.type, Module, raising=False)
-        monkeypatch.setattr(MeasuringDevice, "device", DEVICE)
+        pretend(monkeypatch, **free, max_memory_allocated=lambda device: 52e6)
         (reading,) = run(steps=1)
     (note,) = set(reading.words()) - set(on_host[0].words())
     assert note.startswith("measured on the host: measuring a layer takes up to 1,0")
     assert "leaves 3 MB of meta" in note
     assert_same_values(on_host[0], reading)
+
+
+def test_copies_that_are_on_their_way_to_the_host_are_waited_for(monkeypatch):
+    """From CUDA they are queued: until then the rows are those of another reading, or none."""
+    done, event = [], types.SimpleNamespace(synchronize=lambda: done.append("waited"))
+    monkeypatch.setattr(MeasuringDevice, "mark_ready", lambda self: event)
+    metrics = {"m": lambda hidden: float(done.append("measured") is None)}
+    run(steps=1, sequences=4, splits=1, metrics=metrics)
+    assert done == ["waited", *["measured"] * 3]
 
 
 def test_a_layer_may_take_half_of_the_memory_that_the_training_leaves(monkeypatch):
@@ -114,13 +126,8 @@ def test_a_layer_may_take_half_of_the_memory_that_the_training_leaves(monkeypatc
         Layer(2, "c", {"token_ids": torch.zeros(500, dtype=torch.int64)}),
     ]  # fmt: skip
     free = [2.0 * needed, 2.0 * needed - 2, -4e6]
-
-    class Module:
-        mem_get_info = staticmethod(lambda device: (free.pop(0), 0))
-        memory_reserved = max_memory_allocated = staticmethod(lambda device: 0)
-
-    monkeypatch.setattr(torch, DEVICE.type, Module, raising=False)
-    monkeypatch.setattr(MeasuringDevice, "device", DEVICE)
+    none = dict.fromkeys(("memory_reserved", "max_memory_allocated"), lambda device: 0)
+    pretend(monkeypatch, mem_get_info=lambda device: (free.pop(0), 0), **none)
     place = MeasuringDevice("auto", PlainDecoder())
     assert place.why_not(layers) is None
     assert "takes up to 1,000 MB" in place.why_not(layers)
@@ -209,33 +216,21 @@ def test_deterministic_algorithms_are_left_to_the_host():
 def test_the_background_works_on_one_stream_that_waits_for_the_rows(monkeypatch):
     done = []
 
-    class Side:
-        def __init__(self, device):
-            done.append("made")
+    def side(device):
+        done.append("made")
+        return types.SimpleNamespace(
+            wait_event=lambda event: done.append(f"waits for {event}"),
+            synchronize=lambda: done.append("synchronized"),
+        )
 
-        def wait_event(self, event):
-            done.append(f"waits for {event}")
+    @contextlib.contextmanager
+    def entered(stream):
+        done.append("entered")
+        yield
+        done.append("left")
 
-        def synchronize(self):
-            done.append("synchronized")
-
-    class Current:
-        def record_event(self):
-            return "the rows"
-
-    class Module:
-        Stream = Side
-        current_stream = staticmethod(lambda device: Current())
-
-        @staticmethod
-        @contextlib.contextmanager
-        def stream(stream):
-            done.append("entered")
-            yield
-            done.append("left")
-
-    monkeypatch.setattr(torch, DEVICE.type, Module, raising=False)
-    monkeypatch.setattr(MeasuringDevice, "device", DEVICE)
+    current = types.SimpleNamespace(record_event=lambda: "the rows")
+    pretend(monkeypatch, Stream=side, current_stream=lambda device: current, stream=entered)
     place = MeasuringDevice("auto", PlainDecoder())
     for _ in range(2):
         with place.alongside_training(place.mark_ready()):

@@ -1,139 +1,188 @@
+"""Rows are measured beside the training or at once: the same values, in the same order."""
+
 import itertools
 import threading
 import time
+from contextlib import nullcontext
 
-import models
 import pytest
 import threadpoolctl
 import torch
-from measuring import watching
+from models import PlainDecoder, batch
+from scenarios import Scenario, Watched, check
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from geomon import Monitor, select
+from geomon.distributed import RankGroup
 from geomon.metrics import Evaluator
 
 METRICS = select("cosine", "variance", "twonn", "attention_entropy")
+BESIDE = {"metrics": METRICS, "tokens": 256}
+OWN = pytest.mark.usefixtures("own_metrics_in_background")
 
 
-def run(steps, **settings):
-    """Readings of an untrained model that changes a little from step to step."""
-    torch.manual_seed(0)
-    model = models.PlainDecoder()
-    monitor, memory = watching(model, **({"metrics": METRICS, "splits": 2} | settings))
-    for step in range(steps):
-        with monitor(step):
-            model(models.batch(seed=step))
-        with torch.no_grad():
-            model.head.weight.mul_(1.01)
-            model.blocks[0].c_attn.weight.mul_(1.01)
-        yield step, monitor, memory.readings
-    monitor.close()
-    yield steps, monitor, memory.readings
+def values_of(watched):
+    return [
+        {tag: v for tag, v in reading.values.items() if not tag.startswith("geomon/")}
+        for reading in watched.memory.readings
+    ]
 
 
-def measured(readings):
-    return [{t: v for t, v in r.values.items() if not t.startswith("geomon/")} for r in readings]
-
-
-def test_the_background_measures_the_same_in_the_same_order_and_leaves_no_thread():
-    *_, (_, _, behind) = run(5, background=True)
+def test_the_background_measures_the_same_in_the_same_order(caplog):
+    found = []
+    for background in (True, False):
+        torch.manual_seed(0)
+        options = BESIDE | {"background": background, "splits": 2}
+        scenario = Scenario(range(5), range(5), options, ["exact copies of others"])
+        found.append(values_of(check(scenario, None, caplog)))
+    assert found[0] == found[1]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("geomon")]
-    *_, (_, _, at_once) = run(5, background=False)
-    assert [reading.step for reading in behind] == list(range(5))
-    assert measured(behind) == measured(at_once)
 
 
-@pytest.mark.usefixtures("own_metrics_in_background")
-def test_two_readings_wait_while_one_is_measured_and_a_third_holds_the_training_up():
-    free, calls, model = threading.Event(), [], models.PlainDecoder()
+class Rounded(TorchDispatchMode):
+    """A mode that rounds products, as a training in few bits does."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        packet = func.overloadpacket
+        return out.round() if packet in (torch.ops.aten.mm, torch.ops.aten.bmm) else out
+
+
+def test_rows_are_measured_outside_of_the_modes_of_the_training(monkeypatch):
+    watched = Watched(None, monkeypatch, splits=2, seed=0, **BESIDE)
+    with threadpoolctl.threadpool_limits(1, user_api="openmp"):
+        for step, mode in ((0, nullcontext()), (0, Rounded())):
+            window = watched.monitor(step)
+            window.__enter__()
+            watched.model(batch())
+            with mode:  # that the training is in as its forward pass has ended
+                window.__exit__(None, None, None)
+            watched.monitor.advance(1)
+    one, other = values_of(watched)
+    assert one == other
+
+
+@OWN
+def test_two_readings_wait_while_one_is_measured_and_a_third_holds_the_training_up(monkeypatch):
+    free, calls = threading.Event(), []
 
     def waits(hidden):
         calls.append((threading.current_thread().name, free.is_set()))
         free.wait(5)
         return 1.0
 
-    options = {"metrics": {"waits": waits}, "budget": None, "background": True}
-    monitor, memory = watching(model, **options)
+    options = {"metrics": {"waits": waits}, "budget": None, "background": True, "strict": True}
+    watched = Watched(None, monkeypatch, **options)
     for step in range(3):
-        with monitor(step):
-            model(models.batch())
-    assert not memory.readings
+        watched.step(step)
+    assert not watched.shown
     threading.Timer(0.3, free.set).start()
-    with monitor(3):
-        model(models.batch())
+    watched.step(3)
     assert free.is_set()
-    monitor.close()
-    assert [reading.step for reading in memory.readings] == [0, 1, 2, 3]
+    watched.monitor.close()
+    assert watched.shown == [0, 1, 2, 3]
     assert {name for name, _ in calls} == {"geomon"}
     assert [was_free for _, was_free in calls].count(False) <= 1  # one after another
 
 
-@pytest.mark.usefixtures("own_metrics_in_background")
-def test_within_a_budget_no_reading_is_made_while_the_one_before_is_measured():
-    free, model = threading.Event(), models.PlainDecoder()
+@OWN
+def test_within_a_budget_no_reading_is_made_while_the_one_before_is_measured(monkeypatch):
+    free = threading.Event()
     metrics = {"waits": lambda hidden: float(free.wait(5))}
-    monitor, memory = watching(model, metrics=metrics, budget=0.5, background=True)
-    for step in range(2):
-        with monitor(step):
-            model(models.batch())
+    watched = Watched(None, monkeypatch, metrics=metrics, budget=0.5, background=True)
+    watched.step(0)
+    watched.step(1)
     free.set()
-    monitor.close()
-    assert [reading.step for reading in memory.readings] == [0]
+    watched.monitor.close()
+    assert watched.shown == [0]
 
 
-def test_a_metric_of_ones_own_is_measured_by_the_thread_that_trains():
+def test_a_metric_of_ones_own_is_measured_by_the_thread_that_trains(caplog):
     threads = set()
 
     def of_its_thread(hidden):
         threads.add(threading.current_thread())
         return 1.0
 
-    list(run(2, background=True, metrics=METRICS | {"own": of_its_thread}))
+    options = {"background": True, "metrics": select("variance") | {"own": of_its_thread}}
+    check(Scenario(range(2), range(2), options), None, caplog)
     assert threads == {threading.main_thread()}
 
 
-def fails_at_once(hidden):
-    raise ValueError("broken on purpose")
+def stop():
+    raise KeyboardInterrupt
 
 
-@pytest.mark.usefixtures("own_metrics_in_background")
-@pytest.mark.parametrize("background", [True, False])
-def test_strict_raises_what_failed_wherever_it_is_measured(background):
-    with pytest.raises(ValueError, match="broken on purpose"):
-        list(run(3, background=background, metrics={"broken": fails_at_once}))
+def interrupted(error):
+    def interrupts(*given, **named):
+        raise error
+
+    return interrupts
+
+
+BROKEN = {"metrics": {"broken": lambda hidden: 1 / 0}, "strict": True}
+STOPPED = {"metrics": {"stops": lambda hidden: stop()}, "background": True}
+# Options, steps of the readings that come, what is said and what is raised in the end.
+FAILURES = {
+    "strict": (BROKEN | {"background": False}, [], [], (ZeroDivisionError, "division")),
+    "strict, in the background": (
+        BROKEN | {"background": True}, [], [], (ZeroDivisionError, "division")
+    ),
+    "Ctrl-C in a metric": (STOPPED, [], ["KeyboardInterrupt"], None),
+}  # fmt: skip
+
+
+@OWN
+@pytest.mark.parametrize("name", FAILURES)
+def test_what_fails_in_the_background_ends_nothing_and_strict_raises_it(caplog, name):
+    options, shown, said, raises = FAILURES[name]
+    steps = range(1 if raises else 6)  # more than wait in the background
+    check(Scenario(steps, shown, options, said, raises=raises), None, caplog)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_is_raised_across_layers_in_the_background_ends_nothing(caplog, monkeypatch, error):
+    monkeypatch.setattr(Evaluator, "combine", interrupted(error))
+    options = BESIDE | {"background": True}
+    check(Scenario(range(6), [], options, [error.__name__]), None, caplog)
+
+
+@OWN
+@pytest.mark.parametrize("threads", [0, 1])
+def test_where_no_thread_can_be_started_the_background_measures_here_in_order(threads, monkeypatch):
+    def start(self):
+        if len(started) >= threads:
+            raise RuntimeError("can't start new thread")
+        started.append(self)
+        begin(self)
+
+    def numbered(hidden):
+        if threading.current_thread() in started:
+            overtaken.wait(0.1)
+        else:
+            overtaken.set()
+        return float(next(numbers))
+
+    started, begin = [], threading.Thread.start
+    overtaken, numbers = threading.Event(), itertools.count()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    options = {"metrics": {"order": numbered}, "background": True, "strict": True}
+    watched = Watched(None, monkeypatch, **options)
+    for step in range(5):
+        watched.step(step)
+        assert threads or watched.shown[-1] == step
+    watched.monitor.close()
+    assert watched.shown == [0, 1, 2, 3, 4]
+    measured = [reading.values["order/mean"] for reading in watched.memory.readings]
+    assert measured == sorted(measured)
 
 
 def test_a_budget_without_gathering_is_refused_on_many_ranks(monkeypatch):
-    import geomon.monitor.monitor as module
-    from geomon.distributed import RankGroup
-
-    monkeypatch.setattr(module, "find_ranks", lambda: RankGroup(0, 2))
+    monkeypatch.setattr("geomon.monitor.monitor.find_ranks", lambda: RankGroup(0, 2))
     options = {"directory": None, "budget": 0.01, "gather": False}
     with pytest.raises(ValueError, match="use gather=True, or budget=None"):
-        Monitor(models.PlainDecoder(), probe=models.batch(), **options)
-    Monitor(models.PlainDecoder(), **options)  # one rank alone watches its training
-
-
-@pytest.mark.usefixtures("own_metrics_in_background")
-@pytest.mark.parametrize(
-    ("place", "error"),
-    [("metric", KeyboardInterrupt), ("across layers", KeyboardInterrupt),
-     ("across layers", SystemExit)],
-)  # fmt: skip
-def test_what_is_raised_in_the_background_ends_nothing(caplog, monkeypatch, place, error):
-    def interrupted(*args, **kwargs):
-        raise error
-
-    metrics = METRICS
-    if place == "metric":
-        metrics = METRICS | {"interrupted": lambda hidden: interrupted()}
-    else:
-        monkeypatch.setattr(Evaluator, "combine", interrupted)
-    *_, (steps, _, readings) = run(6, background=True, metrics=metrics, strict=False)
-    assert steps == 6  # more than wait in the background
-    # A metric that exits costs its own values alone.
-    assert len(readings) == 6 * ((place, error) == ("metric", SystemExit))
-    said = [r for r in caplog.records if error.__name__ in r.getMessage()]
-    assert len(said) == 1
+        Monitor(PlainDecoder(), probe=batch(), **options)
+    Monitor(PlainDecoder(), **options)  # one rank alone watches its training
 
 
 def cast_of(linear):
@@ -142,17 +191,16 @@ def cast_of(linear):
 
 
 @pytest.mark.parametrize("way", ["at once", "in turn", "in the background", "in another thread"])
-def test_casts_that_autocast_keeps_for_the_training_are_kept(way):
+def test_casts_that_autocast_keeps_for_the_training_are_kept(monkeypatch, way):
     # The cache is the process's: a second cast is another number in the gradients, and in a region
     # around several steps another weight.
-    model, metrics = models.PlainDecoder(), select("cosine", "max_logit")
-    in_background = way == "in the background"
-    monitor, memory = watching(model, metrics=metrics, background=in_background)
+    options = {"metrics": select("cosine", "max_logit"), "background": way == "in the background"}
+    watched = Watched(None, monkeypatch, **options)
 
     def read():
-        with monitor(0):
-            model(models.batch())
-        monitor.close()
+        with watched.monitor(0):
+            watched.model(batch())
+        watched.monitor.close()
 
     linear = torch.nn.Linear(3, 4)
     torch.get_num_threads()
@@ -167,19 +215,16 @@ def test_casts_that_autocast_keeps_for_the_training_are_kept(way):
         else:
             read()
         assert cast_of(linear) is before
-    assert len(memory.readings) == 1
+    assert watched.shown == [0]
 
 
-def test_what_was_measured_in_the_background_is_shown_though_no_other_reading_is_due():
-    model = models.PlainDecoder()
-    options = {"metrics": METRICS, "splits": 2, "background": True}
-    monitor, memory = watching(model, **options, schedule=lambda step: step == 0)
-    end = time.monotonic() + 60
+def test_what_was_measured_in_the_background_is_shown_though_no_other_reading_is_due(monkeypatch):
+    options = BESIDE | {"background": True, "schedule": lambda step: step == 0}
+    watched, end = Watched(None, monkeypatch, **options), time.monotonic() + 60
     for step in itertools.count():
-        with monitor(step):
-            model(models.batch())
-        if memory.readings or time.monotonic() > end:
+        watched.step(step)
+        if watched.shown or time.monotonic() > end:
             break
         time.sleep(0.01)
-    assert [reading.step for reading in memory.readings] == [0]
-    monitor.close()
+    assert watched.shown == [0]
+    watched.monitor.close()

@@ -1,45 +1,34 @@
 """A loader as probe: its first batches, taken once, and nothing of the training's changed by it."""
 
 import itertools
-import logging
 import random
 
 import numpy as np
 import pytest
 import torch
 from fingerprint import random_state
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from measuring import watching
 from models import VOCABULARY, PlainDecoder, batch
+from scenarios import EXTRA, Scenario, Watched, check, probe
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from geomon import select
+from geomon import Memory, every, select
 from geomon.distributed import RankGroup
-from geomon.monitor.held_out import MOST_BATCHES, HeldOut, is_loader
+from geomon.monitor import CallbackSession
 
 ROWS = torch.cat([batch(4, 16, seed=i) for i in range(12)])  # 48 sequences
-SEEN = {"ids": lambda token_ids: token_ids.double().mean()}
-
-
-def monitor_of(model, loader, **options):
-    return watching(model, probe=loader, **{"metrics": SEEN, "tokens": 10_000, **options})
-
-
-def read_of(loader, model=None, steps=1, **options):
-    if model is None:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            model = PlainDecoder()
-    monitor, memory = monitor_of(model, loader, **options)
-    for step in range(steps):
-        monitor.probe(step)
-    return list(memory.readings)
+MEAN = float(ROWS.double().mean())
+SEEN = {"metrics": {"ids": lambda token_ids: token_ids.double().mean()}, "tokens": 10_000}
+FEW, LOADER = [EXTRA, "estimates stand on"], "the loader of the probe"
+MOST = 64  # batches
 
 
 def values(reading):
     return {tag: v for tag, v in reading.values.items() if not tag.startswith("geomon/")}
+
+
+def mean_of(reading):
+    return reading.values["ids/layer_01"]
 
 
 def filled_again():
@@ -49,83 +38,48 @@ def filled_again():
         yield held.copy_(rows)
 
 
-@pytest.mark.parametrize(
-    "loader", [DataLoader(ROWS, batch_size=7), filled_again()], ids=["ragged", "filled again"]
-)
-def test_several_batches_are_read_as_one_batch_of_all_is(loader):
-    names = ("variance", "anisotropy", "attention_entropy", "qk_cosine", "max_logit")
-    options = {"metrics": select(*names)}
-    (whole,) = read_of(ROWS, **options)
-    (parts,) = read_of(loader, **options)
-    assert parts.tokens == whole.tokens == ROWS.numel()
-    assert values(parts) == pytest.approx(values(whole), rel=1e-4, abs=1e-6)
-    assert "variance/layer_01/margin" in parts.values  # the sequences of all batches are told apart
+def endless(draw):
+    """A loader that counts its batches, in `drawn`."""
+
+    class Endless:
+        def __init__(self):
+            self.drawn = 0
+
+        def __iter__(self):
+            for number in itertools.count():
+                self.drawn += 1
+                yield draw(number)
+
+    return Endless()
 
 
-def endless(drawn):
-    """A loader of random batches, from every random state that there is."""
-    while True:
-        part = int(np.random.randint(5)) + random.randrange(5)
-        drawn.append(torch.randint(VOCABULARY, (4, 16)) // (1 + part))
-        yield drawn[-1]
+def at_random(number):
+    """A batch from every random state that there is."""
+    part = int(np.random.randint(5)) + random.randrange(5)
+    return torch.randint(VOCABULARY, (4, 16)) // (1 + part)
 
 
-def test_a_random_endless_loader_is_drawn_from_once_and_no_random_state_is_changed():
-    drawn = []
-    before = random_state()
-    readings = read_of(endless(drawn), steps=4, tokens=100)
-    assert random_state() == before
-    assert len(drawn) == 4  # 256 rows; 16 sequences
-    assert len({reading.values["ids/layer_01"] for reading in readings}) == 1
-    assert {reading.tokens for reading in readings} == {100}
+def of_size(size):
+    return lambda number: batch(size, 16, seed=number)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "size", "taken"),
-    [(60, 4, 4), (60, 1, 16), (256, 16, 1), (257, 16, 2), (10, 4, 3), (10**6, 1, 64)],
-)
-def test_batches_are_taken_until_rows_and_sequences_suffice(tokens, size, taken):
-    drawn = []
-    loader = (drawn.append(n) or batch(size, 16, seed=n) for n in itertools.count())
-    (reading,) = read_of(loader, tokens=tokens)
-    assert len(drawn) == taken <= MOST_BATCHES
-    assert reading.tokens == min(tokens, taken * size * 16)
+def padded(number):
+    mask = torch.ones(4, 16, dtype=torch.int64)
+    mask[:, 4:] = 0
+    return {"ids": batch(4, 16, seed=number), "attention_mask": mask}
 
 
-def test_ranks_that_exchange_nothing_take_one_batch_each(monkeypatch):
-    monkeypatch.setattr("geomon.monitor.monitor.find_ranks", lambda: RankGroup(0, 2))
-    drawn = []
-    (reading,) = read_of(endless(drawn), gather=False)
-    assert len(drawn) == 1
-    assert reading.tokens == drawn[0].numel()
+def of_no_block(number):
+    return lambda model: None
 
 
-def test_the_global_random_states_are_left_as_they_were_by_a_loader_that_shuffles():
-    loader = DataLoader(ROWS, batch_size=4, shuffle=True)
-    before = random_state()
-    read_of(loader, steps=2)
-    assert random_state() == before
+def breaks_after(count):
+    def draw(number):
+        if number == count:
+            raise OSError("the disk\nis gone")
+        return batch(4, 16)
 
-
-class Numbered(Dataset):
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        torch.rand(1), np.random.rand(), random.random()
-        return torch.full((16,), index)
-
-
-def test_a_pass_of_the_owner_over_the_same_loader_goes_on():
-    """Persistent workers have one iterator for all passes, which a new pass begins anew."""
-    loader = DataLoader(Numbered(), batch_size=4, num_workers=1, persistent_workers=True)
-    batches = iter(loader)
-    assert next(batches)[0, 0] == 0
-    before = random_state()
-    (reading,) = read_of(loader, tokens=256)
-    assert random_state() == before
-    assert reading.values["ids/layer_01"] == pytest.approx(7.5)  # the first 16 rows
-    assert [int(rows[0, 0]) for rows in batches] == list(range(4, 64, 4))
+    return draw
 
 
 class Labelled(nn.Module):
@@ -133,7 +87,7 @@ class Labelled(nn.Module):
         super().__init__()
         self.net = PlainDecoder()
 
-    def forward(self, ids, mask=None, *, scale=1.0):
+    def forward(self, ids, mask=None, *, attention_mask=None, scale=1.0):
         assert mask is None
         assert scale == 1.0
         return self.net(ids)
@@ -155,10 +109,131 @@ class OfWholeBatch(nn.Module):
         return self.net(batch["tokens"])
 
 
+class OfImages(PlainDecoder):
+    def forward(self, images):
+        return super().forward(images[:, 0].reshape(2 * len(images), -1).long())
+
+
+def failing_once():
+    """A model that fails at its second call; an extra pass would put a count on itself back."""
+    calls, model = itertools.count(), PlainDecoder()
+    run = model.forward
+
+    def forward(ids):
+        if next(calls) == 1:
+            raise RuntimeError("out of memory")
+        return run(ids)
+
+    model.forward = forward
+    return model
+
+
+# What each draw gives, options, and how many batches are taken of it; steps, rows, what is said.
+TAKEN = {
+    "until there are enough sequences": (of_size(4), {"tokens": 60}, 4, [0], 60, [EXTRA]),
+    "one after another": (of_size(1), {"tokens": 60}, 16, [0], 60, [EXTRA]),
+    "one that has enough rows": (of_size(16), {"tokens": 256}, 1, [0], 256, [EXTRA]),
+    "until there are enough rows": (of_size(16), {"tokens": 257}, 2, [0], 257, [EXTRA]),
+    "few rows": (of_size(4), {"tokens": 10}, 3, [0], 10, [EXTRA, "no 95 %"]),
+    "no more than may be kept": (of_size(1), {"tokens": 10**6}, MOST, [0], MOST * 16, FEW),
+    "at random, once": (at_random, {"tokens": 100}, 4, [0, 1, 2], 100, [EXTRA]),
+    "of ranks that exchange nothing one": (
+        at_random, {"tokens": 100, "ranks": lambda: RankGroup(0, 2), "gather": False}, 1, [0], 64,
+        [EXTRA, "no 95 %", "estimates stand on"],
+    ),
+    "rows of a mask": (
+        padded, {"tokens": 128, "model": Labelled}, 8, [0], 128, ["padding, 75 %", EXTRA]
+    ),
+    "where no block runs": (of_no_block, {}, MOST, [], None, ["not run under the window"]),
+    "a pass that fails is tried again": (
+        at_random, {"tokens": 100, "model": failing_once}, 4, [1, 2], 100,
+        ["a reading failed and is left out: RuntimeError: out of memory"],
+    ),
+    "a loader that fails": (
+        breaks_after(1), {}, 2, [1, 2], 64,
+        [f"{LOADER} failed: OSError: the disk", EXTRA, "no 95 %", "estimates stand on"],
+    ),
+    "a loader that fails at once": (
+        breaks_after(0), {}, 1, [], None,
+        [f"{LOADER} failed: OSError: the disk", f"{LOADER} has no batch: expected held-out batc"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_batches_are_taken_once_until_rows_and_sequences_suffice(caplog, name):
+    draw, options, taken, steps, rows, said = TAKEN[name]
+    loader = endless(draw)
+    events = [probe(step) for step in range(1 if steps == [0] else 3)]
+    found = {"tokens": [rows] * len(steps)}
+    scenario = Scenario(events, steps, SEEN | {"probe": loader} | options, said, found)
+    watched = check(scenario, None, caplog)
+    assert loader.drawn == taken
+    assert len(set(map(mean_of, watched.memory.readings))) == bool(steps)
+
+
+def test_a_loader_without_batches_is_one_warning(caplog):
+    events, said = [probe(step) for step in range(3)], [f"{LOADER} has no batch: expected held-o"]
+    check(Scenario(events, [], SEEN | {"probe": iter(())}, said), None, caplog)
+
+
+def read_of(loader, model=PlainDecoder, **options):
+    """The reading of a loader, of a model that is always the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            watched = Watched(None, patch, model=model, probe=loader, **SEEN | options)
+        watched.monitor.probe(0)
+    (reading,) = watched.memory.readings
+    return reading
+
+
+@pytest.mark.parametrize(
+    "loader", [DataLoader(ROWS, batch_size=7), filled_again()], ids=["ragged", "filled again"]
+)
+def test_several_batches_are_read_as_one_batch_of_all_is(loader):
+    names = ("variance", "anisotropy", "attention_entropy", "qk_cosine", "max_logit")
+    whole, parts = (read_of(each, metrics=select(*names)) for each in (ROWS, loader))
+    assert parts.tokens == whole.tokens == ROWS.numel()
+    assert values(parts) == pytest.approx(values(whole), rel=1e-4, abs=1e-6)
+    assert "variance/layer_01/margin" in parts.values  # the sequences of all batches are told apart
+
+
+def test_batches_share_the_memory_that_a_reading_may_take():
+    options = {"metrics": select("variance"), "max_capture_mb": 0.4}
+    whole, parts = (read_of(each, **options) for each in (ROWS, DataLoader(ROWS, batch_size=12)))
+    assert whole.tokens // 2 < parts.tokens <= whole.tokens < ROWS.numel()
+
+
+class Numbered(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        torch.rand(1), np.random.rand(), random.random()
+        return torch.full((16,), index)
+
+
+def test_a_pass_of_the_owner_over_the_same_loader_goes_on():
+    """Persistent workers have one iterator for all passes, which a new pass begins anew."""
+    loader = DataLoader(Numbered(), batch_size=4, num_workers=1, persistent_workers=True)
+    batches = iter(loader)
+    assert next(batches)[0, 0] == 0
+    before = random_state()
+    assert mean_of(read_of(loader, tokens=256)) == pytest.approx(7.5)  # the first 16 rows
+    assert [int(rows[0, 0]) for rows in batches] == list(range(4, 64, 4))
+    read_of(DataLoader(ROWS, batch_size=4, shuffle=True))
+    assert random_state() == before
+
+
+PINNED = DataLoader(TensorDataset(ROWS, ROWS[:, 0]), batch_size=8, pin_memory=True)
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize(
     ("model", "batches", "left_out"),
     [
-        (Labelled, DataLoader(TensorDataset(ROWS, ROWS[:, 0]), batch_size=8), "part 2 of 2"),
+        (Labelled, PINNED, "part 2 of 2"),  # which stays on the host
         (Labelled, ({"ids": ROWS, "labels": ROWS} for _ in range(1)), "labels"),
         (Labelled, iter([ROWS]), ""),
         (Labelled, iter([lambda model: model(ROWS)]), ""),
@@ -168,178 +243,90 @@ class OfWholeBatch(nn.Module):
     ids=["tuple", "dict", "tensor", "function", "no forward", "whole batch"],
 )
 def test_the_model_is_given_what_its_forward_takes(model, batches, left_out):
-    torch.manual_seed(0)
-    (reading,) = read_of(batches, model())
-    assert reading.values["ids/layer_01"] == pytest.approx(float(ROWS.double().mean()))
+    reading = read_of(batches, model)
+    assert mean_of(reading) == pytest.approx(MEAN)
     said = [note for note in reading.words() if "all but" in note]
     assert len(said) == bool(left_out)
     assert all(f"all but {left_out}," in note for note in said)
 
 
-@pytest.mark.parametrize(
-    ("batches", "messages", "steps"),
-    [
-        (1, ["the loader of the probe failed: OSError: the disk"], [1, 2]),
-        (0, ["failed: OSError: the disk", "the loader of the probe has no batch: expected"], []),
-    ],
-)
-def test_a_loader_that_fails_is_a_warning_and_what_it_gave_is_read(
-    caplog, batches, messages, steps
-):
-    def broken():
-        yield from [batch(4, 16)] * batches
-        raise OSError("the disk\nis gone")
-
-    with caplog.at_level(logging.WARNING, "geomon"):
-        found = read_of(broken(), steps=3, strict=False)
-    assert [reading.step for reading in found] == steps
-    ours = [said for said in caplog.messages if "the loader of the probe" in said]
-    for said, message in zip(ours, messages, strict=True):
-        assert message in said
-        assert "\n" not in said
-
-
-def test_a_loader_without_batches_is_one_warning(caplog):
-    assert read_of(iter(()), steps=3, strict=False) == []
-    (said,) = caplog.messages
-    assert "the loader of the probe has no batch: expected held-out batches" in said
-
-
-@pytest.mark.parametrize("kind", ["padded", "images"])
-def test_rows_are_counted_by_the_mask_and_are_all_read_where_they_were_guessed(kind):
-    """Of padded batches more are taken; an image may have more patches than is expected."""
-    if kind == "padded":
-        mask = torch.ones(4, 16, dtype=torch.int64)
-        mask[:, 4:] = 0
-        found = iter([{"ids": batch(4, 16, seed=n), "attention_mask": mask} for n in range(40)])
-        monitor, _ = monitor_of(Labelled(), found, tokens=128)
-        monitor.probe(0)
-        assert len(list(found)) == 32  # 16 rows each
-        return
-
-    class OfImages(PlainDecoder):
-        def forward(self, images):
-            return super().forward(images[:, 0].reshape(2 * len(images), -1).long())
-
+def test_an_image_may_have_more_patches_than_is_expected():
     images = torch.randint(VOCABULARY, (4, 1, 10, 10)).float()
-    (reading,) = read_of(iter([images, images]), OfImages(), tokens=10_000)
-    assert reading.tokens == 800
-
-
-def test_where_no_block_runs_batches_are_taken_once():
-    drawn = []
-    loader = (drawn.append(n) or (lambda model: None) for n in itertools.count())
-    assert read_of(loader, steps=3, strict=False) == []
-    assert len(drawn) == MOST_BATCHES
-
-
-def test_a_pass_that_fails_is_tried_again_with_the_same_batch(caplog):
-    calls = []
-
-    class Fails(PlainDecoder):
-        def forward(self, ids):
-            calls.append(0)
-            if len(calls) == 2:
-                raise RuntimeError("out of memory")
-            return super().forward(ids)
-
-    drawn = []
-    readings = read_of(endless(drawn), Fails(), steps=3, tokens=100, strict=False)
-    assert [reading.step for reading in readings] == [1, 2]
-    assert len(drawn) == 4
-    assert readings[0].values["ids/layer_01"] == readings[1].values["ids/layer_01"]
-    assert caplog.messages == ["a reading failed and is left out: RuntimeError: out of memory"]
+    assert read_of(iter([images, images]), OfImages).tokens == 800
 
 
 @pytest.mark.parametrize(
-    ("probe", "message"),
-    [("validation", "so pass inputs or a loader"), (None, "pass it to the monitor")],
+    ("given", "message"),
+    [("validation", "give it inputs or a loader"), (None, "give it to the monitor")],
 )
-def test_validation_is_the_trainers_and_a_loader_the_monitors(probe, message):
+def test_validation_is_the_trainers_and_a_loader_the_monitors(caplog, given, message):
     with pytest.raises(ValueError, match=message):
-        monitor_of(PlainDecoder(), probe)[0].probe(0, DataLoader(ROWS))
-
-
-def test_batches_share_the_memory_that_a_reading_may_take():
-    options = {"metrics": select("variance"), "max_capture_mb": 0.4}
-    (whole,) = read_of(ROWS, **options)
-    (parts,) = read_of(DataLoader(ROWS, batch_size=12), **options)
-    assert whole.tokens // 2 < parts.tokens <= whole.tokens < ROWS.numel()
+        check(Scenario([probe(0, DataLoader(ROWS))], [], {"probe": given}), None, caplog)
 
 
 # -- batches that a trainer's validation draws ----------------------------------------------------
 
 
-def offered(batches, rows=10_000, taken=None):
-    """Held-out batches of one validation; `taken` counts those that were wanted."""
-    held_out = HeldOut(rows=rows)
-    held_out.begin()
-    for one in batches:
-        if taken is not None and held_out.takes:
-            taken.append(one)
-        held_out.offer(one)
-    held_out.end()
-    return held_out
+def validated(folder, *validations, tokens=10_000, model=PlainDecoder):
+    """Readings after validations, each with whether it ends; how many batches each has kept."""
+    memory, kept = Memory(), []
+    options = {"probe": "validation", "schedule": every(1), **SEEN, "tokens": tokens, "splits": 1}
+    session = CallbackSession(options, "GeometryMonitor")
+    torch.manual_seed(0)
+    session.start(model(), 0, folder, [memory])
+    for step, (batches, ends) in enumerate(validations):
+        session.probe(2 * step)
+        session.held_out.begin()
+        kept.append(0)
+        for one in batches:
+            kept[-1] += session.held_out.takes
+            session.held_out.offer(one)
+        if ends:
+            session.held_out.end()
+        session.probe(2 * step + 1)
+    session.finish()
+    return list(memory.readings), kept
 
 
-def test_batches_that_are_offered_are_read_as_those_of_a_loader_are():
-    (drawn,) = read_of(DataLoader(ROWS, batch_size=7))
-    (kept,) = read_of(offered(ROWS.split(7)))
-    assert values(kept) == values(drawn)
+def test_batches_that_are_offered_are_read_as_those_of_a_loader_are(tmp_path):
+    ((kept,), _) = validated(tmp_path, (ROWS.split(7), True))
+    assert values(kept) | {"training/loss": 0} == values(
+        read_of(DataLoader(ROWS, batch_size=7))
+    ) | {"training/loss": 0}
     assert kept.tokens == ROWS.numel()
 
 
-def test_a_validation_that_fills_the_same_tensor_again_or_infers_is_copied():
+def test_a_validation_that_fills_the_same_tensor_again_or_infers_is_copied(tmp_path):
     class Writes(PlainDecoder):
         def forward(self, ids):
             return super().forward(ids.clamp_(min=0))
 
     with torch.inference_mode():
-        held_out = offered(filled_again())
-    (reading,) = read_of(held_out, Writes())
-    assert reading.values["ids/layer_01"] == pytest.approx(float(ROWS.double().mean()))
+        batches = [rows.clone() for rows in filled_again()]
+    ((reading,), _) = validated(tmp_path, (batches, True), model=Writes)
+    assert mean_of(reading) == pytest.approx(MEAN)
 
 
 @pytest.mark.parametrize(
-    ("of", "rows", "count"),
+    ("one", "rows", "count"),
     [
-        ({"shape": (4, 16)}, 60, 4),  # sixteen sequences
-        ({"shape": (16, 16)}, 257, 2),
-        ({"shape": (1, 2)}, 10**6, MOST_BATCHES),
-        ({"shape": (16, 3, 8, 8), "dtype": torch.float32}, 4096, 4),  # images
+        (torch.zeros(4, 16).long(), 60, 4),  # sixteen sequences
+        (torch.zeros(16, 16).long(), 257, 2),
+        (torch.zeros(1, 2).long(), 10**6, MOST),
+        (torch.zeros(16, 3, 8, 8), 4096, 4),  # images
     ],
     ids=["sequences", "rows", "most", "images"],
 )
-def test_no_more_is_kept_of_a_validation_than_will_be_read(of, rows, count):
-    of, taken = dict(of), []
-    shape = of.pop("shape")
-    offered((torch.zeros(shape, **{"dtype": torch.int64} | of) for _ in range(100)), rows, taken)
-    assert len(taken) == count
+def test_no_more_is_kept_of_a_validation_than_will_be_read(tmp_path, one, rows, count):
+    assert validated(tmp_path, ([one] * 100, False), tokens=rows) == ([], [count])
 
 
-def test_only_the_first_validation_that_ends_is_kept():
-    held_out = HeldOut(rows=64)
-    assert not held_out.is_ready
-    held_out.offer(ROWS)  # outside of any
-    held_out.begin()
-    held_out.offer(ROWS[:4] * 0)
-    held_out.begin()  # the one before was broken off
-    held_out.offer(ROWS[:20])
-    assert not held_out.is_ready
-    held_out.end()
-    held_out.begin()
-    assert not held_out.takes
-    held_out.offer(ROWS[20:])
-    held_out.end()
-    readings = read_of(held_out, steps=2)
-    assert held_out.is_ready
-    assert [r.values["ids/layer_01"] for r in readings] == [float(ROWS[:20].double().mean())] * 2
-
-
-def test_a_validation_without_batches_is_one_warning(caplog):
-    assert read_of(offered([]), steps=3, strict=False) == []
-    (said,) = caplog.messages
-    assert "no batch: expected held-out batches" in said
+def test_only_the_first_validation_that_ends_is_kept(tmp_path):
+    validations = [([ROWS[:4] * 0], False), ([ROWS[:20]], True), ([ROWS[20:]], True)]
+    readings, kept = validated(tmp_path, *validations)
+    assert kept == [1, 1, 0]
+    assert [reading.step for reading in readings] == [3, 4, 5]
+    assert set(map(mean_of, readings)) == {float(ROWS[:20].double().mean())}
 
 
 class Fields:
@@ -348,34 +335,14 @@ class Fields:
     def keys(self):
         return ["ids"]
 
+    def __getitem__(self, name):
+        return ROWS
+
     def __iter__(self):
         return iter(self.keys())
 
 
-def test_arrays_and_what_stands_for_a_dict_are_inputs_of_a_model():
-    assert not is_loader(np.zeros((2, 3)))
-    assert not is_loader(Fields())
-
-
-@given(rows=st.lists(st.integers(1, 50), min_size=1, max_size=8), wanted=st.integers(1, 300))
-@settings(deadline=None)
-def test_rows_are_shared_out_evenly_as_far_as_they_reach(rows, wanted):
-    held_out = HeldOut([])
-    held_out.rows = rows
-    shares = held_out.shares(wanted)
-    assert sum(shares) == max(wanted, len(rows))
-    if wanted > sum(rows):  # each has as many more
-        more = wanted / sum(rows)
-        assert all(abs(x - more * own) < 8 for x, own in zip(shares, rows, strict=True))
-        return
-    assert all(1 <= share <= own for share, own in zip(shares, rows, strict=True))
-    most = max(shares)
-    assert all(share in (own, most, most - 1) for share, own in zip(shares, rows, strict=True))
-
-
-@pytest.mark.filterwarnings("error::UserWarning")
-def test_batches_stay_on_the_host_whatever_the_training_pins():
-    loader = DataLoader(TensorDataset(ROWS, ROWS[:, 0]), batch_size=8, pin_memory=True)
-    (reading,) = read_of(loader, Labelled())
-    assert reading.values["ids/layer_01"] == pytest.approx(float(ROWS.double().mean()))
-    assert loader.pin_memory
+@pytest.mark.parametrize("inputs", [np.zeros((2, 3), dtype=np.int64), Fields()])
+def test_arrays_and_what_stands_for_a_dict_are_inputs_and_no_loader(caplog, inputs):
+    said = ["a reading failed and is left out: "]  # the model takes neither
+    check(Scenario([probe(0, inputs)], [], said=said), None, caplog)

@@ -1,9 +1,7 @@
 """Ctrl-C while a reading is measured and written, and a process that is forked meanwhile."""
 
 import gc
-import itertools
 import os
-import threading
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from interrupting import Interrupting, files
 from models import PlainDecoder, batch
 
 from geomon import Memory, Monitor, every, read, select
-from geomon.monitor.jobs import ReadingJob
 
 # What a reading goes through from the first layer that is measured to its line in the record.
 PARTS = files(
@@ -22,40 +19,37 @@ PARTS = files(
 MOVES = ("executor.py", "outbox.py", "jsonl.py")
 
 
-def go_on_after_ctrl_c(folder, at, monkeypatch):
+def go_on_after_ctrl_c(folder, at):
     """Train a step or two, the first interrupted at a line; returns what was reached."""
     torch.manual_seed(0)
+    interrupting = Interrupting(PARTS, at)
+
+    def begins(hidden):
+        if not interrupting.lines:
+            interrupting.begin()
+        return 0.0
+
     model = PlainDecoder(width=8, layers=1, heads=2)
     monitor = Monitor(
-        model, metrics=select("variance"), tokens=16, schedule=every(1), directory=folder,
-        sinks=[Memory()], background=False,
+        model, metrics={"begins": begins} | select("variance"), tokens=16, schedule=every(1),
+        directory=folder, sinks=[Memory()], background=False,
     )  # fmt: skip
-    interrupting = Interrupting(PARTS, at)
-    measure_next = ReadingJob.measure_next
-
-    def measured(job, count=1):
-        if job.step == 0 and not interrupting.lines:
-            interrupting.begin()
-        return measure_next(job, count)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ReadingJob, "measure_next", measured)
-        for step in range(1 + at % 2):
-            try:
-                with monitor(step), torch.no_grad():
-                    model(batch(1, 4, seed=step))
-            except KeyboardInterrupt:
-                assert step == 0
-            finally:
-                interrupting.end()
+    for step in range(1 + at % 2):
+        try:
+            with monitor(step), torch.no_grad():
+                model(batch(1, 4, seed=step))
+        except KeyboardInterrupt:
+            assert step == 0
+        finally:
+            interrupting.end()
     monitor.close()
     return interrupting.lines
 
 
 # A file whose `with` was interrupted as it began is closed by the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_ctrl_c_at_any_line_loses_no_reading_and_doubles_none(tmp_path, monkeypatch):
-    lines = go_on_after_ctrl_c(tmp_path / "whole", -1, monkeypatch)
+def test_ctrl_c_at_any_line_loses_no_reading_and_doubles_none(tmp_path):
+    lines = go_on_after_ctrl_c(tmp_path / "whole", -1)
     last = {line: at for at, line in enumerate(lines, 1)}
     assert {name for name, _ in last} == PARTS
     assert len(last) > 100
@@ -64,43 +58,9 @@ def test_ctrl_c_at_any_line_loses_no_reading_and_doubles_none(tmp_path, monkeypa
     some += sorted(set(last.values()) - set(some))[::12]
     for at in some:
         folder = tmp_path / str(at)
-        reached = go_on_after_ctrl_c(folder, at, monkeypatch)
+        reached = go_on_after_ctrl_c(folder, at)
         assert [r.step for r in read(folder)] == [0, 1][: 1 + at % 2], reached[-1]
     gc.collect()
-
-
-@pytest.mark.usefixtures("own_metrics_in_background")
-@pytest.mark.parametrize("threads", [0, 1])
-def test_where_no_thread_can_be_started_the_background_measures_here_in_order(threads, monkeypatch):
-    def start(self):
-        if len(started) >= threads:
-            raise RuntimeError("can't start new thread")
-        started.append(self)
-        begin(self)
-
-    def numbered(hidden):
-        if threading.current_thread() in started:
-            overtaken.wait(0.1)
-        else:
-            overtaken.set()
-        return float(next(numbers))
-
-    started, begin = [], threading.Thread.start
-    overtaken, numbers = threading.Event(), itertools.count()
-    monkeypatch.setattr(threading.Thread, "start", start)
-    model, memory = PlainDecoder(width=8, layers=1, heads=2), Memory()
-    monitor = Monitor(
-        model, metrics={"order": numbered}, tokens=64, schedule=every(1), directory=None,
-        sinks=[memory], background=True, strict=True,
-    )  # fmt: skip
-    for step in range(5):
-        with monitor(step):
-            model(batch(seed=step))
-        assert threads or len(memory.readings) == step + 1
-    monitor.close()
-    assert [r.step for r in memory.readings] == [0, 1, 2, 3, 4]
-    measured = [r.values["order/mean"] for r in memory.readings]
-    assert measured == sorted(measured)
 
 
 FORKED = """

@@ -1,11 +1,13 @@
 import itertools
 import pickle
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import PlainDecoder
 
-from geomon.monitor.schedule import check_schedule, every, first_steps, log_spaced
+from geomon import Monitor, every, log_spaced
 
 
 def fired(schedule, stop):
@@ -50,26 +52,21 @@ def test_bad_numbers_are_refused(steps):
             log_spaced(**{name: steps})
 
 
-def test_a_schedule_that_never_fires_is_refused():
-    with pytest.raises(ValueError, match="fires at none of the steps"):
-        check_schedule(lambda step: False)
-    for wrong in ("100", True, 0):
-        with pytest.raises(ValueError, match="expected a function"):
-            check_schedule(wrong)
-    assert check_schedule(1) == every(1)
-    with pytest.raises(ValueError, match="fires at none of the steps"):
-        check_schedule(lambda step: step == 100_001)
-    late = lambda step: step == 100_000  # noqa: E731
-    assert check_schedule(late) is late
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        (lambda step: False, "fires at none of the steps"),
+        (lambda step: step == 100_001, "fires at none of the steps"),
+        ("100", "expected a function"), (True, "expected a function"), (0, "expected a function"),
+        (lambda step: step == 100_000, None), (1, None),
+    ],
+)  # fmt: skip
+def test_a_schedule_that_never_fires_is_refused(schedule, words):
+    with pytest.raises(ValueError, match=words) if words else nullcontext():
+        Monitor(PlainDecoder(), directory=None, schedule=schedule)
 
 
 @pytest.mark.parametrize("first", [1, 2, 3, 16, 100])
 def test_readings_before_the_first_step_are_left_out_and_the_others_are_the_same(first):
     dense, later = (fired(log_spaced(first=each), 3000) for each in (1, first))
     assert later == [step for step in dense if step == 0 or step >= first]
-
-
-def test_the_first_steps_of_a_schedule_are_those_at_which_it_is_due():
-    assert first_steps(every(333)) == [0, 333, 666, 999]
-    assert first_steps(lambda step: step >= 998) == [998, 999]
-    assert first_steps(lambda step: 1 / (step - 5) > 0.3) == [6, 7, 8]  # step 5 is an error

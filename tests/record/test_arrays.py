@@ -1,47 +1,39 @@
+"""What figures need and no value holds: arrays of a reading, in a file beside the record."""
+
 import errno
 import itertools
 import os
 
 import numpy as np
 import pytest
-from full_disk import FullDisk
+from histories import (
+    History,
+    array_of,
+    arrays,
+    begin,
+    check,
+    fill_the_disk,
+    reading,
+    write,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 from tagged import reading_of
 
-from geomon.record import FILE_NAME, Reading, Record, read, tags
-from geomon.record.arrays import ArrayFolder, ArrayPlace
+from geomon.record import FILE_NAME, Record, read
 
 
-def reading(step: int, source: str = "probe") -> Reading:
-    return reading_of({"m/layer_00": 1.0, "m/layer_01": 2.0, "m/mean": 2.0}, step, source, time=1.0)
-
-
-def some(number: float, stack: str = "") -> dict[ArrayPlace, np.ndarray]:
-    return {ArrayPlace(stack, "mean_query", 1): np.full((2, 3), number, np.float32)}
-
-
-def began(folder, step: int = 0, **facts) -> Record:
+def began(folder, step=0):
     record = Record(folder)
-    record.begin(step, {"model": "m"}, **facts)
+    record.begin(step, {"model": "m"})
     return record
-
-
-def write(record: Record, step: int, number: float, source: str = "probe") -> None:
-    record.write(reading(step, source))
-    record.write_arrays(reading(step, source), some(number))
-
-
-def number_of(folder, step: int, source: str | None = None) -> float:
-    return float(read(folder).arrays(step, source)["mean_query/layer_01"][0, 0])
 
 
 @settings(max_examples=20)
 @given(
     st.dictionaries(
-        st.builds(
-            ArrayPlace,
+        st.tuples(
             st.sampled_from(["", "decoder", "a.b|c"]),
             st.sampled_from(["mean_query", "keys"]),
             st.integers(0, 10),
@@ -54,74 +46,106 @@ def number_of(folder, step: int, source: str | None = None) -> float:
     )
 )
 def test_arrays_come_back_as_they_were(tmp_path_factory, content):
-    folder = ArrayFolder(tmp_path_factory.mktemp("run") / "arrays")
-    folder.write(128, "probe", content)
-    found = folder.read(128, "probe")
-    by_tag = {tags.in_stack(tags.layer_tag(p.name, p.layer), p.stack): p for p in content}
-    assert found.keys() == by_tag.keys()
-    for tag, place in by_tag.items():
-        assert found[tag].dtype == content[place].dtype
-        np.testing.assert_array_equal(found[tag], content[place])
+    record = began(tmp_path_factory.mktemp("run"))
+    record.write(reading(128))
+    record.write_arrays(reading(128), content)
+    found = read(record.path).arrays(128)
+    assert len(found) == len(content)
+    for (stack, name, layer), values in content.items():
+        same = found[f"{name}/{stack}{'_' * bool(stack)}layer_{layer:02d}"]
+        assert same.dtype == values.dtype
+        np.testing.assert_array_equal(same, values)
 
 
-def test_a_run_that_begins_anew_keeps_the_arrays_of_the_old_ones(tmp_path):
-    for number in (1.0, 2.0, 3.0):
-        write(began(tmp_path), 0, number)
-    assert number_of(tmp_path, 0) == 3.0
-    assert number_of(tmp_path / "readings.1.jsonl", 0) == 1.0
-    assert number_of(tmp_path / "readings.2.jsonl", 0) == 2.0
-    (tmp_path / FILE_NAME).unlink()  # arrays without their record
-    record = began(tmp_path)
-    write(record, 130, 4.0)
-    assert ArrayFolder(tmp_path / "arrays").steps("probe") == [130]
-    assert ArrayFolder(tmp_path / "arrays.3").steps("probe") == [0]
+def put(*steps, source="probe"):
+    return write(*steps, source=source, with_arrays=True)
 
 
-def test_a_resumed_run_goes_on_in_the_same_folder(tmp_path):
-    record = began(tmp_path)
-    for step in (0, 10, 20):
-        write(record, step, step)
-    (tmp_path / "arrays" / "step_000020_probe.npz").unlink()  # killed before it was written
-    resumed = began(tmp_path, 15)
-    write(resumed, 20, 1.5)
-    write(resumed, 30, 2.5)
-    assert [number_of(tmp_path, step) for step in (0, 10, 20, 30)] == [0, 10, 1.5, 2.5]
-    assert not (tmp_path / "arrays.1").exists()
-    write(resumed, 30, 3.5, "inline")
-    resumed.write_arrays(reading(30), some(4.5))  # in place of those before
-    found = [number_of(tmp_path, 30, source) for source in (None, "inline", "probe")]
-    assert found == [3.5, 3.5, 4.5]
+def put_alone(number):
+    """Arrays of step 30, without a line: in place of those that are there."""
+    return lambda folder: folder.record.write_arrays(reading(30, source="probe"), arrays(number))
+
+
+def lose(name):
+    """The process was killed before it had written this."""
+    return lambda folder: (folder.path / "arrays" / name).unlink()
+
+
+def leave(name, content):
+    """Somebody else's file."""
+
+    def event(folder):
+        (folder.path / "arrays").mkdir(exist_ok=True)
+        (folder.path / "arrays" / name).write_bytes(content)
+
+    return event
+
+
+ANEW = [FILE_NAME, "arrays", "readings.1.jsonl", "arrays.1", "readings.2.jsonl", "arrays.2"]
+BOTH, THEIRS = [FILE_NAME, "arrays"], [FILE_NAME, "arrays", "arrays.1"]
+# Events; points of the record, names in the folder; numbers in arrays, by step and source.
+FOLDERS = {
+    "runs that begin anew keep the arrays of the old ones": (
+        [event for _ in range(3) for event in (begin(0), put(0))], [(0, 3)], ANEW, {(0, None): 3.0}
+    ),
+    "a resumed run goes on in the same folder": (
+        [begin(0), put(0, 10, 20), lose("step_000020_probe.npz"), begin(21), put(30)],
+        [(0, 1), (10, 1), (20, 1), (30, 2)], BOTH,
+        {(0, None): 1.0, (10, None): 1.0, (30, None): 2.0},
+    ),
+    "sources are kept apart": (
+        [begin(0), put(30), put(30, source="inline"), put_alone(4.5)], [(30, 1), (30, 1)], BOTH,
+        {(30, None): 1.0, (30, "inline"): 1.0, (30, "probe"): 4.5},
+    ),
+    "arrays without their record are kept": (
+        [leave("step_000000_probe.npz", b"theirs"), begin(0), put(0, 130)], [(0, 1), (130, 1)],
+        THEIRS, {(0, None): 1.0, (130, None): 1.0},
+    ),
+    "what is of somebody else is kept": (
+        [leave("weights.bin", b"weights"), leave(".weights.npz.part", b"half"),
+         leave(".step_000008_probe.npz.part", b"half of it"), begin(0), put(0)], [(0, 1)], BOTH,
+        {(0, None): 1.0},
+    ),
+    "none stand beside a line that waits": (
+        [begin(0), fill_the_disk(0), put(0)], [], [FILE_NAME], {}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_arrays_are_those_of_the_readings_that_stand(tmp_path, name):
+    events, expected, files, numbers = FOLDERS[name]
+    failed = 2 if "waits" in name else 0  # the line, and the end
+    history = History(events, expected, rewound=None, files=files, failed=failed)
+    check(history, tmp_path)
+    for (step, source), number in numbers.items():
+        assert array_of(tmp_path, step, source) == number
+    if "begin anew" in name:
+        assert [array_of(tmp_path / f"readings.{n}.jsonl", 0) for n in (1, 2)] == [1.0, 2.0]
+    if "without their record" in name:
+        assert (tmp_path / "arrays.1" / "step_000000_probe.npz").read_bytes() == b"theirs"
+    if "somebody else" in name:
+        left = sorted(path.name for path in (tmp_path / "arrays").iterdir())
+        assert left == [".weights.npz.part", "step_000000_probe.npz", "weights.bin"]
 
 
 def test_of_readings_close_together_only_some_have_arrays(tmp_path):
-    record = began(tmp_path)
+    folder = began(tmp_path).arrays
+    folder.path.mkdir()
     for step in range(0, 8_001, 10):
-        record.arrays.path.mkdir(exist_ok=True)
-        if record.arrays.takes(step, "probe"):
-            (record.arrays.path / f"step_{step:06d}_probe.npz").touch()
-    kept = record.arrays.steps("probe")
+        if folder.takes(step, "probe"):
+            (folder.path / f"step_{step:06d}_probe.npz").touch()
+    kept = folder.steps("probe")
     assert kept[:22] == [*range(0, 220, 10)]
     assert 220 not in kept
     assert 60 < len(kept) < 130
     assert max(b / a for a, b in itertools.pairwise(kept) if a > 200) < 1.1
 
 
-def test_what_is_of_somebody_else_is_kept(tmp_path):
-    theirs = tmp_path / "arrays"
-    theirs.mkdir()
-    np.savez(theirs / "step_000000_probe.npz", own=np.arange(3))
-    (theirs / "weights.bin").write_bytes(b"weights")
-    content = (theirs / "step_000000_probe.npz").read_bytes()
-    write(began(tmp_path), 0, 1.0)
-    assert (tmp_path / "arrays.1" / "step_000000_probe.npz").read_bytes() == content
-    assert (theirs / "weights.bin").read_bytes() == b"weights"
-    assert number_of(tmp_path, 0) == 1.0
-
-
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
 def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch, error):
-    folder = ArrayFolder(tmp_path / "arrays")
-    folder.write(4, "probe", some(1.0))
+    folder = began(tmp_path).arrays
+    folder.write(4, "probe", arrays(1.0))
 
     def fails(file, **content):
         file.write(b"half of it")
@@ -130,37 +154,13 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch, error):
     monkeypatch.setattr(np, "savez", fails)
     for step in (4, 8):
         with pytest.raises(type(error)):
-            folder.write(step, "probe", some(2.0))
+            folder.write(step, "probe", arrays(2.0))
     assert os.listdir(folder.path) == ["step_000004_probe.npz"]
-    assert folder.read(4, "probe")["mean_query/layer_01"][0, 0] == 1.0
-
-
-def test_the_rest_of_a_killed_write_is_no_array_and_is_removed(tmp_path):
-    """Kills in the middle of readings: test_kills.py."""
-    record = began(tmp_path)
-    write(record, 0, 1.0)
-    record.close()
-    rest = record.arrays.path / ".step_000008_probe.npz.part"
-    others = record.arrays.path / ".weights.npz.part"
-    for path in (rest, others):
-        path.write_bytes(b"half of it")
-    assert record.arrays.steps("probe") == [0]
-    Record(tmp_path)
-    assert sorted(os.listdir(record.arrays.path)) == [others.name, "step_000000_probe.npz"]
-
-
-def test_no_arrays_stand_beside_a_line_that_waits(tmp_path, monkeypatch):
-    record = began(tmp_path)
-    with monkeypatch.context() as patch:
-        FullDisk(patch)
-        with pytest.raises(OSError, match="No space"):
-            record.write(reading(0))
-        record.write_arrays(reading(0), some(1.0))
-    assert not (tmp_path / "arrays").exists()
+    assert folder.read(4, "probe")["mean_query/layer_01"][0] == 1.0
 
 
 def test_what_is_not_there_or_damaged_is_one_clear_line(tmp_path):
-    write(began(tmp_path), 0, 1.0)
+    check(History([begin(0), put(0)], [(0, 1)], files=BOTH), tmp_path)
     with pytest.raises(FileNotFoundError, match=r"no arrays of step 7 at .*arrays=True keeps them"):
         read(tmp_path).arrays(7)
     with pytest.raises(FileNotFoundError, match=r"no arrays of source '\.\./x'"):
@@ -173,34 +173,28 @@ def test_what_is_not_there_or_damaged_is_one_clear_line(tmp_path):
 
 
 def test_of_several_stacks_one_is_read_under_plain_tags(tmp_path):
-    record = began(tmp_path)
-    record.write(both := reading_of({"m/encoder_layer_01": 1.0, "m/decoder_layer_01": 2.0}))
-    record.write_arrays(both, some(1.0, "encoder") | some(2.0, "decoder"))
+    record, both = began(tmp_path), {}
+    record.write(one := reading_of({"m/encoder_layer_01": 1.0, "m/decoder_layer_01": 2.0}))
+    for stack in ("encoder", "decoder"):
+        both[stack, "mean_query", 1] = np.ones(2)
+    record.write_arrays(one, both)
     found = read(tmp_path)
     assert list(found.of_stack("encoder").arrays(0)) == ["mean_query/layer_01"]
     names = [f"mean_query/{stack}_layer_01" for stack in ("encoder", "decoder")]
     assert list(found.arrays(0)) == names
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no pipes")
-def test_a_pipe_holds_no_arrays(tmp_path):
-    """To open one takes until somebody writes into it."""
-    folder = ArrayFolder(tmp_path)
-    os.mkfifo(tmp_path / "step_000000_probe.npz")
-    os.mkfifo(tmp_path / ".step_000001_probe.npz.part")
-    with pytest.raises(ValueError, match="not a regular file"):
-        folder.read(0, "probe")
-    for step in (0, 1):
-        folder.write(step, "probe", some(1.0))
-        assert folder.read(step, "probe")["mean_query/layer_01"][0, 0] == 1.0
-
-
-def test_a_link_in_place_of_a_part_is_not_written_through(tmp_path):
-    other = tmp_path / "elsewhere.txt"
+def test_pipes_and_links_are_not_opened(tmp_path):
+    """To open a pipe takes until somebody writes into it."""
+    folder, other = began(tmp_path).arrays, tmp_path / "elsewhere.txt"
     other.write_text("precious")
-    folder = ArrayFolder(tmp_path / "arrays")
     folder.path.mkdir()
-    (folder.path / ".step_000001_probe.npz.part").symlink_to(other)
-    folder.write(1, "probe", some(1.0))
+    os.mkfifo(folder.path / "step_000000_probe.npz")
+    os.mkfifo(folder.path / ".step_000001_probe.npz.part")
+    (folder.path / ".step_000002_probe.npz.part").symlink_to(other)
+    with pytest.raises(ValueError, match="no regular file"):
+        folder.read(0, "probe")
+    for step in range(3):
+        folder.write(step, "probe", arrays(1.0))
+        assert folder.read(step, "probe")["mean_query/layer_01"][0] == 1.0
     assert other.read_text() == "precious"
-    assert folder.steps("probe") == [1]

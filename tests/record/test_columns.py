@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tagged import reading_of, stacks_of
 
-from geomon.record import FILE_NAME, Reading, Readings, read, tags
+from geomon.record import FILE_NAME, Reading, Readings, read
 from geomon.record.columns import Column, MetricText, Place, places_of, tagged
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
@@ -97,7 +97,7 @@ def test_stacks_are_selected_under_the_tags_of_a_model_with_one():
     values = {f"a/{s}_{place}": 1.0 for s in ("encoder", "decoder") for place in places}
     run = Readings([], [reading_of(values | {"training/encoder_loss": 2.0})])
     assert run.stacks() == ["encoder", "decoder"]
-    of_run = {"training/encoder_loss", tags.SECONDS}
+    of_run = {"training/encoder_loss", "geomon/seconds"}
     assert run.of_stack("encoder")[0].values.keys() == {f"a/{place}" for place in places} | of_run
     assert run[0].column("a") == run.of_stack("decoder")[0].column("a")
 
@@ -113,6 +113,12 @@ def test_a_line_of_a_large_model_is_short():
         )
     }
     assert len(reading_of(values).line()) <= 150_000
+
+
+def test_layers_sort_by_depth_as_text():
+    names = [tagged(stacks_of({f"a/layer_{layer:02d}": 1.0})) for layer in (0, 2, 10, 33)]
+    layers = [next(iter(values)) for values in names]
+    assert layers == ["a/layer_00", "a/layer_02", "a/layer_10", "a/layer_33"] == sorted(layers)
 
 
 @pytest.mark.parametrize(

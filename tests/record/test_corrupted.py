@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tagged import reading_of
 
-from geomon.record import FILE_NAME, Follower, Record, follow, read
-from geomon.record.printable import printable
+from geomon.record import FILE_NAME, Follower, Record, read
 
 GOOD = [b'{"run": {"model": "Decoder", "from_step": 0}}'] + [
     reading_of({"twonn/layer_01": 8.1, "twonn/layer_02": 7.9}, step).line().encode()
@@ -83,7 +82,7 @@ def check(folder: Path, number: int) -> None:
             reader()
         text = str(refused.value)
         assert str(path) in text
-        assert text == printable(text)
+        assert text.isprintable()
         assert len(text) < 1000
     record = Record(folder)
     with pytest.raises(ValueError, match="is not a line of a record"):
@@ -103,7 +102,7 @@ def test_a_corrupted_line_is_refused_and_the_record_is_set_aside(tmp_path, line)
 
 @pytest.mark.parametrize("end", [b"\n", b""])
 def test_a_line_longer_than_any_of_a_record_is_refused(tmp_path, monkeypatch, end):
-    monkeypatch.setattr(follow, "MAX_LINE", 1000)
+    monkeypatch.setattr("geomon.record.follow.MAX_LINE", 1000)
     (tmp_path / FILE_NAME).write_bytes(GOOD[1] + b"\n" + b'{"step": ' + b" " * 1000 + end)
     check(tmp_path, 2)
 

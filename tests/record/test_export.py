@@ -103,38 +103,65 @@ def test_a_package_that_is_missing_is_named(missing, call, tmp_path):
     assert "pip install 'geomon[export]'" in done.stdout
 
 
-def test_a_tag_gives_its_curve_with_margins_of_their_own(make_readings):
-    readings = make_readings()
-    curve = readings["twonn/mean"]
-    assert (curve.steps, curve.values) == readings.series("twonn/mean")
-    assert curve.margins == [0.1] * len(readings)
-    assert [*curve] == [curve.steps, curve.values, curve.margins]
-    assert all(map(math.isnan, readings["gride/mean/k1"].margins))
-    assert readings[-1].step == 1500
-    never = Readings([], [reading_of({"a/layer_01": math.nan, "a/mean": math.nan})])
-    assert never["a/mean"].steps == []
-    same_step = [
-        reading_of({"a/mean": value, "a/mean/margin": width}, 8, source)
-        for source, value, width in (("b", 5.0, 0.1), ("a", 4.0, 0.9), ("c", 6.0, math.nan))
-    ]
-    curve = Readings([], same_step)["a/mean"]
-    assert curve.values == [4.0, 5.0, 6.0]
-    assert curve.margins == pytest.approx([0.9, 0.1, math.nan], nan_ok=True)
+ATTACK = "<script>alert(1)</script>"
+SAME_STEP = [
+    reading_of({"a/mean": value, "a/mean/margin": width}, 8, source)
+    for source, value, width in (("b", 5.0, 0.1), ("a", 4.0, 0.9), ("c", 6.0, math.nan))
+]
+NEVER = [reading_of({"a/layer_01": math.nan, "a/mean": math.nan})]
+# What a run says in Python, and how it begins.
+SHOWN = {
+    "a curve": (
+        lambda run: list(run["twonn/mean"]),
+        lambda run: [*run.series("twonn/mean"), [0.1] * len(run)],
+    ),
+    "steps of a curve": (
+        lambda run: run["twonn/mean"].steps,
+        lambda run: [reading.step for reading in run],
+    ),
+    "a curve of no margins": (
+        lambda run: [*map(math.isnan, run["gride/mean/k1"].margins)],
+        lambda run: [True] * len(run),
+    ),
+    "a curve of no values": (lambda run: Readings([], NEVER)["a/mean"].steps, lambda run: []),
+    "a curve of several sources": (
+        lambda run: Readings([], SAME_STEP)["a/mean"].values,
+        lambda run: [4.0, 5.0, 6.0],
+    ),
+    "margins of several sources": (
+        lambda run: Readings([], SAME_STEP)["a/mean"].margins,
+        lambda run: pytest.approx([0.9, 0.1, math.nan], nan_ok=True),
+    ),
+    "the last reading": (lambda run: run[-1].step, lambda run: 1500),
+    "a run": (
+        repr,
+        lambda run: f"Readings(Synthetic, 9 readings, steps 0 to 1,500, {len(run.tags())} tags)",
+    ),
+    "a reading": (
+        lambda run: repr(run[1]),
+        lambda run: f"Reading(step 16, probe, {len(run[1].values)} values, 1 note)",
+    ),
+    "nothing": (lambda run: repr(Readings([], [])), lambda run: "Readings(none yet)"),
+    "a run of no model": (
+        lambda run: repr(Readings([{}], run.readings))[:19],
+        lambda run: "Readings(9 readings",
+    ),
+    "a name that acts on a terminal": (
+        lambda run: "\x1b" in repr(Readings([{"model": "\x1b[2J"}], run.readings)),
+        lambda run: False,
+    ),
+    "a name that acts in a notebook": (
+        lambda run: ATTACK in Readings([{"model": ATTACK}], run.readings)._repr_html_(),
+        lambda run: False,
+    ),
+}
 
 
-def test_readings_are_one_line_and_names_of_a_record_do_not_act_in_a_notebook(make_readings):
-    readings = make_readings(notes=["<b>few rows</b>"])
-    assert repr(readings) == (
-        f"Readings(Synthetic, 9 readings, steps 0 to 1,500, {len(readings.tags())} tags)"
-    )
-    assert repr(readings[1]) == f"Reading(step 16, probe, {len(readings[1].values)} values, 1 note)"
-    assert repr(Readings([], [])) == "Readings(none yet)"
-    assert repr(Readings([{}], readings.readings)).startswith("Readings(9 readings")
-    attack = "<script>alert(1)</script>"
-    assert "\x1b" not in repr(Readings([{"model": "\x1b[2J"}], readings.readings))
-    page = Readings([{"model": attack}], readings.readings)._repr_html_()
-    assert attack not in page
-    assert "&lt;script&gt;" in page
+@pytest.mark.parametrize("name", SHOWN)
+def test_what_a_run_shows(make_readings, name):
+    show, expected = SHOWN[name]
+    run = make_readings(notes=["<b>few rows</b>"])
+    assert show(run) == expected(run)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,12 @@
 import math
-from pathlib import Path
 
 import msgspec
 import pytest
 from tagged import reading_of
 
-from geomon import __version__
+from geomon import MetricText, __version__
 from geomon.note import Note
 from geomon.record import Readings
-from geomon.record.arrays import ArrayFolder
-from geomon.record.columns import Column, MetricText
-from geomon.record.reading import main_stack
 
 VALUES = {
     "twonn/encoder_layer_00": 1.0, "twonn/encoder_null": 4.0, "twonn/decoder_layer_01": 5.0,
@@ -43,105 +39,135 @@ def test_a_series_draws_itself_with_its_interval():
     pyplot.close()
 
 
-def test_series_are_in_order_and_without_gaps():
-    points = ((0, 1.0), (4, math.nan), (2, 3.0))
-    run = Readings([], [reading_of({"t/mean": v, "t/layer_01": v}, step) for step, v in points])
-    assert run.series("t/mean") == run.series("t/layer_01") == ([0, 2], [1.0, 3.0])
-    assert run.series("geomon/seconds") == ([0, 2, 4], [2.0, 2.0, 2.0])
-    with pytest.raises(
-        KeyError, match=r"no reading has a value called 't/meen': did you mean 't/m"
-    ):
-        run.series("t/meen")
+def readings(values, **fields):
+    return Readings([{"model": "T"}], [reading_of(values, **fields)])
 
 
-def test_layers_are_those_of_the_columns():
-    values = {f"q/layer_{layer:02d}/head_{head}": 1.0 for layer in (2, 1) for head in range(3)}
-    one = reading_of(values)
-    assert one.layers("q") == Readings([], [one]).layers("q") == [1, 2]
-    assert one.layers("other") == []
-    assert one.value("q/layer_02/head_1") == 1.0
-    assert math.isnan(one.value("q/layer_03"))
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"step": -1}, {"time": math.inf}, {"seconds": math.nan}], ids=str
+POINTS = Readings(
+    [],
+    [
+        reading_of({"t/mean": v, "t/layer_01": v}, step)
+        for step, v in ((0, 1.0), (4, math.nan), (2, 3.0))
+    ],
 )
-def test_a_step_below_0_and_times_that_are_not_finite_are_no_readings(wrong):
-    with pytest.raises(ValueError, match="expected a step from 0, and a time and seconds that are"):
-        msgspec.structs.replace(reading_of({"t/mean": 1.0}), **wrong)
-
-
-def test_what_was_recorded_stays_as_it_is():
-    one = reading_of({"t/mean": 1.0}, notes=["a"])
-    for thing, name in (
-        (one, "step"), (one.notes[0], "kind"), (Readings([], [one]), "readings"),
-        (MetricText("t"), "title"), (ArrayFolder(Path()), "path"),
-    ):  # fmt: skip
-        with pytest.raises(AttributeError):
-            setattr(thing, name, getattr(thing, name))
-
-
-def test_a_line_holds_what_differs_from_the_defaults():
-    note, column = Note("a", "b"), Column(layers=[1.0])
-    line = reading_of({}, notes=[note], stacks={"": {"t": column}}).line()
-    assert '"notes":[{"kind":"a","text":"b"}]' in line
-    assert '"stacks":{"":{"t":{"layers":[1.0]}}}' in line
-
-
-def test_of_a_record_the_last_run_may_be_of_a_newer_version():
-    newer, older = {"geomon": "9999.1"}, {"geomon": "0.0.1"}
-    (remark,) = Readings([older, newer], []).remarks()
-    assert "newer geomon (9999.1)" in remark
-    for others in ([newer, older], [{"geomon": f"{__version__}.0"}], [{}], []):
-        assert Readings(others, []).remarks() == []
-
-
-def test_arrays_are_of_a_record():
-    with pytest.raises(FileNotFoundError, match="step 8: these readings have no record"):
-        readings({}).arrays(8)
-
-
-def readings(values):
-    return Readings([{"model": "T"}], [reading_of(values)])
-
-
-def test_stacks_are_those_of_the_columns():
-    assert readings(VALUES).stacks() == ["encoder", "decoder", "cross"]
-    assert readings({"twonn/layer_01": 1.0, "geomon/seconds": 1.0}).stacks() == [""]
-    assert readings({}).stacks() == [""]
-    assert readings(VALUES).series("qk_cosine/cross_layer_01/head_2") == ([0], [7.0])
-
-
-def test_the_stack_that_predicts_is_shown_first():
-    assert readings(VALUES).of_stack()[0].values["twonn/layer_01"] == 5
-    assert main_stack(["text_model", "vision_model"]) == "text_model"
-
-
-def test_a_model_with_one_stack_is_left_as_it_is():
-    plain = readings({"twonn/layer_01": 1.0})
-    assert plain.of_stack() is plain
-    assert plain.of_stack("") is plain
-    with pytest.raises(ValueError, match="the model has one stack"):
-        plain.of_stack("encoder")
-    with pytest.raises(ValueError, match="no stack is called 'x': 'encoder', 'decoder', 'cross'"):
-        readings(VALUES).of_stack("x")
-
-
-def test_notes_are_data_and_their_words_are_made():
-    layers = Note("a", "{lost} of {rows} rows are lost{where}", "encoder", (1, 2),
-                  numbers={"lost": 3, "rows": 8})  # fmt: skip
-    alert = Note("b", "as {it} is", advice="do something")
-    one = reading_of({}, notes=[layers, alert])
-    assert one.words() == ["encoder: 3 of 8 rows are lost, layer 1, 2", "as {it} is"]
-    assert [note.is_alert for note in one.notes] == [False, True]
-
-
-def test_texts_of_metrics_are_those_of_the_last_description_that_has_them():
-    runs = [
+HEADS = readings({f"q/layer_{layer:02d}/head_{head}": 1.0 for layer in (2, 1) for head in range(3)})
+STACKS, PLAIN, NONE = readings(VALUES), readings({"twonn/layer_01": 1.0}), readings({})
+TOWERS = {f"twonn/{stack}_layer_01": n for n, stack in enumerate(("text_model", "vision_model"))}
+NOTES = [
+    Note(
+        "a", "{lost} of {rows} rows are lost{where}", "encoder", (1, 2), (), {"lost": 3, "rows": 8}
+    ),
+    Note("b", "as {it} is", advice="do something"),
+]
+NOTED = reading_of({}, notes=NOTES)
+METRICS = Readings(
+    [
         {"metrics": 5},
         {"metrics": {"own": 5, "a": {"title": "old"}, "b": {"title": "B", "parts": {"n": "rows"}}}},
-    ]
-    run = Readings([*runs, {"metrics": {"a": {"title": "A", "unit": "nats"}}}, {}], [])
-    assert (run.text_of("a").title, run.text_of("a").unit) == ("A", "nats")
-    assert run.text_of("b").parts == {"n": "rows"}
-    assert run.text_of("own").title == "own"
+        {"metrics": {"a": {"title": "A", "unit": "nats"}}}, {},
+    ],
+    [],
+)  # fmt: skip
+NEWER, OLDER = {"geomon": "9999.1"}, {"geomon": "0.0.1"}
+# What is asked, and what is said.
+ANSWERS = {
+    "a series in order and without gaps": (lambda: POINTS.series("t/mean"), ([0, 2], [1.0, 3.0])),
+    "of a layer": (lambda: POINTS.series("t/layer_01"), ([0, 2], [1.0, 3.0])),
+    "of the run": (lambda: POINTS.series("geomon/seconds"), ([0, 2, 4], [2.0, 2.0, 2.0])),
+    "of a head of a stack": (
+        lambda: STACKS.series("qk_cosine/cross_layer_01/head_2"),
+        ([0], [7.0]),
+    ),
+    "layers of the columns": (lambda: HEADS.layers("q"), [1, 2]),
+    "layers of a reading": (lambda: HEADS[0].layers("q"), [1, 2]),
+    "layers of no column": (lambda: HEADS[0].layers("other"), []),
+    "a value": (lambda: HEADS[0].value("q/layer_02/head_1"), 1.0),
+    "a value that is not there": (lambda: math.isnan(HEADS[0].value("q/layer_03")), True),
+    "stacks of the columns": (STACKS.stacks, ["encoder", "decoder", "cross"]),
+    "one stack": (PLAIN.stacks, [""]),
+    "no stack": (NONE.stacks, [""]),
+    "the stack that predicts": (lambda: STACKS.of_stack()[0].values["twonn/layer_01"], 5),
+    "text before pictures": (lambda: readings(TOWERS).of_stack()[0].values["twonn/layer_01"], 0),
+    "a model with one stack": (lambda: PLAIN.of_stack() is PLAIN is PLAIN.of_stack(""), True),
+    "notes in words": (NOTED.words, ["encoder: 3 of 8 rows are lost, layer 1, 2", "as {it} is"]),
+    "alerts among notes": (lambda: [note.is_alert for note in NOTED.notes], [False, True]),
+    "a newer version": (
+        lambda: [
+            "newer geomon (9999.1)" in each for each in Readings([OLDER, NEWER], []).remarks()
+        ],
+        [True],
+    ),
+    **{
+        f"versions {runs}": (Readings(runs, []).remarks, [])
+        for runs in ([NEWER, OLDER], [{"geomon": f"{__version__}.0"}], [{}], [])
+    },
+    "texts of the last that has them": (
+        lambda: (METRICS.text_of("a").title, METRICS.text_of("a").unit),
+        ("A", "nats"),
+    ),
+    "texts of an earlier one": (lambda: METRICS.text_of("b").parts, {"n": "rows"}),
+    "texts of none": (lambda: METRICS.text_of("own").title, "own"),
+    "a line of notes": (
+        lambda: (
+            '"notes":[{"kind":"a","text":"b"}]' in reading_of({}, notes=[Note("a", "b")]).line()
+        ),
+        True,
+    ),
+    "a line of columns": (
+        lambda: '"stacks":{"":{"t":{"layers":[1.0]}}}' in reading_of({"t/layer_00": 1.0}).line(),
+        True,
+    ),
+}
+# What is asked, the error and its words.
+REFUSED = {
+    "a tag": (
+        lambda: POINTS.series("t/meen"),
+        KeyError,
+        r"no reading has a value called 't/meen': did you mean 't/m",
+    ),
+    "a stack of one": (lambda: PLAIN.of_stack("encoder"), ValueError, "the model has one stack"),
+    "a stack": (
+        lambda: STACKS.of_stack("x"),
+        ValueError,
+        "no stack is called 'x': 'encoder', 'decoder', 'cross'",
+    ),
+    "arrays of no record": (
+        lambda: NONE.arrays(8),
+        FileNotFoundError,
+        "step 8: these readings are of no record",
+    ),
+    **{
+        f"{wrong}": (
+            lambda wrong=wrong: msgspec.structs.replace(PLAIN[0], **wrong),
+            ValueError,
+            "expected a step from 0, and a time and seconds that are",
+        )
+        for wrong in ({"step": -1}, {"time": math.inf}, {"seconds": math.nan})
+    },
+    **{
+        f"to change {name}": (
+            lambda thing=thing, name=name: setattr(thing, name, None),
+            AttributeError,
+            "immutable|cannot assign",
+        )
+        for thing, name in (
+            (NOTED, "step"),
+            (NOTES[0], "kind"),
+            (NONE, "readings"),
+            (MetricText("t"), "title"),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_what_readings_say(name):
+    ask, expected = ANSWERS[name]
+    assert ask() == expected
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_readings_refuse(name):
+    ask, error, words = REFUSED[name]
+    with pytest.raises(error, match=words):
+        ask()
