@@ -2,9 +2,18 @@
 
 Single faults are drawn from all of geomon/: a comparison, an operator, a constant, a condition, the
 order of two arguments, a call or a statement that is left out, a result that is None, a tag or a
-name. The whole suite is run once, by coverage.py, which tells the tests that run each line. Each
-fault is written into a copy of the project in a temporary folder, and the tests that run its line,
-those of all the module where the line is run by the import, run there until the first one fails.
+name. Each meets tests that run its line, until the first one fails.
+
+A process imports the libraries, and a child of it collects the whole suite. Each fault is planted
+in a fork of this child: the functions of the module get the code that the compiler makes of the
+faulty text, and the tests run there, with nothing to import. The fault is in the file, too, for
+programs that tests start. What the import runs itself, as tables and defaults, cannot be exchanged:
+such a fault meets a fork of the first process, which imports the faulty file and collects the files
+of its tests.
+
+coverage.py says which test runs which line. That is counted once for each content of geomon/ and of
+the test's file, and kept.
+
 What no test notices is shown to the type checker, which `make check` runs: a list where a tuple is
 declared is no fault that could be committed. What survives both is listed.
 
@@ -13,43 +22,52 @@ hash of the fault and not by its place in the file.
 """
 
 import ast
-import bisect
 import contextlib
+import functools
+import gc
 import hashlib
+import importlib
 import itertools
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.pool import Pool
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Annotated
+from types import CodeType, FunctionType
+from typing import Annotated, Any, NamedTuple
 
 import coverage
 import pytest
 import typer
 
 ROOT = Path(__file__).resolve().parent.parent
-# Imported once, before the first fault: half of a short test run is the import of torch.
-PRELOADED = ["pytest", "torch", "scipy.stats", "faiss", "lightning", "transformers"]
-# A fault that makes its tests this many times slower than they are hangs.
-SLOWER = 5
-LEAST_SECONDS = 90.0
-
-# Of the tests that run a fault as many are run as take so many seconds; where none of them notices
-# it, as many as take the second number.
-BUDGETS = (100.0, 400.0)
+# Imported before anything of the project.
+LIBRARIES = (
+    "torch", "scipy.stats", "faiss", "lightning", "transformers", "accelerate", "pandas",
+    "sklearn.datasets", "tensorboard", "hypothesis", "jsonargparse", "requests",
+)  # fmt: skip
+# The tests of a fault take so many seconds, by the count, at most.
+BUDGET = 60.0
+# A test that takes this many times as long as the slowest of its file hangs, after so many seconds.
+SLOWER, LEAST_SECONDS = 5, 60.0
+# The suite is counted by its own limits of time.
+COUNTING_SECONDS = 1800.0
 UNNOTICED = ("survived", "not run")
+# A line that names a fault, in what this program prints.
+NAMED = re.compile(r"(geomon/\S+\.py):(\d+) (\(\w+\) .*)")
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE,
@@ -111,9 +129,23 @@ class Fault:
         """Everything that tells the fault from others but its place in the file."""
         return "\0".join((self.path, self.owner, self.kind, self.before, self.after))
 
-    def __str__(self) -> str:
+    @property
+    def words(self) -> str:
+        """The fault for a reader, without its place."""
         before, after = (" ".join(text.split()) for text in (self.before, self.after))
-        return f"{self.path}:{self.line} ({self.owner}) {self.kind}: {before}  ->  {after}"
+        return f"({self.owner}) {self.kind}: {before}  ->  {after}"
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line} {self.words}"
+
+    def has_line(self, line: int) -> bool:
+        """Tell whether a line that runs may be the fault's."""
+        return self.lines is None or self.lines[0] <= line <= self.lines[1]
+
+    def planted(self, data: bytes) -> bytes:
+        """Return the content of the file with the fault in it."""
+        begin, end = self.span
+        return data[:begin] + self.after.encode() + data[end:]
 
 
 Lines = tuple[int, int] | None
@@ -274,22 +306,26 @@ def folders() -> list[str]:
     return sorted(map(str, found))
 
 
-def draw(seed: int, count: int, only: str | None) -> list[Fault]:
+def faults_in(folder: str) -> list[Fault]:
+    """Every fault that can be planted in the files of a folder."""
+    files = sorted((ROOT / folder).glob("*.py"))
+    return [each for file in files for each in faults_of(f"{folder}/{file.name}", file.read_text())]
+
+
+def draw(seed: int, count: int, only: str) -> list[Fault]:
     """Draw faults with a quota per folder, cycling over kinds."""
-    chosen = [name for name in folders() if only is None or name == only.rstrip("/")]
+    heads = [name.rstrip("/") for name in only.split(",")]
+    chosen = [
+        name for name in folders() if any(f"{name}/".startswith(f"{head}/") for head in heads)
+    ]
     if not chosen:
-        raise SystemExit(f"--only: expected one of {', '.join(folders())}, got {only}")
+        raise SystemExit(f"--only: expected some of {', '.join(folders())}, got {only}")
     drawn: list[Fault] = []
     for number, folder in enumerate(chosen):
         quota = count // len(chosen) + (number < count % len(chosen))
-        everything = [
-            fault
-            for file in sorted((ROOT / folder).glob("*.py"))
-            for fault in faults_of(f"{folder}/{file.name}", file.read_text())
-        ]
         repeats: Counter[str] = Counter()
         ranked: dict[Fault, str] = {}
-        for fault in everything:
+        for fault in faults_in(folder):
             repeats[fault.key] += 1
             word = f"{seed}\0{repeats[fault.key]}\0{fault.key}"
             ranked[fault] = hashlib.sha256(word.encode()).hexdigest()
@@ -302,6 +338,19 @@ def draw(seed: int, count: int, only: str | None) -> list[Fault]:
     return drawn
 
 
+def listed_in(text: str) -> list[Fault]:
+    """Return the faults that a text names, wherever their lines are by now."""
+    found: dict[Fault, None] = {}
+    for path, line, words in NAMED.findall(text):
+        known = faults_of(path, (ROOT / path).read_text()) if (ROOT / path).exists() else []
+        alike = [fault for fault in known if fault.words == words.strip()]
+        if alike:
+            found[min(alike, key=lambda fault: abs(fault.line - int(line)))] = None
+        else:
+            print(f"gone: {path}:{line} {words}")
+    return list(found)
+
+
 def test_files() -> list[str]:
     """List the files with tests: those of the suite, and modules with doctests."""
     suite = sorted((ROOT / "tests").rglob("test_*.py"))
@@ -311,18 +360,224 @@ def test_files() -> list[str]:
     return [str(file.relative_to(ROOT)) for file in [*suite, *doctests]]
 
 
-class Contexts:
-    """Tells coverage.py which test runs, and keeps how long each took; None where it failed."""
+@dataclass
+class Account:
+    """What the suite runs.
 
-    def __init__(self, cover: coverage.Coverage) -> None:
-        self.seconds: dict[str, float | None] = {}
-        self._cover = cover
+    Attributes:
+        tests: Tests, or files of which a process of their own ran the line, by file and line.
+        imported: Lines that the import of geomon and of the tests runs, by file.
+        seconds: How long each test takes; those that fail without a fault are absent.
+    """
+
+    tests: dict[str, dict[int, set[str]]] = field(
+        default_factory=lambda: defaultdict(partial(defaultdict, set))
+    )
+    imported: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def add(self, seconds: Mapping[str, float], ran: Mapping[str, Mapping[str, list[int]]]) -> None:
+        """Add what was counted in one process: of each file, which test ran which lines."""
+        self.seconds |= seconds
+        for path, by_test in ran.items():
+            for test, lines in by_test.items():
+                if not test:
+                    self.imported[path].update(lines)
+                    continue
+                for line in lines:
+                    self.tests[path][line].add(test)
+
+    def is_imported(self, fault: Fault) -> bool:
+        """Tell whether the import runs the fault."""
+        return fault.lines is None or any(map(fault.has_line, self.imported[fault.path]))
+
+    def of(self, fault: Fault) -> dict[str, float]:
+        """List the tests that run a fault, in their order, each with the seconds it may take."""
+        found = set[str]().union(
+            *(tests for line, tests in self.tests[fault.path].items() if fault.has_line(line))
+        ) or (set(self.seconds) if fault.lines is None else set())
+        by_file = defaultdict[str, list[str]](list)
+        for test in sorted(self.seconds, key=self.seconds.__getitem__):
+            by_file[test.partition("::")[0]].append(test)
+        # Those of the module's own folder, one of each other file, then a second one of each: those
+        # of one file are much alike.
+        folder = Path("tests", *Path(fault.path).parts[1:-1])
+        turns: list[tuple[int, float, str]] = []
+        limits = {}
+        for file, tests in by_file.items():
+            own = file == fault.path or Path(file).parent == folder
+            limits[file] = max(LEAST_SECONDS, SLOWER * self.seconds[tests[-1]])
+            chosen = [test for test in tests if test in found or file in found]
+            turns += [
+                (0 if own else turn, self.seconds[test], test)
+                for turn, test in enumerate(chosen, start=1)
+            ]
+        turns.sort()
+        spent = itertools.accumulate(seconds for _, seconds, _ in turns)
+        within = [
+            test
+            for (_, _, test), seconds in zip(turns, spent, strict=True)
+            if seconds <= BUDGET or test == turns[0][2]
+        ]
+        files = dict.fromkeys(test.partition("::")[0] for test in within)
+        return {
+            test: limits[file] for file in files for test in within if test.startswith(f"{file}::")
+        }
+
+
+Say = Callable[[str, str], None]
+Functions = Mapping[str, list[FunctionType]]
+
+
+class Job(NamedTuple):
+    """Tests that a fork runs.
+
+    Attributes:
+        tests: The tests, in their order, and the seconds that each may take.
+        fresh: Whether the fork imports the project itself; otherwise it was collected before.
+        fault: The fault that is planted.
+        kept: File in which is kept what the tests run; then no failure ends the fork.
+    """
+
+    tests: dict[str, float]
+    fresh: bool = False
+    fault: Fault | None = None
+    kept: Path | None = None
+
+    def run(self, say: Say, session: pytest.Session | None, functions: Functions) -> None:
+        """Run the tests in this process, which ends with them."""
+        if self.fault is not None:
+            file = Path(self.fault.path)
+            data = file.read_bytes()
+            file.write_bytes(self.fault.planted(data))
+            if session and not exchange(self.fault, data, functions[self.fault.path]):
+                say("not planted", "")
+                return
+        tests = list(self.tests)
+        plugin = Tests(tests, say) if self.kept is None else Counting(tests, say, self.kept)
+        if session is None:
+            collect(plugin, sorted({test.partition("::")[0] for test in tests}))
+        else:
+            session.config.pluginmanager.register(plugin)
+            plugin.pytest_runtestloop(session)
+
+    def watch(self, session: pytest.Session | None, functions: Functions) -> tuple[str, str]:
+        """Run the tests in a fork until it says its end, is late with a test, or dies."""
+        here, there = multiprocessing.Pipe(duplex=False)
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            here.close()
+            self.run(lambda *words: there.send(words), session, functions)
+            os._exit(0)
+        there.close()
+        how, why = "begins", "the import"
+        while how == "begins":
+            least = LEAST_SECONDS if self.kept is None else COUNTING_SECONDS
+            if not here.poll(self.tests.get(why, least)):
+                how = "timed out"
+            else:
+                try:
+                    how, why = here.recv()
+                except EOFError:
+                    how, why = "noticed", f"{why} ends the process"
+        with contextlib.suppress(ProcessLookupError):  # what the tests started goes with them
+            os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        return how, why
+
+
+def collect(plugin: "Tests", files: list[str]) -> None:
+    """Import and collect files of tests in this process, which the plugin ends.
+
+    Args:
+        plugin: What is done when they are collected.
+        files: The files; none for the whole suite.
+    """
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    # Plugins of pytest are loaded already where a library that was imported before needs them.
+    warnings = ("pytest.PytestAssertRewriteWarning", "coverage.exceptions.CoverageWarning")
+    options = [part for warning in warnings for part in ("-W", f"ignore::{warning}")]
+    pytest.main([*options, f"--basetemp={Path.cwd()}_temporary", *files], [plugin])
+    os._exit(1)
+
+
+class Tests:
+    """A plugin of pytest that runs some of the tests, until the first one fails."""
+
+    def __init__(self, tests: list[str], say: Say) -> None:
+        self._tests = tests
+        self._say = say
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Notice a file that cannot be imported."""
+        if report.failed:
+            self._end("noticed", reason(report))
+
+    def pytest_internalerror(self, excrepr: object) -> None:
+        """Notice an error in pytest or in a plugin."""
+        self._end("noticed", str(excrepr))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Notice a failure."""
+        if report.failed:
+            self._end("noticed", reason(report))
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Run the tests; that one is not there any more is noticed."""
+        items = defaultdict[str, list[pytest.Item]](list)
+        for item in session.items:
+            items[item.nodeid].append(item)
+            items[item.nodeid.partition("::")[0]].append(item)
+        if gone := [test for test in self._tests if test not in items]:
+            self._end("noticed", f"{gone[0]} is not collected")
+        chosen = [item for test in self._tests for item in items[test]]
+        for item, following in itertools.zip_longest(chosen, chosen[1:]):
+            self._say("begins", item.nodeid)
+            item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+        self._end("survived", "")
+        return True
+
+    def _end(self, how: str, why: str) -> None:
+        self._say(how, why)
+        os._exit(0)
+
+
+def reason(report: pytest.CollectReport | pytest.TestReport) -> str:
+    """Return which test failed, and the first line of why."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return f"{report.nodeid} {crash.message.splitlines()[0][:120] if crash else ''}"
+
+
+class Counting(Tests):
+    """Runs all tests of a file; keeps which of them runs which line, and for how long."""
+
+    def __init__(self, tests: list[str], say: Say, kept: Path) -> None:
+        super().__init__(tests, say)
+        self._seconds: dict[str, float] = {}
+        self._failed: set[str] = set()
+        self._kept = kept
+        self._folder = Path(tempfile.mkdtemp())
+        (self._folder / "ini").write_text(
+            "[run]\nsource = geomon\nrelative_files = true\npatch = subprocess, _exit, fork\n"
+        )
+        # What is not a test's own is run by a process or by a thread.
+        context = tests[0].partition("::")[0] if tests else None
+        self._cover = self._open(data_suffix=True, context=context)
+        self._cover.start()
+
+    def _open(self, **options: Any) -> coverage.Coverage:
+        return coverage.Coverage(
+            self._folder / "lines", config_file=str(self._folder / "ini"), **options
+        )
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         """Run a test in a context of its own."""
         self._cover.switch_context(item.nodeid)
-        self.seconds[item.nodeid] = 0.0
+        self._seconds[item.nodeid] = 0.0
         try:
             return (yield)
         finally:
@@ -330,275 +585,245 @@ class Contexts:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep how a part of a test went."""
-        spent = self.seconds[report.nodeid]
-        if spent is not None:
-            self.seconds[report.nodeid] = None if report.failed else spent + report.duration
+        self._seconds[report.nodeid] += report.duration
+        if report.failed:
+            self._failed.add(report.nodeid)
+
+    def _end(self, how: str, why: str) -> None:
+        self._cover.stop()
+        self._cover.save()
+        whole = self._open()
+        whole.combine([str(self._folder)])
+        data = whole.get_data()
+        ran: dict[str, dict[str, list[int]]] = {}
+        for path in data.measured_files():
+            by_test = ran[path] = defaultdict(list)
+            for line, names in data.contexts_by_lineno(path).items():
+                for name in names:
+                    by_test[name.partition("|")[2] or name].append(line)
+        passed = {test: self._seconds[test] for test in self._seconds if test not in self._failed}
+        self._kept.write_text(json.dumps((passed, ran)))
+        shutil.rmtree(self._folder)
+        super()._end(how, f"fail without a fault: {self._failed}" if self._failed else "")
 
 
-def run_tests(tree: str, tests: list[str], log: str, data: str | None) -> None:
-    """Run tests in a copy of the project and exit with pytest's code; a child process.
+class Collected(Tests):
+    """Watches a fork for every job, once the whole suite is collected."""
 
-    Args:
-        tree: Folder of the copy.
-        tests: Names of tests or of files of tests.
-        log: File of the output.
-        data: File in which coverage.py keeps which test runs which line; None for no account.
-    """
-    os.setsid()
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.chdir(tree)
-    sys.dont_write_bytecode = True
-    os.environ |= {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1"}
-    sys.path[:] = [tree, *(entry for entry in sys.path if entry not in ("", str(ROOT), tree))]
-    for name in [name for name in sys.modules if name.split(".")[0] in ("geomon", "recipes")]:
-        del sys.modules[name]
-    plain = ["-q", "-p", "no:cacheprovider", "--no-header", f"--basetemp={tree}_temporary"]
-    # Its plugins are loaded already where a library that was imported before needs them.
-    plain += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    if data is not None:
-        plain += ["-W", "ignore::coverage.exceptions.CoverageWarning"]
-        cover = coverage.Coverage(
-            data, data_suffix=True, context=tests[0], config_file=f"{data}.ini"
-        )
-        contexts = Contexts(cover)
-        cover.start()
-        end = pytest.main([*plain, *tests], [contexts])
-        cover.stop()
-        cover.save()
-        seconds_file(data, tests[0]).write_text(json.dumps(contexts.seconds))
-        os._exit(int(end))
-    # Doctests load their module a second time, so that what other tests replace in it would not be
-    # what runs: they come last, by themselves.
-    doctests = [test for test in tests if not test.startswith("tests")]
-    others = [test for test in tests if test not in doctests]
-    end = pytest.main([*plain, "-x", *others]) if others else pytest.ExitCode.OK
-    os._exit(int(end or pytest.main([*plain, "-x", *doctests])) if doctests else int(end))
+    def __init__(self, channel: Connection) -> None:
+        super().__init__([], lambda *words: channel.send(words))
+        self._channel = channel
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Do jobs until there are no more."""
+        functions = functions_here()
+        gc.freeze()  # no fork need search what was imported for garbage
+        self._say("collected", "")
+        with contextlib.suppress(EOFError):
+            while True:
+                self._say(*self._channel.recv().watch(session, functions))
+        os._exit(0)
 
 
-def seconds_file(data: str | Path, tests: str) -> Path:
-    """Return the file in which the seconds of a file of tests are kept."""
-    return Path(data).parent / f"{tests.replace('/', '.')}.json"
+def functions_here() -> Functions:
+    """List the functions of the project that there are in this process, by file."""
+    found = defaultdict[str, list[FunctionType]](list)
+    here = f"{Path.cwd()}/"
+    gc.unfreeze()
+    for each in gc.get_objects():
+        if type(each) is FunctionType and each.__code__.co_filename.startswith(here):
+            found[each.__code__.co_filename.removeprefix(here)].append(each)
+    return found
 
 
-@dataclass(frozen=True)
-class Account:
-    """What the suite runs.
-
-    Attributes:
-        tests: Tests, or files of which a process of their own ran the line, by file and line.
-        seconds: How long each of them takes; those that fail without a fault are absent.
-    """
-
-    tests: dict[str, dict[int, set[str]]]
-    seconds: dict[str, float]
-
-    def of(self, fault: Fault, budget: float) -> list[str]:
-        """List the tests that run the statement of a fault; cheap ones, of all files.
-
-        Args:
-            fault: The fault.
-            budget: Seconds that they take together, at most.
-        """
-        by_line = self.tests.get(fault.path, {})
-        found: set[str] = set()
-        for line, tests in by_line.items():
-            if fault.lines is None or fault.lines[0] <= line <= fault.lines[1]:
-                found |= tests
-        if fault.lines is None:  # every file imports the module: who runs its functions matters
-            found = {test for test in found if "::" in test} or found
-        by_file = defaultdict[str, list[str]](list)
-        for test in sorted(found & self.seconds.keys(), key=self.seconds.__getitem__):
-            by_file[test.partition("::")[0]].append(test)
-        # Those of the module's own folder, one of each other file, then a second one of each: those
-        # of one file are much alike.
-        folder = Path("tests", *Path(fault.path).parts[1:-1])
-        turns = [
-            (0 if file == fault.path or Path(file).parent == folder else turn + 1, test)
-            for file, tests in by_file.items()
-            for turn, test in enumerate(tests)
-        ]
-        turns.sort(key=lambda each: (each[0], self.seconds[each[1]]))
-        spent = list(itertools.accumulate(self.seconds[test] for _, test in turns))
-        count = max(1, bisect.bisect_right(spent, budget))
-        chosen = {test for _, test in turns[:count]}
-        kept = [[test for test in tests if test in chosen] for tests in by_file.values()]
-        kept = [
-            [file] if file in tests else tests for file, tests in zip(by_file, kept, strict=True)
-        ]
-        kept.sort(key=lambda tests: sum(self.seconds[test] for test in tests))
-        return [test for tests in kept for test in tests]
+def codes_in(code: CodeType, counts: Counter[str]) -> Iterator[tuple[str, CodeType]]:
+    """Yield the codes that a code holds, each with a name that no other has."""
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            counts[inner.co_qualname] += 1
+            yield f"{inner.co_qualname} {counts[inner.co_qualname]}", inner
+            yield from codes_in(inner, counts)
 
 
-class Tree:
-    """A copy of the project in which one fault at a time is planted."""
+def exchange(fault: Fault, data: bytes, functions: list[FunctionType]) -> bool:
+    """Give functions of a module the code of its faulty text; tells whether they could take it."""
+    before, after = (
+        dict(codes_in(compile(text, Path(fault.path).resolve(), "exec"), Counter()))
+        for text in (data, fault.planted(data))
+    )
+    names = {code: name for name, code in before.items()}
+    changed = 0
+    for function in functions:
+        code = after.get(names.get(function.__code__, ""))
+        if code is None or len(code.co_freevars) != len(function.__code__.co_freevars):
+            return False
+        changed += code != function.__code__
+        function.__code__ = code
+    return changed > 0
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._log = str(folder.with_suffix(".log"))
-        listed = subprocess.run(
-            ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-            cwd=ROOT, capture_output=True, text=True, check=True,
-        ).stdout.split("\n")  # fmt: skip
-        for name in filter(None, listed):
-            if (ROOT / name).exists():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, folder / name)
 
-    @contextlib.contextmanager
-    def plant(self, fault: Fault) -> Iterator[None]:
-        """Plant a fault for as long as the context lasts."""
-        file = self.folder / fault.path
-        data = file.read_bytes()
-        begin, end = fault.span
-        file.write_bytes(data[:begin] + fault.after.encode() + data[end:])
-        try:
-            yield
-        finally:
-            file.write_bytes(data)
-
-    def refused(self) -> bool:
-        """Tell whether the type checker refuses the tree."""
-        checker = [sys.executable, "-m", "mypy", "--no-error-summary"]
-        with open(self._log, "w") as log:
-            done = subprocess.run(checker, check=False, cwd=self.folder, stdout=log)
-        return done.returncode != 0
-
-    def why(self) -> str:
-        """Return the line of the last run that names the test that failed."""
-        lines = [*filter(None, Path(self._log).read_text(errors="replace").splitlines()), ""]
-        return next((line for line in lines if line.startswith(("FAILED", "ERROR"))), lines[-2:][0])
-
-    def run(self, tests: list[str], limit: float, data: str | None = None) -> str:
-        """Run tests: how they ended."""
-        context = multiprocessing.get_context("forkserver")
-        child = context.Process(target=run_tests, args=(str(self.folder), tests, self._log, data))
-        child.start()
-        child.join(limit)
-        late = child.is_alive()
-        assert child.pid is not None
-        with contextlib.suppress(ProcessLookupError):  # what the tests started goes with them
-            os.killpg(child.pid, signal.SIGKILL)
-        child.join()
-        if late:
-            return "timed out"
-        passed = child.exitcode in (0, 5)  # 5: a module without a doctest
-        return "survived" if passed else "noticed"
+def copy_project(folder: Path) -> Path:
+    """Copy what git keeps or would keep of the project into a new folder in a folder."""
+    tree = Path(tempfile.mkdtemp(dir=folder.resolve()))
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.split("\n")  # fmt: skip
+    for name in filter(None, listed):
+        if (ROOT / name).exists():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
+    return tree
 
 
 @contextlib.contextmanager
-def trees(jobs: int) -> Iterator[tuple[SimpleQueue[Tree], ThreadPoolExecutor]]:
-    """Make copies of the project, and a thread for each."""
-    with tempfile.TemporaryDirectory(prefix="faults_") as folder, ThreadPoolExecutor(jobs) as pool:
-        free: SimpleQueue[Tree] = SimpleQueue()
-        for job in range(jobs):
-            free.put(Tree(Path(folder).resolve() / f"tree_{job}"))
-        yield free, pool
+def restored(file: Path) -> Iterator[bytes]:
+    """Give a file its content back behind a context, which gets it."""
+    data = file.read_bytes()
+    try:
+        yield data
+    finally:
+        file.write_bytes(data)
 
 
-def take_account(jobs: int, folder: Path, say: Callable[[str], None]) -> Account:
-    """Run the whole suite once and keep which test runs which line.
+def enter_copy(folder: Path) -> None:
+    """Make a copy of the project in which this process, and all that it starts, are from now on."""
+    tree = copy_project(folder)
+    os.chdir(tree)
+    sys.dont_write_bytecode = True
+    os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.path[:] = [str(tree), *(entry for entry in sys.path if entry not in ("", str(ROOT)))]
+    sys.modules.pop("benchmarks", None)
+
+
+@functools.cache
+def collected() -> Connection:
+    """Start the process that collects the whole suite of this process's copy."""
+    here, there = multiprocessing.Pipe()
+    if os.fork() == 0:
+        here.close()
+        collect(Collected(there), [])
+    there.close()
+    how, why = here.recv()
+    if how != "collected":
+        raise RuntimeError(f"the suite cannot be collected: {why}")
+    return here
+
+
+def do(job: Job) -> tuple[Job, str, str, float]:
+    """Do a job in this process's copy; returns how it ended, why, and after how many seconds."""
+    began = time.monotonic()
+    how, why = "not planted", ""
+    if job.fault and not job.tests:
+        return job, "not run", why, 0.0
+    with restored(Path(job.fault.path)) if job.fault else contextlib.nullcontext():
+        if not job.fresh:
+            collected().send(job)
+            how, why = collected().recv()
+    with restored(Path(job.fault.path)) if job.fault else contextlib.nullcontext():
+        if how == "not planted":
+            how, why = job.watch(None, {})
+    return job, how, why, time.monotonic() - began
+
+
+def sources_of(file: Path) -> list[Path]:
+    """List a file of tests and those beside it that it imports, one through another."""
+    helpers = [each for each in (ROOT / "tests").glob("*.py") if not each.match("test_*")]
+    found = [file, *(ROOT / "tests").rglob("conftest.py")]
+    for each in found:
+        words = set(re.findall(r"\w+", each.read_text()))
+        found += [other for other in helpers if other.stem in words and other not in found]
+    return sorted(found)
+
+
+def take_account(pool: Pool, folder: Path) -> Account:
+    """Count which test runs which line, unless it was counted before.
 
     Args:
-        jobs: Processes at a time.
-        folder: Folder of what is counted; what lies there is used again.
-        say: What is done with each line of progress.
+        pool: Workers.
+        folder: Folder of what is counted; what was counted of the same code is used again.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    data = folder.resolve() / "lines"
-    Path(f"{data}.ini").write_text(
-        "[run]\nsource = geomon\nrelative_files = true\npatch = subprocess, _exit, fork\n"
-    )
+    code = sorted((ROOT / "geomon").rglob("*.py"))
+    suite = sorted((ROOT / "tests").rglob("*.py"))
 
-    def count(free: SimpleQueue[Tree], file: str) -> None:
-        if seconds_file(data, file).exists():
-            return
-        tree, began = free.get(), time.monotonic()
-        end = tree.run([file], 3600, str(data))
-        why = "" if end == "survived" else tree.why()
-        free.put(tree)
-        say(f"{time.monotonic() - began:4.0f} s  {file} {why}")
+    def kept(name: str, files: list[Path]) -> Path:
+        content = hashlib.sha256(b"".join(file.read_bytes() for file in [*code, *files]))
+        return folder.resolve() / f"{name.replace('/', '.')}.{content.hexdigest()[:16]}.json"
 
-    with trees(jobs) as (free, pool):
-        list(pool.map(lambda file: count(free, file), test_files()))
-    whole = coverage.Coverage(str(data), config_file=f"{data}.ini")
-    whole.combine([str(folder)], keep=True)
-    counted, seconds = whole.get_data(), {}
-    for file in test_files():
-        each = json.loads(seconds_file(data, file).read_text())
-        seconds |= {test: spent for test, spent in each.items() if spent is not None}
-        if None not in each.values():
-            seconds[file] = sum(each.values())
-    tests: dict[str, dict[int, set[str]]] = {}
-    for path in counted.measured_files():
-        by_line = counted.contexts_by_lineno(path)
-        tests[path] = {
-            # What is not a test's own was run by the import, by a process or by a thread.
-            line: {name.partition("|")[2] or name for name in names if name}
-            for line, names in by_line.items()
-        }
-    return Account(tests, seconds)
+    jobs = {kept("import", suite): Job({}, fresh=True)} | {
+        kept(name, sources_of(ROOT / name)): Job({name: COUNTING_SECONDS}) for name in test_files()
+    }
+    missing = [job._replace(kept=file) for file, job in jobs.items() if not file.exists()]
+    for job, how, why, seconds in pool.imap_unordered(do, missing):
+        print(f"{seconds:5.1f} s  {', '.join(job.tests) or 'the import'}: {how} {why}", flush=True)
+    account = Account()
+    for file in jobs:
+        account.add(*json.loads(file.read_text()))
+    return account
 
 
-def campaign(
-    faults: list[Fault], account: Account, jobs: int, say: Callable[[str], None]
-) -> dict[Fault, str]:
-    """Run the tests of each fault: "noticed", "timed out", "refused" (types), or UNNOTICED."""
-    ends: dict[Fault, str] = {}
-
-    def plant(free: SimpleQueue[Tree], fault: Fault) -> None:
-        began, run = time.monotonic(), set[str]()
-        tree = free.get()
-        with tree.plant(fault):
-            ends[fault] = "not run"
-            for budget in BUDGETS:
-                tests = [test for test in account.of(fault, budget) if test not in run]
-                limit = max(LEAST_SECONDS, SLOWER * sum(account.seconds[test] for test in tests))
-                if tests and ends[fault] in UNNOTICED:
-                    ends[fault] = tree.run(tests, limit)
-                    run.update(tests)
-            if ends[fault] in UNNOTICED and tree.refused():
-                ends[fault] = "refused"
-            why = tree.why() if ends[fault] in ("noticed", "refused") else ""
-        free.put(tree)
-        seconds = time.monotonic() - began
-        say(f"{len(ends):4d} {ends[fault]:9s} {seconds:4.0f} s, {len(run)} tests  {fault}  {why}")
-
-    with trees(jobs) as (free, pool):
-        list(pool.map(lambda fault: plant(free, fault), faults))
-    return ends
+def refused(folder: Path, faults: list[Fault]) -> list[Fault]:
+    """List the faults that the type checker refuses."""
+    tree = copy_project(folder)
+    found = []
+    for fault in faults:
+        with restored(tree / fault.path) as data:
+            (tree / fault.path).write_bytes(fault.planted(data))
+            checker = [sys.executable, "-m", "mypy", "--no-error-summary"]
+            if subprocess.run(checker, check=False, cwd=tree, capture_output=True).returncode:
+                found.append(fault)
+    return found
 
 
 def main(
     seed: Annotated[int, typer.Option(help="Seed of the draw.")] = 0,
     count: Annotated[int, typer.Option(help="Faults, spread over the folders.")] = 220,
-    only: Annotated[str | None, typer.Option(help="One folder, such as geomon/show.")] = None,
+    only: Annotated[
+        str, typer.Option(help="Folders, such as geomon/show,geomon/record.")
+    ] = "geomon",
+    faults: Annotated[Path | None, typer.Option(help="File that names the faults.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes at a time.")] = 2,
     counted: Annotated[Path, typer.Option(help="Folder of which test runs which line.")] = Path(
         "runs/coverage"
     ),
     list_: Annotated[bool, typer.Option("--list", help="Print the faults, plant none.")] = False,
 ) -> None:
-    """Draw faults, plant each, and print what survived."""
-    faults = draw(seed, count, only)
+    """Draw faults, plant each, and print what survived.
+
+    What is printed names faults as `--faults` reads them.
+    """
+    drawn = listed_in(faults.read_text()) if faults else draw(seed, count, only)
     if list_:
-        print(*faults, sep="\n")
+        print(*drawn, sep="\n")
         return
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    say = partial(print, flush=True)
-    ends = campaign(faults, take_account(jobs, counted, say), jobs, say)
-    print(f"\nseed {seed}: {len(ends)} faults")
-    for folder in folders():
-        those = Counter(end for fault, end in ends.items() if folder_of(fault.path) == folder)
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    ends: dict[Fault, str] = {}
+    times = []
+    forks = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory(prefix="faults_") as folder:
+        with forks.Pool(jobs, enter_copy, (Path(folder),)) as pool:
+            account = take_account(pool, counted)
+            planted = [Job(account.of(each), account.is_imported(each), each) for each in drawn]
+            for job, how, why, seconds in pool.imap_unordered(do, planted):
+                assert job.fault
+                ends[job.fault] = how
+                times.append(seconds)
+                print(f"{len(ends):4d} {how:9s} {seconds:5.1f} s  {job.fault}", flush=True)
+                print(f"{' ' * 24}{why or f'{len(job.tests)} tests'}", flush=True)
+        unnoticed = [fault for fault in drawn if ends[fault] in UNNOTICED]
+        ends |= dict.fromkeys(refused(Path(folder), unnoticed), "refused")
+    print(f"\n{len(ends)} faults, {statistics.median(times):.1f} s each (median), by folder:")
+    for name in folders():
+        those = Counter(end for fault, end in ends.items() if folder_of(fault.path) == name)
         if those:
             words = ", ".join(f"{number} {end}" for end, number in sorted(those.items()))
-            print(f"  {folder:25s} {words}")
-    survivors = [fault for fault in faults if ends[fault] in UNNOTICED]
-    refused = sum(end == "refused" for end in ends.values())
+            print(f"  {name:25s} {words}")
+    survivors = [fault for fault in drawn if ends[fault] in UNNOTICED]
     total = max(len(ends), 1)
-    print(f"{1 - (len(survivors) + refused) / total:.1%} noticed by a test (one that hangs, too)")
+    print(f"{1 - len(unnoticed) / total:.1%} noticed by a test (one that hangs, too)")
     print(f"{1 - len(survivors) / total:.1%} by a test or the type checker")
     print(*(["survivors:"] if survivors else []), *survivors, sep="\n  ")
 
