@@ -4,12 +4,11 @@ Single faults are drawn from all of geomon/: a comparison, an operator, a consta
 order of two arguments, a call or a statement that is left out, a result that is None, a tag or a
 name. Each meets tests that run its line, until the first one fails.
 
-A process imports the libraries, and a child of it collects the whole suite. Each fault is planted
-in a fork of this child: the functions of the module get the code that the compiler makes of the
-faulty text, and the tests run there, with nothing to import. The fault is in the file, too, for
-programs that tests start. What the import runs itself, as tables and defaults, cannot be exchanged:
-such a fault meets a fork of the first process, which imports the faulty file and collects the files
-of its tests.
+A process collects the whole suite, once. Each fault is planted in a fork of it: the functions of
+the module get the code that the compiler makes of the faulty text, and the tests run there, with
+nothing to import. The fault is in the file, too, for programs that tests start. What the import
+runs, as tables and defaults, cannot be exchanged: a fork that is given such a fault imports the
+project, and collects the files of its tests, again.
 
 coverage.py says which test runs which line. That is counted once for each content of geomon/ and of
 the test's file, and kept.
@@ -23,10 +22,8 @@ hash of the fault and not by its place in the file.
 
 import ast
 import contextlib
-import functools
 import gc
 import hashlib
-import importlib
 import itertools
 import json
 import multiprocessing
@@ -40,25 +37,19 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.pool import Pool
+from multiprocessing.queues import Queue, SimpleQueue
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple, Self
 
 import coverage
 import pytest
 import typer
 
 ROOT = Path(__file__).resolve().parent.parent
-# Imported before anything of the project.
-LIBRARIES = (
-    "torch", "scipy.stats", "faiss", "lightning", "transformers", "accelerate", "pandas",
-    "sklearn.datasets", "tensorboard", "hypothesis", "jsonargparse", "requests",
-)  # fmt: skip
 # The tests of a fault take so many seconds, by the count, at most.
 BUDGET = 60.0
 # A test that takes this many times as long as the slowest of its file hangs, after so many seconds.
@@ -137,15 +128,6 @@ class Fault:
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line} {self.words}"
-
-    def has_line(self, line: int) -> bool:
-        """Tell whether a line that runs may be the fault's."""
-        return self.lines is None or self.lines[0] <= line <= self.lines[1]
-
-    def planted(self, data: bytes) -> bytes:
-        """Return the content of the file with the fault in it."""
-        begin, end = self.span
-        return data[:begin] + self.after.encode() + data[end:]
 
 
 Lines = tuple[int, int] | None
@@ -295,11 +277,6 @@ def lines_of(statement: ast.stmt) -> tuple[int, int]:
     return statement.lineno, min([end, *(line - 1 for line in inner)])
 
 
-def folder_of(path: str) -> str:
-    """Return the folder of a file."""
-    return str(Path(path).parent)
-
-
 def folders() -> list[str]:
     """List the folders over which faults are spread evenly."""
     found = {file.parent.relative_to(ROOT) for file in (ROOT / "geomon").rglob("*.py")}
@@ -360,123 +337,103 @@ def test_files() -> list[str]:
     return [str(file.relative_to(ROOT)) for file in [*suite, *doctests]]
 
 
-@dataclass
-class Account:
+class Account(NamedTuple):
     """What the suite runs.
 
     Attributes:
-        tests: Tests, or files of which a process of their own ran the line, by file and line.
-        imported: Lines that the import of geomon and of the tests runs, by file.
+        lines: Lines that each test runs, by file; those of processes stand under the name of the
+            file of tests, those of the import under none.
         seconds: How long each test takes; those that fail without a fault are absent.
+        once: Files of tests that cannot be imported twice.
     """
 
-    tests: dict[str, dict[int, set[str]]] = field(
-        default_factory=lambda: defaultdict(partial(defaultdict, set))
-    )
-    imported: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
-    seconds: dict[str, float] = field(default_factory=dict)
+    lines: dict[str, dict[str, list[int]]]
+    seconds: dict[str, float]
+    once: set[str]
 
-    def add(self, seconds: Mapping[str, float], ran: Mapping[str, Mapping[str, list[int]]]) -> None:
-        """Add what was counted in one process: of each file, which test ran which lines."""
-        self.seconds |= seconds
-        for path, by_test in ran.items():
-            for test, lines in by_test.items():
-                if not test:
-                    self.imported[path].update(lines)
-                    continue
-                for line in lines:
-                    self.tests[path][line].add(test)
+    def who(self, fault: Fault) -> set[str]:
+        """Return what runs a fault; the import runs what stands in no function."""
+        ran = self.lines.get(fault.path, {})
+        if fault.lines is None:
+            return {"", *(ran.keys() - {""} or self.seconds)}
+        there = set(range(fault.lines[0], fault.lines[1] + 1))
+        return {test for test, lines in ran.items() if not there.isdisjoint(lines)}
 
-    def is_imported(self, fault: Fault) -> bool:
-        """Tell whether the import runs the fault."""
-        return fault.lines is None or any(map(fault.has_line, self.imported[fault.path]))
-
-    def of(self, fault: Fault) -> dict[str, float]:
-        """List the tests that run a fault, in their order, each with the seconds it may take."""
-        found = set[str]().union(
-            *(tests for line, tests in self.tests[fault.path].items() if fault.has_line(line))
-        ) or (set(self.seconds) if fault.lines is None else set())
-        by_file = defaultdict[str, list[str]](list)
-        for test in sorted(self.seconds, key=self.seconds.__getitem__):
-            by_file[test.partition("::")[0]].append(test)
+    def job(self, fault: Fault) -> "Job":
+        """Choose tests that run a fault, and their order."""
+        who, folder = self.who(fault), Path("tests", *Path(fault.path).parts[1:-1])
         # Those of the module's own folder, one of each other file, then a second one of each: those
         # of one file are much alike.
-        folder = Path("tests", *Path(fault.path).parts[1:-1])
-        turns: list[tuple[int, float, str]] = []
-        limits = {}
-        for file, tests in by_file.items():
-            own = file == fault.path or Path(file).parent == folder
-            limits[file] = max(LEAST_SECONDS, SLOWER * self.seconds[tests[-1]])
-            chosen = [test for test in tests if test in found or file in found]
-            turns += [
-                (0 if own else turn, self.seconds[test], test)
-                for turn, test in enumerate(chosen, start=1)
-            ]
-        turns.sort()
-        spent = itertools.accumulate(seconds for _, seconds, _ in turns)
-        within = [
-            test
-            for (_, _, test), seconds in zip(turns, spent, strict=True)
-            if seconds <= BUDGET or test == turns[0][2]
-        ]
-        files = dict.fromkeys(test.partition("::")[0] for test in within)
-        return {
-            test: limits[file] for file in files for test in within if test.startswith(f"{file}::")
-        }
+        turns, slowest = Counter[str](), dict[str, float]()
+        ranked = []
+        for test, seconds in sorted(self.seconds.items(), key=lambda each: each[1]):
+            file = file_of(test)
+            slowest[file] = seconds
+            if test in who or file in who:
+                turns[file] += 1
+                is_own = file == fault.path or Path(file).parent == folder
+                ranked.append((0 if is_own else turns[file], seconds, test))
+        ranked.sort()
+        spent = itertools.accumulate(seconds for _, seconds, _ in ranked)
+        count = max(1, sum(seconds <= BUDGET for seconds in spent))
+        chosen = [test for _, _, test in ranked[:count]]
+        files = list(dict.fromkeys(map(file_of, chosen)))
+        chosen.sort(key=lambda test: files.index(file_of(test)))
+        limits = {test: max(LEAST_SECONDS, SLOWER * slowest[file_of(test)]) for test in chosen}
+        return Job(limits, fault, again="" in who, once=self.once)
 
 
-Say = Callable[[str, str], None]
-Functions = Mapping[str, list[FunctionType]]
+def file_of(test: str) -> str:
+    """Return the file of a test."""
+    return test.partition("::")[0]
+
+
+Functions = dict[str, list[FunctionType]]
 
 
 class Job(NamedTuple):
     """Tests that a fork runs.
 
     Attributes:
-        tests: The tests, in their order, and the seconds that each may take.
-        fresh: Whether the fork imports the project itself; otherwise it was collected before.
+        tests: Tests or files of them, in their order, and the seconds that each may take.
         fault: The fault that is planted.
+        again: Whether the fork imports the project again.
+        once: Files of tests that cannot be imported again.
         kept: File in which is kept what the tests run; then no failure ends the fork.
     """
 
     tests: dict[str, float]
-    fresh: bool = False
     fault: Fault | None = None
+    again: bool = False
+    once: Set[str] = frozenset()
     kept: Path | None = None
 
-    def run(self, say: Say, session: pytest.Session | None, functions: Functions) -> None:
+    def run(self, session: pytest.Session, functions: Functions, channel: Connection) -> None:
         """Run the tests in this process, which ends with them."""
-        if self.fault is not None:
-            file = Path(self.fault.path)
-            data = file.read_bytes()
-            file.write_bytes(self.fault.planted(data))
-            if session and not exchange(self.fault, data, functions[self.fault.path]):
-                say("not planted", "")
-                return
-        tests = list(self.tests)
-        plugin = Tests(tests, say) if self.kept is None else Counting(tests, say, self.kept)
-        if session is None:
-            collect(plugin, sorted({test.partition("::")[0] for test in tests}))
+        plugin = Counting(self, self.kept, channel) if self.kept else Tests(self, channel)
+        if self.again or (self.fault and not exchange(self.fault, functions[self.fault.path])):
+            for name, module in list(sys.modules.items()):
+                if (getattr(module, "__file__", None) or "").startswith(str(Path.cwd())):
+                    del sys.modules[name]
+            collect(plugin, sorted(set(map(file_of, self.tests))))
         else:
             session.config.pluginmanager.register(plugin)
             plugin.pytest_runtestloop(session)
 
-    def watch(self, session: pytest.Session | None, functions: Functions) -> tuple[str, str]:
+    def watch(self, session: pytest.Session, functions: Functions) -> tuple[str, str]:
         """Run the tests in a fork until it says its end, is late with a test, or dies."""
         here, there = multiprocessing.Pipe(duplex=False)
         pid = os.fork()
         if pid == 0:
             os.setsid()
             here.close()
-            self.run(lambda *words: there.send(words), session, functions)
-            os._exit(0)
+            self.run(session, functions, there)
+            os._exit(1)
         there.close()
         how, why = "begins", "the import"
         while how == "begins":
-            least = LEAST_SECONDS if self.kept is None else COUNTING_SECONDS
-            if not here.poll(self.tests.get(why, least)):
-                how = "timed out"
-            else:
+            how = "timed out"
+            if here.poll(self.tests.get(why, COUNTING_SECONDS if self.kept else LEAST_SECONDS)):
                 try:
                     how, why = here.recv()
                 except EOFError:
@@ -487,34 +444,25 @@ class Job(NamedTuple):
         return how, why
 
 
-def collect(plugin: "Tests", files: list[str]) -> None:
-    """Import and collect files of tests in this process, which the plugin ends.
-
-    Args:
-        plugin: What is done when they are collected.
-        files: The files; none for the whole suite.
-    """
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
-    # Plugins of pytest are loaded already where a library that was imported before needs them.
+def collect(plugin: object, files: list[str]) -> None:
+    """Import and collect files of tests, or the whole suite, for a plugin that ends the process."""
+    # Plugins of pytest are loaded already where the project was imported before.
     warnings = ("pytest.PytestAssertRewriteWarning", "coverage.exceptions.CoverageWarning")
     options = [part for warning in warnings for part in ("-W", f"ignore::{warning}")]
     pytest.main([*options, f"--basetemp={Path.cwd()}_temporary", *files], [plugin])
-    os._exit(1)
 
 
 class Tests:
-    """A plugin of pytest that runs some of the tests, until the first one fails."""
+    """A plugin of pytest that runs tests until the first one fails."""
 
-    def __init__(self, tests: list[str], say: Say) -> None:
-        self._tests = tests
-        self._say = say
+    def __init__(self, job: Job, channel: Connection) -> None:
+        self._job = job
+        self._channel = channel
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Notice a file that cannot be imported."""
-        if report.failed:
-            self._end("noticed", reason(report))
+        if report.failed and report.nodeid not in self._job.once:
+            self._end("noticed", f"{report.nodeid} {report.longrepr}")
 
     def pytest_internalerror(self, excrepr: object) -> None:
         """Notice an error in pytest or in a plugin."""
@@ -523,106 +471,124 @@ class Tests:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Notice a failure."""
         if report.failed:
-            self._end("noticed", reason(report))
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self._end("noticed", f"{report.nodeid} {crash.message if crash else ''}")
 
-    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
         """Run the tests; that one is not there any more is noticed."""
         items = defaultdict[str, list[pytest.Item]](list)
         for item in session.items:
             items[item.nodeid].append(item)
-            items[item.nodeid.partition("::")[0]].append(item)
-        if gone := [test for test in self._tests if test not in items]:
-            self._end("noticed", f"{gone[0]} is not collected")
-        chosen = [item for test in self._tests for item in items[test]]
+            items[file_of(item.nodeid)].append(item)
+        for test in self._job.tests:
+            if test not in items and file_of(test) not in self._job.once:
+                self._end("noticed", f"{test} is not collected")
+        chosen = [item for test in self._job.tests for item in items[test]]
         for item, following in itertools.zip_longest(chosen, chosen[1:]):
-            self._say("begins", item.nodeid)
+            self._channel.send(("begins", item.nodeid))
             item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
-        self._end("survived", "")
-        return True
+        self._end("survived", f"{len(chosen)} tests")
 
     def _end(self, how: str, why: str) -> None:
-        self._say(how, why)
+        self._channel.send((how, why.partition("\n")[0][:200]))
         os._exit(0)
-
-
-def reason(report: pytest.CollectReport | pytest.TestReport) -> str:
-    """Return which test failed, and the first line of why."""
-    crash = getattr(report.longrepr, "reprcrash", None)
-    return f"{report.nodeid} {crash.message.splitlines()[0][:120] if crash else ''}"
 
 
 class Counting(Tests):
     """Runs all tests of a file; keeps which of them runs which line, and for how long."""
 
-    def __init__(self, tests: list[str], say: Say, kept: Path) -> None:
-        super().__init__(tests, say)
-        self._seconds: dict[str, float] = {}
-        self._failed: set[str] = set()
+    def __init__(self, job: Job, kept: Path, channel: Connection) -> None:
+        super().__init__(job, channel)
         self._kept = kept
-        self._folder = Path(tempfile.mkdtemp())
-        (self._folder / "ini").write_text(
-            "[run]\nsource = geomon\nrelative_files = true\npatch = subprocess, _exit, fork\n"
+        self._seconds = defaultdict[str, float](float)
+        self._failed = dict[str, None]()
+        self._folder = tempfile.mkdtemp()
+        # What is not a test's own, a process or a thread runs.
+        Path(self._folder, "ini").write_text(
+            f"[run]\ndata_file = {self._folder}/lines\ncontext = {''.join(job.tests)}\n"
+            "source = geomon\nrelative_files = true\nparallel = true\n"
+            "patch = subprocess, _exit, fork\n"
         )
-        # What is not a test's own is run by a process or by a thread.
-        context = tests[0].partition("::")[0] if tests else None
-        self._cover = self._open(data_suffix=True, context=context)
+        self._cover = coverage.Coverage(config_file=f"{self._folder}/ini")
         self._cover.start()
-
-    def _open(self, **options: Any) -> coverage.Coverage:
-        return coverage.Coverage(
-            self._folder / "lines", config_file=str(self._folder / "ini"), **options
-        )
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         """Run a test in a context of its own."""
         self._cover.switch_context(item.nodeid)
-        self._seconds[item.nodeid] = 0.0
-        try:
-            return (yield)
-        finally:
-            self._cover.switch_context("")
+        result = yield
+        self._cover.switch_context("")
+        return result
+
+    def pytest_collectreport(self, report: pytest.CollectReport | pytest.TestReport) -> None:
+        """Keep that a file cannot be imported again."""
+        if report.failed:
+            self._failed[report.nodeid] = None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep how a part of a test went."""
         self._seconds[report.nodeid] += report.duration
-        if report.failed:
-            self._failed.add(report.nodeid)
+        self.pytest_collectreport(report)
 
     def _end(self, how: str, why: str) -> None:
         self._cover.stop()
         self._cover.save()
-        whole = self._open()
-        whole.combine([str(self._folder)])
-        data = whole.get_data()
+        self._cover.combine([self._folder])
+        data = self._cover.get_data()
         ran: dict[str, dict[str, list[int]]] = {}
         for path in data.measured_files():
-            by_test = ran[path] = defaultdict(list)
+            ran[path] = defaultdict(list)
             for line, names in data.contexts_by_lineno(path).items():
                 for name in names:
-                    by_test[name.partition("|")[2] or name].append(line)
-        passed = {test: self._seconds[test] for test in self._seconds if test not in self._failed}
-        self._kept.write_text(json.dumps((passed, ran)))
+                    ran[path][name.partition("|")[2] or name].append(line)
         shutil.rmtree(self._folder)
-        super()._end(how, f"fail without a fault: {self._failed}" if self._failed else "")
+        if self._failed:
+            why = f"without a fault fails {', '.join(self._failed)}"
+        self._kept.write_text(json.dumps((self._seconds | self._failed, ran)))
+        super()._end(how, why)
 
 
-class Collected(Tests):
-    """Watches a fork for every job, once the whole suite is collected."""
+class End(NamedTuple):
+    """How a job ended."""
 
-    def __init__(self, channel: Connection) -> None:
-        super().__init__([], lambda *words: channel.send(words))
-        self._channel = channel
+    job: Job
+    how: str
+    why: str
+    seconds: float
 
-    def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Do jobs until there are no more."""
+
+class Worker:
+    """Collects the whole suite in a copy of the project, and forks for one job after another."""
+
+    def __init__(self, jobs: "Queue[Job]", ends: "SimpleQueue[End | str]") -> None:
+        self._jobs = jobs
+        self._ends = ends
+
+    def start(self, tree: Path) -> None:
+        """Be a process that works in a copy."""
+        os.chdir(tree)
+        sys.dont_write_bytecode = True
+        os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+        sys.path[:] = [str(tree), *(entry for entry in sys.path if entry not in ("", str(ROOT)))]
+        sys.modules.pop("benchmarks", None)
+        for stream in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        collect(self, [])
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Say that the suite cannot be collected."""
+        if report.failed:
+            self._ends.put(f"{report.nodeid}: {report.longrepr}")
+
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        """Do one job after another."""
         functions = functions_here()
         gc.freeze()  # no fork need search what was imported for garbage
-        self._say("collected", "")
-        with contextlib.suppress(EOFError):
-            while True:
-                self._say(*self._channel.recv().watch(session, functions))
-        os._exit(0)
+        while True:
+            job, began = self._jobs.get(), time.monotonic()
+            with planted(job.fault, Path()):
+                how, why = job.watch(session, functions)
+            self._ends.put(End(job, how, why, time.monotonic() - began))
 
 
 def functions_here() -> Functions:
@@ -645,21 +611,37 @@ def codes_in(code: CodeType, counts: Counter[str]) -> Iterator[tuple[str, CodeTy
             yield from codes_in(inner, counts)
 
 
-def exchange(fault: Fault, data: bytes, functions: list[FunctionType]) -> bool:
-    """Give functions of a module the code of its faulty text; tells whether they could take it."""
+def exchange(fault: Fault, functions: list[FunctionType]) -> bool:
+    """Give functions the code of their faulty file; tells whether they could take it."""
+    file = Path(fault.path).resolve()
+    text = file.read_bytes()
+    head, tail = text[: fault.span[0]], text[fault.span[0] + len(fault.after.encode()) :]
     before, after = (
-        dict(codes_in(compile(text, Path(fault.path).resolve(), "exec"), Counter()))
-        for text in (data, fault.planted(data))
+        dict(codes_in(compile(head + part.encode() + tail, file, "exec"), Counter()))
+        for part in (fault.before, fault.after)
     )
     names = {code: name for name, code in before.items()}
     changed = 0
     for function in functions:
         code = after.get(names.get(function.__code__, ""))
-        if code is None or len(code.co_freevars) != len(function.__code__.co_freevars):
+        if code is None or code.co_freevars != function.__code__.co_freevars:
             return False
         changed += code != function.__code__
         function.__code__ = code
     return changed > 0
+
+
+@contextlib.contextmanager
+def planted(fault: Fault | None, tree: Path) -> Iterator[None]:
+    """Plant a fault in the file of a copy for as long as the context lasts."""
+    if fault is None:
+        yield
+        return
+    file, (begin, end) = tree / fault.path, fault.span
+    data = file.read_bytes()
+    file.write_bytes(data[:begin] + fault.after.encode() + data[end:])
+    yield
+    file.write_bytes(data)
 
 
 def copy_project(folder: Path) -> Path:
@@ -676,56 +658,6 @@ def copy_project(folder: Path) -> Path:
     return tree
 
 
-@contextlib.contextmanager
-def restored(file: Path) -> Iterator[bytes]:
-    """Give a file its content back behind a context, which gets it."""
-    data = file.read_bytes()
-    try:
-        yield data
-    finally:
-        file.write_bytes(data)
-
-
-def enter_copy(folder: Path) -> None:
-    """Make a copy of the project in which this process, and all that it starts, are from now on."""
-    tree = copy_project(folder)
-    os.chdir(tree)
-    sys.dont_write_bytecode = True
-    os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    sys.path[:] = [str(tree), *(entry for entry in sys.path if entry not in ("", str(ROOT)))]
-    sys.modules.pop("benchmarks", None)
-
-
-@functools.cache
-def collected() -> Connection:
-    """Start the process that collects the whole suite of this process's copy."""
-    here, there = multiprocessing.Pipe()
-    if os.fork() == 0:
-        here.close()
-        collect(Collected(there), [])
-    there.close()
-    how, why = here.recv()
-    if how != "collected":
-        raise RuntimeError(f"the suite cannot be collected: {why}")
-    return here
-
-
-def do(job: Job) -> tuple[Job, str, str, float]:
-    """Do a job in this process's copy; returns how it ended, why, and after how many seconds."""
-    began = time.monotonic()
-    how, why = "not planted", ""
-    if job.fault and not job.tests:
-        return job, "not run", why, 0.0
-    with restored(Path(job.fault.path)) if job.fault else contextlib.nullcontext():
-        if not job.fresh:
-            collected().send(job)
-            how, why = collected().recv()
-    with restored(Path(job.fault.path)) if job.fault else contextlib.nullcontext():
-        if how == "not planted":
-            how, why = job.watch(None, {})
-    return job, how, why, time.monotonic() - began
-
-
 def sources_of(file: Path) -> list[Path]:
     """List a file of tests and those beside it that it imports, one through another."""
     helpers = [each for each in (ROOT / "tests").glob("*.py") if not each.match("test_*")]
@@ -736,13 +668,56 @@ def sources_of(file: Path) -> list[Path]:
     return sorted(found)
 
 
-def take_account(pool: Pool, folder: Path) -> Account:
-    """Count which test runs which line, unless it was counted before.
+def refused(faults: list[Fault], folder: Path, cache: Path) -> list[Fault]:
+    """List the faults that the type checker refuses."""
+    tree = copy_project(folder)
+    checker = [sys.executable, "-m", "mypy", "--cache-dir", str(cache.resolve())]
+    found = []
+    for fault in faults:
+        with planted(fault, tree):
+            if subprocess.run(checker, check=False, cwd=tree, capture_output=True).returncode:
+                found.append(fault)
+    return found
 
-    Args:
-        pool: Workers.
-        folder: Folder of what is counted; what was counted of the same code is used again.
-    """
+
+class Workers:
+    """Processes that do jobs, each in a copy of the project."""
+
+    def __init__(self, number: int, folder: Path) -> None:
+        forks = multiprocessing.get_context("fork")
+        self._jobs, self._ends = forks.Queue(), forks.SimpleQueue()
+        worker = Worker(self._jobs, self._ends)
+        self._processes = [
+            forks.Process(target=worker.start, args=(copy_project(folder),)) for _ in range(number)
+        ]
+
+    def __enter__(self) -> Self:
+        for process in self._processes:
+            process.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self._processes:
+            process.kill()
+
+    def do(self, jobs: list[Job]) -> list[End]:
+        """Do jobs, and print how each ended."""
+        ends: list[End] = []
+        for job in jobs:
+            self._jobs.put(job)
+        while len(ends) < len(jobs):
+            end = self._ends.get()
+            if isinstance(end, str):
+                raise SystemExit(f"the suite cannot be collected: {end}")
+            ends.append(end)
+            what = end.job.fault or ", ".join(end.job.tests) or "the import"
+            print(f"{len(ends):4d} {end.how:9s} {end.seconds:6.1f} s  {what}")
+            print(f"{' ' * 25}{end.why}", flush=True)
+        return ends
+
+
+def take_account(workers: Workers, folder: Path, faults: list[Fault]) -> Account:
+    """Count which test runs which line, unless that is kept in a folder, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     code = sorted((ROOT / "geomon").rglob("*.py"))
     suite = sorted((ROOT / "tests").rglob("*.py"))
@@ -751,29 +726,20 @@ def take_account(pool: Pool, folder: Path) -> Account:
         content = hashlib.sha256(b"".join(file.read_bytes() for file in [*code, *files]))
         return folder.resolve() / f"{name.replace('/', '.')}.{content.hexdigest()[:16]}.json"
 
-    jobs = {kept("import", suite): Job({}, fresh=True)} | {
-        kept(name, sources_of(ROOT / name)): Job({name: COUNTING_SECONDS}) for name in test_files()
-    }
-    missing = [job._replace(kept=file) for file, job in jobs.items() if not file.exists()]
-    for job, how, why, seconds in pool.imap_unordered(do, missing):
-        print(f"{seconds:5.1f} s  {', '.join(job.tests) or 'the import'}: {how} {why}", flush=True)
-    account = Account()
-    for file in jobs:
-        account.add(*json.loads(file.read_text()))
+    jobs = [Job({}, again=True, kept=kept("import", suite))]
+    for name in test_files():
+        jobs.append(Job({name: COUNTING_SECONDS}, kept=kept(name, sources_of(ROOT / name))))
+    workers.do([job for job in jobs if job.kept and not job.kept.exists()])
+    account = Account(defaultdict(dict), {}, set())
+    for job in jobs:
+        seconds, ran = json.loads(Path(str(job.kept)).read_text())
+        account.seconds.update(
+            {test: spent for test, spent in seconds.items() if spent is not None}
+        )
+        account.once.update(test for test in seconds if "::" not in test)
+        for path in {fault.path for fault in faults}:
+            account.lines[path].update(ran.get(path, {}))
     return account
-
-
-def refused(folder: Path, faults: list[Fault]) -> list[Fault]:
-    """List the faults that the type checker refuses."""
-    tree = copy_project(folder)
-    found = []
-    for fault in faults:
-        with restored(tree / fault.path) as data:
-            (tree / fault.path).write_bytes(fault.planted(data))
-            checker = [sys.executable, "-m", "mypy", "--no-error-summary"]
-            if subprocess.run(checker, check=False, cwd=tree, capture_output=True).returncode:
-                found.append(fault)
-    return found
 
 
 def main(
@@ -798,33 +764,23 @@ def main(
         print(*drawn, sep="\n")
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for name in LIBRARIES:
-        importlib.import_module(name)
-    ends: dict[Fault, str] = {}
-    times = []
-    forks = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="faults_") as folder:
-        with forks.Pool(jobs, enter_copy, (Path(folder),)) as pool:
-            account = take_account(pool, counted)
-            planted = [Job(account.of(each), account.is_imported(each), each) for each in drawn]
-            for job, how, why, seconds in pool.imap_unordered(do, planted):
-                assert job.fault
-                ends[job.fault] = how
-                times.append(seconds)
-                print(f"{len(ends):4d} {how:9s} {seconds:5.1f} s  {job.fault}", flush=True)
-                print(f"{' ' * 24}{why or f'{len(job.tests)} tests'}", flush=True)
+        with Workers(jobs, Path(folder)) as workers:
+            account = take_account(workers, counted, drawn)
+            done = workers.do([job for job in map(account.job, drawn) if job.tests])
+        ends = dict.fromkeys(drawn, "not run") | {end.job.fault: end.how for end in done}
         unnoticed = [fault for fault in drawn if ends[fault] in UNNOTICED]
-        ends |= dict.fromkeys(refused(Path(folder), unnoticed), "refused")
-    print(f"\n{len(ends)} faults, {statistics.median(times):.1f} s each (median), by folder:")
-    for name in folders():
-        those = Counter(end for fault, end in ends.items() if folder_of(fault.path) == name)
-        if those:
-            words = ", ".join(f"{number} {end}" for end, number in sorted(those.items()))
-            print(f"  {name:25s} {words}")
+        ends |= dict.fromkeys(refused(unnoticed, Path(folder), counted / "mypy"), "refused")
+    median = statistics.median(end.seconds for end in done)
+    print(f"\n{len(ends)} faults, {median:.1f} s each (median), by folder:")
+    by_folder = defaultdict[str, Counter[str]](Counter)
+    for fault, how in ends.items():
+        by_folder[str(Path(fault.path).parent)][how] += 1
+    for name, hows in sorted(by_folder.items()):
+        print(f"  {name:25s} {', '.join(f'{number} {how}' for how, number in hows.items())}")
     survivors = [fault for fault in drawn if ends[fault] in UNNOTICED]
-    total = max(len(ends), 1)
-    print(f"{1 - len(unnoticed) / total:.1%} noticed by a test (one that hangs, too)")
-    print(f"{1 - len(survivors) / total:.1%} by a test or the type checker")
+    print(f"{1 - len(unnoticed) / len(ends):.1%} noticed by a test (one that hangs, too)")
+    print(f"{1 - len(survivors) / len(ends):.1%} by a test or the type checker")
     print(*(["survivors:"] if survivors else []), *survivors, sep="\n  ")
 
 
