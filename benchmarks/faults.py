@@ -38,12 +38,13 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Set
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
-from multiprocessing.queues import Queue, SimpleQueue
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import Annotated, NamedTuple, Self
+from typing import Annotated, NamedTuple
 
 import coverage
 import pytest
@@ -411,7 +412,7 @@ class Job(NamedTuple):
     def run(self, session: pytest.Session, functions: Functions, channel: Connection) -> None:
         """Run the tests in this process, which ends with them."""
         plugin = Counting(self, self.kept, channel) if self.kept else Tests(self, channel)
-        if self.again or (self.fault and not exchange(self.fault, functions[self.fault.path])):
+        if self.again or (self.fault and not exchange(self.fault, functions)):
             for name, module in list(sys.modules.items()):
                 if (getattr(module, "__file__", None) or "").startswith(str(Path.cwd())):
                     del sys.modules[name]
@@ -459,20 +460,15 @@ class Tests:
         self._job = job
         self._channel = channel
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Notice a file that cannot be imported."""
-        if report.failed and report.nodeid not in self._job.once:
-            self._end("noticed", f"{report.nodeid} {report.longrepr}")
+    def pytest_exception_interact(self, report: pytest.CollectReport | pytest.TestReport) -> None:
+        """Notice a failure, or that a file cannot be imported."""
+        if report.nodeid not in self._job.once:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self._end("noticed", f"{report.nodeid} {crash.message if crash else report.longrepr}")
 
     def pytest_internalerror(self, excrepr: object) -> None:
         """Notice an error in pytest or in a plugin."""
         self._end("noticed", str(excrepr))
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Notice a failure."""
-        if report.failed:
-            crash = getattr(report.longrepr, "reprcrash", None)
-            self._end("noticed", f"{report.nodeid} {crash.message if crash else ''}")
 
     def pytest_runtestloop(self, session: pytest.Session) -> None:
         """Run the tests; that one is not there any more is noticed."""
@@ -520,15 +516,13 @@ class Counting(Tests):
         self._cover.switch_context("")
         return result
 
-    def pytest_collectreport(self, report: pytest.CollectReport | pytest.TestReport) -> None:
-        """Keep that a file cannot be imported again."""
-        if report.failed:
-            self._failed[report.nodeid] = None
+    def pytest_exception_interact(self, report: pytest.CollectReport | pytest.TestReport) -> None:
+        """Keep what fails without a fault, or cannot be imported again."""
+        self._failed[report.nodeid] = None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep how a part of a test went."""
+        """Keep how long a part of a test took."""
         self._seconds[report.nodeid] += report.duration
-        self.pytest_collectreport(report)
 
     def _end(self, how: str, why: str) -> None:
         self._cover.stop()
@@ -558,47 +552,66 @@ class End(NamedTuple):
 
 
 class Worker:
-    """Collects the whole suite in a copy of the project, and forks for one job after another."""
+    """A plugin of pytest that forks for one job after another."""
 
-    def __init__(self, jobs: "Queue[Job]", ends: "SimpleQueue[End | str]") -> None:
+    def __init__(self, jobs: list[Job]) -> None:
         self._jobs = jobs
-        self._ends = ends
+        self._terminal = os.fdopen(os.dup(1), "w")
+        self.ends: list[End] = []
 
-    def start(self, tree: Path) -> None:
-        """Be a process that works in a copy."""
-        os.chdir(tree)
-        sys.dont_write_bytecode = True
-        os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-        sys.path[:] = [str(tree), *(entry for entry in sys.path if entry not in ("", str(ROOT)))]
-        sys.modules.pop("benchmarks", None)
-        for stream in (1, 2):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        collect(self, [])
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Say that the suite cannot be collected."""
-        if report.failed:
-            self._ends.put(f"{report.nodeid}: {report.longrepr}")
-
-    def pytest_runtestloop(self, session: pytest.Session) -> None:
-        """Do one job after another."""
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Do all jobs, and print how each ended."""
         functions = functions_here()
         gc.freeze()  # no fork need search what was imported for garbage
-        while True:
-            job, began = self._jobs.get(), time.monotonic()
+        for job in self._jobs if not session.testsfailed else ():
+            began = time.monotonic()
             with planted(job.fault, Path()):
-                how, why = job.watch(session, functions)
-            self._ends.put(End(job, how, why, time.monotonic() - began))
+                end = End(job, *job.watch(session, functions), time.monotonic() - began)
+            self.ends.append(end)
+            what = job.fault or ", ".join(job.tests) or "the import"
+            print(
+                f"{end.how:9s} {end.seconds:6.1f} s  {what}\n{' ' * 20}{end.why}",
+                file=self._terminal, flush=True,
+            )  # fmt: skip
+        return True
+
+
+def work(jobs: list[Job], folder: Path) -> list[End]:
+    """Do jobs in a copy of the project, and return how each ended."""
+    tree = copy_project(folder)
+    os.chdir(tree)
+    sys.dont_write_bytecode = True
+    os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.path[:] = [str(tree), *(entry for entry in sys.path if entry not in ("", str(ROOT)))]
+    sys.modules.pop("benchmarks", None)
+    worker = Worker(jobs)
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    collect(worker, [])
+    return worker.ends
+
+
+def share(jobs: list[Job], number: int) -> list[End]:
+    """Do jobs in a number of processes."""
+    forks = multiprocessing.get_context("fork")
+    with (
+        tempfile.TemporaryDirectory(prefix="faults_") as folder,
+        ProcessPoolExecutor(number, forks) as pool,
+    ):
+        parts = [jobs[part::number] for part in range(min(number, len(jobs)))]
+        ends = [*itertools.chain(*pool.map(partial(work, folder=Path(folder)), parts))]
+    if len(ends) < len(jobs):
+        raise SystemExit("the suite cannot be collected: pytest --collect-only says why")
+    return ends
 
 
 def functions_here() -> Functions:
-    """List the functions of the project that there are in this process, by file."""
+    """List the functions that there are in this process, by file."""
     found = defaultdict[str, list[FunctionType]](list)
-    here = f"{Path.cwd()}/"
     gc.unfreeze()
     for each in gc.get_objects():
-        if type(each) is FunctionType and each.__code__.co_filename.startswith(here):
-            found[each.__code__.co_filename.removeprefix(here)].append(each)
+        if type(each) is FunctionType:
+            found[each.__code__.co_filename].append(each)
     return found
 
 
@@ -611,7 +624,7 @@ def codes_in(code: CodeType, counts: Counter[str]) -> Iterator[tuple[str, CodeTy
             yield from codes_in(inner, counts)
 
 
-def exchange(fault: Fault, functions: list[FunctionType]) -> bool:
+def exchange(fault: Fault, functions: Functions) -> bool:
     """Give functions the code of their faulty file; tells whether they could take it."""
     file = Path(fault.path).resolve()
     text = file.read_bytes()
@@ -622,7 +635,7 @@ def exchange(fault: Fault, functions: list[FunctionType]) -> bool:
     )
     names = {code: name for name, code in before.items()}
     changed = 0
-    for function in functions:
+    for function in functions[str(file)]:
         code = after.get(names.get(function.__code__, ""))
         if code is None or code.co_freevars != function.__code__.co_freevars:
             return False
@@ -647,15 +660,10 @@ def planted(fault: Fault | None, tree: Path) -> Iterator[None]:
 def copy_project(folder: Path) -> Path:
     """Copy what git keeps or would keep of the project into a new folder in a folder."""
     tree = Path(tempfile.mkdtemp(dir=folder.resolve()))
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout.split("\n")  # fmt: skip
-    for name in filter(None, listed):
-        if (ROOT / name).exists():
-            (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, tree / name)
-    return tree
+    ignored = shutil.ignore_patterns(
+        ".git", *(ROOT / ".gitignore").read_text().replace("/", "").split()
+    )
+    return shutil.copytree(ROOT, tree, ignore=ignored, dirs_exist_ok=True)
 
 
 def sources_of(file: Path) -> list[Path]:
@@ -668,55 +676,20 @@ def sources_of(file: Path) -> list[Path]:
     return sorted(found)
 
 
-def refused(faults: list[Fault], folder: Path, cache: Path) -> list[Fault]:
+def refused(faults: list[Fault], cache: Path) -> list[Fault]:
     """List the faults that the type checker refuses."""
-    tree = copy_project(folder)
     checker = [sys.executable, "-m", "mypy", "--cache-dir", str(cache.resolve())]
     found = []
-    for fault in faults:
-        with planted(fault, tree):
-            if subprocess.run(checker, check=False, cwd=tree, capture_output=True).returncode:
-                found.append(fault)
+    with tempfile.TemporaryDirectory() as folder:
+        tree = copy_project(Path(folder))
+        for fault in faults:
+            with planted(fault, tree):
+                if subprocess.run(checker, check=False, cwd=tree, capture_output=True).returncode:
+                    found.append(fault)
     return found
 
 
-class Workers:
-    """Processes that do jobs, each in a copy of the project."""
-
-    def __init__(self, number: int, folder: Path) -> None:
-        forks = multiprocessing.get_context("fork")
-        self._jobs, self._ends = forks.Queue(), forks.SimpleQueue()
-        worker = Worker(self._jobs, self._ends)
-        self._processes = [
-            forks.Process(target=worker.start, args=(copy_project(folder),)) for _ in range(number)
-        ]
-
-    def __enter__(self) -> Self:
-        for process in self._processes:
-            process.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for process in self._processes:
-            process.kill()
-
-    def do(self, jobs: list[Job]) -> list[End]:
-        """Do jobs, and print how each ended."""
-        ends: list[End] = []
-        for job in jobs:
-            self._jobs.put(job)
-        while len(ends) < len(jobs):
-            end = self._ends.get()
-            if isinstance(end, str):
-                raise SystemExit(f"the suite cannot be collected: {end}")
-            ends.append(end)
-            what = end.job.fault or ", ".join(end.job.tests) or "the import"
-            print(f"{len(ends):4d} {end.how:9s} {end.seconds:6.1f} s  {what}")
-            print(f"{' ' * 25}{end.why}", flush=True)
-        return ends
-
-
-def take_account(workers: Workers, folder: Path, faults: list[Fault]) -> Account:
+def take_account(processes: int, folder: Path, faults: list[Fault]) -> Account:
     """Count which test runs which line, unless that is kept in a folder, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     code = sorted((ROOT / "geomon").rglob("*.py"))
@@ -729,7 +702,7 @@ def take_account(workers: Workers, folder: Path, faults: list[Fault]) -> Account
     jobs = [Job({}, again=True, kept=kept("import", suite))]
     for name in test_files():
         jobs.append(Job({name: COUNTING_SECONDS}, kept=kept(name, sources_of(ROOT / name))))
-    workers.do([job for job in jobs if job.kept and not job.kept.exists()])
+    share([job for job in jobs if job.kept and not job.kept.exists()], processes)
     account = Account(defaultdict(dict), {}, set())
     for job in jobs:
         seconds, ran = json.loads(Path(str(job.kept)).read_text())
@@ -764,13 +737,11 @@ def main(
         print(*drawn, sep="\n")
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory(prefix="faults_") as folder:
-        with Workers(jobs, Path(folder)) as workers:
-            account = take_account(workers, counted, drawn)
-            done = workers.do([job for job in map(account.job, drawn) if job.tests])
-        ends = dict.fromkeys(drawn, "not run") | {end.job.fault: end.how for end in done}
-        unnoticed = [fault for fault in drawn if ends[fault] in UNNOTICED]
-        ends |= dict.fromkeys(refused(unnoticed, Path(folder), counted / "mypy"), "refused")
+    account = take_account(jobs, counted, drawn)
+    done = share([job for job in map(account.job, drawn) if job.tests], jobs)
+    ends = dict.fromkeys(drawn, "not run") | {end.job.fault: end.how for end in done}
+    unnoticed = [fault for fault in drawn if ends[fault] in UNNOTICED]
+    ends |= dict.fromkeys(refused(unnoticed, counted / "mypy"), "refused")
     median = statistics.median(end.seconds for end in done)
     print(f"\n{len(ends)} faults, {median:.1f} s each (median), by folder:")
     by_folder = defaultdict[str, Counter[str]](Counter)
