@@ -53,6 +53,8 @@ import typer
 ROOT = Path(__file__).resolve().parent.parent
 # The tests of a fault take so many seconds, by the count, at most.
 BUDGET = 60.0
+# Seconds of a test that make its file a costly one.
+COSTLY = 15.0
 # A test that takes this many times as long as the slowest of its file hangs, after so many seconds.
 SLOWER, LEAST_SECONDS = 5, 60.0
 # The suite is counted by its own limits of time.
@@ -246,7 +248,8 @@ def faults_of(path: str, text: str) -> list[Fault]:
         found.append(Fault(path, node.lineno, kind, (begin, end), before, after, owner, lines))
 
     def walk(node: ast.AST, owner: str, lines: Lines) -> None:
-        bodies = {id(part) for part in getattr(node, "body", ())} if is_function(node) else set()
+        functions = (ast.FunctionDef, ast.AsyncFunctionDef)  # what their bodies do, no import runs
+        bodies = {id(part) for part in node.body} if isinstance(node, functions) else set()
         for child in ast.iter_child_nodes(node):
             if any(child is part for part in silent(node)) or child in silent(child):
                 continue
@@ -258,16 +261,11 @@ def faults_of(path: str, text: str) -> list[Fault]:
                     add(child, kind, after, owner, at)
             for test in conditions(child):
                 add(test, "condition", f"(not ({ast.unparse(test)}))", owner, at)
-            scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-            walk(child, child.name if isinstance(child, scope) else owner, at)
+            is_scope = isinstance(child, (*functions, ast.ClassDef))
+            walk(child, child.name if is_scope else owner, at)
 
     walk(ast.parse(text), "module", None)
     return found
-
-
-def is_function(node: ast.AST) -> bool:
-    """Tell whether a node is a function: what its body does, no import runs."""
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
 
 
 def lines_of(statement: ast.stmt) -> tuple[int, int]:
@@ -278,32 +276,22 @@ def lines_of(statement: ast.stmt) -> tuple[int, int]:
     return statement.lineno, min([end, *(line - 1 for line in inner)])
 
 
-def folders() -> list[str]:
-    """List the folders over which faults are spread evenly."""
-    found = {file.parent.relative_to(ROOT) for file in (ROOT / "geomon").rglob("*.py")}
-    return sorted(map(str, found))
-
-
-def faults_in(folder: str) -> list[Fault]:
-    """Every fault that can be planted in the files of a folder."""
-    files = sorted((ROOT / folder).glob("*.py"))
-    return [each for file in files for each in faults_of(f"{folder}/{file.name}", file.read_text())]
-
-
 def draw(seed: int, count: int, only: str) -> list[Fault]:
     """Draw faults with a quota per folder, cycling over kinds."""
-    heads = [name.rstrip("/") for name in only.split(",")]
-    chosen = [
-        name for name in folders() if any(f"{name}/".startswith(f"{head}/") for head in heads)
-    ]
-    if not chosen:
-        raise SystemExit(f"--only: expected some of {', '.join(folders())}, got {only}")
+    heads = tuple(f"{name.rstrip('/')}/" for name in only.split(","))
+    by_folder = defaultdict[Path, list[Fault]](list)
+    for file in sorted((ROOT / "geomon").rglob("*.py")):
+        path = file.relative_to(ROOT)
+        if f"{path.parent}/".startswith(heads):
+            by_folder[path.parent] += faults_of(str(path), file.read_text())
+    if not by_folder:
+        raise SystemExit(f"--only: expected folders such as geomon/show, got {only}")
     drawn: list[Fault] = []
-    for number, folder in enumerate(chosen):
-        quota = count // len(chosen) + (number < count % len(chosen))
+    for number, folder in enumerate(sorted(by_folder, key=str)):
+        quota = count // len(by_folder) + (number < count % len(by_folder))
         repeats: Counter[str] = Counter()
         ranked: dict[Fault, str] = {}
-        for fault in faults_in(folder):
+        for fault in by_folder[folder]:
             repeats[fault.key] += 1
             word = f"{seed}\0{repeats[fault.key]}\0{fault.key}"
             ranked[fault] = hashlib.sha256(word.encode()).hexdigest()
@@ -371,15 +359,15 @@ class Account(NamedTuple):
             file = file_of(test)
             slowest[file] = seconds
             if test in who or file in who:
-                turns[file] += 1
-                is_own = file == fault.path or Path(file).parent == folder
-                ranked.append((0 if is_own else turns[file], seconds, test))
+                turns[file] += file != fault.path and Path(file).parent != folder
+                ranked.append((turns[file], seconds, test))
         ranked.sort()
         spent = itertools.accumulate(seconds for _, seconds, _ in ranked)
         count = max(1, sum(seconds <= BUDGET for seconds in spent))
         chosen = [test for _, _, test in ranked[:count]]
-        files = list(dict.fromkeys(map(file_of, chosen)))
-        chosen.sort(key=lambda test: files.index(file_of(test)))
+        # File by file, since tests of one share what is costly; the costliest files come last.
+        files = [file_of(test) for test in chosen]
+        chosen.sort(key=lambda test: (slowest[file_of(test)] > COSTLY, files.index(file_of(test))))
         limits = {test: max(LEAST_SECONDS, SLOWER * slowest[file_of(test)]) for test in chosen}
         return Job(limits, fault, again="" in who, once=self.once)
 
