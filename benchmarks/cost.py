@@ -275,7 +275,8 @@ def _on_rank(layers: int, width: int, runs: int) -> tuple[list[float], float]:
             dist.barrier()  # the reading alone is timed, not the wait for another's forward pass
             began = time.process_time()
         cpu.append(time.process_time() - began)
-    return [reading.seconds for reading in memory.readings[1:]], statistics.median(cpu[1:])
+    taken = [reading.seconds for reading in memory.readings]
+    return taken[1:], statistics.median(cpu[1:])
 
 
 @app.command()
