@@ -365,9 +365,15 @@ class Account(NamedTuple):
         spent = itertools.accumulate(seconds for _, seconds, _ in ranked)
         count = max(1, sum(seconds <= BUDGET for seconds in spent))
         chosen = [test for _, _, test in ranked[:count]]
-        # File by file, since tests of one share what is costly; the costliest files come last.
-        files = [file_of(test) for test in chosen]
-        chosen.sort(key=lambda test: (slowest[file_of(test)] > COSTLY, files.index(file_of(test))))
+        # File by file; the costliest files come last and in their own order, since their tests
+        # share what is costly.
+        files, places = list(map(file_of, chosen)), {test: n for n, test in enumerate(self.seconds)}
+
+        def place(test: str) -> tuple[bool, int, int]:
+            is_costly = slowest[file_of(test)] > COSTLY
+            return is_costly, files.index(file_of(test)), places[test] if is_costly else 0
+
+        chosen.sort(key=place)
         limits = {test: max(LEAST_SECONDS, SLOWER * slowest[file_of(test)]) for test in chosen}
         return Job(limits, fault, again="" in who, once=self.once)
 
