@@ -65,8 +65,8 @@ api: $(READY)
 	@echo "open build/api/index.html"
 
 bench: $(READY)
-	@$(BIN)/python -m benchmarks.reading_cost
-	@$(BIN)/python -m benchmarks.window_cost
+	@$(BIN)/python -m benchmarks.cost reading
+	@$(BIN)/python -m benchmarks.cost idle
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .hypothesis .pytest_cache

@@ -2,9 +2,17 @@
 
 Single faults are drawn from all of geomon/: a comparison, an operator, a constant, a condition, the
 order of two arguments, a call or a statement that is left out, a result that is None, a tag or a
-name. The whole suite is run once, by coverage.py, which tells the tests that run each line. Each
-fault is written into a copy of the project in a temporary folder, and the tests that run its line,
-those of all the module where the line is run by the import, run there until the first one fails.
+name. Each meets tests that run its line, until the first one fails.
+
+A process collects the whole suite, once. Each fault is planted in a fork of it: the functions of
+the module get the code that the compiler makes of the faulty text, and the tests run there, with
+nothing to import. The fault is in the file, too, for programs that tests start. What the import
+runs, as tables and defaults, cannot be exchanged: a fork that is given such a fault imports the
+project, and collects the files of its tests, again.
+
+coverage.py says which test runs which line. That is counted once for each content of geomon/ and of
+the test's file, and kept.
+
 What no test notices is shown to the type checker, which `make check` runs: a list where a tuple is
 declared is no fault that could be committed. What survives both is listed.
 
@@ -13,43 +21,47 @@ hash of the fault and not by its place in the file.
 """
 
 import ast
-import bisect
 import contextlib
+import gc
 import hashlib
 import itertools
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Set
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Annotated
+from types import CodeType, FunctionType
+from typing import Annotated, NamedTuple
 
 import coverage
 import pytest
 import typer
 
 ROOT = Path(__file__).resolve().parent.parent
-# Imported once, before the first fault: half of a short test run is the import of torch.
-PRELOADED = ["pytest", "torch", "scipy.stats", "faiss", "lightning", "transformers"]
-# A fault that makes its tests this many times slower than they are hangs.
-SLOWER = 5
-LEAST_SECONDS = 90.0
-
-# Of the tests that run a fault as many are run as take so many seconds; where none of them notices
-# it, as many as take the second number.
-BUDGETS = (100.0, 400.0)
+# The tests of a fault take so many seconds, by the count, at most.
+BUDGET = 60.0
+# Seconds of a test that make its file a costly one.
+COSTLY = 15.0
+# A test that takes this many times as long as the slowest of its file hangs, after so many seconds.
+SLOWER, LEAST_SECONDS = 5, 60.0
+# The suite is counted by its own limits of time.
+COUNTING_SECONDS = 1800.0
 UNNOTICED = ("survived", "not run")
+# A line that names a fault, in what this program prints.
+NAMED = re.compile(r"(geomon/\S+\.py):(\d+) (\(\w+\) .*)")
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE,
@@ -111,9 +123,14 @@ class Fault:
         """Everything that tells the fault from others but its place in the file."""
         return "\0".join((self.path, self.owner, self.kind, self.before, self.after))
 
-    def __str__(self) -> str:
+    @property
+    def words(self) -> str:
+        """The fault for a reader, without its place."""
         before, after = (" ".join(text.split()) for text in (self.before, self.after))
-        return f"{self.path}:{self.line} ({self.owner}) {self.kind}: {before}  ->  {after}"
+        return f"({self.owner}) {self.kind}: {before}  ->  {after}"
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line} {self.words}"
 
 
 Lines = tuple[int, int] | None
@@ -231,7 +248,8 @@ def faults_of(path: str, text: str) -> list[Fault]:
         found.append(Fault(path, node.lineno, kind, (begin, end), before, after, owner, lines))
 
     def walk(node: ast.AST, owner: str, lines: Lines) -> None:
-        bodies = {id(part) for part in getattr(node, "body", ())} if is_function(node) else set()
+        functions = (ast.FunctionDef, ast.AsyncFunctionDef)  # what their bodies do, no import runs
+        bodies = {id(part) for part in node.body} if isinstance(node, functions) else set()
         for child in ast.iter_child_nodes(node):
             if any(child is part for part in silent(node)) or child in silent(child):
                 continue
@@ -243,16 +261,11 @@ def faults_of(path: str, text: str) -> list[Fault]:
                     add(child, kind, after, owner, at)
             for test in conditions(child):
                 add(test, "condition", f"(not ({ast.unparse(test)}))", owner, at)
-            scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-            walk(child, child.name if isinstance(child, scope) else owner, at)
+            is_scope = isinstance(child, (*functions, ast.ClassDef))
+            walk(child, child.name if is_scope else owner, at)
 
     walk(ast.parse(text), "module", None)
     return found
-
-
-def is_function(node: ast.AST) -> bool:
-    """Tell whether a node is a function: what its body does, no import runs."""
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
 
 
 def lines_of(statement: ast.stmt) -> tuple[int, int]:
@@ -263,33 +276,22 @@ def lines_of(statement: ast.stmt) -> tuple[int, int]:
     return statement.lineno, min([end, *(line - 1 for line in inner)])
 
 
-def folder_of(path: str) -> str:
-    """Return the folder of a file."""
-    return str(Path(path).parent)
-
-
-def folders() -> list[str]:
-    """List the folders over which faults are spread evenly."""
-    found = {file.parent.relative_to(ROOT) for file in (ROOT / "geomon").rglob("*.py")}
-    return sorted(map(str, found))
-
-
-def draw(seed: int, count: int, only: str | None) -> list[Fault]:
+def draw(seed: int, count: int, only: str) -> list[Fault]:
     """Draw faults with a quota per folder, cycling over kinds."""
-    chosen = [name for name in folders() if only is None or name == only.rstrip("/")]
-    if not chosen:
-        raise SystemExit(f"--only: expected one of {', '.join(folders())}, got {only}")
+    heads = tuple(f"{name.rstrip('/')}/" for name in only.split(","))
+    by_folder = defaultdict[Path, list[Fault]](list)
+    for file in sorted((ROOT / "geomon").rglob("*.py")):
+        path = file.relative_to(ROOT)
+        if f"{path.parent}/".startswith(heads):
+            by_folder[path.parent] += faults_of(str(path), file.read_text())
+    if not by_folder:
+        raise SystemExit(f"--only: expected folders such as geomon/show, got {only}")
     drawn: list[Fault] = []
-    for number, folder in enumerate(chosen):
-        quota = count // len(chosen) + (number < count % len(chosen))
-        everything = [
-            fault
-            for file in sorted((ROOT / folder).glob("*.py"))
-            for fault in faults_of(f"{folder}/{file.name}", file.read_text())
-        ]
+    for number, folder in enumerate(sorted(by_folder, key=str)):
+        quota = count // len(by_folder) + (number < count % len(by_folder))
         repeats: Counter[str] = Counter()
         ranked: dict[Fault, str] = {}
-        for fault in everything:
+        for fault in by_folder[folder]:
             repeats[fault.key] += 1
             word = f"{seed}\0{repeats[fault.key]}\0{fault.key}"
             ranked[fault] = hashlib.sha256(word.encode()).hexdigest()
@@ -302,6 +304,19 @@ def draw(seed: int, count: int, only: str | None) -> list[Fault]:
     return drawn
 
 
+def listed_in(text: str) -> list[Fault]:
+    """Return the faults that a text names, wherever their lines are by now."""
+    found: dict[Fault, None] = {}
+    for path, line, words in NAMED.findall(text):
+        known = faults_of(path, (ROOT / path).read_text()) if (ROOT / path).exists() else []
+        alike = [fault for fault in known if fault.words == words.strip()]
+        if alike:
+            found[min(alike, key=lambda fault: abs(fault.line - int(line)))] = None
+        else:
+            print(f"gone: {path}:{line} {words}")
+    return list(found)
+
+
 def test_files() -> list[str]:
     """List the files with tests: those of the suite, and modules with doctests."""
     suite = sorted((ROOT / "tests").rglob("test_*.py"))
@@ -311,295 +326,426 @@ def test_files() -> list[str]:
     return [str(file.relative_to(ROOT)) for file in [*suite, *doctests]]
 
 
-class Contexts:
-    """Tells coverage.py which test runs, and keeps how long each took; None where it failed."""
+class Account(NamedTuple):
+    """What the suite runs.
 
-    def __init__(self, cover: coverage.Coverage) -> None:
-        self.seconds: dict[str, float | None] = {}
-        self._cover = cover
+    Attributes:
+        lines: Lines that each test runs, by file; those of processes stand under the name of the
+            file of tests, those of the import under none.
+        seconds: How long each test takes; those that fail without a fault are absent.
+        once: Files of tests that cannot be imported twice.
+    """
+
+    lines: dict[str, dict[str, list[int]]]
+    seconds: dict[str, float]
+    once: set[str]
+
+    def who(self, fault: Fault) -> set[str]:
+        """Return what runs a fault; the import runs what stands in no function."""
+        ran = self.lines.get(fault.path, {})
+        if fault.lines is None:
+            return {"", *(ran.keys() - {""} or self.seconds)}
+        there = set(range(fault.lines[0], fault.lines[1] + 1))
+        return {test for test, lines in ran.items() if not there.isdisjoint(lines)}
+
+    def job(self, fault: Fault) -> "Job":
+        """Choose tests that run a fault, and their order."""
+        who, folder = self.who(fault), Path("tests", *Path(fault.path).parts[1:-1])
+        # Those of the module's own folder, one of each other file, then a second one of each: those
+        # of one file are much alike.
+        turns, slowest = Counter[str](), dict[str, float]()
+        ranked = []
+        for test, seconds in sorted(self.seconds.items(), key=lambda each: each[1]):
+            file = file_of(test)
+            slowest[file] = seconds
+            if test in who or file in who:
+                turns[file] += file != fault.path and Path(file).parent != folder
+                ranked.append((turns[file], seconds, test))
+        ranked.sort()
+        spent = itertools.accumulate(seconds for _, seconds, _ in ranked)
+        count = max(1, sum(seconds <= BUDGET for seconds in spent))
+        chosen = [test for _, _, test in ranked[:count]]
+        # File by file; the costliest files come last and in their own order, since their tests
+        # share what is costly.
+        files, places = list(map(file_of, chosen)), {test: n for n, test in enumerate(self.seconds)}
+
+        def place(test: str) -> tuple[bool, int, int]:
+            is_costly = slowest[file_of(test)] > COSTLY
+            return is_costly, files.index(file_of(test)), places[test] if is_costly else 0
+
+        chosen.sort(key=place)
+        limits = {test: max(LEAST_SECONDS, SLOWER * slowest[file_of(test)]) for test in chosen}
+        return Job(limits, fault, again="" in who, once=self.once)
+
+
+def file_of(test: str) -> str:
+    """Return the file of a test."""
+    return test.partition("::")[0]
+
+
+Functions = dict[str, list[FunctionType]]
+
+
+class Job(NamedTuple):
+    """Tests that a fork runs.
+
+    Attributes:
+        tests: Tests or files of them, in their order, and the seconds that each may take.
+        fault: The fault that is planted.
+        again: Whether the fork imports the project again.
+        once: Files of tests that cannot be imported again.
+        kept: File in which is kept what the tests run; then no failure ends the fork.
+    """
+
+    tests: dict[str, float]
+    fault: Fault | None = None
+    again: bool = False
+    once: Set[str] = frozenset()
+    kept: Path | None = None
+
+    def run(self, session: pytest.Session, functions: Functions, channel: Connection) -> None:
+        """Run the tests in this process, which ends with them."""
+        plugin = Counting(self, self.kept, channel) if self.kept else Tests(self, channel)
+        if self.again or (self.fault and not exchange(self.fault, functions)):
+            for name, module in list(sys.modules.items()):
+                if (getattr(module, "__file__", None) or "").startswith(str(Path.cwd())):
+                    del sys.modules[name]
+            collect(plugin, sorted(set(map(file_of, self.tests))))
+        else:
+            session.config.pluginmanager.register(plugin)
+            plugin.pytest_runtestloop(session)
+
+    def watch(self, session: pytest.Session, functions: Functions) -> tuple[str, str]:
+        """Run the tests in a fork until it says its end, is late with a test, or dies."""
+        here, there = multiprocessing.Pipe(duplex=False)
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            here.close()
+            self.run(session, functions, there)
+            os._exit(1)
+        there.close()
+        how, why = "begins", "the import"
+        while how == "begins":
+            how = "timed out"
+            if here.poll(self.tests.get(why, COUNTING_SECONDS if self.kept else LEAST_SECONDS)):
+                try:
+                    how, why = here.recv()
+                except EOFError:
+                    how, why = "noticed", f"{why} ends the process"
+        with contextlib.suppress(ProcessLookupError):  # what the tests started goes with them
+            os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        return how, why
+
+
+def collect(plugin: object, files: list[str]) -> None:
+    """Import and collect files of tests, or the whole suite, for a plugin that ends the process."""
+    # Plugins of pytest are loaded already where the project was imported before.
+    warnings = ("pytest.PytestAssertRewriteWarning", "coverage.exceptions.CoverageWarning")
+    options = [part for warning in warnings for part in ("-W", f"ignore::{warning}")]
+    pytest.main([*options, f"--basetemp={Path.cwd()}_temporary", *files], [plugin])
+
+
+class Tests:
+    """A plugin of pytest that runs tests until the first one fails."""
+
+    def __init__(self, job: Job, channel: Connection) -> None:
+        self._job = job
+        self._channel = channel
+
+    def pytest_exception_interact(self, report: pytest.CollectReport | pytest.TestReport) -> None:
+        """Notice a failure, or that a file cannot be imported."""
+        if report.nodeid not in self._job.once:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self._end("noticed", f"{report.nodeid} {crash.message if crash else report.longrepr}")
+
+    def pytest_internalerror(self, excrepr: object) -> None:
+        """Notice an error in pytest or in a plugin."""
+        self._end("noticed", str(excrepr))
+
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        """Run the tests; that one is not there any more is noticed."""
+        items = defaultdict[str, list[pytest.Item]](list)
+        for item in session.items:
+            items[item.nodeid].append(item)
+            items[file_of(item.nodeid)].append(item)
+        for test in self._job.tests:
+            if test not in items and file_of(test) not in self._job.once:
+                self._end("noticed", f"{test} is not collected")
+        chosen = [item for test in self._job.tests for item in items[test]]
+        for item, following in itertools.zip_longest(chosen, chosen[1:]):
+            self._channel.send(("begins", item.nodeid))
+            item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+        self._end("survived", f"{len(chosen)} tests")
+
+    def _end(self, how: str, why: str) -> None:
+        self._channel.send((how, why.partition("\n")[0][:200]))
+        os._exit(0)
+
+
+class Counting(Tests):
+    """Runs all tests of a file; keeps which of them runs which line, and for how long."""
+
+    def __init__(self, job: Job, kept: Path, channel: Connection) -> None:
+        super().__init__(job, channel)
+        self._kept = kept
+        self._seconds = defaultdict[str, float](float)
+        self._failed = dict[str, None]()
+        self._folder = tempfile.mkdtemp()
+        # What is not a test's own, a process or a thread runs.
+        Path(self._folder, "ini").write_text(
+            f"[run]\ndata_file = {self._folder}/lines\ncontext = {''.join(job.tests)}\n"
+            "source = geomon\nrelative_files = true\nparallel = true\n"
+            "patch = subprocess, _exit, fork\n"
+        )
+        self._cover = coverage.Coverage(config_file=f"{self._folder}/ini")
+        self._cover.start()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         """Run a test in a context of its own."""
         self._cover.switch_context(item.nodeid)
-        self.seconds[item.nodeid] = 0.0
-        try:
-            return (yield)
-        finally:
-            self._cover.switch_context("")
+        result = yield
+        self._cover.switch_context("")
+        return result
+
+    def pytest_exception_interact(self, report: pytest.CollectReport | pytest.TestReport) -> None:
+        """Keep what fails without a fault, or cannot be imported again."""
+        self._failed[report.nodeid] = None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep how a part of a test went."""
-        spent = self.seconds[report.nodeid]
-        if spent is not None:
-            self.seconds[report.nodeid] = None if report.failed else spent + report.duration
+        """Keep how long a part of a test took."""
+        self._seconds[report.nodeid] += report.duration
+
+    def _end(self, how: str, why: str) -> None:
+        self._cover.stop()
+        self._cover.save()
+        self._cover.combine([self._folder])
+        data = self._cover.get_data()
+        ran: dict[str, dict[str, list[int]]] = {}
+        for path in data.measured_files():
+            ran[path] = defaultdict(list)
+            for line, names in data.contexts_by_lineno(path).items():
+                for name in names:
+                    ran[path][name.partition("|")[2] or name].append(line)
+        shutil.rmtree(self._folder)
+        if self._failed:
+            why = f"without a fault fails {', '.join(self._failed)}"
+        self._kept.write_text(json.dumps((self._seconds | self._failed, ran)))
+        super()._end(how, why)
 
 
-def run_tests(tree: str, tests: list[str], log: str, data: str | None) -> None:
-    """Run tests in a copy of the project and exit with pytest's code; a child process.
+class End(NamedTuple):
+    """How a job ended."""
 
-    Args:
-        tree: Folder of the copy.
-        tests: Names of tests or of files of tests.
-        log: File of the output.
-        data: File in which coverage.py keeps which test runs which line; None for no account.
-    """
-    os.setsid()
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    job: Job
+    how: str
+    why: str
+    seconds: float
+
+
+class Worker:
+    """A plugin of pytest that forks for one job after another."""
+
+    def __init__(self, jobs: list[Job]) -> None:
+        self._jobs = jobs
+        self._terminal = os.fdopen(os.dup(1), "w")
+        self.ends: list[End] = []
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Do all jobs, and print how each ended."""
+        functions = functions_here()
+        gc.freeze()  # no fork need search what was imported for garbage
+        for job in self._jobs if not session.testsfailed else ():
+            began = time.monotonic()
+            with planted(job.fault, Path()):
+                end = End(job, *job.watch(session, functions), time.monotonic() - began)
+            self.ends.append(end)
+            what = job.fault or ", ".join(job.tests) or "the import"
+            print(
+                f"{end.how:9s} {end.seconds:6.1f} s  {what}\n{' ' * 20}{end.why}",
+                file=self._terminal, flush=True,
+            )  # fmt: skip
+        return True
+
+
+def work(jobs: list[Job], folder: Path) -> list[End]:
+    """Do jobs in a copy of the project, and return how each ended."""
+    tree = copy_project(folder)
     os.chdir(tree)
     sys.dont_write_bytecode = True
-    os.environ |= {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1"}
-    sys.path[:] = [tree, *(entry for entry in sys.path if entry not in ("", str(ROOT), tree))]
-    for name in [name for name in sys.modules if name.split(".")[0] in ("geomon", "recipes")]:
-        del sys.modules[name]
-    plain = ["-q", "-p", "no:cacheprovider", "--no-header", f"--basetemp={tree}_temporary"]
-    # Its plugins are loaded already where a library that was imported before needs them.
-    plain += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    if data is not None:
-        plain += ["-W", "ignore::coverage.exceptions.CoverageWarning"]
-        cover = coverage.Coverage(
-            data, data_suffix=True, context=tests[0], config_file=f"{data}.ini"
-        )
-        contexts = Contexts(cover)
-        cover.start()
-        end = pytest.main([*plain, *tests], [contexts])
-        cover.stop()
-        cover.save()
-        seconds_file(data, tests[0]).write_text(json.dumps(contexts.seconds))
-        os._exit(int(end))
-    # Doctests load their module a second time, so that what other tests replace in it would not be
-    # what runs: they come last, by themselves.
-    doctests = [test for test in tests if not test.startswith("tests")]
-    others = [test for test in tests if test not in doctests]
-    end = pytest.main([*plain, "-x", *others]) if others else pytest.ExitCode.OK
-    os._exit(int(end or pytest.main([*plain, "-x", *doctests])) if doctests else int(end))
+    os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.path[:] = [str(tree), *(entry for entry in sys.path if entry not in ("", str(ROOT)))]
+    sys.modules.pop("benchmarks", None)
+    worker = Worker(jobs)
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    collect(worker, [])
+    return worker.ends
 
 
-def seconds_file(data: str | Path, tests: str) -> Path:
-    """Return the file in which the seconds of a file of tests are kept."""
-    return Path(data).parent / f"{tests.replace('/', '.')}.json"
+def share(jobs: list[Job], number: int) -> list[End]:
+    """Do jobs in a number of processes."""
+    forks = multiprocessing.get_context("fork")
+    with (
+        tempfile.TemporaryDirectory(prefix="faults_") as folder,
+        ProcessPoolExecutor(number, forks) as pool,
+    ):
+        parts = [jobs[part::number] for part in range(min(number, len(jobs)))]
+        ends = [*itertools.chain(*pool.map(partial(work, folder=Path(folder)), parts))]
+    if len(ends) < len(jobs):
+        raise SystemExit("the suite cannot be collected: pytest --collect-only says why")
+    return ends
 
 
-@dataclass(frozen=True)
-class Account:
-    """What the suite runs.
-
-    Attributes:
-        tests: Tests, or files of which a process of their own ran the line, by file and line.
-        seconds: How long each of them takes; those that fail without a fault are absent.
-    """
-
-    tests: dict[str, dict[int, set[str]]]
-    seconds: dict[str, float]
-
-    def of(self, fault: Fault, budget: float) -> list[str]:
-        """List the tests that run the statement of a fault; cheap ones, of all files.
-
-        Args:
-            fault: The fault.
-            budget: Seconds that they take together, at most.
-        """
-        by_line = self.tests.get(fault.path, {})
-        found: set[str] = set()
-        for line, tests in by_line.items():
-            if fault.lines is None or fault.lines[0] <= line <= fault.lines[1]:
-                found |= tests
-        if fault.lines is None:  # every file imports the module: who runs its functions matters
-            found = {test for test in found if "::" in test} or found
-        by_file = defaultdict[str, list[str]](list)
-        for test in sorted(found & self.seconds.keys(), key=self.seconds.__getitem__):
-            by_file[test.partition("::")[0]].append(test)
-        # Those of the module's own folder, one of each other file, then a second one of each: those
-        # of one file are much alike.
-        folder = Path("tests", *Path(fault.path).parts[1:-1])
-        turns = [
-            (0 if file == fault.path or Path(file).parent == folder else turn + 1, test)
-            for file, tests in by_file.items()
-            for turn, test in enumerate(tests)
-        ]
-        turns.sort(key=lambda each: (each[0], self.seconds[each[1]]))
-        spent = list(itertools.accumulate(self.seconds[test] for _, test in turns))
-        count = max(1, bisect.bisect_right(spent, budget))
-        chosen = {test for _, test in turns[:count]}
-        kept = [[test for test in tests if test in chosen] for tests in by_file.values()]
-        kept = [
-            [file] if file in tests else tests for file, tests in zip(by_file, kept, strict=True)
-        ]
-        kept.sort(key=lambda tests: sum(self.seconds[test] for test in tests))
-        return [test for tests in kept for test in tests]
+def functions_here() -> Functions:
+    """List the functions that there are in this process, by file."""
+    found = defaultdict[str, list[FunctionType]](list)
+    gc.unfreeze()
+    for each in gc.get_objects():
+        if type(each) is FunctionType:
+            found[each.__code__.co_filename].append(each)
+    return found
 
 
-class Tree:
-    """A copy of the project in which one fault at a time is planted."""
+def codes_in(code: CodeType, counts: Counter[str]) -> Iterator[tuple[str, CodeType]]:
+    """Yield the codes that a code holds, each with a name that no other has."""
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            counts[inner.co_qualname] += 1
+            yield f"{inner.co_qualname} {counts[inner.co_qualname]}", inner
+            yield from codes_in(inner, counts)
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._log = str(folder.with_suffix(".log"))
-        listed = subprocess.run(
-            ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-            cwd=ROOT, capture_output=True, text=True, check=True,
-        ).stdout.split("\n")  # fmt: skip
-        for name in filter(None, listed):
-            if (ROOT / name).exists():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, folder / name)
 
-    @contextlib.contextmanager
-    def plant(self, fault: Fault) -> Iterator[None]:
-        """Plant a fault for as long as the context lasts."""
-        file = self.folder / fault.path
-        data = file.read_bytes()
-        begin, end = fault.span
-        file.write_bytes(data[:begin] + fault.after.encode() + data[end:])
-        try:
-            yield
-        finally:
-            file.write_bytes(data)
-
-    def refused(self) -> bool:
-        """Tell whether the type checker refuses the tree."""
-        checker = [sys.executable, "-m", "mypy", "--no-error-summary"]
-        with open(self._log, "w") as log:
-            done = subprocess.run(checker, check=False, cwd=self.folder, stdout=log)
-        return done.returncode != 0
-
-    def why(self) -> str:
-        """Return the line of the last run that names the test that failed."""
-        lines = [*filter(None, Path(self._log).read_text(errors="replace").splitlines()), ""]
-        return next((line for line in lines if line.startswith(("FAILED", "ERROR"))), lines[-2:][0])
-
-    def run(self, tests: list[str], limit: float, data: str | None = None) -> str:
-        """Run tests: how they ended."""
-        context = multiprocessing.get_context("forkserver")
-        child = context.Process(target=run_tests, args=(str(self.folder), tests, self._log, data))
-        child.start()
-        child.join(limit)
-        late = child.is_alive()
-        assert child.pid is not None
-        with contextlib.suppress(ProcessLookupError):  # what the tests started goes with them
-            os.killpg(child.pid, signal.SIGKILL)
-        child.join()
-        if late:
-            return "timed out"
-        passed = child.exitcode in (0, 5)  # 5: a module without a doctest
-        return "survived" if passed else "noticed"
+def exchange(fault: Fault, functions: Functions) -> bool:
+    """Give functions the code of their faulty file; tells whether they could take it."""
+    file = Path(fault.path).resolve()
+    text = file.read_bytes()
+    head, tail = text[: fault.span[0]], text[fault.span[0] + len(fault.after.encode()) :]
+    before, after = (
+        dict(codes_in(compile(head + part.encode() + tail, file, "exec"), Counter()))
+        for part in (fault.before, fault.after)
+    )
+    names = {code: name for name, code in before.items()}
+    changed = 0
+    for function in functions[str(file)]:
+        code = after.get(names.get(function.__code__, ""))
+        if code is None or code.co_freevars != function.__code__.co_freevars:
+            return False
+        changed += code != function.__code__
+        function.__code__ = code
+    return changed > 0
 
 
 @contextlib.contextmanager
-def trees(jobs: int) -> Iterator[tuple[SimpleQueue[Tree], ThreadPoolExecutor]]:
-    """Make copies of the project, and a thread for each."""
-    with tempfile.TemporaryDirectory(prefix="faults_") as folder, ThreadPoolExecutor(jobs) as pool:
-        free: SimpleQueue[Tree] = SimpleQueue()
-        for job in range(jobs):
-            free.put(Tree(Path(folder).resolve() / f"tree_{job}"))
-        yield free, pool
+def planted(fault: Fault | None, tree: Path) -> Iterator[None]:
+    """Plant a fault in the file of a copy for as long as the context lasts."""
+    if fault is None:
+        yield
+        return
+    file, (begin, end) = tree / fault.path, fault.span
+    data = file.read_bytes()
+    file.write_bytes(data[:begin] + fault.after.encode() + data[end:])
+    yield
+    file.write_bytes(data)
 
 
-def take_account(jobs: int, folder: Path, say: Callable[[str], None]) -> Account:
-    """Run the whole suite once and keep which test runs which line.
-
-    Args:
-        jobs: Processes at a time.
-        folder: Folder of what is counted; what lies there is used again.
-        say: What is done with each line of progress.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    data = folder.resolve() / "lines"
-    Path(f"{data}.ini").write_text(
-        "[run]\nsource = geomon\nrelative_files = true\npatch = subprocess, _exit, fork\n"
+def copy_project(folder: Path) -> Path:
+    """Copy what git keeps or would keep of the project into a new folder in a folder."""
+    tree = Path(tempfile.mkdtemp(dir=folder.resolve()))
+    ignored = shutil.ignore_patterns(
+        ".git", *(ROOT / ".gitignore").read_text().replace("/", "").split()
     )
-
-    def count(free: SimpleQueue[Tree], file: str) -> None:
-        if seconds_file(data, file).exists():
-            return
-        tree, began = free.get(), time.monotonic()
-        end = tree.run([file], 3600, str(data))
-        why = "" if end == "survived" else tree.why()
-        free.put(tree)
-        say(f"{time.monotonic() - began:4.0f} s  {file} {why}")
-
-    with trees(jobs) as (free, pool):
-        list(pool.map(lambda file: count(free, file), test_files()))
-    whole = coverage.Coverage(str(data), config_file=f"{data}.ini")
-    whole.combine([str(folder)], keep=True)
-    counted, seconds = whole.get_data(), {}
-    for file in test_files():
-        each = json.loads(seconds_file(data, file).read_text())
-        seconds |= {test: spent for test, spent in each.items() if spent is not None}
-        if None not in each.values():
-            seconds[file] = sum(each.values())
-    tests: dict[str, dict[int, set[str]]] = {}
-    for path in counted.measured_files():
-        by_line = counted.contexts_by_lineno(path)
-        tests[path] = {
-            # What is not a test's own was run by the import, by a process or by a thread.
-            line: {name.partition("|")[2] or name for name in names if name}
-            for line, names in by_line.items()
-        }
-    return Account(tests, seconds)
+    return shutil.copytree(ROOT, tree, ignore=ignored, dirs_exist_ok=True)
 
 
-def campaign(
-    faults: list[Fault], account: Account, jobs: int, say: Callable[[str], None]
-) -> dict[Fault, str]:
-    """Run the tests of each fault: "noticed", "timed out", "refused" (types), or UNNOTICED."""
-    ends: dict[Fault, str] = {}
+def sources_of(file: Path) -> list[Path]:
+    """List a file of tests and those beside it that it imports, one through another."""
+    helpers = [each for each in (ROOT / "tests").glob("*.py") if not each.match("test_*")]
+    found = [file, *(ROOT / "tests").rglob("conftest.py")]
+    for each in found:
+        words = set(re.findall(r"\w+", each.read_text()))
+        found += [other for other in helpers if other.stem in words and other not in found]
+    return sorted(found)
 
-    def plant(free: SimpleQueue[Tree], fault: Fault) -> None:
-        began, run = time.monotonic(), set[str]()
-        tree = free.get()
-        with tree.plant(fault):
-            ends[fault] = "not run"
-            for budget in BUDGETS:
-                tests = [test for test in account.of(fault, budget) if test not in run]
-                limit = max(LEAST_SECONDS, SLOWER * sum(account.seconds[test] for test in tests))
-                if tests and ends[fault] in UNNOTICED:
-                    ends[fault] = tree.run(tests, limit)
-                    run.update(tests)
-            if ends[fault] in UNNOTICED and tree.refused():
-                ends[fault] = "refused"
-            why = tree.why() if ends[fault] in ("noticed", "refused") else ""
-        free.put(tree)
-        seconds = time.monotonic() - began
-        say(f"{len(ends):4d} {ends[fault]:9s} {seconds:4.0f} s, {len(run)} tests  {fault}  {why}")
 
-    with trees(jobs) as (free, pool):
-        list(pool.map(lambda fault: plant(free, fault), faults))
-    return ends
+def refused(faults: list[Fault], cache: Path) -> list[Fault]:
+    """List the faults that the type checker refuses."""
+    checker = [sys.executable, "-m", "mypy", "--cache-dir", str(cache.resolve())]
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        tree = copy_project(Path(folder))
+        for fault in faults:
+            with planted(fault, tree):
+                if subprocess.run(checker, check=False, cwd=tree, capture_output=True).returncode:
+                    found.append(fault)
+    return found
+
+
+def take_account(processes: int, folder: Path, faults: list[Fault]) -> Account:
+    """Count which test runs which line, unless that is kept in a folder, and return it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    code = sorted((ROOT / "geomon").rglob("*.py"))
+    suite = sorted((ROOT / "tests").rglob("*.py"))
+
+    def kept(name: str, files: list[Path]) -> Path:
+        content = hashlib.sha256(b"".join(file.read_bytes() for file in [*code, *files]))
+        return folder.resolve() / f"{name.replace('/', '.')}.{content.hexdigest()[:16]}.json"
+
+    jobs = [Job({}, again=True, kept=kept("import", suite))]
+    for name in test_files():
+        jobs.append(Job({name: COUNTING_SECONDS}, kept=kept(name, sources_of(ROOT / name))))
+    share([job for job in jobs if job.kept and not job.kept.exists()], processes)
+    account = Account(defaultdict(dict), {}, set())
+    for job in jobs:
+        seconds, ran = json.loads(Path(str(job.kept)).read_text())
+        account.seconds.update(
+            {test: spent for test, spent in seconds.items() if spent is not None}
+        )
+        account.once.update(test for test in seconds if "::" not in test)
+        for path in {fault.path for fault in faults}:
+            account.lines[path].update(ran.get(path, {}))
+    return account
 
 
 def main(
     seed: Annotated[int, typer.Option(help="Seed of the draw.")] = 0,
     count: Annotated[int, typer.Option(help="Faults, spread over the folders.")] = 220,
-    only: Annotated[str | None, typer.Option(help="One folder, such as geomon/show.")] = None,
+    only: Annotated[
+        str, typer.Option(help="Folders, such as geomon/show,geomon/record.")
+    ] = "geomon",
+    faults: Annotated[Path | None, typer.Option(help="File that names the faults.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes at a time.")] = 2,
     counted: Annotated[Path, typer.Option(help="Folder of which test runs which line.")] = Path(
         "runs/coverage"
     ),
     list_: Annotated[bool, typer.Option("--list", help="Print the faults, plant none.")] = False,
 ) -> None:
-    """Draw faults, plant each, and print what survived."""
-    faults = draw(seed, count, only)
+    """Draw faults, plant each, and print what survived.
+
+    What is printed names faults as `--faults` reads them.
+    """
+    drawn = listed_in(faults.read_text()) if faults else draw(seed, count, only)
     if list_:
-        print(*faults, sep="\n")
+        print(*drawn, sep="\n")
         return
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    say = partial(print, flush=True)
-    ends = campaign(faults, take_account(jobs, counted, say), jobs, say)
-    print(f"\nseed {seed}: {len(ends)} faults")
-    for folder in folders():
-        those = Counter(end for fault, end in ends.items() if folder_of(fault.path) == folder)
-        if those:
-            words = ", ".join(f"{number} {end}" for end, number in sorted(those.items()))
-            print(f"  {folder:25s} {words}")
-    survivors = [fault for fault in faults if ends[fault] in UNNOTICED]
-    refused = sum(end == "refused" for end in ends.values())
-    total = max(len(ends), 1)
-    print(f"{1 - (len(survivors) + refused) / total:.1%} noticed by a test (one that hangs, too)")
-    print(f"{1 - len(survivors) / total:.1%} by a test or the type checker")
+    account = take_account(jobs, counted, drawn)
+    done = share([job for job in map(account.job, drawn) if job.tests], jobs)
+    ends = dict.fromkeys(drawn, "not run") | {end.job.fault: end.how for end in done}
+    unnoticed = [fault for fault in drawn if ends[fault] in UNNOTICED]
+    ends |= dict.fromkeys(refused(unnoticed, counted / "mypy"), "refused")
+    median = statistics.median(end.seconds for end in done)
+    print(f"\n{len(ends)} faults, {median:.1f} s each (median), by folder:")
+    by_folder = defaultdict[str, Counter[str]](Counter)
+    for fault, how in ends.items():
+        by_folder[str(Path(fault.path).parent)][how] += 1
+    for name, hows in sorted(by_folder.items()):
+        print(f"  {name:25s} {', '.join(f'{number} {how}' for how, number in hows.items())}")
+    survivors = [fault for fault in drawn if ends[fault] in UNNOTICED]
+    print(f"{1 - len(unnoticed) / len(ends):.1%} noticed by a test (one that hangs, too)")
+    print(f"{1 - len(survivors) / len(ends):.1%} by a test or the type checker")
     print(*(["survivors:"] if survivors else []), *survivors, sep="\n  ")
 
 

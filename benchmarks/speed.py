@@ -1,12 +1,12 @@
 """Compares time and peak memory of dimension and anisotropy with other packages."""
 
-import json
+import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from io import StringIO
 from typing import Annotated
@@ -130,29 +130,22 @@ def _timed(question: str, size: tuple[int, int], runs: int) -> Iterator[tuple[st
             times[name].append(seconds(once))
     for name, taken in times.items():
         low, middle, high = min(taken[1:]), statistics.median(taken[1:]), max(taken[1:])
-        peak = _peak_alone(question, name, size)
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+            peak = f"{alone.submit(_peak, question, name, size).result():.0f}"
         yield name, f"{middle:.3f}", f"{low:.3f}", f"{high:.3f}", peak, f"{answers[name]:.9g}"
 
 
-def _peak_alone(question: str, name: str, size: tuple[int, int]) -> str:
-    """Return the peak in megabytes of a separate process."""
-    asked = json.dumps([question, name, size])
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.speed", "--alone", asked]
-    answer = subprocess.run(command, check=True, capture_output=True, text=True)
-    return f"{float(answer.stdout.split()[-1]):.0f}"
+def _peak(question: str, name: str, size: tuple[int, int]) -> float:
+    """Megabytes that a contender takes; for a process of its own."""
+    contender, rows = CONTENDERS[question][name](), cloud(*size)
+    return peak_beyond(lambda: _quiet(contender, rows))
 
 
 def main(
     runs: Annotated[int, typer.Option(help="Runs of each, in turn, after one that warms up.")] = 5,
-    alone: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Time each contender in turn on the same rows, and print medians side by side."""
     torch.set_num_threads(THREADS)
-    if alone:
-        question, name, size = json.loads(alone)
-        contender, rows = CONTENDERS[question][name](), cloud(*size)
-        print(peak_beyond(lambda: _quiet(contender, rows)))
-        return
     for question, sizes in SIZES.items():
         for size in sizes:
             print_table(
