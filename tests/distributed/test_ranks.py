@@ -233,7 +233,7 @@ def test_if_no_rank_saw_anything_the_reading_is_empty():
 @pytest.mark.parametrize(("same_inputs", "rows"), [(False, 10), (True, 5)])
 def test_the_next_reading_takes_more_rows_of_each_where_several_had_the_same(same_inputs, rows):
     groups = connected(2)
-    together([of_batch("x")] * 2, groups=groups, copies=copies)
+    together([of_batch("x")] * 2, groups=groups, same_inputs=same_inputs)
     assert [group.rows_of(10) for group in groups] == [rows] * 2
 
 
