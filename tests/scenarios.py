@@ -118,7 +118,7 @@ class Watched:
         ]  # fmt: skip
 
 
-EXTRA = "this reading is of an extra pass of the model"
+EXTRA = "this reading comes from an extra pass of the model"
 Event = int | Callable[[Watched], object]
 
 

@@ -87,7 +87,7 @@ def draw_panels(
         axes.set(**panel.options)
         label_panel(axes, letter, panel.title, panel.x_label, panel.y_label)
         panel.finish(axes)
-        if panel.legend is not None:
+        if panel.legend is not None and axes.get_legend_handles_labels()[0]:
             axes.legend(**{"fontsize": 8.5, "frameon": False, **panel.legend})
     figure.supxlabel(note, fontsize=9, color=GREY)
     return figure

@@ -121,7 +121,7 @@ def test_where_there_is_none_the_reason_is_said(model):
     found = layers(made, {"input_ids": batch()} if hasattr(made, "config") else batch())
     stack = next(layer for layer in found.values() if layer.stack == "final_norm")
     assert not stack.captured
-    assert "was given what leaves the last block" in stack.missing["hidden"]
+    assert "received the output of the last block" in stack.missing["hidden"]
     with pytest.raises(RuntimeError, match="hidden states at final_norm: no module outside"):
         measure(made, batch(), metrics=ANISOTROPY, extra_layers=["final_norm"])
 

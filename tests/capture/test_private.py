@@ -43,7 +43,7 @@ def test_without_a_private_name_a_training_is_untouched_and_seen_as_before(monke
         if watched:
             assert all("query" in layer.captured for layer in seen.snapshot().layers[1:])
             lost = [note.words() for note in seen.snapshot().info.notes]
-            assert any("has no" in note for note in lost) == (name in ("MISSING", "all of them"))
+            assert any(" lacks " in note for note in lost) == (name in ("MISSING", "all of them"))
         return [parameter.detach().clone() for parameter in model.parameters()]
 
     expected = train(watched=False)

@@ -103,7 +103,7 @@ def test_a_function_that_raises_is_one_warning_and_the_run_goes_on(caplog, hook,
     assert len(called) == calls
     (said,) = [message for message in caplog.messages if hook in message]
     assert said == (
-        f"{hook} failed and is called again the next time; the training goes on: "
+        f"{hook} failed and will be called again the next time; the training goes on: "
         "RuntimeError: attempt 1"
     )
 

@@ -91,7 +91,7 @@ def test_a_window_is_open_for_a_forward_pass_and_no_longer(tmp_path, name):
 def test_a_model_that_is_not_called_is_said_once(tmp_path):
     session, _, memory = started(tmp_path)
     session.open_at_call(3, force=True)
-    with pytest.raises(RuntimeError, match="not run under the window"):
+    with pytest.raises(RuntimeError, match="did not run while the window was open"):
         session.close()
     session.close()
     assert not is_watched()

@@ -53,9 +53,12 @@ def assert_same_values(one, other):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        *((name, r"^device is 'auto' .*got [^\n]*$") for name in ("gpu", "cuda:x", "", None, [])),
-        ("cuda:99", r"^device='cuda:99' cannot measure[^\n]*use 'cpu'$"),
-        ("meta", r"^device='meta' cannot measure[^\n]*use 'cpu'$"),
+        *(
+            (name, r"^device must be 'auto' .*got [^\n]*$")
+            for name in ("gpu", "cuda:x", "", None, [])
+        ),
+        ("cuda:99", r"^device='cuda:99' cannot be used[^\n]*use 'cpu'$"),
+        ("meta", r"^device='meta' cannot be used[^\n]*use 'cpu'$"),
     ],
 )  # fmt: skip
 def test_what_names_no_device_that_is_there_is_refused_before_the_training(name, words):

@@ -19,7 +19,8 @@ from geomon.monitor import CallbackSession
 ROWS = torch.cat([batch(4, 16, seed=i) for i in range(12)])  # 48 sequences
 MEAN = float(ROWS.double().mean())
 SEEN = {"metrics": {"ids": lambda token_ids: token_ids.double().mean()}, "tokens": 10_000}
-FEW, LOADER = [EXTRA, "estimates stand on"], "the loader of the probe"
+FEW_ROWS, LOADER = "asked for more): with so few, the intrinsic", "the loader of the probe"
+FEW = [EXTRA, FEW_ROWS]
 MOST = 64  # batches
 
 
@@ -139,19 +140,21 @@ TAKEN = {
     "at random, once": (at_random, {"tokens": 100}, 4, [0, 1, 2], 100, [EXTRA]),
     "of ranks that exchange nothing one": (
         at_random, {"tokens": 100, "ranks": lambda: RankGroup(0, 2), "gather": False}, 1, [0], 64,
-        [EXTRA, "no 95 %", "estimates stand on"],
+        [EXTRA, "no 95 %", FEW_ROWS],
     ),
     "rows of a mask": (
         padded, {"tokens": 128, "model": Labelled}, 8, [0], 128, ["padding, 75 %", EXTRA]
     ),
-    "where no block runs": (of_no_block, {}, MOST, [], None, ["not run under the window"]),
+    "where no block runs": (
+        of_no_block, {}, MOST, [], None, ["did not run while the window was open"]
+    ),
     "a pass that fails is tried again": (
         at_random, {"tokens": 100, "model": failing_once}, 4, [1, 2], 100,
         ["a reading failed and is left out: RuntimeError: out of memory"],
     ),
     "a loader that fails": (
         breaks_after(1), {}, 2, [1, 2], 64,
-        [f"{LOADER} failed: OSError: the disk", EXTRA, "no 95 %", "estimates stand on"],
+        [f"{LOADER} failed: OSError: the disk", EXTRA, "no 95 %", FEW_ROWS],
     ),
     "a loader that fails at once": (
         breaks_after(0), {}, 1, [], None,
@@ -257,7 +260,7 @@ def test_an_image_may_have_more_patches_than_is_expected():
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [("validation", "give it inputs or a loader"), (None, "give it to the monitor")],
+    [("validation", "pass inputs or a loader"), (None, "pass it to the monitor")],
 )
 def test_validation_is_the_trainers_and_a_loader_the_monitors(caplog, given, message):
     with pytest.raises(ValueError, match=message):

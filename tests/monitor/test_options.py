@@ -47,17 +47,17 @@ WRONG = [
     ({"schedule": lambda step: False}, "fires at none of the steps"),
     ({"log": 3}, r"log must be a tuple of names, such as \('val_loss',\), got 3"),
     ({"metrics": {}}, "metrics is empty"),
-    ({"metrics": {"m": lambda hiden: 0}}, "asks for 'hiden', which is no view"),
+    ({"metrics": {"m": lambda hiden: 0}}, "asks for 'hiden', which is not a view"),
     ({"metrics": {"m": lambda: 0}}, "reads no view"),
     ({"metrics": {"a/b": lambda hidden: 0}}, "cannot name a metric"),
     ({"metrics": {"training": lambda hidden: 0}}, "cannot name a metric"),
     ({"metrics": ["twon"]}, r"called 'twon' \(did you mean 'twonn'\?\)"),
-    ({"metrics": 3}, "metrics is a dict"),
-    ({"on_phase": 3}, "on_phase is a function of one argument, or None, got 3"),
-    ({"on_alert": "x"}, "on_alert is a function of one argument, or None, got 'x'"),
+    ({"metrics": 3}, "metrics must be a dict"),
+    ({"on_phase": 3}, "on_phase must be a function of one argument, or None, got 3"),
+    ({"on_alert": "x"}, "on_alert must be a function of one argument, or None, got 'x'"),
     ({"alerts": "rank_collapse"}, "a sequence of names"),
     *(
-        ({"sinks": sinks}, r"sinks is a list of objects with write\(reading\) and")
+        ({"sinks": sinks}, r"sinks must be a list of objects with write\(reading\) and")
         for sinks in ("tensorboard", Memory(), [Memory], [Memory(), "wandb"])
     ),
 ]
@@ -120,7 +120,7 @@ def test_help_shows_every_option_with_its_default_and_type_checkers_see_its_type
     assert "{options}" not in text
     assert max(map(len, text.splitlines())) <= 100
     arguments, _, raised = text.partition("Raises:")
-    assert "TypeError: An argument has a name that does not exist." in raised
+    assert "TypeError: If an argument does not exist, or a hook is not callable." in raised
     parameters = inspect.signature(cls).parameters.values()
     (given,) = [each for each in parameters if each.kind is inspect.Parameter.VAR_KEYWORD]
     (options,) = get_args(given.annotation)

@@ -14,7 +14,7 @@ from torch import nn
 from geomon import every, select
 from geomon.distributed import RankGroup, RanksLostError
 
-NOT_SEEN = "not run under the window"
+NOT_SEEN = "did not run while the window was open"
 
 
 def raising(error):
@@ -115,13 +115,13 @@ SCENARIOS = {
     ),
     "a schedule that raises": Scenario(
         range(10), [0, 4, 6, 8], SCHEDULE,
-        ["the function given as schedule failed: there is no reading at a step where it fails: "
+        ["the function passed as schedule failed: steps at which it fails are not read: "
          "LookupError: nothing is known of step 2"],
     ),
     "checks that raise": Scenario(
         range(10), [0, 5], {"schedule": every(5), "checks": lambda n: n < 3 or 1 / (n - 3) > 9,
                             "metrics": ["max_logit"]},
-        ["the function given as checks failed"],
+        ["the function passed as checks failed"],
     ),
     "a strict schedule that raises": Scenario(
         range(10), [0], SCHEDULE | {"strict": True}, raises=(LookupError, "of step 2")
@@ -180,7 +180,7 @@ SCENARIOS = {
     ),
     "fewer rows than were asked for": Scenario(
         [0, step(1, inputs=batch(2, 16))], [0, 1], {"tokens": 200},
-        ["no 95 % intervals", "estimates stand on 32 rows, fewer than tokens=200"],
+        ["no 95 % intervals", "only 32 rows here (tokens=200 asked for more)"],
         {"tokens": [200, 32]},
     ),
     "batches of a step that is read again": Scenario([*accumulate(3), *accumulate(4)], [3, 4]),

@@ -192,7 +192,7 @@ def test_pipes_and_links_are_not_opened(tmp_path):
     os.mkfifo(folder.path / "step_000000_probe.npz")
     os.mkfifo(folder.path / ".step_000001_probe.npz.part")
     (folder.path / ".step_000002_probe.npz.part").symlink_to(other)
-    with pytest.raises(ValueError, match="no regular file"):
+    with pytest.raises(ValueError, match="not a regular file"):
         folder.read(0, "probe")
     for step in range(3):
         folder.write(step, "probe", arrays(1.0))

@@ -215,5 +215,5 @@ def test_with_layers_everything_that_is_charted_is_shown_once():
 
 @pytest.mark.parametrize("detail", ["heads", "", None, 3, ("a", 1), [""]])
 def test_a_detail_is_one_of_two_words_or_names(detail):
-    with pytest.raises(ValueError, match="detail is 'headline', 'layers' or a tuple of names"):
+    with pytest.raises(ValueError, match="detail must be 'headline', 'layers' or a tuple of names"):
         Logger(lambda values, step: None, detail=detail)

@@ -130,7 +130,7 @@ def test_pages_can_tell_that_two_runs_wrote_at_once(tmp_path, order, mixed):
     assert read(tmp_path).of_stack().mixed_at == mixed
 
 
-REMOTE, NO_PATH = r"is remote storage, .* directory='runs/a'", r"is no path \(.*give a folder"
+REMOTE, NO_PATH = r"is remote storage, .* directory='runs/a'", r"is not a path \(.*pass a folder"
 
 
 @pytest.mark.parametrize(

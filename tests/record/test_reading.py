@@ -134,7 +134,7 @@ REFUSED = {
     "arrays of no record": (
         lambda: NONE.arrays(8),
         FileNotFoundError,
-        "step 8: these readings are of no record",
+        "no arrays of step 8: these readings have no record",
     ),
     **{
         f"{wrong}": (

@@ -123,8 +123,8 @@ def encoder_decoder() -> nn.Module:
 
 
 TWO = "layers.0 layers.1"
-FEW = "few parameters beside the largest stack"
-UNLIKE = "no attention was found in them by name, unlike in others"
+FEW = "few parameters compared with the largest stack"
+UNLIKE = "no attention was found in them by name, but others have some"
 DECODER = "blocks.0 blocks.1 blocks.2"
 
 # A model -> the blocks of each stack; what is left out: pattern, number, reason, whether large.
@@ -179,7 +179,7 @@ STACKS = {
     "a frozen twin": (
         lambda: module(net=PlainDecoder(), average=PlainDecoder().requires_grad_(False)),
         {"": "net.blocks.0 net.blocks.1 net.blocks.2"},
-        ("average.blocks.#", 3, "a frozen copy of a stack that is watched", False),
+        ("average.blocks.#", 3, "a frozen copy of a watched stack", False),
     ),
     "a twin that is trained": (
         lambda: module(net=PlainDecoder(layers=2), twin=PlainDecoder(layers=2)),
@@ -342,7 +342,7 @@ PAIRS = [listed(Mixing, Norm), listed(Mixing, Attending),
         (chain(*[lambda: nn.Linear(4, 4)] * 2), None, ValueError, "no transformer blocks in Seq"),
         *((stages(pair, pair), None, ValueError, "no transformer blocks") for pair in PAIRS),
         ("gpt2", None, TypeError, r"expected a torch\.nn\.Module, got str"),
-        (PlainDecoder(), "layers", ValueError, "no module's name matches"),
+        (PlainDecoder(), "layers", ValueError, "no module's full name matches"),
         (PlainDecoder(), [nn.Linear(2, 2)], ValueError, "not part of PlainDecoder"),
     ],
 )

@@ -15,7 +15,7 @@ def test_a_rule_that_takes_one_pair_at_a_time_is_refused():
     query = torch.randn(2, 4, 6, 8)
     rule = FlexRule(6, query.device, lambda b, h, q, k: q >= k if bool(q > 2) else q == k, 4)
     given = read_sdpa({"query": query, "key": query})._replace(rule=rule)
-    with pytest.raises(NotUnderstoodError, match="cannot be asked of many places at once"):
+    with pytest.raises(NotUnderstoodError, match="cannot be evaluated at many places at once"):
         read_call(record_call(RowSampler(100, 0), given), None)
 
 
@@ -28,9 +28,9 @@ def test_what_a_compiler_traces_with_and_other_shapes_are_refused():
     for given, words in (
         ({"q": fake, "k": fake}, "queries are a FakeTensor"),
         ({"q": functional, "k": functional}, "queries are a FunctionalTensor"),
-        ({"q": packed, "k": packed}, "queries are no plain tensor of 4 dimensions"),
+        ({"q": packed, "k": packed}, "queries are not a plain 4-dimensional tensor"),
         ({"q": packed, "k": packed[None], "cu_seqlens_q": torch.tensor([0, 2, 6])},
-         "keys are no plain tensor of 3 dimensions"),
+         "keys are not a plain 3-dimensional tensor"),
     ):  # fmt: skip
         with pytest.raises(NotUnderstoodError, match=words):
             read_flash(given)
@@ -39,7 +39,7 @@ def test_what_a_compiler_traces_with_and_other_shapes_are_refused():
 @pytest.mark.parametrize(
     ("mask", "words"),
     [
-        (torch.ones(6, 8), "mask is for 8 keys, and there are 6"),
+        (torch.ones(6, 8), "mask covers 8 keys, but there are 6"),
         (torch.ones(6, 6, dtype=torch.int64), "neither boolean nor additive"),
     ],
 )

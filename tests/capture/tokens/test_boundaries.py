@@ -54,7 +54,7 @@ def test_positions_that_begin_anew_begin_a_sequence(given, rows, numbers):
         sequences, positions = in_order(layer, "sequences", "positions")
         assert sequences.tolist() == numbers.tolist()
         assert positions.tolist() == places.tolist()
-    said = [text for text in notes(seen) if "told apart by" in text]
+    said = [text for text in notes(seen) if "separated by" in text]
     assert len(said) == is_packed
     assert not said or any(name in said[0] for name in NAMES)
 
@@ -127,8 +127,8 @@ def test_a_packed_batch_reads_as_its_sequences_do(name):
     for view in ("query_sequences", "key_sequences"):
         found = packed.snapshot().layers[1].captured[view]
         assert torch.equal(found.sort().values, NUMBERS)
-    assert any("told apart by position_ids" in text for text in notes(packed))
-    assert not any("told apart" in text for text in notes(alone))
+    assert any("separated by position_ids" in text for text in notes(packed))
+    assert not any("separated by" in text for text in notes(alone))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

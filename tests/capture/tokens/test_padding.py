@@ -105,7 +105,7 @@ def test_what_may_say_where_padding_is_and_is_not_read_is_named(name):
     seen = look(AnyName(), IDS, **{name: LENGTHS if "len" in name else RIGHT})
     assert len(kept(seen)) == IDS.numel()
     (note,) = notes(seen)
-    assert note.startswith(f"padding may be counted: {name} may say where it is")
+    assert note.startswith(f"padding may be counted: {name} may mark it")
     alike = torch.full_like(LENGTHS, 32) if "len" in name else ALL.long()
     for given in ({name: alike}, {name: RIGHT, "attention_mask": ALL.long()}):
         assert notes(look(AnyName(), IDS, **given)) == []
@@ -144,7 +144,7 @@ def test_of_what_is_given_to_several_stacks_the_first_takes_all_but_what_is_of_a
 def test_a_mask_that_leaves_no_token_is_not_believed_and_said(name):
     seen = look(AnyName(), IDS, **{name: ~ALL if name == "attention_mask" else ALL})
     assert kept(seen) == places(ALL)
-    assert notes(seen) == [f"{name} leaves no token: it is not read as a mask of padding"]
+    assert notes(seen) == [f"{name} leaves no token: it is not read as a padding mask"]
     assert kept(look(AnyName().hide(~ALL), IDS)) == places(ALL)
 
 
