@@ -191,9 +191,21 @@ def monitors_of(model: nn.Module, folder: Path) -> list[Monitor]:
     return found
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what geomon warns of: what its notes say of faults is no news here."""
+    log = logging.getLogger("geomon")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+@_quiet()
 def run(job: Job, given: Text, folder: Path) -> None:
     """Make a run; nothing is done if the folder holds the complete one."""
-    logging.getLogger("geomon").setLevel(logging.ERROR)  # what notes say of faults is no news
     place, began = folder / job.folder, time.process_time()
     description = asdict(job) | {"sha256": given.sha256()}
     if not begin_training(place, description):

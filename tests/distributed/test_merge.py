@@ -188,7 +188,7 @@ MERGES = {
         f"a view that rank {rank} does not know": (
             [of_rank(HIDDEN), layer({"hidden": HIDDEN, "precision": 1e-7})][:: 1 if rank else -1],
             {"hidden": HIDDEN.repeat(2, 1), "precision": 1e-7},
-            {"token_ids": "it is known of the rows of some ranks"},
+            {"token_ids": "it is known for the rows of some ranks"},
         )
         for rank in (0, 1)
     },

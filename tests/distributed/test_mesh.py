@@ -31,7 +31,7 @@ FROM_0 = Mesh((
     stage(0, 0, 1, names=[["h.0", "h.1"]]), stage(1, 0, 1, stages=(1,), names=[["h.0"]]),
 ))  # fmt: skip
 SAME, OTHER = stage(0, 0, 1, names=[["h.0"]]), stage(1, 0, 1, names=[["h.0", "h.1"]])
-BUILT = "rank 1 was built with other layers than rank 0 (in a pipeline give the schedule"
+BUILT = "rank 1 was built with other layers than rank 0 (in a pipeline, pass the schedule"
 # Places; shard, number of shards, whether the model is whole, and the part in words.
 PLACES = [
     (RankPlace(3), (0, 1, True), "the whole model"),
@@ -81,7 +81,7 @@ FACTS = {
     "others": (lambda: Mesh((SAME, OTHER)).difference()[: len(BUILT)], BUILT),
     "more": (
         lambda: Mesh((SAME, stage(1, 0, 1, of=3))).difference(),
-        "rank 1 was built with 3 stages where rank 0 has 2",
+        "rank 1 was built with 3 stages, but rank 0 with 2",
     ),
 }  # fmt: skip
 
@@ -90,7 +90,7 @@ FACTS = {
 def test_a_rank_knows_which_part_of_the_model_it_has(place, numbers, part):
     assert (place.shard, place.shards, place.is_whole) == numbers
     assert place.part() == part
-    said = f"of the model the part of rank {place.rank} is measured: {part}"
+    said = f"only the part of the model on rank {place.rank} is measured: {part}"
     assert [note.words() for note in place.notes_alone()] == [said] * (not place.is_whole)
 
 

@@ -134,12 +134,12 @@ REFUSED = {
     ),
     "another source": (
         [[snapshot(1.0)]] * 2, STEP,
-        "rank 1 reads step 5 probe where rank 0 reads it train: every rank builds the monitor with "
-        "the same options",
+        "rank 1 reads step 5 probe but rank 0 reads it train: build the monitor with the same "
+        "options on every rank",
     ),
     "other layers": (
         [[snapshot(1.0)], [snapshot(1.0)], FEWER], {},
-        "rank 2 has 2 layers, from 'blocks.0' to 'blocks.1', where rank 0 has 3, from 'blocks.0' "
+        "rank 2 has 2 layers, from 'blocks.0' to 'blocks.1', but rank 0 has 3, from 'blocks.0' "
         "to 'blocks.2'",
     ),
     "no share can be taken": ([[snapshot(1.0)], [without_mask()]], {}, "rank 1: "),
@@ -162,14 +162,15 @@ def test_one_process_raises_its_own_error():
 
 NOTE, ALIKE = Note("padding", "half is padding", layers=(1,)), " (and 1 other ranks alike)"
 SAME = "had the same tokens as rank"
-OTHERS = "rank 1 was given other tokens than rank 0, with which"
+OTHERS = "rank 1 received other tokens than rank 0, although they share one model"
 TWO = Mesh(tuple(RankPlace(rank, tensor=(0, 1)) for rank in range(2)))
 LOSSES = [MeanLoss(1.0, 1), MeanLoss(2.0, 3)]
 # What ranks have seen, options; rows of layer 1, kinds of notes, and the beginning of the first.
 SAID = {
-    "copies": ([of_batch("x")] * 2, {"copies": True}, [1], [], ""),
+    "copies": ([of_batch("x")] * 2, {"same_inputs": True}, [1], [], ""),
     "copies that differ": (
-        [of_batch("x"), of_batch("y", 2.0)], {"copies": True}, [1], ["probes differ"], "the ranks "
+        [of_batch("x"), of_batch("y", 2.0)], {"same_inputs": True}, [1], ["probes differ"],
+        "the ranks ",
     ),
     "the same tokens on two": (
         [of_batch("x")] * 2, {}, [1], ["ranks with the same tokens"],

@@ -99,7 +99,7 @@ SCENARIOS = {
     ),
     "names that never come": Scenario(
         [0, 1, 2, log(loss=2.0, once=1.0)], [0, 2], SECOND | {"log": ("loss", "once", "never")},
-        ["log= asks for 'never', and"],
+        ["log= asks for 'never', but nothing was logged"],
         {"logged": [dict.fromkeys(("loss", "once", "never")),
                     {"loss": 2.0, "once": 1.0, "never": None}]},
     ),

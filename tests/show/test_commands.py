@@ -76,7 +76,7 @@ def make(case, path, readings):
 REFUSED = {
     "no folder": "no record at",
     "no file": "no record at",
-    "no record": "line 1 of .* is not a line of a record .*: expected what geomon writes",
+    "no record": "line 1 of .* is not a line of a record .*: expected a line from geomon",
     "a list": "line 1 of .* is not a line of a record",
     "a line in the middle": "line 3 of .* is not a line of a record",
     "an empty file": "no readings yet in .*: try again",
@@ -494,7 +494,7 @@ WRONG = [
     (["watch", "run", "--once", "--metric", "anisotropy", "--layer", "9"],
      "no layer 9 of anisotropy: there are 0 to 4"),
     (["watch", "run", "--once", "--metric", "twonn", "--layer", "1"], "it is not of layers"),
-    (["report", "run", "-o", "a.pdf"], "a report is written to a file that ends in .html"),
+    (["report", "run", "-o", "a.pdf"], "the file of a report must end in .html"),
     (["alerts", "x"], "no alert is called 'x'"),
     (["compare", "run", "no"], "no record at no"),
 ]  # fmt: skip
@@ -526,7 +526,7 @@ def test_a_place_that_cannot_be_written_is_named_with_what_to_do(command, run, t
     assert result.stderr.endswith("): pass another path with --out\n")
     assert result.stderr.count("\n") == 1
     several = invoke("figure", run, "--kind", "run", "--kind", "map", "--out", tmp_path / "file")
-    assert several.stderr.endswith("is a file: give a folder by --out, for several figures\n")
+    assert several.stderr.endswith("is a file: pass a folder with --out for several figures\n")
     assert (tmp_path / "file").read_text() == "of the user"
 
 

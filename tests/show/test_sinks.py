@@ -78,7 +78,7 @@ def test_a_detail_adds_layers_and_pictures_can_be_left_out(name, readings, tmp_p
     run_through(sink, readings)
     assert all("anisotropy/layer_01" in {tag.lstrip("~") for tag in row} for _, row in shown().rows)
     assert shown().pictures == []
-    with pytest.raises(ValueError, match="detail is 'headline', 'layers' or a tuple of names"):
+    with pytest.raises(ValueError, match="detail must be 'headline', 'layers' or a tuple of names"):
         LOGGERS[name](tmp_path / "new", monkeypatch, detail="layer")
     assert not (tmp_path / "new").exists()
 
@@ -112,7 +112,7 @@ def test_many_values_are_handed_to_mlflow_in_batches_and_it_needs_a_run(tmp_path
     assert (step, len(row)) == (16, 1501)
     mlflow = type("mlflow", (), {"active_run": lambda: None})
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    with pytest.raises(ValueError, match=r"no run of MLflow is active: call mlflow\.start_run"):
+    with pytest.raises(ValueError, match=r"no MLflow run is active: call mlflow\.start_run"):
         MLflow()
 
 

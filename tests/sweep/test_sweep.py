@@ -422,17 +422,17 @@ WRONG = [
     (("./empty",), {}, "no checkpoints in"),
     (("model", "empty"), {}, "expected the folder of a transformers model"),
     (("model", "files"), {}, "module:function, which builds the model"),
-    ((build, "folders"), {}, "name the model's folder"),
+    ((build, "folders"), {}, "pass the model's folder"),
     ((build, "empty"), {}, r"needs the folder of its \*.ckpt files"),
     ((build,), {}, r"needs the folder of its \*.ckpt files"),
     (("model", "folders"), {"revisions": ["main"]}, "not both"),
     ((build, "own"), {}, r"values \([\w ]+\): .*add_safe_globals"),
     (("orphan",), {}, "does not say which model .*--checkpoints FOLDER"),
-    ((transformer("gpt2"),), {}, "give a function that builds it"),
+    ((transformer("gpt2"),), {}, "pass a function that builds it"),
     (("recipes.enwik8.train:none", "x"), {}, "cannot be imported"),
-    (("math:pi", "x"), {}, "math:pi is no function"),
+    (("math:pi", "x"), {}, "math:pi is not a function"),
     (("a",), {"text": __file__}, "not both"),
-    *((("a",), {name: 0}, f"{name} is a whole number")
+    *((("a",), {name: 0}, f"{name} must be a whole number")
       for name in ("tokens", "splits", "sequences", "length")),
 ]  # fmt: skip
 

@@ -100,7 +100,9 @@ def test_the_first_module_around_the_blocks_that_has_a_forward_is_called(batch):
     model = nn.ModuleDict({"net": inner})
     extra_pass(model, batch, window([]), around=[model, inner])
     assert [((1, 2), {}) if isinstance(batch, list) else ((), {"ids": 1})] == SEEN
-    with pytest.raises(TypeError, match="neither ModuleDict nor the modules around its blocks have a forward"):
+    with pytest.raises(
+        TypeError, match="neither ModuleDict nor the modules around its blocks have a forward"
+    ):
         extra_pass(model, batch, window([]), around=[model])
 
 
