@@ -154,14 +154,6 @@ def of_rows(views):
     return found
 
 
-def by_frequency(ids):
-    """Rows of rare, middle and frequent types: thirds, by the middle of the rows of a frequency."""
-    count = np.bincount(ids)[ids]
-    middle = np.array([(count < number).sum() + (count == number).sum() / 2 for number in count])
-    third = np.floor(3 * middle / len(ids) + 1e-9)
-    return {name: third == at for at, name in enumerate(("rare", "middle", "frequent"))}
-
-
 def of_neighbours(x):
     """Of the distances between rows that differ; local ones of each row and the 64 nearest."""
     x = np.unique(x, axis=0)

@@ -19,8 +19,3 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 def dyadic(*shape: int, seed: int = 0) -> torch.Tensor:
     # Multiples of 2^-10: a shift by a power of two is exact, so it changes no difference of rows.
     return (normal(*shape, seed=seed) * 1024).round() / 1024
-
-
-def zipf(tokens: int, types: int, seed: int = 0) -> torch.Tensor:
-    law = 1 / torch.arange(1, types + 1, dtype=torch.float64)
-    return torch.multinomial(law, tokens, replacement=True, generator=generator(seed))

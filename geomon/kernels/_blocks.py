@@ -134,15 +134,6 @@ def centre(rows: Tensor) -> Tensor:
     return whole
 
 
-def mean_row(rows: Tensor) -> Tensor:
-    """Compute the mean row in float64, [width].
-
-    Args:
-        rows: Floating-point rows, at least one, [tokens, width].
-    """
-    return sum_of(block.sum(dim=0) for block in in_blocks(rows)) / len(rows)
-
-
 def sum_of_directions(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Sum x_i / |x_i| over the rows of each head with nonzero norm, and count these rows.
 
