@@ -251,6 +251,30 @@ class MeshSpec:
         return " x ".join(named) or "1 rank"
 
 
+MESHES = (
+    MeshSpec(tensor=2),
+    MeshSpec(tensor=2, hidden="sequence"),
+    MeshSpec(tensor=2, hidden="DTensor"),
+    MeshSpec(pipeline=2, schedule="GPipe"),
+    MeshSpec(pipeline=2, schedule="1F1B"),
+    MeshSpec(pipeline=2, schedule="interleaved"),
+    MeshSpec(data=2, tensor=2, wrap="DDP"),
+    MeshSpec(data=2, tensor=2, wrap="FSDP2"),
+    MeshSpec(data=2, tensor=2, wrap="FSDP2", hidden="sequence"),
+    MeshSpec(data=2, pipeline=2, wrap="DDP", schedule="1F1B"),
+    MeshSpec(data=2, pipeline=2, wrap="FSDP2", schedule="interleaved"),
+    MeshSpec(pipeline=2, tensor=2, schedule="GPipe"),
+    MeshSpec(pipeline=2, tensor=2, schedule="1F1B", hidden="sequence"),
+    MeshSpec(pipeline=2, tensor=2, schedule="interleaved", hidden="DTensor"),
+    MeshSpec(tensor=4, hidden="sequence"),
+    MeshSpec(pipeline=4, schedule="interleaved"),
+    MeshSpec(data=2, pipeline=2, tensor=2, wrap="DDP", schedule="1F1B"),
+    MeshSpec(data=2, pipeline=2, tensor=2, wrap="FSDP2", schedule="1F1B", hidden="sequence"),
+    MeshSpec(data=2, pipeline=2, tensor=2, wrap="FSDP2", schedule="interleaved"),
+    MeshSpec(data=4, tensor=2, wrap="FSDP2", hidden="DTensor"),
+)
+
+
 def _share_out(model: Decoder, mesh: DeviceMesh, hidden: str) -> None:
     """Distribute the weights of a decoder and, along the sequence, its hidden states."""
     along = hidden != "whole"
@@ -272,17 +296,11 @@ def _share_out(model: Decoder, mesh: DeviceMesh, hidden: str) -> None:
             "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
         }
         table = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), **local)
-        ends |= {"tokens": table, "places": _Places(local["use_local_output"])}
+        places = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0), **local)
+        ends |= {"tokens": table, "places": places}
         _parallelize(model, mesh, ends)
     for block in model.blocks.values():
         _parallelize(block, mesh, plan)
-
-
-class _Places(RowwiseParallel):
-    """Table of positions, whose rows are distributed like the positions."""
-
-    def __init__(self, local: bool) -> None:
-        super().__init__(input_layouts=Replicate(), output_layouts=Shard(0), use_local_output=local)
 
 
 def _parallelize(module: nn.Module, mesh: DeviceMesh, plan: dict[str, Any]) -> None:

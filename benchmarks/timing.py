@@ -3,7 +3,6 @@
 import os
 import platform
 import resource
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -12,31 +11,15 @@ from pathlib import Path
 import torch
 
 
-def seconds(action: Callable[[], object], device: torch.device | None = None) -> float:
-    """Time one call, with everything that it has queued on a device.
+def seconds(action: Callable[[], object]) -> float:
+    """Time one call.
 
     Args:
         action: The function to time.
-        device: Accelerator that it uses. Defaults to None, for the host alone.
     """
     began = time.perf_counter()
     action()
-    if device is not None:
-        torch.accelerator.synchronize(device)
     return time.perf_counter() - began
-
-
-def median_seconds(
-    action: Callable[[], object], runs: int, device: torch.device | None = None
-) -> float:
-    """Return the median time of several calls, after one for warm-up.
-
-    Args:
-        action: The function to time.
-        runs: Number of timed calls.
-        device: Accelerator that it uses. Defaults to None, for the host alone.
-    """
-    return statistics.median([seconds(action, device) for _ in range(runs + 1)][1:])
 
 
 def peak_beyond(action: Callable[[], object]) -> float:
