@@ -16,6 +16,8 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
+from definitions import distances
+from definitions import twonn as exact_twonn
 from numpy.random import Generator
 from numpy.typing import NDArray
 from torch import Tensor
@@ -23,6 +25,7 @@ from torch import Tensor
 from benchmarks.timing import print_table
 from geomon.kernels.dimension import gride, twonn
 from geomon.kernels.neighbours import copies_of, nearest, unique_rows
+from geomon.metrics.views import spread_rows
 
 Cloud = NDArray[np.float64]
 Rows = NDArray[np.floating]
@@ -125,44 +128,61 @@ DISTURBED_MANIFOLDS = {
 }
 
 
-def _distances(rows: Rows) -> Tensor:
-    points = torch.from_numpy(rows)
-    return nearest(points[unique_rows(copies_of(points))], 2).distances
+def geomon(
+    k: int = 2,
+    queries: int | None = None,
+    part: Callable[[Tensor], Tensor] = lambda near: twonn(near).value,
+) -> Estimator:
+    """Make geomon's estimator from the distances of k neighbours; copies count once."""
+
+    def answer(rows: Rows) -> float:
+        points = torch.from_numpy(rows)
+        unique = unique_rows(copies_of(points))
+        found = nearest(points, k, of=spread_rows(unique, queries), among=unique)
+        return part(found.distances).item()
+
+    return answer
 
 
-ESTIMATORS: dict[str, Estimator] = {
-    "geomon twonn": lambda rows: twonn(_distances(rows)).value.item(),
-    "geomon censored": lambda rows: twonn(_distances(rows)).censored.item(),
-    "geomon gride k1": lambda rows: gride(_distances(rows), scales=[1]).item(),
+def scikit_dimension(**options: str) -> Estimator:
+    """Make scikit-dimension's estimator."""
+    from skdim.id import TwoNN
+
+    return _quiet(lambda rows: TwoNN(discard_fraction=0.1, **options).fit(rows).dimension_)
+
+
+def dadapy(algorithm: str, k: int = 2) -> Estimator:
+    """Make DADApy's estimator."""
+    from dadapy import Data
+
+    return _quiet(
+        lambda rows: Data(coordinates=rows, maxk=k, n_jobs=2).compute_id_2NN(
+            algorithm=algorithm, mu_fraction=0.9
+        )[0]
+    )
+
+
+# By name: a function that makes the estimator, if its package is installed.
+ESTIMATORS: dict[str, Callable[[], Estimator]] = {
+    "geomon twonn": geomon,
+    "geomon censored": lambda: geomon(part=lambda near: twonn(near).censored),
+    "geomon gride k1": lambda: geomon(part=lambda near: gride(near, scales=[1])),
+    "scikit-dimension fit": scikit_dimension,
+    "scikit-dimension mle": lambda: scikit_dimension(method="mle"),
+    "DADApy base": lambda: dadapy("base"),
+    "DADApy ml": lambda: dadapy("ml"),
 }
 
 
-def _peers() -> dict[str, Estimator]:
-    """Collect the estimators of installed packages, and print one line for a missing one."""
-    found: dict[str, Estimator] = {}
-    try:
-        from skdim.id import TwoNN
-
-        found["scikit-dimension fit"] = lambda rows: (
-            TwoNN(discard_fraction=0.1).fit(rows).dimension_
-        )
-        found["scikit-dimension mle"] = lambda rows: (
-            TwoNN(discard_fraction=0.1, method="mle").fit(rows).dimension_
-        )
-    except ImportError:
-        print("scikit-dimension is not installed: its columns are left out")
-    try:
-        from dadapy import Data
-
-        def two_nearest(rows: Rows, algorithm: str) -> float:
-            data = Data(coordinates=rows, maxk=2, n_jobs=2)
-            return float(data.compute_id_2NN(algorithm=algorithm, mu_fraction=0.9)[0])
-
-        found["DADApy base"] = lambda rows: two_nearest(rows, "base")
-        found["DADApy ml"] = lambda rows: two_nearest(rows, "ml")
-    except ImportError:
-        print("DADApy is not installed: its columns are left out")
-    return {name: _quiet(estimator) for name, estimator in found.items()}
+def installed(estimators: dict[str, Callable[[], Estimator]]) -> dict[str, Estimator]:
+    """Make the estimators of installed packages, and print one line for a missing one."""
+    found = {}
+    for name, make in estimators.items():
+        try:
+            found[name] = make()
+        except ImportError as error:
+            print(f"{name}: {error.name} is not installed")
+    return found
 
 
 def _quiet(estimator: Estimator) -> Estimator:
@@ -201,7 +221,7 @@ def _deviations(
         for name, draw in DISTURBED_MANIFOLDS.items()
         for share in DUPLICATED
     }
-    truth = {key: _exact_twonn(rows) for key, (rows, _) in clean.items()}
+    truth = {key: exact_twonn(distances(rows)) for key, (rows, _) in clean.items()}
     for mean, dtype in DISTURBED:
         for share in DUPLICATED:
             cells = []
@@ -232,18 +252,6 @@ def _duplicated(
     return clean, random.permutation(order)
 
 
-def _exact_twonn(rows: Cloud) -> float:
-    """Compute TwoNN independently: distances from float64 differences, and the fit in numpy."""
-    from scipy.spatial.distance import cdist
-
-    blocks = [cdist(rows[i : i + 256], rows) for i in range(0, len(rows), 256)]
-    two = np.concatenate([np.partition(block, (1, 2))[:, 1:3] for block in blocks])
-    kept = int(len(rows) * 0.9)
-    x = np.sort(np.log(two[:, 1] / two[:, 0]))[:kept]
-    y = -np.log1p(-np.arange(1, kept + 1) / len(rows))
-    return float((x @ y) / (x @ x))
-
-
 def main(
     points: Annotated[int, typer.Option(help="Points of a cloud in the table of errors.")] = 2500,
     seeds: Annotated[int, typer.Option(help="Clouds of each manifold.")] = 5,
@@ -251,7 +259,7 @@ def main(
 ) -> None:
     """Print the tables of error and of robustness."""
     torch.set_num_threads(2)
-    estimators = ESTIMATORS | _peers()
+    estimators = installed(ESTIMATORS)
     print_table(
         f"Relative error, %: signed mean (mean of the absolute); {points:,} points, {seeds} seeds",
         ("manifold", "d", *estimators),

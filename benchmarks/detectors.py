@@ -1,4 +1,4 @@
-"""Measures how often phases and alerts are wrong, and how late they are right.
+"""Measures how often phases are wrong, and how late they are right.
 
 Nulls: curves without a change, or with a drift in one direction; their phase is computed at every
 reading. Errors have a deviation of 1 and are independent or correlated between neighbours (AR(1)).
@@ -8,16 +8,11 @@ A drifting curve rises by 4 errors from its first reading to its last, so only "
 Peaks: curves that rise to a peak in the middle and fall as far, by a share of their value; margins
 are 6.5 % of it. The table shows how many are called expanding, how many have fallen from their peak
 and after how many readings this is seen, and whether the interval contains the peak.
-
-Alerts: records of trainings of the recipe (`--logger csv`). The table shows the step of the first
-alert of each kind, and the first step with a loss a tenth above the median of healthy runs.
 """
 
-import csv
 import math
 import statistics
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -25,9 +20,7 @@ import typer
 from numpy.typing import NDArray
 
 from benchmarks.timing import print_table
-from geomon import read
 from geomon.analysis import Phase, find_phase
-from geomon.analysis.alerts import RULES, find_alerts
 
 _Array = NDArray[np.float64]
 _MOVES = {"expanding", "compressing", "falling"}
@@ -35,9 +28,6 @@ _MOVES = {"expanding", "compressing", "falling"}
 _LEVEL = 30.0
 # Rise of a drifting curve, in errors.
 _DRIFT = 4.0
-_LOSS_ROSE = 1.1
-# Number of first steps, when a larger learning rate lowers the loss faster.
-_BEGINNING = 30
 
 
 def noise(series: int, readings: int, correlation: float, seed: int) -> _Array:
@@ -97,50 +87,11 @@ def peaks(series: int, readings: int) -> Iterator[tuple[str, ...]]:
         yield f"{share:.0%}", f"{rises / series:.0%}", f"{falls / series:.0%}", delay, holds
 
 
-def alerts(folders: list[Path], healthy: list[Path]) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each run: the first alert of each kind, and when the loss shows it."""
-    others = [losses_of(folder) for folder in healthy]
-    for folder in folders:
-        first: dict[str, int] = {}
-        for alert in find_alerts(read(folder), RULES):
-            first.setdefault(alert.name, alert.step)
-        steps = [first.get(name) for name in RULES] + [loss_above(losses_of(folder), others)]
-        yield folder.name, *("-" if step is None else str(step) for step in steps)
-
-
-def losses_of(folder: Path) -> dict[int, float]:
-    """Read the training loss of a run of the recipe by step; empty if it was not logged."""
-    path = folder / "csv" / "metrics.csv"
-    if not path.is_file():
-        return {}
-    with path.open() as file:
-        return {
-            int(row["step"]): float(row["train/bits_per_character"])
-            for row in csv.DictReader(file)
-            if row.get("train/bits_per_character")
-        }
-
-
-def loss_above(losses: dict[int, float], others: list[dict[int, float]]) -> int | None:
-    """Find the first step with a loss a tenth above the median of other runs, or None."""
-    for step, loss in losses.items():
-        beside = [other[step] for other in others if step in other]
-        if step >= _BEGINNING and beside and loss > _LOSS_ROSE * statistics.median(beside):
-            return step
-    return None
-
-
 def main(
     series: Annotated[int, typer.Option(help="Curves of each kind; a tenth of them peaks.")] = 1000,
     readings: Annotated[int, typer.Option(help="Readings of a curve.")] = 41,
-    run: Annotated[list[Path] | None, typer.Option(help="Folder of a record.")] = None,
-    healthy: Annotated[list[Path] | None, typer.Option(help="That of a healthy run.")] = None,
 ) -> None:
-    """Print the tables of synthetic curves, or the table of alerts if records are given."""
-    if run:
-        columns = ("run", *(name.replace("_", " ") for name in RULES), "loss above healthy runs")
-        print_table("Step of the first alert", columns, alerts(run, healthy or []))
-        return
+    """Print the tables of curves without a change, and of curves with a peak."""
     print_table(
         f"{series} curves of {readings} readings",
         ("curve", "correlation", "called falsely"),
