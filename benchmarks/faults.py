@@ -28,6 +28,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -38,9 +39,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Set
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -364,17 +363,11 @@ class Account(NamedTuple):
         ranked.sort()
         spent = itertools.accumulate(seconds for _, seconds, _ in ranked)
         count = max(1, sum(seconds <= BUDGET for seconds in spent))
-        chosen = [test for _, _, test in ranked[:count]]
-        # File by file; the costliest files come last and in their own order, since their tests
-        # share what is costly.
-        files, places = list(map(file_of, chosen)), {test: n for n, test in enumerate(self.seconds)}
-
-        def place(test: str) -> tuple[bool, int, int]:
-            is_costly = slowest[file_of(test)] > COSTLY
-            return is_costly, files.index(file_of(test)), places[test] if is_costly else 0
-
-        chosen.sort(key=place)
-        limits = {test: max(LEAST_SECONDS, SLOWER * slowest[file_of(test)]) for test in chosen}
+        chosen = {test for _, _, test in ranked[:count]}
+        # In their own order, since tests of a file share what is costly; costly files come last.
+        order = [test for test in self.seconds if test in chosen]
+        order.sort(key=lambda test: slowest[file_of(test)] > COSTLY)
+        limits = {test: max(LEAST_SECONDS, SLOWER * slowest[file_of(test)]) for test in order}
         return Job(limits, fault, again="" in who, once=self.once)
 
 
@@ -421,21 +414,24 @@ class Job(NamedTuple):
         pid = os.fork()
         if pid == 0:
             os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             here.close()
             self.run(session, functions, there)
             os._exit(1)
         there.close()
         how, why = "begins", "the import"
-        while how == "begins":
-            how = "timed out"
-            if here.poll(self.tests.get(why, COUNTING_SECONDS if self.kept else LEAST_SECONDS)):
-                try:
+        try:
+            while how == "begins":
+                how = "timed out"
+                if here.poll(self.tests.get(why, COUNTING_SECONDS if self.kept else LEAST_SECONDS)):
                     how, why = here.recv()
-                except EOFError:
-                    how, why = "noticed", f"{why} ends the process"
-        with contextlib.suppress(ProcessLookupError):  # what the tests started goes with them
-            os.killpg(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        except EOFError:
+            how, why = "noticed", f"{why} ends the process"
+        finally:  # what the tests started goes with them, also where this process is ended
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
         return how, why
 
 
@@ -536,22 +532,17 @@ class Counting(Tests):
         super()._end(how, why)
 
 
-class End(NamedTuple):
-    """How a job ended."""
-
-    job: Job
-    how: str
-    why: str
-    seconds: float
-
-
 class Worker:
-    """A plugin of pytest that forks for one job after another."""
+    """A plugin of pytest that forks for one job after another.
+
+    Attributes:
+        ends: How each job ended, and after how many seconds.
+    """
 
     def __init__(self, jobs: list[Job]) -> None:
         self._jobs = jobs
         self._terminal = os.fdopen(os.dup(1), "w")
-        self.ends: list[End] = []
+        self.ends: list[tuple[Fault | None, str, float]] = []
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Do all jobs, and print how each ended."""
@@ -560,18 +551,17 @@ class Worker:
         for job in self._jobs if not session.testsfailed else ():
             began = time.monotonic()
             with planted(job.fault, Path()):
-                end = End(job, *job.watch(session, functions), time.monotonic() - began)
-            self.ends.append(end)
+                how, why = job.watch(session, functions)
+            seconds = time.monotonic() - began
+            self.ends.append((job.fault, how, seconds))
             what = job.fault or ", ".join(job.tests) or "the import"
-            print(
-                f"{end.how:9s} {end.seconds:6.1f} s  {what}\n{' ' * 20}{end.why}",
-                file=self._terminal, flush=True,
-            )  # fmt: skip
+            text = f"{how:9s} {seconds:6.1f} s  {what}\n{' ' * 20}{why}"
+            print(text, file=self._terminal, flush=True)
         return True
 
 
-def work(jobs: list[Job], folder: Path) -> list[End]:
-    """Do jobs in a copy of the project, and return how each ended."""
+def work(jobs: list[Job], folder: Path, kept: Path) -> None:
+    """Do jobs in a copy of the project, and keep in a file how each ended."""
     tree = copy_project(folder)
     os.chdir(tree)
     sys.dont_write_bytecode = True
@@ -582,18 +572,30 @@ def work(jobs: list[Job], folder: Path) -> list[End]:
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     collect(worker, [])
-    return worker.ends
+    kept.write_bytes(pickle.dumps(worker.ends))
 
 
-def share(jobs: list[Job], number: int) -> list[End]:
-    """Do jobs in a number of processes."""
+def share(jobs: list[Job], number: int) -> list[tuple[Fault | None, str, float]]:
+    """Do jobs in a number of processes, which end with this one; returns how each job ended."""
     forks = multiprocessing.get_context("fork")
-    with (
-        tempfile.TemporaryDirectory(prefix="faults_") as folder,
-        ProcessPoolExecutor(number, forks) as pool,
-    ):
-        parts = [jobs[part::number] for part in range(min(number, len(jobs)))]
-        ends = [*itertools.chain(*pool.map(partial(work, folder=Path(folder)), parts))]
+    with tempfile.TemporaryDirectory(prefix="faults_", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        kept = [folder / f"{part}.ends" for part in range(min(number, len(jobs)))]
+        workers = [
+            forks.Process(target=work, args=(jobs[part::number], folder, file))
+            for part, file in enumerate(kept)
+        ]
+        try:
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+        finally:
+            for worker in workers:
+                if worker.pid is not None:
+                    worker.terminate()
+                    worker.join()
+        ends = [end for file in kept if file.exists() for end in pickle.loads(file.read_bytes())]
     if len(ends) < len(jobs):
         raise SystemExit("the suite cannot be collected: pytest --collect-only says why")
     return ends
@@ -731,12 +733,15 @@ def main(
         print(*drawn, sep="\n")
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Ended from outside, it ends its processes, and what the tests in them have started.
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(kind, lambda number, frame: sys.exit(f"ended by signal {number}"))
     account = take_account(jobs, counted, drawn)
     done = share([job for job in map(account.job, drawn) if job.tests], jobs)
-    ends = dict.fromkeys(drawn, "not run") | {end.job.fault: end.how for end in done}
+    ends = dict.fromkeys(drawn, "not run") | {fault: how for fault, how, _ in done}
     unnoticed = [fault for fault in drawn if ends[fault] in UNNOTICED]
     ends |= dict.fromkeys(refused(unnoticed, counted / "mypy"), "refused")
-    median = statistics.median(end.seconds for end in done)
+    median = statistics.median(seconds for *_, seconds in done)
     print(f"\n{len(ends)} faults, {median:.1f} s each (median), by folder:")
     by_folder = defaultdict[str, Counter[str]](Counter)
     for fault, how in ends.items():
