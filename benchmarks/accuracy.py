@@ -2,8 +2,8 @@
 
 The manifolds are customary tests of dimension estimators (Hein and Audibert 2005; Rozza et al.
 2012; Campadelli et al. 2015; scikit-dimension's `BenchmarkManifolds`), written here from their
-formulas. Products of spirals, heavy tails, clusters and noise far below the distance of neighbours
-are added. See README.md.
+formulas. Products of spirals, heavy tails and noise far below the distance of neighbours are added.
+See README.md.
 """
 
 import math
@@ -43,11 +43,10 @@ def _gaussian(random: Generator, n: int, d: int, width: int) -> Cloud:
     return random.standard_normal((n, d)) @ frame.T
 
 
-def _swiss_roll(random: Generator, n: int, noise: float = 0.0) -> Cloud:
-    """Draw a rolled-up sheet; `noise` is the standard deviation added to each coordinate."""
+def _swiss_roll(random: Generator, n: int) -> Cloud:
+    """Draw a rolled-up sheet."""
     turn = 1.5 * np.pi * (1 + 2 * random.random(n))
-    points = np.stack([turn * np.cos(turn), 21 * random.random(n), turn * np.sin(turn)], axis=1)
-    return points + noise * random.standard_normal(points.shape)
+    return np.stack([turn * np.cos(turn), 21 * random.random(n), turn * np.sin(turn)], axis=1)
 
 
 def _spirals(random: Generator, n: int, d: int) -> Cloud:
@@ -64,16 +63,6 @@ def _noisy_ball(random: Generator, n: int, d: int, width: int) -> Cloud:
     points *= random.random((n, 1)) ** (1 / d)
     flat = np.hstack([points, np.zeros((n, width - d))])
     return flat + 0.002 * random.standard_normal(flat.shape)
-
-
-def _clusters(random: Generator, n: int, d: int, width: int) -> Cloud:
-    """Draw eight Gaussian balls of equal dimension, with sizes from 1 to 8 and own directions."""
-    fixed = np.random.default_rng(d)
-    frames = np.linalg.qr(fixed.standard_normal((8, width, d)))[0]
-    centres = 100 * fixed.standard_normal((8, width))
-    which = random.integers(0, 8, n)
-    local = random.standard_normal((n, d)) * (1 + which[:, None])
-    return centres[which] + np.einsum("nd,nwd->nw", local, frames[which])
 
 
 def _curled(random: Generator, n: int, d: int, copies: int) -> Cloud:
@@ -110,10 +99,9 @@ def _twisted(random: Generator, n: int, d: int) -> Cloud:
 
 # By name: intrinsic dimension, and function that draws points.
 MANIFOLDS: dict[str, tuple[int, Callable[[Generator, int], Cloud]]] = {
-    "swiss roll, noise 0.01": (2, lambda r, n: _swiss_roll(r, n, 0.01)),
+    "swiss roll": (2, _swiss_roll),
     "product of spirals": (2, lambda r, n: _spirals(r, n, 2)),
     "noisy ball 5 in 32": (5, lambda r, n: _noisy_ball(r, n, 5, 32)),
-    "clusters 6 in 40": (6, lambda r, n: _clusters(r, n, 6, 40)),
     "curled 6 in 36": (6, lambda r, n: _curled(r, n, 6, 3)),
     "heavy tails 8 in 64": (8, lambda r, n: _heavy_tails(r, n, 8, 64)),
     "sphere 10 in 11": (10, lambda r, n: _sphere(r, n, 10)),
@@ -122,9 +110,9 @@ MANIFOLDS: dict[str, tuple[int, Callable[[Generator, int], Cloud]]] = {
 }
 DISTURBED_MANIFOLDS = {
     "Gaussian 10 in 64": lambda r, n: _gaussian(r, n, 10, 64),
-    "swiss roll": _swiss_roll,
-    "curled 6 in 36": MANIFOLDS["curled 6 in 36"][1],
-    "heavy tails 8 in 64": MANIFOLDS["heavy tails 8 in 64"][1],
+    **{
+        name: MANIFOLDS[name][1] for name in ("swiss roll", "curled 6 in 36", "heavy tails 8 in 64")
+    },
 }
 
 
