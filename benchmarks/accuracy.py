@@ -25,7 +25,6 @@ from torch import Tensor
 from benchmarks.timing import print_table
 from geomon.kernels.dimension import gride, twonn
 from geomon.kernels.neighbours import copies_of, nearest, unique_rows
-from geomon.metrics.views import spread_rows
 
 Cloud = NDArray[np.float64]
 Rows = NDArray[np.floating]
@@ -116,18 +115,12 @@ DISTURBED_MANIFOLDS = {
 }
 
 
-def geomon(
-    k: int = 2,
-    queries: int | None = None,
-    part: Callable[[Tensor], Tensor] = lambda near: twonn(near).value,
-) -> Estimator:
-    """Make geomon's estimator from the distances of k neighbours; copies count once."""
+def geomon(part: Callable[[Tensor], Tensor] = lambda near: twonn(near).value) -> Estimator:
+    """Make geomon's estimator from the distances of two neighbours; copies count once."""
 
     def answer(rows: Rows) -> float:
         points = torch.from_numpy(rows)
-        unique = unique_rows(copies_of(points))
-        found = nearest(points, k, of=spread_rows(unique, queries), among=unique)
-        return part(found.distances).item()
+        return part(nearest(points[unique_rows(copies_of(points))], 2).distances).item()
 
     return answer
 
@@ -139,12 +132,12 @@ def scikit_dimension(**options: str) -> Estimator:
     return _quiet(lambda rows: TwoNN(discard_fraction=0.1, **options).fit(rows).dimension_)
 
 
-def dadapy(algorithm: str, k: int = 2) -> Estimator:
+def dadapy(algorithm: str) -> Estimator:
     """Make DADApy's estimator."""
     from dadapy import Data
 
     return _quiet(
-        lambda rows: Data(coordinates=rows, maxk=k, n_jobs=2).compute_id_2NN(
+        lambda rows: Data(coordinates=rows, maxk=2, n_jobs=2).compute_id_2NN(
             algorithm=algorithm, mu_fraction=0.9
         )[0]
     )
@@ -153,8 +146,8 @@ def dadapy(algorithm: str, k: int = 2) -> Estimator:
 # By name: a function that makes the estimator, if its package is installed.
 ESTIMATORS: dict[str, Callable[[], Estimator]] = {
     "geomon twonn": geomon,
-    "geomon censored": lambda: geomon(part=lambda near: twonn(near).censored),
-    "geomon gride k1": lambda: geomon(part=lambda near: gride(near, scales=[1])),
+    "geomon censored": lambda: geomon(lambda near: twonn(near).censored),
+    "geomon gride k1": lambda: geomon(lambda near: gride(near, scales=[1])),
     "scikit-dimension fit": scikit_dimension,
     "scikit-dimension mle": lambda: scikit_dimension(method="mle"),
     "DADApy base": lambda: dadapy("base"),

@@ -1,4 +1,6 @@
-"""Adds one line to the training of other code bases' models: python -m benchmarks.foreign.
+"""Adds one line to the training of other code bases' models.
+
+PYTHONPATH=tests python -W ignore -m benchmarks.foreign
 
 Each model of an installed code base trains one step with and without a `Monitor`. Outputs, loss and
 gradients must be bit-identical, and modules, functions and switches must be unchanged. The values
@@ -25,8 +27,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from fingerprint import fingerprint
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.timing import print_table
 from geomon import METRICS, Monitor, every, read, select
@@ -348,16 +352,17 @@ def _of_weights(weights: Tensor) -> dict[str, float]:
 
 
 def _numbers(result: Any) -> list[Tensor]:
-    """Collect the floating-point tensors in a model's output."""
-    if isinstance(result, Tensor):
-        return [result] if result.is_floating_point() else []
-    if isinstance(result, dict):
-        result = list(result.values())
-    elif hasattr(result, "__dict__") and not isinstance(result, tuple | list):
-        result = list(vars(result).values())
-    if isinstance(result, tuple | list):
-        return [one for part in result for one in _numbers(part)]
-    return []
+    """Collect the floating-point tensors in a model's output, also in objects that hold them."""
+    leaves = [
+        inner
+        for leaf in tree_leaves(result)
+        for inner in (tree_leaves(vars(leaf)) if _holds(leaf) else [leaf])
+    ]
+    return [one for one in leaves if isinstance(one, Tensor) and one.is_floating_point()]
+
+
+def _holds(leaf: Any) -> bool:
+    return hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor)
 
 
 def _step(model: nn.Module, inputs: tuple[Any, ...], around: Any) -> list[Tensor]:
@@ -369,22 +374,6 @@ def _step(model: nn.Module, inputs: tuple[Any, ...], around: Any) -> list[Tensor
     sum(one.square().mean() for one in outputs if one.requires_grad).backward()
     grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     return [*(one.detach() for one in outputs), *grads]
-
-
-def _state(model: nn.Module) -> list[Any]:
-    hooks = [name for name in vars(nn.Module()) if name.endswith("hooks")]
-    return [
-        [[len(getattr(m, name)) for name in hooks] for m in model.modules()],
-        [sorted(vars(m)) for m in model.modules()],
-        [type(m) for m in model.modules()],
-        nn.functional.scaled_dot_product_attention,
-        nn.functional.softmax,
-        nn.functional.multi_head_attention_forward,
-        torch.softmax,
-        Tensor.softmax,
-        nn.Module.__call__,
-        torch.backends.mha.get_fastpath_enabled(),
-    ]
 
 
 def examine(name: str) -> dict[str, Any]:
@@ -400,7 +389,7 @@ def examine(name: str) -> dict[str, Any]:
     reference = Reference()
     plain = _step(model, inputs, torch.enable_grad())
     restore()
-    before = _state(model)
+    before = fingerprint(model)
     with tempfile.TemporaryDirectory() as folder:
         try:
             monitor = Monitor(
@@ -421,7 +410,7 @@ def examine(name: str) -> dict[str, Any]:
             return {"failed": f"refused: {said.getvalue().strip()[-400:]}"}
         stacks, notes = readings[-1].stacks, readings[-1].words()
     same = len(plain) == len(watched) and all(map(torch.equal, plain, watched))
-    clean = _state(model) == before
+    clean = fingerprint(model) == before
     restore()
     _step(model, inputs, reference)
     return {
