@@ -182,16 +182,12 @@ def idle(runs: Runs = 60) -> None:
     print_machine(f"{runs} of each")
 
 
-def _packed(value: object) -> int:
-    return len(pickle.dumps(value))
-
-
 # Bytes that a rank passes to others, by the first two arguments of geomon's collectives.
 SENT: dict[str, Callable[..., int]] = {
-    "all_gather_object": lambda values, value: (len(values) - 1) * _packed(value),
-    "gather_object": lambda value, values: 0 if values else _packed(value),
+    "all_gather_object": lambda values, value: (len(values) - 1) * len(pickle.dumps(value)),
+    "gather_object": lambda value, values: 0 if values else len(pickle.dumps(value)),
     "broadcast_object_list": lambda values: (
-        0 if dist.get_rank() else (dist.get_world_size() - 1) * _packed(values[0])
+        0 if dist.get_rank() else (dist.get_world_size() - 1) * len(pickle.dumps(values[0]))
     ),
     "all_to_all_single": lambda output, given: given.numel() * given.element_size(),
 }

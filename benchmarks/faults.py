@@ -129,9 +129,6 @@ class Fault:
         return f"{self.path}:{self.line} {self.words}"
 
 
-Lines = tuple[int, int] | None
-
-
 def swap(node: ast.AST) -> Iterator[tuple[str, str]]:
     """Yield the kind and the new code of each fault that can be planted at a node."""
     match node:
@@ -235,7 +232,9 @@ def faults_of(path: str, text: str) -> list[Fault]:
         starts.append(starts[-1] + len(line))
     found: list[Fault] = []
 
-    def add(node: ast.expr | ast.stmt, kind: str, after: str, owner: str, lines: Lines) -> None:
+    def add(
+        node: ast.expr | ast.stmt, kind: str, after: str, owner: str, lines: tuple[int, int] | None
+    ) -> None:
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         begin = starts[node.lineno - 1] + node.col_offset
@@ -243,7 +242,7 @@ def faults_of(path: str, text: str) -> list[Fault]:
         before = data[begin:end].decode()
         found.append(Fault(path, node.lineno, kind, (begin, end), before, after, owner, lines))
 
-    def walk(node: ast.AST, owner: str, lines: Lines) -> None:
+    def walk(node: ast.AST, owner: str, lines: tuple[int, int] | None) -> None:
         functions = (ast.FunctionDef, ast.AsyncFunctionDef)  # what their bodies do, no import runs
         bodies = {id(part) for part in node.body} if isinstance(node, functions) else set()
         for child in ast.iter_child_nodes(node):

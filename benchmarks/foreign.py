@@ -356,13 +356,9 @@ def _numbers(result: Any) -> list[Tensor]:
     leaves = [
         inner
         for leaf in tree_leaves(result)
-        for inner in (tree_leaves(vars(leaf)) if _holds(leaf) else [leaf])
+        for inner in (leaf, *tree_leaves(getattr(leaf, "__dict__", {})))
     ]
     return [one for one in leaves if isinstance(one, Tensor) and one.is_floating_point()]
-
-
-def _holds(leaf: Any) -> bool:
-    return hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor)
 
 
 def _step(model: nn.Module, inputs: tuple[Any, ...], around: Any) -> list[Tensor]:

@@ -389,7 +389,8 @@ class Training:
         if self._schedule is None:
             with around():
                 logits = self._model(ids)
-            losses.append(loss_of(_whole(logits), ids))
+            whole = logits.full_tensor() if isinstance(logits, DTensor) else logits
+            losses.append(loss_of(whole, ids))
             losses[0].backward()
         else:
             with around():
@@ -425,10 +426,6 @@ _SCHEDULES: dict[str, Callable[[list[PipelineStage]], Any]] = {
     "1F1B": lambda stages: Schedule1F1B(stages[0], MICRO_BATCHES, loss_of),
     "interleaved": lambda stages: ScheduleInterleaved1F1B(stages, MICRO_BATCHES, loss_of),
 }
-
-
-def _whole(values: Tensor) -> Tensor:
-    return values.full_tensor() if isinstance(values, DTensor) else values
 
 
 def _whole_or_local(values: Tensor) -> Tensor:
