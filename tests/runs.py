@@ -1,6 +1,7 @@
 """Runs as events, and what sinks, record and log hold in the end: of one process or of many."""
 
 import copy
+import threading
 
 import numpy as np
 import torch
@@ -43,6 +44,10 @@ class Cumulative(nn.Module):
         return x + (self.q_proj(x) @ self.k_proj(x).mT).exp() @ x
 
 
+def of_the_training():
+    return threading.current_thread() is threading.main_thread()
+
+
 def linear_attention():
     return nn.Sequential(Cumulative(), Cumulative())
 
@@ -64,6 +69,10 @@ def fill_the_disk(watched):
 
 def free_the_disk(watched):
     watched.patch.undo()
+
+
+def fill_the_disk_of_arrays(watched):
+    watched.patch.setattr(np, "savez", raising(OSError("No space left on device")))
 
 
 def replace_a_block(watched):
@@ -134,6 +143,26 @@ SCENARIOS = {
     "a record that cannot be written, and then can": Scenario(
         [0, 1, fill_the_disk, 2, 3, 4, free_the_disk, 5, 6, fill_the_disk, 7, free_the_disk],
         range(8), said=["could not be written"], found={"recorded": [0, 1, 1, 1, 1, 5, 6, 6]},
+    ),
+    "arrays that cannot be written, and then can": Scenario(
+        [0, fill_the_disk_of_arrays, 1, 2, free_the_disk, 3], range(4),
+        {"metrics": select("qk_cosine"), "arrays": True},
+        ["arrays for figures could not be written"],
+        {"arrays": ["step_000000_inline", "step_000003_inline"]},
+    ),
+    "without arrays": Scenario(range(2), range(2), {"arrays": False}, found={"arrays": []}),
+    **{
+        f"ranks that could not share a budget follow the schedule, {source}": Scenario(
+            range(20), range(20),
+            {"ranks": lambda: RankGroup(0, 2), "gather": False, "probe": probe},
+            [] if probe is None else [EXTRA],
+        )
+        for source, probe in (("inline", None), ("probe", batch()))
+    },
+    "a metric of one's own is measured by the thread that trains": Scenario(
+        range(2), range(2),
+        {"background": True, "metrics": {"own": lambda hidden: 1 / of_the_training()}},
+        found={"finite": [["own"]] * 2},
     ),
     "whole numbers of numpy": of_kind(np.uint8),
     "arrays of numpy": of_kind(np.array),

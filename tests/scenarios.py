@@ -109,6 +109,10 @@ class Watched:
         return [(alert.step, alert.note.kind) for alert in self.memory.alerts]
 
     @property
+    def arrays(self):
+        return sorted(path.stem for path in self.folder.glob("arrays/*"))
+
+    @property
     def finite(self):
         """Metrics of which each reading has a value at layer 1."""
         return [

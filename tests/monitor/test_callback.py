@@ -1,7 +1,6 @@
 """The session that callbacks share, driven by hand: no framework is loaded here."""
 
 import copy
-import functools
 import math
 import pickle
 
@@ -10,7 +9,6 @@ import torch
 from models import PlainDecoder, batch
 
 from geomon import Memory, every, select
-from geomon.distributed import RankGroup
 from geomon.monitor import CallbackSession
 
 FEW = {"metrics": select("variance"), "tokens": 64, "schedule": every(2), "strict": True}
@@ -44,6 +42,11 @@ def closes(session, model):
     session.close()
 
 
+def closes_in_vain(session, model):
+    with pytest.raises(RuntimeError, match="did not run while the window was open"):
+        session.close()
+
+
 def discards(session, model):
     session.discard()
 
@@ -72,6 +75,9 @@ COURSES = {
         [event for step in range(4)
          for event in ((awaits(step), step % 2 == 0), (calls, False), (closes, False))], [0, 2],
     ),
+    "of a model that is not called": (
+        [(awaits(3, force=True), True), (closes_in_vain, False), (closes, False)], [],
+    ),
     "failed before the call": ([(awaits(0), True), (fails, False), (calls, False)], []),
 }  # fmt: skip
 
@@ -88,16 +94,6 @@ def test_a_window_is_open_for_a_forward_pass_and_no_longer(tmp_path, name):
     assert [reading.step for reading in memory.readings] == steps
 
 
-def test_a_model_that_is_not_called_is_said_once(tmp_path):
-    session, _, memory = started(tmp_path)
-    session.open_at_call(3, force=True)
-    with pytest.raises(RuntimeError, match="did not run while the window was open"):
-        session.close()
-    session.close()
-    assert not is_watched()
-    assert not memory.readings
-
-
 @pytest.mark.parametrize(
     ("given", "of_training", "folder"),
     [(None, "run", "run"), (None, ".", "runs/geomon"), ("own", "run", "own"), ("own", ".", "own")],
@@ -109,38 +105,6 @@ def test_the_record_is_in_the_folder_of_the_training_unless_another_is_given(
     session, *_ = started(of_training, directory=given)
     assert session.monitor.path == tmp_path / folder / "readings.jsonl"
     assert repr(session).startswith("GeometryMonitor(PlainDecoder, 3 blocks, 1 metrics")
-
-
-@pytest.mark.parametrize("probe", [None, batch()], ids=["inline", "probe"])
-def test_a_schedule_is_followed_without_a_budget_also_where_ranks_could_not_share_one(
-    tmp_path, monkeypatch, probe
-):
-    monkeypatch.setattr("geomon.monitor.monitor.find_ranks", lambda: RankGroup(0, 2))
-    session, model, memory = started(tmp_path, schedule=every(1), gather=False, probe=probe)
-    for step in range(20):
-        session.probe(step)
-        session.open(step)
-        model(batch())
-        session.close()
-    session.finish()
-    assert len(memory.readings) == 20
-
-
-def test_fixed_inputs_are_read_when_due_and_at_the_end(tmp_path):
-    session, _, memory = started(tmp_path, probe=batch())
-    asked = []
-
-    def logged_at(step):
-        asked.append(step)
-        return {"loss": 1.0 / step if step else 0.5, "other": 3.0}
-
-    for step in range(4):
-        session.probe(step, last=step == 3)
-        session.close()
-        session.log(step, functools.partial(logged_at, step))
-    found = [(r.step, r.source, r.values["training/loss"]) for r in memory.readings]
-    assert found == [(0, "probe", 0.5), (2, "probe", 0.5), (3, "probe", 1 / 3)]
-    assert asked == [0, 2, 3]
 
 
 def test_what_the_framework_shows_and_logs_may_fail_and_is_one_warning_each(tmp_path, caplog):
@@ -170,16 +134,19 @@ def test_what_the_framework_shows_and_logs_may_fail_and_is_one_warning_each(tmp_
 
 def test_the_first_validation_is_read_from_then_on_and_by_the_next_training_not(tmp_path, caplog):
     session, _, memory = started(tmp_path, probe="validation", schedule=every(1))
+    asked = []
     for step in range(4):
         assert session.waits == (step < 2)
         session.probe(step)
-        session.log(step, dict)
+        session.log(step, lambda step=step: asked.append(step) or {"loss": step / 2})
         if step:
             session.held_out.begin()
             session.held_out.offer(batch(8, 32, seed=step))
             session.held_out.end()
     session.finish()
-    assert [(reading.step, reading.tokens) for reading in memory.readings] == [(2, 64), (3, 64)]
+    found = [(r.step, r.source, r.tokens, r.training["loss"]) for r in memory.readings]
+    assert found == [(2, "probe", 64, 1.0), (3, "probe", 64, 1.5)]
+    assert asked == [2, 3]
     session.start(PlainDecoder(), 0, tmp_path / "next", [])
     assert session.waits
     session.probe(0, last=True)

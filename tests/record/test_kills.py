@@ -50,13 +50,6 @@ monitor.close()
 """
 
 
-@pytest.fixture(scope="module")
-def forks():
-    forks = Forks("import plain_models, geomon, scipy.stats, faiss")
-    yield forks
-    forks.close()
-
-
 class Started:
     """A run, and what it says."""
 
