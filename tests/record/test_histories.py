@@ -98,6 +98,9 @@ HISTORIES = {
     "a folder that is removed at a start": History(
         [begin(0), write(0), begin(3), remove_and_write(3)], of(2, 3)
     ),
+    "a torn line that is the only one": History(
+        [begin(0), tear(TORN[2]), begin(0), write(0)], [(0, 2)]
+    ),
     **{
         f"a torn line: {text[:11]}": History(
             [begin(0), write(0), tear(text), begin(1), write(2)], [(0, 1), (2, 2)],
@@ -167,15 +170,6 @@ def test_lines_of_a_record_and_what_they_say_of_alerts(tmp_path):
     assert [(each.step, each.words()) for each in older.alerts] == [
         (4, "too large"), (8, "one"), (12, "too large"),
     ]  # fmt: skip
-
-
-def test_an_older_record_is_read_as_it_was(tmp_path):
-    lines = ['{"run": {"from_step": 0}}', 0, 10, 20, '{"run": {"from_step": 5}}', 25]
-    text = [line if isinstance(line, str) else reading(line).line() for line in lines]
-    (tmp_path / FILE_NAME).write_text("".join(f"{line}\n" for line in text))
-    run = read(tmp_path)
-    assert points(run) == [*ONE, (25, 1)]
-    assert (run.abandoned, run.raised, run.mixed_at) == ([], [], None)
 
 
 @pytest.mark.parametrize("word", ["1.5", '"a"', "null", "true", "[]"])

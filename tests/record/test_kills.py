@@ -71,9 +71,7 @@ class Started:
 
     def wait_for(self, count: int) -> None:
         """Until so many readings have been shown."""
-        end = time.monotonic() + 120
         while len(self.shown()) < count:
-            assert time.monotonic() < end
             assert self.process.is_running()
             time.sleep(0.002)
 
