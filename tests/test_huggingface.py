@@ -93,7 +93,7 @@ def test_other_callbacks_and_the_history_get_nothing(tmp_path, capsys):
     assert "variance" not in capsys.readouterr().out
 
 
-def functions_of(name):
+def functions_of(service, name):
     """A service whose values are those that one function of its module is given."""
 
     def make(rows):
@@ -102,7 +102,7 @@ def functions_of(name):
 
         module = types.SimpleNamespace(**{name: take})
         module.get_running_experiment = lambda: module
-        return {"": module}
+        return {service: module}
 
     return make
 
@@ -116,12 +116,13 @@ def mlflow(rows):
     entities = types.SimpleNamespace(Metric=lambda *parts: parts)
     client = types.SimpleNamespace(log_batch=log_batch)
     module = types.SimpleNamespace(MlflowClient=lambda: client, active_run=lambda: active)
-    return {"": module, ".entities": entities}
+    return {"mlflow": module, "mlflow.entities": entities}
 
 
 SERVICES = {
-    "swanlab": functions_of("log"), "trackio": functions_of("log"),
-    "comet_ml": functions_of("log_metrics"), "mlflow": mlflow, "clearml": None,
+    "swanlab": functions_of("swanlab", "log"), "trackio": functions_of("trackio", "log"),
+    "comet_ml": functions_of("comet_ml", "log_metrics"), "mlflow": mlflow, "dagshub": mlflow,
+    "clearml": None,
 }  # fmt: skip
 
 
@@ -131,7 +132,7 @@ def test_a_service_gets_the_values_by_its_own_functions_or_is_named(
 ):
     rows, make = [], SERVICES[service]
     for name, module in make(rows).items() if make else ():
-        monkeypatch.setitem(sys.modules, f"{service}{name}", module)
+        monkeypatch.setitem(sys.modules, name, module)
     monitor = GeometryMonitor(schedule=every(2), pictures=False, **FEW)
     trainer = trainer_of(tmp_path, [monitor], steps=4)
     trainer.args.report_to = [service]

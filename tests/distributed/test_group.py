@@ -3,19 +3,15 @@
 The programs are in `rank_runs.py`; each is started once on every rank, with a hard limit of time.
 """
 
-import functools
 from functools import partial
-from pathlib import Path
 
 import pytest
-from forks import Forks
-from on_ranks import run_on_ranks
+from on_ranks import runner
 from rank_runs import TOGETHER, resumed
 
 from geomon import read
 from geomon.distributed import RankGroup
 
-PROGRAM = Path(__file__).parent.parent / "rank_runs.py"
 # Lightning itself is not among them: it keeps the rank that it finds when it is imported.
 PREPARATION = """
 import contextlib
@@ -36,10 +32,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ran(folder):
-    """Runs a program on a number of ranks, once; returns how it has ended."""
-    forks = Forks(PREPARATION)
-    yield functools.cache(partial(run_on_ranks, forks, PROGRAM, folder))
-    forks.close()
+    for run in runner("rank_runs.py", PREPARATION):
+        yield partial(run, folder)
 
 
 @pytest.mark.parametrize("size", [2, 4], ids=["2 ranks", "4 ranks"])

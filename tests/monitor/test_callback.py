@@ -26,59 +26,42 @@ def is_watched():
     return torch.nn.Module._compiled_call_impl is not None
 
 
-def opens(step):
-    return lambda session, model: session.open(step)
+def do(session, model, what, *given, **named):
+    """Something that a callback does, or the model, or the framework."""
+    if what == "call":
+        model(batch())
+    elif what == "start":
+        session.start(PlainDecoder(), 0, session.monitor.path.parent / "next", [])
+    elif what == "close in vain":
+        with pytest.raises(RuntimeError, match="did not run while the window was open"):
+            session.close()
+    else:
+        getattr(session, what)(*given, **named)
 
 
-def awaits(step, **told):
-    return lambda session, model: session.open_at_call(step, **told)
-
-
-def calls(session, model):
-    model(batch())
-
-
-def closes(session, model):
-    session.close()
-
-
-def closes_in_vain(session, model):
-    with pytest.raises(RuntimeError, match="did not run while the window was open"):
-        session.close()
-
-
-def discards(session, model):
-    session.discard()
-
-
-def fails(session, model):
-    session.close(ValueError("the forward pass failed"))
-
-
-def starts(session, model):
-    session.start(PlainDecoder(), 0, session.monitor.path.parent / "next", [])
-
-
-def finishes(session, model):
-    session.finish()
-
-
+FAILS = ("close", ValueError("the forward pass failed"))
 # Events, each with whether a window is open behind it; steps of the readings.
 COURSES = {
-    "discarded": ([(opens(0), True), (discards, False), (calls, False)], []),
-    "failed": ([(opens(2), True), (calls, True), (fails, False)], []),
-    "of a training that ended without a word": ([(opens(4), True), (starts, False)], []),
-    "finished while it is open": ([(awaits(6), True), (finishes, False), (finishes, False)], []),
-    "gives way to the next": ([(opens(0), True), (opens(2), True), (calls, True), (closes, False)],
-                              [2]),
+    "discarded": ([(("open", 0), True), (("discard",), False), (("call",), False)], []),
+    "failed": ([(("open", 2), True), (("call",), True), (FAILS, False)], []),
+    "of a training that ended without a word": ([(("open", 4), True), (("start",), False)], []),
+    "finished while it is open": (
+        [(("open_at_call", 6), True), (("finish",), False), (("finish",), False)], [],
+    ),
+    "gives way to the next": (
+        [(("open", 0), True), (("open", 2), True), (("call",), True), (("close",), False)], [2],
+    ),
     "calls at due steps": (
         [event for step in range(4)
-         for event in ((awaits(step), step % 2 == 0), (calls, False), (closes, False))], [0, 2],
+         for event in ((("open_at_call", step), step % 2 == 0), (("call",), False),
+                       (("close",), False))], [0, 2],
     ),
     "of a model that is not called": (
-        [(awaits(3, force=True), True), (closes_in_vain, False), (closes, False)], [],
+        [(("open_at_call", 4), True), (("close in vain",), False), (("close",), False)], [],
     ),
-    "failed before the call": ([(awaits(0), True), (fails, False), (calls, False)], []),
+    "failed before the call": (
+        [(("open_at_call", 0), True), (FAILS, False), (("call",), False)], [],
+    ),
 }  # fmt: skip
 
 
@@ -87,7 +70,7 @@ def test_a_window_is_open_for_a_forward_pass_and_no_longer(tmp_path, name):
     events, steps = COURSES[name]
     session, model, memory = started(tmp_path)
     for event, is_open in events:
-        event(session, model)
+        do(session, model, *event)
         assert is_watched() == is_open
     session.finish()
     assert not is_watched()
@@ -164,10 +147,9 @@ def test_a_trainer_that_does_not_validate_is_said_at_the_start(tmp_path):
 
 def test_before_training_every_call_does_nothing():
     session = CallbackSession(FEW, "GeometryMonitor")
-    for event in (opens(0), awaits(0), closes, discards, finishes):
-        event(session, None)
-    session.probe(0, last=True)
-    session.log(0, dict)
+    for event in (("open", 0), ("open_at_call", 0), ("close",), ("discard",), ("finish",),
+                  ("probe", 0), ("log", 0, dict)):  # fmt: skip
+        do(session, None, *event)
     assert math.isnan(session.overhead)
 
 

@@ -296,13 +296,6 @@ def test_a_check_that_was_asked_for_asks_for_no_other():
     assert made == [1, *(step + second for step in range(100, 1000, 100) for second in (0, 1))][1:]
 
 
-def test_a_training_that_goes_back_is_read_again():
-    planner = planned(every(10))
-    assert made_at(planner, range(45)) == [0, 10, 20, 30, 40]
-    planner.rewind(15)
-    assert made_at(planner, range(15, 45)) == [20, 30, 40]
-
-
 def test_while_a_reading_is_measured_no_other_is_made_and_steps_beside_it_are_known(clock):
     planner, account = planned(share=0.05), Account(clock)
     planner.advance(0, busy=True)

@@ -12,7 +12,6 @@ import pytest
 from histories import (
     History,
     alert,
-    array_of,
     begin,
     check,
     close,
@@ -136,21 +135,6 @@ HISTORIES = {
 @pytest.mark.parametrize("name", HISTORIES)
 def test_the_record_holds_the_branch_that_is_trained_now(tmp_path, name):
     check(HISTORIES[name], tmp_path)
-
-
-def test_arrays_of_a_branch_that_was_given_up_are_kept_apart(tmp_path):
-    far = {"with_arrays": True}
-    events = [begin(0), write(0, 10, 20, 30, **far), begin(15), write(20), write(30, **far)]
-    names = [FILE_NAME, "arrays", "arrays.1"]
-    history = History(
-        events, [*ONE[:2], *of(2, 20, 30)], of(1, 20, 30), rewound=[None, 15], files=names
-    )
-    check(history, tmp_path)
-    assert [array_of(tmp_path, step) for step in (0, 10, 30)] == [1, 1, 2]
-    with pytest.raises(FileNotFoundError, match="no arrays of step 20"):
-        array_of(tmp_path, 20)
-    kept = sorted(os.listdir(tmp_path / "arrays.1"))
-    assert kept == ["step_000020_inline.npz", "step_000030_inline.npz"]
 
 
 def test_lines_of_a_record_and_what_they_say_of_alerts(tmp_path):

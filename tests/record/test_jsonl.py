@@ -82,10 +82,12 @@ def test_facts_of_a_run_that_json_does_not_know_are_written_as_text(tmp_path):
         def __repr__(self):
             raise RuntimeError("no text")
 
-    record.begin(0, {"seed": np.int64(3), "schedule": object, "other": Silent()})
+    numbers = {"largest": 2**63 - 1, "larger": 2**63}  # which some JSON readers reject
+    record.begin(0, {"seed": np.int64(3), "schedule": object, "other": Silent(), **numbers})
     record.write(reading(0))
     run = read(tmp_path).runs[0]
     assert (run["seed"], run["other"]) == ("3", "<Silent>")
+    assert (run["largest"], run["larger"]) == (2**63 - 1, str(2**63))
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no pipes")
