@@ -15,10 +15,9 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from loops import ROWS, Learner, Module, in_lightning
+from loops import ROWS, Learner, Module, board_of, in_lightning
 from models import batch
 from tagged import charts_of
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 from wandb_file import work_offline
 
@@ -277,11 +276,9 @@ def test_the_other_package_of_lightning_is_served_by_itself(tmp_path):
     subprocess.run(command, check=True, env=environment, cwd=tmp_path, capture_output=True)
     record = read(tmp_path / "tb" / "x")
     assert [reading.step for reading in record] == [0, 1, 2]
-    events = EventAccumulator(str(tmp_path / "tb" / "x"))
-    events.Reload()
+    events, curves = board_of(tmp_path / "tb" / "x")
     assert events.Tags()["images"]
-    charted = {f"~{tag}" for tag in charts_of(record).select(record[-1])}
-    assert charted <= set(events.Tags()["scalars"])
+    assert {f"~{tag}" for tag in charts_of(record).select(record[-1])} <= curves.keys()
 
 
 def test_the_record_of_all_ranks_lies_where_the_first_one_has_its_run(tmp_path, monkeypatch):

@@ -41,19 +41,16 @@ def filled_again():
         yield held.copy_(rows)
 
 
-def endless(draw):
+class Endless:
     """A loader that counts its batches, in `drawn`."""
 
-    class Endless:
-        def __init__(self):
-            self.drawn = 0
+    def __init__(self, draw):
+        self.draw, self.drawn = draw, 0
 
-        def __iter__(self):
-            for number in itertools.count() if draw else ():
-                self.drawn += 1
-                yield draw(number)
-
-    return Endless()
+    def __iter__(self):
+        for number in itertools.count() if self.draw else ():
+            self.drawn += 1
+            yield self.draw(number)
 
 
 def at_random(number):
@@ -171,7 +168,7 @@ TAKEN = {
 @pytest.mark.parametrize("name", TAKEN)
 def test_batches_are_taken_once_until_rows_and_sequences_suffice(caplog, name):
     draw, options, taken, steps, rows, said = TAKEN[name]
-    loader = endless(draw)
+    loader = Endless(draw)
     events = [probe(step) for step in range(1 if steps == [0] else 3)]
     found = {"tokens": [rows] * len(steps)}
     scenario = Scenario(events, steps, SEEN | {"probe": loader} | options, said, found)
