@@ -500,7 +500,7 @@ def told(ranks: RankGroup, folder: Path) -> None:
 def interrupted(ranks: RankGroup, folder: Path) -> None:
     """Ctrl-C while the other rank does not answer: it is not waited for."""
     model, (ids, mask) = Decoder(), ragged(ranks.rank)
-    monitor, memory = monitor_of(model, strict=False, rank_timeout=250)
+    monitor, memory = monitor_of(model, strict=False, rank_timeout=1000)
     done = folder / "interrupted"
     while ranks.rank and not done.exists():
         time.sleep(0.1)
