@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forks import Forks
 from hypothesis import HealthCheck, settings
 from tagged import TEXTS, reading_of
 
@@ -63,6 +64,14 @@ def _imports_are_not_searched_for_garbage():
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """Starts programs from a process that has imported geomon and the small models."""
+    forks = Forks("import models, plain_models, geomon, scipy.stats, faiss; geomon.Monitor")
+    yield forks
+    forks.close()
 
 
 @pytest.fixture

@@ -58,13 +58,14 @@ class PlainBlock(nn.Module):
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = (
             part.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
             for part in self.c_attn(self.ln_1(x)).chunk(3, dim=-1)
         )
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        causal = mask is None
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=causal)
         x = x + self.c_proj(y.transpose(1, 2).flatten(2))
         return x + F.dropout(self.mlp(self.ln_2(x)), self.dropout, self.training)
 

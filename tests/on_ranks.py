@@ -4,6 +4,7 @@ A program is a number of functions of the ranks and a folder. Each checks what i
 finds it; the names of those that have ended well are written down.
 """
 
+import functools
 import os
 import signal
 import socket
@@ -12,8 +13,9 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,6 +70,14 @@ def run_on_ranks(forks: Forks, program: Path, folder: Path, which: str, size: in
     done = [path.read_text().split() for path in folder.glob(f"{which}_{size}_*.txt")]
     said = "\n".join(f"{log.name}:\n{log.read_text()[-2000:]}" for log in logs)
     return Ended(Counter(name for names in done for name in names), said)
+
+
+def runner(program: str, preparation: str) -> Iterator[Callable[[Path, str, int], Ended]]:
+    """A fixture: runs a program of a file beside this one on a number of ranks, each only once."""
+    forks = Forks(preparation)
+    path = Path(__file__).with_name(program)
+    yield functools.cache(partial(run_on_ranks, forks, path))
+    forks.close()
 
 
 def run_here(

@@ -20,51 +20,47 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from measuring import watching
+from models import VOCABULARY, PlainBlock, PlainDecoder, batch
 from on_ranks import run_here, write_down
+from runs import SCENARIOS
+from scenarios import Scenario, Watched, check, step
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.utils.data import DataLoader
 
-from geomon import METRICS, Memory, Monitor, Reading, every, measure, read, select
+from geomon import METRICS, Memory, Reading, every, measure, read, select
 from geomon.capture import Window, derive_seed, find_anatomy
-from geomon.distributed import RankFailedError, RankGroup, RanksLostError, join_ranks
+from geomon.distributed import (
+    RankFailedError,
+    RankGroup,
+    RanksLostError,
+    join_ranks,
+    merge_layers,
+)
 from geomon.metrics import Evaluator
 
-VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 40, 16, 2, 3, 24
+LAYERS, LENGTH = 3, 24
 FEW = select("variance", "twonn", "within_variance", "attention_entropy", "qk_cosine")
 MORE = select("effective_rank_last", "local_dimension")
 MEAN_OF_IDS = {"ids": lambda token_ids: token_ids.double().mean()}
 STEPS = 4
 
 
-class Block(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.norm, self.dropout = nn.LayerNorm(WIDTH), dropout
-        self.q_proj, self.k_proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.v_proj, self.mlp = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+class Decoder(PlainDecoder):
+    """Takes a padding mask."""
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = (
-            projection(self.norm(x)).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
-        x = x + y
-        return x + F.dropout(self.mlp(x).tanh(), self.dropout, self.training)
-
-
-class Decoder(nn.Module):
     def __init__(self, layers: int = LAYERS, dropout: float = 0.0) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(layers))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
+        super().__init__(16, layers, 2, LENGTH, dropout)
 
     def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
         length = ids.shape[1]
@@ -86,14 +82,6 @@ def ragged(rank: int, step: int = 0, empty: int | None = None) -> tuple[Tensor, 
     return ids, mask & (rank != empty)
 
 
-def padded(sequences: int) -> tuple[Tensor, Tensor]:
-    """The rows of a loader, of one length with their padding."""
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(0, VOCABULARY, (sequences, LENGTH), generator=generator)
-    lengths = torch.randint(6, LENGTH, (sequences, 1), generator=generator)
-    return ids, torch.arange(LENGTH) < lengths
-
-
 def loss_of(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
     each = F.cross_entropy(
         model(ids, attention_mask=mask).flatten(0, 1), ids.flatten(), reduction="none"
@@ -102,38 +90,6 @@ def loss_of(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
 
 
 # -- one process on the rows of all ranks ----------------------------------------------------------
-
-
-def filled(values: Tensor, rows: int, columns: int) -> Tensor:
-    return F.pad(values, (0, columns - values.shape[-1], 0, rows - values.shape[-2]))
-
-
-def joined(parts: list) -> Any:
-    """By hand: rows in rank order, sequences padded to the longest."""
-    views = {
-        name: torch.cat([part.captured[name] for part in parts])
-        for name in ("hidden", "token_ids", "positions", "projected_query", "projected_key")
-        if name in parts[0].captured
-    }
-    for name in ("sequences", "query_sequences", "key_sequences"):
-        if name in parts[0].captured:
-            numbers, found = 0, []
-            for part in parts:
-                own = part.captured[name]
-                found.append(own + numbers)
-                numbers += int(own.max()) + 1 if len(own) else 0
-            views[name] = torch.cat(found)
-    if "query" in parts[0].captured:
-        queries = max(part.captured["query"].shape[2] for part in parts)
-        keys = max(part.captured["key"].shape[2] for part in parts)
-        width = parts[0].captured["query"].shape[3]
-        views["query"] = torch.cat([filled(p.captured["query"], queries, width) for p in parts])
-        views["key"] = torch.cat([filled(p.captured["key"], keys, width) for p in parts])
-        views["visible"] = torch.cat([filled(p.captured["visible"], queries, keys) for p in parts])
-    if "max_logits" in parts[0].captured:
-        tops = torch.stack([part.captured["max_logits"] for part in parts])
-        views["max_logits"] = tops[~tops.isnan().any(dim=1)].amax(dim=0)  # an empty rank has none
-    return replace(parts[0], captured={**parts[0].captured, **views})
 
 
 def one_process(model, batches, metrics, *, step, tokens, most=1):
@@ -148,7 +104,8 @@ def one_process(model, batches, metrics, *, step, tokens, most=1):
         ) as window:
             model(ids, attention_mask=mask)
         snapshots.append(window.snapshot())
-    layers = [joined(list(parts)) for parts in zip(*(s.layers for s in snapshots), strict=True)]
+    # How parts are put together is held against a layer that was cut, in test_merge.py.
+    layers = [merge_layers(parts) for parts in zip(*(s.layers for s in snapshots), strict=True)]
     evaluated = Evaluator(metrics, most).evaluate(layers, tokens).stacks
     return measured(Reading(0, 0.0, 0.0, "inline", "", 0, 1, "", evaluated))
 
@@ -182,10 +139,7 @@ def steps(memory: Memory) -> list[int]:
 # -- what is checked on several ranks --------------------------------------------------------------
 
 
-def monitor_of(model, directory=None, **kwargs):
-    memory = Memory()
-    settings = {"metrics": FEW, "tokens": 32, "schedule": every(1), "strict": True} | kwargs
-    return Monitor(model, directory=directory, sinks=[memory], **settings), memory
+monitor_of = partial(watching, metrics=FEW, tokens=32)
 
 
 def ragged_readings(ranks: RankGroup, folder: Path) -> None:
@@ -241,7 +195,7 @@ def split_batch(ranks: RankGroup, folder: Path) -> None:
             return
         at = folder / f"split over {ranks.size}, {alone}"
         options = {"metrics": METRICS | MORE, "tokens": 400, "splits": 1, "gather": not alone}
-        monitor, memory = monitor_of(model, at, **options)
+        monitor, memory = monitor_of(model, directory=at, **options)
         with monitor(0):
             model(given, attention_mask=torch.ones_like(given, dtype=torch.bool))
         if ranks.rank == 0:
@@ -282,130 +236,142 @@ def probes(ranks: RankGroup, folder: Path) -> None:
     ]
 
 
-def not_gathered(ranks: RankGroup, folder: Path) -> None:
-    """gather=False says nothing between ranks: the first one builds and reads with no other."""
-    if ranks.rank:
-        return
-    model = Decoder()
-    monitor, memory = monitor_of(model, folder / "not_gathered", gather=False)
-    for step in range(2):
-        with monitor(step):
-            model(ragged(0)[0], attention_mask=ragged(0)[1])
-    expected = one_process(model, [ragged(0)], FEW, step=0, tokens=32)
-    assert steps(memory) == [0, 1]
-    assert_same(measured(memory.readings[0]), expected)
+# -- runs as those of one process, of which the first rank has the readings ------------------------
 
 
 class Heard(logging.Handler):
+    """What geomon says on this rank."""
+
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(logging.WARNING)
         self.messages: list[str] = []
+        self.clear = self.messages.clear
         logging.getLogger("geomon").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())
 
 
-def failures(ranks: RankGroup, folder: Path) -> None:
-    """A metric that fails at one rank's layers, a window that fails on one rank, other layers."""
-    heard, last = Heard(), ranks.size - 1
-    model = Decoder()
-    ids, mask = ragged(ranks.rank)
-
-    def second_rank_fails(hidden: Tensor) -> Tensor:
-        if dist.get_rank() == 1:
-            raise ZeroDivisionError("by design")
-        return hidden.mean()
-
-    metrics = FEW | {"fragile": second_rank_fails}
-    monitor, memory = monitor_of(model, folder / "failures", metrics=metrics, strict=False)
-    snapshots = Window.snapshots
-    for step in range(5):
-        if step in (1, 2) and ranks.rank == last:
-            Window.snapshots = broken_window
-        with monitor(step):
-            model(ids, attention_mask=mask)
-        Window.snapshots = snapshots
-        if step == 2:
-            with monitor(step):  # not tried again by those that saw no fault
-                model(ids, attention_mask=mask)
-    uneven = Decoder(layers=LAYERS + (ranks.rank == 1))
-    others, none = monitor_of(uneven, strict=False)
-    with others(0):
-        uneven(ids, attention_mask=mask)
-    strict, _ = monitor_of(model, metrics=metrics, strict=True)
-    raised = contextlib.nullcontext() if ranks.rank > 1 else pytest.raises(RankFailedError)
-    with raised, strict(0):
-        model(ids, attention_mask=mask)
-    if ranks.rank:
-        assert heard.messages == []
-        return
-    assert steps(memory) == [0, 3, 4]  # 1 and 2 had no window on one rank
-    for reading in memory.readings:
-        for layer in range(LAYERS + 1):
-            fails = layer % ranks.size == 1  # the second rank's layers
-            assert math.isnan(reading.values[f"fragile/layer_{layer:02d}"]) == fails
-            assert math.isfinite(reading.values[f"variance/layer_{layer:02d}"])
-        assert any("by design" in note for note in reading.words())
-    said = [m for m in heard.messages if "left out" in m and "padding" not in m]
-    assert said == [f"a reading failed and is left out: rank {last}: OSError: no window here"]
-    # Other layers are found when the monitors are built: the first rank reads its own rows.
-    assert len(none.readings) == 1
-    assert any("rank 1 was built with other layers than rank 0" in m for m in heard.messages)
+def second_rank_fails(hidden: Tensor) -> Tensor:
+    if dist.get_rank() == 1:
+        raise ZeroDivisionError("by design")
+    return hidden.mean()
 
 
 def broken_window(self, device=None, *, wait=True):
     raise OSError("no window here")
 
 
+def without_window(step: int, rank: int):
+    """Run a step whose window fails on a rank."""
+
+    def event(watched: Watched) -> None:
+        if dist.get_rank() == rank:
+            watched.patch.setattr(Window, "snapshots", broken_window)
+        watched.step(step)
+        watched.patch.undo()
+
+    return event
+
+
+def unwatched(watched: Watched) -> None:
+    watched.model(batch())
+
+
+def waste(watched: Watched) -> None:
+    """By its own clock the second rank would read each step."""
+    watched.monitor.account.charged -= 1e9 * (dist.get_rank() == 1)
+
+
+# Scenarios with ranks of their own, with an error of one rank alone, and with rows that all have.
+ALONE = {name for name, each in SCENARIOS.items() if "ranks" in each.options}
+ALONE |= {"a strict metric that fails", "fewer rows than were asked for"}
+FRAGILE = {"metrics": select("variance") | {"fragile": second_rank_fails}}
+
+
+def runs_of(rank: int, size: int) -> dict[str, Scenario]:
+    """Scenarios of this rank, most of them those of one process."""
+    odd, last, second = rank == 1, size - 1, every(2)
+    return {name: each for name, each in SCENARIOS.items() if name not in ALONE} | {
+        "a metric fails at the layers of one rank": Scenario(
+            range(2), range(2), FRAGILE, ["by design"]
+        ),
+        "strict, and a metric fails": Scenario(
+            [0], [], FRAGILE | {"strict": True},
+            raises=(RankFailedError, "by design") if rank < 2 else None,
+        ),
+        "a window fails on one rank": Scenario(  # not tried again by those that saw no fault
+            [0, without_window(1, last), without_window(2, last), 2, 3, 4], [0, 3, 4],
+            said=[f"a reading failed and is left out: rank {last}: OSError: no window here"],
+        ),
+        "other layers": Scenario(  # said when the monitors are built
+            [0], [0], {"model": lambda: PlainDecoder(layers=LAYERS + odd), "tokens": 256},
+            ["rank 1 was built with other layers than rank 0"], {"tokens": [256]},
+        ),
+        "another schedule": Scenario(
+            range(7), [0, 2, 4, 6], {"schedule": every(3) if odd else second},
+            ["rank 1 was built with schedule="],
+        ),
+        # That rank owes it and is ahead at step 3, where it waits; they meet at step 4.
+        "a rank misses a window": Scenario(
+            [0, 1, unwatched if odd else 2, *range(3, 7)], [0, 4, 6], {"schedule": second},
+            ["rank 1 reads step 3 but rank 0 reads step 2"],
+        ),
+        "a budget, of which the first rank decides": Scenario(
+            [0, waste, *range(1, 8), step(8, force=True)], [0, 1, 2, 8],
+            {"budget": 0.001, "checks": None}, ["the budget left out 5 of 9"],
+            {"left_out": [0, 0, 0, 5]},
+        ),
+        "nothing is gathered, and no rank waits": Scenario(
+            range(2 * (rank == 0)), range(2), {"gather": False, "tokens": 256},
+            found={"tokens": [256] * 2},
+        ),
+    }  # fmt: skip
+
+
+def scenarios(ranks: RankGroup, folder: Path) -> None:
+    heard, first = Heard(), ranks.rank == 0
+    for name, scenario in runs_of(ranks.rank, ranks.size).items():
+        dist.barrier()
+        place = folder / f"{name} {ranks.size}".replace("/", "")
+        options = {"first_batch": 100 * ranks.rank, "directory": place}
+        print(name, file=sys.stderr)
+        own = replace(scenario, options=options | scenario.options)
+        watched = check(own, folder, heard, is_first=first)
+        for reading in watched.memory.readings if scenario.options is FRAGILE else ():
+            for layer in range(LAYERS + 1):
+                fails = math.isnan(reading.values[f"fragile/layer_{layer:02d}"])
+                assert fails == (layer % ranks.size == 1)
+                assert math.isfinite(reading.values[f"variance/layer_{layer:02d}"])
+
+
 def resumed(ranks: RankGroup, folder: Path) -> None:
     """Goes on in the same folder, two steps back, as from a checkpoint."""
     first = {1: 10, 2: 0, 4: 5}[ranks.size]
-    model = Decoder()
-    monitor, _ = monitor_of(model, folder / "resumed", budget=None)
-    ids, mask = ragged(ranks.rank)
-    for step in range(max(0, first - 2), first + 5):
-        monitor.advance(step)
-        assert monitor.is_due(step)  # what an earlier start has read is read again
-        with monitor(step):
-            model(ids, attention_mask=mask)
+    events, options = range(max(0, first - 2), first + 5), {"first_batch": 100 * ranks.rank}
+    check(
+        Scenario(events, events, options, read=range(first + 5)), folder / "resumed", Heard(),
+        is_first=ranks.rank == 0,
+    )  # fmt: skip
 
 
 # -- strategies ------------------------------------------------------------------------------------
 
 
-def plain_ddp(model: nn.Module) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(model)
-
-
 def fsdp2(model: nn.Module) -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-def fsdp1(model: nn.Module) -> nn.Module:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-    return FullyShardedDataParallel(
-        model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True,
-        device_id=torch.device("cpu"),
-    )  # fmt: skip
-
-
-def fsdp1_in_one(model: nn.Module) -> nn.Module:
-    """All weights are one flat parameter: of most blocks a rank holds nothing."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
-
-
-STRATEGIES = {"ddp": plain_ddp, "fsdp2": fsdp2, "fsdp1": fsdp1, "fsdp1 in one": fsdp1_in_one}
+fsdp1 = partial(FullyShardedDataParallel, use_orig_params=True, device_id=torch.device("cpu"))
+STRATEGIES = {
+    "ddp": nn.parallel.DistributedDataParallel,
+    "fsdp2": fsdp2,
+    "fsdp1": partial(fsdp1, auto_wrap_policy=ModuleWrapPolicy({PlainBlock})),
+    "fsdp1 in one": fsdp1,  # one flat parameter: of most blocks a rank holds nothing
+}
 
 
 def nowhere(step: int) -> contextlib.AbstractContextManager[None]:
@@ -420,13 +386,13 @@ def train(model: nn.Module, rank: int, size: int, around=nowhere, probe=nowhere)
     torch.manual_seed(rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, places = [], itertools.count()
-    for step in range(STEPS):
-        empty = size - 1 if step == STEPS - 1 else None
+    for number in range(STEPS):
+        empty = size - 1 if number == STEPS - 1 else None
         for part in range(2):
             probe(next(places))
             with no_sync(model, part == 0):
-                with around(step):
-                    loss = loss_of(model, *ragged(rank, step + 50 * part, empty))
+                with around(number):
+                    loss = loss_of(model, *ragged(rank, number + 50 * part, empty))
                 probe(next(places))
                 loss.backward()
             losses.append(loss.detach())
@@ -442,12 +408,6 @@ def no_sync(model: nn.Module, on: bool):
         model.set_requires_gradient_sync(not on)
         return contextlib.nullcontext()
     return model.no_sync() if on else contextlib.nullcontext()
-
-
-def whole_state(model: nn.Module) -> dict:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
 def strategies(ranks: RankGroup, folder: Path) -> None:
@@ -471,7 +431,7 @@ def strategies(ranks: RankGroup, folder: Path) -> None:
         ids, mask = ragged(ranks.rank)
         with monitor(STEPS), torch.no_grad():
             model(ids, attention_mask=mask)
-        state = whole_state(model)
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
         if ranks.rank:
             continue
         assert steps(memory) == list(range(STEPS + 1)), name
@@ -497,32 +457,27 @@ def lost(ranks: RankGroup, folder: Path) -> None:
 
     It sleeps until the first has given it up: how long that takes is the machine's affair.
     """
-    heard = Heard()
-    model, (ids, mask) = Decoder(), ragged(ranks.rank)
-    for name in ("asleep", "dead"):
-        monitor, memory = monitor_of(model, folder / name, strict=False, tokens=60, rank_timeout=4)
-        began = time.perf_counter()
-        for step in range(4):
-            if step == 2 and ranks.rank == 1:
-                if name == "dead":
-                    return
-                while not (folder / "given up").exists():
-                    time.sleep(0.05)
-            with monitor(step):
-                model(ids, attention_mask=mask)
-            if step == 2 and ranks.rank == 0:
-                (folder / "given up").touch()
-        monitor.close()
-        if ranks.rank == 0:
-            assert steps(memory) == [0, 1, 3]  # the reading that was under way is left out
-            own = min(60, int(mask.sum()))
-            assert [reading.tokens == own for reading in memory.readings] == [False, False, True]
-            # Of the ten minutes that are allowed where nobody says.
-            assert time.perf_counter() - began < 60
-        (message,) = [m for m in heard.messages if f"rank {ranks.rank} lost the other ranks" in m]
-        assert "rank 0 continues with its own" in message
-        assert ranks.rank == 0 or not memory.readings
-        heard.messages.clear()
+
+    def sleep(watched: Watched) -> None:
+        while ranks.rank and not (folder / "given up").exists():
+            time.sleep(0.05)
+
+    def die(watched: Watched) -> None:
+        if ranks.rank:
+            write_down("lost", "lost", folder)
+            os._exit(0)
+
+    def give_up(watched: Watched) -> None:
+        (folder / "given up").touch()
+
+    said = [f"rank {rank} lost the other ranks" for rank in range(2)]
+    options = {"tokens": 512, "rank_timeout": 4, "first_batch": 100 * ranks.rank}
+    for fault in (sleep, die):  # the reading that was under way is left out
+        scenario = Scenario(
+            [0, 1, fault, 2, give_up, 3], [0, 1, 3], options, [said[0], "only 256 rows"],
+            {"tokens": [512, 512, 256]}, elsewhere=said[1:],
+        )  # fmt: skip
+        check(scenario, folder / fault.__name__, Heard(), is_first=ranks.rank == 0)
 
 
 def told(ranks: RankGroup, folder: Path) -> None:
@@ -542,93 +497,23 @@ def told(ranks: RankGroup, folder: Path) -> None:
     assert time.perf_counter() - began < 30
 
 
-# -- ranks that do not keep step -------------------------------------------------------------------
-
-
-def irregular(ranks: RankGroup, folder: Path) -> None:
-    """The second rank misses a window, or has another schedule; slow it is in both."""
-    heard = Heard()
-    for name in ("misses", "schedule"):
-        model, (ids, mask) = Decoder(), ragged(ranks.rank)
-        odd = ranks.rank == 1
-        monitor, memory = monitor_of(
-            model, folder / name, schedule=every(3 if name == "schedule" and odd else 2),
-            tokens=30, strict=False, rank_timeout=20,
-        )  # fmt: skip
-        waited = [0.0]
-        for step in range(7):
-            if odd and step == 4:
-                time.sleep(1.5)
-            if name == "misses" and odd and step == 2:
-                model(ids, attention_mask=mask)
-                continue
-            began = time.perf_counter()
-            with monitor(step):
-                model(ids, attention_mask=mask)
-            waited.append(time.perf_counter() - began)
-        monitor.close()
-        assert max(waited) < 15
-        dist.barrier()
-        if odd:
-            assert not memory.readings
-        elif name == "misses":
-            # A window that one rank missed costs that reading. That rank owes it and is ahead at
-            # step 3, where it waits; they meet at step 4.
-            assert steps(memory) == [0, 4, 6]
-            (message,) = [m for m in heard.messages if "a reading failed" in m]
-            assert "rank 1 reads step 3 but rank 0 reads step 2" in message
-            assert max(waited) > 1  # the other rank is slow at step 4
-        else:
-            # Options are compared when the monitors are built: then nothing is exchanged.
-            assert steps(memory) == [0, 2, 4, 6]
-            (note,) = {note for note in words(memory) if "not gathered" in note}
-            assert "rank 1 was built with schedule=" in note
-
-
-def budgeted(ranks: RankGroup, folder: Path) -> None:
-    """With a budget the first rank decides, and all do as it says."""
-    model, (ids, mask) = Decoder(), ragged(ranks.rank)
-    monitor, memory = monitor_of(
-        model, folder / "budgeted", schedule=every(1), checks=None, budget="5%"
-    )
-    passes = []
-    for step in range(400):
-        with monitor(step):
-            if monitor.passes.step == step:
-                passes.append(step)
-            model(ids, attention_mask=mask)
-        if ranks.rank == 1:  # whose own clock would decide otherwise
-            monitor.account.charged += 1.0
-    monitor.close()
-    every_rank = [None] * ranks.size
-    dist.all_gather_object(every_rank, passes)
-    assert every_rank == [passes] * ranks.size
-    assert passes[:3] == list(range(3))
-    assert len(passes) < 200
-    assert steps(memory) == ([] if ranks.rank else passes)
-    assert ranks.rank or len(passes) == 3 or monitor.overhead < 0.06
-
-
 def interrupted(ranks: RankGroup, folder: Path) -> None:
     """Ctrl-C while the other rank does not answer: it is not waited for."""
     model, (ids, mask) = Decoder(), ragged(ranks.rank)
-    monitor, _ = monitor_of(model, strict=False, rank_timeout=25)
+    monitor, memory = monitor_of(model, strict=False, rank_timeout=1000)
     done = folder / "interrupted"
-    if ranks.rank == 1:
-        for _ in range(250):  # as long as the first rank would wait
-            if done.exists():
-                break
-            time.sleep(0.1)
+    while ranks.rank and not done.exists():
+        time.sleep(0.1)
+    if ranks.rank:
         return
     # A process that was started in the background of a shell ignores Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(0.5, _thread.interrupt_main).start()
-    began = time.perf_counter()
     with pytest.raises(KeyboardInterrupt), monitor(0):
         model(ids, attention_mask=mask)
-    assert time.perf_counter() - began < 20  # of 25
     with monitor(1):  # goes on alone
         model(ids, attention_mask=mask)
+    assert steps(memory) == [1]
     assert not any(module._forward_hooks for module in model.modules())
     done.touch()
 
@@ -638,85 +523,54 @@ def interrupted(ranks: RankGroup, folder: Path) -> None:
 
 def lightning(ranks: RankGroup, folder: Path) -> None:
     """DDP and FSDP2 (ModelParallelStrategy), accumulated batches."""
-    import lightning as L
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-    from torch.utils.data import DataLoader, TensorDataset
+    from loops import ROWS, Learner, Validated, in_lightning
 
-    from geomon.lightning import GeometryMonitor
-
-    class Module(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Decoder(dropout=0.2)
-            self.validated = []
-
+    class Sharded(Validated):
         def configure_model(self) -> None:
-            if isinstance(self.trainer.strategy, ModelParallelStrategy):
-                from torch.distributed.fsdp import fully_shard
+            net = self.learner.net
+            for module in (*net.blocks, net):
+                fully_shard(module, mesh=self.device_mesh["data_parallel"])
 
-                for module in (*self.net.blocks, self.net):
-                    fully_shard(module, mesh=self.device_mesh["data_parallel"])
-
-        def forward(self, ids, attention_mask):
-            return self.net(ids, attention_mask=attention_mask)
-
-        def training_step(self, batch, index):
-            return loss_of(self.net, *batch)
-
-        def validation_step(self, batch, index):
-            self.validated.append(batch[0].clone())
-            self.log("loss of validation", loss_of(self.net, *batch), sync_dist=True)
-
-        def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-    ids, mask = padded(26)
-    data = DataLoader(TensorDataset(ids, mask), batch_size=3)
-
-    def fit(strategy, callbacks):
-        module = Module()
-        torch.manual_seed(int(os.environ["RANK"]))
-        trainer = L.Trainer(
-            max_epochs=1, accelerator="cpu", devices=2, strategy=strategy, callbacks=callbacks,
-            logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, accumulate_grad_batches=2, default_root_dir=folder,
-            num_sanity_val_steps=1, val_check_interval=2,
+    def fit(options, kind, strategy, name):
+        module = kind(Learner())
+        in_lightning(
+            module.learner, options, folder / name, module=module, held_out=ROWS[:40], steps=3,
+            accumulate=2, num_sanity_val_steps=1, val_check_interval=4, strategy=strategy,
+            devices=2,
         )  # fmt: skip
-        trainer.fit(module, data, data)
-        seen = [*module.validated, *trainer.callback_metrics.values()]
+        seen = [*map(torch.tensor, (module.validated, module.learner.losses))]
         return [*(parameter.clone() for parameter in local(module)), *seen]
 
-    sharded = partial(ModelParallelStrategy, data_parallel_size=2, tensor_parallel_size=1)
     of_ddp: dict[str, Memory] = {}
-    for name, strategy in (("ddp", DDPStrategy), ("fsdp2", sharded)):
-        plain = fit(strategy(), [])
+    for name, kind, strategy in (
+        ("ddp", Validated, DDPStrategy),
+        ("fsdp2", Sharded,
+         partial(ModelParallelStrategy, data_parallel_size=2, tensor_parallel_size=1)),
+    ):  # fmt: skip
+        plain = fit(None, kind, strategy(), name)
         # The sanity check has a batch for each rank. From a loader, ranks take turns.
-        for source, rows in (
-            ("inline", None), ("probe", None), ("validation", slice(6)), ("loader", slice(24)),
-        ):  # fmt: skip
-            if name == "fsdp2" and source in ("probe", "loader"):
-                continue  # as under DDP
-            inputs = dict(zip(("ids", "attention_mask"), ragged(0), strict=True))
-            probe = {"inline": None, "probe": inputs, "loader": data}.get(source, source)
+        for source, probe, rows in (
+            ("inline", None, 0), ("validation", "validation", 16), ("probe", ROWS[:8], 0),
+            ("loader", DataLoader(ROWS, batch_size=8), 32),
+        )[: 4 if name == "ddp" else 2]:  # fmt: skip
             memory = Memory()
-            monitor = GeometryMonitor(
-                metrics=FEW if rows is None else MEAN_OF_IDS, tokens=150 if rows is None else 1000,
-                schedule=every(1), strict=True, directory=folder / f"{name}_{source}", probe=probe,
-                sinks=[memory],
-            )  # fmt: skip
-            assert all(map(torch.equal, fit(strategy(), [monitor]), plain)), (name, source)
+            options = {
+                "metrics": MEAN_OF_IDS if rows else FEW, "tokens": 1024 if rows else 150,
+                "schedule": every(1), "strict": True, "probe": probe, "sinks": [memory],
+            }  # fmt: skip
+            found = fit(options, kind, strategy(), f"{name}_{source}")
+            assert all(map(torch.equal, found, plain)), (name, source)
             if int(os.environ["RANK"]):
                 assert not memory.readings
                 continue
             assert steps(memory) == [0, 1, 2, *([] if source == "inline" else [3])]
-            if rows is not None:
-                kept = ids[rows][mask[rows]].double()
-                for reading in memory.readings:
-                    assert reading.tokens == len(kept)
-                    assert math.isclose(reading.values["ids/layer_01"], float(kept.mean()))
-                assert losses(memory)[:3] == losses(of_ddp["inline"])  # the same under FSDP2
-                continue
-            same = of_ddp.setdefault(source, memory)
+            for reading in memory.readings if rows else ():
+                assert reading.tokens == ROWS[:rows].numel()
+                mean = float(ROWS[:rows].double().mean())
+                assert math.isclose(reading.values["ids/layer_01"], mean)
+            same = of_ddp.setdefault(source, memory)  # the same under FSDP2
+            assert losses(memory)[:3] == pytest.approx(losses(same)[:3], rel=1e-6)
             assert memory.readings[0].tokens == same.readings[0].tokens
             assert_same(measured(memory.readings[0]), measured(same.readings[0]))
     _run_page(folder)
@@ -771,72 +625,38 @@ def _run_page(folder: Path) -> None:
 
 def trainer(ranks: RankGroup, folder: Path) -> None:
     """DDP, as torchrun starts it: the evaluation is each rank's share."""
-    from transformers import Trainer, TrainingArguments
+    from loops import ROWS, Learner, in_huggingface
 
-    from geomon.huggingface import GeometryMonitor
-
-    class WithLoss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Decoder(dropout=0.2)
-
-        def forward(self, ids, attention_mask, labels=None):
-            loss = loss_of(self.net, ids, attention_mask)
-            return {"loss": loss, "logits": torch.zeros(len(ids), 1)}
-
-    class Counts(Trainer):
-        def training_step(self, *args, **kwargs):
-            seen.append(super().training_step(*args, **kwargs).clone())
-            return seen[-1]
-
-    ids, mask = padded(24)
-    rows = [
-        {"ids": one, "attention_mask": other, "labels": one}
-        for one, other in zip(ids, mask, strict=True)
-    ]
-    found = []
-    for name in ("plain", "validation"):
-        memory, seen = Memory(), []
-        monitor = GeometryMonitor(
-            metrics=MEAN_OF_IDS, tokens=1000, schedule=every(2), strict=True, sinks=[memory],
-            probe="validation", probe_loss=lambda outputs, batch: outputs["loss"],
+    memory, found, held_out = Memory(), [], ROWS[:32]
+    options = {
+        "metrics": MEAN_OF_IDS, "tokens": 1024, "schedule": every(2), "strict": True,
+        "sinks": [memory], "probe": "validation",
+        "probe_loss": lambda outputs, batch: outputs["loss"],
+    }  # fmt: skip
+    for name, watched in (("plain", None), ("run", options)):
+        learner = Learner()
+        trains = in_huggingface(
+            learner, watched, folder / name, steps=4, held_out=held_out, ddp_backend="gloo",
+            eval_strategy="steps", eval_steps=2,
         )  # fmt: skip
-        trains = Counts(
-            WithLoss(),
-            TrainingArguments(
-                str(folder / name), max_steps=4, use_cpu=True, ddp_backend="gloo",
-                per_device_train_batch_size=3, per_device_eval_batch_size=3, eval_strategy="steps",
-                eval_steps=2, save_strategy="no", report_to="none", disable_tqdm=True,
-                dataloader_pin_memory=False, logging_strategy="no",
-            ),
-            train_dataset=rows, eval_dataset=rows, callbacks=[monitor] * (name != "plain"),
-        )  # fmt: skip
-        trains.train()
         evaluated = [e["eval_loss"] for e in trains.state.log_history if "eval_loss" in e]
-        found.append([*trains.model.parameters(), *seen, *map(torch.tensor, evaluated)])
+        numbers = map(torch.tensor, (evaluated, learner.losses))
+        found.append([*learner.parameters(), *numbers])
     assert all(map(torch.equal, *found))
     assert len(evaluated) == 2
-    if int(os.environ["RANK"]):
-        assert not memory.readings
-        return
-    assert steps(memory) == [2, 4]  # the first evaluation comes before step 2
-    kept = ids[mask].double()
-    for reading in memory.readings:
-        assert reading.tokens == len(kept)
-        assert math.isclose(reading.values["ids/layer_01"], float(kept.mean()))
+    assert steps(memory) == ([] if int(os.environ["RANK"]) else [2, 4])  # first evaluated, then 2
     # Both ranks' batches, at the steps at which the Trainer evaluates them too.
-    probed = [reading.values["training/probe_loss"] for reading in memory.readings]
-    assert all(map(partial(math.isclose, rel_tol=1e-5), probed, evaluated))
+    for reading, loss in zip(memory.readings, evaluated, strict=False):
+        assert reading.tokens == held_out.numel()
+        assert math.isclose(reading.values["ids/layer_01"], float(held_out.double().mean()))
+        assert math.isclose(reading.values["training/probe_loss"], loss, rel_tol=1e-5)
 
 
-TOGETHER = (
-    ragged_readings, same_tokens, split_batch, probes, not_gathered, failures, resumed, strategies,
-)  # fmt: skip
+TOGETHER = (ragged_readings, same_tokens, split_batch, probes, scenarios, strategies)
 # Programs, by what is done in them one after another.
 PROGRAMS = {
     "together": TOGETHER,
-    **{each.__name__: (each,) for each in (lost, told, irregular, budgeted, interrupted)},
-    **{each.__name__: (each,) for each in (lightning, trainer)},
+    **{each.__name__: (each,) for each in (resumed, lost, told, interrupted, lightning, trainer)},
 }
 
 

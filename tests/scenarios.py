@@ -7,7 +7,7 @@ What holds for every run is checked for each of them.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,10 @@ class Shown(Memory):
 class Watched:
     """A model, the monitor that watches it, and what a user can see of that."""
 
-    def __init__(self, folder, patch, *, model=PlainDecoder, ranks=None, sinks=(), **options):
-        self.model, self.patch = model(), patch
+    def __init__(
+        self, folder, patch, *, model=PlainDecoder, ranks=None, sinks=(), first_batch=0, **options
+    ):
+        self.model, self.patch, self.first_batch = model(), patch, first_batch
         self.folder = options.get("directory", folder)
         self.memory = Shown(self.folder)
         for name in ("find_ranks", "join_ranks") if ranks is not None else ():
@@ -54,7 +56,7 @@ class Watched:
     def step(self, step, *, force=False, inputs=None, **values):
         """Run a step, and log values in it; the weights move."""
         with self.monitor(step, force=force):
-            self.model(batch(seed=int(step)) if inputs is None else inputs)
+            self.model(batch(seed=self.first_batch + int(step)) if inputs is None else inputs)
             if values:
                 self.monitor.log(**values)
         with torch.no_grad():
@@ -107,6 +109,10 @@ class Watched:
         return [(alert.step, alert.note.kind) for alert in self.memory.alerts]
 
     @property
+    def arrays(self):
+        return sorted(path.stem for path in self.folder.glob("arrays/*"))
+
+    @property
     def finite(self):
         """Metrics of which each reading has a value at layer 1."""
         return [
@@ -134,6 +140,7 @@ class Scenario:
         found: What else is found, by attribute of `Watched`.
         raises: An error that ends it, and its words.
         read: Steps of the record in the end, if they are not those that were shown.
+        elsewhere: What is said on other ranks than the first, which show and find nothing.
     """
 
     events: Sequence[Event]
@@ -143,6 +150,7 @@ class Scenario:
     found: Mapping[str, Any] = field(default_factory=dict)
     raises: tuple[type[BaseException], str] | None = None
     read: Sequence[int] | None = None
+    elsewhere: Sequence[str] = ()
 
 
 def step(number, *, force=False, inputs=None, **values):
@@ -161,9 +169,11 @@ def probe(number, inputs=None):
     return lambda watched: watched.monitor.probe(number, inputs)
 
 
-def check(scenario: Scenario, folder: Path | None, caplog) -> Watched:
+def check(scenario: Scenario, folder: Path | None, caplog, *, is_first: bool = True) -> Watched:
     """Play a scenario, and hold what came of it against its row and the promises to all runs."""
     caplog.clear()
+    if not is_first:
+        scenario = replace(scenario, shown=(), found={}, said=scenario.elsewhere)
     with pytest.MonkeyPatch.context() as patch:
         watched = Watched(folder, patch, **scenario.options)
         before, random = fingerprint(watched.model), random_state()
@@ -179,7 +189,7 @@ def check(scenario: Scenario, folder: Path | None, caplog) -> Watched:
     assert not any(map(sum, fingerprint(watched.model)["hooks"]))
     assert watched.shown == list(scenario.shown)
     assert watched.memory.closed == 1
-    if watched.folder is not None:
+    if watched.folder is not None and is_first:
         last = {reading.step: reading for reading in watched.memory.readings}
         steps = sorted(last) if scenario.read is None else scenario.read
         assert [reading.step for reading in watched.record] == list(steps)

@@ -59,14 +59,25 @@ class Looped(PlainDecoder):
         return self.head(x)
 
 
-def test_layers_are_those_that_one_pass_has_shown():
-    before = "layer 0 enters the first block, layers 1 to"
-    assert rows(PlainDecoder(layers=3), batch())["hidden states"] == f"{before} 3 leave the blocks"
-    looped = Looped(layers=3)
-    assert rows(looped)["hidden states"] == f"{before} 3 leave the blocks"
-    assert rows(looped, batch())["hidden states"] == (
-        f"{before} 6 leave the blocks, one for each call"
-    )
+class Summed(PlainDecoder):
+    """Has four tables beside the blocks, of which the first is given the tokens."""
+
+    def __init__(self, **modules):
+        super().__init__()
+        self.kinds, self.others = nn.Embedding(2, 32), nn.Embedding(2, 32)
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+
+class OfNumbers(PlainDecoder):
+    """As models of series of numbers, where positions alone are embedded."""
+
+    def forward(self, values):
+        x = values[..., None].expand(-1, -1, 32)
+        x = x + self.places(torch.arange(values.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
 class Called(nn.Module):
@@ -128,9 +139,25 @@ HEADS = nn.ModuleDict({"blocks": nn.ModuleList(
 )})  # fmt: skip
 
 
+HEADLESS = Summed(head=nn.Identity())
+UNEVEN = nn.Sequential(*(nn.TransformerEncoderLayer(16, heads, 32) for heads in (2, 4, 4)))
+LEAVE = "layer 0 enters the first block, layers 1 to"
+
+
 @pytest.mark.parametrize(
     ("model", "inputs", "expected"),
     [
+        (PlainDecoder(layers=3), batch(), {"hidden states": f"{LEAVE} 3 leave the blocks"}),
+        (Looped(layers=3), None, {"hidden states": f"{LEAVE} 3 leave the blocks"}),
+        (Looped(layers=3), batch(),
+         {"hidden states": f"{LEAVE} 6 leave the blocks, one for each call"}),
+        # One table has a row for each output.
+        *((Summed(), inputs, {"token ids": "inputs of tokens"}) for inputs in (None, batch())),
+        (HEADLESS, None, {
+            "token ids": "inputs of one of tokens, places, kinds and 1 more, as one pass shows"}),
+        (HEADLESS, batch(), {"token ids": "inputs of tokens"}),
+        (OfNumbers(), torch.randn(8, 32), {"token ids": "none were seen in the pass"}),
+        (UNEVEN, torch.randn(3, 5, 16), {"attention": "2 to 4 heads, through torch's"}),
         (transformer("llama"), batch(), {
             "attention": "4 heads, 2 key heads, through torch's",
             "Q, K projected": "self_attn.q_proj and self_attn.k_proj", "routes": None}),
@@ -192,39 +219,6 @@ def test_stacks_are_described_one_after_the_other():
     ]
 
 
-class Summed(PlainDecoder):
-    """Has four tables beside the blocks, of which the first is given the tokens."""
-
-    def __init__(self):
-        super().__init__()
-        self.kinds, self.others = nn.Embedding(2, 32), nn.Embedding(2, 32)
-
-
-def test_of_the_tables_a_pass_shows_those_that_are_given_the_tokens():
-    found = [rows(Summed(), inputs)["token ids"] for inputs in (None, batch())]
-    assert found == ["inputs of tokens", "inputs of tokens"]  # which has a row for each output
-    headless = Summed()
-    headless.head = nn.Identity()
-    found = [rows(headless, inputs)["token ids"] for inputs in (None, batch())]
-    open_still = "inputs of one of tokens, places, kinds and 1 more, as one pass shows"
-    assert found == [open_still, "inputs of tokens"]
-
-
-def test_tables_that_are_given_no_tokens_are_none_of_them():
-    """As in models of series of numbers, where positions alone are embedded."""
-
-    class OfNumbers(PlainDecoder):
-        def forward(self, values):
-            x = values[..., None].expand(-1, -1, 32)
-            x = x + self.places(torch.arange(values.shape[1]))
-            for block in self.blocks:
-                x = block(x)
-            return x
-
-    found = rows(OfNumbers(), torch.randn(8, 32))["token ids"]
-    assert found.startswith("none were seen in the pass")
-
-
 def test_blocks_that_are_left_out_or_chosen():
     model = nn.Module()
     model.layers = two(None, "linear")
@@ -235,9 +229,3 @@ def test_blocks_that_are_left_out_or_chosen():
     assert named["hidden states"].endswith("its output is a layer for each call")
     with pytest.raises(ValueError, match="no module's full name matches"):
         describe(model, blocks="nothing")
-
-
-def test_blocks_with_other_numbers_of_heads_have_both_ends_named():
-    model = nn.Sequential(*(nn.TransformerEncoderLayer(16, heads, 32) for heads in (2, 4, 4)))
-    shown = dict(describe(model, torch.randn(3, 5, 16)).rows)["attention"]
-    assert shown.startswith("2 to 4 heads, through torch's")

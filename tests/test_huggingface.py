@@ -1,18 +1,16 @@
 import logging
 import math
 import sys
-import threading
 import types
 
 import pytest
 import torch
 from fingerprint import fingerprint
-from loops import board_of
 from models import batch, transformer
 from tagged import charts_of
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from geomon import Memory, Monitor, every, read, select
+from geomon import every, read, select
 from geomon.huggingface import GeometryMonitor
 
 FEW = {
@@ -44,12 +42,6 @@ def fit(folder, callbacks, *, resume=None, **told):
     return trainer
 
 
-def trained(folder):
-    """A model, after a training without geomon, that the Trainer has marked with its attributes."""
-    model = fit(folder / "before", [], steps=1).model
-    return model, fingerprint(model)
-
-
 @pytest.mark.parametrize(
     ("name", "folders"), [(None, ["run-0", "run-1"]), (lambda trial: "wide", ["wide"])]
 )
@@ -69,21 +61,6 @@ def test_each_trial_of_a_search_has_a_folder_of_its_own(tmp_path, monkeypatch, n
         (run,) = read(tmp_path / folder).runs
         # No argument of the Trainer is taken: they may hold what is nobody's business.
         assert {n: x for n, x in run.items() if "training/" in n} == {"training/width": 32}
-
-
-def test_a_budget_leaves_readings_out_but_not_the_first_three_and_the_last(tmp_path):
-    few = {**FEW, "budget": "1%", "checks": None}
-    told = []
-    with pytest.MonkeyPatch.context() as patch:
-        expect = Monitor.expect_end
-        patch.setattr(
-            Monitor, "expect_end", lambda seen, step: (told.append(step), expect(seen, step))
-        )
-        fit(tmp_path, [GeometryMonitor(**few, schedule=every(1))], steps=30)
-    assert told == [30]  # the share is of the time of the whole run
-    record = read(tmp_path)
-    assert [r.step for r in record] == [*range(3), 29]
-    assert record[-1].left_out == 26
 
 
 class Reporter(TrainerCallback):
@@ -116,51 +93,56 @@ def test_other_callbacks_and_the_history_get_nothing(tmp_path, capsys):
     assert "variance" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("service", "log"),
-    [
-        ("swanlab", "log"), ("trackio", "log"), ("comet_ml", "log_metrics"), ("clearml", None),
-    ],
-)  # fmt: skip
+def functions_of(service, name):
+    """A service whose values are those that one function of its module is given."""
+
+    def make(rows):
+        def take(values, step=None):
+            rows.append((step if step is not None else values["train/global_step"], values))
+
+        module = types.SimpleNamespace(**{name: take})
+        module.get_running_experiment = lambda: module
+        return {service: module}
+
+    return make
+
+
+def mlflow(rows):
+    def log_batch(run, metrics):
+        assert run == "active"
+        rows.append((metrics[0][3], {name: value for name, value, *_ in metrics}))
+
+    active = types.SimpleNamespace(info=types.SimpleNamespace(run_id="active"))
+    entities = types.SimpleNamespace(Metric=lambda *parts: parts)
+    client = types.SimpleNamespace(log_batch=log_batch)
+    module = types.SimpleNamespace(MlflowClient=lambda: client, active_run=lambda: active)
+    return {"mlflow": module, "mlflow.entities": entities}
+
+
+SERVICES = {
+    "swanlab": functions_of("swanlab", "log"), "trackio": functions_of("trackio", "log"),
+    "comet_ml": functions_of("comet_ml", "log_metrics"), "mlflow": mlflow, "dagshub": mlflow,
+    "clearml": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("service", SERVICES)
 def test_a_service_gets_the_values_by_its_own_functions_or_is_named(
-    tmp_path, monkeypatch, caplog, service, log
+    tmp_path, monkeypatch, caplog, service
 ):
-    rows = []
-
-    def take(values, step=None):
-        rows.append((step if step is not None else values["train/global_step"], values))
-
-    module = types.SimpleNamespace(**{log: take} if log else {})
-    module.get_running_experiment = lambda: module
-    monkeypatch.setitem(sys.modules, service, module)
-    trainer = trainer_of(tmp_path, [GeometryMonitor(schedule=every(2), **FEW)], steps=4)
+    rows, make = [], SERVICES[service]
+    for name, module in make(rows).items() if make else ():
+        monkeypatch.setitem(sys.modules, name, module)
+    monitor = GeometryMonitor(schedule=every(2), pictures=False, **FEW)
+    trainer = trainer_of(tmp_path, [monitor], steps=4)
     trainer.args.report_to = [service]
     trainer.train()
-    assert ("geomon cannot write to" in caplog.text) == (log is None)
+    assert ("geomon cannot write to" in caplog.text) == (make is None)
     record = read(tmp_path)
-    assert [step for step, _ in rows] == ([r.step for r in record] if log else [])
+    assert [step for step, _ in rows] == ([r.step for r in record] if make else [])
     charts = charts_of(record)
     for reading, (_, values) in zip(record, rows, strict=False):
         assert charts.select(reading).items() <= values.items()
-
-
-def test_mlflow_gets_the_values_of_its_active_run(tmp_path, monkeypatch):
-    logged = []
-    client = types.SimpleNamespace(log_batch=lambda run, metrics: logged.append((run, metrics)))
-    run = types.SimpleNamespace(info=types.SimpleNamespace(run_id="a"))
-    entities = types.SimpleNamespace(Metric=lambda *parts: parts)
-    module = types.SimpleNamespace(
-        MlflowClient=lambda: client, active_run=lambda: run, entities=entities
-    )
-    monkeypatch.setitem(sys.modules, "mlflow", module)
-    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
-    monitor = GeometryMonitor(schedule=every(2), pictures=False, **FEW)
-    trainer = trainer_of(tmp_path, [monitor], steps=4)
-    trainer.args.report_to = ["mlflow"]
-    trainer.train()
-    found = [(name, {part[0]: part[1] for part in parts}) for name, parts in logged]
-    charts = charts_of(read(tmp_path))
-    assert found == [("a", charts.select(reading)) for reading in read(tmp_path)]
 
 
 class Stop(TrainerCallback):
@@ -175,43 +157,32 @@ class Stop(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    ("event", "at", "steps"),
+    ("event", "at", "best", "steps"),
     [
-        ("on_init_end", 0, [0, 3, 6, 8]),  # as long as was planned
-        ("on_evaluate", 4, [0, 3, 4]),
-        ("on_step_end", 5, [0, 3]),  # nothing tells of the end while the weights are the last
+        ("on_init_end", 0, True, [0, 3, 6, 8]),  # as long as was planned
+        ("on_evaluate", 4, True, [0, 3, 4]),
+        ("on_step_end", 5, True, [0, 3]),  # nothing tells of the end while the weights are the last
+        ("on_step_end", 5, False, [0, 3, 5]),
     ],
 )
-def test_probe_reads_the_last_weights_and_not_the_best(tmp_path, event, at, steps):
-    probe, seen = {"input_ids": batch(seed=77)}, []
+def test_probe_reads_the_last_weights_and_not_the_best(tmp_path, event, at, best, steps):
+    seen = []
 
-    class Watching(Trainer):
+    class Keeping(Trainer):
         def _load_best_model(self):
             seen.append(len(read(tmp_path)))
             super()._load_best_model()
 
-    monitor = GeometryMonitor(probe=probe, schedule=every(3), **FEW)
+    monitor = GeometryMonitor(probe={"input_ids": batch(seed=77)}, schedule=every(3), **FEW)
     arguments = {
         "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2,
-        "load_best_model_at_end": True, "metric_for_best_model": "loss",
+        "load_best_model_at_end": best, "metric_for_best_model": "loss",
         "greater_is_better": True,  # the first is the best
     }  # fmt: skip
-    trainer = fit(tmp_path, [monitor, Stop(event, at)], kind=Watching, steps=8, **arguments)
+    trainer = fit(tmp_path, [monitor, Stop(event, at)], kind=Keeping, steps=8, **arguments)
     assert trainer.state.best_global_step == 2
     assert [r.step for r in read(tmp_path)] == steps
-    assert seen == [len(steps)]
-
-
-def test_the_board_gets_the_last_values_of_a_run_that_stops_unannounced(tmp_path):
-    probe = {"input_ids": batch(seed=77)}
-    monitor = GeometryMonitor(probe=probe, schedule=every(8), pictures=False, **FEW)
-    fit(tmp_path, [monitor, Stop("on_step_end", 2)], steps=8, report_to="tensorboard")
-    (folder,) = (tmp_path / "runs").iterdir()
-    _, curves = board_of(folder / "geomon")
-    shown = curves["~geomon/variance"]
-    values = {reading.step: reading.values["variance/mean"] for reading in read(tmp_path)}
-    assert list(values) == [0, 2]
-    assert shown == pytest.approx(values)
+    assert seen == [len(steps)] * best
 
 
 def run_part(self, model, inputs, *args, **kwargs):
@@ -220,49 +191,44 @@ def run_part(self, model, inputs, *args, **kwargs):
     return hidden.square().mean()
 
 
-@pytest.mark.parametrize("part", [False, True], ids=["model", "part"])
-@pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
-def test_the_window_is_open_for_one_forward_and_no_longer(tmp_path, error, part):
-    """Open in it, shut before the backward pass, and shut whatever ends it."""
-    model, _ = trained(tmp_path)
-    inside, after = [], []
-    block, run = model.transformer.h[1], model.transformer.h[1].forward
-
-    def forward(*args, **kwargs):
-        inside.append(fingerprint(model))
-        if error is not None:
-            raise error("in a block")
-        return run(*args, **kwargs)
-
-    class Watching(Trainer):
-        def compute_loss(self, *args, **kwargs):
-            loss = (run_part if part else Trainer.compute_loss)(self, *args, **kwargs)
-            after.append(fingerprint(model))
-            return loss
-
-    block.forward = forward
-    before = fingerprint(model)
-    trainer = trainer_of(tmp_path, [GeometryMonitor(**FEW)], model=model, kind=Watching, steps=2)
-    if error is None:
-        trainer.train()
-        assert after == [before] * 2
-    else:
-        with pytest.raises(error, match="in a block"):
-            trainer.train()
-    for found in inside:
-        assert found["slot"] is not before["slot"]
-        assert found["attention"] is before["attention"]
-        assert found["call"] is before["call"]
-        assert found["hooks"] == before["hooks"]  # nothing is placed on the model
-        assert found["attributes"] == before["attributes"]
-    assert fingerprint(model) == before
-    assert [r.step for r in read(tmp_path)] == ([0, 1] if error is None else [])
-
-
 # -- what a Trainer may do, and with it a monitor changes nothing --------------------------------
 
 
-class Scoring(Trainer):
+def is_watched():
+    """Whether a window is open: calls of modules are seen."""
+    return torch.nn.Module._compiled_call_impl is not None
+
+
+class Watching(Trainer):
+    """A window is shut before the backward pass, whatever the loss is made of."""
+
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        assert not is_watched()
+        return loss
+
+
+class OfPart(Watching):
+    def compute_loss(self, *args, **kwargs):
+        loss = run_part(self, *args, **kwargs)
+        assert not is_watched()
+        return loss
+
+
+class Apart(Trainer):
+    """The loss of the first of each three batches does not call the model."""
+
+    calls = -1
+
+    def compute_loss(self, model, *args, **kwargs):
+        self.calls += 1
+        if self.calls % 3 == 0:
+            return next(model.parameters()).square().sum()
+        assert self.args.gradient_accumulation_steps == 1 or not is_watched()
+        return super().compute_loss(model, *args, **kwargs)
+
+
+class Scoring(Watching):
     """Generates, and scores what it has, before the forward pass that it trains on."""
 
     def training_step(self, model, inputs, *args, **kwargs):
@@ -282,7 +248,7 @@ class Blind(Trainer):
             return self.compute_loss(model, inputs)
 
 
-class Breaking(Trainer):
+class Breaking(Watching):
     """Breaks before a forward pass, which nobody is told of; or in one of an evaluation."""
 
     where, error, at = "", RuntimeError, 1
@@ -325,6 +291,10 @@ def predict(trainer, state):
         trainer.predict([{"input_ids": row * 0} for row in batch(8)])
 
 
+def look(trainer, state):
+    assert not is_watched()
+
+
 def break_it(trainer, state):
     raise RuntimeError("on purpose")
 
@@ -341,9 +311,17 @@ WHOLE = {"tokens": 4096}  # of a whole batch of eight, and not of one or two sho
 ROWS_OF_EIGHT = 8 * batch().shape[1]
 # The Trainer, options, arguments; steps of the readings, tokens of each; an event of a callback.
 ODD = {
-    "bf16": (Trainer, {}, {"bf16": True}, [0, 1, 2], 64, None),
-    "recomputes": (Trainer, {}, {"activation_checkpointing": True}, [0, 1, 2], 64, None),
-    "compiles": (Trainer, {}, COMPILED, [0, 1, 2], 64, None),
+    "bf16": (Watching, {}, {"bf16": True}, [0, 1, 2], 64, None),
+    "recomputes": (Watching, {}, {"activation_checkpointing": True}, [0, 1, 2], 64, None),
+    "compiles": (Watching, {}, COMPILED, [0, 1, 2], 64, None),
+    "calls a part": (OfPart, {}, {}, [0, 1, 2], 64, None),
+    "does not call the model in each third step": (
+        Apart, {"strict": False}, {}, [1, 2], 64, ("on_optimizer_step", look)
+    ),
+    "does not call the model in the first batch": (
+        Apart, {"strict": False}, {"gradient_accumulation_steps": 3}, [], 64,
+        ("on_optimizer_step", look),
+    ),
     "scores": (Scoring, WHOLE, {}, [0, 1, 2], ROWS_OF_EIGHT, None),
     "scores each of several": (
         Scoring, WHOLE, {"gradient_accumulation_steps": 2}, [0, 1, 2], ROWS_OF_EIGHT, None
@@ -400,7 +378,8 @@ def test_whatever_a_trainer_does_a_monitor_changes_nothing_and_reads_its_passes(
     record = read(tmp_path / ("again True" if steps is None else "True"))
     expected = ([2] if options is VALIDATED else [0, 1]) if steps is None else steps
     assert [reading.step for reading in record] == expected
-    assert {(reading.tokens, reading.dtype) for reading in record} == {(tokens, "float32")}
+    for reading in record:
+        assert (reading.tokens, reading.dtype) == (tokens, "float32")
     assert options is not VALIDATED or all(each.values["ids/layer_01"] > 1 for each in record)
 
 
@@ -423,34 +402,6 @@ def test_another_loop_may_send_the_events_but_with_no_copies_of_the_model_in_thr
     assert [reading.step for reading in read(tmp_path)] == steps
 
 
-@pytest.mark.usefixtures("own_metrics_in_background")
-def test_a_reading_that_comes_late_is_logged_at_its_own_step(tmp_path):
-    go, seen = threading.Event(), Memory()
-    go.set()
-
-    def slow(hidden):
-        assert go.wait(120)
-        return hidden.norm()
-
-    class Holds(TrainerCallback):
-        """Keeps the metric waiting from step 2 to step 4."""
-
-        def on_step_begin(self, args, state, control, **event):
-            if state.global_step == 2:
-                go.clear()
-            if state.global_step == 4:
-                go.set()
-
-    metrics = FEW["metrics"] | {"slow": slow}
-    options = {**FEW, "metrics": metrics, "schedule": lambda step: step == 2, "background": True}
-    fit(tmp_path, [Holds(), GeometryMonitor(**options, sinks=[seen])], report_to="tensorboard")
-    expected = [(reading.step, reading.values["slow/mean"]) for reading in read(tmp_path)]
-    assert [step for step, _ in expected] == [0, 2, 5]
-    assert [(r.step, r.values["slow/mean"]) for r in seen.readings] == expected
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert list(board_of(folder / "geomon")[1]["~geomon/slow"]) == [0, 2, 5]
-
-
 @pytest.mark.parametrize("per_token", [True, False])
 def test_the_loss_is_the_mean_over_the_batch_that_was_read_however_many_are_accumulated(
     tmp_path, per_token
@@ -471,11 +422,8 @@ def test_the_loss_is_the_mean_over_the_batch_that_was_read_however_many_are_accu
 
 
 def test_a_loss_that_the_model_does_not_return_is_the_last_that_was_logged(tmp_path):
-    class Apart(Trainer):
-        compute_loss = run_part
-
     trainer = fit(
-        tmp_path, [GeometryMonitor(**FEW, schedule=every(1))], kind=Apart, steps=4, logging_steps=2
+        tmp_path, [GeometryMonitor(**FEW, schedule=every(1))], kind=OfPart, steps=4, logging_steps=2
     )
     logged = {
         entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry
@@ -483,29 +431,3 @@ def test_a_loss_that_the_model_does_not_return_is_the_last_that_was_logged(tmp_p
     losses = [reading.values["training/loss"] for reading in read(tmp_path)]
     assert all(map(math.isnan, losses[:2]))
     assert losses[2:] == [logged[2]] * 2
-
-
-@pytest.mark.parametrize("batches", [1, 3])
-def test_a_window_ends_with_the_first_batch_of_a_step_though_the_model_was_not_called(
-    tmp_path, batches
-):
-    model, before = trained(tmp_path)
-    touched = []
-
-    class Apart(Trainer):
-        """The loss of the first batch of a step does not call the model."""
-
-        def compute_loss(self, model, inputs, *args, **kwargs):
-            touched.append(fingerprint(model) != before)
-            if len(touched) % (batches + 1) == 1:
-                return next(model.parameters()).square().sum()
-            return super().compute_loss(model, inputs, *args, **kwargs)
-
-    class Looks(TrainerCallback):
-        def on_optimizer_step(self, args, state, control, **event):
-            touched.append(fingerprint(model) != before)
-
-    monitor = GeometryMonitor(**{**FEW, "strict": False})
-    fit(tmp_path, [monitor, Looks()], model=model, kind=Apart, steps=2,
-        gradient_accumulation_steps=batches)  # fmt: skip
-    assert touched == [True, *[False] * batches] * 2

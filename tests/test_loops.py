@@ -1,9 +1,11 @@
 """Neutrality and every way out, in every loop; the same readings from all of them."""
 
+import copy
 import itertools
 import math
 import re
 import signal
+import threading
 
 import pytest
 import torch
@@ -12,9 +14,10 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from loops import LOOPS, ROWS, Learner, board_of
 from models import batch, transformer
 from tagged import charts_of
+from torch.utils.data import IterableDataset
 from wandb_file import wandb_rows, work_offline
 
-from geomon import Memory, every, read, select
+from geomon import Memory, Monitor, every, read, select
 
 METRICS = select("variance", "attention_entropy", "qk_cosine")
 
@@ -133,11 +136,28 @@ def test_all_loops_give_the_same_readings(tmp_path, net):
 
 MEAN_OF_IDS = {"ids": lambda token_ids: token_ids.double().mean()}
 HELD_OUT = batch(21, 32, seed=99)  # in batches of 8, 8 and 5
+
+
+class Stream(IterableDataset):
+    """Goes on where it stopped, and never ends."""
+
+    at = 0
+
+    def __iter__(self):
+        while True:
+            yield HELD_OUT[self.at % len(HELD_OUT)]
+            self.at += 1
+
+
 # Loop, validation data, arguments; how many of the batches of 8 are probed, and at which steps.
 EVALUATED = {
     "sanity check": ("lightning", HELD_OUT, {"val_check_interval": 2}, 2, (0, 3, 6)),
     "validation": (
         "lightning", HELD_OUT, {"val_check_interval": 2, "num_sanity_val_steps": 0}, 3, (3, 6)
+    ),
+    "a stream": (
+        "lightning", Stream(),
+        {"val_check_interval": 2, "num_sanity_val_steps": 0, "limit_val_batches": 2}, 2, (3, 6),
     ),
     "trainer": ("huggingface", HELD_OUT, {"eval_strategy": "steps", "eval_steps": 2}, 3, (3, 6)),
     "only at the end": ("huggingface", HELD_OUT, {"eval_strategy": "epoch"}, 3, (6,)),
@@ -162,16 +182,16 @@ def losses_of(trainer):
 @pytest.mark.parametrize("case", EVALUATED)
 def test_evaluations_are_left_alone_and_their_data_can_be_probed(tmp_path, case, probe):
     loop, held_out, told, batches, steps = EVALUATED[case]
-    told = told | {"held_out": held_out}
     plain, watched, memory = Learner(), Learner(), Memory()
-    without = LOOPS[loop](plain, None, tmp_path / "plain", **told)
+    data = [copy.deepcopy(held_out) for _ in range(2)]  # a stream goes on
+    without = LOOPS[loop](plain, None, tmp_path / "plain", held_out=data[0], **told)
     options = {
         "metrics": MEAN_OF_IDS | METRICS, "tokens": 10_000, "splits": 1, "schedule": every(3),
         "strict": True, "sinks": [memory], "probe": probe,
     }  # fmt: skip
     if probe:
         options["probe_loss"] = lambda outputs, inputs: outputs["loss"]
-    trainer = LOOPS[loop](watched, options, tmp_path / "run", **told)
+    trainer = LOOPS[loop](watched, options, tmp_path / "run", held_out=data[1], **told)
     assert losses_of(trainer) == losses_of(without)
     assert all(map(torch.equal, weights(watched), weights(plain)))
     if not probe:
@@ -243,11 +263,16 @@ def test_without_validation_data_there_is_one_line(tmp_path, loop):
 
 
 @callbacks
-def test_no_option_is_needed(tmp_path, loop):
+def test_no_option_is_needed(tmp_path, monkeypatch, loop):
+    told, expect = [], Monitor.expect_end
+    monkeypatch.setattr(
+        Monitor, "expect_end", lambda monitor, step: told.append(step) or expect(monitor, step)
+    )
     LOOPS[loop](Learner(), {"directory": None}, tmp_path, steps=34)
     assert [(r.step, r.source, r.mode) for r in read(tmp_path)] == [
         (step, "inline", "train") for step in (0, 16, 33)
     ]
+    assert told == [34]  # a share is of the time of the whole run
 
 
 @pytest.mark.parametrize("probe", [None, batch(8, 32, seed=77)], ids=["inline", "probe"])
@@ -264,20 +289,60 @@ def test_of_accumulated_batches_the_first_is_read_by_what_it_holds(tmp_path, loo
     assert [r.values["ids/layer_01"] for r in readings] == pytest.approx(means, rel=1e-12)
 
 
+def on_board(loop, folder):
+    """What lets a loop show its values on TensorBoard, and a function of what is shown."""
+    told = {"report_to": "tensorboard"}
+    if loop == "lightning":
+        told = {"logger": TensorBoardLogger(folder, name="runs", version="x")}
+
+    def shown(**sizes):
+        (run,) = (folder / "runs").iterdir()
+        return board_of(run / "geomon" if loop == "huggingface" else run, **sizes)
+
+    return told, shown
+
+
+@callbacks
+@pytest.mark.usefixtures("own_metrics_in_background")
+def test_a_reading_that_comes_late_is_shown_at_its_own_step(tmp_path, loop):
+    go = threading.Event()
+    go.set()
+
+    class Holding(Learner):
+        """Keeps the metric waiting from step 2 to step 4."""
+
+        def forward(self, ids, return_loss=True):
+            if len(self.losses) in (2, 4):
+                go.clear() if len(self.losses) == 2 else go.set()
+            return super().forward(ids, return_loss)
+
+    def slow(hidden):
+        assert go.wait(120)
+        return hidden.norm()
+
+    told, shown = on_board(loop, tmp_path)
+    options = {
+        "metrics": METRICS | {"slow": slow}, "schedule": lambda step: step == 2, "tokens": 64,
+        "background": True, "sink_timeout": 600.0,
+    }  # fmt: skip
+    LOOPS[loop](Holding(), options, tmp_path, **told)
+    _, curves = shown()
+    values = {reading.step: reading.values["slow/mean"] for reading in read(tmp_path)}
+    assert list(values) == [0, 2, 5]
+    assert curves["~geomon/slow"] == pytest.approx(values, rel=1e-6)
+
+
 @callbacks
 @pytest.mark.parametrize(("detail", "probe"), [("headline", None), ("layers", batch(seed=77))])
 def test_tensorboard_shows_what_the_record_holds(tmp_path, monkeypatch, loop, detail, probe):
     monkeypatch.setattr("geomon.show.loggers.history.SHARE", math.inf)  # the run takes a second
-    told = {"report_to": "tensorboard"}
-    if loop == "lightning":
-        told = {"logger": TensorBoardLogger(tmp_path, name="runs", version="x")}
+    told, shown_by = on_board(loop, tmp_path)
     options = {
         "metrics": METRICS, "tokens": 64, "schedule": every(1), "detail": detail, "probe": probe,
         "sink_timeout": 600.0, "budget": None,
     }  # fmt: skip
     LOOPS[loop](Learner(), options, tmp_path, **told)
-    (folder,) = (tmp_path / "runs").iterdir()
-    events, curves = board_of(folder / "geomon" if loop == "huggingface" else folder, images=0)
+    events, curves = shown_by(images=0)
     record = read(tmp_path)
     charts, expected = charts_of(record, detail), {}
     for reading in record:

@@ -7,11 +7,14 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from accelerator import DEVICE, Accelerator
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geomon.capture.snapshot import Layer, Part
 from geomon.distributed import merge_layers
+from geomon.distributed.merge import attention_shape, subsample_attention
+from geomon.kernels.attention import attention_rows, scores_of
 
 ROWS, SEQUENCES, QUERIES, KEYS, WIDTH = 7, 2, 3, 5, 4
 FORMS = "ranks or batches captured it in different forms"
@@ -86,20 +89,24 @@ def by_hand(n):
     return layer(captured, {"query": "written by hand"})
 
 
-def of_pass(seed, **more):
-    """Attention of a pass of two sequences with tokens of its own."""
-    query, key = drawn(2, 4, 5, 3, seed=seed), drawn(2, 2, 5, 3, seed=seed + 1)
-    visible = torch.ones(1, 1, 5, 5).bool().tril()
+def attention_layer(seed, sequences, queries, keys, *, grid=None, bias=None, **more):
+    """Attention of a pass with tokens of its own."""
+    causal = torch.arange(keys) <= torch.arange(queries)[:, None] + keys - queries
     return layer(
-        {"query": query, "key": key, "visible": visible, "bias": None, "scale": 0.5} | more
-    )
+        {
+            "query": drawn(sequences, 4, queries, 3, seed=seed),
+            "key": drawn(sequences, 2, keys, 3, seed=seed + 1),
+            "visible": causal.expand(sequences, 1, -1, -1) if grid is None else grid,
+            "bias": bias, "scale": 0.5, **more,
+        }
+    )  # fmt: skip
 
 
 NOTHING = layer({}, dict.fromkeys(("hidden", "token_ids", "precision"), "not run"))
 ALL, LOGITS = range(ROWS), [[1.0, math.nan, 3.0], [2.0, -5.0, 1.0]]
 HEADS = {"query": QUERY, "key": KEY, "scale": 0.5}
 SINK = drawn(4)
-SAME_SINK = [of_pass(seed, sink=SINK, softcap=30.0) for seed in (0, 2)]
+SAME_SINK = [attention_layer(seed, 2, 5, 5, sink=SINK, softcap=30.0) for seed in (0, 2)]
 # Parts; views of the whole, all or some of them; beginnings of reasons for what is missing.
 MERGES = {
     "rows of two": ([of_rows(4, 0, 2), of_rows(6, 1, 5, 3)], whole(*ALL), {}),
@@ -202,12 +209,13 @@ MERGES = {
         {"query": "written by hand"},
     ),
     "the largest logit of any": (
-        [of_pass(n, max_logits=torch.tensor(own)) for n, own in enumerate(LOGITS)],
+        [attention_layer(n, 2, 5, 5, max_logits=torch.tensor(own)) for n, own in enumerate(LOGITS)],
         {"max_logits": [2.0, -5.0, 3.0]}, {},
     ),
     "sinks of the layer": (SAME_SINK, {"sink": SINK, "softcap": 30.0}, {}),
     "other sinks": (
-        [*SAME_SINK, of_pass(4, sink=SINK + 1, softcap=30.0)], {}, {"sink": FORMS, "query": FORMS}
+        [*SAME_SINK, attention_layer(4, 2, 5, 5, sink=SINK + 1, softcap=30.0)], {},
+        {"sink": FORMS, "query": FORMS},
     ),
 }  # fmt: skip
 
@@ -262,3 +270,115 @@ def test_rows_of_any_ragged_split_are_the_rows(cuts):
     assert torch.equal(found.captured["hidden"], hidden)
     assert len(found.captured["token_ids"]) == 40
     assert found.missing == {"positions": "why not"}
+
+
+# -- the union -------------------------------------------------------------------------------------
+
+
+def reduced(layer: Layer):
+    views = layer.captured
+    names = ("query", "key", "visible", "scale", "bias")
+    return attention_rows(scores_of(*(views[name] for name in names)))
+
+
+def test_ragged_attention_is_what_each_rank_would_reduce():
+    """Fewer queries, fewer keys, grids for all rows at once, a bias on one rank alone."""
+    parts = [
+        attention_layer(0, 2, 5, 5),
+        attention_layer(2, 3, 4, 7),
+        attention_layer(4, 1, 5, 6, grid=torch.rand(1, 1, 1, 6) < 2),
+        attention_layer(6, 2, 5, 5, bias=drawn(1, 4, 5, 5, seed=9)),
+        attention_layer(8, 0, 5, 9),
+    ]
+    whole = merge_layers(parts)
+    assert whole.captured["query"].shape == (8, 4, 5, 3)
+    assert whole.captured["key"].shape == (8, 2, 7, 3)
+    found, seen = reduced(whole), []
+    for part in parts[:-1]:
+        sequences, queries, _ = attention_shape(part)
+        rows = torch.zeros(sequences, 5, dtype=torch.bool)
+        rows[:, :queries] = True
+        seen.append(rows.flatten())
+    expected = [reduced(part) for part in parts[:-1]]
+    kept = torch.cat(seen)
+    assert not found.visible[:, ~kept].any()
+    for name in found._fields:
+        whole_field = getattr(found, name)[:, kept]
+        torch.testing.assert_close(
+            whole_field, torch.cat([getattr(part, name) for part in expected], dim=1)
+        )
+
+
+# -- thinning --------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 6), min_size=2, max_size=6),
+    rows=st.integers(1, 400),
+    queries=st.integers(1, 200),
+)
+def test_all_ranks_together_keep_of_attention_what_one_would(counts, rows, queries):
+    length = 16
+    layers = [
+        attention_layer(10 * rank, count, length, length) for rank, count in enumerate(counts)
+    ]
+    shapes = [attention_shape(layer) for layer in layers]
+    thin = [
+        subsample_attention(layer, shapes, rank, rows, queries) for rank, layer in enumerate(layers)
+    ]
+    kept = [attention_shape(layer) for layer in thin]
+    sequences = sum(shape[0] for shape in kept)
+    assert sequences == min(sum(counts), max(1, rows // length))
+    if sequences:
+        each = min(length, math.ceil(queries / sequences))
+        assert all(shape[1] == each for shape in kept if shape[0])
+        assert sequences * each <= queries + sequences
+    for layer, whole in zip(thin, layers, strict=True):
+        assert layer.captured["visible"].shape[0] == layer.captured["query"].shape[0]
+        # Keys and queries of whole sequences, in order, that were the rank's own.
+        for key in layer.captured["key"]:
+            assert any(torch.equal(key, own) for own in whole.captured["key"])
+        if attention_shape(layer)[0]:
+            torch.testing.assert_close(reduced(layer).visible, _visible(layer), rtol=0, atol=0)
+
+
+def _visible(layer: Layer) -> torch.Tensor:
+    return layer.captured["visible"].sum(3).expand(-1, 4, -1).transpose(0, 1).flatten(1).double()
+
+
+def test_thinned_queries_cover_all_positions_alike():
+    """Those of two sequences in turn are evenly spread; a causal row sees up to its own place."""
+    counts, length = (10, 6), 64
+    layers = [attention_layer(rank, count, length, length) for rank, count in enumerate(counts)]
+    shapes = [attention_shape(layer) for layer in layers]
+    thin = [
+        subsample_attention(layer, shapes, n, 10_000, 64).captured for n, layer in enumerate(layers)
+    ]
+    places = torch.cat([views["visible"].sum(3).flatten() - 1 for views in thin])
+    assert places.tolist() == [4, 20, 36, 52, 12, 28, 44, 60] * 8
+    alike = attention_layer(0, 10, length, length, grid=torch.ones(1, 1, 1, length).bool())
+    thin = subsample_attention(alike, shapes, 0, 10_000, 64).captured
+    assert (thin["query"].shape[2], thin["visible"].shape) == (4, (1, 1, 1, length))
+
+
+def test_layers_are_merged_on_the_device_where_their_rows_are():
+    """One pass has a bias and a longer length, the other neither."""
+    parts = [
+        attention_layer(0, 2, 5, 7, bias=drawn(1, 4, 5, 7, seed=9)),
+        attention_layer(3, 3, 4, 6),
+    ]
+    shapes = [attention_shape(part) for part in parts]
+
+    def merged(parts):
+        return merge_layers(
+            [subsample_attention(p, shapes, n, 28, 12) for n, p in enumerate(parts)]
+        )
+
+    expected = merged(parts).captured
+    with Accelerator():
+        found = merged([part.to(DEVICE) for part in parts])
+        assert found.devices == {DEVICE}
+        for name, value in expected.items():
+            same = found.captured[name]
+            assert same == value if name == "scale" else torch.equal(same.cpu(), value), name

@@ -3,14 +3,11 @@
 The programs are in `mesh_runs.py`. `python -m benchmarks.meshes` runs the whole matrix.
 """
 
-import functools
 from functools import partial
-from pathlib import Path
 
 import pytest
-from forks import Forks
 from mesh_runs import FOUR
-from on_ranks import run_on_ranks
+from on_ranks import runner
 
 PREPARATION = """
 import contextlib
@@ -18,16 +15,13 @@ import torch._dynamo, mesh_runs
 with contextlib.suppress(ImportError):
     from transformers import LlamaForCausalLM
 """
-PROGRAM = Path(__file__).parent.parent / "mesh_runs.py"
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """Runs a program on a number of ranks, once; returns how it has ended."""
-    forks = Forks(PREPARATION)
     folder = tmp_path_factory.mktemp("meshes")
-    yield functools.cache(partial(run_on_ranks, forks, PROGRAM, folder))
-    forks.close()
+    for run in runner("mesh_runs.py", PREPARATION):
+        yield partial(run, folder)
 
 
 @pytest.mark.parametrize("name", [function.__name__ for function in FOUR])

@@ -108,13 +108,6 @@ def test_a_function_that_raises_is_one_warning_and_the_run_goes_on(caplog, hook,
     )
 
 
-def test_without_alerts_that_need_bands_none_are_made(monkeypatch):
-    monkeypatch.setattr("geomon.analysis.bands.Bands.add", None)
-    alerts = []
-    follow(COURSE[:9], on_alert=alerts.append, strict=True)
-    assert len(alerts) == 1
-
-
 def spoil(watched):
     """Make the state of one token not finite."""
     with torch.no_grad():

@@ -1,7 +1,6 @@
 """The session that callbacks share, driven by hand: no framework is loaded here."""
 
 import copy
-import functools
 import math
 import pickle
 
@@ -10,7 +9,6 @@ import torch
 from models import PlainDecoder, batch
 
 from geomon import Memory, every, select
-from geomon.distributed import RankGroup
 from geomon.monitor import CallbackSession
 
 FEW = {"metrics": select("variance"), "tokens": 64, "schedule": every(2), "strict": True}
@@ -28,51 +26,42 @@ def is_watched():
     return torch.nn.Module._compiled_call_impl is not None
 
 
-def opens(step):
-    return lambda session, model: session.open(step)
+def do(session, model, what, *given, **named):
+    """Something that a callback does, or the model, or the framework."""
+    if what == "call":
+        model(batch())
+    elif what == "start":
+        session.start(PlainDecoder(), 0, session.monitor.path.parent / "next", [])
+    elif what == "close in vain":
+        with pytest.raises(RuntimeError, match="did not run while the window was open"):
+            session.close()
+    else:
+        getattr(session, what)(*given, **named)
 
 
-def awaits(step, **told):
-    return lambda session, model: session.open_at_call(step, **told)
-
-
-def calls(session, model):
-    model(batch())
-
-
-def closes(session, model):
-    session.close()
-
-
-def discards(session, model):
-    session.discard()
-
-
-def fails(session, model):
-    session.close(ValueError("the forward pass failed"))
-
-
-def starts(session, model):
-    session.start(PlainDecoder(), 0, session.monitor.path.parent / "next", [])
-
-
-def finishes(session, model):
-    session.finish()
-
-
+FAILS = ("close", ValueError("the forward pass failed"))
 # Events, each with whether a window is open behind it; steps of the readings.
 COURSES = {
-    "discarded": ([(opens(0), True), (discards, False), (calls, False)], []),
-    "failed": ([(opens(2), True), (calls, True), (fails, False)], []),
-    "of a training that ended without a word": ([(opens(4), True), (starts, False)], []),
-    "finished while it is open": ([(awaits(6), True), (finishes, False), (finishes, False)], []),
-    "gives way to the next": ([(opens(0), True), (opens(2), True), (calls, True), (closes, False)],
-                              [2]),
+    "discarded": ([(("open", 0), True), (("discard",), False), (("call",), False)], []),
+    "failed": ([(("open", 2), True), (("call",), True), (FAILS, False)], []),
+    "of a training that ended without a word": ([(("open", 4), True), (("start",), False)], []),
+    "finished while it is open": (
+        [(("open_at_call", 6), True), (("finish",), False), (("finish",), False)], [],
+    ),
+    "gives way to the next": (
+        [(("open", 0), True), (("open", 2), True), (("call",), True), (("close",), False)], [2],
+    ),
     "calls at due steps": (
         [event for step in range(4)
-         for event in ((awaits(step), step % 2 == 0), (calls, False), (closes, False))], [0, 2],
+         for event in ((("open_at_call", step), step % 2 == 0), (("call",), False),
+                       (("close",), False))], [0, 2],
     ),
-    "failed before the call": ([(awaits(0), True), (fails, False), (calls, False)], []),
+    "of a model that is not called": (
+        [(("open_at_call", 4), True), (("close in vain",), False), (("close",), False)], [],
+    ),
+    "failed before the call": (
+        [(("open_at_call", 0), True), (FAILS, False), (("call",), False)], [],
+    ),
 }  # fmt: skip
 
 
@@ -81,21 +70,11 @@ def test_a_window_is_open_for_a_forward_pass_and_no_longer(tmp_path, name):
     events, steps = COURSES[name]
     session, model, memory = started(tmp_path)
     for event, is_open in events:
-        event(session, model)
+        do(session, model, *event)
         assert is_watched() == is_open
     session.finish()
     assert not is_watched()
     assert [reading.step for reading in memory.readings] == steps
-
-
-def test_a_model_that_is_not_called_is_said_once(tmp_path):
-    session, _, memory = started(tmp_path)
-    session.open_at_call(3, force=True)
-    with pytest.raises(RuntimeError, match="did not run while the window was open"):
-        session.close()
-    session.close()
-    assert not is_watched()
-    assert not memory.readings
 
 
 @pytest.mark.parametrize(
@@ -109,38 +88,6 @@ def test_the_record_is_in_the_folder_of_the_training_unless_another_is_given(
     session, *_ = started(of_training, directory=given)
     assert session.monitor.path == tmp_path / folder / "readings.jsonl"
     assert repr(session).startswith("GeometryMonitor(PlainDecoder, 3 blocks, 1 metrics")
-
-
-@pytest.mark.parametrize("probe", [None, batch()], ids=["inline", "probe"])
-def test_a_schedule_is_followed_without_a_budget_also_where_ranks_could_not_share_one(
-    tmp_path, monkeypatch, probe
-):
-    monkeypatch.setattr("geomon.monitor.monitor.find_ranks", lambda: RankGroup(0, 2))
-    session, model, memory = started(tmp_path, schedule=every(1), gather=False, probe=probe)
-    for step in range(20):
-        session.probe(step)
-        session.open(step)
-        model(batch())
-        session.close()
-    session.finish()
-    assert len(memory.readings) == 20
-
-
-def test_fixed_inputs_are_read_when_due_and_at_the_end(tmp_path):
-    session, _, memory = started(tmp_path, probe=batch())
-    asked = []
-
-    def logged_at(step):
-        asked.append(step)
-        return {"loss": 1.0 / step if step else 0.5, "other": 3.0}
-
-    for step in range(4):
-        session.probe(step, last=step == 3)
-        session.close()
-        session.log(step, functools.partial(logged_at, step))
-    found = [(r.step, r.source, r.values["training/loss"]) for r in memory.readings]
-    assert found == [(0, "probe", 0.5), (2, "probe", 0.5), (3, "probe", 1 / 3)]
-    assert asked == [0, 2, 3]
 
 
 def test_what_the_framework_shows_and_logs_may_fail_and_is_one_warning_each(tmp_path, caplog):
@@ -170,16 +117,19 @@ def test_what_the_framework_shows_and_logs_may_fail_and_is_one_warning_each(tmp_
 
 def test_the_first_validation_is_read_from_then_on_and_by_the_next_training_not(tmp_path, caplog):
     session, _, memory = started(tmp_path, probe="validation", schedule=every(1))
+    asked = []
     for step in range(4):
         assert session.waits == (step < 2)
         session.probe(step)
-        session.log(step, dict)
+        session.log(step, lambda step=step: asked.append(step) or {"loss": step / 2})
         if step:
             session.held_out.begin()
             session.held_out.offer(batch(8, 32, seed=step))
             session.held_out.end()
     session.finish()
-    assert [(reading.step, reading.tokens) for reading in memory.readings] == [(2, 64), (3, 64)]
+    found = [(r.step, r.source, r.tokens, r.training["loss"]) for r in memory.readings]
+    assert found == [(2, "probe", 64, 1.0), (3, "probe", 64, 1.5)]
+    assert asked == [2, 3]
     session.start(PlainDecoder(), 0, tmp_path / "next", [])
     assert session.waits
     session.probe(0, last=True)
@@ -197,10 +147,9 @@ def test_a_trainer_that_does_not_validate_is_said_at_the_start(tmp_path):
 
 def test_before_training_every_call_does_nothing():
     session = CallbackSession(FEW, "GeometryMonitor")
-    for event in (opens(0), awaits(0), closes, discards, finishes):
-        event(session, None)
-    session.probe(0, last=True)
-    session.log(0, dict)
+    for event in (("open", 0), ("open_at_call", 0), ("close",), ("discard",), ("finish",),
+                  ("probe", 0), ("log", 0, dict)):  # fmt: skip
+        do(session, None, *event)
     assert math.isnan(session.overhead)
 
 

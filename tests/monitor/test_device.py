@@ -156,50 +156,59 @@ def test_a_device_without_float64_leaves_measuring_to_the_host(monkeypatch):
     assert "measured on the host: so it is" in reading.words()
 
 
-def test_where_memory_ends_in_a_metric_the_rest_is_measured_on_the_host():
+def fails_on_the_device(error, from_call=0):
+    """A metric that the host alone can measure, and where it was called."""
     seen = []
 
-    def greedy(hidden):
+    def metric(hidden):
         seen.append(hidden.device)
-        if len(seen) > 1 and hidden.device == DEVICE:
-            raise torch.OutOfMemoryError("tried to allocate too much\nand more of that")
+        if hidden.device == DEVICE and len(seen) > from_call:
+            raise error
         return hidden.mean()
 
-    metrics = select("anisotropy", "attention_entropy") | {"greedy": greedy}
-    few = {"metrics": metrics, "steps": 1, "sequences": 4}  # no margin, one call for each layer
-    on_host = run(**few)
+    return metric, seen
+
+
+# The metric, where it is called, and why the reading is measured on the host.
+FAILING = {
+    "memory ends": (
+        fails_on_the_device(torch.OutOfMemoryError("tried to allocate too much\nand more"), 1),
+        [DEVICE, DEVICE, HOST, HOST],  # the layer is measured again
+        "meta does not have enough memory (tried to allocate too much)",
+    ),
+    "it has no such operation": (
+        fails_on_the_device(NotImplementedError("it has no such operation")),
+        [DEVICE, HOST, HOST, HOST],
+        "m failed on meta (it has no such operation)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_where_a_metric_fails_on_the_device_the_rest_is_measured_on_the_host(name):
+    (metric, seen), devices, text = FAILING[name]
+    metrics = select("anisotropy", "attention_entropy") | {"m": metric}
+    few = {"metrics": metrics, "steps": 1, "sequences": 4, "strict": False}  # without margins
+    (on_host,) = run(**few)
     seen.clear()
     with Accelerator():
         (reading,) = run(**few, device=NAME)
-    assert seen == [DEVICE, DEVICE, HOST, HOST]  # the layer is measured again
-    text = "measured on the host: meta does not have enough memory (tried to allocate too much)"
-    assert set(reading.words()) - set(on_host[0].words()) == {text}
-    assert_same_values(on_host[0], reading)
+    assert seen == devices
+    assert set(reading.words()) - set(on_host.words()) == {f"measured on the host: {text}"}
+    assert_same_values(on_host, reading)
 
 
-def test_a_metric_that_fails_on_the_device_alone_sends_the_reading_to_the_host():
-    def of_the_host(hidden):
-        if hidden.device == DEVICE:
-            raise NotImplementedError("it has no such operation")
-        return hidden.mean()
+def test_a_metric_that_fails_everywhere_is_tried_on_the_host_once():
+    seen = []
 
     def nowhere(hidden):
         seen.append(hidden.device)
         raise ValueError("it never works")
 
-    seen = []
-    metrics = select("anisotropy") | {"nowhere": nowhere}
     with Accelerator():
-        (failing,) = run(metrics=metrics, steps=1, splits=1, device=NAME, strict=False)
-        assert seen == [DEVICE, HOST, DEVICE, DEVICE]  # tried on the host once
-        metrics |= {"of_the_host": of_the_host}
-        (moved,) = run(metrics=metrics, steps=1, splits=1, device=NAME, strict=False)
-    assert not any("measured on the host" in note for note in failing.words())
-    text = "measured on the host: of_the_host failed on meta (it has no such operation)"
-    assert text in moved.words()
-    assert not any("of_the_host, layer" in note for note in moved.words())
-    assert math.isfinite(moved.values["of_the_host/mean"])
-    assert math.isnan(moved.values["nowhere/mean"])
+        (reading,) = run(metrics={"m": nowhere}, steps=1, splits=1, device=NAME, strict=False)
+    assert seen == [DEVICE, HOST, DEVICE, DEVICE]
+    assert not any("measured on the host" in note for note in reading.words())
 
 
 def test_deterministic_algorithms_are_left_to_the_host():

@@ -97,54 +97,40 @@ def test_within_a_budget_no_reading_is_made_while_the_one_before_is_measured(mon
     assert watched.shown == [0]
 
 
-def test_a_metric_of_ones_own_is_measured_by_the_thread_that_trains(caplog):
-    threads = set()
-
-    def of_its_thread(hidden):
-        threads.add(threading.current_thread())
-        return 1.0
-
-    options = {"background": True, "metrics": select("variance") | {"own": of_its_thread}}
-    check(Scenario(range(2), range(2), options), None, caplog)
-    assert threads == {threading.main_thread()}
-
-
-def stop():
-    raise KeyboardInterrupt
-
-
-def interrupted(error):
-    def interrupts(*given, **named):
+def raising(error):
+    def raises(hidden, *given, **named):
         raise error
 
-    return interrupts
+    return raises
 
 
-BROKEN = {"metrics": {"broken": lambda hidden: 1 / 0}, "strict": True}
-STOPPED = {"metrics": {"stops": lambda hidden: stop()}, "background": True}
-# Options, steps of the readings that come, what is said and what is raised in the end.
+def break_across_layers(error):
+    return lambda watched: watched.patch.setattr(Evaluator, "combine", raising(error))
+
+
+BROKEN = {"metrics": {"broken": lambda hidden: 1 / 0}, "strict": True, "background": True}
+# What happens before six steps, more than wait; options, what is said and what is raised.
 FAILURES = {
-    "strict": (BROKEN | {"background": False}, [], [], (ZeroDivisionError, "division")),
-    "strict, in the background": (
-        BROKEN | {"background": True}, [], [], (ZeroDivisionError, "division")
+    "strict": ([], BROKEN, [], (ZeroDivisionError, "division")),
+    "Ctrl-C in a metric": (
+        [], {"metrics": {"stops": raising(KeyboardInterrupt())}, "background": True},
+        ["KeyboardInterrupt"], None,
     ),
-    "Ctrl-C in a metric": (STOPPED, [], ["KeyboardInterrupt"], None),
+    **{
+        f"{error.__name__} across layers": (
+            [break_across_layers(error)], BESIDE | {"background": True}, [error.__name__], None
+        )
+        for error in (KeyboardInterrupt, SystemExit)
+    },
 }  # fmt: skip
 
 
 @OWN
 @pytest.mark.parametrize("name", FAILURES)
 def test_what_fails_in_the_background_ends_nothing_and_strict_raises_it(caplog, name):
-    options, shown, said, raises = FAILURES[name]
-    steps = range(1 if raises else 6)  # more than wait in the background
-    check(Scenario(steps, shown, options, said, raises=raises), None, caplog)
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_what_is_raised_across_layers_in_the_background_ends_nothing(caplog, monkeypatch, error):
-    monkeypatch.setattr(Evaluator, "combine", interrupted(error))
-    options = BESIDE | {"background": True}
-    check(Scenario(range(6), [], options, [error.__name__]), None, caplog)
+    events, options, said, raises = FAILURES[name]
+    steps = range(1 if raises else 6)
+    check(Scenario([*events, *steps], [], options, said, raises=raises), None, caplog)
 
 
 @OWN

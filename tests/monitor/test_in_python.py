@@ -1,44 +1,31 @@
 """What people type and see: names in place of functions, `with Monitor(...)`, one-line reprs."""
 
 import pytest
-import torch
-from torch import nn
+from models import PlainDecoder, batch
 
 from geomon import Memory, Monitor, read
 from geomon.analysis import find_phase
 
 
-def model():
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 2, 16, batch_first=True)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-
 def test_metrics_by_name_and_a_schedule_by_number(tmp_path):
-    batch = torch.randn(4, 16, 16)
-    watched = model()
-    with Monitor(
-        watched, metrics=["cosine", "anisotropy"], schedule=2, tokens=64, directory=tmp_path
-    ) as monitor:
+    model, options = PlainDecoder(), {"metrics": ["cosine", "anisotropy"], "tokens": 64}
+    with Monitor(model, schedule=2, directory=tmp_path, **options) as monitor:
         assert monitor.latest is None
         assert "nothing read yet" in repr(monitor)
         for step in range(5):
             with monitor(step):
-                watched(batch)
-        assert monitor.latest.step == 4
-        assert monitor.path == tmp_path / "readings.jsonl"
-        text = repr(monitor)
-        page = monitor._repr_html_()
-    assert text == (
-        f"Monitor(TransformerEncoder, 2 blocks, 2 metrics, schedule=every(steps=2), "
-        f"record={str(monitor.path)!r}, last step 4)"
+                model(batch())
+        shown, page = repr(monitor), monitor._repr_html_()
+    assert shown == (
+        f"Monitor(PlainDecoder, 3 blocks, 2 metrics, schedule=every(steps=2), "
+        f"record={str(tmp_path / 'readings.jsonl')!r}, last step 4)"
     )
     assert "3 readings, steps 0 to 4" in page
     recorded = read(tmp_path)
     assert [reading.step for reading in recorded] == [0, 2, 4]
     assert recorded[-1].values == monitor.latest.values
-    assert list(recorded.runs[0]["metrics"]) == ["cosine", "anisotropy"]
-    assert recorded.runs[0]["schedule"] == "every(steps=2)"
+    run = recorded.runs[0]
+    assert (list(run["metrics"]), run["schedule"]) == (options["metrics"], "every(steps=2)")
 
 
 def test_the_monitor_is_closed_whatever_ends_the_with():
@@ -51,15 +38,12 @@ def test_the_monitor_is_closed_whatever_ends_the_with():
     sinks = [Sink(), Sink()]
     options = {"metrics": ["cosine"], "directory": None, "sinks": sinks, "schedule": lambda _: True}
     with pytest.raises(RuntimeError, match="mine"):  # noqa: SIM117
-        with Monitor(model(), **options) as monitor:
+        with Monitor(PlainDecoder(), **options) as monitor:
             raise RuntimeError("mine")
     assert closed == sinks[::-1]  # what draws into a logger comes after it
-    assert monitor.path is None
-    assert "no record, nothing read yet" in repr(monitor)
+    assert (monitor.path, "no record, nothing read yet" in repr(monitor)) == (None, True)
     page = monitor._repr_html_()
-    assert page.startswith(
-        "<p>Monitor(TransformerEncoder, 2 blocks, 1 metrics, schedule=&lt;functi"
-    )
+    assert page.startswith("<p>Monitor(PlainDecoder, 3 blocks, 1 metrics, schedule=&lt;functi")
     assert "Readings(none yet)" in page
 
 

@@ -5,7 +5,6 @@ import os
 
 import pytest
 import torch
-from forks import Forks
 from interrupting import Interrupting, files
 from models import PlainDecoder, batch
 
@@ -136,13 +135,6 @@ assert os.waitpid(child, 0)[1] == 0
 assert sink.calls == [0, 1, "closed"], sink.calls
 assert [reading.step for reading in read(sys.argv[1])] == [0, 1]
 """
-
-
-@pytest.fixture(scope="module")
-def forks():
-    forks = Forks("import models, geomon, scipy.stats, faiss; geomon.Monitor")
-    yield forks
-    forks.close()
 
 
 @pytest.mark.parametrize(

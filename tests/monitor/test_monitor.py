@@ -1,8 +1,6 @@
 """What a monitor says of a run, what it takes of its time, and how it ends without being closed."""
 
-import errno
 import gc
-import itertools
 import os
 import platform
 import sys
@@ -15,9 +13,8 @@ from importlib.metadata import version
 import numpy as np
 import pytest
 import torch
-from forks import Forks
 from models import PlainDecoder, batch
-from scenarios import FEW, Scenario, Watched, check, step
+from scenarios import FEW, Watched, step
 
 from geomon import METRICS, Memory, Monitor, read, select
 from geomon.capture import Window
@@ -47,26 +44,6 @@ def test_a_reading_says_what_it_stands_on(tmp_path, monkeypatch):
         "mesh": "1 rank", "device": "cpu",
     }  # fmt: skip
     assert run.items() >= described.items()
-
-
-@pytest.mark.parametrize("arrays", [True, False])
-def test_arrays_stand_beside_the_record_and_what_cannot_be_written_is_said_once(
-    tmp_path, caplog, arrays
-):
-    tried = itertools.count(1)
-
-    def full(*given, **named):
-        raise OSError(errno.ENOSPC, f"No space left on device {next(tried)}")
-
-    events = [0, lambda watched: watched.patch.setattr(np, "savez", full), 1, 2,
-              lambda watched: watched.patch.undo(), 3]  # fmt: skip
-    said = ["arrays for figures could not be written"] * arrays
-    options = {"metrics": select("qk_cosine"), "arrays": arrays}
-    check(Scenario(events, range(4), options, said), tmp_path, caplog)
-    files = sorted(path.name for path in tmp_path.glob("arrays/*"))
-    assert files == [f"step_{number:06d}_inline.npz" for number in (0, 3)] * arrays
-    if arrays:
-        assert read(tmp_path).arrays(3)["mean_query/layer_02"].shape == (4, 8)
 
 
 @pytest.mark.parametrize(
@@ -224,13 +201,6 @@ else:
     if way == "exception":
         raise RuntimeError("in the loop")
 """
-
-
-@pytest.fixture(scope="module")
-def forks():
-    forks = Forks("import models, geomon; geomon.Monitor")
-    yield forks
-    forks.close()
 
 
 @pytest.mark.parametrize("way", ["end", "exception", "cycle", "child", "at exit"])

@@ -32,7 +32,7 @@ WRONG = [
     ({"queries": 2}, "queries must be a whole number of at least 3, or None, got 2"),
     ({"extra_layers": ["final"]}, "final"),
     ({"alerts": ["rank"]}, "no alert is called 'rank'"),
-    ({"log": ("a/",)}, "cannot name a value"),
+    *(({"log": (name,)}, "cannot name a value") for name in ("", "/", "a/", " a", "a\nb", "a//b")),
     ({"budget": 1}, "budget must be a share of the training time between 0 and 1"),
     ({"budget": float("nan")}, "budget must be a share of the training time between 0 and 1"),
     ({"budget": True}, "budget must be a share of the training time between 0 and 1"),
@@ -141,7 +141,7 @@ def test_a_callback_shows_its_main_options_on_a_line(callback):
     assert shown == "GeometryMonitor(2 metrics, schedule=every(steps=100), 4,096 tokens, probe=a b)"
 
 
-@pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[message for _, message in WRONG])
+@pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[str(wrong) for wrong, _ in WRONG])
 def test_all_refuse_the_same_in_the_same_words(wrong, message):
     said = []
     for build in (

@@ -41,6 +41,7 @@ RUN = {
     "fewest": 0,  # fewest readings
     "gap": math.inf,  # largest gap between two of them
     "checks_take": (0, 1),  # least and largest share of the time that checks take
+    "checks_apart": None,  # from how many steps to how many, after the second
 }
 LIVE = {"steps": 2_000, "cost": 2.5, "first": list(ALWAYS_READ), "gap": 200}
 DEAR = dict(LIVE, cost=4.0, checks=None, first=None)
@@ -96,6 +97,15 @@ RUNS = {
     "checks beside a schedule": dict(
         RUN, steps=10_000, cost=2.5, schedule=every(100), share=None, checks_take=(0.009, 0.011)
     ),
+    "checks alone": dict(
+        RUN,
+        steps=2_000,
+        cost=0.0,
+        check=2.0,
+        schedule=every(10_000),
+        share=None,
+        checks_apart=(197, 198),
+    ),
     "a schedule within a share": dict(LIVE, schedule=every(10), first=[0, 10, 20]),
     "a schedule within a share, nobody knows": dict(
         LIVE, schedule=every(10), known=False, first=[0, 10, 20], gap=400
@@ -134,28 +144,13 @@ def test_readings_and_checks_fill_their_share_of_a_run(name, clock):
     assert max(b - a for a, b in itertools.pairwise(read)) <= run.gap
     assert run.checks_take[0] <= run.check * len(checked) / clock.now <= run.checks_take[1]
     assert run.checks is None or not checked or checked[0] >= 32
+    if run.checks_apart:
+        apart = {b - a for a, b in itertools.pairwise(checked[1:])}
+        assert (checked[0], min(apart), max(apart)) == (32, *run.checks_apart)
     if name == "of two thousand":
         assert sum(step < 128 for step in read) >= 4
     if run.schedule == every(10):  # a forced one is the one put off
         assert planner.left_out == (0 if run.share is None else 200 - len(read))
-
-
-def test_checks_alone_begin_at_step_32_and_are_evenly_spaced(clock):
-    account = Account(clock)
-    planner = Planner(every(10_000), None, "auto", RankGroup(), account, source="inline")
-    account.begin()
-    planner.begin(0, 0)
-    checked = []
-    for step in range(2_000):
-        planner.advance(step)
-        if planner.due() is Due.CHECK:
-            with account.charge():
-                clock.now += 2.0
-            planner.mark_checked(2.0)
-            checked.append(step)
-        clock.now += 1.0
-    assert checked[0] == 32
-    assert {b - a for a, b in itertools.pairwise(checked[1:])} <= {197, 198, 199, 200}
 
 
 def train_beside(clock, *, periods=10, first=100, slower=0.5, rare=None):
@@ -308,13 +303,6 @@ def test_checks_wait_until_nothing_is_being_measured_unless_they_have_a_schedule
         made_at(planner, [0, 63])
         planner.advance(64, busy=True)
         assert planner.due() is due
-
-
-def test_a_training_that_goes_back_is_read_again():
-    planner = planned(every(10))
-    assert made_at(planner, range(45)) == [0, 10, 20, 30, 40]
-    planner.rewind(15)
-    assert made_at(planner, range(15, 45)) == [20, 30, 40]
 
 
 def test_while_a_reading_is_measured_no_other_is_made_and_steps_beside_it_are_known(clock):

@@ -83,7 +83,8 @@ def leave(name, content):
 
 ANEW = [FILE_NAME, "arrays", "readings.1.jsonl", "arrays.1", "readings.2.jsonl", "arrays.2"]
 BOTH, THEIRS = [FILE_NAME, "arrays"], [FILE_NAME, "arrays", "arrays.1"]
-# Events; points of the record, names in the folder; numbers in arrays, by step and source.
+# Events; points of the record and names in the folder; numbers in arrays, by step and source, and
+# the points of a branch that was given up.
 FOLDERS = {
     "runs that begin anew keep the arrays of the old ones": (
         [event for _ in range(3) for event in (begin(0), put(0))], [(0, 3)], ANEW, {(0, None): 3.0}
@@ -92,6 +93,11 @@ FOLDERS = {
         [begin(0), put(0, 10, 20), lose("step_000020_probe.npz"), begin(21), put(30)],
         [(0, 1), (10, 1), (20, 1), (30, 2)], BOTH,
         {(0, None): 1.0, (10, None): 1.0, (30, None): 2.0},
+    ),
+    "those of a branch that was given up are kept apart": (
+        [begin(0), put(0, 10, 20, 30), begin(15), write(20, source="probe"), put(30)],
+        [(0, 1), (10, 1), (20, 2), (30, 2)], THEIRS,
+        {(0, None): 1.0, (10, None): 1.0, (30, None): 2.0}, [(20, 1), (30, 1)],
     ),
     "sources are kept apart": (
         [begin(0), put(30), put(30, source="inline"), put_alone(4.5)], [(30, 1), (30, 1)], BOTH,
@@ -114,14 +120,19 @@ FOLDERS = {
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_arrays_are_those_of_the_readings_that_stand(tmp_path, name):
-    events, expected, files, numbers = FOLDERS[name]
+    events, expected, files, numbers, *abandoned = FOLDERS[name]
     failed = 2 if "waits" in name else 0  # the line, and the end
-    history = History(events, expected, rewound=None, files=files, failed=failed)
+    history = History(events, expected, *abandoned, rewound=None, files=files, failed=failed)
     check(history, tmp_path)
     for (step, source), number in numbers.items():
         assert array_of(tmp_path, step, source) == number
     if "begin anew" in name:
         assert [array_of(tmp_path / f"readings.{n}.jsonl", 0) for n in (1, 2)] == [1.0, 2.0]
+    if abandoned:
+        with pytest.raises(FileNotFoundError, match="no arrays of step 20"):
+            array_of(tmp_path, 20)
+        kept = sorted(os.listdir(tmp_path / "arrays.1"))
+        assert kept == ["step_000020_probe.npz", "step_000030_probe.npz"]
     if "without their record" in name:
         assert (tmp_path / "arrays.1" / "step_000000_probe.npz").read_bytes() == b"theirs"
     if "somebody else" in name:

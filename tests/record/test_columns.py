@@ -115,12 +115,6 @@ def test_a_line_of_a_large_model_is_short():
     assert len(reading_of(values).line()) <= 150_000
 
 
-def test_layers_sort_by_depth_as_text():
-    names = [tagged(stacks_of({f"a/layer_{layer:02d}": 1.0})) for layer in (0, 2, 10, 33)]
-    layers = [next(iter(values)) for values in names]
-    assert layers == ["a/layer_00", "a/layer_02", "a/layer_10", "a/layer_33"] == sorted(layers)
-
-
 @pytest.mark.parametrize(
     ("null", "label"),
     [("an isotropic Gaussian of as many rows", "isotropic Gaussian"), ("", "noise")],

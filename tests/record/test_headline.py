@@ -96,6 +96,13 @@ CASES = {
         ),
         {"geomon/variance": 3.0, "geomon/attention_entropy": 2.0, "geomon/overhead": 0.5},
     ),
+    "the largest of heads and of layers": (
+        lambda: alone(
+            {f"max_logit/layer_01/head_{head}": 3.0 + head for head in range(4)}
+            | {"massive_share/layer_01": 0.25, "massive_share/layer_02": 0.125}
+        ),
+        {"geomon/max_logit_max": 6.0, "geomon/massive_share_max": 0.25},
+    ),
     "of many metrics some": (  # and no overhead or loss on a probe
         lambda: len(alone({f"mine_{i}/mean": float(i + 1) for i in range(100)})),
         MOST - 2,

@@ -12,7 +12,6 @@ import pytest
 from histories import (
     History,
     alert,
-    array_of,
     begin,
     check,
     close,
@@ -98,6 +97,9 @@ HISTORIES = {
     "a folder that is removed at a start": History(
         [begin(0), write(0), begin(3), remove_and_write(3)], of(2, 3)
     ),
+    "a torn line that is the only one": History(
+        [begin(0), tear(TORN[2]), begin(0), write(0)], [(0, 2)]
+    ),
     **{
         f"a torn line: {text[:11]}": History(
             [begin(0), write(0), tear(text), begin(1), write(2)], [(0, 1), (2, 2)],
@@ -135,21 +137,6 @@ def test_the_record_holds_the_branch_that_is_trained_now(tmp_path, name):
     check(HISTORIES[name], tmp_path)
 
 
-def test_arrays_of_a_branch_that_was_given_up_are_kept_apart(tmp_path):
-    far = {"with_arrays": True}
-    events = [begin(0), write(0, 10, 20, 30, **far), begin(15), write(20), write(30, **far)]
-    names = [FILE_NAME, "arrays", "arrays.1"]
-    history = History(
-        events, [*ONE[:2], *of(2, 20, 30)], of(1, 20, 30), rewound=[None, 15], files=names
-    )
-    check(history, tmp_path)
-    assert [array_of(tmp_path, step) for step in (0, 10, 30)] == [1, 1, 2]
-    with pytest.raises(FileNotFoundError, match="no arrays of step 20"):
-        array_of(tmp_path, 20)
-    kept = sorted(os.listdir(tmp_path / "arrays.1"))
-    assert kept == ["step_000020_inline.npz", "step_000030_inline.npz"]
-
-
 def test_lines_of_a_record_and_what_they_say_of_alerts(tmp_path):
     check(HISTORIES["alerts are lines of their own"], tmp_path)
     kinds = [
@@ -167,15 +154,6 @@ def test_lines_of_a_record_and_what_they_say_of_alerts(tmp_path):
     assert [(each.step, each.words()) for each in older.alerts] == [
         (4, "too large"), (8, "one"), (12, "too large"),
     ]  # fmt: skip
-
-
-def test_an_older_record_is_read_as_it_was(tmp_path):
-    lines = ['{"run": {"from_step": 0}}', 0, 10, 20, '{"run": {"from_step": 5}}', 25]
-    text = [line if isinstance(line, str) else reading(line).line() for line in lines]
-    (tmp_path / FILE_NAME).write_text("".join(f"{line}\n" for line in text))
-    run = read(tmp_path)
-    assert points(run) == [*ONE, (25, 1)]
-    assert (run.abandoned, run.raised, run.mixed_at) == ([], [], None)
 
 
 @pytest.mark.parametrize("word", ["1.5", '"a"', "null", "true", "[]"])

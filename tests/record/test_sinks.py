@@ -5,8 +5,7 @@ import math
 import pytest
 from tagged import raised_of, reading_of
 
-from geomon import Logger, Memory
-from geomon.record import Sink
+from geomon import Memory
 from geomon.record.sinks import LoggerSink, NumberSink
 
 
@@ -30,15 +29,6 @@ class Board:
         self.layouts.append(charts)
         if len(self.layouts) in self.failing:
             raise OSError("gone")
-
-
-@pytest.mark.parametrize("sink", [Memory(), Logger(lambda values, step: None)])
-def test_every_sink_takes_readings_and_closes_twice(sink):
-    assert isinstance(sink, Sink)
-    for step in range(2):
-        sink.write(reading(step))
-    for _ in range(2):
-        sink.close()
 
 
 def test_a_logger_shows_as_much_as_it_is_asked_for():
