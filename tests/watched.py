@@ -42,6 +42,18 @@ def look(
     return seen
 
 
+def states_of(model: nn.Module, *given: Any, blocks: Iterable[nn.Module] = ()) -> list[Tensor]:
+    """What enters the first block in a pass of its own, and what leaves each, as it is called."""
+    blocks, kept = [*(blocks or model.blocks)], []
+    handles = [block.register_forward_hook(lambda *call: kept.append(call[2])) for block in blocks]
+    enters = blocks[0].register_forward_pre_hook(lambda module, args: kept.append(args[0]))
+    with torch.no_grad(), without_fast_path():
+        model.eval()(*given)
+    for handle in (enters, *handles):
+        handle.remove()
+    return kept
+
+
 def notes(seen: Window) -> list[str]:
     return [note.words() for note in seen.snapshot().info.notes]
 
@@ -104,6 +116,20 @@ def check_scores(
     assert not views["max_logits"].requires_grad
     torch.testing.assert_close(views["query"], own.query)
     torch.testing.assert_close(views["key"], key)
+
+
+def check_projected(layer: Layer, own: nn.Module) -> None:
+    """Hold queries and keys as projected against those that an attention has kept."""
+    views = layer.captured
+    for which in ("query", "key"):
+        rows = views[f"{which}_sequences"], slice(None), views["positions"]
+        assert torch.equal(views[f"projected_{which}"], getattr(own, which)[rows])
+
+
+def check_blocks(seen: Window, model: nn.Module, visible: Tensor, **options: Any) -> None:
+    """Hold the layers of `blocks_of` against all scores of their attentions."""
+    for layer, block in zip(seen.snapshot().layers[1:], model, strict=True):
+        check_scores(layer, block.attention, visible, **options)
 
 
 def scores_of(q: Tensor, k: Tensor) -> Tensor:

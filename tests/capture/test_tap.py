@@ -218,13 +218,3 @@ def test_a_compiled_function_around_the_model_runs_as_compiled_and_what_it_hides
         assert _len_torch_dispatch_stack() == before
         assert "compiled in a way that hides it" in seen.snapshot().layers[1].missing["hidden"]
     assert len(graphs) == 1
-
-
-def test_a_torch_that_calls_modules_in_another_way_is_an_error_of_the_window_alone(monkeypatch):
-    monkeypatch.setattr("geomon.capture.calling.calls.SEES_CALLS", False)
-    model, ids = PlainDecoder(), batch()
-    expected = model(ids)
-    with window(model) as seen:
-        assert torch.equal(model(ids), expected)
-    with pytest.raises(RuntimeError, match="calls modules in a way geomon does not know"):
-        seen.snapshot()
