@@ -42,13 +42,19 @@ def look(
     return seen
 
 
-def states_of(model: nn.Module, *given: Any, blocks: Iterable[nn.Module] = ()) -> list[Tensor]:
+def states_of(
+    model: nn.Module, *given: Any, blocks: Iterable[nn.Module] = (), **named: Any
+) -> list[Tensor]:
     """What enters the first block in a pass of its own, and what leaves each, as it is called."""
     blocks, kept = [*(blocks or model.blocks)], []
-    handles = [block.register_forward_hook(lambda *call: kept.append(call[2])) for block in blocks]
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        kept.append(output if isinstance(output, Tensor) else output[0])
+
+    handles = [block.register_forward_hook(keep) for block in blocks]
     enters = blocks[0].register_forward_pre_hook(lambda module, args: kept.append(args[0]))
     with torch.no_grad(), without_fast_path():
-        model.eval()(*given)
+        model.eval()(*given, **named)
     for handle in (enters, *handles):
         handle.remove()
     return kept
@@ -67,6 +73,19 @@ def in_order(layer: Layer, *views: str) -> list[Tensor]:
 
 def by_place(snapshot: Snapshot) -> dict[tuple[str, int], Layer]:
     return {(layer.stack, layer.index): layer for layer in snapshot.layers}
+
+
+def check_same(found: Snapshot, expected: Snapshot) -> None:
+    """Hold all views of a snapshot, wherever they are, against those of another."""
+    for layer, other in zip(found.layers, expected.layers, strict=True):
+        assert layer.missing == other.missing
+        assert layer.captured.keys() == other.captured.keys()
+        for view, value in other.captured.items():
+            own = layer.captured[view]
+            if isinstance(value, Tensor):
+                torch.testing.assert_close(own.cpu(), value, rtol=0, atol=0, equal_nan=True)
+            else:
+                assert own == value, view
 
 
 def check_hidden(seen: Window, depth: int, state: Tensor) -> None:

@@ -5,6 +5,7 @@ import functools
 import measuring
 import pytest
 import torch
+from models import Running
 from specimens import VOCABULARY, built
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -15,7 +16,7 @@ from geomon import Memory, every, select
 
 METRICS = select("variance", "anisotropy", "attention_entropy", "qk_cosine")
 IDS = torch.randint(0, VOCABULARY, (4, 16), generator=torch.Generator().manual_seed(0))
-STEPS = 4
+STEPS, NORM = 4, ("final_norm",)
 
 
 class Counting:
@@ -96,10 +97,10 @@ def values_of(memory: Memory) -> list[tuple[int, dict[str, float | None]]]:
 
 
 @functools.cache
-def plain_readings(name="nanoGPT-like", dropout=0.0):
+def plain_readings(name="nanoGPT-like", dropout=0.0, extra=()):
     """Readings of the model trained as it is."""
     model = made(name, dropout)
-    monitor, memory = watching(model)
+    monitor, memory = watching(model, extra_layers=extra)
     train(model, monitor)
     return values_of(memory)
 
@@ -151,7 +152,7 @@ def test_monitoring_compiles_nothing_again(name, way, compiled_first):
         if compiled_first:
             logits_of(model).sum().backward()
             model.zero_grad()
-        monitor, memory = watching(model) if monitored else (None, None)
+        monitor, memory = watching(model, extra_layers=NORM) if monitored else (None, None)
         trainings.append(train(model, monitor))
         counts.append(backend.graphs)
         with torch.compiler.set_stance("fail_on_recompile"):
@@ -161,23 +162,12 @@ def test_monitoring_compiles_nothing_again(name, way, compiled_first):
             logits_of(model)
     assert counts[0] == counts[1] > 0
     assert same(*trainings)
-    readings, expected = values_of(memory), plain_readings(name)
+    assert not [n for x in memory.readings for n in x.words() if "the block before" in n]
+    readings, expected = values_of(memory), plain_readings(name, extra=NORM)
     assert [step for step, _ in readings] == [0, 2, 99]
+    assert any("final_norm" in tag for tag in expected[0][1])
     for (_, found), (_, plain) in zip(readings, expected, strict=False):
         assert found.keys() == plain.keys()
-        assert found == pytest.approx(plain, rel=1e-4, abs=1e-5, nan_ok=True)
-
-
-def test_what_compiled_blocks_return_goes_on_to_the_final_norm():
-    torch.compiler.reset()
-    readings = []
-    for model in (made("GPT-2"), per_block(made("GPT-2"), Counting())):
-        monitor, memory = watching(model, extra_layers=["final_norm"])
-        train(model, monitor)
-        assert not [n for x in memory.readings for n in x.words() if "the block before" in n]
-        readings.append(values_of(memory))
-    for (_, plain), (_, found) in zip(*readings, strict=True):
-        assert any("final_norm" in tag for tag in plain)
         assert found == pytest.approx(plain, rel=1e-4, abs=1e-5, nan_ok=True)
 
 
@@ -243,21 +233,14 @@ def test_a_compiled_training_with_dropout_is_bit_identical(way, backend):
 def test_what_a_compiled_call_writes_into_is_written_once():
     """A cache of keys that is passed along, and a count in the model."""
 
-    class Cached(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = made()
-            self.transformer = self.inner.transformer
-            self.register_buffer("count", torch.zeros(()))
+    def caching(m, ids, cache, settings):
+        m.count += 1
+        hidden = m.inner(ids)
+        cache.append(hidden)
+        settings["calls"] += 1
+        return hidden
 
-        def forward(self, ids, cache, settings):
-            self.count += 1
-            hidden = self.inner(ids)
-            cache.append(hidden)
-            settings["calls"] += 1
-            return hidden
-
-    model = Cached()
+    model = Running(caching, inner=made(), count=nn.Buffer(torch.zeros(())))
     model.compile(backend="eager")
     monitor, memory = watching(model)
     cache, settings = [], {"calls": 0}
@@ -289,18 +272,12 @@ def test_the_twin_of_a_compiled_wrapper_is_of_what_is_inside(caplog):
 def test_a_compiled_call_is_made_once_more_where_that_can_be_done(way):
     """Not where ranks exchange something in it, or where it would draw its parameters."""
 
-    class Counted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = made()
-            self.transformer = self.inner.transformer
-            self.beside = {"lazy": nn.LazyLinear(3), "sync": nn.SyncBatchNorm(3)}.get(way)
+    def counted(m, ids):
+        calls.append(1)
+        return m.inner(ids)
 
-        def forward(self, ids):
-            calls.append(1)
-            return self.inner(ids)
-
-    model, calls = Counted(), []
+    calls, beside = [], {"lazy": nn.LazyLinear(3), "sync": nn.SyncBatchNorm(3)}.get(way)
+    model = Running(counted, inner=made(), beside=beside)
     if way == "fsdp":  # as FSDP1 marks what it holds
         model.inner._is_fsdp_managed_module = True
     model.compile(backend="eager")

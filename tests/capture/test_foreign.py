@@ -14,6 +14,7 @@ from watched import (
     check_blocks,
     check_hidden,
     check_projected,
+    check_same,
     look,
     notes,
     scores_of,
@@ -298,8 +299,7 @@ def test_passes_on_inputs_of_their_own_are_counted_and_said():
     two = Running(lambda m, one, other: m.encoder(one).mean() * m.encoder(other).mean(),
                   encoder=model)  # fmt: skip
     found, expected = look(two, IDS, IDS[:3]), look(model, IDS)
-    for layer, other in zip(found.snapshot().layers, expected.snapshot().layers, strict=True):
-        assert torch.equal(layer.captured["hidden"], other.captured["hidden"])
+    check_same(found.snapshot(), expected.snapshot())
     assert any("the blocks ran 2 times: the first run is measured" in n for n in notes(found))
     assert not any("the blocks ran" in note for note in notes(expected))
 
@@ -364,15 +364,14 @@ def test_a_pass_that_breaks_off_in_a_block_hides_nothing_of_the_next():
         return x
 
     model = decoder(run=run, block=branch)
-    expected = look(model, IDS).snapshot().layers
+    expected = look(model, IDS).snapshot()
     handle = model.blocks[1].register_forward_pre_hook(lambda *call: 1 / 0)
     with window(model) as seen:
         with pytest.raises(ZeroDivisionError):
             model(IDS)
         handle.remove()
         model(IDS)
-    for layer, other in zip(seen.snapshot().layers, expected, strict=True):
-        assert torch.equal(layer.captured["hidden"], other.captured["hidden"])
+    check_same(seen.snapshot(), expected)
 
 
 def merging(model, x):

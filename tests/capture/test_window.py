@@ -16,7 +16,7 @@ from referee import sampled
 from torch import nn
 from torch.distributed.tensor import Partial
 from torch.nn.functional import scaled_dot_product_attention as attend
-from watched import attend_by_hand, blocks_of, check_hidden, look, notes, window
+from watched import attend_by_hand, blocks_of, check_hidden, check_same, look, notes, window
 
 from geomon import describe, measure, select
 from geomon.capture import Window
@@ -122,15 +122,6 @@ def test_a_hook_that_fails_never_ends_a_run(monkeypatch):
 # -- what it keeps ---------------------------------------------------------------------------------
 
 
-def assert_same(one: Window, other: Window) -> None:
-    for layer, expected in zip(one.snapshot().layers, other.snapshot().layers, strict=True):
-        assert layer.missing == expected.missing
-        assert layer.captured.keys() == expected.captured.keys()
-        for view, value in expected.captured.items():
-            if isinstance(value, torch.Tensor):
-                assert torch.equal(layer.captured[view], value), view
-
-
 @torch.no_grad()
 def test_what_a_model_overwrites_after_its_last_block_is_captured_as_it_was():
     """A model that uses the memory of its ids, mask and stream again, as static buffers are."""
@@ -144,7 +135,7 @@ def test_what_a_model_overwrites_after_its_last_block_is_captured_as_it_was():
             for tensor in (ids, mask, x) if overwrites else ():
                 tensor.fill_(1)
         found.append(seen)
-    assert_same(*found)
+    check_same(*(seen.snapshot() for seen in found))
     assert not found[0].snapshot().layers[1].captured["visible"].all()
 
 
@@ -160,7 +151,7 @@ def test_a_pass_inside_grad_is_seen_as_any_other():
         loss(parameters, ids)
     with window(model) as seen:
         torch.func.grad(loss)(parameters, ids)
-    assert_same(seen, plain)
+    check_same(seen.snapshot(), plain.snapshot())
 
 
 class Sharded(torch.Tensor):
