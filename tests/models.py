@@ -5,6 +5,7 @@ transformers is imported where it is asked for: a process with a plain model sta
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -70,21 +71,61 @@ class PlainBlock(nn.Module):
         return x + F.dropout(self.mlp(self.ln_2(x)), self.dropout, self.training)
 
 
+class Running(nn.Module):
+    """Runs a function of itself and of its inputs; what it holds is given by name."""
+
+    def __init__(self, run: Callable[..., Any], /, **held: Any) -> None:
+        super().__init__()
+        self.run = run
+        for name, value in held.items():
+            setattr(self, name, value)
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        return self.run(self, *given, **named)
+
+
+def embed_tokens(model: nn.Module, ids: Tensor) -> Tensor:
+    return model.tokens(ids) + model.places(torch.arange(ids.shape[1], device=ids.device))
+
+
+def run_blocks(model: nn.Module, x: Tensor) -> Tensor:
+    for block in model.blocks:
+        x = block(x)
+    return x
+
+
 class PlainDecoder(nn.Module):
+    """A decoder of plain blocks, whose parts may be others.
+
+    Args:
+        width: Of the hidden states.
+        layers: Number of blocks.
+        heads: Of each attention.
+        length: Largest number of tokens.
+        dropout: Of blocks.
+        block: Makes each of the blocks.
+        embed: From the model and its ids to what enters the first block.
+        run: From the model and these hidden states to what enters the head.
+        held: Modules by name, further ones or in place of its own.
+    """
+
     def __init__(
         self, width: int = 32, layers: int = 3, heads: int = 4, length: int = 64,
-        dropout: float = 0.0,
+        dropout: float = 0.0, *, block: Callable[[], nn.Module] | None = None,
+        embed: Callable[[Any, Tensor], Tensor] = embed_tokens,
+        run: Callable[[Any, Tensor], Tensor] = run_blocks, **held: nn.Module,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.embed, self.run = embed, run
         self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(PlainBlock(width, heads, dropout) for _ in range(layers))
+        block = block or functools.partial(PlainBlock, width, heads, dropout)
+        self.blocks = nn.ModuleList(block() for _ in range(layers))
         self.head = nn.Linear(width, VOCABULARY)
+        for name, module in held.items():
+            setattr(self, name, module)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        return self.head(self.run(self, self.embed(self, ids)))
 
 
 def batch(sequences: int = 8, length: int = 32, seed: int = 0) -> Tensor:

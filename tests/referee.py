@@ -63,10 +63,12 @@ def _watch(
     blocks = stack.blocks_in(model)
     if not name.endswith("cross"):
         hold(blocks[0].register_forward_pre_hook(_entering(reference, name), with_kwargs=True))
-        leaving = _leaving(reference, name)
+        leaves = _keep(reference.hidden, name)
         for block in blocks:
-            hold(block.register_forward_hook(leaving))
-    keeps = {which: _keep(getattr(reference, which), name, stack) for which in ("query", "key")}
+            hold(block.register_forward_hook(lambda _, __, output: leaves(_states(output))))
+    keeps = {
+        which: _keep(getattr(reference, which), name, stack.attending) for which in ("query", "key")
+    }
     for block in stack.attending_in(model).values() if stack.holder else ():
         holder = block.get_submodule(stack.holder)
         hold(holder.register_forward_pre_hook(_by_weights(keeps), with_kwargs=True))
@@ -111,20 +113,13 @@ def _entering(reference: Reference, name: str) -> Callable[..., None]:
     return hook
 
 
-def _leaving(reference: Reference, name: str) -> Callable[..., None]:
-    depths = itertools.count(1)
-
-    def hook(_: nn.Module, __: Any, output: Any) -> None:
-        reference.hidden[name, next(depths)] = _states(output).clone()
-
-    return hook
-
-
-def _keep(kept: dict[Place, Tensor], name: str, stack: Stack) -> Callable[[Tensor], None]:
-    depths = itertools.count(1) if stack.attending is None else iter(stack.attending)
+def _keep(
+    kept: dict[Place, Tensor], name: str, depths: Iterable[int] | None = None
+) -> Callable[[Tensor], None]:
+    place = iter(depths or itertools.count(1))
 
     def keep(values: Tensor) -> None:
-        kept[name, next(depths)] = values.clone()
+        kept[name, next(place)] = values.clone()
 
     return keep
 
@@ -141,13 +136,9 @@ def _fused(stack: Stack, keeps: Mapping[str, Callable[[Tensor], None]]) -> Calla
 def _separate(
     stack: Stack, keeps: Mapping[str, Callable[[Tensor], None]], which: str
 ) -> Callable[..., None]:
-    def hook(_: nn.Module, __: Any, output: Tensor) -> None:
-        if which == "query":
-            keeps["query"](stack.query_of(output, stack.heads))
-        else:
-            keeps["key"](stack.key_of(output, stack.key_heads))
-
-    return hook
+    parts = {"query": (stack.query_of, stack.heads), "key": (stack.key_of, stack.key_heads)}
+    part, heads = parts[which]
+    return lambda module, given, output: keeps[which](part(output, heads))
 
 
 def _by_weights(keeps: Mapping[str, Callable[[Tensor], None]]) -> Callable[..., None]:

@@ -42,6 +42,24 @@ def look(
     return seen
 
 
+def states_of(
+    model: nn.Module, *given: Any, blocks: Iterable[nn.Module] = (), **named: Any
+) -> list[Tensor]:
+    """What enters the first block in a pass of its own, and what leaves each, as it is called."""
+    blocks, kept = [*(blocks or model.blocks)], []
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        kept.append(output if isinstance(output, Tensor) else output[0])
+
+    handles = [block.register_forward_hook(keep) for block in blocks]
+    enters = blocks[0].register_forward_pre_hook(lambda module, args: kept.append(args[0]))
+    with torch.no_grad(), without_fast_path():
+        model.eval()(*given, **named)
+    for handle in (enters, *handles):
+        handle.remove()
+    return kept
+
+
 def notes(seen: Window) -> list[str]:
     return [note.words() for note in seen.snapshot().info.notes]
 
@@ -55,6 +73,19 @@ def in_order(layer: Layer, *views: str) -> list[Tensor]:
 
 def by_place(snapshot: Snapshot) -> dict[tuple[str, int], Layer]:
     return {(layer.stack, layer.index): layer for layer in snapshot.layers}
+
+
+def check_same(found: Snapshot, expected: Snapshot) -> None:
+    """Hold all views of a snapshot, wherever they are, against those of another."""
+    for layer, other in zip(found.layers, expected.layers, strict=True):
+        assert layer.missing == other.missing
+        assert layer.captured.keys() == other.captured.keys()
+        for view, value in other.captured.items():
+            own = layer.captured[view]
+            if isinstance(value, Tensor):
+                torch.testing.assert_close(own.cpu(), value, rtol=0, atol=0, equal_nan=True)
+            else:
+                assert own == value, view
 
 
 def check_hidden(seen: Window, depth: int, state: Tensor) -> None:
@@ -104,6 +135,20 @@ def check_scores(
     assert not views["max_logits"].requires_grad
     torch.testing.assert_close(views["query"], own.query)
     torch.testing.assert_close(views["key"], key)
+
+
+def check_projected(layer: Layer, own: nn.Module) -> None:
+    """Hold queries and keys as projected against those that an attention has kept."""
+    views = layer.captured
+    for which in ("query", "key"):
+        rows = views[f"{which}_sequences"], slice(None), views["positions"]
+        assert torch.equal(views[f"projected_{which}"], getattr(own, which)[rows])
+
+
+def check_blocks(seen: Window, model: nn.Module, visible: Tensor, **options: Any) -> None:
+    """Hold the layers of `blocks_of` against all scores of their attentions."""
+    for layer, block in zip(seen.snapshot().layers[1:], model, strict=True):
+        check_scores(layer, block.attention, visible, **options)
 
 
 def scores_of(q: Tensor, k: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import Running
 from torch import nn
 from torch.nn import functional as F
 from watched import window
@@ -97,8 +98,7 @@ def fused(order, way, steps):
     """One projection whose output is laid out in some order, and then copied, normed and turned."""
 
     def make(block, x):
-        if not hasattr(block, "weight"):
-            block.weight = nn.Linear(WIDTH, 3 * WIDTH)
+        has(block, weight=linear(WIDTH, 3 * WIDTH))
         shape = {"part": 3, "head": HEADS, "width": SIZE}
         output = block.weight(x)
         parts = output.unflatten(-1, [shape[each] for each in order])
@@ -138,6 +138,17 @@ def test_any_layout_is_followed_to_its_columns(order, way, steps, by_hand):
     check(Block(fused(order, way, steps), by_hand=by_hand))
 
 
+def has(block, **kinds):
+    """Make modules of a block at its first call."""
+    for name, make in kinds.items():
+        if not hasattr(block, name):
+            setattr(block, name, make())
+
+
+def linear(*sizes, **options):
+    return lambda: nn.Linear(*sizes, **options)
+
+
 def heads_of(output, heads=HEADS):
     return output.unflatten(-1, (heads, -1))
 
@@ -145,35 +156,35 @@ def heads_of(output, heads=HEADS):
 def by_low_rank(block, x):
     """An adapter: a module of the widths of the matrix that it is around."""
 
-    class Adapter(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.in_features = self.out_features = WIDTH
-            self.base, self.one = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2, bias=False)
-            self.other = nn.Linear(2, WIDTH, bias=False)
+    def adapter():
+        return Running(
+            lambda m, x: m.base(x) + m.other(m.one(x)) * 0.5, in_features=WIDTH,
+            out_features=WIDTH, base=nn.Linear(WIDTH, WIDTH), one=nn.Linear(WIDTH, 2, bias=False),
+            other=nn.Linear(2, WIDTH, bias=False),
+        )  # fmt: skip
 
-        def forward(self, x):
-            return self.base(x) + self.other(self.one(x)) * 0.5
-
-    if not hasattr(block, "a"):
-        block.a, block.b = Adapter(), Adapter()
+    has(block, a=adapter, b=adapter)
     outputs = [heads_of(block.a(x)), heads_of(block.b(x))]
     return *(each.transpose(1, 2) for each in outputs), *outputs
 
 
 def by_two(block, x, keys=WIDTH):
     """Queries and keys of two modules, [sequences, places, heads, width]."""
-    if not hasattr(block, "a"):
-        block.a, block.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, keys)
+    has(block, a=linear(WIDTH, WIDTH), b=linear(WIDTH, keys))
     return [each(x).unflatten(-1, (-1, SIZE)) for each in (block.a, block.b)]
 
 
-def changed_in_place(block, x):
-    outputs = by_two(block, x)
-    projected = [each.detach().clone() for each in outputs]
-    with torch.no_grad():
-        outputs[0].mul_(0.5)
-    return *(each.transpose(1, 2) for each in outputs), *projected
+def changed_in_place(change):
+    """Queries and keys that a function of both changes where they are."""
+
+    def make(block, x):
+        outputs = by_two(block, x)
+        projected = [each.detach().clone() for each in outputs]
+        with torch.no_grad():
+            change(*outputs)
+        return *(each.transpose(1, 2) for each in outputs), *projected
+
+    return make
 
 
 @torch.library.custom_op("geomon_tests::turn_", mutates_args=("query", "key"))
@@ -183,27 +194,12 @@ def turn_(query: torch.Tensor, key: torch.Tensor) -> None:
     key.mul_(2.0)
 
 
-def changed_by_one_operator(block, x):
-    outputs = by_two(block, x)
-    projected = [each.detach().clone() for each in outputs]
-    with torch.no_grad():
-        turn_(*outputs)
-    return *(each.transpose(1, 2) for each in outputs), *projected
-
-
 def with_a_bias_of_its_own(block, x):
     """A bias that is added to the product belongs to it."""
-    if not hasattr(block, "a"):
-        block.a, block.b = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
-        block.q, block.k = (nn.Parameter(torch.randn(WIDTH)) for _ in range(2))
+    has(block, a=linear(WIDTH, WIDTH, bias=False), b=linear(WIDTH, WIDTH, bias=False))
+    has(block, **{name: lambda: nn.Parameter(torch.randn(WIDTH)) for name in "qk"})
     outputs = [heads_of(block.a(x) + block.q), heads_of(block.b(x).add_(block.k))]
     return *(each.transpose(1, 2) for each in outputs), *outputs
-
-
-def fewer_keys(block, x):
-    """Two key heads, copied for the query heads."""
-    query, key = by_two(block, x, 2 * SIZE)
-    return query.transpose(1, 2), key.repeat_interleave(2, 2).transpose(1, 2), query, key
 
 
 def chosen_in_another_order(block, x):
@@ -224,8 +220,8 @@ def before_other_keys(block, x):
 
 def of_channels(block, x):
     """A convolution makes channels, and a filter for each of them follows."""
-    if not hasattr(block, "a"):
-        block.a, block.b = nn.Conv1d(WIDTH, 2 * WIDTH, 1), nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH)
+    has(block, a=lambda: nn.Conv1d(WIDTH, 2 * WIDTH, 1),
+        b=lambda: nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH))  # fmt: skip
     made = block.a(x.transpose(1, 2))
     query, key = made.transpose(1, 2).unflatten(-1, (2, HEADS, SIZE)).unbind(2)
     filtered = block.b(F.pad(made[:, :WIDTH], (2, 0)))
@@ -233,25 +229,8 @@ def of_channels(block, x):
     return attended.transpose(1, 2), key.transpose(1, 2), query, key
 
 
-def of_a_latent(block, x):
-    """Keys of each head, beside a part that all of them share and that is turned."""
-    if not hasattr(block, "a"):
-        block.a, block.down = nn.Linear(WIDTH, HEADS * 12), nn.Linear(WIDTH, 6 + 4)
-        block.up = nn.Linear(6, HEADS * (8 + 5))
-    query = heads_of(block.a(x))
-    latent, shared = block.down(x).split([6, 4], -1)
-    own, _ = block.up(F.rms_norm(latent, (6,))).unflatten(-1, (HEADS, -1)).split([8, 5], -1)
-    shared = shared[:, :, None]
-    turned = rotated(shared.transpose(1, 2), "halves")
-    key = torch.empty(SEQUENCES, HEADS, LENGTH, 12)
-    key[..., :8] = own.transpose(1, 2)
-    key[..., 8:] = turned
-    return query.transpose(1, 2), key, query, torch.cat([own, shared.expand(-1, -1, HEADS, -1)], -1)
-
-
 def by_a_matrix_for_each_head(block, x):
-    if not hasattr(block, "a"):
-        block.a, block.b = (nn.Parameter(torch.randn(HEADS, WIDTH, SIZE)) for _ in "ab")
+    has(block, **{name: lambda: nn.Parameter(torch.randn(HEADS, WIDTH, SIZE)) for name in "ab"})
     outputs = [(x.flatten(0, 1) @ each).unflatten(1, x.shape[:2]) for each in (block.a, block.b)]
     return *(each.transpose(0, 1) for each in outputs), *(each.movedim(0, 2) for each in outputs)
 
@@ -290,15 +269,13 @@ def chosen_by_a_condition(block, x):
 
 
 def _twin(block):
-    if not hasattr(block, "twin"):
-        block.twin = nn.Module()
+    has(block, twin=nn.Module)
     return block.twin
 
 
 def with_what_a_convolution_adds(block, x):
     """To each token something of those before it, by a convolution of both with groups."""
-    if not hasattr(block, "blend"):
-        block.blend = nn.Conv1d(2 * WIDTH, 2 * WIDTH, 3, groups=8)
+    has(block, blend=lambda: nn.Conv1d(2 * WIDTH, 2 * WIDTH, 3, groups=8))
     query, key = (each.flatten(2) for each in by_two(block, x))
     earlier = F.pad(torch.cat([query, key], dim=-1).transpose(1, 2), (2, 0))
     earlier = block.blend(earlier).transpose(1, 2)
@@ -329,12 +306,18 @@ def in_windows_that_are_shifted(block, x):
 
 def behind_another_sublayer(block, x):
     """What enters the projections is a sum, in which the branch stands first."""
-    if not hasattr(block, "first"):
-        block.first = nn.Linear(WIDTH, WIDTH)
+    has(block, first=linear(WIDTH, WIDTH))
     x = block.first(x.softmax(-1)) + x
     query, key = by_two(block, F.rms_norm(x, (WIDTH,)).transpose(0, 1).contiguous())
     asked, keys = (each.permute(1, 2, 0, 3) for each in (query, key))
     return asked, keys, query.transpose(0, 1), key.transpose(0, 1)
+
+
+def of_wide_heads(block, x):
+    """Heads that are wider than the hidden states shared out among them, in one projection."""
+    has(block, wide=linear(WIDTH, 3 * HEADS * 24, bias=False))
+    query, key, _ = block.wide(x).unflatten(-1, (3, HEADS, 24)).unbind(-3)
+    return query.transpose(1, 2), key.transpose(1, 2), query, key
 
 
 MASK = torch.ones(SEQUENCES, LENGTH, dtype=torch.bool)
@@ -378,13 +361,16 @@ def with_keys(change):
 
 
 WAYS = [
-    by_low_rank, changed_in_place, changed_by_one_operator, with_a_bias_of_its_own, fewer_keys,
+    by_low_rank, with_a_bias_of_its_own,
     chosen_in_another_order, before_other_keys,    of_channels,
-    of_a_latent, by_a_matrix_for_each_head, with_numbers_of_each_place, place_by_place,
+    by_a_matrix_for_each_head, with_numbers_of_each_place, place_by_place,
     of_two_kinds_of_tokens, chosen_by_a_condition, with_what_a_convolution_adds,
     with_what_an_adapter_adds, in_windows_that_are_shifted, behind_another_sublayer,
+    of_wide_heads,
 ]  # fmt: skip
 NAMED = {make.__name__: make for make in WAYS} | {n: with_keys(c) for n, c in KEYS.items()}
+NAMED["changed in place"] = changed_in_place(lambda query, key: query.mul_(0.5))
+NAMED["changed by one operator"] = changed_in_place(turn_)
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["", "without gradients"])

@@ -5,6 +5,7 @@ import functools
 import measuring
 import pytest
 import torch
+from models import Running
 from specimens import VOCABULARY, built
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -15,7 +16,7 @@ from geomon import Memory, every, select
 
 METRICS = select("variance", "anisotropy", "attention_entropy", "qk_cosine")
 IDS = torch.randint(0, VOCABULARY, (4, 16), generator=torch.Generator().manual_seed(0))
-STEPS = 4
+STEPS, NORM = 4, ("final_norm",)
 
 
 class Counting:
@@ -70,16 +71,12 @@ def train(model, monitor=None):
             losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    weights = {n.replace("_orig_mod.", ""): v.clone() for n, v in model.state_dict().items()}
-    return weights, losses, torch.get_rng_state()
+    return [*model.state_dict().values(), torch.tensor(losses), torch.get_rng_state()]
 
 
 def same(one, other) -> bool:
     """Whether two trainings are bit-identical."""
-    weights = one[0].keys() == other[0].keys() and all(
-        torch.equal(one[0][name], other[0][name]) for name in one[0]
-    )
-    return weights and one[1] == other[1] and torch.equal(one[2], other[2])
+    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 def watching(model, schedule=None, **options):
@@ -96,62 +93,53 @@ def values_of(memory: Memory) -> list[tuple[int, dict[str, float | None]]]:
 
 
 @functools.cache
-def plain_readings(name="nanoGPT-like", dropout=0.0):
+def plain_readings(name="nanoGPT-like", dropout=0.0, extra=()):
     """Readings of the model trained as it is."""
     model = made(name, dropout)
-    monitor, memory = watching(model)
+    monitor, memory = watching(model, extra_layers=extra)
     train(model, monitor)
     return values_of(memory)
 
 
-def whole(model, backend):
-    return torch.compile(model, backend=backend)
+# Modules that are compiled where they are.
+IN_PLACE = {
+    "in place": lambda model: [model],
+    "per block": lambda model: model.transformer.h,
+    "one projection": lambda model: [block.attn for block in model.transformer.h],
+    "one function": lambda model: [],
+}
 
 
-def in_place(model, backend):
-    model.compile(backend=backend)
-    return model
-
-
-def per_block(model, backend):
-    for block in model.transformer.h:
-        block.compile(backend=backend)
-    return model
-
-
-def one_function(model, backend):
-    """A function that is compiled hides which modules it calls."""
-    model.forward = torch.compile(model.forward, backend=backend)
-    return model
-
-
-def one_projection(model, backend):
-    for block in model.transformer.h:
-        block.attn.compile(backend=backend)
+def compiled(way, model, backend):
+    if way == "whole":
+        return torch.compile(model, backend=backend)
+    if way == "one function":  # which hides the modules that it calls
+        model.forward = torch.compile(model.forward, backend=backend)
+    for module in IN_PLACE[way](model):
+        module.compile(backend=backend)
     return model
 
 
 @pytest.mark.parametrize(
     ("name", "way", "compiled_first"),
     [
-        ("nanoGPT-like", whole, False),
-        ("nanoGPT-like", in_place, True),
-        ("nanoGPT-like", per_block, False),
-        ("GPT-2", whole, True),
-        ("GPT-2", per_block, True),
+        ("nanoGPT-like", "whole", False),
+        ("nanoGPT-like", "in place", True),
+        ("nanoGPT-like", "per block", False),
+        ("GPT-2", "whole", True),
+        ("GPT-2", "per block", True),
     ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_monitoring_compiles_nothing_again(name, way, compiled_first):
     counts, trainings = [], []
     for monitored in (False, True):
         torch.compiler.reset()
         backend = Counting()
-        model = way(made(name), backend)
+        model = compiled(way, made(name), backend)
         if compiled_first:
             logits_of(model).sum().backward()
             model.zero_grad()
-        monitor, memory = watching(model) if monitored else (None, None)
+        monitor, memory = watching(model, extra_layers=NORM) if monitored else (None, None)
         trainings.append(train(model, monitor))
         counts.append(backend.graphs)
         with torch.compiler.set_stance("fail_on_recompile"):
@@ -161,37 +149,26 @@ def test_monitoring_compiles_nothing_again(name, way, compiled_first):
             logits_of(model)
     assert counts[0] == counts[1] > 0
     assert same(*trainings)
-    readings, expected = values_of(memory), plain_readings(name)
+    assert not [n for x in memory.readings for n in x.words() if "the block before" in n]
+    readings, expected = values_of(memory), plain_readings(name, extra=NORM)
     assert [step for step, _ in readings] == [0, 2, 99]
+    assert any("final_norm" in tag for tag in expected[0][1])
     for (_, found), (_, plain) in zip(readings, expected, strict=False):
         assert found.keys() == plain.keys()
         assert found == pytest.approx(plain, rel=1e-4, abs=1e-5, nan_ok=True)
 
 
-def test_what_compiled_blocks_return_goes_on_to_the_final_norm():
-    torch.compiler.reset()
-    readings = []
-    for model in (made("GPT-2"), per_block(made("GPT-2"), Counting())):
-        monitor, memory = watching(model, extra_layers=["final_norm"])
-        train(model, monitor)
-        assert not [n for x in memory.readings for n in x.words() if "the block before" in n]
-        readings.append(values_of(memory))
-    for (_, plain), (_, found) in zip(*readings, strict=True):
-        assert any("final_norm" in tag for tag in plain)
-        assert found == pytest.approx(plain, rel=1e-4, abs=1e-5, nan_ok=True)
-
-
-@pytest.mark.parametrize("way", [whole, in_place, per_block])
+@pytest.mark.parametrize("way", ["whole", "in place", "per block"])
 def test_compiled_models_give_the_same_readings_by_probe(way):
     backend = Counting()
-    model = way(made(), backend)
-    weights, *_ = train(model)
+    model = compiled(way, made(), backend)
+    train(model)
     graphs = backend.graphs
     monitor, memory = watching(model, probe=IDS)
     monitor.probe(7)
     assert backend.graphs == graphs
     plain = made()
-    plain.load_state_dict(weights)
+    plain.load_state_dict(dict(zip(plain.state_dict(), model.state_dict().values(), strict=True)))
     bare, expected = watching(plain, probe=IDS)
     bare.probe(7)
     assert values_of(memory) == values_of(expected)
@@ -213,29 +190,24 @@ def test_a_compiled_loss_beside_the_model_is_run_as_compiled(caplog):
 @pytest.mark.parametrize(
     ("way", "backend"),
     [
-        (whole, Counting(draws=True)),
-        (in_place, Counting(draws=True)),
-        (per_block, Counting(draws=True)),
-        (one_function, Counting(draws=True)),
-        (one_projection, Counting(draws=True)),
-        (per_block, "aot_eager"),
+        *((way, Counting(draws=True)) for way in ("whole", *IN_PLACE)),
+        ("per block", "aot_eager"),
     ],
-    ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
 def test_a_compiled_training_with_dropout_is_bit_identical(way, backend):
     trainings = []
     for monitored in (False, True):
         torch.compiler.reset()
-        model = way(made(dropout=0.3), backend)
+        model = compiled(way, made(dropout=0.3), backend)
         monitor, memory = watching(model) if monitored else (None, None)
         trainings.append(train(model, monitor))
     assert same(*trainings)
     readings = values_of(memory)
     assert [step for step, _ in readings] == [0, 2]
     # The twin of the first step sees what an eager step would have seen.
-    if way is not one_projection:
+    if way != "one projection":
         ((_, plain), *_), first = plain_readings(dropout=0.3), readings[0][1]
-        if way is not per_block:  # whose blocks see what those before them really drew
+        if way != "per block":  # whose blocks see what those before them really drew
             assert first == plain
         assert first.keys() == plain.keys()
 
@@ -243,21 +215,14 @@ def test_a_compiled_training_with_dropout_is_bit_identical(way, backend):
 def test_what_a_compiled_call_writes_into_is_written_once():
     """A cache of keys that is passed along, and a count in the model."""
 
-    class Cached(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = made()
-            self.transformer = self.inner.transformer
-            self.register_buffer("count", torch.zeros(()))
+    def caching(m, ids, cache, settings):
+        m.count += 1
+        hidden = m.inner(ids)
+        cache.append(hidden)
+        settings["calls"] += 1
+        return hidden
 
-        def forward(self, ids, cache, settings):
-            self.count += 1
-            hidden = self.inner(ids)
-            cache.append(hidden)
-            settings["calls"] += 1
-            return hidden
-
-    model = Cached()
+    model = Running(caching, inner=made(), count=nn.Buffer(torch.zeros(())))
     model.compile(backend="eager")
     monitor, memory = watching(model)
     cache, settings = [], {"calls": 0}
@@ -289,18 +254,12 @@ def test_the_twin_of_a_compiled_wrapper_is_of_what_is_inside(caplog):
 def test_a_compiled_call_is_made_once_more_where_that_can_be_done(way):
     """Not where ranks exchange something in it, or where it would draw its parameters."""
 
-    class Counted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = made()
-            self.transformer = self.inner.transformer
-            self.beside = {"lazy": nn.LazyLinear(3), "sync": nn.SyncBatchNorm(3)}.get(way)
+    def counted(m, ids):
+        calls.append(1)
+        return m.inner(ids)
 
-        def forward(self, ids):
-            calls.append(1)
-            return self.inner(ids)
-
-    model, calls = Counted(), []
+    calls, beside = [], {"lazy": nn.LazyLinear(3), "sync": nn.SyncBatchNorm(3)}.get(way)
+    model = Running(counted, inner=made(), beside=beside)
     if way == "fsdp":  # as FSDP1 marks what it holds
         model.inner._is_fsdp_managed_module = True
     model.compile(backend="eager")

@@ -1,10 +1,11 @@
 """Layers beside those of the blocks: the final norm, and the two matrices."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
-from models import PlainBlock, PlainDecoder, batch, transformer
+from models import PlainDecoder, Running, batch, run_blocks, transformer
 from plain_models import encoder
 from specimens import built
 from torch import nn
@@ -28,92 +29,96 @@ def layers(model: nn.Module, inputs, extra=EXTRA, rows: int = 100_000) -> dict:
     return {f"{x.stack}/{x.index}": x for x in seen.snapshot().layers}
 
 
-def rows_of(layer, values: torch.Tensor, *, length_first: bool = False) -> torch.Tensor:
-    """The rows of a tensor [batch, length, width] that a layer should hold."""
-    if length_first:
-        values = values.transpose(0, 1)
-    return values[layer.captured["sequences"], layer.captured["positions"]].float()
+def of_transformers(name):
+    """The states of a stack of transformers, and where they should be."""
+    model, ids = transformer(name), batch()
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    given["attention_mask"][1, 20:] = 0
+    states = model.eval()(**given, output_hidden_states=True).hidden_states
+    return model, given, dict(zip(("/0", "/1", "/2", "final_norm/3"), states, strict=True))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
-def test_layers_and_the_final_norm_are_the_hidden_states_of_transformers(name):
-    model, ids = transformer(name).eval(), batch()
-    mask = torch.ones_like(ids)
-    mask[1, 20:] = 0
-    given = {"input_ids": ids, "attention_mask": mask}
-    found = layers(model, given)
-    expected = model(**given, output_hidden_states=True).hidden_states
-    for place, states in zip(("/0", "/1", "/2", "final_norm/3"), expected, strict=True):
-        hidden = found[place].captured["hidden"]
-        assert len(hidden) == mask.sum()
-        assert torch.allclose(hidden, rows_of(found[place], states.detach()), atol=1e-5)
-
-
-def test_each_stack_has_its_own_final_norm():
+def of_t5():
+    """Each stack has its own final norm."""
     model, ids = built(ZOO["T5 (position bias)"], "sdpa"), batch().clamp(min=1)
     given = {"input_ids": ids, "decoder_input_ids": ids[:, :10]}
-    seen, whole = layers(model, given), model(**given, output_hidden_states=True)
-    for place, states in (
-        ("encoder.final_norm/2", whole.encoder_hidden_states),
-        ("decoder.final_norm/3", whole.decoder_hidden_states),
-    ):
-        found = seen[place]
-        expected = rows_of(found, states[-1].detach())
-        assert torch.allclose(found.captured["hidden"], expected, atol=1e-5)
+    whole = model(**given, output_hidden_states=True)
+    return model, given, {
+        "encoder.final_norm/2": whole.encoder_hidden_states[-1],
+        "decoder.final_norm/3": whole.decoder_hidden_states[-1],
+    }  # fmt: skip
 
 
-def test_a_norm_that_every_block_is_read_by_is_final_behind_the_last():
-    """As in early exits and deep supervision, where one head reads all layers."""
+def of_early_exits():
+    """A norm that every block is read by is final behind the last, as one head for all layers."""
 
-    class Read(PlainDecoder):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.LayerNorm(32)
+    def run(model, x):
+        for block in model.blocks:
+            x = block(x)
+            model.kept = model.norm(x)
+        return model.kept
 
-        def forward(self, ids):
-            x = self.tokens(ids)
-            for block in self.blocks:
-                x = block(x)
-                kept.append(self.norm(x))
-            return self.head(kept[-1])
-
-    kept = []
-    found = layers(Read().eval(), batch())["final_norm/3"]
-    assert torch.equal(found.captured["hidden"], rows_of(found, kept[-1]))
+    model = PlainDecoder(run=run, norm=nn.LayerNorm(32)).eval()
+    model(batch())
+    return model, batch(), {"final_norm/3": model.kept}
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_torch_modules_of_either_order(batch_first):
+def of_two_norms():
+    """Of two norms that are given the last hidden states the first counts."""
+
+    def run(model, x):
+        x = run_blocks(model, x)
+        model.kept = model.norm(x)
+        return model.kept + model.other(x)
+
+    norm, other = nn.LayerNorm(32), nn.LayerNorm(32, elementwise_affine=False)
+    nn.init.constant_(norm.weight, 3.0)
+    model = PlainDecoder(run=run, norm=norm, other=other).eval()
+    model(batch())
+    return model, batch(), {"final_norm/3": model.kept}
+
+
+def of_torch(batch_first):
     model = encoder(norm_first=True, batch_first=batch_first).eval()
-    model.norm = nn.LayerNorm(model.layers[0].linear1.in_features)
-    x = torch.randn(5, 12, 32, generator=torch.Generator().manual_seed(0))
-    found = layers(model, x)["final_norm/3"]
-    expected = rows_of(found, model(x).detach(), length_first=not batch_first)
-    assert len(expected) == 60
-    assert torch.allclose(found.captured["hidden"], expected, atol=1e-6)
+    model.norm, x = nn.LayerNorm(32), torch.randn(5, 12, 32)
+    states = model(x)
+    return model, x, {"final_norm/3": states if batch_first else states.transpose(0, 1)}
 
 
-class NormOfSomethingElse(nn.Module):
+MODELS = {
+    **{name: functools.partial(of_transformers, name) for name in ("gpt2", "llama", "mistral")},
+    "T5": of_t5, "early exits": of_early_exits, "two norms": of_two_norms,
+    "torch": lambda: of_torch(batch_first=True),
+    "torch, length first": lambda: of_torch(batch_first=False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_final_norm_is_what_the_model_computes(name):
+    model, given, expected = MODELS[name]()
+    found = layers(model, given)
+    for place, states in expected.items():
+        seen = found[place].captured
+        rows = states.detach()[seen["sequences"], seen["positions"]]
+        torch.testing.assert_close(seen["hidden"], rows, atol=1e-5, rtol=0)
+        padded = isinstance(given, dict) and "attention_mask" in given
+        assert len(rows) == (given["attention_mask"].sum() if padded else states[..., 0].numel())
+
+
+def norm_of_something_else():
     """Frees what the last block gave, and norms another tensor of its shape, at its address."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(90, 32)
-        self.blocks = nn.ModuleList(PlainBlock(32, 4, 0.0) for _ in range(2))
-        self.dense, self.norm = nn.Linear(32, 32), nn.LayerNorm(32)
+    def run(model, x):
+        x = model.dense(run_blocks(model, x))
+        x = nn.functional.gelu(x)
+        return model.norm(x * 2)
 
-    def forward(self, ids):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        x = self.dense(x)
-        x = torch.nn.functional.gelu(x)
-        return self.norm(x * 2)
+    return PlainDecoder(run=run, dense=nn.Linear(32, 32), norm=nn.LayerNorm(32))
 
 
 @pytest.mark.parametrize(
     "model",
-    [lambda: transformer("bert"), PlainDecoder, NormOfSomethingElse],
+    [lambda: transformer("bert"), PlainDecoder, norm_of_something_else],
     ids=["blocks that end in a norm", "no norm", "norm of something else"],
 )
 def test_where_there_is_none_the_reason_is_said(model):
@@ -160,13 +165,16 @@ def test_matrices_are_measured_as_plain_rows_and_asked_nothing_of_tokens():
     assert len(values) > len(without)
 
 
-def test_a_model_without_the_matrices_says_so():
-    model = encoder()
-    x = torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(0))
-    with pytest.raises(RuntimeError, match="embedding: no embedding table was found outside"):
-        measure(model, x, metrics=ANISOTROPY, extra_layers=["embedding"])
-    with pytest.raises(RuntimeError, match="one output for each row of an embedding table"):
-        measure(model, x, metrics=ANISOTROPY, extra_layers="unembedding")
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (["embedding"], "embedding: no embedding table was found outside"),
+        ("unembedding", "one output for each row of an embedding table"),
+    ],
+)
+def test_a_model_without_the_matrices_says_so(extra, words):
+    with pytest.raises(RuntimeError, match=words):
+        measure(encoder(), torch.randn(4, 8, 32), metrics=ANISOTROPY, extra_layers=extra)
 
 
 def test_of_several_ranks_a_matrix_is_taken_once():
@@ -189,27 +197,6 @@ def test_of_a_model_that_was_not_run_no_matrix_is_measured():
     last = seen.snapshot().layers[-1]
     assert (last.stack, last.index, last.captured) == ("final_norm", 3, {})
     assert "not run while the window was open" in last.missing["hidden"]
-
-
-def test_of_two_norms_that_are_given_the_last_hidden_states_the_first_counts():
-    class Twice(PlainDecoder):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.other = nn.LayerNorm(32), nn.LayerNorm(32, elementwise_affine=False)
-            nn.init.constant_(self.norm.weight, 3.0)
-
-        def forward(self, ids):
-            x = self.tokens(ids)
-            for block in self.blocks:
-                x = block(x)
-            self.normed = self.norm(x)
-            return self.head(self.normed + self.other(x))
-
-    model = Twice().eval()
-    model(batch())
-    found = layers(model, batch())["final_norm/3"]
-    assert torch.equal(found.captured["hidden"], rows_of(found, model.normed.detach()))
-    assert found.name == "norm"
 
 
 class Apart(torch.Tensor):
@@ -246,19 +233,16 @@ def test_a_weight_that_gives_no_rows_is_missing_alone(kind, reason):
 
 
 def test_what_an_adapter_adds_to_a_matrix_is_said():
-    class Beside(nn.Module):
-        def __init__(self, base):
-            super().__init__()
-            self.base, self.more = base, nn.Parameter(torch.ones(2))
-            self.in_features, self.out_features = base.in_features, base.out_features
-
-        def forward(self, x):
-            return self.base(x) * self.more.sum()
+    def beside(base):
+        """Around a matrix, and of its widths."""
+        widths = {"in_features": base.in_features, "out_features": base.out_features}
+        more = nn.Parameter(torch.ones(2))
+        return Running(lambda m, x: m.base(x) * m.more.sum(), base=base, more=more, **widths)
 
     model = PlainDecoder()
     asked = {"metrics": select("variance"), "extra_layers": ("unembedding",)}
     assert not any("adapter" in note for note in measure(model, batch(), **asked).notes)
-    model.head = Beside(model.head)
+    model.head = beside(model.head)
     assert any(
         "unembedding: these are the rows" in note for note in measure(model, batch(), **asked).notes
     )
@@ -268,19 +252,13 @@ def test_what_an_adapter_adds_to_a_matrix_is_said():
 
 @pytest.mark.parametrize("calls", [True, False])
 def test_token_ids_are_known_where_something_around_the_table_takes_them(calls):
-    class Around(nn.Module):
+    def around(m, ids):
         """Trains some rows of a table apart, and may never call it."""
-
-        def __init__(self, table):
-            super().__init__()
-            self.table, self.more = table, nn.Parameter(torch.zeros(table.embedding_dim))
-
-        def forward(self, ids):
-            if calls:
-                return self.table(ids) + self.more
-            return nn.functional.embedding(ids, self.table.weight + self.more)
+        if calls:
+            return m.table(ids) + m.more
+        return nn.functional.embedding(ids, m.table.weight + m.more)
 
     model = PlainDecoder()
-    model.tokens = Around(model.tokens)
+    model.tokens = Running(around, table=model.tokens, more=nn.Parameter(torch.zeros(32)))
     seen = layers(model, batch(), extra=())["/1"].captured
     assert torch.equal(seen["token_ids"], batch()[seen["sequences"], seen["positions"]])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import PlainDecoder, batch, transformer
+from models import PlainDecoder, Running, batch, run_blocks, transformer
 from plain_models import both
 from referee import sampled
 from torch import nn
@@ -14,6 +14,7 @@ from watched import (
     by_place,
     check_attention,
     check_hidden,
+    in_order,
     look,
     notes,
     window,
@@ -21,14 +22,6 @@ from watched import (
 
 from geomon import describe
 from geomon.capture import find_anatomy
-
-
-def in_order(layer) -> list[torch.Tensor]:
-    """Hidden states, token ids and attended queries, in the order of the batch."""
-    seen = layer.captured
-    order = (1000 * seen["sequences"] + seen["positions"]).argsort()
-    attended = [seen["query"], seen["visible"]] if layer.index else []
-    return [seen["hidden"][order], seen["token_ids"][order], *attended]
 
 
 def test_a_stack_that_was_not_run_is_left_out_and_said():
@@ -40,17 +33,12 @@ def test_a_stack_that_was_not_run_is_left_out_and_said():
 
 
 def test_one_block_called_again_and_again_is_a_layer_for_each_call():
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = PlainDecoder(layers=1).blocks
+    def again(model, x):
+        for _ in range(4):
+            x = model.blocks[0](x)
+        return x
 
-        def forward(self, x):
-            for _ in range(4):
-                x = self.blocks[0](x)
-            return x
-
-    model, x = Shared().eval(), torch.randn(8, 16, 32)
+    model, x = Running(again, blocks=PlainDecoder(layers=1).blocks).eval(), torch.randn(8, 16, 32)
     with torch.no_grad(), window(model) as seen:
         out = model(x)
         model(x + 1)
@@ -63,15 +51,11 @@ def test_one_block_called_again_and_again_is_a_layer_for_each_call():
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_blocks_that_are_run_again_on_other_rows_are_said(chunks):
-    class Chunked(PlainDecoder):
-        def forward(self, ids):
-            for part in self.tokens(ids).chunk(chunks, dim=1):
-                x = part
-                for block in [*self.blocks, *self.blocks]:
-                    x = block(x)
-            return x
+    def chunked(model, x):
+        parts = [run_blocks(model, run_blocks(model, part)) for part in x.chunk(chunks, dim=1)]
+        return parts[-1]
 
-    texts = notes(look(Chunked(), batch()))
+    texts = notes(look(PlainDecoder(run=chunked), batch()))
     assert any("called again on something other" in text for text in texts) == (chunks == 2)
 
 
@@ -92,8 +76,11 @@ def test_the_first_pass_counts_and_one_with_gradients_before_those_without(order
                 model(**given)
     for layer, expected in zip(seen.snapshot().layers, alone.snapshot().layers, strict=True):
         assert layer.missing == expected.missing == {}
-        for one, another in zip(in_order(layer), in_order(expected), strict=True):
+        views = ["hidden", "token_ids", *(["projected_query"] if layer.index else [])]
+        for one, another in zip(in_order(layer, *views), in_order(expected, *views), strict=True):
             assert torch.equal(one, another)
+        if layer.index:
+            assert torch.equal(layer.captured["query"], expected.captured["query"])
 
 
 def test_a_pass_that_failed_gives_way_to_the_next():
@@ -114,21 +101,15 @@ def test_blocks_that_the_training_step_runs_itself_count_once_each():
     model, outputs = PlainDecoder().eval(), []
     with torch.no_grad(), window(model) as seen:
         for seed in (0, 1):
-            x = model.tokens(batch(seed=seed))
-            for block in model.blocks:
-                x = block(x)
-            outputs.append(x)
+            outputs.append(run_blocks(model, model.tokens(batch(seed=seed))))
     check_hidden(seen, 3, outputs[0])
     rows = sampled(seen, "", 3).rows
     assert torch.equal(seen.snapshot().layers[3].captured["token_ids"], batch().flatten()[rows])
 
 
 def test_a_dropped_layer_says_so_and_the_others_keep_their_depth():
-    class Dropping(PlainDecoder):
-        def forward(self, ids):
-            return self.blocks[2](self.blocks[0](self.tokens(ids)))
-
-    layers = look(Dropping(), batch()).snapshot().layers
+    model = PlainDecoder(run=lambda model, x: model.blocks[2](model.blocks[0](x)))
+    layers = look(model, batch()).snapshot().layers
     assert [layer.index for layer in layers if "hidden" in layer.captured] == [0, 1, 3]
     assert "not run in this pass although others did" in layers[2].missing["hidden"]
     assert "not run in this pass although others did" in layers[2].missing["query"]
@@ -140,39 +121,29 @@ def test_a_dropped_layer_says_so_and_the_others_keep_their_depth():
 @pytest.mark.parametrize("owner", ["called", "run by hand"])
 def test_recomputation_changes_neither_the_layers_nor_what_they_hold(owner):
     """The recomputation gives other states than the pass did, so that it cannot pass for it."""
-    model, calls = PlainDecoder(), []
+    calls = []
 
-    class Turned(nn.Module):
-        """A block that gives something else each time it is called."""
+    def turned(m, x):
+        """Gives something else each time it is called."""
+        calls.append(1)
+        return m.inner(x) + len(calls)
 
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x):
-            calls.append(1)
-            return self.inner(x) + len(calls)
-
-    model.blocks = nn.ModuleList(Turned(block) for block in model.blocks)
-
-    def forward(ids):
-        x = model.tokens(ids) + model.places(torch.arange(ids.shape[1]))
+    def recomputed(model, x):
         for block in model.blocks:
             x = checkpoint(block, x, use_reentrant=False, determinism_check="none")
-        return model.head(x)
+        return x
 
-    if owner == "called":
-        model.forward = forward
-        forward = model
+    model = PlainDecoder(
+        run=recomputed, block=lambda: Running(turned, inner=PlainDecoder(layers=1).blocks[0])
+    )
     with window(model) as seen:
-        loss = forward(batch()).sum()
+        out = (model if owner == "called" else model.forward)(batch())
         before = seen.snapshot().layers
         assert len(calls) == 3
-        loss.backward()
+        out.sum().backward()
     assert len(calls) == 6  # forward and recomputation both ran under the open window
     for layer, other in zip(before, seen.snapshot().layers, strict=True):
-        assert layer.name == other.name
-        assert layer.captured.keys() == other.captured.keys()
+        assert (layer.name, layer.captured.keys()) == (other.name, other.captured.keys())
         for view in {"hidden", "query", "key", "projected_query"} & layer.captured.keys():
             assert torch.equal(layer.captured[view], other.captured[view])
 
@@ -184,26 +155,22 @@ def test_recomputation_changes_neither_the_layers_nor_what_they_hold(owner):
 def test_of_lists_of_sublayers_what_enters_each_is_a_layer(parts):
     """With a second part of the sequences, a second round: it gives the first no layer."""
 
-    class Pairs(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(
-                nn.ModuleList([Attention(attend_by_hand, 32), nn.Sequential(nn.Linear(32, 32))])
-                for _ in range(2)
-            )
+    def run(m, x):
+        m.states = []
+        for part in x.chunk(parts, dim=1):
+            y = part
+            m.states.append(y)
+            for attention, feed_forward in m.layers:
+                y = attention(y) + y
+                y = feed_forward(y) + y
+                m.states.append(y)
+        return y
 
-        def forward(self, x):
-            self.states = []
-            for part in x.chunk(parts, dim=1):
-                self.states.append(part)
-                y = part
-                for attention, feed_forward in self.layers:
-                    y = attention(y) + y
-                    y = feed_forward(y) + y
-                    self.states.append(y)
-            return y
+    def pair():
+        feed_forward = nn.Sequential(nn.Linear(32, 32))
+        return nn.ModuleList([Attention(attend_by_hand, 32), feed_forward])
 
-    model = Pairs()
+    model = Running(run, layers=nn.ModuleList([pair(), pair()]))
     seen = look(model, torch.randn(4, 6, 32))
     layers = seen.snapshot().layers
     assert len(layers) == 1 + 2 * parts
@@ -230,31 +197,29 @@ class Gate(nn.Module):
         return self.unit(x.flatten(0, 1), residual.flatten(0, 1)).view(x.shape)
 
 
-class Lists(nn.Module):
+def lists(kinds: str, *, before: bool = True, joins=Residual) -> nn.Module:
     """Sublayers in lists, as x-transformers has them: "a" attends, "c" to a context, "f" does not.
 
     A norm comes before the sublayer or after the sum.
     """
 
-    def __init__(self, kinds: str, *, before: bool, residual: type = Residual) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.kinds, self.layers = kinds, nn.ModuleList()
-        for kind in kinds:
-            norms = [nn.LayerNorm(32), None] if before else [None, nn.LayerNorm(32)]
-            wide = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
-            sublayer = nn.Sequential(wide) if kind == "f" else ToContext(by_hand=True)
-            self.layers.append(nn.ModuleList([nn.ModuleList(norms), sublayer, residual()]))
-
-    def forward(self, x, context=None):
-        self.states = [x]
-        for kind, ((pre, post), sublayer, residual) in zip(self.kinds, self.layers, strict=True):
+    def run(m, x, context=None):
+        m.states = [x]
+        for kind, ((pre, post), sublayer, join) in zip(kinds, m.layers, strict=True):
             y = x if pre is None else pre(x)
-            y = sublayer(y, context) if kind == "c" else sublayer(y)
-            x = residual(y, x)
+            x = join(sublayer(y, context) if kind == "c" else sublayer(y), x)
             x = x if post is None else post(x)
-            self.states.append(x)
+            m.states.append(x)
         return x
+
+    def sublayer(kind):
+        wide = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+        inner = nn.Sequential(wide) if kind == "f" else ToContext(by_hand=True)
+        norms = nn.ModuleList([nn.LayerNorm(32), None][:: 1 if before else -1])
+        return nn.ModuleList([norms, inner, joins()])
+
+    torch.manual_seed(0)
+    return Running(run, layers=nn.ModuleList(map(sublayer, kinds)))
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["norm before", "norm after"])
@@ -266,9 +231,9 @@ class Lists(nn.Module):
         ("affaff", [0, 3, 6], [0, 3]),
     ],
 )
-@pytest.mark.parametrize("residual", [Residual, Gate])
-def test_of_lists_with_a_residual_the_sum_is_the_layer(kinds, ends, attending, before, residual):
-    model = Lists(kinds, before=before, residual=residual)
+@pytest.mark.parametrize("joins", [Residual, Gate])
+def test_of_lists_with_a_residual_the_sum_is_the_layer(kinds, ends, attending, before, joins):
+    model = lists(kinds, before=before, joins=joins)
     x, context = torch.randn(4, 9, 32), torch.randn(4, 9, 32)
     seen = look(model, x, context)
     layers = by_place(seen.snapshot())
@@ -284,11 +249,10 @@ def test_of_lists_with_a_residual_the_sum_is_the_layer(kinds, ends, attending, b
 
 
 def test_lists_with_a_residual_are_described():
-    shown = dict(describe(Lists("afaf", before=True)).rows)
+    model = lists("afaf")
+    shown = dict(describe(model).rows)
     assert shown["blocks"] == "layers.0 to layers.2, each with the lists of sublayers behind it"
     assert shown["Q, K projected"] == "0.1.to_q and 0.1.to_k"
-    with pytest.raises(ValueError, match="which is never called"):
-        find_anatomy(Lists("afaf", before=True), r"layers\.\d+")
-    model = Lists("afaf", before=True)
-    with pytest.raises(ValueError, match="which is never called"):
-        find_anatomy(model, list(model.layers))
+    for blocks in (r"layers\.\d+", list(model.layers)):
+        with pytest.raises(ValueError, match="which is never called"):
+            find_anatomy(model, blocks)

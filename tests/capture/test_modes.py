@@ -2,6 +2,7 @@ import contextlib
 
 import pytest
 import torch
+from measuring import watching
 from plain_models import CausalSelfAttention, language_model
 from torch import nn
 from torch.nn import functional
@@ -9,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from geomon import Monitor, every
+from geomon import every, select
 from geomon.capture import extra_pass
 
 
@@ -32,19 +33,24 @@ class NoisyFunctions(TorchFunctionMode):
         return out + 1e-3 * torch.randn_like(out) if product else out
 
 
-def train(mode, tmp_path, *, by_hand, watched=None):
-    """Train 25 steps in a mode; return the weights, the random state and the steps looked at."""
+WAYS = {
+    "inline": lambda ids: {"checks": every(1)},  # which are made in between
+    "probe": lambda ids: {"probe": ids[:4]},
+}
+
+
+def train(mode, *, by_hand, watched=None):
+    """Train some steps in a mode; return the weights and the random state."""
     torch.manual_seed(0)
     ids = torch.randint(0, 20, (8, 12))
     model = language_model(CausalSelfAttention, "eager" if by_hand else "sdpa")
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    monitor = None
-    if watched == "probe":
-        monitor = Monitor(model, directory=tmp_path, schedule=every(10), probe=ids[:4])
-    elif watched:  # checks are made in between
-        monitor = Monitor(model, directory=tmp_path, schedule=every(10), checks=every(1))
+    optimizer, monitor = torch.optim.SGD(model.parameters(), 0.01), None
+    if watched:
+        metrics = select("attention_entropy", "variance")
+        options = {"metrics": metrics, "schedule": every(4), **WAYS[watched](ids)}
+        monitor, memory = watching(model, **options)
     with mode:
-        for step in range(25):
+        for step in range(9):
             with monitor(step) if monitor else contextlib.nullcontext():
                 loss = functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
             loss.backward()
@@ -52,29 +58,28 @@ def train(mode, tmp_path, *, by_hand, watched=None):
             optimizer.zero_grad()
     if monitor:
         monitor.close()
-        assert monitor.latest.step == 20
-        assert "attention_entropy/layer_01" in monitor.latest.values
-        assert not any("failed" in str(note) for note in monitor.latest.notes)
-    return [p.detach().clone() for p in model.parameters()], torch.get_rng_state()
+        assert memory.readings[-1].step == 8
+        assert "attention_entropy/layer_01" in memory.readings[-1].values
+        assert not any("failed" in note for note in memory.readings[-1].words())
+    return [*model.parameters(), torch.get_rng_state()]
 
 
 @pytest.mark.parametrize("by_hand", [True, False], ids=["by hand", "fused"])
-@pytest.mark.parametrize("watched", ["inline", "probe"])
+@pytest.mark.parametrize("watched", WAYS)
 @pytest.mark.parametrize("mode", [Noisy, NoisyFunctions, lambda: torch.device("cpu")])
-def test_a_mode_that_changes_products_makes_the_same_weights(mode, watched, by_hand, tmp_path):
-    plain, state = train(mode(), tmp_path, by_hand=by_hand)
-    weights, other = train(mode(), tmp_path, by_hand=by_hand, watched=watched)
-    assert all(map(torch.equal, plain, weights))
-    assert torch.equal(state, other)
+def test_a_mode_that_changes_products_makes_the_same_weights(mode, watched, by_hand):
+    plain = train(mode(), by_hand=by_hand)
+    found = train(mode(), by_hand=by_hand, watched=watched)
+    assert all(map(torch.equal, plain, found))
 
 
 @pytest.mark.parametrize("by_hand", [True, False], ids=["by hand", "fused"])
-@pytest.mark.parametrize("watched", ["inline", "probe"])
-def test_what_is_computed_beside_the_training_is_not_counted(watched, by_hand, tmp_path):
+@pytest.mark.parametrize("watched", WAYS)
+def test_what_is_computed_beside_the_training_is_not_counted(watched, by_hand):
     counts = []
     for each in (None, watched):
         with FlopCounterMode(display=False) as counter:
-            train(contextlib.nullcontext(), tmp_path, by_hand=by_hand, watched=each)
+            train(contextlib.nullcontext(), by_hand=by_hand, watched=each)
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] > 0
 

@@ -1,6 +1,7 @@
 """Shards, by tensors of indices that torch.chunk cuts; what is a DTensor here has no ranks."""
 
 import itertools
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -33,11 +34,6 @@ def sharded(shape, placements, mesh, coordinate):
     return SimpleNamespace(shape=shape, ndim=len(shape), placements=placements, device_mesh=sizes)
 
 
-def indices(shape):
-    """The flat index of each row."""
-    return torch.arange(torch.Size(shape).numel()).reshape(shape)
-
-
 def cut(values, placements, mesh, coordinate):
     """The part of a rank, as torch.chunk cuts along each dimension of the mesh."""
     for dim, placement in enumerate(placements):
@@ -60,7 +56,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("shape", "placements", "mesh"), LAYOUTS)
 def test_every_rank_finds_its_own_rows_among_those_of_all(shape, placements, mesh):
-    every = indices(shape[:-1])
+    every = torch.arange(math.prod(shape[:-1])).view(shape[:-1])  # the number of each row
     rows = torch.tensor([0, 7, 3, 14, every.numel() - 1, 5])
     for coordinate in itertools.product(*map(range, mesh)):
         found = slice_of(sharded(shape, placements, mesh, coordinate))
@@ -81,14 +77,13 @@ def test_a_tensor_that_is_whole_has_all_rows():
     assert (places.tolist(), flat.tolist()) == ([0, 1, 2], [9, 0, 4])
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-def test_even_shares_lie_one_after_another(dim):
+@pytest.mark.parametrize(
+    ("dim", "shape", "starts"),
+    [(0, (12, 6), [(0, 0), (4, 0), (8, 0)]), (1, (4, 18), [(0, 0), (0, 6), (0, 12)])],
+)
+def test_even_shares_lie_one_after_another(dim, shape, starts):
     found = [sharded_along(dim, (4, 6), TensorPlace(shard, 3)) for shard in range(3)]
-    shape = [(12, 6), (4, 18)][dim]
-    assert {each.shape for each in found} == {shape}
-    assert {each.size for each in found} == {(4, 6)}
-    assert [each.start[dim] for each in found] == [0, (4, 6)[dim], 2 * (4, 6)[dim]]
-    assert {each.start[1 - dim] for each in found} == {0}
+    assert found == [Slice(shape, start, (4, 6)) for start in starts]
     assert not any(each.is_whole for each in found)
     assert sharded_along(dim, (4, 6), WHOLE) == whole((4, 6))
 
@@ -112,19 +107,24 @@ def test_dimensions_that_are_shared_out_are_listed_and_plain_tensors_have_none()
     assert sharded_dims(outside) == set()
 
 
-def test_the_first_feature_of_a_projection_is_that_of_its_rows_or_of_its_columns():
-    class Projecting(torch.nn.Module):
-        def __init__(self, *of_weight, **attributes):
-            super().__init__()
-            self.weight = torch.empty(of_weight[0]).as_subclass(Placed)
-            vars(self.weight).update(vars(sharded(*of_weight)))
-            vars(self).update(attributes)
+def projecting(*of_weight, **attributes):
+    weight = torch.empty(of_weight[0]).as_subclass(Placed)
+    vars(weight).update(vars(sharded(*of_weight)))
+    return SimpleNamespace(weight=weight, **attributes)
 
-    assert first_feature(Projecting((12, 4), (Shard(0),), (3,), (2,))) == 8
-    assert first_feature(Projecting((4, 12), (Shard(1),), (3,), (1,), nf=12)) == 4
-    assert first_feature(Projecting((12,), (Shard(0),), (3,), (1,), nf=12)) == 4
-    assert first_feature(torch.nn.Linear(2, 2)) == 0
-    assert first_feature(torch.nn.ReLU()) == 0
+
+@pytest.mark.parametrize(
+    ("module", "feature"),
+    [
+        (projecting((12, 4), (Shard(0),), (3,), (2,)), 8),
+        (projecting((4, 12), (Shard(1),), (3,), (1,), nf=12), 4),
+        (projecting((12,), (Shard(0),), (3,), (1,), nf=12), 4),
+        (torch.nn.Linear(2, 2), 0),
+        (torch.nn.ReLU(), 0),
+    ],
+)
+def test_the_first_feature_of_a_projection_is_that_of_its_rows_or_of_its_columns(module, feature):
+    assert first_feature(module) == feature
 
 
 def test_a_collective_is_waited_for_only_where_its_numbers_are_wanted():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from measuring import watching
-from models import PlainDecoder, batch
+from models import PlainDecoder, Running, batch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -94,18 +94,11 @@ def makes(name, make):
     def turn(module, x):
         if getattr(module, name, None) is None:
             setattr(module, name, make())
-        return getattr(module, name) + torch.rand(1)
+        made = getattr(module, name)
+        weight = made.weight if isinstance(made, nn.Module) else made
+        return weight.sum() + torch.rand(1)
 
     return turn
-
-
-class Number(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.number = nn.Parameter(torch.rand(1))
-
-    def __add__(self, other):
-        return self.number + other
 
 
 def forgets(module, x):
@@ -175,7 +168,7 @@ KINDS = {
     ),
     "a module that is made": (
         lambda module: None,
-        makes("inner", Number),
+        makes("inner", lambda: nn.Linear(1, 1)),
     ),
     # As transformers does it: both of them, or neither.
     "a hook and a flag": (holds(bool), hooks_once),
@@ -302,15 +295,64 @@ def test_parameters_too_large_to_copy_are_found_once_and_no_other_pass_is_made(c
     assert len(caplog.records) == 1
 
 
-def test_a_parameter_that_two_modules_hold_is_copied_once():
-    held = nn.Parameter(
-        torch.ones(5 * 2**18), requires_grad=False
-    )  # 5 MiB of the 8 that are copied
-    model = nn.Sequential(
-        *(Stateful(holds(lambda: held), does(decays, lambda s: s[0])) for _ in "ab")
-    )
-    assert passes(model, lambda model: model(torch.ones(1))) == (3, set())
-    assert torch.equal(held, torch.ones_like(held))
+def twice():
+    """5 MiB of the 8 that are copied, in two modules."""
+    held = nn.Parameter(torch.ones(5 * 2**18), requires_grad=False)
+    blocks = (Stateful(holds(lambda: held), does(decays, lambda s: s[0])) for _ in "ab")
+    return nn.Sequential(*blocks)
+
+
+def holding(**held):
+    return Running(len, **held)
+
+
+def fixed(array):
+    array.flags.writeable = False
+    return array
+
+
+def is_given_data(model):
+    model.state.data = torch.ones(3, 3)
+
+
+# What is held, what a pass does to it, what is looked at, and whether that is as before.
+PUT_BACK = {
+    "a parameter of two modules": (
+        twice, lambda model: model(torch.ones(1)), lambda model: model[0].state.mean(), True
+    ),
+    "other data of a large parameter": (
+        lambda: built(LARGE[0], does(has_other_data, lambda s: s[0].item())),
+        lambda model: model(batch(2, 8)),
+        lambda model: (model.blocks[0].mlp[-1].state.data_ptr(), model.blocks[0].mlp[-1].state[0]),
+        True,
+    ),
+    "the sign of a zero": (
+        lambda: holding(state=nn.Buffer(torch.zeros(3))), lambda model: model.state.neg_(),
+        lambda model: model.state.signbit().tolist(), True,
+    ),
+    "an array of one mebibyte, beside one that cannot be written": (
+        lambda: holding(state=np.zeros(2**17), fixed=fixed(np.zeros(3))),
+        lambda model: model.state.fill(1), lambda model: model.state.any(), True,
+    ),
+    "a larger array": (
+        lambda: holding(state=np.zeros(2**17 + 1)), lambda model: model.state.fill(1),
+        lambda model: model.state.any(), False,
+    ),
+    # As DeepSpeed does: no data before the pass, and perhaps some after it.
+    "data that another library gathers": (
+        lambda: holding(state=nn.Parameter(torch.empty(0))), is_given_data,
+        lambda model: model.state.numel(), False,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PUT_BACK)
+def test_what_is_held_is_put_back_up_to_a_size(case):
+    make, changes, value, is_put_back = PUT_BACK[case]
+    model = make()
+    before = value(model)
+    assert passes(model, changes) == (3, set())
+    assert (value(model) == before) == is_put_back
 
 
 @pytest.mark.parametrize(
@@ -355,43 +397,13 @@ ODD = {
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 @pytest.mark.parametrize("kind", ODD)
 def test_tensors_of_any_kind_are_held_by_a_model(kind):
-    model = nn.Linear(2, 2)
-    model.register_buffer("buffer", ODD[kind]())
-    model.held = [ODD[kind]()]
+    model = holding(buffer=nn.Buffer(ODD[kind]()), held=[ODD[kind]()])
     assert passes(model, lambda model: None) == (3, set())
-
-
-def test_data_that_another_library_gathers_stay():
-    """As DeepSpeed does: no data before the pass, and perhaps some after it."""
-    model = nn.Linear(3, 3)
-    model.weight.data = torch.empty(0)
-
-    def gathers(model):
-        model.weight.data = torch.ones(3, 3)
-
-    assert passes(model, gathers, times=1) == (1, set())
-    assert torch.equal(model.weight, torch.ones(3, 3))
-
-
-def test_the_sign_of_a_zero_is_put_back():
-    model = nn.Module()
-    model.register_buffer("buffer", torch.zeros(3))
-    assert passes(model, lambda model: model.buffer.neg_()) == (3, set())
-    assert not model.buffer.signbit().any()
-
-
-def test_other_data_of_a_parameter_are_put_back_whatever_its_size():
-    model = built(LARGE[0], does(has_other_data, lambda s: s[0].item()))
-    held = model.blocks[0].mlp[-1].state
-    address = held.data_ptr()
-    assert passes(model) == (3, set())
-    assert (held[0].item(), held.data_ptr()) == (1.0, address)
 
 
 def test_objects_are_the_same_ones_with_their_former_contents():
     held = [[1], {"a": {2}}, deque([3], maxlen=4), OrderedDict(b=4), defaultdict(list, c=[5])]
-    model = nn.Module()
-    model.state, inner = held, [*held]
+    model, inner = holding(state=held), [*held]
 
     def changes(model):
         for part in (*held, held[1]["a"]):
@@ -414,26 +426,16 @@ def test_objects_are_the_same_ones_with_their_former_contents():
 def test_containers_are_looked_into_four_deep_and_up_to_a_thousand_items(
     levels, items, looked_into
 ):
-    model, innermost = nn.Module(), []
-    model.held = innermost
+    innermost: list[int] = []
+    model = holding(held=innermost)
     for _ in range(levels):
         model.held = [model.held] * items
     assert passes(model, lambda model: innermost.append(1), times=1) == (1, set())
     assert (innermost == []) == looked_into
 
 
-@pytest.mark.parametrize(("size", "copied"), [(2**17, True), (2**17 + 1, False)])
-def test_arrays_of_one_mebibyte_are_copied_and_those_that_cannot_be_written_let_alone(size, copied):
-    model = nn.Module()
-    model.array, model.fixed = np.zeros(size), np.zeros(3)
-    model.fixed.flags.writeable = False
-    assert passes(model, lambda model: model.array.fill(1), times=1) == (1, set())
-    assert (model.array[0] == 0) == copied
-
-
 def test_what_cannot_be_put_back_is_an_error_and_the_rest_is_put_back():
-    model = nn.Module()
-    model.before, model.array, model.behind = [], np.zeros(3), []
+    model = holding(before=[], array=np.zeros(3), behind=[])
 
     def changes(model):
         model.before.append(1)
@@ -453,8 +455,7 @@ def test_an_object_of_the_users_is_not_looked_into():
         __len__ = __getattr__ = __eq__ = __iter__
         __hash__ = object.__hash__
 
-    model = nn.Module()
-    model.records = Records()
+    model = holding(records=Records())
     vars(model)["lost"] = weakref.proxy(set())
     assert passes(model, lambda model: None) == (3, set())
 

@@ -5,14 +5,15 @@ import copy
 import numpy as np
 import pytest
 import torch
-from models import PlainDecoder, batch
+from measuring import watching
+from models import PlainDecoder, Running, batch
 from specimens import built
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 from watched import look, window
 from zoo import ZOO
 
-from geomon import Monitor
+from geomon import METRICS
 from geomon.capture.shards import TensorPlace
 
 
@@ -28,8 +29,10 @@ def loads(seen):
     return [layer.captured.get("expert_counts") for layer in seen.snapshot().layers]
 
 
-def test_norms_are_those_of_the_singular_values_of_each_matrix():
+@pytest.mark.parametrize("factor", [1.0, 3.0, 0.0])
+def test_norms_are_those_of_the_singular_values_of_each_matrix(factor):
     model = PlainDecoder()
+    model.blocks[1].c_proj.weight.data.mul_(factor)
     seen = look(model, batch())
     for depth, block in enumerate(model.blocks, 1):
         wanted = {
@@ -37,58 +40,77 @@ def test_norms_are_those_of_the_singular_values_of_each_matrix():
             for name, p in block.named_parameters()
             if p.ndim == 2
         }
-        found = norms(seen, depth)
-        assert found.keys() == wanted.keys()
-        for name, values in wanted.items():
-            assert found[name] == pytest.approx(np.sqrt((values**2).sum()), rel=1e-5)
+        expected = {name: np.sqrt((values**2).sum()) for name, values in wanted.items()}
+        assert norms(seen, depth) == pytest.approx(expected, rel=1e-5)
     assert "weight_norms" not in seen.snapshot().layers[0].captured
 
 
-@pytest.mark.parametrize("factor", [3.0, 0.0])
-def test_a_factor_on_one_matrix_is_one_on_its_norm_alone(factor):
+@pytest.mark.parametrize("stacked", [True, False])
+def test_experts_have_one_norm_however_they_are_held(stacked):
+    weights = torch.randn(3, 32, 32) / 6
+    each = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in weights)
+    for expert, weight in zip(each, weights, strict=True):
+        expert.weight.data.copy_(weight)
     model = PlainDecoder()
-    before = norms(look(model, batch()), 2)
-    name, weight = next((n, p) for n, p in model.blocks[1].named_parameters() if p.ndim == 2)
-    weight.data.mul_(factor)
-    seen = look(model, batch())
-    name = name.removesuffix(".weight")
-    assert norms(seen, 2) == pytest.approx(before | {name: factor * before[name]}, rel=1e-6)
-    assert norms(seen, 1).keys() == before.keys()
+    if stacked:
+        together = nn.Parameter(weights)
+        model.blocks[0].mlp = Running(lambda m, x: x @ m.all.mT.sum(0), all=together)
+    else:
+        model.blocks[0].mlp = Running(lambda m, x: sum(one(x) for one in m.each), each=each)
+    found = sum(v**2 for n, v in norms(look(model, batch())).items() if "mlp" in n)
+    assert found == pytest.approx(float(weights.square().sum()), rel=1e-5)
 
 
-def test_experts_have_one_norm_however_they_are_held():
-    class Experts(nn.Module):
-        def __init__(self, *, stacked):
-            super().__init__()
-            weights = torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(0)) / 6
-            self.all = nn.Parameter(weights) if stacked else None
-            count = 0 if stacked else len(weights)
-            self.each = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(count))
-            for expert, weight in zip(self.each, weights, strict=False):
-                expert.weight.data.copy_(weight)
+class Counting(nn.Module):
+    """A parametrisation that is another one at each access."""
 
-        def forward(self, x):
-            if self.all is not None:
-                return x @ self.all.mT.sum(0)
-            return sum(expert(x) for expert in self.each)
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
 
-    found = []
-    for stacked in (True, False):
-        model = PlainDecoder()
-        model.blocks[0].mlp = Experts(stacked=stacked)
-        found.append(sum(v**2 for n, v in norms(look(model, batch())).items() if "mlp" in n))
-    weights = torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(0)) / 6
-    assert found == pytest.approx([float(weights.square().sum())] * 2, rel=1e-5)
+    def forward(self, weight):
+        self.count += self.training
+        return weight * (1 + 0.01 * self.count)
 
 
-def test_a_weight_that_is_made_at_each_access_is_not_made_for_training():
-    model = PlainDecoder().train()
-    layer = parametrizations.spectral_norm(model.blocks[0].c_attn)
+class Asked(nn.Linear):
+    """A projection whose weight is a property that counts how often it is asked for."""
+
+    def __init__(self):
+        super().__init__(64, 32)
+        self.kept = self._parameters.pop("weight")
+        self.register_buffer("count", torch.zeros(()))
+
+    weight = property(lambda self: self.kept * (1 + 0.01 * self.count.add_(1)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda block: parametrizations.spectral_norm(block.linear1),
+        lambda block: parametrizations.spectral_norm(block.self_attn, "in_proj_weight"),
+        lambda block: parametrize.register_parametrization(block.linear2, "weight", Counting()),
+        lambda block: setattr(block, "linear2", Asked()),
+    ],
+)
+def test_a_weight_that_is_made_at_each_access_is_not_made_for_training(change):
+    options = {"batch_first": True, "dropout": 0.0}
+    model = PlainDecoder(block=lambda: nn.TransformerEncoderLayer(32, 4, 64, **options))
+    for block in model.blocks:
+        change(block)
     twin = copy.deepcopy(model)
     with window(model) as seen:
-        model(batch())
-    twin(batch())
+        found = model(batch())
+    assert torch.equal(found, twin(batch()))
     assert all(map(torch.equal, model.state_dict().values(), twin.state_dict().values()))
+    assert "self_attn.out_proj" in norms(seen)
+
+
+def test_the_norm_of_a_weight_that_is_made_is_that_of_the_made_one():
+    model = PlainDecoder().train()
+    layer = parametrizations.spectral_norm(model.blocks[0].c_attn)
+    with window(model) as seen:
+        model(batch())
     layer.eval()
     assert norms(seen)["c_attn"] == pytest.approx(layer.weight.detach().norm().item(), rel=0.1)
 
@@ -124,17 +146,16 @@ def test_loads_are_the_choices_of_the_router_counted_by_hand():
 
 
 def test_the_last_choice_counts_and_other_choices_are_not_loads():
-    class Router(nn.Module):
-        def forward(self, x):
-            x.mean(dim=(0, 2)).topk(3)  # of tokens
-            x.flatten(0, 1).T.topk(4)
-            x.unflatten(-1, (4, 8)).topk(2)  # in each group
-            x[..., :2].topk(1)  # of groups
-            x[..., 8:16].topk(2)
-            return x
+    def chooses(m, x):
+        x.mean(dim=(0, 2)).topk(3)  # of tokens
+        x.flatten(0, 1).T.topk(4)
+        x.unflatten(-1, (4, 8)).topk(2)  # in each group
+        x[..., :2].topk(1)  # of groups
+        x[..., 8:16].topk(2)
+        return x
 
     model = PlainDecoder()
-    model.blocks[1].mlp = Router()
+    model.blocks[1].mlp = Running(chooses)
     seen = look(model, batch(4, 8))
     counts = loads(seen)
     assert [each is not None for each in counts] == [False, False, True, False]
@@ -142,45 +163,26 @@ def test_the_last_choice_counts_and_other_choices_are_not_loads():
     assert {"routing" in layer.sources for layer in seen.snapshot().layers[1:]} == {True, False}
 
 
-def test_a_lost_expert_and_norms_are_values_of_a_reading_and_the_training_is_the_same():
-    ends, values = [], []
-    for watched in (True, False):
-        model = mixtral().train()
-        lost = {"step": 0}
+def test_a_lost_expert_and_norms_are_values_of_a_reading():
+    model, lost = mixtral().train(), []
 
-        def without(module, inputs, outputs, lost=lost):
-            if lost["step"] < 2:
-                return outputs
-            scores = outputs[0].index_fill(-1, torch.tensor([1]), -torch.inf)
-            weights, experts = scores.softmax(dim=-1).topk(2, dim=-1)
-            return outputs[0], weights, experts
+    def without(module, inputs, outputs):
+        scores = outputs[0].index_fill(-1, torch.tensor(lost, dtype=torch.int64), -torch.inf)
+        weights, experts = scores.softmax(dim=-1).topk(2, dim=-1)
+        return outputs[0], weights, experts
 
-        model.model.layers[1].mlp.gate.register_forward_hook(without)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        monitor = Monitor(model, directory=None, schedule=1, sinks=()) if watched else None
-        for step in range(4):
-            lost["step"] = step
-            ids = batch(4, 12, seed=step) % 50
-            if monitor is None:
-                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            else:
-                with monitor(step):
-                    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            if monitor is not None:
-                monitor.advance(step + 1)
-                values.append(monitor.latest.columns)
-        ends.append((model.state_dict(), torch.get_rng_state()))
-    (weights, state), (other, other_state) = ends
-    assert all(map(torch.equal, weights.values(), other.values()))
-    assert torch.equal(state, other_state)
-    load = [columns["expert_load"] for columns in values]
-    assert [column.at(2) < 0.4 < column.at(1) for column in load] == [False, False, True, True]
-    lost = [column.parts["expert_1"].at(2) for column in load]
-    assert (lost[2:], min(lost[:2]) > 0.1) == ([pytest.approx(0.01)] * 2, True)
-    norm = values[0]["weight_norm"]
+    model.model.layers[1].mlp.gate.register_forward_hook(without)
+    monitor, memory = watching(model, metrics=METRICS)
+    for step in range(2):
+        with monitor(step):
+            model(input_ids=batch(4, 12) % 50, use_cache=False).logits.sum().backward()
+        lost.append(1)
+    before, after = (reading.columns["expert_load"] for reading in memory.readings)
+    assert (before.at(2), after.at(1)) > (0.4, 0.4)
+    assert after.at(2) < 0.4
+    assert before.parts["expert_1"].at(2) > 0.1
+    assert after.parts["expert_1"].at(2) == pytest.approx(0.01)
+    norm = memory.readings[0].columns["weight_norm"]
     parts = [part.at(1) for part in norm.parts.values()]
     assert norm.at(1) == pytest.approx(np.linalg.norm(parts))
     assert {"self_attn.q_proj", "mlp.experts.down_proj", "mlp.gate"} <= norm.parts.keys()

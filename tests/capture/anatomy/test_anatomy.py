@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from models import PlainDecoder, batch
+from models import PlainDecoder, Running, batch
 from torch import nn
 from watched import look
 
@@ -31,14 +31,6 @@ class Norm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(8)
-
-
-class Whole(nn.Module):
-    """A member that is no mere container."""
-
-    def __init__(self, held: nn.Module) -> None:
-        super().__init__()
-        self.held = held
 
 
 class Residual(nn.Module):
@@ -112,7 +104,7 @@ def parts_of(first, second, beside: int = 1) -> nn.Module:
     return module(layers=nn.ModuleList(members))
 
 
-def behind(first: nn.Module, **more) -> nn.Module:
+def behind(first: nn.Module, /, **more) -> nn.Module:
     for name, child in more.items():
         setattr(first, name, child)
     return first
@@ -286,8 +278,8 @@ def test_the_blocks_of_each_stack_are_found(case):
         ([convolutions(width) for width in range(2, 8)], 12),
         ([convolutions(width) for width in range(2, 9)], 0),  # too many for stages
         ([convolutions(2, 1), convolutions(4, 1)], 0),
-        ([Whole(convolutions(width)) for width in (8, 9)], 4),
-        ([Whole(convolutions(8)) for _ in range(3)], 0),  # all alike: blocks of two parts
+        ([Running(len, held=convolutions(width)) for width in (8, 9)], 4),
+        ([Running(len, held=convolutions(8)) for _ in range(3)], 0),  # alike: blocks of two parts
         ([nn.Sequential(*convolutions(8), nn.Linear(8, 16)) for _ in range(2)], 4),  # half of each
         ([nn.Sequential(*convolutions(8), nn.Linear(8, 17)) for _ in range(2)], 0),
     ],
@@ -362,6 +354,8 @@ def test_wrappers_do_not_show_in_names():
             assert [block.name for block in anatomy.blocks] == DECODER.split()
             assert ("final_norm", plain.final_norm) in anatomy.norms
             assert {type(norm) for _, norm in anatomy.norms} == {nn.LayerNorm}
+    few = nn.DataParallel(module(main=attending(2, 2000), other=attending(2, 99)))
+    assert [each.pattern for each in find_anatomy(few).left_out] == ["other.#"]
 
 
 # -- who calls the blocks ------------------------------------------------------------------------
@@ -408,23 +402,13 @@ def test_lists_begin_blocks_if_all_of_them_end_in_a_residual(other, leads):
     assert found == (["layers.0", "layers.2"] if leads else [])
 
 
-class Listed(PlainDecoder):
-    """Holds its blocks twice in lists that torch does not know to hold modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._everything, self.body = [self.tokens, *self.blocks], [*self.blocks]
-        del self.blocks
-
-    def forward(self, ids):
-        x = self.tokens(ids)
-        for block in self.body:
-            x = block(x)
-        return x
-
-
 def test_modules_in_lists_that_torch_does_not_know_may_be_blocks():
-    model = Listed()
+    """Blocks that are held twice in such lists."""
+    plain = PlainDecoder()
+    model = Running(
+        lambda m, ids: m.body[2](m.body[1](m.body[0](m.tokens(ids)))), tokens=plain.tokens,
+        _everything=[plain.tokens, *plain.blocks], body=[*plain.blocks],
+    )  # fmt: skip
     for blocks in (None, r"body\.\d", model.body):
         anatomy = find_anatomy(model, blocks)
         assert [block.name for block in anatomy.blocks] == ["body.0", "body.1", "body.2"]
@@ -564,24 +548,19 @@ def test_attentions_of_a_list_are_heads_if_they_are_together_as_wide_as_their_in
 # -- tables and outputs --------------------------------------------------------------------------
 
 
-class ParallelEmbedding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(50, 64))
-
-
-class RotaryEmbedding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("frequencies", torch.randn(64))
+def of_class(name: str, **held) -> nn.Module:
+    return behind(type(name, (nn.Module,), {})(), **held)
 
 
 def test_tables_are_embeddings_outside_the_blocks_and_matrices_of_such_a_class():
-    model = behind(PlainDecoder(width=64, layers=2), embed=ParallelEmbedding(),
-                   rotary=RotaryEmbedding(), more=ParallelEmbedding())  # fmt: skip
-    model.more.inner = nn.Linear(64, 64)  # a module around others
+    def table(**more):
+        return of_class("ParallelEmbedding", weight=nn.Parameter(torch.randn(50, 64)), **more)
+
+    rotary = of_class("RotaryEmbedding", frequencies=nn.Buffer(torch.randn(64)))
+    around = table(inner=nn.Linear(64, 64))  # a module around others
+    model = PlainDecoder(width=64, layers=2, embedding=table(), rotary=rotary, more=around)
     model.blocks[0].inside = nn.Embedding(3, 3)
-    assert set(find_anatomy(model).embeddings) == {model.embed, model.tokens, model.places}
+    assert set(find_anatomy(model).embeddings) == {model.embedding, model.tokens, model.places}
 
 
 def test_of_several_outputs_the_one_that_shares_the_table_counts_else_the_last():
@@ -604,54 +583,46 @@ def test_tables_and_heads_in_lists_that_torch_does_not_know_are_found():
     assert anatomy.adapted == ()
 
 
-class Factors(nn.Module):
+def factored(base: nn.Linear, **widths) -> nn.Module:
     """A matrix with another one of low rank beside it."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.in_features, self.out_features = base.in_features, base.out_features
-        self.first = nn.Linear(base.in_features, 2, bias=False)
-        self.second = nn.Linear(2, base.out_features, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.second(self.first(x))
+    first, second = nn.Linear(32, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+    widths = {"in_features": 32, "out_features": base.out_features, **widths}
+    return Running(
+        lambda m, x: m.base(x) + m.second(m.first(x)), base=base.requires_grad_(False),
+        first=first, second=second, **widths,
+    )  # fmt: skip
 
 
-class Copied(nn.Module):
+def copied(original: nn.Linear) -> nn.Module:
     """A module that is frozen, and the copy of it that is trained in its place."""
+    trained = copy.deepcopy(original).requires_grad_(True)
+    original.requires_grad_(False)
+    return Running(lambda m, x: m.trained(x), trained=trained, original=original)
 
-    def __init__(self, original: nn.Module) -> None:
-        super().__init__()
-        self.trained = copy.deepcopy(original)
-        self.original = original.requires_grad_(False)
 
-    def forward(self, x):
-        return self.trained(x)
+# What is around an output, the output, and whether something is added to it.
+AROUND = {
+    "nothing": (lambda head: head, lambda model: model.head, False),
+    "factors": (factored, lambda model: model.head.base, True),
+    "nothing of its own": (
+        lambda head: behind(factored(head), first=None, second=None),
+        lambda model: model.head.base, False,
+    ),
+    "a module of another width": (
+        lambda head: factored(head, in_features=31), lambda model: model.head.base, False
+    ),
+    "a copy": (copied, lambda model: model.head.trained, False),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_output_is_no_factor_of_an_adapter_and_no_frozen_original(tied):
-    def model():
-        made = PlainDecoder()
-        if tied:
-            made.head.weight = made.tokens.weight
-        return made
-
-    plain, factored, copied = model(), model(), model()
-    factored.requires_grad_(False)
-    factored.head = Factors(factored.head)
-    copied.requires_grad_(False)
-    copied.head = Copied(copied.head)
-    copied.head.trained.requires_grad_(True)
-    assert find_anatomy(plain).output is plain.head
-    assert find_anatomy(plain).adapted == ()
-    assert find_anatomy(factored).output is factored.head.base
-    assert find_anatomy(factored).adapted == (factored.head.base,)
-    factored.head.first = factored.head.second = None  # nothing of its own
-    assert find_anatomy(factored).adapted == ()
-    factored.head.first = nn.Linear(32, 2)
-    factored.head.in_features = 31  # what is around the matrix has other widths: no adapter
-    assert find_anatomy(factored).adapted == ()
-    assert find_anatomy(copied).output is copied.head.trained
-    assert find_anatomy(copied).adapted == ()
+@pytest.mark.parametrize("case", AROUND)
+def test_the_output_is_no_factor_of_an_adapter_and_no_frozen_original(case, tied):
+    around, output, is_adapted = AROUND[case]
+    model = PlainDecoder().requires_grad_(case == "nothing")
+    if tied:
+        model.head.weight = model.tokens.weight
+    model.head = around(model.head)
+    anatomy = find_anatomy(model)
+    assert anatomy.output is output(model)
+    assert anatomy.adapted == ((output(model),) if is_adapted else ())

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from models import Running
 from torch import nn
 from watched import HEADS, blocks_of, look, scores_of
 
@@ -15,47 +16,31 @@ def layers_of(model: nn.Module, x: torch.Tensor) -> list:
     return look(model, x).snapshot().layers[1:]
 
 
-def over_query_features(q, k, v):
-    return q.softmax(dim=-1) @ (k.transpose(-1, -2) @ v)
-
-
-def over_key_features(q, k, v):
-    return q @ (k.softmax(dim=-1).transpose(-1, -2) @ v)
-
-
-def over_features_of_a_product(q, k, v):
-    return (q @ (k.transpose(-1, -2) @ v)).square().softmax(dim=-1)
-
-
 def positive(q, k, v):
     q, k = nn.functional.elu(q) + 1, nn.functional.elu(k) + 1
-    return q @ (k.transpose(-1, -2) @ v)
+    return q @ (k.mT @ v)
+
+
+FEATURES = "features (linear attention)"
+LINEAR = [
+    (lambda q, k, v: q.softmax(dim=-1) @ (k.mT @ v), FEATURES),
+    (lambda q, k, v: q @ (k.softmax(dim=-1).mT @ v), FEATURES),
+    (
+        lambda q, k, v: (q @ (k.mT @ v)).square().softmax(dim=-1),
+        "not rebuilt here: a softmax ",
+    ),
+    (positive, "linear attention has none"),
+]
 
 
 @pytest.mark.parametrize("head_width", [16, LENGTH], ids=["", "as wide as long"])
-@pytest.mark.parametrize(
-    ("attend", "why"),
-    [
-        (over_query_features, "features (linear attention)"),
-        (over_key_features, "features (linear attention)"),
-        (over_features_of_a_product, "is not rebuilt here: a softmax over "),
-        (positive, "linear attention has none"),
-    ],
-)
+@pytest.mark.parametrize(("attend", "why"), LINEAR)
 def test_linear_attention_has_no_weights(attend, why, head_width):
     width = HEADS * head_width
     for layer in layers_of(blocks_of(attend, width), torch.randn(2, LENGTH, width)):
-        assert "visible" not in layer.captured
-        assert "scores" not in layer.captured
+        assert not {"visible", "scores", "projected_query"} & layer.captured.keys()
         assert why in layer.missing["visible"]
-        assert "projected_query" not in layer.captured
         assert "not traced back" in layer.missing["projected_query"]
-
-
-def heads_last(q, k, v):
-    scores = torch.einsum("bhid,bhjd->bihj", q, k).div(math.sqrt(q.shape[-1]))
-    weights = scores.masked_fill(~CAUSAL[:, None], -1e9).softmax(-1)
-    return torch.einsum("bihj,bhjd->bhid", weights, v)
 
 
 @pytest.mark.parametrize(
@@ -104,78 +89,38 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_scores_keep_their_scale_whatever_is_added_to_them(change):
-    def changed(q, k, v):
-        return CHANGES[change](q @ k.mT).softmax(-1).float()[..., :LENGTH] @ v
+# From queries and keys to scores.
+SCORES = {
+    **{name: lambda q, k, change=change: change(q @ k.mT) for name, change in CHANGES.items()},
+    "added by the operator of the product": lambda q, k: torch.baddbmm(
+        BIAS, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=0.3
+    ).unflatten(0, (-1, HEADS)),
+    "of scaled factors": lambda q, k: (q * 0.3**0.5) @ (k * 0.3**0.5).mT + BIAS,
+}
 
-    for layer in layers_of(blocks_of(changed), torch.randn(2, LENGTH, 32)):
-        assert layer.captured["scale"] == 0.3
 
-
-def test_the_scale_is_found_where_the_product_or_its_factors_are_made_with_it():
-    def with_a_summand(q, k, v):
-        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        scores = torch.baddbmm(BIAS, q, k.mT, alpha=0.3)
-        return (scores.softmax(-1) @ v).unflatten(0, (-1, HEADS))
-
-    def of_scaled_factors(q, k, v):
-        return ((q * 0.3**0.5) @ (k * 0.3**0.5).mT + BIAS).softmax(-1) @ v
-
-    for attend in (with_a_summand, of_scaled_factors):
-        model = blocks_of(attend)
-        layer = layers_of(model, torch.randn(2, LENGTH, 32))[0]
+@pytest.mark.parametrize("way", SCORES)
+def test_scores_keep_their_scale_whatever_is_added_to_them(way):
+    model = blocks_of(lambda q, k, v: SCORES[way](q, k).softmax(-1).float()[..., :LENGTH] @ v)
+    for layer, block in zip(layers_of(model, torch.randn(2, LENGTH, 32)), model, strict=True):
         assert layer.captured["scale"] == pytest.approx(0.3, rel=1e-12)
-        torch.testing.assert_close(layer.captured["query"], model[0].attention.query)
+        torch.testing.assert_close(layer.captured["query"], block.attention.query)
 
 
-class WideHeads(nn.Module):
-    """Heads that are wider than the hidden states shared out among them, in one projection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.heads = nn.Linear(32, 3 * HEADS * 24, bias=False), HEADS
-        self.out = nn.Linear(HEADS * 24, 32)
-
-    def forward(self, x):
-        q, k, v = (y.unflatten(-1, (HEADS, 24)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-        return x + self.out((scores_of(q, k).softmax(-1) @ v).transpose(1, 2).flatten(2))
-
-
-def test_heads_wider_than_their_share_of_the_hidden_states():
-    torch.manual_seed(0)
-    model, x = nn.Sequential(WideHeads(), WideHeads()), torch.randn(3, 20, 32)
-    made = model[0].qkv(x).detach().flatten(0, 1)[:, : 2 * HEADS * 24]
-    query, key = made.unflatten(1, (2, HEADS, 24)).unbind(1)
-    layer = layers_of(model, x)[0]
-    for name, rows in (("projected_query", query), ("projected_key", key)):
-        found = layer.captured[name]
-        assert torch.allclose(found.double().sum(0), rows.double().sum(0), atol=1e-5)
-        assert found.shape == rows.shape
-
-
-class Maps(nn.Module):
+def mapped(m, x):
     """Queries and keys that convolutions make of feature maps; keys of every other place."""
-
-    num_heads = HEADS
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.to_q = nn.Conv2d(16, 16, 3, padding=1)
-        self.to_kv = nn.Conv2d(16, 32, 2, stride=2)
-
-    def forward(self, x):
-        k, v = self.to_kv(x).chunk(2, dim=1)
-        q, k, v = (
-            y.unflatten(1, (HEADS, -1)).flatten(3).transpose(2, 3) for y in (self.to_q(x), k, v)
-        )
-        mixed = scores_of(q, k).softmax(-1) @ v
-        return x + mixed.transpose(2, 3).flatten(1, 2).unflatten(2, x.shape[2:])
+    k, v = m.to_kv(x).chunk(2, dim=1)
+    q, k, v = (y.unflatten(1, (HEADS, -1)).flatten(3).transpose(2, 3) for y in (m.to_q(x), k, v))
+    mixed = scores_of(q, k).softmax(-1) @ v
+    return x + mixed.transpose(2, 3).flatten(1, 2).unflatten(2, x.shape[2:])
 
 
 def test_projections_of_feature_maps_have_their_width_in_the_channels():
-    torch.manual_seed(0)
-    model, x = nn.Sequential(Maps(), Maps()), torch.randn(3, 16, 6, 6)
+    def block():
+        to_q, to_kv = nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 32, 2, stride=2)
+        return Running(mapped, num_heads=HEADS, to_q=to_q, to_kv=to_kv)
+
+    model, x = nn.Sequential(block(), block()), torch.randn(3, 16, 6, 6)
     query = model[0].to_q(x).detach().movedim(1, -1).reshape(-1, HEADS, 4)
     key = model[0].to_kv(x).detach()[:, :16].movedim(1, -1).reshape(-1, HEADS, 4)
     layer = layers_of(model, x)[0]
@@ -186,19 +131,22 @@ def test_projections_of_feature_maps_have_their_width_in_the_channels():
     assert layer.captured["visible"].shape == (3, 1, 36, 9)
 
 
-def test_scores_of_unknown_order_are_missed_with_the_reason():
-    model = blocks_of(heads_last)
-    for layer in layers_of(model, torch.randn(2, LENGTH, 32)):
-        assert "sequences, heads and queries" in layer.missing["visible"]
+def heads_last(q, k, v):
+    scores = torch.einsum("bhid,bhjd->bihj", q, k).div(math.sqrt(q.shape[-1]))
+    weights = scores.masked_fill(~CAUSAL[:, None], -1e9).softmax(-1)
+    return torch.einsum("bihj,bhjd->bhid", weights, v)
 
 
-def test_scores_that_cannot_be_arranged_and_routers_are_told_apart():
-    def short(q, k, v):
-        return (q[:, :, :5] @ k.mT).softmax(-1).sum(2, keepdim=True) @ v + v
+ORDER = "sequences, heads and queries"
+UNARRANGED = [
+    (heads_last, ORDER),
+    (lambda q, k, v: (q[:, :, :5] @ k.mT).softmax(-1).sum(2, keepdim=True) @ v + v, ORDER),
+    # A router, whose softmax is none of attention.
+    (lambda q, k, v: k.flatten(1, 2)[:, : 3 * LENGTH].softmax(-1).sum() + v, "linear attention"),
+]
 
-    def routed(q, k, v):
-        return k.flatten(1, 2)[:, : 3 * LENGTH].softmax(-1).sum() + v
 
-    for attend, why in ((short, "sequences, heads and queries"), (routed, "linear attention")):
-        for layer in layers_of(blocks_of(attend), torch.randn(2, LENGTH, 32)):
-            assert why in layer.missing["visible"]
+@pytest.mark.parametrize(("attend", "why"), UNARRANGED)
+def test_scores_that_cannot_be_arranged_are_missed_with_the_reason(attend, why):
+    for layer in layers_of(blocks_of(attend), torch.randn(2, LENGTH, 32)):
+        assert why in layer.missing["visible"]

@@ -12,7 +12,7 @@ import torch
 from fingerprint import fingerprint
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention as flex
-from watched import HEADS, blocks_of, check_scores, look, notes, scores_of
+from watched import HEADS, attend_by_hand, blocks_of, check_blocks, look, notes, scores_of
 
 from geomon import describe, measure, select
 
@@ -37,12 +37,12 @@ def _blocks(request, monkeypatch):
     monkeypatch.setattr(f"{module}._FEWEST_QUERIES", 1 if request.param == 1 else 3)
 
 
-def check(attend, visible, *, key_heads=None, bias=0.0, **options):
+def check(attend, visible, *, shape=(SEQUENCES, LENGTH, WIDTH), heads=HEADS, key_heads=None,
+          **options):  # fmt: skip
     """Hold the layers of two blocks against their own queries and keys."""
-    model = blocks_of(attend, WIDTH, key_heads=key_heads)
-    seen = look(model, torch.randn(SEQUENCES, LENGTH, WIDTH))
-    for layer, block in zip(seen.snapshot().layers[1:], model, strict=True):
-        check_scores(layer, block.attention, visible, bias=bias, **options)
+    model = blocks_of(attend, shape[-1], heads=heads, key_heads=key_heads)
+    seen = look(model, torch.randn(shape))
+    check_blocks(seen, model, visible, **options)
     return seen
 
 
@@ -57,6 +57,22 @@ def folded_by_function(q, k, v):
 def grouped_by_function(q, k, v):
     q, k, v = (x.unflatten(1, (2, 2)) for x in (q, k, v))
     return sdpa(q, k, v, is_causal=True).flatten(1, 2)
+
+
+def repeated(attend):
+    """Keys that were repeated are given once."""
+
+    def repeating(q, k, v):
+        return attend(q, *(x.repeat_interleave(2, dim=1) for x in (k, v)))
+
+    return repeating
+
+
+def widened(q, k, v):
+    """As torch does on an accelerator: heads are padded to a multiple of 8."""
+    wide = (F.pad(x, (0, 4)) for x in (q, k, v))
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return attend(*wide, scale=0.5)[0][..., : q.shape[-1]]
 
 
 def in_parts(q, k, v):
@@ -86,6 +102,9 @@ BY_FUNCTION = {
     ),
     "folded": (folded_by_function, CAUSAL, {}),
     "grouped": (grouped_by_function, CAUSAL, {}),
+    "repeated keys": (repeated(sdpa), ALL, {"key_heads": 2}),
+    "repeated keys, by hand": (repeated(attend_by_hand), ALL, {"key_heads": 2}),
+    "widened with zeros": (widened, ALL, {"scale": 0.5, "shape": (2, LENGTH, 16)}),
 }  # fmt: skip
 
 
@@ -101,10 +120,13 @@ ALLOWED = torch.rand(SEQUENCES, HEADS, LENGTH, LENGTH, generator=GENERATOR) > 0.
 ALLOWED[..., 0] = True
 
 
+DOCUMENTS = torch.arange(LENGTH) // torch.tensor([3, 4, 8])[:, None]
+
+
 def by_flex(q, k, v, *, mask=None, score=None):
     heads = HEADS if mask is allowed else None
-    block = mask and flex.create_block_mask(mask, SEQUENCES, heads, LENGTH, LENGTH, device="cpu")
-    return flex.flex_attention(q, k, v, block_mask=block, score_mod=score)
+    block = mask and flex.create_block_mask(mask, len(q), heads, LENGTH, LENGTH, device="cpu")
+    return flex.flex_attention(q, k, v, block_mask=block, score_mod=score, enable_gqa=True)
 
 
 def allowed(b, h, i, j):
@@ -115,13 +137,25 @@ def causally(b, h, i, j):
     return i >= j
 
 
+def within_documents(b, h, i, j):
+    return (i >= j) & (DOCUMENTS[b, i] == DOCUMENTS[b, j])
+
+
 def by_distance(score, b, h, i, j):
     return score - 0.1 * (h + 1) * (i - j)
 
 
 FALLING = -0.1 * (torch.arange(HEADS)[:, None, None] + 1) * DISTANCE[None]
+SAME_DOCUMENT = (DOCUMENTS[:, :, None] == DOCUMENTS[:, None])[:, None]
 BY_FLEX = {
     "all": (by_flex, ALL, {}),
+    "documents": (
+        functools.partial(by_flex, mask=within_documents), SAME_DOCUMENT & CAUSAL, {"key_heads": 2}
+    ),
+    "documents in one row": (
+        functools.partial(by_flex, mask=within_documents), SAME_DOCUMENT[:1] & CAUSAL,
+        {"shape": (1, LENGTH, WIDTH)},
+    ),
     "a mask of each head": (functools.partial(by_flex, mask=allowed), ALLOWED, {}),
     "a bias": (
         functools.partial(by_flex, mask=causally, score=by_distance), CAUSAL, {"bias": FALLING}
@@ -134,7 +168,7 @@ BY_FLEX = {
 def test_flex_attention(way):
     torch.compiler.reset()
     attend, visible, options = BY_FLEX[way]
-    check(attend, visible, **options)
+    assert not any("compiled" in note for note in notes(check(attend, visible, **options)))
 
 
 # -- operators of flash attention ------------------------------------------------------------------
@@ -181,17 +215,26 @@ BY_FLASH = [
     ({"window_size": (3, 1), "causal": True}, (3, 0), {}),
     ({"window_size_left": 2}, (2, None), {}),
     ({"window_size_left": 0, "window_size_right": 4}, (0, 4), {}),
-    ({"softmax_scale": 0.25}, (None, None), {"scale": 0.25}),
+    ({"softmax_scale": 0.3}, (None, None), {"scale": 0.3}),
     ({"scale": 2.0}, (None, None), {"scale": 2.0}),
     ({"softcap": 0.5, "causal": True}, (None, 0), {"softcap": 0.5}),
     ({"softcap": 0.0}, (None, None), {}),
 ]  # fmt: skip
 
 
-def test_flash_attention_is_described_and_nothing_is_left_behind():
-    model, x = blocks_of(functools.partial(by_flash, causal=True)), torch.randn(2, LENGTH, 32)
+@pytest.mark.parametrize("_blocks", [100], indirect=True)
+@pytest.mark.parametrize(
+    ("attend", "words"),
+    [
+        (functools.partial(by_flash, causal=True), "through a function of flash attention"),
+        (functools.partial(by_flex, mask=causally), "through torch's flex_attention"),
+    ],
+)
+def test_attention_is_described_and_nothing_is_left_behind(attend, words):
+    torch.compiler.reset()
+    model, x = blocks_of(attend), torch.randn(SEQUENCES, LENGTH, 32)
     before = fingerprint(model)
-    assert "through a function of flash attention" in str(describe(model, x))
+    assert words in str(describe(model, x))
     assert fingerprint(model) == before
 
 
@@ -222,11 +265,11 @@ def test_packed_sequences_see_themselves_alone(number, window, extra):
     keys = torch.tensor([0, *(n + extra for n in lengths), 0]).cumsum(0).int()
     earlier = torch.randn(1, HEADS, extra, WIDTH // HEADS)
 
+    def with_earlier(k):
+        return torch.cat([x for part in k.split(lengths, 2) for x in (earlier, part)], 2)
+
     def packed(q, k, v):
-        if extra:
-            parts = ([earlier, x] for x in k.split(lengths, 2))
-            k = torch.cat([x for pair in parts for x in pair], 2)
-        q, k = (x[0].transpose(0, 1) for x in (q, k))
+        q, k = (x[0].transpose(0, 1) for x in (q, with_earlier(k)))
         own = {} if not extra else {ENDS[number].format("k"): keys}
         sides = [-1 if side is None else side for side in window]
         attend = getattr(FLASH, f"packed_{number}")
@@ -235,15 +278,11 @@ def test_packed_sequences_see_themselves_alone(number, window, extra):
     visible = torch.block_diag(*(within(*window, n, n + extra).float() for n in lengths)).bool()
     model = blocks_of(packed, WIDTH)
     seen = look(model, torch.randn(1, sum(lengths), WIDTH))
-    for layer, block in zip(seen.snapshot().layers[1:], model, strict=True):
-        own = block.attention
-        if extra:
-            parts = ([earlier, x] for x in own.key.split(lengths, 2))
-            own.key = torch.cat([x for pair in parts for x in pair], 2)
-        check_scores(layer, own, visible)
+    for block in model:
+        block.attention.key = with_earlier(block.attention.key)
+    check_blocks(seen, model, visible)
     starts = torch.arange(4).repeat_interleave(torch.tensor(lengths))
-    found = seen.snapshot().layers[1].captured
-    assert torch.equal(found["sequences"].sort().values, starts)
+    assert torch.equal(seen.snapshot().layers[1].captured["sequences"].sort().values, starts)
 
 
 @pytest.mark.parametrize(
@@ -289,20 +328,14 @@ BY_HAND = {"groups": grouped, "transposed": transposed, "folded": folded, "logar
 @pytest.mark.parametrize("width", [WIDTH, HEADS * LENGTH], ids=["", "as wide as long"])
 @pytest.mark.parametrize("way", BY_HAND)
 def test_attention_by_hand_of_any_shape(way, width):
-    model = blocks_of(BY_HAND[way], width)
-    seen = look(model, torch.randn(SEQUENCES, LENGTH, width))
-    for layer, block in zip(seen.snapshot().layers[1:], model, strict=True):
-        check_scores(layer, block.attention, CAUSAL)
+    check(BY_HAND[way], CAUSAL, shape=(SEQUENCES, LENGTH, width))
 
 
 def test_scores_of_one_sequence_and_one_head_may_have_two_dimensions():
     def flat(q, k, v):
         return (causal(scores_of(q[0, 0], k[0, 0])).softmax(-1) @ v[0, 0])[None, None]
 
-    model = blocks_of(flat, heads=1)
-    seen = look(model, torch.randn(1, LENGTH, 32))
-    for layer, block in zip(seen.snapshot().layers[1:], model, strict=True):
-        check_scores(layer, block.attention, CAUSAL)
+    check(flat, CAUSAL, shape=(1, LENGTH, 32), heads=1)
 
 
 # -- rows that are not sampled ---------------------------------------------------------------------

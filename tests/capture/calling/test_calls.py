@@ -75,15 +75,13 @@ def test_a_forward_meets_no_other_hooks_than_those_of_its_module():
 
 @pytest.mark.parametrize("source", ["probe", "inline"])
 def test_parameters_without_values_end_nothing_and_are_said_once(caplog, source):
-    class Lazy(PlainDecoder):
-        def __init__(self):
-            super().__init__()
-            self.head = nn.LazyLinear(50)
+    def lazy():
+        return PlainDecoder(head=nn.LazyLinear(50))
 
     torch.manual_seed(0)
-    plain = Lazy()
+    plain = lazy()
     torch.manual_seed(0)
-    model, probe = Lazy(), batch() if source == "probe" else None
+    model, probe = lazy(), batch() if source == "probe" else None
     monitor, memory = watching(model, metrics=FEW, probe=probe, strict=False)
     for step in range(3):
         torch.manual_seed(step)  # the first forward draws the values
@@ -96,7 +94,7 @@ def test_parameters_without_values_end_nothing_and_are_said_once(caplog, source)
     said = [record for record in caplog.records if "no values yet" in record.getMessage()]
     assert len(said) == (source == "probe")
     with pytest.raises(ValueError, match=r"head.weight has no values yet"):
-        measure(Lazy(), batch())
+        measure(lazy(), batch())
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import PlainDecoder, batch, transformer
+from models import PlainDecoder, Running, batch, transformer
 from torch import nn
 from watched import in_order, look, notes
 
@@ -11,18 +11,16 @@ POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])
 NUMBERS = torch.arange(4).repeat_interleave(torch.tensor(LENGTHS))
 
 
-class Blocks(nn.Module):
+def in_turn(model, x, **given):
+    for layer in model.layers:
+        x = layer(x)
+    return x
+
+
+def blocks():
     """Blocks that are told positions under any name, and do nothing with them."""
-
-    def __init__(self, blocks=None) -> None:
-        super().__init__()
-        kinds = (nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(2))
-        self.layers = blocks or nn.ModuleList(kinds)
-
-    def forward(self, x, position_ids=None, more=None, **given):
-        for layer in self.layers:
-            x = layer(x)
-        return x
+    kinds = (nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(2))
+    return Running(in_turn, layers=nn.ModuleList(kinds))
 
 
 # What is given beside the hidden states of [rows, 16] tokens, and the sequence of each of them.
@@ -47,7 +45,7 @@ TOLD = [
 
 @pytest.mark.parametrize(("given", "rows", "numbers"), TOLD)
 def test_positions_that_begin_anew_begin_a_sequence(given, rows, numbers):
-    seen = look(Blocks(), torch.randn(rows, 16, 8), **given)
+    seen = look(blocks(), torch.randn(rows, 16, 8), **given)
     is_packed = numbers.max() >= rows
     places = TWO[:rows].flatten() if is_packed else torch.arange(16)
     for layer in seen.snapshot().layers:
@@ -67,30 +65,27 @@ def test_positions_of_padding_may_be_any(side, filled):
     real = torch.cat([torch.zeros(3), torch.ones(16)][order])[None]
     for own, numbers in ((POSITIONS, NUMBERS), (torch.arange(16), 0 * NUMBERS)):
         given = torch.cat([padding, own][order])[None]
-        model = Blocks()
-        seen = look(model, torch.randn(1, 19, 8), position_ids=given, attention_mask=real)
+        seen = look(blocks(), torch.randn(1, 19, 8), position_ids=given, attention_mask=real)
         sequences, positions = in_order(seen.snapshot().layers[1], "sequences", "positions")
         assert torch.equal(sequences - sequences[0], numbers)
         assert numbers.max() == 0 or torch.equal(positions, POSITIONS)
 
 
-class WithImage(PlainDecoder):
+def with_image(model, ids, patches):
     """A text and the patches of an image in one row; their positions begin anew."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = Blocks(self.blocks)
-        del self.blocks
-
-    def forward(self, ids, patches):
-        places = torch.cat([torch.arange(ids.shape[1]), torch.arange(patches.shape[1])])
-        x = torch.cat([self.tokens(ids), patches], dim=1) + self.places(places)
-        return self.encoder(x, position_ids=places.expand(len(ids), -1))
+    places = torch.cat([torch.arange(ids.shape[1]), torch.arange(patches.shape[1])])
+    x = torch.cat([model.tokens(ids), patches], dim=1) + model.places(places)
+    return model.encoder(x, position_ids=places.expand(len(ids), -1))
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_an_image_behind_a_text_is_of_the_same_sequence(rows):
-    snapshot = look(WithImage(), batch(rows, 10), patches=torch.randn(rows, 6, 32)).snapshot()
+    plain = PlainDecoder()
+    model = Running(
+        with_image, tokens=plain.tokens, places=plain.places,
+        encoder=Running(in_turn, layers=plain.blocks),
+    )  # fmt: skip
+    snapshot = look(model, batch(rows, 10), patches=torch.randn(rows, 6, 32)).snapshot()
     for layer in snapshot.layers:
         assert layer.captured["sequences"].unique().tolist() == [*range(rows)]
         assert layer.captured["positions"].max() == 15
@@ -101,7 +96,7 @@ def test_an_image_behind_a_text_is_of_the_same_sequence(rows):
 
 
 def test_tokens_without_a_batch_are_told_apart_by_their_positions():
-    for layer in look(Blocks(), torch.randn(16, 8), position_ids=POSITIONS).snapshot().layers:
+    for layer in look(blocks(), torch.randn(16, 8), position_ids=POSITIONS).snapshot().layers:
         sequences, positions = in_order(layer, "sequences", "positions")
         assert torch.equal(sequences, NUMBERS)
         assert torch.equal(positions, POSITIONS)

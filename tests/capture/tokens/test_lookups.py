@@ -7,10 +7,19 @@ that a block is not given.
 
 import pytest
 import torch
-import watched
-from models import VOCABULARY, PlainBlock, transformer
+from models import VOCABULARY, PlainBlock, PlainDecoder, Running, transformer
 from torch import Tensor, nn
 from torch.nn import functional as F
+from watched import (
+    Block,
+    attend_by_hand,
+    by_place,
+    check_scores,
+    look,
+    notes,
+    states_of,
+    window,
+)
 
 from geomon import measure
 from geomon.capture import Window
@@ -18,110 +27,18 @@ from geomon.capture import Window
 WIDTH, STREAMS = 32, 4
 
 
-class Model(nn.Module):
-    """A decoder whose parts its children replace."""
-
-    def __init__(self, layers: int = 2) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(self.block() for _ in range(layers))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-        self.states: list[Tensor] = []
-
-    def block(self) -> nn.Module:
-        return PlainBlock(WIDTH, 4, 0.0)
-
-    def embed(self, ids: Tensor) -> Tensor:
-        return self.tokens(ids)
-
-    def apart(self, state: Tensor) -> Tensor:
-        """A state as [batch, length, width], or with its streams before the width."""
-        return state
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        self.states = [x]
-        for block in self.blocks:
-            x = block(x)
-            self.states.append(x)
-        return self.head(x)
-
-
-class Hashed(Model):
-    """A second table is given hashes of two tokens, which vary more than tokens do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pairs = nn.Embedding(4999, WIDTH)
-
-    def embed(self, ids: Tensor) -> Tensor:
-        before = F.pad(ids, (1, 0))[:, :-1]
-        return self.tokens(ids) + self.pairs((ids * 131 + before * 977) % 4999)
-
-
-class Asking(Hashed):
-    """Takes ids alone, in a dict or beside what has no storage; no module has the vocabulary."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.head
-
-    def forward(self, given: Tensor | dict[str, Tensor], graph: Tensor | None = None) -> Tensor:
-        self.head = lambda x: x @ self.tokens.weight.T
-        return super().forward(given["words"] if isinstance(given, dict) else given)
-
-
-class Placed(Model):
-    """Positions are given for every sequence: there may be more of them than words."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.places = nn.Embedding(400, WIDTH)
-
-    def embed(self, ids: Tensor) -> Tensor:
-        places = torch.arange(ids.shape[1]).expand_as(ids)
-        return self.places(places) + self.tokens(ids)
-
-
-class Ahead(Model):
-    """Blocks that predict further tokens are given the tokens before those, by the same table."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ahead = nn.ModuleList(nn.ModuleList([PlainBlock(WIDTH, 4, 0.0)]) for _ in range(3))
-        self.join = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        length = ids.shape[1] - 3
-        logits = super().forward(ids[:, :length])
-        x = self.states[-1]
-        for depth, (block,) in enumerate(self.ahead, 1):
-            x = block(self.join(torch.cat([x, self.tokens(ids[:, depth : depth + length])], -1)))
-            logits = logits + self.head(x)
-        return logits
-
-
-class Copying(Model):
-    """Writes into its ids when they were looked up."""
-
-    def embed(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids)
-        ids.fill_(0)
-        return x
-
-
-class Beside(Model):
-    """A stack of its own looks up other words of the same shape by the table of the words."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        self.tokens(ids.flip(1)).sum()
-        return super().forward(ids)
-
-
 def words(sequences: int, length: int, count: int = VOCABULARY, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, count, (sequences, length), generator=generator)
+
+
+def table(rows: int = VOCABULARY) -> nn.Embedding:
+    return nn.Embedding(rows, WIDTH)
+
+
+def decoder(embed=lambda model, ids: model.tokens(ids), layers: int = 2, **parts) -> PlainDecoder:
+    torch.manual_seed(0)
+    return PlainDecoder(layers=layers, embed=embed, **parts)
 
 
 class Paired(nn.Embedding):
@@ -131,69 +48,78 @@ class Paired(nn.Embedding):
         return super().forward(ids), None
 
 
-class OfPairs(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = Paired(VOCABULARY, WIDTH)
+def hashed(**parts) -> PlainDecoder:
+    """A second table is given hashes of two tokens, which vary more than tokens do."""
 
-    def embed(self, ids: Tensor) -> Tensor:
-        return self.tokens(ids)[0]
+    def embed(model, ids):
+        before = F.pad(ids, (1, 0))[:, :-1]
+        return model.tokens(ids) + model.pairs((ids * 131 + before * 977) % 4999)
 
-
-class Held(nn.Module):
-    """Holds a table and looks its rows up without calling it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(VOCABULARY, WIDTH)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.table.weight) * 2
+    return decoder(embed, pairs=table(4999), **parts)
 
 
-class Holding(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = Held()
+def asking() -> nn.Module:
+    """Takes ids alone, in a dict or beside what has no storage; no module has the vocabulary."""
+    return Running(
+        lambda m, given, graph=None: m.inner(given["words"] if isinstance(given, dict) else given),
+        inner=hashed(head=nn.Identity()),
+    )
 
 
-class Turned(nn.Module):
+def placed() -> PlainDecoder:
+    """Positions are given for every sequence: there may be more of them than words."""
+    return decoder(
+        lambda m, ids: m.places(torch.arange(ids.shape[1]).expand_as(ids)) + m.tokens(ids),
+        places=table(400),
+    )
+
+
+def holding() -> PlainDecoder:
+    """A module holds a table and looks its rows up without calling it."""
+    return decoder(
+        tokens=Running(lambda m, ids: F.embedding(ids, m.table.weight) * 2, table=table())
+    )
+
+
+def copying(model, ids):
+    """Writes into the ids when they were looked up."""
+    x = model.tokens(ids)
+    ids.fill_(0)
+    return x
+
+
+def turned(m, x):
     """Fused queries, keys and values of each head beside one another, on [length, batch, width]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads, self.norm = 4, nn.LayerNorm(WIDTH)
-        self.query_key_value, self.dense = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        fused = self.query_key_value(self.norm(x)).unflatten(-1, (4, 24)).transpose(0, 1)
-        self.query, self.key, _ = fused.chunk(3, dim=-1)
-        q, k, v = (part.transpose(1, 2) for part in fused.chunk(3, dim=-1))
-        y = F.scaled_dot_product_attention(F.normalize(q, dim=-1), k, v, is_causal=True)
-        return x + self.dense(y.permute(2, 0, 1, 3).flatten(2))
+    fused = m.query_key_value(m.norm(x)).unflatten(-1, (4, 24)).transpose(0, 1)
+    m.query, m.key, _ = fused.chunk(3, dim=-1)
+    q, k, v = (part.transpose(1, 2) for part in fused.chunk(3, dim=-1))
+    y = F.scaled_dot_product_attention(F.normalize(q, dim=-1), k, v, is_causal=True)
+    return x + m.dense(y.permute(2, 0, 1, 3).flatten(2))
 
 
-class LengthFirst(Model):
-    block = Turned
+def length_first() -> PlainDecoder:
+    def block():
+        return Running(
+            turned, num_heads=4, norm=nn.LayerNorm(WIDTH),
+            query_key_value=nn.Linear(WIDTH, 3 * WIDTH), dense=nn.Linear(WIDTH, WIDTH),
+        )  # fmt: skip
 
-    def embed(self, ids: Tensor) -> Tensor:
-        return self.tokens(ids).transpose(0, 1).contiguous()
-
-    def apart(self, state: Tensor) -> Tensor:
-        return state.transpose(0, 1)
+    return decoder(lambda m, ids: m.tokens(ids).transpose(0, 1).contiguous(), block=block)
 
 
-def check(model: Model, seen: Window, ids: Tensor | None, real: Tensor | None = None) -> None:
-    """Hold every row to the state [sequence, position] that it says it is, or to a stream of it."""
-    layers = seen.snapshot().layers
-    assert len(layers) == len(model.states)
-    for layer, state in zip(layers, model.states, strict=True):
-        found, own = layer.captured, model.apart(state)
+def check(
+    seen: Window, states: list[Tensor], ids: Tensor | None, real: Tensor | float = 1.0
+) -> None:
+    """Hold every row to the state that it says it is, or to a stream of it.
+
+    States are [sequences, length, width], or have their streams before the width.
+    """
+    for layer, state in zip(seen.snapshot().layers, states, strict=True):
+        found, own = layer.captured, state if state.ndim == 4 else state[:, :, None]
         place = found["sequences"], found["positions"]
-        own = own if own.ndim == 4 else own[:, :, None]
         assert (own[place] == found["hidden"][:, None]).all(2).any(1).all()
         counts = torch.zeros(own.shape[:2]).index_put(place, torch.ones(()), accumulate=True)
-        assert torch.equal(counts, own.shape[2] * (1.0 if real is None else real) + 0 * counts)
+        assert torch.equal(counts, own.shape[2] * real + 0 * counts)
         assert ("token_ids" in found) == (ids is not None)
         assert ids is None or torch.equal(found["token_ids"], ids[place])
 
@@ -202,18 +128,24 @@ GRAPH = torch.eye(90, dtype=torch.int64).to_sparse()
 ROW_VIEWS = {"views": {"hidden", "token_ids", "positions", "sequences"}}
 # A kind of model, how it is given the words, and options of the window.
 KINDS = {
-    "a table that returns pairs": (OfPairs, lambda ids: (ids,), {}),
-    "a table of hashes": (Hashed, lambda ids: (ids,), {}),
-    "no output": (Asking, lambda ids: (ids,), {}),
-    "beside what has no storage": (Asking, lambda ids: (ids, GRAPH), {}),
-    "in a dict": (Asking, lambda ids: ({"words": ids}, GRAPH), {}),
-    "a table of places": (Placed, lambda ids: (ids,), {}),
-    "a table that is not called": (Holding, lambda ids: (ids,), {}),
-    "ids that are written into": (Copying, lambda ids: (ids.clone(),), {}),
-    "words that are looked up beside": (Beside, lambda ids: (ids,), {}),
-    "length first": (LengthFirst, lambda ids: (ids,), {}),
-    "length first, rows alone": (LengthFirst, lambda ids: (ids,), ROW_VIEWS),
-}
+    "a table that returns pairs": (
+        lambda: decoder(lambda m, ids: m.tokens(ids)[0], tokens=Paired(VOCABULARY, WIDTH)),
+        lambda ids: (ids,), {},
+    ),
+    "a table of hashes": (hashed, lambda ids: (ids,), {}),
+    "no output": (asking, lambda ids: (ids,), {}),
+    "beside what has no storage": (asking, lambda ids: (ids, GRAPH), {}),
+    "in a dict": (asking, lambda ids: ({"words": ids}, GRAPH), {}),
+    "a table of places": (placed, lambda ids: (ids,), {}),
+    "a table that is not called": (holding, lambda ids: (ids,), {}),
+    "ids that are written into": (lambda: decoder(copying), lambda ids: (ids.clone(),), {}),
+    "words that are looked up beside": (
+        lambda: decoder(lambda m, ids: (m.tokens(ids.flip(1)), m.tokens(ids))[1]),
+        lambda ids: (ids,), {},
+    ),
+    "length first": (length_first, lambda ids: (ids,), {}),
+    "length first, rows alone": (length_first, lambda ids: (ids,), ROW_VIEWS),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -221,19 +153,18 @@ KINDS = {
 def test_of_several_tables_that_of_the_words_says_the_token_ids(kind, shape):
     make, given, options = KINDS[kind]
     model, ids = make(), words(*shape, count=20)
-    if kind == "ids that are written into":  # a second pass has to be given them anew
-        with watched.window(model.eval(), **options) as seen, torch.no_grad():
-            model(*given(ids))
-    else:
-        seen = watched.look(model, *given(ids), options=options)
-    check(model, seen, ids)
-    assert not any("projected Q and K" in text for text in watched.notes(seen))
+    states = states_of(model, *given(ids), blocks=getattr(model, "inner", model).blocks)
+    with window(model, **options) as seen, torch.no_grad():
+        model(*given(ids))
+    first = kind.startswith("length first")
+    check(seen, [x.transpose(0, 1) for x in states] if first else states, ids)
+    assert not any("projected Q and K" in text for text in notes(seen))
 
 
 @pytest.mark.parametrize("shape", [(5, 12), (8, 8)])
 def test_length_first_queries_and_keys_have_the_sequences_of_their_token_ids(shape):
-    model, ids = LengthFirst(), words(*shape)
-    layers = watched.look(model, ids).snapshot().layers[1:]
+    model, ids = length_first(), words(*shape)
+    layers = look(model, ids).snapshot().layers[1:]
     for layer, block in zip(layers, model.blocks, strict=True):
         seen = layer.captured
         place = seen["query_sequences"], seen["positions"]
@@ -243,8 +174,8 @@ def test_length_first_queries_and_keys_have_the_sequences_of_their_token_ids(sha
 
 
 def test_length_first_hidden_states_without_token_ids_are_known_by_attention():
-    model, x = LengthFirst(), torch.randn(12, 5, WIDTH)
-    layer = watched.look(nn.Sequential(*model.blocks), x).snapshot().layers[0]
+    x = torch.randn(12, 5, WIDTH)
+    layer = look(nn.Sequential(*length_first().blocks), x).snapshot().layers[0]
     place = layer.captured["positions"], layer.captured["sequences"]
     assert torch.equal(layer.captured["hidden"], x[place])
     assert "known only after the pass" in layer.missing["last_hidden"]
@@ -253,20 +184,13 @@ def test_length_first_hidden_states_without_token_ids_are_known_by_attention():
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_positions_of_a_batch_of_one_are_no_token_ids(name):
     ids = words(1, 30, count=10)
-    for layer in watched.look(transformer(name), ids).snapshot().layers:
+    for layer in look(transformer(name), ids).snapshot().layers:
         assert torch.equal(layer.captured["token_ids"], ids[0, layer.captured["positions"]])
 
 
-class Two(Model):
+def two(model, ids, more):
     """Two tables are given integers, and nothing says which are the words."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.places, self.head = nn.Embedding(9, WIDTH), nn.Identity()
-
-    def forward(self, ids: Tensor, more: Tensor) -> Tensor:
-        self.embed = lambda ids: self.places(more) + self.tokens(ids)
-        return super().forward(ids)
+    return model.body(model.places(more) + model.tokens(ids))
 
 
 # Integers beside words that are all the same, and whether they may be token ids.
@@ -283,35 +207,39 @@ INTEGERS = [
 def test_positions_are_integers_of_which_half_are_one_more_than_the_one_before(more, may_be):
     more = torch.tensor(more)
     ids = torch.zeros_like(more) + 4
-    first = watched.look(Two(), ids, more).snapshot().layers[0].captured
+    model = Running(two, tokens=table(), places=table(9), body=nn.Sequential(*decoder().blocks))
+    first = look(model, ids, more).snapshot().layers[0].captured
     place = first["sequences"], first["positions"]
     assert torch.equal(first["token_ids"], (more if may_be else ids)[place])
 
 
+def ahead(model, ids):
+    """Blocks that predict further tokens are given the tokens before those, by the same table."""
+    length = ids.shape[1] - 3
+    x = model.body(ids[:, :length])
+    for depth, (block,) in enumerate(model.ahead, 1):
+        x = block(model.join(torch.cat([x, model.body.tokens(ids[:, depth : depth + length])], -1)))
+    return model.head(x)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_tokens_that_are_to_be_predicted_are_not_those_of_the_blocks(seed):
-    model, ids = Ahead(), words(2, 43, seed=seed)
-    seen = watched.look(model, ids, options={"blocks": r"blocks\.\d+"})
-    check(model, seen, ids[:, :40])
+    more = nn.ModuleList(nn.ModuleList([PlainBlock(WIDTH, 4, 0.0)]) for _ in range(3))
+    model = Running(
+        ahead, body=decoder(head=nn.Identity()), ahead=more, join=nn.Linear(2 * WIDTH, WIDTH),
+        head=nn.Linear(WIDTH, VOCABULARY),
+    )  # fmt: skip
+    ids = words(2, 43, seed=seed)
+    seen = look(model, ids, options={"blocks": r"body\.blocks\.\d+"})
+    check(seen, states_of(model, ids, blocks=model.body.blocks), ids[:, :40])
 
 
-class Translator(nn.Module):
+def translate(model, source, target):
     """Both sentences are embedded before the first block runs."""
-
-    def __init__(self, *, shared: bool, target_first: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.target_first = target_first
-        self.source = nn.Embedding(VOCABULARY, WIDTH)
-        self.target = self.source if shared else nn.Embedding(80, WIDTH)
-        self.both = nn.Transformer(WIDTH, 4, 2, 2, 64, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(WIDTH, self.target.num_embeddings)
-
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        tables = [(self.source, source), (self.target, target)]
-        given = [table(ids) for table, ids in tables[:: -1 if self.target_first else 1]]
-        self.given = given[::-1] if self.target_first else given
-        return self.head(self.both(*self.given))
+    tables = [(model.source, source), (model.target, target)]
+    given = [table(ids) for table, ids in tables[:: -1 if model.target_first else 1]]
+    model.given = given[::-1] if model.target_first else given
+    return model.head(model.both(*model.given))
 
 
 @pytest.mark.parametrize("target_first", [False, True])
@@ -319,9 +247,15 @@ class Translator(nn.Module):
 @pytest.mark.parametrize("counts", [(45, 25), (25, 45)])
 @pytest.mark.parametrize("options", [{}, ROW_VIEWS], ids=["", "rows alone"])
 def test_two_sentences_of_one_length_are_told_apart(shared, target_first, counts, options):
-    model = Translator(shared=shared, target_first=target_first)
+    source = table()
+    target = source if shared else table(80)
+    model = Running(
+        translate, target_first=target_first, source=source, target=target,
+        both=nn.Transformer(WIDTH, 4, 2, 2, 64, dropout=0.0, batch_first=True),
+        head=nn.Linear(WIDTH, target.num_embeddings),
+    )  # fmt: skip
     sentences = words(4, 24, counts[0]), words(4, 24, counts[1], seed=1)
-    layers = watched.by_place(watched.look(model, *sentences, options=options).snapshot())
+    layers = by_place(look(model, *sentences, options=options).snapshot())
     for stack, ids, given in zip(("encoder", "decoder"), sentences, model.given, strict=True):
         first = layers[stack, 0].captured
         place = first["sequences"], first["positions"]
@@ -347,86 +281,66 @@ LAYOUTS = {
 }
 
 
-class StreamBlock(PlainBlock):
-    """Reads a mixture of streams and writes to each of them."""
+def streaming(layout: str, attend) -> PlainDecoder:
+    """Each block reads a mixture of streams and writes to each of them."""
+    apart, together = LAYOUTS[layout]
 
-    def __init__(self, layout: str) -> None:
-        super().__init__(WIDTH, 4, 0.0)
-        self.layout = layout
-        self.read, self.write = nn.Parameter(torch.rand(STREAMS)), nn.Parameter(torch.rand(STREAMS))
+    def write(m, x):
+        read = torch.einsum("btsd,s->btd", apart(x), m.reads)
+        return together(apart(x) + (m.inner(read) - read)[:, :, None] * m.writes[:, None])
 
-    def forward(self, x: Tensor) -> Tensor:
-        apart, together = LAYOUTS[self.layout]
-        read = torch.einsum("btsd,s->btd", apart(x), self.read)
-        made = super().forward(read) - read
-        return together(apart(x) + made[:, :, None] * self.write[:, None])
+    def block():
+        reads, writes = (nn.Parameter(torch.rand(STREAMS)) for _ in range(2))
+        return Running(write, inner=Block(attend, WIDTH), reads=reads, writes=writes)
 
-
-class Streams(Model):
-    def __init__(self, layout: str) -> None:
-        self.layout = layout
-        super().__init__()
-
-    def block(self) -> nn.Module:
-        return StreamBlock(self.layout)
-
-    def embed(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids)[:, :, None].expand(-1, -1, STREAMS, -1)
-        return LAYOUTS[self.layout][1](x).contiguous()
-
-    def apart(self, state: Tensor) -> Tensor:
-        return LAYOUTS[self.layout][0](state)
+    return decoder(
+        lambda m, ids: together(m.tokens(ids)[:, :, None].repeat(1, 1, STREAMS, 1)).contiguous(),
+        block=block,
+    )
 
 
+@pytest.mark.parametrize("attend", [attend_by_hand, F.scaled_dot_product_attention])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_several_streams_are_rows_of_one_token_of_one_sequence(layout):
-    model, ids = Streams(layout), words(6, 16)
-    seen = watched.look(model, ids)
-    check(model, seen, ids)
-    (note,) = [text for text in watched.notes(seen) if "streams of hidden states" in text]
+def test_several_streams_are_rows_of_one_token_of_one_sequence(layout, attend):
+    model, ids = streaming(layout, attend), words(6, 16)
+    seen = look(model, ids)
+    for layer, block in zip(seen.snapshot().layers[1:], model.blocks, strict=True):
+        check_scores(layer, block.inner.attention, torch.ones(16, 16, dtype=torch.bool))
+    check(seen, [LAYOUTS[layout][0](x) for x in states_of(model, ids)], ids)
+    (note,) = [text for text in notes(seen) if "streams of hidden states" in text]
     assert note.startswith("hidden states, layer 0, 1, 2: the model has 4 streams")
     assert measure(model, words(10, 16))["twonn/layer_01/sequences"] == 10
 
 
-class AlternatingBlock(PlainBlock):
-    def forward(self, x: Tensor) -> Tensor:
-        made = super().forward(x[0])
-        return torch.cat([made[None], x[1:] + 0.1 * (made - x[0])])
+def alternate(m, x):
+    """Streams that come first; attention is given one of them."""
+    made = m.inner(x[0])
+    return torch.cat([made[None], x[1:] + 0.1 * (made - x[0])])
 
 
-class Alternating(Model):
-    """Streams that come first; attention is given one of them, the others are made of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.others = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(STREAMS - 1))
-
-    def block(self) -> nn.Module:
-        return AlternatingBlock(WIDTH, 4, 0.0)
-
-    def embed(self, given: Tensor) -> Tensor:
-        x = given if given.is_floating_point() else self.tokens(given)
-        return torch.stack([x, *(made(x) for made in self.others)])
-
-    def apart(self, state: Tensor) -> Tensor:
-        return state.movedim(0, 2)
-
-    def forward(self, given: Tensor, attention_mask: Tensor) -> Tensor:
-        return super().forward(given)
+def spread(m, given):
+    """Streams of which the others are made of the first."""
+    x = given if given.is_floating_point() else m.tokens(given)
+    return torch.stack([x, *(made(x) for made in m.others)])
 
 
 @pytest.mark.parametrize("sequences", [1, STREAMS, 6])
 @pytest.mark.parametrize("with_ids", [True, False])
 def test_streams_that_come_first_keep_padding_and_sequences(with_ids, sequences):
-    model, ids = Alternating(), words(sequences, 16)
+    others = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(STREAMS - 1))
+    body = decoder(
+        spread, block=lambda: Running(alternate, inner=PlainBlock(WIDTH, 4, 0.0)), others=others
+    )
+    model, ids = Running(lambda m, x, attention_mask: m.body(x), body=body), words(sequences, 16)
     real = torch.arange(16) < torch.tensor([16, 5, 9, 12, 1, 16])[:sequences, None]
     real[0, 7:] = False
-    given = ids if with_ids else model.tokens(ids).detach()
-    seen = watched.look(model, given, real.long())
-    check(model, seen, ids if with_ids else None, real)
+    given = ids if with_ids else body.tokens(ids).detach()
+    seen = look(model, given, attention_mask=real.long())
+    states = [x.movedim(0, 2) for x in states_of(body, given)]
+    check(seen, states, ids if with_ids else None, real)
     layers = seen.snapshot().layers
     assert [len(x.captured["projected_query"]) for x in layers[1:]] == [real.sum()] * 2
-    texts = watched.notes(seen)
+    texts = notes(seen)
     assert any("the model has 4 streams of hidden states" in text for text in texts)
     assert any(text.startswith("padding, ") for text in texts)
 
@@ -434,28 +348,21 @@ def test_streams_that_come_first_keep_padding_and_sequences(with_ids, sequences)
 # -- tokens that blocks are not given --------------------------------------------------------------
 
 
-class Routed(Model):
-    """Every second block, or every one but the first, is given half of the tokens."""
-
-    def __init__(self, depths: set[int]) -> None:
-        super().__init__(layers=4)
-        self.depths = depths
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids)
-        for depth, block in enumerate(self.blocks):
-            if depth not in self.depths:
-                x = block(x)
-                continue
-            chosen = x[..., depth].topk(ids.shape[1] // 2, dim=1).indices.sort(dim=1).values
-            index = chosen[..., None].expand(-1, -1, WIDTH)
-            x = x.scatter(1, index, block(x.gather(1, index)))
-        return self.head(x)
-
-
 @pytest.mark.parametrize("depths", [{1, 3}, {1, 2, 3}])
 def test_of_routed_tokens_nobody_says_which_they_are(depths):
-    seen = watched.look(Routed(depths), words(4, 16))
+    """Every second block, or every one but the first, is given half of the tokens."""
+
+    def run(model, x):
+        for depth, block in enumerate(model.blocks):
+            if depth not in depths:
+                x = block(x)
+                continue
+            chosen = x[..., depth].topk(x.shape[1] // 2, dim=1).indices.sort(dim=1).values
+            index = chosen[..., None].expand(-1, -1, WIDTH)
+            x = x.scatter(1, index, block(x.gather(1, index)))
+        return x
+
+    seen = look(decoder(layers=4, run=run), words(4, 16))
     for layer in seen.snapshot().layers:
         routed = layer.index - 1 in depths
         assert len(layer.captured["hidden"]) == (32 if routed else 64)
@@ -464,5 +371,5 @@ def test_of_routed_tokens_nobody_says_which_they_are(depths):
             assert not routed or "routed past it" in layer.missing[view]
         assert "sequences" in layer.captured
     numbers = ", ".join(str(depth + 1) for depth in sorted(depths))
-    told = [text for text in watched.notes(seen) if "routed past it" in text]
+    told = [text for text in notes(seen) if "routed past it" in text]
     assert told[0].startswith(f"hidden states, layer {numbers}: ")

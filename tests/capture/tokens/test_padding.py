@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import batch
+from models import Running, batch
 from referee import sampled
 from specimens import built
 from torch import Tensor, nn
@@ -30,22 +30,17 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor, hides: Tensor | None) -> Tensor:
 WAYS = pytest.mark.parametrize("way", [fused, by_hand])
 
 
-class AnyName(nn.Module):
-    """Takes a mask under any name; its attention may hide what `real` says is padding."""
+def any_name(*real: Tensor | None, way: Callable[..., Tensor] = fused, kind=Running) -> nn.Module:
+    """Takes a mask under any name; attention hides all but these keys, by a mask for each block."""
+    hides = [x if x is None or x.ndim != 2 else x[:, None, None, :] for x in real or [None]]
 
-    def __init__(self, way: Callable[..., Tensor] = fused) -> None:
-        super().__init__()
-        self.blocks = blocks_of(lambda q, k, v: way(q, k, v, next(self.masks)))
-        self.tokens, self.hides = nn.Embedding(50, 32), [None]
+    def run(m, ids, **given):
+        m.masks = itertools.cycle(hides)
+        return m.blocks(m.tokens(ids))
 
-    def hide(self, *real: Tensor | None) -> "AnyName":
-        """Hide these keys in all blocks, or one mask in each."""
-        self.hides = [x if x is None or x.ndim != 2 else x[:, None, None, :] for x in real]
-        return self
-
-    def forward(self, ids: Tensor, **given: Tensor) -> Tensor:
-        self.masks = itertools.cycle(self.hides)
-        return self.blocks(self.tokens(ids))
+    model = kind(run, tokens=nn.Embedding(50, 32))
+    model.blocks = blocks_of(lambda q, k, v: way(q, k, v, next(model.masks)))
+    return model
 
 
 LENGTHS = torch.tensor([32, 20, 27, 9, 32, 14, 31, 25])
@@ -88,7 +83,7 @@ MASKS = [
 
 @pytest.mark.parametrize(("name", "mask", "real", "known"), MASKS)
 def test_masks_say_where_tokens_are_in_several_ways(name, mask, real, known):
-    seen = look(AnyName(), IDS, **{name: mask})
+    seen = look(any_name(), IDS, **{name: mask})
     assert kept(seen) == places(real)
     assert seen.padding("") == (name if known else None)
 
@@ -102,13 +97,13 @@ def test_a_mask_of_as_many_sequences_as_tokens_is_turned_with_the_hidden_states(
 
 @pytest.mark.parametrize("name", ["mask", "src_padding", "lengths", "x_len"])
 def test_what_may_say_where_padding_is_and_is_not_read_is_named(name):
-    seen = look(AnyName(), IDS, **{name: LENGTHS if "len" in name else RIGHT})
+    seen = look(any_name(), IDS, **{name: LENGTHS if "len" in name else RIGHT})
     assert len(kept(seen)) == IDS.numel()
     (note,) = notes(seen)
     assert note.startswith(f"padding may be counted: {name} may mark it")
     alike = torch.full_like(LENGTHS, 32) if "len" in name else ALL.long()
     for given in ({name: alike}, {name: RIGHT, "attention_mask": ALL.long()}):
-        assert notes(look(AnyName(), IDS, **given)) == []
+        assert notes(look(any_name(), IDS, **given)) == []
 
 
 OTHERS = ("labels", "token_type_ids", "loss_mask", "prompt_mask", "special_tokens_mask", "chosen")
@@ -117,40 +112,33 @@ OTHERS = ("labels", "token_type_ids", "loss_mask", "prompt_mask", "special_token
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_arguments_of_zeros_and_ones_say_nothing(name):
     real = torch.arange(32) >= LENGTHS[:, None] // 2
-    for model in (AnyName(), AnyName().hide(ALL)):
+    for model in (any_name(), any_name(ALL)):
         for given in (real, real.long(), real.long().masked_fill(~real, -100)):
             seen = look(model, IDS, **{name: given})
             assert (kept(seen), notes(seen), seen.padding("")) == (places(ALL), [], None)
 
 
-class Both(nn.Module):
-    """An encoder and a decoder that are given all arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = AnyName(), AnyName()
-
-    def forward(self, ids: Tensor, **given: Tensor) -> Tensor:
-        return self.encoder(ids) + self.decoder(ids)
-
-
 @pytest.mark.parametrize("name", ["tgt_mask", "decoder_mask", "trg_mask", "target_mask", "a_mask"])
 def test_of_what_is_given_to_several_stacks_the_first_takes_all_but_what_is_of_a_decoder(name):
-    said = [text for text in notes(look(Both(), IDS, **{name: RIGHT})) if name in text]
+    both = Running(
+        lambda m, ids, **given: m.encoder(ids) + m.decoder(ids),
+        encoder=any_name(), decoder=any_name(),
+    )  # fmt: skip
+    said = [text for text in notes(look(both, IDS, **{name: RIGHT})) if name in text]
     assert [text.partition(":")[0] for text in said] == (["encoder"] if name == "a_mask" else [])
 
 
 @pytest.mark.parametrize("name", ["attention_mask", "key_padding_mask"])
 def test_a_mask_that_leaves_no_token_is_not_believed_and_said(name):
-    seen = look(AnyName(), IDS, **{name: ~ALL if name == "attention_mask" else ALL})
+    seen = look(any_name(), IDS, **{name: ~ALL if name == "attention_mask" else ALL})
     assert kept(seen) == places(ALL)
     assert notes(seen) == [f"{name} leaves no token: it is not read as a padding mask"]
-    assert kept(look(AnyName().hide(~ALL), IDS)) == places(ALL)
+    assert kept(look(any_name(~ALL), IDS)) == places(ALL)
 
 
 @pytest.mark.parametrize("name", ["attention_mask", "key_padding_mask"])
 def test_a_mask_that_means_the_opposite_of_its_name_gives_no_values_and_says_so(name):
-    model, inverted = AnyName().hide(RIGHT), ~RIGHT if name == "attention_mask" else RIGHT
+    model, inverted = any_name(RIGHT), ~RIGHT if name == "attention_mask" else RIGHT
     for layer in look(model, IDS, **{name: inverted}).snapshot().layers:
         assert not {"hidden", "visible", "projected_query"} & layer.captured.keys()
         assert f"exactly the tokens that {name} marks as tokens" in layer.missing["hidden"]
@@ -173,7 +161,7 @@ FORMS = {
 @pytest.mark.parametrize("name", ["mask", "labels"])
 def test_the_keys_that_attention_hides_are_padding_whatever_the_model_is_given(name, form, way):
     real = LEFT if name == "mask" else RIGHT
-    seen = look(AnyName(way).hide(real), IDS, **{name: FORMS[form](~real)})
+    seen = look(any_name(real, way=way), IDS, **{name: FORMS[form](~real)})
     assert kept(seen) == places(real)
     assert notes(seen) == [f"padding, 26 % of the tokens, was left out, going by {HIDDEN}"]
     assert seen.padding("") == HIDDEN
@@ -181,10 +169,10 @@ def test_the_keys_that_attention_hides_are_padding_whatever_the_model_is_given(n
 
 @WAYS
 def test_padding_that_is_known_after_the_pass_leaves_fewer_rows_and_no_padding(way):
-    left = kept(look(AnyName(way).hide(RIGHT), IDS, rows=100))
+    left = kept(look(any_name(RIGHT, way=way), IDS, rows=100))
     assert 50 < len(left) < 100
     assert set(left) <= set(places(RIGHT))
-    assert len(kept(look(AnyName(way).hide(RIGHT), IDS, rows=100, attention_mask=RIGHT))) == 100
+    assert len(kept(look(any_name(RIGHT, way=way), IDS, rows=100, attention_mask=RIGHT))) == 100
 
 
 OTHER = RIGHT.roll(11, 1)
@@ -204,7 +192,7 @@ LEAVES = {
 @pytest.mark.parametrize("case", LEAVES)
 def test_keys_that_no_query_of_any_layer_sees_are_padding(case, way):
     hides, real = LEAVES[case]
-    seen = look(AnyName(way).hide(*hides), IDS)
+    seen = look(any_name(*hides, way=way), IDS)
     assert kept(seen) == places(real)
     assert bool(notes(seen)) == (real is not ALL and not real.all())
 
@@ -213,7 +201,7 @@ def test_keys_that_no_query_of_any_layer_sees_are_padding(case, way):
     ("heads", "lowest", "hides"), [(1, -60, True), (2, -60, False), (2, -1e4, True)]
 )
 def test_a_bias_of_each_head_hides_only_what_no_score_reaches(heads, lowest, hides):
-    model, bias = AnyName(), added(RIGHT, lowest)[:, None, None].expand(-1, heads, -1, -1)
+    model, bias = any_name(), added(RIGHT, lowest)[:, None, None].expand(-1, heads, -1, -1)
     model.blocks = blocks_of(lambda q, k, v: fused(q, k, v, bias), heads=2)
     assert kept(look(model, IDS)) == places(RIGHT if hides else ALL)
 
@@ -241,22 +229,22 @@ def test_labels_of_minus_100_tell_the_padding_of_a_decoder():
 
 
 def test_describe_says_what_the_padding_was_known_by():
-    class Named(AnyName):
+    class Named(Running):
         def forward(self, ids, pad_mask=None):
-            return super().forward(ids)
+            return self.run(self, ids)
 
-    model = Named().hide(RIGHT)
+    model = any_name(RIGHT, kind=Named)
     assert "as a pass shows" in dict(describe(model).rows)["padding"]
     shown = dict(describe(model, (IDS, ~RIGHT)).rows)["padding"]
     assert shown == f"left out, going by {HIDDEN}"
-    shown = dict(describe(model.hide(None), IDS).rows)["padding"]
+    shown = dict(describe(any_name(kind=Named), IDS).rows)["padding"]
     assert shown.startswith("none in this pass")
 
 
 @WAYS
 def test_padding_that_is_inferred_after_the_pass_is_not_in_the_largest_logit(way):
     """It is computed while queries are alive, and padding may be known only later."""
-    model, ids = AnyName(way).hide(RIGHT), IDS.masked_fill(~RIGHT, PAD)
+    model, ids = any_name(RIGHT, way=way), IDS.masked_fill(~RIGHT, PAD)
     own = model.blocks[0].attention
     with torch.no_grad():  # the queries of padding are the largest: W_q stretches them most
         model.tokens.weight[PAD] = 100 * torch.linalg.svd(own.q_proj.weight).Vh[0]
