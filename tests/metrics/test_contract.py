@@ -189,6 +189,8 @@ def of_metric(name, change="none"):
 def test_every_metric_has_a_contract():
     assert CONTRACTS.keys() == ALL.keys()
     assert {tag.split("/")[0] for tag in definitions("none")} == ALL.keys() - ELSEWHERE
+    found = values("none")
+    assert [tag for tag in definitions("none") if not {tag, f"{tag}/head_0"} & found.keys()] == []
 
 
 # What chooses its rows, or reads attention, is held elsewhere.
