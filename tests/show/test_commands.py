@@ -414,10 +414,16 @@ def test_a_run_that_measured_little_says_what_it_has(make_readings, tmp_path):
     assert said.startswith("no readings yet\nAlert at step 0: rank collapse (layer 2): look there")
 
 
-@pytest.mark.parametrize("size", [((7,), 1, 1), ((0, 16), 48, 64), ((500, 700, 900), 2, 3)])
-def test_every_size_of_run_is_drawn(size, make_readings, tmp_path, monkeypatch):
-    steps, layers, heads = size
-    folder = write(tmp_path / "run", make_readings(steps, layers=layers, heads=heads))
+@pytest.mark.parametrize(
+    ("steps", "layers", "heads", "curves"),
+    [
+        ((7,), 1, 1, {}), ((0, 16), 48, 64, {}), ((500, 700, 900), 2, 3, {}),
+        ((0, 16), 2, 1, {"qk_cosine/layer_01/head_0": (NAN, 0.5)}),
+    ],
+)  # fmt: skip
+def test_every_size_of_run_is_drawn(steps, layers, heads, curves, make_readings, tmp_path):
+    readings = make_readings(steps, layers=layers, heads=heads, curves=curves)
+    folder = write(tmp_path / "run", readings)
     with matplotlib.rc_context({"savefig.dpi": 20}):
         done = invoke("figure", folder, "--all")
     assert (done.exit_code, done.stdout.count("wrote ")) == (0, 6)
