@@ -34,11 +34,13 @@ _NAME_ALONE = (
     "a module has this name, but no query and key projections under a known name: the first pass "
     "shows whether it attends"
 )
+_ONE_PASS = "shown by one pass: describe(model, inputs)"
+_NO_NAME = f"none under a known name; {_ONE_PASS}"
+_NONE_IN_PASS = "none in these blocks: hidden states only"
 _NOT_ATTENTION = "none was seen in the modules of this name: hidden states only"
 _PADDING = "left out, by a mask or by keys that attention hides, as a pass shows"
 _ALL_COUNT = "none in this pass, going by its arguments and by attention: all rows count"
 _GATHERED = "a reading of a Monitor gathers their layers, rows and heads under their true indices"
-_ONE_PASS = "shown by one pass: describe(model, inputs)"
 
 _Row = tuple[str, str]
 
@@ -157,8 +159,7 @@ def _stack_rows(stack: Stack, seen: "_SeenModel | None", *, several: bool) -> li
     if attending:
         rows += _attention_rows(stack, attending, seen, indent, "")
     else:
-        by_name = ", by name" if seen is None else ""
-        rows.append((f"{indent}attention", f"none in these blocks{by_name}: hidden states only"))
+        rows.append((f"{indent}attention", _NO_NAME if seen is None else _NONE_IN_PASS))
     for label in stack.side_labels:
         having = [block for block in stack.blocks if block.attention_index(label) is not None]
         rows += _attention_rows(stack, having, seen, indent, label)

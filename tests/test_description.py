@@ -119,7 +119,7 @@ class Several(nn.Sequential):
 
 X, CONTEXT = torch.randn(2, 5, 8), (torch.randn(2, 5, 32), torch.randn(2, 7, 32))
 MASK = {"input_ids": batch(), "attention_mask": (torch.arange(256).view(8, 32) > 15).long()}
-HIDDEN_ONLY = "none in these blocks, by name: hidden states only"
+NO_NAME = "none under a known name; shown by one pass: describe(model, inputs)"
 NAMELESS = two(lambda b, x: (b.one(x) @ b.other(x).mT).softmax(-1) @ x, "one", "other")
 CALLED = two(lambda block, x: block.attention(x), attention=Called())
 UNSEEN = two(by_exp, "q_proj", "k_proj", num_heads=2)
@@ -142,7 +142,7 @@ HEADS = nn.ModuleDict({"blocks": nn.ModuleList(
                         "padding": "left out, by a mask"}),
         (UNSEEN, X, {"attention": "not seen in this pass", "token ids": "none:",
                      "padding": "none in this pass", "not seen": "not seen in the first pass"}),
-        (NAMELESS, None, {"attention": HIDDEN_ONLY, "routes": None}),
+        (NAMELESS, None, {"attention": NO_NAME, "routes": None}),
         (NAMELESS, X, {"attention": "1 head, by hand: its scores are seen at the softmax"}),
         (CALLED, None, {"attention": "a module has this name, but no query and key projections"}),
         (CALLED, X, {"attention": "none was seen", "Q, K projected": None}),

@@ -8,6 +8,7 @@ import posixpath
 import re
 import subprocess
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from logging import Logger
 from pathlib import Path
@@ -44,6 +45,17 @@ def test_nothing_happens_at_import_and_only_commands_print(path):
     for node in tree.body:
         if isinstance(node, ast.Expr):
             assert isinstance(node.value, ast.Constant), f"line {node.lineno} does something"
+
+
+def test_a_class_name_is_used_once():
+    """The callbacks alone share theirs: a user imports one of them."""
+    found = Counter(
+        node.name
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, count in found.items() if count > 1} == {"GeometryMonitor"}
 
 
 def listed(*folders: str) -> list[str]:

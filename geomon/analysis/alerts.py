@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from geomon.analysis.bands import QUIET, SCATTER, SCATTER_READINGS, Bands, Found
+from geomon.analysis.bands import QUIET, SCATTER, SCATTER_READINGS, BandFindings, Bands
 from geomon.note import Note
 from geomon.record import Course, RaisedAlert, Reading, Readings
 from geomon.record.columns import Column, Place
@@ -35,7 +35,7 @@ _AGAIN = 4.0
 _NAMED = 3  # most places that are named
 _COURSES = 16  # most values whose course an alert shows
 # Result of bands for rules that do not need them.
-_NOTHING = Found([], [], math.nan, is_strange=False)
+_NOTHING = BandFindings([], [], math.nan, is_strange=False)
 
 # Steps of healthy trainings in which false alarms were counted: docs/warnings.md.
 HEALTHY_STEPS = 61_608
@@ -170,10 +170,10 @@ class Finding(NamedTuple):
 
 
 # Function of a reading, the name of a stack and its bands that finds what is beyond a limit.
-Find = Callable[[Reading, str, Found], Finding | None]
+Find = Callable[[Reading, str, BandFindings], Finding | None]
 
 
-class Rule(NamedTuple):
+class AlertRule(NamedTuple):
     """One kind of alert.
 
     Attributes:
@@ -203,7 +203,7 @@ class Rule(NamedTuple):
         return f"false alarms: {self.false_alarms} in {HEALTHY_STEPS:,} healthy steps"
 
 
-def _left_band(reading: Reading, stack: str, bands: Found) -> Finding | None:
+def _left_band(reading: Reading, stack: str, bands: BandFindings) -> Finding | None:
     if not bands.departures:
         return None
     first = bands.left[0].departure
@@ -232,14 +232,14 @@ def _words_of(place: Place) -> str:
     return f"{_name_of(place)} of layer {place.layer}{head}"
 
 
-def _scatter_growth(reading: Reading, stack: str, bands: Found) -> Finding | None:
+def _scatter_growth(reading: Reading, stack: str, bands: BandFindings) -> Finding | None:
     if not bands.scatter > SCATTER:
         return None
     factor = math.exp(bands.scatter)
     return Finding(factor, {"factor": math.sqrt(factor), "readings": SCATTER_READINGS})
 
 
-def _entropy_collapse(reading: Reading, stack: str, bands: Found) -> Finding | None:
+def _entropy_collapse(reading: Reading, stack: str, bands: BandFindings) -> Finding | None:
     heads = _column(reading, stack, "attention_entropy_normalised").by_head()
     found = {place: value for place, value in heads.items() if value < _ENTROPY}
     if not found:
@@ -251,7 +251,7 @@ def _entropy_collapse(reading: Reading, stack: str, bands: Found) -> Finding | N
     return Finding(len(found), numbers, heads=tuple(sorted(found, key=found.__getitem__)))
 
 
-def _logit_growth(reading: Reading, stack: str, bands: Found) -> Finding | None:
+def _logit_growth(reading: Reading, stack: str, bands: BandFindings) -> Finding | None:
     heads = _column(reading, stack, "max_logit").by_head()
     found = {place: value for place, value in heads.items() if value > _LOGIT}
     if not found:
@@ -261,7 +261,7 @@ def _logit_growth(reading: Reading, stack: str, bands: Found) -> Finding | None:
     return Finding(largest, {"largest": largest, "limit": _LOGIT}, heads=places)
 
 
-def _rank_collapse(reading: Reading, stack: str, bands: Found) -> Finding | None:
+def _rank_collapse(reading: Reading, stack: str, bands: BandFindings) -> Finding | None:
     # If a few rows carry the variance, the rank only describes these rows.
     massive = _massive(reading, stack)
     found = {
@@ -281,7 +281,7 @@ def _massive(reading: Reading, stack: str) -> dict[int, float]:
     return {layer: value for layer, value in shares.items() if value >= _MASSIVE}
 
 
-def _not_finite(reading: Reading, stack: str, bands: Found) -> Finding | None:
+def _not_finite(reading: Reading, stack: str, bands: BandFindings) -> Finding | None:
     lost = [
         note for note in reading.notes if note.kind == "rows not finite" and note.stack == stack
     ]
@@ -295,16 +295,16 @@ def _not_finite(reading: Reading, stack: str, bands: Found) -> Finding | None:
 _ATTENTION = "look at the learning rate, and at the norms of the queries and keys"
 
 # Most serious first, the order in which pages list the alerts of a run.
-RULES: Mapping[str, Rule] = MappingProxyType(
+RULES: Mapping[str, AlertRule] = MappingProxyType(
     {
-        "not_finite": Rule(
+        "not_finite": AlertRule(
             _not_finite,
             "rows that are not finite",
             "{lost} of {rows} rows are not finite",
             "look at the loss and the data type, and for the first step with it",
             may_begin=False,
         ),
-        "left_band": Rule(
+        "left_band": AlertRule(
             _left_band,
             "a value at a layer or head outside the band that earlier readings predict",
             "{metric} was {value:.3g} at step {since:,}, outside the expected {low:.3g} to "
@@ -313,7 +313,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             false_alarms=3,
             passes=QUIET,
         ),
-        "scatter_growth": Rule(
+        "scatter_growth": AlertRule(
             _scatter_growth,
             "values at all layers and heads that scatter nearly twice as much as before",
             "over {readings} readings, all watched values together have scattered {factor:.1f} "
@@ -322,19 +322,19 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             false_alarms=2,
             passes=QUIET,
         ),
-        "rank_collapse": Rule(
+        "rank_collapse": AlertRule(
             _rank_collapse,
             f"an effective rank of the hidden states below {_RANK:g}",
             "effective rank of the hidden states down to {lowest:.2f}, below {limit:g}",
             "look at the learning rate, its warm-up and the initialisation",
         ),
-        "logit_growth": Rule(
+        "logit_growth": AlertRule(
             _logit_growth,
             f"a score before the softmax above {_LOGIT:.0f}",
             "largest score before the softmax {largest:.0f}, above {limit:.0f}",
             f"{_ATTENTION}, or normalise both",
         ),
-        "entropy_collapse": Rule(
+        "entropy_collapse": AlertRule(
             _entropy_collapse,
             f"heads whose entropy is below {100 * _ENTROPY:.0f} % of uniform attention's entropy",
             "entropy of {count} head{plural} below {limit:.0f} % of uniform attention's entropy, "
@@ -421,7 +421,7 @@ class AlertWatch:
                     )
         return alerts
 
-    def _is_news(self, key: tuple[str, str], rule: Rule, found: Finding | None) -> bool:
+    def _is_news(self, key: tuple[str, str], rule: AlertRule, found: Finding | None) -> bool:
         """Whether a finding is the first of its kind, or four times as large as the largest."""
         if found is None:
             self._quiet[key] = self._quiet.get(key, 0) + 1

@@ -49,7 +49,7 @@ _TINY = 1e-9
 _ROUNDING = 1e-5
 
 
-class Watched(NamedTuple):
+class WatchedMetric(NamedTuple):
     """How a metric is watched.
 
     Attributes:
@@ -66,13 +66,13 @@ class Watched(NamedTuple):
 
 
 WATCHED = {
-    "attention_entropy_normalised": Watched(0.01),
-    "max_logit": Watched(0.5),
-    "qk_dot": Watched(0.25),
-    "variance": Watched(0.05, by_logarithm=True),
-    "within_variance": Watched(0.05, by_logarithm=True),
-    "weight_norm": Watched(0.02, by_logarithm=True, by_part=True),
-    "expert_load": Watched(0.2, by_logarithm=True, by_part=True),
+    "attention_entropy_normalised": WatchedMetric(0.01),
+    "max_logit": WatchedMetric(0.5),
+    "qk_dot": WatchedMetric(0.25),
+    "variance": WatchedMetric(0.05, by_logarithm=True),
+    "within_variance": WatchedMetric(0.05, by_logarithm=True),
+    "weight_norm": WatchedMetric(0.02, by_logarithm=True, by_part=True),
+    "expert_load": WatchedMetric(0.2, by_logarithm=True, by_part=True),
 }
 
 
@@ -94,7 +94,7 @@ class Departure(NamedTuple):
     size: float
 
 
-class Line(NamedTuple):
+class Forecast(NamedTuple):
     """Expected next values of several curves.
 
     Attributes:
@@ -120,7 +120,7 @@ class Line(NamedTuple):
         return self.quantile * self.error
 
 
-def continue_line(history: _Array, ahead: int = 1) -> Line:
+def continue_line(history: _Array, ahead: int = 1) -> Forecast:
     """Extrapolate a least-squares line through the last values of each curve.
 
     `history` is [readings, curves], last reading at the end, NaN if missing, and at most the last
@@ -149,7 +149,7 @@ def continue_line(history: _Array, ahead: int = 1) -> Line:
     error = np.maximum(error, _ROUNDING * np.abs(expected))
     unknown = count < LEAST
     expected, error = (np.where(unknown, np.nan, numbers) for numbers in (expected, error))
-    return Line(expected, error, np.maximum(count - 2.0, 1.0))
+    return Forecast(expected, error, np.maximum(count - 2.0, 1.0))
 
 
 class Distance(NamedTuple):
@@ -241,7 +241,7 @@ class Left(NamedTuple):
     departure: Departure
 
 
-class Found(NamedTuple):
+class BandFindings(NamedTuple):
     """Result of comparing a reading with the bands of its run.
 
     Attributes:
@@ -290,7 +290,7 @@ class Bands:
         self._left: dict[Place, Left] = {}
         self._quiet = 0  # readings since a value was outside its band
 
-    def add(self, reading: Reading) -> Found:
+    def add(self, reading: Reading) -> BandFindings:
         """Compare the values of a later reading of the same source with their bands."""
         found = dict(_watched(self._stack, reading.stacks.get(self._stack, {})))
         for place in found:
@@ -322,7 +322,9 @@ class Bands:
             self._left.setdefault(departure.place, Left(reading.step, departure))
         enough = len(self._scatters) == SCATTER_READINGS
         mean = float(np.mean(self._scatters)) if enough else math.nan
-        return Found(departures, list(self._left.values()), mean, bool((distance.alone > 1).any()))
+        return BandFindings(
+            departures, list(self._left.values()), mean, bool((distance.alone > 1).any())
+        )
 
     def course(self, place: Place) -> Course:
         """Return a value at the last 32 readings, including this one."""

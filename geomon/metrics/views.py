@@ -41,7 +41,7 @@ from geomon.kernels.scores import query_variances, score_moments
 from geomon.kernels.spectrum import PrincipalAxes, head_axes, principal_axes
 from geomon.kernels.token_types import TokenTypes, token_types
 from geomon.metrics.without import (
-    Rule,
+    LeaveOut,
     other_groups,
     other_neighbourhoods,
     other_neighbours,
@@ -118,12 +118,15 @@ class View(NamedTuple):
     """
 
     text: str
-    without: Rule
+    without: LeaveOut
     ways: tuple[Reader, ...]
 
 
 def derived(
-    text: str, without: Rule, way: Callable[..., Any] | Reader, *others: Callable[..., Any] | Reader
+    text: str,
+    without: LeaveOut,
+    way: Callable[..., Any] | Reader,
+    *others: Callable[..., Any] | Reader,
 ) -> View:
     """Declare a derived view, with the preferred way to compute it first."""
     ways = (one if isinstance(one, Reader) else reader(one) for one in (way, *others))
@@ -517,7 +520,7 @@ DERIVED: dict[str, View] = {
 }  # fmt: skip
 
 
-def rule_of(name: str) -> Rule:
+def rule_of(name: str) -> LeaveOut:
     """Return the rule for a view without a group of sequences."""
     if name in DERIVED:
         return DERIVED[name].without

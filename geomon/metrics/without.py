@@ -44,7 +44,7 @@ class Without(Protocol):
         """Return the indices of rows outside the group, given the name of the groups' view."""
 
 
-class Rule(NamedTuple):
+class LeaveOut(NamedTuple):
     """Rule for a view without a group.
 
     Attributes:
@@ -61,14 +61,14 @@ def _refuse(views: Without, name: str) -> Any:
 
 
 # Computed from views without the group.
-recomputed = Rule("computed again", lambda views, name: views.compute(name))
+recomputed = LeaveOut("computed again", lambda views, name: views.compute(name))
 # Describes what a value rests on; values do not depend on it.
-same = Rule("the same", lambda views, name: views.whole[name])
+same = LeaveOut("the same", lambda views, name: views.whole[name])
 # Names rows of the whole layer, or is an extreme.
-refused = Rule("refused: no margin", _refuse)
+refused = LeaveOut("refused: no margin", _refuse)
 
 
-def sliced(groups: str, dimension: int = 0) -> Rule:
+def sliced(groups: str, dimension: int = 0) -> LeaveOut:
     """Make a rule that keeps the entries of the rows that stay.
 
     Args:
@@ -79,17 +79,17 @@ def sliced(groups: str, dimension: int = 0) -> Rule:
     def leave_out(views: Without, name: str) -> Any:
         return _slice(views.whole[name], views.staying(groups), dimension)
 
-    return Rule("sliced", leave_out)
+    return LeaveOut("sliced", leave_out)
 
 
-def sliced_at(rows: str) -> Rule:
+def sliced_at(rows: str) -> LeaveOut:
     """Make a rule that keeps the entries of rows that stay, for a view of only some rows."""
 
     def leave_out(views: Without, name: str) -> Any:
         groups = views.whole["groups"].at(views.whole[rows])
         return _slice(views.whole[name], groups.staying(views.group), 0)
 
-    return Rule("sliced", leave_out)
+    return LeaveOut("sliced", leave_out)
 
 
 def _other_groups(views: Without, name: str) -> Any:
@@ -100,15 +100,15 @@ def _other_groups(views: Without, name: str) -> Any:
     return GroupSums(*(part.index_select(0, index) for part in whole))
 
 
-other_groups = Rule("sums of the other groups", _other_groups)
+other_groups = LeaveOut("sums of the other groups", _other_groups)
 
 
-def others_of(name: str) -> Rule:
+def others_of(name: str) -> LeaveOut:
     """Make a rule that asks another view, which holds sums by group."""
-    return Rule("from sums by group", lambda views, _: views.whole[name].without(views.group))
+    return LeaveOut("from sums by group", lambda views, _: views.whole[name].without(views.group))
 
 
-def other_neighbours(listed: str, rows: str, count: int) -> Rule:
+def other_neighbours(listed: str, rows: str, count: int) -> LeaveOut:
     """Make a rule that lists, for rows of other groups, the nearest rows of other groups."""
 
     def leave_out(views: Without, _: str) -> Tensor:
@@ -117,10 +117,10 @@ def other_neighbours(listed: str, rows: str, count: int) -> Rule:
         distances, indices = (part[stay] for part in views.whole[listed])
         return pass_over(distances, groups.of[indices] == views.group, count)
 
-    return Rule("sliced; neighbours passed over", leave_out)
+    return LeaveOut("sliced; neighbours passed over", leave_out)
 
 
-def other_neighbourhoods(of: Callable[[Tensor, Tensor], Tensor], size: int) -> Rule:
+def other_neighbourhoods(of: Callable[[Tensor, Tensor], Tensor], size: int) -> LeaveOut:
     """Make a rule that recomputes the neighbourhoods of far rows from other groups' rows.
 
     64-row neighbourhoods among 1,024 rows overlap much: without recomputing, intervals of their
@@ -134,7 +134,7 @@ def other_neighbourhoods(of: Callable[[Tensor, Tensor], Tensor], size: int) -> R
         order = (groups.of[indices] == views.group).long().argsort(dim=1, stable=True)
         return of(views.whole["hidden"], indices.gather(1, order)[:, :size])
 
-    return Rule("computed from the neighbourhoods without it", leave_out)
+    return LeaveOut("computed from the neighbourhoods without it", leave_out)
 
 
 def _variance_of_others(views: Without, _: str) -> Tensor:
@@ -145,7 +145,7 @@ def _variance_of_others(views: Without, _: str) -> Tensor:
     return squares[views.staying("groups")].mean() - shift.square().sum()
 
 
-variance_of_others = Rule("about the mean of the rows that stay", _variance_of_others)
+variance_of_others = LeaveOut("about the mean of the rows that stay", _variance_of_others)
 
 
 def _slice(view: Any, stay: Tensor, dimension: int) -> Any:

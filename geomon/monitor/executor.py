@@ -1,4 +1,4 @@
-"""The executor measures readings immediately, or each in a thread of its own."""
+"""The executor measures readings and checks immediately, or each in a thread of its own."""
 
 import contextlib
 import threading

@@ -24,6 +24,8 @@ from geomon.note import Note
 from geomon.record import Reading, tags
 from geomon.record.arrays import Arrays
 
+# Source of a reading of few columns, which only alerts look at.
+CHECK = "check"
 # Each rank's part of one layer.
 _Parts = tuple[Layer, ...]
 
@@ -36,7 +38,7 @@ class ReadingJob:
 
     Args:
         step: Number of optimizer updates in the weights that were seen.
-        source: "inline" or "probe".
+        source: "inline", "probe" or "check".
         group: The ranks.
         evaluator: Measures the layers.
         rows: Number of rows of hidden states in one split.
@@ -293,4 +295,4 @@ def _whole(parts: _Parts, device: torch.device) -> Layer:
     return merge_layers(parts).to(device)
 
 
-__all__ = ["ReadingJob", "measure_alone"]
+__all__ = ["CHECK", "ReadingJob", "measure_alone"]

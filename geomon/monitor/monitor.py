@@ -29,7 +29,6 @@ from torch import nn
 from geomon import __version__
 from geomon.analysis.alerts import Inputs
 from geomon.analysis.bands import WATCHED
-from geomon.capture import Window
 from geomon.capture.model_parts import ModelParts
 from geomon.capture.snapshot import HOST, NotSeenError, Snapshot, explain_missing
 from geomon.distributed import (
@@ -44,7 +43,7 @@ from geomon.metrics import Evaluator, check_metrics
 from geomon.monitor.device import MeasuringDevice
 from geomon.monitor.executor import ReadingExecutor
 from geomon.monitor.held_out import HeldOut, is_loader
-from geomon.monitor.jobs import ReadingJob
+from geomon.monitor.jobs import CHECK, ReadingJob
 from geomon.monitor.options import (
     AUTO,
     MonitorOptions,
@@ -416,24 +415,24 @@ class Monitor:
             window = self.passes.open_for_check(step, self._quick_evaluator.views, _CHECK_ROWS)
         with window:
             yield
-        if self._is_own():
-            with self.account.charge(), self.warnings.guard():
-                self._look_for_alerts(step, window)
-
-    def _look_for_alerts(self, step: int, window: Window) -> None:
-        began = time.perf_counter() - window.seconds
-        snapshot = window.snapshot()
-        if snapshot.is_empty:
-            self.planner.stop_checks()  # compiled code hides the blocks
-        stacks = self._quick_evaluator.evaluate(snapshot.layers, _CHECK_ROWS).stacks
-        info, seconds = snapshot.info, time.perf_counter() - began
-        check = Reading(
-            step, time.time(), seconds, "check", info.mode, info.tokens, 1, info.dtype, stacks
-        )
-        inputs, window.inputs = window.inputs, None
-        if self.outbox.alert_of(check, inputs):
-            self.planner.owe()
-        self.planner.mark_checked(seconds, again=self.outbox.asks_again)
+        if not self._is_own():
+            return
+        with self.account.charge():
+            began = time.perf_counter() - window.seconds
+            inputs, window.inputs = window.inputs, None
+            with self.warnings.guard():
+                passes = self.passes.snapshots(window)
+                if passes[0].is_empty:
+                    self.planner.stop_checks()  # compiled code hides the blocks
+                    return
+                job = ReadingJob(
+                    step, CHECK, RankGroup(), self._quick_evaluator, rows=_CHECK_ROWS,
+                    place=self._device, inputs=inputs,
+                )  # fmt: skip
+                job.begin(passes, window.seconds)
+                self._executor.submit(job)
+            self.planner.mark_checked(time.perf_counter() - began)
+            self.outbox.publish()
 
     @contextmanager
     def _probing(self, step: int) -> Iterator[None]:

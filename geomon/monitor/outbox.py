@@ -18,7 +18,7 @@ from geomon.analysis import Phase, find_phase
 from geomon.analysis.alerts import Alert, AlertWatch, Inputs
 from geomon.analysis.curves import measured
 from geomon.monitor.executor import ReadingExecutor
-from geomon.monitor.jobs import ReadingJob
+from geomon.monitor.jobs import CHECK, ReadingJob
 from geomon.monitor.logged import LoggedValues
 from geomon.monitor.options import MonitorOptions
 from geomon.monitor.planner import Account, Planner
@@ -86,11 +86,6 @@ class Outbox:
         self._curves: defaultdict[str, list[tuple[int, float, float]]] = defaultdict(list)
         self._phases: dict[str, str] = {}
 
-    @property
-    def asks_again(self) -> bool:
-        """Whether the next check decides about an alert."""
-        return self._watch.asks_again
-
     def begin(self, step: int, description: dict[str, Any]) -> int:
         """Open the record at a first step, or when training goes back; return the earlier readings.
 
@@ -122,20 +117,15 @@ class Outbox:
             if wait and self._waits(job):
                 return
             with self._warnings.guard():
-                self._publish(job)
+                if job.source == CHECK:
+                    self._publish_check(job)
+                else:
+                    self._publish(job)
 
     def move_to(self, step: int) -> None:
         """Publish everything finished as training moves on, without waiting any more."""
         self.publish(wait=False)
         self._logged.forget_before(step, self._pending)
-
-    def alert_of(self, check: Reading, inputs: Inputs | None) -> bool:
-        """Record and show each alert of a check at once; return whether there are any."""
-        alerts = self._find_alerts(check)
-        for alert in alerts:
-            self._raise(alert, check.source, inputs)
-            self._noted.append(alert.note())
-        return bool(alerts)
 
     def note(self, notes: Sequence[Note]) -> None:
         """Put notes that were already logged into the next reading."""
@@ -170,7 +160,7 @@ class Outbox:
     @property
     def _pending(self) -> list[int]:
         """Steps of the readings that are not published yet."""
-        return [job.step for job in self._executor.jobs]
+        return [job.step for job in self._executor.jobs if job.source != CHECK]
 
     def _takes_values(self, step: int, *, watched: bool) -> bool:
         """Whether a reading of a step is made, being made or due, and so may hold logged values."""
@@ -181,7 +171,7 @@ class Outbox:
 
     def _waits(self, job: ReadingJob) -> bool:
         """Whether values for a reading may still be logged."""
-        if job.failed or job.step != self._planner.step:
+        if job.failed or job.source == CHECK or job.step != self._planner.step:
             return False
         return job.step == self.open_step or not self._logged.is_complete(job.step)
 
@@ -209,6 +199,21 @@ class Outbox:
             phase = self._follow(reading)
             if phase is not None:
                 self._call("on_phase", self._on_phase, phase)
+
+    def _publish_check(self, job: ReadingJob) -> None:
+        """Raise the alerts of a check, which itself is not recorded."""
+        with self._account.charge():
+            self._take_first()
+            check = job.result()
+            assert check is not None
+            alerts = self._find_alerts(check)
+            if self._watch.asks_again:
+                self._planner.check_again()
+            if alerts:
+                self._planner.owe()
+            for alert in alerts:
+                self._noted.append(alert.note())
+                self._raise(alert, check.source, job.inputs)
 
     def _take_first(self) -> None:
         self._executor.take_first()

@@ -233,7 +233,9 @@ class Planner:
         self._read_here: set[str] = set()  # sources that have a reading of this step
         self._left_out = 0
         self._is_owed = self._is_urgent = self._is_paid = False
-        self._check_again = self._check_here = False
+        # Whether to check the next step too, whether to check here, and whether the last check was
+        # such a second one.
+        self._check_again = self._check_here = self._is_second = False
 
     @property
     def left_out(self) -> int:
@@ -282,7 +284,7 @@ class Planner:
 
         Args:
             step: Number of optimizer updates already in the weights.
-            busy: Whether an earlier reading is not finished yet. Defaults to False.
+            busy: Whether an earlier reading or check is not finished yet. Defaults to False.
 
         Raises:
             RankFailedError: If another rank is at a later step.
@@ -296,7 +298,7 @@ class Planner:
         self._is_paid = self._check_here = False  # stays so if a schedule raises
         if before is not None and before == self._first:  # the first step may compile
             self._from = step, self._account.elapsed - self._account.spent
-        self._check_here = self._decide_check(step)
+        self._check_here = self._decide_check(step, busy=busy)
         self._is_paid = self._decide_reading(before, step, busy=busy)
 
     def due(self, source: str = "inline", *, force: bool = False) -> Due:
@@ -325,16 +327,22 @@ class Planner:
         self._made += 1
         self._costs_before.append(self._spent_on_readings)
 
-    def mark_checked(self, seconds: float, *, again: bool) -> None:
-        """Record that a check of the present step was made.
+    def mark_checked(self, seconds: float) -> None:
+        """Record that a check of the present step was begun.
 
         Args:
-            seconds: Time that it took.
-            again: Whether to check the next step too, regardless of schedule. A third check never
-                follows such a second one, so checks stay few even if every value is strange.
+            seconds: Time for which the training waited for it.
         """
         self._checks_made, self._checks_cost = self._checks_made + 1, self._checks_cost + seconds
-        self._check_here, self._check_again = False, again and not self._check_again
+        self._is_second, self._check_again, self._check_here = self._check_again, False, False
+
+    def check_again(self) -> None:
+        """Have the next step checked regardless of schedule.
+
+        A third check never follows such a second one, so checks stay few even if every value is
+        strange.
+        """
+        self._check_again = not self._is_second
 
     def stop_checks(self) -> None:
         """Make no further checks."""
@@ -347,7 +355,7 @@ class Planner:
         """
         self._is_urgent = True
 
-    def _decide_check(self, step: int) -> bool:
+    def _decide_check(self, step: int, *, busy: bool) -> bool:
         """Return whether a check is made at a step, and update the seconds for checks."""
         if self._checks is None:
             return False
@@ -359,7 +367,7 @@ class Planner:
         self._check_purse += self._check_share(step) * (elapsed - since)
         self._purse_at = elapsed
         expected = self._checks_cost + self._checks_cost / max(self._checks_made, 1)
-        return step >= _FIRST_CHECK and expected <= self._check_purse
+        return not busy and step >= _FIRST_CHECK and expected <= self._check_purse
 
     def _decide_reading(self, before: int | None, step: int, *, busy: bool) -> bool:
         """Return whether a reading is made at a step; a collective if it must fit the share."""

@@ -165,7 +165,7 @@ def plan(costs: Costs, steps: int) -> tuple[set[int], set[int]]:
                 read_at.add(step)
                 now += costs.reading
             elif due is Due.CHECK:
-                planner.mark_checked(costs.check, again=False)
+                planner.mark_checked(costs.check)
                 checked_at.add(step)
                 now += costs.check
         now += 1.0

@@ -64,14 +64,41 @@ def test_a_fault_between_readings_is_an_alert_at_its_step_and_the_step_after_is_
         assert abs(course.values[-1] - before[-1]) > 3 * (max(before) - min(before))
 
 
-def test_a_check_changes_nothing_of_the_training(tmp_path):
+def test_a_thread_measures_checks_too_and_their_alerts_come_before_the_run_ends(tmp_path):
+    model, seen = model_of(), []
+    monitor = Monitor(
+        model, directory=tmp_path, schedule=every(1000), checks=1, on_alert=seen.append,
+        alerts=["left_band"], background=True,
+    )  # fmt: skip
+    train(monitor, model, range(1000, 1080), fault_at=1058)
+    monitor.close()
+    record = read(tmp_path)
+    assert {raised.source for raised in record.raised} == {"check"}
+    assert seen[0].step == record.raised[0].step == 1059  # each step is checked, and the next one
+    assert {layer for layer, _ in seen[0].heads} == {2}
+    assert [reading.step for reading in record[:1]] == [1000]
+
+
+def test_rows_that_are_not_finite_are_an_alert_of_the_check_that_sees_them():
+    model, seen = model_of(), []
+    monitor = Monitor(model, directory=None, schedule=every(1000), checks=4, on_alert=seen.append)
+    for step in range(1000, 1020):
+        with monitor(step):
+            model(torch.full((16, 12, 16), torch.nan if step == 1016 else 1.0))
+    monitor.close()
+    assert [(alert.step, alert.name) for alert in seen] == [(1016, "not_finite")]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_check_changes_nothing_of_the_training(background):
     watched, alone = model_of(), model_of()
     ends = []
     for model, checks in ((watched, 1), (alone, None)):
         torch.manual_seed(1)
         monitor = Monitor(
-            model, directory=None, schedule=every(10_000), checks=checks, metrics=["max_logit"]
-        )
+            model, directory=None, schedule=every(10_000), checks=checks, metrics=["max_logit"],
+            background=background,
+        )  # fmt: skip
         losses = train(monitor, model, range(1000, 1020))
         ends.append((losses, torch.get_rng_state().tolist(), copy.deepcopy(model.state_dict())))
         monitor.close()

@@ -123,7 +123,7 @@ def test_readings_and_checks_fill_their_share_of_a_run(name, clock):
                 read.append(step)
             elif due is Due.CHECK:
                 clock.now += run.check
-                planner.mark_checked(run.check, again=False)
+                planner.mark_checked(run.check)
                 checked.append(step)
         clock.now += 1.0 + (run.compiles if step == run.begin else 0.0)
     if run.share is not None and run.reads is None:
@@ -151,7 +151,7 @@ def test_checks_alone_begin_at_step_32_and_are_evenly_spaced(clock):
         if planner.due() is Due.CHECK:
             with account.charge():
                 clock.now += 2.0
-            planner.mark_checked(2.0, again=False)
+            planner.mark_checked(2.0)
             checked.append(step)
         clock.now += 1.0
     assert checked[0] == 32
@@ -295,10 +295,19 @@ def test_a_check_that_was_asked_for_asks_for_no_other():
     for step in range(1000):
         planner.advance(step)
         if planner.due() is Due.CHECK:
-            planner.mark_checked(0.1, again=True)
+            planner.mark_checked(0.1)
+            planner.check_again()
             assert planner.due() is Due.NOTHING
             made.append(step)
     assert made == [1, *(step + second for step in range(100, 1000, 100) for second in (0, 1))][1:]
+
+
+def test_checks_wait_until_nothing_is_being_measured_unless_they_have_a_schedule(clock):
+    for checks, due in (("auto", Due.NOTHING), (every(64), Due.CHECK)):
+        planner = planned(every(10_000), checks=checks)
+        made_at(planner, [0, 63])
+        planner.advance(64, busy=True)
+        assert planner.due() is due
 
 
 def test_a_training_that_goes_back_is_read_again():

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from geomon.capture.attending.rules import Rule
+from geomon.capture.attending.rules import AttentionRule
 from geomon.capture.snapshot import at_places, cover_all
 from geomon.capture.tokens.sampling import RowSampler
 from geomon.capture.tokens.visibility import MASKED, hidden_in_scores, hidden_keys
@@ -59,7 +59,7 @@ class Arguments(NamedTuple):
     causal: bool
     scale: float
     softcap: float | None = None
-    rule: Rule | None = None
+    rule: AttentionRule | None = None
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def record_call(sampler: RowSampler, given: Arguments) -> AttentionCall:
 
 
 def _at_rule(
-    sampled: Arguments, rule: Rule, sequences: Tensor, places: Tensor
+    sampled: Arguments, rule: AttentionRule, sequences: Tensor, places: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Write a rule for the sampled queries as a mask and a bias (the change of their scores)."""
     try:

@@ -20,7 +20,7 @@ from geomon.capture import private
 Change = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class Rule(Protocol):
+class AttentionRule(Protocol):
     """Describes which keys a query sees and how its scores are changed."""
 
     def visible(self, sequences: Tensor, places: Tensor) -> Tensor:
@@ -73,10 +73,10 @@ class PlaceRule:
 
     @property
     def changed(self) -> None:
-        """None: scores stay as they are (see `Rule`)."""
+        """None: scores stay as they are (see `AttentionRule`)."""
 
     def visible(self, sequences: Tensor, places: Tensor) -> Tensor:
-        """Return which keys some queries see (see `Rule`)."""
+        """Return which keys some queries see (see `AttentionRule`)."""
         order = torch.arange(self.keys, dtype=torch.int64, device=self.device)
         asking = places.to(self.device)[..., None] + self.offset
         seen = torch.ones(*places.shape, self.keys, dtype=torch.bool, device=self.device)
@@ -97,7 +97,7 @@ class PlaceRule:
         return seen[:, None]
 
     def reach(self, rows: slice) -> tuple[int, int]:
-        """Return the range of keys that some rows may see (see `Rule`): all keys if packed."""
+        """Return the range of keys that some rows may see; all keys if they are packed."""
         if self.ends is not None:
             return 0, self.keys
         first = 0 if self.left is None else rows.start + self.offset - self.left
@@ -106,7 +106,7 @@ class PlaceRule:
         return first, max(min(last, self.keys), first + 1)
 
     def begins(self, length: int) -> Tensor:
-        """Return which tokens begin a sequence (see `Rule`)."""
+        """Return which tokens begin a sequence (see `AttentionRule`)."""
         starts = torch.zeros(length, dtype=torch.bool, device=self.device)
         if self.ends is not None:
             ends = self.ends[0].to(self.device, torch.int64)
@@ -140,12 +140,12 @@ class FlexRule:
     score_buffers: tuple[Any, ...] = ()
 
     def visible(self, sequences: Tensor, places: Tensor) -> Tensor:
-        """Return which keys some queries see (see `Rule`)."""
+        """Return which keys some queries see (see `AttentionRule`)."""
         return self._at_all(self.mask, (), self.mask_buffers, sequences, places, self.heads)
 
     @property
     def changed(self) -> Change | None:
-        """The function that changes scores (see `Rule`)."""
+        """The function that changes scores (see `AttentionRule`)."""
         score, buffers = self.score, self.score_buffers
         if score is None:
             return None
@@ -160,7 +160,7 @@ class FlexRule:
         return 0, self.keys
 
     def begins(self, length: int) -> Tensor:
-        """Return which tokens begin a sequence (see `Rule`)."""
+        """Return which tokens begin a sequence (see `AttentionRule`)."""
         starts = torch.ones(length, dtype=torch.bool, device=self.device)
         if length > 1:
             mask, first = self.mask, torch.zeros((), dtype=torch.int64, device=self.device)

@@ -59,7 +59,7 @@ _INVERTED = (
 )
 
 
-class _Mask(NamedTuple):
+class _NamedMask(NamedTuple):
     """A mask, [batch, length], False for padding, and the name of its argument."""
 
     name: str
@@ -80,7 +80,7 @@ class Padding:
 
     def __init__(self, *, first: bool = True, decodes: bool = False) -> None:
         self._first, self._decodes = first, decodes
-        self._given: list[_Mask] = []  # labels, then masks in the order seen
+        self._given: list[_NamedMask] = []  # labels, then masks in the order seen
         self._unread: dict[str, Tensor] = {}
         self.forget_attention()
 
@@ -105,12 +105,12 @@ class Padding:
             matrix = _as_matrix(values)
             if name == "labels":
                 if self._decodes and matrix is not None and not matrix.is_floating_point():
-                    self._given.insert(0, _Mask(_LABELS, _up_to_last_label(matrix)))
+                    self._given.insert(0, _NamedMask(_LABELS, _up_to_last_label(matrix)))
             elif shared and (not self._first or name.startswith(_OF_DECODER)):
                 continue
             elif name in _MASKS and matrix is not None:
                 mask = _as_valid(matrix.detach().clone(), inverted=name in _PADDING)
-                self._given.append(_Mask(name, mask))
+                self._given.append(_NamedMask(name, mask))
             elif name not in _MASKS and _UNREAD.search(name) and not _OTHER.search(name):
                 lengths = values.ndim == 1 and not values.is_floating_point()
                 if matrix is not None or lengths:
@@ -178,7 +178,7 @@ class Padding:
         texts = [text.format(name=name) for name, text in (empty | unread).items()]
         return [Note(text, text, stack) for text in texts]
 
-    def _find(self, shape: Shape, role: str) -> _Mask | None:
+    def _find(self, shape: Shape, role: str) -> _NamedMask | None:
         """Find the mask to use: the innermost module's mask comes first, the attention's last.
 
         A mask without any token is ignored unless attention agrees by hiding every key from all
@@ -192,13 +192,13 @@ class Padding:
                 hidden = self._hidden.get((role, tuple(valid.shape))) if self._over else None
                 is_empty = not valid.any() and (hidden is None or not hidden.all())
                 if not is_empty and not (given.name == _LABELS and valid.all()):
-                    return _Mask(given.name, valid)
+                    return _NamedMask(given.name, valid)
         for each in (shape, shape[::-1]) if self._over else ():
             hidden = self._hidden.get((role, each))
             if hidden is None or hidden.all():
                 continue
             if not (hidden == hidden[:1]).all() or hidden[0].sum() > 1:
-                return _Mask(HIDDEN_KEYS, ~hidden)
+                return _NamedMask(HIDDEN_KEYS, ~hidden)
         return None
 
 

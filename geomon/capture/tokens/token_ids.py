@@ -40,7 +40,7 @@ class Lookup(NamedTuple):
     width: int | None = None
 
 
-class Found(NamedTuple):
+class FoundIds(NamedTuple):
     """The token ids of hidden states.
 
     Attributes:
@@ -92,7 +92,7 @@ class TokenIds:
     def forget_states(self) -> None:
         """Forget the hidden states, as another pass begins whose tables were already called."""
         self._begun: int | None = None  # number of lookups before the first hidden states
-        self._found: dict[Shape, Found | None] = {}  # by the shape of hidden states
+        self._found: dict[Shape, FoundIds | None] = {}  # by the shape of hidden states
 
     def begin(self) -> None:
         """Remember that hidden states exist: later integers (targets, say) did not make them."""
@@ -125,7 +125,7 @@ class TokenIds:
         found = _by_shape(self.lookups, hidden.shape[:-1])
         return any(one.lookup.width in (None, *hidden.shape[-1:]) for one in found)
 
-    def find(self, shape: Shape) -> Found | None:
+    def find(self, shape: Shape) -> FoundIds | None:
         """Return the token ids of hidden states of a shape, or None if no table received any."""
         return self._found.get(shape) or self._choose(shape, {})
 
@@ -134,7 +134,7 @@ class TokenIds:
         found = self._found.get(shape)
         return found is not None and found.turned
 
-    def streams(self, shape: Shape) -> Found | None:
+    def streams(self, shape: Shape) -> FoundIds | None:
         """Return the token ids of hidden states with several rows per token, else None."""
         found = self._found.get(shape)
         return found if found is not None and found.streams > 1 else None
@@ -157,11 +157,11 @@ class TokenIds:
         ids = (lookup.ids.cpu().contiguous() for lookup in self.lookups)
         return "-".join(f"{zlib.crc32(each.numpy().tobytes()):08x}" for each in ids)
 
-    def _choose(self, shape: Shape, traced: Mapping[int, Tensor]) -> Found | None:
+    def _choose(self, shape: Shape, traced: Mapping[int, Tensor]) -> FoundIds | None:
         """Choose the integers that made the hidden states, or else that have their shape."""
         before, behind = self.lookups[: self._begun], self.lookups[self._begun :]
         found = [
-            Found(each, traced[each.number].view(shape))
+            FoundIds(each, traced[each.number].view(shape))
             for each in self.lookups
             if each.number in traced and _is_whole(traced[each.number], each.ids.numel())
         ]
@@ -173,16 +173,16 @@ class TokenIds:
         return max(found, key=lambda one: _values(one.lookup), default=None)
 
 
-def _by_shape(lookups: Sequence[Lookup], shape: Shape) -> Iterator[Found]:
+def _by_shape(lookups: Sequence[Lookup], shape: Shape) -> Iterator[FoundIds]:
     """Iterate over integers that fit hidden states of a shape, with one row each."""
     for lookup in lookups:
         ids = lookup.ids.shape
         # Packed hidden states have flattened ids, or plain ids were given a batch dimension of 1.
         packed = 1 in (len(shape), *shape[:-1])
         if ids == shape or (math.prod(ids) == math.prod(shape) and packed):
-            yield Found(lookup, _numbered(ids).reshape(shape))
+            yield FoundIds(lookup, _numbered(ids).reshape(shape))
         elif len(ids) == 2 and ids[::-1] == shape:
-            yield Found(lookup, _numbered(ids).T)
+            yield FoundIds(lookup, _numbered(ids).T)
 
 
 @functools.lru_cache(maxsize=64)
@@ -199,7 +199,7 @@ def _is_whole(order: Tensor, count: int) -> bool:
     return bool((rows == order.numel() // count).all())
 
 
-def _is_streams(found: Found) -> bool:
+def _is_streams(found: FoundIds) -> bool:
     """Whether ids with several rows each are tokens, not positions or token types."""
     lookup = found.lookup
     return lookup.ids.ndim == 2 and no_positions(lookup) and _values(lookup) > _MOST_TYPES
