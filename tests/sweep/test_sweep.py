@@ -330,25 +330,23 @@ def test_sinks_get_what_those_of_a_live_run_get(tmp_path, monkeypatch, name):
     monkeypatch.setattr("geomon.show.figures.card", lambda panel: panel)
     monkeypatch.setattr("geomon.show.figures.as_image", lambda figure: np.zeros((8, 8, 3), "u1"))
     model, inputs = transformer("gpt2"), {"input_ids": PROBE % 50}
-    sink, of_live = SINKS[name](tmp_path / "of_live", monkeypatch)
-    with Monitor(model, probe=inputs, tokens=192, sinks=[sink], directory=None) as monitor:
+    sinks, shown = zip(*(SINKS[name](tmp_path / each, monkeypatch) for each in ("live", "scan")),
+                       strict=True)  # fmt: skip
+    with Monitor(model, probe=inputs, tokens=192, sinks=sinks[:1], directory=None) as monitor:
         for step in (0, 10, 20):
             monitor.probe(step)
             model.save_pretrained(tmp_path / "run" / f"checkpoint-{step}")
             with torch.no_grad():
                 for block in model.transformer.h:  # until logits are so large that it is an alert
                     block.attn.c_attn.weight.mul_(12)
-    sink, of_scan = SINKS[name](tmp_path / "of_scan", monkeypatch)
-    scan(tmp_path / "run", directory=tmp_path / "record", sinks=[sink], device="cpu", tokens=192,
-         inputs=inputs)  # fmt: skip
-    live, found = of_live(), of_scan()
-    assert [(step, measured(row)) for step, row in found.rows] == [
-        (step, measured(row)) for step, row in live.rows
-    ]
+    scan(tmp_path / "run", directory=tmp_path / "record", sinks=sinks[1:], device="cpu",
+         tokens=192, inputs=inputs)  # fmt: skip
+    live, found = (each() for each in shown)
+    rows = [[(step, measured(row)) for step, row in each.rows] for each in (live, found)]
+    assert rows[0] == rows[1]
     assert found[1:] == live[1:]
     assert [step for step, _ in live.rows] == [0, 10, 20]
-    assert live.alerts
-    assert (not live.pictures) == (name == "Memory")
+    assert (bool(live.alerts), bool(live.pictures)) == (True, name != "Memory")
 
 
 def measured(row):
