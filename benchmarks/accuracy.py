@@ -1,26 +1,30 @@
-"""Compares the intrinsic dimension with other packages: error on manifolds, and robustness.
+"""Compares the intrinsic dimension with other packages: error, robustness and time.
 
 The manifolds are customary tests of dimension estimators (Hein and Audibert 2005; Rozza et al.
 2012; Campadelli et al. 2015; scikit-dimension's `BenchmarkManifolds`), written here from their
-formulas. Products of spirals, heavy tails, clusters and noise far below the distance of neighbours
-are added. See README.md.
+formulas. Products of spirals, heavy tails and noise far below the distance of neighbours are added.
+See README.md.
 """
 
 import math
+import statistics
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from functools import partial
 from io import StringIO
 from typing import Annotated
 
 import numpy as np
 import torch
 import typer
+from definitions import distances
+from definitions import twonn as exact_twonn
 from numpy.random import Generator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.timing import print_table
+from benchmarks.timing import print_machine, print_table, seconds
 from geomon.kernels.dimension import gride, twonn
 from geomon.kernels.neighbours import copies_of, nearest, unique_rows
 
@@ -32,6 +36,8 @@ Estimator = Callable[[Rows], float]
 DISTURBED = ((0.0, "float32"), (1e2, "float32"), (1e4, "float32"), (1e10, "float64"))
 DUPLICATED = (0.0, 0.1, 0.5)
 TOLERATED = 0.03
+# Rows and width of the clouds on which estimators are timed.
+TIMED = ((4096, 128), (4096, 768))
 
 
 def _gaussian(random: Generator, n: int, d: int, width: int) -> Cloud:
@@ -40,11 +46,10 @@ def _gaussian(random: Generator, n: int, d: int, width: int) -> Cloud:
     return random.standard_normal((n, d)) @ frame.T
 
 
-def _swiss_roll(random: Generator, n: int, noise: float = 0.0) -> Cloud:
-    """Draw a rolled-up sheet; `noise` is the standard deviation added to each coordinate."""
+def _swiss_roll(random: Generator, n: int) -> Cloud:
+    """Draw a rolled-up sheet."""
     turn = 1.5 * np.pi * (1 + 2 * random.random(n))
-    points = np.stack([turn * np.cos(turn), 21 * random.random(n), turn * np.sin(turn)], axis=1)
-    return points + noise * random.standard_normal(points.shape)
+    return np.stack([turn * np.cos(turn), 21 * random.random(n), turn * np.sin(turn)], axis=1)
 
 
 def _spirals(random: Generator, n: int, d: int) -> Cloud:
@@ -61,16 +66,6 @@ def _noisy_ball(random: Generator, n: int, d: int, width: int) -> Cloud:
     points *= random.random((n, 1)) ** (1 / d)
     flat = np.hstack([points, np.zeros((n, width - d))])
     return flat + 0.002 * random.standard_normal(flat.shape)
-
-
-def _clusters(random: Generator, n: int, d: int, width: int) -> Cloud:
-    """Draw eight Gaussian balls of equal dimension, with sizes from 1 to 8 and own directions."""
-    fixed = np.random.default_rng(d)
-    frames = np.linalg.qr(fixed.standard_normal((8, width, d)))[0]
-    centres = 100 * fixed.standard_normal((8, width))
-    which = random.integers(0, 8, n)
-    local = random.standard_normal((n, d)) * (1 + which[:, None])
-    return centres[which] + np.einsum("nd,nwd->nw", local, frames[which])
 
 
 def _curled(random: Generator, n: int, d: int, copies: int) -> Cloud:
@@ -107,10 +102,9 @@ def _twisted(random: Generator, n: int, d: int) -> Cloud:
 
 # By name: intrinsic dimension, and function that draws points.
 MANIFOLDS: dict[str, tuple[int, Callable[[Generator, int], Cloud]]] = {
-    "swiss roll, noise 0.01": (2, lambda r, n: _swiss_roll(r, n, 0.01)),
+    "swiss roll": (2, _swiss_roll),
     "product of spirals": (2, lambda r, n: _spirals(r, n, 2)),
     "noisy ball 5 in 32": (5, lambda r, n: _noisy_ball(r, n, 5, 32)),
-    "clusters 6 in 40": (6, lambda r, n: _clusters(r, n, 6, 40)),
     "curled 6 in 36": (6, lambda r, n: _curled(r, n, 6, 3)),
     "heavy tails 8 in 64": (8, lambda r, n: _heavy_tails(r, n, 8, 64)),
     "sphere 10 in 11": (10, lambda r, n: _sphere(r, n, 10)),
@@ -119,50 +113,61 @@ MANIFOLDS: dict[str, tuple[int, Callable[[Generator, int], Cloud]]] = {
 }
 DISTURBED_MANIFOLDS = {
     "Gaussian 10 in 64": lambda r, n: _gaussian(r, n, 10, 64),
-    "swiss roll": _swiss_roll,
-    "curled 6 in 36": MANIFOLDS["curled 6 in 36"][1],
-    "heavy tails 8 in 64": MANIFOLDS["heavy tails 8 in 64"][1],
+    **{
+        name: MANIFOLDS[name][1] for name in ("swiss roll", "curled 6 in 36", "heavy tails 8 in 64")
+    },
 }
 
 
-def _distances(rows: Rows) -> Tensor:
-    points = torch.from_numpy(rows)
-    return nearest(points[unique_rows(copies_of(points))], 2).distances
+def geomon(part: Callable[[Tensor], Tensor] = lambda near: twonn(near).value) -> Estimator:
+    """Make geomon's estimator from the distances of two neighbours; copies count once."""
+
+    def answer(rows: Rows) -> float:
+        points = torch.from_numpy(rows)
+        return part(nearest(points[unique_rows(copies_of(points))], 2).distances).item()
+
+    return answer
 
 
-ESTIMATORS: dict[str, Estimator] = {
-    "geomon twonn": lambda rows: twonn(_distances(rows)).value.item(),
-    "geomon censored": lambda rows: twonn(_distances(rows)).censored.item(),
-    "geomon gride k1": lambda rows: gride(_distances(rows), scales=[1]).item(),
+def scikit_dimension(**options: str) -> Estimator:
+    """Make scikit-dimension's estimator."""
+    from skdim.id import TwoNN
+
+    return _quiet(lambda rows: TwoNN(discard_fraction=0.1, **options).fit(rows).dimension_)
+
+
+def dadapy(algorithm: str) -> Estimator:
+    """Make DADApy's estimator."""
+    from dadapy import Data
+
+    return _quiet(
+        lambda rows: Data(coordinates=rows, maxk=2, n_jobs=2).compute_id_2NN(
+            algorithm=algorithm, mu_fraction=0.9
+        )[0]
+    )
+
+
+# By name: a function that makes the estimator, if its package is installed.
+ESTIMATORS: dict[str, Callable[[], Estimator]] = {
+    "geomon twonn": geomon,
+    "geomon censored": lambda: geomon(lambda near: twonn(near).censored),
+    "geomon gride k1": lambda: geomon(lambda near: gride(near, scales=[1])),
+    "scikit-dimension fit": scikit_dimension,
+    "scikit-dimension mle": lambda: scikit_dimension(method="mle"),
+    "DADApy base": lambda: dadapy("base"),
+    "DADApy ml": lambda: dadapy("ml"),
 }
 
 
-def _peers() -> dict[str, Estimator]:
-    """Collect the estimators of installed packages, and print one line for a missing one."""
-    found: dict[str, Estimator] = {}
-    try:
-        from skdim.id import TwoNN
-
-        found["scikit-dimension fit"] = lambda rows: (
-            TwoNN(discard_fraction=0.1).fit(rows).dimension_
-        )
-        found["scikit-dimension mle"] = lambda rows: (
-            TwoNN(discard_fraction=0.1, method="mle").fit(rows).dimension_
-        )
-    except ImportError:
-        print("scikit-dimension is not installed: its columns are left out")
-    try:
-        from dadapy import Data
-
-        def two_nearest(rows: Rows, algorithm: str) -> float:
-            data = Data(coordinates=rows, maxk=2, n_jobs=2)
-            return float(data.compute_id_2NN(algorithm=algorithm, mu_fraction=0.9)[0])
-
-        found["DADApy base"] = lambda rows: two_nearest(rows, "base")
-        found["DADApy ml"] = lambda rows: two_nearest(rows, "ml")
-    except ImportError:
-        print("DADApy is not installed: its columns are left out")
-    return {name: _quiet(estimator) for name, estimator in found.items()}
+def installed(estimators: dict[str, Callable[[], Estimator]]) -> dict[str, Estimator]:
+    """Make the estimators of installed packages, and print one line for a missing one."""
+    found = {}
+    for name, make in estimators.items():
+        try:
+            found[name] = make()
+        except ImportError as error:
+            print(f"{name}: {error.name} is not installed")
+    return found
 
 
 def _quiet(estimator: Estimator) -> Estimator:
@@ -201,7 +206,7 @@ def _deviations(
         for name, draw in DISTURBED_MANIFOLDS.items()
         for share in DUPLICATED
     }
-    truth = {key: _exact_twonn(rows) for key, (rows, _) in clean.items()}
+    truth = {key: exact_twonn(distances(rows)) for key, (rows, _) in clean.items()}
     for mean, dtype in DISTURBED:
         for share in DUPLICATED:
             cells = []
@@ -232,26 +237,31 @@ def _duplicated(
     return clean, random.permutation(order)
 
 
-def _exact_twonn(rows: Cloud) -> float:
-    """Compute TwoNN independently: distances from float64 differences, and the fit in numpy."""
-    from scipy.spatial.distance import cdist
-
-    blocks = [cdist(rows[i : i + 256], rows) for i in range(0, len(rows), 256)]
-    two = np.concatenate([np.partition(block, (1, 2))[:, 1:3] for block in blocks])
-    kept = int(len(rows) * 0.9)
-    x = np.sort(np.log(two[:, 1] / two[:, 0]))[:kept]
-    y = -np.log1p(-np.arange(1, kept + 1) / len(rows))
-    return float((x @ y) / (x @ x))
+def _times(estimators: dict[str, Estimator], runs: int) -> Iterator[tuple[object, ...]]:
+    """Yield one row per size: median seconds of each estimator; all run in turn."""
+    for size in TIMED:
+        random = np.random.default_rng(0)
+        spread = np.arange(1, size[1] + 1) ** -0.5  # like hidden states, away from the origin
+        rows = (random.standard_normal(size) * spread + 3).astype(np.float32)
+        times: dict[str, list[float]] = {name: [] for name in estimators}
+        for _ in range(runs + 1):
+            for name, estimator in estimators.items():
+                times[name].append(seconds(partial(estimator, rows)))
+        yield (
+            f"{size[0]:,} x {size[1]}",
+            *(f"{statistics.median(x[1:]):.2f}" for x in times.values()),
+        )
 
 
 def main(
     points: Annotated[int, typer.Option(help="Points of a cloud in the table of errors.")] = 2500,
     seeds: Annotated[int, typer.Option(help="Clouds of each manifold.")] = 5,
     size: Annotated[int, typer.Option(help="Rows of a cloud in the table of robustness.")] = 4096,
+    runs: Annotated[int, typer.Option(help="Runs of each estimator in the table of time.")] = 5,
 ) -> None:
-    """Print the tables of error and of robustness."""
+    """Print the tables of error, robustness and time."""
     torch.set_num_threads(2)
-    estimators = ESTIMATORS | _peers()
+    estimators = installed(ESTIMATORS)
     print_table(
         f"Relative error, %: signed mean (mean of the absolute); {points:,} points, {seeds} seeds",
         ("manifold", "d", *estimators),
@@ -268,6 +278,8 @@ def main(
     )
     for name, (lost, outside, whole) in counts.items():
         print(f"{name}: of {whole}, {lost} NaN or refused, {outside} more outside {TOLERATED:.0%}")
+    print_table(f"Seconds, medians of {runs}", ("rows x width", *same), _times(same, runs))
+    print_machine("rows in float32")
 
 
 if __name__ == "__main__":

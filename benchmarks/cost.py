@@ -1,10 +1,13 @@
-"""What geomon costs: a reading, a check, a step with neither, on a device, and on ranks."""
+"""What geomon costs: a reading, a check, a step with neither, and a reading on many ranks."""
 
+import logging
+import pickle
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Annotated
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -12,11 +15,12 @@ import typer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
+from benchmarks import mesh_models
 from benchmarks.forked import on_ranks
-from benchmarks.timing import median_seconds, print_machine, print_table, seconds
+from benchmarks.mesh_models import MeshSpec
+from benchmarks.timing import print_machine, print_table, seconds
 from geomon import METRICS, Memory, Monitor, every
 from geomon.capture.anatomy.blocks import find_anatomy
-from geomon.capture.snapshot import HOST, Layer
 from geomon.capture.window import Window
 from geomon.metrics import Evaluator
 from recipes.enwik8.text import load
@@ -32,7 +36,9 @@ BATCHES = ((32, 128), (8, 64))
 BANDED = 200  # from this step on there are bands, which a check fills
 LARGE = 40  # layers of GPT-2: 528 modules
 NEVER = every(10**9)  # but for step 0
-HEAD_WIDTH, LENGTH, QUERIES = 64, 512, 1024  # of a layer on a device
+ON_RANKS = mesh_models.Sizes(
+    width=256, heads=8, key_heads=4, inner=1024, vocabulary=1024, length=128, batch=8, layers=8
+)
 
 app = typer.Typer(help=__doc__)
 Runs = Annotated[int, typer.Option(help="Runs of each, of which the median is printed.")]
@@ -176,122 +182,83 @@ def idle(runs: Runs = 60) -> None:
     print_machine(f"{runs} of each")
 
 
-def decoder_layer(rows: int, width: int) -> Layer:
-    """Make a layer as a window captures it, of random numbers with a spectrum that falls.
-
-    Args:
-        rows: Number of rows of hidden states.
-        width: Width of the hidden states.
-    """
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    heads, sequences = width // HEAD_WIDTH, max(1, rows // LENGTH)
-    each = QUERIES // sequences
-    places = (torch.arange(each) * LENGTH // each)[:, None]
-    number = torch.arange(rows) // LENGTH
-    return Layer(
-        1,
-        "block",
-        {
-            "hidden": normal(rows, width) * torch.arange(1, width + 1) ** -0.5 + 1,
-            "token_ids": torch.randint(0, 1000, (rows,), generator=generator),
-            "positions": torch.arange(rows) % LENGTH,
-            "sequences": number,
-            "precision": torch.finfo(torch.bfloat16).eps,
-            "query": normal(sequences, heads, each, HEAD_WIDTH),
-            "key": normal(sequences, heads, LENGTH, HEAD_WIDTH),
-            "visible": (torch.arange(LENGTH) <= places)[None, None],
-            "bias": None,
-            "scale": HEAD_WIDTH**-0.5,
-            "softcap": None,
-            "sink": None,
-            "max_logits": normal(heads),
-            "projected_query": normal(rows, heads, HEAD_WIDTH),
-            "projected_key": normal(rows, heads, HEAD_WIDTH),
-            "query_sequences": number,
-            "key_sequences": number,
-        },
-    )
+# Bytes that a rank passes to others, by the first two arguments of geomon's collectives.
+SENT: dict[str, Callable[..., int]] = {
+    "all_gather_object": lambda values, value: (len(values) - 1) * len(pickle.dumps(value)),
+    "gather_object": lambda value, values: 0 if values else len(pickle.dumps(value)),
+    "broadcast_object_list": lambda values: (
+        0 if dist.get_rank() else (dist.get_world_size() - 1) * len(pickle.dumps(values[0]))
+    ),
+    "all_to_all_single": lambda output, given: given.numel() * given.element_size(),
+}
 
 
-def _on_devices(
-    layer: Layer, rows: int, batches: int, device: torch.device | None
-) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield what is timed; without an accelerator the host alone."""
-    evaluator = Evaluator(METRICS, batches, strict=True)
-    yield "measured on the host", lambda: evaluator.measure_layer(layer, rows)
-    if device is not None:
-        there = layer.to(device)
-        yield f"measured on {device}", lambda: evaluator.measure_layer(there, rows)
-        yield f"copy from {device} to the host", lambda: there.to(HOST)
-        yield f"copy from the host to {device}", lambda: layer.to(device)
-        torch.set_float32_matmul_precision("high")  # many trainings allow TF32
-        yield f"measured on {device}, TF32 allowed", lambda: evaluator.measure_layer(there, rows)
-        if device.type == "cuda":
-            print(f"{torch.cuda.max_memory_allocated(device) / 1e6:,.0f} MB at most")
+@contextmanager
+def _counted_bytes() -> Iterator[list[int]]:
+    """Collect how many bytes this rank sends in each collective of geomon."""
+    plain, sent = {name: getattr(dist, name) for name in SENT}, list[int]()
+
+    def call(name: str, *args: Any, **kwargs: Any) -> Any:
+        sent.append(SENT[name](*args[:2]))
+        return plain[name](*args, **kwargs)
+
+    try:
+        for name in SENT:
+            setattr(dist, name, partial(call, name))
+        yield sent
+    finally:
+        for name, function in plain.items():
+            setattr(dist, name, function)
 
 
-@app.command()
-def devices(
-    layers: Layers = 12,
-    width: Width = 768,
-    rows: Annotated[int, typer.Option(help="Rows in a split.")] = 4096,
-    batches: Annotated[int, typer.Option(help="Splits.")] = 1,
-    runs: Runs = 3,
-) -> None:
-    """A reading on the host and on an accelerator, and the copies between; one layer is timed."""
-    where = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    layer = decoder_layer(rows * batches, width)
-    times = (
-        (name, median_seconds(action, runs, where))
-        for name, action in _on_devices(layer, rows, batches, where)
-    )
-    print_table(
-        f"One reading of {layers} layers of width {width}, {batches} x {rows} rows",
-        ("", "one layer, s", "all layers, s"),
-        ((name, f"{taken:.3f}", f"{taken * layers:.2f}") for name, taken in times),
-    )
-    print_machine(f"medians of {runs}")
-
-
-def _on_rank(layers: int, width: int, runs: int) -> tuple[list[float], float]:
-    """Read tokens of this rank's own; returns seconds of readings, and those of its processor."""
+def _on_rank(spec: MeshSpec, rows: int, runs: int) -> tuple[float, float, float, float]:
+    """Measure a mesh on this rank: collectives and bytes of a reading, its time, and a step's."""
     torch.set_num_threads(1)
-    training = Training(layers, width, 128)
-    torch.manual_seed(dist.get_rank())
-    ids = torch.randint(VOCABULARY, (TOKENS // 128 // dist.get_world_size(), 128))
-    memory = Memory()
+    training, memory = mesh_models.Training(spec, "Llama", 0.0, sizes=ON_RANKS), Memory()
+    bare = [seconds(lambda: training.step(0)) for _ in range(runs + 1)]  # the first warms up
     monitor = Monitor(
-        training.model, tokens=TOKENS, directory=None, sinks=[memory], schedule=every(1),
+        training.watched, tokens=rows, directory=None, sinks=[memory], schedule=every(1),
         budget=None, strict=True,
     )  # fmt: skip
-    cpu = []
-    for step in range(runs + 1):  # the first warms up
-        with monitor(step), torch.no_grad():
-            training.model(ids)
+
+    @contextmanager
+    def around(step: int) -> Iterator[None]:
+        with monitor(step):
+            yield
             dist.barrier()  # the reading alone is timed, not the wait for another's forward pass
-            began = time.process_time()
-        cpu.append(time.process_time() - began)
-    taken = [reading.seconds for reading in memory.readings]
-    return taken[1:], statistics.median(cpu[1:])
+
+    with _counted_bytes() as sent:
+        for step in range(runs + 1):
+            training.step(step, partial(around, step))
+    monitor.close()
+    taken = [reading.seconds for reading in memory.readings][1:] or [0.0]
+    each = len(sent) / (runs + 1), sum(sent) / (runs + 1)
+    return *each, statistics.median(taken), statistics.median(bare[1:])
 
 
 @app.command()
-def ranks(layers: Layers = 12, width: Width = 256, runs: Runs = 5) -> None:
-    """A reading of the same number of rows on 1, 2 and 4 ranks, one thread to a rank."""
-    found = {size: on_ranks(size, _on_rank, layers, width, runs) for size in (1, 2, 4)}
+def ranks(
+    rows: Annotated[int, typer.Option(help="Rows of a reading, over all ranks.")] = 1024,
+    size: Annotated[int, typer.Option(help="Largest number of ranks.")] = 8,
+    runs: Runs = 3,
+) -> None:
+    """A reading and a training step on every mesh, and what a reading sends."""
+    logging.getLogger("geomon").setLevel(logging.ERROR)
+
+    def row(spec: MeshSpec) -> list[str]:
+        found = on_ranks(spec.size, _on_rank, spec, rows, runs)
+        calls, _, taken, step = found[0]
+        sent = sum(each[1] for each in found)
+        return [str(spec), f"{calls:.0f}", f"{sent / 1e6:.1f}", f"{taken:.2f}", f"{step:.2f}"]
+
+    meshes = (MeshSpec(), MeshSpec(data=2, wrap="DDP"), *mesh_models.MESHES)
     print_table(
-        f"One reading of {layers} layers, width {width}, {TOKENS:,} rows",
-        ("ranks", "reading, s", "CPU of the busiest rank, s"),
-        (
-            (size, f"{statistics.median(each[0][0]):.2f}", f"{max(cpu for _, cpu in each):.2f}")
-            for size, each in found.items()
-        ),
+        f"One reading of {ON_RANKS.layers} layers, width {ON_RANKS.width}, {rows:,} rows, and one "
+        f"training step of {ON_RANKS.batch * ON_RANKS.length:,} tokens a data rank",
+        ("mesh", "collectives", "MB", "reading, s", "step, s"),
+        (row(spec) for spec in meshes if spec.size <= size),
     )
-    print_machine(f"medians of {runs}")
+    print_machine(f"medians of {runs}", "one thread to a rank")
 
 
 if __name__ == "__main__":

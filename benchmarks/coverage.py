@@ -11,7 +11,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -131,51 +131,47 @@ def train(model: nn.Module, corpus: Text, steps: int, *, documents: bool) -> flo
     return float(loss) / math.log(2)
 
 
-class Coverage(NamedTuple):
-    """How often the intervals of one value have the mean; how wide they are for its scatter."""
-
-    share: float
-    ratio: float
-
-
 def covered(
     model: nn.Module, corpus: Text, draws: int, size: tuple[int, int], *, documents: bool
-) -> dict[str, Coverage]:
-    """Measure fresh draws; returns the coverage of each value that has margins in most of them."""
+) -> dict[str, tuple[float, float]]:
+    """Measure fresh draws.
+
+    Returns:
+        Share of the intervals that hold the mean, and their width for the scatter of the values, of
+        each value that has margins in most draws.
+    """
     values: dict[str, list[float]] = defaultdict(list)
     count, length = size
     drawn = batches(corpus.validation, draws, count, 2, documents=documents, length=length)
     for batch in drawn:
         rows = 4096 if documents else count * length
         found = measure(model, batch, metrics=METRICS | {"mean_norm": mean_norm}, tokens=rows)
-        margins = {f"{tag}/margin": found.get(f"{tag}/margin", np.nan) for tag in found}
-        for tag, value in (margins | found).items():
-            values[tag].append(value)
+        for tag in [tag for tag in found if not tag.endswith("/margin")]:
+            values[tag].append(found[tag])
+            values[f"{tag}/margin"].append(found.get(f"{tag}/margin", np.nan))
     result = {}
-    for tag, widths in values.items():
-        base, width = tag.removesuffix("/margin"), np.array(widths)
-        known = np.isfinite(width)
-        own = np.array(values[base])
-        if base == tag or known.mean() < 0.5 or not np.isfinite(own).all():
-            continue
-        spread = float(1.96 * own.std(ddof=1))
-        if spread > 1e-6 * abs(own.mean()):
+    for tag in [tag for tag in values if not tag.endswith("/margin")]:
+        own, width = np.array(values[tag]), np.array(values[f"{tag}/margin"])
+        known, spread = np.isfinite(width), float(1.96 * own.std(ddof=1))
+        if known.mean() >= 0.5 and spread > 1e-6 * abs(own.mean()):  # NaN is not above
             inside = np.abs(own - own.mean())[known] <= width[known]
-            result[base] = Coverage(float(inside.mean()), float(width[known].mean()) / spread)
+            result[tag] = float(inside.mean()), float(width[known].mean()) / spread
     return result
 
 
-def in_words(name: str, found: dict[str, Coverage]) -> str:
+def in_words(name: str, found: dict[str, tuple[float, float]]) -> str:
     """Lowest and highest coverage over layers; of the mean over layers, and its width."""
     metric, _, part = name.partition("/")
     end = f"/{part}" if part else ""
     layers = [
-        one.share for tag, one in found.items() if re.fullmatch(f"{metric}/layer_[0-9]+{end}", tag)
+        share
+        for tag, (share, _) in found.items()
+        if re.fullmatch(f"{metric}/layer_[0-9]+{end}", tag)
     ]
     mean = found.get(f"{metric}/mean{end}")
     if not layers or mean is None:
         return "-"
-    return f"{min(layers):.2f} to {max(layers):.2f}; {mean.share:.2f} ({mean.ratio:.1f})"
+    return f"{min(layers):.2f} to {max(layers):.2f}; {mean[0]:.2f} ({mean[1]:.1f})"
 
 
 def main(
@@ -184,7 +180,7 @@ def main(
 ) -> None:
     """Train, measure, and print a table for each size, and the values that cover least."""
     corpus = load()
-    results: dict[tuple[int, str], dict[str, Coverage]] = {}
+    results: dict[tuple[int, str], dict[str, tuple[float, float]]] = {}
     for name, (make, steps, documents) in MODELS.items():
         if only not in name:
             continue
@@ -194,8 +190,8 @@ def main(
         for size in SIZES[1:] if documents else SIZES:
             found = covered(model.eval(), corpus, draws, size, documents=documents)
             results[math.prod(size), name] = found
-            few = {tag: one.share for tag, one in found.items() if one.share < 0.85}
-            mean = np.mean([one.share for one in found.values()])
+            few = {tag: share for tag, (share, _) in found.items() if share < 0.85}
+            mean = np.mean([share for share, _ in found.values()])
             print(f"{name}, {math.prod(size):,} rows: mean {mean:.3f} of {len(found)}; below .85: "
                   f"{', '.join(f'{tag} {share:.2f}' for tag, share in few.items()) or 'none'}",
                   flush=True)  # fmt: skip

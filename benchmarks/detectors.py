@@ -1,23 +1,14 @@
-"""Measures how often phases and alerts are wrong, and how late they are right.
+"""Measures how late a phase is right: curves with a peak in the middle.
 
-Nulls: curves without a change, or with a drift in one direction; their phase is computed at every
-reading. Errors have a deviation of 1 and are independent or correlated between neighbours (AR(1)).
-A drifting curve rises by 4 errors from its first reading to its last, so only "falling" and
-"compressing" are false.
-
-Peaks: curves that rise to a peak in the middle and fall as far, by a share of their value; margins
-are 6.5 % of it. The table shows how many are called expanding, how many have fallen from their peak
-and after how many readings this is seen, and whether the interval contains the peak.
-
-Alerts: records of trainings of the recipe (`--logger csv`). The table shows the step of the first
-alert of each kind, and the first step with a loss a tenth above the median of healthy runs.
+Curves rise to a peak and fall as far, by a share of their value, with independent errors of
+deviation 1; margins are 6.5 % of the value. The table shows how many are called expanding, how many
+have fallen from their peak and after how many readings this is seen, and whether the interval
+contains the peak. How often a curve without a change is called one is a test of the suite
+(tests/analysis/test_phase.py).
 """
 
-import csv
-import math
 import statistics
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -25,31 +16,11 @@ import typer
 from numpy.typing import NDArray
 
 from benchmarks.timing import print_table
-from geomon import read
 from geomon.analysis import Phase, find_phase
-from geomon.analysis.alerts import RULES, find_alerts
 
 _Array = NDArray[np.float64]
-_MOVES = {"expanding", "compressing", "falling"}
 # Level of all curves, in errors: a margin of 1.96 errors is 6.5 % of it.
 _LEVEL = 30.0
-# Rise of a drifting curve, in errors.
-_DRIFT = 4.0
-_LOSS_ROSE = 1.1
-# Number of first steps, when a larger learning rate lowers the loss faster.
-_BEGINNING = 30
-
-
-def noise(series: int, readings: int, correlation: float, seed: int) -> _Array:
-    """Draw errors of deviation 1 with a correlation between neighbours, [series, readings]."""
-    random = np.random.default_rng(seed)
-    fresh = random.standard_normal((series, readings))
-    errors = fresh.copy()
-    for index in range(1, readings):
-        errors[:, index] = (
-            correlation * errors[:, index - 1] + math.sqrt(1 - correlation**2) * fresh[:, index]
-        )
-    return errors
 
 
 def phases(errors: _Array) -> Iterator[Phase]:
@@ -59,30 +30,13 @@ def phases(errors: _Array) -> Iterator[Phase]:
         yield find_phase(range(count), listed[:count], margins[:count])
 
 
-def nulls(series: int, readings: int) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each kind of error: the share of curves with a false phase."""
-    for correlation in (0.0, 0.3, 0.6, 0.9):
-        curves = noise(series, readings, correlation, seed=11)
-        share = statistics.fmean(
-            any(phase.name in _MOVES for phase in phases(curve)) for curve in curves
-        )
-        yield "no change", str(correlation), f"{share:.1%}"
-    for correlation in (0.0, 0.6):
-        curves = noise(series, readings, correlation, seed=12) + np.linspace(0, _DRIFT, readings)
-        share = statistics.fmean(
-            any(phase.name in ("falling", "compressing") for phase in phases(curve))
-            for curve in curves
-        )
-        yield f"rises by {_DRIFT:.0f} errors", str(correlation), f"{share:.1%}"
-
-
 def peaks(series: int, readings: int) -> Iterator[tuple[str, ...]]:
     """Yield a row for each height: how many peaks are found, how late, whether intervals hold."""
     top = (readings - 1) // 2
     for share in (0.1, 0.2, 0.33, 0.5):
         shape = share * _LEVEL * (1 - np.abs(np.arange(readings) - top) / top)
         rises, delays, held = 0, [], 0
-        for curve in noise(series, readings, 0.0, seed=13) + shape:
+        for curve in np.random.default_rng(13).standard_normal((series, readings)) + shape:
             course = list(phases(curve))
             rises += any(phase.name == "expanding" for phase in course)
             fell = (i for i, phase in enumerate(course) if i > top and phase.has_fallen)
@@ -97,60 +51,16 @@ def peaks(series: int, readings: int) -> Iterator[tuple[str, ...]]:
         yield f"{share:.0%}", f"{rises / series:.0%}", f"{falls / series:.0%}", delay, holds
 
 
-def alerts(folders: list[Path], healthy: list[Path]) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each run: the first alert of each kind, and when the loss shows it."""
-    others = [losses_of(folder) for folder in healthy]
-    for folder in folders:
-        first: dict[str, int] = {}
-        for alert in find_alerts(read(folder), RULES):
-            first.setdefault(alert.name, alert.step)
-        steps = [first.get(name) for name in RULES] + [loss_above(losses_of(folder), others)]
-        yield folder.name, *("-" if step is None else str(step) for step in steps)
-
-
-def losses_of(folder: Path) -> dict[int, float]:
-    """Read the training loss of a run of the recipe by step; empty if it was not logged."""
-    path = folder / "csv" / "metrics.csv"
-    if not path.is_file():
-        return {}
-    with path.open() as file:
-        return {
-            int(row["step"]): float(row["train/bits_per_character"])
-            for row in csv.DictReader(file)
-            if row.get("train/bits_per_character")
-        }
-
-
-def loss_above(losses: dict[int, float], others: list[dict[int, float]]) -> int | None:
-    """Find the first step with a loss a tenth above the median of other runs, or None."""
-    for step, loss in losses.items():
-        beside = [other[step] for other in others if step in other]
-        if step >= _BEGINNING and beside and loss > _LOSS_ROSE * statistics.median(beside):
-            return step
-    return None
-
-
 def main(
-    series: Annotated[int, typer.Option(help="Curves of each kind; a tenth of them peaks.")] = 1000,
+    series: Annotated[int, typer.Option(help="Curves of each kind.")] = 100,
     readings: Annotated[int, typer.Option(help="Readings of a curve.")] = 41,
-    run: Annotated[list[Path] | None, typer.Option(help="Folder of a record.")] = None,
-    healthy: Annotated[list[Path] | None, typer.Option(help="That of a healthy run.")] = None,
 ) -> None:
-    """Print the tables of synthetic curves, or the table of alerts if records are given."""
-    if run:
-        columns = ("run", *(name.replace("_", " ") for name in RULES), "loss above healthy runs")
-        print_table("Step of the first alert", columns, alerts(run, healthy or []))
-        return
+    """Print the table of curves with a peak."""
     print_table(
-        f"{series} curves of {readings} readings",
-        ("curve", "correlation", "called falsely"),
-        nulls(series, readings),
-    )
-    print_table(
-        f"{series // 10} curves of {readings} readings with a peak",
+        f"{series} curves of {readings} readings with a peak",
         ("height of the peak", "rise seen", "fall seen", "readings after the peak (median)",
          "interval holds the peak"),
-        peaks(series // 10, readings),
+        peaks(series, readings),
     )  # fmt: skip
 
 

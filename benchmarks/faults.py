@@ -4,11 +4,8 @@ Single faults are drawn from all of geomon/: a comparison, an operator, a consta
 order of two arguments, a call or a statement that is left out, a result that is None, a tag or a
 name. Each meets tests that run its line, until the first one fails.
 
-A process collects the whole suite, once. Each fault is planted in a fork of it: the functions of
-the module get the code that the compiler makes of the faulty text, and the tests run there, with
-nothing to import. The fault is in the file, too, for programs that tests start. What the import
-runs, as tables and defaults, cannot be exchanged: a fork that is given such a fault imports the
-project, and collects the files of its tests, again.
+A process imports all packages that the project imports, once, and nothing of the project. Each
+fault is planted in the file of a copy, and a fork of the process collects and runs the tests.
 
 coverage.py says which test runs which line. That is counted once for each content of geomon/ and of
 the test's file, and kept.
@@ -24,10 +21,12 @@ import ast
 import contextlib
 import gc
 import hashlib
+import importlib
 import itertools
 import json
 import multiprocessing
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -38,12 +37,9 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Set
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import CodeType, FunctionType
 from typing import Annotated, NamedTuple
 
 import coverage
@@ -131,9 +127,6 @@ class Fault:
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line} {self.words}"
-
-
-Lines = tuple[int, int] | None
 
 
 def swap(node: ast.AST) -> Iterator[tuple[str, str]]:
@@ -239,7 +232,9 @@ def faults_of(path: str, text: str) -> list[Fault]:
         starts.append(starts[-1] + len(line))
     found: list[Fault] = []
 
-    def add(node: ast.expr | ast.stmt, kind: str, after: str, owner: str, lines: Lines) -> None:
+    def add(
+        node: ast.expr | ast.stmt, kind: str, after: str, owner: str, lines: tuple[int, int] | None
+    ) -> None:
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         begin = starts[node.lineno - 1] + node.col_offset
@@ -247,7 +242,7 @@ def faults_of(path: str, text: str) -> list[Fault]:
         before = data[begin:end].decode()
         found.append(Fault(path, node.lineno, kind, (begin, end), before, after, owner, lines))
 
-    def walk(node: ast.AST, owner: str, lines: Lines) -> None:
+    def walk(node: ast.AST, owner: str, lines: tuple[int, int] | None) -> None:
         functions = (ast.FunctionDef, ast.AsyncFunctionDef)  # what their bodies do, no import runs
         bodies = {id(part) for part in node.body} if isinstance(node, functions) else set()
         for child in ast.iter_child_nodes(node):
@@ -331,20 +326,18 @@ class Account(NamedTuple):
 
     Attributes:
         lines: Lines that each test runs, by file; those of processes stand under the name of the
-            file of tests, those of the import under none.
+            file of tests.
         seconds: How long each test takes; those that fail without a fault are absent.
-        once: Files of tests that cannot be imported twice.
     """
 
     lines: dict[str, dict[str, list[int]]]
     seconds: dict[str, float]
-    once: set[str]
 
-    def who(self, fault: Fault) -> set[str]:
-        """Return what runs a fault; the import runs what stands in no function."""
+    def who(self, fault: Fault) -> Set[str]:
+        """Return what runs a fault; what the import runs, all tests of the file meet."""
         ran = self.lines.get(fault.path, {})
         if fault.lines is None:
-            return {"", *(ran.keys() - {""} or self.seconds)}
+            return ran.keys() or self.seconds.keys()
         there = set(range(fault.lines[0], fault.lines[1] + 1))
         return {test for test, lines in ran.items() if not there.isdisjoint(lines)}
 
@@ -364,26 +357,17 @@ class Account(NamedTuple):
         ranked.sort()
         spent = itertools.accumulate(seconds for _, seconds, _ in ranked)
         count = max(1, sum(seconds <= BUDGET for seconds in spent))
-        chosen = [test for _, _, test in ranked[:count]]
-        # File by file; the costliest files come last and in their own order, since their tests
-        # share what is costly.
-        files, places = list(map(file_of, chosen)), {test: n for n, test in enumerate(self.seconds)}
-
-        def place(test: str) -> tuple[bool, int, int]:
-            is_costly = slowest[file_of(test)] > COSTLY
-            return is_costly, files.index(file_of(test)), places[test] if is_costly else 0
-
-        chosen.sort(key=place)
-        limits = {test: max(LEAST_SECONDS, SLOWER * slowest[file_of(test)]) for test in chosen}
-        return Job(limits, fault, again="" in who, once=self.once)
+        chosen = {test for _, _, test in ranked[:count]}
+        # In their own order, since tests of a file share what is costly; costly files come last.
+        order = [test for test in self.seconds if test in chosen]
+        order.sort(key=lambda test: slowest[file_of(test)] > COSTLY)
+        limits = {test: max(LEAST_SECONDS, SLOWER * slowest[file_of(test)]) for test in order}
+        return Job(limits, fault)
 
 
 def file_of(test: str) -> str:
     """Return the file of a test."""
     return test.partition("::")[0]
-
-
-Functions = dict[str, list[FunctionType]]
 
 
 class Job(NamedTuple):
@@ -392,59 +376,47 @@ class Job(NamedTuple):
     Attributes:
         tests: Tests or files of them, in their order, and the seconds that each may take.
         fault: The fault that is planted.
-        again: Whether the fork imports the project again.
-        once: Files of tests that cannot be imported again.
         kept: File in which is kept what the tests run; then no failure ends the fork.
     """
 
     tests: dict[str, float]
     fault: Fault | None = None
-    again: bool = False
-    once: Set[str] = frozenset()
     kept: Path | None = None
 
-    def run(self, session: pytest.Session, functions: Functions, channel: Connection) -> None:
+    def run(self, channel: Connection) -> None:
         """Run the tests in this process, which ends with them."""
         plugin = Counting(self, self.kept, channel) if self.kept else Tests(self, channel)
-        if self.again or (self.fault and not exchange(self.fault, functions)):
-            for name, module in list(sys.modules.items()):
-                if (getattr(module, "__file__", None) or "").startswith(str(Path.cwd())):
-                    del sys.modules[name]
-            collect(plugin, sorted(set(map(file_of, self.tests))))
-        else:
-            session.config.pluginmanager.register(plugin)
-            plugin.pytest_runtestloop(session)
+        # Plugins of pytest were imported before it could rewrite their assertions.
+        warnings = ("pytest.PytestAssertRewriteWarning", "coverage.exceptions.CoverageWarning")
+        options = [part for warning in warnings for part in ("-W", f"ignore::{warning}")]
+        files = sorted(set(map(file_of, self.tests)))
+        pytest.main([*options, f"--basetemp={Path.cwd()}_temporary", *files], [plugin])
 
-    def watch(self, session: pytest.Session, functions: Functions) -> tuple[str, str]:
+    def watch(self) -> tuple[str, str]:
         """Run the tests in a fork until it says its end, is late with a test, or dies."""
         here, there = multiprocessing.Pipe(duplex=False)
         pid = os.fork()
         if pid == 0:
             os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             here.close()
-            self.run(session, functions, there)
+            self.run(there)
             os._exit(1)
         there.close()
         how, why = "begins", "the import"
-        while how == "begins":
-            how = "timed out"
-            if here.poll(self.tests.get(why, COUNTING_SECONDS if self.kept else LEAST_SECONDS)):
-                try:
+        try:
+            while how == "begins":
+                how = "timed out"
+                if here.poll(self.tests.get(why, COUNTING_SECONDS if self.kept else LEAST_SECONDS)):
                     how, why = here.recv()
-                except EOFError:
-                    how, why = "noticed", f"{why} ends the process"
-        with contextlib.suppress(ProcessLookupError):  # what the tests started goes with them
-            os.killpg(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        except EOFError:
+            how, why = "noticed", f"{why} ends the process"
+        finally:  # what the tests started goes with them, also where this process is ended
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
         return how, why
-
-
-def collect(plugin: object, files: list[str]) -> None:
-    """Import and collect files of tests, or the whole suite, for a plugin that ends the process."""
-    # Plugins of pytest are loaded already where the project was imported before.
-    warnings = ("pytest.PytestAssertRewriteWarning", "coverage.exceptions.CoverageWarning")
-    options = [part for warning in warnings for part in ("-W", f"ignore::{warning}")]
-    pytest.main([*options, f"--basetemp={Path.cwd()}_temporary", *files], [plugin])
 
 
 class Tests:
@@ -456,9 +428,8 @@ class Tests:
 
     def pytest_exception_interact(self, report: pytest.CollectReport | pytest.TestReport) -> None:
         """Notice a failure, or that a file cannot be imported."""
-        if report.nodeid not in self._job.once:
-            crash = getattr(report.longrepr, "reprcrash", None)
-            self._end("noticed", f"{report.nodeid} {crash.message if crash else report.longrepr}")
+        crash = getattr(report.longrepr, "reprcrash", None)
+        self._end("noticed", f"{report.nodeid} {crash.message if crash else report.longrepr}")
 
     def pytest_internalerror(self, excrepr: object) -> None:
         """Notice an error in pytest or in a plugin."""
@@ -471,7 +442,7 @@ class Tests:
             items[item.nodeid].append(item)
             items[file_of(item.nodeid)].append(item)
         for test in self._job.tests:
-            if test not in items and file_of(test) not in self._job.once:
+            if test not in items:
                 self._end("noticed", f"{test} is not collected")
         chosen = [item for test in self._job.tests for item in items[test]]
         for item, following in itertools.zip_longest(chosen, chosen[1:]):
@@ -500,7 +471,11 @@ class Counting(Tests):
             "patch = subprocess, _exit, fork\n"
         )
         self._cover = coverage.Coverage(config_file=f"{self._folder}/ini")
+
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        """Count from here on: the lines that an import runs are no test's."""
         self._cover.start()
+        super().pytest_runtestloop(session)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -536,106 +511,64 @@ class Counting(Tests):
         super()._end(how, why)
 
 
-class End(NamedTuple):
-    """How a job ended."""
-
-    job: Job
-    how: str
-    why: str
-    seconds: float
-
-
-class Worker:
-    """A plugin of pytest that forks for one job after another."""
-
-    def __init__(self, jobs: list[Job]) -> None:
-        self._jobs = jobs
-        self._terminal = os.fdopen(os.dup(1), "w")
-        self.ends: list[End] = []
-
-    def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Do all jobs, and print how each ended."""
-        functions = functions_here()
-        gc.freeze()  # no fork need search what was imported for garbage
-        for job in self._jobs if not session.testsfailed else ():
-            began = time.monotonic()
-            with planted(job.fault, Path()):
-                end = End(job, *job.watch(session, functions), time.monotonic() - began)
-            self.ends.append(end)
-            what = job.fault or ", ".join(job.tests) or "the import"
-            print(
-                f"{end.how:9s} {end.seconds:6.1f} s  {what}\n{' ' * 20}{end.why}",
-                file=self._terminal, flush=True,
-            )  # fmt: skip
-        return True
+def import_packages() -> None:
+    """Import the packages that modules of the project import."""
+    modules = [file for name in ("geomon", "tests") for file in (ROOT / name).rglob("*.py")]
+    found = (re.findall(r"^(?:from|import) ([\w.]+)", file.read_text(), re.M) for file in modules)
+    for name in sorted(set(itertools.chain(*found))):
+        if name.partition(".")[0] not in ("geomon", "benchmarks", "recipes"):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+    gc.freeze()  # no fork need search them for garbage
 
 
-def work(jobs: list[Job], folder: Path) -> list[End]:
-    """Do jobs in a copy of the project, and return how each ended."""
+def work(jobs: list[Job], folder: Path, kept: Path) -> None:
+    """Do jobs in a copy of the project, print how each ended, and keep that in a file."""
     tree = copy_project(folder)
     os.chdir(tree)
     sys.dont_write_bytecode = True
     os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     sys.path[:] = [str(tree), *(entry for entry in sys.path if entry not in ("", str(ROOT)))]
     sys.modules.pop("benchmarks", None)
-    worker = Worker(jobs)
+    import_packages()
+    terminal, ends = os.fdopen(os.dup(1), "w"), []
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-    collect(worker, [])
-    return worker.ends
+    for job in jobs:
+        began = time.monotonic()
+        with planted(job.fault, Path()):
+            how, why = job.watch()
+        seconds = time.monotonic() - began
+        ends.append((job.fault, how, seconds))
+        text = f"{how:9s} {seconds:6.1f} s  {job.fault or ', '.join(job.tests)}\n{' ' * 20}{why}"
+        print(text, file=terminal, flush=True)
+    kept.write_bytes(pickle.dumps(ends))
 
 
-def share(jobs: list[Job], number: int) -> list[End]:
-    """Do jobs in a number of processes."""
+def share(jobs: list[Job], number: int) -> list[tuple[Fault | None, str, float]]:
+    """Do jobs in a number of processes, which end with this one; returns how each job ended."""
     forks = multiprocessing.get_context("fork")
-    with (
-        tempfile.TemporaryDirectory(prefix="faults_") as folder,
-        ProcessPoolExecutor(number, forks) as pool,
-    ):
-        parts = [jobs[part::number] for part in range(min(number, len(jobs)))]
-        ends = [*itertools.chain(*pool.map(partial(work, folder=Path(folder)), parts))]
+    with tempfile.TemporaryDirectory(prefix="faults_", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        kept = [folder / f"{part}.ends" for part in range(min(number, len(jobs)))]
+        workers = [
+            forks.Process(target=work, args=(jobs[part::number], folder, file))
+            for part, file in enumerate(kept)
+        ]
+        try:
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+        finally:
+            for worker in workers:
+                if worker.pid is not None:
+                    worker.terminate()
+                    worker.join()
+        ends = [end for file in kept if file.exists() for end in pickle.loads(file.read_bytes())]
     if len(ends) < len(jobs):
-        raise SystemExit("the suite cannot be collected: pytest --collect-only says why")
+        raise SystemExit("a process has died")
     return ends
-
-
-def functions_here() -> Functions:
-    """List the functions that there are in this process, by file."""
-    found = defaultdict[str, list[FunctionType]](list)
-    gc.unfreeze()
-    for each in gc.get_objects():
-        if type(each) is FunctionType:
-            found[each.__code__.co_filename].append(each)
-    return found
-
-
-def codes_in(code: CodeType, counts: Counter[str]) -> Iterator[tuple[str, CodeType]]:
-    """Yield the codes that a code holds, each with a name that no other has."""
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            counts[inner.co_qualname] += 1
-            yield f"{inner.co_qualname} {counts[inner.co_qualname]}", inner
-            yield from codes_in(inner, counts)
-
-
-def exchange(fault: Fault, functions: Functions) -> bool:
-    """Give functions the code of their faulty file; tells whether they could take it."""
-    file = Path(fault.path).resolve()
-    text = file.read_bytes()
-    head, tail = text[: fault.span[0]], text[fault.span[0] + len(fault.after.encode()) :]
-    before, after = (
-        dict(codes_in(compile(head + part.encode() + tail, file, "exec"), Counter()))
-        for part in (fault.before, fault.after)
-    )
-    names = {code: name for name, code in before.items()}
-    changed = 0
-    for function in functions[str(file)]:
-        code = after.get(names.get(function.__code__, ""))
-        if code is None or code.co_freevars != function.__code__.co_freevars:
-            return False
-        changed += code != function.__code__
-        function.__code__ = code
-    return changed > 0
 
 
 @contextlib.contextmanager
@@ -687,23 +620,22 @@ def take_account(processes: int, folder: Path, faults: list[Fault]) -> Account:
     """Count which test runs which line, unless that is kept in a folder, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     code = sorted((ROOT / "geomon").rglob("*.py"))
-    suite = sorted((ROOT / "tests").rglob("*.py"))
 
     def kept(name: str, files: list[Path]) -> Path:
         content = hashlib.sha256(b"".join(file.read_bytes() for file in [*code, *files]))
         return folder.resolve() / f"{name.replace('/', '.')}.{content.hexdigest()[:16]}.json"
 
-    jobs = [Job({}, again=True, kept=kept("import", suite))]
-    for name in test_files():
-        jobs.append(Job({name: COUNTING_SECONDS}, kept=kept(name, sources_of(ROOT / name))))
+    jobs = [
+        Job({name: COUNTING_SECONDS}, kept=kept(name, sources_of(ROOT / name)))
+        for name in test_files()
+    ]
     share([job for job in jobs if job.kept and not job.kept.exists()], processes)
-    account = Account(defaultdict(dict), {}, set())
+    account = Account(defaultdict(dict), {})
     for job in jobs:
         seconds, ran = json.loads(Path(str(job.kept)).read_text())
         account.seconds.update(
             {test: spent for test, spent in seconds.items() if spent is not None}
         )
-        account.once.update(test for test in seconds if "::" not in test)
         for path in {fault.path for fault in faults}:
             account.lines[path].update(ran.get(path, {}))
     return account
@@ -731,12 +663,15 @@ def main(
         print(*drawn, sep="\n")
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Ended from outside, it ends its processes, and what the tests in them have started.
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(kind, lambda number, frame: sys.exit(f"ended by signal {number}"))
     account = take_account(jobs, counted, drawn)
     done = share([job for job in map(account.job, drawn) if job.tests], jobs)
-    ends = dict.fromkeys(drawn, "not run") | {end.job.fault: end.how for end in done}
+    ends = dict.fromkeys(drawn, "not run") | {fault: how for fault, how, _ in done}
     unnoticed = [fault for fault in drawn if ends[fault] in UNNOTICED]
     ends |= dict.fromkeys(refused(unnoticed, counted / "mypy"), "refused")
-    median = statistics.median(end.seconds for end in done)
+    median = statistics.median(seconds for *_, seconds in done)
     print(f"\n{len(ends)} faults, {median:.1f} s each (median), by folder:")
     by_folder = defaultdict[str, Counter[str]](Counter)
     for fault, how in ends.items():

@@ -1,4 +1,6 @@
-"""Adds one line to the training of other code bases' models: python -m benchmarks.foreign.
+"""Adds one line to the training of other code bases' models.
+
+PYTHONPATH=tests python -W ignore -m benchmarks.foreign
 
 Each model of an installed code base trains one step with and without a `Monitor`. Outputs, loss and
 gradients must be bit-identical, and modules, functions and switches must be unchanged. The values
@@ -14,23 +16,23 @@ geomon: install them with `pip install --no-deps` next to torch in a separate en
 import contextlib
 import importlib
 import io
-import json
 import math
-import subprocess
-import sys
+import multiprocessing
 import tempfile
 import textwrap
 import warnings
-from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Annotated, Any
 
 import torch
 import typer
+from fingerprint import fingerprint
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from benchmarks.timing import print_table
 from geomon import METRICS, Monitor, every, read, select
 from geomon.capture.tokens import sampling
 from geomon.record.columns import Column, Stacks
@@ -58,15 +60,16 @@ def _vectors(*shape: int) -> Tensor:
     return torch.randn(SEQUENCES, *(shape or (LENGTH, WIDTH)))
 
 
-def _get(place: str) -> Any:
-    """Return the function or class of a package by its full name."""
+def _make(place: str, **options: Any) -> Any:
+    """Call a function or class of a package by its full name; options may be such calls."""
     module, _, name = place.rpartition(".")
-    return getattr(importlib.import_module(module), name)
+    made = {key: each() if isinstance(each, partial) else each for key, each in options.items()}
+    return getattr(importlib.import_module(module), name)(**made)
 
 
 def _case(place: str, *inputs: Callable[[], Any], **options: Any) -> Case:
     """Describe a model by its class name and options, and the inputs of one step."""
-    return lambda: (_get(place)(**options), tuple(make() for make in inputs))
+    return lambda: (_make(place, **options), tuple(make() for make in inputs))
 
 
 def _vit(name: str, kind: str = "ViT", **options: Any) -> Case:
@@ -87,55 +90,18 @@ def _timm(name: str, size: int = 32, **options: Any) -> Case:
 
 def _x_transformers(kind: str, **options: Any) -> Case:
     """Describe a stack of x-transformers, with embeddings around it."""
-
-    def build() -> Built:
-        layers = _get(f"x_transformers.{kind}")(dim=WIDTH, depth=DEPTH, heads=HEADS, **options)
-        wrapper = _get("x_transformers.TransformerWrapper")
-        return wrapper(num_tokens=WORDS, max_seq_len=LENGTH, attn_layers=layers), (_words(),)
-
-    return build
-
-
-def _torchvision() -> Built:
-    kind = _get("torchvision.models.vision_transformer.VisionTransformer")
-    return kind(32, 8, DEPTH, HEADS, WIDTH, 128, num_classes=5), (_pictures(),)
-
-
-def _open_clip() -> Built:
-    vision = _get("open_clip.model.CLIPVisionCfg")(
-        layers=DEPTH, width=WIDTH, head_width=16, patch_size=8, image_size=32
-    )
-    text = _get("open_clip.model.CLIPTextCfg")(
-        context_length=LENGTH, vocab_size=WORDS, width=WIDTH, heads=HEADS, layers=DEPTH
-    )
-    return _get("open_clip.model.CLIP")(32, vision, text), (_pictures(), _words())
-
-
-def _fair_esm() -> Built:
-    alphabet = _get("esm.data.Alphabet").from_architecture("ESM-1b")
-    kind = _get("esm.model.esm2.ESM2")
-    model = kind(num_layers=DEPTH, embed_dim=WIDTH, attention_heads=HEADS, alphabet=alphabet)
-    return model, (torch.randint(4, 24, (SEQUENCES, LENGTH)),)
-
-
-def _litgpt() -> Built:
-    config = _get("litgpt.config.Config")(
-        name="x", block_size=LENGTH, n_layer=DEPTH, n_head=HEADS, n_embd=WIDTH, vocab_size=WORDS,
-        padded_vocab_size=WORDS, n_query_groups=2, rotary_percentage=1.0,
+    layers = partial(_make, f"x_transformers.{kind}", dim=WIDTH, depth=DEPTH, heads=HEADS)
+    return _case(
+        "x_transformers.TransformerWrapper", _words, num_tokens=WORDS, max_seq_len=LENGTH,
+        attn_layers=partial(layers, **options),
     )  # fmt: skip
-    return _get("litgpt.model.GPT")(config), (_words(),)
 
 
 def _soft_moe() -> Built:
     model = _vit("vit")()[0]
     for _, forward in model.transformer.layers:
-        forward.net = _get("soft_moe_pytorch.SoftMoE")(dim=WIDTH, num_experts=2, seq_len=17)
+        forward.net = _make("soft_moe_pytorch.SoftMoE", dim=WIDTH, num_experts=2, seq_len=17)
     return model, (_pictures(),)
-
-
-def _mamba() -> Built:
-    config = _get("mambapy.mamba.MambaConfig")(d_model=WIDTH, n_layers=DEPTH)
-    return _get("mambapy.mamba.Mamba")(config), (_vectors(),)
 
 
 SIZES: dict[str, Any] = {"dim": WIDTH, "depth": DEPTH, "heads": HEADS}
@@ -190,8 +156,18 @@ CASES: dict[str, Case] = {
     "timm.mixer": _case(
         "timm.create_model", lambda: _pictures(224), model_name="mixer_s32_224", num_classes=5
     ),
-    "torchvision.vit": _torchvision,
-    "open_clip": _open_clip,
+    "torchvision.vit": _case(
+        "torchvision.models.vision_transformer.VisionTransformer", _pictures, image_size=32,
+        patch_size=8, num_layers=DEPTH, num_heads=HEADS, hidden_dim=WIDTH, mlp_dim=128,
+        num_classes=5,
+    ),
+    "open_clip": _case(
+        "open_clip.model.CLIP", _pictures, _words, embed_dim=32,
+        vision_cfg={"layers": DEPTH, "width": WIDTH, "head_width": 16, "patch_size": 8,
+                    "image_size": 32},
+        text_cfg={"context_length": LENGTH, "vocab_size": WORDS, "width": WIDTH, "heads": HEADS,
+                  "layers": DEPTH},
+    ),
     "diffusers.unet": _case(
         "diffusers.UNet2DConditionModel", lambda: _vectors(4, 8, 8), lambda: torch.tensor(3),
         lambda: _vectors(7, 32), sample_size=8, block_out_channels=(32, 64), layers_per_block=1,
@@ -205,8 +181,17 @@ CASES: dict[str, Case] = {
         num_attention_heads=HEADS, attention_head_dim=16, in_channels=4, num_layers=DEPTH,
         sample_size=8, norm_num_groups=4, num_embeds_ada_norm=10, dropout=0.0,
     ),
-    "fair_esm": _fair_esm,
-    "litgpt": _litgpt,
+    "fair_esm": _case(
+        "esm.model.esm2.ESM2", lambda: torch.randint(4, 24, (SEQUENCES, LENGTH)),
+        num_layers=DEPTH, embed_dim=WIDTH, attention_heads=HEADS,
+    ),
+    "litgpt": _case(
+        "litgpt.model.GPT", _words, config=partial(
+            _make, "litgpt.config.Config", name="x", block_size=LENGTH, n_layer=DEPTH,
+            n_head=HEADS, n_embd=WIDTH, vocab_size=WORDS, padded_vocab_size=WORDS,
+            n_query_groups=2, rotary_percentage=1.0,
+        ),
+    ),
     "linear_attention_transformer": _case(
         "linear_attention_transformer.LinearAttentionTransformerLM", _words, **LONG
     ),
@@ -273,7 +258,10 @@ CASES: dict[str, Case] = {
     "h_transformer": _case(
         "h_transformer_1d.HTransformer1D", _words, causal=False, dim_head=16, block_size=8, **LONG
     ),
-    "mamba": _mamba,
+    "mamba": _case(
+        "mambapy.mamba.Mamba", _vectors,
+        config=partial(_make, "mambapy.mamba.MambaConfig", d_model=WIDTH, n_layers=DEPTH),
+    ),
 }  # fmt: skip
 
 
@@ -310,7 +298,7 @@ class Reference(TorchDispatchMode):
             if result.ndim >= 3 and dimension == result.ndim - 1:
                 self.attention.append(_of_weights(result))
         elif name.startswith("_scaled_dot_product"):
-            self.attention.append(_of_weights(_weights(name, args, kwargs)))
+            self.attention.append(_of_weights(_weights(function, args, kwargs)))
         elif name == "exp" and result.ndim >= 3:
             self.attention.append(_of_weights(result))
         # Inputs of operations count too, as no operation returns the first one.
@@ -338,28 +326,18 @@ def _of_rows(rows: Tensor) -> dict[str, float]:
     return {"drift_norm": float(mean.norm()), "variance": float(spread)}
 
 
-def _weights(name: str, args: Any, kwargs: Any) -> Tensor:
+def _weights(function: Any, args: Any, kwargs: Any) -> Tensor:
     """Compute the weights of a fused attention in float64 from its inputs."""
-    query, key = args[0].double(), args[1].double()
-    places = {"flash_attention_for_cpu": (4, 5), "flash_attention": (4, None)}
-    causal_at = next((at[0] for end, at in places.items() if name.endswith(end)), 5)
-    mask = kwargs.get("attn_mask")
-    if mask is None:
-        mask = next((x for x in args[3:] if isinstance(x, Tensor)), None)
-    causal = kwargs.get("is_causal", args[causal_at] if len(args) > causal_at else False)
-    scale = kwargs.get("scale") or query.shape[-1] ** -0.5
-    if key.ndim == 4 and key.shape[1] != query.shape[1]:
-        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    scores = query @ key.transpose(-1, -2) * scale
-    if mask is not None:
-        if mask.dtype == torch.bool:
-            scores = scores.masked_fill(~mask, -math.inf)
-        else:
-            scores = scores + mask.double()
-    if causal is True:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(hidden, -math.inf)
-    return scores.softmax(dim=-1)
+    names = (argument.name for argument in function._schema.arguments)
+    given = dict(zip(names, args, strict=False)) | kwargs
+    query, key, value = (given[name].double() for name in ("query", "key", "value"))
+    mask = given.get("attn_mask", given.get("attn_bias"))
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.double()
+    return torch.ops.aten._scaled_dot_product_attention_math(
+        query, key, value, mask, 0.0, given.get("is_causal", False), scale=given.get("scale"),
+        enable_gqa=True,
+    )[1]  # fmt: skip
 
 
 def _of_weights(weights: Tensor) -> dict[str, float]:
@@ -374,16 +352,13 @@ def _of_weights(weights: Tensor) -> dict[str, float]:
 
 
 def _numbers(result: Any) -> list[Tensor]:
-    """Collect the floating-point tensors in a model's output."""
-    if isinstance(result, Tensor):
-        return [result] if result.is_floating_point() else []
-    if isinstance(result, dict):
-        result = list(result.values())
-    elif hasattr(result, "__dict__") and not isinstance(result, tuple | list):
-        result = list(vars(result).values())
-    if isinstance(result, tuple | list):
-        return [one for part in result for one in _numbers(part)]
-    return []
+    """Collect the floating-point tensors in a model's output, also in objects that hold them."""
+    leaves = [
+        inner
+        for leaf in tree_leaves(result)
+        for inner in (leaf, *tree_leaves(getattr(leaf, "__dict__", {})))
+    ]
+    return [one for one in leaves if isinstance(one, Tensor) and one.is_floating_point()]
 
 
 def _step(model: nn.Module, inputs: tuple[Any, ...], around: Any) -> list[Tensor]:
@@ -395,22 +370,6 @@ def _step(model: nn.Module, inputs: tuple[Any, ...], around: Any) -> list[Tensor
     sum(one.square().mean() for one in outputs if one.requires_grad).backward()
     grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     return [*(one.detach() for one in outputs), *grads]
-
-
-def _state(model: nn.Module) -> list[Any]:
-    hooks = [name for name in vars(nn.Module()) if name.endswith("hooks")]
-    return [
-        [[len(getattr(m, name)) for name in hooks] for m in model.modules()],
-        [sorted(vars(m)) for m in model.modules()],
-        [type(m) for m in model.modules()],
-        nn.functional.scaled_dot_product_attention,
-        nn.functional.softmax,
-        nn.functional.multi_head_attention_forward,
-        torch.softmax,
-        Tensor.softmax,
-        nn.Module.__call__,
-        torch.backends.mha.get_fastpath_enabled(),
-    ]
 
 
 def examine(name: str) -> dict[str, Any]:
@@ -426,7 +385,7 @@ def examine(name: str) -> dict[str, Any]:
     reference = Reference()
     plain = _step(model, inputs, torch.enable_grad())
     restore()
-    before = _state(model)
+    before = fingerprint(model)
     with tempfile.TemporaryDirectory() as folder:
         try:
             monitor = Monitor(
@@ -436,7 +395,7 @@ def examine(name: str) -> dict[str, Any]:
                 directory=folder,
             )
         except ValueError as error:
-            return {"refused": str(error)}
+            return {"failed": f"refused: {error}"}
         said = io.StringIO()
         with contextlib.redirect_stderr(said), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -444,10 +403,10 @@ def examine(name: str) -> dict[str, Any]:
             monitor.close()
         readings = read(folder).readings
         if not readings:
-            return {"refused": said.getvalue().strip()[-400:]}
+            return {"failed": f"refused: {said.getvalue().strip()[-400:]}"}
         stacks, notes = readings[-1].stacks, readings[-1].words()
     same = len(plain) == len(watched) and all(map(torch.equal, plain, watched))
-    clean = _state(model) == before
+    clean = fingerprint(model) == before
     restore()
     _step(model, inputs, reference)
     return {
@@ -508,18 +467,15 @@ def _reasons(notes: list[str]) -> list[str]:
     return list({"".join(c for c in text if not c.isdigit()): text for text in said}.values())
 
 
-def _line(name: str, result: dict[str, Any]) -> str:
-    for kind in ("failed", "refused"):
-        if kind in result:
-            return f"{name}: {kind}: {result[kind]}"
-    parts = [
-        f"{name}: {'same' if result['identical'] else 'OTHER'} bits",
-        "nothing left" if result["clean"] else "SOMETHING LEFT",
-    ]
-    for label in ("hidden", "attention"):
-        counts = [f"{len(own)} {kind}" for kind, own in result[label].items() if own]
-        parts.append(f"{label} {', '.join(counts) or 'none'}")
-    return "; ".join(parts) + "".join(f"\n    {note}" for note in _reasons(result["notes"]))
+def _row(name: str, result: dict[str, Any]) -> list[str]:
+    if "failed" in result:
+        return [name, result["failed"], "", "", ""]
+    counts = (
+        ", ".join(f"{len(own)} {kind}" for kind, own in result[label].items() if own) or "none"
+        for label in ("hidden", "attention")
+    )
+    verdict = "wrong" if _is_bad(result) else "right"
+    return [name, verdict, *counts, "; ".join(_reasons(result["notes"]))]
 
 
 def _is_bad(result: dict[str, Any]) -> bool:
@@ -527,83 +483,38 @@ def _is_bad(result: dict[str, Any]) -> bool:
     return wrong or not (result["identical"] and result["clean"])
 
 
-_PAGE = """# Models of other code bases
-
-`python -m benchmarks.foreign` adds one line to the training step of models as they are installed
-from the registry. A value is *right* where a second pass in float64, without geomon, gives the same
-number to 1e-5. Of {ran} models that ran, {bad} had a wrong value, other bits or something left
-behind. What is missed has a reason in the notes of the reading and in what the command prints.
-Mostly the blocks are lists of sublayers whose sums are made outside any module, so a layer is seen
-only where it enters the next block, or attention is not one softmax over all keys.
-
-**Seen whole**: {whole}.
-
-| seen in part | hidden states | attention |
-| --- | --- | --- |
-{rows}
-
-**Refused** when the monitor is built or at its first reading. The message says what to do, mostly
-to name the blocks (`blocks=...`), which lie in lists of lists: {refused}.
-"""
-
-
-def _write_page(path: Path, results: dict[str, dict[str, Any]]) -> None:
-    ran = {name: result for name, result in sorted(results.items()) if "identical" in result}
-    whole: list[str] = []
-    # Models with equal results share a row.
-    rows: dict[str, list[str]] = {}
-    for name, result in ran.items():
-        labels, reasons = [result[x] for x in ("hidden", "attention")], _reasons(result["notes"])
-        missed = any(own["missed"] or own["wrong"] for own in labels)
-        if not missed and (labels[1]["right"] or not reasons):
-            whole.append(name)
-            continue
-        cells = [", ".join(f"{len(x)} {kind}" for kind, x in own.items() if x) for own in labels]
-        rows.setdefault(f"{cells[0]} | {cells[1] or 'none'}", []).append(name)
-    page = _PAGE.format(
-        ran=len(ran), bad=sum(map(_is_bad, ran.values())), whole=", ".join(whole),
-        rows="\n".join(f"| {', '.join(names)} | {cells} |" for cells, names in rows.items()),
-        refused=", ".join(name for name, one in sorted(results.items()) if "refused" in one),
-    )  # fmt: skip
-    path.write_text(page)
+def _ask(name: str) -> dict[str, Any]:
+    """Examine a model in a process of its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as alone:
+        try:
+            return alone.apply_async(examine, [name]).get(TIME_LIMIT)
+        except ModuleNotFoundError as error:
+            return {"failed": f"not installed ({error.name})"}
+        except multiprocessing.TimeoutError:
+            return {"failed": f"died, or not done in {TIME_LIMIT} s"}
+        except Exception as error:
+            return {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
 
 
 def main(
     only: Annotated[str, typer.Option(help="Names of cases that contain this text.")] = "",
-    alone: Annotated[str, typer.Option(hidden=True)] = "",
-    page: Annotated[Path | None, typer.Option(help="Write what was seen as a page.")] = None,
 ) -> None:
     """Examine every code base that is installed."""
-    if alone:
-        try:
-            result = examine(alone)
-        except ModuleNotFoundError as error:
-            result = {"failed": f"not installed ({error.name})"}
-        except Exception as error:
-            result = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
-        print(json.dumps(result))
-        return
     results: dict[str, dict[str, Any]] = {}
-    for name in (name for name in CASES if only in name):
-        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.foreign", "--alone", name]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=TIME_LIMIT, check=False
-            )
-            results[name] = json.loads(done.stdout.splitlines()[-1])
-        except subprocess.TimeoutExpired:
-            results[name] = {"failed": f"HANGS: not done in {TIME_LIMIT} s"}
-        except (IndexError, json.JSONDecodeError):
-            results[name] = {"failed": f"DIED: {done.stderr[-300:]}"}
-        print(_line(name, results[name]), flush=True)
-    counts = Counter(
-        next((kind for kind in ("failed", "refused") if kind in one), "ran")
-        for one in results.values()
+
+    def rows() -> Iterator[list[str]]:
+        for name in (name for name in CASES if only in name):
+            results[name] = _ask(name)
+            yield _row(name, results[name])
+
+    print_table(
+        "Models of other code bases", ("model", "", "hidden states", "attention", ""), rows()
     )
-    bad = [name for name, one in results.items() if "identical" in one and _is_bad(one)]
-    print(dict(counts), "bad:", bad or "none")
-    if page is not None:
-        _write_page(page, results)
+    ran = [name for name, one in results.items() if "failed" not in one]
+    bad = [name for name in ran if _is_bad(results[name])]
+    print(
+        f"\n{len(ran)} of {len(results)} ran; wrong, other bits or something left: {bad or 'none'}"
+    )
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ accelerator, the parts run at tiny sizes, as a test.
 """
 
 import itertools
+import math
 import os
 import statistics
 import subprocess
@@ -14,10 +15,10 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import transformers
@@ -129,19 +130,16 @@ class Training:
         return loss.detach()
 
 
-@dataclass
-class Run:
+class Run(NamedTuple):
     """Results of a run.
 
     Attributes:
-        milliseconds: Time of each step on the device, from the end of the previous one.
-        seconds: Time of all steps, with all queued work.
+        milliseconds: Time of each step on the device, from the end of the previous one, ascending.
         peak: Largest memory of the device in GB (10^9 bytes); NaN on the host.
         graphs: Number of graphs that were compiled meanwhile.
     """
 
     milliseconds: list[float]
-    seconds: float
     peak: float
     graphs: int
 
@@ -154,12 +152,6 @@ class Run:
     def mean(self) -> float:
         """Mean time of a step in ms."""
         return statistics.fmean(self.milliseconds)
-
-    @property
-    def slow(self) -> float:
-        """Time in ms that one in a hundred steps exceeds."""
-        ordered = sorted(self.milliseconds)
-        return ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
 
 
 def run(training: Training, steps: int, monitor: Monitor | None = None) -> Run:
@@ -176,17 +168,14 @@ def run(training: Training, steps: int, monitor: Monitor | None = None) -> Run:
     if on_device:
         torch.cuda.reset_peak_memory_stats()
     marks: list[Any] = [_mark(on_device)]
-    began = time.perf_counter()
     for step in range(steps):
         loss = training.step(nullcontext() if monitor is None else monitor(step))
         marks.append(_mark(on_device))
         if step % _LOGGED == 0:
             loss.item()
     synchronize(training.device)
-    seconds = time.perf_counter() - began
     return Run(
-        [_between(one, other) for one, other in itertools.pairwise(marks)],
-        seconds,
+        sorted(_between(one, other) for one, other in itertools.pairwise(marks)),
         torch.cuda.max_memory_allocated() / 1e9 if on_device else float("nan"),
         counters["stats"]["unique_graphs"] - graphs,
     )
@@ -230,7 +219,8 @@ def runs(training: Training, steps: int) -> Iterator[list[object]]:
 
     def row(name: str, found: Run, *watched: object) -> list[object]:
         return [
-            name, len(found.milliseconds), f"{found.median:.1f}", f"{found.slow:.1f}",
+            name, len(found.milliseconds), f"{found.median:.1f}",
+            f"{found.milliseconds[len(found.milliseconds) * 99 // 100]:.1f}",
             *(watched or ("", "", "")), f"{found.peak:.2f}", found.graphs,
         ]  # fmt: skip
 
@@ -290,28 +280,25 @@ def costs(
     """
     for name, options in looks.items():
         with _watching(training, **{"schedule": 1, "checks": None} | options) as (monitor, memory):
-            first = 0 if options.get("checks") is None else 1
-            delays, whole, waits = list[float](), list[float](), dict[str, int]()
-            for number in range(_FORCED + 1):
+            first = 200 if options.get("checks") else 0  # a check needs bands
+            delays, whole = list[float](), list[float]()
+            for step in range(first, first + _FORCED + 1):  # the first one warms up
                 synchronize(training.device)
-                with _counted_waits(training.device) as counted:
+                with _counted_waits(training.device) as waits:
                     began = time.perf_counter()
-                    training.step(monitor(200 * first + number))
+                    training.step(monitor(step))
                     synchronize(training.device)
                     delays.append(1e3 * (time.perf_counter() - began) - usual)
                     for thread in threading.enumerate():
                         if thread.name == "geomon":
                             thread.join()
                     whole.append(1e3 * (time.perf_counter() - began) - usual)
-                waits = counted
-            notes = {
-                n for reading in memory.readings for n in reading.words() if "measured on" in n
-            }
+            words = {word for reading in memory.readings for word in reading.words()}
+        times = [statistics.median(each[1:]) for each in (delays, whole)]
         yield [
-            name, f"{statistics.median(delays[1:]):.1f}",
-            f"{statistics.median(delays[1:]) / usual:.2f}",
-            f"{statistics.median(whole[1:]):.1f}", f"{statistics.median(whole[1:]) / usual:.2f}",
-            waits.get("MainThread", 0), waits.get("geomon", 0), "; ".join(sorted(notes)),
+            name, *(text for each in times for text in (f"{each:.1f}", f"{each / usual:.2f}")),
+            waits.get("MainThread", 0), waits.get("geomon", 0),
+            "; ".join(sorted(word for word in words if "measured on" in word)),
         ]  # fmt: skip
 
 
@@ -348,23 +335,19 @@ def differences(training: Training) -> Iterator[list[object]]:
     readings = []
     for device in ("cpu", "auto"):
         options = {"probe": probe, "background": False, "device": device, "checks": None}
-        watching, autocast = (
-            _watching(training, **options),
+        with (
+            _watching(training, **options) as (monitor, memory),
             torch.autocast(training.device.type, torch.bfloat16),
-        )
-        with watching as (monitor, memory), autocast:
+        ):
             monitor.probe(0)
-        readings.append(memory.readings[0])
+        readings.append(memory.readings[0].values)
     host, there = readings
     worst: dict[str, tuple[float, str]] = {}
-    for tag, value in host.values.items():
-        if tag.startswith("geomon/"):
-            continue
-        metric = tag.split("/")[0] + ("/margin" if tag.endswith("margin") else "")
-        other = there.values.get(tag, float("nan"))
-        both_missing = value != value and other != other
-        apart = 0.0 if both_missing else abs(other - value) / max(abs(value), _SMALL)
-        worst[metric] = max(worst.get(metric, (0.0, "")), (apart, tag))
+    for tag, value in host.items():
+        if not tag.startswith("geomon/") and not math.isnan(value):
+            metric = tag.split("/")[0] + ("/margin" if tag.endswith("margin") else "")
+            apart = abs(there.get(tag, math.nan) - value) / max(abs(value), _SMALL)
+            worst[metric] = max(worst.get(metric, (0.0, "")), (apart, tag))
     for metric, (apart, tag) in sorted(worst.items(), key=lambda item: -item[1][0])[:12]:
         yield [metric, f"{apart:.1e}", tag]
 
@@ -396,15 +379,6 @@ def same_weights(size: Size, device: torch.device) -> Iterator[list[object]]:
         yield [name, "yes" if torch.equal(found, alone) else "no", int((found != alone).sum())]
 
 
-def tests() -> Iterator[list[object]]:
-    """Yield the last line of the tests that need an accelerator."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_cuda.py"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(done.stdout[-6000:], done.stderr[-1000:], flush=True)
-    yield ["tests/test_cuda.py", done.stdout.strip().splitlines()[-1]]
-
-
 _RUNS = (
     "run", "steps", "step, ms", "99 %, ms", "lost, %", "counted, %", "readings", "peak, GB",
     "new graphs",
@@ -414,51 +388,54 @@ _COSTS = (
 )  # fmt: skip
 
 
-def _parts(
-    device: torch.device, steps: int | None
-) -> dict[str, Callable[[], Iterator[tuple[str, tuple[str, ...], Iterator[list[object]]]]]]:
-    """List the parts: functions that yield titles, column names and rows."""
-    sizes = SIZES if device.type == "cuda" else dict.fromkeys(SIZES, TINY)
+# Of a table: its title, names of its columns, its rows.
+Table = tuple[str, tuple[str, ...], Iterator[list[object]]]
 
-    def tested() -> Iterator[tuple[str, tuple[str, ...], Iterator[list[object]]]]:
-        yield "Tests on the device", ("tests", "result"), tests()
 
-    def trained(name: str) -> Iterator[tuple[str, tuple[str, ...], Iterator[list[object]]]]:
-        size = sizes[name]
-        training = Training(size, device)
-        yield f"Compiled blocks, {size}", _RUNS, runs(training, steps or size.steps)
-        usual = run(training, 2 * _WARM_UP).median
-        yield f"Compiled blocks, {size}, one step", _COSTS, costs(training, usual, _EVERY_LOOK)
-        yield f"Device and host, {size}", ("metric", "apart", "value"), differences(training)
-        del training
-        training = Training(size, device, compiled=False)
-        run(training, _WARM_UP)
-        usual = run(training, 2 * _WARM_UP).median
-        yield f"Eager, {size}, one step of {usual:.1f} ms", _COSTS, costs(training, usual, _CHECK)
+def tested(size: Size, device: torch.device, steps: int) -> Iterator[Table]:
+    """Yield the last line of the tests that need an accelerator."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_cuda.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stdout[-6000:], done.stderr[-1000:], flush=True)
+    last = done.stdout.strip().splitlines()[-1]
+    yield "Tests on the device", ("tests", "result"), iter([["tests/test_cuda.py", last]])
 
-    def compared() -> Iterator[tuple[str, tuple[str, ...], Iterator[list[object]]]]:
-        heads = ("eager training", "same bits", "weights that differ")
-        size = sizes["small"]
-        before = torch.are_deterministic_algorithms_enabled()
-        yield f"Weights, {size}", heads, same_weights(size, device)
-        torch.use_deterministic_algorithms(True)
-        try:
-            yield f"Weights, deterministic, {size}", heads, same_weights(size, device)
-        finally:
-            torch.use_deterministic_algorithms(before)
 
-    return {
-        "tests": tested,
-        "small": lambda: trained("small"),
-        "weights": compared,
-        "large": lambda: trained("large"),
-    }
+def trained(size: Size, device: torch.device, steps: int) -> Iterator[Table]:
+    """Yield runs, single readings, and values of the device beside those of the host."""
+    training = Training(size, device)
+    yield f"Compiled blocks, {size}", _RUNS, runs(training, steps)
+    usual = run(training, 2 * _WARM_UP).median
+    yield f"Compiled blocks, {size}, one step", _COSTS, costs(training, usual, _EVERY_LOOK)
+    yield f"Device and host, {size}", ("metric", "apart", "value"), differences(training)
+    del training
+    training = Training(size, device, compiled=False)
+    run(training, _WARM_UP)
+    usual = run(training, 2 * _WARM_UP).median
+    yield f"Eager, {size}, one step of {usual:.1f} ms", _COSTS, costs(training, usual, _CHECK)
+
+
+def compared(size: Size, device: torch.device, steps: int) -> Iterator[Table]:
+    """Yield whether weights are bit-identical, with any algorithms and with deterministic ones."""
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        for words, deterministic in (("", before), (", deterministic", True)):
+            torch.use_deterministic_algorithms(deterministic)
+            heads = ("eager training", "same bits", "weights that differ")
+            yield f"Weights{words}, {size}", heads, same_weights(size, device)
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+PARTS = {
+    "tests": ("small", tested), "small": ("small", trained), "weights": ("small", compared),
+    "large": ("large", trained),
+}  # fmt: skip
 
 
 def main(
-    parts: Annotated[
-        str, typer.Option(help="Parts to run, of tests, small, weights, large.")
-    ] = "tests,small,weights,large",
+    parts: Annotated[str, typer.Option(help="Parts to run.")] = ",".join(PARTS),
     steps: Annotated[
         int | None, typer.Option(help="Steps of a run, if not the size's own.")
     ] = None,
@@ -468,20 +445,19 @@ def main(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     card = "no accelerator: tiny sizes, to see that the parts work"
     if device.type == "cuda":
-        card = torch.cuda.get_device_name()
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
-        card = f"{card}, driver {driver}, CUDA {torch.version.cuda}"
+        card = f"{torch.cuda.get_device_name()}, driver {driver}, CUDA {torch.version.cuda}"
     print(f"{card}; torch {torch.__version__}, transformers {transformers.__version__}", flush=True)
     began = time.perf_counter()
-    known = _parts(device, steps)
-    unknown = [name for name in parts.split(",") if name not in known]
+    unknown = [name for name in parts.split(",") if name not in PARTS]
     if unknown:
-        raise typer.BadParameter(f"parts are some of {', '.join(known)}, got {', '.join(unknown)}")
+        raise typer.BadParameter(f"parts are some of {', '.join(PARTS)}, got {', '.join(unknown)}")
     for name in parts.split(","):
+        size = SIZES[PARTS[name][0]] if device.type == "cuda" else TINY
         try:
-            for title, heads, rows in known[name]():
-                print_table(title, heads, rows)
+            for table in PARTS[name][1](size, device, steps or size.steps):
+                print_table(*table)
         except Exception:
             traceback.print_exc()
         print(f"\n{name}: {time.perf_counter() - began:.0f} s since the start", flush=True)

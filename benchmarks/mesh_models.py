@@ -62,43 +62,37 @@ SMALL = Sizes()
 # -- models ----------------------------------------------------------------------------------------
 
 
-class FusedAttention(nn.Module):
-    """Attention with one projection to [query | key | value] per head in turn, as in GPT-NeoX."""
+class Attention(nn.Module):
+    """One projection to [query | key | value] per head in turn (GPT-NeoX), or Llama's three.
 
-    def __init__(self, sizes: Sizes, dropout: float) -> None:
-        super().__init__()
-        self.head_width, self.dropout = sizes.head_width, dropout
-        width = sizes.width
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+    A Llama has fewer key heads, and rotates queries and keys.
+    """
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend to all earlier tokens."""
-        heads = self.qkv(x).unflatten(-1, (-1, 3 * self.head_width)).transpose(1, 2)
-        q, k, v = heads.chunk(3, dim=-1)
-        dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-
-class RotaryAttention(nn.Module):
-    """Attention with separate queries and keys, fewer key heads, and rotations."""
-
-    def __init__(self, sizes: Sizes, dropout: float) -> None:
+    def __init__(self, family: str, sizes: Sizes, dropout: float) -> None:
         super().__init__()
         self.head_width, self.dropout = sizes.head_width, dropout
         width, few = sizes.width, sizes.key_heads * sizes.head_width
-        self.wq, self.wk, self.wv = (nn.Linear(width, made) for made in (width, few, few))
+        self.is_fused = family == "GPT"
+        if self.is_fused:
+            self.qkv = nn.Linear(width, 3 * width)
+        else:
+            self.wq, self.wk, self.wv = (nn.Linear(width, made) for made in (width, few, few))
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend to all earlier tokens."""
-        q, k, v = (
-            made.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
-            for made in (self.wq(x), self.wk(x), self.wv(x))
-        )
+        if self.is_fused:
+            heads = self.qkv(x).unflatten(-1, (-1, 3 * self.head_width)).transpose(1, 2)
+            q, k, v = heads.chunk(3, dim=-1)
+        else:
+            q, k, v = (
+                made.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+                for made in (self.wq(x), self.wk(x), self.wv(x))
+            )
+            q, k = _rotated(q), _rotated(k)
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(
-            _rotated(q), _rotated(k), v, is_causal=True, enable_gqa=True, dropout_p=dropout
+            q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=not self.is_fused
         )
         return self.out(y.transpose(1, 2).flatten(2))
 
@@ -117,10 +111,9 @@ class Block(nn.Module):
     def __init__(self, family: str, sizes: Sizes, dropout: float) -> None:
         super().__init__()
         norm = nn.LayerNorm if family == "GPT" else nn.RMSNorm
-        attention = FusedAttention if family == "GPT" else RotaryAttention
         width, inner = sizes.width, sizes.inner
         self.norm_1, self.norm_2 = norm(width), norm(width)
-        self.attention = attention(sizes, dropout)
+        self.attention = Attention(family, sizes, dropout)
         self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
         self.gate = nn.Linear(width, inner) if family == "Llama" else None
         self.dropout = nn.Dropout(dropout)
@@ -251,6 +244,30 @@ class MeshSpec:
         return " x ".join(named) or "1 rank"
 
 
+MESHES = (
+    MeshSpec(tensor=2),
+    MeshSpec(tensor=2, hidden="sequence"),
+    MeshSpec(tensor=2, hidden="DTensor"),
+    MeshSpec(pipeline=2, schedule="GPipe"),
+    MeshSpec(pipeline=2, schedule="1F1B"),
+    MeshSpec(pipeline=2, schedule="interleaved"),
+    MeshSpec(data=2, tensor=2, wrap="DDP"),
+    MeshSpec(data=2, tensor=2, wrap="FSDP2"),
+    MeshSpec(data=2, tensor=2, wrap="FSDP2", hidden="sequence"),
+    MeshSpec(data=2, pipeline=2, wrap="DDP", schedule="1F1B"),
+    MeshSpec(data=2, pipeline=2, wrap="FSDP2", schedule="interleaved"),
+    MeshSpec(pipeline=2, tensor=2, schedule="GPipe"),
+    MeshSpec(pipeline=2, tensor=2, schedule="1F1B", hidden="sequence"),
+    MeshSpec(pipeline=2, tensor=2, schedule="interleaved", hidden="DTensor"),
+    MeshSpec(tensor=4, hidden="sequence"),
+    MeshSpec(pipeline=4, schedule="interleaved"),
+    MeshSpec(data=2, pipeline=2, tensor=2, wrap="DDP", schedule="1F1B"),
+    MeshSpec(data=2, pipeline=2, tensor=2, wrap="FSDP2", schedule="1F1B", hidden="sequence"),
+    MeshSpec(data=2, pipeline=2, tensor=2, wrap="FSDP2", schedule="interleaved"),
+    MeshSpec(data=4, tensor=2, wrap="FSDP2", hidden="DTensor"),
+)
+
+
 def _share_out(model: Decoder, mesh: DeviceMesh, hidden: str) -> None:
     """Distribute the weights of a decoder and, along the sequence, its hidden states."""
     along = hidden != "whole"
@@ -272,17 +289,11 @@ def _share_out(model: Decoder, mesh: DeviceMesh, hidden: str) -> None:
             "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
         }
         table = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), **local)
-        ends |= {"tokens": table, "places": _Places(local["use_local_output"])}
+        places = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0), **local)
+        ends |= {"tokens": table, "places": places}
         _parallelize(model, mesh, ends)
     for block in model.blocks.values():
         _parallelize(block, mesh, plan)
-
-
-class _Places(RowwiseParallel):
-    """Table of positions, whose rows are distributed like the positions."""
-
-    def __init__(self, local: bool) -> None:
-        super().__init__(input_layouts=Replicate(), output_layouts=Shard(0), use_local_output=local)
 
 
 def _parallelize(module: nn.Module, mesh: DeviceMesh, plan: dict[str, Any]) -> None:
@@ -378,7 +389,8 @@ class Training:
         if self._schedule is None:
             with around():
                 logits = self._model(ids)
-            losses.append(loss_of(_whole(logits), ids))
+            whole = logits.full_tensor() if isinstance(logits, DTensor) else logits
+            losses.append(loss_of(whole, ids))
             losses[0].backward()
         else:
             with around():
@@ -416,10 +428,6 @@ _SCHEDULES: dict[str, Callable[[list[PipelineStage]], Any]] = {
 }
 
 
-def _whole(values: Tensor) -> Tensor:
-    return values.full_tensor() if isinstance(values, DTensor) else values
-
-
 def _whole_or_local(values: Tensor) -> Tensor:
     return (values.to_local() if isinstance(values, DTensor) else values).detach()
 
@@ -443,16 +451,12 @@ def recorded(parts: Sequence[Decoder], into: Outputs) -> Iterator[None]:
 
     def keep(path: str, module: nn.Module, args: Any, output: Any) -> None:
         into.setdefault(path, []).append(_whole_or_local(output).clone())
-
-    def keep_entered(module: nn.Module, args: Any) -> None:
-        into.setdefault("entered", []).append(_whole_or_local(args[0]).clone())
+        if path == "0":
+            into.setdefault("entered", []).append(_whole_or_local(args[0]).clone())
 
     with ExitStack() as stack:
         for part in parts:
             for number, block in part.blocks.items():
-                if number == "0":
-                    handle = block.register_forward_pre_hook(keep_entered)
-                    stack.callback(handle.remove)
                 for path, module in _made_in(number, block):
                     handle = module.register_forward_hook(functools.partial(keep, path))
                     stack.callback(handle.remove)

@@ -1,73 +1,22 @@
-"""Shared by the benchmarks: times, memory peaks, and Markdown tables."""
+"""Shared by the benchmarks: times and Markdown tables."""
 
 import os
 import platform
-import resource
-import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
 import torch
 
 
-def seconds(action: Callable[[], object], device: torch.device | None = None) -> float:
-    """Time one call, with everything that it has queued on a device.
+def seconds(action: Callable[[], object]) -> float:
+    """Time one call.
 
     Args:
         action: The function to time.
-        device: Accelerator that it uses. Defaults to None, for the host alone.
     """
     began = time.perf_counter()
     action()
-    if device is not None:
-        torch.accelerator.synchronize(device)
     return time.perf_counter() - began
-
-
-def median_seconds(
-    action: Callable[[], object], runs: int, device: torch.device | None = None
-) -> float:
-    """Return the median time of several calls, after one for warm-up.
-
-    Args:
-        action: The function to time.
-        runs: Number of timed calls.
-        device: Accelerator that it uses. Defaults to None, for the host alone.
-    """
-    return statistics.median([seconds(action, device) for _ in range(runs + 1)][1:])
-
-
-def peak_beyond(action: Callable[[], object]) -> float:
-    """Return how many megabytes (10^6) of resident memory a call adds at its peak.
-
-    Use it in a separate process, because the first call pays for one-time setups of libraries.
-
-    Args:
-        action: The function to measure.
-    """
-    before = _resident("VmRSS")
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of the imports
-    except OSError:
-        before = _resident("VmHWM")
-    action()
-    return (_resident("VmHWM") - before) / 1e6
-
-
-def _resident(field: str) -> int:
-    """Return VmRSS (now) or VmHWM (the peak) in bytes.
-
-    They are read from /proc, because ru_maxrss of a child begins with its parent's peak. Other
-    systems use ru_maxrss for both.
-    """
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return 1024 * int(status.split(f"{field}:")[1].split()[0])
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

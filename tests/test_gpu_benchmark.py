@@ -1,5 +1,6 @@
 """`python -m benchmarks.gpu` at its tiny sizes: its parts run without an accelerator too."""
 
+import math
 import os
 import re
 import subprocess
@@ -22,7 +23,8 @@ def test_parts_print_their_tables_without_an_accelerator():
     rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("| ")]
     cells = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
     assert int(cells["defaults"][5]) >= 1  # readings
-    assert float(cells["reading, on the host"][1]) > 0
+    # How long it takes depends on what else the machine does: that it was timed is what counts.
+    assert all(math.isfinite(float(cell)) for cell in cells["reading, on the host"][:4])
     assert [row[1].strip() for row in rows if row[0].strip() == "a probe" and len(row) == 3] == [
         "yes", "yes",
     ]  # fmt: skip

@@ -212,6 +212,7 @@ def carried_text() -> bytes:
     Sources are parsed but never imported. CPython 3.11 gives 2.2 MB.
     """
     texts: list[str] = []
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     with contextlib.suppress(ImportError):  # some distributions ship no topics
         from pydoc_data.topics import topics
 
@@ -219,14 +220,9 @@ def carried_text() -> bytes:
     for path in sources(Path(sysconfig.get_path("stdlib"))):
         with contextlib.suppress(OSError, SyntaxError, ValueError), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in somebody's strings
-            texts += _docstrings(ast.parse(path.read_bytes()))
-    return "\n\n\n".join(dict.fromkeys(texts)).encode(errors="ignore")
-
-
-def _docstrings(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from filter(None, [ast.get_docstring(node)])
+            nodes = ast.walk(ast.parse(path.read_bytes()))
+            texts += [ast.get_docstring(node) or "" for node in nodes if isinstance(node, kinds)]
+    return "\n\n\n".join(filter(None, dict.fromkeys(texts))).encode(errors="ignore")
 
 
 def sources(library: Path) -> Iterator[Path]:

@@ -71,8 +71,8 @@ class Subject:
 # What a fault goes on doing: a function of the number of updates since it came, called before each
 # forward pass from the first one on.
 EachStep = Callable[[int], None]
-# Puts a fault into a block of a training, with a source of chance.
-Plant = Callable[[Subject, int, random.Random], EachStep]
+# Puts a fault into a block of a training, with a source of chance; None if it does nothing more.
+Change = Callable[[Subject, int, random.Random], EachStep | None]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Fault:
         kind: "loud" where the loss was expected to jump at once, "silent" where it was expected to
             absorb the fault, "creeping" where the fault grows.
         words: What it does, for a table.
-        plant: Function that puts the fault into a training.
+        change: Function that puts the fault into a training.
         local: Whether it is in one block.
         block: Kind of blocks that it needs; "" for any.
         held_out: Whether no threshold and no alert was chosen with it.
@@ -93,7 +93,7 @@ class Fault:
     name: str
     kind: Literal["loud", "silent", "creeping"]
     words: str
-    plant: Plant
+    change: Change
     local: bool = False
     block: str = ""
     held_out: bool = False
@@ -103,15 +103,19 @@ class Fault:
         """Number of steps that are watched after the fault."""
         return {"loud": 40, "silent": 80, "creeping": 160}[self.kind]
 
+    def plant(self, subject: Subject, block: int, chance: random.Random) -> EachStep:
+        """Put the fault into a training."""
+        return self.change(subject, block, chance) or nothing
 
-def _nothing(since: int) -> None:
+
+def nothing(since: int) -> None:
     """Do nothing more."""
 
 
-def _scaled(factor: float, *names: str, grows: bool = False, all_blocks: bool = False) -> Plant:
+def _scaled(factor: float, *names: str, grows: bool = False, all_blocks: bool = False) -> Change:
     """Multiply weights of a block once, or before every forward pass."""
 
-    def plant(subject: Subject, block: int, chance: random.Random) -> EachStep:
+    def plant(subject: Subject, block: int, chance: random.Random) -> EachStep | None:
         chosen = range(len(subject.blocks())) if all_blocks else [block]
 
         def scale(since: int) -> None:
@@ -122,12 +126,12 @@ def _scaled(factor: float, *names: str, grows: bool = False, all_blocks: bool = 
         if grows:
             return scale
         scale(0)
-        return _nothing
+        return None
 
     return plant
 
 
-def _rate(factor: Callable[[int, float], float], low: float = 0, high: float = 0) -> Plant:
+def _rate(factor: Callable[[int, float], float], low: float = 0, high: float = 0) -> Change:
     """Multiply the learning rate by a function of the steps since and of a number that is drawn."""
 
     def plant(subject: Subject, block: int, chance: random.Random) -> EachStep:
@@ -138,38 +142,33 @@ def _rate(factor: Callable[[int, float], float], low: float = 0, high: float = 0
     return plant
 
 
-def _noise_batches(subject: Subject, block: int, chance: random.Random) -> EachStep:
+def _noise_batches(subject: Subject, block: int, chance: random.Random) -> None:
     draw = subject.draw
     subject.draw = lambda generator: torch.randint(
         subject.vocabulary, draw(generator).shape, generator=generator
     )
-    return _nothing
 
 
-def _shifted_labels(subject: Subject, block: int, chance: random.Random) -> EachStep:
+def _shifted_labels(subject: Subject, block: int, chance: random.Random) -> None:
     subject.labels = lambda windows: windows[:, 2:]
-    return _nothing
 
 
-def _moments_lost(subject: Subject, block: int, chance: random.Random) -> EachStep:
+def _moments_lost(subject: Subject, block: int, chance: random.Random) -> None:
     for state in subject.optimizer.state.values():
         state["exp_avg_sq"].zero_()
-    return _nothing
 
 
-def _one_weight(subject: Subject, block: int, chance: random.Random) -> EachStep:
+def _one_weight(subject: Subject, block: int, chance: random.Random) -> None:
     name = chance.choice(["query", "key", "value", "attention", "mlp"])
     weights = subject.part(block, name).weight.data
     weights[tuple(chance.randrange(size) for size in weights.shape)] = _STUCK_AT
-    return _nothing
 
 
-def _frozen_block(subject: Subject, block: int, chance: random.Random) -> EachStep:
+def _frozen_block(subject: Subject, block: int, chance: random.Random) -> None:
     subject.blocks()[block].requires_grad_(False)
-    return _nothing
 
 
-def _expert_lost(subject: Subject, block: int, chance: random.Random) -> EachStep:
+def _expert_lost(subject: Subject, block: int, chance: random.Random) -> None:
     router = subject.part(block, "router")
     lost = chance.randrange(router.num_experts)
 
@@ -179,7 +178,6 @@ def _expert_lost(subject: Subject, block: int, chance: random.Random) -> EachSte
         return logits, weights / weights.sum(dim=-1, keepdim=True), experts
 
     router.register_forward_hook(without)
-    return _nothing
 
 
 def _precision_lost(subject: Subject, block: int, chance: random.Random) -> EachStep:
@@ -196,13 +194,12 @@ def _precision_lost(subject: Subject, block: int, chance: random.Random) -> Each
     return lambda since: bits.__setitem__(0, max(1, 8 - since // 20))
 
 
-def _weight_decay_lost(subject: Subject, block: int, chance: random.Random) -> EachStep:
+def _weight_decay_lost(subject: Subject, block: int, chance: random.Random) -> None:
     for group in subject.optimizer.param_groups:
         group["weight_decay"] = 0.0
-    return _nothing
 
 
-def _data_repeats(subject: Subject, block: int, chance: random.Random) -> EachStep:
+def _data_repeats(subject: Subject, block: int, chance: random.Random) -> None:
     draw, kept = subject.draw, deque[Tensor](maxlen=_DISTINCT_BATCHES)
 
     def repeated(generator: torch.Generator) -> Tensor:
@@ -210,10 +207,9 @@ def _data_repeats(subject: Subject, block: int, chance: random.Random) -> EachSt
         return kept[-1]
 
     subject.draw = repeated
-    return _nothing
 
 
-def _stale_gradients(subject: Subject, block: int, chance: random.Random) -> EachStep:
+def _stale_gradients(subject: Subject, block: int, chance: random.Random) -> None:
     earlier: deque[list[Tensor | None]] = deque()
 
     def take_earlier(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -224,7 +220,6 @@ def _stale_gradients(subject: Subject, block: int, chance: random.Random) -> Eac
                 parameter.grad = gradient
 
     subject.optimizer.register_step_pre_hook(take_earlier)
-    return _nothing
 
 
 def _labels_decay(subject: Subject, block: int, chance: random.Random) -> EachStep:

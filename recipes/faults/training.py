@@ -19,7 +19,7 @@ from geomon.distributed import RankGroup
 from geomon.monitor.planner import DEFAULT_SHARE, Account, Due, Planner
 from recipes.enwik8.text import Text, carried_text, characters
 from recipes.enwik8.train import adamw, cosine_rate
-from recipes.faults.kinds import FAULTS, EachStep, Subject
+from recipes.faults.kinds import FAULTS, EachStep, Subject, nothing
 from recipes.study.model import Architecture, Transformer
 from recipes.study.text import random_windows
 from recipes.study.training import begin_training, finish_training, update, without_margins
@@ -213,7 +213,7 @@ def run(job: Job, given: Text, folder: Path) -> None:
         return
     subject, generator = new_subject(job, given), torch.Generator().manual_seed(job.number)
     monitors = monitors_of(subject.model, place)
-    each_step: EachStep = _healthy
+    each_step: EachStep = nothing
     for step in range(job.fault_step + AFTER):
         if job.fault and step == job.fault_step:
             chance = job.chance(f"{job.fault} how")
@@ -229,7 +229,3 @@ def run(job: Job, given: Text, folder: Path) -> None:
     for monitor in monitors:
         monitor.close()
     finish_training(place, description, began)
-
-
-def _healthy(since: int) -> None:
-    """Do nothing to a healthy training."""

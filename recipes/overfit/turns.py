@@ -1,26 +1,12 @@
 """Turning points of curves: peaks and troughs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["peak", "trough"]
 
 
-@dataclass(frozen=True)
-class TurningPoint:
-    """An extremum that a curve leaves by more than its noise.
-
-    Attributes:
-        place: Index of the extremum.
-        kind: "peak" or "trough".
-    """
-
-    place: int
-    kind: Kind
-
-
-def turning_points(values: Sequence[float], share: float) -> list[TurningPoint]:
+def turning_points(values: Sequence[float], share: float) -> list[tuple[int, Kind]]:
     """Find the peaks and troughs that a curve leaves by a share of their value, alternately.
 
     The first one is the beginning of the curve or an extremum close to it in value. A curve leaves
@@ -28,23 +14,23 @@ def turning_points(values: Sequence[float], share: float) -> list[TurningPoint]:
     With two different factors, a curve could pass its last trough unseen.
 
     Returns:
-        Turning points, ascending.
+        Index and kind of each extremum, ascending.
 
     Example:
-        >>> [point.place for point in turning_points([1.0, 3.0, 3.1, 2.0, 2.05, 4.0], 0.1)]
+        >>> [place for place, _ in turning_points([1.0, 3.0, 3.1, 2.0, 2.05, 4.0], 0.1)]
         [0, 2, 3]
     """
-    found: list[TurningPoint] = []
+    found: list[tuple[int, Kind]] = []
     high = low = 0
     for index, value in enumerate(values):
         high = index if value > values[high] else high
         low = index if value < values[low] else low
-        last = found[-1].kind if found else None
+        last = found[-1][1] if found else None
         if last != "peak" and value * (1 + share) < values[high]:
-            found.append(TurningPoint(high, "peak"))
+            found.append((high, "peak"))
             low = index
         elif last != "trough" and value > values[low] * (1 + share):
-            found.append(TurningPoint(low, "trough"))
+            found.append((low, "trough"))
             high = index
     return found
 
@@ -63,6 +49,6 @@ def first_turn(
         >>> first_turn([5.0, 3.0, 6.0, 4.0, 5.0], 0.1, "trough", after_other=True)
         3
     """
-    inner = [point for point in turning_points(values, share) if point.place > 0]
+    inner = [(place, own) for place, own in turning_points(values, share) if place > 0]
     candidates = inner[1:] if after_other else inner  # kinds alternate
-    return next((point.place for point in candidates if point.kind == kind), None)
+    return next((place for place, own in candidates if own == kind), None)

@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from matplotlib.figure import Figure
 
-from geomon import Readings, read
+from geomon import read
 from recipes.papers.arrays import MissingError
 from recipes.papers.layers import drift_figure, norms_figure, spectra_figure
 from recipes.papers.queries_keys import clouds_figure, means_figure, stability_figure
@@ -44,24 +43,15 @@ def main(
     except (ValueError, OSError) as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2) from error
-    folder = out or directories[0] / "papers"
+    folder, first = out or directories[0] / "papers", next(iter(runs.values()))
     for name in (*OF_A_RUN, "stability"):
         try:
-            path = save_small(draw(name, runs), folder / f"{name}.png")
+            figure = OF_A_RUN[name](first) if name in OF_A_RUN else stability_figure(runs)
+            path = save_small(figure, folder / f"{name}.png")
         except MissingError as error:
             typer.echo(f"no {name}: {error}")
         else:
             typer.echo(f"wrote {path}")
-
-
-def draw(name: str, runs: dict[str, Readings]) -> Figure:
-    """Draw a figure: stability of all runs, any other of the first.
-
-    Args:
-        name: Name of the figure.
-        runs: Readings of each run, of one stack, by its name.
-    """
-    return OF_A_RUN[name](next(iter(runs.values()))) if name in OF_A_RUN else stability_figure(runs)
 
 
 if __name__ == "__main__":

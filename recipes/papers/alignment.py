@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geomon import Readings
-from geomon.analysis import single_source
-from geomon.analysis.profile import layers_of
 from geomon.record import tags
+from recipes.papers.arrays import arrays_over_training, layers_with
 
 
 @dataclass(frozen=True)
@@ -44,15 +43,9 @@ def align_layers(readings: Readings) -> dict[int, LayerAlignment]:
         What was found by number of the layer; nothing where no mean queries and keys stand beside
         the record.
     """
-    selected = single_source(readings)
-    if readings.folder is None or not selected:
-        return {}
-    source = selected[0].source
-    kept = set(readings.folder.steps(source))
     found: dict[int, dict[int, tuple[float, int]]] = {}
-    for step in [reading.step for reading in selected if reading.step in kept]:
-        arrays = readings.arrays(step, source)
-        for layer, cosine in _joined_cosines(arrays, layers_of(readings)).items():
+    for step, arrays in arrays_over_training(readings, "mean_query").items():
+        for layer, cosine in _joined_cosines(arrays, layers_with(arrays, "mean_query")).items():
             found.setdefault(layer, {})[step] = cosine
     return {
         layer: LayerAlignment(

@@ -16,14 +16,14 @@ class MissingError(ValueError):
     """A run cannot give a figure; the message says in one line what is missing."""
 
 
-def arrays_over_training(run: Readings, name: str, most: int) -> dict[int, Arrays]:
+def arrays_over_training(run: Readings, name: str, most: int | None = None) -> dict[int, Arrays]:
     """Read the arrays of at most so many readings that have an array of some name.
 
     Args:
         run: Readings of a run, of one stack.
         name: Name of the array, "mean_query" say.
         most: Largest number of readings: the first, the last and some between, which are denser
-            after the first.
+            after the first. Defaults to None, for all.
 
     Returns:
         Arrays in float64 by tag, by step.
@@ -32,9 +32,9 @@ def arrays_over_training(run: Readings, name: str, most: int) -> dict[int, Array
     if run.folder is None or not selected:
         return {}
     kept = set(run.folder.steps(selected[0].source))
-    steps = spread([reading.step for reading in selected if reading.step in kept], most)
+    steps = [reading.step for reading in selected if reading.step in kept]
     found = {}
-    for step in steps:
+    for step in steps if most is None else spread(steps, most):
         arrays = run.arrays(step, selected[0].source)
         if layers_with(arrays, name):
             found[step] = {tag: np.asarray(each, dtype=np.float64) for tag, each in arrays.items()}
