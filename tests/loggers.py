@@ -95,6 +95,7 @@ def mlflow(folder, patch, **options):
 
     def log_batch(run_id, metrics):
         assert (run_id, len(metrics) <= 1000) == ("active", True)
+        assert all(1e12 < time < 1e13 for _, _, time, _ in metrics)  # milliseconds
         for name, value, _, step in metrics:
             rows.setdefault(step, {})[name] = value
 

@@ -8,13 +8,11 @@ from geomon.analysis import Curve, curve_of, single_source
 
 def test_curves_keep_to_the_commoner_source_or_to_that_of_the_last_reading(make_readings):
     probe, inline = make_readings(), make_readings((7, 1500), source="inline")
-    kept = single_source([*inline, *probe])
-    assert [(each.step, each.source) for each in kept] == [(each.step, "probe") for each in probe]
+    assert single_source([*inline, *probe]) == probe.readings
     assert single_source([]) == []
-    probe, inline = probe.readings[:3], make_readings((4, 16, 64), source="inline")
-    for one, other in ((probe, inline), (inline, probe)):
-        kept = single_source([*one, *other])
-        assert [reading.step for reading in kept] == [reading.step for reading in other]
+    probe, inline = probe.readings[:3], make_readings((4, 16, 64), source="inline").readings
+    assert single_source([*probe, *inline]) == inline
+    assert single_source([*inline, *probe]) == probe
 
 
 def test_a_curve_has_margins_and_a_phase_and_leaves_out_what_is_missing(make_readings):

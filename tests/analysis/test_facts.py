@@ -19,7 +19,6 @@ from geomon.analysis import facts_of, summarise
 from geomon.note import Note
 from geomon.show import format_line, view
 
-KINDS = ("rise", "fall", "both", "flat", "erratic", "diverged", "few", "missing", "halved", "back")
 SCHEDULES = (
     [0, *(2**n for n in range(13))],
     [0, *sorted({round(2 ** (n / 4)) for n in range(44)})],
@@ -45,64 +44,62 @@ TITLES = {
 }
 
 
-def level(kind, share, rng):
-    """The dimension without noise, at a share of the way on a logarithmic axis of steps."""
-    if kind in ("rise", "missing"):
-        return 2.5 + 6 * share
-    if kind == "fall":
-        return 32 * math.exp(-2 * share)
-    if kind == "both":
-        return 2.5 + 9.8 * share if share < 0.5 else 7.4 - 4 * (share - 0.5)
-    if kind == "erratic":
-        return rng.uniform(1, 9)
-    if kind == "diverged":
-        return 1.14 if share < 0.7 else 7.7
-    if kind == "halved":  # level, and half at the last reading
-        return 11.0 if share < 1 else 5.5
-    if kind == "back":  # expanding, and back at the last two
-        return 3.2 + 4.4 * share if share < 0.9 else 6.0
-    return 5.0
+# The dimension without noise, at a share of the way on a logarithmic axis of steps, by kind of run.
+LEVELS = {
+    "rise": lambda share: 2.5 + 6 * share,
+    "fall": lambda share: 32 * math.exp(-2 * share),
+    "both": lambda share: 2.5 + 9.8 * share if share < 0.5 else 7.4 - 4 * (share - 0.5),
+    "flat": lambda share: 5.0,
+    "erratic": lambda share: random.uniform(1, 9),
+    "diverged": lambda share: 1.14 if share < 0.7 else 7.7,
+    "few": lambda share: 5.0,
+    "missing": lambda share: 2.5 + 6 * share,
+    "halved": lambda share: 11.0 if share < 1 else 5.5,  # at the last reading
+    "back": lambda share: 3.2 + 4.4 * share if share < 0.9 else 6.0,  # at the last two
+}
+KINDS = tuple(LEVELS)
 
 
-def course(kind, steps, has_margins, rng):
+def course(kind, steps, has_margins):
     """Points of one quantity: value and margin by step."""
     points = {}
     for step in steps:
-        value = level(kind, math.log1p(step) / math.log1p(max(*steps, 1)), rng)
+        value = LEVELS[kind](math.log1p(step) / math.log1p(max(*steps, 1)))
         error = 0.02 * value
-        margin = 2.36 * error * math.sqrt(fmean(rng.gauss(0, 1) ** 2 for _ in range(7)))
-        if kind == "missing" and rng.random() < 0.2:
-            continue
-        points[step] = (abs(value + rng.gauss(0, error)), margin if has_margins else 0.0)
+        margin = 2.36 * error * math.sqrt(fmean(random.gauss(0, 1) ** 2 for _ in range(7)))
+        if kind != "missing" or random.random() > 0.2:
+            points[step] = (abs(value + random.gauss(0, error)), margin if has_margins else 0.0)
     return points
 
 
 def record(seed):
     """A record, and the points of what it holds, by name."""
-    rng = random.Random(seed)
+    random.seed(seed)
     kind, steps = KINDS[seed % len(KINDS)], SCHEDULES[seed // len(KINDS) % 4]
-    has_margins = seed // 40 % 3 > 0
-    steps = steps[: rng.randint(1, 4)] if kind == "few" else steps[: rng.randint(8, len(steps))]
-    curves = {"twonn": course(kind, steps, has_margins, rng)}
-    for name, kinds in (("twonn_distinct", KINDS[:6]), ("gride k32", KINDS[:3])):
-        curves[name] = course(rng.choice(kinds), steps, has_margins, rng)
-    curves["attention_entropy"] = course("fall", steps, has_margins=False, rng=rng)
+    has_margins, uniform = seed // 40 % 3 > 0, random.uniform
+    steps = steps[: random.randint(*(1, 4) if kind == "few" else (8, len(steps)))]
+    curves = {
+        "twonn": course(kind, steps, has_margins),
+        "twonn_distinct": course(random.choice(KINDS[:6]), steps, has_margins),
+        "gride k32": course(random.choice(KINDS[:3]), steps, has_margins),
+        "attention_entropy": course("fall", steps, has_margins=False),
+    }
     readings, alerts = [], []
     for step in steps:
-        values = {"geomon/overhead": rng.uniform(0.001, 0.2), "training/loss": rng.uniform(1, 4)}
+        values = {"geomon/overhead": uniform(0.001, 0.2), "training/loss": uniform(1, 4)}
         for name, points in curves.items():
             metric, _, part = name.partition(" ")
-            tag = f"{metric}/mean/{part}".rstrip("/")
-            if step in points:
-                values[tag] = points[step][0]
-                values |= {f"{tag}/margin": points[step][1]} if points[step][1] else {}
+            tag, (value, margin) = f"{metric}/mean/{part}".rstrip("/"), points.get(step, (0, 0))
+            values |= {tag: value} if step in points else {}
+            values |= {f"{tag}/margin": margin} if margin else {}
         for layer in range(5):
-            values[f"anisotropy/layer_{layer:02d}"] = rng.uniform(0.1, 0.9)
-            for head in range(4 * bool(layer)):
-                values[f"qk_cosine/layer_{layer:02d}/head_{head}"] = rng.uniform(-1, 1)
+            values[f"anisotropy/layer_{layer:02d}"] = uniform(0.1, 0.9)
+            values |= {
+                f"qk_cosine/layer_{layer:02d}/head_{head}": uniform(-1, 1)
+                for head in range(4 * bool(layer))
+            }
         raised = ["rank_collapse"] * (step in steps[-2:]) + ["logit_growth"] * (step == steps[-1])
-        for name in raised * (kind == "diverged"):
-            alerts.append(raised_of(name, step))
+        alerts += [raised_of(name, step) for name in raised * (kind == "diverged")]
         readings.append(reading_of(values, step, "probe", [Note("kind", "a note")]))
     runs = [{"model": "Synthetic", "metrics": TEXTS}]
     return Readings(runs, readings, raised=alerts), curves
@@ -118,110 +115,93 @@ def prints(value, text):
     return abs(value - number(text)) <= 0.5000001 * 10**-decimals
 
 
+def shows(points, step, value, margin):
+    """Whether a value and a margin are printed as they are at a step."""
+    own, error = points[int(number(step))]
+    return prints(own, value) and bool(margin) == bool(error) and prints(error, margin or "0")
+
+
 def faults(sentence, readings, curves):
     """What is false in a sentence of the summary."""
-    steps = [reading.step for reading in readings]
     if found := re.fullmatch(rf"geomon took (\S+) % of the time until step ({NUMBER})\.", sentence):
-        share, step = found.groups()
-        last = readings[-1]
-        right = prints(100 * last.overhead, share) and number(step) == last.step
-        return [] if right else ["cost"]
+        right = prints(100 * readings[-1].overhead, found[1])
+        return [] if right and number(found[2]) == readings[-1].step else ["cost"]
     if found := ALERT.fullmatch(sentence):
         kind = found[3].replace(" ", "_")
         raised = [alert.step for alert in readings.alerts if alert.note.kind == kind]
         right = (number(found[1]), int(found[2] or 1)) == (raised[0], len(raised))
         return [] if right else ["alert"]
     found = SENTENCE.fullmatch(sentence)
-    if found is None:
-        return ["unknown form"]
-    if found["title"] not in TITLES:
-        return []
+    if found is None or found["title"] not in TITLES:
+        return [] if found else ["unknown form"]
     points = curves[TITLES[found["title"]]]
-    (now, margin, step, word, change, change_margin, since, peak, peak_margin, peak_step,
-     first, last, from_peak, _, start, start_margin, start_step, from_start, _) = (
+    (now, margin, step, word, change, _, since, peak, peak_margin, peak_step,
+     begin, end, from_peak, _, start, start_margin, start_step, from_start, _) = (
         found.groups()[1:]
     )  # fmt: skip
-    wrong = []
+    values, (first, last) = [value for value, _ in points.values()], (min(points), max(points))
 
-    def same(value, known, at, printed=None):
-        own, its_margin = points[int(number(at))]
-        fits = prints(own, value) and (bool(known) == bool(its_margin))
-        if not fits or (known and not prints(its_margin, known)):
-            wrong.append(f"{printed}: {own} ± {its_margin} at {at}")
+    def moved(at):
+        return values[-1] - points[int(number(at))][0]
 
-    same(now, margin, step, "now")
-    if number(step) != max(points):
-        wrong.append("not the last")
-    if (start is None) != (len(points) == 1):
-        wrong.append("start")
-    if start is not None:
-        same(start, start_margin, start_step, "start")
-    if peak is not None:
-        same(peak, peak_margin, peak_step, "peak")
-        if points[int(number(peak_step))][0] < max(value for value, _ in points.values()):
-            wrong.append("not the peak")
-        if first and not number(first) <= number(peak_step) <= number(last):
-            wrong.append("peak outside its steps")
-    elif max(points.values())[0] > max(points[min(points)][0], points[max(points)][0]):
-        wrong.append("no peak")
-    for at, said in ((peak_step, from_peak), (start_step, from_start)):
-        if said is not None and not prints(
-            points[max(points)][0] - points[int(number(at))][0], said
-        ):
-            wrong.append(f"change since {at}")
-        if at is not None and (said is None) != (at == since or not margin):
-            wrong.append(f"no change since {at}, or twice")
-    if since is not None:
-        gap = points[max(points)][0] - points[int(number(since))][0]
-        if not prints(gap, change):
-            wrong.append(f"change {gap}")
-        moved = abs(gap) > number(change_margin)
-        if abs(abs(gap) - number(change_margin)) > 0.06 and moved != (word != "level"):
-            wrong.append("the word does not follow from the change")
-        if word != "level" and (gap > 0) != (word in ("expanding", "rising")):
-            wrong.append("direction")
-        later = [s for s in steps if s in points and s > number(since)]
-        errors = [math.hypot(points[s][1], points[max(points)][1]) for s in later]
-        gaps = [abs(points[s][0] - points[max(points)][0]) for s in later]
-        if any(g > 2.6 * e for g, e in zip(gaps, errors, strict=True)):
-            wrong.append("a later reading differs more")
-    elif word not in ("unclear", None):
-        wrong.append("a word without a change")
-    if (word is None) != (not margin or len(points) < 2):
-        wrong.append("a word where none can be, or none")
-    return wrong
+    holds = {
+        "now": number(step) == last and shows(points, step, now, margin),
+        "one reading has no start": (start is None) == (len(points) == 1),
+        "start": not start or number(start_step) == first,
+        "start as it was": not start or shows(points, start_step, start, start_margin),
+        "peak": max(values) == (points[int(number(peak_step))][0] if peak else
+                                max(values[0], values[-1])),
+        "peak as it was": not peak or shows(points, peak_step, peak, peak_margin),
+        "steps of the peak": not begin or number(begin) <= number(peak_step) <= number(end),
+        "a word where it can be": (word is None) == (not margin or len(points) < 2),
+        "a word needs a change": bool(since) or word in ("unclear", None),
+        "direction": not since or word == "level" or (moved(since) > 0) == (
+            word in ("expanding", "rising")),
+    }  # fmt: skip
+    for at, said in ((since, change), (peak_step, from_peak), (start_step, from_start)):
+        holds[f"change since {at}"] = not said or prints(moved(at), said)
+        is_told = bool(margin) and (at != since or said is change)
+        holds[f"told once: {at}"] = not at or bool(said) == is_told
+    return [name for name, is_true in holds.items() if not is_true]
 
 
 def pages_agree(readings, sentences):
     """Hold what other pages say of a run to its sentences."""
-    first = next(text for text in sentences if not text.startswith("Alert"))
     console = Console(width=500, color_system=None)
     with console.capture() as capture:
         console.print(view(readings))
     lines = [line.rstrip() for line in capture.get().splitlines()]
-    assert lines[1].endswith(first)
+    assert lines[1].endswith(next(text for text in sentences if not text.startswith("Alert")))
     facts = {fact.quantity.label: fact for fact in facts_of(readings)}
-    rows = [re.split(r"  +", line) for line in lines if re.split(r"  +", line)[0] in facts]
+    rows = [re.split(r"  +", line) for line in lines]
+    rows = [row for row in rows if row[0] in facts]
     assert len(rows) >= 3
     for label, value, _, *after in rows:
-        fact = facts[label]
-        assert value == fact.phase.last.words()
-        assert after[0].startswith(fact.trend or "from")
+        assert value == facts[label].phase.last.words()
+        assert after[0].startswith(facts[label].trend or "from")
     twonn = facts["intrinsic dimension"]
     written = f"{twonn.phase.last.words()} ({twonn.word})".replace(" (unknown)", "")
-    if twonn.phase.last.step == readings[-1].step:
-        assert written in format_line(readings[-1], readings)
+    is_last = twonn.phase.last.step == readings[-1].step
+    assert not is_last or written in format_line(readings[-1], readings)
+    phase = twonn.phase
+    expected = {
+        "phase": phase.name, "final": phase.last.value, "alerts": len(readings.raised),
+        "peak_step": phase.peak.step if phase.has_fallen else None,
+        "facts": "\n".join(fact.sentence for fact in facts_of(readings)),
+    }  # fmt: skip
+    kept = summary_of(readings.runs[0], (*readings, *readings.raised))
+    assert {name: kept[f"geomon/{name}"] for name in expected} == expected
+
+
+def summary_of(description, readings):
+    """The summary of W&B after readings and alerts."""
     run = Run()
     sink = WandB(run, pictures=False)
-    sink.describe(readings.runs[0])
-    for each in (*readings, *readings.raised):
+    sink.describe(description)
+    for each in readings:
         sink.write(each) if isinstance(each, Reading) else sink.alert(each)
     sink.close()
-    phase, kept = twonn.phase, run.summary
-    assert (kept["geomon/phase"], kept["geomon/final"]) == (phase.name, phase.last.value)
-    assert kept["geomon/peak_step"] == (phase.peak.step if phase.has_fallen else None)
-    assert kept["geomon/alerts"] == len(readings.raised)
-    assert kept["geomon/facts"] == "\n".join(fact.sentence for fact in facts_of(readings))
+    return run.summary
 
 
 @pytest.mark.parametrize("part", range(8))
@@ -245,8 +225,8 @@ def test_every_sentence_of_four_hundred_records_holds_for_its_numbers(part):
 
 def test_what_was_not_measured_is_not_mentioned(make_readings):
     without = ["twonn", "twonn_distinct", "gride", "anisotropy", "qk_cosine", "attention_entropy"]
-    cost = "geomon took 4.0 % of the time until step 1,500."
     none = "9 readings without a headline quantity."
+    cost = "geomon took 4.0 % of the time until step 1,500."
     assert summarise(make_readings(without=without)) == [none, cost]
     assert summarise(make_readings(without=[*without, "geomon"])) == [none]
     assert summarise(Readings([], [])) == ["No readings yet."]
@@ -271,14 +251,10 @@ def test_a_run_read_by_two_sources_is_described_from_one(make_readings):
 
 def test_a_run_that_goes_back_is_described_by_the_branch_that_is_trained_now(make_readings):
     first, again = make_readings(), make_readings((300, 600), curves={"twonn/mean": [5.0, 4.0]})
-    run = Run()
-    sink = WandB(run, pictures=False)
-    sink.describe(first.runs[0])
-    for reading in (*first, *again):
-        sink.write(reading)
     branch = Readings(first.runs, [*(each for each in first if each.step < 300), *again])
-    assert run.summary["geomon/facts"].splitlines() == [x.sentence for x in facts_of(branch)]
-    assert "at step 600" in run.summary["geomon/facts"]
+    found = summary_of(first.runs[0], (*first, *again))["geomon/facts"]
+    assert found.splitlines() == [fact.sentence for fact in facts_of(branch)]
+    assert "at step 600" in found
 
 
 def test_one_reading_has_no_trend(make_readings):
@@ -291,7 +267,8 @@ def test_one_reading_has_no_trend(make_readings):
 @pytest.mark.parametrize(
     ("value", "margin", "printed"),
     [(123.4, 23.0, "123 ± 23"), (5.347, 0.123, "5.3 ± 0.1"), (0.01234, 1e-4, "0.0123 ± 0.0001"),
-     (-1e-9, 0.1, "0.0 ± 0.1"), (2e6, 5e4, "2000000 ± 50000"), (7.96, 1.4, "8.0 ± 1.4")],
+     (-1e-9, 0.1, "0.0 ± 0.1"), (2e6, 5e4, "2000000 ± 50000"), (7.96, 1.4, "8.0 ± 1.4"),
+     (0.12345678, 3e-8, "0.123457 ± 0.000000")],
 )  # fmt: skip
 def test_a_value_is_printed_with_the_digits_that_its_margin_allows(value, margin, printed):
     values = {"twonn/mean": value, "twonn/mean/margin": margin}

@@ -33,21 +33,14 @@ def whole(*shape, seed=0, low=-3, high=4):
 def mask(kind, sequences, length):
     """Visible pairs of whole sequences, [sequences, 1, length, length]."""
     i, j = torch.arange(length)[:, None], torch.arange(length)
-    if kind == "bidirectional":
-        return torch.ones(sequences, 1, length, length, dtype=torch.bool)
-    visible = (j <= i).expand(sequences, 1, length, length).clone()
-    used = (length * torch.linspace(1, 0.4, sequences)).long()
-    if kind == "padded right":
-        visible &= (j < used[:, None])[:, None, None]
-    if kind == "padded left":
-        visible &= (j >= length - used[:, None])[:, None, None]
-    if kind == "window":
-        visible &= j > i - 33
-    if kind == "some rows masked":
-        visible[:, :, ::3] = False
-    if kind == "by head":
-        return visible & (normal(1, 4, length, length, seed=9) > 0)
-    return visible
+    used = (length * torch.linspace(1, 0.4, sequences)).long()[:, None, None, None]
+    also = {
+        "causal": True, "padded right": j < used, "padded left": j >= length - used,
+        "window": j > i - 33, "some rows masked": i % 3 > 0,
+        "by head": normal(1, 4, length, length, seed=9) > 0, "bidirectional": True,
+    }[kind]  # fmt: skip
+    visible = torch.ones(sequences, 1, length, length, dtype=torch.bool)
+    return visible if kind == "bidirectional" else visible & (j <= i) & also
 
 
 OPTIONS = {
@@ -75,23 +68,25 @@ def test_metrics_are_those_of_loops_over_queries(kind, options, block, cut_block
     wanted = by_book.of_attention(
         {name: np.asarray(x) if torch.is_tensor(x) else x for name, x in captured.items()}
     )
-    views = LayerViews(Layer(1, "block", captured))
-    every = {name: as_parts(views.apply(ALL[name])) for name in NAMES}
-    for name, parts in every.items():
-        for part, found in parts.items():
-            tag = f"{name}/{part}".rstrip("/")
-            assert found.dtype == torch.float64
-            assert found.tolist() == pytest.approx(wanted[tag], rel=1e-5, abs=1e-5), tag
+    every = measured(captured, NAMES)
+    for tag, found in every.items():
+        assert found.dtype == torch.float64
+        assert found.tolist() == pytest.approx(wanted[tag], rel=1e-5, abs=1e-5), tag
     if options.keys() == {"scale"}:  # scores as they were seen
         scores = captured["scale"] * captured["query"] @ key.repeat_interleave(2, dim=1).mT
-        views = LayerViews(Layer(1, "block", {"scores": scores, "visible": captured["visible"]}))
-        for name in set(NAMES) - {"mean_query_share"}:
-            found = as_parts(views.apply(ALL[name]))
-            torch.testing.assert_close(found, every[name], rtol=1e-5, atol=1e-5)
+        seen = {"scores": scores, "visible": captured["visible"]}
+        own = measured(seen, [name for name in NAMES if name != "mean_query_share"])
+        torch.testing.assert_close(own, {tag: every[tag] for tag in own}, rtol=1e-5, atol=1e-5)
 
 
-def as_parts(value):
-    return value if isinstance(value, dict) else {"": value}
+def measured(captured, names):
+    """Values of metrics on captured views, by tag."""
+    views, found = LayerViews(Layer(1, "block", captured)), {}
+    for name in names:
+        value = views.apply(ALL[name])
+        parts = value if isinstance(value, dict) else {"": value}
+        found |= {f"{name}/{part}".rstrip("/"): each for part, each in parts.items()}
+    return found
 
 
 def test_metrics_without_any_row_to_measure_are_nan():

@@ -4,10 +4,12 @@ What a kernel gives is held by the contract of the metrics (tests/metrics/test_c
 """
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import definitions as by_book
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -21,7 +23,13 @@ from mathematics import (
     gride,
     group_sums,
     head_axes,
+    isotropic_anisotropy,
+    isotropic_cosine_magnitude,
+    isotropic_cosine_quantile,
+    isotropic_spectrum,
     leading_share,
+    local_anisotropy,
+    local_dimension,
     nearest,
     ordinary_rows,
     participation_ratio,
@@ -232,32 +240,82 @@ def test_what_are_no_distances_is_refused_by_its_shape(name, shape):
     assert str(list(shape)) in str(caught.value)
 
 
-# What kernels of means and counts give where a direction, or a token, is missing.
+def by_chance(shape, upper):
+    return torch.randint(upper, shape, generator=generator(1))
+
+
+NINE_POINTS, FLAT, SAME = torch.ones(9, 3), torch.ones(200), torch.arange(40) % 4
+# Ids that come 9, 10, 100,000 and 100,001 times: of two types, too few for a slope.
+RARE_AND_COMMON = torch.arange(4).repeat_interleave(torch.tensor([9, 10, 100_000, 100_001]))
+ONE_SET = torch.arange(9)[None]
+# Calls and what they give: where a direction, a token or a neighbour is missing, and least sizes.
 CLOSED = [
     (lambda: qk_cosine(torch.tensor([[0.0, 0.0], [1.0, 1.0]]), torch.ones(2, 2)), [NAN, 1]),
     (lambda: qk_dot(torch.tensor([[0.0, 0.0], [1.0, 1.0]]), torch.ones(2, 2)), [0, 2]),
-    (lambda: cosine_centred(torch.tensor([[0.0], [1.0], [0.0], [-1.0]])), -1),
+    (lambda: cosine_centred(torch.tensor([[0.0], [1.0], [0.0], [-1.0]])), [-1]),
     (lambda: expert_loads(torch.tensor([0.0, 30, 10, 20])), [0.01, 2, 2 / 3, 4 / 3]),
     (lambda: expert_loads(torch.zeros(2)), [NAN, NAN]),
-]
+    (lambda: power_law(torch.arange(1.0, 19)), [NAN, NAN]),
+    (lambda: power_law(torch.arange(1.0, 20)).alpha.isfinite().int(), [1]),  # ranks 11 to 15
+    (lambda: power_law(FLAT).alpha.round(decimals=12), [0]),
+    (lambda: power_law(0 * FLAT).alpha, [NAN]),
+    (lambda: slope(torch.zeros(40, 3), SAME)[:1], [NAN]),
+    (lambda: slope(normal(len(RARE_AND_COMMON), 1), RARE_AND_COMMON)[:4],
+     [NAN, NAN, 2, 100_010 / len(RARE_AND_COMMON)]),
+    (lambda: local_dimension(normal(5, 3), by_chance((2, 2), 5)), [NAN, NAN]),
+    (lambda: local_dimension(NINE_POINTS, ONE_SET), [NAN]),
+    (lambda: local_dimension(normal(5, 3), torch.zeros(0, 5, dtype=torch.int64)), []),
+    (lambda: local_anisotropy(NINE_POINTS, ONE_SET), [NAN]),
+    (lambda: local_anisotropy(normal(5, 3), torch.zeros(2, 0, dtype=torch.int64)), [NAN, NAN]),
+    *((lambda width=width: isotropic_cosine_magnitude(width), [value])
+      for width, value in ((1, 1), (2, 2 / math.pi), (3, 1 / 2))),
+    (lambda: round(isotropic_cosine_magnitude(4096), 5), [0.01247]),
+    (lambda: isotropic_anisotropy(2, 1), [1]),
+    (lambda: len(isotropic_spectrum(2, 3)), [1]),
+    (lambda: [isotropic_cosine_quantile(2, p) for p in (0, 1)], [-1, 1]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "expected"), CLOSED)
 def test_closed_forms(call, expected):
-    assert call().tolist() == pytest.approx(expected, nan_ok=True)
+    assert np.ravel(call()).tolist() == pytest.approx(expected, nan_ok=True)
 
 
-@pytest.mark.parametrize(
-    ("query", "key"),
-    [
-        ((4, 8), (4, 7)), ((4, 8), (3, 8)), ((2, 8), (4, 8)), ((4, 8), (0, 8)), ((8,), (8,)),
-        ((5, 4, 8), (3, 4, 8)),
-    ],
-)  # fmt: skip
-def test_mean_queries_and_keys_that_do_not_fit_are_named_by_their_shapes(query, key):
-    with pytest.raises(ValueError, match="expected mean queries") as caught:
-        qk_cosine(torch.ones(query), torch.ones(key))
-    assert f"{list(query)} and {list(key)}" in str(caught.value)
+Q_AND_K = [
+    ((4, 8), (4, 7)), ((4, 8), (3, 8)), ((2, 8), (4, 8)), ((4, 8), (0, 8)), ((8,), (8,)),
+    ((5, 4, 8), (3, 4, 8)),
+]  # fmt: skip
+RANKS = (anisotropy, effective_rank, participation_ratio, power_law)
+# Calls, and words of their errors.
+REFUSED = [
+    *((lambda q=q, k=k: qk_cosine(torch.ones(q), torch.ones(k)),
+       f"expected mean queries .*{[*q]} and {[*k]}") for q, k in Q_AND_K),
+    *((lambda kernel=kernel, shape=shape: kernel(torch.ones(shape)),
+       f"expected eigenvalues [rank], got {[*shape]}")
+      for kernel in RANKS for shape in ((0,), (2, 2), ())),
+    *((lambda ids=ids: token_types(torch.ones(4, 2), ids),
+       f"a token id for each of 4 rows.*{ids.dtype} {[*ids.shape]}")
+      for ids in (torch.zeros(3).long(), torch.zeros(4, 1).long(), torch.zeros(4))),
+    (lambda: token_types(normal(9, 2), torch.arange(9) % 3).without(0), "pass groups"),
+    (lambda: group_sums(torch.zeros(5, 2, 3), one_group(range(4))),
+     "a group for each of 5 rows, got 4"),
+    *((lambda scales=scales: gride(torch.ones(10, 2), scales), f"1 or more, got {scales}")
+      for scales in ([0], [1, -1])),
+    (lambda: local_dimension(normal(5), ONE_SET), "expected a floating-point tensor"),
+    (lambda: local_dimension(normal(5, 2), ONE_SET.double()), "indices of rows"),
+    (lambda: local_anisotropy(normal(5, 2), torch.arange(5)), "indices of rows"),
+    *((lambda n=n, w=w, f=f: f(n, w), f"at least 2 tokens and width 1, got {n} and {w}")
+      for f in (isotropic_anisotropy, isotropic_spectrum) for n, w in ((1, 3), (3, 0))),
+    (lambda: isotropic_cosine_quantile(1), "at least 2, got 1"),
+    *((lambda p=p: isotropic_cosine_quantile(5, p), "must be in ") for p in (-0.1, 1.1)),
+    (lambda: isotropic_cosine_magnitude(0), "a width of at least 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "words"), REFUSED)
+def test_what_cannot_be_measured_is_named(call, words):
+    with pytest.raises(ValueError, match=re.sub(r"([\[\]])", r"\\\1", words)):
+        call()
 
 
 def test_the_gradient_of_the_centred_cosine_is_that_of_its_definition():

@@ -1,38 +1,41 @@
+"""Rows that are massive: their limits; that they are those of the definition: test_contract.py."""
+
 import numpy as np
 import pytest
 import torch
 from mathematics import ordinary_rows
 
-
-@pytest.mark.parametrize(("tokens", "width"), [(4096, 64), (2048, 768), (4096, 8)])
-@pytest.mark.parametrize("name", ["gaussian", "uniform", "student", "anisotropic"])
-def test_nothing_is_massive_in_ordinary_distributions(name, tokens, width):
-    random = np.random.default_rng(7)
-    sample = {
-        "gaussian": lambda: random.standard_normal((tokens, width)),
-        "uniform": lambda: random.uniform(-1, 1, (tokens, width)),
-        "student": lambda: random.standard_t(5, (tokens, width)),
-        "anisotropic": lambda: random.standard_normal((tokens, width)) / np.arange(1, width + 1),
-    }[name]
-    assert ordinary_rows(torch.from_numpy(sample())).all()
+SHAPES = [(4096, 64), (2048, 768), (4096, 8)]
+RANDOM = np.random.default_rng(7)
+# Nothing is massive in ordinary distributions.
+ORDINARY = {
+    "gaussian": RANDOM.standard_normal,
+    "uniform": lambda shape: RANDOM.uniform(-1, 1, shape),
+    "student": lambda shape: RANDOM.standard_t(5, shape),
+    "anisotropic": lambda shape: RANDOM.standard_normal(shape) / np.arange(1, shape[1] + 1),
+}
 
 
-@pytest.mark.parametrize(("ratio", "found"), [(9.9, 0), (10.1, 1)])
-def test_the_boundary_is_the_factor_times_the_median_distance(ratio, found):
-    # 20 rows on either side at distance 1; the median is 0 and the median distance 1.
-    hidden = torch.tensor([-1.0, 1.0] * 20 + [0.0] * 9 + [ratio])[:, None]
-    assert (~ordinary_rows(hidden)).sum() == found
+def at(ratio):
+    """20 rows on either side at distance 1: the median is 0, the median distance 1; one row far."""
+    return np.array([-1.0, 1.0] * 20 + [0.0] * 9 + [ratio])[:, None]
 
 
-def test_without_a_scale_nothing_is_massive():
-    hidden = torch.zeros(100, 3)
-    hidden[:3] = 1000.0
-    assert ordinary_rows(hidden).all()
-
-
-@pytest.mark.parametrize(("count", "found"), [(49, 49), (50, 50), (52, 0)])
-def test_as_many_as_one_row_in_twenty_can_be_massive(count, found):
+def among_directions(count):
+    """A thousand directions, some of them a hundred times as long."""
     rows = np.random.default_rng(12).standard_normal((1000, 16))
-    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
-    rows[:count] *= 100
-    assert (~ordinary_rows(torch.from_numpy(rows))).sum() == found
+    length = np.where(np.arange(1000) < count, 100, 1)
+    return length[:, None] * rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "count"),
+    [
+        *((draw(shape), 0) for draw in ORDINARY.values() for shape in SHAPES),
+        (at(9.9), 0), (at(10.1), 1),
+        (1000 * np.eye(100, 3), 0),  # without a scale
+        *((among_directions(n), found) for n, found in ((49, 49), (50, 50), (52, 0))),
+    ],
+)  # fmt: skip
+def test_massive_rows_are_ten_times_as_far_as_the_median_and_one_in_twenty(rows, count):
+    assert (~ordinary_rows(torch.from_numpy(rows))).sum() == count

@@ -31,13 +31,11 @@ def brute_force(rows, k):
 
 def assert_nearest(got, rows, k, *, rtol=1e-12):
     """Right distances; indices that belong to them; no row its own neighbour."""
-    want = brute_force(rows, k)
-    torch.testing.assert_close(got.distances, want.distances, rtol=rtol, atol=0)
-    assert got.indices.dtype == torch.int64
-    assert got.indices.shape == got.distances.shape
-    own = rows.double()
+    want, own = brute_force(rows, k).distances, rows.double()
     apart = (own[:, None] - own[got.indices]).norm(dim=-1)
-    torch.testing.assert_close(apart, got.distances, rtol=rtol, atol=0)
+    for distances in (want, apart):
+        torch.testing.assert_close(got.distances, distances, rtol=rtol, atol=0)
+    assert got.indices.dtype == torch.int64
     assert (got.indices != torch.arange(len(rows))[:, None]).all()
     assert (got.distances.diff(dim=1) >= 0).all()
     assert all(len(set(row)) == len(row) for row in got.indices.tolist())
@@ -92,9 +90,7 @@ def test_fewer_neighbours_where_there_are_fewer_rows(tokens):
 
 @pytest.mark.usefixtures("path")
 def test_pairs_of_copies_find_each_other_and_not_themselves():
-    rows = normal(600, 64).float() + 1000
-    rows[300:] = rows[:300]
-    got = nearest(rows, k=2)
+    got = nearest((normal(300, 64).float() + 1000).repeat(2, 1), k=2)
     assert (got.distances[:, 0] == 0).all()
     assert torch.equal(got.indices[:, 0], (torch.arange(600) + 300) % 600)
     assert (got.distances[:, 1] > 0).all()
@@ -150,7 +146,16 @@ def test_indices_that_name_other_rows_than_are_searched_are_no_indices(given):
         nearest(rows, 3, **given)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def first_of(rows):
+    """The index of the first row that is equal to each."""
+    first = {}
+    return [first.setdefault(tuple(row), index) for index, row in enumerate(rows.tolist())]
+
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [300, 2000])
 def test_unique_rows_takes_out_exact_copies_and_nothing_else(dtype, tokens):
     rows = (normal(tokens, 32) + 100).to(dtype)
@@ -158,14 +163,16 @@ def test_unique_rows_takes_out_exact_copies_and_nothing_else(dtype, tokens):
     source = torch.randint(tokens, (tokens // 4,), generator=generator(1))
     order = torch.randperm(len(rows) + len(source), generator=generator(2))
     mixed = torch.cat([rows, rows[source]])[order]
-    before, first = mixed.clone(), {}
-    for index, row in enumerate(mixed.tolist()):
-        first.setdefault(tuple(row), index)
-    assert unique_rows(copies_of(mixed)).tolist() == sorted(first.values())
-    assert copies_of(mixed).tolist() == [first[tuple(row)] for row in mixed.tolist()]
+    before, copies = mixed.clone(), copies_of(mixed)
+    assert copies.tolist() == first_of(mixed)
+    assert unique_rows(copies).tolist() == sorted({*first_of(mixed)})
     assert torch.equal(mixed, before)
-    column = torch.tensor([[3.0], [1.0], [3.0], [1.0]], dtype=dtype)
-    for size in (1, torch.finfo(dtype).tiny, torch.finfo(dtype).max / 4):
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_copies_of_one_column_are_found_at_any_size_and_rows_without_columns_are_equal(dtype):
+    column, limits = torch.tensor([[3.0], [1.0], [3.0], [1.0]], dtype=dtype), torch.finfo(dtype)
+    for size in (1, limits.tiny, limits.max / 4):
         assert copies_of(column * size).tolist() == [0, 1, 0, 1]
     assert copies_of(column[:, :0]).tolist() == [0, 0, 0, 0]
 
@@ -173,22 +180,18 @@ def test_unique_rows_takes_out_exact_copies_and_nothing_else(dtype, tokens):
 def test_rows_of_few_digits_are_copies_only_where_they_are_equal():
     """Powers of two differ in 12 bits alone, so that numbers of their content are the same."""
     rows = 2.0 ** torch.randint(-12, 12, (600, 3), generator=generator(3)).double()
-    first = {}
-    expected = [first.setdefault(tuple(row), index) for index, row in enumerate(rows.tolist())]
-    assert len(content_keys(rows, torch.arange(600)).unique()) < len(first) < 600
+    expected = first_of(rows)
+    assert len(content_keys(rows, torch.arange(600)).unique()) < len({*expected}) < 600
     assert copies_of(rows).tolist() == expected
 
 
 @pytest.mark.parametrize("wanted", [30, 3000])
 @pytest.mark.usefixtures("path")
 def test_autocast_of_the_training_rounds_no_distance(wanted):
-    rows = (normal(3000, 300) + 3 * normal(3000, 1, seed=1)).float()
-    some = torch.arange(wanted)
+    rows, some = (normal(3000, 300) + 3 * normal(3000, 1, seed=1)).float(), torch.arange(wanted)
     want = nearest(rows, 16, of=some)
     with torch.autocast("cpu", torch.bfloat16):
-        got = nearest(rows, 16, of=some)
-    assert torch.equal(got.distances, want.distances)
-    assert torch.equal(got.indices, want.indices)
+        assert all(map(torch.equal, nearest(rows, 16, of=some), want))
 
 
 FORKING = """
@@ -216,20 +219,24 @@ def test_a_process_that_is_forked_after_a_search_can_search_itself():
     assert ran.returncode == 7
 
 
-@pytest.mark.parametrize("why", ["no thread can be started", "small stacks"])
-def test_without_threads_of_its_own_a_search_is_right_and_leaves_their_number(why, monkeypatch):
+def refuse(*args):
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(
+    ("what", "stand_in"),
+    [
+        ("concurrent.futures.ThreadPoolExecutor.submit", refuse),
+        ("threading.stack_size", lambda: 65536),
+    ],
+)
+def test_without_threads_of_its_own_a_search_is_right_and_leaves_their_number(
+    what, stand_in, monkeypatch
+):
     faiss = pytest.importorskip("faiss")
     rows = normal(700, 12).float()
-    expected = nearest(rows, 5)
-
-    def refuse(*args):
-        raise RuntimeError("can't start new thread")
-
-    if why == "small stacks":
-        monkeypatch.setattr("threading.stack_size", lambda: 65536)
-    else:
-        monkeypatch.setattr("concurrent.futures.ThreadPoolExecutor.submit", refuse)
-    limits = faiss.omp_get_max_threads(), torch.get_num_threads()
+    expected, limits = nearest(rows, 5), (faiss.omp_get_max_threads(), torch.get_num_threads())
+    monkeypatch.setattr(what, stand_in)
     try:
         faiss.omp_set_num_threads(2)
         torch.set_num_threads(2)
@@ -238,5 +245,4 @@ def test_without_threads_of_its_own_a_search_is_right_and_leaves_their_number(wh
     finally:
         faiss.omp_set_num_threads(limits[0])
         torch.set_num_threads(limits[1])
-    assert torch.equal(found.indices, expected.indices)
-    assert torch.equal(found.distances, expected.distances)
+    assert all(map(torch.equal, found, expected))

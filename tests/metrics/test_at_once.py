@@ -1,8 +1,10 @@
 """Layers that are measured at once give what they give in turn, and nothing else changes."""
 
+import contextlib
 import threading
 import time
 from dataclasses import replace
+from itertools import chain, repeat
 
 import pytest
 import threadpoolctl
@@ -83,80 +85,77 @@ def test_a_metric_of_ones_own_is_called_here_for_one_layer_after_another():
     assert seen.numbers == {4}
 
 
-@pytest.mark.usefixtures("own_metrics_in_background")
-class TestInThreads:
-    """A user's metric stands for those of geomon, which are measured beside the training."""
+# A user's metric stands for those of geomon, which are measured beside the training.
+in_threads = pytest.mark.usefixtures("own_metrics_in_background")
 
-    def test_each_layer_has_its_share_of_the_threads_and_nobody_else_has_fewer(self):
-        def ask_a_new_thread():
-            asked = []
-            thread = threading.Thread(target=lambda: asked.append(torch.get_num_threads()))
-            thread.start()
-            thread.join()
-            return asked[0], torch.get_num_threads(), torch.__config__.parallel_info()
 
-        before = ask_a_new_thread()
-        two, many = Seen(), Seen()
-        assert two.measure(2) == [0, 1]
-        assert (len(two.threads), two.numbers) == (2, {2})
-        assert many.measure() == sorted(many.layers) == [*range(9)]
-        assert (len(many.threads), many.numbers) == (4, {1})
-        assert threading.current_thread() not in many.threads
-        assert ask_a_new_thread() == before
-        assert none_is_left()
+@in_threads
+def test_each_layer_has_its_share_of_the_threads_and_nobody_else_has_fewer():
+    def ask_a_new_thread():
+        asked = []
+        thread = threading.Thread(target=lambda: asked.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        return asked, torch.get_num_threads(), torch.__config__.parallel_info()
 
-    @pytest.mark.parametrize("error", [ValueError("by design"), KeyboardInterrupt("by design")])
-    def test_what_is_raised_ends_the_threads_and_later_layers_are_not_begun(self, error):
-        seen = Seen(error)
-        with pytest.raises(type(error), match="by design"):
-            seen.measure(50)
-        assert len(seen.layers) < 20
-        assert none_is_left()
+    before = ask_a_new_thread()
+    two, many = Seen(), Seen()
+    assert two.measure(2) == [0, 1]
+    assert (len(two.threads), two.numbers) == (2, {2})
+    assert many.measure() == sorted(many.layers) == [*range(9)]
+    assert (len(many.threads), many.numbers) == (4, {1})
+    assert threading.current_thread() not in many.threads
+    assert ask_a_new_thread() == before
+    assert none_is_left()
 
-    def test_no_thread_is_started_whose_stack_is_too_small_for_linear_algebra(self):
-        before = threading.stack_size(2**20 - 2**12)
-        try:
-            small = Seen()
-            small.measure()
-            threading.stack_size(2**20)
-            large = Seen()
-            large.measure()
-        finally:
-            threading.stack_size(before)
-        assert small.threads == {threading.current_thread()}
-        assert threading.current_thread() not in large.threads
 
-    @pytest.mark.parametrize(("had", "is_here"), [(0, True), (1, True), (4, False)])
-    def test_where_threads_cannot_be_had_everything_is_measured_once_all_the_same(
-        self, had, is_here, monkeypatch
-    ):
-        started, begin, seen = [], threading.Thread.start, Seen()
+@in_threads
+@pytest.mark.parametrize("error", [ValueError("by design"), KeyboardInterrupt("by design")])
+def test_what_is_raised_ends_the_threads_and_later_layers_are_not_begun(error):
+    seen = Seen(error)
+    with pytest.raises(type(error), match="by design"):
+        seen.measure(50)
+    assert len(seen.layers) < 20
+    assert none_is_left()
 
-        def start(thread):
-            if len(started) >= had:
-                raise RuntimeError("can't start new thread")
-            started.append(thread)
-            begin(thread)
 
-        monkeypatch.setattr(threading.Thread, "start", start)
+@in_threads
+@pytest.mark.parametrize(("size", "is_here"), [(2**20 - 2**12, True), (2**20, False)])
+def test_no_thread_is_started_whose_stack_is_too_small_for_linear_algebra(size, is_here):
+    before, seen = threading.stack_size(size), Seen()
+    try:
+        seen.measure()
+    finally:
+        threading.stack_size(before)
+    assert (threading.current_thread() in seen.threads) == is_here
+
+
+def refuse(thread):
+    raise RuntimeError("can't start new thread")
+
+
+def interrupted(thread):
+    raise KeyboardInterrupt
+
+
+@in_threads
+@pytest.mark.parametrize(
+    ("had", "then", "raised"),
+    [(0, refuse, None), (1, refuse, None), (4, refuse, None), (1, interrupted, KeyboardInterrupt)],
+)
+def test_where_threads_cannot_be_had_everything_is_measured_once_unless_by_ctrl_c(
+    had, then, raised, monkeypatch
+):
+    seen, starts = Seen(), chain([threading.Thread.start] * had, repeat(then))
+
+    def start(thread):
+        next(starts)(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(raised) if raised else contextlib.nullcontext():
         assert seen.measure() == sorted(seen.layers) == [*range(9)]
-        assert (seen.threads == {threading.current_thread()}) == is_here
-        assert none_is_left()
-
-    def test_ctrl_c_while_threads_start_ends_those_that_have_started(self, monkeypatch):
-        begin = threading.Thread.start
-
-        def start(thread):
-            monkeypatch.setattr(threading.Thread, "start", interrupted)
-            begin(thread)
-
-        def interrupted(thread):
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(threading.Thread, "start", start)
-        with pytest.raises(KeyboardInterrupt):
-            Seen().measure()
-        assert none_is_left()
+        assert (seen.threads == {threading.current_thread()}) == (had < 4)
+    assert none_is_left()
 
 
 @pytest.mark.parametrize(

@@ -163,32 +163,34 @@ for _dtype in DTYPES:
     )
 
 
+def measured(layers):
+    """Every value of the second of two layers, by tag."""
+    found = EVALUATOR.combine([EVALUATOR.measure_layer(one, ROWS) for one in layers], ROWS)
+    return {
+        tag.replace("/layer_01", ""): value
+        for tag, value in tagged(found.stacks).items() if "/layer_01" in tag
+    }  # fmt: skip
+
+
 @functools.cache
 def values(change):
     """Every value of the second layer, by tag, after a change of both."""
     layers = [CHANGES[change](layer(index)) for index in (0, 1)]
-    before = copy.deepcopy(layers[1].captured)
-    measured = [EVALUATOR.measure_layer(one, ROWS) for one in layers]
-    after = layers[1].captured
+    before, after = copy.deepcopy(layers[1].captured), layers[1].captured
+    found = measured(layers)
     assert all(torch.equal(view, after[n]) for n, view in before.items() if torch.is_tensor(view))
-    return {
-        tag.replace("/layer_01", ""): value
-        for tag, value in tagged(EVALUATOR.combine(measured, ROWS).stacks).items()
-        if "/layer_01" in tag
-    }
+    return found
 
 
 def of_metric(name, change="none"):
     return {tag: value for tag, value in values(change).items() if tag.split("/")[0] == name}
 
 
-def part_of(tag):
-    return tag.rsplit("/", 1)[1] if "/" in tag else ""
-
-
 def test_every_metric_has_a_contract():
     assert CONTRACTS.keys() == ALL.keys()
     assert {tag.split("/")[0] for tag in definitions("none")} == ALL.keys() - ELSEWHERE
+    found = values("none")
+    assert [tag for tag in definitions("none") if not {tag, f"{tag}/head_0"} & found.keys()] == []
 
 
 # What chooses its rows, or reads attention, is held elsewhere.
@@ -226,25 +228,23 @@ def definitions(change):
 def test_a_value_is_that_of_its_definition(name, change):
     if (name[:5], change) == ("local", "a grid"):
         return  # which of the rows at one distance are in a neighbourhood is left open
-    found = of_metric(name, change)
-    about = 1 if CONTRACTS[name] is COSINE else 0  # far away a cosine is 1 to seven digits
+    found, about = of_metric(name, change), 1 if CONTRACTS[name] is COSINE else 0
     for tag, wanted in definitions(change).items():
         if tag.split("/")[0] == name:
             heads = range(np.size(wanted) if np.ndim(wanted) else 0)
             got = [found[f"{tag}/head_{head}"] for head in heads] or found[tag]
-            assert np.subtract(got, about) == pytest.approx(wanted - about, rel=1e-5, abs=1e-13), (
-                tag
-            )
+            # Far away a cosine is 1 to seven digits.
+            near = pytest.approx(wanted - about, rel=1e-5, abs=1e-13)
+            assert np.subtract(got, about) == near, tag
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_value_is_finite_and_in_its_range(name):
     contract, found = CONTRACTS[name], of_metric(name)
-    own = {t: v for t, v in found.items() if t == name or "/head" in t}
     assert found
     assert all(math.isfinite(value) for value in found.values()), found
-    for tag, value in own.items():
-        assert contract.low - 1e-9 <= value <= contract.high + 1e-9, tag
+    own = [value for tag, value in found.items() if tag == name or "/head" in tag]
+    assert all(contract.low - 1e-9 <= value <= contract.high + 1e-9 for value in own), own
 
 
 @pytest.mark.parametrize("change", ["scale", "shift", "turn", "order"])
@@ -256,12 +256,10 @@ def test_a_value_follows_its_rows_as_the_contract_says(name, change):
         assert plain != pytest.approx(changed, rel=1e-3)
         return
     for tag, value in plain.items():
-        part = part_of(tag)
+        part, power = tag.rpartition("/")[2], contract.scale
         if part == OF_ROUNDING and change == "shift":
             continue
-        power = contract.scale
-        if isinstance(power, dict):
-            power = power.get(part, 0)
+        power = power.get(part, 0) if isinstance(power, dict) else power
         factor = SCALE**power if change == "scale" else 1
         assert changed[tag] == pytest.approx(factor * value, rel=1e-6, abs=1e-9), tag
 
@@ -279,23 +277,19 @@ def margins():
     """Values of a layer of 16 sequences, by tag."""
     whole = whole_layer().captured
     captured = whole | last_tokens(whole)
-    layers = [replace(whole_layer(), index=index, captured=captured) for index in (0, 1)]
-    measured = [EVALUATOR.measure_layer(one, ROWS) for one in layers]
-    return tagged(EVALUATOR.combine(measured, ROWS).stacks)
+    return measured([replace(whole_layer(), index=n, captured=captured) for n in (0, 1)])
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_part_has_a_margin_where_the_record_of_the_metric_gives_it_one(name, margins):
-    metric, place = ALL[name], f"{name}/layer_01"
+    metric = ALL[name]
     parts = {"", *metric.text.parts, *metric.without_margin}
-    tags = {part: f"{place}/{part}".rstrip("/") for part in parts}
-    there = {part for part, tag in tags.items() if tag in margins}
+    there = {part for part in parts if f"{name}/{part}".rstrip("/") in margins}
     assert there >= metric.text.parts.keys()
     for part in there:
+        found = margins.get(f"{name}/{part}/margin".replace("//", "/"), math.nan)
         wanted = metric.has_margin and part not in metric.without_margin
-        found = margins.get(f"{tags[part]}/margin", math.nan)
-        assert math.isfinite(found) == wanted, part
-        assert not found < 0
+        assert (math.isfinite(found), found < 0) == (wanted, False), part
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if ALL[name].null is not None])
@@ -349,6 +343,7 @@ def test_at_an_edge_every_metric_has_a_value_or_a_reason(edge):
 
 @pytest.mark.parametrize("name", ALL)
 def test_what_a_metric_reads_comes_down_to_captured_views(name):
-    assert ALL[name].captured <= whole_layer().captured.keys() | {"scores"}
-    assert ALL[name].text.title != name
-    assert ALL[name].text.meaning.endswith(".")
+    metric = ALL[name]
+    assert metric.captured <= whole_layer().captured.keys() | {"scores"}
+    assert metric.text.title != name
+    assert metric.text.meaning.endswith(".")

@@ -7,6 +7,7 @@ import contextlib
 import functools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from accelerator import DEVICE, Accelerator
@@ -28,10 +29,6 @@ def put(layer, accelerator):
     return replace(layer, captured=moved)
 
 
-def is_of_heads(name):
-    return name.startswith(("attention_", "score_"))
-
-
 @functools.cache
 def measured(where):
     """Values of a layer on the host, on a device, or where products round their factors."""
@@ -42,44 +39,26 @@ def measured(where):
             return evaluator.measure_layer(layer, ROWS)
 
 
-def flat(value):
-    """Numbers and tensors of anything that is kept, in order."""
-    if isinstance(value, dict):
-        return [x for key in value for x in flat(value[key])]
-    if isinstance(value, list | tuple):
-        return [x for part in value for x in flat(part)]
-    return [value]
-
-
-def assert_alike(host, device, **tolerance):
-    host, device = flat(host), flat(device)
-    assert len(host) == len(device)
-    for pair in zip(device, host, strict=True):
-        numbers = (torch.as_tensor(x).double() for x in pair)
-        torch.testing.assert_close(*numbers, equal_nan=True, **tolerance)
-
-
 @pytest.mark.parametrize("where", ["device", "short products"])
 @pytest.mark.parametrize("name", ALL)
 def test_a_metric_is_that_of_rows_on_the_host(name, where):
-    on_host, on_device = measured("host"), measured(where)
+    host, device = (measured(each).parts[name] for each in ("host", where))
     # Scores are float32: their products are added up in float64 on a device.
-    close = {"rtol": 1e-6, "atol": 1e-7} if is_of_heads(name) else {"rtol": 1e-9, "atol": 1e-12}
-    host, device = on_host.parts[name], on_device.parts[name]
+    of_heads = name.startswith(("attention_", "score_"))
+    close = {"rtol": 1e-6, "atol": 1e-7} if of_heads else {"rtol": 1e-9, "atol": 1e-12}
     assert host.keys() == device.keys()
     for part, values in host.items():
-        assert_alike(values[:, 0].tolist(), device[part][:, 0].tolist(), **close)
+        np.testing.assert_allclose(device[part][:, 0], values[:, 0], **close)
         if values.ndim == 2:  # in float32 in part: a margin needs few digits
-            on_both = (margin(each[0, 1:]) for each in (values, device[part]))
-            assert_alike(*on_both, rtol=1e-2, atol=1e-9)
+            of_host, of_device = (margin(each[0, 1:]) for each in (values, device[part]))
+            np.testing.assert_allclose(of_device, of_host, rtol=1e-2, atol=1e-9)
 
 
 def test_arrays_of_rows_on_a_device_are_those_of_rows_on_the_host():
-    on_host, on_device = measured("host"), measured("device")
-    assert on_host.arrays.keys() == on_device.arrays.keys()
-    for name, array in on_host.arrays.items():
-        assert_alike(torch.from_numpy(array), torch.from_numpy(on_device.arrays[name]), rtol=1e-3,
-                     atol=1e-6)  # fmt: skip
+    on_host, on_device = measured("host").arrays, measured("device").arrays
+    assert on_host.keys() == on_device.keys()
+    for name, array in on_host.items():
+        np.testing.assert_allclose(on_device[name], array, rtol=1e-3, atol=1e-6)
 
 
 def test_what_metrics_are_called_with_stays_where_its_rows_are():

@@ -1,5 +1,6 @@
 import math
 import random
+import re
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from geomon import at_last, select
 from geomon.metrics import Evaluator, LayerValues, check_metrics
 
 
-def snapshot(*hidden: torch.Tensor, **captured) -> Snapshot:
+def snapshot(*hidden, **captured) -> Snapshot:
+    """A stack of layers with hidden states; layer 0 has nothing but these."""
     layers = [
         Layer(
             i, f"layer {i}", {"hidden": h, "precision": 1e-7, **captured},
@@ -22,19 +24,119 @@ def snapshot(*hidden: torch.Tensor, **captured) -> Snapshot:
     return Snapshot(layers, PassInfo(len(hidden[0]), "eval", "float32"))
 
 
+def of_layers(*layers):
+    return Snapshot([*layers], PassInfo(4, "eval", "float32"))
+
+
+def full(value, count=4):
+    return torch.full((count, 1), float(value))
+
+
+def fails_at_two(hidden):
+    if hidden[0, 0] == 2:
+        raise ValueError("two")
+    return hidden.mean()
+
+
+class Norm:
+    """A metric of one's own that has no hash."""
+
+    __hash__ = None
+
+    def __call__(self, hidden):
+        return hidden.norm()
+
+
+def mean(hidden):
+    return hidden.mean()
+
+
+def query_mean(query):
+    return query.mean()
+
+
+TWELVE, FOUR, NAN = torch.arange(12.0)[:, None], [full(value) for value in range(4)], math.nan
+HEADS = torch.tensor([1.0, 5.0, NAN])
+QUERY = {"query": torch.ones(2)}
+ATTENTION, HIDDEN = frozenset({"attention"}), frozenset({"hidden"})
+# Snapshot and metrics; all values, or some of them; words of each note.
+EVALUATED = {
+    # Batches 0..3 and 4..7: the rest is left out.
+    "mean of two batches and their deviation": (
+        snapshot(TWELVE, TWELVE), {"m": mean},
+        {"m/layer_00": 3.5, "m/layer_00/std": 8**0.5, "m/layer_01": 3.5, "m/layer_01/std": 8**0.5,
+         "m/mean": 3.5, "m/mean/std": 8**0.5},
+        [],
+    ),
+    "no deviation if a batch has no value": (
+        snapshot(TWELVE - 9, TWELVE - 9), {"m": lambda hidden: hidden.mean().log()},
+        {"m/layer_01/std": NAN}, [],
+    ),
+    "a part": (
+        snapshot(TWELVE), {"m": lambda hidden: {1: hidden.mean()}}, {"m/layer_00/1": 3.5}, [],
+    ),
+    "heads have mean, extremes and each": (
+        snapshot(full(0), full(0), query=HEADS), {"m": lambda query: query},
+        {"m/layer_01": 3.0, "m/layer_01/min": 1.0, "m/layer_01/max": 5.0, "m/layer_01/head_0": 1.0,
+         "m/layer_01/head_1": 5.0, "m/layer_01/head_2": NAN, "m/mean": 3.0, "m/mean/min": 1.0,
+         "m/mean/max": 5.0, "m/mean/head_0": None, "m/layer_00": None},
+        [],
+    ),
+    "a layer that failed has a part in the mean": (
+        snapshot(*FOUR), {"m": fails_at_two},
+        {"m/layer_01": 1.0, "m/layer_02": NAN, "m/mean": NAN}, ["m, layer 2: two"],
+    ),
+    "a layer that was not seen has none": (
+        of_layers(*(Layer(n, "", {"hidden": FOUR[n]}) for n in (0, 1, 3)),
+                  Layer(2, "two", {}, {"hidden": "it was skipped"})),
+        {"m": fails_at_two}, {"m/layer_02": NAN, "m/mean": 2.0}, [".*it was skipped"],
+    ),
+    "a result of the wrong shape": (
+        snapshot(torch.ones(4, 2)), {"m": lambda hidden: hidden}, {"m/layer_00": NAN},
+        [r".*a scalar, a vector \[heads\] or a dict of these, got shape \[4, 2\]"],
+    ),
+    "stacks have their own means": (
+        of_layers(
+            *(Layer(n, "", {"hidden": full(start + n)}, stack=stack)
+              for stack, start in (("encoder", 1), ("decoder", 10)) for n in range(3)),
+            Layer(1, "", QUERY, stack="cross", sources=ATTENTION),
+        ),
+        {"m": mean, "q": query_mean},
+        {"m/encoder_layer_02": 3.0, "m/encoder_mean": 2.5, "m/decoder_mean": 11.5,
+         "q/cross_layer_01": 1.0, "m/cross_layer_01": None, "m/mean": None},
+        ["encoder: q.*", "decoder: q.*"],
+    ),
+    "a layer without attention is no failure of its metrics": (
+        of_layers(*(Layer(n, "", QUERY, sources=ATTENTION) for n in (1, 3)),
+                  Layer(2, "", {"hidden": torch.ones(4, 2)}, sources=HIDDEN)),
+        {"q": lambda query: query}, {"q/layer_01/head_1": 1.0, "q/layer_02": NAN, "q/mean": 1.0},
+        [],
+    ),
+    "an object without a hash": (
+        snapshot(*[torch.eye(4)] * 2, last_hidden=torch.eye(3), last_precision=1e-7),
+        {"all": (norm := Norm()), "last": at_last(norm)},
+        {"all/layer_01": 2.0, "last/layer_01": 3**0.5}, [],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EVALUATED)
+def test_values_and_notes(case):
+    seen, metrics, expected, notes = EVALUATED[case]
+    splits = 2 if seen.info.tokens > 4 else 1
+    found = evaluate(seen, metrics, rows=4, splits=splits)
+    assert {tag: found.values.get(tag) for tag in expected} == pytest.approx(expected, nan_ok=True)
+    said = "\n".join(note.words() for note in found.notes)
+    assert re.fullmatch("\n".join(notes), said)
+
+
+def test_a_strict_evaluation_raises():
+    with pytest.raises(ValueError, match="two"):
+        values({"m": fails_at_two}, snapshot(*FOUR), strict=True)
+
+
 def values(metrics, seen, rows=4, splits=2, **kwargs):
     return evaluate(seen, metrics, rows=rows, splits=splits, **kwargs).values
-
-
-def test_value_is_the_mean_over_batches_and_std_their_deviation():
-    hidden = torch.arange(12.0)[:, None]
-    found = values({"m": lambda hidden: hidden.mean()}, snapshot(hidden, hidden))
-    assert found["m/layer_01"] == 3.5  # batches 0..3 and 4..7; the rest is left out
-    assert found["m/layer_01/std"] == pytest.approx(math.sqrt(8.0))
-    assert found["m/mean/std"] == pytest.approx(math.sqrt(8.0))
-    found = values({"m": lambda hidden: hidden.mean().log()}, snapshot(hidden - 9, hidden - 9))
-    assert math.isnan(found["m/layer_01/std"])  # negative in one of the splits
-    assert values({"m": lambda hidden: {1: hidden.mean()}}, snapshot(hidden))["m/layer_00/1"] == 3.5
 
 
 def test_a_metric_that_draws_random_numbers_leaves_those_of_the_training():
@@ -44,38 +146,6 @@ def test_a_metric_that_draws_random_numbers_leaves_those_of_the_training():
     before = random_state()
     values({"m": draws}, snapshot(torch.ones(4, 1)))
     assert random_state() == before
-
-
-def test_heads_have_mean_extremes_and_each():
-    seen = snapshot(torch.zeros(4, 1), torch.zeros(4, 1), query=torch.tensor([1.0, 5.0, math.nan]))
-    found = values({"m": lambda query: query}, seen)
-    assert math.isnan(found.pop("m/layer_01/head_2"))
-    assert found == {
-        "m/layer_01": 3.0, "m/layer_01/min": 1.0, "m/layer_01/max": 5.0,
-        "m/layer_01/head_0": 1.0, "m/layer_01/head_1": 5.0,
-        "m/mean": 3.0, "m/mean/min": 1.0, "m/mean/max": 5.0,
-    }  # fmt: skip
-
-
-def test_a_layer_that_was_not_seen_has_no_part_in_the_mean_one_that_failed_has():
-    def fails_at_two(hidden):
-        if hidden[0, 0] == 2:
-            raise ValueError("two")
-        return hidden.mean()
-
-    seen = snapshot(*(torch.full((4, 1), float(v)) for v in (0, 1, 2, 3)))
-    result = evaluate(seen, {"m": fails_at_two}, rows=4, splits=1)
-    assert math.isnan(result.values["m/layer_02"])
-    assert math.isnan(result.values["m/mean"])
-    assert [note.words() for note in result.notes] == ["m, layer 2: two"]
-    with pytest.raises(ValueError, match="two"):
-        values({"m": fails_at_two}, seen, strict=True)
-
-    seen.layers[2] = Layer(2, "two", {}, {"hidden": "it was skipped"})
-    result = evaluate(seen, {"m": fails_at_two}, rows=4, splits=1)
-    assert math.isnan(result.values["m/layer_02"])
-    assert result.values["m/mean"] == 2
-    assert "it was skipped" in result.notes[0].words()
 
 
 def test_metrics_do_not_run_under_autocast_nor_autograd():
@@ -90,32 +160,6 @@ def test_metrics_do_not_run_under_autocast_nor_autograd():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         values({"m": product}, seen)
     assert set(dtypes) == {(torch.float32, False)}
-
-
-def test_a_result_of_the_wrong_shape_is_said():
-    result = evaluate(snapshot(torch.ones(4, 2)), {"m": lambda hidden: hidden}, rows=4, splits=1)
-    assert (
-        "a scalar, a vector [heads] or a dict of these, got shape [4, 2]" in result.notes[0].words()
-    )
-
-
-def test_stacks_are_named_apart_and_have_their_own_means():
-    layers = [
-        Layer(i, f"{stack} {i}", {"hidden": torch.full((4, 1), value)}, stack=stack)
-        for stack, start in (("encoder", 1.0), ("decoder", 10.0))
-        for i, value in enumerate((start, start + 1, start + 2))
-    ]
-    cross = Layer(1, "cross 1", {"query": torch.ones(2)}, stack="cross",
-                  sources=frozenset({"attention"}))  # fmt: skip
-    seen = Snapshot([*layers, cross], PassInfo(4, "eval", "float32"))
-    metrics = {"m": lambda hidden: hidden.mean(), "q": lambda query: query.mean()}
-    result = evaluate(seen, metrics, rows=4, splits=1)
-    assert result.values["m/encoder_layer_02"] == 3
-    assert result.values["m/encoder_mean"] == 2.5
-    assert result.values["m/decoder_mean"] == 11.5
-    assert result.values["q/cross_layer_01"] == 1
-    assert not any(tag.startswith("m/cross") or tag == "m/mean" for tag in result.values)
-    assert all(note.words().startswith(("encoder: q", "decoder: q")) for note in result.notes)
 
 
 def test_nulls_are_of_the_rows_that_were_measured():
@@ -161,20 +205,6 @@ def test_a_metric_that_changes_its_views_changes_no_other_metric_and_no_second_m
         assert {t: v for t, v in found.items() if not t.startswith("changes")} == expected
 
 
-def test_an_object_that_has_no_hash_is_a_metric_as_any():
-    class Norm:
-        __hash__ = None
-
-        def __call__(self, hidden):
-            return hidden.norm()
-
-    own = Norm()
-    last = {"last_hidden": torch.eye(3), "last_precision": 1e-7}
-    found = values({"all": own, "last": at_last(own)}, snapshot(*[torch.eye(4)] * 2, **last))
-    assert found["all/layer_01"] == 2.0
-    assert found["last/layer_01"] == pytest.approx(3**0.5)
-
-
 @pytest.mark.parametrize(
     ("metric", "shape", "said"),
     [
@@ -189,23 +219,6 @@ def test_a_note_says_where_spectra_stand_on_fewer_rows(metric, shape, said):
     assert [note.words() for note in notes] == [text] * said
 
 
-def test_a_layer_without_attention_between_others_is_no_failure_of_its_metrics():
-    query = {"query": torch.ones(2)}
-    layers = [
-        Layer(index, f"layer {index}", views, stack="s", sources=frozenset({source}))
-        for index, views, source in (
-            (1, query, "attention"), (2, {"hidden": torch.ones(4, 2)}, "hidden"),
-            (3, query, "attention"),
-        )
-    ]  # fmt: skip
-    metrics = {"q": lambda query: query, "nan": lambda hidden: math.nan}
-    result = Evaluator(check_metrics(metrics), 1, explains=True).evaluate(layers, 4)
-    assert math.isnan(result.stacks["s"]["q"].at(2))
-    assert result.stacks["s"]["q"].by_head() == {(n, h): 1.0 for n in (1, 3) for h in (0, 1)}
-    said = [note.words() for note in result.notes]
-    assert said == ["s: nan, layer 2: NaN: the metric returned it"]
-
-
 @pytest.mark.parametrize(
     "error", [SystemExit("usage: tool FILE"), GeneratorExit(), SystemExit(2), KeyboardInterrupt()]
 )
@@ -213,12 +226,11 @@ def test_a_metric_that_exits_costs_its_own_values_alone_but_for_ctrl_c(error):
     def leaves(hidden):
         raise error
 
-    seen = snapshot(torch.ones(4, 1), torch.ones(4, 1))
-    metrics = {"leaves": leaves, "m": lambda hidden: hidden.mean()}
-    if not isinstance(error, KeyboardInterrupt):
-        found = evaluate(seen, metrics, rows=4, splits=1)
-        assert found.values["m/layer_01"] == 1.0
-        assert math.isnan(found.values["leaves/layer_01"])
-        assert any(type(error).__name__ in str(note) for note in found.notes)
+    seen, is_exit = snapshot(full(1), full(1)), not isinstance(error, KeyboardInterrupt)
     with pytest.raises(type(error)):
-        evaluate(seen, metrics, rows=4, splits=1, strict=not isinstance(error, KeyboardInterrupt))
+        values({"leaves": leaves}, seen, strict=is_exit)
+    if is_exit:
+        found = evaluate(seen, {"leaves": leaves, "m": mean}, rows=4, splits=1)
+        expected = {"m/layer_01": 1.0, "leaves/layer_01": NAN}
+        assert {tag: found.values[tag] for tag in expected} == pytest.approx(expected, nan_ok=True)
+        assert any(type(error).__name__ in str(note) for note in found.notes)

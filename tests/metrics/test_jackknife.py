@@ -1,14 +1,17 @@
 """Margins: every metric without a group of sequences, against the metric on the other rows."""
 
 import dataclasses
+import functools
 import math
 
 import definitions as by_book
 import numpy as np
 import pytest
+import samples
 import torch
 from measuring import Layer, LayerViews, NoMarginError, ViewsWithout, groups_of, margin
 from models import PlainDecoder, batch
+from samples import generator
 
 from geomon import MetricText, measure, select
 from geomon.metrics import METRICS, MORE_METRICS, Evaluator, Metric, check_metrics
@@ -29,47 +32,40 @@ OTHERS = {
 
 def layer(offset: float = 0.0, seed: int = 0, sequences: int = SEQUENCES) -> Layer:
     """Rows of sequences that differ, with all that a window captures."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-
+    source = generator(seed)
+    normal = functools.partial(torch.randn, generator=source)
     number = torch.arange(sequences).repeat_interleave(LENGTH)
-    spread = torch.linspace(2.0, 0.5, WIDTH)
-    rows = (normal(sequences, WIDTH)[number] * 0.5 + normal(len(number), WIDTH)) * spread + offset
-    last = torch.arange(1, sequences + 1) * LENGTH - 1
-    ids = torch.randint(0, 6, (len(number),), generator=generator)
-    kinds = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(9))
-    rows = rows + kinds[ids]
-    positions = torch.arange(LENGTH).repeat(sequences)
-    projected = {
-        f"projected_{name}": normal(len(number), HEADS, 4) + rows[:, :4, None].transpose(1, 2)
-        for name in ("query", "key")
-    }
-    attention = {name: normal(sequences, HEADS, LENGTH, 4) for name in ("query", "key")}
+    ids = torch.randint(0, 6, (len(number),), generator=source)
+    rows = normal(sequences, WIDTH)[number] * 0.5 + normal(len(number), WIDTH)
+    rows = rows * torch.linspace(2.0, 0.5, WIDTH) + offset + samples.normal(6, WIDTH).float()[ids]
     captured = {
-        "hidden": rows, "token_ids": ids, "positions": positions, "sequences": number,
-        "precision": 1e-7, **projected, "query_sequences": number, "key_sequences": number,
-        **attention, "visible": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).tril(),
-        "bias": None, "scale": 0.5, "softcap": None, "sink": None,
-        "max_logits": torch.ones(HEADS), "last_hidden": rows[last], "last_token_ids": ids[last],
-        "last_positions": positions[last], "last_sequences": number[last], "last_precision": 1e-7,
+        "hidden": rows, "token_ids": ids, "positions": torch.arange(LENGTH).repeat(sequences),
+        "sequences": number, "precision": 1e-7,
+    }  # fmt: skip
+    captured |= {
+        f"last_{name}": view[LENGTH - 1 :: LENGTH] if torch.is_tensor(view) else view
+        for name, view in captured.items()
+    }
+    for name in ("query", "key"):
+        captured[name] = normal(sequences, HEADS, LENGTH, 4)
+        near = rows[:, :4, None].transpose(1, 2)
+        captured[f"projected_{name}"] = normal(len(number), HEADS, 4) + near
+        captured[f"{name}_sequences"] = number
+    captured |= {
+        "visible": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).tril(), "bias": None,
+        "scale": 0.5, "softcap": None, "sink": None, "max_logits": torch.ones(HEADS),
     }  # fmt: skip
     return Layer(1, "block", captured)
 
 
 def remaining(whole: Layer, group: int) -> LayerViews:
     """The views of a layer that never had the rows of a group."""
-    captured = dict(whole.captured)
-    of = groups_of(captured["sequences"]).of
-    for name in ("hidden", "token_ids", "positions", "sequences", "projected_query",
-                 "projected_key", "query_sequences", "key_sequences"):  # fmt: skip
-        captured[name] = captured[name][of != group]
-    stay = groups_of(torch.arange(SEQUENCES)).of != group
-    for name in ("query", "key"):
-        captured[name] = captured[name][stay]
-    for name in ("hidden", "token_ids", "positions", "sequences"):
-        captured[f"last_{name}"] = captured[f"last_{name}"][stay]
+    numbers = (torch.arange(SEQUENCES), whole.captured["sequences"])
+    stay = {len(each): groups_of(each).of != group for each in numbers}
+    captured = {
+        name: view[stay[len(view)]] if torch.is_tensor(view) and len(view) in stay else view
+        for name, view in whole.captured.items()
+    }
     return LayerViews(Layer(1, "block", captured))
 
 
@@ -83,6 +79,7 @@ def flat(value):
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in OTHERS])
 def test_without_a_group_a_metric_is_that_of_the_other_rows(name, offset):
     whole, metric = layer(offset), EVERY[name]
+    close = 0.03 if name in FIRST_ORDER else 1e-6
     for group in (0, 5):
         views = ViewsWithout(LayerViews(whole), group), remaining(whole, group)
         got, want = (
@@ -90,19 +87,20 @@ def test_without_a_group_a_metric_is_that_of_the_other_rows(name, offset):
         )
         assert got.keys() == want.keys()
         for part in got.keys() - metric.without_margin:
-            close = 0.03 if name in FIRST_ORDER else 1e-6
             np.testing.assert_allclose(got[part], want[part], rtol=close, atol=close * 1e-2)
 
 
 def test_what_cannot_be_had_without_a_group_is_said():
-    whole = layer()
-    without = ViewsWithout(LayerViews(whole, given={"queries": 300}), 3)
+    without = ViewsWithout(LayerViews(layer(), given={"queries": 300}), 3)
     for name in ("nearest", "members", "distinct_rows", "max_logits"):
         with pytest.raises(NoMarginError, match=name):
             without[name]
+
+
+def test_a_bias_of_each_sequence_stays_with_it():
+    biases = torch.randn(SEQUENCES, HEADS, LENGTH, LENGTH)
+    given = Layer(1, "block", layer().captured | {"bias": biases})
     stay = groups_of(torch.arange(SEQUENCES)).of != 3
-    biases = torch.randn(SEQUENCES, HEADS, LENGTH, LENGTH)  # one for each sequence
-    given = Layer(1, "block", whole.captured | {"bias": biases})
     assert torch.equal(ViewsWithout(LayerViews(given), 3)["bias"], biases[stay])
 
 
@@ -113,34 +111,31 @@ def test_a_row_keeps_its_two_nearest_and_passes_over_the_group_for_the_others():
     apart = torch.cdist(rows, rows)
     apart.fill_diagonal_(math.inf)
     for group in (1, 7):
-        without = ViewsWithout(views, group)
-        asked = views["query_rows"]
-        stay = asked[of[asked] != group]
-        two = apart[stay].sort(dim=1).values[:, :2]
+        without, asked = ViewsWithout(views, group), views["query_rows"]
+        near = apart[asked[of[asked] != group]]
+        two = near.sort(dim=1).values[:, :2]
         torch.testing.assert_close(without["two_nearest"], two, rtol=1e-5, atol=0)
-        others = apart[stay][:, of != group].sort(dim=1).values[:, :16]
-        torch.testing.assert_close(without["neighbours"][:, :12], others[:, :12], rtol=1e-5, atol=0)
-        got = flat(without.apply(METRICS["gride"]))
-        near = two.numpy()
-        wanted = (len(near) - 1) / np.log(near[:, 1] / near[:, 0]).sum()
-        assert got["k1"] == pytest.approx(wanted, rel=1e-5)
-        found = flat(without.apply(METRICS["twonn"]))
-        assert found[""] == pytest.approx(by_book.twonn(near), rel=1e-5)
+        others = near[:, of != group].sort(dim=1).values[:, :12]
+        torch.testing.assert_close(without["neighbours"][:, :12], others, rtol=1e-5, atol=0)
+        two = two.numpy()
+        wanted = (len(two) - 1) / np.log(two[:, 1] / two[:, 0]).sum()
+        assert flat(without.apply(METRICS["gride"]))["k1"] == pytest.approx(wanted, rel=1e-5)
+        found = flat(without.apply(METRICS["twonn"]))[""]
+        assert found == pytest.approx(by_book.twonn(two), rel=1e-5)
 
 
 def test_the_margin_is_that_of_the_jackknife():
-    values = [1.0, 4.0, 2.0, 8.0, 5.0, 7.0, 1.0, 3.0]
-    assert margin(values) == pytest.approx(by_book.margin(values))
-    for scale in (1e-200, 1e200):  # whose squares float64 does not hold
-        assert margin([scale * x for x in values]) == pytest.approx(scale * by_book.margin(values))
-    assert margin([1e12 + x for x in values]) == pytest.approx(by_book.margin(values), rel=1e-3)
+    values = np.array([1.0, 4.0, 2.0, 8.0, 5.0, 7.0, 1.0, 3.0])
+    expected = by_book.margin(values)
+    for scale in (1.0, 1e-200, 1e200):  # whose squares float64 does not hold
+        assert margin([*scale * values]) == pytest.approx(scale * expected)
+    assert margin([*1e12 + values]) == pytest.approx(expected, rel=1e-3)
     assert math.isnan(margin([]))
     assert math.isnan(margin([1.0, math.nan] * 4))
 
 
 def measured(metrics, whole: Layer, rows: int = 10_000, batches: int = 1, strict: bool = True):
-    evaluator = Evaluator(check_metrics(metrics), batches, strict=strict)
-    result = evaluator.combine([evaluator.measure_layer(whole, rows)], rows)
+    result = Evaluator(check_metrics(metrics), batches, strict=strict).evaluate([whole], rows)
     return result.stacks[""], [note.words() for note in result.notes]
 
 
@@ -156,28 +151,32 @@ def test_all_groups_at_once_have_the_margins_of_one_after_another(name):
 
 
 def test_the_mean_over_layers_has_the_margin_of_means_without_each_group():
-    one, other = layer(seed=1), layer(seed=1)
-    evaluator = Evaluator(check_metrics(["variance"]), 1, strict=True)
-    both = [
-        evaluator.measure_layer(Layer(index, "block", each.captured), 10_000)
-        for index, each in ((1, one), (2, other))
-    ]
-    column = evaluator.combine(both, 10_000).stacks[""]["variance"]
+    evaluator, captured = Evaluator(check_metrics(["variance"]), 1, strict=True), layer().captured
+    both = [Layer(index, "block", captured) for index in (1, 2)]
+    column = evaluator.evaluate(both, 10_000).stacks[""]["variance"]
     # Equal layers: the mean is as uncertain as each of them, and not less by the root of two.
-    assert column.mean_margin == pytest.approx(column.margin_at(1))
-    assert column.margin_at(1) == pytest.approx(column.margin_at(2))
+    margins = [column.margin_at(1), column.margin_at(2)]
+    assert margins == pytest.approx([column.mean_margin] * 2)
 
 
-@pytest.mark.parametrize("sequences", [None, 7])
-def test_unknown_or_few_sequences_make_no_margin(sequences):
-    whole = layer(sequences=7)
-    captured = dict(whole.captured)
-    if sequences is None:
-        del captured["sequences"]
+@pytest.mark.parametrize("left_out", ["sequences", ""])
+def test_unknown_or_few_sequences_make_no_margin(left_out):
+    captured = {n: view for n, view in layer(sequences=7).captured.items() if n != left_out}
     columns, notes = measured(["variance", "twonn"], Layer(1, "rows", captured))
     assert not columns["variance"].margin
     assert math.isfinite(columns["variance"].at(1))
-    assert any("no 95 % intervals" in note for note in notes) == (sequences is not None)
+    assert any("no 95 % intervals" in note for note in notes) == (not left_out)
+
+
+def whole_only(error):
+    """A metric that needs the rows of all groups."""
+
+    def metric(hidden):
+        if len(hidden) < SEQUENCES * LENGTH:
+            raise error("by design")
+        return 1.0
+
+    return metric
 
 
 @pytest.mark.parametrize(
@@ -186,13 +185,8 @@ def test_unknown_or_few_sequences_make_no_margin(sequences):
 def test_memory_that_ends_in_a_margin_is_no_fault_of_the_metric_and_a_strict_one_raises(
     error, strict
 ):
-    def whole_only(hidden):
-        if len(hidden) < SEQUENCES * LENGTH:
-            raise error("by design")
-        return 1.0
-
     with pytest.raises(error, match="by design"):
-        measured({"whole": whole_only}, layer(), strict=strict)
+        measured({"whole": whole_only(error)}, layer(), strict=strict)
 
 
 def test_keys_that_were_not_seen_cost_no_margin_of_queries():
@@ -205,27 +199,17 @@ def test_keys_that_were_not_seen_cost_no_margin_of_queries():
 
 
 def test_an_extreme_has_no_margin_and_a_failure_without_rows_costs_the_margin_alone():
-    text = MetricText("Largest norm")
-
-    def peak(hidden):
-        return hidden.norm(dim=1).max()
-
-    def whole_only(hidden):
-        if len(hidden) < SEQUENCES * LENGTH:
-            raise RuntimeError("too few for me")
-        return 1.0
-
-    def named(hidden, unique_rows):
-        return hidden[unique_rows].mean()
-
     metrics = {
-        "peak": Metric(peak, text, has_margin=False), "whole": whole_only, "named": named,
-        "max_logit": METRICS["max_logit"],
+        "peak": Metric(lambda hidden: hidden.norm(dim=1).max(), MetricText("Largest norm"),
+                       has_margin=False),
+        "whole": whole_only(RuntimeError), "max_logit": METRICS["max_logit"],
+        "named": lambda hidden, unique_rows: hidden[unique_rows].mean(),
     }  # fmt: skip
     columns, notes = measured(metrics, layer(), strict=False)
-    assert all(math.isfinite(column.at(1)) for column in columns.values())
-    assert not any(column.margin for column in columns.values())
-    assert any("too few for me" in note for note in notes)
+    assert [(math.isfinite(each.at(1)), bool(each.margin)) for each in columns.values()] == [
+        (True, False)
+    ] * 4
+    assert any("by design" in note for note in notes)
 
 
 @pytest.mark.parametrize(("tokens", "is_said"), [(128, True), (256, False)])
@@ -241,12 +225,11 @@ def test_a_margin_that_attention_lacks_for_few_sequences_is_said(tokens, is_said
 
 def clusters(size: int, seed: int) -> Layer:
     """Rows of 16 sequences in clusters of near-copies, most of them small and a few of a size."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = [4] * 200 + [size] * 24
-    centre = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-    rows = torch.randn(len(sizes), 16, generator=generator)[centre]
-    rows = rows + 1e-4 * torch.randn(len(centre), 16, generator=generator)
-    order = torch.randperm(len(centre), generator=generator)
+    sizes = torch.tensor([4] * 200 + [size] * 24)
+    centre = torch.arange(len(sizes)).repeat_interleave(sizes)
+    rows = samples.normal(len(sizes), 16, seed=seed)[centre]
+    rows = (rows + 1e-4 * samples.normal(len(centre), 16, seed=seed + 1)).float()
+    order = torch.randperm(len(centre), generator=generator(seed))
     captured = {"hidden": rows[order], "sequences": torch.arange(len(centre)) % 16}
     return Layer(1, "block", captured)
 
@@ -256,8 +239,8 @@ def test_a_scale_that_meets_the_size_of_clusters_has_a_value_and_no_margin():
     columns, notes = measured({"gride": METRICS["gride"]}, clusters(8, 0))
     scales = columns["gride"].parts
     assert math.isfinite(scales["k8"].at(1))
-    assert not scales["k8"].margin
-    assert all(scales[scale].margin_at(1) > 0 for scale in ("k1", "k2", "k16", "k32"))
+    with_margin = {scale for scale in scales if scale[0] == "k" and scales[scale].margin}
+    assert with_margin == {"k1", "k2", "k4", "k16", "k32"} & {*scales}
     (said,) = [note for note in notes if "no margin" in note]
     assert said.startswith("gride/k8, layer 1: no margin: the scale is about the size of clusters")
     columns, notes = measured({"gride": METRICS["gride"]}, layer())
@@ -274,26 +257,22 @@ def test_margins_of_neighbourhoods_that_share_rows_are_wide_enough(name):
 
 
 def test_fewer_degrees_of_freedom_widen_a_margin():
-    metric = dataclasses.replace(METRICS["variance"], degrees=3)
-    one, other = (measured({"v": each}, layer())[0]["v"] for each in (metric, METRICS["variance"]))
-    for wide, plain in (
-        (one.margin_at(1), other.margin_at(1)),
-        (one.mean_margin, other.mean_margin),
-    ):
-        assert wide / plain == pytest.approx(3.1824 / 2.3646, rel=1e-4)
+    plain = METRICS["variance"]
+    metrics = {"wide": dataclasses.replace(plain, degrees=3), "plain": plain}
+    wide, plain = measured(metrics, layer())[0].values()
+    ratios = wide.margin_at(1) / plain.margin_at(1), wide.mean_margin / plain.mean_margin
+    assert ratios == pytest.approx((3.1824 / 2.3646,) * 2, rel=1e-4)
 
 
 def test_of_several_splits_the_mean_without_each_group_has_the_margin():
     """The same groups of sequences in every split."""
     whole = layer(1.0, sequences=48)
-    order = torch.randperm(48 * LENGTH, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(48 * LENGTH, generator=generator(0))
     captured = {n: whole.captured[n][order] for n in ("hidden", "sequences")}
     column = measured(["mean_square_norm"], Layer(1, "block", captured), 480, 2)[0]
-    squares = captured["hidden"].double().square().sum(dim=1)
-    of = groups_of(captured["sequences"]).of
+    squares, of = captured["hidden"].double().square().sum(1), groups_of(captured["sequences"]).of
     without = [
-        sum(squares[cut][of[cut] != group].mean().item() for cut in (slice(480), slice(480, 960)))
-        / 2
+        np.mean([squares[cut][of[cut] != group].mean() for cut in (slice(480), slice(480, 960))])
         for group in range(8)
     ]
     assert column["mean_square_norm"].margin_at(1) == pytest.approx(margin(without))

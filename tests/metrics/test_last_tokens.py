@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from measuring import Layer, LayerViews, MissingViewError, tagged
+from measuring import Layer, LayerViews, MissingViewError
 from whole_layer import normal
 
 from geomon import METRICS, MORE_METRICS, at_last
@@ -14,13 +14,11 @@ from geomon.metrics import Evaluator, check_metrics
 
 
 def made(rows, last, index=1, **more):
-    captured = {"hidden": rows, "precision": 1e-7, "last_hidden": last, "last_precision": 1e-7}
-    count = len(last)
-    captured |= {
-        "sequences": torch.arange(len(rows)) % count,
-        "last_sequences": torch.arange(count),
-    }
-    return Layer(index, "block", {**captured, **more})
+    captured = {
+        "hidden": rows, "sequences": torch.arange(len(rows)) % len(last), "precision": 1e-7,
+        "last_hidden": last, "last_sequences": torch.arange(len(last)), "last_precision": 1e-7,
+    }  # fmt: skip
+    return Layer(index, "block", captured | more)
 
 
 OF_ROWS = [name for name, metric in METRICS.items() if metric.sources == {"hidden"}]
@@ -29,56 +27,50 @@ OF_ROWS = [name for name, metric in METRICS.items() if metric.sources == {"hidde
 @pytest.mark.parametrize("name", OF_ROWS)
 def test_every_metric_of_rows_gives_at_last_what_it_gives_on_these_rows(name):
     rows, last = normal(400, 12), normal(150, 12, seed=1) * torch.arange(1, 13)
-    labels = {
-        f"{prefix}{view}": torch.arange(count) % modulus
-        for prefix, count in (("", 400), ("last_", 150))
-        for view, modulus in (("token_ids", 7), ("positions", 11))
-    }
-    metric = METRICS[name]
-    found = Evaluator(check_metrics({"m": at_last(metric)}), 2).measure_layer(
-        made(rows, last, **labels), 100
-    )
-    alone = {"hidden": last, "precision": 1e-7, "sequences": torch.arange(150)}
-    alone |= {view: labels[f"last_{view}"] for view in ("token_ids", "positions")}
-    expected = Evaluator(check_metrics({"m": metric}), 1).measure_layer(
+    labels = {"token_ids": torch.arange(400) % 7, "positions": torch.arange(400) % 11}
+    own = {view: label[:150] for view, label in labels.items()}
+    both = made(rows, last, **labels, **{f"last_{view}": label for view, label in own.items()})
+    found = Evaluator(check_metrics({"m": at_last(METRICS[name])}), 2).measure_layer(both, 100)
+    alone = {"hidden": last, "precision": 1e-7, "sequences": torch.arange(150), **own}
+    expected = Evaluator(check_metrics({"m": METRICS[name]}), 1).measure_layer(
         Layer(1, "block", alone), 150
     )
     assert found.failed == expected.failed == {}
-    parts = found.parts["m"]
-    assert parts.keys() == expected.parts["m"].keys() | {"n"}
     # The sequences are not cut into splits.
-    assert parts["n"].tolist() == expected.parts["m"].get("n", np.array([[150]])).tolist()
-    for part, values in expected.parts["m"].items():
-        np.testing.assert_allclose(parts[part], values, err_msg=part)
+    wanted = {"n": np.array([[150]]), **expected.parts["m"]}
+    assert found.parts["m"].keys() == wanted.keys()
+    for part, values in wanted.items():
+        np.testing.assert_allclose(found.parts["m"][part], values, err_msg=part)
 
 
-def test_what_is_not_there_is_missing_with_the_reason():
-    layer = Layer(1, "block", {"hidden": normal(90, 4)}, {"last_hidden": "one stream"})
-    metrics = check_metrics(
-        {"own": at_last(METRICS["cosine"]), "rank": MORE_METRICS["effective_rank_last"]}
-    )
+@pytest.mark.parametrize(
+    ("layer", "words", "is_there"),
+    [
+        (Layer(1, "block", {"hidden": normal(90, 4)}, {"last_hidden": "one stream"}),
+         "'last_hidden' is missing: one stream", False),
+        (made(normal(90, 4), normal(63, 4)), "fewer than 64 sequences", True),
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_missing_with_the_reason(layer, words, is_there):
+    rank = MORE_METRICS["effective_rank_last"]
+    metrics = check_metrics({"own": at_last(METRICS["cosine"]), "rank": rank})
     result = Evaluator(metrics, 1).evaluate([layer], 90)
-    assert math.isnan(tagged(result.stacks)["own/layer_01"])
-    assert "'last_hidden' is missing: one stream" in result.notes[0].words()
+    columns = result.stacks[""]
+    assert [math.isfinite(columns[name].at(1)) for name in metrics] == [is_there, False]
+    assert any(words in note.words() for note in result.notes)
+
+
+def test_the_precision_of_last_tokens_is_their_own():
     with pytest.raises(MissingViewError, match="'last_precision' is missing"):
         LayerViews(Layer(1, "block", {"last_hidden": normal(9, 4)})).last["rounding"]
-    few = made(normal(90, 4), normal(63, 4))
-    result = Evaluator(metrics, 1, strict=True).evaluate([few], 90)
-    values = tagged(result.stacks)
-    assert math.isfinite(values["own/layer_01"])
-    assert math.isnan(values["rank/layer_01"])
-    assert any("fewer than 64 sequences" in note.words() for note in result.notes)
 
 
 def test_numbers_for_each_head_stand_beside_the_number_of_sequences():
     metrics = check_metrics({"own": at_last(lambda hidden: hidden.mean(dim=0))})
-    columns = (
-        Evaluator(metrics, 1, strict=True)
-        .evaluate([made(normal(90, 4), torch.arange(12.0).reshape(3, 4))], 90)
-        .stacks[""]
-    )
-    assert columns["own"].by_head() == {(1, head): 4.0 + head for head in range(4)}
-    assert columns["own"].parts["n"].at(1) == 3
+    layer = made(normal(90, 4), torch.arange(12.0).reshape(3, 4))
+    column = Evaluator(metrics, 1, strict=True).evaluate([layer], 90).stacks[""]["own"]
+    assert column.by_head() == {(1, head): 4.0 + head for head in range(4)}
+    assert column.parts["n"].at(1) == 3
 
 
 def test_last_tokens_of_several_ranks_stand_one_after_another():

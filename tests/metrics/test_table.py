@@ -7,6 +7,7 @@ import pickle
 import definitions as by_book
 import numpy as np
 import pytest
+import samples
 import torch
 from mathematics import (
     effective_rank,
@@ -68,52 +69,48 @@ def test_the_deviation_of_the_null_is_that_of_as_many_rows():
 
 
 def test_parts_of_the_dimension_say_what_it_stands_on():
-    generator = torch.Generator().manual_seed(6)
-    rows = torch.randn(400, 5, generator=generator).double()
+    rows = samples.normal(400, 5, seed=6)
     rows[300:] = rows[:100]  # a quarter are copies
     ids, positions = torch.arange(400) % 20, torch.arange(400) % 8
     views = made(rows, token_ids=ids, positions=positions)
-    parts = views.apply(METRICS["twonn"])
-    assert (parts["n"], parts["duplicates"]) == (300, pytest.approx(0.25))
-    assert parts["rounding"] == views["rounding"]
+    parts, distinct = (views.apply(METRICS[name]) for name in ("twonn", "twonn_distinct"))
     near = by_book.distances(np.unique(rows.numpy(), axis=0))
+    expected = {"n": 300, "duplicates": 0.25, "rounding": views["rounding"]}
     for name, discard in (("", "0.1"), ("discard_0", "0"), ("discard_80", "0.8")):
-        assert parts[name].item() == pytest.approx(by_book.twonn(near, discard), rel=1e-9)
-    distinct = views.apply(METRICS["twonn_distinct"])
+        expected[name] = by_book.twonn(near, discard)
+    assert {name: float(parts[name]) for name in expected} == pytest.approx(expected, rel=1e-9)
     # A row for each pair, and of chosen rows that are copies of one another one.
-    pairs = len(set(zip(ids.tolist(), positions.tolist(), strict=True)))
     chosen = views["distinct"]
-    contents = {tuple(row) for row in rows[chosen].tolist()}
-    assert len(contents) == len(chosen) <= pairs
+    contents, pairs = (
+        {tuple(row) for row in rows[chosen].tolist()},
+        {*zip(ids.tolist(), positions.tolist(), strict=True)},
+    )
+    assert len(contents) == len(chosen) <= len(pairs)
     assert (distinct["n"], distinct["repeated"]) == (len(chosen), 1 - len(chosen) / 400)
 
 
 def test_large_scales_stand_on_256_evenly_spread_rows():
-    rows = torch.randn(1000, 4, generator=torch.Generator().manual_seed(8)).double()
+    rows = samples.normal(1000, 4, seed=8)
     views = made(rows)
-    assert views["far_neighbours"].shape == (256, 64)
-    distances = torch.cdist(rows, rows).sort(dim=1).values[:, 1:65]
-    spread = views["far_rows"]
+    distances, spread = torch.cdist(rows, rows).sort(dim=1).values[:, 1:65], views["far_rows"]
+    assert len(spread) == 256
     assert torch.bincount(spread // 125).sub(32).abs().max() <= 1
     torch.testing.assert_close(views["far_neighbours"], distances[spread], rtol=1e-9, atol=1e-12)
     assert views["neighbours"].shape == (1000, 16)
-    few = made(rows[:100])
-    assert few["far_neighbours"].shape == (100, 64)
+    assert made(rows[:100])["far_neighbours"].shape == (100, 64)
 
 
+@pytest.mark.parametrize("name", ["local_dimension", "local_anisotropy"])
 @pytest.mark.parametrize("rows", [300, 40])
-def test_the_nulls_of_neighbourhoods_are_those_of_noise(rows):
-    generator = torch.Generator().manual_seed(10)
-    names = ("local_dimension", "local_anisotropy")
-    metrics = {name: ALL[name] for name in names}
+def test_the_nulls_of_neighbourhoods_are_those_of_noise(rows, name):
     draws = 1600 // rows
     found = [
-        geometry(torch.randn(rows, 10, generator=generator), metrics=metrics) for _ in range(draws)
+        geometry(samples.normal(rows, 10, seed=n).float(), metrics={name: ALL[name]})
+        for n in range(draws)
     ]
-    for name in names:
-        values = np.array([one[name] for one in found])
-        error = 4 * values.std(ddof=1) / draws**0.5 + 0.02 * abs(values.mean())
-        assert found[0][f"{name}/null"] == pytest.approx(values.mean(), abs=error)
+    values = np.array([one[name] for one in found])
+    error = 4 * values.std(ddof=1) / draws**0.5 + 0.02 * abs(values.mean())
+    assert found[0][f"{name}/null"] == pytest.approx(values.mean(), abs=error)
 
 
 def norm(hidden):

@@ -6,6 +6,7 @@ from measuring import Layer, LayerViews, spread_rows
 from geomon.metrics import select
 
 WIDTH = 40
+SEQUENCES = torch.arange(900) // 20
 
 
 def rows(count=900, massive=0):
@@ -32,39 +33,33 @@ def test_eigenvalues_of_all_rows_and_of_ordinary_ones_are_computed_once(
 
     monkeypatch.setattr("geomon.kernels.spectrum.product_with_itself", counted)
     hidden = rows(massive=massive)
-    captured = {"sequences": torch.arange(900) // 20} if known else {}
-    views = views_of(hidden, **captured)
+    views = views_of(hidden, **({"sequences": SEQUENCES} if known else {}))
     found = [views[name] for name in ("spectrum", "ordinary_spectrum", "axes", "ordinary_axes")]
-    for metric in select(
-        "anisotropy", "anisotropy_without_massive", "effective_rank", "alpha"
-    ).values():
+    names = ("anisotropy", "anisotropy_without_massive", "effective_rank", "alpha")
+    for metric in select(*names).values():
         views.apply(metric)
+    ordinary, groups = hidden[views["ordinary_rows"]], views["groups"].size
+    assert (len(ordinary), groups) == (900 - massive, 8 if known else 1)
+    assert found[2].squares.shape == (groups, WIDTH)
     assert sum(multiplied) == 900 + (900 - massive if massive else 0)
-    monkeypatch.undo()
-    ordinary = hidden[views["ordinary_rows"]]
-    assert len(ordinary) == 900 - massive
-    for got, some in zip(found[:2], (hidden, ordinary), strict=True):
-        torch.testing.assert_close(got, spectrum(some), rtol=1e-9, atol=1e-9)
-    assert views["groups"].size == (8 if known else 1)
-    assert found[2].squares.shape == (views["groups"].size, WIDTH)
+    expected = [spectrum(hidden), spectrum(ordinary)]
+    torch.testing.assert_close(found[:2], expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_spectra_of_wide_layers_stand_on_some_of_the_rows(known, monkeypatch):
     monkeypatch.setattr("geomon.metrics.views.SPECTRAL_ROWS", 300)
-    hidden, sequences = rows(massive=2), torch.arange(900) // 20
-    captured = {"sequences": sequences} if known else {}
+    hidden, captured = rows(massive=2), {"sequences": SEQUENCES} if known else {}
     whole = views_of(hidden, **captured)["spectrum"]
     torch.testing.assert_close(whole, spectrum(hidden), rtol=1e-9, atol=1e-9)
     monkeypatch.setattr("geomon.metrics.views.SPECTRAL_WIDTH", WIDTH - 1)
     views = views_of(hidden, **captured)
     some = spread_rows(torch.arange(900), 300)
-    torch.testing.assert_close(views["spectrum"], spectrum(hidden[some]), rtol=1e-9, atol=0)
     ordinary = spread_rows(views["ordinary_rows"].nonzero().squeeze(1), 300)
-    want = spectrum(hidden[ordinary])
-    torch.testing.assert_close(views["ordinary_spectrum"], want, rtol=1e-9, atol=0)
+    for name, chosen in (("spectrum", some), ("ordinary_spectrum", ordinary)):
+        torch.testing.assert_close(views[name], spectrum(hidden[chosen]), rtol=1e-9, atol=0)
     if known:
-        counts = group_sequences(sequences)[some].bincount().double()
+        counts = group_sequences(SEQUENCES)[some].bincount().double()
         assert torch.equal(views["axes"].counts, counts)
 
 
@@ -81,24 +76,16 @@ def test_rows_that_are_chosen_are_evenly_spread_and_mostly_the_same_of_like_sets
     assert torch.equal(spread_rows(every[:5], 5), every[:5])
 
 
-def repeated():
-    """Rows of 40 sequences of 12 tokens, of which many have token id and position in common."""
-    generator = torch.Generator().manual_seed(0)
-    return {
-        "hidden": torch.randn(480, 6, generator=generator),
-        "token_ids": torch.randint(0, 5, (480,), generator=generator),
-        "positions": torch.arange(12).repeat(40),
-        "sequences": torch.arange(40).repeat_interleave(12),
-    }
-
-
-def test_rounding_does_not_change_which_row_stands_for_a_token_and_position():
+@pytest.mark.parametrize("change", [lambda x: x.bfloat16().float(), lambda x: x * (1 + 1e-6)])
+def test_rounding_does_not_change_which_row_stands_for_a_token_and_position(change):
     """By content another row stood for nearly every pair, and twonn_distinct moved by an error."""
-    views = repeated()
-    found = LayerViews(Layer(1, "", views))["distinct"]
-    for hidden in (views["hidden"].bfloat16().float(), views["hidden"] * (1 + 1e-6)):
-        again = LayerViews(Layer(1, "", views | {"hidden": hidden}))["distinct"]
-        assert torch.equal(again, found)
+    hidden, few = rows(480), torch.Generator().manual_seed(0)
+    tokens = {
+        "token_ids": torch.randint(0, 5, (480,), generator=few),
+        "positions": torch.arange(12).repeat(40), "sequences": torch.arange(480) // 12,
+    }  # fmt: skip
+    first, second = (views_of(x, **tokens)["distinct"] for x in (hidden, change(hidden)))
+    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("queries", [100, 500, None])
@@ -111,8 +98,7 @@ def test_lists_that_are_known_in_part_are_those_of_a_search(queries):
     layer = Layer(1, "block", {"hidden": hidden, "token_ids": ids, "positions": positions})
     views = LayerViews(layer, given={"queries": queries})
     near = nearest(hidden, 24, of=views["query_rows"], among=views["unique_rows"])
-    assert torch.equal(views["nearest"].indices, near.indices)
-    assert torch.equal(views["nearest"].distances, near.distances)
+    assert all(map(torch.equal, views["nearest"], near))
     own, distinct = views["distinct_rows"], views["distinct"]
     two = nearest(hidden, 2, of=own, among=distinct)
     assert torch.equal(views["distinct_neighbours"], two.distances)

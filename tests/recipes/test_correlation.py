@@ -4,13 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 from scipy import stats
 
 from geomon.record.columns import Column
 from recipes.papers.correlation import correlate
-
-VALUES = st.floats(-100, 100, allow_subnormal=False).map(lambda x: round(x, 3))
 
 
 def columns(count, seed=0):
@@ -18,18 +15,20 @@ def columns(count, seed=0):
     return [Column(layers=generator.integers(0, 7, count).tolist()) for _ in range(2)]
 
 
+WAYS = {"pearson": stats.pearsonr, "spearman": stats.spearmanr}
+
+
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("count", [4, 5])
-def test_p_values_of_few_layers_are_those_of_all_permutations(count):
-    for seed in range(3):
-        one, other = columns(count, seed)
-        ways = {"pearson": stats.pearsonr, "spearman": stats.spearmanr}
-        for name, way in ways.items():
-            found = stats.permutation_test(
-                (one.layers,), lambda x, way=way, y=other.layers: way(x, y).statistic,
-                permutation_type="pairings", n_resamples=np.inf, vectorized=False,
-            )  # fmt: skip
-            expected = (found.statistic, found.pvalue)
-            assert correlate(one, other)[name] == pytest.approx(expected, abs=1e-12), name
+@pytest.mark.parametrize("name", WAYS)
+def test_p_values_of_few_layers_are_those_of_all_permutations(count, seed, name):
+    one, other = columns(count, seed)
+    found = stats.permutation_test(
+        (one.layers,), lambda x: WAYS[name](x, other.layers).statistic,
+        permutation_type="pairings", n_resamples=np.inf, vectorized=False,
+    )  # fmt: skip
+    expected = (found.statistic, found.pvalue)
+    assert correlate(one, other)[name] == pytest.approx(expected, abs=1e-12)
 
 
 def test_p_values_of_nine_layers_are_of_all_permutations_still():
@@ -38,10 +37,10 @@ def test_p_values_of_nine_layers_are_of_all_permutations_still():
         assert count == pytest.approx(round(count), abs=1e-6)
 
 
-def test_p_values_of_more_layers_are_those_of_normal_series():
+@pytest.mark.parametrize("name", WAYS)
+def test_p_values_of_more_layers_are_those_of_normal_series(name):
     one, other = columns(10)
-    for name, way in {"pearson": stats.pearsonr, "spearman": stats.spearmanr}.items():
-        assert correlate(one, other)[name] == pytest.approx(way(one.layers, other.layers)), name
+    assert correlate(one, other)[name] == pytest.approx(WAYS[name](one.layers, other.layers))
 
 
 def test_a_correlation_needs_four_layers_that_have_both_and_vary():

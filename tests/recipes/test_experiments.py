@@ -60,12 +60,11 @@ def test_every_experiment_is_tried_here():
 
 
 @pytest.mark.filterwarnings("ignore:.*sequences")
-def test_the_command_leaves_records_claims_and_pictures_and_repeats_nothing(finished):
+def test_the_command_leaves_records_claims_and_pictures(finished):
     name, arguments, out = finished
     folder = arguments[-1]
-    trainings = sorted(folder.glob("seed_*/*/finished.json"))
     assert f"{TRAININGS[name]} of {TRAININGS[name]} trainings are complete" in out
-    assert len(trainings) == TRAININGS[name]
+    assert len([*folder.glob("seed_*/*/finished.json")]) == TRAININGS[name]
     for picture in folder.glob("*.png"):
         assert 10_000 < picture.stat().st_size < 200_000
         assert f"figure: {picture}" in out
@@ -75,26 +74,38 @@ def test_the_command_leaves_records_claims_and_pictures_and_repeats_nothing(fini
     assert len(set(names)) == len(names) > 1
     for claim in results.claims:
         assert f"{claim.verdict:<9}  {claim.name}: " in out
-        if claim.repeated == "seed" and not ("grokking" in name and "control" in claim.quantity):
-            assert len(claim.values) <= 2
+        of_controls = "grokking" in name and "control" in claim.quantity
+        assert claim.repeated != "seed" or of_controls or len(claim.values) <= 2
+
+
+def values_of(path):
+    """What was measured at the end."""
+    found = read(path)[-1].values
+    return {tag: value for tag, value in found.items() if not tag.startswith("geomon/")}
+
+
+@pytest.mark.filterwarnings("ignore:.*sequences")
+def test_what_is_complete_is_not_repeated_and_what_was_broken_off_is_the_same_again(finished):
+    _, arguments, _ = finished
+    folder = arguments[-1]
+    broken = sorted(folder.glob("seed_*/*/finished.json"))[0]
     records = sorted(folder.glob("**/readings.jsonl"))
     before = {path: path.stat().st_mtime_ns for path in records}
-    of_first = [path for path in records if trainings[0].parent in path.parents]
-    found = [read(path)[-1].values for path in of_first]
-    trainings[0].unlink()  # as if it had been ended before its last step
+    of_broken = {path: values_of(path) for path in records if broken.parent in path.parents}
+    broken.unlink()  # as if it had been ended before its last step
     assert run(*arguments, "--processes", 1).exit_code == 0
-    for path, values in zip(of_first, found, strict=True):  # also where another process found them
-        again = read(path)[-1].values
-        same = {tag: value for tag, value in values.items() if not tag.startswith("geomon/")}
-        assert {tag: again[tag] for tag in same} == pytest.approx(same, rel=1e-3, nan_ok=True)
-    changed = [path for path in records if path.stat().st_mtime_ns != before[path]]
-    assert changed
-    assert all(trainings[0].parent in path.parents for path in changed)
+    for path, values in of_broken.items():  # also where another process found them
+        assert values_of(path) == pytest.approx(values, rel=1e-3, nan_ok=True)
+    changed = {path for path in records if path.stat().st_mtime_ns != before[path]}
+    assert changed == of_broken.keys()
     assert not list(folder.glob("**/readings.1.jsonl"))
+
+
+def test_a_folder_of_other_settings_is_refused(finished):
+    _, arguments, _ = finished
     other = run(*arguments, "--processes", 1, "--steps", 9)
-    assert other.exit_code == 2
+    assert (other.exit_code, other.stderr.count("\n")) == (2, 1)
     assert "holds a training with another steps: choose another folder" in other.stderr
-    assert other.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", TINY)

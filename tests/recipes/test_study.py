@@ -102,21 +102,19 @@ def test_a_paper_is_counted_by_what_it_asserts_alone(tmp_path):
         claim("other", source="2401.12143, 5", chosen="limit"),
     )  # fmt: skip
     text = render([found], ["grokking"], tmp_path / "claims.md")
-    assert "([2311.05928](https://arxiv.org/abs/2311.05928)) | 3 | 1 | 1 | 1 | 2 |" in text
-    assert "| **all** | 4 | 2 | 1 | 1 | 2 |" in text
-    assert "Not run: `make grokking`." in text
-    asked, added = text.split("| ours | seen")[0], text.split("| ours | seen")[1]
-    assert rows(asked, "a asserted") == [
-        ["a asserted (4.2)<br>change (>0)", "1.00 ± 0.25 **agrees**"]
-    ]
-    assert rows(asked, "Ours") == []
-    assert rows(added, "Ours") == [
-        [r"Ours<br>\|cos\| of two heads (>0)",
-         "few: 1.00 ± 0.25 (3 heads) **agrees**<br>many: 1.00 ± 0.25 (3 heads) **agrees**"]
-    ]  # fmt: skip
-    assert "change (>0; limit ours)" in text
-    line = "- `make decoder`: 4 lines; 2 of ours; 3 seeds; 7 minutes on two cores. Differs: char"
-    assert text.count(line) == 1
+    for words in (
+        "([2311.05928](https://arxiv.org/abs/2311.05928)) | 3 | 1 | 1 | 1 | 2 |",
+        "| **all** | 4 | 2 | 1 | 1 | 2 |", "Not run: `make grokking`.",
+        "change (>0; limit ours)",
+        "- `make decoder`: 4 lines; 2 of ours; 3 seeds; 7 minutes on two cores. Differs: char",
+    ):  # fmt: skip
+        assert text.count(words) == 1, words
+    asked, added = text.split("| ours | seen")
+    assert (rows(asked, "a asserted"), rows(asked, "Ours"), rows(added, "Ours")) == (
+        [["a asserted (4.2)<br>change (>0)", "1.00 ± 0.25 **agrees**"]], [],
+        [[r"Ours<br>\|cos\| of two heads (>0)",
+          "few: 1.00 ± 0.25 (3 heads) **agrees**<br>many: 1.00 ± 0.25 (3 heads) **agrees**"]],
+    )  # fmt: skip
     assert text.index("The Shape of Learning (2311") < text.index("Inherent to Self-Attention in")
 
 
@@ -128,8 +126,8 @@ def test_the_command_writes_the_page(tmp_path):
     save_results(results(claim()), tmp_path / "decoder")
     done = run(tmp_path, tmp_path / "page.md")
     assert done.exit_code == 0, done.output
-    assert "it_grows asserted" in (tmp_path / "page.md").read_text()
-    assert "`make grokking`" in (tmp_path / "page.md").read_text()
+    text = (tmp_path / "page.md").read_text()
+    assert ("it_grows asserted" in text, "`make grokking`" in text) == (True, True)
 
 
 @pytest.mark.parametrize("content", [None, "no json", '[{"name": "x"}]', '{"claims": [1]}'])
@@ -139,20 +137,18 @@ def test_a_folder_without_claims_is_an_error_of_one_line(tmp_path, content):
     if content is not None:
         (folder / "claims.json").write_text(content)
     done = run(tmp_path, tmp_path / "page.md")
-    assert done.exit_code == 2
-    words = f"{tmp_path} holds no claims" if content is None else f"{folder} holds no claims"
-    assert done.stderr.startswith(f"error: {words}")
-    assert done.stderr.count("\n") == 1
-    assert not (tmp_path / "page.md").exists()
+    named = tmp_path if content is None else folder
+    assert (done.exit_code, (tmp_path / "page.md").exists()) == (2, False)
+    assert re.fullmatch(f"error: {named} holds no claims.*\n", done.stderr)
 
 
 # -- folders of trainings --------------------------------------------------------------------------
 
 
-def leave_broken_off(folder) -> None:
+def leave_broken_off(*folders) -> None:
     """Leave the records and arrays of two trainings that did not reach their ends."""
     reading = reading_of({"twonn/mean": 2.0}, 0)
-    for _ in range(2):  # the second puts the record of the first aside
+    for folder in folders * 2:  # the second puts the record of the first aside
         record = Record(folder)
         record.begin(0, {})
         record.write(reading)
@@ -161,34 +157,28 @@ def leave_broken_off(folder) -> None:
 
 
 def test_a_training_that_was_broken_off_leaves_nothing_to_the_next_one(tmp_path):
-    for folder in (tmp_path / "a", tmp_path / "a" / "inner", tmp_path / "b"):
-        leave_broken_off(folder)
-    own = [tmp_path / "a" / "arrays" / "mine.npz", tmp_path / "a" / "notes.txt"]
-    for path in own:
+    own, other, settings = tmp_path / "a", tmp_path / "b", {"steps": 3, "size": {"layers": 2}}
+    leave_broken_off(own, own / "inner", other)
+    of_user = [own / "arrays" / "mine.npz", own / "notes.txt"]
+    for path in of_user:
         path.write_text("of the user")
-    settings = {"steps": 3, "size": {"layers": 2}}
-    assert begin_training(tmp_path / "a", settings)
-    assert sorted(path for path in (tmp_path / "a").rglob("*") if path.is_file()) == own
-    assert len(read(tmp_path / "b")) == 1
-    finish_training(tmp_path / "a", settings, time.process_time())
-    assert 0 <= seconds_taken(tmp_path / "a") < 60
-    leave_broken_off(tmp_path / "a")
-    assert not begin_training(tmp_path / "a", settings)  # what is complete is kept
-    assert len(read(tmp_path / "a")) == 1
+    assert begin_training(own, settings)
+    assert sorted(path for path in own.rglob("*") if path.is_file()) == of_user
+    assert len(read(other)) == 1
+    finish_training(own, settings, time.process_time())
+    assert 0 <= seconds_taken(own) < 60
+    leave_broken_off(own)
+    assert not begin_training(own, settings)  # what is complete is kept
+    assert len(read(own)) == 1
     with pytest.raises(InputError, match="another size, steps: choose another folder by --out"):
-        begin_training(tmp_path / "a", {"steps": 4, "size": {"layers": 3}})
+        begin_training(own, {"steps": 4, "size": {"layers": 3}})
 
 
 def test_the_records_of_a_training_that_goes_on_elsewhere_are_not_deleted(tmp_path):
     leave_broken_off(tmp_path)
-    program = f"""
-from geomon.record import Record
-record = Record({str(tmp_path)!r})
-print(flush=True)
-input()
-"""
+    holds = f"from geomon.record import Record; held = Record({str(tmp_path)!r}); print(flush=True)"
     with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", f"{holds}; input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         process.stdout.readline()
         with pytest.raises(InputError, match=r"is in use, process .*: choose another folder"):

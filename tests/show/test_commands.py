@@ -11,7 +11,7 @@ from pathlib import Path
 
 import matplotlib
 import pytest
-from shown import alerted, invoke, write, write_run
+from shown import alerted, invoke, write
 from tagged import TEXTS, reading_of, with_values
 
 import geomon
@@ -40,20 +40,18 @@ COMMANDS = {
     "export": lambda run, out: ["export", run, "-o", out / "values.csv"],
     "summary": lambda run, out: ["summary", run],
 }
-NEWER = {"run": {"geomon": "9999.1", "model": "Synthetic"}}
 # A reading as this version does not know it.
 UNKNOWN = '{"step": 2000, "form": 2, "columns": "AAAA"}'
-
-
-def line(content):
-    return json.dumps(content) + "\n"
 
 
 def make(case, path, readings):
     """Write the record of a case; at least three readings."""
     lines = [reading.line() + "\n" for reading in readings]
     own = [with_values(r, {"mine/layer_01": 1.0}).line() + "\n" for r in readings]
-    first = line({"run": {"geomon": __version__, "model": "Synthetic"}})
+    first, newer = (
+        json.dumps({"run": {"geomon": version, "model": "Synthetic"}}) + "\n"
+        for version in (__version__, "9999.1")
+    )
     texts = {
         "an empty file": "",
         "no reading": first,
@@ -62,8 +60,8 @@ def make(case, path, readings):
         "a line in the middle": first + lines[0] + lines[1][:80] + "\n" + lines[2],
         "a torn line": first + "".join(lines[:-1]) + lines[-1][:100],
         "two runs at once": first + "".join(lines[:3] + lines[1:]),
-        "a newer version": line(NEWER) + "".join(lines),
-        "a newer version, all unknown": line(NEWER) + UNKNOWN + "\n",
+        "a newer version": newer + "".join(lines),
+        "a newer version, all unknown": newer + UNKNOWN + "\n",
         "other metrics": first + "".join(own),
     }
     if case != "no folder":
@@ -92,55 +90,51 @@ REMARKED = {
 }
 
 
-def run_command(command, case, make_readings, tmp_path):
+# How a command answers in place of what the tables say: that it can wait; what it cannot compare.
+OTHERWISE = {
+    **{("watch", case): (0, "no readings yet", "")
+       for case, words in REFUSED.items() if words.startswith("no readings")},
+    ("compare", "other metrics"): (2, "", "geomon: the runs have no values at steps near one anot"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*REFUSED, *REMARKED])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_record_is_shown_with_one_line_on_the_rest_or_refused_in_one(
+    command, case, make_readings, tmp_path
+):
     make(case, tmp_path / "run", make_readings((0, 16, 32, 64)))
-    return invoke(*COMMANDS[command](tmp_path / "run", tmp_path))
-
-
-@pytest.mark.parametrize("case", REFUSED)
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_record_of_which_no_page_can_be_made_is_refused_in_one_line(
-    command, case, make_readings, tmp_path
-):
-    result = run_command(command, case, make_readings, tmp_path)
+    result = invoke(*COMMANDS[command](tmp_path / "run", tmp_path))
     assert isinstance(result.exception, SystemExit | None)
-    if command == "watch" and REFUSED[case].startswith("no readings"):  # it can wait for some
-        assert (result.exit_code, result.stdout.split()[:3]) == (0, ["no", "readings", "yet"])
-        return
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert re.fullmatch(f"geomon: {REFUSED[case]}.*\n", result.stderr)
+    shown, said = " ".join(result.stdout.split()), result.stderr
+    if (command, case) in OTHERWISE:
+        code, on_page, beside = OTHERWISE[command, case]
+        assert result.exit_code == code
+        assert shown.startswith(on_page)
+        assert said.startswith(beside)
+    elif case in REFUSED:
+        assert (result.exit_code, shown) == (2, "")
+        assert re.fullmatch(f"geomon: {REFUSED[case]}.*\n", said)
+    else:
+        remark, of_each = REMARKED[case], 2 if command == "compare" else 1
+        assert (result.exit_code, bool(shown)) == (0, True)
+        if command in ("watch", "summary"):  # they say it where they say everything
+            assert (bool(re.search(remark, shown)), said) == (True, "")
+        else:
+            assert re.fullmatch(f"(.*{remark}.*\n){{{of_each}}}" if remark else "", said)
 
 
-@pytest.mark.parametrize("case", REMARKED)
-@pytest.mark.parametrize("command", COMMANDS)
-def test_what_can_be_read_is_shown_with_one_line_on_the_rest(
-    command, case, make_readings, tmp_path
-):
-    result = run_command(command, case, make_readings, tmp_path)
-    if command == "compare" and case == "other metrics":
-        assert result.exit_code == 2
-        assert "geomon: the runs have no values at steps near one another" in result.stderr
-        return
-    assert result.exit_code == 0, result.output
-    assert result.stdout
-    said = result.stderr.splitlines()
-    if command in ("watch", "summary"):  # they say it where they say everything
-        said = [" ".join(result.stdout.split())] if REMARKED[case] else []
-    assert len(said) == bool(REMARKED[case]) * (2 if command == "compare" else 1)
-    assert all(re.search(REMARKED[case], words) for words in said)
-
-
-@pytest.mark.parametrize("case", [*REFUSED, "two runs at once", "a newer version", "other metrics"])
+@pytest.mark.parametrize("case", [*REFUSED, *REMARKED])
 def test_a_notebook_shows_what_can_be_read(case, make_readings, tmp_path):
     make(case, tmp_path / "run", make_readings((0, 16, 32, 64)))
     words = {**REFUSED, **REMARKED}[case]
-    if not words.startswith("no readings") and case in REFUSED:
+    if case in REFUSED and not words.startswith("no readings"):
         with pytest.raises((FileNotFoundError, ValueError), match=words):
             read(tmp_path / "run")
         return
     page = read(tmp_path / "run")._repr_html_()
     assert re.search(words.removeprefix("no readings yet in .*: ").removesuffix("try again"), page)
-    assert ("<img" in page) == (case not in REFUSED)
+    assert ("<img" in page) == (case in REMARKED)
 
 
 # -- what a record holds, and what pages say of it -------------------------------------------------
@@ -168,12 +162,12 @@ COMPARED = [
 def test_differences_beyond_their_margin_have_the_digits_that_tell_values_apart(
     values, margin, said, tmp_path
 ):
-    folders = []
-    for name, value in zip("ab", values, strict=True):
-        # A deviation over splits of the same sequences decides nothing.
-        tags = {"own/mean": value, "own/mean/std": 0.001, "own/layer_01": 9.0 + value}
-        tags |= {"own/mean/margin": margin} if margin else {}
-        folders.append(write(tmp_path / name, [reading_of(tags, 200)]))
+    # A deviation over splits of the same sequences decides nothing.
+    of_all = {"own/mean/std": 0.001} | ({"own/mean/margin": margin} if margin else {})
+    folders = [
+        write(tmp_path / name, [reading_of({"own/mean": x, "own/layer_01": 9 + x, **of_all}, 200)])
+        for name, x in zip("ab", values, strict=True)
+    ]
     printed = invoke("compare", *folders).stdout
     assert said in printed
     assert not re.search("layer|geomon/|std", printed.partition("\n")[2])
@@ -233,13 +227,12 @@ def test_profiles_say_where_they_peak(profile, said, tmp_path):
     ],
 )  # fmt: skip
 def test_settings_that_differ_are_named(one, other, said, make_readings, tmp_path):
-    readings = make_readings((0, 16))
     folders = [
-        write(tmp_path / n, readings, **described) for n, described in (("a", one), ("b", other))
+        write(tmp_path / name, make_readings((0, 16)), **described)
+        for name, described in (("a", one), ("b", other))
     ]
-    lines = invoke("compare", *folders).stdout.splitlines()
-    found = [text for text in lines if text.startswith("the records differ in ")]
-    assert found == ([f"the records differ in {said}"] if said else [])
+    found = re.findall("^the records differ in (.*)$", invoke("compare", *folders).stdout, re.M)
+    assert found == ([said] if said else [])
 
 
 # Values of the dimension, and their margin; the line in small characters.
@@ -354,17 +347,6 @@ def test_long_runs_are_thinned_and_keep_both_ends_and_extremes(make_readings, tm
     assert 8 < len(re.findall(r'"method":"restyle"', page)) <= 16  # moves of a slider
 
 
-def test_the_numbers_of_a_page_are_those_of_the_record(make_readings, tmp_path, monkeypatch):
-    run = write_run(tmp_path / "run", make_readings())
-    monkeypatch.setattr("plotly.offline.get_plotlyjs", str)
-    assert invoke("report", tmp_path / "run", "-o", tmp_path / "page.html").exit_code == 0
-    page = (tmp_path / "page.html").read_text()
-    for tag in ("twonn/mean", "gride/mean/k32", "training/loss", "anisotropy/layer_02"):
-        values = [float(f"{value:.5g}") for value in run.series(tag)[1]]
-        known = values if "layer" not in tag else values[-1:]
-        assert json.dumps(known, separators=(",", ":"))[1:-1] in page, tag
-
-
 def words_of(folder, *arguments):
     """The words of a figure."""
     with matplotlib.rc_context({"svg.fonttype": "none"}):
@@ -387,10 +369,19 @@ def test_the_title_says_model_size_steps_and_loss(described, title, make_reading
     assert title in words_of(tmp_path, "figure", folder)
 
 
-def test_names_of_folders_are_no_formulas(make_readings, tmp_path):
-    folders = [write(tmp_path / name, make_readings((0, 16))) for name in ("a$^$", "b")]
-    found = words_of(tmp_path, "compare", *folders)
-    assert {"first: a$^$", "second: b"} <= {*found}
+@pytest.mark.parametrize("kind", ["map", "profiles", "heads", "cosines", "compare"])
+def test_names_are_no_formulas(kind, make_readings, tmp_path):
+    """Of folders, and of metrics: matplotlib reads what stands between two dollars as one."""
+    values = {f"own/layer_0{n}{head}": 0.0 for n in range(3) for head in ("", "/head_0", "/head_1")}
+    texts = {**TEXTS, "own": {"title": "own$^$"}, "twonn": {"title": "twonn$^$"}}
+    readings = [with_values(each, {**each.values, **values}) for each in make_readings((0, 16))]
+    folders = [write(tmp_path / name, readings, metrics=texts) for name in ("a$^$", "b")]
+    asked = ["compare", *folders]
+    if kind != "compare":
+        asked = ["figure", folders[0], "--kind", kind, "--metric", "own"]
+    found = " | ".join(words_of(tmp_path, *asked))
+    names = ["own$^$"] if kind != "compare" else ["first: a$^$", "twonn$^$"]
+    assert [name for name in names if name not in found] == []
 
 
 @pytest.mark.parametrize(
@@ -423,10 +414,16 @@ def test_a_run_that_measured_little_says_what_it_has(make_readings, tmp_path):
     assert said.startswith("no readings yet\nAlert at step 0: rank collapse (layer 2): look there")
 
 
-@pytest.mark.parametrize("size", [((7,), 1, 1), ((0, 16), 48, 64), ((500, 700, 900), 2, 3)])
-def test_every_size_of_run_is_drawn(size, make_readings, tmp_path, monkeypatch):
-    steps, layers, heads = size
-    folder = write(tmp_path / "run", make_readings(steps, layers=layers, heads=heads))
+@pytest.mark.parametrize(
+    ("steps", "layers", "heads", "curves"),
+    [
+        ((7,), 1, 1, {}), ((0, 16), 48, 64, {}), ((500, 700, 900), 2, 3, {}),
+        ((0, 16), 2, 1, {"qk_cosine/layer_01/head_0": (NAN, 0.5)}),
+    ],
+)  # fmt: skip
+def test_every_size_of_run_is_drawn(steps, layers, heads, curves, make_readings, tmp_path):
+    readings = make_readings(steps, layers=layers, heads=heads, curves=curves)
+    folder = write(tmp_path / "run", readings)
     with matplotlib.rc_context({"savefig.dpi": 20}):
         done = invoke("figure", folder, "--all")
     assert (done.exit_code, done.stdout.count("wrote ")) == (0, 6)
@@ -445,23 +442,21 @@ def test_pages_of_a_large_record_make_no_tags_of_all_values(make_readings, tmp_p
 
 
 def test_files_stand_beside_the_record_or_where_asked(run, tmp_path):
-    def written(*arguments):
+    other, page = tmp_path / "else" / "picture.svg", tmp_path / "new folder" / "page.html"
+    kinds = ("--kind", "dimension", "--kind", "map", "--metric", "anisotropy")
+    for arguments, files in [
+        (("figure", run), [run / "geometry.png"]),
+        (("figure", run / FILE_NAME, "--out", other), [other]),
+        (("figure", run, *kinds),
+         [run / "figures" / "dimension.png", run / "figures" / "map_anisotropy.png"]),
+        (("compare", run, run, "--out", tmp_path / "both.svg"), [tmp_path / "both.svg"]),
+        (("report", run, "-o", page), [page]),
+    ]:  # fmt: skip
         done = invoke(*arguments)
         assert done.exit_code == 0, done.stderr
-        found = [text for text in done.stdout.splitlines() if text.startswith("wrote ")]
-        return [Path(text.removeprefix("wrote ").partition(" (")[0]) for text in found]
-
-    other = tmp_path / "else" / "picture.svg"
-    assert written("figure", run) == [run / "geometry.png"]
-    assert written("figure", run / FILE_NAME, "--out", other) == [other]
+        assert re.findall(r"^wrote (\S.*?)(?: \(.*)?$", done.stdout, re.M) == [*map(str, files)]
+        assert all(file.is_file() for file in files)
     assert "<svg" in other.read_text()[:1000]
-    kinds = ("--kind", "dimension", "--kind", "map", "--metric", "anisotropy")
-    assert written("figure", run, *kinds) == [
-        run / "figures" / "dimension.png", run / "figures" / "map_anisotropy.png",
-    ]  # fmt: skip
-    assert written("compare", run, run, "--out", other) == [other]
-    page = tmp_path / "new folder" / "page.html"
-    assert written("report", run, "-o", page) == [page]
     assert page.read_text().lstrip().startswith("<!DOCTYPE html>")
 
 
@@ -497,37 +492,28 @@ WRONG = [
     (["report", "run", "-o", "a.pdf"], "the file of a report must end in .html"),
     (["alerts", "x"], "no alert is called 'x'"),
     (["compare", "run", "no"], "no record at no"),
+    (["watch", "run", "--once", "--stack", "encoder"], "no stack is called 'encoder'"),
+    *(([*asked, out], f"geomon: {out} cannot be written (")
+      for *asked, out in (["figure", "run", "--out", "file/a.png"],
+                          ["compare", "run", "run", "--out", "file/a.png"],
+                          ["report", "run", "--out", "file/a.html"],
+                          ["export", "run", "--out", "file/a.csv"])),
+    (["report", "run", "--out", "file/a.html"], "): pass another path with --out\n"),
+    (["figure", "run", "--kind", "run", "--kind", "map", "--out", "file"],
+     "is a file: pass a folder with --out for several figures\n"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "words"), WRONG)
 def test_bad_input_is_one_clear_line(arguments, words, run, make_readings, tmp_path, monkeypatch):
     write(tmp_path / "bare", make_readings((0, 16), without=ALL))
-    monkeypatch.chdir(tmp_path)
-    before = {*tmp_path.rglob("*")}
-    result = invoke(*arguments)
-    assert result.exit_code == 2
-    assert words in result.stderr
-    assert result.stderr.count("\n") == 1
-    assert {*tmp_path.rglob("*")} == before
-
-
-@pytest.mark.parametrize(
-    "command",
-    [("figure", "a.png"), ("compare", "a.png"), ("report", "a.html"), ("export", "a.csv")],
-)
-def test_a_place_that_cannot_be_written_is_named_with_what_to_do(command, run, tmp_path):
-    name, file = command
     (tmp_path / "file").write_text("of the user")
-    out = tmp_path / "file" / file
-    result = invoke(name, *[run] * (1 + (name == "compare")), "--out", out)
-    assert result.exit_code == 2
-    assert result.stderr.startswith(f"geomon: {out} cannot be written (")
-    assert result.stderr.endswith("): pass another path with --out\n")
-    assert result.stderr.count("\n") == 1
-    several = invoke("figure", run, "--kind", "run", "--kind", "map", "--out", tmp_path / "file")
-    assert several.stderr.endswith("is a file: pass a folder with --out for several figures\n")
-    assert (tmp_path / "file").read_text() == "of the user"
+    monkeypatch.chdir(tmp_path)
+    before = {path: path.is_dir() or path.read_bytes() for path in tmp_path.rglob("*")}
+    result = invoke(*arguments)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert words in result.stderr
+    assert {path: path.is_dir() or path.read_bytes() for path in tmp_path.rglob("*")} == before
 
 
 @pytest.mark.parametrize(
@@ -545,13 +531,12 @@ def test_what_stood_there_stays_where_the_new_one_cannot_be_finished(
         raise OSError(28, "No space left on device")
 
     (tmp_path / file).write_text("of yesterday")
-    before = set(tmp_path.iterdir())
     monkeypatch.setattr(writes, fill_up)
     result = invoke(name, run, "--out", tmp_path / file)
     assert result.exit_code == 2
     assert "cannot be written (No space left on device)" in result.stderr
     assert (tmp_path / file).read_text() == "of yesterday"
-    assert set(tmp_path.iterdir()) == before  # no part of the new one
+    assert {*tmp_path.iterdir()} == {run, tmp_path / file}  # no part of the new one
 
 
 def test_sentences_are_broken_between_words_on_a_terminal_alone(run):
@@ -571,7 +556,7 @@ def test_sentences_are_broken_between_words_on_a_terminal_alone(run):
 
 # -- nothing of a record acts ----------------------------------------------------------------------
 
-ACTING = "\x1b[2J\x1b]0;title\x07\u202eabc\x9b31m\x00\r\nline\u2028end"
+ACTING = "[bold]x[/nope]\x1b[2J\x1b]0;title\x07\u202eabc\x9b31m\x00\r\nline\u2028end"
 SCRIPT = "<script>alert(1)</script><b onclick='x()'>\"&amp;</b></script><!--"
 TAG = "<img src=x onerror=alert(1)>"
 

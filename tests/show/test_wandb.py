@@ -1,6 +1,7 @@
 """Pages of W&B: rows beside the training's own, charts, the summary, alerts; all of it offline."""
 
 import contextlib
+import copy
 import gc
 import json
 import math
@@ -15,7 +16,7 @@ from models import PlainDecoder, batch
 from tagged import TEXTS, raised_of, reading_of
 from wandb_file import Run, wandb_records, wandb_rows, work_offline
 
-from geomon import Monitor, WandB, read, select
+from geomon import Monitor, WandB, select
 
 
 def reading(step, value=None, notes=(), source="inline"):
@@ -42,22 +43,32 @@ NO_ROOM = {"every epoch of ten", "few numbers, and a row counted", "never"}
 def log_as_a_training(run, sink, habit, steps=20):
     for step in range(steps):
         sink.write(reading(step))
-        given = HABITS[habit](step)
-        if given is not None:
+        if (given := HABITS[habit](step)) is not None:
             run.log({f"loss_{step}": float(step)}, **given)
+
+
+def watched(*arguments, **options):
+    """A run of W&B, and a sink without pictures on it."""
+    run = Run()
+    return run, WandB(run, *arguments, pictures=False, **options)
 
 
 def steps_of(run):
     return {row["geomon/step"]: row["geomon/twonn"] for row in run.rows if "geomon/step" in row}
 
 
-@pytest.mark.parametrize("by_step", [False, True])
-@pytest.mark.parametrize("habit", HABITS)
+def losses_of(habit):
+    return {f"loss_{step}" for step in range(20) if HABITS[habit](step) is not None}
+
+
+@pytest.mark.parametrize(
+    ("habit", "by_step"),
+    # by_step says that nobody numbers as the habits without room do.
+    [(habit, by_step) for habit in HABITS for by_step in (False, True)
+     if not by_step or habit not in NO_ROOM - {"never"}],
+)  # fmt: skip
 def test_every_row_of_both_arrives_and_readings_at_the_latest_with_the_next_row(habit, by_step):
-    if by_step and habit in NO_ROOM - {"never"}:
-        pytest.skip("by_step says that nobody numbers so")
-    run = Run()
-    sink = WandB(run, by_step=by_step, pictures=False)
+    run, sink = watched(by_step=by_step)
     log_as_a_training(run, sink, habit)
     behind = set(range(20)) if habit in NO_ROOM and not by_step else {19}
     assert steps_of(run).keys() >= set(range(20)) - behind
@@ -65,14 +76,12 @@ def test_every_row_of_both_arrives_and_readings_at_the_latest_with_the_next_row(
     run.end_row()
     assert not run.dropped
     assert steps_of(run) == {step: 0.1 + step for step in range(20)}
-    kept = {name for row in run.rows for name in row if name.startswith("loss")}
-    assert kept == {f"loss_{s}" for s in range(20) if HABITS[habit](s) is not None}
+    assert {name for row in run.rows for name in row if name[:4] == "loss"} == losses_of(habit)
     assert habit == "in tokens" or run.step <= len(run.rows)  # no number is left out
 
 
 def test_two_readings_of_one_step_are_two_rows():
-    run = Run()
-    sink = WandB(run, pictures=False)
+    run, sink = watched()
     for step in range(3):
         sink.write(reading(step))
         sink.write(reading(step, 7.0, source="probe"))
@@ -98,16 +107,17 @@ def test_what_fails_beside_a_row_of_the_training_is_a_warning(caplog):
     run.log({"loss": 1.0})
     assert run.rows == [{"loss": 1.0}]
     assert any("a reading was not logged: OSError: gone" in message for message in caplog.messages)
-    torn = Run()
-    sink = WandB(torn, pictures=False)
-    torn.log({"loss": 1.0}, step=0)
-    caplog.clear()
+
+
+def test_a_run_that_was_torn_down_is_a_warning(caplog):
+    run, sink = watched()
+    run.log({"loss": 1.0}, step=0)
     for step in range(2):
         sink.write(reading(step))
-    del torn.step  # W&B raises where it is asked after it was torn down
+    del run.step  # W&B raises where it is asked after it was torn down
     sink.close()
     assert [each for each in caplog.messages if "a reading was not logged" in each]
-    assert "_log" not in vars(torn)
+    assert "_log" not in vars(run)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -131,7 +141,7 @@ def test_nothing_is_left_on_the_run(order):
         assert rows() is None
 
 
-def test_runs_that_cannot_be_watched_are_disabled_or_are_not_there_cost_nothing(monkeypatch):
+def test_a_run_that_cannot_be_watched_gets_its_rows():
     class Unwatched(Run):
         log, _log = Run._log, None
 
@@ -141,27 +151,29 @@ def test_runs_that_cannot_be_watched_are_disabled_or_are_not_there_cost_nothing(
         sink.write(reading(step))
     sink.close()
     assert steps_of(run).keys() == {0, 1, 2}
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_run_that_is_disabled_or_not_there_costs_nothing(is_there, monkeypatch):
+    monkeypatch.setattr("wandb.run", None)
     disabled = Run()
     disabled.disabled = True
-    monkeypatch.setattr("wandb.run", None)
-    for given in (disabled, None):
-        sink = WandB(given)
-        sink.write(reading(0, notes=["a note"]))
-        sink.alert(raised_of("rank_collapse", 1))
-        sink.close()
-    assert "_log" not in vars(disabled)
-    assert (disabled.rows, disabled.summary, disabled.alerts) == ([], {}, [])
+    before = copy.deepcopy(vars(disabled))
+    sink = WandB(disabled if is_there else None)
+    sink.write(reading(0, notes=["a note"]))
+    sink.alert(raised_of("rank_collapse", 1))
+    sink.close()
+    assert vars(disabled) == before
 
 
 def test_a_run_to_which_nobody_else_logs_is_said_once(caplog):
-    sink = WandB(Run(), pictures=False)
+    _, sink = watched()
     with caplog.at_level("WARNING", "geomon"):
         for step in range(20):
             sink.write(reading(step))
             assert len(caplog.messages) == (step >= 3)  # the first joins the open row
     assert "WandB(run, by_step=True)" in caplog.text
-    run = Run()
-    sink = WandB(run, pictures=False)
+    run, sink = watched()
     run.log({"loss": 1.0}, step=0)
     for step in range(5):
         sink.write(reading(step))
@@ -190,22 +202,18 @@ PEAKED = {0: 2.0, 8: 4.0, 16: 6.0, 32: 8.0, 64: 6.0, 128: 4.0, 256: 3.0}
 
 
 def test_the_summary_holds_phase_peak_and_last_value_and_is_kept_up_to_date():
-    run, found = Run(), []
-    sink = WandB(run, pictures=False)
+    run, sink = watched()
     for step, value in PEAKED.items():
         sink.write(reading(step, value))
         sink.write(reading(step, 1.0, source="probe") if step == 0 else reading(step, math.nan))
-        found.append(dict(run.summary))
-    assert found[3]["geomon/phase"] == "expanding"
-    assert found[3]["geomon/peak_step"] is None
-    facts = run.summary.pop("geomon/facts")
-    assert facts == (
-        "twonn, mean over layers: 3.0 ± 0.2 at step 256, compressing, -1.0 ± 0.5 since step 128; "
-        "peak 8.0 ± 0.2 at step 32, -5.0 ± 0.5 since; start 2.0 ± 0.2 at step 0, +1.0 ± 0.5 since."
-    )
+        if step == 32:
+            early = dict(run.summary)
+    assert (early["geomon/phase"], early["geomon/peak_step"]) == ("expanding", None)
     assert run.summary == {
         "geomon/alerts": 0, "geomon/phase": "compressing", "geomon/peak_step": 32,
-        "geomon/peak": 8.0, "geomon/final": 3.0,
+        "geomon/peak": 8.0, "geomon/final": 3.0, "geomon/facts":
+        "twonn, mean over layers: 3.0 ± 0.2 at step 256, compressing, -1.0 ± 0.5 since step 128; "
+        "peak 8.0 ± 0.2 at step 32, -5.0 ± 0.5 since; start 2.0 ± 0.2 at step 0, +1.0 ± 0.5 since.",
     }  # fmt: skip
     sink.alert(raised_of("rank_collapse", 256))
     assert run.summary["geomon/alerts"] == 1  # at once
@@ -247,11 +255,8 @@ def test_however_a_program_ends_the_file_has_every_row_of_both(habit, ending, tm
     )  # fmt: skip
     rows = wandb_rows(tmp_path)
     assert sorted(int(r["geomon/step"]) for r in rows if "geomon/twonn" in r) == list(range(20))
-    names = {name for row in rows for name in row}
-    assert ("last" in names) == (ending == "finish")
-    assert {name for name in names if name.startswith("loss_")} == {
-        f"loss_{s}" for s in range(20) if HABITS[habit](s) is not None
-    }
+    names = {name for row in rows for name in row if name.startswith(("loss_", "last"))}
+    assert names == losses_of(habit) | ({"last"} if ending == "finish" else set())
 
 
 SECTIONS = {
@@ -283,22 +288,16 @@ def test_offline_the_file_has_panels_in_sections_configuration_summary_and_alert
     run.finish()
     records = wandb_records(tmp_path)
 
-    panels = {}
-    for record in records:
-        metric = record.metric
-        if record.HasField("metric") and metric.name and not metric.options.hidden:
-            assert metric.step_metric == "geomon/step"
-            section, _, name = metric.name.partition("/")
-            panels.setdefault(section, set()).add(name)
-    assert panels == SECTIONS
-
-    config = {item.key: json.loads(item.value_json) for r in records for item in r.config.update
-              if r.HasField("config")} | {
-        item.key: json.loads(item.value_json) for r in records if r.HasField("run")
-        for item in r.run.config.update
-    }  # fmt: skip
-    assert config["own"] == 1
-    assert config["geomon"]["model"] == "Decoder"
+    metrics = [record.metric for record in records if record.HasField("metric")]
+    shown = [each for each in metrics if each.name and not each.options.hidden]
+    assert {each.step_metric for each in shown} == {"geomon/step"}
+    assert {each.name for each in shown} == {
+        f"{section}/{name}" for section, names in SECTIONS.items() for name in names
+    }
+    updates = [record.config for record in records if record.HasField("config")]
+    updates += [record.run.config for record in records if record.HasField("run")]
+    config = {item.key: json.loads(item.value_json) for update in updates for item in update.update}
+    assert (config["own"], config["geomon"]["model"]) == (1, "Decoder")
     assert config["geomon"]["metrics"].keys() == TEXTS.keys()
     assert config["geomon"]["metrics"]["twonn"] == TEXTS["twonn"]["meaning"]
 
@@ -308,13 +307,11 @@ def test_offline_the_file_has_panels_in_sections_configuration_summary_and_alert
     }  # fmt: skip
     expected = {"phase": "compressing", "peak_step": 256, "alerts": 1, "peak": 7.4, "final": 5.3}
     assert {name: summary[f"geomon/{name}"] for name in expected} == expected
-
     (alert,) = [record.alert for record in records if record.HasField("alert")]
     assert (alert.title, alert.level, alert.wait_duration) == (
         "geomon: rank collapse", "WARN", 600_000,
     )  # fmt: skip
     assert alert.text.startswith("Step 1700: rank collapse (layer 2)")
-
     media = [json.loads(path.read_text()) for path in tmp_path.rglob("*.plotly.json")]
     assert {trace["type"] for chart in media for trace in chart["data"]} == {"scatter", "heatmap"}
 
@@ -323,13 +320,10 @@ def test_the_configuration_of_a_wandb_run_describes_the_monitored_one(tmp_path, 
     import wandb
 
     work_offline(monkeypatch, tmp_path)
-    sink = WandB(pictures=False)  # before there is a run
-    model = PlainDecoder(layers=1)
+    sink, model = WandB(pictures=False), PlainDecoder(layers=1)  # before there is a run
+    options = {"metrics": select("variance"), "directory": None, "strict": True, "schedule": 1}
     with wandb.init(project="test", dir=str(tmp_path), config={"own": 1}) as run:
-        monitor = Monitor(
-            model, metrics=select("variance"), directory=tmp_path, sinks=[sink], strict=True,
-            schedule=lambda step: True,
-        )  # fmt: skip
+        monitor = Monitor(model, sinks=[sink], **options)
         for step in range(2):
             with monitor(step):
                 model(batch())
@@ -338,9 +332,7 @@ def test_the_configuration_of_a_wandb_run_describes_the_monitored_one(tmp_path, 
         run.log({"loss": 1.0})
         sink.close()
         assert "_log" not in vars(run)
-        (described,) = read(tmp_path).runs
-        found = dict(run.config)
-    assert found["own"] == 1
-    assert found["geomon"]["metrics"].keys() == described["metrics"].keys()
-    assert all(found["geomon"]["metrics"].values())
-    assert found["geomon"].keys() == monitor.describe().keys()
+        found, described = dict(run.config), monitor.describe()
+    assert (found["own"], found["geomon"].keys()) == (1, described.keys())
+    meanings = {name: text["meaning"] for name, text in described["metrics"].items()}
+    assert found["geomon"]["metrics"] == meanings

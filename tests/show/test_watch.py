@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
 from shown import Terminal, alerted, write
-from tagged import raised_of, reading_of, with_values
+from tagged import raised_of, reading_of
 
 from geomon.cli import make_app
 from geomon.record import FILE_NAME
@@ -54,6 +54,16 @@ def is_chart(line):
     return any("⠀" < character <= "⣿" for character in line)
 
 
+def fits(lines, size):
+    assert len(lines) <= size[1]
+    assert max(map(len, lines)) <= size[0]
+
+
+def append(path, text):
+    with path.open("a") as file:
+        file.write(text)
+
+
 @pytest.fixture
 def screens(monkeypatch):
     return Screens(monkeypatch)
@@ -66,17 +76,15 @@ def test_dimensions_phases_and_alerts_are_whole_at_any_size_above_a_chart(
     kinds = [(16, "logit_growth"), (64, "not_finite"), (256, "entropy_collapse")]
     folder = write(tmp_path / "a", alerted(make_readings(layers=12, heads=16), kinds))
     (screen,) = screens.of(folder, size=size)
-    assert "step 1,500 · " in words(screen)
     assert (
         "Alerts: not finite at step 64, logit growth at step 16, entropy collapse at step "
         "256. intrinsic dimension, mean over layers: 5.3 ± 0.1 at step 1,500, compressing, -0.4"
     ) in words(screen)
-    lines = screen.splitlines()
     assert "intrinsic dimension  5.3 ± 0.1" in screen  # above the chart
+    lines = screen.splitlines()
     assert sum(map(is_chart, lines)) >= 4
     assert sum(line.count("│") >= 3 for line in lines) >= 6  # alerts
-    assert len(lines) <= size[1]
-    assert max(map(len, lines)) <= size[0]
+    fits(lines, size)
 
 
 def test_a_chart_is_left_out_where_the_overview_fills_the_screen(make_readings, tmp_path, screens):
@@ -97,10 +105,8 @@ def test_any_curve_fits_into_any_terminal(points, size, tmp_path, screens):
     ]
     screens.terminal = Terminal("utf-8")
     (screen,) = screens.of(write(tmp_path, readings), size=size)
-    lines = screen.splitlines()
-    assert any("┤" in line for line in lines)
-    assert len(lines) <= size[1]
-    assert max(map(len, lines)) <= size[0]
+    assert "┤" in screen
+    fits(screen.splitlines(), size)
 
 
 @pytest.mark.parametrize("width", [120, 80, 60, 40])
@@ -109,9 +115,9 @@ def test_an_overview_fits_the_terminal_and_cuts_no_word(make_readings, width):
     console = Console(width=width, color_system=None, file=io.StringIO())
     console.print(view(make_readings(layers=24, heads=16, notes=[note])))
     lines = console.file.getvalue().splitlines()
-    assert max(map(len, lines)) <= width
+    fits(lines, (width, 100))
     text = words(" ".join(lines))
-    assert "± 0.1 at step 1,500, compressing, -0.4 ± 0.3 since step 1,024; peak 7.4 ± 0.1" in text
+    assert "since step 1,024; peak 7.4 ± 0.1" in text
     assert note in text
     assert "…" not in text or width == 40  # of the rows below
     assert any("5.3 ± 0.1     ▁▁▂▅██▇▆▅ " in f"{line} " for line in lines)  # value and curve whole
@@ -120,44 +126,30 @@ def test_an_overview_fits_the_terminal_and_cuts_no_word(make_readings, width):
 def test_a_record_is_followed_while_it_is_written(make_readings, tmp_path, screens):
     readings, path = make_readings(), tmp_path / FILE_NAME
     line = readings[0].line()
-
-    def append(text):
-        with path.open("a") as file:
-            file.write(text)
-
-    between = [
-        lambda: path.write_text('{"run": {}}\n'),
-        lambda: append(line[:100]),  # torn: the rest is on its way
-        lambda: append(line[100:] + "\n"),
-        lambda: write(tmp_path, readings),
-        path.unlink,  # a synced file is replaced
-        lambda: write(tmp_path, readings.readings[:3]),
-        lambda: append("hello\n"),
-        lambda: write(tmp_path, readings),
-    ]
-    shown = [*map(words, screens.of(tmp_path, between=between))]
-    expected = [
-        "waiting for", "no readings yet", "no readings yet", "step 0 ", "step 1,500", "step 1,500",
-        "step 32 ", "line 5 of", "step 1,500",
-    ]  # fmt: skip
-    for said, screen in zip(expected, shown, strict=True):
-        assert said in screen
+    happens = {
+        "waiting for": lambda: path.write_text('{"run": {}}\n'),
+        "no readings yet": lambda: append(path, line[:100]),  # torn: the rest is on its way
+        "no readings yet ": lambda: append(path, line[100:] + "\n"),
+        "step 0 ": lambda: write(tmp_path, readings),
+        "step 1,500": path.unlink,  # a synced file is replaced
+        "step 1,500 ": lambda: write(tmp_path, readings.readings[:3]),
+        "step 32 ": lambda: append(path, "hello\n"),
+        "line 5 of": lambda: write(tmp_path, readings),
+    }
+    shown = [*map(words, screens.of(tmp_path, between=happens.values()))]
+    for said, screen in zip((*happens, "step 1,500 "), shown, strict=True):
+        assert said.strip() in screen
     assert "step 32 " in shown[-2]  # what was read before stays
     assert "line 5 of" not in shown[-1]
 
 
 def test_an_alert_is_shown_at_once_and_what_a_run_gave_up_is_not(make_readings, tmp_path, screens):
-    readings = make_readings(source="inline")
-
-    def append(line):
-        with (tmp_path / FILE_NAME).open("a") as file:
-            file.write(line + "\n")
-
+    readings, path = make_readings(source="inline"), tmp_path / FILE_NAME
     write(tmp_path, alerted(replace(readings, readings=[]), [(0, "not_finite")]))
     between = [
         lambda: write(tmp_path, readings),
-        lambda: append(raised_of("logit_growth", 1700).line()),
-        lambda: append('{"run": {"rewound_to": 500}}'),
+        lambda: append(path, raised_of("logit_growth", 1700).line() + "\n"),
+        lambda: append(path, '{"run": {"rewound_to": 500}}\n'),
     ]
     none, healthy, raised, rewound = map(words, screens.of(tmp_path, between=between))
     assert "no readings yet Alert at step 0: not finite (layer 2)" in none
@@ -175,40 +167,10 @@ def test_several_runs_lie_over_one_another_with_a_legend(make_readings, tmp_path
     ]
     (screen,) = screens.of(*folders, size=(110, 50))
     lines = screen.splitlines()
-    assert any(line.startswith("━ one") for line in lines)
+    assert [line for line in lines if line.startswith("━")] == ["━ one", "━ two"]
     assert "intrinsic dimension  ━ one  ━ two" in screen
-    assert lines.index(next(line for line in lines if "━ two" in line)) > 3
     marks = [float(line.split("┤")[0]) for line in lines if "┤" in line]
-    assert max(marks) >= 9
-    assert min(marks) <= 1
-
-
-@pytest.mark.parametrize(
-    ("content", "arguments", "said"),
-    [("hello\n", (), "line 1 of"), ("", ("--stack", "encoder"), "no stack is called 'encoder'")],
-)
-def test_what_is_no_record_ends_in_one_line(
-    make_readings, tmp_path, screens, content, arguments, said, capsys
-):
-    path = write(tmp_path, make_readings()) / FILE_NAME
-    path.write_text(content + path.read_text())
-    assert screens.of(tmp_path, arguments=arguments) == []
-    (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
-
-
-def test_nothing_of_a_record_acts_on_the_terminal_or_on_the_markup(
-    make_readings, tmp_path, screens
-):
-    odd = "\x1b[2J[bold]x[/nope]\u202e"
-    values = {f"{odd}/mean": 1.0, f"{odd}/layer_01/head_0": 1.0}
-    readings = [
-        with_values(r, values, source=odd, mode=odd, notes=[odd]) for r in make_readings((0, 16))
-    ]
-    (screen,) = screens.of(write(tmp_path / "a[red]\x1b[2J", readings))
-    assert "[bold]x[/nope]" in screen
-    assert "\x1b[2J" not in screens.terminal.getvalue()
-    assert "\u202e" not in screens.terminal.getvalue()
+    assert min(marks) <= 1 < 9 <= max(marks)
 
 
 @pytest.mark.parametrize(

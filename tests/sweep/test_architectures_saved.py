@@ -50,10 +50,8 @@ OF_TEXT = {
 
 def layers_are_measured(reading, stacks):
     assert (reading.step, reading.source, reading.mode) == (0, "probe", "eval")
-    for stack, count in stacks.items():
-        found = reading.stacks[stack]["anisotropy"].layers
-        assert len(found) == count
-        assert all(map(math.isfinite, found))
+    found = {stack: reading.stacks[stack]["anisotropy"].layers for stack in stacks}
+    assert {stack: sum(map(math.isfinite, each)) for stack, each in found.items()} == stacks
     assert not any("checkpoint is left out" in note for note in reading.words())
 
 
@@ -61,12 +59,13 @@ def layers_are_measured(reading, stacks):
 def test_a_saved_model_reads_the_batch_that_is_given_itself_or_in_a_file(tmp_path, name):
     torch.manual_seed(0)
     ZOO[name].build("eager").save_pretrained(tmp_path / "model")
-    batch = ZOO[name].inputs()
-    torch.save(batch, tmp_path / "batch.pt")
-    (given,) = scan(tmp_path / "model", inputs=batch, directory=tmp_path / "a", **CHOSEN)
+    batch, file = ZOO[name].inputs(), tmp_path / "batch.pt"
+    torch.save(batch, file)
+    given, of_file = (
+        scan(tmp_path / "model", inputs=inputs, directory=tmp_path / folder, **CHOSEN)[0]
+        for folder, inputs in (("a", batch), ("b", file))
+    )
     layers_are_measured(given, GIVEN[name])
-    file = tmp_path / "batch.pt"
-    (of_file,) = scan(tmp_path / "model", inputs=file, directory=tmp_path / "b", **CHOSEN)
     assert repr(of_file.stacks) == repr(given.stacks)  # as text NaN equals NaN
 
 

@@ -1,8 +1,10 @@
 """The sweep against live runs: equal values, going on, what fails, what is kept of it."""
 
+import contextlib
 import json
 import logging
 import math
+import shutil
 import sys
 import types
 import warnings
@@ -75,36 +77,42 @@ def run(tmp_path_factory):
 def scanned(run, tmp_path_factory):
     """The folder of a scan over the checkpoints of the run."""
     folder = tmp_path_factory.mktemp("scan")
-    scan(build, checkpoints=run / "checkpoints", directory=folder, **SMALL)
+    scan_run(run, folder)
     return folder
 
 
+def scan_run(run, folder, build=build, **options):
+    return scan(build, checkpoints=run / "checkpoints", directory=folder, **(SMALL | options))
+
+
 def values(reading):
-    """What is measured of the model: bytes, so that NaN equals NaN. A scan trains nothing."""
+    """What is measured of the model: text, so that NaN equals NaN. A scan trains nothing."""
     other = ("geomon/", "training/")
-    own = {tag: value for tag, value in reading.values.items() if not tag.startswith(other)}
-    return json.dumps(own)
+    return json.dumps({t: x for t, x in reading.values.items() if not t.startswith(other)})
+
+
+def by_step(readings):
+    return {reading.step: values(reading) for reading in readings}
 
 
 def test_a_scan_equals_the_live_record_to_the_last_digit(run, scanned):
-    live = {reading.step: reading for reading in read(run)}
-    readings = read(scanned)
-    assert [reading.step for reading in readings] == list(STEPS)
-    for reading in readings:
-        assert values(reading) == values(live[reading.step])
-        for name in ("source", "mode", "tokens", "world_size", "dtype"):
-            assert getattr(reading, name) == getattr(live[reading.step], name)
-        assert math.isnan(reading.overhead)  # a scan takes no time of a training
-    live_run, scan_run = read(run).runs[0], readings.runs[0]
+    live, found = read(run), read(scanned)
+    assert [reading.step for reading in found] == list(STEPS)
+    of_live = by_step(live)
+    assert by_step(found) == {step: of_live[step] for step in STEPS}
+    facts = [
+        {tuple(getattr(each, name) for name in ("source", "mode", "tokens", "world_size", "dtype"))
+         for each in readings} for readings in (found, live)
+    ]  # fmt: skip
+    assert facts[0] == facts[1]
+    assert all(math.isnan(reading.overhead) for reading in found)  # it takes no time of a training
     for name in ("model", "parameters", "layers", "metrics", "tokens", "splits", "queries", "seed"):
-        assert scan_run[name] == live_run[name]
+        assert found.runs[0][name] == live.runs[0][name]
 
 
 def test_a_folder_of_the_trainer_equals_the_live_record_of_the_model_with_its_head(tmp_path):
-    model = transformer("gpt2")
-    own = {"metrics": CHOSEN, "tokens": 192}
-    probe = {"input_ids": PROBE % 50}
-    monitor = Monitor(model, directory=tmp_path / "live", **own)
+    model, probe = transformer("gpt2"), {"input_ids": PROBE % 50}
+    monitor = Monitor(model, directory=tmp_path / "live", metrics=CHOSEN, tokens=192)
     for step in (0, 9, 10):
         with torch.no_grad():
             for parameter in model.parameters():
@@ -112,10 +120,9 @@ def test_a_folder_of_the_trainer_equals_the_live_record_of_the_model_with_its_he
         monitor.probe(step, probe)
         model.save_pretrained(tmp_path / "run" / f"checkpoint-{step}")
     monitor.close()
-    found = scan(tmp_path / "run", directory=tmp_path / "scan", inputs=probe, device="cpu", **own)
-    live = read(tmp_path / "live")
-    assert [values(reading) for reading in found] == [values(reading) for reading in live]
-    assert len({values(reading) for reading in found}) == 3
+    found = scan(tmp_path / "run", directory=tmp_path / "scan", **(SMALL | {"inputs": probe}))
+    assert by_step(found) == by_step(read(tmp_path / "live"))
+    assert len({*by_step(found).values()}) == 3
 
 
 class _Adapted:
@@ -139,23 +146,21 @@ class _Adapted:
 
 
 def test_an_adapter_is_measured_as_merged_with_its_model(tmp_path, monkeypatch, caplog):
-    model = transformer("gpt2")
+    model, probe = transformer("gpt2"), {"input_ids": PROBE % 50}
     model.save_pretrained(tmp_path / "base")
     monitor = Monitor(model, tokens=192, directory=tmp_path / "live", metrics=CHOSEN)
-    added = {"transformer.h.0.attn.c_proj.weight": torch.randn(32, 32)}
-    for step in (1, 2):
-        with torch.no_grad():
-            model.transformer.h[0].attn.c_proj.weight.add_(*added.values())
-        monitor.probe(step, {"input_ids": PROBE % 50})
-        folder = tmp_path / "run" / f"checkpoint-{step}"
-        folder.mkdir(parents=True)
-        (folder / "adapter_config.json").write_text(
-            json.dumps({"base_model_name_or_path": str(tmp_path / "base")})
-        )
-        torch.save({name: step * weight for name, weight in added.items()}, folder / "adapter.pt")
+    name, added = "transformer.h.0.attn.c_proj.weight", torch.randn(32, 32)
+    with torch.no_grad():
+        model.get_parameter(name).add_(added)
+    monitor.probe(1, probe)
     monitor.close()
-    (tmp_path / "run" / "checkpoint-2").rename(tmp_path / "run" / "lost-step2")
-    own = {**SMALL, "inputs": {"input_ids": PROBE % 50}, "directory": tmp_path / "scan"}
+    for folder in ("checkpoint-1", "lost-step2"):
+        path = tmp_path / "run" / folder
+        path.mkdir(parents=True)
+        named = json.dumps({"base_model_name_or_path": str(tmp_path / "base")})
+        (path / "adapter_config.json").write_text(named)
+        torch.save({name: added}, path / "adapter.pt")
+    own = {**SMALL, "inputs": probe, "directory": tmp_path / "scan"}
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ValueError, match=r"holds an adapter, which needs peft .* or merge it"):
         scan(tmp_path / "run", **own)
@@ -163,58 +168,53 @@ def test_an_adapter_is_measured_as_merged_with_its_model(tmp_path, monkeypatch, 
     peft.__dict__.update(PeftModel=_Adapted, __spec__=ModuleSpec("peft", None))
     monkeypatch.setitem(sys.modules, "peft", peft)
     found = scan(tmp_path / "run", **own)
-    assert [values(reading) for reading in found] == [values(read(tmp_path / "live")[0])]
+    assert by_step(found) == by_step(read(tmp_path / "live"))
     assert "cannot be merged" in caplog.text  # one of which nothing was loaded is left out
     assert any("merged with its adapter" in note for note in found[0].words())
 
 
-@pytest.mark.parametrize("key", [None, "model", "model_state_dict"])
+@pytest.mark.parametrize("key", [None, "model", "model_state_dict", "optimizer"])
 def test_a_file_of_a_loop_of_ones_own_is_read(key, tmp_path):
-    model = transformer("gpt2")
-    weights = model.state_dict()
-    torch.save(weights if key is None else {key: weights, "best": 0.5}, tmp_path / "step7.pt")
-    own = {**SMALL, "directory": tmp_path / "scan"}
-    (found,) = scan(lambda: transformer("gpt2"), checkpoints=tmp_path / "step7.pt", **own)
-    assert found.step == 7
-    torch.save({"optimizer": {}, "best": 0.5}, tmp_path / "step8.pt")
-    own["directory"] = tmp_path / "other"
-    with pytest.raises(ValueError, match=r"holds no weights \(optimizer, best\): expected a state"):
-        scan(lambda: transformer("gpt2"), checkpoints=tmp_path / "step8.pt", **own)
+    weights, file = transformer("gpt2").state_dict(), tmp_path / "step7.pt"
+    content = {} if key == "optimizer" else weights
+    torch.save(weights if key is None else {key: content, "best": 0.5}, file)
+    has_none = pytest.raises(ValueError, match=r"holds no weights \(optimizer, best\): expected a")
+    with has_none if key == "optimizer" else contextlib.nullcontext():
+        (found,) = scan(lambda: transformer("gpt2"), checkpoints=file, directory=tmp_path / "scan",
+                        **SMALL)  # fmt: skip
+        assert found.step == 7
 
 
 def test_revisions_of_a_model_on_the_hub_are_loaded_by_their_names(tmp_path, monkeypatch):
     """No network here: the hub's revisions are folders."""
-    loaded, local = [], transformers.AutoModel.from_pretrained
-    for name in ("step0", "step5"):
+    loaded, local, says = [], transformers.AutoModel.from_pretrained, transformers.utils.logging
+    for number in (0, 5):
         model = transformer("gpt2")
         with torch.no_grad():
-            model.transformer.wte.weight.mul_(1 + int(name[4:]))
-        model.save_pretrained(tmp_path / name)
+            model.transformer.wte.weight.mul_(1 + number)
+        model.save_pretrained(tmp_path / f"step{number}")
 
     def from_hub(source, *, revision, **options):
         loaded.append((source, revision, options["trust_remote_code"]))
-        says = transformers.utils.logging
         assert (says.is_progress_bar_enabled(), says.get_verbosity()) == (False, logging.ERROR)
         return local(tmp_path / revision, **options)
 
-    def letters(text, max_length=None, **options):
-        rows = [[ord(letter) % 50 for letter in part[:max_length]] for part in text]
-        return {"input_ids": rows}
-
     def tokenizer_from_hub(source, *, revision, trust_remote_code):
         assert (source, revision, trust_remote_code) == ("someone/model", "step0", False)
-        return letters
+        return lambda text, max_length=None, **options: {
+            "input_ids": [[ord(letter) % 50 for letter in part[:max_length]] for part in text]
+        }
 
     monkeypatch.setattr(transformers.AutoModel, "from_pretrained", from_hub)
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", tokenizer_from_hub)
     (tmp_path / "text").write_text("to be or not to be, that is the question; " * 99)
-    readings = scan(
+    found = by_step(scan(
         "someone/model", revisions=["step5", "step0", "step7"], directory=tmp_path / "scan",
         **{**SMALL, "inputs": None, "text": tmp_path / "text", "length": 16},
-    )  # fmt: skip
+    ))  # fmt: skip
     assert loaded == [("someone/model", f"step{step}", False) for step in (0, 5, 7)]
-    assert [reading.step for reading in readings] == [0, 5]
-    assert values(readings[0]) != values(readings[1])
+    assert list(found) == [0, 5]
+    assert found[0] != found[5]
 
 
 @pytest.mark.parametrize("name", ["no-such-model", "runs/no-such-run"])
@@ -227,83 +227,64 @@ def test_of_what_is_neither_here_nor_on_the_hub_both_are_said(tmp_path, monkeypa
         scan(name, directory=tmp_path / "scan", inputs={"input_ids": PROBE}, metrics=CHOSEN)
 
 
-class Stop:
+class Stop(Memory):
     """A sink at which the scan is ended from outside, at its second reading."""
 
-    def __init__(self):
-        self.left = 2
-
     def write(self, reading):
-        self.left -= 1
-        if not self.left:
+        super().write(reading)
+        if len(self.readings) == 2:
             raise KeyboardInterrupt
-
-    def close(self):
-        pass
 
 
 def test_a_scan_that_was_ended_goes_on_where_it_was(run, scanned, tmp_path):
-    built = []
+    built, shown = [], Memory()
 
     def counted(**settings):
         built.append(None)
         return build(**settings)
 
-    def go(sinks=()):
-        return scan(counted, checkpoints=run / "checkpoints", directory=tmp_path,
-                    sinks=sinks, **SMALL)  # fmt: skip
-
     with pytest.raises(KeyboardInterrupt):
-        go([Stop()])
+        scan_run(run, tmp_path, counted, sinks=[Stop()])
     assert [reading.step for reading in read(tmp_path)] == [2, 4]
     with (tmp_path / "readings.jsonl").open("ab") as file:
         file.write(b'{"step": 6, "ti')  # a line that a kill has torn
-    shown = Memory()
-    readings = go([shown])
+    readings = scan_run(run, tmp_path, counted, sinks=[shown])
     assert [reading.step for reading in shown.readings] == [6]
-    assert [values(one) for one in readings] == [values(one) for one in read(scanned)]
-    assert readings.mixed_at is None
-    assert len(go()) == 3
+    assert (by_step(readings), readings.mixed_at) == (by_step(read(scanned)), None)
+    assert len(scan_run(run, tmp_path, counted)) == 3
     assert len(built) == 2  # one model for each scan that had something to read
 
 
-def copy(run, folder, *, broken):
-    folder.mkdir()
-    for path in (run / "checkpoints").glob("*.ckpt"):
-        content = path.read_bytes()
-        own = content[: len(content) // 2] if f"step={broken}.ckpt" in path.name else content
-        (folder / path.name).write_bytes(own)
-    return folder
-
-
 def test_a_checkpoint_that_fails_is_named_left_out_and_tried_again(run, scanned, tmp_path, caplog):
-    folder = copy(run, tmp_path / "checkpoints", broken=2)
-    readings = scan(build, checkpoints=folder, directory=tmp_path / "scan", **SMALL)
+    shutil.copytree(run / "checkpoints", tmp_path / "checkpoints")
+    (broken,) = (tmp_path / "checkpoints").glob("*step=2.ckpt")
+    whole = broken.read_bytes()
+    broken.write_bytes(whole[: len(whole) // 2])
+    readings = scan_run(tmp_path, tmp_path / "scan")
     assert [reading.step for reading in readings] == [4, 6]
     words = "epoch=0-step=2.ckpt (step 2): "
-    assert [words in note for note in readings[0].words()].count(True) == 1
-    assert not any(words in note for note in readings[1].words())
-    named = [x.getMessage() for x in caplog.records if words in x.getMessage()]
-    assert len(named) == 1
-    assert "\n" not in named[0]
-
-    (whole,) = (run / "checkpoints").glob("*step=2.ckpt")
-    (folder / whole.name).write_bytes(whole.read_bytes())
-    again = scan(build, checkpoints=folder, directory=tmp_path / "scan", **SMALL)
+    counts = [sum(words in note for note in reading.words()) for reading in readings]
+    assert counts == [1, 0]
+    (named,) = [x.getMessage() for x in caplog.records if words in x.getMessage()]
+    assert "\n" not in named
+    broken.write_bytes(whole)
+    again = scan_run(tmp_path, tmp_path / "scan")
     assert [reading.step for reading in again] == [2, 4, 6]
-    assert again.mixed_at is None
-    expected = {reading.step: values(reading) for reading in read(scanned)}
-    assert {reading.step: values(reading) for reading in again} == expected
+    assert (by_step(again), again.mixed_at) == (by_step(read(scanned)), None)
 
 
-class Failing(Decoder):
-    def forward(self, tokens):
-        raise RuntimeError("no such pass")
+def fails(error):
+    """Builds a model whose pass raises an error."""
 
+    def raises(*given, **options):
+        raise error
 
-class TooLong(Decoder):
-    def forward(self, tokens):
-        raise IndexError("index out of range in self")
+    def built(**settings):
+        model = Decoder("gpt2", 50)
+        model.network.register_forward_pre_hook(raises)
+        return model
+
+    return built
 
 
 @pytest.mark.parametrize(
@@ -312,14 +293,14 @@ class TooLong(Decoder):
         (lambda **settings: Decoder("gpt2", 49),
          r"no checkpoint.*step=2.*do not fit the model that was built.*and 2 more failed too"),
         (lambda **settings: 3, "the function built a int: expected a torch module"),
-        (lambda **settings: TooLong("gpt2", 50), "IndexError: .*; sequences may be longer"),
+        (fails(IndexError("out of range in self")), "IndexError: .*; sequences may be longer"),
         (lambda arch: None, r"called with the hyper-parameters in the file \(\w+, \w+"),
-        (lambda **settings: Failing("gpt2", 50), "RuntimeError: no such pass"),
+        (fails(RuntimeError("no such pass")), "RuntimeError: no such pass"),
     ],
 )  # fmt: skip
 def test_where_every_checkpoint_fails_the_first_reason_is_the_error(run, tmp_path, build, words):
     with pytest.raises(ValueError, match=words) as caught:
-        scan(build, checkpoints=run / "checkpoints", directory=tmp_path, **SMALL)
+        scan_run(run, tmp_path, build)
     assert caught  # what it refers to does not hold the folder
     assert not (tmp_path / ".readings.lock").exists()
 
@@ -336,10 +317,9 @@ class Broken(Memory):
 
 def test_a_sink_that_fails_is_a_warning_and_the_record_goes_on(run, scanned, tmp_path, caplog):
     sink = Broken()
-    given = {**SMALL, "sinks": [sink]}
-    readings = scan(build, checkpoints=run / "checkpoints", directory=tmp_path, **given)
+    readings = scan_run(run, tmp_path, sinks=[sink])
     assert sink.closed
-    assert [values(one) for one in readings] == [values(one) for one in read(scanned)]
+    assert by_step(readings) == by_step(read(scanned))
     assert "the record goes on: OSError: gone" in caplog.text
 
 
@@ -350,25 +330,23 @@ def test_sinks_get_what_those_of_a_live_run_get(tmp_path, monkeypatch, name):
     monkeypatch.setattr("geomon.show.figures.card", lambda panel: panel)
     monkeypatch.setattr("geomon.show.figures.as_image", lambda figure: np.zeros((8, 8, 3), "u1"))
     model, inputs = transformer("gpt2"), {"input_ids": PROBE % 50}
-    sink, of_live = SINKS[name](tmp_path / "of_live", monkeypatch)
-    with Monitor(model, probe=inputs, tokens=192, sinks=[sink], directory=None) as monitor:
+    sinks, shown = zip(*(SINKS[name](tmp_path / each, monkeypatch) for each in ("live", "scan")),
+                       strict=True)  # fmt: skip
+    with Monitor(model, probe=inputs, tokens=192, sinks=sinks[:1], directory=None) as monitor:
         for step in (0, 10, 20):
             monitor.probe(step)
             model.save_pretrained(tmp_path / "run" / f"checkpoint-{step}")
             with torch.no_grad():
                 for block in model.transformer.h:  # until logits are so large that it is an alert
                     block.attn.c_attn.weight.mul_(12)
-    sink, of_scan = SINKS[name](tmp_path / "of_scan", monkeypatch)
-    scan(tmp_path / "run", directory=tmp_path / "record", sinks=[sink], device="cpu", tokens=192,
-         inputs=inputs)  # fmt: skip
-    live, found = of_live(), of_scan()
-    assert [(step, measured(row)) for step, row in found.rows] == [
-        (step, measured(row)) for step, row in live.rows
-    ]
+    scan(tmp_path / "run", directory=tmp_path / "record", sinks=sinks[1:], device="cpu",
+         tokens=192, inputs=inputs)  # fmt: skip
+    live, found = (each() for each in shown)
+    rows = [[(step, measured(row)) for step, row in each.rows] for each in (live, found)]
+    assert rows[0] == rows[1]
     assert found[1:] == live[1:]
     assert [step for step, _ in live.rows] == [0, 10, 20]
-    assert live.alerts
-    assert (not live.pictures) == (name == "Memory")
+    assert (bool(live.alerts), bool(live.pictures)) == (True, name != "Memory")
 
 
 def measured(row):
@@ -378,36 +356,39 @@ def measured(row):
     return {tag: repr(x) for tag, x in numbers.items() if not tag.endswith(of_time)}
 
 
-def test_another_scan_or_a_training_in_the_folder_is_refused(run, scanned, tmp_path):
+OTHERS = [PROBE + 1, PROBE.int(), PROBE.reshape(24, 16), [PROBE], {"tokens": PROBE},
+          {"input_ids": PROBE}, build, len]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [*(({"inputs": other}, "inputs") for other in OTHERS),
+     ({"inputs": PROBE + 1, "seed": 1}, "inputs and seed")],
+)  # fmt: skip
+def test_another_scan_in_the_folder_is_refused(run, scanned, options, words):
     before = (scanned / "readings.jsonl").read_bytes()
-    with pytest.raises(ValueError, match="holds a scan with other inputs and seed: choose another"):
-        scan(build, checkpoints=run / "checkpoints", directory=scanned,
-             **{**SMALL, "inputs": PROBE + 1, "seed": 1})  # fmt: skip
-    others = (PROBE.int(), PROBE.reshape(24, 16), [PROBE], {"tokens": PROBE}, {"input_ids": PROBE},
-              build, len)  # fmt: skip
-    for other in others:
-        with pytest.raises(ValueError, match="holds a scan with other inputs: choose another"):
-            scan(build, checkpoints=run / "checkpoints", directory=scanned,
-                 **{**SMALL, "inputs": other})  # fmt: skip
-    same = {**SMALL, "inputs": PROBE.t().contiguous().t()}
-    assert len(scan(build, checkpoints=run / "checkpoints", directory=scanned, **same)) == 3
+    with pytest.raises(ValueError, match=f"holds a scan with other {words}: choose another"):
+        scan_run(run, scanned, **options)
     assert (scanned / "readings.jsonl").read_bytes() == before
+
+
+def test_the_folder_of_the_same_scan_or_of_nothing_is_taken_and_of_a_training_refused(
+    run, scanned, tmp_path
+):
+    assert len(scan_run(run, scanned, inputs=PROBE.t().contiguous().t())) == 3
     (tmp_path / "readings.jsonl").touch()  # of a run that has read nothing: anybody's
-    assert len(scan(build, checkpoints=run / "checkpoints", directory=tmp_path, **SMALL)) == 3
+    assert len(scan_run(run, tmp_path)) == 3
     live = (run / "readings.jsonl").read_bytes()
     with pytest.raises(ValueError, match="holds the record of a training"):
-        scan(build, checkpoints=run / "checkpoints", directory=run, **SMALL)
+        scan_run(run, run)
     assert (run / "readings.jsonl").read_bytes() == live
 
 
 def test_warnings_of_the_same_kind_come_once_and_nothing_stays(run, tmp_path, caplog):
-    logger, state = logging.getLogger("geomon"), torch.get_rng_state()
-    filters = list(logger.filters)
-    scan(build, checkpoints=run / "checkpoints", directory=tmp_path, inputs=PROBE,
-         metrics=CHOSEN)  # fmt: skip
-    few = [r for r in caplog.records if "(tokens=4096 asked for more)" in r.getMessage()]
-    assert len(few) == 1
-    assert logger.filters == filters
+    filters, state = list(logging.getLogger("geomon").filters), torch.get_rng_state()
+    scan_run(run, tmp_path, tokens=4096)
+    assert caplog.text.count("(tokens=4096 asked for more)") == 1
+    assert logging.getLogger("geomon").filters == filters
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -87,12 +87,13 @@ def _name_once(figure: Figure, places: Sequence[Axes]) -> None:
 def caption(place: Axes, letter: str, words: str) -> None:
     """Write the letter and the title of a panel above it."""
     start = f"$\\bf{{{letter}}}$   " if letter else ""
-    place.set_title(f"{start}{words}", loc="left", fontsize=11.5 if letter else 10.5, pad=8)
+    size = 11.5 if letter else 10.5
+    place.set_title(f"{start}{literal(words)}", loc="left", fontsize=size, pad=8)
 
 
 def title(figure: Figure, words: str) -> None:
     """Write a title above all panels of a figure."""
-    figure.suptitle(words, fontsize=12, x=0.012, ha="left", wrap=True)
+    figure.suptitle(literal(words), fontsize=12, x=0.012, ha="left", wrap=True)
 
 
 def footnote(figure: Figure, words: str) -> None:
@@ -133,7 +134,7 @@ def _draw_lines(place: Axes, panel: Lines, legend: str) -> None:
         _number_axis(place, panel)
     said = [f"band: {panel.bands}"] * panel.has_bands
     said += ["logarithmic"] * panel.is_logarithmic
-    place.set_ylabel(panel.label + f"\n({', '.join(said)})" * bool(said), fontsize=10)
+    place.set_ylabel(literal(panel.label) + f"\n({', '.join(said)})" * bool(said), fontsize=10)
     if panel.remark:
         place.set_xlabel(f"{place.get_xlabel()}\n{panel.remark}")
     _scale(place, panel)
@@ -141,7 +142,7 @@ def _draw_lines(place: Axes, panel: Lines, legend: str) -> None:
         null, words = panel.null_inside
         place.axhline(null, color=GREY, lw=0.9, ls=":", zorder=0)
         place.annotate(
-            words, (1, null), xycoords=("axes fraction", "data"), xytext=(-2, 2),
+            literal(words), (1, null), xycoords=("axes fraction", "data"), xytext=(-2, 2),
             textcoords="offset points", ha="right", va="bottom", fontsize=8, color=GREY,
             path_effects=_HALO,
         )  # fmt: skip
@@ -162,7 +163,7 @@ def _draw_line(place: Axes, line: Line, axis: StepAxis | None) -> None:
     dots = len(line.x) == 1 or (axis is None and len(line.x) <= _MAX_NAMED)
     place.plot(
         at, line.y, color=line.colour, lw=line.width, ls=_DASHES[line.dash],
-        label=line.name or None, marker="o" if dots else "", ms=3.5,
+        label=literal(line.name) or None, marker="o" if dots else "", ms=3.5,
     )  # fmt: skip
     if line.low:
         place.fill_between(at, line.low, line.high, color=line.colour, alpha=0.22, lw=0)
@@ -275,7 +276,7 @@ def draw_matrix(place: Axes, panel: Matrix) -> Any:
 def add_bar(mesh: Any, panel: Matrix, places: Sequence[Axes]) -> None:
     """Add a colour bar for the matrices of one row of panels."""
     bar = places[0].figure.colorbar(mesh, ax=places, pad=0.02)
-    bar.set_label(panel.label + "\nlogarithmic" * panel.is_logarithmic, fontsize=9)
+    bar.set_label(literal(panel.label) + "\nlogarithmic" * panel.is_logarithmic, fontsize=9)
     bar.ax.tick_params(labelsize=8.5, length=2)
     bar.outline.set_visible(False)
     if panel.is_logarithmic:
@@ -323,7 +324,8 @@ def show_message(place: Axes, message: str) -> None:
     """Write a message into a panel without data."""
     place.set(xticks=[], yticks=[])
     place.spines[:].set_color("#CCCCCC")
-    place.text(0.5, 0.5, message, transform=place.transAxes, ha="center", va="center", color=GREY)
+    style: Style = {"ha": "center", "va": "center", "color": GREY}
+    place.text(0.5, 0.5, literal(message), transform=place.transAxes, **style)
 
 
 def show_legend(place: Axes, **style: Any) -> bool:
@@ -345,5 +347,5 @@ def colour_bar(place: Axes, lines: Sequence[Line], label: str) -> None:
     bar.set_ticks(ticks, labels=[lines[tick].name for tick in ticks])
     bar.minorticks_off()
     bar.ax.tick_params(labelsize=9, length=0)
-    bar.set_label(label, fontsize=9.5)
+    bar.set_label(literal(label), fontsize=9.5)
     bar.outline.set_visible(False)

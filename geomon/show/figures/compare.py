@@ -28,7 +28,7 @@ def compare_figure(
     figure = axes.new_figure(12.5, max(4.2, 1.2 + 0.26 * len(drawn)))
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.1))
     lines = [
-        line_of(curve, f"{place}: {axes.literal(name)}", colour)
+        line_of(curve, f"{place}: {name}", colour)
         for place, run, name, colour in zip(
             ("first", "second"), runs, names, (BLUE, VERMILLION), strict=True
         )

@@ -70,7 +70,7 @@ def title_of(readings: Readings) -> str | None:
     if readings.mixed_at is not None or not readings:
         return None
     run = readings.runs[-1] if readings.runs else {}
-    name = axes.literal(str(run.get("model", "")))
+    name = str(run.get("model", ""))
     parts = [name] if name else []
     if isinstance(run.get("parameters"), int):
         parts.append(f"{_rounded(run['parameters'])} parameters")

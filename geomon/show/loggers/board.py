@@ -122,7 +122,7 @@ class BoardText(RunDrawer):
     """Sink that writes text to TensorBoard: alerts, the run in words, healthy ranges and notes."""
 
     def __init__(self, writers: Writers, *, name: str) -> None:
-        super().__init__(f"writing text for {name}", first_cost=0.0)
+        super().__init__(f"writing text for {name}")
         self._writers = writers
         self._described: Mapping[str, Any] | None = None
         self._facts = FactLog()

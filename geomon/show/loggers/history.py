@@ -17,8 +17,6 @@ _SHOWN = frozenset({*BY_LAYER, *BY_HEAD, *DIMENSIONS})
 _KEPT_RATIO = 2 ** (1 / 4) * 0.99
 # First step at which a run is drawn again: before it, the curves are flat.
 _SECOND = 16
-# Expected seconds for a first part that imports its plotting library.
-FIRST_COST = 1.0
 # Largest share of the run's time that drawing may take.
 SHARE = 0.005
 
@@ -66,16 +64,13 @@ class RunDrawer(abc.ABC):
 
     Args:
         what: Description of the sink, for messages.
-        first_cost: Expected seconds for the first part. Defaults to `FIRST_COST`.
         metrics: Names of further metrics to keep. Defaults to ().
     """
 
-    def __init__(
-        self, what: str, *, first_cost: float = FIRST_COST, metrics: Collection[str] = ()
-    ) -> None:
+    def __init__(self, what: str, *, metrics: Collection[str] = ()) -> None:
         self._what = what
         self._metrics = metrics
-        self._cost = first_cost  # expected seconds for the next part
+        self._cost = 0.0  # seconds that the last part took
         self._history = RunHistory(metrics)
         self._next = 0  # step from which the run is drawn again
         self._is_whole = True  # whether the last reading has all parts of its drawing
