@@ -141,7 +141,7 @@ def test_a_callback_shows_its_main_options_on_a_line(callback):
     assert shown == "GeometryMonitor(2 metrics, schedule=every(steps=100), 4,096 tokens, probe=a b)"
 
 
-@pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[str(wrong) for wrong, _ in WRONG])
+@pytest.mark.parametrize(("wrong", "message"), WRONG)
 def test_all_refuse_the_same_in_the_same_words(wrong, message):
     said = []
     for build in (

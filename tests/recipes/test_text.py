@@ -6,6 +6,7 @@ import html
 import io
 import json
 import lzma
+import os
 import re
 import sysconfig
 import zipfile
@@ -23,6 +24,8 @@ from recipes.enwik8 import text as module
 from recipes.enwik8.subwords import encode, free_licence, installed_text, load_tokens
 from recipes.enwik8.text import InputError, carried_text, characters, load, prose_of
 
+# Real text, if a file of it is named.
+ENWIK8 = os.environ.get("ENWIK8", "")
 CARRIED = b"text that Python carries\n" * 10_000
 # Bytes that no compression shortens.
 RAW = np.random.default_rng(0).integers(32, 127, 300_000, dtype=np.uint8).tobytes()
@@ -244,6 +247,18 @@ def test_whole_articles_alone_are_taken(tmp_path):
     (tmp_path / "dump").write_bytes(dump)
     text = load(tmp_path / "dump", clean=True)
     assert text.source.endswith("; 250,000 bytes of prose after cleaning")
+
+
+@pytest.mark.skipif(not ENWIK8, reason="ENWIK8 does not name a file of enwik8")
+def test_enwik8_becomes_prose():
+    raw, _ = module.find_text(ENWIK8)
+    text = prose_of(raw).decode()
+    share = 1_000_000 / len(text)
+    for markup in ("[[", "]]", "{{", "}}", "''", "&nbsp;", "&quot;", "http://", "</", "|-"):
+        assert text.count(markup) * share < 3, markup
+    letters = sum(character.isalpha() or character == " " for character in text)
+    assert letters / len(text) > 0.9
+    assert 5 < len(text) / len(re.findall(r"\w+", text)) < 7  # a word, a space, some commas
 
 
 # -- subwords --------------------------------------------------------------------------------------
