@@ -70,7 +70,7 @@ def draw(kind: str, readings: Readings, metric: str | None = None) -> Figure:
     try:
         return found.draw(readings, metric)
     except NotMeasuredError as error:
-        known = _metrics(readings, found.takes_metric)
+        known = [name for name in _metrics(readings, found.takes_metric) if name != metric]
         close = difflib.get_close_matches(metric, known, cutoff=0.5)
         advice = f": did you mean {' or '.join(close)}?" if close else f"; {', '.join(known)} were"
         raise NotMeasuredError(f"{error}{advice if known else ''}") from error
