@@ -82,9 +82,9 @@ def _panels(kind: str, blocks: Mapping[str, Seeds], length: int) -> list[Panel]:
         panel(f"{_TITLES[kind]}: mean cosine (fig. 6, 8)", "mean cosine", _lines(seeds, _COSINES),
               ylim=(-0.05, 1.05)),
         panel("Norms (fig. 6, 8)", "norm (logarithmic)", _lines(seeds, _NORMS), **log),
-        panel("Mean score of each head (fig. 7)", "score before the softmax (symmetric log)",
-              scores, yscale="symlog"),
-        panel("Attention weights (fig. 9, 10)", "weight × number of keys (log)", weights, **log),
+        panel("Mean score of each head (fig. 7)", "score before the softmax", scores,
+              yscale="symlog" if kind == "post_norm" else "linear"),  # up to 10, and below 1
+        panel("Attention weights (fig. 9, 10)", "weight × number of keys", weights),
         panel("Distance from uniform attention", "1 − entropy / log(keys) (log)", entropies, **log),
     ]  # fmt: skip
 

@@ -6,6 +6,7 @@ from functools import partial
 from statistics import fmean
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from geomon.analysis.profile import profile_of
 from geomon.kernels.baselines import isotropic_cosine_magnitude
@@ -76,6 +77,7 @@ def draw(networks: Mapping[str, Sequence[History]], head_width: int) -> Figure:
               options={"ylim": (0, 1.5)}),
         Panel("Drift against mean cosine, by layer and seed",
               "drift: norm of the mean row (logarithmic)", cosine, drift,
+              finish=lambda axes: axes.xaxis.set_minor_formatter(NullFormatter()),
               options={"xscale": "log", "ylim": (0, 1.45)}),
         Panel("Transformer: mean query against mean key", step,
               "cosine of mean query and mean key\n(thin: heads of the first seed)",

@@ -35,7 +35,7 @@ def draw(
             if (half := run.generalised()) is not None:
                 axes.axvline(half, color=BLUE, lw=0.9, ls=":", zorder=0)
 
-    def panel(name: str, title: str, unit: str) -> Panel:
+    def panel(name: str, title: str, unit: str, **options: object) -> Panel:
         lines = []
         for courses, colour, words in groups:
             steps = max((course.steps for course in courses), key=len)
@@ -45,11 +45,14 @@ def draw(
             # A training that has ended has no values; the mean ends with the first one.
             rest = [[*each, *[math.nan] * (len(steps) - len(each))] for each in curves]
             lines.append(Line(words, colour, steps, rest))
-        return Panel(title, "training step", unit, lines, finish=partial(mark, name=name))
+        return Panel(
+            title, "training step", unit, lines, finish=partial(mark, name=name), options=options
+        )
 
     below, unit = "(triangle: below all of the controls until then)", "training pairs, last layer"
     return draw_panels([
-        panel("", "Accuracy on held-out pairs (dotted: half of them in a run)", "accuracy"),
+        panel("", "Accuracy on held-out pairs (dotted: half of them in a run)", "accuracy",
+              ylim=(-0.05, 1.05)),
         panel("effective_rank_last", f"Effective rank at the last token {below}", unit),
         panel("local_dimension", f"Mean local dimension {below}", unit),
     ], 1, (8.2, 8.6))  # fmt: skip

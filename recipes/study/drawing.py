@@ -88,7 +88,7 @@ def draw_panels(
         label_panel(axes, letter, panel.title, panel.x_label, panel.y_label)
         panel.finish(axes)
         if panel.legend is not None and axes.get_legend_handles_labels()[0]:
-            axes.legend(**{"fontsize": 8.5, "frameon": False, **panel.legend})
+            axes.legend(**{"fontsize": 8.5, "framealpha": 0.6, "edgecolor": "none", **panel.legend})
     figure.supxlabel(note, fontsize=9, color=GREY)
     return figure
 
