@@ -1,3 +1,4 @@
+import functools
 import gc
 import threading
 from contextlib import suppress
@@ -7,6 +8,7 @@ import torch
 from fingerprint import fingerprint, random_state
 from interrupting import Interrupting, files
 from models import PlainDecoder, batch
+from torch import nn
 
 from geomon import Memory, Monitor, every, select
 from geomon.capture.calling import calls, patches
@@ -142,3 +144,25 @@ def test_ctrl_c_at_any_line_of_a_due_step_leaves_nothing(probes, tmp_path, other
     step, close = due_step(probes, model, ids, tmp_path)
     step()
     close()
+
+
+COMPILED = torch.compile(torch.sin, backend="eager")
+
+
+@pytest.mark.parametrize(
+    ("held", "is_found"),
+    [
+        (COMPILED, True),
+        (functools.partial(COMPILED), True),
+        (functools.partial(map, COMPILED), True),
+        (functools.partial(sorted, [2, 1], key=COMPILED), True),
+        ((lambda inner: lambda *x: inner(*x, out=None))(COMPILED), True),
+        ((lambda inner: lambda *x: inner(*x, out=None))(torch.sin), False),
+        (torch.compiler.disable(torch.sin), False),
+        (functools.partial(map, torch.sin), False),
+    ],
+)
+def test_modules_that_reach_a_compiled_function_are_found(held, is_found):
+    module, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    module.activation = held
+    assert calls.calling_compiled([module, other]) == ({id(module)} if is_found else set())
