@@ -1,4 +1,4 @@
-"""Storage: the memory where a tensor lies."""
+"""Storage: the memory that a tensor uses."""
 
 from typing import Any
 

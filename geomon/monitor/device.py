@@ -1,4 +1,4 @@
-"""The device where rows are measured, alongside the training's own work."""
+"""The device that measures rows, alongside the training's own work."""
 
 import contextlib
 import functools

@@ -346,7 +346,7 @@ class Planner:
 
     def stop_checks(self) -> None:
         """Make no further checks."""
-        self._checks, self._check_again = None, False
+        self._checks, self._check_again, self._check_here = None, False, False
 
     def owe(self) -> None:
         """Have the next step read regardless of schedule and share.

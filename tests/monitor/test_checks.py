@@ -153,6 +153,7 @@ def test_a_compiled_model_is_checked_by_its_twin_and_never_runs_eagerly_itself(
     with monitor(1):
         model(torch.randn(16, 12, 16), None if can_be_copied else (n for n in range(3)))
     assert model.runs_compiled
+    assert not monitor.is_due(1)  # each step is checked once
     monitor.advance(2)
     assert monitor.is_due(2) is goes_on
 

@@ -103,7 +103,7 @@ def _frame(plot: Any, panel: Lines) -> None:
 
 
 def _finite(line: Line) -> Line:
-    """Remove the points of a line where its value is missing."""
+    """Remove the points of a line that have no value."""
     known = [place for place, value in enumerate(line.y) if math.isfinite(value)]
     y, low, high = (
         [row[place] for place in known] if row else [] for row in (line.y, line.low, line.high)
