@@ -15,6 +15,7 @@ from forks import Forks
 from hypothesis import HealthCheck, settings
 from tagged import TEXTS, reading_of
 
+from geomon.capture import Window
 from geomon.note import Note
 from geomon.record import Readings, tags
 
@@ -83,6 +84,20 @@ def own_metrics_in_background(monkeypatch):
     from geomon.metrics import Evaluator
 
     monkeypatch.setattr(Evaluator, "has_own_metrics", False)
+
+
+@pytest.fixture(autouse=True)
+def failures(monkeypatch):
+    """Errors of geomon's own, which end no run and become notes; who plants some, clears them."""
+    found, keep = [], Window.on_failure
+
+    def on_failure(window: Window, error: Exception) -> None:
+        found.append(repr(error))
+        keep(window, error)
+
+    monkeypatch.setattr(Window, "on_failure", on_failure)
+    yield found
+    assert found == []
 
 
 @pytest.fixture(autouse=True)

@@ -102,7 +102,7 @@ def test_what_a_window_keeps_is_freed_without_the_garbage_collector(fails):
         gc.enable()
 
 
-def test_a_hook_that_fails_never_ends_a_run(monkeypatch):
+def test_a_hook_that_fails_never_ends_a_run(monkeypatch, failures):
     def broken(*args):
         raise ZeroDivisionError("by design")
 
@@ -117,6 +117,7 @@ def test_a_hook_that_fails_never_ends_a_run(monkeypatch):
             with window(model) as seen:
                 assert torch.equal(model(batch()), plain)
         assert any("watching a call failed" in text and "by design" in text for text in notes(seen))
+        failures.clear()
 
 
 # -- what it keeps ---------------------------------------------------------------------------------

@@ -86,6 +86,7 @@ def test_masks_say_where_tokens_are_in_several_ways(name, mask, real, known):
     seen = look(any_name(), IDS, **{name: mask})
     assert kept(seen) == places(real)
     assert seen.padding("") == (name if known else None)
+    assert not any("may be counted" in text for text in notes(seen))  # its meaning is known
 
 
 def test_a_mask_of_as_many_sequences_as_tokens_is_turned_with_the_hidden_states():
