@@ -212,6 +212,15 @@ USES = {
     "hidden again": (lambda w: w.masked_fill(torch.eye(LENGTH).triu(1).bool(), 0), False),
     "by a mask of heads": (lambda w: w * torch.ones(HEADS, 1, 1), False),
     "without NaN": (torch.nan_to_num, False),
+    "in a buffer": (lambda w: torch.empty(w.shape).copy_(w), False),
+    "with dropout of an accelerator": (lambda w: torch.native_dropout(w, 0.1, True)[0], False),
+    "divided by a number of each head": (lambda w: w / torch.ones(HEADS, 1, 1), False),
+    "chosen": (lambda w: torch.where(torch.ones(LENGTH, LENGTH).bool().tril(), w, 0.0), False),
+    "joined": (lambda w: torch.cat([w[:, :1], w[:, 1:]], 1), False),
+    "picked": (lambda w: w[:, torch.arange(HEADS)], False),
+    "picked along a dimension": (lambda w: w.index_select(1, torch.arange(HEADS)), False),
+    "widened and cut again": (lambda w: F.pad(w, (0, 1))[..., :-1], False),
+    "repeated": (lambda w: w.repeat(1, 1, 1, 1), False),
 }
 
 

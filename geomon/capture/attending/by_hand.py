@@ -164,7 +164,7 @@ def arrange_scores(scores: Tensor, dim: int, hints: AttentionHints) -> Tensor | 
     sequences). Sequences and heads may share a dimension, and heads may have two (groups).
     """
     tokens = math.prod(hints.shape)
-    if 0 in scores.shape or tokens == 0:
+    if 0 in scores.shape:
         return None
     scores = scores.movedim(dim, -1)
     if scores.ndim == 3:

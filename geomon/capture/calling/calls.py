@@ -283,9 +283,7 @@ class FirstCall:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether calling a module runs compiled code."""
-    own = vars(module)
-    forward = own.get("forward") or getattr(type(module), "forward", None)
-    return own.get(_SLOT) is not None or _is_compiled_function(forward)
+    return vars(module).get(_SLOT) is not None or _is_compiled_function(module.forward)
 
 
 def _is_compiled_function(value: Any) -> bool:

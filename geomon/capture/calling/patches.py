@@ -19,7 +19,7 @@ from torch import Tensor
 Undo = Callable[[Callable[[], Any]], None]  # records a function that undoes a change
 
 
-@dataclass(eq=False)
+@dataclass
 class _Body:
     """Holder of a patch for the body of a `with`."""
 
@@ -136,7 +136,7 @@ def _force_eager(undo: Undo) -> None:
 _EAGERLY = "force_eager"
 
 
-@dataclass(eq=False)
+@dataclass
 class _ExtraPass:
     """A pass of the monitor's own."""
 

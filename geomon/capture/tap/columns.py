@@ -493,7 +493,7 @@ def _columns_of(
     at = np.stack([0 * head + sequence, head, 0 * head + token, place])
     addresses = layout.addresses(at)
     traced = made.trace(addresses, known)
-    pairs = np.stack([traced.projection, traced.column], axis=-1).reshape(heads, width, 2)
+    pairs = np.stack([traced.projection, traced.column], axis=1).reshape(heads, width, 2)
     which = pairs[..., 0]
     kept = width - (which == _ZERO).all(axis=0)[::-1].cumprod().sum().item()
     if not kept or (which[:, :kept] < 0).any():
@@ -507,7 +507,7 @@ def _columns_of(
     numbers = np.sort(pairs[..., 0] * widest + pairs[..., 1], axis=1)
     if (numbers[:, 1:] == numbers[:, :-1]).any():
         again = made.trace(addresses, known, second=True)
-        both = np.stack([again.projection, again.column], axis=-1)
+        both = np.stack([again.projection, again.column], axis=1)
         if not _make_distinct(pairs, both.reshape(heads, width, 2)):
             return None
     return pairs

@@ -174,7 +174,7 @@ class _Kind(NamedTuple):
 
 # Operators that keep places although torch does not tag them as pointwise.
 _KEEPING_PLACES = (
-    "native_layer_norm", "_fused_rms_norm", "native_dropout", "clone", "_to_copy", "copy_",
+    "native_layer_norm", "_fused_rms_norm", "native_dropout", "_to_copy", "copy_",
     "native_batch_norm", "_native_batch_norm_legit", "repeat",
 )  # fmt: skip
 

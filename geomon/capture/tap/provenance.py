@@ -47,19 +47,18 @@ _KEEPING_WEIGHTS = (
 _MIXING = ("_softmax", "_log_softmax", "cumsum", "sort", "gather", "scatter")
 
 
-@dataclass(frozen=True, eq=False)
-class Product:
-    """A product of two tensors that were both made from tokens; compared by identity.
+class Product(NamedTuple):
+    """A product of two tensors that were both made from tokens.
 
     Attributes:
         left: The left factor, [..., rows, width]: queries, if the product becomes scores.
         right: The right factor, [..., width, columns]: keys, if the product becomes scores.
-        factor: Number by which both factors were multiplied beforehand, if equal. Defaults to 1.0.
+        factor: Number by which both factors were multiplied beforehand, if equal.
     """
 
     left: Tensor
     right: Tensor
-    factor: float = 1.0
+    factor: float
 
     @property
     def size(self) -> int:
@@ -400,7 +399,7 @@ class Provenance:
             if name == "copy":
                 return self._like([args[1]], out, before=before) or before
             others = [values for values in given if storage_of(values) != place]
-            changed = self._like(given, out) if others and before is not None else None
+            changed = self._like(given, out)
             if before is None or changed is None:
                 return before
             if not changed.mixes and not (self._moves and any(map(self._is_of_tokens, others))):

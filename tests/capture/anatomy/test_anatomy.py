@@ -7,6 +7,7 @@ import pytest
 import torch
 from models import PlainDecoder, Running, batch
 from torch import nn
+from torch.nn.utils import parametrize
 from watched import look
 
 from geomon import describe
@@ -497,6 +498,7 @@ PROJECTIONS = [
     ({"qkv": nn.Linear(8, 24), **NORMS}, "qkv"),
     ({"qkv": matrix(8, 24, nf=24)}, "qkv"),
     ({"qkv": matrix(2, nf=24, nx=8)}, "qkv"),
+    ({"qkv": parametrize.register_parametrization(matrix(24, 8), "weight", nn.Identity())}, "qkv"),
     ({"qkv": matrix(2, out_features=24)}, None),
     ({"qkv": matrix(8, 24, 1)}, None),
     ({"qkv": nn.Conv2d(8, 24, 1)}, None),

@@ -143,6 +143,8 @@ UNARRANGED = [
     (lambda q, k, v: (q[:, :, :5] @ k.mT).softmax(-1).sum(2, keepdim=True) @ v + v, ORDER),
     # A router, whose softmax is none of attention.
     (lambda q, k, v: k.flatten(1, 2)[:, : 3 * LENGTH].softmax(-1).sum() + v, "linear attention"),
+    # Of no query.
+    (lambda q, k, v: (q.flatten(0, 1)[:, :0] @ k.flatten(0, 1).mT).softmax(-1).sum() + v, "none"),
 ]
 
 

@@ -1,5 +1,6 @@
 """Queries and keys as projected: whatever a model does between its weights and its attention."""
 
+import functools
 import math
 
 import pytest
@@ -293,9 +294,9 @@ def with_what_an_adapter_adds(block, x):
     return query.transpose(1, 2), key.transpose(1, 2), query, key
 
 
-def in_windows_that_are_shifted(block, x):
-    """Tokens are shifted around, cut into windows, and projected there."""
-    turned = x.roll((3, 1), (1, 0)).flip(1)
+def in_windows_that_are_shifted(block, x, change=lambda x: x):
+    """Tokens are shifted around, changed, cut into windows, and projected there."""
+    turned = change(x.roll((3, 1), (1, 0)).flip(1))
     windows = turned.unflatten(1, (2, 5)).flatten(0, 1)
     order = torch.arange(SEQUENCES * LENGTH).view(SEQUENCES, LENGTH)
     order = order.roll((3, 1), (1, 0)).flip(1).flatten().argsort()
@@ -317,6 +318,35 @@ def of_wide_heads(block, x):
     """Heads that are wider than the hidden states shared out among them, in one projection."""
     has(block, wide=linear(WIDTH, 3 * HEADS * 24, bias=False))
     query, key, _ = block.wide(x).unflatten(-1, (3, HEADS, 24)).unbind(-3)
+    return query.transpose(1, 2), key.transpose(1, 2), query, key
+
+
+# What leaves each token in its place.
+KEPT = {
+    "normed": lambda x: F.layer_norm(x, (WIDTH,)),
+    "normed by their size": lambda x: torch.ops.aten._fused_rms_norm(x, [WIDTH], None, None)[0],
+    "normed by features": lambda x: torch.native_batch_norm(
+        x.mT, None, None, None, None, True, 0.1, 1e-5
+    )[0].mT,
+    "normed as a compiler has it": lambda x: torch.ops.aten._native_batch_norm_legit(
+        x.mT, None, None, True, 0.1, 1e-5
+    )[0].mT,
+    "dropped": lambda x: torch.native_dropout(x, 0.0, True)[0],
+    "of another type": lambda x: x.double().float(),
+    "in a buffer": lambda x: torch.empty(x.shape).copy_(x),
+    "repeated": lambda x: x.repeat(1, 1, 1),
+}  # fmt: skip
+
+
+def by_weights_of_eight_bits(block, x):
+    """Products of another number format, and by another operator."""
+    has(block, **{name: lambda: nn.Buffer(torch.randint(-99, 99, (WIDTH, WIDTH)).char())
+                  for name in "ab"})  # fmt: skip
+    rows, scales = x.flatten(0, 1).bfloat16(), torch.full((WIDTH,), 0.01).bfloat16()
+    query, key = (
+        heads_of(torch._weight_int8pack_mm(rows, weight, scales)).unflatten(0, x.shape[:2]).float()
+        for weight in (block.a, block.b)
+    )
     return query.transpose(1, 2), key.transpose(1, 2), query, key
 
 
@@ -366,9 +396,13 @@ WAYS = [
     by_a_matrix_for_each_head, with_numbers_of_each_place, place_by_place,
     of_two_kinds_of_tokens, chosen_by_a_condition, with_what_a_convolution_adds,
     with_what_an_adapter_adds, in_windows_that_are_shifted, behind_another_sublayer,
-    of_wide_heads,
+    of_wide_heads, by_weights_of_eight_bits,
 ]  # fmt: skip
 NAMED = {make.__name__: make for make in WAYS} | {n: with_keys(c) for n, c in KEYS.items()}
+NAMED |= {
+    f"shifted and {name}": functools.partial(in_windows_that_are_shifted, change=change)
+    for name, change in KEPT.items()
+}
 NAMED["changed in place"] = changed_in_place(lambda query, key: query.mul_(0.5))
 NAMED["changed by one operator"] = changed_in_place(turn_)
 

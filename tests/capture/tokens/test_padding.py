@@ -69,7 +69,8 @@ GLOBAL = added(RIGHT, -3e4).index_fill(1, torch.tensor([0]), 3e4)  # a global to
 # Masks under a name, the tokens that they leave, and whether they are taken for padding.
 MASKS = [
     *((name, mask, RIGHT, True) for name in ("attention_mask", "decoder_attention_mask")
-      for mask in (RIGHT, RIGHT.float(), RIGHT.long(), added(RIGHT), GLOBAL, RIGHT[:, None, None])),
+      for mask in (RIGHT, RIGHT.float(), RIGHT.long(), added(RIGHT), GLOBAL, RIGHT[:, None],
+                   RIGHT[:, None, None])),
     *((name, mask, LEFT, True) for name in
       ("src_key_padding_mask", "tgt_key_padding_mask", "key_padding_mask") for mask in
       (~LEFT, added(LEFT, -torch.inf), ~LEFT[:, None, None])),

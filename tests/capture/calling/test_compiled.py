@@ -107,6 +107,7 @@ IN_PLACE = {
     "per block": lambda model: model.transformer.h,
     "one projection": lambda model: [block.attn for block in model.transformer.h],
     "one function": lambda model: [],
+    "the function of its class": lambda model: [],
 }
 
 
@@ -115,6 +116,9 @@ def compiled(way, model, backend):
         return torch.compile(model, backend=backend)
     if way == "one function":  # which hides the modules that it calls
         model.forward = torch.compile(model.forward, backend=backend)
+    if way == "the function of its class":
+        forward = torch.compile(type(model).forward, backend=backend)
+        model.__class__ = type("Compiled", (type(model),), {"forward": forward})
     for module in IN_PLACE[way](model):
         module.compile(backend=backend)
     return model
@@ -250,7 +254,7 @@ def test_the_twin_of_a_compiled_wrapper_is_of_what_is_inside(caplog):
     assert "ran eagerly" not in caplog.text
 
 
-@pytest.mark.parametrize("way", ["", "fsdp", "lazy", "sync"])
+@pytest.mark.parametrize("way", ["", "fsdp", "sharded", "lazy", "sync"])
 def test_a_compiled_call_is_made_once_more_where_that_can_be_done(way):
     """Not where ranks exchange something in it, or where it would draw its parameters."""
 
@@ -258,7 +262,10 @@ def test_a_compiled_call_is_made_once_more_where_that_can_be_done(way):
         calls.append(1)
         return m.inner(ids)
 
-    calls, beside = [], {"lazy": nn.LazyLinear(3), "sync": nn.SyncBatchNorm(3)}.get(way)
+    modules = {"lazy": nn.LazyLinear(3), "sync": nn.SyncBatchNorm(3), "sharded": nn.Linear(3, 3)}
+    calls, beside = [], modules.get(way)
+    if way == "sharded":  # as a DTensor has it
+        beside.weight.to_local = lambda: None
     model = Running(counted, inner=made(), beside=beside)
     if way == "fsdp":  # as FSDP1 marks what it holds
         model.inner._is_fsdp_managed_module = True
