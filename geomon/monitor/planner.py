@@ -222,14 +222,12 @@ class Planner:
         self._group, self._account, self._source = group, account, source
         self.step: int | None = None
         self._last: int | None = None  # the last step of the run
-        self._first = 0
         self._from = (0, 0.0)  # a step, and the seconds of training until then
-        self._earlier = 0  # readings of earlier starts
         self._made = 0  # readings of this start
         self._costs_before: list[float] = []  # seconds of all readings before each
         self._checks_made, self._checks_cost = 0, 0.0
         self._check_purse = self._purse_at = 0.0  # seconds for checks, and when they were updated
-        self._last_read = self._ask = 0
+        self._last_read = 0
         self._read_here: set[str] = set()  # sources that have a reading of this step
         self._left_out = 0
         self._is_owed = self._is_urgent = self._is_paid = False

@@ -36,6 +36,15 @@ def test_what_a_compiler_traces_with_and_other_shapes_are_refused():
             read_flash(given)
 
 
+def test_of_a_mask_the_part_of_this_rank_is_taken():
+    query, own = torch.randn(2, 4, 6, 8), torch.ones(6, 6, dtype=torch.bool).tril()
+    mask = torch.ones(6, 8)
+    mask.to_local = lambda: own  # as a DTensor has it
+    given = read_sdpa({"query": query, "key": query, "attn_mask": mask})
+    views = read_call(record_call(RowSampler(100, 0), given), None)
+    assert torch.equal(views["visible"], own.expand_as(views["visible"]))
+
+
 @pytest.mark.parametrize(
     ("mask", "words"),
     [
