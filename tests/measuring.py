@@ -1,14 +1,16 @@
-"""One call that measures a snapshot, for tests and benchmarks of metrics, and one that watches.
+"""Calls that measure a snapshot, watch a model or train it, for tests and benchmarks of metrics.
 
 What tests of metrics need of modules inside geomon is imported from here.
 """
 
 # ruff: noqa: F401
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from geomon import Memory, Monitor, every, select
 from geomon.capture.snapshot import (
@@ -62,6 +64,30 @@ def evaluate(
     evaluator = Evaluator(check_metrics(metrics), splits, queries, strict)
     found = evaluator.evaluate(snapshot.layers, rows)
     return Measured(tagged(found.stacks), found.notes)
+
+
+def nowhere(step: int) -> AbstractContextManager[None]:
+    """Nothing around a step."""
+    return nullcontext()
+
+
+def train(
+    model: nn.Module,
+    loss_of: Callable[[int], Tensor],
+    steps: Iterable[int],
+    around: Callable[[int], AbstractContextManager[Any]] = nowhere,
+    rate: float = 1e-2,
+) -> list[float]:
+    """Losses of some steps, each of them with something around its forward pass."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=rate), []
+    for step in steps:
+        with around(step):
+            loss = loss_of(step)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
 
 
 def watching(model: nn.Module, **options: Any) -> tuple[Monitor, Memory]:

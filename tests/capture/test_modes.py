@@ -2,7 +2,7 @@ import contextlib
 
 import pytest
 import torch
-from measuring import watching
+from measuring import nowhere, train, watching
 from plain_models import CausalSelfAttention, language_model
 from torch import nn
 from torch.nn import functional
@@ -39,24 +39,19 @@ WAYS = {
 }
 
 
-def train(mode, *, by_hand, watched=None):
-    """Train some steps in a mode; return the weights and the random state."""
+def trained(mode, *, by_hand, watched=None):
+    """Weights and random state after some steps in a mode."""
     torch.manual_seed(0)
     ids = torch.randint(0, 20, (8, 12))
     model = language_model(CausalSelfAttention, "eager" if by_hand else "sdpa")
-    optimizer, monitor = torch.optim.SGD(model.parameters(), 0.01), None
+    monitor = nowhere
     if watched:
         metrics = select("attention_entropy", "variance")
         options = {"metrics": metrics, "schedule": every(4), **WAYS[watched](ids)}
         monitor, memory = watching(model, **options)
     with mode:
-        for step in range(9):
-            with monitor(step) if monitor else contextlib.nullcontext():
-                loss = functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    if monitor:
+        train(model, lambda step: functional.cross_entropy(model(ids).mT, ids), range(9), monitor)
+    if watched:
         monitor.close()
         assert memory.readings[-1].step == 8
         assert "attention_entropy/layer_01" in memory.readings[-1].values
@@ -68,8 +63,8 @@ def train(mode, *, by_hand, watched=None):
 @pytest.mark.parametrize("watched", WAYS)
 @pytest.mark.parametrize("mode", [Noisy, NoisyFunctions, lambda: torch.device("cpu")])
 def test_a_mode_that_changes_products_makes_the_same_weights(mode, watched, by_hand):
-    plain = train(mode(), by_hand=by_hand)
-    found = train(mode(), by_hand=by_hand, watched=watched)
+    plain = trained(mode(), by_hand=by_hand)
+    found = trained(mode(), by_hand=by_hand, watched=watched)
     assert all(map(torch.equal, plain, found))
 
 
@@ -79,7 +74,7 @@ def test_what_is_computed_beside_the_training_is_not_counted(watched, by_hand):
     counts = []
     for each in (None, watched):
         with FlopCounterMode(display=False) as counter:
-            train(contextlib.nullcontext(), by_hand=by_hand, watched=each)
+            trained(contextlib.nullcontext(), by_hand=by_hand, watched=each)
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] > 0
 

@@ -5,9 +5,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from measuring import train
 from models import PlainDecoder, batch
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
-from watched import window
+from watched import notes, window
 
 from geomon.capture import private
 
@@ -30,24 +31,19 @@ INSTEAD = _without_names()
 
 @pytest.mark.parametrize("name", [*sorted(INSTEAD), "all of them"])
 def test_without_a_private_name_a_training_is_untouched_and_seen_as_before(monkeypatch, name):
-    def train(watched: bool) -> list[torch.Tensor]:
+    def weights(around):
         torch.manual_seed(0)
         model = PlainDecoder(dropout=0.1)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for step in range(2):
-            with window(model) if watched else nullcontext() as seen:
-                loss = model(batch(seed=step)).logsumexp(-1).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if watched:
-            assert all("query" in layer.captured for layer in seen.snapshot().layers[1:])
-            lost = [note.words() for note in seen.snapshot().info.notes]
-            assert any(" lacks " in note for note in lost) == (name in ("MISSING", "all of them"))
-        return [parameter.detach().clone() for parameter in model.parameters()]
+        windows = [around(model) for _ in range(2)]
+        train(model, lambda step: model(batch(seed=step)).logsumexp(-1).mean(), range(2),
+              windows.__getitem__)  # fmt: skip
+        return [*model.parameters()], windows[-1]
 
-    expected = train(watched=False)
+    expected, _ = weights(nullcontext)
     for each in INSTEAD if name == "all of them" else [name]:
         monkeypatch.setattr(private, each, INSTEAD[each])
-    assert all(map(torch.equal, train(watched=True), expected))
+    found, seen = weights(window)
+    assert all(map(torch.equal, found, expected))
+    assert all("query" in layer.captured for layer in seen.snapshot().layers[1:])
+    assert any(" lacks " in note for note in notes(seen)) == (name in ("MISSING", "all of them"))
     assert _len_torch_dispatch_stack() == 0

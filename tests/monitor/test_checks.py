@@ -2,6 +2,7 @@
 
 import copy
 
+import measuring
 import pytest
 import torch
 from torch import nn
@@ -18,19 +19,13 @@ def model_of():
 def train(monitor, model, steps, fault_at=None):
     """Train on noise; at a step the queries and keys of the last layer grow tenfold."""
     generator = torch.Generator().manual_seed(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    losses = []
-    for step in steps:
+
+    def loss_of(step):
         if step == fault_at:
             model.layers[1].self_attn.in_proj_weight.data[:32] *= 10
-        batch = torch.randn(16, 12, 16, generator=generator)
-        with monitor(step):
-            loss = model(batch).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+        return model(torch.randn(16, 12, 16, generator=generator)).square().mean()
+
+    return measuring.train(model, loss_of, steps, monitor, 1e-3)
 
 
 def test_a_fault_between_readings_is_an_alert_at_its_step_and_the_step_after_is_read(tmp_path):
