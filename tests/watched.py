@@ -38,7 +38,6 @@ def look(
         with window(model, rows, **options or {}) as seen:
             watched = model(*inputs, **given)
     assert not isinstance(alone, Tensor) or torch.equal(watched, alone)
-    assert not any("watching a call failed" in text for text in notes(seen))
     return seen
 
 

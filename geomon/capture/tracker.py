@@ -238,7 +238,7 @@ class Tracker:
         Between training and evaluation, torch calls a stage once more to infer shapes.
         """
         calls, count = self._calls[number], self._count(number) or 0
-        return int(calls % count == 1 if count > 1 else count == 1 < calls)
+        return calls % count == 1 if count > 1 else count == 1 < calls
 
     def _count(self, number: int) -> int | None:
         """Count the micro-batches of a stage (0 before they are known); None without a pipeline."""

@@ -245,7 +245,7 @@ class _Table:
         """Whether a rank sends token ids and positions for layers of later stages."""
         of, _ = self.keys[first]
         needed = any(self.is_later((stack, depth)) for stack, depth in self.keys if stack == of)
-        return needed and self.gives(rank, first) >= _OF_ROWS
+        return needed and "hidden" in self.gives(rank, first)
 
     def shapes(self, number: int) -> list[Shape | None]:
         """Return the shape of a layer's captured attention for each of the measured tokens."""

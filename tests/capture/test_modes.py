@@ -55,7 +55,6 @@ def trained(mode, *, by_hand, watched=None):
         monitor.close()
         assert memory.readings[-1].step == 8
         assert "attention_entropy/layer_01" in memory.readings[-1].values
-        assert not any("failed" in note for note in memory.readings[-1].words())
     return [*model.parameters(), torch.get_rng_state()]
 
 

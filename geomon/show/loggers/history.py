@@ -11,7 +11,7 @@ from geomon.record import RaisedAlert, Reading, Readings
 from geomon.show.collect import BY_HEAD, BY_LAYER, DIMENSIONS
 
 # Metrics that pages use; a large model has tens of thousands of values per reading.
-_SHOWN = frozenset({*BY_LAYER, *BY_HEAD, *DIMENSIONS})
+_SHOWN = {*BY_LAYER, *BY_HEAD, *DIMENSIONS}
 # Each kept reading's step exceeds the previous one's by at least this factor: four readings per
 # doubling, about a hundred in a long run. The factor 0.99 allows for rounded steps.
 _KEPT_RATIO = 2 ** (1 / 4) * 0.99

@@ -12,7 +12,7 @@ from torch import nn
 
 from geomon import Memory, Monitor, every, select
 from geomon.capture.calling import calls, patches
-from geomon.capture.calling.patches import Patch, replace, run_eagerly
+from geomon.capture.calling.patches import Patch, replace, run_eagerly, without_fast_path
 from geomon.monitor import CallbackSession
 
 
@@ -61,6 +61,16 @@ def test_what_ctrl_c_leaves_of_a_suspension_ends_with_the_last_holder():
 
     for at in range(1, suspends(-1) + 1):
         suspends(at)
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_the_fused_path_of_torch_is_as_it_was(is_allowed):
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(is_allowed)
+    with without_fast_path.held():
+        assert not torch.backends.mha.get_fastpath_enabled()
+    assert torch.backends.mha.get_fastpath_enabled() == is_allowed
+    torch.backends.mha.set_fastpath_enabled(before)
 
 
 def stance():
@@ -123,6 +133,7 @@ def test_ctrl_c_at_any_line_of_a_due_step_leaves_nothing(probes, tmp_path, other
     torch.manual_seed(0)
     model, ids = PlainDecoder(width=8, layers=1, heads=2).train(), batch(1, 4)
     model.register_buffer("seen", torch.zeros(1))
+    model.blocks[0].register_forward_pre_hook(lambda *given: None)
     before, random = fingerprint(model), random_state()
     step, _ = due_step(probes, model, ids, tmp_path)
     gc.collect()  # monitors of other tests, whose lines would count here
