@@ -437,7 +437,8 @@ def _copies(
     target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Copy the arguments of a call, because a forward pass may write into them (a key cache)."""
-    if any(map(_is_collective, target.modules())):
+    sharded = any(hasattr(parameter, "to_local") for parameter in target.parameters())
+    if sharded or any(map(_is_collective, target.modules())):
         raise ValueError(f"ranks communicate in the forward pass of {type(target).__name__}")
     if any(nn.parameter.is_lazy(parameter) for parameter in target.parameters()):
         raise ValueError(f"parameters of {type(target).__name__} have no values yet")
@@ -475,6 +476,5 @@ class _Unpickler(pickle.Unpickler):
 
 def _is_collective(module: nn.Module) -> bool:
     """Whether a module's own forward pass waits for other ranks."""
-    sharded = any(hasattr(p, "to_local") for p in module.parameters(recurse=False))
-    fsdp = getattr(module, "_is_fsdp_managed_module", False)
-    return sharded or fsdp or isinstance(module, nn.SyncBatchNorm)
+    managed = getattr(module, "_is_fsdp_managed_module", False)
+    return managed or isinstance(module, nn.SyncBatchNorm)

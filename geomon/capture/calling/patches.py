@@ -143,40 +143,41 @@ class _ExtraPass:
     records_gradients: bool  # whether the training did when the pass began
 
 
-_local = threading.local()
+class _Passes(threading.local):
+    """Passes of the monitor's own that each thread is in."""
+
+    def __init__(self) -> None:
+        self.own: list[_ExtraPass] = []
 
 
-def _passes() -> list[_ExtraPass]:
-    """Passes of the monitor's own that this thread is in."""
-    passes: list[_ExtraPass] = vars(_local).setdefault("passes", [])
-    return passes
+_passes = _Passes()
 
 
 @contextmanager
 def extra_pass_begun() -> Iterator[None]:
     """Mark the body as a pass of the monitor's own, not part of training, in this thread."""
-    own, passes = _ExtraPass(torch.is_grad_enabled()), _passes()
+    own = _ExtraPass(torch.is_grad_enabled())
     try:
-        passes.append(own)
+        _passes.own.append(own)
         yield
     finally:
-        passes[:] = [other for other in passes if other is not own]
+        _passes.own[:] = [other for other in _passes.own if other is not own]
 
 
 def end_extra_passes() -> None:
     """Remove marks and switches that Ctrl-C left in this thread."""
-    _passes().clear()
+    _passes.own.clear()
     without_fast_path.end_bodies()
 
 
 def in_extra_pass() -> bool:
     """Whether this thread is in a pass of the monitor's own."""
-    return bool(_passes())
+    return bool(_passes.own)
 
 
 def records_gradients() -> bool:
     """Whether the training records gradients here, or did when the current extra pass began."""
-    return _passes()[-1].records_gradients if in_extra_pass() else torch.is_grad_enabled()
+    return _passes.own[-1].records_gradients if in_extra_pass() else torch.is_grad_enabled()
 
 
 def _forbid_fast_path(undo: Undo) -> None:

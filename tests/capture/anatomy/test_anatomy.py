@@ -111,6 +111,16 @@ def behind(first: nn.Module, /, **more) -> nn.Module:
     return first
 
 
+def held_elsewhere() -> nn.Module:
+    """Larger blocks, of whose weights this rank has nothing: FSDP1 says so of each module."""
+    large = listed(*[lambda: Attending(64)] * 2)
+    for each in large.modules():
+        each._is_fsdp_managed_module = True
+    for parameter in large.parameters():
+        parameter.data = parameter.data.flatten()[:0]
+    return module(layers=large, other=listed(Attending, Attending))
+
+
 def encoder_decoder() -> nn.Module:
     return nn.Transformer(16, 2, 1, 2, 32, batch_first=True)
 
@@ -126,6 +136,7 @@ STACKS = {
         lambda: two(experts=lambda: listed(*[lambda: chain(*[lambda: nn.Linear(64, 64)] * 2)] * 9)),
         {"": TWO},
     ),
+    "held by other ranks": (held_elsewhere, {"": TWO}, ("other.#", 2, FEW, False)),
     "sublayers of a block": (
         lambda: two(layer=lambda: nn.ModuleList([module(att=Attending()), module(ff=Mixing())])),
         {"": TWO},

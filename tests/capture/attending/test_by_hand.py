@@ -131,6 +131,23 @@ def test_projections_of_feature_maps_have_their_width_in_the_channels():
     assert layer.captured["visible"].shape == (3, 1, 36, 9)
 
 
+def windowed(x):
+    """Two windows of each sequence, which stand before the heads."""
+    return x.unflatten(2, (2, -1)).transpose(1, 2)
+
+
+def test_windows_of_a_sequence_count_as_sequences():
+    def attend(*given):
+        q, k, v = map(windowed, given)
+        return (scores_of(q, k).softmax(-1) @ v).transpose(1, 2).flatten(2, 3)
+
+    model = blocks_of(attend)
+    for layer, block in zip(layers_of(model, torch.randn(3, LENGTH, 32)), model, strict=True):
+        for which in ("query", "key"):
+            expected = windowed(getattr(block.attention, which)).flatten(0, 1)
+            torch.testing.assert_close(layer.captured[which], expected)
+
+
 def heads_last(q, k, v):
     scores = torch.einsum("bhid,bhjd->bihj", q, k).div(math.sqrt(q.shape[-1]))
     weights = scores.masked_fill(~CAUSAL[:, None], -1e9).softmax(-1)

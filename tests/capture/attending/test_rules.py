@@ -1,13 +1,16 @@
-"""Calls of fused attention that only a compiler or an accelerator makes: they are refused."""
+"""Calls of fused attention that only a compiler or an accelerator makes; heads of a rank."""
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+from watched import attend_by_hand, blocks_of, look
 
 from geomon.capture.attending.attention import NotUnderstoodError, read_call, record_call
 from geomon.capture.attending.fused import read_flash, read_sdpa
 from geomon.capture.attending.rules import FlexRule
+from geomon.capture.shards import TensorPlace
 from geomon.capture.tokens.sampling import RowSampler
 
 
@@ -34,6 +37,16 @@ def test_what_a_compiler_traces_with_and_other_shapes_are_refused():
     ):  # fmt: skip
         with pytest.raises(NotUnderstoodError, match=words):
             read_flash(given)
+
+
+@pytest.mark.parametrize("attend", [scaled_dot_product_attention, attend_by_hand])
+def test_heads_of_a_rank_are_numbered_by_the_features_that_make_them(attend):
+    model = blocks_of(lambda q, k, v: attend(q, *(x.repeat_interleave(2, 1) for x in (k, v))),
+                      key_heads=2)  # fmt: skip
+    seen = look(model, torch.randn(2, 6, 32), options={"place": TensorPlace(0, 2)})
+    numbers = {"query": (0, 8, 16, 24), "key": (0, 8)}
+    numbers |= {f"projected_{name}": heads for name, heads in numbers.items()}
+    assert [layer.part.heads for layer in seen.snapshot().layers[1:]] == [numbers] * 2
 
 
 def test_of_a_mask_the_part_of_this_rank_is_taken():

@@ -123,10 +123,10 @@ ALLOWED[..., 0] = True
 DOCUMENTS = torch.arange(LENGTH) // torch.tensor([3, 4, 8])[:, None]
 
 
-def by_flex(q, k, v, *, mask=None, score=None):
+def by_flex(q, k, v, *, mask=None, **options):
     heads = HEADS if mask is allowed else None
     block = mask and flex.create_block_mask(mask, len(q), heads, LENGTH, LENGTH, device="cpu")
-    return flex.flex_attention(q, k, v, block_mask=block, score_mod=score, enable_gqa=True)
+    return flex.flex_attention(q, k, v, block_mask=block, enable_gqa=True, **options)
 
 
 def allowed(b, h, i, j):
@@ -142,13 +142,15 @@ def within_documents(b, h, i, j):
 
 
 def by_distance(score, b, h, i, j):
-    return score - 0.1 * (h + 1) * (i - j)
+    return score - SLOPES[h] * (i - j)
 
 
-FALLING = -0.1 * (torch.arange(HEADS)[:, None, None] + 1) * DISTANCE[None]
+SLOPES = 0.1 * (torch.arange(HEADS) + 1)
+FALLING = -SLOPES[:, None, None] * DISTANCE[None]
 SAME_DOCUMENT = (DOCUMENTS[:, :, None] == DOCUMENTS[:, None])[:, None]
 BY_FLEX = {
     "all": (by_flex, ALL, {}),
+    "another scale": (functools.partial(by_flex, scale=0.3), ALL, {"scale": 0.3}),
     "documents": (
         functools.partial(by_flex, mask=within_documents), SAME_DOCUMENT & CAUSAL, {"key_heads": 2}
     ),
@@ -158,7 +160,7 @@ BY_FLEX = {
     ),
     "a mask of each head": (functools.partial(by_flex, mask=allowed), ALLOWED, {}),
     "a bias": (
-        functools.partial(by_flex, mask=causally, score=by_distance), CAUSAL, {"bias": FALLING}
+        functools.partial(by_flex, mask=causally, score_mod=by_distance), CAUSAL, {"bias": FALLING}
     ),
 }  # fmt: skip
 

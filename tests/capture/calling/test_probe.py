@@ -94,6 +94,12 @@ def test_the_model_runs_once_as_its_forward_takes_it(
     assert inner.training
 
 
+def test_a_model_without_parameters_runs_on_the_host():
+    values = torch.ones(2)
+    found = extra_pass(nn.Identity(), values, window([]), loss=lambda out, given: (out, given))
+    assert all(each.device.type == "cpu" for each in found.loss)
+
+
 @pytest.mark.parametrize("batch", [[1, 2], {"ids": 1}])
 def test_the_first_module_around_the_blocks_that_has_a_forward_is_called(batch):
     inner = All()

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from models import Running, batch, transformer
+from models import batch, transformer
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as attend
-from watched import ToContext, blocks_of, look, states_of
+from watched import blocks_of, look, states_of
 
 LENGTHS = torch.tensor([12, 5, 9, 12, 1, 7])
 
@@ -56,21 +56,3 @@ def test_what_has_no_last_token_is_not_asked_or_says_why():
     unasked = look(model, torch.randn(3, 8), options={"views": {"hidden"}}).snapshot().layers[1]
     for layer in (maps, unasked):
         assert not any(view.startswith("last_") for view in [*layer.captured, *layer.missing])
-
-
-def test_projected_keys_of_a_context_have_its_sequences():
-    """Blocks attend to a context of another length alone."""
-
-    def run(m, x, context):
-        for block in m.blocks:
-            x = x + block(x, context)
-        return x
-
-    context = torch.randn(3, 10, 32)
-    model = Running(run, blocks=nn.ModuleList([ToContext(), ToContext()]))
-    views = look(model, torch.randn(3, 6, 32), context=context).snapshot().layers[1].captured
-    made = model.blocks[0].to_k(context).flatten(0, 1)
-    same = (views["projected_key"].flatten(1)[:, None] == made).all(2)
-    assert same.sum(1).tolist() == [1] * 30
-    assert views["key_sequences"].tolist() == (same.long().argmax(1) // 10).tolist()
-    assert sorted(views["query_sequences"].tolist()) == [n for n in range(3) for _ in range(6)]
