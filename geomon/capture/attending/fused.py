@@ -51,8 +51,6 @@ def read_flex(given: Mapping[str, Any]) -> Arguments:
             key.shape[2], query.device, block[-1],
             heads=counts.shape[1],
             score=None if getattr(score, "__name__", "") == "_identity" else score,
-            mask_buffers=given.get("mask_mod_other_buffers", ()),
-            score_buffers=given.get("score_mod_other_buffers", ()),
         ),
     )  # fmt: skip
 

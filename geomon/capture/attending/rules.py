@@ -127,8 +127,6 @@ class FlexRule:
         heads: Number of heads if the mask depends on the head, else 1.
         score: Function of (score, sequence, head, query, key) that returns the changed score, or
             None if scores stay as they are.
-        mask_buffers: Further arguments of `mask`.
-        score_buffers: Further arguments of `score`.
     """
 
     keys: int
@@ -136,22 +134,20 @@ class FlexRule:
     mask: Callable[..., Any]
     heads: int
     score: Callable[..., Any] | None = None
-    mask_buffers: tuple[Any, ...] = ()
-    score_buffers: tuple[Any, ...] = ()
 
     def visible(self, sequences: Tensor, places: Tensor) -> Tensor:
         """Return which keys some queries see (see `AttentionRule`)."""
-        return self._at_all(self.mask, (), self.mask_buffers, sequences, places, self.heads)
+        return self._at_all(self.mask, (), sequences, places, self.heads)
 
     @property
     def changed(self) -> Change | None:
         """The function that changes scores (see `AttentionRule`)."""
-        score, buffers = self.score, self.score_buffers
+        score = self.score
         if score is None:
             return None
 
         def change(scores: Tensor, sequences: Tensor, places: Tensor) -> Tensor:
-            return self._at_all(score, (scores,), buffers, sequences, places, scores.shape[1])
+            return self._at_all(score, (scores,), sequences, places, scores.shape[1])
 
         return change
 
@@ -174,16 +170,12 @@ class FlexRule:
         self,
         function: Callable[..., Any],
         lead: tuple[Tensor, ...],
-        buffers: tuple[Any, ...],
         sequences: Tensor,
         places: Tensor,
         heads: int,
     ) -> Tensor:
         """Evaluate a function of places for some queries, with every head and every key."""
-
-        def at(*given: Tensor) -> Any:
-            return function(*given, *buffers)
-
+        at = function
         # Innermost dimension first: keys, queries with their places, heads, sequences.
         of_lead = (0,) * len(lead)
         for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None)):

@@ -156,10 +156,7 @@ def _on_this_rank(values: Any, starts: dict[int, tuple[int, ...]]) -> Any:
 
 
 # Arguments of the higher-order operator of flex attention, which has no schema.
-_FLEX = (
-    "query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options",
-    "score_mod_other_buffers", "mask_mod_other_buffers",
-)  # fmt: skip
+_FLEX = ("query", "key", "value", "score_mod", "block_mask", "scale")
 
 
 class _Kind(NamedTuple):

@@ -49,11 +49,12 @@ def test_heads_of_a_rank_are_numbered_by_the_features_that_make_them(attend):
     assert [layer.part.heads for layer in seen.snapshot().layers[1:]] == [numbers] * 2
 
 
-def test_of_a_mask_the_part_of_this_rank_is_taken():
+@pytest.mark.parametrize("name", ["attn_mask", "attn_bias"])  # as operators call it
+def test_of_a_mask_the_part_of_this_rank_is_taken(name):
     query, own = torch.randn(2, 4, 6, 8), torch.ones(6, 6, dtype=torch.bool).tril()
     mask = torch.ones(6, 8)
     mask.to_local = lambda: own  # as a DTensor has it
-    given = read_sdpa({"query": query, "key": query, "attn_mask": mask})
+    given = read_sdpa({"query": query, "key": query, name: mask})
     views = read_call(record_call(RowSampler(100, 0), given), None)
     assert torch.equal(views["visible"], own.expand_as(views["visible"]))
 
