@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as attend
 from watched import blocks_of, look, states_of
 
-LENGTHS = torch.tensor([12, 5, 9, 12, 1, 7])
+LENGTHS = torch.tensor([1, 5, 9, 12, 12, 7])
 
 
 REAL = torch.arange(12) < LENGTHS[:, None]
