@@ -71,6 +71,8 @@ def test_tokens_in_one_row_are_told_apart_as_attention_takes_them():
         return attend(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(0, 1)
 
     model, ids = decoder(unflattened), tokens()
+    first = look(model, ids).snapshot().layers[0].captured
+    assert torch.equal(first["token_ids"], ids[first["sequences"], first["positions"]])
     metrics = select("variance", "twonn_distinct", "attention_entropy")
     values = measure(model, ids, metrics=metrics, tokens=ids.numel())
     assert "variance/layer_01/margin" in values

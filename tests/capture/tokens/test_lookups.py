@@ -74,11 +74,9 @@ def placed() -> PlainDecoder:
     )
 
 
-def holding() -> PlainDecoder:
+def holding(make=decoder) -> PlainDecoder:
     """A module holds a table and looks its rows up without calling it."""
-    return decoder(
-        tokens=Running(lambda m, ids: F.embedding(ids, m.table.weight) * 2, table=table())
-    )
+    return make(tokens=Running(lambda m, ids: F.embedding(ids, m.table.weight) * 2, table=table()))
 
 
 def copying(model, ids):
@@ -138,6 +136,7 @@ KINDS = {
     "in a dict": (asking, lambda ids: ({"words": ids}, GRAPH), {}),
     "a table of places": (placed, lambda ids: (ids,), {}),
     "a table that is not called": (holding, lambda ids: (ids,), {}),
+    "such a table and one of hashes": (lambda: holding(hashed), lambda ids: (ids,), {}),
     "ids that are written into": (lambda: decoder(copying), lambda ids: (ids.clone(),), {}),
     "words that are looked up beside": (
         lambda: decoder(lambda m, ids: (m.tokens(ids.flip(1)), m.tokens(ids))[1]),
