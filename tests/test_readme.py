@@ -207,7 +207,7 @@ def test_the_odds_are_those_of_their_page():
 def test_the_claims_are_counted_as_on_their_page():
     page = (ROOT / "docs" / "claims.md").read_text()
     (row,) = re.findall(r"^\| \*\*all\*\* \|(.*)\|$", page, flags=re.MULTILINE)
-    count, agree, disagree, undecided, _ = map(int, row.split("|"))
+    count, agree, disagree, undecided = map(int, row.split("|"))
     assert count == agree + disagree + undecided
     of_decoder = sum(map(int, re.findall(r"^- `make decoder`: (\d+) lines", page, re.MULTILINE)))
     assert f"{of_decoder} assertions" in (ROOT / "recipes/decoder/README.md").read_text()
