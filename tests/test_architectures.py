@@ -165,7 +165,8 @@ either side and without, and compared with what the model itself computes:
 Attention is seen at a fused operator behind `scaled_dot_product_attention` (*sdpa*), or where it is
 written out by hand, at the *softmax* of its scores.
 
-`make architectures` writes this page. Models of other code bases: [foreign_code.md](foreign_code.md).
+`make architectures` writes this page. Models of other code bases:
+[foreign_code.md](foreign_code.md).
 
 """
 _NONE = "no attention"  # the remark on a specimen without any

@@ -1,7 +1,6 @@
 """Claims as a page of Markdown: for each paper what it asserts, and what was seen."""
 
 import itertools
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -55,11 +54,11 @@ def write_page(runs: Path, experiments: Iterable[str], page: Path) -> int:
         raise InputError(f"{runs} holds no claims: run an experiment first, make decoder")
     results = [load_results(runs / name) for name in found]
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(render(results, [name for name in names if name not in found], page))
+    page.write_text(render(results, [name for name in names if name not in found]))
     return sum(len(each.claims) for each in results)
 
 
-def render(results: Sequence[Results], missing: Sequence[str], page: Path) -> str:
+def render(results: Sequence[Results], missing: Sequence[str]) -> str:
     """Write the claims as a page, without those of experiments that were not run."""
     every = [(claim, each) for each in results for claim in each.claims]
     papers = {paper: [line for line in every if line[0].paper == paper] for paper in PAPERS}
@@ -72,7 +71,7 @@ def render(results: Sequence[Results], missing: Sequence[str], page: Path) -> st
     for paper, lines in papers.items():
         parts += ["", f"## {PAPERS[paper]} ({paper})", ""]
         parts += table(["asserted", "seen"], _rows(lines), words=2)
-    parts += ["", "## The experiments\n", *(_experiment(each, page) for each in results), ""]
+    parts += ["", "## The experiments\n", *map(_experiment, results), ""]
     return "\n".join(parts)
 
 
@@ -123,7 +122,7 @@ def _seeds(results: Results) -> int:
     return mode(counts) if counts else 0
 
 
-def _experiment(results: Results, page: Path) -> str:
+def _experiment(results: Results) -> str:
     """One line of an experiment: its command, its number of lines, its time, what differs."""
     theirs = sum(not claim.ours for claim in results.claims)
     seconds = results.seconds
@@ -131,9 +130,8 @@ def _experiment(results: Results, page: Path) -> str:
     words = [
         f"- `make {results.experiment}`: {theirs} line{'s' * (theirs != 1)}",
         f"{_seeds(results)} seeds; {time} on two cores",
+        f"[page](../recipes/{results.experiment}/README.md)",
     ]
-    pictures = sorted((page.parent / "pictures").glob(f"{results.experiment}*.png"))
-    words += [f"[{path.stem}]({os.path.join('pictures', path.name)})" for path in pictures]
     return f"{'; '.join(words)}. Differs: {results.differs.rstrip('.')}."
 
 
