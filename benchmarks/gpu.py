@@ -195,13 +195,13 @@ def _between(one: Any, other: Any) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all queued work on a device.
+    """Wait for the training's queued work on a device, not for what a thread measures.
 
     Args:
         device: The device; the host has no queue.
     """
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
 
 
 # -- parts -----------------------------------------------------------------------------------------
