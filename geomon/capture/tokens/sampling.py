@@ -54,7 +54,7 @@ class SampledRows(NamedTuple):
         """Return the rows at some places, integers on the host."""
         if len(places) == len(self.indices):
             return self
-        values = self.values[places.to(self.values.device)]
+        values = self.values[places.to(self.values.device, non_blocking=True)]
         return self._replace(values=values, indices=self.indices[places])
 
 
@@ -192,9 +192,9 @@ def copy_rows(values: Tensor, rows: Tensor) -> Tensor:
     """Copy rows of a tensor as [rows, width], float32.
 
     It copies because the model may change its tensors in place, and only rows because a view would
-    keep the whole tensor in memory.
+    keep the whole tensor in memory. Nothing waits for the device.
     """
-    values, rows = values.detach(), rows.to(values.device)
+    values, rows = values.detach(), rows.to(values.device, non_blocking=True)
     if values.is_contiguous():  # five times as fast for short rows
         values = values.view(-1, values.shape[-1])
     if values.ndim == 2:
