@@ -135,11 +135,13 @@ class Run(NamedTuple):
 
     Attributes:
         milliseconds: Time of each step on the device, from the end of the previous one, ascending.
+        quiet: Median of the steps beside which no thread measured, in ms.
         peak: Largest memory of the device in GB (10^9 bytes); NaN on the host.
         graphs: Number of graphs that were compiled meanwhile.
     """
 
     milliseconds: list[float]
+    quiet: float
     peak: float
     graphs: int
 
@@ -168,14 +170,20 @@ def run(training: Training, steps: int, monitor: Monitor | None = None) -> Run:
     if on_device:
         torch.cuda.reset_peak_memory_stats()
     marks: list[Any] = [_mark(on_device)]
+    busy = [False]
     for step in range(steps):
         loss = training.step(nullcontext() if monitor is None else monitor(step))
         marks.append(_mark(on_device))
+        busy.append(any(thread.name == "geomon" for thread in threading.enumerate()))
         if step % _LOGGED == 0:
             loss.item()
     synchronize(training.device)
+    times = [_between(one, other) for one, other in itertools.pairwise(marks)]
+    beside = [before or after for before, after in itertools.pairwise(busy)]
+    quiet = [time for time, one in zip(times, beside, strict=True) if not one]
     return Run(
-        sorted(_between(one, other) for one, other in itertools.pairwise(marks)),
+        sorted(times),
+        statistics.median(quiet or times),
         torch.cuda.max_memory_allocated() / 1e9 if on_device else float("nan"),
         counters["stats"]["unique_graphs"] - graphs,
     )
@@ -195,13 +203,13 @@ def _between(one: Any, other: Any) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all queued work on a device.
+    """Wait for the training's queued work on a device, not for what a thread measures.
 
     Args:
         device: The device; the host has no queue.
     """
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
 
 
 # -- parts -----------------------------------------------------------------------------------------
@@ -224,8 +232,7 @@ def runs(training: Training, steps: int) -> Iterator[list[object]]:
             *(watched or ("", "", "")), f"{found.peak:.2f}", found.graphs,
         ]  # fmt: skip
 
-    before = run(training, few)
-    yield row("without geomon", before)
+    yield row("without geomon", run(training, few))
     probe = training.batch()[:8, : training.size.length // 2]
     ways: dict[str, tuple[int, dict[str, Any]]] = {
         "defaults": (steps, {}),
@@ -236,13 +243,11 @@ def runs(training: Training, steps: int) -> Iterator[list[object]]:
         with _watching(training, steps=length, **options) as (monitor, memory):
             found = run(training, length, monitor)
             counted = monitor.overhead
-        # The card's speed drifts, so the loss is measured relative to the runs before and after.
-        behind = run(training, few)
-        lost = 2 * found.mean / (before.mean + behind.mean) - 1
+        # The machine's speed drifts by more than geomon takes, from one run to the next.
+        lost = found.mean / found.quiet - 1
         read = len(memory.readings)
         yield row(name, found, f"{100 * lost:+.1f}", f"{100 * counted:.1f}", read)
-        yield row("without geomon", behind)
-        before = behind
+        yield row("without geomon", run(training, few))
 
 
 @contextmanager

@@ -28,14 +28,11 @@ def of_names(metrics) -> list[str]:
 
 
 def of_charts() -> list[str]:
-    """A line for each headline value: name, and what it is."""
+    """One line with the tags of the headline values."""
     shown = [
         headline for name, metric in METRICS.items() for headline in headlines_of(name, metric.text)
     ]
-    return [
-        f"- `{headline_tag(headline.name)}`: {headline.words}"
-        for headline in (*shown, PROBE_LOSS, OVERHEAD)
-    ]
+    return of_names(headline_tag(headline.name) for headline in (*shown, PROBE_LOSS, OVERHEAD))
 
 
 def of_views() -> list[str]:

@@ -154,7 +154,7 @@ def test_sampled_rows_are_what_the_model_computes_there(name, monkeypatch):
 _HEAD = """# Architectures
 
 geomon was tested on these {count} architectures. Each is a small random model, run with padding on
-either side and without. What geomon captured is compared with what the model itself computes:
+either side and without, and compared with what the model itself computes:
 
 - Hidden states, and queries and keys as projected, are equal to the last bit.
 - Attention probabilities, rebuilt from queries, keys, masks and biases, differ from the model's own
@@ -165,8 +165,8 @@ either side and without. What geomon captured is compared with what the model it
 Attention is seen at a fused operator behind `scaled_dot_product_attention` (*sdpa*), or where it is
 written out by hand, at the *softmax* of its scores.
 
-`make architectures` writes this page; `tests/test_architectures.py` checks it. Models of other code
-bases: [foreign_code.md](foreign_code.md).
+`make architectures` writes this page. Models of other code bases:
+[foreign_code.md](foreign_code.md).
 
 """
 _NONE = "no attention"  # the remark on a specimen without any

@@ -314,8 +314,10 @@ def _put_values_back(
     if data.numel() and (tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape):
         tensor.data = data
     whole = copy is not None and tensor.shape == copy.shape
-    # 0 equals -0, and writing into `tensor.data` does not change the version.
-    if whole and (_version(tensor) != version or not torch.equal(tensor.data, copy)):
+    # 0 equals -0, and writing into `tensor.data` does not change the version. Memory of the host
+    # may be read-only; on a device a comparison would wait for all queued work.
+    changed = _version(tensor) != version or not tensor.is_cpu
+    if whole and (changed or not torch.equal(tensor.data, copy)):
         tensor.data.copy_(copy)  # hidden from autograd, because it saw these values
     if tensor.requires_grad != requires_grad:
         tensor.detach_().requires_grad_(requires_grad)

@@ -188,7 +188,10 @@ def gride(neighbours: Tensor, scales: Sequence[int] = SCALES) -> Tensor:
     _require_distances(neighbours)
     if any(k < 1 for k in scales):
         raise ValueError(f"scales must be ranks of neighbours, 1 or more, got {list(scales)}")
-    return gride_of_each(neighbours[None], scales).squeeze(0)
+    ascending = sorted({*scales})
+    found = gride_of_each(neighbours[None], ascending).squeeze(0)
+    places = [ascending.index(k) for k in scales]
+    return found if places == [*range(len(found))] else found[places]
 
 
 def gride_of_each(neighbours: Tensor, scales: Sequence[int]) -> Tensor:
@@ -197,16 +200,16 @@ def gride_of_each(neighbours: Tensor, scales: Sequence[int]) -> Tensor:
     Args:
         neighbours: Distances to the nearest neighbours, ascending, [sets, points, neighbours]. A
             point with distances 0 is not part of its set.
-        scales: Ranks k of the nearer neighbour.
+        scales: Ranks k of the nearer neighbour, ascending.
 
     Returns:
         [sets, len(scales)], float64; NaN with fewer than 2k neighbours or 3 points.
     """
     sets = len(neighbours)
     estimates = neighbours.new_full((sets, len(scales)), torch.nan, dtype=torch.float64)
-    able = [place for place, k in enumerate(scales) if 2 * k <= neighbours.shape[2]]
+    able = [k for k in scales if 2 * k <= neighbours.shape[2]]
     if able:
-        estimates[:, able] = _gride_at(neighbours, [scales[place] for place in able])
+        estimates[:, : len(able)] = _gride_at(neighbours, able)
     return estimates
 
 
@@ -242,19 +245,21 @@ def _gride_at(neighbours: Tensor, scales: Sequence[int]) -> Tensor:
     at the estimate by moments, E x = (H_(2k-1) - H_(k-1)) / d with harmonic numbers H, and never go
     below a quarter of N / sum x, where the function is positive by Jensen's inequality.
     """
-    rank = torch.tensor(scales, dtype=torch.int64, device=neighbours.device)
-    near, far = neighbours[:, :, rank - 1].double(), neighbours[:, :, 2 * rank - 1].double()
+    near, far = (
+        torch.stack([neighbours[:, :, times * k - 1] for k in scales], dim=2).double()
+        for times in (1, 2)
+    )
     valid = (near > 0) & torch.isfinite(far)
     logs = torch.where(valid, far / near, 1).log()
     x = _without_rounding(logs, _ROUNDING).mT.contiguous()  # [sets, scales, points]; 0 adds nothing
     n, total = valid.sum(dim=1).double(), x.sum(dim=2)
     d = (n - 1) / total  # the root with k = 1
-    some = [place for place, scale in enumerate(scales) if scale > 1]
-    if some:
-        of_all = [sum(1 / i for i in range(scales[place], 2 * scales[place])) for place in some]
-        moments = n[:, some] * n.new_tensor(of_all) / total[:, some]
-        k = rank[some].double().expand(len(n), -1)
-        parts = (x[:, some], moments, n[:, some], k)
+    larger = [k for k in scales if k > 1]
+    if larger:
+        some = slice(len(scales) - len(larger), None)
+        harmonic, k = n.new_tensor([[sum(1 / i for i in range(k, 2 * k)) for k in larger], larger])
+        moments = n[:, some] * harmonic / total[:, some]
+        parts = (x[:, some], moments, n[:, some], k.expand(len(n), -1))
         found = _newton(*(part.flatten(0, 1) for part in parts)).view_as(moments)
         # If all points are ties, the estimate is infinite and no step is possible.
         d[:, some] = torch.where(total[:, some] == 0, d[:, some], found)

@@ -37,22 +37,6 @@ class NormVarianceFit(NamedTuple):
     q_variation: Tensor
 
 
-class TypeCells(NamedTuple):
-    """Sums over the rows of each token type in each group, about the mean of the type.
-
-    Attributes:
-        rows: Number of rows, [types, groups].
-        squares: Sum of the squared distances from the type's mean, [types, groups].
-        square_of_sum: Squared norm of the sum of the differences from that mean, [types, groups].
-        along: Dot product of that sum with the type's mean, [types, groups].
-    """
-
-    rows: Tensor
-    squares: Tensor
-    square_of_sum: Tensor
-    along: Tensor
-
-
 @dataclass(frozen=True, slots=True)
 class TokenTypes:
     """Moments of the rows of each token type, in ascending order of id, float64.
@@ -61,19 +45,17 @@ class TokenTypes:
         rows: Number of rows of each type, n_t, [types]; 0 if all are in a group left out.
         m: Squared norm of the mean of each type, M_t = |mean x|^2, [types].
         scatter: Sum of squared distances of the rows from the mean of their type, [types].
-        cells: Sums by group of sequences, or None if no groups were given.
+        others: The moments without each group of sequences, [groups, types] each; None if no groups
+            were given.
     """
 
     rows: Tensor
     m: Tensor
     scatter: Tensor
-    cells: "TypeCells | None" = None
+    others: "TokenTypes | None" = None
 
     def without(self, group: int) -> "TokenTypes":
         """Return the moments of the rows of all other groups; a type may have 0 rows there.
-
-        If S is the sum of the rows left out, about the mean of their type, the mean moves by -S /
-        (number of rows that stay).
 
         Args:
             group: Index of a group.
@@ -81,14 +63,18 @@ class TokenTypes:
         Raises:
             ValueError: If the moments are not known by group.
         """
-        if self.cells is None:
+        others = self.without_each()
+        return TokenTypes(others.rows[group], others.m[group], others.scatter[group])
+
+    def without_each(self) -> "TokenTypes":
+        """Return the moments without each group, [groups, types].
+
+        Raises:
+            ValueError: If the moments are not known by group.
+        """
+        if self.others is None:
             raise ValueError("the moments of token types are not known by group: pass groups")
-        out = TypeCells(*(part[:, group] for part in self.cells))
-        rows = self.rows - out.rows
-        left = rows.clamp(min=1)
-        m = self.m - 2 * out.along / left + out.square_of_sum / left.square()
-        scatter = (self.scatter - out.squares - out.square_of_sum / left).clamp(min=0)
-        return TokenTypes(rows, m.clamp(min=0), scatter)
+        return self.others
 
     @property
     def within_variance(self) -> Tensor:
@@ -103,7 +89,7 @@ class TokenTypes:
             >>> token_types(hidden, torch.tensor([5, 5, 8, 8])).within_variance.item()
             2.0
         """
-        return self.scatter.sum() / (self.rows.sum() - (self.rows > 0).sum())
+        return self.scatter.sum(-1) / (self.rows.sum(-1) - (self.rows > 0).sum(-1))
 
     def norm_variance_slope(self) -> NormVarianceFit:
         """Fit a line of V_t over M_t to token types: how variance falls as the mean grows.
@@ -127,12 +113,12 @@ class TokenTypes:
             (3.0, 1.0, True)
         """
         chosen = (self.rows >= _FEWEST_ROWS) & (self.rows <= _MOST_ROWS)
-        number = chosen.sum().double()
+        number = chosen.sum(-1).double()
 
         def about_mean(values: Tensor) -> Tensor:
             """Differences from the mean over the chosen types; 0 for the others."""
-            mean = torch.where(chosen, values, 0).sum() / number
-            return torch.where(chosen, values - mean, 0)
+            mean = torch.where(chosen, values, 0).sum(-1) / number
+            return torch.where(chosen, values - mean[..., None], 0)
 
         # Types are never indexed by a mask: on a device, the host would wait for their number.
         spread = self.scatter / (self.rows - 1)
@@ -141,23 +127,22 @@ class TokenTypes:
         x, along = _scaled(about_mean(self.m - spread / self.rows))
         y, across = _scaled(about_mean(spread))
         q = torch.where(chosen, self.m + self.scatter / self.rows, 0)
-        ratios = q / q.max()
-        xx, xy, yy = x.square().sum(), (x * y).sum(), y.square().sum()
+        ratios = q / q.amax(-1, keepdim=True)
+        xx, xy, yy = x.square().sum(-1), (x * y).sum(-1), y.square().sum(-1)
         fits = (number >= 3) & (xx > 0)
-        nan = torch.full_like(xx, torch.nan)
         return NormVarianceFit(
-            slope=torch.where(fits, torch.ldexp(xy / xx, across - along), nan),
-            r_squared=torch.where(fits, xy.square() / (xx * yy), nan),
+            slope=torch.where(fits, torch.ldexp(xy / xx, across - along), torch.nan),
+            r_squared=torch.where(fits, xy.square() / (xx * yy), torch.nan),
             types=number,
-            coverage=torch.where(chosen, self.rows, 0).sum() / self.rows.sum(),
-            q_variation=(number * about_mean(ratios).square().sum()).sqrt() / ratios.sum(),
+            coverage=torch.where(chosen, self.rows, 0).sum(-1) / self.rows.sum(-1),
+            q_variation=(number * about_mean(ratios).square().sum(-1)).sqrt() / ratios.sum(-1),
         )
 
 
 def _scaled(values: Tensor) -> tuple[Tensor, Tensor]:
     """Divide values by a power of two that brings the largest to about 1; return the exponent."""
-    exponent = torch.frexp(values.abs().max()).exponent
-    return torch.ldexp(values, -exponent), exponent
+    exponent = torch.frexp(values.abs().amax(-1)).exponent
+    return torch.ldexp(values, -exponent[..., None]), exponent
 
 
 def require_token_ids(token_ids: Tensor, rows: int) -> None:
@@ -227,6 +212,17 @@ def token_types(hidden: Tensor, token_ids: Tensor, group: Tensor | None = None) 
     parts = [size.new_zeros(len(count) * groups) for _ in range(3)]
     for part, values in zip(parts, (squares, square_of_sum, along), strict=True):
         part[cells] = values
-    by_group = TypeCells(*(part.view(-1, groups) for part in (known, *parts)))
-    scatter = by_group.squares.sum(dim=1)
-    return TokenTypes(size, m, scatter, None if group is None else by_group)
+    own, squares, square_of_sum, along = (part.view(-1, groups).mT for part in (known, *parts))
+    scatter = squares.sum(dim=0)
+    if group is None:
+        return TokenTypes(size, m, scatter)
+    # If S is the sum of a group's rows about the mean of their type, the mean without them moves by
+    # -S / (number of rows that stay).
+    rest = size - own
+    left = rest.clamp(min=1)
+    others = TokenTypes(
+        rest,
+        (m - 2 * along / left + square_of_sum / left.square()).clamp(min=0),
+        (scatter - squares - square_of_sum / left).clamp(min=0),
+    )
+    return TokenTypes(size, m, scatter, others)

@@ -178,7 +178,8 @@ class Evaluator:
                 continue
             with self._costing(name, unseen, result.without_margin):
                 at_once = reader(metric.each_group)
-                add(name, [_numbers(one.apply(at_once)) for one in _read_by(metric, splits)])
+                found = [one.apply(at_once) for one in _read_by(metric, splits)]
+                add(name, [_numbers(one) for one in _fetched(found)])
         for group in range(GROUPS):
             views = [ViewsWithout(split, group) for split in splits]
             for name in [*one_by_one]:

@@ -65,6 +65,11 @@ def _norm_variance_slope(token_types: TokenTypes) -> dict[str, Tensor]:
     return {**parts, "coverage": fit.coverage, "q_variation": fit.q_variation}
 
 
+def _norm_variance_slope_of_each_group(token_types: TokenTypes) -> dict[str, Tensor]:
+    """Like `_norm_variance_slope`, without the rows of each group."""
+    return {"": token_types.without_each().norm_variance_slope().slope}
+
+
 def _twonn(two_nearest: Tensor, duplicates: float, rounding: float) -> dict[str, Tensor | float]:
     found = dimension.twonn(two_nearest)
     return {
@@ -391,6 +396,7 @@ METRICS: dict[str, Callable[..., Any]] = {
         ),
         without_margin=COUNTS | {"q_variation", "r_squared"},
         degrees=_FEW_ROWS_DECIDE,
+        each_group=_norm_variance_slope_of_each_group,
     ),
     "qk_cosine": Metric(
         qk_cosine,

@@ -95,9 +95,8 @@ def sliced_at(rows: str) -> LeaveOut:
 def _other_groups(views: Without, name: str) -> Any:
     """Keep the entries of the other groups, for a view with an entry per group."""
     whole: GroupSums = views.whole[name]
-    stay = [group for group in range(GROUPS) if group != views.group]
-    index = torch.tensor(stay, dtype=torch.int64, device=whole.counts.device)
-    return GroupSums(*(part.index_select(0, index) for part in whole))
+    before, behind = slice(None, views.group), slice(views.group + 1, None)
+    return GroupSums(*(torch.cat([part[before], part[behind]]) for part in whole))
 
 
 other_groups = LeaveOut("sums of the other groups", _other_groups)

@@ -16,8 +16,9 @@ AUTO = "auto"
 # captured tensors (copies in float64, blocks of products), this many matrices [width, width] in
 # float64 (the covariance and its eigenvalues), and the libraries' own buffers.
 _COPIES, _MATRICES, _BUFFERS = 5, 5, 1e9
-# Measuring may take this share of the memory that the training leaves free.
-_SHARE = 0.5
+# Measuring may take this share of the memory that the training leaves free; less at the first
+# reading, when its peak is still to come.
+_SHARE, _SHARE_AT_FIRST = 0.5, 0.05
 
 _DETERMINISTIC = (
     "torch.use_deterministic_algorithms is on, and medians and cumulative sums have no "
@@ -39,6 +40,7 @@ class MeasuringDevice:
     def __init__(self, name: str, model: nn.Module) -> None:
         self._model = model
         self._chosen = None if name == AUTO else _open_device(name)
+        self._share = _SHARE_AT_FIRST
         self._stream: Any = None
 
     @property
@@ -71,12 +73,13 @@ class MeasuringDevice:
             return _DETERMINISTIC
         free = None if self._chosen is not None else _free_bytes(device)
         needed = max(map(_needed_bytes, layers), default=0.0)
-        if free is None or needed <= _SHARE * free:
+        share, self._share = self._share, _SHARE
+        if free is None or needed <= share * free:
             return None
         return (
             f"measuring a layer takes up to {needed / 1e6:,.0f} MB, but the training leaves "
-            f"{max(0, free) / 1e6:,.0f} MB of {device}, and only half of that may be used: fewer "
-            "tokens, or a smaller max_capture_mb, need less"
+            f"{max(0, free) / 1e6:,.0f} MB of {device}, and only {100 * share:.0f} % of that may "
+            "be used: fewer tokens, or a smaller max_capture_mb, need less"
         )
 
     def mark_ready(self) -> Any:

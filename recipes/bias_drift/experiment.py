@@ -94,9 +94,8 @@ class BiasDrift(Experiment):
     def differs(self) -> str:
         """Describe how the trainings differ from the published ones."""
         return (
-            f"{self.sequences} sequences of {self.length} tokens in place of 16 of 512, a bias up "
-            f"to {LEVELS[-1]:g}; trained blocks (ours): width {self.trained_width}, {self.steps} "
-            f"steps on masked characters, a bias up to {TRAINED_LEVELS[-1]:g}"
+            f"{self.sequences} sequences of {self.length} tokens (theirs: 16 of 512), a bias up to "
+            f"{LEVELS[-1]:g}, {TRAINED_LEVELS[-1]:g} for trained blocks (ours)"
         )
 
     def check(self) -> None:

@@ -84,8 +84,8 @@ class Decoder(Experiment):
     def differs(self) -> str:
         """In which way the trainings differ in kind from the published ones."""
         return (
-            f"characters, {self.layers} layers of width {self.width} and {self.steps:,} steps in "
-            "place of pretrained models on subwords; of 5 layers the smallest p-value is .017"
+            f"characters, {self.layers} layers of width {self.width}, {self.steps:,} steps "
+            "(theirs: pretrained models on subwords); of 5 layers the smallest p-value is .017"
         )
 
     def check(self) -> None:

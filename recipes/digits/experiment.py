@@ -61,7 +61,7 @@ class Digits(Experiment):
         """Describe how the trainings differ from the published ones."""
         return (
             f"{self.layers} blocks of width {self.width}, {self.steps} updates on 1,437 images of "
-            "8 x 8 pixels in place of large models on ImageNet"
+            "8 x 8 pixels (theirs: large models on ImageNet)"
         )
 
     def check(self) -> None:

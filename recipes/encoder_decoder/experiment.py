@@ -58,7 +58,7 @@ class EncoderDecoder(Experiment):
         """Describe how the trainings differ from the published ones."""
         return (
             f"characters, one architecture, {self.layers} layers of width {self.width}, "
-            f"{self.steps:,} steps, in place of published models that differ in more"
+            f"{self.steps:,} steps (theirs: published models that differ in more)"
         )
 
     def check(self) -> None:

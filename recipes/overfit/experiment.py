@@ -98,8 +98,8 @@ class Overfit(Experiment):
     def differs(self) -> str:
         """Describe how the trainings differ from the published ones."""
         return (
-            "a small model trained from nothing, whose local dimension first rises, in place of a "
-            "pretrained one that is fine-tuned"
+            "a small model trained from nothing, whose local dimension first rises (theirs: a "
+            "pretrained one, fine-tuned)"
         )
 
     def check(self) -> None:

@@ -1,7 +1,6 @@
-"""Claims as a page of Markdown: for each paper what it asserts, and what we added to that."""
+"""Claims as a page of Markdown: for each paper what it asserts, and what was seen."""
 
 import itertools
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,9 +22,9 @@ PAPERS = {
 _VERDICTS: tuple[Verdict, ...] = ("agrees", "disagrees", "undecided")
 _HEAD = """# What papers assert, and what was seen here
 
-*Theirs* is what a paper asserts, measured as it measures it, with its section or figure; a limit or
-window that the paper does not give is named as ours. All else is *ours*: other measures, estimators
-and models, controls, work that a paper cites. Only *theirs* is counted.
+Each line is what a paper asserts, measured as it measures it, with its section or figure; a limit
+or window that the paper does not give is named as ours. *Ours* are answers by other estimators and
+models, which are not counted.
 
 *Seen* is the mean over seeds, or what is named, at the end of training, with its 95 % interval
 (Student's t; of a share Clopper and Pearson). Values are means over layers and heads if nothing
@@ -33,6 +32,7 @@ else is said. A line *agrees* if the whole interval is within the limits in brac
 it is outside, and is *undecided* otherwise.
 
 `make claims` writes this page from what the [experiments](../recipes/README.md) leave in `runs/`.
+What else we asked is on their pages.
 """
 
 # A claim with the results that it belongs to.
@@ -54,57 +54,58 @@ def write_page(runs: Path, experiments: Iterable[str], page: Path) -> int:
         raise InputError(f"{runs} holds no claims: run an experiment first, make decoder")
     results = [load_results(runs / name) for name in found]
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(render(results, [name for name in names if name not in found], page))
+    page.write_text(render(results, [name for name in names if name not in found]))
     return sum(len(each.claims) for each in results)
 
 
-def render(results: Sequence[Results], missing: Sequence[str], page: Path) -> str:
+def render(results: Sequence[Results], missing: Sequence[str]) -> str:
     """Write the claims as a page, without those of experiments that were not run."""
     every = [(claim, each) for each in results for claim in each.claims]
     papers = {paper: [line for line in every if line[0].paper == paper] for paper in PAPERS}
     papers = {paper: lines for paper, lines in papers.items() if lines}
     rows = [_counts(_link(paper), lines) for paper, lines in papers.items()]
-    head = ["paper", "theirs", "agree", "disagree", "undecided", "ours"]
+    head = ["paper", "assertions", "agree", "disagree", "undecided"]
     commands = ", ".join(f"`make {name}`" for name in missing)
     parts = [_HEAD, *table(head, [*rows, _counts("**all**", every)])]
     parts += ["", f"Not run: {commands}."] if missing else []
     for paper, lines in papers.items():
-        parts += ["", f"## {PAPERS[paper]} ({paper})"]
-        for ours, words in ((False, "theirs"), (True, "ours")):
-            own = [line for line in lines if line[0].ours == ours]
-            parts += [
-                "",
-                *table([words, "seen"], _rows(own), words=2),
-            ] * bool(own)
-    parts += ["", "## The experiments\n", *(_experiment(each, page) for each in results), ""]
+        parts += ["", f"## {PAPERS[paper]} ({paper})", ""]
+        parts += table(["asserted", "seen"], _rows(lines), words=2)
+    parts += ["", "## The experiments\n", *map(_experiment, results), ""]
     return "\n".join(parts)
 
 
 def _counts(name: str, lines: Sequence[_Line]) -> list[str]:
     theirs = Counter(claim.verdict for claim, _ in lines if not claim.ours)
     numbers = [theirs.total(), *(theirs[verdict] for verdict in _VERDICTS)]
-    return [name, *map(str, [*numbers, len(lines) - theirs.total()])]
+    return [name, *map(str, numbers)]
 
 
 def _rows(lines: Sequence[_Line]) -> list[list[str]]:
-    """One row for each experiment, and one for all variants of a question."""
+    """One row for each experiment, and one for all variants of what a paper asserts."""
     rows = []
     for _, own in itertools.groupby(lines, lambda line: line[1].experiment):
         asked: dict[str, list[_Line]] = {}
+        added: dict[str, list[_Line]] = {}
         for claim, results in own:
-            place = "" if claim.ours or not claim.place else f" ({claim.place})"
             chosen = f"; {claim.chosen} ours" if claim.chosen else ""
             measured = f"{claim.quantity} ({claim.limits}{chosen})"
-            question = f"{claim.asserts.rstrip('.')}{place}<br>{measured}"
-            asked.setdefault(question, []).append((claim, results))
+            question = f"{claim.asserts.rstrip('.')} ({claim.place})<br>{measured}"
+            found, key = (added, claim.asserts) if claim.ours else (asked, question)
+            found.setdefault(key, []).append((claim, results))
         rows.append([f"`make {results.experiment}`", ""])
-        for question, found in asked.items():
-            seen = [
-                f"{c.variant}: " * bool(c.variant) + f"{c.mean_words}{_over(c, r)} **{c.verdict}**"
-                for c, r in found
-            ]
+        for question, found_lines in asked.items():
+            variants = added.pop(found_lines[0][0].asserts, [])
+            seen = [*map(_seen, found_lines), *["*ours:*"] * bool(variants), *map(_seen, variants)]
             rows.append([question, "<br>".join(seen)])
     return rows
+
+
+def _seen(line: _Line) -> str:
+    """A claim's variant, mean and verdict."""
+    claim, results = line
+    variant = f"{claim.variant}: " if claim.variant else ""
+    return f"{variant}{claim.mean_words}{_over(claim, results)} **{claim.verdict}**"
 
 
 def _over(claim: Claim, results: Results) -> str:
@@ -121,18 +122,16 @@ def _seeds(results: Results) -> int:
     return mode(counts) if counts else 0
 
 
-def _experiment(results: Results, page: Path) -> str:
+def _experiment(results: Results) -> str:
     """One line of an experiment: its command, its number of lines, its time, what differs."""
     theirs = sum(not claim.ours for claim in results.claims)
     seconds = results.seconds
     time = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
     words = [
         f"- `make {results.experiment}`: {theirs} line{'s' * (theirs != 1)}",
-        f"{len(results.claims) - theirs} of ours",
         f"{_seeds(results)} seeds; {time} on two cores",
+        f"[page](../recipes/{results.experiment}/README.md)",
     ]
-    pictures = sorted((page.parent / "pictures").glob(f"{results.experiment}*.png"))
-    words += [f"[{path.stem}]({os.path.join('pictures', path.name)})" for path in pictures]
     return f"{'; '.join(words)}. Differs: {results.differs.rstrip('.')}."
 
 

@@ -122,16 +122,19 @@ def test_copies_that_are_on_their_way_to_the_host_are_waited_for(monkeypatch):
 
 
 def test_a_layer_may_take_half_of_the_memory_that_the_training_leaves(monkeypatch):
+    """At the first reading a twentieth: gradients are still to come."""
     hidden, width = torch.zeros(100, 10), 10
     needed = 5 * hidden.nbytes + 5 * 8 * width**2 + 10**9  # copies, square matrices, buffers
     layers = [
         Layer(0, "a", {}), Layer(1, "b", {"hidden": hidden, "positions": None}),
         Layer(2, "c", {"token_ids": torch.zeros(500, dtype=torch.int64)}),
     ]  # fmt: skip
-    free = [2.0 * needed, 2.0 * needed - 2, -4e6]
+    free = [20.0 * needed - 2, 20.0 * needed, 2.0 * needed, 2.0 * needed - 2, -4e6]
     none = dict.fromkeys(("memory_reserved", "max_memory_allocated"), lambda device: 0)
     pretend(monkeypatch, mem_get_info=lambda device: (free.pop(0), 0), **none)
+    assert "only 5 % of that" in MeasuringDevice("auto", PlainDecoder()).why_not(layers)
     place = MeasuringDevice("auto", PlainDecoder())
+    assert place.why_not(layers) is None
     assert place.why_not(layers) is None
     assert "takes up to 1,000 MB" in place.why_not(layers)
     assert "leaves 0 MB" in place.why_not(layers)  # others have taken what the training had

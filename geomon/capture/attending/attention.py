@@ -185,7 +185,7 @@ def at_sampled_rows(scores: Tensor, sequences: Tensor, places: Tensor) -> Tensor
     """Copy the sampled rows of scores: [sampled sequences, heads, sampled queries, keys]."""
     if cover_all(places, scores.shape[2]):
         return scores.detach()[sequences.to(scores.device)]
-    sequences, places = sequences.to(scores.device), places.to(scores.device)
+    sequences, places = (x.to(scores.device, non_blocking=True) for x in (sequences, places))
     return scores.detach()[sequences[:, None], :, places].transpose(1, 2)
 
 

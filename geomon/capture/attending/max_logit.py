@@ -13,8 +13,9 @@ from geomon.capture.attending.attention import Arguments, split_mask
 from geomon.capture.tokens.visibility import MASKED
 from geomon.kernels.products import as_factor, without_autocast
 
-# Scores in a block: 16 MB; on the host 4 MB, which takes three quarters of the time.
-_BLOCK, _BLOCK_ON_HOST = 1 << 22, 1 << 20
+# Scores in a block: 64 MB, since a device waits for each launch; on the host 4 MB, which its caches
+# hold.
+_BLOCK, _BLOCK_ON_HOST = 1 << 24, 1 << 20
 
 # Causal attention is cut into parts of queries, so that later keys can be skipped. Parts with fewer
 # queries make products so small that they cost more time than the skipped keys save.
@@ -28,47 +29,50 @@ def max_logits_of_call(given: Arguments) -> Tensor:
     Returns float32, [sequences, heads, queries], on the queries' device; -inf for rows without
     visible keys.
     """
-    query, key = given.query, given.key
-    sequences, heads, queries, width = query.shape
-    keys = key.shape[2]
-    top = query.new_full((sequences, heads, queries), -torch.inf, dtype=torch.float32)
-    if 0 in (*query.shape, *key.shape):
+    sequences, heads, queries, width = given.query.shape
+    keys = given.key.shape[2]
+    top = given.query.new_full((sequences, heads, queries), -torch.inf, dtype=torch.float32)
+    if 0 in (*given.query.shape, *given.key.shape):
         return top
-    kind = query.device.type
+    kind = given.query.device.type
+    block = _BLOCK_ON_HOST if kind == "cpu" else _BLOCK
+    each = max(-(-queries // _CAUSAL_PARTS), _FEWEST_QUERIES) if given.causal else queries
+    each = max(1, min(each, queries, block // (heads * keys)))
+    later = torch.ones(each, each, dtype=torch.bool, device=top.device).triu(1)
+    change = None if given.rule is None else given.rule.changed
     with without_autocast([kind]):
-        block = _BLOCK_ON_HOST if kind == "cpu" else _BLOCK
-        for some, rows in _cuts((sequences, heads, queries, keys), block, causal=given.causal):
-            at = _indices(some, rows)
-            if given.rule is None:
-                change, mask = None, _part(given.mask, some, rows)
-                seen = slice(0, min(rows.stop, keys) if given.causal else keys)
-            else:
-                change, mask = given.rule.changed, given.rule.visible(*at)
-                # Functions of places are evaluated at all keys.
-                seen = slice(*given.rule.reach(rows)) if change is None else slice(0, keys)
-            hidden, bias = split_mask(mask, keys)
-            facing = as_factor(key[some, :, seen]).flatten(0, 1).transpose(1, 2)
-            asking = as_factor(query[some, :, rows]).reshape(len(facing), -1, width)
-            scores = torch.bmm(asking, facing).float()
-            scores = scores.view(_size(some), heads, _size(rows), -1)
-            # Scale and cap keep the order, so only the largest score of a row needs them.
-            ordered = bias is None and given.scale > 0 and change is None
-            if not ordered:
-                scores = _scaled(scores, given)
-            if change is not None:
-                scores = change(scores, *at)
-            if bias is not None:
-                scores += bias[..., seen]
-            if hidden is not None:
-                scores.masked_fill_(hidden[..., seen], -torch.inf)
-            if given.causal:  # no key before the first of the rows is later than any of them
-                late = scores[..., rows.start :]
-                late.masked_fill_(torch.ones_like(late[0, 0], dtype=torch.bool).triu(1), -torch.inf)
-            largest = scores.amax(dim=-1)
-            unseen = largest == -torch.inf
-            largest = _scaled(largest, given) if ordered else largest
-            top[some, :, rows] = largest.masked_fill(unseen, -torch.inf)  # a cap makes it finite
-    return top
+        for some in _pieces(sequences, max(1, block // (heads * keys * each))):
+            facing = as_factor(given.key[some]).flatten(0, 1).transpose(1, 2)
+            asking = as_factor(given.query[some]).reshape(len(facing), -1, queries, width)
+            for rows in _pieces(queries, each):
+                at = _indices(some, rows)
+                if given.rule is None:
+                    mask = _part(given.mask, some, rows)
+                    seen = slice(0, min(rows.stop, keys) if given.causal else keys)
+                else:
+                    mask = given.rule.visible(*at)
+                    # Functions of places are evaluated at all keys.
+                    seen = slice(*given.rule.reach(rows)) if change is None else slice(0, keys)
+                hidden, bias = split_mask(mask, keys)
+                scores = torch.bmm(asking[:, :, rows].flatten(1, 2), facing[..., seen]).float()
+                scores = scores.view(_size(some), heads, _size(rows), -1)
+                # Scale and cap keep the order, so only the largest score of a row needs them.
+                ordered = bias is None and given.scale > 0 and change is None
+                if not ordered:
+                    scores = _scaled(scores, given)
+                if change is not None:
+                    scores = change(scores, *at)
+                if bias is not None:
+                    scores += bias[..., seen]
+                if hidden is not None:
+                    scores.masked_fill_(hidden[..., seen], -torch.inf)
+                if given.causal:  # no key before the first of the rows is later than any of them
+                    late = scores[..., rows.start :]
+                    late.masked_fill_(later[: late.shape[2], : late.shape[3]], -torch.inf)
+                top[some, :, rows] = scores.amax(dim=-1)
+    unseen = top == -torch.inf
+    top = _scaled(top, given) if ordered else top
+    return top.masked_fill_(unseen, -torch.inf)  # a cap makes it finite
 
 
 @torch.no_grad()
@@ -88,20 +92,9 @@ def over_rows(largest: Tensor, valid: Tensor | None) -> Tensor:
     return lowest if largest.numel() == 0 else largest.amax(dim=(0, 2))
 
 
-def _cuts(
-    shape: tuple[int, int, int, int], block: int, *, causal: bool
-) -> Iterator[tuple[slice, slice]]:
-    """Cut all scores into blocks of at most `block` scores: slices of sequences and queries."""
-    sequences, heads, queries, keys = shape
-    each = max(-(-queries // _CAUSAL_PARTS), _FEWEST_QUERIES) if causal else queries
-    each = max(1, min(each, queries, block // (heads * keys)))
-    some = max(1, block // (heads * keys * each))
-    for first in range(0, queries, each):
-        for sequence in range(0, sequences, some):
-            yield (
-                slice(sequence, min(sequence + some, sequences)),
-                slice(first, min(first + each, queries)),
-            )
+def _pieces(count: int, most: int) -> Iterator[slice]:
+    """Cut a count into slices of at most `most`."""
+    return (slice(first, min(first + most, count)) for first in range(0, count, most))
 
 
 def _part(mask: Tensor | None, some: slice, rows: slice) -> Tensor | None:

@@ -172,9 +172,10 @@ def _rows_of(projection: Projection, rows: Tensor, columns: Tensor) -> Tensor:
     """Copy some columns of some rows of a projection, in float32."""
     values, tokens = projection.by_token
     if values.ndim > tokens + 1:
-        at = torch.unravel_index(rows.to(values.device), values.shape[:tokens])
-        return values[at].flatten(1)[:, columns.to(values.device)].float()
+        at = torch.unravel_index(rows.to(values.device, non_blocking=True), values.shape[:tokens])
+        columns = columns.to(values.device, non_blocking=True)
+        return values[at].flatten(1)[:, columns].float()
     first, count = int(columns[0]), len(columns)
     if torch.equal(columns, torch.arange(first, first + count, dtype=torch.int64, device="cpu")):
         return copy_rows(values.narrow(-1, first, count), rows)
-    return copy_rows(values, rows)[:, columns.to(values.device)]
+    return copy_rows(values, rows)[:, columns.to(values.device, non_blocking=True)]

@@ -17,6 +17,10 @@ from geomon.note import Note
 # has a standard error of 0.03.
 ATTENTION_QUERIES = 1024
 
+# Intervals leave out an eighth of the sequences, so whole sequences of keys are kept of so many,
+# even if that takes up to twice as many keys as rows.
+_SEQUENCES, _MORE_KEYS = 8, 2
+
 _CONVOLUTIONS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
@@ -54,7 +58,7 @@ class SampledRows(NamedTuple):
         """Return the rows at some places, integers on the host."""
         if len(places) == len(self.indices):
             return self
-        values = self.values[places.to(self.values.device)]
+        values = self.values[places.to(self.values.device, non_blocking=True)]
         return self._replace(values=values, indices=self.indices[places])
 
 
@@ -104,7 +108,10 @@ class RowSampler:
         sampled queries in each of them, [sampled sequences, queries].
         """
         if (sequences, length) not in self._queries:
-            some = max(1, min(sequences, self._max_rows // length))
+            some = max(1, self._max_rows // length)
+            if _SEQUENCES * length <= _MORE_KEYS * self._max_rows:
+                some = max(some, _SEQUENCES)
+            some = min(some, sequences)
             chosen = self._permute(sequences, "sequences")[:some].sort().values
             each = min(length, math.ceil(self._max_queries / some))
             numbers = torch.arange(some, dtype=torch.int64, device="cpu")
@@ -192,9 +199,9 @@ def copy_rows(values: Tensor, rows: Tensor) -> Tensor:
     """Copy rows of a tensor as [rows, width], float32.
 
     It copies because the model may change its tensors in place, and only rows because a view would
-    keep the whole tensor in memory.
+    keep the whole tensor in memory. Nothing waits for the device.
     """
-    values, rows = values.detach(), rows.to(values.device)
+    values, rows = values.detach(), rows.to(values.device, non_blocking=True)
     if values.is_contiguous():  # five times as fast for short rows
         values = values.view(-1, values.shape[-1])
     if values.ndim == 2:
