@@ -5,7 +5,6 @@ import copy
 import numpy as np
 import pytest
 import torch
-from measuring import watching
 from models import PlainDecoder, Running, batch
 from specimens import built
 from torch import nn
@@ -13,7 +12,6 @@ from torch.nn.utils import parametrizations, parametrize
 from watched import look, window
 from zoo import ZOO
 
-from geomon import METRICS
 from geomon.capture.shards import TensorPlace
 
 
@@ -161,29 +159,3 @@ def test_the_last_choice_counts_and_other_choices_are_not_loads():
     assert [each is not None for each in counts] == [False, False, True, False]
     assert (len(counts[2]), counts[2].sum()) == (8, 2 * 4 * 8)
     assert {"routing" in layer.sources for layer in seen.snapshot().layers[1:]} == {True, False}
-
-
-def test_a_lost_expert_and_norms_are_values_of_a_reading():
-    model, lost = mixtral().train(), []
-
-    def without(module, inputs, outputs):
-        scores = outputs[0].index_fill(-1, torch.tensor(lost, dtype=torch.int64), -torch.inf)
-        weights, experts = scores.softmax(dim=-1).topk(2, dim=-1)
-        return outputs[0], weights, experts
-
-    model.model.layers[1].mlp.gate.register_forward_hook(without)
-    monitor, memory = watching(model, metrics=METRICS)
-    for step in range(2):
-        with monitor(step):
-            model(input_ids=batch(4, 12) % 50, use_cache=False).logits.sum().backward()
-        lost.append(1)
-    before, after = (reading.columns["expert_load"] for reading in memory.readings)
-    assert (before.at(2), after.at(1)) > (0.4, 0.4)
-    assert after.at(2) < 0.4
-    assert before.parts["expert_1"].at(2) > 0.1
-    assert after.parts["expert_1"].at(2) == pytest.approx(0.01)
-    norm = memory.readings[0].columns["weight_norm"]
-    parts = [part.at(1) for part in norm.parts.values()]
-    assert norm.at(1) == pytest.approx(np.linalg.norm(parts))
-    assert {"self_attn.q_proj", "mlp.experts.down_proj", "mlp.gate"} <= norm.parts.keys()
-    assert norm.parts["mlp.gate"].margin == []
