@@ -489,7 +489,7 @@ class _Comparison(NamedTuple):
                 self.check_rows(rows, expected.shape[:-2], valid)
                 captured = self.seen.layer.captured[f"projected_{which}"]
                 expected = expected.flatten(0, -3)
-                if self.stack.windows:  # in which order: tests/capture/test_columns.py
+                if self.stack.windows:  # in which order: tests/capture/tap/test_columns.py
                     expected, captured = (x[x[:, 0, 0].argsort()] for x in (expected, captured))
                     rows = slice(None)
                 self.verdict.worst("projected", _difference(expected[rows], captured))

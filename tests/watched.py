@@ -38,6 +38,7 @@ def look(
         with window(model, rows, **options or {}) as seen:
             watched = model(*inputs, **given)
     assert not isinstance(alone, Tensor) or torch.equal(watched, alone)
+    seen.snapshot()  # which settles what is known after the pass alone
     return seen
 
 
