@@ -13,9 +13,9 @@ import pytest
 import torch
 from forks import Forks
 from hypothesis import HealthCheck, settings
+from own_errors import no_own_errors
 from tagged import TEXTS, reading_of
 
-from geomon.capture import Window
 from geomon.note import Note
 from geomon.record import Readings, tags
 
@@ -87,17 +87,10 @@ def own_metrics_in_background(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def failures(monkeypatch):
-    """Errors of geomon's own, which end no run and become notes; who plants some, clears them."""
-    found, keep = [], Window.on_failure
-
-    def on_failure(window: Window, error: Exception) -> None:
-        found.append(repr(error))
-        keep(window, error)
-
-    monkeypatch.setattr(Window, "on_failure", on_failure)
-    yield found
-    assert found == []
+def failures():
+    """Errors of geomon's own; a test that plants some clears them."""
+    with no_own_errors() as found:
+        yield found
 
 
 @pytest.fixture(autouse=True)

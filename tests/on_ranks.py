@@ -4,6 +4,7 @@ A program is a number of functions of the ranks and a folder. Each checks what i
 finds it; the names of those that have ended well are written down.
 """
 
+import contextlib
 import functools
 import os
 import signal
@@ -21,6 +22,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 from forks import Forks
+from own_errors import no_own_errors
 
 from geomon.distributed import RankGroup, find_ranks
 
@@ -103,7 +105,8 @@ def run_here(
     try:
         for function in functions:
             began = time.perf_counter()
-            function(find_ranks(), folder)
+            with no_own_errors() if ends else contextlib.nullcontext():
+                function(find_ranks(), folder)
             took = time.perf_counter() - began
             print(f"rank {rank}: {function.__name__}, {took:.1f} s", file=sys.stderr, flush=True)
             write_down(function.__name__, which, folder)

@@ -1,9 +1,12 @@
 """Calls of fused attention that only a compiler or an accelerator makes; heads of a rank."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.distributed.tensor import Shard
 from torch.nn.functional import scaled_dot_product_attention
 from watched import attend_by_hand, blocks_of, look
 
@@ -47,6 +50,33 @@ def test_heads_of_a_rank_are_numbered_by_the_features_that_make_them(attend):
     numbers = {"query": (0, 8, 16, 24), "key": (0, 8)}
     numbers |= {f"projected_{name}": heads for name, heads in numbers.items()}
     assert [layer.part.heads for layer in seen.snapshot().layers[1:]] == [numbers] * 2
+
+
+def split(shape, dim):
+    """What stands for a DTensor of two ranks, of which this one has the first half."""
+    whole = torch.randn(shape)
+    whole.to_local = lambda: whole.chunk(2, dim)[0]
+    whole.placements = (Shard(dim),)
+    whole.device_mesh = SimpleNamespace(get_coordinate=lambda: (0,), size=lambda dim: 2)
+    return whole
+
+
+PACKED = {"cu_seqlens_q": torch.tensor([0, 2, 6])}
+
+
+@pytest.mark.parametrize(
+    ("read", "names", "shape", "heads", "options"),
+    [
+        (read_sdpa, ("query", "key"), (2, 4, 6, 8), 1, {}),
+        (read_flash, ("q", "k"), (2, 6, 4, 8), 2, {}),
+        (read_flash, ("q", "k"), (6, 4, 8), 1, PACKED),
+    ],
+)
+def test_ranks_may_share_out_heads_and_nothing_else(read, names, shape, heads, options):
+    given = read(dict.fromkeys(names, split(shape, heads)) | options)
+    assert given.query.shape[1] == given.key.shape[1] == 2
+    with pytest.raises(NotUnderstoodError, match="are on several ranks"):
+        read(dict.fromkeys(names, split(shape, 0)) | options)
 
 
 @pytest.mark.parametrize("name", ["attn_mask", "attn_bias"])  # as operators call it

@@ -10,9 +10,21 @@ import math
 import pytest
 import torch
 from fingerprint import fingerprint
+from models import Running
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention as flex
-from watched import HEADS, attend_by_hand, blocks_of, check_blocks, look, notes, scores_of
+from watched import (
+    HEADS,
+    Block,
+    attend_by_hand,
+    blocks_of,
+    check_blocks,
+    check_scores,
+    look,
+    notes,
+    scores_of,
+)
 
 from geomon import describe, measure, select
 
@@ -338,6 +350,20 @@ def test_scores_of_one_sequence_and_one_head_may_have_two_dimensions():
         return (causal(scores_of(q[0, 0], k[0, 0])).softmax(-1) @ v[0, 0])[None, None]
 
     check(flat, CAUSAL, shape=(1, LENGTH, 32), heads=1)
+
+
+def with_another(m, x):
+    """All tokens attend once more, outside of the attention's own module."""
+    x = m.inner(x)
+    heads = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+    return x + sdpa(heads, heads, heads).transpose(1, 2).flatten(2)
+
+
+def test_attention_behind_the_attention_of_a_block_is_not_taken_for_it():
+    model = nn.Sequential(*(Running(with_another, inner=Block(sdpa, WIDTH)) for _ in range(2)))
+    seen = look(model, torch.randn(SEQUENCES, LENGTH, WIDTH))
+    for layer, block in zip(seen.snapshot().layers[1:], model, strict=True):
+        check_scores(layer, block.inner.attention, ALL)
 
 
 # -- rows that are not sampled ---------------------------------------------------------------------
