@@ -24,6 +24,7 @@ from geomon.monitor import check_count, measure_alone
 from geomon.note import Note
 from geomon.record import tags
 from geomon.record.columns import places_of, tagged
+from geomon.record.printable import significant
 
 _LAYER = 1
 
@@ -76,7 +77,8 @@ class Values(dict[str, float]):
 
     def _words(self, tag: str) -> str:
         value, margin = self[tag], self.get(f"{tag}/margin", math.nan)
-        return f"{value:.4g} ± {margin:.2g}" if math.isfinite(margin) else f"{value:.4g}"
+        words = significant(value, 4)
+        return f"{words} ± {significant(margin, 2)}" if math.isfinite(margin) else words
 
     def copy(self) -> "Values":
         """Copy the values and the notes."""

@@ -10,6 +10,7 @@ from geomon.analysis.curves import Measured, single_source
 from geomon.analysis.phase import Phase, find_phase
 from geomon.analysis.quantities import Quantity, quantities_of
 from geomon.record import Reading, Readings
+from geomon.record.printable import significant
 
 # Metrics of the intrinsic dimension, which expand and compress; all others rise and fall.
 DIMENSIONS = ("twonn", "twonn_distinct", "gride")
@@ -141,7 +142,7 @@ def null_of(readings: Readings, metric: str) -> tuple[float, str] | None:
     for reading in reversed(readings):
         null = reading.column(metric).whole.get("null", math.nan)
         if math.isfinite(null):
-            return null, f"{readings.text_of(metric).null_label}: {null:.2g}"
+            return null, f"{readings.text_of(metric).null_label}: {significant(null, 2)}"
     return None
 
 

@@ -268,17 +268,17 @@ def _gride_at(neighbours: Tensor, scales: Sequence[int]) -> Tensor:
 
 def _newton(x: Tensor, d: Tensor, n: Tensor, k: Tensor) -> Tensor:
     """Take Newton's steps from d at scales k, with n points each; x is 0 for points left out."""
-    total = x.sum(dim=1)
-    left_out = x.shape[1] - n
+    lower, total = k - 1, x.sum(dim=1)
     about = x.clamp(min=_NOTHING)
     lowest = n / total / 4
+    own = n - 1 - lower * (x.shape[1] - n)  # points left out add 1 / d to the sums
+    constant = (2 * k - 1) * total
     for _ in range(_NEWTON_STEPS):
         rest = (-d[:, None] * about).expm1_().neg_()
         part = about / rest
-        score = (n - 1) / d + (k - 1) * (part.sum(dim=1) - left_out / d) - (2 * k - 1) * total
-        curve = part.square_().mul_(rest.neg_().add_(1)).sum(dim=1) - left_out / d.square()
-        slope = -(n - 1) / d.square() - (k - 1) * curve
-        d = torch.maximum(d - score / slope, lowest)
+        score = own / d + lower * part.sum(dim=1) - constant
+        curve = part.square_().mul_(rest.neg_().add_(1)).sum(dim=1)
+        d = torch.maximum(d + score / (own / d.square() + lower * curve), lowest)
     return d
 
 

@@ -461,7 +461,7 @@ METRICS: dict[str, Callable[..., Any]] = {
             "Largest attention score",
             healthy=_healthy(
                 "13 to 34",
-                "if it passes 100, normalise queries and keys or cap the scores",
+                "if it passes 1,000, normalise queries and keys or cap the scores",
             ),
             meaning="Largest score before the softmax, over all rows and visible keys; growth "
             "without bound is an early sign of instability.",

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 
 from geomon.analysis.compare import Difference
+from geomon.record.printable import significant
 
 
 def describe_differences(differences: Iterable[Difference], names: tuple[str, str]) -> list[str]:
@@ -43,14 +44,12 @@ def _steps(each: Difference) -> str:
 
 
 def _line(each: Difference, last: str) -> str:
-    margin = f" ± {each.margin:.2g}" if math.isfinite(each.margin) else ""
+    margin = f" ± {significant(each.margin, 2)}" if math.isfinite(each.margin) else ""
     direction = "higher" if each.change > 0 else "lower"
     at = f", at {_steps(each)}" if _steps(each) != last else ""
     first, second = _apart(each.first, each.second)
-    return (
-        f"{each.tag}: {first} -> {second}, {direction} by {abs(each.change):.3g}{margin}"
-        f"{_percent(each.share)}{at}"
-    )
+    change = f"{direction} by {significant(abs(each.change), 3)}{margin}"
+    return f"{each.tag}: {first} -> {second}, {change}{_percent(each.share)}{at}"
 
 
 def _apart(first: float, second: float) -> tuple[str, str]:
