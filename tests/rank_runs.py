@@ -425,7 +425,8 @@ def strategies(ranks: RankGroup, folder: Path) -> None:
             assert all(map(torch.equal, found, alone)), name
             assert ranks.rank or len(probed.readings) == 6 * STEPS
         model = wrap(Decoder(dropout=0.2))
-        monitor, memory = monitor_of(model, tokens=150)
+        tokens = 75 * ranks.size  # so many that no sequence of queries is left out
+        monitor, memory = monitor_of(model, tokens=tokens)
         assert all(map(torch.equal, train(model, ranks.rank, ranks.size, monitor), alone)), name
         model.eval()
         ids, mask = ragged(ranks.rank)
@@ -439,7 +440,7 @@ def strategies(ranks: RankGroup, folder: Path) -> None:
         whole = Decoder().eval()
         whole.load_state_dict(state)
         batches = [ragged(rank) for rank in range(ranks.size)]
-        expected = one_process(whole, batches, FEW, step=STEPS, tokens=150)
+        expected = one_process(whole, batches, FEW, step=STEPS, tokens=tokens)
         assert_same(measured(memory.readings[-1]), expected)
         begin = begin or measured(memory.readings[0])
         assert_same(measured(memory.readings[0]), begin)

@@ -314,6 +314,23 @@ def cover_all(places: Tensor, length: int) -> bool:
 EIGHTHS = 8
 
 
+def whole_sequences(rows: int, length: int) -> int:
+    """Return of how many sequences all keys are kept: as many as make up the rows, at least one.
+
+    Intervals leave out an eighth of the sequences, so up to 8 are kept even if these have twice as
+    many keys as rows are kept.
+
+    Args:
+        rows: Number of rows that are kept.
+        length: Number of keys of a sequence.
+
+    Example:
+        >>> [whole_sequences(4096, length) for length in (64, 1024, 2048, 9000)]
+        [64, 8, 4, 1]
+    """
+    return max(1, rows // length, min(EIGHTHS, 2 * rows // length))
+
+
 def query_places(numbers: Tensor, count: int, each: int, length: int) -> Tensor:
     """Choose the positions of the sampled queries of some sequences.
 

@@ -27,6 +27,7 @@ from geomon.capture.snapshot import (
     concat_heads,
     query_places,
     source_of,
+    whole_sequences,
 )
 
 # Captured attention of a layer: sequences, queries per sequence, keys per sequence.
@@ -72,7 +73,7 @@ def subsample_attention(
         return layer
     counts = [known[0] if known else 0 for known in shapes]
     longest = max(known[2] for known in shapes if known)
-    wanted = max(1, min(sum(counts), rows // longest))
+    wanted = max(1, min(sum(counts), whole_sequences(rows, longest)))
     taken = [place * sum(counts) // wanted for place in range(wanted)]
     before = sum(counts[:rank])
     mine = [(n, place - before) for n, place in enumerate(taken) if 0 <= place - before < shape[0]]

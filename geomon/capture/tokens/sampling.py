@@ -10,16 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from geomon.capture.snapshot import query_places
+from geomon.capture.snapshot import query_places, whole_sequences
 from geomon.note import Note
 
 # Query rows per layer from which attention is measured: a mean entropy with a spread of 1 nat then
 # has a standard error of 0.03.
 ATTENTION_QUERIES = 1024
-
-# Intervals leave out an eighth of the sequences, so whole sequences of keys are kept of so many,
-# even if that takes up to twice as many keys as rows.
-_SEQUENCES, _MORE_KEYS = 8, 2
 
 _CONVOLUTIONS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
@@ -108,10 +104,7 @@ class RowSampler:
         sampled queries in each of them, [sampled sequences, queries].
         """
         if (sequences, length) not in self._queries:
-            some = max(1, self._max_rows // length)
-            if _SEQUENCES * length <= _MORE_KEYS * self._max_rows:
-                some = max(some, _SEQUENCES)
-            some = min(some, sequences)
+            some = min(sequences, whole_sequences(self._max_rows, length))
             chosen = self._permute(sequences, "sequences")[:some].sort().values
             each = min(length, math.ceil(self._max_queries / some))
             numbers = torch.arange(some, dtype=torch.int64, device="cpu")

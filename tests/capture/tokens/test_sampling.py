@@ -94,7 +94,7 @@ def test_each_eighth_of_the_sequences_asks_at_the_same_positions(sequences, leng
 def test_queries_and_keys_are_of_some_sequences_if_not_all_rows_fit():
     """Each by itself, where nothing rotates: two errors that agree would still attend."""
     model, x, found = blocks_of(attend), torch.randn(50, 40, 32), []
-    for rows, seed in ((400, 3), (400, 3), (400, 4), (160, 3), (159, 3), (20, 0)):
+    for rows, seed in ((400, 3), (400, 3), (400, 4), (160, 3), (120, 3), (20, 0)):
         seen = look(model, x, rows=rows, options={"seed": seed})
         chosen, views = sampled(seen, "", 2), seen.snapshot().layers[2].captured
         own, found = model[1].attention, [*found, chosen.sequences.tolist()]
@@ -104,8 +104,8 @@ def test_queries_and_keys_are_of_some_sequences_if_not_all_rows_fit():
         assert torch.equal(views["projected_query"], projected)
         assert len(chosen.query_rows) == rows
     assert found[0] == found[1] == sorted(set(found[0])) != found[2]
-    # Intervals need 8: for so many, keys may be twice as many as rows.
-    assert [len(each) for each in found] == [10, 10, 10, 8, 3, 1]
+    # Intervals need 8: up to so many, keys may be twice as many as rows.
+    assert [len(each) for each in found] == [10, 10, 10, 8, 6, 1]
 
 
 def conv(kind, width):
