@@ -44,8 +44,8 @@ class SinkThread:
             action()
             return
         done: Future[None] = Future()
-        self._calls.put((action, done))
         try:
+            self._calls.put((action, done))  # from here on a sink may be running
             done.exception(self._seconds)
         except BaseException as error:  # timeout or Ctrl-C: no further call waits for this one
             self._calls.put(None)
