@@ -72,7 +72,7 @@ def heads_figure(readings: Readings, metric: str | None = None) -> Figure:
     found = {name: collect.head_panels(readings, name, len(readings)) for name in wanted}
     rows = [found[name] for name in _choose(metric, _HEADS, found.get, place=" of single heads")]
     layers, heads = np.max([next(iter(row.values())).values.shape for row in rows], axis=0)
-    size = min(max(1.2 + 0.34 * heads, 2.5), 5.0) + 0.6, min(max(1.2 + 0.32 * layers, 2.4), 6.5)
+    size = min(max(1.2 + 0.4 * heads, 2.5), 6.0) + 0.6, min(max(1.2 + 0.32 * layers, 2.4), 6.5)
     figure = axes.new_figure(_MOST_OF_HEADS * size[0], len(rows) * size[1])
     grid = figure.subplots(len(rows), _MOST_OF_HEADS, squeeze=False)
     for places, row in zip(grid, rows, strict=True):
