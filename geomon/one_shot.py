@@ -9,6 +9,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from geomon.analysis.numbers import significant
 from geomon.array_input import as_labels, as_rows
 from geomon.capture import Window, derive_seed, extra_pass, find_anatomy
 from geomon.capture.shards import TensorPlace
@@ -24,7 +25,6 @@ from geomon.monitor import check_count, measure_alone
 from geomon.note import Note
 from geomon.record import tags
 from geomon.record.columns import places_of, tagged
-from geomon.record.printable import significant
 
 _LAYER = 1
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from geomon.analysis.curves import Measured, single_source
+from geomon.analysis.numbers import significant
 from geomon.analysis.phase import Phase, find_phase
 from geomon.analysis.quantities import Quantity, quantities_of
 from geomon.record import Reading, Readings
-from geomon.record.printable import significant
 
 # Metrics of the intrinsic dimension, which expand and compress; all others rise and fall.
 DIMENSIONS = ("twonn", "twonn_distinct", "gride")

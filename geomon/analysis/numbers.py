@@ -35,4 +35,19 @@ def with_margin(value: float, margin: float) -> str:
     return f"{value:.{decimals}f} ± {margin:.{decimals}f}"
 
 
-__all__ = ["number", "with_margin"]
+def significant(value: float, digits: int) -> str:
+    """Format a number with some significant digits, or with all digits before the decimal point.
+
+    Args:
+        value: Any number.
+        digits: Number of significant digits.
+
+    Example:
+        >>> [significant(x, 2) for x in (0.0123, 12.34, 99.9, 1234.5, 1e9)]
+        ['0.012', '12', '100', '1,234', '1e+09']
+    """
+    whole = 10**digits - 0.5 <= abs(value) < 1e6
+    return f"{value:,.0f}" if whole else f"{value:.{digits}g}"
+
+
+__all__ = ["number", "significant", "with_margin"]

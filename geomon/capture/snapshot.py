@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from geomon.capture.storage import send
 from geomon.note import Note
 
 # Rows stay here unless an accelerator measures them.
@@ -368,7 +369,7 @@ def at_places(values: Tensor, places: Tensor) -> Tensor:
     values = values.detach().expand(len(places), -1, -1, -1)
     if cover_all(places, values.shape[2]):
         return values.clone(memory_format=torch.contiguous_format)
-    index = places.to(values.device)[:, None, :, None]
+    index = send(places, values.device)[:, None, :, None]
     return values.gather(2, index.expand(-1, values.shape[1], -1, values.shape[3]))
 
 

@@ -1,4 +1,4 @@
-"""Storage: the memory that a tensor uses."""
+"""Storage: the memory that a tensor uses, on the host or on a device."""
 
 from typing import Any
 
@@ -27,6 +27,11 @@ def storage_of(values: Tensor) -> int | None:
         return followed_part(values).untyped_storage().data_ptr() or None
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """Copy numbers of the host to a device, behind its queued work and without waiting for it."""
+    return values.to(device, non_blocking=True)
 
 
 def followed_part(values: Tensor) -> Tensor:

@@ -36,21 +36,6 @@ def text_of(value: object) -> str:
         return f"<{type(value).__name__}>"
 
 
-def significant(value: float, digits: int) -> str:
-    """Format a number with some significant digits, or with all digits before the decimal point.
-
-    Args:
-        value: Any number.
-        digits: Number of significant digits.
-
-    Example:
-        >>> [significant(x, 2) for x in (0.0123, 12.34, 99.9, 1234.5, 1e9)]
-        ['0.012', '12', '100', '1,234', '1e+09']
-    """
-    whole = 10**digits - 0.5 <= abs(value) < 1e6
-    return f"{value:,.0f}" if whole else f"{value:.{digits}g}"
-
-
 def _shown(character: str) -> str:
     if character.isprintable():
         return character

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 
 from geomon.analysis.compare import Difference
-from geomon.record.printable import significant
+from geomon.analysis.numbers import significant
 
 
 def describe_differences(differences: Iterable[Difference], names: tuple[str, str]) -> list[str]:

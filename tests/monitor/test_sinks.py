@@ -1,5 +1,6 @@
 """Every reading comes to every sink once, whatever others do."""
 
+import queue
 import signal
 import threading
 import time
@@ -120,11 +121,24 @@ def test_if_no_thread_can_be_started_sinks_are_called_here(tmp_path, caplog, mon
     assert sink.threads == {threading.current_thread()}
 
 
-def test_ctrl_c_is_not_held_up_by_a_sink_and_the_next_reading_is_shown(tmp_path, monkeypatch):
+class Striking(queue.SimpleQueue):
+    """Ctrl-C comes between the call of a sink and the wait for it."""
+
+    def put(self, call):
+        super().put(call)
+        if call is not None:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("calls", [queue.SimpleQueue, Striking])
+def test_ctrl_c_is_not_held_up_by_a_sink_and_the_next_reading_is_shown(
+    tmp_path, monkeypatch, calls
+):
     go_on, number = threading.Event(), threading.main_thread().ident
 
     def interrupt():
-        signal.pthread_kill(number, signal.SIGINT)  # while the training waits for the sink
+        if calls is not Striking:
+            signal.pthread_kill(number, signal.SIGINT)  # while the training waits for the sink
         go_on.wait(60)
 
     sink = Taker(interrupt, [1])
@@ -133,7 +147,8 @@ def test_ctrl_c_is_not_held_up_by_a_sink_and_the_next_reading_is_shown(tmp_path,
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     began = time.monotonic()
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+            patch.setattr(queue, "SimpleQueue", calls)
             watched.step(1)
     finally:
         signal.signal(signal.SIGINT, handler)

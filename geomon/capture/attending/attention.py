@@ -13,6 +13,7 @@ from torch import Tensor
 
 from geomon.capture.attending.rules import AttentionRule
 from geomon.capture.snapshot import at_places, cover_all
+from geomon.capture.storage import send
 from geomon.capture.tokens.sampling import RowSampler
 from geomon.capture.tokens.visibility import MASKED, hidden_in_scores, hidden_keys
 from geomon.kernels.products import as_factor, without_autocast
@@ -183,10 +184,10 @@ def _at_rule(
 @torch.no_grad()
 def at_sampled_rows(scores: Tensor, sequences: Tensor, places: Tensor) -> Tensor:
     """Copy the sampled rows of scores: [sampled sequences, heads, sampled queries, keys]."""
+    sequences = send(sequences, scores.device)
     if cover_all(places, scores.shape[2]):
-        return scores.detach()[sequences.to(scores.device)]
-    sequences, places = (x.to(scores.device, non_blocking=True) for x in (sequences, places))
-    return scores.detach()[sequences[:, None], :, places].transpose(1, 2)
+        return scores.detach()[sequences]
+    return scores.detach()[sequences[:, None], :, send(places, scores.device)].transpose(1, 2)
 
 
 def _sampled_rows(values: Tensor | None, sequences: Tensor, places: Tensor) -> Tensor | None:

@@ -13,8 +13,7 @@ from geomon.capture.attending.attention import Arguments, split_mask
 from geomon.capture.tokens.visibility import MASKED
 from geomon.kernels.products import as_factor, without_autocast
 
-# Scores in a block: 64 MB, since a device waits for each launch; on the host 4 MB, which its caches
-# hold.
+# Scores in a block: 64 MB, so that a device gets few launches; on the host 4 MB, which caches hold.
 _BLOCK, _BLOCK_ON_HOST = 1 << 24, 1 << 20
 
 # Causal attention is cut into parts of queries, so that later keys can be skipped. Parts with fewer
@@ -86,7 +85,7 @@ def max_logits_of_scores(scores: Tensor) -> Tensor:
 def over_rows(largest: Tensor, valid: Tensor | None) -> Tensor:
     """Find the largest score of each head over rows that are not padding; -inf without any."""
     if valid is not None:
-        padding = ~valid.to(largest.device, non_blocking=True)
+        padding = ~valid.to(largest.device)
         largest = largest.masked_fill(padding[:, None], -torch.inf)
     lowest = largest.new_full((largest.shape[1],), -torch.inf)
     return lowest if largest.numel() == 0 else largest.amax(dim=(0, 2))

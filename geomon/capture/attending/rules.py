@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from geomon.capture import private
+from geomon.capture.storage import send
 
 # (scores, sequence indices, query positions [sequences, queries]) -> changed scores, [sequences,
 # heads, queries, keys].
@@ -78,11 +79,11 @@ class PlaceRule:
     def visible(self, sequences: Tensor, places: Tensor) -> Tensor:
         """Return which keys some queries see (see `AttentionRule`)."""
         order = torch.arange(self.keys, dtype=torch.int64, device=self.device)
-        asking = places.to(self.device)[..., None] + self.offset
+        asking = send(places, self.device)[..., None] + self.offset
         seen = torch.ones(*places.shape, self.keys, dtype=torch.bool, device=self.device)
         if self.ends is not None:
             queries, keys = (ends.to(self.device, torch.int64) for ends in self.ends)
-            places = places.to(self.device)
+            places = send(places, self.device)
             number = torch.searchsorted(queries, places, right=True) - 1
             inside = (number >= 0) & (number < len(queries) - 1)
             number = number.clamp(0, len(queries) - 2)
@@ -182,9 +183,9 @@ class FlexRule:
             at = torch.vmap(at, in_dims=(*of_lead, *dims))
         at = torch.vmap(at, in_dims=(*of_lead, 0, None, 0, None))
         order = (
-            sequences.to(self.device),
+            send(sequences, self.device),
             torch.arange(heads, dtype=torch.int64, device=self.device),
-            places.to(self.device),
+            send(places, self.device),
             torch.arange(self.keys, dtype=torch.int64, device=self.device),
         )
         with _indexable():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from geomon.capture.attending.attention import AttentionCall, SoftmaxCall
+from geomon.capture.storage import send
 from geomon.capture.tap import AttentionWeights, Columns, Projection
 from geomon.capture.tokens.sampling import SampledRows, copy_rows
 
@@ -161,8 +162,8 @@ def _sample(
                 ), left_out
             if values is None:
                 values = part.new_empty(len(taken), heads * width)
-            chosen = torch.from_numpy(of_kind).nonzero().to(part.device)
-            values[chosen, own.nonzero().squeeze(1).to(part.device)] = part
+            chosen = send(torch.from_numpy(of_kind).nonzero(), part.device)
+            values[chosen, send(own.nonzero().squeeze(1), part.device)] = part
     if values is None:
         values = torch.empty(0, heads * width)
     return SampledRows(values.unflatten(1, (heads, width)), indices, shape, role), left_out
@@ -172,10 +173,9 @@ def _rows_of(projection: Projection, rows: Tensor, columns: Tensor) -> Tensor:
     """Copy some columns of some rows of a projection, in float32."""
     values, tokens = projection.by_token
     if values.ndim > tokens + 1:
-        at = torch.unravel_index(rows.to(values.device, non_blocking=True), values.shape[:tokens])
-        columns = columns.to(values.device, non_blocking=True)
-        return values[at].flatten(1)[:, columns].float()
+        at = torch.unravel_index(send(rows, values.device), values.shape[:tokens])
+        return values[at].flatten(1)[:, send(columns, values.device)].float()
     first, count = int(columns[0]), len(columns)
     if torch.equal(columns, torch.arange(first, first + count, dtype=torch.int64, device="cpu")):
         return copy_rows(values.narrow(-1, first, count), rows)
-    return copy_rows(values, rows)[:, columns.to(values.device, non_blocking=True)]
+    return copy_rows(values, rows)[:, send(columns, values.device)]

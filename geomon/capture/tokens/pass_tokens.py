@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from geomon.capture.storage import send
 from geomon.capture.tokens.boundaries import (
     GivenPlaces,
     Sequences,
@@ -315,4 +316,4 @@ def _of_streams(shape: Shape, order: Tensor, *, length_first: bool) -> Sequences
 
 def _arranged(values: Tensor, order: Tensor) -> Tensor:
     """Expand values of tokens to the rows that belong to them."""
-    return values.flatten()[order.to(values.device)]
+    return values.flatten()[send(order, values.device)]

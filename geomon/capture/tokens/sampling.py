@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from geomon.capture.snapshot import query_places, whole_sequences
+from geomon.capture.storage import send
 from geomon.note import Note
 
 # Query rows per layer from which attention is measured: a mean entropy with a spread of 1 nat then
@@ -54,7 +55,7 @@ class SampledRows(NamedTuple):
         """Return the rows at some places, integers on the host."""
         if len(places) == len(self.indices):
             return self
-        values = self.values[places.to(self.values.device, non_blocking=True)]
+        values = self.values[send(places, self.values.device)]
         return self._replace(values=values, indices=self.indices[places])
 
 
@@ -192,9 +193,9 @@ def copy_rows(values: Tensor, rows: Tensor) -> Tensor:
     """Copy rows of a tensor as [rows, width], float32.
 
     It copies because the model may change its tensors in place, and only rows because a view would
-    keep the whole tensor in memory. Nothing waits for the device.
+    keep the whole tensor in memory.
     """
-    values, rows = values.detach(), rows.to(values.device, non_blocking=True)
+    values, rows = values.detach(), send(rows, values.device)
     if values.is_contiguous():  # five times as fast for short rows
         values = values.view(-1, values.shape[-1])
     if values.ndim == 2:

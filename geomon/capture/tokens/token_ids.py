@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from geomon.capture.storage import send
+
 Shape = tuple[int, ...]
 
 # Integers with at least this share of steps by one are positions; token ids rarely step by one.
@@ -53,7 +55,7 @@ class FoundIds(NamedTuple):
 
     def arrange(self, values: Tensor) -> Tensor:
         """Expand values in the ids' shape to the shape of the hidden states."""
-        return values.flatten()[self.order.to(values.device)]
+        return values.flatten()[send(self.order, values.device)]
 
     @property
     def streams(self) -> int:

@@ -41,7 +41,7 @@ DISTANCE = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
-@pytest.fixture(params=[1, 100], ids=["row by row", "in blocks"], autouse=True)
+@pytest.fixture(params=[1, 200], ids=["row by row", "in blocks"], autouse=True)
 def _blocks(request, monkeypatch):
     """The largest score is computed block by block, as large batches are."""
     module = "geomon.capture.attending.max_logit"
