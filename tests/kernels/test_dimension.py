@@ -93,6 +93,8 @@ def test_scales_without_enough_neighbours_are_nan_and_the_others_are_not():
     got = gride(beta(100, 4, 5), [1, 2, 4, 5, 6, 8, 32])
     assert got.dtype == torch.float64
     assert got.isnan().tolist() == [False] * 4 + [True] * 3
+    in_any_order = gride(beta(100, 4, 5), [5, 32, 1, 1, 6, 4])
+    assert torch.equal(in_any_order.nan_to_num(), got[[3, 6, 0, 0, 4, 2]].nan_to_num())
 
 
 def test_ties_count_as_ratios_of_one():

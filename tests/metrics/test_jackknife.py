@@ -139,7 +139,7 @@ def measured(metrics, whole: Layer, rows: int = 10_000, batches: int = 1, strict
     return result.stacks[""], [note.words() for note in result.notes]
 
 
-@pytest.mark.parametrize("name", ["twonn", "twonn_distinct", "gride"])
+@pytest.mark.parametrize("name", [name for name in EVERY if EVERY[name].each_group])
 def test_all_groups_at_once_have_the_margins_of_one_after_another(name):
     def margins(metric):
         column = measured({name: metric}, layer(1.0, sequences=48))[0][name]

@@ -138,7 +138,8 @@ def test_ctrl_c_is_not_held_up_by_a_sink_and_the_next_reading_is_shown(
 
     def interrupt():
         if calls is not Striking:
-            signal.pthread_kill(number, signal.SIGINT)  # while the training waits for the sink
+            go_on.wait(0.3)  # a signal just before the wait would be seen when that is over
+            signal.pthread_kill(number, signal.SIGINT)
         go_on.wait(60)
 
     sink = Taker(interrupt, [1])
@@ -147,11 +148,12 @@ def test_ctrl_c_is_not_held_up_by_a_sink_and_the_next_reading_is_shown(
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     began = time.monotonic()
     try:
-        with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
-            patch.setattr(queue, "SimpleQueue", calls)
+        monkeypatch.setattr(queue, "SimpleQueue", calls)
+        with pytest.raises(KeyboardInterrupt):
             watched.step(1)
     finally:
         signal.signal(signal.SIGINT, handler)
+        monkeypatch.setattr(queue, "SimpleQueue", Striking.__base__)
     assert time.monotonic() - began < 25
     go_on.set()
     with watched.monitor(2):

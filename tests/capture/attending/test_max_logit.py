@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from watched import blocks_of
 
 import geomon
+from geomon.capture.attending.attention import Arguments
 from geomon.capture.attending.fused import read_sdpa
 from geomon.capture.attending.max_logit import max_logits_of_call
 
@@ -27,6 +28,35 @@ def test_it_is_computed_only_where_it_is_asked_for(monkeypatch):
         blocks_of(causal, 16), torch.randn(4, 6, 16), metrics=geomon.select("attention_entropy")
     )
     assert math.isfinite(values["attention_entropy/mean"])
+
+
+GENERATOR = torch.Generator().manual_seed(0)
+SOME = torch.rand(5, 1, 37, 37, generator=GENERATOR) > 0.6
+SOME[0, 0, :9] = False  # rows that see nothing
+BIAS = 3 * torch.randn(1, 4, 37, 37, generator=GENERATOR)
+
+
+@pytest.mark.parametrize("block", [1, 3000, 1 << 20])
+@pytest.mark.parametrize(
+    ("mask", "softcap"), [(None, None), (SOME, 2.0), (SOME, None), (BIAS, 2.0)]
+)
+@pytest.mark.parametrize("causal", [True, False])
+def test_each_row_has_its_largest_score_in_whatever_blocks(
+    monkeypatch, block, mask, softcap, causal
+):
+    """Heads share keys, and the last block has fewer sequences and queries."""
+    monkeypatch.setattr("geomon.capture.attending.max_logit._BLOCK_ON_HOST", block)
+    monkeypatch.setattr("geomon.capture.attending.max_logit._FEWEST_QUERIES", 8)
+    query = torch.randn(5, 4, 37, 8, generator=GENERATOR) + 30
+    key = torch.randn(5, 2, 37, 8, generator=GENERATOR)
+    scores = 0.3 * query.double() @ key.double().repeat_interleave(2, dim=1).mT
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    scores = scores + (BIAS if mask is BIAS else 0)
+    seen = torch.ones(37, 37, dtype=torch.bool).tril(0 if causal else 37)
+    seen = seen & (SOME if mask is SOME else True)
+    found = max_logits_of_call(Arguments(query, key, mask, causal, 0.3, softcap))
+    expected = scores.masked_fill(~seen, -torch.inf).amax(dim=-1).float()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
