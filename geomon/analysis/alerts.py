@@ -20,9 +20,9 @@ from geomon.note import Note
 from geomon.record import Course, RaisedAlert, Reading, Readings
 from geomon.record.columns import Column, Place
 
-# Entropy of a head, relative to uniform attention, at which nearly all attention is on one key, and
-# the share of a stack's heads that must be there: heads that attend to the previous token are.
-# In a healthy training of 12 x 768, 2 of 144 heads were.
+# Entropy of a head, relative to uniform attention, below which nearly all attention is on one key,
+# and the share of a stack's heads above which that is a collapse. Some healthy heads attend to one
+# token: in a healthy training of 12 x 768, 2 of 144 heads did.
 _ENTROPY, _HEADS = 0.05, 0.05
 # Score before the softmax. The authors of Kimi K2 (2507.20534) saw it passed in an unstable run. In
 # healthy trainings the largest was 40 at width 128, and 304 at width 768.

@@ -316,10 +316,10 @@ EIGHTHS = 8
 
 
 def whole_sequences(rows: int, length: int) -> int:
-    """Return of how many sequences all keys are kept: as many as make up the rows, at least one.
+    """Count the sequences that keep all their keys: as many as make up the rows, at least one.
 
-    Intervals leave out an eighth of the sequences, so up to 8 are kept even if these have twice as
-    many keys as rows are kept.
+    Up to 8 sequences keep them even if they have twice as many keys as rows are kept, because
+    intervals leave out an eighth of the sequences.
 
     Args:
         rows: Number of rows that are kept.
