@@ -126,3 +126,64 @@ def test_readings_on_the_device_are_those_on_the_host_and_the_training_is_the_sa
                 continue
             close = 1e-2 if tag.endswith("margin") else 1e-4
             assert device.values[tag] == pytest.approx(value, rel=close, abs=1e-5, nan_ok=True), tag
+
+
+def graphed(watch, mode, **options):
+    """Losses of a training that captures its step in a CUDA graph after two steps, five times.
+
+    A monitor watches the steps before a capture, those in it, or replays as well.
+    """
+    torch.manual_seed(0)
+    model, losses = models.PlainDecoder().cuda(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs, side = models.batch(256).cuda(), torch.cuda.Stream()
+    watched = {"sinks": [], "directory": None, "schedule": lambda step: True, "tokens": 2048}
+
+    def update(step, monitor):
+        with monitor(step) if monitor is not None else nullcontext():
+            loss = model(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        return loss
+
+    with Monitor(model, **watched | options) if watch else nullcontext() as monitor:
+        for round_ in range(0, 20, 4):
+            side.wait_stream(torch.cuda.current_stream())
+            for step in (round_, round_ + 1):
+                inputs.copy_(models.batch(256, seed=step))
+                with torch.cuda.stream(side):
+                    losses.append(update(step, monitor).item())
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with (
+                monitor(round_ + 2) if watch == "outside" else nullcontext(),
+                torch.cuda.graph(graph, capture_error_mode=mode),
+            ):
+                loss = update(round_ + 2, monitor if watch == "inside" else None)
+            for step in (round_ + 2, round_ + 3):
+                inputs.copy_(models.batch(256, seed=step))
+                graph.replay()
+                losses.append(loss.item())
+    return losses
+
+
+THREAD_LOCAL = pytest.param(
+    "before", "thread_local", {}, id="thread_local",
+    marks=pytest.mark.xfail(strict=False, reason="'invalid argument' in 2 of 3 runs on an H200"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("watch", "mode", "options"),
+    [
+        *(
+            (watch, "global", options)
+            for watch in ("before", "inside", "outside")
+            for options in ({}, {"device": "auto"}, {"background": False})
+        ),
+        THREAD_LOCAL,
+    ],
+)
+def test_a_step_that_is_captured_in_a_graph_is_the_same(watch, mode, options):
+    assert graphed(watch, mode, **options) == graphed("", mode)

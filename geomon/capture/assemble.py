@@ -56,8 +56,8 @@ _PROJECTED_SEQUENCES = ("query_sequences", "key_sequences")
 
 _NOT_RUN = (
     "the block did not run while the window was open (it was called by .forward() directly, was "
-    "skipped, was compiled in a way that hides it, or a copy of the model ran instead); call the "
-    "model itself, or measure by a probe"
+    "skipped, was compiled in a way that hides it, was captured in a CUDA graph or replayed from "
+    "one, or a copy of the model ran instead); call the model itself, or measure by a probe"
 )
 _OTHER_THREAD = (
     "the block ran in a thread other than the one that opened the window (nn.DataParallel): "

@@ -1,6 +1,7 @@
 """The device that measures rows, alongside the training's own work."""
 
 import contextlib
+import ctypes
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -91,6 +92,8 @@ class MeasuringDevice:
     @contextlib.contextmanager
     def alongside_training(self, ready: Any) -> Iterator[None]:
         """Queue this thread's work on a separate stream, so the training does not wait for it."""
+        if ready is not None:
+            _ignore_captures()
         module = None if ready is None else _streams_of(self.device)
         if module is None:
             yield
@@ -151,6 +154,17 @@ def _streams_of(device: torch.device) -> Any:
     """Return torch's module with the streams of a device, or None for a device without streams."""
     module = None if device == HOST else getattr(torch, device.type, None)
     return module if hasattr(module, "Stream") else None
+
+
+def _ignore_captures() -> None:
+    """Let the training capture CUDA graphs while this thread measures.
+
+    By default a capture fails if any thread waits or allocates meanwhile, except for threads that
+    ask CUDA to heed their own captures only.
+    """
+    with contextlib.suppress(OSError):  # another kind of device
+        mode = ctypes.c_int(1)  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def _free_bytes(device: torch.device) -> float | None:

@@ -1,6 +1,7 @@
 """Where rows are measured, on a pretended device (tests/accelerator.py) beside the host."""
 
 import contextlib
+import ctypes
 import math
 import types
 
@@ -226,6 +227,19 @@ def test_deterministic_algorithms_are_left_to_the_host():
 
 
 # -- a stream beside the training's ----------------------------------------------------------------
+
+
+def test_a_thread_that_measures_lets_the_training_capture_graphs(monkeypatch):
+    asked = []
+    cuda = types.SimpleNamespace(
+        cuThreadExchangeStreamCaptureMode=lambda mode: asked.append(mode._obj.value)
+    )
+    monkeypatch.setattr(ctypes, "CDLL", {"libcuda.so.1": cuda}.__getitem__)
+    place = MeasuringDevice("cpu", PlainDecoder())
+    with place.alongside_training(None):  # the model is on the host
+        assert asked == []
+    with place.alongside_training("an event"):
+        assert asked == [1]
 
 
 def test_the_background_works_on_one_stream_that_waits_for_the_rows(monkeypatch):

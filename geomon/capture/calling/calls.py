@@ -94,14 +94,26 @@ def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _observed(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling() or private.tracing_state() is not None:
-        return _call(module, args, kwargs)  # traced code must not depend on geomon
+    if _is_recorded():
+        return _call(module, args, kwargs)
     for holder in _calls.holders:
         if isinstance(holder, FirstCall) and holder.takes(module):
             return holder.run(module, args, kwargs)
     if is_compiled(module) or any(observer.hides(module) for observer in _observers()):
         return _call_compiled(module, args, kwargs)
     return _call_observed(module, args, kwargs)
+
+
+def _is_recorded() -> bool:
+    """Whether calls are compiled, traced or captured in a CUDA graph: geomon must not enter that.
+
+    A copy that the host waits for would break the capture of a graph.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or private.tracing_state() is not None
+        or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    )
 
 
 def _fill_slots(undo: Undo) -> None:

@@ -97,6 +97,20 @@ def test_parameters_without_values_end_nothing_and_are_said_once(caplog, source)
         measure(lazy(), batch())
 
 
+def test_a_call_that_a_graph_of_cuda_captures_is_left_alone(monkeypatch, caplog):
+    """A copy that the host waits for would break the capture."""
+    model = PlainDecoder()
+    monitor, memory = watching(model, metrics=FEW, strict=False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for step, captures in enumerate([True, False]):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda it=captures: it)
+        with monitor(step):
+            model(batch())
+    monitor.close()
+    assert [reading.step for reading in memory.readings] == [1]
+    assert "captured in a CUDA graph" in caplog.text
+
+
 @pytest.fixture
 def awaited():
     """What waits for the first call of a module that counts, and what is told of it."""
