@@ -92,6 +92,8 @@ def rotated(rows, way):
         return torch.view_as_real(pairs * turn).flatten(-2).type_as(rows)
     if way == "a part":
         return torch.cat([rotated(rows[..., :half], "halves"), rows[..., half:]], -1)
+    if way == "the last part":
+        return torch.cat([rows[..., :half], rotated(rows[..., half:], "two halves")], -1)
     return rows
 
 
@@ -131,7 +133,9 @@ _STEPS = {
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     st.permutations(["part", "head", "width"]),
-    st.sampled_from(["none", "halves", "pairs", "two halves", "complex", "a part"]),
+    st.sampled_from(
+        ["none", "halves", "pairs", "two halves", "complex", "a part", "the last part"]
+    ),
     st.lists(st.sampled_from(sorted(_STEPS)), max_size=4),
     st.booleans(),
 )
