@@ -40,12 +40,10 @@ def of_views() -> list[str]:
     sections: dict[str, list[str]] = {}
     for name, view in {**CAPTURED, **DERIVED}.items():
         refuses = rule_of(name) is refused
-        if (
-            name.startswith(LAST)
-            or re.search(r": [A-Z]", view.text)
-            or (name in DERIVED and refuses)
-        ):
-            continue  # objects of kernels and indices of rows are read by geomon's own metrics
+        # Objects of kernels, and indices and groups of rows, are read by geomon's own metrics.
+        inner = re.search(r": [A-Z]|^groups of", view.text) or (name in DERIVED and refuses)
+        if inner or name.startswith(LAST):
+            continue
         source = source_of(min(captured_views([name])))
         without = " (no margin)" if refuses else ""
         own = sections.setdefault(source, [f"## From {source}", ""])

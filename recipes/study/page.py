@@ -115,13 +115,11 @@ def _seeds(results: Results) -> int:
 
 
 def _experiment(results: Results) -> str:
-    """One line of an experiment: its command, its number of lines, its time, what differs."""
+    """One line of an experiment: its command, its number of lines, what differs."""
     theirs = sum(not claim.ours for claim in results.claims)
-    seconds = results.seconds
-    time = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
     words = [
         f"- `make {results.experiment}`: {theirs} line{'s' * (theirs != 1)}",
-        f"{_seeds(results)} seeds; {time} on two cores",
+        f"{_seeds(results)} seeds",
         f"[page](../recipes/{results.experiment}/README.md)",
     ]
     return f"{'; '.join(words)}. Differs: {results.differs.rstrip('.')}."
