@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -207,7 +206,7 @@ def _quiet() -> Iterator[None]:
 @_quiet()
 def run(job: Job, given: Text, folder: Path) -> None:
     """Make a run; nothing is done if the folder holds the complete one."""
-    place, began = folder / job.folder, time.process_time()
+    place = folder / job.folder
     description = asdict(job) | {"sha256": given.sha256()}
     if not begin_training(place, description):
         return
@@ -228,4 +227,4 @@ def run(job: Job, given: Text, folder: Path) -> None:
         monitors[0].log(step, loss=float(loss.detach()), gradient_norm=float(norm))
     for monitor in monitors:
         monitor.close()
-    finish_training(place, description, began)
+    finish_training(place, description)
