@@ -77,8 +77,8 @@ def peak_depth(profile: Sequence[float]) -> float:
         Depth of the first of equal peaks, [0, 1]; NaN with one layer or without values.
 
     Example:
-        >>> peak_depth([0.2, 0.5, 0.8, 0.5, 0.2])
-        0.5
+        >>> peak_depth([0.2, 0.5, 0.8, 0.5, 0.2]), peak_depth([0.2])
+        (0.5, nan)
     """
     known = [(value, -layer) for layer, value in enumerate(profile) if not math.isnan(value)]
     if len(profile) < 2 or not known:

@@ -5,6 +5,7 @@ import statistics
 from dataclasses import replace
 from typing import Any
 
+from rich.color import Color
 from rich.text import Text
 
 from geomon.record.printable import printable
@@ -112,4 +113,4 @@ def _finite(line: Line) -> Line:
 
 
 def _rgb(colour: str) -> tuple[int, ...]:
-    return tuple(int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    return tuple(Color.parse(colour).get_truecolor())
