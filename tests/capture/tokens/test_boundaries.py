@@ -4,7 +4,8 @@ import pytest
 import torch
 from models import PlainDecoder, Running, batch, transformer
 from torch import nn
-from watched import in_order, look, notes
+from torch.nn.functional import scaled_dot_product_attention
+from watched import Block, in_order, look, notes
 
 LENGTHS = [3, 5, 1, 7]
 POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])
@@ -136,3 +137,19 @@ def test_attention_that_goes_across_packed_sequences_is_said(attention):
     for given, across in (({}, True), ({"attention_mask": own}, False)):
         said = notes(look(model, ids, position_ids=positions, use_cache=True, **given))
         assert any("see keys of other sequences" in text for text in said) == across
+
+
+def test_keys_beside_those_of_the_tokens_are_no_keys_of_other_sequences():
+    """Registers that every token sees: masks are compared with tokens only if both are as many."""
+    own = (NUMBERS[:, None] == NUMBERS).tril()
+    mask = torch.cat([torch.ones(16, 5, dtype=torch.bool), own], dim=1)
+
+    def with_registers(q, k, v):
+        k, v = (torch.cat([torch.ones(*x.shape[:2], 5, x.shape[3]), x], dim=2) for x in (k, v))
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    body = PlainDecoder(block=lambda: Block(with_registers, 32))
+    model = Running(lambda m, ids, position_ids: m.body(ids), body=body)
+    said = notes(look(model, batch(2, 16), position_ids=POSITIONS[None].expand(2, 16)))
+    assert any("separated by position_ids" in text for text in said)
+    assert not any("see keys of other sequences" in text for text in said)
