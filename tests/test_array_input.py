@@ -37,6 +37,7 @@ def test_truth_values_and_whole_numbers_are_numbers():
     rows, _ = as_rows(np.array([[True, False], [False, False]]))
     assert rows.tolist() == [[1.0, 0.0], [0.0, 0.0]]
     assert as_rows([[2**53 - 1, -7]])[0].tolist() == [[2.0**53 - 1, -7.0]]
+    assert as_rows([[3], [4]])[0].tolist() == [[3.0], [4.0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
