@@ -4,13 +4,12 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from geomon import Monitor
@@ -96,19 +95,6 @@ class Job:
         return self.chance(f"{self.fault} where").randrange(self.layers)
 
 
-class Logits(nn.Module):
-    """A decoder of the transformers library that returns its logits."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Compute the logits of the next token, [sequences, length, vocabulary]."""
-        logits: Tensor = self.network(input_ids=tokens, use_cache=False).logits
-        return logits
-
-
 def build_model(job: Job, vocabulary: int, context: int) -> nn.Module:
     """Build the model of a run; torch's generator has its seed."""
     if job.block == "gpt2":
@@ -119,10 +105,11 @@ def build_model(job: Job, vocabulary: int, context: int) -> nn.Module:
         "intermediate_size": job.width if job.block == "mixtral" else 8 * job.width // 3,
         "num_hidden_layers": job.layers, "num_attention_heads": _HEADS,
         "num_key_value_heads": _HEADS, "bos_token_id": None, "eos_token_id": None,
+        "use_cache": False,
     }  # fmt: skip
     if job.block == "mixtral":
-        return Logits(AutoModelForCausalLM.from_config(MixtralConfig(num_local_experts=4, **sizes)))
-    return Logits(AutoModelForCausalLM.from_config(LlamaConfig(**sizes)))
+        return AutoModelForCausalLM.from_config(MixtralConfig(num_local_experts=4, **sizes))
+    return AutoModelForCausalLM.from_config(LlamaConfig(**sizes))
 
 
 def new_subject(job: Job, given: Text) -> Subject:
@@ -192,21 +179,9 @@ def monitors_of(model: nn.Module, folder: Path) -> list[Monitor]:
     return found
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence what geomon warns of: what its notes say of faults is no news here."""
-    log = logging.getLogger("geomon")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
-
-
-@_quiet()
 def run(job: Job, given: Text, folder: Path) -> None:
     """Make a run; nothing is done if the folder holds the complete one."""
+    logging.getLogger("geomon").setLevel(logging.ERROR)  # what its notes say of faults is no news
     place, began = folder / job.folder, time.process_time()
     description = asdict(job) | {"sha256": given.sha256()}
     if not begin_training(place, description):

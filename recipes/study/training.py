@@ -14,6 +14,7 @@ from geomon import Metric, Monitor, select
 from geomon.record import Record
 from recipes.enwik8.text import InputError
 from recipes.enwik8.train import adamw
+from recipes.study.files import write_json
 
 _FINISHED = "finished.json"
 
@@ -164,10 +165,7 @@ def begin_training(folder: Path, settings: Mapping[str, Any]) -> bool:
 def finish_training(folder: Path, settings: Mapping[str, Any], began: float) -> None:
     """Note that the training in a folder is complete, and the time of the processor it took."""
     content = {"settings": settings, "seconds": round(time.process_time() - began, 1)}
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f"{_FINISHED}.part"
-    part.write_text(json.dumps(content, indent=1) + "\n")
-    part.replace(folder / _FINISHED)
+    write_json(folder / _FINISHED, content)
 
 
 def is_finished(folder: Path) -> bool:

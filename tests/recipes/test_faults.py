@@ -1,6 +1,7 @@
 """Faults do what their words say and nothing else; odds are those of closed forms and of scipy."""
 
 import copy
+import logging
 import random
 import re
 
@@ -206,7 +207,8 @@ def test_the_page_says_what_was_noticed_and_how_often_that_is_false(runs):
     assert titles == ["silent: output of one block's MLP\n× 6"]
 
 
-def test_a_run_leaves_records_that_are_read_and_nothing_is_repeated(tmp_path, monkeypatch):
+def test_a_run_leaves_records_that_are_read_and_nothing_is_repeated(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.WARNING, "geomon")  # as it is again when the test ends
     short = {"FIRST_READ": 3, "AFTER": 4, "EARLIEST": 6, "LATEST": 6}
     for name, steps in short.items():
         monkeypatch.setattr(f"recipes.faults.training.{name}", steps)

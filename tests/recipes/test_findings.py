@@ -108,12 +108,21 @@ def test_heads_are_counted_on_their_side():
     assert len(values["opposite_heads_align_late"]) == 2
 
 
+def pairs_of(curve):
+    """Queries and keys with these cosines."""
+    return [[value, math.sqrt(1 - value**2)] for value in curve], [[1.0, 0.0] for _ in curve]
+
+
 def aligned(*curves):
     """Histories of seeds whose layers have these curves, [seeds][layers][steps]."""
     found = [history({}) for _ in curves]
     for seed, of_seed in zip(found, curves, strict=True):
         seed.__dict__["joined_heads"] = {
-            number: LayerAlignment(number, 32, tuple(range(len(curve))), tuple(curve))
+            number: LayerAlignment(
+                number,
+                tuple(range(len(curve))),
+                *(np.array(each)[:, None] for each in pairs_of(curve)),
+            )
             for number, curve in enumerate(of_seed, start=1)
         }
     return found
