@@ -6,11 +6,11 @@ import random
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from geomon import Monitor
 from geomon.analysis.bands import WATCHED
@@ -100,16 +100,15 @@ def build_model(job: Job, vocabulary: int, context: int) -> nn.Module:
     if job.block == "gpt2":
         architecture = Architecture(job.layers, job.width, _HEADS, context)
         return Transformer(nn.Embedding(vocabulary, job.width), architecture)
-    sizes: dict[str, Any] = {
-        "vocab_size": vocabulary, "max_position_embeddings": context, "hidden_size": job.width,
-        "intermediate_size": job.width if job.block == "mixtral" else 8 * job.width // 3,
-        "num_hidden_layers": job.layers, "num_attention_heads": _HEADS,
-        "num_key_value_heads": _HEADS, "bos_token_id": None, "eos_token_id": None,
-        "use_cache": False,
-    }  # fmt: skip
-    if job.block == "mixtral":
-        return AutoModelForCausalLM.from_config(MixtralConfig(num_local_experts=4, **sizes))
-    return AutoModelForCausalLM.from_config(LlamaConfig(**sizes))
+    is_mixed = job.block == "mixtral"
+    configuration = AutoConfig.for_model(
+        job.block, vocab_size=vocabulary, max_position_embeddings=context, hidden_size=job.width,
+        intermediate_size=job.width if is_mixed else 8 * job.width // 3,
+        num_hidden_layers=job.layers, num_attention_heads=_HEADS, num_key_value_heads=_HEADS,
+        bos_token_id=None, eos_token_id=None, use_cache=False,
+        **({"num_local_experts": 4} if is_mixed else {}),
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(configuration)
 
 
 def new_subject(job: Job, given: Text) -> Subject:
