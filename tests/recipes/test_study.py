@@ -33,13 +33,10 @@ def results(*claims, experiment="decoder", seconds=440.0):
     return Results(experiment, "characters here.", seconds, claims)
 
 
-def test_the_interval_is_that_of_scipy_and_covers_the_mean_of_the_population():
+def test_the_interval_of_a_mean_is_that_of_scipy():
     values = [0.3, 0.7, 0.4, 1.1]
     low, high = stats.t.interval(0.95, 3, np.mean(values), stats.sem(values))
     assert (estimate(values).low, estimate(values).high) == pytest.approx((low, high))
-    draws = np.random.default_rng(0).normal(3, 2, (2000, 3))
-    covered = [e.low < 3 < e.high for e in map(estimate, draws.tolist())]
-    assert 0.93 < np.mean(covered) < 0.97
 
 
 @pytest.mark.parametrize("count", [1, 3, 12])
