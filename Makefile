@@ -16,7 +16,7 @@ help:
 	@echo "make enwik8         train a character decoder on enwik8 and watch its geometry"
 	@echo "make NAME           an experiment on the claims of papers: $(EXPERIMENTS)"
 	@echo "make faults         put faults into trainings: which numbers notice them, and how early (hours; ARGS=--small: minutes)"
-	@echo "make claims         docs/claims.md: all claims beside what the experiments in runs/ measured"
+	@echo "make claims         docs/claims.md: what papers assert beside what the experiments in runs/ measured"
 	@echo "                    flags of any recipe: make enwik8 ARGS='--steps 300'; all of them: ARGS=--help"
 	@echo "make test           the whole test suite"
 	@echo "make check          lint, format and types"

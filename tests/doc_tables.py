@@ -11,7 +11,7 @@ from geomon.record.headline import OVERHEAD, PROBE_LOSS, headline_tag, headlines
 
 
 def of_metrics(metrics) -> list[str]:
-    """A line for each metric: name, what it is, its parts, its null."""
+    """A line for each metric: name, unit, what it is, its parts, its null."""
     lines = []
     for name, metric in metrics.items():
         text = metric.text
@@ -39,10 +39,13 @@ def of_views() -> list[str]:
     """A section for each source, with a line for each view: name, what it is."""
     sections: dict[str, list[str]] = {}
     for name, view in {**CAPTURED, **DERIVED}.items():
-        if name.startswith(LAST) or re.search(r": [A-Z]", view.text):
-            continue  # objects of kernels are read by the metrics that geomon brings
+        refuses = rule_of(name) is refused
+        # Objects of kernels, and indices and groups of rows, are read by geomon's own metrics.
+        inner = re.search(r": [A-Z]|^groups of", view.text) or (name in DERIVED and refuses)
+        if inner or name.startswith(LAST):
+            continue
         source = source_of(min(captured_views([name])))
-        without = " (no margin)" if rule_of(name) is refused else ""
+        without = " (no margin)" if refuses else ""
         own = sections.setdefault(source, [f"## From {source}", ""])
         own.append(f"- `{name}`: {view.text}{without}")
     return "\n\n".join(map("\n".join, sections.values())).splitlines()

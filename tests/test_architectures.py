@@ -205,14 +205,14 @@ def _stands_in(verdict: Verdict) -> bool:
 
 
 def _reasons(verdicts: list[Verdict]) -> Iterator[str]:
-    """What is missing and why, but for token ids where there are none and what a route says."""
+    """What is missing, but for token ids where there are none; a note of a reading says why."""
     kinds = {"projected_query": "projected Q and K", "visible": "attention"}
     for verdict in verdicts:
         yield from sorted(verdict.notes)
-        for (stack, view), reasons in verdict.missing.items():
+        for stack, view in verdict.missing:
             if view in kinds:
                 where = f" of the {stack}" if stack else ""
-                yield from (f"{kinds[view]}{where} missing: {why}" for why in sorted(reasons))
+                yield f"{kinds[view]}{where} missing"
 
 
 def _without_differences(text: str) -> str:

@@ -249,7 +249,6 @@ class Window:
         # These refer to the window and would delay freeing its rows until garbage collection.
         self._before.clear()
         self._after.clear()
-        self._tables.clear()
         self._states.stream.on_lookup = None
         self._states.forget()
         for stack_pass in self._tracker.passes:
@@ -505,7 +504,7 @@ class Window:
     def on_compiled_end(self, module: nn.Module, output: Any) -> None:
         """Remember the output of a compiled block, which replaces its twin's output."""
         left = None if self._tracker.is_ignored() else first_tensor(output)
-        for stack_pass in () if left is None else self._tracker.passes:
+        for stack_pass in self._tracker.passes:
             if left is not None and any(module is x.module for x in stack_pass.stack.blocks):
                 self._states.hand_on(stack_pass, left)
         self._rest()

@@ -192,12 +192,7 @@ def _in_one_group(layer: Layer) -> dict[str, Groups]:
     """Put all rows of a layer into one group, so that none is left out."""
     leading: dict[str, Tensor] = {}
     for name, view in CAPTURED.items():
-        if (
-            view.rows
-            and view.source != "last"
-            and view.heads != "shared"
-            and name in layer.captured
-        ):
+        if view.rows and view.heads != "shared" and name in layer.captured:
             leading.setdefault(GROUPS_OF[view.rows], layer.captured[name])
     return {groups: one_group(rows) for groups, rows in leading.items()}
 

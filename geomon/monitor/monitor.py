@@ -29,6 +29,7 @@ from torch import nn
 from geomon import __version__
 from geomon.analysis.alerts import Inputs
 from geomon.analysis.bands import WATCHED
+from geomon.capture import is_captured
 from geomon.capture.model_parts import ModelParts
 from geomon.capture.snapshot import HOST, NotSeenError, Snapshot, explain_missing
 from geomon.distributed import (
@@ -142,6 +143,8 @@ class Monitor:
             TypeError: If the step is not a whole number.
             ValueError: If the step is below 0.
         """
+        if is_captured():
+            return _NOTHING
         with self.account.charge():
             self.advance(step)
             due = self._due(self._source, force=force)
@@ -204,7 +207,7 @@ class Monitor:
                 "no step to log values for: pass it, log(step, loss=loss), or log inside "
                 "`with monitor(step)`"
             )
-        if self._is_own():
+        if self._is_own() and not is_captured():
             self.outbox.log(number, values, watched=self.passes.step == number)
 
     def probe(self, step: SupportsIndex, inputs: Any = None) -> None:

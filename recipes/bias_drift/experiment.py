@@ -95,7 +95,7 @@ class BiasDrift(Experiment):
         """Describe how the trainings differ from the published ones."""
         return (
             f"{self.sequences} sequences of {self.length} tokens (theirs: 16 of 512), a bias up to "
-            f"{LEVELS[-1]:g}, {TRAINED_LEVELS[-1]:g} for trained blocks (ours)"
+            f"{LEVELS[-1]:g}"
         )
 
     def check(self) -> None:

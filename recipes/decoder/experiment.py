@@ -85,7 +85,7 @@ class Decoder(Experiment):
         """In which way the trainings differ in kind from the published ones."""
         return (
             f"characters, {self.layers} layers of width {self.width}, {self.steps:,} steps "
-            "(theirs: pretrained models on subwords); of 5 layers the smallest p-value is .017"
+            "(theirs: pretrained models on subwords)"
         )
 
     def check(self) -> None:

@@ -31,14 +31,14 @@ _STRICT, _LOOSE = 1e-4, 1e-3
 _SOON = 50  # steps
 _HEAD = f"""# Warnings and their odds
 
-Would you have known before the loss? Faults were put into trainings of small decoders, and each
-number got one limit, which was chosen on healthy trainings so that all numbers raise as many false
-alarms. `make faults` makes the trainings and writes these tables.
+Would you have known before the loss? We put faults into healthy trainings of small decoders: *loud*
+ones, which we expected to show in the loss at once, *silent* ones, to be absorbed by it, and
+*creeping* ones, to grow. Faults marked with * were not looked at while alerts were chosen. *Steps*
+are median and quartiles. `make faults` makes the trainings and writes these tables.
 
-*Loud* faults were expected to show in the loss at once, *silent* ones to be absorbed by it, and
-*creeping* ones to grow. A fault marked with * was not looked at while alerts were chosen. *Steps*
-are median and quartiles. Loss and gradient norm have one false alarm in {1 / _STRICT:,.0f} healthy
-steps, the single numbers one in {1 / _LOOSE:,.0f}; alerts keep the limits of every run.
+Each quantity got one threshold, set on healthy runs so that loss and gradient norm raise one false
+alarm in {1 / _STRICT:,.0f} healthy steps, and single numbers one in {1 / _LOOSE:,.0f}; alerts keep
+the limits of every run.
 """
 
 

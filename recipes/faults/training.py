@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import random
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -181,7 +180,7 @@ def monitors_of(model: nn.Module, folder: Path) -> list[Monitor]:
 def run(job: Job, given: Text, folder: Path) -> None:
     """Make a run; nothing is done if the folder holds the complete one."""
     logging.getLogger("geomon").setLevel(logging.ERROR)  # what its notes say of faults is no news
-    place, began = folder / job.folder, time.process_time()
+    place = folder / job.folder
     description = asdict(job) | {"sha256": given.sha256()}
     if not begin_training(place, description):
         return
@@ -202,4 +201,4 @@ def run(job: Job, given: Text, folder: Path) -> None:
         monitors[0].log(step, loss=float(loss.detach()), gradient_norm=float(norm))
     for monitor in monitors:
         monitor.close()
-    finish_training(place, description, began)
+    finish_training(place, description)

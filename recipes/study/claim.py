@@ -133,13 +133,11 @@ class Results:
     Attributes:
         experiment: Name of the experiment.
         differs: In which way its trainings differ in kind from the published ones.
-        seconds: Time of all trainings on two cores.
         claims: The claims.
     """
 
     experiment: str
     differs: str
-    seconds: float
     claims: tuple[Claim, ...]
 
 

@@ -24,7 +24,6 @@ from recipes.study.training import (
     finish_training,
     fit,
     is_finished,
-    seconds_taken,
 )
 
 _SEED = "seed_"
@@ -164,23 +163,19 @@ def train_one(
     if corpus is not None:
         settings["text"] = corpus.sha256()
     if begin_training(folder, settings):
-        began = time.process_time()
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             training = experiment.training(kind, seed, corpus)
         fit(training, folder, seed)
-        finish_training(folder, settings, began)
+        finish_training(folder, settings)
 
 
 def show(experiment: Experiment, folder: Path) -> None:
     """Measure the claims from the records, draw the figures, write and print both."""
     runs = Runs(folder)
     asked = list(experiment.claims(runs))
-    done = [each for kind in experiment.kinds for each in runs.folders(kind)]
-    results = Results(
-        experiment.name, experiment.differs, sum(map(seconds_taken, done)) / 2,
-        tuple(claim for claim in asked if claim.values),
-    )  # fmt: skip
+    answered = tuple(claim for claim in asked if claim.values)
+    results = Results(experiment.name, experiment.differs, answered)
     lines = list(experiment.table(runs))
     lines += [f"no value   {claim.name}" for claim in asked if not claim.values]
     print("\n".join(["", *lines, *[""] * bool(lines), *map(verdict_line, results.claims), ""]))

@@ -22,17 +22,14 @@ PAPERS = {
 _VERDICTS: tuple[Verdict, ...] = ("agrees", "disagrees", "undecided")
 _HEAD = """# What papers assert, and what was seen here
 
-Each line is what a paper asserts, measured as it measures it, with its section or figure; a limit
-or window that the paper does not give is named as ours. *Ours* are answers by other estimators and
-models, which are not counted.
-
-*Seen* is the mean over seeds, or what is named, at the end of training, with its 95 % interval
-(Student's t; of a share Clopper and Pearson). Values are means over layers and heads if nothing
-else is said. A line *agrees* if the whole interval is within the limits in brackets, *disagrees* if
-it is outside, and is *undecided* otherwise.
+Each line is what a paper asserts, measured as the paper measures it. We chose the limits and
+windows marked *ours*, because the paper gives none. *Seen* is the mean over seeds, layers and heads
+at the end of training, unless the line says otherwise, with its 95 % interval (Student's t; Clopper
+and Pearson for a share). A line *agrees* if the whole interval is within the limits in brackets,
+*disagrees* if it is outside, and is *undecided* otherwise.
 
 `make claims` writes this page from what the [experiments](../recipes/README.md) leave in `runs/`.
-What else we asked is on their pages.
+Their pages say what other estimators and models answer.
 """
 
 # A claim with the results that it belongs to.
@@ -43,7 +40,7 @@ def write_page(runs: Path, experiments: Iterable[str], page: Path) -> int:
     """Write the page of the claims that experiments left.
 
     Returns:
-        Number of claims.
+        Number of claims on the page.
 
     Raises:
         InputError: There are no claims, or some that cannot be read.
@@ -55,12 +52,12 @@ def write_page(runs: Path, experiments: Iterable[str], page: Path) -> int:
     results = [load_results(runs / name) for name in found]
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(render(results, [name for name in names if name not in found]))
-    return sum(len(each.claims) for each in results)
+    return sum(not claim.ours for each in results for claim in each.claims)
 
 
 def render(results: Sequence[Results], missing: Sequence[str]) -> str:
     """Write the claims as a page, without those of experiments that were not run."""
-    every = [(claim, each) for each in results for claim in each.claims]
+    every = [(claim, each) for each in results for claim in each.claims if not claim.ours]
     papers = {paper: [line for line in every if line[0].paper == paper] for paper in PAPERS}
     papers = {paper: lines for paper, lines in papers.items() if lines}
     rows = [_counts(_link(paper), lines) for paper, lines in papers.items()]
@@ -76,7 +73,7 @@ def render(results: Sequence[Results], missing: Sequence[str]) -> str:
 
 
 def _counts(name: str, lines: Sequence[_Line]) -> list[str]:
-    theirs = Counter(claim.verdict for claim, _ in lines if not claim.ours)
+    theirs = Counter(claim.verdict for claim, _ in lines)
     numbers = [theirs.total(), *(theirs[verdict] for verdict in _VERDICTS)]
     return [name, *map(str, numbers)]
 
@@ -86,18 +83,13 @@ def _rows(lines: Sequence[_Line]) -> list[list[str]]:
     rows = []
     for _, own in itertools.groupby(lines, lambda line: line[1].experiment):
         asked: dict[str, list[_Line]] = {}
-        added: dict[str, list[_Line]] = {}
         for claim, results in own:
             chosen = f"; {claim.chosen} ours" if claim.chosen else ""
             measured = f"{claim.quantity} ({claim.limits}{chosen})"
             question = f"{claim.asserts.rstrip('.')} ({claim.place})<br>{measured}"
-            found, key = (added, claim.asserts) if claim.ours else (asked, question)
-            found.setdefault(key, []).append((claim, results))
+            asked.setdefault(question, []).append((claim, results))
         rows.append([f"`make {results.experiment}`", ""])
-        for question, found_lines in asked.items():
-            variants = added.pop(found_lines[0][0].asserts, [])
-            seen = [*map(_seen, found_lines), *["*ours:*"] * bool(variants), *map(_seen, variants)]
-            rows.append([question, "<br>".join(seen)])
+        rows += [[question, "<br>".join(map(_seen, found))] for question, found in asked.items()]
     return rows
 
 
@@ -123,13 +115,11 @@ def _seeds(results: Results) -> int:
 
 
 def _experiment(results: Results) -> str:
-    """One line of an experiment: its command, its number of lines, its time, what differs."""
+    """One line of an experiment: its command, its number of lines, what differs."""
     theirs = sum(not claim.ours for claim in results.claims)
-    seconds = results.seconds
-    time = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
     words = [
         f"- `make {results.experiment}`: {theirs} line{'s' * (theirs != 1)}",
-        f"{_seeds(results)} seeds; {time} on two cores",
+        f"{_seeds(results)} seeds",
         f"[page](../recipes/{results.experiment}/README.md)",
     ]
     return f"{'; '.join(words)}. Differs: {results.differs.rstrip('.')}."

@@ -1,7 +1,6 @@
 """The one training loop, with monitors beside it, and a folder for what it leaves."""
 
 import json
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -162,17 +161,11 @@ def begin_training(folder: Path, settings: Mapping[str, Any]) -> bool:
     return True
 
 
-def finish_training(folder: Path, settings: Mapping[str, Any], began: float) -> None:
-    """Note that the training in a folder is complete, and the time of the processor it took."""
-    content = {"settings": settings, "seconds": round(time.process_time() - began, 1)}
-    write_json(folder / _FINISHED, content)
+def finish_training(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Note that the training in a folder is complete."""
+    write_json(folder / _FINISHED, {"settings": settings})
 
 
 def is_finished(folder: Path) -> bool:
     """Whether a folder holds a complete training."""
     return (folder / _FINISHED).is_file()
-
-
-def seconds_taken(folder: Path) -> float:
-    """Read the time of the processor that a complete training took."""
-    return float(json.loads((folder / _FINISHED).read_text())["seconds"])

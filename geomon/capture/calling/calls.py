@@ -94,8 +94,8 @@ def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _observed(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    if _is_recorded():
-        return _call(module, args, kwargs)
+    if torch.compiler.is_compiling() or private.tracing_state() is not None or is_captured():
+        return _call(module, args, kwargs)  # what is recorded must not depend on geomon
     for holder in _calls.holders:
         if isinstance(holder, FirstCall) and holder.takes(module):
             return holder.run(module, args, kwargs)
@@ -104,16 +104,9 @@ def _observed(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return _call_observed(module, args, kwargs)
 
 
-def _is_recorded() -> bool:
-    """Whether calls are compiled, traced or captured in a CUDA graph: geomon must not enter that.
-
-    A copy that the host waits for would break the capture of a graph.
-    """
-    return (
-        torch.compiler.is_compiling()
-        or private.tracing_state() is not None
-        or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
-    )
+def is_captured() -> bool:
+    """Whether a CUDA graph captures what runs now, which fails if the host waits for a device."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _fill_slots(undo: Undo) -> None:

@@ -210,8 +210,8 @@ class Provenance:
     def __init__(self) -> None:
         self._tags: dict[int, _Tags] = {}
         # State of the operator that is being followed.
-        self._starts: Mapping[int, tuple[int, ...]] = {}
-        self._moves = False
+        self._starts: Mapping[int, tuple[int, ...]]
+        self._moves: bool
         self._expected: AttentionWeights | None = None  # to be made by the next softmax
 
     def start(self, values: Iterable[Any], hidden: Tensor | None = None) -> None:

@@ -31,10 +31,6 @@ class TableCalls:
         self._count = 0
         self._calling = False  # whether a table is running
 
-    def clear(self) -> None:
-        """Forget calls that are running."""
-        self._calling = False
-
     def take_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Remember which integers are arguments of the model."""
         self._passed |= {

@@ -267,6 +267,10 @@ STACKS = {
         {"": "encoder.layers.0 encoder.layers.1"},
         ("features.convs.#", 3, UNLIKE, True),
     ),
+    "blocks that are alike, in lists of lists": (
+        lambda: module(layers=nn.ModuleList(listed(Attending, Attending) for _ in range(2))),
+        {"": "layers.0.0 layers.0.1 layers.1.0 layers.1.1"},
+    ),
     "lists of sublayers": (
         lambda: module(layers=nn.ModuleList(listed(Attending, Mixing) for _ in range(2))),
         {"": "layers.0.0 layers.1.0"},

@@ -97,18 +97,26 @@ def test_parameters_without_values_end_nothing_and_are_said_once(caplog, source)
         measure(lazy(), batch())
 
 
-def test_a_call_that_a_graph_of_cuda_captures_is_left_alone(monkeypatch, caplog):
-    """A copy that the host waits for would break the capture."""
-    model = PlainDecoder()
-    monitor, memory = watching(model, metrics=FEW, strict=False)
+@pytest.mark.parametrize("around", [False, True])
+def test_what_a_graph_of_cuda_captures_is_left_alone(around, monkeypatch, caplog):
+    """A capture, of a whole step or of what it calls, fails if the host waits for anything."""
+    model, captures, published = PlainDecoder(), False, []
+    monitor, memory = watching(model, metrics=FEW, log=["loss"], strict=False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    for step, captures in enumerate([True, False]):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda it=captures: it)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
+    for step in range(3):
+        captures = step == 1 and around
         with monitor(step):
+            captures = step == 1
             model(batch())
+            if captures:
+                monitor.log(0, loss=1.0)  # for which the first reading waits
+            published.append(len(memory.readings))
+        captures = False
     monitor.close()
-    assert [reading.step for reading in memory.readings] == [1]
-    assert "captured in a CUDA graph" in caplog.text
+    assert published == [0, not around, 1]
+    assert [reading.step for reading in memory.readings] == [0, 2]
+    assert ("captured in a CUDA graph" in caplog.text) != around
 
 
 @pytest.fixture

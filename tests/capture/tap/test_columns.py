@@ -92,6 +92,8 @@ def rotated(rows, way):
         return torch.view_as_real(pairs * turn).flatten(-2).type_as(rows)
     if way == "a part":
         return torch.cat([rotated(rows[..., :half], "halves"), rows[..., half:]], -1)
+    if way == "the last part":
+        return torch.cat([rows[..., :half], rotated(rows[..., half:], "two halves")], -1)
     return rows
 
 
@@ -131,7 +133,9 @@ _STEPS = {
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     st.permutations(["part", "head", "width"]),
-    st.sampled_from(["none", "halves", "pairs", "two halves", "complex", "a part"]),
+    st.sampled_from(
+        ["none", "halves", "pairs", "two halves", "complex", "a part", "the last part"]
+    ),
     st.lists(st.sampled_from(sorted(_STEPS)), max_size=4),
     st.booleans(),
 )
@@ -220,14 +224,15 @@ def before_other_keys(block, x):
 
 
 def of_channels(block, x):
-    """A convolution makes channels, and a filter for each of them follows."""
+    """A convolution makes channels; a filter for each follows, and filtered places are added."""
     has(block, a=lambda: nn.Conv1d(WIDTH, 2 * WIDTH, 1),
-        b=lambda: nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH))  # fmt: skip
+        b=lambda: nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH),
+        places=lambda: nn.Parameter(torch.randn(1, WIDTH, LENGTH + 2)))  # fmt: skip
     made = block.a(x.transpose(1, 2))
     query, key = made.transpose(1, 2).unflatten(-1, (2, HEADS, SIZE)).unbind(2)
     filtered = block.b(F.pad(made[:, :WIDTH], (2, 0)))
-    attended = filtered.transpose(1, 2).unflatten(-1, (HEADS, SIZE))
-    return attended.transpose(1, 2), key.transpose(1, 2), query, key
+    attended, added = (heads_of(each.transpose(1, 2)) for each in (filtered, block.b(block.places)))
+    return attended.transpose(1, 2), (key + added).transpose(1, 2), query, key
 
 
 def by_a_matrix_for_each_head(block, x):
