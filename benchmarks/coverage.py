@@ -29,7 +29,7 @@ from transformers import (
 
 from benchmarks.timing import print_machine, print_table
 from geomon import METRICS, measure
-from recipes.enwik8.text import Text, load
+from recipes.enwik8.text import Text, load, windows
 
 SHOWN = (
     "twonn", "twonn_distinct", "gride/k1", "gride/k8", "gride/k32", "anisotropy", "effective_rank",
@@ -93,8 +93,7 @@ def batches(
             yield padded(ids, generator)
             continue
         starts = generator.integers(0, len(ids) - length, size)
-        drawn = ids[starts[:, None] + np.arange(length)]
-        yield {"input_ids": torch.from_numpy(drawn.astype(np.int64))}
+        yield {"input_ids": windows(ids, starts, length)}
 
 
 def padded(ids: np.ndarray, generator: np.random.Generator) -> dict[str, Tensor]:

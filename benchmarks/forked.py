@@ -1,13 +1,11 @@
 """Ranks that are forks of this process: they need not import anything again."""
 
-import multiprocessing
-import socket
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 
 def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -18,19 +16,21 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         function: A function of a module.
         args: Its arguments.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    with ProcessPoolExecutor(size, multiprocessing.get_context("fork")) as pool:
-        ranks = [pool.submit(_run, address, rank, size, function, args) for rank in range(size)]
-        return [rank.result() for rank in ranks]
+    launch = LaunchConfig(
+        1,
+        1,
+        size,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        run_id="ranks",
+        start_method="fork",
+    )
+    results = elastic_launch(launch, _run)(function, *args)
+    return [results[rank] for rank in range(size)]
 
 
-def _run(
-    address: str, rank: int, size: int, function: Callable[..., Any], args: tuple[Any, ...]
-) -> Any:
-    limit = timedelta(seconds=120)
-    dist.init_process_group("gloo", address, limit, rank=rank, world_size=size)
+def _run(function: Callable[..., Any], *args: Any) -> Any:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     result = function(*args)
     dist.barrier()  # the first rank holds the store of all
     dist.destroy_process_group()

@@ -1,24 +1,20 @@
 """Measures the cost of geomon in a training on an accelerator, in at most eight minutes.
 
-Each part prints its own tables, which stay valid if a later part is interrupted. Without an
-accelerator, the parts run at tiny sizes, as a test.
+Tables stay valid if a later one is interrupted. Without an accelerator the sizes are tiny, as a
+test.
 """
 
 import itertools
 import math
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import transformers
@@ -36,8 +32,6 @@ _WARM_UP = 10
 _LOGGED = 10
 # Repetitions of each forced reading; the median is printed.
 _FORCED = 2
-# Steps of the trainings with compared weights.
-_COMPARED_STEPS = 8
 # Share of tokens that repeat the one seven places earlier.
 _REPEATED = 0.3
 # Values below this are compared by their absolute difference.
@@ -68,7 +62,8 @@ class Size:
         return f"{self.layers} x {self.width:,}, {self.sequences} x {self.length:,} tokens"
 
 
-SIZES = {
+Name = Literal["small", "large"]
+SIZES: dict[Name, Size] = {
     "small": Size(12, 768, 16, 1024, 32_000, 1000),
     "large": Size(24, 1024, 16, 1024, 32_000, 500),
 }
@@ -81,10 +76,9 @@ class Training:
     Args:
         size: Sizes of the decoder and its batch.
         device: Device of the training.
-        compiled: Whether to compile each block, as large trainings do.
     """
 
-    def __init__(self, size: Size, device: torch.device, *, compiled: bool = True) -> None:
+    def __init__(self, size: Size, device: torch.device) -> None:
         torch.manual_seed(0)
         heads = max(1, size.width // (64 if size.width >= 128 else 16))
         configuration = LlamaConfig(
@@ -96,10 +90,9 @@ class Training:
         self.size, self.device = size, device
         with device:
             self.model = AutoModelForCausalLM.from_config(configuration)
-        if compiled:
-            backend = "inductor" if device.type == "cuda" else "aot_eager"
-            for block in self.model.model.layers:
-                block.compile(backend=backend)
+        backend = "inductor" if device.type == "cuda" else "aot_eager"
+        for block in self.model.model.layers:  # as large trainings do
+            block.compile(backend=backend)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         frequencies = 1 / torch.arange(1, size.symbols + 1, dtype=torch.float32)
         self._frequencies = frequencies.to(device)
@@ -212,7 +205,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-# -- parts -----------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def runs(training: Training, steps: int) -> Iterator[list[object]]:
@@ -263,9 +256,9 @@ def _watching(
         yield monitor, memory
 
 
-_CHECK: dict[str, dict[str, Any]] = {"check": {"schedule": 10**9, "checks": 1}}
-_EVERY_LOOK: dict[str, dict[str, Any]] = {
-    **_CHECK,
+# Options of the monitor for each way to read a step.
+_LOOKS: dict[str, dict[str, Any]] = {
+    "check": {"schedule": 10**9, "checks": 1},
     'reading, device="auto", in the background': {"background": True, "device": "auto"},
     "reading, on the host, in the background": {"background": True},
     'reading, device="auto"': {"background": False, "device": "auto"},
@@ -273,61 +266,33 @@ _EVERY_LOOK: dict[str, dict[str, Any]] = {
 }
 
 
-def costs(
-    training: Training, usual: float, looks: dict[str, dict[str, Any]]
-) -> Iterator[list[object]]:
+def costs(training: Training, usual: float) -> Iterator[list[object]]:
     """Yield a row for each way to read a step, with everything that the training waits for.
 
     Args:
         training: The training.
         usual: Time of a step without geomon in ms.
-        looks: Options of the monitor for each row.
     """
-    for name, options in looks.items():
+    for name, options in _LOOKS.items():
         with _watching(training, **{"schedule": 1, "checks": None} | options) as (monitor, memory):
             first = 200 if options.get("checks") else 0  # a check needs bands
             delays, whole = list[float](), list[float]()
             for step in range(first, first + _FORCED + 1):  # the first one warms up
                 synchronize(training.device)
-                with _counted_waits(training.device) as waits:
-                    began = time.perf_counter()
-                    training.step(monitor(step))
-                    synchronize(training.device)
-                    delays.append(1e3 * (time.perf_counter() - began) - usual)
-                    for thread in threading.enumerate():
-                        if thread.name == "geomon":
-                            thread.join()
-                    whole.append(1e3 * (time.perf_counter() - began) - usual)
+                began = time.perf_counter()
+                training.step(monitor(step))
+                synchronize(training.device)
+                delays.append(1e3 * (time.perf_counter() - began) - usual)
+                for thread in threading.enumerate():
+                    if thread.name == "geomon":
+                        thread.join()
+                whole.append(1e3 * (time.perf_counter() - began) - usual)
             words = {word for reading in memory.readings for word in reading.words()}
         times = [statistics.median(each[1:]) for each in (delays, whole)]
         yield [
             name, *(text for each in times for text in (f"{each:.1f}", f"{each / usual:.2f}")),
-            waits.get("MainThread", 0), waits.get("geomon", 0),
             "; ".join(sorted(word for word in words if "measured on" in word)),
         ]  # fmt: skip
-
-
-@contextmanager
-def _counted_waits(device: torch.device) -> Iterator[dict[str, int]]:
-    """Count the operations that make the host wait, by the name of the thread."""
-    found: dict[str, int] = {}
-    if device.type != "cuda":
-        yield found
-        return
-
-    def count(message: Any, *_: Any, **__: Any) -> None:
-        if "synchroniz" in str(message):
-            name = threading.current_thread().name
-            found[name] = found.get(name, 0) + 1
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = count
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield found
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def differences(training: Training) -> Iterator[list[object]]:
@@ -357,111 +322,43 @@ def differences(training: Training) -> Iterator[list[object]]:
         yield [metric, f"{apart:.1e}", tag]
 
 
-def same_weights(size: Size, device: torch.device) -> Iterator[list[object]]:
-    """Yield, for each way to watch an eager training, whether its weights are bit-identical.
-
-    Args:
-        size: Sizes of the decoder and its batch.
-        device: Device of the training.
-    """
-
-    def train(**options: Any) -> Tensor:
-        training = Training(size, device, compiled=False)
-        with _watching(training, schedule=2, **options) as (monitor, _):
-            for step in range(_COMPARED_STEPS):
-                training.step(monitor(step) if options else nullcontext())
-        return torch.cat([p.detach().flatten().cpu() for p in training.model.parameters()])
-
-    alone = train()
-    ways: dict[str, dict[str, Any]] = {
-        "without geomon, again": {},
-        "on the host": {"device": "cpu"},
-        'device="auto"': {"device": "auto"},
-        "a probe": {"probe": torch.arange(size.length, device=device)[None] % size.symbols},
-    }
-    for name, options in ways.items():
-        found = train(**options)
-        yield [name, "yes" if torch.equal(found, alone) else "no", int((found != alone).sum())]
-
-
 _RUNS = (
     "run", "steps", "step, ms", "99 %, ms", "lost, %", "counted, %", "readings", "peak, GB",
     "new graphs",
 )  # fmt: skip
-_COSTS = (
-    "what", "delay, ms", "in steps", "until done, ms", "in steps", "waits", "of its thread", "note",
-)  # fmt: skip
+_COSTS = ("what", "delay, ms", "in steps", "until done, ms", "in steps", "note")
 
 
 # Of a table: its title, names of its columns, its rows.
 Table = tuple[str, tuple[str, ...], Iterator[list[object]]]
 
 
-def tested(size: Size, device: torch.device, steps: int) -> Iterator[Table]:
-    """Yield the last line of the tests that need an accelerator."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_cuda.py"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(done.stdout[-6000:], done.stderr[-1000:], flush=True)
-    last = done.stdout.strip().splitlines()[-1]
-    yield "Tests on the device", ("tests", "result"), iter([["tests/test_cuda.py", last]])
-
-
-def trained(size: Size, device: torch.device, steps: int) -> Iterator[Table]:
+def tables(size: Size, device: torch.device, steps: int) -> Iterator[Table]:
     """Yield runs, single readings, and values of the device beside those of the host."""
     training = Training(size, device)
     yield f"Compiled blocks, {size}", _RUNS, runs(training, steps)
     usual = run(training, 2 * _WARM_UP).median
-    yield f"Compiled blocks, {size}, one step", _COSTS, costs(training, usual, _EVERY_LOOK)
+    yield f"Compiled blocks, {size}, one step", _COSTS, costs(training, usual)
     yield f"Device and host, {size}", ("metric", "apart", "value"), differences(training)
-    del training
-    training = Training(size, device, compiled=False)
-    run(training, _WARM_UP)
-    usual = run(training, 2 * _WARM_UP).median
-    yield f"Eager, {size}, one step of {usual:.1f} ms", _COSTS, costs(training, usual, _CHECK)
-
-
-def compared(size: Size, device: torch.device, steps: int) -> Iterator[Table]:
-    """Yield whether weights are bit-identical, with any algorithms and with deterministic ones."""
-    before = torch.are_deterministic_algorithms_enabled()
-    try:
-        for words, deterministic in (("", before), (", deterministic", True)):
-            torch.use_deterministic_algorithms(deterministic)
-            heads = ("eager training", "same bits", "weights that differ")
-            yield f"Weights{words}, {size}", heads, same_weights(size, device)
-    finally:
-        torch.use_deterministic_algorithms(before)
-
-
-PARTS = {
-    "tests": ("small", tested), "small": ("small", trained), "weights": ("small", compared),
-    "large": ("large", trained),
-}  # fmt: skip
 
 
 def main(
-    parts: Annotated[str, typer.Option(help="Parts to run.")] = ",".join(PARTS),
+    only: Annotated[Name | None, typer.Option(help="Size of the model; all by default.")] = None,
     steps: Annotated[
         int | None, typer.Option(help="Steps of a run, if not the size's own.")
     ] = None,
 ) -> None:
     """Train with and without geomon on the available accelerator, and print the cost."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic products
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     card = "no accelerator: tiny sizes, to see that the parts work"
     if device.type == "cuda":
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
-        card = f"{torch.cuda.get_device_name()}, driver {driver}, CUDA {torch.version.cuda}"
+        card = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
     print(f"{card}; torch {torch.__version__}, transformers {transformers.__version__}", flush=True)
     began = time.perf_counter()
-    unknown = [name for name in parts.split(",") if name not in PARTS]
-    if unknown:
-        raise typer.BadParameter(f"parts are some of {', '.join(PARTS)}, got {', '.join(unknown)}")
-    for name in parts.split(","):
-        size = SIZES[PARTS[name][0]] if device.type == "cuda" else TINY
+    for name in [only] if only else SIZES:
+        size = SIZES[name] if device.type == "cuda" else TINY
         try:
-            for table in PARTS[name][1](size, device, steps or size.steps):
+            for table in tables(size, device, steps or size.steps):
                 print_table(*table)
         except Exception:
             traceback.print_exc()

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from recipes.study.markdown import table
+
 
 def seconds(action: Callable[[], object]) -> float:
     """Time one call.
@@ -27,11 +29,9 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
         columns: Column names; all but the first column are aligned to the right.
         rows: Cells of each row.
     """
-    print(
-        f"\n{title}\n\n| {' | '.join(columns)} |\n|---{'|---:' * (len(columns) - 1)}|", flush=True
-    )
-    for row in rows:
-        print(f"| {' | '.join(map(str, row))} |", flush=True)
+    print(f"\n{title}\n")
+    for line in table(columns, (map(str, row) for row in rows)):
+        print(line, flush=True)
 
 
 def print_machine(*words: str) -> None:

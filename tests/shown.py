@@ -3,9 +3,11 @@
 import io
 import json
 import math
+import os
 from dataclasses import replace
 
 import numpy as np
+from matplotlib.testing.compare import compare_images
 from tagged import TEXTS, raised_of, with_values
 from typer.testing import CliRunner
 
@@ -17,6 +19,15 @@ from geomon.record.arrays import ArrayPlace
 def invoke(*arguments):
     """Run a command of `geomon`."""
     return CliRunner().invoke(make_app(), list(map(str, arguments)))
+
+
+def holds_picture(approved, drawn):
+    """Compare a picture with the file of one that a person has approved."""
+    if "APPROVE" in os.environ:
+        approved.parent.mkdir(exist_ok=True)
+        approved.write_bytes(drawn.read_bytes())
+    differs = compare_images(str(approved), str(drawn), TOLERANCE)
+    assert differs is None, differs
 
 
 def write(folder, readings, arrays=None, **description):
@@ -49,6 +60,8 @@ def course_of(tag, step):
     return Course(tag, tuple(range(step - 31, step + 1)), (*values, math.nan, 9.0))
 
 
+# Root mean square of the differences of two pictures, of 255: what another processor may round.
+TOLERANCE = 0.1
 LAYERS, HEADS, WIDTH, ROWS = 4, 4, 8, 6
 STEPS = (0, 16, 128, 1500)
 

@@ -279,7 +279,7 @@ def one_sign_at_end(seeds: Sequence[History]) -> list[float]:
     return [float(min(values) > 0 or max(values) < 0) for values in ends]
 
 
-def _curves(seeds: Sequence[History]) -> Iterator[list[tuple[float, ...]]]:
+def _curves(seeds: Sequence[History]) -> Iterator[list[list[float]]]:
     """The curve of each seed, for each layer in which all of them are known."""
     for layer in sorted(set.intersection(*(set(each.joined_heads) for each in seeds))):
         curves = [each.joined_heads[layer].cosines for each in seeds]

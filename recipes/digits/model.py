@@ -81,7 +81,11 @@ class OneVectorPerImage(nn.Module):
     def __init__(self, network: ConvolutionalNetwork) -> None:
         super().__init__()
         self.embedding = network.embedding
-        self.blocks = nn.ModuleList(_Flattened(block) for block in network.blocks)
+        maps = nn.Unflatten(1, (network.embedding.out_channels, SIDE, SIDE))
+        flat = nn.Flatten(1), nn.Unflatten(1, (1, -1))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Flatten(1), maps, block, *flat) for block in network.blocks
+        )
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Compute the last layer, [images, 1, channels x 64]."""
@@ -89,14 +93,3 @@ class OneVectorPerImage(nn.Module):
         for block in self.blocks:
             hidden = block(hidden)
         return hidden
-
-
-class _Flattened(nn.Module):
-    """Block whose input and output are flattened maps, [images, 1, channels x 64]."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return self.block(rows.view(len(rows), -1, SIDE, SIDE)).flatten(1)[:, None]

@@ -18,11 +18,10 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from geomon import read
 from geomon.analysis import summarise
@@ -66,20 +65,15 @@ LOGGERS: dict[str, Callable[[Path], Logger]] = {
 
 
 def configuration(arch: str, tokens: int, sizes: dict[str, Any]) -> PretrainedConfig:
-    """Configure a decoder of the transformers library with the sizes of a preset."""
+    """Configure a decoder of the transformers library; each ignores the names of the other."""
     width, dropout = sizes["width"], sizes["dropout"]
-    if arch == "llama":
-        return LlamaConfig(
-            vocab_size=tokens, max_position_embeddings=sizes["context"], hidden_size=width,
-            intermediate_size=8 * width // 3, num_hidden_layers=sizes["layers"],
-            num_attention_heads=sizes["heads"], attention_dropout=dropout,
-            bos_token_id=None, eos_token_id=None, pad_token_id=None,
-        )  # fmt: skip
-    return GPT2Config(
-        vocab_size=tokens, n_positions=sizes["context"], n_embd=width, n_layer=sizes["layers"],
-        n_head=sizes["heads"], resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+    return AutoConfig.for_model(
+        arch, vocab_size=tokens, max_position_embeddings=sizes["context"], hidden_size=width,
+        num_hidden_layers=sizes["layers"], num_attention_heads=sizes["heads"],
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+        intermediate_size=8 * width // 3, attention_dropout=dropout,  # of Llama
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,  # of GPT-2
         activation_function="gelu_pytorch_tanh",  # GPT-2's own function, in one kernel
-        bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
 
 
@@ -210,8 +204,9 @@ def choose(args: argparse.Namespace) -> tuple[dict[str, Any], Text]:
     """Choose the settings that make the run what it is, and load its text."""
     last = args.out / CHECKPOINT
     preset = args.preset or ("small" if torch.cuda.is_available() else "cpu")
-    whole: dict[str, Any] = {"data": None, "text": "bytes", "arch": "gpt2", "seed": 0}
-    settings = whole | {"preset": preset} | PRESETS[preset]
+    settings = PRESETS[preset] | {
+        "data": None, "text": "bytes", "arch": "gpt2", "seed": 0, "preset": preset
+    }  # fmt: skip
     given = {name: getattr(args, name) for name in settings if getattr(args, name) is not None}
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # Lightning starts the other ranks later
     if args.resume:
@@ -243,7 +238,7 @@ def main(arguments: list[str] | None = None) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     for advice in ("does not have many workers", "LeafSpec", "before the epoch ended"):
         warnings.filterwarnings("ignore", f".*{advice}.*")
-    last, in_terminal = args.out / CHECKPOINT, sys.stdout.isatty()
+    last = args.out / CHECKPOINT
     try:
         settings, text = choose(args)
         context, steps = settings["context"], settings["steps"]
@@ -257,13 +252,12 @@ def main(arguments: list[str] | None = None) -> None:
             splits=1,  # intervals come from groups of the windows and need no second batch
             directory=args.out, sinks=[Printer()], budget=args.budget, seed=settings["seed"],
         )  # fmt: skip
-        callbacks: list[L.Callback] = [monitor, Slice(last, began + 60 * args.minutes)]
         trainer = L.Trainer(
             accelerator=args.accelerator, devices=args.devices, strategy=args.strategy,
             precision=settings["precision"], max_steps=steps, max_epochs=1, gradient_clip_val=1.0,
             log_every_n_steps=10, logger=LOGGERS[args.logger](args.out),
-            callbacks=callbacks + ([RichProgressBar()] if in_terminal else []),
-            enable_progress_bar=in_terminal, enable_checkpointing=False,
+            callbacks=[monitor, Slice(last, began + 60 * args.minutes)],
+            enable_progress_bar=sys.stdout.isatty(), enable_checkpointing=False,
             enable_model_summary=False, default_root_dir=args.out,
         )  # fmt: skip
     except (ValueError, OSError) as error:
@@ -272,13 +266,12 @@ def main(arguments: list[str] | None = None) -> None:
         decoder: Any = model.network.base_model
         for block in decoder.h if hasattr(decoder, "h") else decoder.layers:
             block.compile(dynamic=False)  # alike: the code of the first serves all
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     if trainer.is_global_zero:
         print(
             f"text: {text.source}; {text.vocabulary:,} distinct tokens\n"
             f"model: {settings['arch']}, {settings['layers']} layers of width {settings['width']}, "
-            f"{parameters:,} parameters; {steps:,} steps of {settings['batch']} x {context} "
-            f"tokens; logs in {args.out}",
+            f"{model.network.num_parameters():,} parameters; {steps:,} steps of "
+            f"{settings['batch']} x {context} tokens; logs in {args.out}",
             flush=True,
         )
     trainer.fit(model, Batches(text.train, model), ckpt_path=last if args.resume else None)

@@ -23,11 +23,11 @@ PLACES = {
         "attention": "mixing.out", "mlp": "mlp.2", "norm": "attention_norm",
     },
     "llama": {
-        "blocks": "network.model.layers", "query": "self_attn.q_proj", "key": "self_attn.k_proj",
+        "blocks": "model.layers", "query": "self_attn.q_proj", "key": "self_attn.k_proj",
         "value": "self_attn.v_proj", "attention": "self_attn.o_proj", "mlp": "mlp.down_proj",
         "norm": "input_layernorm",
     },
-    "mixtral": {"blocks": "network.model.layers", "router": "mlp.gate"},
+    "mixtral": {"blocks": "model.layers", "router": "mlp.gate"},
 }  # fmt: skip
 
 
@@ -56,7 +56,8 @@ class Subject:
     def loss(self, windows: Tensor) -> Tensor:
         """Compute the mean cross-entropy of what follows, in nats."""
         labels = self.labels(windows)
-        logits = self.model(windows[:, :-1])[:, : labels.shape[1]]
+        outputs = self.model(windows[:, :-1])
+        logits = getattr(outputs, "logits", outputs)[:, : labels.shape[1]]
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
     def blocks(self) -> list[nn.Module]:

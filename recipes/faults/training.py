@@ -3,14 +3,13 @@
 import contextlib
 import logging
 import random
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from geomon import Monitor
 from geomon.analysis.bands import WATCHED
@@ -95,33 +94,20 @@ class Job:
         return self.chance(f"{self.fault} where").randrange(self.layers)
 
 
-class Logits(nn.Module):
-    """A decoder of the transformers library that returns its logits."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Compute the logits of the next token, [sequences, length, vocabulary]."""
-        logits: Tensor = self.network(input_ids=tokens, use_cache=False).logits
-        return logits
-
-
 def build_model(job: Job, vocabulary: int, context: int) -> nn.Module:
     """Build the model of a run; torch's generator has its seed."""
     if job.block == "gpt2":
         architecture = Architecture(job.layers, job.width, _HEADS, context)
         return Transformer(nn.Embedding(vocabulary, job.width), architecture)
-    sizes: dict[str, Any] = {
-        "vocab_size": vocabulary, "max_position_embeddings": context, "hidden_size": job.width,
-        "intermediate_size": job.width if job.block == "mixtral" else 8 * job.width // 3,
-        "num_hidden_layers": job.layers, "num_attention_heads": _HEADS,
-        "num_key_value_heads": _HEADS, "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
-    if job.block == "mixtral":
-        return Logits(AutoModelForCausalLM.from_config(MixtralConfig(num_local_experts=4, **sizes)))
-    return Logits(AutoModelForCausalLM.from_config(LlamaConfig(**sizes)))
+    is_mixed = job.block == "mixtral"
+    configuration = AutoConfig.for_model(
+        job.block, vocab_size=vocabulary, max_position_embeddings=context, hidden_size=job.width,
+        intermediate_size=job.width if is_mixed else 8 * job.width // 3,
+        num_hidden_layers=job.layers, num_attention_heads=_HEADS, num_key_value_heads=_HEADS,
+        bos_token_id=None, eos_token_id=None, use_cache=False,
+        **({"num_local_experts": 4} if is_mixed else {}),
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(configuration)
 
 
 def new_subject(job: Job, given: Text) -> Subject:
@@ -191,21 +177,9 @@ def monitors_of(model: nn.Module, folder: Path) -> list[Monitor]:
     return found
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence what geomon warns of: what its notes say of faults is no news here."""
-    log = logging.getLogger("geomon")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
-
-
-@_quiet()
 def run(job: Job, given: Text, folder: Path) -> None:
     """Make a run; nothing is done if the folder holds the complete one."""
+    logging.getLogger("geomon").setLevel(logging.ERROR)  # what its notes say of faults is no news
     place = folder / job.folder
     description = asdict(job) | {"sha256": given.sha256()}
     if not begin_training(place, description):

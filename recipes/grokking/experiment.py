@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from typer import Option
 
 from geomon import every
+from geomon.record.tags import training_tag
 from recipes.enwik8.text import Text
 from recipes.grokking.data import LENGTH, Pairs, split, table, vocabulary_size
 from recipes.grokking.figure import draw
@@ -20,13 +21,14 @@ from recipes.grokking.leads import (
     HELD_OUT_ACCURACY,
     MARGINS,
     TRAINING_ACCURACY,
-    Course,
-    course_of,
+    fall,
     false_alarms,
+    generalised,
     leads,
 )
 from recipes.study.claim import Claim, answers
 from recipes.study.experiment import Experiment, Runs
+from recipes.study.history import History
 from recipes.study.model import Architecture, Transformer
 from recipes.study.seeds import estimate_share
 from recipes.study.training import Training, Watch, warm_up, without_margins
@@ -119,24 +121,23 @@ class Grokking(Experiment):
     def claims(self, runs: Runs) -> Iterable[Claim]:
         """Measure the claims; rank, rule and controls are ours."""
         for name, words in CURVES.items():
-            yield from curve_claims(name, words, *_courses(runs))
+            yield from curve_claims(name, words, *map(runs.of, self.kinds))
 
     def figures(self, runs: Runs) -> Mapping[str, Figure]:
         """Draw the records."""
-        shares = self.fraction, self.control_fraction
-        return {"grokking": draw(*_courses(runs), *shares)}
+        solving, controls = map(runs.of, self.kinds)
+        return {"grokking": draw(solving, controls, self.fraction, self.control_fraction)}
 
     def table(self, runs: Runs) -> Iterable[str]:
         """Write the steps of generalisation, and the result of the rule at each margin."""
-        courses, controls = _courses(runs)
-        solved = [course.generalised() for course in courses]
-        yield f"half of the held-out pairs are answered at steps {solved}"
-        best = max(max(course.held_out_accuracy) for course in controls)
+        solving, controls = map(runs.of, self.kinds)
+        yield f"half of the held-out pairs are answered at steps {[*map(generalised, solving)]}"
+        best = max(max(run.values(training_tag(HELD_OUT_ACCURACY))) for run in controls)
         yield f"the controls answer {best:.1%} at most"
         for name in CURVES:
             for margin in MARGINS:
                 line = f"  {name} {margin:4.0%} below the controls: leads"
-                line += f" {leads(courses, controls, name, margin)}"
+                line += f" {leads(solving, controls, name, margin)}"
                 if len(controls) > 1:
                     alarms = false_alarms(controls, name, margin)
                     wrong = estimate_share(alarms)
@@ -145,13 +146,8 @@ class Grokking(Experiment):
                 yield line
 
 
-def _courses(runs: Runs) -> tuple[list[Course], list[Course]]:
-    first, second = (list(map(course_of, runs.of(kind))) for kind in Grokking.kinds)
-    return first, second
-
-
 def curve_claims(
-    name: str, words: str, courses: Sequence[Course], controls: Sequence[Course]
+    name: str, words: str, runs: Sequence[History], controls: Sequence[History]
 ) -> Iterable[Claim]:
     """Measure the claims on one curve; what warnings are worth stands in the table."""
     is_ours = name != "local_dimension"
@@ -165,9 +161,9 @@ def curve_claims(
         f"The {words} does not fall without generalisation.", _SOURCE,
         "end of the control over the highest", above=_FALLEN, ours=True,
     )  # fmt: skip
-    generalised = [course for course in courses if course.generalised() is not None]
-    yield from answers([(falls, lambda course: course.fall(name))], generalised)
-    yield from answers([(stays, lambda course: course.fall(name))], controls)
+    solved = [run for run in runs if generalised(run) is not None]
+    yield from answers([(falls, lambda run: fall(run, name))], solved)
+    yield from answers([(stays, lambda run: fall(run, name))], controls)
 
 
 EXPERIMENT = Grokking

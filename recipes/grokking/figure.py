@@ -7,12 +7,14 @@ from functools import partial
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from recipes.grokking.leads import Course, alarm
+from geomon.record.tags import training_tag
+from recipes.grokking.leads import HELD_OUT_ACCURACY, alarm, curve, generalised
 from recipes.study.drawing import BLUE, ORANGE, Line, Panel, draw_panels
+from recipes.study.history import History
 
 
 def draw(
-    runs: Sequence[Course], controls: Sequence[Course], fraction: float, control_fraction: float
+    runs: Sequence[History], controls: Sequence[History], fraction: float, control_fraction: float
 ) -> Figure:
     """Draw accuracy, effective rank and local dimension over training, one panel each.
 
@@ -30,17 +32,18 @@ def draw(
     def mark(axes: Axes, name: str) -> None:
         for run in runs:
             if name and (step := alarm(run, controls, name, margin=0.0)) is not None:
-                value = run.curves[name][list(run.steps).index(step)]
+                value = curve(run, name)[run.steps.index(step)]
                 axes.plot(step, value, "v", color="black", ms=7, mec="white", zorder=6)
-            if (half := run.generalised()) is not None:
+            if (half := generalised(run)) is not None:
                 axes.axvline(half, color=BLUE, lw=0.9, ls=":", zorder=0)
 
     def panel(name: str, title: str, unit: str, **options: object) -> Panel:
         lines = []
-        for courses, colour, words in groups:
-            steps = max((course.steps for course in courses), key=len)
+        for histories, colour, words in groups:
+            steps = max((history.steps for history in histories), key=len)
             curves = [
-                course.curves[name] if name else course.held_out_accuracy for course in courses
+                curve(each, name) if name else each.values(training_tag(HELD_OUT_ACCURACY))
+                for each in histories
             ]
             # A training that has ended has no values; the mean ends with the first one.
             rest = [[*each, *[math.nan] * (len(steps) - len(each))] for each in curves]

@@ -10,6 +10,7 @@ from recipes.papers.arrays import MissingError
 from recipes.papers.layers import drift_figure, norms_figure, spectra_figure
 from recipes.papers.queries_keys import clouds_figure, means_figure, stability_figure
 from recipes.study.drawing import save_small
+from recipes.study.experiment import one_line_errors
 
 OF_A_RUN = {
     "means": means_figure, "clouds": clouds_figure, "drift": drift_figure, "norms": norms_figure,
@@ -34,15 +35,12 @@ def main(
     ] = None,
 ) -> None:  # fmt: skip
     """Draw every figure that the first run can give, and stability of all runs."""
-    try:
+    with one_line_errors(ValueError):
         names = [path.name for path in directories]
         names = names if len({*names}) == len(names) else list(map(str, directories))
         runs = {
             name: read(path).of_stack(stack) for name, path in zip(names, directories, strict=True)
         }
-    except (ValueError, OSError) as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from error
     folder, first = out or directories[0] / "papers", next(iter(runs.values()))
     for name in (*OF_A_RUN, "stability"):
         try:

@@ -16,13 +16,13 @@ from matplotlib.ticker import MaxNLocator
 
 from geomon import Readings
 from geomon.analysis.chance import chance_limit
-from recipes.papers.alignment import align_layers
+from geomon.record.tags import layer_tag
+from recipes.papers.alignment import align_layers, cosine
 from recipes.papers.arrays import (
     Arrays,
     Floats,
     MissingError,
     arrays_over_training,
-    layers_with,
     spread,
     spread_evenly,
 )
@@ -61,9 +61,7 @@ class HeadHistory(NamedTuple):
     @property
     def cosines(self) -> Floats:
         """Cosine of mean query and mean key at each step; NaN if one of them is 0."""
-        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-            norms = np.linalg.norm(self.mean_query, axis=1) * np.linalg.norm(self.mean_key, axis=1)
-            return (self.mean_query * self.mean_key).sum(axis=1) / norms
+        return cosine(self.mean_query, self.mean_key)
 
 
 def means_figure(run: Readings) -> Figure:
@@ -151,7 +149,9 @@ def stability_figure(runs: Mapping[str, Readings]) -> Figure:
     Args:
         runs: Readings of each run, of one stack, by name.
     """
-    found = {name: align_layers(run) for name, run in runs.items()}
+    found = {
+        name: align_layers(arrays_over_training(run, "mean_query")) for name, run in runs.items()
+    }
     for name, layers in found.items():
         if not any(math.isfinite(value) for each in layers.values() for value in each.cosines):
             raise MissingError(f"{name}: {_NO_MEANS}" if len(runs) > 1 else _NO_MEANS)
@@ -205,25 +205,23 @@ def _similar_and_opposite(run: Readings) -> list[HeadHistory]:
 def _histories(run: Readings) -> Iterator[HeadHistory]:
     """All heads that have mean queries and keys at every one of a few steps."""
     by_step = arrays_over_training(run, "mean_query", _MOST_ARROWS)
-    steps = list(by_step)
-    for layer in layers_with(by_step[steps[-1]], "mean_query") if steps else ():
-        names = [f"{name}/layer_{layer:02d}" for name in ("mean_query", "mean_key")]
-        if not all(name in arrays for name in names for arrays in by_step.values()):
-            continue
-        queries, keys = ([arrays[name] for arrays in by_step.values()] for name in names)
-        for head in range(len(queries[-1])):
-            key = head * len(keys[-1]) // len(queries[-1])  # heads may share a key head
+    for layer, means in align_layers(by_step).items():
+        heads = means.queries.shape[1]
+        for head in range(heads if len(means.steps) == len(by_step) else 0):
+            queries, keys = (
+                [_rows(arrays, layer_tag(name, layer), head, heads) for arrays in by_step.values()]
+                for name in ("queries", "keys")
+            )
             yield HeadHistory(
-                layer, head, steps,
-                np.stack([mean[head] for mean in queries]), np.stack([mean[key] for mean in keys]),
-                [_rows(arrays, f"queries/layer_{layer:02d}", head) for arrays in by_step.values()],
-                [_rows(arrays, f"keys/layer_{layer:02d}", key) for arrays in by_step.values()],
+                layer, head, list(by_step), means.queries[:, head], means.keys[:, head],
+                queries, keys,
             )  # fmt: skip
 
 
-def _rows(arrays: Arrays, tag: str, head: int) -> Floats:
-    """Single queries or keys of a head, [rows, width]; those that are not finite are left out."""
-    rows = arrays[tag][:, head] if tag in arrays else np.zeros((0, 0))
+def _rows(arrays: Arrays, tag: str, head: int, heads: int) -> Floats:
+    """Single finite queries or keys of one of the query heads, [rows, width]."""
+    rows = arrays.get(tag, np.zeros((0, 1, 0)))
+    rows = rows[:, head * rows.shape[1] // heads]  # heads may share a key head
     return rows[np.isfinite(rows).all(axis=1)]
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from recipes.enwik8.text import InputError
+from recipes.study.files import write_json
 from recipes.study.seeds import Estimate, estimate, estimate_share
 
 FILE_NAME = "claims.json"
@@ -153,17 +154,12 @@ def answers(questions: Iterable[Question], seeds: Iterable[Any]) -> Iterator[Cla
 
 
 def save_results(results: Results, folder: str | os.PathLike[str]) -> Path:
-    """Write results to `claims.json` in a folder, whole or not at all.
+    """Write results to `claims.json` in a folder.
 
     Returns:
         Path of the file.
     """
-    path = Path(folder) / FILE_NAME
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(asdict(results), indent=1) + "\n")
-    part.replace(path)
-    return path
+    return write_json(Path(folder) / FILE_NAME, asdict(results))
 
 
 def load_results(folder: str | os.PathLike[str]) -> Results:

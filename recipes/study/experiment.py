@@ -1,15 +1,14 @@
 """An experiment: its question, its trainings, its claims and its figures; and how it is run."""
 
-import multiprocessing
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
+import joblib  # type: ignore[import-untyped]
 import torch
 import typer
 from matplotlib.figure import Figure
@@ -112,11 +111,11 @@ def check_heads(width: int, heads: int) -> None:
 
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Turn errors of bad input into one line of text and exit code 2."""
+def one_line_errors(kind: type[ValueError] = InputError) -> Iterator[None]:
+    """Turn errors of bad input, and of files, into one line of text and exit code 2."""
     try:
         yield
-    except (InputError, OSError) as error:
+    except (kind, OSError) as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2) from error
 
@@ -148,28 +147,12 @@ def in_processes(
         Exception: The first error of a call; those that have not begun are given up.
     """
     began = time.perf_counter()
-
-    def report(done: int) -> None:
+    with joblib.parallel_config("loky", inner_max_num_threads=1):
+        side_by_side = joblib.Parallel(processes, return_as="generator_unordered")
+    ends = side_by_side(joblib.delayed(function)(*job) for job in jobs)
+    for done, _ in enumerate(ends, 1):
         seconds = time.perf_counter() - began
         print(f"{done} of {len(jobs)} trainings are complete, {seconds:.0f} s", flush=True)
-
-    if processes == 1:
-        for number, job in enumerate(jobs, 1):
-            function(*job)
-            report(number)
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
-    ) as pool:
-        futures = [pool.submit(function, *job) for job in jobs]
-        try:
-            for number, future in enumerate(as_completed(futures), 1):
-                future.result()
-                report(number)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
 
 
 def train_one(

@@ -13,6 +13,7 @@ from geomon.analysis import single_source
 from geomon.analysis.profile import profile_of
 from geomon.record.columns import Column
 from recipes.papers.alignment import LayerAlignment, align_layers
+from recipes.papers.arrays import arrays_over_training
 from recipes.papers.correlation import Correlation, correlate
 
 # Part of the training after which its beginning is over. The papers name no step; a quarter is the
@@ -51,7 +52,7 @@ class History:
     @cached_property
     def joined_heads(self) -> Mapping[int, LayerAlignment]:
         """Mean query against mean key by layer, the heads of each joined to one vector."""
-        return align_layers(self.record)
+        return align_layers(arrays_over_training(self.record, "mean_query"))
 
     def values(self, tag: str) -> list[float]:
         """Collect a value over the readings; NaN where a reading has none."""

@@ -1,10 +1,15 @@
 """Tables of Markdown."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, words: int = 1) -> list[str]:
-    r"""Write a table as lines.
+def table(head: Sequence[str], rows: Iterable[Iterable[str]], *, words: int = 1) -> Iterator[str]:
+    r"""Write a table as lines, each as soon as its row is there.
+
+    Args:
+        head: Names of the columns.
+        rows: Cells of each row.
+        words: Number of columns that are aligned to the left, the first ones.
 
     Example:
         >>> print("\n".join(table(["name", "count"], [["a|b", "3"]])))
@@ -12,7 +17,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, words: int = 1)
         |---|---:|
         | a\|b | 3 |
     """
-    rule = ["---"] * words + ["---:"] * (len(head) - words)
-    lines = [" | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in row)
-             for row in (head, *rows)]  # fmt: skip
-    return [f"| {lines[0]} |", f"|{'|'.join(rule)}|", *(f"| {line} |" for line in lines[1:])]
+
+    def line(cells: Iterable[str]) -> str:
+        joined = " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells)
+        return f"| {joined} |"
+
+    yield line(head)
+    yield f"|{'---|' * words}{'---:|' * (len(head) - words)}"
+    yield from map(line, rows)

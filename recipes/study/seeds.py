@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from statistics import fmean, stdev
 from typing import NamedTuple
 
 from scipy import stats  # type: ignore[import-untyped]
@@ -39,10 +40,9 @@ def estimate_share(outcomes: Sequence[float]) -> Estimate:
     """
     if not outcomes or not all(outcome in (0, 1) for outcome in outcomes):
         raise ValueError(f"{list(outcomes)}: give one outcome or more, each 0 or 1")
-    so, count = sum(map(bool, outcomes)), len(outcomes)
-    low = float(stats.beta.ppf(0.025, so, count - so + 1)) if so else 0.0
-    high = float(stats.beta.ppf(0.975, so + 1, count - so)) if so < count else 1.0
-    return Estimate(so / count, low, high, (high - low) / 2)
+    found = stats.binomtest(sum(map(bool, outcomes)), len(outcomes))
+    low, high = found.proportion_ci(0.95, "exact")
+    return Estimate(float(found.statistic), float(low), float(high), float(high - low) / 2)
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -58,9 +58,8 @@ def estimate(values: Sequence[float]) -> Estimate:
     """
     if not values or not all(math.isfinite(value) for value in values):
         raise ValueError(f"{list(values)}: give one finite value or more")
-    count, margin = len(values), math.inf
-    mean = math.fsum(values) / count
-    if count > 1:
-        variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
-        margin = float(stats.t.ppf(0.975, count - 1)) * math.sqrt(variance / count)
+    mean, margin = fmean(values), math.inf
+    if len(values) > 1:
+        quantile = float(stats.t.ppf(0.975, len(values) - 1))
+        margin = quantile * stdev(values) / math.sqrt(len(values))
     return Estimate(mean, mean - margin, mean + margin, margin)

@@ -13,6 +13,7 @@ from geomon import Metric, Monitor, select
 from geomon.record import Record
 from recipes.enwik8.text import InputError
 from recipes.enwik8.train import adamw
+from recipes.study.files import write_json
 
 _FINISHED = "finished.json"
 
@@ -162,10 +163,7 @@ def begin_training(folder: Path, settings: Mapping[str, Any]) -> bool:
 
 def finish_training(folder: Path, settings: Mapping[str, Any]) -> None:
     """Note that the training in a folder is complete."""
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f"{_FINISHED}.part"
-    part.write_text(json.dumps({"settings": settings}, indent=1) + "\n")
-    part.replace(folder / _FINISHED)
+    write_json(folder / _FINISHED, {"settings": settings})
 
 
 def is_finished(folder: Path) -> bool:

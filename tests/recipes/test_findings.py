@@ -25,7 +25,7 @@ from recipes.decoder.claims import (
 from recipes.encoder_decoder.experiment import EncoderDecoder
 from recipes.grokking.data import split, table
 from recipes.grokking.experiment import curve_claims
-from recipes.grokking.leads import CURVES, Course, alarm
+from recipes.grokking.leads import CURVES, alarm
 from recipes.overfit.experiment import Overfit
 from recipes.papers.alignment import LayerAlignment
 from recipes.study.claim import answers
@@ -108,12 +108,21 @@ def test_heads_are_counted_on_their_side():
     assert len(values["opposite_heads_align_late"]) == 2
 
 
+def pairs_of(curve):
+    """Queries and keys with these cosines."""
+    return [[value, math.sqrt(1 - value**2)] for value in curve], [[1.0, 0.0] for _ in curve]
+
+
 def aligned(*curves):
     """Histories of seeds whose layers have these curves, [seeds][layers][steps]."""
     found = [history({}) for _ in curves]
     for seed, of_seed in zip(found, curves, strict=True):
         seed.__dict__["joined_heads"] = {
-            number: LayerAlignment(number, 32, tuple(range(len(curve))), tuple(curve))
+            number: LayerAlignment(
+                number,
+                tuple(range(len(curve))),
+                *(np.array(each)[:, None] for each in pairs_of(curve)),
+            )
             for number, curve in enumerate(of_seed, start=1)
         }
     return found
@@ -206,10 +215,14 @@ def test_turns_as_published_agree_and_a_control_that_turns_is_a_false_alarm():
 
 def course(values, held_out=0.0, memorised_from=0):
     """A training whose two curves are the same, read every 100 steps."""
-    steps = [100 * number for number in range(len(values))]
     accuracies = held_out if isinstance(held_out, list) else [held_out] * len(values)
-    learnt = [float(step >= memorised_from) for step in steps]
-    return Course(steps, learnt, accuracies, dict.fromkeys(CURVES, values))
+    curves = {
+        f"{name}/layer_{n:02d}": [value * n for value in values] for name in CURVES for n in (0, 1)
+    }  # the last layer counts
+    curves["training/held_out_accuracy"] = accuracies
+    found = {tag: lambda step, v=each: v[step // 100] for tag, each in curves.items()}
+    found["training/training_accuracy"] = lambda step: float(step >= memorised_from)
+    return history(found, [100 * number for number in range(len(values))])
 
 
 @settings(deadline=None, max_examples=20)

@@ -6,7 +6,6 @@ import html
 import io
 import json
 import lzma
-import os
 import re
 import sysconfig
 import zipfile
@@ -24,8 +23,6 @@ from recipes.enwik8 import text as module
 from recipes.enwik8.subwords import encode, free_licence, installed_text, load_tokens
 from recipes.enwik8.text import InputError, carried_text, characters, load, prose_of
 
-# Real text, if a file of it is named.
-ENWIK8 = os.environ.get("ENWIK8", "")
 CARRIED = b"text that Python carries\n" * 10_000
 # Bytes that no compression shortens.
 RAW = np.random.default_rng(0).integers(32, 127, 300_000, dtype=np.uint8).tobytes()
@@ -107,11 +104,9 @@ def test_a_file_that_cannot_be_used_is_an_error(content, message, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_enwik8_is_known_by_its_hashes(tmp_path, monkeypatch):
+def test_enwik8_is_known_by_its_hash(tmp_path, monkeypatch):
     path = tmp_path / "enwik8"
     path.write_bytes(RAW)
-    monkeypatch.setattr(module, "MEBIBYTE_SHA256", module.hashlib.sha256(RAW).hexdigest())
-    assert load(path).source.startswith("enwik8, the first 300,000 bytes, from ")
     monkeypatch.setattr(module, "SHA1", module.hashlib.sha1(RAW).hexdigest())
     assert load(path).source.startswith("enwik8, all 300,000 bytes, from ")
 
@@ -136,30 +131,32 @@ def answers(monkeypatch):
     return given
 
 
-def test_enwik8_is_downloaded_once(answers, tmp_path):
-    answers.append(ZIPPED)
-    assert load().sha256() == characters(RAW, "").sha256()
-    assert load().source == "enwik8, all 300,000 bytes"
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["enwik8.zip"]
+DAMAGED = r"what http.* gave is not enwik8 .*: try again, or set ENWIK8 to a copy of it"
+CARRIES = r"text that Python .*, 250,000 bytes; not enwik8, since .* \({}\)".format
 
 
 @pytest.mark.parametrize(
-    "damaged", [b"<html>Sign in</html>", zip_of(enwik8=RAW[:-1] + b"\0"), zip_of(a=RAW, b=RAW)]
+    ("answer", "words"),
+    [
+        (ZIPPED, "enwik8, all 300,000 bytes"),
+        (b"<html>Sign in</html>", DAMAGED),
+        (zip_of(enwik8=RAW[:-1] + b"\0"), DAMAGED),
+        (zip_of(a=RAW, b=RAW), DAMAGED),
+        (requests.HTTPError(), CARRIES("HTTPError")),
+        (requests.ConnectionError(), CARRIES("ConnectionError")),
+    ],
+    ids=["enwik8", "page", "other", "two files", "server", "network"],
 )
-def test_a_damaged_download_is_an_error_and_not_kept(answers, damaged):
-    answers += [damaged, ZIPPED]
-    with pytest.raises(InputError, match=r"is not enwik8 .*: try again, or set ENWIK8"):
-        load()
-    assert load().source.startswith("enwik8, all")
-
-
-@pytest.mark.parametrize("error", [requests.HTTPError(), requests.ConnectionError()])
-def test_an_error_of_the_server_leads_to_the_text_that_python_carries(answers, error):
-    answers.append(error)
-    text = load()
-    assert text.sha256() == characters(CARRIED, "").sha256()
-    words = rf"text that Python .* could not be downloaded \({type(error).__name__}\)"
-    assert re.fullmatch(words, text.source)
+def test_enwik8_alone_is_kept_of_what_the_server_gives(answers, answer, words, tmp_path):
+    answers += [answer, ZIPPED]
+    try:
+        said = load().source
+    except InputError as error:
+        said = str(error)
+    assert re.fullmatch(words, said)
+    assert load().sha256() == characters(RAW, "").sha256()
+    assert len(answers) == (answer is ZIPPED)  # what is kept is not asked for again
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["enwik8.zip"]
 
 
 # -- what Python carries ---------------------------------------------------------------------------
@@ -247,18 +244,6 @@ def test_whole_articles_alone_are_taken(tmp_path):
     (tmp_path / "dump").write_bytes(dump)
     text = load(tmp_path / "dump", clean=True)
     assert text.source.endswith("; 250,000 bytes of prose after cleaning")
-
-
-@pytest.mark.skipif(not ENWIK8, reason="ENWIK8 does not name a file of enwik8")
-def test_enwik8_becomes_prose():
-    raw, _ = module.find_text(ENWIK8)
-    text = prose_of(raw).decode()
-    share = 1_000_000 / len(text)
-    for markup in ("[[", "]]", "{{", "}}", "''", "&nbsp;", "&quot;", "http://", "</", "|-"):
-        assert text.count(markup) * share < 3, markup
-    letters = sum(character.isalpha() or character == " " for character in text)
-    assert letters / len(text) > 0.9
-    assert 5 < len(text) / len(re.findall(r"\w+", text)) < 7  # a word, a space, some commas
 
 
 # -- subwords --------------------------------------------------------------------------------------

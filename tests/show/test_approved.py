@@ -21,9 +21,19 @@ import numpy as np
 import plotly.offline
 import pytest
 from matplotlib.image import imsave
-from matplotlib.testing.compare import compare_images
 from rich.console import Console
-from shown import FILE_NAME, HEADS, LAYERS, STEPS, alerted, course_of, invoke, write, write_run
+from shown import (
+    FILE_NAME,
+    HEADS,
+    LAYERS,
+    STEPS,
+    alerted,
+    course_of,
+    holds_picture,
+    invoke,
+    write,
+    write_run,
+)
 from tagged import TEXTS, raised_of, reading_of
 from wandb_file import Run
 
@@ -32,8 +42,6 @@ from geomon.note import Note
 from geomon.show import Pictures, format_line, view
 
 APPROVED = Path(__file__).parent / "approved"
-# Root mean square of the differences of two pictures, of 255: what another processor may round.
-TOLERANCE = 0.1
 # The age of a reading does not hang on the day of the test.
 NOW = 1_800_000_000.0
 NAN, INF = math.nan, math.inf
@@ -168,15 +176,6 @@ def holds_data(name, value):
     )
 
 
-def holds_picture(name, drawn):
-    file = APPROVED / f"{name}.png"
-    if "APPROVE" in os.environ:
-        file.parent.mkdir(exist_ok=True)
-        file.write_bytes(drawn.read_bytes())
-    differs = compare_images(str(file), str(drawn), TOLERANCE)
-    assert differs is None, differs
-
-
 # Arguments of `geomon figure` and `geomon compare`, by the name of the picture.
 PICTURES = {
     **{kind: f"figure run --kind {kind}"
@@ -201,7 +200,7 @@ def test_pictures(name, tmp_path, monkeypatch):
     with matplotlib.rc_context({"savefig.dpi": 50}):
         done = invoke(*PICTURES[name].split(), "--out", f"{name}.png")
     assert done.exit_code == 0, done.stderr
-    holds_picture(name, tmp_path / f"{name}.png")
+    holds_picture(APPROVED / f"{name}.png", tmp_path / f"{name}.png")
 
 
 def test_cards_of_loggers(run, tmp_path):
@@ -223,7 +222,7 @@ def test_cards_of_loggers(run, tmp_path):
         height, width, _ = image.shape
         halved = image.reshape(height // 2, 2, width // 2, 2, 3).mean(axis=(1, 3))
         imsave(drawn, halved.round().astype(np.uint8))
-        holds_picture(f"card_{name.split()[0]}", drawn)
+        holds_picture(APPROVED / f"card_{name.split()[0]}.png", drawn)
     holds_text("cards.txt", "\n".join(names))
 
 
