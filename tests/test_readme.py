@@ -200,7 +200,7 @@ def test_the_odds_are_those_of_their_page():
         f"{live[long, 'creeping'][1]} of those that grow slowly within 200"
     ) in words
     fewer = f"{live[short, 'silent'][0]} and {live[short, 'creeping'][1]}"
-    assert f"where a check costs half a step, {fewer} (" in words
+    assert f"where a check costs 0.6 steps, {fewer} (" in words
 
 
 def test_the_claims_are_counted_as_on_their_page():
