@@ -149,15 +149,35 @@ def drawn(monkeypatch):
     return Drawn(monkeypatch)
 
 
-def test_it_draws_at_first_then_each_time_the_step_has_doubled_and_once_at_the_end(monkeypatch):
-    drawn = Drawn(monkeypatch)
+# Seconds of a drawing; cards; steps, with the second of each; which step and card is drawn.
+TIMES = {
+    "at first, each time the step has doubled, and at the end": (
+        0.0, 1, [(1e6 * step, step) for step in (0, 1, 2, 8, 15, 17, 33, 34, 40, 68, 70)],
+        [(step, 1) for step in (0, 17, 34, 68, 70)],
+    ),
+    "a small share of the run, and the last one": (
+        1.0, 1, [(step, step) for step in range(0, 1000, 10)],
+        [(step, 1) for step in (0, 400, 800, 990)],
+    ),
+    # 0.5 % of 400 is the second card's second, and the first's.
+    "the first with the first reading, the next when there is time": (
+        1.0, 3, [(1, 1), (399, 399), (401, 401)],
+        [(1, 1), (401, 1), *((401, card) for card in (1, 2, 4))],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TIMES)
+def test_pictures_are_drawn_when_there_is_time(name, monkeypatch):
+    seconds, cards, times, places = TIMES[name]
+    drawn = Drawn(monkeypatch, seconds=seconds)
     drawn.sink.close()  # nothing was written
-    for step in (0, 1, 2, 8, 15, 17, 33, 34, 40, 68, 70):
-        drawn.write(step)
-        drawn.now += 1e6
+    for passed, step in times:
+        drawn.now = 7000.0 + passed
+        drawn.write(step, cards=cards)
     drawn.sink.close()
     drawn.sink.close()
-    assert drawn.places == [(step, 1) for step in (0, 17, 34, 68, 70)]
+    assert drawn.places == places
 
 
 def test_it_draws_with_the_reading_after_an_alert_and_one_after_the_last_at_the_end(monkeypatch):
@@ -186,25 +206,6 @@ def test_a_card_that_fails_keeps_no_other_back_and_is_drawn_again_as_the_step_do
             drawn.write(step, cards=3)
         drawn.write(step + 4, cards=3)
     assert drawn.places == [(step, card) for step in (16, 32) for card in (1, 2, 4)]
-
-
-def test_drawings_take_a_small_share_of_the_run_but_the_last_one_is_made(monkeypatch):
-    drawn = Drawn(monkeypatch, seconds=1.0)
-    for step in range(0, 1000, 10):  # a second each
-        drawn.now = 7000.0 + step
-        drawn.write(step)
-    drawn.sink.close()
-    assert drawn.places == [(step, 1) for step in (0, 400, 800, 990)]
-
-
-def test_the_first_picture_comes_with_the_first_reading_and_the_next_when_there_is_time(
-    monkeypatch,
-):
-    drawn = Drawn(monkeypatch, seconds=1.0)
-    for passed in (1, 399, 401):  # 0.5 % of 400 is the second card's second, and the first's
-        drawn.now = 7000.0 + passed
-        drawn.write(passed, cards=3)
-    assert drawn.places == [(1, 1), (401, 1)]
 
 
 @given(st.lists(st.floats(0.0, 3e3), min_size=1, max_size=30))
