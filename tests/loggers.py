@@ -51,6 +51,7 @@ def events_of(folder):
     events = EventAccumulator(str(folder), {"images": 0, "tensors": 0}).Reload()
     tags = events.Tags()
     found = {tag: [(x.step, None) for x in events.Images(tag)] for tag in tags["images"]}
+    found |= {tag: [(x.step, x.value) for x in events.Scalars(tag)] for tag in tags["scalars"]}
     for tag in tags["tensors"]:
         values = [(x.step, make_ndarray(x.tensor_proto)) for x in events.Tensors(tag)]
         found[tag.removesuffix("/text_summary")] = [
