@@ -64,22 +64,6 @@ def test_headline_values_stand_in_the_callback_metrics_and_not_on_the_bar(tmp_pa
     assert set(trainer.logged_metrics) == {"loss"}
 
 
-def test_early_stopping_and_checkpoints_follow_a_headline_value(tmp_path):
-    name = "geomon/attention_entropy"
-    stopping = EarlyStopping(name, patience=0, mode="max", check_on_train_epoch_end=True)
-    keeping = ModelCheckpoint(tmp_path / "kept", monitor=name, mode="min", every_n_train_steps=2)
-    trainer = in_lightning(
-        Learner(), {**FEW, "schedule": every(1)}, tmp_path, callbacks=[stopping, keeping],
-        max_steps=-1, max_epochs=9, limit_train_batches=4,
-    )  # fmt: skip
-    record = {reading.step: reading.values["attention_entropy/mean"] for reading in read(tmp_path)}
-    ends = [record[step] for step in range(3, len(record), 4)]  # seen at the end of each epoch
-    fell = next(i for i in range(1, 9) if i + 1 == 9 or ends[i] <= ends[i - 1])
-    assert trainer.global_step == 4 * (fell + 1)
-    kept = min(record[step] for step in range(1, len(record), 2))
-    assert keeping.best_model_score.item() == pytest.approx(kept, rel=1e-6)
-
-
 class Logged(Callback):
     """Keeps the newest value under a name as each batch begins, or None."""
 

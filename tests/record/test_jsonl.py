@@ -208,13 +208,3 @@ def test_lines_that_only_a_newer_geomon_knows_are_passed_over(tmp_path, line):
     write("0.0.1")
     with pytest.raises(ValueError, match="line 3 of"):
         read(tmp_path)
-
-
-def test_what_the_budget_left_out_is_said(tmp_path):
-    def said(*left_out):
-        readings = [reading_of({}, step, left_out=n) for step, n in enumerate(left_out)]
-        return Readings([], readings).remarks()
-
-    assert said() == said(0) == said(3, 0) == []
-    sentence = "The budget left out 12 readings that were due: a larger budget= makes more of them."
-    assert said(3, 12) == [sentence]
