@@ -261,7 +261,7 @@ def test_the_other_package_of_lightning_is_served_by_itself(tmp_path):
     subprocess.run(command, check=True, env=environment, cwd=tmp_path, capture_output=True)
     record = read(tmp_path / "tb" / "x")
     assert [reading.step for reading in record] == [0, 1, 2]
-    found = events_of(tmp_path / "tb" / "x")
+    found = events_of(tmp_path / "tb" / "x", of_lightning=True)
     assert any(value is None for points in found.values() for _, value in points)  # a picture
     assert {f"~{tag}" for tag in charts_of(record).select(record[-1])} <= found.keys()
 

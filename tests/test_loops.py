@@ -302,7 +302,8 @@ def test_tensorboard_shows_what_the_record_holds(tmp_path, monkeypatch, loop, de
     }  # fmt: skip
     LOOPS[loop](Learner(), options, tmp_path, **told)
     (run,) = (tmp_path / "runs").iterdir()
-    found = events_of(run / "geomon" if loop == "huggingface" else run)
+    of_lightning = loop == "lightning"
+    found = events_of(run if of_lightning else run / "geomon", of_lightning=of_lightning)
     record, expected = read(tmp_path), {}
     charts = charts_of(record, detail)
     for reading in record:
