@@ -39,6 +39,11 @@ def fingerprint(model: nn.Module) -> dict[str, object]:
     }
 
 
+def is_watched() -> bool:
+    """Whether a window is open: calls of modules are seen."""
+    return nn.Module._compiled_call_impl is not None
+
+
 def _cores_of_a_new_thread() -> int:
     """What torch gives to threads that start from now on, such as those of a loader."""
     asked: list[int] = []

@@ -46,11 +46,16 @@ def logger(folder, patch, *, pictures=True, **options):
     return sink, lambda: Shown(rows, alerts, drawn)
 
 
-def events_of(folder):
-    """All that event files of TensorBoard hold, by tag: pairs of a step and a number or a text."""
+def events_of(folder, *, of_lightning=False):
+    """All that event files of TensorBoard hold, by tag: pairs of a step and a number or a text.
+
+    The logger of Lightning writes values in a form of its own.
+    """
     events = EventAccumulator(str(folder), {"images": 0, "tensors": 0}).Reload()
     tags = events.Tags()
     found = {tag: [(x.step, None) for x in events.Images(tag)] for tag in tags["images"]}
+    for tag in tags["scalars"] if of_lightning else ():
+        found[tag] = [(x.step, x.value) for x in events.Scalars(tag)]
     for tag in tags["tensors"]:
         values = [(x.step, make_ndarray(x.tensor_proto)) for x in events.Tensors(tag)]
         found[tag.removesuffix("/text_summary")] = [

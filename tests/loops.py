@@ -9,7 +9,6 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from models import VOCABULARY, PlainDecoder, batch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
@@ -195,21 +194,6 @@ def in_huggingface(
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)
     return trainer
-
-
-def board_of(folder: Any, **sizes: Any) -> tuple[EventAccumulator, dict[str, dict[int, float]]]:
-    """The events in a folder of TensorBoard, and the values of its curves by step."""
-    events = EventAccumulator(str(folder), sizes)
-    events.Reload()
-    curves = {
-        tag: {event.step: event.value for event in events.Scalars(tag)}
-        for tag in events.Tags()["scalars"]
-    }
-    for tag in events.Tags()["tensors"]:
-        kept = [(event.step, event.tensor_proto) for event in events.Tensors(tag)]
-        if all(value.float_val for _, value in kept):
-            curves[tag] = {step: value.float_val[0] for step, value in kept}
-    return events, curves
 
 
 LOOPS = {"lightning": in_lightning, "huggingface": in_huggingface, "plain": in_plain_loop}

@@ -69,41 +69,58 @@ def _watch(
     keeps = {
         which: _keep(getattr(reference, which), name, stack.attending) for which in ("query", "key")
     }
-    for block in stack.attending_in(model).values() if stack.holder else ():
-        holder = block.get_submodule(stack.holder)
-        hold(holder.register_forward_pre_hook(_by_weights(keeps), with_kwargs=True))
-    for block in stack.attending_in(model).values() if stack.query else ():
-        query = block.get_submodule(stack.query)
-        if isinstance(query, nn.MultiheadAttention):
-            hold(query.register_forward_pre_hook(_multihead(stack, keeps), with_kwargs=True))
-        elif stack.shared is not None:
-            hold(query.register_forward_hook(_separate(stack, keeps, "query")))
-            for hook, path in zip(_latent(stack, keeps), (stack.shared, stack.key), strict=True):
-                hold(block.get_submodule(path).register_forward_hook(hook))
-        elif stack.key is None:
-            hold(query.register_forward_hook(_fused(stack, keeps)))
-        else:
-            hold(query.register_forward_hook(_separate(stack, keeps, "query")))
-            key = block.get_submodule(stack.key)
-            hold(key.register_forward_hook(_separate(stack, keeps, "key")))
+    for block in stack.attending_in(model).values():
+        for path, made in _projections(block, stack).items():
+
+            def hook(module: nn.Module, args: Any, kwargs: Any, output: Any, made=made) -> None:
+                for which, values in made(module, [*args, *kwargs.values()], output).items():
+                    keeps[which](values)
+
+            hold(block.get_submodule(path).register_forward_hook(hook, with_kwargs=True))
 
 
-def _latent(
-    stack: Stack, keeps: Mapping[str, Callable[[Tensor], None]]
-) -> tuple[Callable[..., None], Callable[..., None]]:
+# From a module, what it was given and its output to queries and keys, as far as it makes them.
+Made = Callable[[nn.Module, list[Any], Any], Mapping[str, Tensor]]
+
+
+def _projections(block: nn.Module, stack: Stack) -> dict[str, Made]:
+    """What queries and keys of a block are made of, by the path of the module that makes them."""
+    if stack.holder:
+        return {stack.holder: _by_weights}
+    if not stack.query:
+        return {}
+    if isinstance(block.get_submodule(stack.query), nn.MultiheadAttention):
+        return {stack.query: _multihead}
+    if stack.key is None:
+        return {stack.query: lambda module, given, output: _both(
+            stack.split(output, stack.heads, stack.key_heads)
+        )}  # fmt: skip
+    found: dict[str, Made] = {
+        stack.query: lambda module, given, output: {"query": stack.query_of(output, stack.heads)},
+        stack.key: lambda module, given, output: {"key": stack.key_of(output, stack.key_heads)},
+    }
+    return found if stack.shared is None else found | _latent(stack)
+
+
+def _both(values: Iterable[Tensor]) -> dict[str, Tensor]:
+    return dict(zip(("query", "key"), values, strict=True))
+
+
+def _latent(stack: Stack) -> dict[str, Made]:
     """Keys of latent attention: of each head its own part, and behind it the one of all heads."""
     shared: list[Tensor] = []
 
-    def first(_: nn.Module, __: Any, output: Tensor) -> None:
+    def first(module: nn.Module, given: list[Any], output: Tensor) -> dict[str, Tensor]:
         shared.append(output)
+        return {}
 
-    def then(module: nn.Linear, _: Any, output: Tensor) -> None:
+    def then(module: nn.Module, given: list[Any], output: Tensor) -> dict[str, Tensor]:
         common = as_turned(shared.pop()[..., module.in_features :])
         own = output.view(*common.shape[:-1], stack.heads, -1)[..., : stack.own_width]
         common = common.unsqueeze(-2).expand(*own.shape[:-1], -1)
-        keeps["key"](torch.cat([own, common], dim=-1))
+        return {"key": torch.cat([own, common], dim=-1)}
 
-    return first, then
+    return {stack.shared: first, stack.key: then}
 
 
 def _entering(reference: Reference, name: str) -> Callable[..., None]:
@@ -124,44 +141,16 @@ def _keep(
     return keep
 
 
-def _fused(stack: Stack, keeps: Mapping[str, Callable[[Tensor], None]]) -> Callable[..., None]:
-    def hook(_: nn.Module, __: Any, output: Tensor) -> None:
-        query, key = stack.split(output, stack.heads, stack.key_heads)
-        keeps["query"](query)
-        keeps["key"](key)
-
-    return hook
-
-
-def _separate(
-    stack: Stack, keeps: Mapping[str, Callable[[Tensor], None]], which: str
-) -> Callable[..., None]:
-    parts = {"query": (stack.query_of, stack.heads), "key": (stack.key_of, stack.key_heads)}
-    part, heads = parts[which]
-    return lambda module, given, output: keeps[which](part(output, heads))
-
-
-def _by_weights(keeps: Mapping[str, Callable[[Tensor], None]]) -> Callable[..., None]:
+def _by_weights(module: nn.Module, given: list[Any], output: Any) -> dict[str, Tensor]:
     """XLNet multiplies with its weights in a function: the same products of its input."""
-
-    def hook(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        hidden = [*args, *kwargs.values()][0]
-        for which, weight in (("query", module.q), ("key", module.k)):
-            keeps[which](torch.einsum("ibh,hnd->ibnd", hidden, weight))
-
-    return hook
+    return _both(torch.einsum("ibh,hnd->ibnd", given[0], own) for own in (module.q, module.k))
 
 
-def _multihead(stack: Stack, keeps: Mapping[str, Callable[[Tensor], None]]) -> Callable[..., None]:
+def _multihead(module: nn.Module, given: list[Any], output: Any) -> dict[str, Tensor]:
     """`nn.MultiheadAttention` projects inside a function: the same product of its inputs."""
-
-    def hook(module: nn.MultiheadAttention, args: Any, kwargs: Mapping[str, Any]) -> None:
-        given = dict(zip(("query", "key"), args, strict=False)) | dict(kwargs)
-        weights, biases = module.in_proj_weight.chunk(3), module.in_proj_bias.chunk(3)
-        for which, weight, bias in zip(("query", "key"), weights, biases, strict=False):
-            keeps[which](F.linear(given[which], weight, bias).unflatten(-1, (stack.heads, -1)))
-
-    return hook
+    weights, biases = module.in_proj_weight.chunk(3), module.in_proj_bias.chunk(3)
+    parts = zip(given[:2], weights[:2], biases[:2], strict=True)
+    return _both(F.linear(*part).unflatten(-1, (module.num_heads, -1)) for part in parts)
 
 
 def _attend(specimen: Specimen, inputs: dict[str, Any], reference: Reference) -> None:

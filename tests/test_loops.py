@@ -5,13 +5,13 @@ import itertools
 import math
 import re
 import signal
-import threading
 
 import pytest
 import torch
 from fingerprint import fingerprint, random_state, weights
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
-from loops import LOOPS, ROWS, Learner, board_of
+from loggers import events_of
+from loops import LOOPS, ROWS, Learner
 from models import batch, transformer
 from tagged import charts_of
 from torch.utils.data import IterableDataset
@@ -289,78 +289,37 @@ def test_of_accumulated_batches_the_first_is_read_by_what_it_holds(tmp_path, loo
     assert [r.values["ids/layer_01"] for r in readings] == pytest.approx(means, rel=1e-12)
 
 
-def on_board(loop, folder):
-    """What lets a loop show its values on TensorBoard, and a function of what is shown."""
-    told = {"report_to": "tensorboard"}
-    if loop == "lightning":
-        told = {"logger": TensorBoardLogger(folder, name="runs", version="x")}
-
-    def shown(**sizes):
-        (run,) = (folder / "runs").iterdir()
-        return board_of(run / "geomon" if loop == "huggingface" else run, **sizes)
-
-    return told, shown
-
-
-@callbacks
-@pytest.mark.usefixtures("own_metrics_in_background")
-def test_a_reading_that_comes_late_is_shown_at_its_own_step(tmp_path, loop):
-    go = threading.Event()
-    go.set()
-
-    class Holding(Learner):
-        """Keeps the metric waiting from step 2 to step 4."""
-
-        def forward(self, ids, return_loss=True):
-            if len(self.losses) in (2, 4):
-                go.clear() if len(self.losses) == 2 else go.set()
-            return super().forward(ids, return_loss)
-
-    def slow(hidden):
-        assert go.wait(120)
-        return hidden.norm()
-
-    told, shown = on_board(loop, tmp_path)
-    options = {
-        "metrics": METRICS | {"slow": slow}, "schedule": lambda step: step == 2, "tokens": 64,
-        "background": True, "sink_timeout": 600.0,
-    }  # fmt: skip
-    LOOPS[loop](Holding(), options, tmp_path, **told)
-    _, curves = shown()
-    values = {reading.step: reading.values["slow/mean"] for reading in read(tmp_path)}
-    assert list(values) == [0, 2, 5]
-    assert curves["~geomon/slow"] == pytest.approx(values, rel=1e-6)
-
-
 @callbacks
 @pytest.mark.parametrize(("detail", "probe"), [("headline", None), ("layers", batch(seed=77))])
 def test_tensorboard_shows_what_the_record_holds(tmp_path, monkeypatch, loop, detail, probe):
     monkeypatch.setattr("geomon.show.loggers.history.SHARE", math.inf)  # the run takes a second
-    told, shown_by = on_board(loop, tmp_path)
+    told = {"report_to": "tensorboard"}
+    if loop == "lightning":
+        told = {"logger": TensorBoardLogger(tmp_path, name="runs", version="x")}
     options = {
         "metrics": METRICS, "tokens": 64, "schedule": every(1), "detail": detail, "probe": probe,
         "sink_timeout": 600.0, "budget": None,
     }  # fmt: skip
     LOOPS[loop](Learner(), options, tmp_path, **told)
-    events, curves = shown_by(images=0)
-    record = read(tmp_path)
-    charts, expected = charts_of(record, detail), {}
+    (run,) = (tmp_path / "runs").iterdir()
+    of_lightning = loop == "lightning"
+    found = events_of(run if of_lightning else run / "geomon", of_lightning=of_lightning)
+    record, expected = read(tmp_path), {}
+    charts = charts_of(record, detail)
     for reading in record:
         for tag, value in charts.select(reading).items():
             shown = torch.tensor(value, dtype=torch.float32).item()
-            expected.setdefault(f"~{tag}", {})[reading.step] = shown
-    assert {tag for tag in curves if "/" in tag} == set(expected)
+            expected.setdefault(f"~{tag}", []).append((reading.step, shown))
+    of_values = {tag: x for tag, x in found.items() if isinstance(x[0][1], float) and "/" in tag}
+    assert of_values == expected
     assert (len(expected) > 15) == (detail == "layers")
-    for tag, values in expected.items():
-        assert curves[tag] == values, tag
     steps = [*range(6 if probe is None else 7)]
-    assert list(expected["~geomon/variance"]) == steps
+    assert [step for step, _ in expected["~geomon/variance"]] == steps
     for number, metric in ((6, "qk_cosine"), (7, "attention_entropy")):
         name = f"~geomon/{number} {record.text_of(metric).title} by head"
-        assert [event.step for event in events.Images(name)] == [0, steps[-1]]
-    texts = {"~geomon/1 the run in words/text_summary", "~geomon/4 model and options/text_summary"}
-    assert texts <= set(events.Tags()["tensors"])
-    layout = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+        assert found[name] == [(0, None), (steps[-1], None)]
+    assert {"~geomon/1 the run in words", "~geomon/4 model and options"} <= found.keys()
+    ((_, layout),) = found["custom_scalars__config__"]
     assert b"~geomon/variance" in layout
     assert (b"~variance/layer_[0-9]+$" in layout) == (detail == "layers")
 

@@ -95,9 +95,7 @@ def test_a_training_of_lightningcli_is_recorded(tmp_path, monkeypatch):
                "enable_progress_bar": False, "enable_checkpointing": False}  # fmt: skip
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"trainer": content}))
     LightningCLI(Module, Data, args=["fit", "--config", "run.yaml"])
-    assert [reading.step for reading in read(tmp_path / "record")] == [0, 2, 4]
     (saved,) = tmp_path.rglob("config.yaml")
-    (tmp_path / "again.yaml").write_text(saved.read_text().replace("record", "other"))
-    saved.unlink()
-    LightningCLI(Module, Data, args=["fit", "--config", "again.yaml"])
-    assert [reading.step for reading in read(tmp_path / "other")] == [0, 2, 4]
+    saved.rename(tmp_path / "run.yaml")
+    LightningCLI(Module, Data, args=["fit", "--config", "run.yaml"])
+    assert [reading.step for reading in read(tmp_path / "record")] == [0, 2, 4]

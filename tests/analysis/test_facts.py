@@ -10,14 +10,12 @@ import re
 from statistics import fmean
 
 import pytest
-from rich.console import Console
 from tagged import TEXTS, raised_of, reading_of
 from wandb_file import Run
 
 from geomon import Reading, Readings, WandB
 from geomon.analysis import facts_of, summarise
 from geomon.note import Note
-from geomon.show import format_line, view
 
 SCHEDULES = (
     [0, *(2**n for n in range(13))],
@@ -165,34 +163,6 @@ def faults(sentence, readings, curves):
     return [name for name, is_true in holds.items() if not is_true]
 
 
-def pages_agree(readings, sentences):
-    """Hold what other pages say of a run to its sentences."""
-    console = Console(width=500, color_system=None)
-    with console.capture() as capture:
-        console.print(view(readings))
-    lines = [line.rstrip() for line in capture.get().splitlines()]
-    assert lines[1].endswith(next(text for text in sentences if not text.startswith("Alert")))
-    facts = {fact.quantity.label: fact for fact in facts_of(readings)}
-    rows = [re.split(r"  +", line) for line in lines]
-    rows = [row for row in rows if row[0] in facts]
-    assert len(rows) >= 3
-    for label, value, _, *after in rows:
-        assert value == facts[label].phase.last.words()
-        assert after[0].startswith(facts[label].trend or "from")
-    twonn = facts["intrinsic dimension"]
-    written = f"{twonn.phase.last.words()} ({twonn.word})".replace(" (unknown)", "")
-    is_last = twonn.phase.last.step == readings[-1].step
-    assert not is_last or written in format_line(readings[-1], readings)
-    phase = twonn.phase
-    expected = {
-        "phase": phase.name, "final": phase.last.value, "alerts": len(readings.raised),
-        "peak_step": phase.peak.step if phase.has_fallen else None,
-        "facts": "\n".join(fact.sentence for fact in facts_of(readings)),
-    }  # fmt: skip
-    kept = summary_of(readings.runs[0], (*readings, *readings.raised))
-    assert {name: kept[f"geomon/{name}"] for name in expected} == expected
-
-
 def summary_of(description, readings):
     """The summary of W&B after readings and alerts."""
     run = Run()
@@ -216,8 +186,6 @@ def test_every_sentence_of_four_hundred_records_holds_for_its_numbers(part):
         words |= {fact.word for fact in facts_of(readings)}
         for text in sentences:
             false += [f"record {seed}: {each}: {text}" for each in faults(text, readings, curves)]
-        if seed % 5 == 0:
-            pages_agree(readings, sentences)
     assert count > 250
     assert not false, "\n".join(false)
     assert {"expanding", "falling", "unknown"} <= words

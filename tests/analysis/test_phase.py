@@ -64,14 +64,6 @@ def test_the_name_changes_where_the_course_does(steps, values, margins, course, 
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("until", "name"), [(1, "unknown"), (2, "expanding"), (4, "expanding"), (7, "compressing"),
-                        (10, "compressing")],
-)  # fmt: skip
-def test_the_published_course(until, name):
-    assert find_phase(STEPS[:until], PAPER[:until], [0.3] * until).name == name
-
-
 def apart(one, other, readings):
     """Sign of the difference of two readings beyond its margin, all pairs at a level of .01."""
     return apart_of(one, other, readings * (readings - 1) / 2, 0.01)
@@ -189,11 +181,3 @@ def most(count, rate):
 def test_one_curve_in_twenty_without_a_change_is_called_one_at_any_of_its_readings(correlation):
     alarms = [bool(names(50 + values) & MOVES) for values in noise(200, correlation, seed=3)]
     assert sum(alarms) <= most(200, 0.05)
-
-
-@pytest.mark.parametrize(
-    ("sign", "opposite"), [(1, {"falling", "compressing"}), (-1, {"expanding"})]
-)
-def test_a_curve_that_only_drifts_is_not_called_the_opposite(sign, opposite):
-    drifting = 50 + noise(120, 0.3, seed=4) + sign * np.linspace(0, 4, 41)
-    assert sum(bool(names(values) & opposite) for values in drifting) <= most(120, 0.04)

@@ -19,7 +19,6 @@ from histories import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
-from tagged import reading_of
 
 from geomon.record import FILE_NAME, Record, read
 
@@ -181,18 +180,6 @@ def test_what_is_not_there_or_damaged_is_one_clear_line(tmp_path):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"cannot be read .* the record works without it"):
             read(tmp_path).arrays(0)
-
-
-def test_of_several_stacks_one_is_read_under_plain_tags(tmp_path):
-    record, both = began(tmp_path), {}
-    record.write(one := reading_of({"m/encoder_layer_01": 1.0, "m/decoder_layer_01": 2.0}))
-    for stack in ("encoder", "decoder"):
-        both[stack, "mean_query", 1] = np.ones(2)
-    record.write_arrays(one, both)
-    found = read(tmp_path)
-    assert list(found.of_stack("encoder").arrays(0)) == ["mean_query/layer_01"]
-    names = [f"mean_query/{stack}_layer_01" for stack in ("encoder", "decoder")]
-    assert list(found.arrays(0)) == names
 
 
 def test_pipes_and_links_are_not_opened(tmp_path):

@@ -2,13 +2,12 @@
 
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tagged import reading_of, stacks_of
 
 from geomon.record import FILE_NAME, Reading, Readings, read
-from geomon.record.columns import Column, MetricText, Place, places_of, tagged
+from geomon.record.columns import Column, Place, places_of, tagged
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 SOME = st.lists(NUMBERS, max_size=3)
@@ -113,11 +112,3 @@ def test_a_line_of_a_large_model_is_short():
         )
     }
     assert len(reading_of(values).line()) <= 150_000
-
-
-@pytest.mark.parametrize(
-    ("null", "label"),
-    [("an isotropic Gaussian of as many rows", "isotropic Gaussian"), ("", "noise")],
-)
-def test_a_null_has_a_short_name_for_charts(null, label):
-    assert MetricText("dimension", null=null).null_label == label

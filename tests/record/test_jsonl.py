@@ -6,8 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tagged import reading_of
 
 from geomon.note import Note
@@ -181,19 +179,6 @@ def test_text_that_is_not_utf_8_makes_no_record_unreadable(tmp_path):
     assert (alert.words(), alert.courses[0].tag) == (shown, shown)
 
 
-@given(st.recursive(
-    st.none() | st.booleans() | st.floats() | st.integers() | st.text(st.characters()),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(st.characters()) | st.integers(), inner)
-    | st.tuples(inner, inner) | st.sets(st.integers()), max_leaves=8,
-))  # fmt: skip
-def test_any_facts_leave_a_record_that_can_be_read(tmp_path_factory, fact):
-    record = Record(tmp_path_factory.mktemp("run"))
-    record.begin(0, {"fact": fact})
-    record.write(reading(0))
-    record.close()
-    assert steps(read(record.path)) == [0]
-
-
 @pytest.mark.parametrize("line", ['{"check": {"step": 1}}', '{"x":[]}'])
 def test_lines_that_only_a_newer_geomon_knows_are_passed_over(tmp_path, line):
     def write(version):
@@ -208,13 +193,3 @@ def test_lines_that_only_a_newer_geomon_knows_are_passed_over(tmp_path, line):
     write("0.0.1")
     with pytest.raises(ValueError, match="line 3 of"):
         read(tmp_path)
-
-
-def test_what_the_budget_left_out_is_said(tmp_path):
-    def said(*left_out):
-        readings = [reading_of({}, step, left_out=n) for step, n in enumerate(left_out)]
-        return Readings([], readings).remarks()
-
-    assert said() == said(0) == said(3, 0) == []
-    sentence = "The budget left out 12 readings that were due: a larger budget= makes more of them."
-    assert said(3, 12) == [sentence]

@@ -69,6 +69,7 @@ METRICS = Readings(
     [],
 )  # fmt: skip
 NEWER, OLDER = {"geomon": "9999.1"}, {"geomon": "0.0.1"}
+LEFT_OUT = "The budget left out 12 readings that were due: a larger budget= makes more of them."
 # What is asked, and what is said.
 ANSWERS = {
     "a series in order and without gaps": (lambda: POINTS.series("t/mean"), ([0, 2], [1.0, 3.0])),
@@ -100,6 +101,25 @@ ANSWERS = {
     **{
         f"versions {runs}": (Readings(runs, []).remarks, [])
         for runs in ([NEWER, OLDER], [{"geomon": f"{__version__}.0"}], [{}], [])
+    },
+    **{
+        f"what the budget left out: {counts}": (
+            lambda counts=counts: Readings(
+                [], [reading_of({}, step, left_out=count) for step, count in enumerate(counts)]
+            ).remarks(),
+            said,
+        )
+        for counts, said in (((), []), ((0,), []), ((3, 0), []), ((3, 12), [LEFT_OUT]))
+    },
+    **{
+        f"a null for charts: {label}": (
+            lambda null=null: MetricText("dimension", null=null).null_label,
+            label,
+        )
+        for null, label in (
+            ("an isotropic Gaussian of as many rows", "isotropic Gaussian"),
+            ("", "noise"),
+        )
     },
     "texts of the last that has them": (
         lambda: (METRICS.text_of("a").title, METRICS.text_of("a").unit),

@@ -1,7 +1,5 @@
 """What sinks show of readings and alerts: memory, and loggers that are made of functions."""
 
-import math
-
 import pytest
 from tagged import raised_of, reading_of
 
@@ -29,18 +27,6 @@ class Board:
         self.layouts.append(charts)
         if len(self.layouts) in self.failing:
             raise OSError("gone")
-
-
-def test_a_logger_shows_as_much_as_it_is_asked_for():
-    values = {
-        "twonn/mean": 1.1, "twonn/layer_01/std": 0.5, "qk/layer_01/head_0": 1.0,
-        "qk/layer_01": math.nan, "cosine/layer_01": 0.5,
-    }  # fmt: skip
-    board = Board()
-    LoggerSink("L", board.log, detail="layers").write(reading_of(values, 1))
-    extremes = {f"qk/{at}/{kind}": 1.0 for at in ("layer_01", "mean") for kind in ("min", "max")}
-    shown = {"geomon/twonn": 1.1, "cosine/layer_01": 0.5, "geomon/seconds": 2.0} | extremes
-    assert board.rows == [(shown, 1)]
 
 
 def test_memory_keeps_the_last_ten_thousand_readings_and_alerts():

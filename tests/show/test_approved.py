@@ -181,14 +181,15 @@ PICTURES = {
     **{kind: f"figure run --kind {kind}"
        for kind in ("run", "dimension", "profiles", "map", "heads", "cosines")},
     **{f"large_{kind}": f"figure other --kind {kind}"
-       for kind in ("run", "profiles", "map", "heads", "cosines")},
+       for kind in ("run", "dimension", "profiles", "map", "heads", "cosines")},
     "compare": "compare run other",
     "compare_few": "compare run run",
     "bare": "figure bare",
     **{f"odd_{kind}": f"figure odd --kind {kind}" for kind in ("run", "dimension")},
     **{f"odd_{kind}_{metric}": f"figure odd --kind {kind} --metric {metric}"
        for kind, metric in (("map", "wide"), ("map", "widest"), ("map", "signed"),
-                            ("map", "holed"), ("profiles", "far"), ("profiles", "late"),
+                            ("map", "holed"), ("map", "nothing"), ("map", "positive"),
+                            ("profiles", "far"), ("profiles", "late"),
                             ("heads", "qk_dot"), ("cosines", "qk_dot"))},
 }  # fmt: skip
 

@@ -10,14 +10,10 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from loggers import LOGGERS, SINKS, Shown, events_of
-from models import PlainDecoder, batch
 from tagged import TEXTS, raised_of, reading_of
-from tensorboard.plugins.custom_scalar import layout_pb2
 
-from geomon import Logger, MLflow, Monitor, Reading, Sink, TensorBoard, select
+from geomon import Logger, MLflow, Reading, Sink, TensorBoard
 from geomon.note import Note
 from geomon.show import Pictures
 
@@ -56,10 +52,11 @@ def run_through(sink, readings):
 def test_a_sink_has_every_reading_and_alert_once_and_the_pictures(
     name, readings, tmp_path, monkeypatch
 ):
-    options = {"detail": ["anisotropy"]} if name in LOGGERS else {}
+    options, before = {"detail": ["anisotropy"]} if name in LOGGERS else {}, threading.enumerate()
     sink, shown = SINKS[name](tmp_path, monkeypatch, **options)
     assert name not in LOGGERS or str(sink) == name
     run_through(sink, readings)
+    assert set(threading.enumerate()) <= set(before)  # no file is open that waits for more
     found = shown()
     values = [(step, pytest.approx(row["geomon/twonn"])) for step, row in found.rows]
     assert values == [(each.step, each.column("twonn").mean) for each in readings]
@@ -149,15 +146,35 @@ def drawn(monkeypatch):
     return Drawn(monkeypatch)
 
 
-def test_it_draws_at_first_then_each_time_the_step_has_doubled_and_once_at_the_end(monkeypatch):
-    drawn = Drawn(monkeypatch)
+# Seconds of a drawing; cards; steps, with the second of each; which step and card is drawn.
+TIMES = {
+    "at first, each time the step has doubled, and at the end": (
+        0.0, 1, [(1e6 * step, step) for step in (0, 1, 2, 8, 15, 17, 33, 34, 40, 68, 70)],
+        [(step, 1) for step in (0, 17, 34, 68, 70)],
+    ),
+    "a small share of the run, and the last one": (
+        1.0, 1, [(step, step) for step in range(0, 1000, 10)],
+        [(step, 1) for step in (0, 400, 800, 990)],
+    ),
+    # 0.5 % of 400 is the second card's second, and the first's.
+    "the first with the first reading, the next when there is time": (
+        1.0, 3, [(1, 1), (399, 399), (401, 401)],
+        [(1, 1), (401, 1), *((401, card) for card in (1, 2, 4))],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TIMES)
+def test_pictures_are_drawn_when_there_is_time(name, monkeypatch):
+    seconds, cards, times, places = TIMES[name]
+    drawn = Drawn(monkeypatch, seconds=seconds)
     drawn.sink.close()  # nothing was written
-    for step in (0, 1, 2, 8, 15, 17, 33, 34, 40, 68, 70):
-        drawn.write(step)
-        drawn.now += 1e6
+    for passed, step in times:
+        drawn.now = 7000.0 + passed
+        drawn.write(step, cards=cards)
     drawn.sink.close()
     drawn.sink.close()
-    assert drawn.places == [(step, 1) for step in (0, 17, 34, 68, 70)]
+    assert drawn.places == places
 
 
 def test_it_draws_with_the_reading_after_an_alert_and_one_after_the_last_at_the_end(monkeypatch):
@@ -188,41 +205,6 @@ def test_a_card_that_fails_keeps_no_other_back_and_is_drawn_again_as_the_step_do
     assert drawn.places == [(step, card) for step in (16, 32) for card in (1, 2, 4)]
 
 
-def test_drawings_take_a_small_share_of_the_run_but_the_last_one_is_made(monkeypatch):
-    drawn = Drawn(monkeypatch, seconds=1.0)
-    for step in range(0, 1000, 10):  # a second each
-        drawn.now = 7000.0 + step
-        drawn.write(step)
-    drawn.sink.close()
-    assert drawn.places == [(step, 1) for step in (0, 400, 800, 990)]
-
-
-def test_the_first_picture_comes_with_the_first_reading_and_the_next_when_there_is_time(
-    monkeypatch,
-):
-    drawn = Drawn(monkeypatch, seconds=1.0)
-    for passed in (1, 399, 401):  # 0.5 % of 400 is the second card's second, and the first's
-        drawn.now = 7000.0 + passed
-        drawn.write(passed, cards=3)
-    assert drawn.places == [(1, 1), (401, 1)]
-
-
-@given(st.lists(st.floats(0.0, 3e3), min_size=1, max_size=30))
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_the_times_the_share_holds_and_the_end_is_whole(times):
-    with pytest.MonkeyPatch.context() as patch:
-        drawn = Drawn(patch, seconds=1.0)
-        for number, passed in enumerate(times):
-            drawn.now += passed
-            before = len(drawn.posted)
-            drawn.write(2**number, cards=3)
-            most = max(1, int(0.005 * (drawn.now - 7000.0)))  # the first is drawn at once
-            assert len(drawn.posted) in (before, *range(most + 1))
-        drawn.sink.close()
-    last = 2 ** (len(times) - 1)
-    assert drawn.places[-3:] == [(last, card) for card in (1, 2, 4)]
-
-
 def alive():
     gc.collect()
     return sum(isinstance(each, Reading) for each in gc.get_objects())
@@ -237,33 +219,6 @@ def test_memory_grows_with_the_logarithm_of_the_run(drawn):
 
 
 # -- TensorBoard -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [{}, {"pictures": False}])
-def test_a_plain_loop_has_the_pages_of_the_callbacks(tmp_path, options):
-    model, before = PlainDecoder(layers=2), {*threading.enumerate()}
-    metrics = select("twonn", "anisotropy", "attention_entropy", "attention_entropy_normalised")
-    monitor = Monitor(
-        model, metrics=metrics, directory=None, sinks=[TensorBoard(tmp_path, **options)],
-        tokens=128, strict=True, schedule=lambda step: True,
-    )  # fmt: skip
-    for step in (0, 1):
-        with monitor(step):
-            model(batch(16, 64))
-    monitor.close()
-    assert not {*threading.enumerate()} - before  # no file is open that waits for more
-    found = events_of(tmp_path)
-    (value, _) = (number for _, number in found["~geomon/twonn"])
-    assert value == np.float32(value)  # the data server shows no doubles
-    ((_, layout),) = found["custom_scalars__config__"]
-    charts = layout_pb2.Layout.FromString(layout)
-    assert [category.title for category in charts.category][-1] == "geomon"
-    images = {tag.partition("/")[2][:1] for tag, values in found.items() if values[0][1] is None}
-    assert images == (set() if options else {*"123457"})
-    # The last words come as the sink is closed, before the files are.
-    assert [step for step, _ in found["~geomon/1 the run in words"]] == [0, 1]
-    ((step, table),) = found["~geomon/4 model and options"]
-    assert (step, "| model | PlainDecoder |" in table.decode()) == (0, True)
 
 
 def test_alerts_and_new_notes_are_text_at_their_steps(tmp_path, monkeypatch):

@@ -69,24 +69,6 @@ def screens(monkeypatch):
     return Screens(monkeypatch)
 
 
-@pytest.mark.parametrize("size", [(80, 40), (120, 40), (200, 50)])
-def test_dimensions_phases_and_alerts_are_whole_at_any_size_above_a_chart(
-    make_readings, tmp_path, screens, size
-):
-    kinds = [(16, "logit_growth"), (64, "not_finite"), (256, "entropy_collapse")]
-    folder = write(tmp_path / "a", alerted(make_readings(layers=12, heads=16), kinds))
-    (screen,) = screens.of(folder, size=size)
-    assert (
-        "Alerts: not finite at step 64, logit growth at step 16, entropy collapse at step "
-        "256. intrinsic dimension, mean over layers: 5.3 ± 0.1 at step 1,500, compressing, -0.4"
-    ) in words(screen)
-    assert "intrinsic dimension  5.3 ± 0.1" in screen  # above the chart
-    lines = screen.splitlines()
-    assert sum(map(is_chart, lines)) >= 4
-    assert sum(line.count("│") >= 3 for line in lines) >= 6  # alerts
-    fits(lines, size)
-
-
 def test_a_chart_is_left_out_where_the_overview_fills_the_screen(make_readings, tmp_path, screens):
     (screen,) = screens.of(write(tmp_path, make_readings()), size=(100, 12))
     assert "step 1,500" in screen
@@ -158,19 +140,6 @@ def test_an_alert_is_shown_at_once_and_what_a_run_gave_up_is_not(make_readings, 
     assert "Alert at step 1,700: logit growth (layer 2)" in raised
     assert "step 256 ·" in rewound  # before the first reading of the new branch
     assert "Alert at" not in rewound
-
-
-def test_several_runs_lie_over_one_another_with_a_legend(make_readings, tmp_path, screens):
-    folders = [
-        write(tmp_path / name, make_readings((0, 16, 1500), curves={"twonn/mean": values}))
-        for name, values in (("one", [3.0, 7.0, 5.0]), ("two", [1.0, 2.0, 9.0]))
-    ]
-    (screen,) = screens.of(*folders, size=(110, 50))
-    lines = screen.splitlines()
-    assert [line for line in lines if line.startswith("━")] == ["━ one", "━ two"]
-    assert "intrinsic dimension  ━ one  ━ two" in screen
-    marks = [float(line.split("┤")[0]) for line in lines if "┤" in line]
-    assert min(marks) <= 1 < 9 <= max(marks)
 
 
 @pytest.mark.parametrize(

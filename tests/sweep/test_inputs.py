@@ -104,11 +104,17 @@ def test_an_adapter_has_the_tokenizer_of_its_model_unless_one_stands_beside_it(f
     assert [given["input_ids"].tolist() for given in ids] == [[[1, 3, 4, 3, 2]]] * 3
 
 
-@pytest.mark.parametrize(("given", "start"), [(7, 7), (None, 0)])
-def test_a_decoder_beside_an_encoder_has_the_text_that_follows(tmp_path, given, start):
+@pytest.mark.parametrize(
+    ("given", "start", "longest"),
+    [
+        (7, 7, {"n_positions": 10}), (None, 0, {"n_positions": 10}),
+        (7, 7, {"n_positions": 11, "max_target_positions": 10}),
+    ],
+)  # fmt: skip
+def test_a_decoder_beside_an_encoder_has_the_text_that_follows(tmp_path, given, start, longest):
     config = T5Config(
         vocab_size=256, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2,
-        decoder_start_token_id=given, n_positions=10, max_position_embeddings=0,
+        decoder_start_token_id=given, max_position_embeddings=0, **longest,
     )  # fmt: skip
     model = T5ForConditionalGeneration(config)
     text = bytes(range(250))

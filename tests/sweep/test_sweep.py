@@ -12,13 +12,11 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from lightning.pytorch.callbacks import ModelCheckpoint
-from loggers import SINKS
 from models import batch, transformer
 from torch.utils.data import DataLoader
 
@@ -321,39 +319,6 @@ def test_a_sink_that_fails_is_a_warning_and_the_record_goes_on(run, scanned, tmp
     assert sink.closed
     assert by_step(readings) == by_step(read(scanned))
     assert "the record goes on: OSError: gone" in caplog.text
-
-
-@pytest.mark.parametrize("name", ["Memory", "Aim", "TensorBoard", "W&B"])
-def test_sinks_get_what_those_of_a_live_run_get(tmp_path, monkeypatch, name):
-    """Names, steps and values, one by one; alerts and pictures."""
-    monkeypatch.setattr("geomon.show.loggers.history.SHARE", math.inf)  # drawings are not put off
-    monkeypatch.setattr("geomon.show.figures.card", lambda panel: panel)
-    monkeypatch.setattr("geomon.show.figures.as_image", lambda figure: np.zeros((8, 8, 3), "u1"))
-    model, inputs = transformer("gpt2"), {"input_ids": PROBE % 50}
-    sinks, shown = zip(*(SINKS[name](tmp_path / each, monkeypatch) for each in ("live", "scan")),
-                       strict=True)  # fmt: skip
-    with Monitor(model, probe=inputs, tokens=192, sinks=sinks[:1], directory=None) as monitor:
-        for step in (0, 10, 20):
-            monitor.probe(step)
-            model.save_pretrained(tmp_path / "run" / f"checkpoint-{step}")
-            with torch.no_grad():
-                for block in model.transformer.h:  # until logits are so large that it is an alert
-                    block.attn.c_attn.weight.mul_(12)
-    scan(tmp_path / "run", directory=tmp_path / "record", sinks=sinks[1:], device="cpu",
-         tokens=192, inputs=inputs)  # fmt: skip
-    live, found = (each() for each in shown)
-    rows = [[(step, measured(row)) for step, row in each.rows] for each in (live, found)]
-    assert rows[0] == rows[1]
-    assert found[1:] == live[1:]
-    assert [step for step, _ in live.rows] == [0, 10, 20]
-    assert (bool(live.alerts), bool(live.pictures)) == (True, name != "Memory")
-
-
-def measured(row):
-    """All but charts and the time that was taken, of which a scan has none; NaN equals NaN."""
-    of_time = ("/overhead", "/seconds")
-    numbers = {tag: x for tag, x in row.items() if isinstance(x, float)}
-    return {tag: repr(x) for tag, x in numbers.items() if not tag.endswith(of_time)}
 
 
 OTHERS = [PROBE + 1, PROBE.int(), PROBE.reshape(24, 16), [PROBE], {"tokens": PROBE},
