@@ -106,10 +106,10 @@ LEAVE = "layer 0 enters the first block, layers 1 to"
         (LOOPED, batch(),
          {"hidden states": f"{LEAVE} 6 leave the blocks, one for each call"}),
         # One table has a row for each output.
-        *((summed(), inputs, {"token ids": "inputs of tokens"}) for inputs in (None, batch())),
+        *((summed(), inputs, {"token ids": "inputs of tokens."}) for inputs in (None, batch())),
         (HEADLESS, None, {
             "token ids": "inputs of one of tokens, places, kinds and 1 more, as one pass shows"}),
-        (HEADLESS, batch(), {"token ids": "inputs of tokens"}),
+        (HEADLESS, batch(), {"token ids": "inputs of tokens."}),
         (PlainDecoder(embed=number_and_place), torch.randn(8, 32),
          {"token ids": "none were seen in the pass"}),
         (UNEVEN, torch.randn(3, 5, 16), {"attention": "2 to 4 heads, through torch's"}),
@@ -138,7 +138,7 @@ def test_rows_say_what_is_known_before_and_after_a_pass(model, inputs, expected)
     shown = describe(model, inputs)
     for label, words in expected.items():
         assert (label in dict(shown.rows)) == (words is not None)
-        assert words is None or dict(shown.rows)[label].startswith(words), label
+        assert words is None or f"{dict(shown.rows)[label]}.".startswith(words), label
     assert max(map(len, str(shown).splitlines())) <= 100
 
 

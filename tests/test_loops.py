@@ -5,6 +5,7 @@ import itertools
 import math
 import re
 import signal
+import threading
 
 import pytest
 import torch
@@ -289,22 +290,58 @@ def test_of_accumulated_batches_the_first_is_read_by_what_it_holds(tmp_path, loo
     assert [r.values["ids/layer_01"] for r in readings] == pytest.approx(means, rel=1e-12)
 
 
+def on_board(loop, folder):
+    """What lets a loop show its values on TensorBoard, and a function that reads what is shown."""
+    of_lightning = loop == "lightning"
+    logger = {"logger": TensorBoardLogger(folder, name="runs", version="x")}
+
+    def shown():
+        (run,) = (folder / "runs").iterdir()
+        return events_of(run if of_lightning else run / "geomon", of_lightning=of_lightning)
+
+    return logger if of_lightning else {"report_to": "tensorboard"}, shown
+
+
+@callbacks
+@pytest.mark.usefixtures("own_metrics_in_background")
+def test_a_reading_that_comes_late_is_shown_at_its_own_step(tmp_path, loop):
+    go = threading.Event()
+    go.set()
+
+    class Holding(Learner):
+        """Keeps the metric waiting from step 2 to step 4."""
+
+        def forward(self, ids, return_loss=True):
+            if len(self.losses) in (2, 4):
+                go.clear() if len(self.losses) == 2 else go.set()
+            return super().forward(ids, return_loss)
+
+    def slow(hidden):
+        assert go.wait(120)
+        return hidden.norm()
+
+    told, shown = on_board(loop, tmp_path)
+    options = {
+        "metrics": METRICS | {"slow": slow}, "schedule": lambda step: step == 2, "tokens": 64,
+        "background": True, "sink_timeout": 600.0,
+    }  # fmt: skip
+    LOOPS[loop](Holding(), options, tmp_path, **told)
+    values = {reading.step: reading.values["slow/mean"] for reading in read(tmp_path)}
+    assert list(values) == [0, 2, 5]
+    assert dict(shown()["~geomon/slow"]) == pytest.approx(values, rel=1e-6)
+
+
 @callbacks
 @pytest.mark.parametrize(("detail", "probe"), [("headline", None), ("layers", batch(seed=77))])
 def test_tensorboard_shows_what_the_record_holds(tmp_path, monkeypatch, loop, detail, probe):
     monkeypatch.setattr("geomon.show.loggers.history.SHARE", math.inf)  # the run takes a second
-    told = {"report_to": "tensorboard"}
-    if loop == "lightning":
-        told = {"logger": TensorBoardLogger(tmp_path, name="runs", version="x")}
+    told, shown_by = on_board(loop, tmp_path)
     options = {
         "metrics": METRICS, "tokens": 64, "schedule": every(1), "detail": detail, "probe": probe,
         "sink_timeout": 600.0, "budget": None,
     }  # fmt: skip
     LOOPS[loop](Learner(), options, tmp_path, **told)
-    (run,) = (tmp_path / "runs").iterdir()
-    of_lightning = loop == "lightning"
-    found = events_of(run if of_lightning else run / "geomon", of_lightning=of_lightning)
-    record, expected = read(tmp_path), {}
+    found, record, expected = shown_by(), read(tmp_path), {}
     charts = charts_of(record, detail)
     for reading in record:
         for tag, value in charts.select(reading).items():

@@ -17,6 +17,7 @@ import geomon
 import geomon.show
 from geomon import Readings, __version__, read
 from geomon.record import FILE_NAME
+from geomon.show import commands
 
 NAN = math.nan
 ALL = ("twonn", "twonn_distinct", "gride", "anisotropy", "qk_cosine", "attention_entropy")
@@ -618,3 +619,18 @@ def test_nothing_of_matplotlib_is_changed_and_nothing_is_loaded_before_it_is_nee
         "from geomon.show import save; assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_sentences_are_wrapped_between_words_in_a_terminal_alone(monkeypatch):
+    text = "see attention_entropy_normalised of a decoder-only model"
+    assert commands.fit_to_terminal(text, indent=" ") == f" {text}"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "19")
+    lines = commands.fit_to_terminal(text, indent=" ").splitlines()
+    assert lines == [
+        " see",
+        "   attention_entropy_normalised",
+        "   of a",
+        "   decoder-only",
+        "   model",
+    ]

@@ -285,6 +285,16 @@ def fails(error):
     return built
 
 
+class Broken(Memory):
+    closed = False
+
+    def write(self, reading):
+        raise OSError("gone")
+
+    def close(self):
+        self.closed = True
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
@@ -297,20 +307,12 @@ def fails(error):
     ],
 )  # fmt: skip
 def test_where_every_checkpoint_fails_the_first_reason_is_the_error(run, tmp_path, build, words):
+    sink = Broken()
     with pytest.raises(ValueError, match=words) as caught:
-        scan_run(run, tmp_path, build)
+        scan_run(run, tmp_path, build, sinks=[sink])
+    assert sink.closed
     assert caught  # what it refers to does not hold the folder
     assert not (tmp_path / ".readings.lock").exists()
-
-
-class Broken(Memory):
-    closed = False
-
-    def write(self, reading):
-        raise OSError("gone")
-
-    def close(self):
-        self.closed = True
 
 
 def test_a_sink_that_fails_is_a_warning_and_the_record_goes_on(run, scanned, tmp_path, caplog):
