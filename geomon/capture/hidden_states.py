@@ -144,7 +144,7 @@ class HiddenStates:
         if hidden is None:
             return
         if hidden is not output:
-            alike = [x for x in _floating(output) if tuple(x.shape) == block_call.input_shape]
+            alike = [x for x in _floating(output) if x.shape == block_call.input_shape]
             hidden = next(iter(alike), hidden)
             if len(alike) > 1:
                 stack_pass.remarks[_SEVERAL] = None

@@ -148,7 +148,7 @@ class Evaluator:
         except Exception as error:
             if self.strict:
                 raise
-            result.without_arrays = str(error) or type(error).__name__
+            result.without_arrays = f"{type(error).__name__}: {error}"
 
     def _leave_out(self, splits: list[LayerViews], result: LayerValues) -> None:
         """Measure every metric again without each group of sequences, for the margins.

@@ -32,6 +32,11 @@ def test_the_line_and_its_unit_are_those_of_a_prediction_interval(count):
     assert found.unit[0] == pytest.approx(unit, rel=1e-6)
 
 
+def test_rounding_is_the_least_error_of_curves_above_and_below_zero():
+    above, below = continue_line(np.tile([0.3, -0.3], (20, 1))).error
+    assert above == below > 0
+
+
 def test_missing_values_are_left_out_and_few_have_no_band():
     values = noise(20, 3)
     values[5:10, 1] = np.nan

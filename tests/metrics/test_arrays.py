@@ -112,7 +112,7 @@ def test_arrays_that_cannot_be_taken_cost_nothing_but_themselves(monkeypatch):
     assert np.isfinite(tagged(result.stacks)["anisotropy/layer_01"])
     said = [note.words() for note in result.notes]
     assert [words for words in said if "by design" in words] == [
-        "arrays for figures, layer 1: by design"
+        "arrays for figures, layer 1: ZeroDivisionError: by design"
     ]
 
 
