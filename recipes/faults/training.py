@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import random
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -177,9 +178,21 @@ def monitors_of(model: nn.Module, folder: Path) -> list[Monitor]:
     return found
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence geomon's warnings, because what they say of faults is no news here."""
+    log = logging.getLogger("geomon")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+@_quiet()
 def run(job: Job, given: Text, folder: Path) -> None:
     """Make a run; nothing is done if the folder holds the complete one."""
-    logging.getLogger("geomon").setLevel(logging.ERROR)  # what its notes say of faults is no news
     place = folder / job.folder
     description = asdict(job) | {"sha256": given.sha256()}
     if not begin_training(place, description):

@@ -2,6 +2,8 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
 from tagged import reading_of
 
@@ -30,6 +32,17 @@ def test_the_line_and_its_unit_are_those_of_a_prediction_interval(count):
     assert found.expected[0] == pytest.approx(fit.intercept + fit.slope * len(x), rel=1e-9)
     unit = stats.t(len(x) - 2).isf(1.5e-7) * error
     assert found.unit[0] == pytest.approx(unit, rel=1e-6)
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10_000), st.floats(0.01, 100), st.floats(-50, 50), st.floats(-3, 3))
+def test_a_scale_a_shift_and_a_trend_change_no_distance(seed, scale, shift, slope):
+    values = noise(31, seed=seed)
+    moved = scale * values + shift + slope * np.arange(31)[:, None]
+    first, second = continue_line(values[:30]), continue_line(moved[:30])
+    one = (values[30] - first.expected) / first.unit
+    other = (moved[30] - second.expected) / second.unit
+    assert other[0] == pytest.approx(one[0], rel=1e-3, abs=1e-3)
 
 
 def test_rounding_is_the_least_error_of_curves_above_and_below_zero():
@@ -151,6 +164,12 @@ def test_twice_the_scatter_of_all_values_is_seen_where_none_leaves_its_band():
     assert max(each.scatter for each in found[30:60]) < SCATTER
     assert 60 < next(n for n, each in enumerate(found) if each.scatter > SCATTER) < 80
     assert math.isnan(found[SCATTER_READINGS - 2].scatter)
+
+
+def test_one_reading_at_which_all_values_jump_is_no_growth_of_their_scatter():
+    values = noise(100, 60, seed=5).T
+    values[:, 60] += 100
+    assert max(each.scatter for each in heads_of(values)[40:]) < SCATTER
 
 
 def last_of(values, steps):

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,6 +27,11 @@ def at(step, table, width=WIDTH, **more):
     return reading_of(values | more, step)
 
 
+def chance(generator, shape, width=WIDTH):
+    one, other = generator.normal(size=(2, *shape, width))
+    return (one * other).sum(-1) / np.linalg.norm(one, axis=-1) / np.linalg.norm(other, axis=-1)
+
+
 @given(st.integers(2, 20_000), st.integers(1, 40))
 @settings(deadline=None)
 def test_the_width_of_heads_is_read_off_the_null(width, heads):
@@ -43,6 +49,13 @@ def test_a_null_that_no_width_has_gives_no_limit(null):
     """A record may hold anything: 1e-200, whose square is 0, was a division by zero."""
     limit = heads_limit(at(0, [[0.3]], **{"qk_cosine/null_magnitude": null}))
     assert math.isnan(limit) == (not 1e-3 < null < 0.7)
+
+
+def test_chance_alone_puts_a_head_beyond_the_limit_in_one_run_of_twenty():
+    generator = np.random.default_rng(0)
+    tables = [chance(generator, (4, 4)) for _ in range(400)]
+    beyond = np.mean([np.abs(table).max() > heads_limit(at(0, table)) for table in tables])
+    assert 0.02 < beyond < 0.085
 
 
 def test_without_heads_or_without_a_width_there_is_no_limit():

@@ -181,3 +181,11 @@ def most(count, rate):
 def test_one_curve_in_twenty_without_a_change_is_called_one_at_any_of_its_readings(correlation):
     alarms = [bool(names(50 + values) & MOVES) for values in noise(200, correlation, seed=3)]
     assert sum(alarms) <= most(200, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("sign", "opposite"), [(1, {"falling", "compressing"}), (-1, {"expanding"})]
+)
+def test_a_curve_that_only_drifts_is_not_called_the_opposite(sign, opposite):
+    drifting = 50 + noise(120, 0.3, seed=4) + sign * np.linspace(0, 4, 41)
+    assert sum(bool(names(values) & opposite) for values in drifting) <= most(120, 0.04)

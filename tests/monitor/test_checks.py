@@ -69,6 +69,16 @@ def test_a_fault_between_readings_is_an_alert_at_its_step_and_the_step_after_is_
         assert abs(course.values[-1] - before[-1]) > 3 * (max(before) - min(before))
 
 
+def test_rows_that_are_not_finite_are_an_alert_of_the_check_that_sees_them():
+    model, seen = model_of(), []
+    monitor = Monitor(model, directory=None, schedule=every(1000), checks=4, on_alert=seen.append)
+    for step in range(1000, 1020):
+        with monitor(step):
+            model(torch.full((16, 12, 16), torch.nan if step == 1016 else 1.0))
+    monitor.close()
+    assert [(alert.step, alert.name) for alert in seen] == [(1016, "not_finite")]
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_a_check_changes_nothing_of_the_training(background):
     watched, alone = model_of(), model_of()

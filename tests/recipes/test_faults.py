@@ -198,13 +198,14 @@ def test_the_page_says_what_was_noticed_and_how_often_that_is_false(runs):
     assert titles == ["silent: output of one block's MLP\n× 6"]
 
 
-def test_a_run_leaves_records_that_are_read_and_nothing_is_repeated(tmp_path, monkeypatch, caplog):
-    caplog.set_level(logging.WARNING, "geomon")  # as it is again when the test ends
+def test_a_run_leaves_records_that_are_read_and_nothing_is_repeated(tmp_path, monkeypatch):
     short = {"FIRST_READ": 3, "AFTER": 4, "EARLIEST": 6, "LATEST": 6}
     for name, steps in short.items():
         monkeypatch.setattr(f"recipes.faults.training.{name}", steps)
     job = Job(1000, "mlp_scaled")
+    level = logging.getLogger("geomon").level
     run(job, CORPUS, tmp_path)
+    assert logging.getLogger("geomon").level == level
     found, finished = read_run(job, tmp_path), tmp_path / job.folder / "finished.json"
     assert found.scores["loss"].steps.tolist() == [0, *range(3, 10)]
     assert found.alerts.keys() == {EACH_STEP, *BATCHES}

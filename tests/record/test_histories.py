@@ -23,9 +23,11 @@ from histories import (
     warn,
     write,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tagged import alert_of, reading_of
 
-from geomon.record import FILE_NAME, Readings, Record, read
+from geomon.record import FILE_NAME, Follower, Readings, Record, read
 
 TENS = range(0, 70, 10)
 ONE = [(0, 1), (10, 1), (20, 1)]
@@ -211,6 +213,43 @@ def test_ctrl_c_in_a_write_neither_loses_nor_doubles_the_line(tmp_path, monkeypa
             record.write(reading(1))
     end(record)
     assert points(read(tmp_path)) == of(1, 0, 1)
+
+
+STARTS = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(0, 4), st.sampled_from(["close", "torn"])),
+    min_size=1, max_size=6,
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(starts=STARTS)
+def test_the_record_is_that_of_the_run_that_goes_on(tmp_path_factory, starts):
+    """Any starts, each cut after a few steps, whole or in the middle of a line."""
+    folder = tmp_path_factory.mktemp("run")
+    follower, branch, given_up = Follower(folder), {}, 0
+    for number, (first, count, end) in enumerate(starts):
+        record = Record(folder)
+        is_new = not branch or first <= min(branch)
+        earlier = record.begin(first, {"model": "m"})
+        kept = {} if is_new else {step: x for step, x in branch.items() if step < first}
+        assert dict(points(earlier)) == kept
+        written = {first + 2 * index: float(number) for index in range(count)}
+        for step, value in written.items():
+            record.write(reading(step, value))
+            record.write_alert(alert(step, value))
+        if written:
+            given_up = 0 if is_new else given_up + len(branch) - len(kept)
+            branch = kept | written
+        record.close()
+        if end == "torn":
+            with record.path.open("a") as file:
+                file.write('{"step": 5, "ti')
+        follower.look()
+        for run in (read(folder), follower.readings()):
+            assert points(run) == sorted(branch.items())
+            assert len(run.abandoned) == given_up
+            assert {each.step for each in run.raised} == set(branch)
+            assert run.mixed_at is None
 
 
 _KILLED = """

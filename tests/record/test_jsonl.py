@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tagged import reading_of
 
 from geomon.note import Note
@@ -177,6 +179,19 @@ def test_text_that_is_not_utf_8_makes_no_record_unreadable(tmp_path):
     assert (found[0].dtype, found[0].words()) == (shown, [shown])
     (alert,) = found.raised
     assert (alert.words(), alert.courses[0].tag) == (shown, shown)
+
+
+@given(st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(st.characters()),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(st.characters()) | st.integers(), inner)
+    | st.tuples(inner, inner) | st.sets(st.integers()), max_leaves=8,
+))  # fmt: skip
+def test_any_facts_leave_a_record_that_can_be_read(tmp_path_factory, fact):
+    record = Record(tmp_path_factory.mktemp("run"))
+    record.begin(0, {"fact": fact})
+    record.write(reading(0))
+    record.close()
+    assert steps(read(record.path)) == [0]
 
 
 @pytest.mark.parametrize("line", ['{"check": {"step": 1}}', '{"x":[]}'])

@@ -141,3 +141,20 @@ def test_a_link_in_place_of_the_lock_is_refused_and_nothing_is_written_through(
         Record(tmp_path / "run")
     assert other.exists() == is_there
     assert not is_there or other.read_text() == "precious"
+
+
+def test_a_link_that_appears_in_the_middle_of_a_run_is_not_written_through(tmp_path):
+    other = tmp_path / "elsewhere.txt"
+    other.write_text("precious")
+    record = Record(tmp_path / "run")
+    record.begin(0, {})
+    path = tmp_path / "run" / ".readings.lock"
+    path.unlink()
+    path.symlink_to(other)
+    with pytest.raises(OSError, match=r"regular|links"):
+        record.write(reading_of({}, 0))
+    path.unlink()
+    record.write(reading_of({}, 1))
+    record.close()
+    assert other.read_text() == "precious"
+    assert [each.step for each in read(tmp_path / "run")] == [0, 1]

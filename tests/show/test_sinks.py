@@ -10,6 +10,8 @@ import threading
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from loggers import LOGGERS, SINKS, Shown, events_of
 from tagged import TEXTS, raised_of, reading_of
 
@@ -203,6 +205,22 @@ def test_a_card_that_fails_keeps_no_other_back_and_is_drawn_again_as_the_step_do
             drawn.write(step, cards=3)
         drawn.write(step + 4, cards=3)
     assert drawn.places == [(step, card) for step in (16, 32) for card in (1, 2, 4)]
+
+
+@given(st.lists(st.floats(0.0, 3e3), min_size=1, max_size=30))
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_the_times_the_share_holds_and_the_end_is_whole(times):
+    with pytest.MonkeyPatch.context() as patch:
+        drawn = Drawn(patch, seconds=1.0)
+        for number, passed in enumerate(times):
+            drawn.now += passed
+            before = len(drawn.posted)
+            drawn.write(2**number, cards=3)
+            most = max(1, int(0.005 * (drawn.now - 7000.0)))  # the first is drawn at once
+            assert len(drawn.posted) in (before, *range(most + 1))
+        drawn.sink.close()
+    last = 2 ** (len(times) - 1)
+    assert drawn.places[-3:] == [(last, card) for card in (1, 2, 4)]
 
 
 def alive():
