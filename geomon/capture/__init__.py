@@ -1,7 +1,7 @@
 """Capture: watch one forward pass, and keep sampled rows of each layer as a `Snapshot`."""
 
 from geomon.capture.anatomy import find_anatomy
-from geomon.capture.calling.calls import FirstCall, is_captured
+from geomon.capture.calling.calls import FirstCall, in_cuda_graph
 from geomon.capture.calling.probe import extra_pass
 from geomon.capture.tokens.sampling import ATTENTION_QUERIES, derive_seed
 from geomon.capture.window import Window
@@ -13,5 +13,5 @@ __all__ = [
     "derive_seed",
     "extra_pass",
     "find_anatomy",
-    "is_captured",
+    "in_cuda_graph",
 ]

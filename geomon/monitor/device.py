@@ -93,7 +93,7 @@ class MeasuringDevice:
     def alongside_training(self, ready: Any) -> Iterator[None]:
         """Queue this thread's work on a separate stream, so the training does not wait for it."""
         if ready is not None:
-            _ignore_captures()
+            _let_graphs_be_captured()
         module = None if ready is None else _streams_of(self.device)
         if module is None:
             yield
@@ -156,11 +156,11 @@ def _streams_of(device: torch.device) -> Any:
     return module if hasattr(module, "Stream") else None
 
 
-def _ignore_captures() -> None:
+def _let_graphs_be_captured() -> None:
     """Let the training capture CUDA graphs while this thread measures.
 
-    By default a capture fails if any thread waits or allocates meanwhile, except for threads that
-    ask CUDA to heed their own captures only.
+    By default, a capture fails if any thread waits or allocates meanwhile. Threads are exempt if
+    they ask CUDA to heed only their own captures.
     """
     with contextlib.suppress(OSError):  # another kind of device
         mode = ctypes.c_int(1)  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL

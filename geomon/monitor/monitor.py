@@ -29,7 +29,7 @@ from torch import nn
 from geomon import __version__
 from geomon.analysis.alerts import Inputs
 from geomon.analysis.bands import WATCHED
-from geomon.capture import is_captured
+from geomon.capture import in_cuda_graph
 from geomon.capture.model_parts import ModelParts
 from geomon.capture.snapshot import HOST, NotSeenError, Snapshot, explain_missing
 from geomon.distributed import (
@@ -132,7 +132,7 @@ class Monitor:
         """Return a context manager around the forward pass of a step; it does nothing if not due.
 
         With `probe` inputs, the extra pass runs when the context is entered, and the forward pass
-        itself is left alone.
+        itself is left alone. While a CUDA graph is captured, no step is due.
 
         Args:
             step: Number of optimizer updates already in the weights.
@@ -143,7 +143,7 @@ class Monitor:
             TypeError: If the step is not a whole number.
             ValueError: If the step is below 0.
         """
-        if is_captured():
+        if in_cuda_graph():
             return _NOTHING
         with self.account.charge():
             self.advance(step)
@@ -207,7 +207,7 @@ class Monitor:
                 "no step to log values for: pass it, log(step, loss=loss), or log inside "
                 "`with monitor(step)`"
             )
-        if self._is_own() and not is_captured():
+        if self._is_own() and not in_cuda_graph():
             self.outbox.log(number, values, watched=self.passes.step == number)
 
     def probe(self, step: SupportsIndex, inputs: Any = None) -> None:

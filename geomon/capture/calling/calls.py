@@ -94,7 +94,7 @@ def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _observed(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling() or private.tracing_state() is not None or is_captured():
+    if torch.compiler.is_compiling() or private.tracing_state() is not None or in_cuda_graph():
         return _call(module, args, kwargs)  # what is recorded must not depend on geomon
     for holder in _calls.holders:
         if isinstance(holder, FirstCall) and holder.takes(module):
@@ -104,8 +104,8 @@ def _observed(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return _call_observed(module, args, kwargs)
 
 
-def is_captured() -> bool:
-    """Whether a CUDA graph captures what runs now, which fails if the host waits for a device."""
+def in_cuda_graph() -> bool:
+    """Whether a CUDA graph captures what runs now; its capture fails if the host waits."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
