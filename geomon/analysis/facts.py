@@ -14,6 +14,7 @@ from geomon.record import Reading, Readings
 
 # Metrics of the intrinsic dimension, which expand and compress; all others rise and fall.
 DIMENSIONS = ("twonn", "twonn_distinct", "gride")
+_ARROWS = {"expanding": "↑", "compressing": "↓", "falling": "↓", "level": "→", "unclear": "?"}
 _OTHER_WORDS = {"expanding": "rising", "compressing": "falling"}
 
 
@@ -44,6 +45,24 @@ class Fact:
         last = self.phase.last
         unit = f" {self.quantity.unit}" * bool(self.quantity.unit)
         return f"{last.words()}{unit} at step {last.step:,}"
+
+    @property
+    def start(self) -> str:
+        """The first value with its margin, unless it is the only one."""
+        return self.phase.start.words() if self.phase.start != self.phase.last else ""
+
+    @property
+    def turn(self) -> str:
+        """The peak with its step, unless it is the first or last reading."""
+        peak = self.phase.peak
+        if peak in (self.phase.start, self.phase.last):
+            return ""
+        return f"peak {peak.words()} at step {peak.step:,}"
+
+    @property
+    def arrow(self) -> str:
+        """The phase in one character: "↑", "↓", "→", or "?" if it is unclear; "" if unknown."""
+        return _ARROWS.get(self.phase.name, "")
 
     @property
     def trend(self) -> str:
