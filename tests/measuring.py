@@ -27,8 +27,9 @@ from geomon.metrics.evaluate import Evaluation
 from geomon.metrics.layer_views import LayerViews, MissingViewError, ViewsWithout
 from geomon.metrics.metric import Sizes
 from geomon.metrics.views import DERIVED, derived, groups_of, spread_rows
-from geomon.metrics.without import NoMarginError, margin, sliced
+from geomon.metrics.without import NoMarginError, sliced
 from geomon.note import Note
+from geomon.record import margin
 from geomon.record.columns import tagged
 
 

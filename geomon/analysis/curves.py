@@ -4,9 +4,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from geomon.analysis.phase import Phase, find_phase
+from geomon.analysis.phase import Phase, Point, phase_of
 from geomon.record import Reading, tags
 from geomon.record.columns import NAN
 
@@ -16,21 +15,32 @@ class Curve:
     """One value of a model over training.
 
     Attributes:
-        steps: Training steps, ascending.
-        values: Finite values, one for each step.
-        margins: Half widths of the 95 % intervals of the values; 0 if unknown.
+        points: Its readings with finite values, steps ascending.
     """
 
-    steps: list[int]
-    values: list[float]
-    margins: list[float]
+    points: list[Point]
 
     def __len__(self) -> int:
-        return len(self.steps)
+        return len(self.points)
+
+    @property
+    def steps(self) -> list[int]:
+        """Training steps, ascending."""
+        return [point.step for point in self.points]
+
+    @property
+    def values(self) -> list[float]:
+        """Finite values, one for each step."""
+        return [point.value for point in self.points]
+
+    @property
+    def margins(self) -> list[float]:
+        """Half widths of the 95 % intervals of the values; 0 if unknown."""
+        return [point.margin for point in self.points]
 
     def phase(self) -> Phase:
         """Find the phase at the end of the curve."""
-        return find_phase(self.steps, self.values, self.margins)
+        return phase_of(self.points)
 
 
 def single_source(readings: Iterable[Reading]) -> list[Reading]:
@@ -52,21 +62,7 @@ def single_source(readings: Iterable[Reading]) -> list[Reading]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-class Measured(NamedTuple):
-    """A value with its margin.
-
-    Attributes:
-        value: The value; NaN if it was not measured.
-        margin: Half width of its 95 % interval, over other sequences; 0 if unknown.
-    """
-
-    value: float
-    margin: float
-
-
-def measured(
-    reading: Reading, metric: str, *, part: str = "", layer: int | None = None
-) -> Measured:
+def measured(reading: Reading, metric: str, *, part: str = "", layer: int | None = None) -> Point:
     """Return a value of the main stack of a reading, with its margin.
 
     Args:
@@ -76,12 +72,10 @@ def measured(
         layer: Index of a layer. Defaults to None, for the mean over layers.
     """
     column = reading.column(metric, part)
-    value, margin = (
-        (column.mean, column.mean_margin)
-        if layer is None
-        else (column.at(layer), column.margin_at(layer))
-    )
-    return Measured(value, margin if math.isfinite(margin) else 0.0)
+    without = column.mean_without if layer is None else []
+    margin = column.margin_at(layer)
+    known = margin if math.isfinite(margin) else 0.0
+    return Point(reading.step, column.at(layer), known, without, reading.fingerprint)
 
 
 def curve_of(
@@ -110,17 +104,12 @@ def training_curve(readings: Iterable[Reading], name: str = tags.LOSS) -> Curve:
 
 def plain_curve(readings: Iterable[Reading], value: Callable[[Reading], float]) -> Curve:
     """Collect the curve of a function of readings; its margins are unknown (0)."""
-    return _curve(readings, lambda reading: Measured(value(reading), 0.0))
+    return _curve(readings, lambda reading: Point(reading.step, value(reading), 0.0))
 
 
-def _curve(readings: Iterable[Reading], get: Callable[[Reading], Measured]) -> Curve:
-    points = [(reading.step, get(reading)) for reading in single_source(readings)]
-    points = [(step, found) for step, found in points if math.isfinite(found.value)]
-    return Curve(
-        [step for step, _ in points],
-        [found.value for _, found in points],
-        [found.margin for _, found in points],
-    )
+def _curve(readings: Iterable[Reading], get: Callable[[Reading], Point]) -> Curve:
+    points = map(get, single_source(readings))
+    return Curve([point for point in points if math.isfinite(point.value)])
 
 
 def mean_abs_over_heads(readings: Iterable[Reading], metric: str) -> Curve:

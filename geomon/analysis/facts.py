@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from geomon.analysis.curves import Measured, single_source
+from geomon.analysis.curves import single_source
 from geomon.analysis.numbers import significant
-from geomon.analysis.phase import Phase, find_phase
+from geomon.analysis.phase import Phase, Point, phase_of
 from geomon.analysis.quantities import Quantity, quantities_of
 from geomon.record import Reading, Readings
 
@@ -49,15 +49,12 @@ class Fact:
     @property
     def start(self) -> str:
         """The first value with its margin, unless it is the only one."""
-        return self.phase.start.words() if self.phase.start != self.phase.last else ""
+        return self.phase.start.words() if self.phase.count > 1 else ""
 
     @property
     def turn(self) -> str:
-        """The peak with its step, unless it is the first or last reading."""
-        peak = self.phase.peak
-        if peak in (self.phase.start, self.phase.last):
-            return ""
-        return f"peak {peak.words()} at step {peak.step:,}"
+        """Peak and low with their steps, if they differ from the first and the last reading."""
+        return ", ".join(turn.words() for turn in self.phase.turns)
 
     @property
     def arrow(self) -> str:
@@ -79,7 +76,7 @@ class Fact:
 
 
 class FactLog:
-    """The curves of a run's headline quantities, with two numbers per quantity and reading.
+    """The curves of a run's headline quantities, with few numbers per quantity and reading.
 
     Args:
         runs: Descriptions of the starts of the run, which hold the names of its metrics. Defaults
@@ -91,7 +88,7 @@ class FactLog:
         self._quantities: dict[str, Quantity] = {}
         self._nulls: dict[str, str] = {}
         # By source (sources see different tokens), tag and step.
-        self._points: dict[str, dict[str, dict[int, Measured]]] = {}
+        self._points: dict[str, dict[str, dict[int, Point]]] = {}
         self._counts: Counter[str] = Counter()
 
     def add(self, readings: Sequence[Reading]) -> None:
@@ -112,9 +109,8 @@ class FactLog:
             points[tag] = {step: found for step, found in kept.items() if step <= first}
         for tag, quantity in quantities_of(some).items():
             if quantity.chart and quantity.metric:
-                curve = quantity.curve(some)
-                found = map(Measured, curve.values, curve.margins)
-                points.setdefault(tag, {}).update(zip(curve.steps, found, strict=True))
+                found = quantity.curve(some).points
+                points.setdefault(tag, {}).update({point.step: point for point in found})
                 self._quantities[tag] = quantity
                 self._nulls[tag] = _null_words(some, quantity) or self._nulls.get(tag, "")
 
@@ -124,9 +120,7 @@ class FactLog:
             return []
         points = self._points[max(reversed(self._counts), key=self._counts.__getitem__)]
         return [
-            Fact(
-                quantity, find_phase([*found], *zip(*found.values(), strict=True)), self._nulls[tag]
-            )
+            Fact(quantity, phase_of([*found.values()]), self._nulls[tag])
             for tag, quantity in self._quantities.items()
             if (found := points.get(tag))
         ]

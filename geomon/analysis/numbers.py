@@ -26,11 +26,19 @@ def with_margin(value: float, margin: float) -> str:
     Example:
         >>> with_margin(5.312, 0.08), with_margin(312.4, 35.2), with_margin(5.312, 0.0)
         ('5.31 ± 0.08', '312 ± 35', '5.3')
+        >>> with_margin(-1.04, 1.01)
+        '-1.04 ± 1.01'
     """
     if not margin > 0:
         return number(value)
     exponent = math.floor(math.log10(1.05 * margin))  # a margin of 0.96 is printed as 1.0
     decimals = 1 if exponent == 0 else min(max(0, -exponent), 6)
+    while (
+        decimals < 6
+        and abs(value) > margin
+        and abs(round(value, decimals)) <= round(margin, decimals)
+    ):
+        decimals += 1  # a change beyond its margin must not look like none
     value = round(value, decimals) + 0.0  # not -0.0
     return f"{value:.{decimals}f} ± {margin:.{decimals}f}"
 

@@ -2,34 +2,51 @@
 
 Razzhigaev et al. (2311.05928, section 4.3) see two phases: first expansion, then compression.
 
-The rule can be checked by eye. Two values differ if they are farther apart than the margin of their
-difference. If every reading since a quarter of the last step agrees with the last one, and the
-interval of that change stays within a quarter of the largest value so far, the curve is level.
-Otherwise we look back from the last reading to the most recent one that differs from it: if that
-value is lower, the curve has been expanding since then, and if it is higher, falling or
-compressing. If a reading in between lies beyond the last one, by a margin that allows for choosing
-it among these only, the curve may have turned, and its phase is unclear.
+The rule can be checked by eye, in a figure of the curve. The curve is divided into stretches that
+straight lines explain, each from one reading to a later one, on a linear or a logarithmic axis of
+steps. The word names the slope of the newest stretch. It must change by more than its margin, more
+than the scatter of the readings about lines, and by a tenth of what the whole curve has spanned.
+Otherwise the curve is level, if the interval of the change stays within a quarter of the largest
+value of the stretch, or its phase is unclear.
+
+A margin is that of the sampled sequences. If readings saw the same rows, their errors have much in
+common, so that the margin of their difference is that of 8 differences, each without one group of
+sequences (the grouped jackknife); it is .1 to .7 times as wide as for rows that differ.
 """
 
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from statistics import NormalDist
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from geomon.analysis.numbers import with_margin
+from geomon.record import margin
 from geomon.record.columns import NAN
 
-# A curve is level if its readings agree with the last one while the step grows by this factor, and
-# if the interval of the change stays within this share of the largest value.
-_QUIET_FACTOR, _LEVEL_SHARE = 4, 0.25
-# Probability that any two of the readings so far differ by chance. The test is repeated at each
-# reading, so over a whole run one in twenty unchanging curves gets a wrong word
-# (`benchmarks/detectors.py`).
-_CHANCE = 0.01
-# Probability that, by chance, a reading since the change lies beyond the last one.
-_CHANCE_OF_A_TURN = 0.05
+_Array = NDArray[np.float64]
+# Probability that a curve without a change gets a wrong word at one of its readings, before the
+# freedom to choose the stretch, which doubles it; and that a reading differs from the peak.
+_CHANCE, _CHANCE_OF_SCATTER, _CHANCE_OF_A_TURN = 0.15, 0.02, 0.05
+# A further stretch must explain this much of the chi square: a turn of 4 standard errors.
+_PENALTY = 16.0
+# Departures from a line that are smaller than this share of the curve's span are not seen in a
+# figure, and a smaller change of a stretch does not matter.
+_UNSEEN, _MATTERS = 0.01, 0.1
+# Nor does a change below this share of the largest value.
+_SLIGHT = 0.02
+# A curve is level if the interval of the change stays within this share of the largest value of
+# the newest stretch.
+_LEVEL_SHARE = 0.25
+# Margins count as much as this many readings in the estimate of the scatter; 1.48 makes the median
+# deviation of a normal distribution its standard deviation.
+_WORTH, _NORMAL = 2, 1.48
 _Z = 1.96  # standard errors in half the width of a 95 % interval
 
 
@@ -40,11 +57,15 @@ class Point(NamedTuple):
         step: Training step.
         value: Value at that step.
         margin: Half width of its 95 % interval; 0 if unknown.
+        without: Value without each of 8 groups of sequences. Defaults to (), if unknown.
+        fingerprint: Checksum of the rows that the reading saw. Defaults to "", if unknown.
     """
 
     step: int
     value: float
     margin: float
+    without: Sequence[float] = ()
+    fingerprint: str = ""
 
     def words(self) -> str:
         """Format the value with its margin."""
@@ -54,86 +75,166 @@ class Point(NamedTuple):
 _NOWHERE = Point(-1, NAN, 0.0)
 
 
+def sum_of(points: Sequence[Point], weights: Sequence[float], chance: float = 0.05) -> Point:
+    """Compute a weighted sum of readings, such as a difference, with its margin.
+
+    Readings of the same rows are paired: their part of the margin follows from the 8 sums without
+    a group. All other readings are independent.
+
+    Args:
+        points: Readings.
+        weights: Weight of each.
+        chance: Probability that the interval misses the sum. Defaults to 0.05, for 95 %.
+
+    Returns:
+        The sum at the step of the last reading; its margin is 0 if a margin is unknown.
+    """
+    value = math.fsum(w * point.value for w, point in zip(weights, points, strict=True))
+    if not all(point.margin > 0 for point in points):
+        return Point(points[-1].step, value, 0.0)
+    alike = defaultdict(list)
+    for number, point in enumerate(points):
+        alike[point.fingerprint if len(point.without) else number].append(number)
+    alone = NormalDist().inv_cdf(1 - chance / 2) / _Z
+    squares = []
+    for numbers in alike.values():
+        some = [points[i] for i in numbers]
+        if len(some) == 1 or not some[0].fingerprint:
+            squares += [(alone * weights[i] * points[i].margin) ** 2 for i in numbers]
+            continue
+        sums = np.array([weights[i] for i in numbers]) @ np.array([p.without for p in some])
+        # Some metrics have fewer degrees of freedom than groups: their margins are wider.
+        wider = max(p.margin / own if (own := margin(p.without)) else 1.0 for p in some)
+        squares.append((margin(sums, chance=chance) * max(1.0, wider)) ** 2)
+    return Point(points[-1].step, value, math.sqrt(math.fsum(squares)))
+
+
+def difference(one: Point, other: Point, chance: float = 0.05) -> Point:
+    """Compute the change from one reading to another, with its margin.
+
+    Args:
+        one: A reading.
+        other: Another reading.
+        chance: Probability that the interval misses the change. Defaults to 0.05, for 95 %.
+    """
+    return sum_of((one, other), (-1.0, 1.0), chance)
+
+
+def _differs(change: Point) -> bool:
+    return abs(change.value) > change.margin > 0
+
+
+class Turn(NamedTuple):
+    """The largest or smallest value of a curve.
+
+    Attributes:
+        kind: "peak" or "low".
+        point: Its reading.
+        steps: Steps between which it may lie: its neighbours that agree with it.
+    """
+
+    kind: str
+    point: Point
+    steps: tuple[int, int]
+
+    def words(self) -> str:
+        """Name the value and where it may lie."""
+        first, last = self.steps
+        span = f" (between steps {first:,} and {last:,})" if first < last else ""
+        return f"{self.kind} {self.point.words()} at step {self.point.step:,}{span}"
+
+
+_NO_TURN = Turn("", _NOWHERE, (-1, -1))
+
+
 @dataclass(frozen=True)
 class Phase:
     """The phase at the end of a curve, and the readings that it follows from.
 
     Attributes:
         name: "expanding"; "compressing" (falling after an expansion); "falling"; "level"; "unclear"
-            (it may have turned, or margins or the run's length do not allow to call it level);
-            "unknown" (fewer than two readings, or no margins).
+            (margins or scatter do not allow to call it level); "unknown" (fewer than two readings,
+            or no margins).
         start: First reading.
-        peak: Reading with the largest value.
+        highest: Largest value, and where it may lie.
+        lowest: Smallest value, and where it may lie.
         last: Last reading.
-        since: Reading from which the last one differs; if the curve is level, the first reading
-            that agrees with the last; None if the phase is unclear or unknown.
-        peak_steps: Steps between which the peak may lie: its neighbours that agree with it.
-        widening: Factor on the margin of a difference, which grows with the number of readings,
-            because the peak and `since` are chosen among all of them. Defaults to 1.0.
+        since: First reading of the newest stretch; None if the phase is unclear or unknown.
+        change: Change along the line through that stretch, with its margin.
+        count: Number of readings.
     """
 
     name: str
     start: Point = _NOWHERE
-    peak: Point = _NOWHERE
+    highest: Turn = _NO_TURN
+    lowest: Turn = _NO_TURN
     last: Point = _NOWHERE
     since: Point | None = None
-    peak_steps: tuple[int, int] = (-1, -1)
-    widening: float = field(default=1.0, repr=False)
+    change: Point = _NOWHERE
+    count: int = 0
 
-    def change(self, point: Point) -> Point:
-        """Compute the change from a reading to the last one, with the margin of the difference.
-
-        The margin is `widening` times the root of the sum of both squared margins, because the
-        reading is chosen among all of them.
-
-        Args:
-            point: A reading of the curve.
-        """
-        return _difference(point, self.last, self.widening)
+    @property
+    def peak(self) -> Point:
+        """The reading with the largest value."""
+        return self.highest.point
 
     @property
     def has_fallen(self) -> bool:
         """Whether the last value is below the peak by more than the margin of the difference."""
-        change = self.change(self.peak)
-        return -change.value > change.margin > 0
+        return _differs(self._moved(self.peak, self.last))
+
+    @property
+    def turns(self) -> list[Turn]:
+        """Peak and low, in order of steps, if they differ from the first and the last reading."""
+        found = [
+            turn
+            for turn in (self.highest, self.lowest)
+            if self._differ(turn.point, self.start) and self._differ(turn.point, self.last)
+        ]
+        return sorted(found, key=lambda turn: turn.point.step)
 
     def words(self) -> str:
         """Return the phase in words, with the change that it follows from.
 
         Example:
             >>> steps, values = [0, 64, 128, 256, 512, 1024], [2.5, 5.0, 7.3, 7.4, 6.4, 5.5]
-            >>> phase = find_phase(steps, values, [0.3] * 6)
-            >>> phase.words()
-            'compressing, -0.9 ± 0.7 since step 512'
+            >>> find_phase(steps, values, [0.3] * 6).words()
+            'compressing, -1.9 ± 0.7 since step 256'
         """
         if self.since is None:
             return self.name
-        change = _signed(self.change(self.since))
-        return f"{self.name}, {change} since step {self.since.step:,}"
+        change = "" if self.name == "level" else f", {_signed(self.change)}"
+        return f"{self.name}{change} since step {self.since.step:,}"
 
     def course(self) -> str:
-        """Return peak and start in words, with the change since each; "" for a single reading.
+        """Return what came before the phase in words; "" if nothing is worth saying.
 
         Example:
             >>> steps, values = [0, 64, 128, 256, 512, 1024], [2.5, 5.0, 7.3, 7.4, 6.4, 5.5]
-            >>> find_phase(steps, values, [0.3] * 6).course().split("; ")[1]
-            'start 2.5 ± 0.3 at step 0, +3.0 ± 0.7 since'
+            >>> find_phase(steps, values, [0.3] * 6).course()
+            'start 2.5 ± 0.3 at step 0; peak 7.4 ± 0.3 at step 256 (between steps 128 and 256)'
         """
-        parts = []
-        if self.peak not in (self.start, self.last):
-            first, last = self.peak_steps
-            span = f" (between steps {first:,} and {last:,})" if first < last else ""
-            parts.append(f"peak {self.peak.words()} at step {self.peak.step:,}{span}")
-            parts[-1] += self._since(self.peak)
-        if self.start != self.last:
-            start = f"start {self.start.words()} at step {self.start.step:,}"
-            parts.append(start + self._since(self.start))
-        return "; ".join(parts)
+        told = [turn.words() for turn in self.turns]
+        since = self.since or self.start
+        spans = [turn.steps for turn in self.turns]
+        is_told = any(first <= since.step <= last for first, last in spans)
+        if not is_told and self._differ(self.start, since):
+            verb = "rose" if since.value > self.start.value else "fell"
+            told.append(f"{verb} to {since.words()} at step {since.step:,}")
+        if told or self._differ(self.start, self.last):
+            told.insert(0, f"start {self.start.words()} at step {self.start.step:,}")
+        return "; ".join(told)
 
-    def _since(self, point: Point) -> str:
-        """Say the change since a reading, unless the phase says it or its margin is unknown."""
-        change = self.change(point)
-        return f", {_signed(change)} since" if change.margin and point != self.since else ""
+    def _moved(self, one: Point, other: Point) -> Point:
+        """Compute a change whose margin allows for choosing a reading among all of them."""
+        return difference(one, other, _CHANCE_OF_A_TURN / max(self.count, 1))
+
+    def _differ(self, one: Point, other: Point) -> bool:
+        """Whether a change is worth telling; more must change if a margin is unknown."""
+        change = self._moved(one, other)
+        slight = _SLIGHT if change.margin else _MATTERS
+        matters = abs(change.value) > slight * max(abs(one.value), abs(other.value))
+        return matters and (_differs(change) or not change.margin)
 
     def _repr_html_(self) -> str:
         """Show the phase in words in a notebook."""
@@ -141,13 +242,14 @@ class Phase:
 
 
 def find_phase(
-    steps: Sequence[int], values: Sequence[float], margins: Sequence[float] | None = None
+    steps: Sequence[int],
+    values: Sequence[float],
+    margins: Sequence[float] | None = None,
 ) -> Phase:
     """Find the phase at the end of a curve.
 
-    The margin of a difference of two readings is w sqrt(m1^2 + m2^2), where m1 and m2 are their
-    margins and w grows with the number of readings (1.4 for 4, 2 for 20, 2.5 for 150), so that
-    about 5 of 100 unchanging curves get a wrong word at one of their readings.
+    Of 100 curves without a change, about 5 get a wrong word at one of their readings
+    (`benchmarks/detectors.py`).
 
     Args:
         steps: Training steps, ascending.
@@ -171,73 +273,131 @@ def find_phase(
             f"expected as many values and margins as steps, got {len(steps)}, {len(values)} and "
             f"{len(margins)}"
         )
-    points = [
+    return phase_of([
         Point(step, value, margin if math.isfinite(margin) else 0.0)
         for step, value, margin in zip(steps, values, margins, strict=True)
         if math.isfinite(value)
-    ]
+    ])  # fmt: skip
+
+
+def phase_of(points: Sequence[Point]) -> Phase:
+    """Find the phase at the end of a curve; readings of the same rows are paired.
+
+    Args:
+        points: Readings with finite values, steps ascending.
+    """
     if not points:
         return Phase("unknown")
-    widening = _widening(len(points) * (len(points) - 1) // 2)
-    top = max(range(len(points)), key=lambda index: points[index].value)
-    before = _agreeing(points[:top][::-1], points[top], widening)
-    after = _agreeing(points[top + 1 :], points[top], widening)
-    around = points[top - before].step, points[top + after].step
-    if not points[top].margin:  # without a margin, its neighbours cannot be judged
-        around = points[top].step, points[top].step
-    name, since = _name(points, points[top], widening)
-    return Phase(name, points[0], points[top], points[-1], since, around, widening)
+    name, since, change = _name(points)
+    highest, lowest = (_turn(points, kind) for kind in ("peak", "low"))
+    return Phase(name, points[0], highest, lowest, points[-1], since, change, len(points))
 
 
-def _name(points: Sequence[Point], peak: Point, widening: float) -> tuple[str, Point | None]:
-    last = points[-1]
-    if len(points) < 2 or not last.margin:
-        return "unknown", None
-    agreeing = _agreeing(points[-2::-1], last, widening)
-    first = points[-1 - agreeing]
-    if _QUIET_FACTOR * first.step <= last.step and agreeing:
-        _, change, margin = _difference(first, last, widening)
-        largest = max(abs(point.value) for point in points)
-        if abs(change) + margin <= _LEVEL_SHARE * largest:
-            return "level", first
-    if agreeing == len(points) - 1:
-        return "unclear", None
-    since = points[-2 - agreeing]
-    sign = 1 if since.value < last.value else -1
-    # It may have turned since then; weaker evidence is enough to say nothing.
-    closer = _widening(agreeing, _CHANCE_OF_A_TURN)
-    back = (point for point in points[-1 - agreeing : -1] if sign * (point.value - last.value) > 0)
-    if any(_differ(point, last, closer) for point in back):
-        return "unclear", None
-    if sign > 0:
-        return "expanding", since
-    return ("compressing" if _differ(points[0], peak, widening) else "falling"), since
+def _turn(points: Sequence[Point], kind: str) -> Turn:
+    """Find the largest or smallest value, and its neighbours that agree with it."""
+    sign = 1 if kind == "peak" else -1
+    top = max(range(len(points)), key=lambda index: sign * points[index].value)
+    first = last = top
+    chance = _CHANCE_OF_A_TURN / len(points)
+
+    def agrees(index: int) -> bool:
+        change = difference(points[top], points[index], chance)
+        return change.margin > 0 and not _differs(change)
+
+    while first and agrees(first - 1):
+        first -= 1
+    while last + 1 < len(points) and agrees(last + 1):
+        last += 1
+    return Turn(kind, points[top], (points[first].step, points[last].step))
 
 
-def _agreeing(points: Sequence[Point], one: Point, widening: float) -> int:
-    """Count the readings before the first one that differs from a given reading."""
-    apart = (index for index, point in enumerate(points) if _differ(point, one, widening))
-    return next(apart, len(points))
+def _name(points: Sequence[Point]) -> tuple[str, Point | None, Point]:
+    """Name the newest stretch; return its first reading and its change too."""
+    is_known = points[-1].margin > 0
+    points = [point for point in points if point.margin]
+    if len(points) < 2 or not is_known:
+        return "unknown", None, _NOWHERE
+    values = np.array([point.value for point in points])
+    steps = np.array([point.step for point in points], float)
+    span = float(np.ptp(values))
+    errors = _errors(points, np.log1p(steps), values)
+    first, axis = _newest_stretch((steps, np.log1p(steps)), values, errors)
+    weights = _weights_of_change(axis[first:], errors[first:] ** -2)
+    change = sum_of(points[first:], weights.tolist(), _CHANCE / len(points))
+    chance = _CHANCE_OF_SCATTER / len(points)
+    scatter = NormalDist().inv_cdf(1 - chance / 2) * np.linalg.norm(weights * errors[first:])
+    change = change._replace(margin=max(change.margin, float(scatter)))
+    largest = float(np.abs(values[first:]).max())
+    slight = max(_MATTERS * min(span, largest), _SLIGHT * largest)
+    if _differs(change) and abs(change.value) >= slight:
+        if change.value > 0:
+            return "expanding", points[first], change
+        peak = max(points, key=lambda point: point.value)
+        has_risen = _differs(difference(points[0], peak, _CHANCE_OF_A_TURN / len(points)))
+        return "compressing" if has_risen else "falling", points[first], change
+    if abs(change.value) + change.margin <= _LEVEL_SHARE * largest:
+        return "level", points[first], change
+    return "unclear", None, change
+
+
+def _errors(points: Sequence[Point], axis: _Array, values: _Array) -> _Array:
+    """Estimate the standard error of each reading about a line.
+
+    It is the largest of three: what sampling leaves in differences of neighbours, the scatter of
+    readings about the line through both neighbours (training itself is not smooth), and what nobody
+    would see in a figure. Few readings say little of the scatter, so that margins count as much as
+    some of them.
+    """
+    pairs = [difference(one, other).margin for one, other in itertools.pairwise(points)]
+    beside = np.array([pairs[0], *pairs, pairs[-1]]) / (_Z * math.sqrt(2))
+    sampling = (beside[1:] + beside[:-1]) / 2
+    share = (axis[2:] - axis[1:-1]) / (axis[2:] - axis[:-2])
+    off = values[1:-1] - share * values[:-2] - (1 - share) * values[2:]
+    off /= np.sqrt(1 + share**2 + (1 - share) ** 2)
+    usual = float(np.median([point.margin for point in points])) / _Z
+    square = (_NORMAL * float(np.median(np.abs(off)))) ** 2 if len(off) else 0.0
+    scatter = math.sqrt((_WORTH * usual**2 + len(off) * square) / (_WORTH + len(off)))
+    sizes = float(np.ptp(values)), float(np.median(np.abs(values))), 1e-300
+    least = _UNSEEN * max(sizes)
+    return np.maximum(sampling, max(scatter, least))
+
+
+def _newest_stretch(axes: Sequence[_Array], values: _Array, errors: _Array) -> tuple[int, _Array]:
+    """Divide a curve into stretches that lines explain; return the first reading of the newest one.
+
+    The division has the least sum of squares about its lines, in standard errors, plus a penalty
+    for each stretch. Neighbouring stretches share a reading. The axis of the newest line is
+    returned too.
+    """
+    count = len(values)
+    least, begins = np.zeros(count), np.zeros(count, int)
+    for last in range(1, count):
+        squares = [_squares(axis, values, errors, last) for axis in axes]
+        total = least[:last] + np.minimum.reduce(squares) + _PENALTY
+        begins[last] = first = int(np.argmin(total))
+        least[last] = total[first]
+    return first, axes[int(np.argmin([each[first] for each in squares]))]
+
+
+def _squares(axis: _Array, values: _Array, errors: _Array, last: int) -> _Array:
+    """Sum the squares about the line from each earlier reading to the last, in standard errors."""
+    x, y = axis[last::-1] - axis[last], values[last::-1] - values[last]
+    weight = errors[last::-1] ** -2
+    total, along, up = (np.cumsum(weight * each) for each in (1, x, y))
+    spread = np.cumsum(weight * x * x) - along**2 / total
+    shared = np.cumsum(weight * x * y) - along * up / total
+    square = np.cumsum(weight * y * y) - up**2 / total
+    return np.maximum(square[1:] - shared[1:] ** 2 / spread[1:], 0)[::-1]
+
+
+def _weights_of_change(axis: _Array, weight: _Array) -> _Array:
+    """Weights of readings in the change along their line, from the first to the last of them."""
+    off = axis - np.average(axis, weights=weight)
+    return weight * off / (weight * off**2).sum() * (axis[-1] - axis[0])
 
 
 def _signed(change: Point) -> str:
     return "+" * (change.value > 0) + change.words()
 
 
-def _difference(one: Point, other: Point, widening: float) -> Point:
-    known = one.margin > 0 and other.margin > 0
-    margin = widening * math.hypot(one.margin, other.margin) if known else 0.0
-    return Point(other.step, other.value - one.value, margin)
-
-
-def _differ(one: Point, other: Point, widening: float) -> bool:
-    difference = _difference(one, other, widening)
-    return abs(difference.value) > difference.margin > 0
-
-
-def _widening(pairs: int, chance: float = _CHANCE) -> float:
-    """Compute the factor for this many pairs, with Bonferroni's correction."""
-    return max(1.0, NormalDist().inv_cdf(1 - chance / (2 * max(1, pairs))) / _Z)
-
-
-__all__ = ["Phase", "Point", "find_phase"]
+__all__ = ["Phase", "Point", "Turn", "difference", "find_phase", "phase_of", "sum_of"]

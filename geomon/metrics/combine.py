@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +19,8 @@ from geomon.metrics.cautions import cautions, explain_not_finite
 from geomon.metrics.layer_values import LayerValues, Parts
 from geomon.metrics.metric import Metric, Sizes
 from geomon.metrics.views import SPECTRAL_ROWS, SPECTRAL_WIDTH
-from geomon.metrics.without import margin
 from geomon.note import Note
-from geomon.record import tags
+from geomon.record import margin, tags
 from geomon.record.arrays import ArrayPlace
 from geomon.record.columns import Column, Columns, Stacks
 
@@ -34,11 +34,13 @@ class Evaluation:
             measured.
         notes: Remarks for the reader of the values.
         arrays: Arrays for figures.
+        fingerprint: Checksum of the rows of all layers; "" if their tokens are unknown.
     """
 
     stacks: Stacks = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
     arrays: dict[ArrayPlace, NDArray[Any]] = field(default_factory=dict)
+    fingerprint: str = ""
 
 
 def combine(
@@ -92,6 +94,9 @@ def combine(
                 explained |= {(name, layer.index) for name in columns.keys() - layer.parts.keys()}
             notes += explain_not_finite(columns, explained, metrics)
         result.notes += [msgspec.structs.replace(note, stack=stack) for note in notes]
+    prints = [layer.fingerprint for layer in measured if layer.shape is not None]
+    if all(prints):
+        result.fingerprint = f"{zlib.crc32(' '.join(prints).encode()):08x}"
     result.arrays = join_arrays((one.stack, one.index, one.arrays) for one in measured)
     return result
 
@@ -196,7 +201,8 @@ def _column_of(
     if any(map(math.isfinite, margins)):
         column.margin = margins
     if math.isfinite(column.mean) and all(len(each) > 1 for each in deep):
-        column.mean_margin = margin(np.mean(deep, axis=0)[1:], degrees)
+        column.mean_without = np.mean(deep, axis=0)[1:].tolist()
+        column.mean_margin = margin(column.mean_without, degrees)
     return column
 
 

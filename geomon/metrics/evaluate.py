@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import random
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from geomon.capture.modes import unseen
-from geomon.capture.snapshot import CAPTURED, HOST, OF_THE_BATCH, SOURCES, Layer
+from geomon.capture.snapshot import CAPTURED, HOST, OF_THE_BATCH, ROW_VIEWS, SOURCES, Layer
 from geomon.kernels.groups import GROUPS
 from geomon.kernels.products import without_autocast
 from geomon.metrics.arrays import arrays_of
@@ -120,6 +121,7 @@ class Evaluator:
         hidden = layer.captured.get("hidden")
         shape = None if hidden is None else (hidden.shape[0], hidden.shape[1])
         result = LayerValues(layer.stack, layer.index, shape)
+        result.fingerprint = _fingerprint(layer, rows, self.splits, self.queries)
         if "sequences" in layer.captured:
             result.sequences = len(layer.captured["sequences"].unique())
         if any(metric.null is not None for metric in self.metrics.values()):
@@ -235,6 +237,17 @@ def _plain_arithmetic(layer: Layer) -> Iterator[None]:
     kinds = sorted({"cpu", *(device.type for device in layer.devices)})
     with unseen(), torch.no_grad(), without_autocast(kinds):
         yield
+
+
+def _fingerprint(layer: Layer, *sizes: int | None) -> str:
+    """Return a checksum of the tokens of a layer's rows; "" if they are unknown."""
+    if "token_ids" not in layer.captured and not layer.of_weights:
+        return ""
+    found = zlib.crc32(repr(sizes).encode())
+    for name in ROW_VIEWS:
+        if name in layer.captured and name in OF_THE_BATCH:
+            found = zlib.crc32(layer.captured[name].cpu().contiguous().numpy().tobytes(), found)
+    return f"{found:08x}"
 
 
 def _sizes_of_attention(layer: Layer) -> tuple[tuple[int, int] | None, int | None]:

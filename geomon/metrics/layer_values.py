@@ -30,6 +30,7 @@ class LayerValues:
         log_visible: Mean logarithm of the number of visible keys, over queries and heads, which is
             the entropy of uniform attention; None if unknown.
         arrays: Arrays for figures by name, from the first split of the rows.
+        fingerprint: Checksum of the tokens of the rows; "" if they are unknown.
         without_arrays: Error while copying the arrays; "" if there was none.
     """
 
@@ -45,6 +46,7 @@ class LayerValues:
     queries: int | None = None
     log_visible: float | None = None
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
+    fingerprint: str = ""
     without_arrays: str = ""
 
     def has_margin(self, name: str) -> bool:

@@ -6,16 +6,13 @@ intervals are up to 2.6 times too wide. Sums are kept by group, and spectra foll
 Each view declares its rule (`geomon.metrics.views`).
 """
 
-import functools
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from scipy import special  # type: ignore[import-untyped]
 from torch import Tensor
 
-from geomon.kernels.groups import GROUPS, Groups, GroupSums
+from geomon.kernels.groups import Groups, GroupSums
 from geomon.kernels.neighbours import pass_over
 
 
@@ -156,34 +153,4 @@ def _slice(view: Any, stay: Tensor, dimension: int) -> Any:
     return view
 
 
-@functools.cache
-def _student(degrees: int) -> float:
-    """Return the 97.5 % point of Student's distribution."""
-    return float(special.stdtrit(degrees, 0.975))
-
-
-def margin(values: Iterable[float], degrees: int = GROUPS - 1) -> float:
-    """Compute the half width of a 95 % interval from the values without each group.
-
-    It is t sqrt((G - 1) / G sum (value_g - mean)^2), where t is the 97.5 % point of Student's
-    distribution with G - 1 degrees of freedom (the grouped jackknife; Quenouille 1956, Tukey 1958).
-
-    Args:
-        values: Value without each of the G = 8 groups.
-        degrees: Degrees of freedom. Defaults to 7.
-
-    Returns:
-        At least 0; NaN if there are no values or any is not finite.
-
-    Example:
-        >>> round(margin([1.0, 3.0] * 4), 3) # 2.365 sqrt(7/8 x 8)
-        6.256
-    """
-    found = [*map(float, values)]
-    if not found or not all(map(math.isfinite, found)):
-        return math.nan
-    mean = [math.fsum(found) / len(found)] * len(found)
-    return _student(degrees) * math.sqrt(1 - 1 / len(found)) * math.dist(found, mean)
-
-
-__all__ = ["NoMarginError", "margin"]
+__all__ = ["NoMarginError"]

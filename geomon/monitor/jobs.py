@@ -235,6 +235,7 @@ class ReadingJob:
             stacks=evaluation.stacks,
             training={} if info.loss is None else {tags.PROBE_LOSS: info.loss.value},
             notes=notes,
+            fingerprint=evaluation.fingerprint,
         )
 
     def _all_layers(self) -> list[LayerValues] | None:

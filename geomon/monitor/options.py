@@ -438,6 +438,16 @@ class MonitorOptions(TypedDict, total=False):
             _hook("on_phase"),
         ),
     ]
+    on_peak: Annotated[
+        Callable[[Phase], object] | None,
+        Option(
+            None,
+            "Function of a `Phase`, called like `on_phase`, after each reading whose mean "
+            "intrinsic dimension is the highest so far: it can save the weights of the peak, over "
+            "those that it saved before.",
+            _hook("on_peak"),
+        ),
+    ]
     gather: Annotated[
         bool,
         Option(

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from geomon.analysis import Phase, find_phase
 from geomon.analysis.alerts import Alert, AlertWatch, Inputs
 from geomon.analysis.curves import measured
+from geomon.analysis.phase import Phase, Point, phase_of
 from geomon.monitor.executor import ReadingExecutor
 from geomon.monitor.jobs import CHECK, ReadingJob
 from geomon.monitor.logged import LoggedValues
@@ -72,7 +72,9 @@ class Outbox:
         self._record = record
         self._executor, self._planner, self._account = executor, planner, account
         self._warnings, self._notes = warnings, notes
-        self._on_phase, self._on_alert = options["on_phase"], options["on_alert"]
+        self._hooks: dict[str, Callable[[Any], object] | None] = {
+            name: options[name] for name in ("on_alert", "on_phase", "on_peak")
+        }
         self._alerts = options["alerts"]
         self._watch = AlertWatch(self._alerts)
         self._logged = LoggedValues(options["log"], warnings)
@@ -82,8 +84,8 @@ class Outbox:
         self._noted: list[Note] = []  # alerts of checks and remarks since the last reading
         self._last_completed: tuple[ReadingJob | None, _Completed] = None, _NOTHING
         self._published: int | None = None  # step of the last reading that was published
-        # Steps, dimensions and margins, and the name of the last phase, by source of the readings.
-        self._curves: defaultdict[str, list[tuple[int, float, float]]] = defaultdict(list)
+        # Dimensions, and the name of their last phase, by source of the readings.
+        self._curves: defaultdict[str, list[Point]] = defaultdict(list)
         self._phases: dict[str, str] = {}
 
     def begin(self, step: int, description: dict[str, Any]) -> int:
@@ -196,9 +198,8 @@ class Outbox:
             self.sinks.write(reading)
             for alert in alerts:
                 self._raise(alert, reading.source, job.inputs)
-            phase = self._follow(reading)
-            if phase is not None:
-                self._call("on_phase", self._on_phase, phase)
+            for name, phase in self._follow(reading).items():
+                self._call(name, phase)
 
     def _publish_check(self, job: ReadingJob) -> None:
         """Raise the alerts of a check, which itself is not recorded."""
@@ -259,7 +260,7 @@ class Outbox:
             self._attempt_to_write(functools.partial(self._record.write_alert, raised))
         self._warnings.warn(f"alert at step {alert.step:,}: {note.words()}")
         self.sinks.alert(raised)
-        self._call("on_alert", self._on_alert, replace(alert, inputs=inputs))
+        self._call("on_alert", replace(alert, inputs=inputs))
 
     def _write(self, reading: Reading, job: ReadingJob) -> None:
         """Write a reading to the record before it is shown, so that nothing shown is ever lost."""
@@ -286,20 +287,23 @@ class Outbox:
         self._watch.add(reading)
         self._follow(reading)
 
-    def _follow(self, reading: Reading) -> Phase | None:
-        """Add a reading to the dimension's curve; return the phase if it has changed."""
-        if self._on_phase is None:
-            return None
+    def _follow(self, reading: Reading) -> dict[str, Phase]:
+        """Add a reading to the dimension's curve; return the phase for each hook that it calls."""
+        point = measured(reading, "twonn")
+        if math.isnan(point.value) or not (self._hooks["on_phase"] or self._hooks["on_peak"]):
+            return {}
         curve = self._curves[reading.source]
-        curve.append((reading.step, *measured(reading, "twonn")))
-        phase = find_phase(*zip(*curve, strict=True))
-        if phase.since is None or phase.name == self._phases.get(reading.source):
-            return None
-        self._phases[reading.source] = phase.name
-        return phase
+        curve.append(point)
+        phase = phase_of(curve)
+        found = {"on_peak": phase} if phase.peak == point else {}
+        if phase.since is not None and phase.name != self._phases.get(reading.source):
+            self._phases[reading.source] = phase.name
+            found["on_phase"] = phase
+        return found
 
-    def _call(self, name: str, function: Callable[[Any], object] | None, argument: object) -> None:
+    def _call(self, name: str, argument: object) -> None:
         """Call a user's function; its time is the training's, except for calls of geomon."""
+        function = self._hooks[name]
         if function is None:
             return
         began, spent = time.perf_counter(), self._account.spent

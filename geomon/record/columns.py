@@ -52,6 +52,8 @@ class Column(msgspec.Struct, omit_defaults=True):
         heads: Values of the heads at each depth; empty for a metric without heads.
         mean: Mean over all layers except layer 0.
         mean_margin: Half width of the 95 % interval of the mean.
+        mean_without: Mean without each of the 8 groups of sequences, from which `mean_margin`
+            follows; empty if there is none.
         parts: Columns of the metric's parts by name: "n", "k32", "std".
         whole: Numbers of the stack as a whole by name: "null".
     """
@@ -62,6 +64,7 @@ class Column(msgspec.Struct, omit_defaults=True):
     heads: list[list[Number]] = []
     mean: Number = NAN
     mean_margin: Number = NAN
+    mean_without: list[Number] = []
     parts: dict[str, "Column"] = {}
     whole: dict[str, Number] = {}
 

@@ -67,6 +67,9 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
         training: Values that the training logs, by name, such as its loss.
         notes: Remarks on how far the values can be trusted, and alerts.
         left_out: Number of readings that were due so far but left out by the budget. Defaults to 0.
+        fingerprint: Checksum of the rows that were measured. Readings with the same one saw the
+            same tokens in the same groups, so that differences between them are paired. Defaults
+            to "", if unknown.
     """
 
     step: Count
@@ -82,6 +85,7 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
     training: dict[str, Number] = {}
     notes: tuple[Note, ...] = ()
     left_out: Count = 0
+    fingerprint: str = ""
 
     def __post_init__(self) -> None:
         """Replace JSON nulls by NaN, and refuse values that no reading can have."""

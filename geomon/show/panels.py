@@ -223,6 +223,4 @@ def thin(curve: Curve, most: int = 400) -> Curve:
         return curve
     extremes = {curve.steps[curve.values.index(pick(curve.values))] for pick in (min, max)}
     kept = spread_both(curve.steps, most) | extremes
-    places = [place for place, step in enumerate(curve.steps) if step in kept]
-    rows = ([row[place] for place in places] for row in (curve.values, curve.margins))
-    return Curve([curve.steps[place] for place in places], *rows)
+    return Curve([point for point in curve.points if point.step in kept])
