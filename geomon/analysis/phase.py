@@ -47,7 +47,7 @@ _LEVEL_SHARE = 0.25
 # Margins count as much as this many readings in the estimate of the scatter; 1.48 makes the median
 # deviation of a normal distribution its standard deviation.
 _WORTH, _NORMAL = 2, 1.48
-_Z = 1.96  # standard errors in half the width of a 95 % interval
+_Z = NormalDist().inv_cdf(0.975)  # standard errors in half the width of a 95 % interval
 
 
 class Point(NamedTuple):
@@ -321,12 +321,15 @@ def _name(points: Sequence[Point]) -> tuple[str, Point | None, Point]:
     steps = np.array([point.step for point in points], float)
     span = float(np.ptp(values))
     errors = _errors(points, np.log1p(steps), values)
-    first, axis = _newest_stretch((steps, np.log1p(steps)), values, errors)
+    first, axis = _newest_stretch(np.stack([steps, np.log1p(steps)]), values, errors)
     weights = _weights_of_change(axis[first:], errors[first:] ** -2)
     change = sum_of(points[first:], weights.tolist(), _CHANCE / len(points))
     chance = _CHANCE_OF_SCATTER / len(points)
-    scatter = NormalDist().inv_cdf(1 - chance / 2) * np.linalg.norm(weights * errors[first:])
-    change = change._replace(margin=max(change.margin, float(scatter)))
+    # Neighbours may err alike: at a correlation of 1/3, long lines scatter by the root of 2 more.
+    alike = math.sqrt(2 - 2 / len(weights))
+    scatter = alike * float(np.linalg.norm(weights * errors[first:]))
+    scatter *= NormalDist().inv_cdf(1 - chance / 2)
+    change = change._replace(margin=max(change.margin, scatter))
     largest = float(np.abs(values[first:]).max())
     slight = max(_MATTERS * min(span, largest), _SLIGHT * largest)
     if _differs(change) and abs(change.value) >= slight:
@@ -362,32 +365,30 @@ def _errors(points: Sequence[Point], axis: _Array, values: _Array) -> _Array:
     return np.maximum(sampling, max(scatter, least))
 
 
-def _newest_stretch(axes: Sequence[_Array], values: _Array, errors: _Array) -> tuple[int, _Array]:
+def _newest_stretch(axes: _Array, values: _Array, errors: _Array) -> tuple[int, _Array]:
     """Divide a curve into stretches that lines explain; return the first reading of the newest one.
 
     The division has the least sum of squares about its lines, in standard errors, plus a penalty
     for each stretch. Neighbouring stretches share a reading. The axis of the newest line is
     returned too.
     """
-    count = len(values)
-    least, begins = np.zeros(count), np.zeros(count, int)
-    for last in range(1, count):
-        squares = [_squares(axis, values, errors, last) for axis in axes]
-        total = least[:last] + np.minimum.reduce(squares) + _PENALTY
+    least, begins = np.zeros(len(values)), np.zeros(len(values), int)
+    for last in range(1, len(values)):
+        squares = _squares(axes[:, last::-1], values[last::-1], errors[last::-1])
+        total = least[:last] + squares.min(axis=0) + _PENALTY
         begins[last] = first = int(np.argmin(total))
         least[last] = total[first]
-    return first, axes[int(np.argmin([each[first] for each in squares]))]
+    return first, axes[int(np.argmin(squares[:, first]))]
 
 
-def _squares(axis: _Array, values: _Array, errors: _Array, last: int) -> _Array:
-    """Sum the squares about the line from each earlier reading to the last, in standard errors."""
-    x, y = axis[last::-1] - axis[last], values[last::-1] - values[last]
-    weight = errors[last::-1] ** -2
-    total, along, up = (np.cumsum(weight * each) for each in (1, x, y))
-    spread = np.cumsum(weight * x * x) - along**2 / total
-    shared = np.cumsum(weight * x * y) - along * up / total
-    square = np.cumsum(weight * y * y) - up**2 / total
-    return np.maximum(square[1:] - shared[1:] ** 2 / spread[1:], 0)[::-1]
+def _squares(axes: _Array, values: _Array, errors: _Array) -> _Array:
+    """Sum the squares about the lines from each earlier reading to the last, [axes, readings]."""
+    x, y, weight = axes - axes[:, :1], values - values[0], errors**-2
+    total, up, square = (np.cumsum(weight * each) for each in (1, y, y * y))
+    along, spread, shared = (np.cumsum(weight * each, axis=1) for each in (x, x * x, x * y))
+    spread, shared = spread - along**2 / total, shared - along * up / total
+    rest = (square - up**2 / total) - shared**2 / np.where(spread > 0, spread, 1)
+    return np.maximum(rest[:, :0:-1], 0)
 
 
 def _weights_of_change(axis: _Array, weight: _Array) -> _Array:

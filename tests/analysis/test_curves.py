@@ -4,6 +4,7 @@ import pytest
 from tagged import reading_of, with_values
 
 from geomon.analysis import Curve, curve_of, single_source
+from geomon.analysis.phase import Point
 
 
 def test_curves_keep_to_the_commoner_source_or_to_that_of_the_last_reading(make_readings):
@@ -23,7 +24,7 @@ def test_a_curve_has_margins_and_a_phase_and_leaves_out_what_is_missing(make_rea
     assert curve_of(readings, "gride", part="k32").margins == [0.0] * 9
     missing = [with_values(r, {"twonn/mean": math.nan}) for r in readings]
     assert len(curve_of(missing, "twonn")) == 0
-    curve = Curve([0, 1, 2], [10.0, 10.5, 12.0], [0.5, 0.5, 0.5])
+    curve = Curve([Point(0, 10.0, 0.5), Point(1, 10.5, 0.5), Point(2, 12.0, 0.5)])
     assert (len(curve), curve.phase().peak.step) == (3, 2)
 
 

@@ -27,11 +27,13 @@ NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
 VALUE = rf"({NUMBER})(?: ± ({NUMBER}))?"
 SENTENCE = re.compile(
     rf"(?P<title>.*): {VALUE}(?: nats)? at step ({NUMBER})"
-    rf"(?:, (?P<word>[a-z]+)(?:, \+?{VALUE} since step ({NUMBER}))?)?"
-    rf"(?:; peak {VALUE} at step ({NUMBER})(?: \(between steps ({NUMBER}) and ({NUMBER})\))?"
-    rf"(?:, \+?{VALUE} since)?)?"
-    rf"(?:; start {VALUE} at step ({NUMBER})(?:, \+?{VALUE} since)?)?"
+    rf"(?:, (?P<word>[a-z]+)(?:, \+?(?P<change>{NUMBER}) ± {NUMBER})?"
+    rf"(?: since step (?P<since>{NUMBER}))?)?(?P<course>(?:; (?:start|peak|low|rose|fell) [^;]*)*)"
     r"(?:; (?:Gaussian noise|isotropic noise|uniform attention): \S+)?\."
+)
+TOLD = re.compile(
+    rf"(start|peak|low|rose|fell) (?:to )?{VALUE} at step ({NUMBER})"
+    rf"(?: \(between steps ({NUMBER}) and ({NUMBER})\))?"
 )
 ALERT = re.compile(r"Alert at step (\S+?)(?: \(first of (\d+)\))?: (.*?) \(layer 2\): .*")
 TITLES = {
@@ -133,33 +135,35 @@ def faults(sentence, readings, curves):
     if found is None or found["title"] not in TITLES:
         return [] if found else ["unknown form"]
     points = curves[TITLES[found["title"]]]
-    (now, margin, step, word, change, _, since, peak, peak_margin, peak_step,
-     begin, end, from_peak, _, start, start_margin, start_step, from_start, _) = (
-        found.groups()[1:]
-    )  # fmt: skip
+    now, margin, step = found.groups()[1:4]
+    word, change, since = found["word"], found["change"], found["since"]
     values, (first, last) = [value for value, _ in points.values()], (min(points), max(points))
-
-    def moved(at):
-        return values[-1] - points[int(number(at))][0]
-
+    told = {}
+    for kind, value, own, at, begin, end in TOLD.findall(found["course"]):
+        told[kind] = int(number(at)), value, own, begin, end
+    at = {kind: points[step][0] for kind, (step, *_) in told.items()}
+    extremes = {"peak": max, "low": min}
     holds = {
         "now": number(step) == last and shows(points, step, now, margin),
-        "one reading has no start": (start is None) == (len(points) == 1),
-        "start": not start or number(start_step) == first,
-        "start as it was": not start or shows(points, start_step, start, start_margin),
-        "peak": max(values) == (points[int(number(peak_step))][0] if peak else
-                                max(values[0], values[-1])),
-        "peak as it was": not peak or shows(points, peak_step, peak, peak_margin),
-        "steps of the peak": not begin or number(begin) <= number(peak_step) <= number(end),
+        "start": "start" not in told or told["start"][0] == first,
+        "told as it was": all(
+            shows(points, str(step), value, own) for step, value, own, *_ in told.values()
+        ),
+        "all that is told is understood": len(told) == found["course"].count("; "),
+        "peak and low": all(at[kind] == extremes[kind](values) for kind in {*told} & {*extremes}),
+        "steps of a turn": all(
+            number(begin) <= step <= number(end)
+            for step, _, _, begin, end in told.values() if begin
+        ),
+        "rose or fell": all(
+            (at[kind] > values[0]) == (kind == "rose") for kind in {*told} & {"rose", "fell"}
+        ),
         "a word where it can be": (word is None) == (not margin or len(points) < 2),
-        "a word needs a change": bool(since) or word in ("unclear", None),
-        "direction": not since or word == "level" or (moved(since) > 0) == (
-            word in ("expanding", "rising")),
+        "a word needs a stretch": bool(since) == (word not in (None, "unclear")),
+        "a change where there is one": bool(change) == (
+            word in ("expanding", "rising", "falling", "compressing")),
+        "direction": not change or (number(change) > 0) == (word in ("expanding", "rising")),
     }  # fmt: skip
-    for at, said in ((since, change), (peak_step, from_peak), (start_step, from_start)):
-        holds[f"change since {at}"] = not said or prints(moved(at), said)
-        is_told = bool(margin) and (at != since or said is change)
-        holds[f"told once: {at}"] = not at or bool(said) == is_told
     return [name for name, is_true in holds.items() if not is_true]
 
 
