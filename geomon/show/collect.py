@@ -55,7 +55,7 @@ def dimension_panel(readings: Readings) -> Lines:
         if metric == "twonn" and (phase := curve.phase()).has_fallen:
             name = f"{name}: peak {phase.peak.value:.1f} at step {phase.peak.step:,}"
         if curve:
-            lines.append(line_of(curve, name, colour, dash="dash" if part else "solid"))
+            lines.append(line_of(curve, name, colour))
     by_step: dict[int, list[float]] = {}
     for line in lines:
         for step, value in zip(line.x, line.y, strict=True):

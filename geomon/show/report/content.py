@@ -20,12 +20,14 @@ from geomon.record import Readings
 from geomon.record.columns import MetricText
 from geomon.record.printable import printable
 from geomon.show.collect import alerts_of, depth_panel, head_panels, line_of, map_panel
-from geomon.show.colours import BLUE, DASHES, look_of
+from geomon.show.colours import BLUE, SERIES
 from geomon.show.panels import Line, Lines, Matrix, spread_both, thin
 from geomon.show.settings import OF_A_START, setting_words
 
 # Largest numbers of steps in maps and in sliders.
 _MOST_COLUMNS, _MOST_STEPS = 64, 16
+# Dashes of the quantities of one chart, for several runs; "dash" bridges gaps.
+_DASHES = ("solid", "dot", "dashdot")
 # Largest number of curves that are shown before an alert.
 _MOST_COURSES = 12
 # Keys of a description that may differ between runs of one configuration.
@@ -141,9 +143,9 @@ def build_panels(runs: Sequence[Run]) -> Panels:
                     continue
                 if len(runs) > 1:
                     named = ": ".join(filter(None, (name, below))) if name else ""
-                    found.append(replace(line, name=named, dash=DASHES[place % len(DASHES)]))
+                    found.append(replace(line, name=named, dash=_DASHES[place % len(_DASHES)]))
                 else:
-                    found.append(replace(line, name=below, colour=look_of(place)[0]))
+                    found.append(replace(line, name=below, colour=SERIES[place % len(SERIES)]))
         first = quantities[0]
         has_null = len(runs) == len(quantities) == 1 and first.is_mean and not first.part
         null = null_of(selected[0], first.metric) if has_null else None
@@ -267,7 +269,7 @@ def _texts_of(runs: Sequence[Readings]) -> dict[str, MetricText]:
 def _colours(runs: Sequence[Run]) -> list[str]:
     """Choose a colour for each run; runs that differ only in their seed share one."""
     first = {index: group[0] for group in _seed_groups(runs) for index in group}
-    return [look_of(first.get(index, index))[0] for index in range(len(runs))]
+    return [SERIES[first.get(index, index) % len(SERIES)] for index in range(len(runs))]
 
 
 def _seed_groups(runs: Sequence[Run]) -> list[list[int]]:
