@@ -153,11 +153,12 @@ def _draw_lines(panel: Lines, steps: Iterable[int]) -> go.Figure:
         _mark(chart, "x", axis.places([step])[0], words, PURPLE, is_logarithmic=True)
     if panel.null_inside is not None:
         _mark(chart, "y", *panel.null_inside, GREY, is_logarithmic=panel.is_logarithmic)
-    if panel.chance is not None:
-        limit, words = panel.chance
-        chart.add_hrect(
-            -limit, limit, fillcolor=faded(GREY, 0.18), line_width=0,
-            annotation={"text": _plain(words), "font": {"size": 10, "color": GREY}},
+    if panel.usual is not None:
+        low, high, words = panel.usual
+        chart.add_hrect(low, high, fillcolor=faded(GREY, 0.18), line_width=0, layer="below")
+        chart.add_annotation(
+            x=0.004, xref="paper", xanchor="left", yanchor="bottom", borderpad=0,
+            y=math.log10(low) if panel.is_logarithmic else low, **_small(words, GREY),
         )  # fmt: skip
     if panel.remark:
         x_axis["title"]["text"] += f"<br>{_plain(panel.remark)}"
@@ -179,16 +180,22 @@ def _mark(
         place = math.log10(at) if is_logarithmic else at  # plotly takes exponents for text
         chart.add_annotation(
             {axis: place, other: 0.02 if axis == "x" else 1, f"{other}ref": "paper",
-             "text": _plain(words), "showarrow": False, "font": {"size": 10, "color": colour},
-             "textangle": -90 if axis == "x" else 0, "xanchor": "right", "yanchor": "bottom"}
+             "textangle": -90 if axis == "x" else 0, "xanchor": "right", "yanchor": "bottom",
+             **_small(words, colour)}
         )  # fmt: skip
+
+
+def _small(words: str, colour: str) -> dict[str, Any]:
+    return {"text": _plain(words), "showarrow": False, "font": {"size": 10, "color": colour}}
 
 
 def _value_axis(panel: Lines) -> dict[str, Any]:
     axis: dict[str, Any] = {"title": {"text": _plain(panel.label)}, "zeroline": False}
-    return axis | (
-        {"type": "log", "dtick": "D2"} if panel.is_logarithmic else {"rangemode": "tozero"}
-    )
+    if not panel.is_logarithmic:
+        return axis | {"rangemode": "tozero"}
+    ticks = [digit * 10.0**power for power in range(-6, 9) for digit in (1, 2, 5)]
+    named = {"tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
+    return axis | {"type": "log", "tickmode": "array", **named}
 
 
 def _number_axis(over: str) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class Lines:
         named_by: "step" or "layer" if the names of the lines are such numbers and a colour bar
             shows them; "" for a legend.
         null: Value for structureless rows, with a label; None if unknown.
-        chance: Half width of a band around 0, with a label; None for no band.
+        usual: Ends of a grey band of usual values, with a label; None for no band.
         alerts: Steps of alerts, with the alert kinds that occur there for the first time.
         ends: Ends of the y axis in pictures; None to fit the lines.
         remark: Further remark for the reader.
@@ -99,7 +99,7 @@ class Lines:
     over: str = "step"
     named_by: str = ""
     null: tuple[float, str] | None = None
-    chance: tuple[float, str] | None = None
+    usual: tuple[float, float, str] | None = None
     alerts: Sequence[tuple[int, str]] = ()
     ends: tuple[float, float] | None = None
     remark: str = ""

@@ -145,9 +145,9 @@ def _draw_lines(place: Axes, panel: Lines, legend: str) -> None:
             textcoords="offset points", ha="right", va="bottom", fontsize=8, color=GREY,
             path_effects=_HALO,
         )  # fmt: skip
-    if panel.chance is not None:
-        limit, words = panel.chance
-        place.axhspan(-limit, limit, color=GREY, alpha=0.18, lw=0, zorder=0, label=words)
+    if panel.usual is not None:
+        low, high, words = panel.usual
+        place.axhspan(low, high, color=GREY, alpha=0.18, lw=0, zorder=0, label=words)
     if panel.named_by:
         colour_bar(place, panel.lines, panel.named_by)
     elif legend == "above":

@@ -5,6 +5,8 @@ heads to a few dozen.
 """
 
 import math
+import operator
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,14 +14,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from geomon.analysis import Curve, null_of, single_source, summarise
+from geomon.analysis import Curve, Fact, facts_of, null_of, single_source, summarise
 from geomon.analysis.alerts import first_alerts
 from geomon.analysis.quantities import Quantity, quantities_of
 from geomon.analysis.summary import alert_sentences
 from geomon.record import Readings
 from geomon.record.columns import MetricText
 from geomon.record.printable import printable
-from geomon.show.collect import alerts_of, depth_panel, head_panels, line_of, map_panel
+from geomon.show.collect import (
+    DIMENSIONS,
+    alerts_of,
+    depth_panel,
+    head_panels,
+    line_of,
+    map_panel,
+    to_logarithm,
+)
 from geomon.show.colours import BLUE, SERIES
 from geomon.show.panels import Line, Lines, Matrix, spread_both, thin
 from geomon.show.settings import OF_A_START, setting_words
@@ -103,14 +113,36 @@ def build_content(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _words_of(readings: Readings) -> dict[str, Any]:
-    """Summarise a run, with each sentence once: the first fact, the alerts, and the other facts."""
-    alerts = alert_sentences(readings)
-    first, *others = [each for each in summarise(readings) if each not in alerts]
+    """Summarise a run: alerts, facts with what is far from healthy, and all other sentences."""
+    alerts, facts = alert_sentences(readings), facts_of(readings)
+    said = [*alerts, *(fact.sentence for fact in facts)]
+    ranges = {each.quantity.metric: each for each in reversed(facts)}  # the first of each metric
+    steps = [reading.step for reading in single_source(readings)]
+    apart = max(map(operator.sub, steps[1:], steps), default=0)
     return {
-        "headline": printable(first),
-        "alerts": [*map(printable, alerts)],
-        "sentences": [*map(printable, others)],
+        "alerts": alerts,
+        "facts": [
+            (fact, _far(fact, readings) if fact in ranges.values() else "") for fact in facts
+        ],
+        "others": [each for each in summarise(readings, facts) if each not in said],
+        "looked": f"{len(steps):,} reading{'s' * (len(steps) != 1)}"
+        + f", at most {apart:,} steps apart" * (apart > 0),
     }
+
+
+def _far(fact: Fact, readings: Readings) -> str:
+    """Say if a quantity ends at more than twice or less than half of its healthy range."""
+    value = fact.quantity.curve(readings).values[-1]
+    low, high, _ = _usual(readings.text_of(fact.quantity.metric)) or (-math.inf, math.inf, "")
+    side = "above" if value > 2 * high else "below" if 2 * value < low else ""
+    return f"far {side} {low:g} to {high:g}" if side else ""
+
+
+def _usual(text: MetricText) -> tuple[float, float, str] | None:
+    """Read the range of healthy runs from the words for a metric: the first "1 to 2" in them."""
+    words = text.healthy.partition(": ")[2].partition(";")[0]
+    found = re.search(r"(\d+\.?\d*) to (\d+\.?\d*)", words)
+    return (float(found[1]), float(found[2]), "healthy runs of the recipe") if found else None
 
 
 # -- panels ----------------------------------------------------------------------------------------
@@ -149,7 +181,9 @@ def build_panels(runs: Sequence[Run]) -> Panels:
         first = quantities[0]
         has_null = len(runs) == len(quantities) == 1 and first.is_mean and not first.part
         null = null_of(selected[0], first.metric) if has_null else None
-        return Lines(label, found, null=null, alerts=alerts)
+        usual = _usual(selected[0].text_of(first.metric)) if first.chart else None
+        made = Lines(label, found, null=null, alerts=alerts, usual=usual)
+        return to_logarithm(made) if first.metric in DIMENSIONS else made
 
     steps = {step for each in curves for curve in each.values() for step in curve.steps}
     return Panels(

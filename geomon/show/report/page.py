@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from geomon import __version__
+from geomon.record.printable import printable
 from geomon.show.report.content import Panels, Run, build_content, build_panels
 
 _OTHERS, _BEFORE = "Any other value", "Before the alerts"
@@ -44,6 +45,7 @@ def render(runs: Sequence[Run]) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters["printable"] = printable
     panels = build_panels(runs)
     return environment.from_string(_part("page.html")).render(
         **build_content(runs),
