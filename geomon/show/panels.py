@@ -195,14 +195,14 @@ class StepAxis:
     def pieces(self, line: Line) -> list[Line]:
         """Cut a line at its gaps, which dashed pieces bridge."""
         gaps = self.gaps(line.x)
-        starts, ends = [0, *(gap + 1 for gap in gaps)], [*(gap + 1 for gap in gaps), len(line.x)]
-        bridges = [replace(line.part(gap, gap + 2), dash="dash") for gap in gaps]
-        return [*itertools.starmap(line.part, zip(starts, ends, strict=True)), *bridges]
+        ends = itertools.pairwise([0, *(gap + 1 for gap in gaps), len(line.x)])
+        bridges = (replace(line.part(gap, gap + 2), dash="dash") for gap in gaps)
+        return [*itertools.starmap(line.part, ends), *bridges]
 
     def label(self, rows: Iterable[Sequence[int]], look: str) -> str:
         """Return the label of the axis; if any row of steps has a gap, with the look of gaps."""
-        has_gaps = any(map(self.gaps, rows))
-        return f"training step (logarithmic{f'; {look}: no readings' * has_gaps})"
+        gaps = f"; {look}: no readings" * any(map(self.gaps, rows))
+        return f"training step (logarithmic{gaps})"
 
     def blanks(self) -> list[tuple[float, float]]:
         """List the ends of the gaps of a map on the axis."""

@@ -99,11 +99,13 @@ def build_content(runs: Sequence[Run]) -> dict[str, Any]:
                 "model": printable(str(run.description.get("model", "unknown model"))),
                 **_words_of(run.readings),
                 "notes": _notes(run.readings),
+                "times": [reading.time for reading in run.readings],
+                "seconds": [reading.seconds for reading in run.readings],
+                "last": run.readings[-1],
             }
             for run, colour in zip(runs, _colours(runs), strict=True)
         ],
         "configuration": _configuration(runs),
-        "cost": _cost(runs),
         "glossary": {
             printable(f"{text.title} ({name})"): printable(text.meaning)
             for name, text in texts.items()
@@ -213,11 +215,10 @@ def _before_alerts(runs: Sequence[Run]) -> dict[str, Lines]:
     for run in runs:
         for first in first_alerts(run.readings):
             step, name = first.alert.step, f"{run.name}: " * (len(runs) > 1)
-            name += f"{first.kind} at step {step:,}"
             for course in first.alert.courses[:_MOST_COURSES]:
                 line = Line("", course.steps, course.values, BLUE)
-                alerts = [(step, first.kind)]
-                found[f"{name}: {course.tag}"] = Lines(course.tag, [line], alerts=alerts)
+                panel = Lines(course.tag, [line], alerts=[(step, first.kind)])
+                found[f"{name}{first.kind} at step {step:,}: {course.tag}"] = panel
     return found
 
 
@@ -293,11 +294,11 @@ def _at(readings: Readings, most: int) -> Readings:
 
 def _texts_of(runs: Sequence[Readings]) -> dict[str, MetricText]:
     """Collect the texts of every metric in the runs, by metric name."""
-    found: dict[str, MetricText] = {}
-    for run in runs:
-        for name in dict.fromkeys(name for each in run for name in each.columns):
-            found.setdefault(name, run.text_of(name))
-    return found
+    return {
+        name: run.text_of(name)
+        for run in reversed(runs)  # the first run's words
+        for name in dict.fromkeys(name for each in run for name in each.columns)
+    }
 
 
 def _colours(runs: Sequence[Run]) -> list[str]:
@@ -340,37 +341,13 @@ def _notes(readings: Readings) -> list[dict[str, Any]]:
     return remarks + sorted(found.values(), key=lambda note: -note["count"])
 
 
-def _cost(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Build the rows of the table of costs: a name, and a text for each run."""
-    found: dict[str, list[str]] = {}
-    for run in runs:
-        last, seconds = run.readings[-1], [reading.seconds for reading in run.readings]
-        times = [reading.time for reading in run.readings]
-        share = f"{last.overhead * 100:.2g} %" if math.isfinite(last.overhead) else ""
-        ranks = f"{last.world_size} rank{'s' * (last.world_size != 1)}"
-        for name, text in (
-            ("readings", f"{len(seconds):,}, to step {last.step:,}"),
-            ("time in readings", f"{math.fsum(seconds):,.1f} s, the longest {max(seconds):.2f} s"),
-            ("share of the training's time", share),
-            ("rows in a reading", f"{last.tokens:,} on {ranks}, {last.dtype}"),
-            ("from first to last reading", f"{(max(times) - min(times)) / 60:,.1f} min"),
-        ):
-            found.setdefault(name, []).append(printable(text))
-    return [
-        {"name": name, "texts": texts, "differs": False}
-        for name, texts in found.items()
-        if any(texts)
-    ]
-
-
 def _configuration(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Build the rows of the table of descriptions: name, text for each run, whether they differ."""
     names = dict.fromkeys(name for run in runs for name in run.description)
     settings: dict[str, list[Any]] = {
         name: [run.description.get(name) for run in runs] for name in names
     }
-    starts = [len(run.readings.runs) for run in runs]
-    if max(starts) > 1:
+    if max(starts := [len(run.readings.runs) for run in runs]) > 1:
         settings["starts"] = starts
     return [
         {
