@@ -66,11 +66,9 @@ def choose(charts: Mapping[str, go.Figure]) -> go.Figure:
     choices: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
     count = sum(len(chart.data) for chart in charts.values())
     for name, chart in charts.items():
-        visible = [False] * count
-        for trace in chart.data:
-            visible[len(whole.data)] = True
-            whole.add_trace(trace)
-            whole.data[-1].visible = not choices
+        start, end = len(whole.data), len(whole.data) + len(chart.data)
+        whole.add_traces(chart.update_traces(visible=not choices).data)
+        visible = [start <= place < end for place in range(count)]
         layout = chart.layout.to_plotly_json()
         wanted = {part: layout.get(part) for part in ("xaxis", "yaxis", "shapes", "annotations")}
         choices.append((printable(name), {"visible": visible}, wanted))

@@ -236,15 +236,14 @@ def _write_figures(
     skip: bool,
 ) -> Iterator[str]:
     """Write figures of a run and yield a line on each; with `skip`, skip kinds without values."""
-    from geomon.show.figures import KINDS, draw, save
+    from geomon.show.figures import TAKES_METRIC, draw, save
     from geomon.show.panels import NotMeasuredError
 
     if out is not None and len(kinds) > 1 and out.is_file():
         raise ValueError(f"{out} is a file: pass a folder with --out for several figures")
     folder = directory if directory.is_dir() else directory.parent
     for kind in kinds:
-        takes = len(kinds) == 1 or (kind in KINDS and KINDS[kind].takes_metric)
-        wanted = metric if takes else None
+        wanted = metric if len(kinds) == 1 or kind in TAKES_METRIC else None
         try:
             figure = draw(kind, readings, wanted)
         except NotMeasuredError as error:

@@ -137,7 +137,7 @@ def _far(fact: Fact, readings: Readings) -> str:
     value = fact.quantity.curve(readings).values[-1]
     low, high, _ = _usual(readings.text_of(fact.quantity.metric)) or (-math.inf, math.inf, "")
     side = "above" if value > 2 * high else "below" if 2 * value < low else ""
-    return f"far {side} {low:g} to {high:g}" if side else ""
+    return f"far {side} the healthy {low:g} to {high:g}" if side else ""
 
 
 def _usual(text: MetricText) -> tuple[float, float, str] | None:
