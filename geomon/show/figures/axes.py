@@ -120,6 +120,8 @@ def draw(
         _draw_lines(place, panel, legend)
     else:
         show_message(place, f"{panel.label}: not measured")
+    if panel.remark:
+        place.set_xlabel(f"{place.get_xlabel()}\n{panel.remark}")
 
 
 def _draw_lines(place: Axes, panel: Lines, legend: str) -> None:
@@ -134,8 +136,6 @@ def _draw_lines(place: Axes, panel: Lines, legend: str) -> None:
     said = [f"band: {panel.bands}"] * panel.has_bands
     said += ["logarithmic"] * panel.is_logarithmic
     place.set_ylabel(literal(panel.label) + f"\n({', '.join(said)})" * bool(said), fontsize=10)
-    if panel.remark:
-        place.set_xlabel(f"{place.get_xlabel()}\n{panel.remark}")
     _scale(place, panel)
     if panel.null_inside is not None:
         null, words = panel.null_inside
@@ -271,8 +271,6 @@ def draw_matrix(place: Axes, panel: Matrix) -> Any:
         place.spines[:].set_visible(False)
         if max(rows, columns) <= _MAX_WRITTEN:
             _write_values(place, panel, mesh)
-    if panel.remark:
-        place.set_xlabel(f"{place.get_xlabel()}\n{panel.remark}")
     return mesh
 
 
@@ -314,9 +312,8 @@ def style_axes(place: Axes, lines: Literal["x", "y"] = "y") -> None:
 def step_axis(place: Axes, axis: StepAxis, label: str) -> None:
     """Make the step axis logarithmic, and place step 0 to the left of the first step after it."""
     style_axes(place)
-    place.set_xscale("log")
     first, last = axis.places([axis.steps[0], axis.steps[-1]])
-    place.set_xlim(first / 1.1, last * 1.1)
+    place.set(xscale="log", xlim=(first / 1.1, last * 1.1))
     ticks = axis.ticks()
     place.set_xticks(axis.places(ticks), labels=[f"{step:,}" for step in ticks])
     place.xaxis.set_minor_locator(NullLocator())

@@ -51,9 +51,8 @@ def cosines_figure(readings: Readings, metric: str = "qk_cosine") -> Figure:
     figure = axes.draw_grid(panels, columns=min(4, len(panels)), size=(3.1, 2.7), share=True)
     some = f"; {len(shown)} of {len(layers)} layers are drawn" if len(shown) < len(layers) else ""
     last = table[-1][np.isfinite(table[-1])]
-    words = f"{label}: a line for each of {last.size} heads"
-    words = _count_of_heads(last, limit) if has_limit else words
-    axes.title(figure, words + some)
+    each = f"{label}: a line for each of {last.size} heads"
+    axes.title(figure, (_count_of_heads(last, limit) if has_limit else each) + some)
     return figure
 
 

@@ -281,10 +281,9 @@ def _depth(
 def _ends(profile: Lines, run: str, colour: str) -> list[Line]:
     """Draw the first and the last line of a profile in the colour of the run."""
     first, last = profile.lines[0], profile.lines[-1]
-    ends = [replace(last, name=f"{run}, step {last.name}", colour=colour, width=2.0)]
-    if last is not first:
-        ends.insert(0, replace(first, name="", colour=colour, dash="dot", width=1.0))
-    return ends
+    thin_first = replace(first, name="", colour=colour, dash="dot", width=1.0)
+    ends = [thin_first, replace(last, name=f"{run}, step {last.name}", colour=colour, width=2.0)]
+    return ends[-1:] if last is first else ends
 
 
 def _at(readings: Readings, most: int) -> Readings:
