@@ -202,7 +202,7 @@ class Series:
             except ImportError as error:
                 raise ImportError("plot needs matplotlib: pip install 'geomon[figures]'") from error
             axes = pyplot.subplots()[1]
-        (line,) = axes.plot(self.steps, self.values, **({"label": self.tag} | style))
+        (line,) = axes.plot(self.steps, self.values, **({"label": self.tag, "marker": "."} | style))
         low = [value - margin for value, margin in zip(self.values, self.margins, strict=True)]
         high = [value + margin for value, margin in zip(self.values, self.margins, strict=True)]
         axes.fill_between(self.steps, low, high, color=line.get_color(), alpha=0.2, lw=0)

@@ -12,7 +12,7 @@ from geomon.record import Readings
 from geomon.record.printable import printable
 from geomon.show.collect import cards_of
 from geomon.show.colours import GREY, NOTHING, PURPLE, SIGNED, UNSIGNED, faded
-from geomon.show.panels import AXES, Line, Lines, Matrix, StepAxis
+from geomon.show.panels import AXES, Lines, Matrix, StepAxis
 
 try:
     import plotly.graph_objects as go
@@ -66,11 +66,9 @@ def choose(charts: Mapping[str, go.Figure]) -> go.Figure:
     choices: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
     count = sum(len(chart.data) for chart in charts.values())
     for name, chart in charts.items():
-        visible = [False] * count
-        for trace in chart.data:
-            visible[len(whole.data)] = True
-            whole.add_trace(trace)
-            whole.data[-1].visible = not choices
+        start, end = len(whole.data), len(whole.data) + len(chart.data)
+        whole.add_traces(chart.update_traces(visible=not choices).data)
+        visible = [start <= place < end for place in range(count)]
         layout = chart.layout.to_plotly_json()
         wanted = {part: layout.get(part) for part in ("xaxis", "yaxis", "shapes", "annotations")}
         choices.append((printable(name), {"visible": visible}, wanted))
@@ -107,7 +105,7 @@ def add_linear_axis(chart: go.Figure) -> go.Figure:
         "xaxis.range": [-0.02 * 10 ** axis.range[1], 1.02 * 10 ** axis.range[1]],
     }  # fmt: skip
     back = {
-        "xaxis.type": "log", "xaxis.tickmode": "array", "xaxis.title.text": AXES["step"][0],
+        "xaxis.type": "log", "xaxis.tickmode": "array", "xaxis.title.text": axis.title.text,
         "xaxis.range": axis.range,
     }  # fmt: skip
     choices: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -122,35 +120,43 @@ def _draw_lines(panel: Lines, steps: Iterable[int]) -> go.Figure:
     chart = _figure()
     axis = StepAxis([*steps, *panel.steps])
     over_steps = panel.over == "step"
-    x_axis = _step_axis(axis) if over_steps else _number_axis(panel.over)
+    x_axis = (
+        _step_axis(axis, axis.label((line.x for line in panel.lines), "dashed"))
+        if over_steps
+        else _number_axis(panel.over)
+    )
     names = 0
     for number, line in enumerate(panel.lines):
-        at = axis.places(line.x) if over_steps else line.x
         name = f"{panel.named_by} {line.name}".strip()
         names += bool(name)
         group = name or str(number)
-        if line.low:
+        for place, piece in enumerate(axis.pieces(line) if over_steps else [line]):
+            at = axis.places(piece.x) if over_steps else piece.x
+            opacity = 0.07 if piece.dash == "dash" else 0.18
+            if piece.low:
+                chart.add_scatter(
+                    x=[*at, *reversed(at)], y=_shown([*piece.high, *reversed(piece.low)]),
+                    mode="none", fill="toself", fillcolor=faded(line.colour, opacity),
+                    hoverinfo="skip", showlegend=False, legendgroup=group,
+                )  # fmt: skip
             chart.add_scatter(
-                x=[*at, *reversed(at)], y=_shown([*line.high, *reversed(line.low)]), mode="none",
-                fill="toself", fillcolor=faded(line.colour, 0.18), hoverinfo="skip",
-                showlegend=False, legendgroup=group,
+                x=at, y=_shown(piece.y), customdata=piece.x, name=_plain(name),
+                legendgroup=group, showlegend=bool(name) and not place,
+                mode="lines+markers" if piece.dot else "lines",
+                line={"color": line.colour, "width": line.width, "dash": piece.dash},
+                marker={"size": 1.5 * piece.dot},
+                hovertemplate=f"{panel.over} %{{customdata:,d}}: %{{y:.4g}}",
             )  # fmt: skip
-        chart.add_scatter(
-            x=at, y=_shown(line.y), customdata=line.x, name=_plain(name),
-            legendgroup=group, showlegend=bool(name), mode=_mode(line),
-            line={"color": line.colour, "width": line.width, "dash": line.dash},
-            marker={"size": 5},
-            hovertemplate=f"{panel.over} %{{customdata:,d}}: %{{y:.4g}}",
-        )  # fmt: skip
     for step, words in panel.alerts if over_steps else ():
         _mark(chart, "x", axis.places([step])[0], words, PURPLE, is_logarithmic=True)
     if panel.null_inside is not None:
         _mark(chart, "y", *panel.null_inside, GREY, is_logarithmic=panel.is_logarithmic)
-    if panel.chance is not None:
-        limit, words = panel.chance
-        chart.add_hrect(
-            -limit, limit, fillcolor=faded(GREY, 0.18), line_width=0,
-            annotation={"text": _plain(words), "font": {"size": 10, "color": GREY}},
+    if panel.usual is not None:
+        low, high, words = panel.usual
+        chart.add_hrect(low, high, fillcolor=faded(GREY, 0.18), line_width=0, layer="below")
+        chart.add_annotation(
+            x=0.004, xref="paper", xanchor="left", yanchor="bottom", borderpad=0,
+            y=math.log10(low) if panel.is_logarithmic else low, **_small(words, GREY),
         )  # fmt: skip
     if panel.remark:
         x_axis["title"]["text"] += f"<br>{_plain(panel.remark)}"
@@ -172,20 +178,22 @@ def _mark(
         place = math.log10(at) if is_logarithmic else at  # plotly takes exponents for text
         chart.add_annotation(
             {axis: place, other: 0.02 if axis == "x" else 1, f"{other}ref": "paper",
-             "text": _plain(words), "showarrow": False, "font": {"size": 10, "color": colour},
-             "textangle": -90 if axis == "x" else 0, "xanchor": "right", "yanchor": "bottom"}
+             "textangle": -90 if axis == "x" else 0, "xanchor": "right", "yanchor": "bottom",
+             **_small(words, colour)}
         )  # fmt: skip
 
 
-def _mode(line: Line) -> str:
-    return "lines+markers" if len(line.x) <= 40 and line.width > 1 else "lines"
+def _small(words: str, colour: str) -> dict[str, Any]:
+    return {"text": _plain(words), "showarrow": False, "font": {"size": 10, "color": colour}}
 
 
 def _value_axis(panel: Lines) -> dict[str, Any]:
     axis: dict[str, Any] = {"title": {"text": _plain(panel.label)}, "zeroline": False}
-    return axis | (
-        {"type": "log", "dtick": "D2"} if panel.is_logarithmic else {"rangemode": "tozero"}
-    )
+    if not panel.is_logarithmic:
+        return axis | {"rangemode": "tozero"}
+    ticks = [digit * 10.0**power for power in range(-6, 9) for digit in (1, 2, 5)]
+    named = {"tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
+    return axis | {"type": "log", "tickmode": "array", **named}
 
 
 def _number_axis(over: str) -> dict[str, Any]:
@@ -197,12 +205,12 @@ def _number_axis(over: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _step_axis(axis: StepAxis) -> dict[str, Any]:
+def _step_axis(axis: StepAxis, label: str) -> dict[str, Any]:
     ticks, ends = axis.ticks(), axis.places([axis.steps[0], axis.steps[-1]])
     low, high = (math.log10(end) for end in ends)
     space = 0.03 * (high - low or 1)
     return {
-        "title": {"text": AXES["step"][0], "standoff": 8}, "automargin": True, "type": "log",
+        "title": {"text": label, "standoff": 8}, "automargin": True, "type": "log",
         "tickmode": "array", "zeroline": False,
         "tickvals": axis.places(ticks), "ticktext": [f"{step:,}" for step in ticks],
         "range": [low - space, high + space],
@@ -213,9 +221,9 @@ def _draw_matrix(panel: Matrix) -> go.Figure:
     chart = _figure()
     x_axis: dict[str, Any] = {"title": {"text": "head"}, "dtick": _every(panel.columns)}
     x: Sequence[float] = panel.columns
-    if panel.over == "step":
-        axis = StepAxis(panel.columns)
-        x, x_axis = axis.edges(), _step_axis(axis)
+    axis = StepAxis(panel.columns) if panel.over == "step" else None
+    if axis is not None:
+        x, x_axis = axis.edges(), _step_axis(axis, axis.label([axis.steps], "white"))
         x_axis["range"] = [math.log10(x[0]), math.log10(x[-1])]
     if panel.remark:
         x_axis["title"]["text"] += f"<br>{_plain(panel.remark)}"
@@ -225,6 +233,8 @@ def _draw_matrix(panel: Matrix) -> go.Figure:
         hovertemplate=f"layer %{{y}}, {panel.over} %{{customdata:,d}}: %{{{value}}}<extra></extra>",
         **_colours_of(panel),
     )  # fmt: skip
+    for start, end in axis.blanks() if axis is not None else ():
+        chart.add_vrect(start, end, fillcolor="white", line_width=0)
     chart.data[0].colorbar.update(
         title={"text": _plain(panel.label), "side": "right", "font": {"size": 11}},
         thickness=12, outlinewidth=0,

@@ -55,25 +55,25 @@ def dimension_panel(readings: Readings) -> Lines:
         if metric == "twonn" and (phase := curve.phase()).has_fallen:
             name = f"{name}: peak {phase.peak.value:.1f} at step {phase.peak.step:,}"
         if curve:
-            lines.append(line_of(curve, name, colour, dash="dash" if part else "solid"))
+            lines.append(line_of(curve, name, colour))
+    null, alerts = null_of(readings, "twonn"), alerts_of(readings)
+    return to_logarithm(Lines(label, lines, null=null, alerts=alerts))
+
+
+def to_logarithm(panel: Lines) -> Lines:
+    """Put a panel on a logarithmic axis if estimates at one step differ by a large factor."""
     by_step: dict[int, list[float]] = {}
-    for line in lines:
+    for line in panel.lines:
         for step, value in zip(line.x, line.y, strict=True):
             by_step.setdefault(step, []).append(value)
-    rows = by_step.values()
-    is_logarithmic = (
-        min((v for row in rows for v in row), default=0.0) > 0
-        and max(max(row) / min(row) for row in rows) > _MAX_LINEAR_RATIO
-    )
-    if is_logarithmic:  # a logarithmic axis has no 0
-        lines = [
-            replace(
-                each, low=[max(end, min(v, 0.1)) for end, v in zip(each.low, each.y, strict=False)]
-            )
-            for each in lines
-        ]
-    null, alerts = null_of(readings, "twonn"), alerts_of(readings)
-    return Lines(label, lines, null=null, alerts=alerts, is_logarithmic=is_logarithmic)
+    ratios = [max(row) / min(row) if min(row) > 0 else NAN for row in by_step.values()]
+    if not max(ratios, default=0.0) > _MAX_LINEAR_RATIO or any(map(math.isnan, ratios)):
+        return panel
+    lines = [  # a logarithmic axis has no 0
+        replace(each, low=[max(end, min(v, 0.1)) for end, v in zip(each.low, each.y, strict=False)])
+        for each in panel.lines
+    ]
+    return replace(panel, lines=lines, is_logarithmic=True)
 
 
 def training_panel(readings: Readings, metric: str) -> Lines:

@@ -17,11 +17,6 @@ GRID = "#E6E6E6"
 DASHES = ("solid", "dash", "dot", "dashdot")
 
 
-def look_of(number: int) -> tuple[str, str]:
-    """Return the colour and dash of a line by its number; dashes change once colours run out."""
-    return SERIES[number % len(SERIES)], DASHES[number // len(SERIES) % len(DASHES)]
-
-
 def ramp(colours: Sequence[str], count: int) -> list[str]:
     """Interpolate `count` evenly spaced colours between at least two given ones.
 

@@ -134,16 +134,24 @@ def add_commands(app: "typer.Typer") -> None:
         out: Annotated[
             Path | None, typer.Option("--out", "-o", help="Draw the differences into this picture.")
         ] = None,
+        steps: Annotated[
+            str | None,
+            typer.Option(
+                help="A step of each run, such as 1500:0 or last:first; by default the last that "
+                "both have read."
+            ),
+        ] = None,
         stack: Annotated[str | None, one_stack] = None,
     ) -> None:
         """List the values where two runs differ by more than their errors, or draw them."""
         from geomon.analysis.compare import compare as find_differences
-        from geomon.show.comparison import describe_differences
+        from geomon.show.comparison import describe_differences, parse_steps
         from geomon.show.settings import describe_settings
 
         one, other = _load([first, second], stack)
-        found = find_differences(one, other)
-        lines = describe_differences(found, (str(first), str(second)))
+        asked = None if steps is None else parse_steps(steps, (one, other))
+        found = find_differences(one, other, asked)
+        lines = describe_differences(found, (str(first), str(second)), are_given=steps is not None)
         lines[1:1] = filter(None, [describe_settings(one, other)])
         if out is not None:
             from geomon.show.figures import save
@@ -228,15 +236,14 @@ def _write_figures(
     skip: bool,
 ) -> Iterator[str]:
     """Write figures of a run and yield a line on each; with `skip`, skip kinds without values."""
-    from geomon.show.figures import KINDS, draw, save
+    from geomon.show.figures import TAKES_METRIC, draw, save
     from geomon.show.panels import NotMeasuredError
 
     if out is not None and len(kinds) > 1 and out.is_file():
         raise ValueError(f"{out} is a file: pass a folder with --out for several figures")
     folder = directory if directory.is_dir() else directory.parent
     for kind in kinds:
-        takes = len(kinds) == 1 or (kind in KINDS and KINDS[kind].takes_metric)
-        wanted = metric if takes else None
+        wanted = metric if len(kinds) == 1 or kind in TAKES_METRIC else None
         try:
             figure = draw(kind, readings, wanted)
         except NotMeasuredError as error:

@@ -1,44 +1,74 @@
 """Describes the differences between two runs in lines of text."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from geomon.analysis.compare import Difference
 from geomon.analysis.numbers import significant
+from geomon.record import Readings
+
+# Largest number of layers and heads that are listed, farthest beyond their errors first.
+_MOST = 24
 
 
-def describe_differences(differences: Iterable[Difference], names: tuple[str, str]) -> list[str]:
+def parse_steps(words: str, runs: Sequence[Readings]) -> tuple[int, int]:
+    """Read a step of each of two runs, such as "1500:0" or "last:first"."""
+    steps = [[reading.step for reading in run] for run in runs]
+    named = ({"first": min(each), "last": max(each)} for each in steps)
+    try:
+        pairs = zip(words.split(":"), named, strict=True)
+        one, other = (int(ends.get(word, word)) for word, ends in pairs)
+    except ValueError as error:
+        raise ValueError(
+            f"--steps takes a step of each run, such as 1500:0 or last:first, not {words!r}"
+        ) from error
+    return one, other
+
+
+def describe_differences(
+    differences: Iterable[Difference], names: tuple[str, str], *, are_given: bool = False
+) -> list[str]:
     """Describe the differences between two runs, those beyond the errors first.
+
+    Args:
+        differences: The differences, at least one.
+        names: Names of the runs.
+        are_given: Whether the user chose the steps. Defaults to False, for the last of both.
 
     Example:
         >>> found = [Difference("twonn/mean", 100, 5.0, 6.0, 0.5)]
         >>> for line in describe_differences(found, ("a", "b"))[:3]:
         ...     print(line)
-        b against a, at step 100
+        b against a, at step 100 (the last that both have read)
         beyond the errors (95 %; of 1 compared 0 would be so by chance):
           twonn/mean: 5 -> 6, higher by 1 ± 0.5 (+20 %)
     """
     found = list(differences)
-    last = _steps(max(found, key=lambda each: each.step)) if found else "step 0"
-    lines = [f"{names[1]} against {names[0]}, at {last}"]
-    tested = sum(math.isfinite(each.margin) for each in found)
+    last = _steps(max(found, key=lambda each: each.step))
+    why = "the last that both have read" if " and " not in last else "the last at most 10 % apart"
+    lines = [f"{names[1]} against {names[0]}, at {last} ({'as asked' if are_given else why})"]
+    whole = [each for each in found if not each.place]
+    tested = sum(math.isfinite(each.margin) for each in whole)
     chance = f"of {tested} compared {0.05 * tested:.0f} would be so by chance"
-    groups = (
-        (f"beyond the errors (95 %; {chance})", ("higher", "lower")),
-        ("within the errors", ("within the errors",)),
-        ("error unknown", ("error unknown",)),
-    )
-    for title, verdicts in groups:
-        members = [each for each in found if each.verdict in verdicts]
+    parts = [each for each in found if each.place]
+    parts.sort(key=lambda each: -abs(each.change) / each.margin)
+    some = f" (the {_MOST} farthest of {len(parts)})" * (len(parts) > _MOST)
+    groups = {
+        f"beyond the errors (95 %; {chance})": [each for each in whole if each.differs],
+        f"layers and heads beyond the errors, though their mean is not{some}": parts[:_MOST],
+        "within the errors": [each for each in whole if each.verdict == "within the errors"],
+        "error unknown": [each for each in whole if each.verdict == "error unknown"],
+    }
+    for title, members in groups.items():
         lines += [f"{title}:"] if members else []
         lines += [f"  {_line(each, last)}" for each in members]
-    equal = sum(each.verdict == "equal" for each in found)
-    lines += [f"{equal} equal"] if equal else []
+    equal = sum(each.verdict == "equal" for each in whole)
+    lines += [f"{equal} equal to 6 digits"] if equal else []
     return [*lines, "errors are those over other sequences: another seed changes a run too"]
 
 
 def _steps(each: Difference) -> str:
-    if each.second_step is None:
+    if each.second_step in (None, each.step):
         return f"step {each.step:,}"
     return f"steps {each.second_step:,} and {each.step:,}"
 
@@ -48,8 +78,9 @@ def _line(each: Difference, last: str) -> str:
     direction = "higher" if each.change > 0 else "lower"
     at = f", at {_steps(each)}" if _steps(each) != last else ""
     first, second = _apart(each.first, each.second)
+    name = each.tag.replace("/mean", "") + each.where if each.place else each.tag
     change = f"{direction} by {significant(abs(each.change), 3)}{margin}"
-    return f"{each.tag}: {first} -> {second}, {change}{_percent(each.share)}{at}"
+    return f"{name}: {first} -> {second}, {change}{_percent(each.share)}{at}"
 
 
 def _apart(first: float, second: float) -> tuple[str, str]:
@@ -73,4 +104,4 @@ def _percent(share: float) -> str:
     return f" ({100 * share:+.{1 if abs(share) < 0.01 else 0}f} %)"
 
 
-__all__ = ["describe_differences"]
+__all__ = ["describe_differences", "parse_steps"]

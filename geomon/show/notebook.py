@@ -26,8 +26,7 @@ def _picture(readings: Readings) -> str:
         return "<p>The picture needs matplotlib: pip install 'geomon[figures]'</p>"
     file = io.BytesIO()
     geometry_figure(readings).savefig(file, format="png", dpi=_PIXELS_PER_INCH)
-    data = base64.b64encode(file.getvalue()).decode()
-    source = f"data:image/png;base64,{data}"
+    source = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
     return f'<img alt="geometry of the run" style="max-width: 100%" src="{source}">'
 
 

@@ -7,16 +7,15 @@ from bottom to top. The module `collect` builds panels from the readings of a ru
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from geomon.analysis import Curve
 
-# Labels of x axes, and whether these axes are logarithmic.
+# Labels of x axes other than steps, and whether these axes are logarithmic.
 AXES = {
-    "step": ("training step (logarithmic)", True),
     "layer": ("layer (0 = what enters the first block)", False),
     "scale": ("scale k: distances to neighbours k and 2k (logarithmic)", True),
 }
@@ -27,6 +26,12 @@ _MAX_PROFILES = 7
 _ZERO = 0.45
 # Least distance between the tick labels of a step axis, as a share of its length.
 _LEAST_APART = 0.15
+# A gap between two readings is longer than this share of the run.
+_GAP = 0.2
+# How far the colours of a reading reach into a gap of a map, as a share of the axis.
+_INTO_GAP = 0.02
+# The values of a line with at most this many are marked with dots.
+_MOST_DOTS = 60
 
 Floats = NDArray[np.float64]
 
@@ -46,7 +51,7 @@ class Line:
         colour: Colour as "#RRGGBB".
         low: Lower ends of a band around the line; empty for no band.
         high: Upper ends of the band.
-        dash: "solid", "dash", "dot" or "dashdot".
+        dash: "solid", "dot" or "dashdot"; "dash" across a gap between readings.
         width: Width in points.
     """
 
@@ -59,6 +64,16 @@ class Line:
     dash: str = "solid"
     width: float = 2.0
 
+    @property
+    def dot(self) -> float:
+        """Diameter of the dots that mark its values, in points; 0 for no dots."""
+        return 1.5 + self.width if len(self.x) <= _MOST_DOTS else 0.0
+
+    def part(self, start: int, end: int) -> "Line":
+        """Return the line from one place of its points to another."""
+        y, low, high = (row[start:end] for row in (self.y, self.low, self.high))
+        return replace(self, x=self.x[start:end], y=y, low=low, high=high)
+
 
 @dataclass(frozen=True)
 class Lines:
@@ -67,11 +82,11 @@ class Lines:
     Attributes:
         label: Label of the y axis.
         lines: The lines; empty if nothing was measured.
-        over: Quantity of the x axis, a key of `AXES`.
+        over: Quantity of the x axis: "step", or a key of `AXES`.
         named_by: "step" or "layer" if the names of the lines are such numbers and a colour bar
             shows them; "" for a legend.
         null: Value for structureless rows, with a label; None if unknown.
-        chance: Half width of a band around 0, with a label; None for no band.
+        usual: Ends of a grey band of usual values, with a label; None for no band.
         alerts: Steps of alerts, with the alert kinds that occur there for the first time.
         ends: Ends of the y axis in pictures; None to fit the lines.
         remark: Further remark for the reader.
@@ -84,7 +99,7 @@ class Lines:
     over: str = "step"
     named_by: str = ""
     null: tuple[float, str] | None = None
-    chance: tuple[float, str] | None = None
+    usual: tuple[float, float, str] | None = None
     alerts: Sequence[tuple[int, str]] = ()
     ends: tuple[float, float] | None = None
     remark: str = ""
@@ -159,6 +174,41 @@ class StepAxis:
             return [at[0] / 1.5, at[0] * 1.5]
         inner = [math.sqrt(one * other) for one, other in itertools.pairwise(at)]
         return [at[0] ** 2 / inner[0], *inner, at[-1] ** 2 / inner[-1]]
+
+    def gaps(self, steps: Sequence[int]) -> list[int]:
+        """List the places in ascending steps after which more than a fifth of the run is missing.
+
+        Shares are those of the drawn axis. Step 0 has no place on a logarithmic axis, so what comes
+        after it is measured in steps.
+        """
+        first, last = self.places([self.steps[0], self.steps[-1]])
+        return [
+            place
+            for place, (one, other) in enumerate(itertools.pairwise(steps))
+            if (
+                math.log(other / one) > _GAP * math.log(last / first)
+                if one
+                else other > _GAP * self.steps[-1]
+            )
+        ]
+
+    def pieces(self, line: Line) -> list[Line]:
+        """Cut a line at its gaps, which dashed pieces bridge."""
+        gaps = self.gaps(line.x)
+        ends = itertools.pairwise([0, *(gap + 1 for gap in gaps), len(line.x)])
+        bridges = (replace(line.part(gap, gap + 2), dash="dash") for gap in gaps)
+        return [*itertools.starmap(line.part, ends), *bridges]
+
+    def label(self, rows: Iterable[Sequence[int]], look: str) -> str:
+        """Return the label of the axis; if any row of steps has a gap, with the look of gaps."""
+        gaps = f"; {look}: no readings" * any(map(self.gaps, rows))
+        return f"training step (logarithmic{gaps})"
+
+    def blanks(self) -> list[tuple[float, float]]:
+        """List the ends of the gaps of a map on the axis."""
+        at = self.places(self.steps)
+        into = (at[-1] / at[0]) ** _INTO_GAP
+        return [(at[gap] * into, at[gap + 1] / into) for gap in self.gaps(self.steps)]
 
     def ticks(self) -> list[int]:
         """Return the steps to label: both ends, the first step after 0, powers of ten with room."""

@@ -46,12 +46,9 @@ def describe_settings(first: Readings, second: Readings) -> str:
 
 def _both(name: str, one: Any, other: Any) -> str:
     """Format two different settings, whose texts may look equal after shortening."""
-    short = [_shortened(setting_words(name, value)) for value in (one, other)]
+    words = (setting_words(name, value) for value in (one, other))
+    short = [x if len(x) <= _MOST_LETTERS else f"{x[:_MOST_LETTERS]} ..." for x in words]
     return " and ".join(short) if short[0] != short[1] else f"({short[0]}, with other values)"
-
-
-def _shortened(words: str) -> str:
-    return words if len(words) <= _MOST_LETTERS else f"{words[:_MOST_LETTERS]} ..."
 
 
 __all__ = ["OF_A_START", "describe_settings", "setting_words"]

@@ -152,9 +152,9 @@ COMPARED = [
     ((5.0, 5.2), 0.15, "within the errors:\n"),
     ((5.2, 5.0), 0.15, "within the errors:\n"),
     ((5.0, 5.2), 0.14, "beyond the errors (95 %; of 1 compared 0 would be so by chance):\n"),
-    *(((5.0, 5.0 + change), margin, "\n1 equal\n")  # also if sums were of another order
-      for change in (0.0, 1e-15, -1e-15) for margin in (0.1, 0.0)),
-    *(((5.0, 5.0 + change), 0.0, "error unknown:\n") for change in (1e-7, -1e-7)),
+    *(((5.0, 5.0 + change), margin, "\n1 equal to 6 digits\n")  # also if sums were of another order
+      for change in (0.0, 1e-15, -4e-6) for margin in (0.1, 0.0)),
+    *(((5.0, 5.0 + change), 0.0, "error unknown:\n") for change in (1e-5, -1e-5)),
 ]  # fmt: skip
 
 
@@ -173,14 +173,17 @@ def test_differences_beyond_their_margin_have_the_digits_that_tell_values_apart(
     assert not re.search("layer|geomon/|std", printed.partition("\n")[2])
 
 
+NEAR = "(the last at most 10 % apart)"
+
+
 @pytest.mark.parametrize(
     ("first", "second", "at"),
     [
-        ((0, 16, 32, 64), (0, 16, 32, 64, 128), "step 64"),
-        ((0, 100, 200, 400), (0, 60, 190, 330, 700), "steps 190 and 200"),
-        ((0, 100, 200, 400), (0, 380, 400), "step 400"),
-        ((0, 100), (0, 90), "steps 90 and 100"),  # a tenth of the larger one, to the step
-        ((0, 96, 100), (0, 97, 140), "steps 97 and 96"),  # not 100, a bit later and further off
+        ((0, 16, 32, 64), (0, 16, 32, 64, 128), "step 64 (the last that both have read)"),
+        ((0, 100, 200, 400), (0, 60, 190, 330, 700), f"steps 190 and 200 {NEAR}"),
+        ((0, 100, 200, 400), (0, 380, 400), "step 400 (the last that both have read)"),
+        ((0, 100), (0, 90), f"steps 90 and 100 {NEAR}"),  # a tenth of the larger one, to the step
+        ((0, 96, 100), (0, 97, 140), f"steps 97 and 96 {NEAR}"),  # not 100, later and further off
         ((0, 16), (128, 256), None),
         ((0, 100, 200, 400), (0, 140, 300), None),  # step 0 alone says nothing of the training
     ],
@@ -193,6 +196,83 @@ def test_runs_are_compared_at_their_last_steps_near_one_another(first, second, a
     done = invoke("compare", *folders)
     assert (at is None) == ("no values at steps near one another" in done.stderr)
     assert at is None or done.stdout.startswith(f"{folders[1]} against {folders[0]}, at {at}\n")
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ("400:0", "at steps 0 and 400 (as asked)\n"),
+        ("last:first", "at steps 0 and 400 (as asked)\n"),
+        ("0:0", "at step 0 (as asked)\n"),
+        ("first:30", "at steps 30 and 0 (as asked)\n"),
+        ("300:0", "geomon: the first run has no reading at step 300; the nearest is at step 200\n"),
+        ("0:8", "geomon: the second run has no reading at step 8; the nearest is at step 0\n"),
+        *((words, f"a step of each run, such as 1500:0 or last:first, not '{words}'\n")
+          for words in ("400", "400:0:0", "400:", "end:0", "")),
+    ],
+)  # fmt: skip
+def test_any_step_of_one_run_is_compared_with_any_step_of_the_other(steps, said, tmp_path):
+    folders = [
+        write(tmp_path / name, [reading_of({"own/mean": 1.0 + step}, step) for step in read_at])
+        for name, read_at in (("a", (0, 100, 200, 400)), ("b", (0, 30)))
+    ]
+    done = invoke("compare", *folders, "--steps", steps)
+    assert said in done.stdout + done.stderr
+    assert done.exit_code == 2 * ("asked" not in said)
+
+
+# Values of two runs by layer, each with its heads; half of the margin of a mean over layers, and of
+# a layer; lines that name a layer or head.
+BY_LAYER = [
+    # The means agree, and the layers do not.
+    ([[1.0], [5.0]], [[5.0], [1.0]], 0.1, ["layer 1: 1 -> 5, higher", "layer 2: 5 -> 1, lower"]),
+    ([[1.0], [5.0], [3.0]], [[5.0], [1.0], [3.0]], 0.1, ["layer 1: ", "layer 2: "]),
+    # The layer agrees, and its heads do not.
+    ([[0.99, 0.9, 0.05, 0.97]], [[0.92, 0.69, 0.67, 0.64]], 0.02,
+     ["layer 1, head 1: ", "layer 1, head 2: 0.05 -> 0.67, higher", "layer 1, head 3: "]),
+    ([[1.0, 3.0], [2.0, 4.0]], [[3.0, 1.0], [2.0, 4.0]], 0.1, ["layer 1, head 0", "layer 1, head"]),
+    # Heads of a layer that differs are not listed, and layers of a mean that differs neither.
+    ([[1.0, 1.0], [5.0, 5.0]], [[6.0, 4.0], [1.0, 1.0]], 0.1, ["layer 1: 1 ->", "layer 2: 5 ->"]),
+    ([[1.0], [1.0]], [[5.0], [1.0]], 0.1, []),
+    # Nothing is beyond the errors, or none is known.
+    ([[1.0], [5.0]], [[5.0], [1.0]], 2.5, []),
+    ([[1.0], [5.0]], [[5.0], [1.0]], 0.0, []),
+    ([[1.0], [5.0]], [[1.0 + 1e-6], [5.0 - 1e-6]], 1e-9, []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("one", "other", "margin", "named"), BY_LAYER)
+def test_layers_and_heads_are_named_if_they_differ_and_their_mean_does_not(
+    one, other, margin, named, tmp_path
+):
+    folders = []
+    for name, layers in (("a", one), ("b", other)):
+        means = [sum(heads) / len(heads) for heads in layers]
+        values = {"own/mean": sum(means) / len(means), "own/mean/margin": margin}
+        for layer, (mean, heads) in enumerate(zip(means, layers, strict=True), start=1):
+            place = f"own/layer_{layer:02d}"
+            values |= {place: mean, f"{place}/margin": margin}
+            values |= {f"{place}/head_{n}": x for n, x in enumerate(heads) if len(heads) > 1}
+        folders.append(write(tmp_path / name, [reading_of(values, 8)]))
+    printed = invoke("compare", *folders).stdout
+    found = re.findall(r"^  own, (layer .*)$", printed, re.M)
+    assert len(found) == len(named)
+    assert all(any(line.startswith(words) for line in found) for words in named)
+    assert ("though their mean is not:" in printed) == bool(named)
+
+
+def test_of_many_layers_that_differ_the_farthest_are_listed(tmp_path):
+    folders = []
+    for name, sign in (("a", 1), ("b", -1)):
+        values = {"own/mean": 0.0, "own/mean/margin": 0.1}
+        for layer in range(40):
+            place = f"own/layer_{layer:02d}"
+            values |= {place: sign * (-1) ** layer * (1.0 + layer), f"{place}/margin": 0.1}
+        folders.append(write(tmp_path / name, [reading_of(values, 8)]))
+    printed = invoke("compare", *folders).stdout
+    assert "their mean is not (the 24 farthest of 40):" in printed
+    found = [int(layer) for layer in re.findall(r"^  own, layer (\d+):", printed, re.M)]
+    assert found == list(range(39, 15, -1))
 
 
 # Values by layer, and where `geomon figure` says that they peak.

@@ -5,7 +5,7 @@ try:
 except ImportError as error:
     raise ImportError("figures need matplotlib: pip install 'geomon[figures]'") from error
 
-from geomon.show.figures.kinds import KINDS, draw
+from geomon.show.figures.kinds import KINDS, TAKES_METRIC, draw
 from geomon.show.figures.run import as_image, card, geometry_figure, save
 
-__all__ = ["KINDS", "as_image", "card", "draw", "geometry_figure", "save"]
+__all__ = ["KINDS", "TAKES_METRIC", "as_image", "card", "draw", "geometry_figure", "save"]

@@ -3,6 +3,7 @@
 import io
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from string import ascii_lowercase
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from geomon.analysis import single_source
 from geomon.record import Readings
 from geomon.record.printable import printable
-from geomon.show.collect import furthest_loss
+from geomon.show.collect import furthest_loss, line_of
 from geomon.show.colours import GREY, GRID, NOTHING, PURPLE, SIGNED, UNSIGNED
 from geomon.show.panels import AXES, Line, Lines, Matrix, StepAxis
 
@@ -73,15 +74,13 @@ def draw_grid(
 
 
 def _name_once(figure: Figure, places: Sequence[Axes]) -> None:
-    """Label the axes only at the edge of the figure, and draw one legend for all panels."""
+    """Label the axes only at the edge of the figure, with the meaning of grey bands."""
+    named = (f"grey: {label}" for label in places[0].get_legend_handles_labels()[1])
     figure.supylabel(places[0].get_ylabel(), fontsize=10)
+    figure.supxlabel("\n".join([places[0].get_xlabel(), *named]), fontsize=10)
     for place in places:
         place.label_outer()
-        place.set_ylabel("")
-    handles, labels = places[0].get_legend_handles_labels()
-    if handles:
-        style: Style = {"ncols": min(len(handles), 6), "fontsize": 9, "frameon": False}
-        figure.legend(handles, labels, loc="outside lower center", **style)
+        place.set(xlabel="", ylabel="")
 
 
 def caption(place: Axes, letter: str, words: str) -> None:
@@ -121,22 +120,22 @@ def draw(
         _draw_lines(place, panel, legend)
     else:
         show_message(place, f"{panel.label}: not measured")
+    if panel.remark:
+        place.set_xlabel(f"{place.get_xlabel()}\n{panel.remark}")
 
 
 def _draw_lines(place: Axes, panel: Lines, legend: str) -> None:
     axis = StepAxis(panel.steps) if panel.over == "step" else None
     for line in panel.lines:
-        _draw_line(place, line, axis)
+        draw_line(place, line, axis)
     if axis is not None:
-        step_axis(place, axis)
+        step_axis(place, axis, axis.label((line.x for line in panel.lines), "dashed"))
         _mark_alerts(place, panel, axis)
     else:
         _number_axis(place, panel)
     said = [f"band: {panel.bands}"] * panel.has_bands
     said += ["logarithmic"] * panel.is_logarithmic
     place.set_ylabel(literal(panel.label) + f"\n({', '.join(said)})" * bool(said), fontsize=10)
-    if panel.remark:
-        place.set_xlabel(f"{place.get_xlabel()}\n{panel.remark}")
     _scale(place, panel)
     if panel.null_inside is not None:
         null, words = panel.null_inside
@@ -146,9 +145,9 @@ def _draw_lines(place: Axes, panel: Lines, legend: str) -> None:
             textcoords="offset points", ha="right", va="bottom", fontsize=8, color=GREY,
             path_effects=_HALO,
         )  # fmt: skip
-    if panel.chance is not None:
-        limit, words = panel.chance
-        place.axhspan(-limit, limit, color=GREY, alpha=0.18, lw=0, zorder=0, label=words)
+    if panel.usual is not None:
+        low, high, words = panel.usual
+        place.axhspan(low, high, color=GREY, alpha=0.18, lw=0, zorder=0, label=words)
     if panel.named_by:
         colour_bar(place, panel.lines, panel.named_by)
     elif legend == "above":
@@ -158,15 +157,19 @@ def _draw_lines(place: Axes, panel: Lines, legend: str) -> None:
         leave_room(place, place)
 
 
-def _draw_line(place: Axes, line: Line, axis: StepAxis | None) -> None:
-    at = line.x if axis is None else axis.places(line.x)
-    dots = len(line.x) == 1 or (axis is None and len(line.x) <= _MAX_NAMED)
-    place.plot(
-        at, line.y, color=line.colour, lw=line.width, ls=_DASHES[line.dash],
-        label=literal(line.name) or None, marker="o" if dots else "", ms=3.5,
-    )  # fmt: skip
-    if line.low:
-        place.fill_between(at, line.low, line.high, color=line.colour, alpha=0.22, lw=0)
+def draw_line(place: Axes, line: Line, axis: StepAxis | None) -> None:
+    """Draw a line with its band; over steps, dashed across gaps."""
+    label = literal(line.name) or None
+    for piece in axis.pieces(line) if axis is not None else [line]:
+        at = piece.x if axis is None else axis.places(piece.x)
+        place.plot(
+            at, piece.y, color=line.colour, lw=line.width, ls=_DASHES[piece.dash], label=label,
+            marker="o" if piece.dot else "", ms=piece.dot,
+        )  # fmt: skip
+        label = None
+        if piece.low:
+            style: Style = {"color": line.colour, "alpha": 0.08 if piece.dash == "dash" else 0.22}
+            place.fill_between(at, piece.low, piece.high, lw=0, **style)
 
 
 def _number_axis(place: Axes, panel: Lines) -> None:
@@ -233,16 +236,14 @@ def draw_loss(place: Axes, readings: Readings) -> None:
     axis.set_zorder(place.get_zorder() - 1)
     place.patch.set_visible(False)
     steps = [reading.step for reading in single_source(readings)]
-    places = StepAxis([*steps, *(alert.step for alert in readings.alerts)]).places(loss.steps)
-    axis.plot(places, loss.values, color=GREY, lw=1.2, ls="-.")
+    line = replace(line_of(loss, "", GREY), width=1.0)
+    draw_line(axis, line, StepAxis([*steps, *(alert.step for alert in readings.alerts)]))
     leave_room(axis, place)
     axis.spines[["top", "left"]].set_visible(False)
     axis.spines["right"].set_color(GREY)
     axis.tick_params(labelsize=9, length=3, colors=GREY)
-    said = ["dash-dotted"]
-    if loss.steps[-1] < steps[-1]:
-        said.append(f"known to step {loss.steps[-1]:,}")
-    axis.set_ylabel(f"{name} ({', '.join(said)})", fontsize=9.5, color=GREY)
+    known = f" (known to step {loss.steps[-1]:,})" * (loss.steps[-1] < steps[-1])
+    axis.set_ylabel(f"{name}{known}", fontsize=9.5, color=GREY)
 
 
 def draw_matrix(place: Axes, panel: Matrix) -> Any:
@@ -252,8 +253,10 @@ def draw_matrix(place: Axes, panel: Matrix) -> Any:
     if panel.over == "step":
         axis = StepAxis(panel.columns)
         x = axis.edges()
-        step_axis(place, axis)
+        step_axis(place, axis, axis.label([axis.steps], "white"))
         place.set_xlim(x[0], x[-1])
+        for blank in axis.blanks():
+            place.axvspan(*blank, color="white", lw=0, zorder=1.5)
     norm = (LogNorm if panel.is_logarithmic else Normalize)(panel.low, panel.high)
     colours = colormaps[SIGNED if panel.is_signed else UNSIGNED]
     mesh = place.pcolormesh(x, np.arange(rows + 1) - 0.5, panel.values, norm=norm, cmap=colours)
@@ -268,8 +271,6 @@ def draw_matrix(place: Axes, panel: Matrix) -> Any:
         place.spines[:].set_visible(False)
         if max(rows, columns) <= _MAX_WRITTEN:
             _write_values(place, panel, mesh)
-    if panel.remark:
-        place.set_xlabel(f"{place.get_xlabel()}\n{panel.remark}")
     return mesh
 
 
@@ -308,16 +309,15 @@ def style_axes(place: Axes, lines: Literal["x", "y"] = "y") -> None:
     place.set_axisbelow(True)
 
 
-def step_axis(place: Axes, axis: StepAxis) -> None:
+def step_axis(place: Axes, axis: StepAxis, label: str) -> None:
     """Make the step axis logarithmic, and place step 0 to the left of the first step after it."""
     style_axes(place)
-    place.set_xscale("log")
     first, last = axis.places([axis.steps[0], axis.steps[-1]])
-    place.set_xlim(first / 1.1, last * 1.1)
+    place.set(xscale="log", xlim=(first / 1.1, last * 1.1))
     ticks = axis.ticks()
     place.set_xticks(axis.places(ticks), labels=[f"{step:,}" for step in ticks])
     place.xaxis.set_minor_locator(NullLocator())
-    place.set_xlabel(AXES["step"][0], fontsize=10)
+    place.set_xlabel(label, fontsize=10)
 
 
 def show_message(place: Axes, message: str) -> None:

@@ -37,7 +37,9 @@ def compare_figure(
     axes.draw(left, Lines(runs[0].text_of("twonn").label, lines))
     if drawn:
         titles = {tag: each.title for tag, each in quantities_of(runs[0]).items()}
-        _draw_differences(right, drawn, [axes.literal(titles[each.tag]) for each in drawn])
+        _draw_differences(
+            right, drawn, [axes.literal(titles[each.tag] + each.where) for each in drawn]
+        )
     else:
         axes.show_message(right, "no difference has a known error")
     return figure
@@ -46,11 +48,10 @@ def compare_figure(
 def _draw_differences(panel: Any, drawn: Sequence[Difference], titles: Sequence[str]) -> None:
     for row, each in enumerate(drawn):
         share, width = 100 * each.share, 100 * each.margin / each.first
-        beyond = each.verdict in ("higher", "lower")
-        colour = "black" if beyond else GREY  # colours stand for the runs in the left panel
+        colour = "black" if each.differs else GREY  # colours stand for the runs on the left
         panel.errorbar(
             share, row, xerr=width, fmt="o", color=colour, ms=5, capsize=2.5, lw=1.4,
-            mfc=colour if beyond else "white",
+            mfc=colour if each.differs else "white",
         )  # fmt: skip
     panel.axvline(0, color=GREY, lw=0.9)
     axes.style_axes(panel, "x")
@@ -61,10 +62,10 @@ def _draw_differences(panel: Any, drawn: Sequence[Difference], titles: Sequence[
         panel.xaxis.set_major_formatter("{x:g}")
     panel.set_yticks(range(len(drawn)), labels=titles, fontsize=8.5)
     panel.set_ylim(-0.7, len(drawn) - 0.3)
-    steps = sorted({each.step for each in drawn})
-    at = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
+    both = ({each.step for each in drawn}, {each.second_step or each.step for each in drawn})
+    first, second = (" to ".join(f"{at:,}" for at in sorted({min(x), max(x)})) for x in both)
     panel.set_xlabel(
-        f"change from the first run to the second, %, at {at}\n"
+        f"change from the first run (step {first}) to the second (step {second}), %\n"
         "bars: 95 % interval over other sequences; filled: 0 is outside"
     )
 

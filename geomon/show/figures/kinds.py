@@ -2,7 +2,6 @@
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
@@ -17,34 +16,17 @@ from geomon.show.figures.layers import (
 from geomon.show.figures.run import geometry_figure, title_of
 from geomon.show.panels import NotMeasuredError
 
-
-@dataclass(frozen=True)
-class Kind:
-    """Kind of figure.
-
-    Attributes:
-        draw: Function that draws the readings of a run. If `takes_metric` is not empty, it also
-            takes the name of a metric.
-        takes_metric: "layers" or "heads" if the kind draws any metric with such values; "" if the
-            kind takes no metric. Defaults to "".
-    """
-
-    draw: Callable[..., Figure]
-    takes_metric: str = ""
-
-
-def _run_figure(readings: Readings) -> Figure:
-    return geometry_figure(readings, title=title_of(readings))
-
-
-KINDS: dict[str, Kind] = {
-    "run": Kind(_run_figure),
-    "dimension": Kind(dimension_figure),
-    "profiles": Kind(profiles_figure, takes_metric="layers"),
-    "map": Kind(map_figure, takes_metric="layers"),
-    "heads": Kind(heads_figure, takes_metric="heads"),
-    "cosines": Kind(cosines_figure, takes_metric="heads"),
+# Functions that draw the readings of a run, by the name of the figure.
+KINDS: dict[str, Callable[..., Figure]] = {
+    "run": lambda readings: geometry_figure(readings, title=title_of(readings)),
+    "dimension": dimension_figure,
+    "profiles": profiles_figure,
+    "map": map_figure,
+    "heads": heads_figure,
+    "cosines": cosines_figure,
 }
+# Figures of any metric with such values: their functions also take the name of a metric.
+TAKES_METRIC = {"profiles": "layers", "map": "layers", "heads": "heads", "cosines": "heads"}
 
 
 def draw(kind: str, readings: Readings, metric: str | None = None) -> Figure:
@@ -61,16 +43,14 @@ def draw(kind: str, readings: Readings, metric: str | None = None) -> Figure:
     """
     if kind not in KINDS:
         raise ValueError(f"no figure is called {kind!r}: there are {', '.join(KINDS)}")
-    found = KINDS[kind]
     if metric is None:
-        return found.draw(readings)
-    if not found.takes_metric:
-        able = ", ".join(name for name, one in KINDS.items() if one.takes_metric)
-        raise ValueError(f"the figure {kind!r} takes no metric: {able} do")
+        return KINDS[kind](readings)
+    if kind not in TAKES_METRIC:
+        raise ValueError(f"the figure {kind!r} takes no metric: {', '.join(TAKES_METRIC)} do")
     try:
-        return found.draw(readings, metric)
+        return KINDS[kind](readings, metric)
     except NotMeasuredError as error:
-        known = [name for name in _metrics(readings, found.takes_metric) if name != metric]
+        known = [name for name in _metrics(readings, TAKES_METRIC[kind]) if name != metric]
         close = difflib.get_close_matches(metric, known, cutoff=0.5)
         advice = f": did you mean {' or '.join(close)}?" if close else f"; {', '.join(known)} were"
         raise NotMeasuredError(f"{error}{advice if known else ''}") from error

@@ -1,13 +1,13 @@
 """Draws metrics over layers: dimension by scale, profiles, maps and heads."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from geomon.analysis import single_source
-from geomon.analysis.profile import bulge, peak_depth, profile_of
+from geomon.analysis.profile import bulge, peak_depth
 from geomon.record import Readings
 from geomon.show import collect
 from geomon.show.figures import axes
@@ -43,17 +43,18 @@ def profiles_figure(readings: Readings, metric: str | None = None) -> Figure:
     panels = []
     for name in _choose(metric, _PROFILES, readings.layers):
         panel = collect.depth_panel(readings, name)
-        last = [r for r in single_source(readings) if r.column(name).by_layer()][-1]
-        profile = profile_of(last, name)
+        profile = panel.lines[-1].y
         if len(profile) > 1:
-            ends = f"{peak_depth(profile):.2f}, bulge {axes.signed(bulge(profile))}"
-            remarks = filter(None, (panel.remark, f"last step: peak at depth {ends}"))
-            panel = replace(panel, remark="\n".join(remarks))
+            bent = bulge(profile)
+            said = f", bulge {axes.signed(bent)}" * math.isfinite(bent)
+            peak = f"last step: peak at depth {peak_depth(profile):.2f}{said}"
+            panel = replace(panel, remark="\n".join(filter(None, (panel.remark, peak))))
         panels.append((readings.text_of(name).label, panel))
     figure = axes.draw_grid(panels, columns=len(panels), size=(5.4, 4.2))
     axes.footnote(
         figure,
-        "depth 0 is the first layer, 1 the last; bulge: (middle − ends) / ends, above 0 for a bell",
+        "depth 0 is the first layer that is drawn, 1 the last;\n"
+        "bulge: (middle − ends) / ends, above 0 for a bell",
     )
     return figure
 

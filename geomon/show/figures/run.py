@@ -70,19 +70,19 @@ def title_of(readings: Readings) -> str | None:
     if readings.mixed_at is not None or not readings:
         return None
     run = readings.runs[-1] if readings.runs else {}
-    name = str(run.get("model", ""))
-    parts = [name] if name else []
-    if isinstance(run.get("parameters"), int):
-        parts.append(f"{_rounded(run['parameters'])} parameters")
-    if isinstance(run.get("layers"), list):
-        parts.append(f"{len(run['layers'])} blocks")
+    count, layers = run.get("parameters"), run.get("layers")
     steps = sorted(reading.step for reading in readings)
-    parts.append(f"steps {steps[0]:,} to {steps[-1]:,}")
+    parts = [
+        str(run.get("model", "")),
+        f"{_rounded(count)} parameters" if isinstance(count, int) else "",
+        f"{len(layers)} blocks" if isinstance(layers, list) else "",
+        f"steps {steps[0]:,} to {steps[-1]:,}",
+    ]
     name, loss = collect.furthest_loss(readings)
     if loss:
         known = f" (step {loss.steps[-1]:,})" if loss.steps[-1] < steps[-1] else ""
         parts.append(f"{name} {loss.values[0]:.2f} → {loss.values[-1]:.2f}{known}")
-    return ", ".join(parts)
+    return ", ".join(filter(None, parts))
 
 
 def _rounded(count: int) -> str:

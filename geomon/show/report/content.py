@@ -5,6 +5,8 @@ heads to a few dozen.
 """
 
 import math
+import operator
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,20 +14,30 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from geomon.analysis import Curve, null_of, single_source, summarise
+from geomon.analysis import Curve, Fact, facts_of, null_of, single_source, summarise
 from geomon.analysis.alerts import first_alerts
 from geomon.analysis.quantities import Quantity, quantities_of
 from geomon.analysis.summary import alert_sentences
 from geomon.record import Readings
 from geomon.record.columns import MetricText
 from geomon.record.printable import printable
-from geomon.show.collect import alerts_of, depth_panel, head_panels, line_of, map_panel
-from geomon.show.colours import BLUE, DASHES, look_of
+from geomon.show.collect import (
+    DIMENSIONS,
+    alerts_of,
+    depth_panel,
+    head_panels,
+    line_of,
+    map_panel,
+    to_logarithm,
+)
+from geomon.show.colours import BLUE, SERIES
 from geomon.show.panels import Line, Lines, Matrix, spread_both, thin
 from geomon.show.settings import OF_A_START, setting_words
 
 # Largest numbers of steps in maps and in sliders.
 _MOST_COLUMNS, _MOST_STEPS = 64, 16
+# Dashes of the quantities of one chart, for several runs; "dash" bridges gaps.
+_DASHES = ("solid", "dot", "dashdot")
 # Largest number of curves that are shown before an alert.
 _MOST_COURSES = 12
 # Keys of a description that may differ between runs of one configuration.
@@ -87,11 +99,13 @@ def build_content(runs: Sequence[Run]) -> dict[str, Any]:
                 "model": printable(str(run.description.get("model", "unknown model"))),
                 **_words_of(run.readings),
                 "notes": _notes(run.readings),
+                "times": [reading.time for reading in run.readings],
+                "seconds": [reading.seconds for reading in run.readings],
+                "last": run.readings[-1],
             }
             for run, colour in zip(runs, _colours(runs), strict=True)
         ],
         "configuration": _configuration(runs),
-        "cost": _cost(runs),
         "glossary": {
             printable(f"{text.title} ({name})"): printable(text.meaning)
             for name, text in texts.items()
@@ -101,14 +115,36 @@ def build_content(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _words_of(readings: Readings) -> dict[str, Any]:
-    """Summarise a run, with each sentence once: the first fact, the alerts, and the other facts."""
-    alerts = alert_sentences(readings)
-    first, *others = [each for each in summarise(readings) if each not in alerts]
+    """Summarise a run: alerts, facts with what is far from healthy, and all other sentences."""
+    alerts, facts = alert_sentences(readings), facts_of(readings)
+    said = [*alerts, *(fact.sentence for fact in facts)]
+    ranges = {each.quantity.metric: each for each in reversed(facts)}  # the first of each metric
+    steps = [reading.step for reading in single_source(readings)]
+    apart = max(map(operator.sub, steps[1:], steps), default=0)
     return {
-        "headline": printable(first),
-        "alerts": [*map(printable, alerts)],
-        "sentences": [*map(printable, others)],
+        "alerts": alerts,
+        "facts": [
+            (fact, _far(fact, readings) if fact in ranges.values() else "") for fact in facts
+        ],
+        "others": [each for each in summarise(readings, facts) if each not in said],
+        "looked": f"{len(steps):,} reading{'s' * (len(steps) != 1)}"
+        + f", at most {apart:,} steps apart" * (apart > 0),
     }
+
+
+def _far(fact: Fact, readings: Readings) -> str:
+    """Say if a quantity ends at more than twice or less than half of its healthy range."""
+    value = fact.quantity.curve(readings).values[-1]
+    low, high, _ = _usual(readings.text_of(fact.quantity.metric)) or (-math.inf, math.inf, "")
+    side = "above" if value > 2 * high else "below" if 2 * value < low else ""
+    return f"far {side} the healthy {low:g} to {high:g}" if side else ""
+
+
+def _usual(text: MetricText) -> tuple[float, float, str] | None:
+    """Read the range of healthy runs from the words for a metric: the first "1 to 2" in them."""
+    words = text.healthy.partition(": ")[2].partition(";")[0]
+    found = re.search(r"(\d+\.?\d*) to (\d+\.?\d*)", words)
+    return (float(found[1]), float(found[2]), "healthy runs of the recipe") if found else None
 
 
 # -- panels ----------------------------------------------------------------------------------------
@@ -141,13 +177,15 @@ def build_panels(runs: Sequence[Run]) -> Panels:
                     continue
                 if len(runs) > 1:
                     named = ": ".join(filter(None, (name, below))) if name else ""
-                    found.append(replace(line, name=named, dash=DASHES[place % len(DASHES)]))
+                    found.append(replace(line, name=named, dash=_DASHES[place % len(_DASHES)]))
                 else:
-                    found.append(replace(line, name=below, colour=look_of(place)[0]))
+                    found.append(replace(line, name=below, colour=SERIES[place % len(SERIES)]))
         first = quantities[0]
         has_null = len(runs) == len(quantities) == 1 and first.is_mean and not first.part
         null = null_of(selected[0], first.metric) if has_null else None
-        return Lines(label, found, null=null, alerts=alerts)
+        usual = _usual(selected[0].text_of(first.metric)) if first.chart else None
+        made = Lines(label, found, null=null, alerts=alerts, usual=usual)
+        return to_logarithm(made) if first.metric in DIMENSIONS else made
 
     steps = {step for each in curves for curve in each.values() for step in curve.steps}
     return Panels(
@@ -177,11 +215,10 @@ def _before_alerts(runs: Sequence[Run]) -> dict[str, Lines]:
     for run in runs:
         for first in first_alerts(run.readings):
             step, name = first.alert.step, f"{run.name}: " * (len(runs) > 1)
-            name += f"{first.kind} at step {step:,}"
             for course in first.alert.courses[:_MOST_COURSES]:
                 line = Line("", course.steps, course.values, BLUE)
-                alerts = [(step, first.kind)]
-                found[f"{name}: {course.tag}"] = Lines(course.tag, [line], alerts=alerts)
+                panel = Lines(course.tag, [line], alerts=[(step, first.kind)])
+                found[f"{name}{first.kind} at step {step:,}: {course.tag}"] = panel
     return found
 
 
@@ -244,10 +281,9 @@ def _depth(
 def _ends(profile: Lines, run: str, colour: str) -> list[Line]:
     """Draw the first and the last line of a profile in the colour of the run."""
     first, last = profile.lines[0], profile.lines[-1]
-    ends = [replace(last, name=f"{run}, step {last.name}", colour=colour, width=2.0)]
-    if last is not first:
-        ends.insert(0, replace(first, name="", colour=colour, dash="dot", width=1.0))
-    return ends
+    thin_first = replace(first, name="", colour=colour, dash="dot", width=1.0)
+    ends = [thin_first, replace(last, name=f"{run}, step {last.name}", colour=colour, width=2.0)]
+    return ends[-1:] if last is first else ends
 
 
 def _at(readings: Readings, most: int) -> Readings:
@@ -257,17 +293,17 @@ def _at(readings: Readings, most: int) -> Readings:
 
 def _texts_of(runs: Sequence[Readings]) -> dict[str, MetricText]:
     """Collect the texts of every metric in the runs, by metric name."""
-    found: dict[str, MetricText] = {}
-    for run in runs:
-        for name in dict.fromkeys(name for each in run for name in each.columns):
-            found.setdefault(name, run.text_of(name))
-    return found
+    return {
+        name: run.text_of(name)
+        for run in reversed(runs)  # the first run's words
+        for name in dict.fromkeys(name for each in run for name in each.columns)
+    }
 
 
 def _colours(runs: Sequence[Run]) -> list[str]:
     """Choose a colour for each run; runs that differ only in their seed share one."""
     first = {index: group[0] for group in _seed_groups(runs) for index in group}
-    return [look_of(first.get(index, index))[0] for index in range(len(runs))]
+    return [SERIES[first.get(index, index) % len(SERIES)] for index in range(len(runs))]
 
 
 def _seed_groups(runs: Sequence[Run]) -> list[list[int]]:
@@ -304,37 +340,13 @@ def _notes(readings: Readings) -> list[dict[str, Any]]:
     return remarks + sorted(found.values(), key=lambda note: -note["count"])
 
 
-def _cost(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Build the rows of the table of costs: a name, and a text for each run."""
-    found: dict[str, list[str]] = {}
-    for run in runs:
-        last, seconds = run.readings[-1], [reading.seconds for reading in run.readings]
-        times = [reading.time for reading in run.readings]
-        share = f"{last.overhead * 100:.2g} %" if math.isfinite(last.overhead) else ""
-        ranks = f"{last.world_size} rank{'s' * (last.world_size != 1)}"
-        for name, text in (
-            ("readings", f"{len(seconds):,}, to step {last.step:,}"),
-            ("time in readings", f"{math.fsum(seconds):,.1f} s, the longest {max(seconds):.2f} s"),
-            ("share of the training's time", share),
-            ("rows in a reading", f"{last.tokens:,} on {ranks}, {last.dtype}"),
-            ("from first to last reading", f"{(max(times) - min(times)) / 60:,.1f} min"),
-        ):
-            found.setdefault(name, []).append(printable(text))
-    return [
-        {"name": name, "texts": texts, "differs": False}
-        for name, texts in found.items()
-        if any(texts)
-    ]
-
-
 def _configuration(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Build the rows of the table of descriptions: name, text for each run, whether they differ."""
     names = dict.fromkeys(name for run in runs for name in run.description)
     settings: dict[str, list[Any]] = {
         name: [run.description.get(name) for run in runs] for name in names
     }
-    starts = [len(run.readings.runs) for run in runs]
-    if max(starts) > 1:
+    if max(starts := [len(run.readings.runs) for run in runs]) > 1:
         settings["starts"] = starts
     return [
         {

@@ -2,12 +2,14 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from geomon import __version__
+from geomon.record.printable import printable
+from geomon.show.panels import Lines, Matrix
 from geomon.show.report.content import Panels, Run, build_content, build_panels
 
 _OTHERS, _BEFORE = "Any other value", "Before the alerts"
@@ -44,6 +46,7 @@ def render(runs: Sequence[Run]) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters["printable"] = printable
     panels = build_panels(runs)
     return environment.from_string(_part("page.html")).render(
         **build_content(runs),
@@ -78,18 +81,16 @@ def _charts(panels: Panels) -> Iterator[tuple[str, str, Any]]:
             yield "training", title, chart
         else:
             yield "lead", title, charts.add_linear_axis(chart)
-    if panels.before_alerts:
-        before = {name: charts.draw(each) for name, each in panels.before_alerts.items()}
-        yield "training", _BEFORE, charts.choose(before)
-    if panels.others:
-        others = {name: charts.draw(each, panels.steps) for name, each in panels.others.items()}
-        yield "training", _OTHERS, charts.choose(others)
-    if panels.depth:
-        depth = {name: charts.draw(each) for name, each in panels.depth.items()}
-        yield "depth", "At several steps", charts.choose(depth)
-    if panels.maps:
-        maps = {name: charts.draw(each) for name, each in panels.maps.items()}
-        yield "depth", "By layer and step", charts.choose(maps)
+    chosen: list[tuple[str, str, Mapping[str, Lines | Matrix], Collection[int]]] = [
+        ("training", _BEFORE, panels.before_alerts, ()),
+        ("training", _OTHERS, panels.others, panels.steps),
+        ("depth", "At several steps", panels.depth, ()),
+        ("depth", "By layer and step", panels.maps, ()),
+    ]
+    for section, title, group, steps in chosen:
+        if group:
+            drawn = {name: charts.draw(panel, steps) for name, panel in group.items()}
+            yield section, title, charts.choose(drawn)
     if panels.heads:
         heads = charts.slide(list(panels.heads.values()), list(panels.heads))
         yield "depth", "By layer and head", heads
