@@ -43,7 +43,7 @@ from geomon.distributed.mesh import Mesh, find_place
 from geomon.metrics import Evaluator, check_metrics
 from geomon.monitor.device import MeasuringDevice
 from geomon.monitor.executor import ReadingExecutor
-from geomon.monitor.held_out import HeldOut, is_loader
+from geomon.monitor.held_out import HeldOut, describe_probe, is_loader
 from geomon.monitor.jobs import CHECK, ReadingJob
 from geomon.monitor.options import (
     AUTO,
@@ -352,6 +352,7 @@ class Monitor:
             "layers": self._block_names,
             "metrics": {name: msgspec.to_builtins(metric.text) for name, metric in metrics.items()},
             "schedule": text_of(options["schedule"] or "within the budget"),
+            "probe": describe_probe(options["probe"]),
             "tokens": options["tokens"],
             "splits": options["splits"],
             "queries": options["queries"],

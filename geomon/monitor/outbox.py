@@ -25,7 +25,7 @@ from geomon.monitor.planner import Account, Planner
 from geomon.monitor.sinks import SinkCalls
 from geomon.monitor.warnings import Warnings
 from geomon.note import Note
-from geomon.record import RaisedAlert, Reading, Record
+from geomon.record import RaisedAlert, Reading, Readings, Record
 
 
 class _Completed(NamedTuple):
@@ -91,18 +91,24 @@ class Outbox:
 
         The number returned counts the readings of earlier starts on the branch that continues here.
         """
-        earlier: list[Reading] = []
+        found: list[Readings] = []
         self._watch = AlertWatch(self._alerts)
         self._curves.clear()
         self._phases.clear()
         record = self._record
         if record is not None:
             self._warnings.attempt(
-                lambda: earlier.extend(record.begin(step, description)),
+                lambda: found.append(record.begin(step, description)),
                 f"{record.path} could not be read and is kept under another name; phases and "
                 "alerts start afresh",
             )
-        for reading in earlier:
+        earlier = found[0] if found else Readings([], [])
+        since = 0  # step from which on values can be compared with those to come
+        for since, words in earlier.breaks:
+            if since == step:
+                self._warnings.warn(words)
+                self.note([Note("other settings", words)])
+        for reading in (one for one in earlier if one.step >= since):
             self._warnings.attempt(
                 functools.partial(self._recall, reading),
                 "earlier readings raise no alerts",

@@ -89,7 +89,8 @@ class Record:
             description: Facts about the run (versions, model, metrics) for its opening line.
 
         Returns:
-            The earlier readings and alerts of the continued run: those before `step`.
+            The earlier readings and alerts of the continued run (those before `step`), with the
+            descriptions of all its starts, this one last.
 
         Raises:
             ValueError: If the file is not a record.
@@ -108,7 +109,9 @@ class Record:
             elif max(steps) >= step:
                 opening["rewound_to"] = self._set_aside = step
                 follower.rewind(step)
-            return Readings([], []) if self._is_foreign else follower.readings()
+            found = Readings([], []) if self._is_foreign else follower.readings()
+            found.runs.append(opening)
+            return found
         except ValueError:  # not a record
             self._is_foreign, self._set_aside = True, 0
             raise
