@@ -4,7 +4,6 @@ A loader given by the user is drawn from once. From a trainer's validation, batc
 itself are kept: its loader, samplers and workers are never touched.
 """
 
-import contextlib
 import copy
 import hashlib
 import itertools
@@ -18,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from geomon.capture.unchanged import random_states_kept
 from geomon.distributed import RankGroup
+from geomon.failures import failures, ignored
 from geomon.monitor.probe_loss import count_sequences, tensors_of
 
 # Most batches of one rank: they stay in host memory, and each adds a forward pass to every reading.
@@ -160,7 +160,7 @@ def describe_probe(probe: Any) -> str:
     digest = hashlib.sha256()
     for tensor in tensors_of(probe):
         digest.update(f"{tensor.dtype} {tensor.shape}".encode())
-        with contextlib.suppress(RuntimeError):  # a layout without bytes to read, such as sparse
+        with ignored(RuntimeError):  # a layout without bytes to read, such as sparse
             digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return "a function" if callable(probe) else f"inputs {digest.hexdigest()[:8]}"
 
@@ -194,7 +194,7 @@ def _next(batches: Iterator[Any]) -> tuple[Any, str]:
     """Return the next batch on the host (None at the end), and the error message if that failed."""
     try:
         return _to_host(next(batches, None)), ""
-    except Exception as error:  # the loader belongs to the user
+    except failures() as error:  # the loader belongs to the user
         return None, f"{type(error).__name__}: {error}"
 
 

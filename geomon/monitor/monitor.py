@@ -40,6 +40,7 @@ from geomon.distributed import (
     join_ranks,
 )
 from geomon.distributed.mesh import Mesh, find_place
+from geomon.failures import failures, ignored
 from geomon.metrics import Evaluator, check_metrics
 from geomon.monitor.device import MeasuringDevice
 from geomon.monitor.executor import ReadingExecutor
@@ -278,7 +279,7 @@ class Monitor:
     def __del__(self) -> None:
         # Sinks may be shared with others, so only started readings are finished and recorded.
         if self._is_own():
-            with contextlib.suppress(Exception):  # nobody would catch the error of a strict one
+            with ignored():  # nobody would catch the error of a strict one
                 self._flush()
 
     # -- what is known -----------------------------------------------------------------------------
@@ -482,7 +483,7 @@ class Monitor:
             self._verify(passes[0])
         except (RanksLostError, RankFailedError):  # raised on all ranks
             raise
-        except Exception as error:  # several ranks must fail together
+        except failures() as error:  # several ranks must fail together
             passes = error
         seconds = time.perf_counter() - began - (self.account.left_out - left_out)
         if not self._takes_part():
@@ -576,7 +577,7 @@ class Monitor:
         if directory is not None and self._group.rank == 0:
             try:
                 record = Record(directory)
-            except ValueError as error:
+            except failures(ValueError) as error:
                 failure = error
         with self.warnings.guard():
             failure = self._group.broadcast(failure)

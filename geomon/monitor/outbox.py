@@ -17,6 +17,7 @@ import msgspec
 from geomon.analysis import Phase, find_phase
 from geomon.analysis.alerts import Alert, AlertWatch, Inputs
 from geomon.analysis.curves import measured
+from geomon.failures import failures
 from geomon.monitor.executor import ReadingExecutor
 from geomon.monitor.jobs import CHECK, ReadingJob
 from geomon.monitor.logged import LoggedValues
@@ -188,7 +189,7 @@ class Outbox:
                 reading, alerts = self._completed(job)
                 if reading is not None:
                     self._write(reading, job)
-            except Exception:
+            except failures():
                 self._take_first()
                 raise
             self._take_first()

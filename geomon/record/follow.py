@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from geomon.failures import failures
 from geomon.record.alert import RaisedAlert
 from geomon.record.arrays import ArrayFolder
 from geomon.record.paths import local_path
@@ -108,7 +109,7 @@ class Follower:
         self._new = []
         try:
             status = self.path.stat()
-        except FileNotFoundError:
+        except failures(FileNotFoundError):
             return []
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{self.path} is not a record: expected a regular file")
@@ -124,7 +125,7 @@ class Follower:
                 while (line := file.readline(MAX_LINE)).endswith(b"\n") or len(line) == MAX_LINE:
                     self._take(line)
                 self._torn = line
-        except ValueError:
+        except failures(ValueError):
             self._begin_anew()
             self._state = state  # do not read the file again before it has changed
             raise
@@ -137,7 +138,7 @@ class Follower:
             if not line.endswith(b"\n"):
                 raise ValueError(f"it is longer than {MAX_LINE:,} bytes")
             content = _parse(line)
-        except ValueError as error:
+        except failures(ValueError) as error:
             if not self._is_of_newer_kind(line):
                 raise self._is_no_line(error) from error
             content = None

@@ -7,7 +7,6 @@ describes it says so (`"rewound_to"`), and earlier lines from that step on belon
 branch. One process at a time writes into a folder (see `geomon.record.lock`).
 """
 
-import contextlib
 import errno
 import os
 import time
@@ -17,6 +16,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from geomon.failures import failures, ignored
 from geomon.record.alert import RaisedAlert
 from geomon.record.arrays import ArrayFolder, Arrays
 from geomon.record.encode import encode_line
@@ -69,7 +69,7 @@ class Record:
             with self.path.open("a"):
                 pass
             self.arrays.remove_parts()
-        except OSError as error:
+        except failures(OSError) as error:
             raise ValueError(
                 f"directory={str(directory)!r} cannot be written ({error.filename}: "
                 f"{error.strerror}): use a folder that can be created and written"
@@ -112,7 +112,7 @@ class Record:
             found = Readings([], []) if self._is_foreign else follower.readings()
             found.runs.append(opening)
             return found
-        except ValueError:  # not a record
+        except failures(ValueError):  # not a record
             self._is_foreign, self._set_aside = True, 0
             raise
         finally:
@@ -198,7 +198,7 @@ class Record:
             free = _free_name(self.path)
             self.arrays.move(ArrayFolder.of_record(free), self._set_aside)
             if self._is_foreign:
-                with contextlib.suppress(FileNotFoundError):
+                with ignored(FileNotFoundError):
                     self.path.rename(free)
             self._is_foreign, self._set_aside = False, None
         for key in [*self._pending]:

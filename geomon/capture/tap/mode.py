@@ -17,6 +17,7 @@ from geomon.capture import private
 from geomon.capture.shards import is_sharded, starts_of
 from geomon.capture.storage import followed_part
 from geomon.capture.tap.provenance import Provenance, Stream
+from geomon.failures import failures
 
 
 class TapObserver(Protocol):
@@ -125,7 +126,7 @@ class Tap(dispatch.TorchDispatchMode):
             elif kind not in ("other", "choice"):
                 given = dict(zip(names, args, strict=False)) | kwargs
                 observer.on_fused(kind, given)
-        except Exception as error:
+        except failures() as error:
             observer.on_failure(error)
         result = func(*args, **kwargs)
         try:
@@ -136,7 +137,7 @@ class Tap(dispatch.TorchDispatchMode):
                 own = [args, kwargs, result]
                 own = _on_this_rank(own, starts) if types else own
                 followed.follow(name, own[0], own[1], own[2], starts, keeps_places=keeps_places)
-        except Exception as error:
+        except failures() as error:
             observer.on_failure(error)
         return result
 

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from geomon.analysis.facts import FactLog
+from geomon.failures import failures
 from geomon.record import RaisedAlert, Reading, Readings, tags
 from geomon.record.columns import texts_of
 from geomon.record.headline import HEADLINE, Charts, Detail
@@ -196,7 +197,7 @@ class WandBRows:
             return
         try:
             function(*given)
-        except Exception as error:
+        except failures() as error:
             log.warning("W&B: a reading was not logged: %s: %s", type(error).__name__, error)
 
     def _end(self) -> None:
