@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Unpack
 
-from geomon.monitor import CallbackOptions, CallbackSession, documented
+from geomon.monitor import CallbackOptions, CallbackSession, documented, lacks
 from geomon.record import Sink
 from geomon.record.headline import Detail
 from geomon.record.sinks import NumberSink
@@ -75,6 +75,12 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
 
     def __repr__(self) -> str:
         return repr(self._session)
+
+    def __getattr__(self, name: str) -> Any:
+        """Tell another trainer, which asks for its events, which class it needs."""
+        raise lacks(
+            self, name, trainer="transformers.Trainer", other="Lightning", needs="geomon.lightning"
+        )
 
     @property
     def overhead(self) -> float:

@@ -164,7 +164,8 @@ class Monitor:
 
         Raises:
             TypeError: If the step is not a whole number.
-            ValueError: If the step is below 0.
+            ValueError: If the step is below 0, or if another monitor of this program, which was
+                made later and is not closed, records in the same folder.
         """
         number = check_step(step)
         if number == self.planner.step and self._is_own():
@@ -175,6 +176,8 @@ class Monitor:
                 self._process = os.getpid()
                 self._executor.forget()
             self.passes.sweep(number)
+            if self.planner.step is None and self._record is not None:
+                self._record.check_alone()
             self.outbox.move_to(number)
             with self.warnings.guard():
                 if self.planner.step is None or number < self.planner.step:

@@ -103,6 +103,9 @@ class Outbox:
                 f"{record.path} could not be read and is kept under another name; phases and "
                 "alerts start afresh",
             )
+            if record.kept_as is not None:
+                kept = record.kept_as.name
+                self._warnings.say(f"{record.path} holds an earlier run, which is kept as {kept}")
         earlier = found[0] if found else Readings([], [])
         since = 0  # step from which on values can be compared with those to come
         for since, words in earlier.breaks:
@@ -282,11 +285,14 @@ class Outbox:
             )
 
     def _attempt_to_write(self, write: Callable[[], object]) -> None:
-        assert self._record is not None
+        record = self._record
+        assert record is not None
         self._warnings.attempt(
-            write,
-            f"{self._record.path} could not be written; its readings are kept until it can be",
+            write, f"{record.path} could not be written; its readings are kept until it can be"
         )
+        if record.news:
+            self._warnings.warn(record.news)
+            record.news = ""
 
     def _recall(self, reading: Reading) -> None:
         """Take a reading of an earlier start into account, without calling anything for it."""

@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,16 @@ class FolderLockedError(ValueError):
 class FolderLock:
     """Lock of a folder, held by this process until nobody refers to it.
 
+    Attributes:
+        newest: Returns the last object of this process that was made to write here, or None.
+
     The locked file is created, and removed on release. Raises FolderLockedError if another process
     holds the lock, and OSError if the file cannot be created or something else is in its place.
     """
 
     def __init__(self, path: Path) -> None:
         self._path, self._process, self._descriptor = path, os.getpid(), -1
+        self.newest: Callable[[], Any] = lambda: None
         check_regular(path, follow_symlinks=False)
         while not self._is_in_place():  # the last owner may have removed the file meanwhile
             self._close()
