@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from geomon.extras import to_install
 from geomon.record.printable import printable
 from geomon.show.commands import add_commands, exit_on_bad_input
 
@@ -16,7 +17,7 @@ def main() -> None:
     try:
         app = make_app()
     except ImportError as error:
-        sys.exit(f"the command line needs typer and rich ({error}): pip install 'geomon[terminal]'")
+        sys.exit(f"the command line needs typer and rich ({error}): {to_install('terminal')}")
     app()
 
 

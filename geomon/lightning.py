@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
+from geomon.extras import to_install
 from geomon.monitor import CallbackOptions, CallbackSession, documented, lacks
 from geomon.record import Sink
 from geomon.record.headline import Detail, without_layers
@@ -32,7 +33,7 @@ else:
         L = importlib.import_module(next(filter(find_spec, _PACKAGES), _PACKAGES[0]))
     except ImportError as error:
         raise ImportError(
-            f"the Lightning callback needs lightning ({error}): pip install 'geomon[lightning]'"
+            f"the Lightning callback needs lightning ({error}): {to_install('lightning')}"
         ) from error
 
 

@@ -100,7 +100,7 @@ def test_without_transformers_it_says_what_to_install(run, tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "transformers", None)
     result = invoke("scan", run, "--text", run / "text", "--directory", tmp_path / "scan")
     assert result.exit_code == 2
-    assert "pip install 'geomon[huggingface]'" in result.stderr.splitlines()[-1]
+    assert "pip install transformers accelerate" in result.stderr.splitlines()[-1]
 
 
 def test_metrics_are_listed_with_the_default_ones_first(monkeypatch):

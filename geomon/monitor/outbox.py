@@ -118,7 +118,7 @@ class Outbox:
                 "earlier readings raise no alerts",
                 once=True,
             )
-        self.sinks.describe(description)
+        self.sinks.describe(description | {"from_step": step})
         return len(earlier)
 
     def publish(self, *, wait: bool = True) -> None:

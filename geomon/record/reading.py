@@ -13,6 +13,7 @@ import msgspec
 from numpy.typing import NDArray
 
 from geomon import __version__
+from geomon.extras import to_install
 from geomon.note import Note
 from geomon.record import tags
 from geomon.record.alert import RaisedAlert
@@ -200,7 +201,7 @@ class Series:
             try:
                 from matplotlib import pyplot
             except ImportError as error:
-                raise ImportError("plot needs matplotlib: pip install 'geomon[figures]'") from error
+                raise ImportError(f"plot needs matplotlib: {to_install('figures')}") from error
             axes = pyplot.subplots()[1]
         (line,) = axes.plot(self.steps, self.values, **({"label": self.tag} | style))
         low = [value - margin for value, margin in zip(self.values, self.margins, strict=True)]
@@ -376,7 +377,7 @@ class Readings:
         try:
             import pandas
         except ImportError as error:
-            raise ImportError("to_pandas needs pandas: pip install 'geomon[export]'") from error
+            raise ImportError(f"to_pandas needs pandas: {to_install('export')}") from error
         columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
         appends = [column.append for column in columns.values()]
         for reading in self:

@@ -5,6 +5,7 @@ import io
 from html import escape
 
 from geomon.analysis import summarise
+from geomon.extras import to_install
 from geomon.record import Readings
 from geomon.record.printable import printable
 
@@ -23,7 +24,7 @@ def _picture(readings: Readings) -> str:
     try:
         from geomon.show.figures import geometry_figure
     except ImportError:
-        return "<p>The picture needs matplotlib: pip install 'geomon[figures]'</p>"
+        return f"<p>The picture needs matplotlib: {to_install('figures')}</p>"
     file = io.BytesIO()
     geometry_figure(readings).savefig(file, format="png", dpi=_PIXELS_PER_INCH)
     data = base64.b64encode(file.getvalue()).decode()

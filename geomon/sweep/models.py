@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from geomon.extras import to_install
 from geomon.sweep.checkpoints import Build, Checkpoint, one_line, read_file
 
 # Parts around the blocks that a checkpoint of another task lacks. Any other missing weight would be
@@ -158,7 +159,7 @@ def import_transformers() -> Any:
         return importlib.import_module("transformers")
     except ImportError as error:
         raise ImportError(
-            f"models of transformers need that package ({error}): pip install 'geomon[huggingface]'"
+            f"models of transformers need that package ({error}): {to_install('huggingface')}"
         ) from error
 
 

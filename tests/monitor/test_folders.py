@@ -6,9 +6,11 @@ import shutil
 
 import pytest
 import torch
+from loggers import events_of
 from models import PlainDecoder, batch
+from torch.utils.tensorboard import SummaryWriter
 
-from geomon import Monitor, read, select
+from geomon import Monitor, TensorBoard, read, select
 
 FEW = {"metrics": select("variance"), "tokens": 16, "schedule": 1}
 
@@ -16,9 +18,9 @@ FEW = {"metrics": select("variance"), "tokens": 16, "schedule": 1}
 class Run:
     """A training, and the folder where it is recorded."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, **options):
         self.model, self.folder = PlainDecoder(width=8, layers=1, heads=2), folder
-        self.monitor = Monitor(self.model, directory=folder, **FEW)
+        self.monitor = Monitor(self.model, directory=folder, **FEW, **options)
 
     def step(self, *steps):
         for step in steps:
@@ -130,3 +132,26 @@ def test_a_second_run_in_a_folder_says_where_the_first_is(tmp_path, caplog):
         kept = [text for text in caplog.messages if "earlier run" in text]
         name = f"{tmp_path}/readings.jsonl holds an earlier run, which is kept as readings."
         assert kept == [f"{name}{number}.jsonl"] * (number > 0)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_tensorboard_keeps_the_runs_of_a_folder_apart_and_joins_a_resume(
+    tmp_path, caplog, is_shared
+):
+    """The training's own files are no run of geomon's."""
+    SummaryWriter(tmp_path).close()
+    sinks, warned = [TensorBoard(tmp_path, pictures=False, detail=["variance"])], []
+    for first in (0, 0, 2, 0):
+        caplog.clear()
+        sinks = sinks if is_shared else [TensorBoard(tmp_path, pictures=False, detail=["variance"])]
+        run = Run(tmp_path, sinks=sinks)
+        run.step(first, first + 1)
+        run.monitor.close()
+        warned.append([text for text in caplog.messages if "TensorBoard" in text])
+    found = {
+        name: [step for step, _ in events_of(tmp_path / name)["~geomon/variance"]]
+        for name in ("", "run_2", "run_3")
+    }
+    assert found == {"": [0, 1], "run_2": [0, 1, 2, 3], "run_3": [0, 1]}
+    assert [len(texts) for texts in warned] == [0, 1, 0, 1]
+    assert warned[1][0].endswith(f"the files of this one are in {tmp_path / 'run_2'}")
