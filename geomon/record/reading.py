@@ -406,7 +406,7 @@ class Readings:
         for version in filter(is_newer, versions[-1:]):
             remarks.append(
                 f"This record was written by a newer geomon ({version}): this one ({__version__}) "
-                "may miss values; pip install --upgrade geomon."
+                "may miss values; upgrade it."
             )
         return remarks
 
