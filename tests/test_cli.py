@@ -10,6 +10,7 @@ import torch
 from models import batch, transformer
 from typer.testing import CliRunner
 
+import geomon
 from geomon import METRICS, read, scan
 from geomon.cli import make_app
 
@@ -72,6 +73,14 @@ def test_bad_input_ends_in_one_line_and_exit_code_2(run, tmp_path, monkeypatch, 
     assert words in result.stderr
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
+
+
+def test_the_version_is_told_by_both_names_of_the_command():
+    assert invoke("--version").stdout == f"geomon {geomon.__version__}\n"
+    done = subprocess.run(
+        [sys.executable, "-m", "geomon", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"geomon {geomon.__version__}\n"
 
 
 def test_the_command_has_the_defaults_of_the_function():

@@ -14,6 +14,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 import platform
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -124,6 +125,7 @@ class Monitor:
             functools.partial(_notes_of_run, self.passes, self._group, self._device),
         )  # fmt: skip
         self._process = os.getpid()
+        self._has_failed = False  # whether it was closed because of an error
         self._is_verified = False  # whether the first window was looked at for missing views
         _close_at_exit(self)
 
@@ -263,20 +265,15 @@ class Monitor:
         if self._is_own():
             with self.account.charge():
                 self._flush()
-                self._say_left_out()
+                self._say_what_is_missing()
                 self.outbox.close()
 
     def __enter__(self) -> Self:
         """Return the monitor, which is closed at the end of the `with`."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+    def __exit__(self, *raised: object) -> None:
         """Close the monitor, however the `with` ends."""
-        if kind is None and self.planner.step is None:
-            self.warnings.warn(
-                "`with monitor:` only closes the monitor at its end and reads nothing: write "
-                "`with monitor(step):` around the forward pass"
-            )
         self.close()
 
     def __del__(self) -> None:
@@ -607,7 +604,14 @@ class Monitor:
         finally:  # if the first rank is alone from now on, it still knows its record
             self.planner.begin(step, earlier)
 
-    def _say_left_out(self) -> None:
+    def _say_what_is_missing(self) -> None:
+        """Warn if no step came although nothing failed, or if readings were left out."""
+        self._has_failed = self._has_failed or sys.exception() is not None
+        if self.planner.step is None and not self._has_failed:
+            self.warnings.warn(
+                "the monitor was given no step, so nothing was read: write `with monitor(step):` "
+                "around the forward pass (`with monitor:` only closes it at its end)"
+            )
         left_out = self.planner.left_out
         if left_out:
             self.warnings.warn(
