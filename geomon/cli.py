@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from geomon import __version__
-from geomon.extras import to_install
+from geomon.advice import to_install
 from geomon.record.printable import printable
 from geomon.show.commands import add_commands, exit_on_bad_input
 

@@ -13,8 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Unpack
 
-from geomon.extras import to_install
-from geomon.monitor import CallbackOptions, CallbackSession, documented, lacks
+from geomon.advice import lacks, to_install
+from geomon.monitor import CallbackOptions, CallbackSession, documented
 from geomon.record import Sink
 from geomon.record.headline import Detail
 from geomon.record.sinks import NumberSink

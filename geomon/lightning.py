@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
-from geomon.extras import to_install
-from geomon.monitor import CallbackOptions, CallbackSession, documented, lacks
+from geomon.advice import lacks, to_install
+from geomon.monitor import CallbackOptions, CallbackSession, documented
 from geomon.record import Sink
 from geomon.record.headline import Detail, without_layers
 from geomon.record.sinks import LoggerSink, NumberSink

@@ -4,7 +4,7 @@ from geomon.monitor.jobs import measure_alone
 from geomon.monitor.monitor import Monitor
 from geomon.monitor.options import CallbackOptions, check_count, documented
 from geomon.monitor.schedule import every, log_spaced
-from geomon.monitor.session import CallbackSession, lacks
+from geomon.monitor.session import CallbackSession
 
 __all__ = [
     "CallbackOptions",
@@ -13,7 +13,6 @@ __all__ = [
     "check_count",
     "documented",
     "every",
-    "lacks",
     "log_spaced",
     "measure_alone",
 ]

@@ -283,26 +283,6 @@ class CallbackSession:
         return CallbackSession, (self.options, self._owner)
 
 
-def lacks(callback: object, name: str, *, trainer: str, other: str, needs: str) -> AttributeError:
-    """Make the error for an attribute that a callback lacks, such as an event of another trainer.
-
-    Args:
-        callback: The callback.
-        name: Name of the attribute.
-        trainer: Trainer that the callback is for.
-        other: Another trainer, whose events the callback does not have.
-        needs: Module with the class for the other trainer.
-    """
-    own = f"{type(callback).__module__}.{type(callback).__name__}"
-    words = f"{own} has no attribute {name!r}"
-    if name == "setup" or name.startswith("on_"):
-        words = (
-            f"{own} is for {trainer}: with {other}, write `from {needs} import GeometryMonitor` "
-            f"({words})"
-        )
-    return AttributeError(words, name=name, obj=callback)
-
-
 class _SeenCall(FirstCall):
     """A first call that shows its arguments and its output."""
 
@@ -315,4 +295,4 @@ class _SeenCall(FirstCall):
         return output
 
 
-__all__ = ["CallbackSession", "lacks"]
+__all__ = ["CallbackSession"]

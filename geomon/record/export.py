@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from geomon.extras import to_install
+from geomon.advice import to_install
 from geomon.record.reading import COLUMNS, Readings
 
 # First characters of text that a spreadsheet reads as a formula.

@@ -13,7 +13,7 @@ import msgspec
 from numpy.typing import NDArray
 
 from geomon import __version__
-from geomon.extras import to_install
+from geomon.advice import to_install
 from geomon.note import Note
 from geomon.record import tags
 from geomon.record.alert import RaisedAlert

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from geomon.extras import to_install
+from geomon.advice import to_install
 from geomon.record import Readings
 from geomon.record.printable import printable
 from geomon.show.collect import cards_of

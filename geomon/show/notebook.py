@@ -4,8 +4,8 @@ import base64
 import io
 from html import escape
 
+from geomon.advice import to_install
 from geomon.analysis import summarise
-from geomon.extras import to_install
 from geomon.record import Readings
 from geomon.record.printable import printable
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from geomon.extras import to_install
+from geomon.advice import to_install
 from geomon.sweep.checkpoints import Build, Checkpoint, one_line, read_file
 
 # Parts around the blocks that a checkpoint of another task lacks. Any other missing weight would be

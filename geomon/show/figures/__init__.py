@@ -1,6 +1,6 @@
 """Draws readings as matplotlib figures for papers, pages and loggers."""
 
-from geomon.extras import to_install
+from geomon.advice import to_install
 
 try:
     import matplotlib  # noqa: F401  (every file of this folder needs it)

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from geomon.advice import to_install
 from geomon.analysis import summarise
 from geomon.analysis.facts import FactLog
-from geomon.extras import to_install
 from geomon.record import RaisedAlert, Reading, Readings, Sink
 from geomon.record.columns import texts_of
 from geomon.record.headline import HEADLINE, Detail, check_detail

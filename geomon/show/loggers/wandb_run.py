@@ -9,8 +9,8 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+from geomon.advice import to_install
 from geomon.analysis.facts import FactLog
-from geomon.extras import to_install
 from geomon.failures import failures
 from geomon.record import RaisedAlert, Reading, Readings, tags
 from geomon.record.columns import texts_of

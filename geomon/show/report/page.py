@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from geomon import __version__
-from geomon.extras import to_install
+from geomon.advice import to_install
 from geomon.show.report.content import Panels, Run, build_content, build_panels
 
 _OTHERS, _BEFORE = "Any other value", "Before the alerts"

@@ -8,7 +8,7 @@ from typing import Any
 from rich.color import Color
 from rich.text import Text
 
-from geomon.extras import to_install
+from geomon.advice import to_install
 from geomon.record.printable import printable
 from geomon.show.panels import Line, Lines, StepAxis
 

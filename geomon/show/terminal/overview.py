@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from geomon.advice import to_install
 from geomon.analysis import Fact, facts_of, single_source
 from geomon.analysis.numbers import number
 from geomon.analysis.summary import alert_sentences, headline
-from geomon.extras import to_install
 from geomon.record import Reading, Readings
 from geomon.record.printable import printable
 from geomon.record.sinks import Memory

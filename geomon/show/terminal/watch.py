@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from geomon.advice import to_install
 from geomon.analysis import null_of
 from geomon.analysis.numbers import with_margin
 from geomon.analysis.quantities import Quantity
-from geomon.extras import to_install
 from geomon.record import read
 from geomon.show.collect import alerts_of, line_of
 from geomon.show.colours import DASHES
