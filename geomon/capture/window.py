@@ -208,6 +208,9 @@ class Window:
             except BaseException:  # Ctrl-C in between
                 self.close()
                 raise
+            finally:
+                if self._tap is not None:
+                    self._tap.take_away()
 
     @contextmanager
     def timed(self) -> Iterator[None]:

@@ -607,7 +607,7 @@ class Monitor:
     def _say_what_is_missing(self) -> None:
         """Warn if no step came although nothing failed, or if readings were left out."""
         self._has_failed = self._has_failed or sys.exception() is not None
-        if self.planner.step is None and not self._has_failed:
+        if self.planner.step is None and self._takes_part() and not self._has_failed:
             self.warnings.warn(
                 "the monitor was given no step, so nothing was read: write `with monitor(step):` "
                 "around the forward pass (`with monitor:` only closes it at its end)"

@@ -5,8 +5,10 @@ import os
 
 import pytest
 import torch
+from fingerprint import fingerprint
 from interrupting import Interrupting, StopError, files, handled, press_ctrl_c, send_a_signal
 from models import PlainDecoder, batch
+from scenarios import OF_PROCESS
 
 from geomon import Memory, Monitor, every, read, select
 
@@ -83,7 +85,7 @@ def test_a_signal_at_a_line_of_a_watched_pass_is_the_loops_and_leaves_the_model_
     receiving,
 ):
     model = PlainDecoder(width=8, layers=1, heads=2)
-    before = {name: [*vars(module)] for name, module in model.named_modules()}
+    before = fingerprint(model)
 
     def watch(at):
         interrupting = Interrupting(WATCHING, at, send_a_signal)
@@ -103,10 +105,14 @@ def test_a_signal_at_a_line_of_a_watched_pass_is_the_loops_and_leaves_the_model_
     lines = watch(-1)
     last = {line: at for at, line in enumerate(lines, 1)}
     assert {name for name, _ in last} == WATCHING
-    for at in sorted(last.values())[::8]:
+    for at in sorted(
+        {*sorted(last.values())[::8], *(n for (f, _), n in last.items() if "mode" in f)}
+    ):
         watch(at)
         assert came.pop() == at, lines[at - 1]
-        assert {name: [*vars(module)] for name, module in model.named_modules()} == before
+        left = fingerprint(model)
+        assert {name for name in OF_PROCESS if left[name] != before[name]} == set(), lines[at - 1]
+        assert not any(map(sum, left["hooks"]))
 
 
 class Number:

@@ -84,6 +84,11 @@ class Tap(dispatch.TorchDispatchMode):
         """See nothing more; may be called more than once, inside a body and after Ctrl-C."""
         self._observer = None
 
+    def take_away(self) -> None:
+        """Remove the mode if Ctrl-C left it, after all bodies have ended."""
+        if self._open and threading.get_ident() == self._thread:
+            self._leave()
+
     def _leave(self) -> None:
         """Remove the mode from the stack, even from below modes that Ctrl-C left there."""
         top, pop, push = private.top_mode, private.pop_mode, private.push_mode
