@@ -4,6 +4,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from geomon import __version__
+from geomon.advice import to_install
 from geomon.record.printable import printable
 from geomon.show.commands import add_commands, exit_on_bad_input
 
@@ -16,7 +18,7 @@ def main() -> None:
     try:
         app = make_app()
     except ImportError as error:
-        sys.exit(f"the command line needs typer and rich ({error}): pip install 'geomon[terminal]'")
+        sys.exit(f"the command line needs typer and rich ({error}): {to_install('terminal')}")
     app()
 
 
@@ -32,15 +34,34 @@ def make_app() -> "typer.Typer":
     import typer
 
     app = typer.Typer(
-        help="Look at geomon's record of a training run, or scan the checkpoints of a model.",
+        name="geomon",
         no_args_is_help=True,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
     )
+    _add_version(app)
     add_commands(app)
     _add_metrics(app)
     _add_scan(app)
     return app
+
+
+def _add_version(app: "typer.Typer") -> None:
+    import typer
+
+    def show(asked: bool) -> None:
+        if asked:
+            typer.echo(f"geomon {__version__}")
+            raise typer.Exit
+
+    @app.callback()
+    def options(
+        version: Annotated[
+            bool,
+            typer.Option("--version", callback=show, is_eager=True, help="Print the version."),
+        ] = False,
+    ) -> None:
+        """Look at geomon's record of a training run, or scan the checkpoints of a model."""
 
 
 def _add_metrics(app: "typer.Typer") -> None:

@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Unpack
 
+from geomon.advice import lacks, to_install
 from geomon.monitor import CallbackOptions, CallbackSession, documented
 from geomon.record import Sink
 from geomon.record.headline import Detail
@@ -24,7 +25,7 @@ try:
     from transformers import TrainerCallback
 except ImportError as error:
     raise ImportError(
-        f"the Trainer's callback needs transformers ({error}): pip install 'geomon[huggingface]'"
+        f"the Trainer's callback needs transformers ({error}): {to_install('huggingface')}"
     ) from error
 
 log = logging.getLogger("geomon")
@@ -75,6 +76,12 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
 
     def __repr__(self) -> str:
         return repr(self._session)
+
+    def __getattr__(self, name: str) -> Any:
+        """Tell another trainer, which asks for its events, which class it needs."""
+        raise lacks(
+            self, name, trainer="transformers.Trainer", other="Lightning", needs="geomon.lightning"
+        )
 
     @property
     def overhead(self) -> float:
@@ -246,8 +253,10 @@ _LOGS: dict[str, Callable[[Any], Callable[[dict[str, float], int], object]]] = {
 def _board_of(args: Any) -> Path:
     """Return a folder inside the one where this process writes event files for the Trainer."""
     root = Path(os.environ.get("TENSORBOARD_LOGGING_DIR") or Path(args.output_dir, "runs"))
-    files = root.expanduser().rglob(f"events.out.tfevents.*.{os.getpid()}.*")
-    made = {file.parent: file.stat().st_mtime_ns for file in files if file.parent.name != _BOARD}
+    root = root.expanduser()
+    files = root.rglob(f"events.out.tfevents.*.{os.getpid()}.*")
+    others = (file for file in files if _BOARD not in file.relative_to(root).parts)
+    made = {file.parent: file.stat().st_mtime_ns for file in others}
     return max(made, key=lambda folder: made[folder], default=root) / _BOARD
 
 

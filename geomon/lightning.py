@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
+from geomon.advice import lacks, to_install
 from geomon.monitor import CallbackOptions, CallbackSession, documented
 from geomon.record import Sink
 from geomon.record.headline import Detail, without_layers
@@ -32,7 +33,7 @@ else:
         L = importlib.import_module(next(filter(find_spec, _PACKAGES), _PACKAGES[0]))
     except ImportError as error:
         raise ImportError(
-            f"the Lightning callback needs lightning ({error}): pip install 'geomon[lightning]'"
+            f"the Lightning callback needs lightning ({error}): {to_install('lightning')}"
         ) from error
 
 
@@ -73,6 +74,16 @@ class GeometryMonitor(L.Callback):
     def __repr__(self) -> str:
         return repr(self._session)
 
+    def __getattr__(self, name: str) -> Any:
+        """Tell another trainer, which asks for its events, which class it needs."""
+        raise lacks(
+            self,
+            name,
+            trainer="Lightning",
+            other="transformers.Trainer",
+            needs="geomon.huggingface",
+        )
+
     @property
     def overhead(self) -> float:
         """Share of the training's wall time that geomon took, in the process that trained.
@@ -101,23 +112,10 @@ class GeometryMonitor(L.Callback):
         }
 
     def setup(self, trainer: "L.Trainer", pl_module: "L.LightningModule", stage: str) -> None:
-        """Start afresh, before checkpoints are loaded and before the sanity check.
-
-        Raises:
-            ValueError: If another monitor of the trainer would write the same record.
-        """
-        if stage != "fit":
-            return
-        self._session.finish()
-        self._newest = {}
-        directory = self._session.options["directory"]
-        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        others = [x for x in callbacks if isinstance(x, GeometryMonitor)]
-        if any(x is not self and x._session.options["directory"] == directory for x in others):
-            raise ValueError(
-                f"{len(others)} {type(self).__name__}s of one trainer would write the same record: "
-                "give each a folder of its own, such as directory='runs/b'"
-            )
+        """Start afresh, before checkpoints are loaded and before the sanity check."""
+        if stage == "fit":
+            self._session.finish()
+            self._newest = {}
 
     def on_train_start(self, trainer: "L.Trainer", pl_module: "L.LightningModule") -> None:
         """Find the blocks and open the record; on a resume, the step is right only from here on."""

@@ -1,6 +1,9 @@
-"""Ctrl-C at a chosen line: KeyboardInterrupt, raised by a trace function."""
+"""Ctrl-C at a chosen line, or a signal whose handler raises, by a trace function."""
 
+import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import geomon
@@ -11,20 +14,49 @@ def files(*names: str) -> set[str]:
     return {str(Path(geomon.__file__).parent / name) for name in names}
 
 
+class StopError(TimeoutError, RuntimeError, ValueError):
+    """Raised by a handler; part of the kinds of errors that geomon deals with."""
+
+
+def press_ctrl_c() -> None:
+    raise KeyboardInterrupt
+
+
+def send_a_signal() -> None:
+    """Send this process the signal of `handled`, as a scheduler does."""
+    signal.raise_signal(signal.SIGUSR1)
+
+
+@contextmanager
+def handled() -> Iterator[None]:
+    """Have a handler of the training raise `StopError`."""
+
+    def handle(number, frame):
+        raise StopError
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 class Interrupting:
-    """Raises KeyboardInterrupt at the n-th line of some files that is reached from `begin` on.
+    """Strikes, by default as Ctrl-C, at the n-th line of files that is reached from `begin` on.
 
     Args:
         files: Full names of the files.
         at: Number of the line, from 1; -1 only counts.
+        strike: Raises.
 
     Attributes:
         lines: File and number of each line that was reached, in order.
     """
 
-    def __init__(self, files: set[str], at: int) -> None:
+    def __init__(self, files: set[str], at: int, strike: Callable[[], None] = press_ctrl_c) -> None:
         self.files = files
         self.at = at
+        self.strike = strike
         self.lines: list[tuple[str, int]] = []
         self._before = sys.gettrace()  # coverage.py's, say
 
@@ -54,5 +86,5 @@ class Interrupting:
             self.lines.append((frame.f_code.co_filename, frame.f_lineno))
             if len(self.lines) == self.at:
                 self.end()
-                raise KeyboardInterrupt
+                self.strike()
         return self._trace

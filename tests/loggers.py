@@ -67,7 +67,7 @@ def events_of(folder, *, of_lightning=False):
 
 def tensorboard(folder, patch, **options):
     def shown():
-        found, rows = events_of(folder), {}
+        found, rows = events_of(folder) if folder.exists() else {}, {}
         for tag, values in found.items():
             for step, value in values if isinstance(values[0][1], float) else ():
                 rows.setdefault(step, {})[tag.removeprefix("~")] = value

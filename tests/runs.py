@@ -88,6 +88,11 @@ def enter_without_a_step(watched):
         watched.model(batch())
 
 
+def fail_inside(watched):
+    with watched.monitor:
+        raise KeyError("before the first step")
+
+
 def enter_and_step(watched):
     with watched.monitor as monitor:
         assert monitor is watched.monitor
@@ -200,6 +205,10 @@ SCENARIOS = {
     "a `with` without a step": Scenario(
         [enter_without_a_step], [], said=["`with monitor(step):` around the forward pass"],
         read=[],
+    ),
+    "no step at all": Scenario([], [], said=["the monitor was given no step, so"], read=[]),
+    "an error before the first step": Scenario(
+        [fail_inside], [], raises=(KeyError, "before the first step"), read=[],
     ),
     "a `with` around steps": Scenario([enter_and_step], [0]),
     "the first extra pass says what cannot be put back": Scenario(

@@ -13,7 +13,7 @@ from models import batch, transformer
 from tagged import charts_of
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from geomon import every, read, select
+from geomon import every, lightning, read, select
 from geomon.huggingface import GeometryMonitor
 
 FEW = {
@@ -94,6 +94,22 @@ def test_other_callbacks_and_the_history_get_nothing(tmp_path, capsys):
     assert "geomon" not in str(found["read"])
     assert [r.step for r in read(tmp_path / "read")] == [*range(5)]
     assert "variance" not in capsys.readouterr().out
+
+
+def test_a_callback_that_is_given_twice_is_refused_and_two_folders_are_not(tmp_path):
+    with pytest.raises(ValueError, match=r"two monitors .* at once: .* its callback once"):
+        fit(tmp_path, [GeometryMonitor(**FEW), GeometryMonitor(**FEW)], steps=2)
+    two = [GeometryMonitor(**FEW, directory=tmp_path / name) for name in "ab"]
+    fit(tmp_path, two, steps=1)
+    assert [len(read(tmp_path / name)) for name in "ab"] == [1, 1]
+
+
+def test_the_callback_of_lightning_says_which_class_to_take(tmp_path):
+    wrong = lightning.GeometryMonitor(**FEW)
+    with pytest.raises(AttributeError, match=r"from geomon\.huggingface import"):
+        fit(tmp_path, [wrong], steps=1)
+    with pytest.raises(AttributeError, match=r"Monitor has no attribute .steps.$"):
+        wrong.steps  # noqa: B018
 
 
 def function_of(service, name):

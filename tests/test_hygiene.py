@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import geomon
 import geomon.kernels
 
 ROOT = Path(__file__).parent.parent
@@ -140,6 +141,13 @@ def test_dependencies_say_why():
     text = (ROOT / "pyproject.toml").read_text()
     for line in re.findall(r'^    "[a-z-]+>=[\d.]+".*$', text, flags=re.MULTILINE):
         assert "#" in line, line
+
+
+def test_no_module_keeps_what_a_signal_handler_of_the_user_raises():
+    """`geomon.failures` knows it; errors of all kinds are kept by its functions alone."""
+    wide = re.compile(r"except (\(.*)?\bException\b|suppress\((Base)?Exception\)")
+    package = Path(geomon.__file__).parent
+    assert [str(path) for path in package.rglob("*.py") if wide.search(path.read_text())] == []
 
 
 def test_all_that_is_said_is_said_by_one_logger():

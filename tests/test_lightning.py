@@ -1,5 +1,6 @@
 """What Lightning's callback does by itself; what both callbacks do is in test_loops.py."""
 
+import copy
 import csv
 import gc
 import os
@@ -23,7 +24,7 @@ from torch.utils.data import DataLoader
 from wandb_file import work_offline
 
 import geomon
-from geomon import every, read, select
+from geomon import every, huggingface, read, select
 from geomon.lightning import GeometryMonitor
 
 FEW = {
@@ -105,12 +106,19 @@ def test_values_of_one_training_are_not_those_of_the_next(tmp_path):
 
 
 def test_a_second_monitor_is_told_to_take_a_folder_of_its_own(tmp_path):
-    with pytest.raises(ValueError, match=r"would write the same record: .*directory=") as error:
+    with pytest.raises(ValueError, match=r"would record in directory=.* at once: give") as error:
         in_lightning(Learner(), None, tmp_path, callbacks=[GeometryMonitor(), GeometryMonitor()])
     assert "\n" not in str(error.value)
     two = [GeometryMonitor(**FEW, directory=tmp_path / name) for name in "ab"]
     in_lightning(Learner(), None, tmp_path, callbacks=two, steps=1)
     assert [len(read(tmp_path / name)) for name in "ab"] == [1, 1]
+
+
+def test_the_callback_of_transformers_says_which_class_to_take(tmp_path):
+    wrong = huggingface.GeometryMonitor(**FEW)
+    with pytest.raises(AttributeError, match=r"from geomon\.lightning import"):
+        in_lightning(Learner(), None, tmp_path, callbacks=[wrong], steps=1)
+    assert not hasattr(copy.deepcopy(wrong), "on_fit_start")
 
 
 def test_a_remote_folder_is_refused_and_becomes_no_local_one(tmp_path, monkeypatch):

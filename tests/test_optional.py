@@ -15,13 +15,13 @@ def test_what_is_missing_is_said_with_what_to_install(make_readings, monkeypatch
         monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ImportError, match=r": pip install mlflow$"):
         MLflow()
-    with pytest.raises(ImportError, match=r": pip install 'geomon\[figures\]'$"):
+    with pytest.raises(ImportError, match=r": pip install matplotlib$"):
         make_readings()["twonn/mean"].plot()
 
 
 def test_without_matplotlib_a_notebook_shows_the_words(make_readings, monkeypatch):
     monkeypatch.setitem(sys.modules, "geomon.show.figures", None)
-    assert "pip install 'geomon[figures]'" in make_readings()._repr_html_()
+    assert "pip install matplotlib" in make_readings()._repr_html_()
 
 
 def test_a_checkout_that_was_not_installed_reads_and_shows(tmp_path):

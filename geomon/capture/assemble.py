@@ -43,6 +43,7 @@ from geomon.capture.snapshot import (
 )
 from geomon.capture.tokens.sampling import RowSampler, SampledRows, copy_rows
 from geomon.capture.weights import present_weight
+from geomon.failures import failures
 from geomon.note import Note
 
 _HIDDEN_ONLY = frozenset({"hidden", "last"})
@@ -211,7 +212,7 @@ def matrix_layer(name: str, module: nn.Module | None, sampler: RowSampler) -> La
         try:
             rows = copy_rows(weight, sampler.sample_places(len(weight))).cpu()
             captured = {"hidden": rows, "precision": torch.finfo(weight.dtype).eps}
-        except Exception as error:  # a quantised weight does what its own code can do
+        except failures() as error:  # a quantised weight does what its own code can do
             kind = type(weight).__name__
             reason = _NO_ROWS_OF.format(kind=kind, error=type(error).__name__)
     missing = {} if captured else dict.fromkeys(_ROW_VIEWS, reason)
@@ -506,7 +507,7 @@ class StackBuilder:
                 return captured, dict.fromkeys(lacking, getattr(call, "why_unknown", ""))
             except NotUnderstoodError as error:
                 reason = f"attention is not rebuilt here: {error}"
-            except Exception as error:  # hidden states, and other layers, do not depend on it
+            except failures() as error:  # hidden states, and other layers, do not depend on it
                 reason = f"attention could not be rebuilt: {type(error).__name__}: {error}"
         return {}, dict.fromkeys((*_QUERY_VIEWS, "visible", "scores", "max_logits"), reason)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from geomon.capture.storage import send
+from geomon.failures import failures
 from geomon.note import Note
 
 # Rows stay here unless an accelerator measures them.
@@ -291,7 +292,7 @@ def _queue_copy(value: Tensor, device: torch.device) -> Tensor:
         return value.to(device)
     try:
         target = torch.empty(value.shape, dtype=value.dtype, device=device, pin_memory=True)
-    except RuntimeError:  # the system limits pinned memory
+    except failures(RuntimeError):  # the system limits pinned memory
         return value.to(device)
     return target.copy_(value, non_blocking=True)
 

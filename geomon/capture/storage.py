@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from geomon.capture import private
+from geomon.failures import failures
 
 
 def local_shard(values: Tensor) -> Tensor:
@@ -25,7 +26,7 @@ def storage_of(values: Tensor) -> int | None:
         return None
     try:
         return followed_part(values).untyped_storage().data_ptr() or None
-    except (NotImplementedError, RuntimeError):
+    except failures(NotImplementedError, RuntimeError):
         return None
 
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from geomon.failures import failures
+
 log = logging.getLogger("geomon")
 
 # A function and its arguments. Thousands of closures would start the garbage collector.
@@ -111,7 +113,7 @@ class _Kept:
             try:
                 function, *arguments = self._restore[-1]
                 function(*arguments)
-            except Exception as error:  # the others are restored all the same
+            except failures() as error:  # the others are restored all the same
                 failure = error
             self._restore.pop()
         if failure is not None:

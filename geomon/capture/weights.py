@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
+from geomon.failures import failures
+
 
 def said(holder: Any, name: str) -> Any:
     """Return an attribute of a module or a config, or None if it is missing or raises an error.
@@ -24,7 +26,7 @@ def said(holder: Any, name: str) -> Any:
     """
     try:
         return getattr(holder, name, None)
-    except Exception:  # for example, because the value differs between layers
+    except failures():  # for example, because the value differs between layers
         return None
 
 

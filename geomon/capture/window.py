@@ -54,6 +54,7 @@ from geomon.capture.tokens.sampling import (
 from geomon.capture.tokens.table_calls import TableCalls
 from geomon.capture.tracker import Tracker
 from geomon.capture.weights import weight_norms
+from geomon.failures import failures
 from geomon.note import Note
 
 _FORCED = (
@@ -185,7 +186,7 @@ class Window:
             self.settled = False
             try:
                 self._open()
-            except Exception as error:
+            except failures() as error:
                 self.close()
                 self._failure = error
             except BaseException:
@@ -207,6 +208,9 @@ class Window:
             except BaseException:  # Ctrl-C in between
                 self.close()
                 raise
+            finally:
+                if self._tap is not None:
+                    self._tap.take_away()
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -528,7 +532,7 @@ class Window:
         with self.timed():
             try:
                 yield
-            except Exception as error:
+            except failures() as error:
                 self.on_failure(error)
 
     # -- around the blocks -----------------------------------------------------------------------

@@ -22,6 +22,7 @@ from geomon.distributed.merge import (
     subsample_attention,
 )
 from geomon.distributed.mesh import Mesh
+from geomon.failures import failures
 from geomon.note import Note
 
 _Value = TypeVar("_Value")
@@ -136,7 +137,7 @@ def gather(
     snapshot: Snapshot | Exception
     try:
         snapshot = seen if isinstance(seen, Exception) else _merge_passes(seen, rows, queries)
-    except Exception as error:  # the other ranks wait for this rank's report
+    except failures() as error:  # the other ranks wait for this rank's report
         snapshot = error
     if group.members == 1:
         if isinstance(snapshot, Exception):
@@ -319,7 +320,7 @@ def _parcels(
                 tokens = _of_tokens(_tokens_alone(own[table.keys[number]]), place)
                 for member in range(group.members):
                     parcels[member].append((-1, tokens))
-    except Exception as error:  # the others wait for this rank's rows
+    except failures() as error:  # the others wait for this rank's rows
         return [f"{type(error).__name__}: {error}"] * group.members
     return parcels
 

@@ -5,7 +5,6 @@ the training's. Every method of `RankGroup` that exchanges values is a collectiv
 call in the same order. In a group of one rank, collectives return what was passed in.
 """
 
-import contextlib
 import logging
 import math
 import reprlib
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from geomon.distributed.mesh import Mesh, RankPlace
 from geomon.distributed.packing import pack, unpack
+from geomon.failures import failures, ignored
 
 log = logging.getLogger("geomon")
 
@@ -139,7 +139,7 @@ class RankGroup:
         """Stop exchanging values with the other ranks, and tell those that wait."""
         process_group, self._process_group = self._process_group, None
         if process_group is not None:
-            with contextlib.suppress(Exception):  # it may be gone already
+            with ignored():  # it may be gone already
                 dist.destroy_process_group(process_group)
 
     def begin_reading(self) -> None:
@@ -340,7 +340,7 @@ def _patience_of_training() -> float:
     try:
         backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
         return float(backend.options._timeout.total_seconds())
-    except Exception:  # an accelerator-only backend, or another release
+    except failures():  # an accelerator-only backend, or another release
         return _DEFAULT_PATIENCE
 
 

@@ -10,10 +10,11 @@ torch computes the expansion. Extra memory is one float32 copy of the searched r
 blocks.
 """
 
+import contextlib
 import math
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -388,14 +389,14 @@ def _by_faiss(values: Tensor, own: Tensor, count: int) -> Tensor:
     threads = min(torch.get_num_threads(), max(1, len(own) // _QUERIES_OF_A_THREAD))
     if faiss.omp_get_max_threads() > 1 or threads > 1:
         cuts = [part.numpy() for part in torch.from_numpy(rows).chunk(threads)]
-        try:
-            if 0 < threading.stack_size() < _SMALL_STACK:
-                raise RuntimeError("BLAS needs larger stacks")
-            with ThreadPoolExecutor(threads, "geomon", faiss.omp_set_num_threads, (1,)) as pool:
-                found = [pool.submit(faiss.knn, part, every, count) for part in cuts]
-                return torch.cat([torch.from_numpy(each.result()[1]) for each in found])
-        except RuntimeError:  # threads cannot be started
-            pass
+        found: list[Future[Any]] = []
+        with ThreadPoolExecutor(threads, "geomon", faiss.omp_set_num_threads, (1,)) as pool:
+            # BLAS needs larger stacks than some programs give, and some threads cannot be started.
+            if not 0 < threading.stack_size() < _SMALL_STACK:
+                with contextlib.suppress(RuntimeError):
+                    found += [pool.submit(faiss.knn, part, every, count) for part in cuts]
+        if found:
+            return torch.cat([torch.from_numpy(each.result()[1]) for each in found])
     before = faiss.omp_get_max_threads()
     try:
         faiss.omp_set_num_threads(1)

@@ -5,7 +5,6 @@ threads would wait. Each thread therefore measures a layer of its own. Wide laye
 turn, with all threads for each operation.
 """
 
-import contextlib
 import functools
 import math
 import threading
@@ -18,6 +17,7 @@ import threadpoolctl  # type: ignore[import-untyped]
 import torch
 
 from geomon.capture.snapshot import Layer
+from geomon.failures import failures, ignored
 from geomon.metrics.layer_values import LayerValues
 
 _Item = TypeVar("_Item")
@@ -110,7 +110,7 @@ def _start_threads(count: int) -> ThreadPoolExecutor | None:
     except BaseException as error:
         all_there.abort()
         pool.shutdown(wait=True, cancel_futures=True)
-        if isinstance(error, (RuntimeError, MemoryError)):
+        if isinstance(error, failures(RuntimeError, MemoryError)):
             return None
         raise
     return pool
@@ -168,7 +168,7 @@ def _limit_threads(count: int) -> None:
     It uses OpenMP's per-thread setting: torch.set_num_threads would also affect threads that the
     training starts later, and MKL's choices.
     """
-    with contextlib.suppress(Exception):  # without a limit, the thread is only slower
+    with ignored():  # without a limit, the thread is only slower
         torch.get_num_threads()  # a thread adopts torch's setting at its first query
         _openmp().limit(limits=count)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from geomon.capture.modes import unseen
 from geomon.capture.snapshot import CAPTURED, HOST, OF_THE_BATCH, ROW_VIEWS, SOURCES, Layer
+from geomon.failures import failures
 from geomon.kernels.groups import GROUPS
 from geomon.kernels.products import without_autocast
 from geomon.metrics.arrays import arrays_of
@@ -147,7 +148,7 @@ class Evaluator:
             result.arrays = arrays_of(views) if self.keeps_arrays else {}
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:
+        except failures() as error:
             if self.strict:
                 raise
             result.without_arrays = f"{type(error).__name__}: {error}"
@@ -206,7 +207,7 @@ class Evaluator:
             unseen[name] = str(error)
         except ENDING:
             raise
-        except BaseException as error:
+        except failures(BaseException) as error:
             if self.strict:
                 raise
             failed[name] = said(error)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from geomon.capture.snapshot import HOST, Layer
+from geomon.failures import failures, ignored
 
 AUTO = "auto"
 
@@ -115,7 +116,7 @@ def check_device(name: Any) -> str:
     try:
         if isinstance(name, str) and (name == AUTO or torch.device(name)):
             return name
-    except RuntimeError:
+    except failures(RuntimeError):
         pass
     raise ValueError(
         "device must be 'auto' (the model's device), 'cpu', or the name of an accelerator, 'cuda' "
@@ -128,7 +129,7 @@ def _open_device(name: str | torch.device) -> torch.device:
     try:
         tried = torch.zeros(1, dtype=torch.float64, device=name)
         tried.item()
-    except Exception as error:  # errors differ between kinds of devices
+    except failures() as error:  # errors differ between kinds of devices
         raise ValueError(
             f"device={name!r} cannot be used, because measuring needs float64 "
             f"({first_line(error)}): leave device='auto', or use 'cpu'"
@@ -140,7 +141,7 @@ def _open_device(name: str | torch.device) -> torch.device:
 def _computes_in_float64(device: torch.device) -> bool:
     try:
         _open_device(device)
-    except ValueError:
+    except failures(ValueError):
         return False
     return True
 
@@ -162,7 +163,7 @@ def _let_graphs_be_captured() -> None:
     By default, a capture fails if any thread waits or allocates meanwhile. Threads are exempt if
     they ask CUDA to heed only their own captures.
     """
-    with contextlib.suppress(OSError):  # another kind of device
+    with ignored(OSError):  # another kind of device
         mode = ctypes.c_int(1)  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 

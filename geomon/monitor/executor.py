@@ -1,9 +1,9 @@
 """The executor measures readings and checks immediately, or each in a thread of its own."""
 
-import contextlib
 import threading
 from collections import deque
 
+from geomon.failures import ignored
 from geomon.metrics.at_once import stacks_suffice
 from geomon.monitor.jobs import ReadingJob
 
@@ -43,7 +43,7 @@ class ReadingExecutor:
         before = self.jobs[-1] if self.jobs else None
         self.jobs.append(job)
         # A system may limit threads and memory, and a program that is ending cannot start threads.
-        with contextlib.suppress(RuntimeError, MemoryError):
+        with ignored(RuntimeError, MemoryError):
             if in_background and stacks_suffice():
                 thread = threading.Thread(target=_measure, args=(job, before), name="geomon")
                 self._threads[job] = thread

@@ -5,16 +5,19 @@ itself are kept: its loader, samplers and workers are never touched.
 """
 
 import copy
+import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from geomon.capture.unchanged import random_states_kept
 from geomon.distributed import RankGroup
+from geomon.failures import failures, ignored
 from geomon.monitor.probe_loss import count_sequences, tensors_of
 
 # Most batches of one rank: they stay in host memory, and each adds a forward pass to every reading.
@@ -143,6 +146,25 @@ def is_loader(inputs: Any) -> bool:
     return isinstance(inputs, Iterable) and not plain and not like_inputs
 
 
+def describe_probe(probe: Any) -> str:
+    """Describe a monitor's probe in a few words, with a digest of the tensors of fixed inputs.
+
+    Example:
+        >>> describe_probe(None), describe_probe(len)
+        ('the training forward', 'a function')
+    """
+    if probe is None:
+        return "the training forward"
+    if isinstance(probe, HeldOut):
+        return "batches of a loader"
+    digest = hashlib.sha256()
+    for tensor in tensors_of(probe):
+        digest.update(f"{tensor.dtype} {tensor.shape}".encode())
+        with ignored(RuntimeError):  # a layout without bytes to read, such as sparse
+            digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return "a function" if callable(probe) else f"inputs {digest.hexdigest()[:8]}"
+
+
 def _is_enough(counts: Iterable[tuple[int, int]], wanted: int) -> bool:
     """Whether batches together hold enough rows and sequences."""
     rows, sequences = map(sum, zip((0, 0), *counts, strict=True))
@@ -172,7 +194,7 @@ def _next(batches: Iterator[Any]) -> tuple[Any, str]:
     """Return the next batch on the host (None at the end), and the error message if that failed."""
     try:
         return _to_host(next(batches, None)), ""
-    except Exception as error:  # the loader belongs to the user
+    except failures() as error:  # the loader belongs to the user
         return None, f"{type(error).__name__}: {error}"
 
 
@@ -190,4 +212,4 @@ def _to_host(batch: Any) -> Any:
     return batch
 
 
-__all__ = ["HeldOut", "is_loader"]
+__all__ = ["HeldOut", "describe_probe", "is_loader"]

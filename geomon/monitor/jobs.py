@@ -17,6 +17,7 @@ from geomon.capture.snapshot import (
     explain_missing,
 )
 from geomon.distributed import RankFailedError, RankGroup, gather, merge_layers
+from geomon.failures import failures
 from geomon.metrics import Evaluator, LayerValues
 from geomon.metrics.at_once import in_modes, in_pieces
 from geomon.monitor.device import MeasuringDevice, first_line
@@ -129,7 +130,7 @@ class ReadingJob:
         try:
             while self.left > 0:
                 self.measure_next(at_once or self.left)
-        except Exception as error:
+        except failures() as error:
             self.fail(error)
         self.finish()
 
@@ -205,7 +206,7 @@ class ReadingJob:
             measured = self._all_layers()
             if measured is not None:
                 self._reading = self._make_reading(measured, began)
-        except Exception as error:
+        except failures() as error:
             self._failure = error
         self.finished = True
         self.done.set()

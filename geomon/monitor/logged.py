@@ -1,12 +1,12 @@
 """Values that a training logs, kept until the reading of their step is made."""
 
-import contextlib
 import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 
+from geomon.failures import failures, ignored
 from geomon.monitor.warnings import Warnings
 from geomon.record import tags
 
@@ -33,13 +33,13 @@ class LoggedValues:
         for name, value in values.items():
             try:
                 tags.training_tag(name)
-            except ValueError as error:
+            except failures(ValueError) as error:
                 self._refuse(name, step, error)
                 continue
             kept[name] = None
             try:
                 kept[name] = copy_number(value)
-            except Exception as error:  # values may be objects of any kind
+            except failures() as error:  # values may be objects of any kind
                 self._refuse(name, step, error)
             if value is not None:
                 self._given.add(name)
@@ -47,7 +47,7 @@ class LoggedValues:
     def wait_for(self, names: Iterable[str]) -> None:
         """Make later readings wait for more names."""
         for name in names:
-            with contextlib.suppress(ValueError):
+            with ignored(ValueError):
                 tags.training_tag(name)
                 self._awaited[name] = None
 
@@ -66,7 +66,7 @@ class LoggedValues:
             found[name] = math.nan
             try:
                 found[name] = math.nan if value is None else float(value)
-            except Exception as error:  # errors differ between devices and kinds of numbers
+            except failures() as error:  # errors differ between devices and kinds of numbers
                 self._refuse(name, step, error)
         return found
 
@@ -106,7 +106,7 @@ def copy_number(value: Any) -> Tensor | float | None:
         raise TypeError(f"{expected}, got text")
     try:
         return float(value.item() if hasattr(value, "item") else value)
-    except (TypeError, ValueError) as error:
+    except failures(TypeError, ValueError) as error:
         raise TypeError(f"{expected}, got {type(value).__name__}") from error
 
 

@@ -14,6 +14,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 import platform
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,10 +41,11 @@ from geomon.distributed import (
     join_ranks,
 )
 from geomon.distributed.mesh import Mesh, find_place
+from geomon.failures import failures, ignored
 from geomon.metrics import Evaluator, check_metrics
 from geomon.monitor.device import MeasuringDevice
 from geomon.monitor.executor import ReadingExecutor
-from geomon.monitor.held_out import HeldOut, is_loader
+from geomon.monitor.held_out import HeldOut, describe_probe, is_loader
 from geomon.monitor.jobs import CHECK, ReadingJob
 from geomon.monitor.options import (
     AUTO,
@@ -123,6 +125,7 @@ class Monitor:
             functools.partial(_notes_of_run, self.passes, self._group, self._device),
         )  # fmt: skip
         self._process = os.getpid()
+        self._has_failed = False  # whether it was closed because of an error
         self._is_verified = False  # whether the first window was looked at for missing views
         _close_at_exit(self)
 
@@ -163,7 +166,8 @@ class Monitor:
 
         Raises:
             TypeError: If the step is not a whole number.
-            ValueError: If the step is below 0.
+            ValueError: If the step is below 0, or if another monitor of this program, which was
+                made later and is not closed, records in the same folder.
         """
         number = check_step(step)
         if number == self.planner.step and self._is_own():
@@ -174,6 +178,8 @@ class Monitor:
                 self._process = os.getpid()
                 self._executor.forget()
             self.passes.sweep(number)
+            if self.planner.step is None and self._record is not None:
+                self._record.check_alone()
             self.outbox.move_to(number)
             with self.warnings.guard():
                 if self.planner.step is None or number < self.planner.step:
@@ -259,26 +265,21 @@ class Monitor:
         if self._is_own():
             with self.account.charge():
                 self._flush()
-                self._say_left_out()
+                self._say_what_is_missing()
                 self.outbox.close()
 
     def __enter__(self) -> Self:
         """Return the monitor, which is closed at the end of the `with`."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+    def __exit__(self, *raised: object) -> None:
         """Close the monitor, however the `with` ends."""
-        if kind is None and self.planner.step is None:
-            self.warnings.warn(
-                "`with monitor:` only closes the monitor at its end and reads nothing: write "
-                "`with monitor(step):` around the forward pass"
-            )
         self.close()
 
     def __del__(self) -> None:
         # Sinks may be shared with others, so only started readings are finished and recorded.
         if self._is_own():
-            with contextlib.suppress(Exception):  # nobody would catch the error of a strict one
+            with ignored():  # nobody would catch the error of a strict one
                 self._flush()
 
     # -- what is known -----------------------------------------------------------------------------
@@ -352,6 +353,7 @@ class Monitor:
             "layers": self._block_names,
             "metrics": {name: msgspec.to_builtins(metric.text) for name, metric in metrics.items()},
             "schedule": text_of(options["schedule"] or "within the budget"),
+            "probe": describe_probe(options["probe"]),
             "tokens": options["tokens"],
             "splits": options["splits"],
             "queries": options["queries"],
@@ -481,7 +483,7 @@ class Monitor:
             self._verify(passes[0])
         except (RanksLostError, RankFailedError):  # raised on all ranks
             raise
-        except Exception as error:  # several ranks must fail together
+        except failures() as error:  # several ranks must fail together
             passes = error
         seconds = time.perf_counter() - began - (self.account.left_out - left_out)
         if not self._takes_part():
@@ -575,7 +577,7 @@ class Monitor:
         if directory is not None and self._group.rank == 0:
             try:
                 record = Record(directory)
-            except ValueError as error:
+            except failures(ValueError) as error:
                 failure = error
         with self.warnings.guard():
             failure = self._group.broadcast(failure)
@@ -602,7 +604,14 @@ class Monitor:
         finally:  # if the first rank is alone from now on, it still knows its record
             self.planner.begin(step, earlier)
 
-    def _say_left_out(self) -> None:
+    def _say_what_is_missing(self) -> None:
+        """Warn if no step came although nothing failed, or if readings were left out."""
+        self._has_failed = self._has_failed or sys.exception() is not None
+        if self.planner.step is None and self._takes_part() and not self._has_failed:
+            self.warnings.warn(
+                "the monitor was given no step, so nothing was read: write `with monitor(step):` "
+                "around the forward pass (`with monitor:` only closes it at its end)"
+            )
         left_out = self.planner.left_out
         if left_out:
             self.warnings.warn(

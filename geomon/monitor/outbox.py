@@ -17,6 +17,7 @@ import msgspec
 from geomon.analysis.alerts import Alert, AlertWatch, Inputs
 from geomon.analysis.curves import measured
 from geomon.analysis.phase import Phase, Point, phase_of
+from geomon.failures import failures
 from geomon.monitor.executor import ReadingExecutor
 from geomon.monitor.jobs import CHECK, ReadingJob
 from geomon.monitor.logged import LoggedValues
@@ -25,7 +26,7 @@ from geomon.monitor.planner import Account, Planner
 from geomon.monitor.sinks import SinkCalls
 from geomon.monitor.warnings import Warnings
 from geomon.note import Note
-from geomon.record import RaisedAlert, Reading, Record
+from geomon.record import RaisedAlert, Reading, Readings, Record
 
 
 class _Completed(NamedTuple):
@@ -93,24 +94,33 @@ class Outbox:
 
         The number returned counts the readings of earlier starts on the branch that continues here.
         """
-        earlier: list[Reading] = []
+        found: list[Readings] = []
         self._watch = AlertWatch(self._alerts)
         self._curves.clear()
         self._phases.clear()
         record = self._record
         if record is not None:
             self._warnings.attempt(
-                lambda: earlier.extend(record.begin(step, description)),
+                lambda: found.append(record.begin(step, description)),
                 f"{record.path} could not be read and is kept under another name; phases and "
                 "alerts start afresh",
             )
-        for reading in earlier:
+            if record.kept_as is not None:
+                kept = record.kept_as.name
+                self._warnings.say(f"{record.path} holds an earlier run, which is kept as {kept}")
+        earlier = found[0] if found else Readings([], [])
+        since = 0  # step from which on values can be compared with those to come
+        for since, words in earlier.breaks:
+            if since == step:
+                self._warnings.warn(words)
+                self.note([Note("other settings", words)])
+        for reading in (one for one in earlier if one.step >= since):
             self._warnings.attempt(
                 functools.partial(self._recall, reading),
                 "earlier readings raise no alerts",
                 once=True,
             )
-        self.sinks.describe(description)
+        self.sinks.describe(description | {"from_step": step})
         return len(earlier)
 
     def publish(self, *, wait: bool = True) -> None:
@@ -184,7 +194,7 @@ class Outbox:
                 reading, alerts = self._completed(job)
                 if reading is not None:
                     self._write(reading, job)
-            except Exception:
+            except failures():
                 self._take_first()
                 raise
             self._take_first()
@@ -276,11 +286,14 @@ class Outbox:
             )
 
     def _attempt_to_write(self, write: Callable[[], object]) -> None:
-        assert self._record is not None
+        record = self._record
+        assert record is not None
         self._warnings.attempt(
-            write,
-            f"{self._record.path} could not be written; its readings are kept until it can be",
+            write, f"{record.path} could not be written; its readings are kept until it can be"
         )
+        if record.news:
+            self._warnings.warn(record.news)
+            record.news = ""
 
     def _recall(self, reading: Reading) -> None:
         """Take a reading of an earlier start into account, without calling anything for it."""

@@ -1,6 +1,5 @@
 """Forward passes that are read: the training's own, and extra ones on the inputs of a probe."""
 
-import contextlib
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +12,7 @@ from geomon.capture.model_parts import ModelParts
 from geomon.capture.shards import TensorPlace
 from geomon.capture.snapshot import HOST, Snapshot
 from geomon.distributed import RankGroup
+from geomon.failures import ignored
 from geomon.monitor.device import MeasuringDevice
 from geomon.monitor.held_out import HeldOut
 from geomon.monitor.options import MonitorOptions
@@ -246,7 +246,7 @@ class Passes:
         if list(map(id, modules)) == list(map(id, self._modules)):
             return
         self._modules = modules
-        with contextlib.suppress(ValueError):
+        with ignored(ValueError):
             self._anatomy = self._find_anatomy()
 
     def _find_anatomy(self) -> Anatomy:

@@ -1,9 +1,10 @@
 """Schedules: functions from a step to whether a reading is due."""
 
-import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from geomon.failures import ignored
 
 Schedule = Callable[[int], bool]
 
@@ -95,7 +96,7 @@ def first_steps(schedule: Schedule) -> list[int]:
     """List the steps below 1,000 where a schedule is due, for comparing schedules."""
     due = []
     for step in range(1000):
-        with contextlib.suppress(Exception):  # reported when training reaches the step
+        with ignored():  # reported when training reaches the step
             if schedule(step):
                 due.append(step)
     return due

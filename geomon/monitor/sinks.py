@@ -5,10 +5,11 @@ import functools
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
+from geomon.failures import ignored
 from geomon.monitor.warnings import Warnings
 from geomon.record import RaisedAlert, Reading, Sink
 from geomon.record.sinks import AlertSink, DescribedSink, parts_of
@@ -44,15 +45,16 @@ class SinkThread:
             action()
             return
         done: Future[None] = Future()
+        ended = False
         try:
             self._calls.put((action, done))  # from here on a sink may be running
-            done.exception(self._seconds)
-        except BaseException as error:  # timeout or Ctrl-C: no further call waits for this one
-            self._calls.put(None)
-            self._thread = None
-            if isinstance(error, TimeoutError):
-                raise SinkTimeoutError(f"it takes more than {self._seconds:g} s") from None
-            raise
+            ended = not wait([done], self._seconds).not_done
+        finally:
+            if not ended:  # too late, or Ctrl-C: no further call waits for this one
+                self._calls.put(None)
+                self._thread = None
+        if not ended:
+            raise SinkTimeoutError(f"it takes more than {self._seconds:g} s")
         done.result()
 
     def close(self) -> None:
@@ -69,7 +71,7 @@ class SinkThread:
             self._thread = threading.Thread(
                 target=_serve, args=(self._calls,), name="geomon sinks", daemon=True
             )
-            with contextlib.suppress(RuntimeError, MemoryError):
+            with ignored(RuntimeError, MemoryError):
                 self._thread.start()
         return self._thread.is_alive()
 

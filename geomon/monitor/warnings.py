@@ -1,6 +1,5 @@
 """Warnings and messages of a monitor: no error inside geomon ends a run."""
 
-import contextlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -8,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from geomon.distributed import RankFailedError, RankGroup, RanksLostError
+from geomon.failures import failures, ignored
 from geomon.record.printable import printable
 
 log = logging.getLogger("geomon")
@@ -31,7 +31,7 @@ class Console(logging.Handler):
                 sys.stderr.write(f"{line}\n")
             else:  # redraws progress bars below the line
                 bars.tqdm.write(line, file=sys.stderr)
-        except Exception:  # a closed stream, for example, must not end a training
+        except failures():  # a closed stream, for example, must not end a training
             self.handleError(record)
 
 
@@ -68,7 +68,7 @@ class Warnings:
                 f"rank {self._group.rank} lost the other ranks ({error}): their rows are no longer "
                 "gathered, and rank 0 continues with its own"
             )
-        except Exception as error:
+        except failures() as error:
             if self._strict:
                 raise
             kind = "" if isinstance(error, RankFailedError) else f"{type(error).__name__}: "
@@ -81,7 +81,7 @@ class Warnings:
         """
         try:
             action()
-        except Exception as error:
+        except failures() as error:
             if self._strict:
                 raise
             kind = message if once else None
@@ -94,14 +94,14 @@ class Warnings:
         kind = kind or message
         if self._speaks and kind not in self._kinds:
             self._kinds.add(kind)
-            with contextlib.suppress(Exception):  # a handler of the program may raise
+            with ignored():  # a handler of the program may raise
                 log.warning("%s", printable(message))
 
     def say(self, message: str) -> None:
         """Print a line of information; a program with its own log gets it as INFO."""
         if self._speaks and log.level <= logging.INFO:  # by default no level is set
             text = printable(message)
-            with contextlib.suppress(Exception):
+            with ignored():
                 _CONSOLE.handle(logging.LogRecord("geomon", logging.INFO, "", 0, text, None, None))
                 log.info("%s", text)
 

@@ -4,7 +4,6 @@ Each reading may have one file, such as `arrays/step_000128_probe.npz` for a pro
 Files are written whole or not at all: a killed run leaves no half file under that name.
 """
 
-import contextlib
 import re
 import zipfile
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from geomon.failures import failures, ignored
 from geomon.record import tags
 from geomon.record.paths import check_regular
 
@@ -105,12 +105,12 @@ class ArrayFolder:
                     if self.stack in (None, stack):
                         shown = "" if self.stack else stack
                         found[tags.in_stack(tags.layer_tag(name, int(layer)), shown)] = file[key]
-        except FileNotFoundError:
+        except failures(FileNotFoundError):
             raise FileNotFoundError(
                 f"no arrays of step {step} at {path}: a Monitor with a directory and arrays=True "
                 "keeps them"
             ) from None
-        except Exception as error:  # a damaged archive raises many kinds
+        except failures() as error:  # a damaged archive raises many kinds
             raise ValueError(
                 f"{path} cannot be read ({error}): move it away, the record works without it"
             ) from error
@@ -119,7 +119,7 @@ class ArrayFolder:
     def remove_parts(self) -> None:
         """Remove unfinished files of a killed process."""
         for part in self.path.glob(".step_*.npz.part"):
-            with contextlib.suppress(OSError):
+            with ignored(OSError):
                 part.unlink()
 
     def move(self, target: "ArrayFolder", first: int = 0) -> None:

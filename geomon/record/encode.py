@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from geomon.failures import failures
 from geomon.record.printable import text_of
 
 _MOST = 2**63  # some JSON readers reject integers from here on
@@ -22,7 +23,7 @@ def encode_line(content: object) -> str:
     """
     try:
         return msgspec.json.encode(content).decode()
-    except (TypeError, ValueError, OverflowError):
+    except failures(TypeError, ValueError, OverflowError):
         return msgspec.json.encode(_plain(content)).decode()
 
 

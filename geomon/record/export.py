@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from geomon.advice import to_install
 from geomon.record.reading import COLUMNS, Readings
 
 # First characters of text that a spreadsheet reads as a formula.
@@ -40,7 +41,7 @@ def export(readings: Readings, out: str | os.PathLike[str]) -> Path:
     try:
         frame.to_parquet(path, engine="pyarrow", index=False)
     except ImportError as error:
-        raise ImportError("Parquet needs pyarrow: pip install 'geomon[export]'") from error
+        raise ImportError(f"Parquet needs pyarrow: {to_install('export')}") from error
     return path
 
 

@@ -10,6 +10,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from geomon import __version__
+from geomon.failures import failures
 from geomon.record.alert import RaisedAlert
 from geomon.record.arrays import ArrayFolder
 from geomon.record.paths import local_path
@@ -108,7 +110,7 @@ class Follower:
         self._new = []
         try:
             status = self.path.stat()
-        except FileNotFoundError:
+        except failures(FileNotFoundError):
             return []
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{self.path} is not a record: expected a regular file")
@@ -124,7 +126,7 @@ class Follower:
                 while (line := file.readline(MAX_LINE)).endswith(b"\n") or len(line) == MAX_LINE:
                     self._take(line)
                 self._torn = line
-        except ValueError:
+        except failures(ValueError):
             self._begin_anew()
             self._state = state  # do not read the file again before it has changed
             raise
@@ -137,7 +139,7 @@ class Follower:
             if not line.endswith(b"\n"):
                 raise ValueError(f"it is longer than {MAX_LINE:,} bytes")
             content = _parse(line)
-        except ValueError as error:
+        except failures(ValueError) as error:
             if not self._is_of_newer_kind(line):
                 raise self._is_no_line(error) from error
             content = None
@@ -161,14 +163,23 @@ class Follower:
 
     def _is_of_newer_kind(self, line: bytes) -> bool:
         """Whether a newer geomon wrote this record, with a kind of line unknown here."""
-        versions = [str(run.get("geomon", "")) for run in self._runs[-1:]]
         is_known = line.startswith(tuple(_KINDS))
-        return line.startswith(b'{"') and not is_known and any(map(is_newer, versions))
+        return line.startswith(b'{"') and not is_known and is_newer(self._version)
+
+    @property
+    def _version(self) -> str:
+        """Version of geomon that wrote the last start of the run; "" if unknown."""
+        return str(self._runs[-1].get("geomon", "")) if self._runs else ""
 
     def _is_no_line(self, why: object) -> ValueError:
+        advice = f"expected a line from geomon {__version__}"
+        if is_newer(self._version):
+            advice = f"the newer geomon {self._version} wrote it, so upgrade geomon"
+        elif self._version:
+            advice = f"geomon {self._version} wrote it, perhaps before lines changed: read it there"
         return ValueError(
-            f"line {self._lines + 1} of {self.path} is not a line of a record ({why}): expected "
-            "a line from geomon; move the file away, or upgrade geomon if a newer one wrote it"
+            f"line {self._lines + 1} of {self.path} is not a line of a record ({why}): {advice}, "
+            "or move the file away"
         )
 
     def _goes_on(self, file: BinaryIO) -> bool:

@@ -7,16 +7,17 @@ describes it says so (`"rewound_to"`), and earlier lines from that step on belon
 branch. One process at a time writes into a folder (see `geomon.record.lock`).
 """
 
-import contextlib
 import errno
 import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from geomon.failures import failures, ignored
 from geomon.record.alert import RaisedAlert
 from geomon.record.arrays import ArrayFolder, Arrays
 from geomon.record.encode import encode_line
@@ -41,10 +42,18 @@ class Record:
 
     A line that cannot be written (because the disk is full, for example) stays in memory and is
     written before the next one, or by `close`. At most 100 lines are kept; then the oldest reading
-    is dropped. A folder that was removed or renamed is created again.
+    is dropped. If the file was moved, removed or replaced, a new one is begun.
 
     Args:
         directory: Folder of the run; created if it does not exist.
+
+    Attributes:
+        path: Path of the file.
+        arrays: Folder of the arrays.
+        kept_as: Path under which the file of another run is kept, with the first line of this one;
+            None if there is none.
+        news: Where lines go since the file was moved, in a sentence for the user, who sets it back
+            to "".
 
     Raises:
         ValueError: If the directory is remote, cannot be created or written, or another process
@@ -63,13 +72,16 @@ class Record:
         # After Ctrl-C, a reading or alert may be passed again.
         self._written: deque[_Key] = deque(maxlen=_REMEMBERED)
         self._lock: FolderLock | None = None
+        self.kept_as: Path | None = None
+        self.news = ""
+        self._file: os.stat_result | None = None  # status of the file at the last line
         try:
-            self._take_lock()
+            self._take_lock().newest = weakref.ref(self)
             check_regular(self.path)
             with self.path.open("a"):
                 pass
             self.arrays.remove_parts()
-        except OSError as error:
+        except failures(OSError) as error:
             raise ValueError(
                 f"directory={str(directory)!r} cannot be written ({error.filename}: "
                 f"{error.strerror}): use a folder that can be created and written"
@@ -89,7 +101,8 @@ class Record:
             description: Facts about the run (versions, model, metrics) for its opening line.
 
         Returns:
-            The earlier readings and alerts of the continued run: those before `step`.
+            The earlier readings and alerts of the continued run (those before `step`), with the
+            descriptions of all its starts, this one last.
 
         Raises:
             ValueError: If the file is not a record.
@@ -108,11 +121,14 @@ class Record:
             elif max(steps) >= step:
                 opening["rewound_to"] = self._set_aside = step
                 follower.rewind(step)
-            return Readings([], []) if self._is_foreign else follower.readings()
-        except ValueError:  # not a record
+            found = Readings([], []) if self._is_foreign else follower.readings()
+            found.runs.append(opening)
+            return found
+        except failures(ValueError):  # not a record
             self._is_foreign, self._set_aside = True, 0
             raise
         finally:
+            self.kept_as = _free_name(self.path) if self._is_foreign else None
             self._opening = self._pending[_OPENING] = encode_line({"run": opening})
 
     def write(self, reading: Reading) -> None:
@@ -183,20 +199,75 @@ class Record:
         finally:
             self._lock = None
 
-    def _take_lock(self) -> None:
+    def check_alone(self) -> None:
+        """Raise an error if a later record of this process is open in the same folder.
+
+        The later one decides, because a notebook may make a monitor again while the first, which
+        nobody will use any more, is still in memory.
+
+        Raises:
+            ValueError: If there is one.
+        """
+        if self._rival is not None:
+            raise ValueError(
+                f"two monitors of this program would record in directory={str(self.path.parent)!r} "
+                "at once: give each a folder of its own, such as directory='runs/b' (and a trainer "
+                "its callback once)"
+            )
+
+    @property
+    def _rival(self) -> "Record | None":
+        """A record of this process that was made later for the same file and is still open."""
+        newest: Record | None = None if self._lock is None else self._lock.newest()
+        if newest is self or newest is None or newest._lock is None:
+            return None
+        return newest if newest.path.name == self.path.name else None
+
+    def _take_lock(self) -> FolderLock:
         """Create the folder if needed, and make sure that this process holds it."""
         if self._lock is None or not self._lock.is_held:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = lock_folder(self.path.parent / _LOCK_NAME)
+        return self._lock
+
+    def _leave_file(self) -> None:
+        """Begin a new file if the old one was moved or removed, or belongs to others now."""
+        step = next(key[0] for key in self._pending if key != _OPENING)
+        path = self.path
+        if path.exists():  # what others have put in its place is left to them
+            self.path = _free_name(path)
+            self.arrays = ArrayFolder.of_record(self.path)
+        self._file = None
+        self.news = (
+            f"{path} was moved, deleted or taken over by another run: from step {step:,} on, the "
+            f"readings of this run are in a new file, {self.path}"
+        )
+
+    @property
+    def _has_file(self) -> bool:
+        """Whether the file is the one that was written before, and nobody else writes there."""
+        if self._file is None:
+            return True
+        if self._rival is not None and self._rival._opening is not None:
+            return False
+        try:
+            # Some file systems number files anew; then its content tells.
+            same = os.path.samestat(self._file, self.path.stat())
+            return same or str(self._opening).encode() in self.path.read_bytes()
+        except failures(OSError):
+            return False
 
     def _write_pending(self) -> None:
         self._take_lock()
+        if not self._has_file:
+            self._leave_file()
         if self._set_aside is not None:
-            free = _free_name(self.path)
+            free = self.kept_as or _free_name(self.path)
             self.arrays.move(ArrayFolder.of_record(free), self._set_aside)
             if self._is_foreign:
-                with contextlib.suppress(FileNotFoundError):
+                with ignored(FileNotFoundError):
                     self.path.rename(free)
+                self._file = None
             self._is_foreign, self._set_aside = False, None
         for key in [*self._pending]:
             self._append(key)
@@ -216,6 +287,7 @@ class Record:
             try:
                 if file.write(content) < len(content):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._file = os.fstat(file.fileno())
                 self._written.append(key)
                 del self._pending[key]
             except BaseException:

@@ -9,16 +9,17 @@ On systems or file systems without such locks (Windows, some network file system
 can write. Pages say from which line on a record is mixed.
 """
 
-import contextlib
 import errno
 import os
 import socket
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from geomon.failures import failures, ignored
 from geomon.record.paths import check_regular
 from geomon.record.printable import printable
 
@@ -38,12 +39,16 @@ class FolderLockedError(ValueError):
 class FolderLock:
     """Lock of a folder, held by this process until nobody refers to it.
 
+    Attributes:
+        newest: Returns the last object of this process that was made to write here, or None.
+
     The locked file is created, and removed on release. Raises FolderLockedError if another process
     holds the lock, and OSError if the file cannot be created or something else is in its place.
     """
 
     def __init__(self, path: Path) -> None:
         self._path, self._process, self._descriptor = path, os.getpid(), -1
+        self.newest: Callable[[], Any] = lambda: None
         check_regular(path, follow_symlinks=False)
         while not self._is_in_place():  # the last owner may have removed the file meanwhile
             self._close()
@@ -61,7 +66,7 @@ class FolderLock:
 
     def __del__(self) -> None:
         if self.is_held:
-            with contextlib.suppress(OSError):
+            with ignored(OSError):
                 self._path.unlink()  # while locked, so that nobody else's file is removed
         self._close()
 
@@ -69,7 +74,7 @@ class FolderLock:
         """Whether the open file is the one in the folder."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.lstat(self._path))
-        except OSError:
+        except failures(OSError):
             return False
 
     def _lock(self) -> None:
@@ -77,7 +82,7 @@ class FolderLock:
         try:
             if fcntl is not None:
                 fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except failures(OSError) as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 owner = printable(os.read(self._descriptor, 4096).decode(errors="replace"))
                 raise FolderLockedError(
@@ -85,13 +90,13 @@ class FolderLock:
                     "records a run there: choose another folder or end that process; if there is "
                     f"none, delete {self._path.name} in it"
                 ) from None
-        with contextlib.suppress(OSError):  # with a full disk, the lock holds anyway
+        with ignored(OSError):  # with a full disk, the lock holds anyway
             os.ftruncate(self._descriptor, 0)
             os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
     def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
-        with contextlib.suppress(OSError):  # already closed
+        with ignored(OSError):  # already closed
             os.close(descriptor)
 
 

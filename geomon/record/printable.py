@@ -1,5 +1,7 @@
 """Make text from a record or a model safe to print on a terminal or write to a log."""
 
+from geomon.failures import failures
+
 _UNPRINTABLE = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -32,7 +34,7 @@ def text_of(value: object) -> str:
     """
     try:
         return str(value)
-    except Exception:
+    except failures():
         return f"<{type(value).__name__}>"
 
 

@@ -2,16 +2,18 @@
 
 import difflib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from html import escape
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, overload
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, overload
 
 import msgspec
 from numpy.typing import NDArray
 
 from geomon import __version__
+from geomon.advice import to_install
 from geomon.note import Note
 from geomon.record import tags
 from geomon.record.alert import RaisedAlert
@@ -32,7 +34,7 @@ from geomon.record.columns import (
     texts_of,
 )
 from geomon.record.encode import encode_line
-from geomon.record.printable import printable
+from geomon.record.printable import printable, text_of
 from geomon.record.versions import is_newer
 
 if TYPE_CHECKING:
@@ -47,6 +49,9 @@ COLUMNS = {
 }  # fmt: skip
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+# Settings in the description of a run that choose which rows of which layers are measured, and how.
+_MEASURED_WITH = ("probe", "tokens", "splits", "queries", "seed", "layers", "metrics")
 
 
 class Reading(msgspec.Struct, frozen=True, dict=True):
@@ -200,7 +205,7 @@ class Series:
             try:
                 from matplotlib import pyplot
             except ImportError as error:
-                raise ImportError("plot needs matplotlib: pip install 'geomon[figures]'") from error
+                raise ImportError(f"plot needs matplotlib: {to_install('figures')}") from error
             axes = pyplot.subplots()[1]
         (line,) = axes.plot(self.steps, self.values, **({"label": self.tag, "marker": "."} | style))
         low = [value - margin for value, margin in zip(self.values, self.margins, strict=True)]
@@ -211,6 +216,18 @@ class Series:
         axes.set_xlabel("training step (logarithmic)")
         axes.legend()
         return axes
+
+
+class Break(NamedTuple):
+    """A step from which on a resumed run was read with other settings than before.
+
+    Attributes:
+        step: First step with the new settings.
+        words: The settings that changed, in a sentence.
+    """
+
+    step: int
+    words: str
 
 
 @dataclass(frozen=True)
@@ -253,6 +270,29 @@ class Readings:
             if note.is_alert and note not in lines
         ]
         return sorted([*noted, *self.raised], key=lambda alert: alert.step)
+
+    @functools.cached_property
+    def breaks(self) -> list[Break]:
+        """Steps at which the run was resumed with other settings, ascending.
+
+        Values before and after such a step stand on other rows, layers or metrics: a curve must not
+        be joined there.
+        """
+        starts: list[dict[str, Any]] = []
+        for run in self.runs:
+            given_up = run.get("rewound_to", math.inf)
+            starts = [start for start in starts if _first_step(start) < given_up]
+            starts.append(run)
+        found = []
+        for before, now in itertools.pairwise(starts):
+            if changed := _changes(before, now):
+                step = _first_step(now)
+                words = (
+                    f"From step {step:,} on, this run was read with other settings "
+                    f"({', '.join(changed)}): its curves have a break there."
+                )
+                found.append(Break(step, words))
+        return found
 
     def __len__(self) -> int:
         return len(self.readings)
@@ -341,7 +381,7 @@ class Readings:
         try:
             import pandas
         except ImportError as error:
-            raise ImportError("to_pandas needs pandas: pip install 'geomon[export]'") from error
+            raise ImportError(f"to_pandas needs pandas: {to_install('export')}") from error
         columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
         appends = [column.append for column in columns.values()]
         for reading in self:
@@ -355,7 +395,7 @@ class Readings:
 
     def remarks(self) -> list[str]:
         """List what a page must say before it shows the run, in sentences; usually nothing."""
-        remarks = []
+        remarks = [words for _, words in self.breaks]
         if left_out := self.readings[-1].left_out if self.readings else 0:
             remarks.append(
                 f"The budget left out {left_out:,} reading{'s' * (left_out > 1)} that were due: a "
@@ -370,7 +410,7 @@ class Readings:
         for version in filter(is_newer, versions[-1:]):
             remarks.append(
                 f"This record was written by a newer geomon ({version}): this one ({__version__}) "
-                "may miss values; pip install --upgrade geomon."
+                "may miss values; upgrade it."
             )
         return remarks
 
@@ -465,6 +505,31 @@ def _point(place: Place, reading: Reading) -> tuple[float, float]:
     """Return the value at a place of a reading, and its margin."""
     width = place._replace(kind="margin").find(reading.stacks) if place.kind == "value" else NAN
     return place.find(reading.stacks), width
+
+
+def _first_step(run: Mapping[str, Any]) -> int:
+    """Return the step at which a start of a run began; 0 if its description does not say."""
+    step = run.get("from_step")
+    return step if isinstance(step, int) else 0
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """List the settings of measuring that differ between two starts and are known of both."""
+    found = []
+    for name in filter(lambda name: name in before and name in now, _MEASURED_WITH):
+        old, new = before[name], now[name]
+        if isinstance(old, list) and isinstance(new, list):
+            old, new = len(old), len(new)  # wrappers change the names of blocks
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += [f"without {one}" for one in old if one not in new]
+            found += [f"with {one}" for one in new if one not in old]
+        elif old != new:
+            found.append(f"{name} {_shown(new)} instead of {_shown(old)}")
+    return found
+
+
+def _shown(setting: object) -> str:
+    return f"{setting:,}" if isinstance(setting, int) else text_of(setting)
 
 
 def main_stack(names: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from geomon.advice import to_install
 from geomon.record import Readings
 from geomon.record.printable import printable
 from geomon.show.collect import cards_of
@@ -17,9 +18,7 @@ from geomon.show.panels import AXES, Lines, Matrix, StepAxis
 try:
     import plotly.graph_objects as go
 except ImportError as error:
-    raise ImportError(
-        "charts need plotly: pip install 'geomon[wandb]' or 'geomon[report]'"
-    ) from error
+    raise ImportError(f"charts need plotly: {to_install('wandb')}") from error
 
 # Largest number of names that fit into a legend.
 _MOST_NAMES = 8

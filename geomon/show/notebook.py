@@ -4,6 +4,7 @@ import base64
 import io
 from html import escape
 
+from geomon.advice import to_install
 from geomon.analysis import summarise
 from geomon.record import Readings
 from geomon.record.printable import printable
@@ -23,7 +24,7 @@ def _picture(readings: Readings) -> str:
     try:
         from geomon.show.figures import geometry_figure
     except ImportError:
-        return "<p>The picture needs matplotlib: pip install 'geomon[figures]'</p>"
+        return f"<p>The picture needs matplotlib: {to_install('figures')}</p>"
     file = io.BytesIO()
     geometry_figure(readings).savefig(file, format="png", dpi=_PIXELS_PER_INCH)
     source = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from geomon.failures import failures
+
 Build = Callable[..., nn.Module]
 
 # The step in the name of a checkpoint: checkpoint-500, step1000, epoch=0-step=150.
@@ -186,7 +188,7 @@ def read_file(path: str | os.PathLike[str]) -> Any:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # torch has many kinds of errors for broken files
+    except failures() as error:  # torch has many kinds of errors for broken files
         first = one_line(error).partition(". ")[0]
         raise ValueError(
             f"{path} is not a file of tensors and plain values ({first}): expected a complete "

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from geomon.failures import failures
 from geomon.sweep.checkpoints import Checkpoint, one_line
 
 # Names under which configurations hold the largest number of tokens in a sequence.
@@ -89,7 +90,7 @@ def _load_tokenizer(checkpoint: Checkpoint, config: Any) -> Any:
     auto = importlib.import_module("transformers").AutoTokenizer
     try:
         return auto.from_pretrained(source, revision=checkpoint.revision, trust_remote_code=False)
-    except Exception as error:
+    except failures() as error:
         raise ValueError(
             f"the tokenizer of {checkpoint.name} cannot be loaded ({one_line(error)}): pass tokens "
             f"by {_GIVE}"

@@ -11,6 +11,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from geomon.advice import to_install
+from geomon.failures import failures
 from geomon.sweep.checkpoints import Build, Checkpoint, one_line, read_file
 
 # Parts around the blocks that a checkpoint of another task lacks. Any other missing weight would be
@@ -142,7 +144,7 @@ def _of_adapter(checkpoint: Checkpoint, base: str) -> tuple[nn.Module, list[str]
                 family.from_pretrained(base), checkpoint.source
             )
             merged = adapted.merge_and_unload()
-        except Exception as error:
+        except failures() as error:
             raise ValueError(
                 f"the adapter {checkpoint.name} cannot be merged with its model, {base} "
                 f"({one_line(error)}): if the model has moved, name it, and the adapters by "
@@ -158,7 +160,7 @@ def import_transformers() -> Any:
         return importlib.import_module("transformers")
     except ImportError as error:
         raise ImportError(
-            f"models of transformers need that package ({error}): pip install 'geomon[huggingface]'"
+            f"models of transformers need that package ({error}): {to_install('huggingface')}"
         ) from error
 
 

@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from geomon.failures import failures
 from geomon.metrics import METRICS, Evaluator
 from geomon.monitor import Monitor, check_count
 from geomon.note import Note
@@ -178,7 +179,7 @@ class _Remarks:
         """Leave a checkpoint out if the body of the `with` fails."""
         try:
             yield
-        except Exception as error:
+        except failures() as error:
             words = one_line(error)
             if not isinstance(error, ValueError | ImportError):
                 words = f"{type(error).__name__}: {words}"

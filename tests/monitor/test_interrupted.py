@@ -5,8 +5,10 @@ import os
 
 import pytest
 import torch
-from interrupting import Interrupting, files
+from fingerprint import fingerprint
+from interrupting import Interrupting, StopError, files, handled, press_ctrl_c, send_a_signal
 from models import PlainDecoder, batch
+from scenarios import OF_PROCESS
 
 from geomon import Memory, Monitor, every, read, select
 
@@ -18,10 +20,16 @@ PARTS = files(
 MOVES = ("executor.py", "outbox.py", "jsonl.py")
 
 
-def go_on_after_ctrl_c(folder, at):
+@pytest.fixture
+def receiving():
+    with handled():
+        yield
+
+
+def go_on_after_ctrl_c(folder, at, strike=press_ctrl_c):
     """Train a step or two, the first interrupted at a line; returns what was reached."""
     torch.manual_seed(0)
-    interrupting = Interrupting(PARTS, at)
+    interrupting = Interrupting(PARTS, at, strike)
 
     def begins(hidden):
         if not interrupting.lines:
@@ -33,21 +41,27 @@ def go_on_after_ctrl_c(folder, at):
         model, metrics={"begins": begins} | select("variance"), tokens=16, schedule=every(1),
         directory=folder, sinks=[Memory()], background=False,
     )  # fmt: skip
+    came = 0
     for step in range(1 + at % 2):
         try:
             with monitor(step), torch.no_grad():
                 model(batch(1, 4, seed=step))
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, StopError):
             assert step == 0
+            came += 1
         finally:
             interrupting.end()
     monitor.close()
+    assert came == (at > 0), interrupting.lines[-1]
     return interrupting.lines
 
 
 # A file whose `with` was interrupted as it began is closed by the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_ctrl_c_at_any_line_loses_no_reading_and_doubles_none(tmp_path):
+@pytest.mark.parametrize("strike", [press_ctrl_c, send_a_signal])
+def test_ctrl_c_or_a_signal_at_any_line_is_the_loops_and_loses_and_doubles_no_reading(
+    tmp_path, receiving, strike
+):
     lines = go_on_after_ctrl_c(tmp_path / "whole", -1)
     last = {line: at for at, line in enumerate(lines, 1)}
     assert {name for name, _ in last} == PARTS
@@ -57,9 +71,154 @@ def test_ctrl_c_at_any_line_loses_no_reading_and_doubles_none(tmp_path):
     some += sorted(set(last.values()) - set(some))[::12]
     for at in some:
         folder = tmp_path / str(at)
-        reached = go_on_after_ctrl_c(folder, at)
+        reached = go_on_after_ctrl_c(folder, at, strike)
         assert [r.step for r in read(folder)] == [0, 1][: 1 + at % 2], reached[-1]
     gc.collect()
+
+
+# Files whose code runs in the training's forward pass.
+WATCHING = files("capture/window.py", "capture/tap/mode.py", "capture/calling/calls.py")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_at_a_line_of_a_watched_pass_is_the_loops_and_leaves_the_model_as_it_was(
+    receiving,
+):
+    model = PlainDecoder(width=8, layers=1, heads=2)
+    before = fingerprint(model)
+
+    def watch(at):
+        interrupting = Interrupting(WATCHING, at, send_a_signal)
+        given = {"metrics": select("attention_entropy"), "tokens": 16, "directory": None}
+        with Monitor(model, **given) as monitor:
+            try:
+                with monitor(0), torch.no_grad(), interrupting:
+                    model(batch(1, 4))
+            except StopError:
+                came.append(at)
+            finally:
+                interrupting.end()
+        return interrupting.lines
+
+    came = []
+    watch(-1)  # what it finds out is kept for the next
+    lines = watch(-1)
+    last = {line: at for at, line in enumerate(lines, 1)}
+    assert {name for name, _ in last} == WATCHING
+    for at in sorted(
+        {*sorted(last.values())[::8], *(n for (f, _), n in last.items() if "mode" in f)}
+    ):
+        watch(at)
+        assert came.pop() == at, lines[at - 1]
+        left = fingerprint(model)
+        assert {name for name in OF_PROCESS if left[name] != before[name]} == set(), lines[at - 1]
+        assert not any(map(sum, left["hooks"]))
+
+
+class Number:
+    def item(self):
+        send_a_signal()
+
+
+class Sinking(Memory):
+    def __init__(self, *, at):
+        super().__init__()
+        self.at = at
+
+    def __str__(self):
+        return "a sink"
+
+    def _strike(self, verb):
+        if verb == self.at:
+            self.at = None
+            send_a_signal()
+
+    def describe(self, description):
+        self._strike("describe")
+
+    def write(self, reading):
+        self._strike("write")
+
+    def close(self):
+        self._strike("close")
+
+
+def once(function=lambda *given: 1.0):
+    """A function of the user's that gets a signal the first time."""
+    left = [send_a_signal]
+
+    def own(*given, **named):
+        if left:
+            left.pop()()
+        return function(*given)
+
+    return own
+
+
+def metric_of(hidden):
+    return float(hidden.square().mean())
+
+
+def metric_once():
+    own = once(metric_of)
+
+    def metric(hidden):
+        return own(hidden)
+
+    return metric
+
+
+def loader():
+    send_a_signal()
+    yield batch(8, 4)
+
+
+PLACES = {
+    "a metric": lambda: {"metrics": {"own": metric_once()}},
+    "a metric, in the background": lambda: {"metrics": {"own": metric_once()}, "background": True},
+    **{f"{verb} of a sink": lambda verb=verb: {"sinks": [Sinking(at=verb)]}
+       for verb in ("describe", "write", "close")},
+    "a value that is logged": lambda: {"log": ("loss",)},
+    "the loss of a probe": lambda: {"probe": batch(8, 4), "probe_loss": once()},
+    "a loader": lambda: {"probe": loader()},
+    "a probe": lambda: {"probe": once(lambda model: model(batch(8, 4)))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_what_a_signal_handler_raises_goes_on_to_the_loop(tmp_path, caplog, receiving, name):
+    """Wherever it strikes: as without geomon; afterwards readings are made as before."""
+    options = {"metrics": {"own": metric_of}, "tokens": 16, "schedule": 1} | PLACES[name]()
+    model = PlainDecoder(width=8, layers=1, heads=2)
+    monitor, came = Monitor(model, directory=tmp_path, **options), 0
+    for step in range(3):
+        try:
+            with monitor(step), torch.no_grad():
+                model(batch(8, 4))
+                monitor.log(loss=Number() if "log" in options and not came else 1.0)
+        except StopError:
+            came += 1
+    try:
+        monitor.close()
+    except StopError:
+        came += 1
+        monitor.close()
+    assert came == 1
+    if name != "a loader":  # which has ended
+        assert [reading.step for reading in read(tmp_path)][-2:] == [1, 2]
+        assert "failed" not in caplog.text
+
+
+@pytest.mark.parametrize("error", [ValueError, TimeoutError, OSError])
+def test_what_no_handler_raised_is_a_warning_as_before(tmp_path, caplog, error):
+    def fail(hidden):
+        raise error("of the metric")
+
+    model = PlainDecoder(width=8, layers=1, heads=2)
+    monitor = Monitor(model, directory=tmp_path, metrics={"own": fail}, tokens=16)
+    with monitor, monitor(0), torch.no_grad():
+        model(batch(8, 4))
+    assert "of the metric" in caplog.text
 
 
 FORKED = """

@@ -107,7 +107,8 @@ SCENARIOS = {
         raises=(ZeroDivisionError, "division"),
     ),
     "before the first step a value needs its step": Scenario(
-        [log(loss=1.0)], [], raises=(ValueError, r"log\(step, loss=loss\)"), read=[]
+        [log(loss=1.0)], [], raises=(ValueError, r"log\(step, loss=loss\)"), read=[],
+        said=["the monitor was given no step"],
     ),
 }  # fmt: skip
 

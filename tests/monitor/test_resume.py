@@ -1,5 +1,8 @@
 """A training that is cut and goes on, in every loop."""
 
+import itertools
+import re
+
 import loops
 import pytest
 import torch
@@ -7,7 +10,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from loops import LOOPS, Learner, in_lightning
 from models import PlainDecoder, batch
 
-from geomon import every, read, select
+from geomon import Monitor, every, read, select
+from geomon.analysis import summarise
 
 FEW = {"metrics": select("variance", "qk_cosine"), "tokens": 64, "strict": True}
 
@@ -74,3 +78,81 @@ def test_after_a_cut_record_and_weights_are_those_of_a_run_without_one(
                 assert one.values[tag] == pytest.approx(value, rel=0, abs=0, nan_ok=True), tag
     moved = [reading.values["variance/mean"] for reading in expected]
     assert len(set(moved)) == len(moved)  # a curve that stands still would prove nothing
+
+
+SETTINGS = {
+    "tokens": ({"tokens": 32}, "tokens 32 instead of 64"),
+    "splits": ({"splits": 2}, "splits 2 instead of 1"),
+    "queries": ({"queries": 16}, "queries 16 instead of None"),
+    "seed": ({"seed": 5}, "seed 5 instead of 0"),
+    "probe": ({"probe": batch(8, 32)}, "probe inputs .{8} instead of the training forward"),
+    "a loader": ({"probe": iter([batch(8, 32)])}, "probe batches of a loader instead of"),
+    "metrics": ({"metrics": ["variance", "drift_norm"]}, "without qk_cosine, with drift_norm"),
+    "layers": ({"extra": 2}, "layers 4 instead of 2"),
+    "two of them": ({"tokens": 32, "seed": 5}, "tokens 32 .*, seed 5 instead of 0"),
+    "the same": ({}, None),
+    "what no value depends on": (
+        {"schedule": 2, "alerts": (), "settings": {"learning_rate": 0.1}, "arrays": False}, None,
+    ),
+}  # fmt: skip
+
+
+def read_steps(directory, *steps, extra=0, **options):
+    torch.manual_seed(0)
+    model = PlainDecoder(layers=2 + extra)
+    given = {"metrics": ["variance", "qk_cosine"], "tokens": 64, "queries": None, "schedule": 1}
+    with Monitor(model, directory=directory, checks=None, **given | options) as monitor:
+        for step in steps:
+            with monitor(step):
+                model(batch(8, 32))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_resume_that_reads_otherwise_is_said_at_once_and_marked_in_the_record(
+    tmp_path, caplog, name
+):
+    changed, words = SETTINGS[name]
+    read_steps(tmp_path, 0, 2)
+    caplog.clear()
+    read_steps(tmp_path, 4, 6, **changed)
+    found = read(tmp_path)
+    told = [note.kind for reading in found for note in reading.notes].count("other settings")
+    assert [step for step, _ in found.breaks] == [4] * (words is not None)
+    assert told == len(found.breaks) == len([r for r in caplog.records if "break" in r.message])
+    for _, sentence in found.breaks:
+        assert re.search(rf"^From step 4 on, .* \({words}.*\): its curves have a break", sentence)
+        assert sentence in caplog.text
+        assert sentence in summarise(found)
+        assert "other settings" in [note.kind for note in found[2].notes]
+
+
+def test_other_inputs_of_a_probe_are_a_break_and_equal_ones_are_none(tmp_path):
+    for number, seed in enumerate((0, 0, 1)):
+        read_steps(tmp_path, number, probe={"ids": batch(8, 32, seed=seed)})
+    assert [step for step, _ in read(tmp_path).breaks] == [2]
+
+
+def test_a_branch_that_was_given_up_leaves_no_break(tmp_path):
+    """Tokens were changed at step 4; then training went back to step 2, with the first ones."""
+    read_steps(tmp_path, 0, 2, 4)
+    read_steps(tmp_path, 4, 6, tokens=32)
+    read_steps(tmp_path, 2, 8)
+    assert read(tmp_path).breaks == []
+
+
+@pytest.mark.parametrize("tokens", [64, 32])
+def test_phases_start_afresh_at_a_break(tmp_path, tokens):
+    """Three times the dimension is a change only if the same rows are measured."""
+    phases = []
+    for first, dimension, rows in ((0, 2.0, 64), (4, 6.0, tokens)):
+        calls = itertools.count()
+
+        def twonn(hidden, dimension=dimension, calls=calls):
+            call = next(calls) % 9  # of all sequences, and without each eighth of them
+            return dimension + (0.02 * (-1) ** call if call else 0.0)
+
+        read_steps(
+            tmp_path, *range(first, first + 4), metrics={"twonn": twonn}, tokens=rows,
+            on_phase=lambda phase: phases.append(phase.name),
+        )  # fmt: skip
+    assert ("expanding" in phases) == (tokens == 64)

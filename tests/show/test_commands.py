@@ -48,9 +48,9 @@ def make(case, path, readings):
     """Write the record of a case; at least three readings."""
     lines = [reading.line() + "\n" for reading in readings]
     own = [with_values(r, {"mine/layer_01": 1.0}).line() + "\n" for r in readings]
-    first, newer = (
+    first, newer, older = (
         json.dumps({"run": {"geomon": version, "model": "Synthetic"}}) + "\n"
-        for version in (__version__, "9999.1")
+        for version in (__version__, "9999.1", "0.0.1")
     )
     texts = {
         "an empty file": "",
@@ -62,6 +62,8 @@ def make(case, path, readings):
         "two runs at once": first + "".join(lines[:3] + lines[1:]),
         "a newer version": newer + "".join(lines),
         "a newer version, all unknown": newer + UNKNOWN + "\n",
+        "this version, an older form": first + UNKNOWN + "\n",
+        "an older version": older + UNKNOWN + "\n",
         "other metrics": first + "".join(own),
     }
     if case != "no folder":
@@ -79,12 +81,14 @@ REFUSED = {
     "a line in the middle": "line 3 of .* is not a line of a record",
     "an empty file": "no readings yet in .*: try again",
     "no reading": "no readings yet in .*: try again",
-    "a newer version, all unknown": "line 2 of .*; move the file away, or upgrade geomon",
+    "a newer version, all unknown": "line 2 of .*the newer geomon 9999.1 wrote it, so upgrade",
+    "this version, an older form": f"line 2 of .*: geomon {__version__} wrote it, perhaps before",
+    "an older version": "line 2 of .*: geomon 0.0.1 wrote it, perhaps before lines changed",
 }
 # Words of a line beside the page, which is made.
 REMARKED = {
     "two runs at once": "From line 5 on, two runs wrote into this record at once",
-    "a newer version": "written by a newer geomon .9999.1.: .* may miss values; pip install",
+    "a newer version": "written by a newer geomon .9999.1.: .* may miss values; upgrade it",
     "a torn line": "",
     "other metrics": "",
 }

@@ -314,3 +314,23 @@ def test_offline_the_file_has_panels_in_sections_configuration_summary_and_alert
     assert alert.text.startswith("Step 1700: rank collapse (layer 2)")
     media = [json.loads(path.read_text()) for path in tmp_path.rglob("*.plotly.json")]
     assert {trace["type"] for chart in media for trace in chart["data"]} == {"scatter", "heatmap"}
+
+
+def test_a_run_that_was_finished_is_left_alone_and_this_is_said_once(tmp_path, monkeypatch, caplog):
+    """It answers nothing: whatever is asked of it raises an error, or waits for 30 seconds."""
+    import wandb
+
+    work_offline(monkeypatch, tmp_path)
+    run = wandb.init(project="test", dir=str(tmp_path))
+    sink = WandB(run)
+    sink.describe({"model": "Decoder"})
+    sink.write(reading(0))
+    run.finish()
+    for step in (1, 2):
+        sink.write(reading(step))
+        sink.alert(raised_of("rank_collapse", step))
+    sink.close()
+    assert [record.message for record in caplog.records if record.name == "geomon"] == [
+        "W&B: the run was finished, so later readings are not shown there"
+    ]
+    assert {json.loads(row["geomon/step"]) for row in wandb_rows(tmp_path)} == {0}

@@ -16,6 +16,7 @@ from geomon.capture.snapshot import at_places, cover_all
 from geomon.capture.storage import send
 from geomon.capture.tokens.sampling import RowSampler
 from geomon.capture.tokens.visibility import MASKED, hidden_in_scores, hidden_keys
+from geomon.failures import failures
 from geomon.kernels.products import as_factor, without_autocast
 
 NO_SCORES = (
@@ -172,7 +173,7 @@ def _at_rule(
             return mask, None
         scores = _products(sampled.query, sampled.key) * sampled.scale
         changed = rule.changed(scores, sequences, places)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+    except failures(RuntimeError, TypeError, ValueError, IndexError) as error:
         raise NotUnderstoodError(
             f"the functions of the mask or of the scores (mask_mod, score_mod) cannot be evaluated "
             f"at many places at once: {error}"

@@ -36,6 +36,7 @@ from geomon.capture.calling.patches import (
 from geomon.capture.modes import without_modes
 from geomon.capture.unchanged import left_unchanged
 from geomon.capture.weights import said
+from geomon.failures import failures
 
 
 class CallObserver(Protocol):
@@ -151,7 +152,7 @@ def _call_observed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         for observer in observers:
             try:
                 stack.enter_context(observer.seeing(module))
-            except Exception as error:
+            except failures() as error:
                 observer.on_failure(error)
         if module._forward_pre_hooks:
             output = _call_behind_hooks(observers, module, args, kwargs)
@@ -343,7 +344,7 @@ def _reaches_compiled(value: Any) -> bool:
 def _contents(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not set yet
+    except failures(ValueError):  # not set yet
         return None
 
 
@@ -382,7 +383,7 @@ def _call_compiled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         try:
             with observers[0].timed(), without_modes():
                 copies = _copies(target, args, kwargs)
-        except Exception:  # no twin is possible: watch the training's own call
+        except failures():  # no twin is possible: watch the training's own call
             forced = [observer.forces_eager() for observer in observers]
             if any(forced):
                 with extra_pass_begun(), run_eagerly.held():
@@ -415,7 +416,7 @@ def _run_twin(
             ):  # fmt: skip
                 warnings.simplefilter("ignore")  # the training itself does not run this eagerly
                 nn.Module.__call__(target, *args, **kwargs)
-        except Exception as error:
+        except failures() as error:
             for observer in observers:
                 observer.on_failure(error)
 

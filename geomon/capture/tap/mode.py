@@ -17,6 +17,7 @@ from geomon.capture import private
 from geomon.capture.shards import is_sharded, starts_of
 from geomon.capture.storage import followed_part
 from geomon.capture.tap.provenance import Provenance, Stream
+from geomon.failures import failures
 
 
 class TapObserver(Protocol):
@@ -83,6 +84,11 @@ class Tap(dispatch.TorchDispatchMode):
         """See nothing more; may be called more than once, inside a body and after Ctrl-C."""
         self._observer = None
 
+    def take_away(self) -> None:
+        """Remove the mode if Ctrl-C left it, after all bodies have ended."""
+        if self._open and threading.get_ident() == self._thread:
+            self._leave()
+
     def _leave(self) -> None:
         """Remove the mode from the stack, even from below modes that Ctrl-C left there."""
         top, pop, push = private.top_mode, private.pop_mode, private.push_mode
@@ -125,7 +131,7 @@ class Tap(dispatch.TorchDispatchMode):
             elif kind not in ("other", "choice"):
                 given = dict(zip(names, args, strict=False)) | kwargs
                 observer.on_fused(kind, given)
-        except Exception as error:
+        except failures() as error:
             observer.on_failure(error)
         result = func(*args, **kwargs)
         try:
@@ -136,7 +142,7 @@ class Tap(dispatch.TorchDispatchMode):
                 own = [args, kwargs, result]
                 own = _on_this_rank(own, starts) if types else own
                 followed.follow(name, own[0], own[1], own[2], starts, keeps_places=keeps_places)
-        except Exception as error:
+        except failures() as error:
             observer.on_failure(error)
         return result
 

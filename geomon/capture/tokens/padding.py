@@ -7,7 +7,6 @@ later. For decoders, labels of -100 show it as well. Other possible hints (masks
 lengths) are named in a note but not read.
 """
 
-import contextlib
 import inspect
 import re
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from geomon.capture.tokens import visibility
+from geomon.failures import ignored
 from geomon.note import Note
 
 Shape = tuple[int, ...]
@@ -213,7 +213,7 @@ def named_tensors(
     Positional arguments are left out if the `forward` lacks a signature.
     """
     given = kwargs
-    with contextlib.suppress(TypeError, ValueError):
+    with ignored(TypeError, ValueError):
         given = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
     inner = [value for value in given.values() if isinstance(value, Mapping)]
     for name, value in [*given.items(), *(pair for held in inner for pair in held.items())]:

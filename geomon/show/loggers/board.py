@@ -1,5 +1,6 @@
 """Pages of TensorBoard: headline values, the layout of their charts, pictures and text."""
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from geomon.advice import to_install
 from geomon.analysis import summarise
 from geomon.analysis.facts import FactLog
 from geomon.record import RaisedAlert, Reading, Readings, Sink
@@ -20,7 +22,11 @@ from geomon.show.loggers.parts import Pages
 from geomon.show.loggers.pictures import Pictures
 from geomon.show.settings import setting_words
 
+log = logging.getLogger("geomon")
+
 Writers = Callable[[], Iterable[Any]]
+# End of the names of event files that hold nothing but what geomon writes.
+_SUFFIX = ".geomon"
 
 # TensorBoard sorts groups by name, and "~" sorts our group after those of the training.
 PREFIX = "~"
@@ -76,7 +82,8 @@ class TensorBoard(BoardPages):
     """Sink that writes TensorBoard event files, for training loops without a logger.
 
     It fills the same pages as the callbacks: headline values and the layout of their charts,
-    pictures, and text (docs/tensorboard.md).
+    pictures, and text (docs/tensorboard.md). If the folder holds the files of an earlier run, and a
+    run begins at step 0, its files go into a folder of their own in it, such as `run_2`.
 
     Args:
         directory: Folder for the event files.
@@ -102,20 +109,69 @@ class TensorBoard(BoardPages):
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError(
-                f"TensorBoard's files need tensorboard ({error}): pip install 'geomon[tensorboard]'"
+                f"TensorBoard's files need tensorboard ({error}): {to_install('tensorboard')}"
             ) from error
         check_detail(detail)  # before any file is opened
-        self._writer = SummaryWriter(directory)
+        self._files = _EventFiles(Path(directory), SummaryWriter)
         super().__init__(
-            "TensorBoard", self._log, lambda: [self._writer],
-            detail=detail, pictures=pictures, save=self._writer.close,
-        )  # fmt: skip
+            "TensorBoard", self._log, lambda: [self._files.writer], detail=detail, pictures=pictures
+        )
+        self._parts = [self._files, *self._parts]
 
     def _log(self, values: Mapping[str, float], step: int) -> None:
+        writer = self._files.writer
         for tag, value in values.items():
             # As float32, because TensorBoard's own data server cannot show doubles.
-            self._writer.add_scalar(tag, value, step, new_style=True)
-        self._writer.flush()  # with tensorflow installed, it would wait two minutes
+            writer.add_scalar(tag, value, step, new_style=True)
+        writer.flush()  # with tensorflow installed, it would wait two minutes
+
+
+class _EventFiles:
+    """Sink that opens the event files of a run when it begins, apart from those of earlier runs.
+
+    TensorBoard joins all files of a folder to one run.
+    """
+
+    def __init__(self, directory: Path, make: Callable[..., Any]) -> None:
+        self._directory, self._make = directory, make
+        self._writer: Any = None
+        self._begins = False  # whether a run begins at step 0, with the next file
+
+    def __str__(self) -> str:
+        return "opening files for TensorBoard"
+
+    @property
+    def writer(self) -> Any:
+        """The writer of the present run."""
+        if self._writer is None:
+            self._writer = self._make(self._folder(), filename_suffix=_SUFFIX)
+            self._begins = False
+        return self._writer
+
+    def describe(self, description: Mapping[str, Any]) -> None:
+        """Learn whether a run begins or goes on."""
+        self._begins = description.get("from_step") == 0
+
+    def write(self, reading: Reading) -> None:
+        """Do nothing, because other parts write."""
+
+    def close(self) -> None:
+        """Close the files; a later reading opens another one."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _folder(self) -> Path:
+        """Choose the folder of the last run if it goes on, or else one without a run."""
+        folders = [self._directory]
+        while any(folders[-1].glob(f"*{_SUFFIX}")):
+            folders.append(self._directory / f"run_{len(folders) + 1}")
+        if not self._begins:
+            return folders[max(0, len(folders) - 2)]
+        if len(folders) > 1:
+            words = "TensorBoard: %s holds an earlier run, so the files of this one are in %s"
+            log.warning(words, self._directory, folders[-1])
+        return folders[-1]
 
 
 class BoardText(RunDrawer):

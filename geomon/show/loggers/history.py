@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from geomon.failures import failures
 from geomon.record import RaisedAlert, Reading, Readings
 from geomon.show.collect import BY_HEAD, BY_LAYER, DIMENSIONS
 
@@ -116,7 +117,7 @@ class RunDrawer(abc.ABC):
                     self._is_whole = True
                     break
                 part()
-            except Exception as error:
+            except failures() as error:
                 failure = failure or error
             self._cost = time.perf_counter() - began
             self._spent += self._cost

@@ -9,7 +9,9 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+from geomon.advice import to_install
 from geomon.analysis.facts import FactLog
+from geomon.failures import failures
 from geomon.record import RaisedAlert, Reading, Readings, tags
 from geomon.record.columns import texts_of
 from geomon.record.headline import HEADLINE, Charts, Detail
@@ -59,7 +61,7 @@ class WandB(Pages):
         pictures: bool = True,
     ) -> None:
         if run is None and find_spec("wandb") is None:
-            raise ImportError("W&B's charts need wandb: pip install 'geomon[wandb]'")
+            raise ImportError(f"W&B's charts need wandb: {to_install('wandb')}")
         rows = WandBRows(run, by_step=by_step, detail=detail)
 
         def send(title: str, text: str, step: int) -> None:
@@ -103,6 +105,7 @@ class WandBRows:
         self._waiting: deque[dict[str, Any]] = deque()  # rows that are not logged yet
         self._free = 0  # first row number that no reading uses
         self._is_logging = False
+        self._was_finished = False
         self._defined: set[str] = set()
         self._flushed_by_run = False
         self._unfollow: Callable[[], None] = lambda: None
@@ -125,13 +128,20 @@ class WandBRows:
 
     @property
     def run(self) -> Any:
-        """The given or active W&B run, or None if there is none yet or if it is disabled."""
+        """The given or active W&B run, or None if there is none yet, or it is disabled or finished.
+
+        A finished run answers nothing, and would be waited for at each reading.
+        """
         if self._run is None:
             import wandb
 
             if wandb.run is not None:
                 self._follow(wandb.run)
-        return None if getattr(self._run, "disabled", False) else self._run
+        is_finished = getattr(self._run, "_is_finished", False)
+        if is_finished and not self._was_finished:
+            log.warning("W&B: the run was finished, so later readings are not shown there")
+        self._was_finished = is_finished
+        return None if is_finished or getattr(self._run, "disabled", False) else self._run
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Log numbers or plotly charts of a reading by name."""
@@ -196,13 +206,14 @@ class WandBRows:
             return
         try:
             function(*given)
-        except Exception as error:
+        except failures() as error:
             log.warning("W&B: a reading was not logged: %s: %s", type(error).__name__, error)
 
     def _end(self) -> None:
         """Log waiting rows and remove all hooks from the run."""
         atexit.unregister(self._end)
-        self._attempt(self._flush)  # W&B may already be torn down
+        if self._waiting and self.run is not None:
+            self._attempt(self._flush)  # W&B may already be torn down
         self._unfollow()
 
     def _configure(self) -> None:

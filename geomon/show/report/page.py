@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from geomon import __version__
+from geomon.advice import to_install
 from geomon.record.printable import printable
 from geomon.show.panels import Lines, Matrix
 from geomon.show.report.content import Panels, Run, build_content, build_panels
@@ -42,7 +43,7 @@ def render(runs: Sequence[Run]) -> str:
         import jinja2
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise ImportError("the report needs plotly: pip install 'geomon[report]'") from error
+        raise ImportError(f"the report needs plotly: {to_install('report')}") from error
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

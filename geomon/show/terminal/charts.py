@@ -8,6 +8,7 @@ from typing import Any
 from rich.color import Color
 from rich.text import Text
 
+from geomon.advice import to_install
 from geomon.record.printable import printable
 from geomon.show.panels import Line, Lines, StepAxis
 
@@ -53,7 +54,7 @@ def build(panel: Lines, width: int, height: int) -> str:
     try:
         import plotext
     except ImportError as error:
-        raise ImportError("charts need plotext: pip install 'geomon[terminal]'") from error
+        raise ImportError(f"charts need plotext: {to_install('terminal')}") from error
     plotext.clear_figure()
     plotext.theme("clear")
     plotext.plotsize(width, height)

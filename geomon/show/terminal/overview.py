@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from geomon.advice import to_install
 from geomon.analysis import Fact, facts_of, single_source
 from geomon.analysis.numbers import number
 from geomon.analysis.summary import alert_sentences, headline
@@ -20,7 +21,7 @@ try:
     from rich.table import Table
     from rich.text import Text
 except ImportError as error:
-    raise ImportError("the terminal view needs rich: pip install 'geomon[terminal]'") from error
+    raise ImportError(f"the terminal view needs rich: {to_install('terminal')}") from error
 
 # Tags of the quantities in an overview, in this order.
 _WATCHED = (

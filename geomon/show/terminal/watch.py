@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from geomon.advice import to_install
 from geomon.analysis import null_of
 from geomon.analysis.numbers import with_margin
 from geomon.analysis.quantities import Quantity
@@ -23,7 +24,7 @@ try:
     from rich.live import Live
     from rich.text import Text
 except ImportError as error:
-    raise ImportError("the terminal view needs rich: pip install 'geomon[terminal]'") from error
+    raise ImportError(f"the terminal view needs rich: {to_install('terminal')}") from error
 
 # Replacements for outputs without Unicode.
 _ASCII = str.maketrans("▁▂▃▄▅▆▇█·±→−–…", "_.-~=+*#|+>--.")
