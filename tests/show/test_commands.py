@@ -17,7 +17,7 @@ import geomon
 import geomon.show
 from geomon import Readings, __version__, read
 from geomon.record import FILE_NAME
-from geomon.show import commands
+from geomon.show.tables import fit
 
 NAN = math.nan
 ALL = ("twonn", "twonn_distinct", "gride", "anisotropy", "qk_cosine", "attention_entropy")
@@ -521,19 +521,16 @@ def test_what_stood_there_stays_where_the_new_one_cannot_be_finished(
     assert {*tmp_path.iterdir()} == {run, tmp_path / file}  # no part of the new one
 
 
-def test_sentences_are_broken_between_words_on_a_terminal_alone(run):
-    plain = invoke("summary", run).stdout.splitlines()
+@pytest.mark.parametrize("columns", [80, 200])
+def test_a_summary_is_as_wide_as_the_terminal_at_most_100(run, columns):
     program = "import sys; sys.stdout.isatty = lambda: True; from geomon.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", program, "summary", str(run)], capture_output=True, text=True,
-        env=os.environ | {"COLUMNS": "40"}, check=True,
+        env=os.environ | {"COLUMNS": str(columns)}, check=True,
     )  # fmt: skip
     lines = done.stdout.splitlines()
-    assert max(map(len, lines)) <= 40 < max(map(len, plain))
-    assert " ".join(line.strip() for line in lines) == " ".join(plain)
-    assert [line for line in lines if not line.startswith("  ")] == [
-        next(line for line in lines if whole.startswith(line)) for whole in plain
-    ]
+    assert max(map(len, lines)) == min(columns, 100)
+    assert "peak 7.4 ± 0.1" in done.stdout
 
 
 # -- nothing of a record acts ----------------------------------------------------------------------
@@ -623,14 +620,13 @@ def test_nothing_of_matplotlib_is_changed_and_nothing_is_loaded_before_it_is_nee
 
 def test_sentences_are_wrapped_between_words_in_a_terminal_alone(monkeypatch):
     text = "see attention_entropy_normalised of a decoder-only model"
-    assert commands.fit_to_terminal(text, indent=" ") == f" {text}"
+    assert fit(text) == text
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "19")
-    lines = commands.fit_to_terminal(text, indent=" ").splitlines()
+    lines = fit(text).splitlines()
     assert lines == [
-        " see",
-        "   attention_entropy_normalised",
-        "   of a",
-        "   decoder-only",
-        "   model",
+        "see",
+        "  attention_entropy_normalised",
+        "  of a decoder-only",
+        "  model",
     ]
