@@ -238,7 +238,7 @@ def test_settings_that_differ_are_named(one, other, said, make_readings, tmp_pat
 NOW = 1e9
 # Readings, and a pattern of what `geomon watch` prints of them.
 PRINTED = [
-    ([reading_of({})], r"^[^\n]*\nintrinsic dimension: not measured\."),
+    ([reading_of({})], r"^step 0 · 0 s ago · probe, eval · not training\n$"),
     ([reading_of({"twonn/mean": 5.0, "twonn/mean/margin": 0.1})], "(?s)^(?!.*since)"),  # one value
     (alerted(Readings([], []), [(0, "rank_collapse")]),
      r"^no readings yet\nAlert at step 0: rank collapse \(layer 2\): look there"),
@@ -258,7 +258,7 @@ PRINTED = [
       )),
     # The age of a reading has a unit that fits.
     *(([reading_of({"geomon/overhead": 0.1}, time=NOW - seconds)],
-       f"^step 0 · {words} ago · probe, eval · geomon 10 % of the time\n")
+       f"^step 0 · {words} ago · probe, eval · not training · geomon 10 % of the time\n")
       for seconds, words in ((0, "0 s"), (119, "119 s"), (120, "2 min"), (7100, "118 min"),
                              (7200, "2 h"), (172_000, "48 h"), (172_800, "2 d"), (-5, "0 s"))),
     # The axis of steps names its ends and powers of ten.
