@@ -5,7 +5,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -32,7 +32,7 @@ _STEP, _MEAN, _NUMBER = 7, 13, 9
 # A table of readings has its head again after this many rows.
 _REPEATED = 25
 # Head and widths of the columns of a run's table.
-RUN_HEAD = ("", "start", "peak or low", "now", "trend")
+_RUN_HEAD = ("", "start", "peak or low", "now", "trend")
 _RUN_WIDTHS = (20, 17, 18, 13, 24)
 # Spaces at which no line of a cell ends: "6.9 ± 0.4", "at step 108".
 _GLUE = re.compile(r" (?=±|step)|(?<=±) |(?<=step) ")
@@ -106,10 +106,15 @@ def watched(facts: Sequence[Fact]) -> list[Fact]:
     return (found or list(facts))[: len(_WATCHED)]
 
 
-def run_rows(facts: Iterable[Fact]) -> Iterator[tuple[str, ...]]:
-    """Yield the row of each fact: its label, start, peak or low, last value and trend."""
-    for fact in facts:
-        yield fact.quantity.label, fact.start, fact.turn, fact.phase.last.words(), fact.trend
+def run_words(readings: Readings, facts: Sequence[Fact]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Return the table of a run, its head first, and the sentences that it does not hold."""
+    rows = [
+        (fact.quantity.label, fact.start, fact.turn, fact.phase.last.words(), fact.trend)
+        for fact in facts
+    ]
+    known = {fact.sentence for fact in facts}
+    others = [words for words in summarise(readings, facts) if words not in known]
+    return [_RUN_HEAD, *rows], others
 
 
 def run_table(readings: Readings) -> str:
@@ -122,12 +127,10 @@ def run_table(readings: Readings) -> str:
         A row for each headline quantity: its start, its peak or low, its last value and its trend;
         then the other sentences of `summarise`, such as alerts and the cost.
     """
-    facts = facts_of(readings)
-    known = {fact.sentence for fact in facts}
-    others = [words for words in summarise(readings, facts) if words not in known]
+    (head, *rows), others = run_words(readings, facts_of(readings))
     widths = [width * _width() // _WIDTH for width in _RUN_WIDTHS]
-    rows = [RUN_HEAD, ["-" * width for width in widths], *run_rows(facts)] if facts else []
-    lines = [printable(line) for row in rows for line in _lines(row, widths, str.ljust)]
+    table = [head, ["-" * width for width in widths], *rows] if rows else []
+    lines = [printable(line) for row in table for line in _lines(row, widths, str.ljust)]
     return "\n".join([*lines, *map(fit, map(printable, others))])
 
 
@@ -171,11 +174,10 @@ def _lines(cells: Sequence[str], widths: Sequence[int], adjust: Any) -> list[str
 
 
 __all__ = [
-    "RUN_HEAD",
     "Printer",
     "fit",
-    "run_rows",
     "run_table",
+    "run_words",
     "short_title",
     "watched",
     "write_text",
