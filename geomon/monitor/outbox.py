@@ -27,9 +27,6 @@ from geomon.monitor.warnings import Warnings
 from geomon.note import Note
 from geomon.record import RaisedAlert, Reading, Record
 
-# From this many new notes on, a reading has one line in the log instead of a line for each.
-_MANY_NOTES = 2
-
 
 class _Completed(NamedTuple):
     """A reading ready to be recorded, with its alerts; without a reading on ranks but the first."""
@@ -193,28 +190,24 @@ class Outbox:
                 return
             self.latest = reading
             said, self._noted = self._noted, []
-            self._say(reading, said)
+            new = [
+                note.words() for note in reading.notes
+                if not (note.is_alert or note in said)
+                and self._warnings.is_new(f"{note.stack}: {note.kind}")
+            ]  # fmt: skip
+            if self._record is not None and len(new) > 1:
+                new = [
+                    f"step {reading.step:,} has {len(new)} notes on how far its values can be "
+                    f"trusted: geomon summary {self._record.path.parent}"
+                ]
+            for words in new:
+                self._warnings.warn(words)
             self.sinks.write(reading)
             for alert in alerts:
                 self._raise(alert, reading.source, job.inputs)
             phase = self._follow(reading)
             if phase is not None:
                 self._call("on_phase", self._on_phase, phase)
-
-    def _say(self, reading: Reading, said: Sequence[Note]) -> None:
-        """Log new kinds of notes of a reading, in one line if the record holds several."""
-        notes = {f"{note.stack}: {note.kind}": note for note in reading.notes if not note.is_alert}
-        new = [
-            note for kind, note in notes.items() if self._warnings.is_new(kind) and note not in said
-        ]
-        if self._record is None or len(new) < _MANY_NOTES:
-            for note in new:
-                self._warnings.warn(note.words())
-        else:
-            self._warnings.warn(
-                f"step {reading.step:,} has {len(new)} notes on how far its values can be trusted: "
-                f"geomon summary {self._record.path.parent}"
-            )
 
     def _publish_check(self, job: ReadingJob) -> None:
         """Raise the alerts of a check, which itself is not recorded."""

@@ -92,7 +92,7 @@ class Printer:
             width = _MEAN if quantity.is_mean else _NUMBER
             words = last.words().replace(" ", "")
             if len(words) > width - 2:  # more digits than a reader needs
-                words = significant(last.value, 3)
+                words = significant(last.value, 4)
             is_new = last.step == reading.step
             yield short_title(quantity), f"{words} {fact.arrow or ' '}" * is_new, width
         if not facts:
@@ -136,17 +136,21 @@ def run_table(readings: Readings) -> str:
 
 def fit(text: str) -> str:
     """Wrap a text to the width of the terminal; files and pipes get it in one line."""
-    if not sys.stdout.isatty():
-        return text
-    return textwrap.fill(
-        text, shutil.get_terminal_size().columns, subsequent_indent="  ",
-        break_long_words=False, break_on_hyphens=False,
+    columns = _terminal_width()
+    return text if not columns else textwrap.fill(
+        text, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )  # fmt: skip
 
 
 def _width() -> int:
     """Return the width of tables, in characters: 100, or less on a narrow terminal."""
-    return min(_WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else _WIDTH
+    return min(_WIDTH, _terminal_width() or _WIDTH)
+
+
+def _terminal_width() -> int:
+    """Return the width of the terminal; 0 if the output is none, or an object of a program."""
+    is_terminal = getattr(sys.stdout, "isatty", bool)()
+    return shutil.get_terminal_size().columns if is_terminal else 0
 
 
 def write_text(text: str) -> None:

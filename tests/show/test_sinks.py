@@ -163,8 +163,9 @@ TIMES = {
     ),
     # 3 % of 67 s is the second card's second, and the first's; then 0.5 %, where it has stopped.
     "each once in 3 % of the time, and then in 0.5 %": (
-        1.0, 3, [(step, step) for step in (1, 66, 68, 99, 101, 299, 302, 502, 702, 900)],
-        [(1, 1), (68, 2), (101, 4), (302, 1), (502, 2), (702, 4), (900, 1), (900, 2), (900, 4)],
+        1.0, 3, [(n, n) for n in (1, 66, 68, 99, 101, 134, 334, 336, 536, 736, 900)],
+        [(1, 1), (68, 1), (101, 2), (134, 4), (336, 1), (536, 2), (736, 4),
+         *((900, card) for card in (1, 2, 4))],
     ),
 }  # fmt: skip
 

@@ -92,6 +92,8 @@ class RunDrawer(abc.ABC):
         self._is_whole = False
         if self._drawn or reading.step >= self._next:
             self._draw_run(last=False)
+        if len(self._history.readings()) == 1:
+            self._drawn = 0  # curves begin with the second reading, which is drawn anew
 
     def alert(self, alert: RaisedAlert) -> None:
         """Keep an alert, which is drawn with the next reading or at the end."""
