@@ -17,7 +17,7 @@ from geomon.advice import lacks, to_install
 from geomon.monitor import CallbackOptions, CallbackSession, documented
 from geomon.record import Sink
 from geomon.record.headline import Detail
-from geomon.record.sinks import NumberSink
+from geomon.record.sinks import LoggerSink
 from geomon.record.tags import LOSS
 from geomon.show.loggers import MLflow, TensorBoard, WandB
 
@@ -228,7 +228,7 @@ def _sinks_of(args: Any, detail: Detail, *, pictures: bool) -> list[Sink]:
         elif name in ("mlflow", "dagshub"):
             sinks.append(MLflow(**shown))
         elif name in _LOGS:
-            sinks.append(NumberSink(name, _LOGS[name](import_module(name)), detail=detail))
+            sinks.append(LoggerSink(name, _LOGS[name](import_module(name)), detail=detail))
         else:
             log.warning(
                 "geomon cannot write to %r, named in report_to: the record holds every value, and "

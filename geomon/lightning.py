@@ -18,7 +18,7 @@ from geomon.advice import lacks, to_install
 from geomon.monitor import CallbackOptions, CallbackSession, documented
 from geomon.record import Sink
 from geomon.record.headline import Detail, without_layers
-from geomon.record.sinks import LoggerSink, NumberSink
+from geomon.record.sinks import LoggerSink
 from geomon.record.tags import LOSS
 from geomon.show.loggers import BoardPages, WandB
 
@@ -241,7 +241,7 @@ class GeometryMonitor(L.Callback):
 
     def _publish(self, trainer: "L.Trainer", values: dict[str, float], step: int = 0) -> None:
         """Put the newest values into the metrics that EarlyStopping and ModelCheckpoint read."""
-        self._newest = values
+        self._newest = {**self._newest, **values}
         trainer.callback_metrics.update(
             {name: torch.tensor(value, device="cpu") for name, value in values.items()}
         )
@@ -273,7 +273,7 @@ def _sink_of(
 
     name = type(logger).__name__
     if not _is_logger(logger, "TensorBoardLogger"):
-        return NumberSink(name, log, detail=detail, save=logger.save)
+        return LoggerSink(name, log, detail=detail, save=logger.save)
     return BoardPages(
         name, log, lambda: [shown.experiment], detail=detail, pictures=pictures, save=logger.save
     )

@@ -13,11 +13,19 @@ from geomon import Logger, Memory, MLflow, Sink, TensorBoard, Trackio, WandB
 
 
 class Shown(NamedTuple):
-    """What a logger has: rows of values with their steps, alerts with theirs, names of pictures."""
+    """What a logger has: values with their steps, alerts and their number too, and pictures."""
 
     rows: list[tuple[int, dict[str, float]]]
     alerts: list[tuple[int, str]]
     pictures: list[tuple[str, int]]
+    counts: list[tuple[int, float]]
+
+
+def shown_of(rows, alerts, pictures) -> Shown:
+    """Numbers of alerts apart from the values of readings."""
+    counts = [(step, row["geomon/alerts"]) for step, row in rows if "geomon/alerts" in row]
+    others = [(n, row) for n, row in rows if row.keys() - {"geomon/alerts", "geomon/step"}]
+    return Shown(others, alerts, pictures, counts)
 
 
 # Of a folder for files, a MonkeyPatch and options: the sink, and a function that tells what it has
@@ -30,7 +38,7 @@ def memory(folder, patch, **options):
 
     def shown():
         rows = [(each.step, {"geomon/twonn": each.column("twonn").mean}) for each in sink.readings]
-        return Shown(rows, [(each.step, each.words()) for each in sink.alerts], [])
+        return shown_of(rows, [(each.step, each.words()) for each in sink.alerts], [])
 
     return sink, shown
 
@@ -43,7 +51,7 @@ def logger(folder, patch, *, pictures=True, **options):
         alert=lambda title, text, step: alerts.append((step, text)),
         name="Aim", **options,
     )  # fmt: skip
-    return sink, lambda: Shown(rows, alerts, drawn)
+    return sink, lambda: shown_of(rows, alerts, drawn)
 
 
 def events_of(folder, *, of_lightning=False):
@@ -74,7 +82,7 @@ def tensorboard(folder, patch, **options):
         alerts = [(n, words.decode()[2:]) for n, words in found.get("~geomon/0 alerts", ())]
         images = [(tag, step) for tag, each in found.items() for step, x in each if x is None]
         pictures = [(tag.removeprefix("~geomon/"), step) for tag, step in images]
-        return Shown(sorted(rows.items()), alerts, sorted(pictures, key=lambda each: each[1]))
+        return shown_of(sorted(rows.items()), alerts, sorted(pictures, key=lambda each: each[1]))
 
     return TensorBoard(folder, **options), shown
 
@@ -88,8 +96,8 @@ def wandb(folder, patch, **options):
         alerts = [each["text"].removeprefix("Step ").split(": ", 1) for each in run.alerts]
         names = [(n, step) for step, row in rows for n in row if n.startswith("geomon_charts/")]
         pictures = [(name.split("/")[1].replace("_", " "), step) for name, step in names]
-        numbers = [(step, row) for step, row in rows if "geomon/twonn" in row]
-        return Shown(numbers, [(int(step), words) for step, words in alerts], pictures)
+        numbers = [(n, row) for n, row in rows if {"geomon/twonn", "geomon/alerts"} & row.keys()]
+        return shown_of(numbers, [(int(step), words) for step, words in alerts], pictures)
 
     return WandB(run, by_step=True, **options), shown
 
@@ -116,7 +124,7 @@ def mlflow(folder, patch, **options):
     patch.setitem(sys.modules, "mlflow.entities", entities)
 
     def shown():
-        return Shown([*rows.items()], [(int(step), words) for step, words in tags], images)
+        return shown_of([*rows.items()], [(int(step), words) for step, words in tags], images)
 
     return MLflow(**options), shown
 
@@ -132,7 +140,8 @@ def trackio(folder, patch, **options):
 
     def shown():
         drawn = [(n.split("/")[1], step) for step, row in rows for n in row if n[7:8].isdigit()]
-        return Shown([row for row in rows if "geomon/twonn" in row[1]], alerts, drawn)
+        numbers = [row for row in rows if {"geomon/twonn", "geomon/alerts"} & row[1].keys()]
+        return shown_of(numbers, alerts, drawn)
 
     return Trackio(run, **options), shown
 

@@ -185,7 +185,7 @@ SCENARIOS = {
     "views that were expected and not seen": Scenario(
         [probe(n, torch.rand(12, 6, 8) / 9) for n in range(2)], range(2),
         {"model": linear_attention, "metrics": select("variance", "attention_entropy")},
-        ["not seen in the first pass", EXTRA, "layer 1, 2: 'query' is missing"],
+        ["not seen in the first pass", "step 0 has 2 notes"],
         {"finite": [["variance"]] * 2},
     ),
     "strict, and views were not seen": Scenario(
@@ -217,7 +217,7 @@ SCENARIOS = {
     ),
     "fewer rows than were asked for": Scenario(
         [0, step(1, inputs=batch(2, 16))], [0, 1], {"tokens": 200},
-        ["no 95 % intervals", "only 32 rows here (tokens=200 asked for more)"],
+        ["step 1 has 2 notes on how far its values can be trusted: geomon summary"],
         {"tokens": [200, 32]},
     ),
     "batches of a step that is read again": Scenario([*accumulate(3), *accumulate(4)], [3, 4]),

@@ -31,14 +31,16 @@ def run(tmp_path_factory):
     return folder
 
 
-def test_scan_prints_a_line_for_each_checkpoint_and_pages_show_the_record(run, tmp_path):
+def test_scan_prints_a_row_for_each_checkpoint_and_pages_show_the_record(run, tmp_path):
     folder = tmp_path / "scan"
     arguments = ["scan", run, "--inputs", run / "ids.pt", "--directory", folder, "--tokens", 64]
     result = invoke(*arguments)
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["step 3", "step 20", f"2 steps in {folder}"]
     assert "Anisotropy" in lines[0]
+    rows = lines[[line[:4] for line in lines].index("----") + 1 :]
+    assert [row.split()[0] for row in rows[:2]] == ["3", "20"]
+    assert rows[2:] == [f"2 steps in {folder}: geomon watch {folder}"]
     readings = read(folder)
     assert list(readings.runs[0]["metrics"]) == list(METRICS)
     assert [reading.tokens for reading in readings] == [64, 64]

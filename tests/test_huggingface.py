@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from fingerprint import fingerprint, is_watched
-from loggers import LOGGERS, Shown
+from loggers import LOGGERS, shown_of
 from models import batch, transformer
 from tagged import charts_of
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -122,7 +122,7 @@ def function_of(service, name):
         rows, module = [], types.SimpleNamespace(**{name: take})
         module.get_running_experiment = lambda: module
         patch.setitem(sys.modules, service, module)
-        return None, lambda: Shown(rows, [], [])
+        return None, lambda: shown_of(rows, [], [])
 
     return make
 
@@ -139,7 +139,7 @@ def test_a_service_gets_the_values_by_its_own_functions_or_is_named(
     tmp_path, monkeypatch, caplog, service
 ):
     make = SERVICES[service]
-    _, shown = make(tmp_path, monkeypatch) if make else (None, lambda: Shown([], [], []))
+    _, shown = make(tmp_path, monkeypatch) if make else (None, lambda: shown_of([], [], []))
     monitor = GeometryMonitor(schedule=every(2), pictures=False, **FEW)
     trainer = trainer_of(tmp_path, [monitor], steps=4)
     trainer.args.report_to = [service]

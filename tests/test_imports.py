@@ -40,9 +40,9 @@ INNER = {
     },
     "show": {
         "figures": {"collect", "colours", "loading", "panels"},
-        "loggers": {"charts", "collect", "figures", "panels", "settings"},
+        "loggers": {"charts", "collect", "figures", "panels", "settings", "tables"},
         "report": {"charts", "collect", "colours", "panels", "settings"},
-        "terminal": {"collect", "colours", "loading", "panels"},
+        "terminal": {"collect", "colours", "loading", "panels", "tables"},
     },
 }
 # Modules that are faces of their own: the data of a pass, what keeps the training's modes away,

@@ -43,6 +43,11 @@ class Quantity:
         return self.value is None
 
     @property
+    def is_loss(self) -> bool:
+        """Whether it is a loss, of a training batch or of the probe."""
+        return bool(self.chart) and not self.metric
+
+    @property
     def label(self) -> str:
         """The title with the unit."""
         return f"{self.title} ({self.unit})" if self.unit else self.title
@@ -99,12 +104,31 @@ def quantities_of(readings: Readings) -> dict[str, Quantity]:
                 found[tag] = replace(found.get(tag, made), chart=printable(each.chart))
     for name in logged:
         tag, title = tags.training_tag(name), _LOSSES.get(name) or printable(f"Training {name}")
-        chart = title if name in _LOSSES else ""
-        found[tag] = Quantity(tag, title, chart=chart, value=_logged(name))
+        chart, unit = (title, loss_unit(readings)) if name in _LOSSES else ("", "")
+        found[tag] = Quantity(tag, title, unit, chart=chart, value=_logged(name))
     title = OVERHEAD.words.capitalize()
     found[tags.OVERHEAD] = Quantity(tags.OVERHEAD, title, value=OVERHEAD.value)
     known = {tag: each for tag, each in found.items() if _has_values(each, readings)}
     return dict(sorted(known.items(), key=lambda item: not item[1].chart))
+
+
+def losses_of(readings: Readings) -> dict[str, Quantity]:
+    """List the losses that the training logs, by tag.
+
+    Args:
+        readings: Readings of a run.
+    """
+    return {tag: each for tag, each in quantities_of(readings).items() if each.is_loss}
+
+
+def loss_unit(readings: Readings) -> str:
+    """Return the unit of a run's losses, its setting `loss_unit`; "" if it has none.
+
+    Args:
+        readings: Readings of a run.
+    """
+    run = readings.runs[-1] if readings.runs else {}
+    return printable(str(run.get(tags.training_tag("loss_unit"), "")))
 
 
 def _has_values(quantity: Quantity, readings: Readings) -> bool:
@@ -118,4 +142,4 @@ def _logged(name: str) -> Callable[[Reading], float]:
     return lambda reading: reading.training.get(name, NAN)
 
 
-__all__ = ["Quantity", "quantities_of"]
+__all__ = ["Quantity", "loss_unit", "losses_of", "quantities_of"]

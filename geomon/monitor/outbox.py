@@ -202,9 +202,18 @@ class Outbox:
                 return
             self.latest = reading
             said, self._noted = self._noted, []
-            for note in reading.notes:
-                if not note.is_alert and note not in said:
-                    self._warnings.warn(note.words(), kind=f"{note.stack}: {note.kind}")
+            new = [
+                note.words() for note in reading.notes
+                if not (note.is_alert or note in said)
+                and self._warnings.is_new(f"{note.stack}: {note.kind}")
+            ]  # fmt: skip
+            if self._record is not None and len(new) > 1:
+                new = [
+                    f"step {reading.step:,} has {len(new)} notes on how far its values can be "
+                    f"trusted: geomon summary {self._record.path.parent}"
+                ]
+            for words in new:
+                self._warnings.warn(words)
             self.sinks.write(reading)
             for alert in alerts:
                 self._raise(alert, reading.source, job.inputs)

@@ -91,11 +91,15 @@ class Warnings:
 
     def warn(self, message: str, *, kind: str | None = None) -> None:
         """Log a warning, unless one of its kind (or the same message) was already logged."""
-        kind = kind or message
-        if self._speaks and kind not in self._kinds:
-            self._kinds.add(kind)
+        if self._speaks and self.is_new(kind or message):
             with ignored():  # a handler of the program may raise
                 log.warning("%s", printable(message))
+
+    def is_new(self, kind: str) -> bool:
+        """Whether nothing of a kind was logged so far; from now on, something was."""
+        known = len(self._kinds)
+        self._kinds.add(kind)
+        return len(self._kinds) > known
 
     def say(self, message: str) -> None:
         """Print a line of information; a program with its own log gets it as INFO."""

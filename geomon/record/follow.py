@@ -1,6 +1,5 @@
 """Read a record, `readings.jsonl`, during the run or afterwards."""
 
-import itertools
 import math
 import os
 import reprlib
@@ -14,6 +13,7 @@ from geomon import __version__
 from geomon.failures import failures
 from geomon.record.alert import RaisedAlert
 from geomon.record.arrays import ArrayFolder
+from geomon.record.lock import writer_of
 from geomon.record.paths import local_path
 from geomon.record.reading import Reading, Readings
 from geomon.record.versions import is_newer
@@ -48,6 +48,8 @@ class Follower:
 
     Args:
         directory: Folder of the run, or the path of its file; either may appear later.
+        searches: Whether to follow the newest record below the folder if it has none itself.
+            Defaults to False.
 
     Attributes:
         path: Path of the file.
@@ -56,7 +58,8 @@ class Follower:
         ValueError: If the directory is remote.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, searches: bool = False) -> None:
+        self._searches = searches
         directory = local_path(directory)
         is_path = directory.suffix == ".jsonl" or directory.is_file()
         self.path = directory if is_path else directory / FILE_NAME
@@ -81,6 +84,10 @@ class Follower:
         raised = [each for each in self._branch if isinstance(each, RaisedAlert)]
         folder = ArrayFolder.of_record(self.path)
         return Readings([*self._runs], readings, self._mixed_at, folder, raised, [*self._abandoned])
+
+    def writer(self) -> str | None:
+        """Name the process that writes the record; "" if it was killed, None if there is none."""
+        return writer_of(self.path.parent)
 
     def rewind(self, step: int) -> None:
         """Give up the branch from a step on: its readings are abandoned, and its alerts dropped.
@@ -108,6 +115,8 @@ class Follower:
             ValueError: If the file is not a record.
         """
         self._new = []
+        if self._searches and not self._state and not self.path.exists():
+            self.path = next(iter(_records_below(self.path.parent)), self.path)
         try:
             status = self.path.stat()
         except failures(FileNotFoundError):
@@ -215,22 +224,21 @@ def read(directory: str | os.PathLike[str]) -> Readings:
     path = local_path(directory)
     path = path / FILE_NAME if path.is_dir() else path
     if not path.is_file():
+        folder = path.parent if path.name == FILE_NAME else path
+        below = [str(found.parent) for found in _records_below(folder)[:_MOST_NAMED]]
         raise FileNotFoundError(
             f"no record at {path}: expected the folder of a run, with a {FILE_NAME} in it"
-            + _records_below(path.parent if path.name == FILE_NAME else path)
+            + (f"; there is one in {', '.join(sorted(below))}" if below else "")
         )
     follower = Follower(path)
     follower.look()
     return follower.readings()
 
 
-def _records_below(folder: Path) -> str:
-    """Name a few records in folders below; "" if there are none."""
-    found = itertools.chain.from_iterable(
-        folder.glob(f"{below}/{FILE_NAME}") for below in ("*", "*/*")
-    )
-    named = sorted(str(path.parent) for path in itertools.islice(found, _MOST_NAMED))
-    return f"; there is one in {', '.join(named)}" if named else ""
+def _records_below(folder: Path) -> list[Path]:
+    """List the records at most two levels below a folder, the last written first."""
+    found = [path for below in ("*", "*/*") for path in folder.glob(f"{below}/{FILE_NAME}")]
+    return sorted(found, key=os.path.getmtime, reverse=True)
 
 
 def _parse(line: bytes) -> Reading | RaisedAlert | dict[str, Any]:

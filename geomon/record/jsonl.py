@@ -22,11 +22,9 @@ from geomon.record.alert import RaisedAlert
 from geomon.record.arrays import ArrayFolder, Arrays
 from geomon.record.encode import encode_line
 from geomon.record.follow import FILE_NAME, MAX_LINE, Follower
-from geomon.record.lock import FolderLock, lock_folder
+from geomon.record.lock import LOCK_NAME, FolderLock, lock_folder
 from geomon.record.paths import check_regular, local_path
 from geomon.record.reading import Reading, Readings
-
-_LOCK_NAME = ".readings.lock"
 
 # Lines kept in memory while the disk is full; a large model has 100 kB per line.
 _MAX_PENDING = 100
@@ -227,7 +225,7 @@ class Record:
         """Create the folder if needed, and make sure that this process holds it."""
         if self._lock is None or not self._lock.is_held:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = lock_folder(self.path.parent / _LOCK_NAME)
+            self._lock = lock_folder(self.path.parent / LOCK_NAME)
         return self._lock
 
     def _leave_file(self) -> None:

@@ -11,6 +11,7 @@ can write. Pages say from which line on a record is mixed.
 
 import errno
 import os
+import re
 import socket
 import sys
 import threading
@@ -28,6 +29,7 @@ if sys.platform == "win32":
 else:
     import fcntl
 
+LOCK_NAME = ".readings.lock"
 # A link in place of the file is refused, not followed.
 _FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
 
@@ -100,6 +102,32 @@ class FolderLock:
             os.close(descriptor)
 
 
+def writer_of(folder: Path) -> str | None:
+    """Name the process that writes into a folder; "" if it was killed, None if there is none.
+
+    Whether a process of another machine still runs is not known, so it is named.
+    """
+    path = folder / LOCK_NAME
+    held = _HELD.get(_key(path))
+    if held is not None and held.is_held:  # opening and closing the file would end the lock
+        return f"process {os.getpid()} on {socket.gethostname()}"
+    try:
+        check_regular(path, follow_symlinks=False)
+        words = printable(path.read_text(errors="replace")) or "a process"
+    except (OSError, ValueError):
+        return None
+    found = re.fullmatch(r"process (\d+) on (.*)", words)
+    if fcntl is None or found is None or found[2] != socket.gethostname():
+        return words
+    try:
+        os.kill(int(found[1]), 0)  # signal 0 only asks whether it exists
+    except ProcessLookupError:
+        return ""
+    except (OSError, OverflowError):
+        pass
+    return words
+
+
 _HELD: "weakref.WeakValueDictionary[str, FolderLock]" = weakref.WeakValueDictionary()
 _TAKING = threading.Lock()
 
@@ -111,8 +139,12 @@ def lock_folder(path: Path) -> FolderLock:
     first, and a process that opened the file twice would lose its lock with the first close.
     """
     with _TAKING:
-        name = os.path.join(os.path.realpath(path.parent), path.name)
+        name = _key(path)
         held = _HELD.get(name)
         if held is None or not held.is_held:
             held = _HELD[name] = FolderLock(path)
         return held
+
+
+def _key(path: Path) -> str:
+    return os.path.join(os.path.realpath(path.parent), path.name)

@@ -16,6 +16,8 @@ from geomon.record.alert import RaisedAlert
 from geomon.record.headline import HEADLINE, Charts, Detail
 from geomon.record.reading import Reading
 
+# Name under which loggers get the number of alerts so far.
+ALERTS = "geomon/alerts"
 # Number of readings that `Memory` keeps.
 _MOST_READINGS = 10_000
 
@@ -125,6 +127,7 @@ class LoggerSink:
         self._charts, self._prefix = Charts(detail), prefix
         self.named = self._charts.named
         self._is_laid_out = False
+        self._alerts = 0
 
     def __str__(self) -> str:
         return self._name
@@ -157,18 +160,13 @@ class LoggerSink:
             for category, charts in self._charts.layout(reading).items()
         }
 
-    def close(self) -> None:
-        """Flush the logger, which whoever made it will close."""
-        self._save()
-
-
-class NumberSink(LoggerSink):
-    """Sink that counts alerts, for a logger that cannot show text."""
-
-    _alerts = 0
-
     def alert(self, alert: RaisedAlert) -> None:
         """Log the number of alerts so far, `geomon/alerts`, at the step of this one."""
         self._alerts += 1
-        self._log({f"{self._prefix}geomon/alerts": float(self._alerts)}, alert.step)
+        self._log({f"{self._prefix}{ALERTS}": float(self._alerts)}, alert.step)
+        if self._writers is None:  # TensorBoard is flushed with the text of the alert
+            self._save()
+
+    def close(self) -> None:
+        """Flush the logger, which whoever made it will close."""
         self._save()

@@ -9,22 +9,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from geomon.show.figures import geometry_figure, save
     from geomon.show.loggers.pictures import Pictures
-    from geomon.show.terminal import Printer, format_line, view
+    from geomon.show.tables import Printer, run_table
+    from geomon.show.terminal import view
 
 __all__ = [
     "Pictures",
     "Printer",
-    "format_line",
     "geometry_figure",
+    "run_table",
     "save",
     "view",
 ]
 
 _MODULES = {
     "Pictures": "loggers.pictures",
-    "Printer": "terminal",
-    "format_line": "terminal",
+    "Printer": "tables",
     "geometry_figure": "figures",
+    "run_table": "tables",
     "save": "figures",
     "view": "terminal",
 }

@@ -11,6 +11,7 @@ from geomon.analysis import Curve, curve_of, null_of, single_source
 from geomon.analysis.alerts import kind_of
 from geomon.analysis.curves import mean_abs_over_heads, training_curve
 from geomon.analysis.profile import is_far_above, layers_of
+from geomon.analysis.quantities import loss_unit
 from geomon.record import Reading, Readings, tags
 from geomon.record.columns import NAN, Column
 from geomon.record.headline import chart_title, shortened
@@ -122,7 +123,8 @@ def _quartiles(values: Floats) -> list[float]:
 
 def furthest_loss(readings: Readings) -> tuple[str, Curve]:
     """Return the name and the curve of the loss that reaches the latest step."""
-    names = {"training loss": tags.LOSS, "loss on the probe": tags.PROBE_LOSS}
+    unit = f" ({loss_unit(readings)})" * bool(loss_unit(readings))
+    names = {f"training loss{unit}": tags.LOSS, f"loss on the probe{unit}": tags.PROBE_LOSS}
     # Readings take the training loss of the next batch, and the last one has no next batch.
     curves = {name: training_curve(readings, key) for name, key in names.items()}
     return max(curves.items(), key=lambda named: max(named[1].steps, default=-1))

@@ -1,18 +1,16 @@
 """Commands that show the record of a run: `geomon watch`, `report`, `figure`, `summary` etc."""
 
 import os
-import shutil
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from geomon.analysis import summarise
 from geomon.record import FILE_NAME, Readings
 from geomon.record.printable import printable
 from geomon.show.loading import load, load_all, name_runs
+from geomon.show.tables import fit, run_table, write_text
 
 if TYPE_CHECKING:
     import typer
@@ -191,26 +189,18 @@ def add_commands(app: "typer.Typer") -> None:
         check_alerts(() if name is None else (name,))
         for each in RULES if name is None else (name,):
             rule = RULES[each]
-            typer.echo(fit_to_terminal(f"{each}: {rule.seeks}; {rule.advice}; {rule.odds}"))
+            write_text(fit(f"{each}: {rule.seeks}; {rule.advice}; {rule.odds}"))
 
     @app.command()
     @exit_on_bad_input()
     def summary(
         directory: Annotated[Path, folder], stack: Annotated[str | None, one_stack] = None
     ) -> None:
-        """Summarise in words what happened in a run."""
-        for sentence in summarise(load(directory, stack)):
-            typer.echo(fit_to_terminal(printable(sentence)))
-
-
-def fit_to_terminal(text: str, *, indent: str = "") -> str:
-    """Wrap a text to the width of the terminal; files and pipes get it in one line."""
-    if not sys.stdout.isatty():
-        return indent + text
-    return textwrap.fill(
-        text, shutil.get_terminal_size().columns, initial_indent=indent,
-        subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
+        """Summarise a run: a table of its headline values, alerts, its cost and all notes."""
+        readings = load(directory, stack)
+        notes = {(note.stack, note.kind): note for each in readings for note in each.notes}
+        words = [f"note: {note.words()}" for note in notes.values() if not note.is_alert]
+        write_text("\n".join([run_table(readings), *map(fit, map(printable, words))]))
 
 
 def _load(directories: Sequence[Path], stack: str | None) -> list[Readings]:

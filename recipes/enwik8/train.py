@@ -24,9 +24,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from geomon import read
-from geomon.analysis import summarise
 from geomon.lightning import GeometryMonitor
-from geomon.show import Printer, geometry_figure, save
+from geomon.show import Printer, geometry_figure, run_table, save
 from recipes.enwik8.subwords import load_tokens
 from recipes.enwik8.text import Ids, InputError, Text, spread, windows
 
@@ -79,7 +78,8 @@ def configuration(arch: str, tokens: int, sizes: dict[str, Any]) -> PretrainedCo
 
 def bits(logits: Tensor, tokens: Tensor, bytes_per_token: float = 1.0) -> Tensor:
     """Compute the bits that a model needs for each byte of windows, their first tokens left out."""
-    nats = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+    logits = logits[:, : tokens.shape[1] - 1]  # a last one would predict what follows the window
+    nats = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
     return nats / (math.log(2) * bytes_per_token)
 
 
@@ -122,12 +122,10 @@ class Decoder(L.LightningModule):
         return logits
 
     def training_step(self, windows: Tensor, index: int) -> Tensor:
-        """Compute the mean cross-entropy of windows that are one token longer than the context."""
-        logits = self(windows[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
-        scale = math.log(2) * self.hparams["bytes_per_token"]
+        """Compute the loss of windows that are one token longer than the context."""
+        loss = bits(self(windows[:, :-1]), windows, self.hparams["bytes_per_token"])
         unit = "bits_per_byte" if self.hparams["vocabulary"] else "bits_per_character"
-        self.log(f"train/{unit}", loss.detach() / scale, prog_bar=True)
+        self.log(f"train/{unit}", loss.detach(), prog_bar=True)
         return loss
 
     def configure_optimizers(self) -> Any:
@@ -249,12 +247,14 @@ def main(arguments: list[str] | None = None) -> None:
             # makes each a validation as well.
             probe=spread(text.validation, context, PROBE_TOKENS // context),
             probe_loss=partial(bits, bytes_per_token=text.bytes_per_token),
+            settings={"loss_unit": "bits/byte" if settings["vocabulary"] else "bits/char"},
             splits=1,  # intervals come from groups of the windows and need no second batch
             directory=args.out, sinks=[Printer()], budget=args.budget, seed=settings["seed"],
         )  # fmt: skip
         trainer = L.Trainer(
             accelerator=args.accelerator, devices=args.devices, strategy=args.strategy,
-            precision=settings["precision"], max_steps=steps, max_epochs=1, gradient_clip_val=1.0,
+            precision=settings["precision"], max_steps=steps, max_epochs=1,
+            gradient_clip_val=1 / (math.log(2) * text.bytes_per_token),  # a norm of 1 in nats
             log_every_n_steps=10, logger=LOGGERS[args.logger](args.out),
             callbacks=[monitor, Slice(last, began + 60 * args.minutes)],
             enable_progress_bar=sys.stdout.isatty(), enable_checkpointing=False,
@@ -281,7 +281,7 @@ def main(arguments: list[str] | None = None) -> None:
     save(geometry_figure(readings), figure)
     done = trainer.global_step
     tokens = done * settings["batch"] * context * trainer.world_size
-    print("", *summarise(readings), f"figure: {figure}", sep="\n")
+    print("", run_table(readings), f"figure: {figure}", sep="\n")
     print(f"{done:,} of {steps:,} steps, {tokens:,} tokens", "; --resume goes on" * (done < steps))
 
 

@@ -90,11 +90,14 @@ def test_without_network_it_names_its_fallback_and_leaves_everything(finished):
     folder, out = finished
     assert re.match(r"text: text that Python .* could not be downloaded", out)
     assert f"20 of 20 steps, {20 * 64 * 64:,} tokens" in out
-    assert [step for step in range(21) if f"step {step}:" in out] == READ  # a line for each
+    assert [int(row) for row in re.findall(r"(?m)^ *(\d+)(?=  )", out)] == READ  # a row for each
     readings = read(folder)
     assert [reading.step for reading in readings] == READ
     losses = [reading.values["training/probe_loss"] for reading in readings]
     assert losses == sorted(losses, reverse=True)  # of each step's own weights
+    first = readings[0].training
+    assert first["loss"] == pytest.approx(first["probe_loss"], rel=0.05)  # one unit for both
+    assert " ".join(out.split()).count("bits/char") == 2
     assert (folder / "geometry.png").stat().st_size > 20_000
     assert list((folder / "tensorboard").glob("events*"))
     assert (folder / "checkpoints" / "last.ckpt").is_file()
@@ -117,7 +120,7 @@ def values_of(readings):
 
 def test_a_resumed_run_has_the_curves_of_an_uninterrupted_one(finished, start, tmp_path):
     command = start("--out", tmp_path / "cut", *SMALL)
-    next(line for line in command.lines if line.startswith("step 16:"))
+    next(line for line in command.lines if line.split()[:1] == ["16"])
     command.process.send_signal(signal.SIGKILL)  # a checkpoint at every second step
     command.end(-signal.SIGKILL)
     assert len(read(tmp_path / "cut")) == 2
@@ -129,7 +132,7 @@ def test_a_resumed_run_has_the_curves_of_an_uninterrupted_one(finished, start, t
 
 def test_ctrl_c_keeps_every_reading(start, tmp_path):
     command = start("--out", tmp_path / "run", *SMALL, "--steps", 100_000)
-    next(line for line in command.lines if line.startswith("step 48:"))
+    next(line for line in command.lines if line.split()[:1] == ["48"])
     command.process.send_signal(signal.SIGINT)
     command.end(1)  # Lightning's own code for an interrupt
     assert [reading.step for reading in read(tmp_path / "run")][:3] == [0, 16, 48]
@@ -227,10 +230,11 @@ def test_the_loss_is_logged_in_bits_per_character_or_per_byte():
     expected = logged_by(model_of(), probe)[1]["train/bits_per_character"]
     assert bits(logits, probe).item() == pytest.approx(expected, rel=1e-5)
     nats = F.nll_loss(logits.log_softmax(2).flatten(0, 1), windows[:, 1:].flatten()).item()
-    assert loss == pytest.approx(nats, rel=1e-5)
-    assert logged == {"train/bits_per_character": pytest.approx(nats / math.log(2), rel=1e-5)}
-    _, logged = logged_by(model_of(vocabulary=300, bytes_per_token=4.0), windows)
-    assert logged == {"train/bits_per_byte": pytest.approx(nats / math.log(2) / 4, rel=1e-5)}
+    assert loss == pytest.approx(nats / math.log(2), rel=1e-5)
+    assert logged == {"train/bits_per_character": pytest.approx(loss, rel=1e-5)}
+    loss, logged = logged_by(model_of(vocabulary=300, bytes_per_token=4.0), windows)
+    assert loss == pytest.approx(nats / math.log(2) / 4, rel=1e-5)
+    assert logged == {"train/bits_per_byte": pytest.approx(loss, rel=1e-5)}
 
 
 def test_only_matrices_decay_and_the_rate_warms_up_and_falls_to_a_tenth():

@@ -39,7 +39,7 @@ from wandb_file import Run
 
 from geomon import Readings, WandB, read
 from geomon.note import Note
-from geomon.show import Pictures, format_line, view
+from geomon.show import Pictures, Printer, view
 
 APPROVED = Path(__file__).parent / "approved"
 # The age of a reading does not hang on the day of the test.
@@ -282,16 +282,23 @@ def test_reports(names, other, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_overviews(width, run, other, odd, tmp_path):
+def test_overviews(width, run, other):
     style = {"force_terminal": True, "color_system": "truecolor", "record": True}
     console = Console(width=width, file=io.StringIO(), **style)
     console.print(view(run))
     console.print(view(other))
-    for place, reading in enumerate(run):  # as they came
-        console.print(format_line(reading, replace(run, readings=run.readings[: place + 1])))
-    whole = read(tmp_path / "odd")
-    console.print(format_line(whole[-1], whole))
     holds_text(f"overview_{width}.txt", console.export_text(styles=True).replace("\x1b", "^"))
+
+
+@pytest.mark.parametrize("name", ["run", "other", "odd", "bare"])
+@pytest.mark.usefixtures("run", "other", "odd", "bare")
+def test_rows_of_readings(name, tmp_path, capsys):
+    whole, printer = read(tmp_path / name), Printer()
+    printer.describe(whole.runs[-1])
+    for reading in whole:
+        printer.write(reading)
+    printer.close()
+    holds_text(f"rows_{name}.txt", capsys.readouterr().out)
 
 
 # Commands by the name of what they print.

@@ -17,7 +17,7 @@ import geomon
 import geomon.show
 from geomon import Readings, __version__, read
 from geomon.record import FILE_NAME
-from geomon.show import commands
+from geomon.show.tables import fit
 
 NAN = math.nan
 ALL = ("twonn", "twonn_distinct", "gride", "anisotropy", "qk_cosine", "attention_entropy")
@@ -322,7 +322,7 @@ def test_settings_that_differ_are_named(one, other, said, make_readings, tmp_pat
 NOW = 1e9
 # Readings, and a pattern of what `geomon watch` prints of them.
 PRINTED = [
-    ([reading_of({})], r"^[^\n]*\nintrinsic dimension: not measured\."),
+    ([reading_of({})], r"^step 0 · 0 s ago · probe, eval · not training\n$"),
     ([reading_of({"twonn/mean": 5.0, "twonn/mean/margin": 0.1})], "(?s)^(?!.*since)"),  # one value
     (alerted(Readings([], []), [(0, "rank_collapse")]),
      r"^no readings yet\nAlert at step 0: rank collapse \(layer 2\): look there"),
@@ -342,7 +342,7 @@ PRINTED = [
       )),
     # The age of a reading has a unit that fits.
     *(([reading_of({"geomon/overhead": 0.1}, time=NOW - seconds)],
-       f"^step 0 · {words} ago · probe, eval · geomon 10 % of the time\n")
+       f"^step 0 · {words} ago · probe, eval · not training · geomon 10 % of the time\n")
       for seconds, words in ((0, "0 s"), (119, "119 s"), (120, "2 min"), (7100, "118 min"),
                              (7200, "2 h"), (172_000, "48 h"), (172_800, "2 d"), (-5, "0 s"))),
     # The axis of steps names its ends and powers of ten.
@@ -605,19 +605,16 @@ def test_what_stood_there_stays_where_the_new_one_cannot_be_finished(
     assert {*tmp_path.iterdir()} == {run, tmp_path / file}  # no part of the new one
 
 
-def test_sentences_are_broken_between_words_on_a_terminal_alone(run):
-    plain = invoke("summary", run).stdout.splitlines()
+@pytest.mark.parametrize("columns", [80, 200])
+def test_a_summary_is_as_wide_as_the_terminal_at_most_100(run, columns):
     program = "import sys; sys.stdout.isatty = lambda: True; from geomon.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", program, "summary", str(run)], capture_output=True, text=True,
-        env=os.environ | {"COLUMNS": "40"}, check=True,
+        env=os.environ | {"COLUMNS": str(columns)}, check=True,
     )  # fmt: skip
     lines = done.stdout.splitlines()
-    assert max(map(len, lines)) <= 40 < max(map(len, plain))
-    assert " ".join(line.strip() for line in lines) == " ".join(plain)
-    assert [line for line in lines if not line.startswith("  ")] == [
-        next(line for line in lines if whole.startswith(line)) for whole in plain
-    ]
+    assert max(map(len, lines)) == min(columns, 100)
+    assert "peak 7.4 ± 0.1" in done.stdout
 
 
 # -- nothing of a record acts ----------------------------------------------------------------------
@@ -707,14 +704,13 @@ def test_nothing_of_matplotlib_is_changed_and_nothing_is_loaded_before_it_is_nee
 
 def test_sentences_are_wrapped_between_words_in_a_terminal_alone(monkeypatch):
     text = "see attention_entropy_normalised of a decoder-only model"
-    assert commands.fit_to_terminal(text, indent=" ") == f" {text}"
+    assert fit(text) == text
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "19")
-    lines = commands.fit_to_terminal(text, indent=" ").splitlines()
+    lines = fit(text).splitlines()
     assert lines == [
-        " see",
-        "   attention_entropy_normalised",
-        "   of a",
-        "   decoder-only",
-        "   model",
+        "see",
+        "  attention_entropy_normalised",
+        "  of a decoder-only",
+        "  model",
     ]

@@ -63,6 +63,7 @@ def test_a_sink_has_every_reading_and_alert_once_and_the_pictures(
     values = [(step, pytest.approx(row["geomon/twonn"])) for step, row in found.rows]
     assert values == [(each.step, each.column("twonn").mean) for each in readings]
     assert [(step, words.replace("\\", "")) for step, words in found.alerts] == [(230, WORDS)]
+    assert name not in LOGGERS or found.counts == [(230, 1)]
     whole = [(card, step) for step in STEPS for card in CARDS] if name in LOGGERS else []
     pictures = [(card.replace("-", " "), step) for card, step in found.pictures]
     assert sorted(card for card in pictures if card[1] == STEPS[-1]) == sorted(whole[-len(CARDS) :])
@@ -86,7 +87,7 @@ def test_each_part_shows_its_own_without_the_others(name, readings, tmp_path, mo
     """A monitor calls the parts one by one, and goes on without one that fails."""
     sink, shown = LOGGERS[name](tmp_path / "whole", monkeypatch)
     run_through(sink, readings)
-    whole, of_parts = shown(), Shown([], [], [])
+    whole, of_parts = shown(), Shown([], [], [], [])
     assert [str(part) for part in sink.parts()].count(name) <= 1  # a message says which one fails
     for number in range(len(sink.parts())):
         one, of_one = LOGGERS[name](tmp_path / f"{number}", monkeypatch)
@@ -98,6 +99,7 @@ def test_each_part_shows_its_own_without_the_others(name, readings, tmp_path, mo
     steps, of_whole = ([step for step, _ in each.rows] for each in (of_parts, whole))
     assert steps == of_whole
     assert of_parts.alerts == whole.alerts
+    assert of_parts.counts == whole.counts == [(230, 1)]
     assert sorted(of_parts.pictures) == sorted(whole.pictures)
 
 
@@ -120,6 +122,7 @@ class Drawn:
 
     def __init__(self, patch, *, seconds=0.0):
         self.posted, self.now, self.seconds, self.fails = [], 7000.0, seconds, False
+        patch.setattr("geomon.show.loggers.history.FIRST_SHARE", 0.03)
         patch.setattr("geomon.show.loggers.history.SHARE", 0.005)
         patch.setattr("time.perf_counter", lambda: self.now)
         patch.setattr("geomon.show.figures.card", lambda panel: panel)
@@ -156,12 +159,13 @@ TIMES = {
     ),
     "a small share of the run, and the last one": (
         1.0, 1, [(step, step) for step in range(0, 1000, 10)],
-        [(step, 1) for step in (0, 400, 800, 990)],
+        [(step, 1) for step in (0, 210, 420, 840, 990)],
     ),
-    # 0.5 % of 400 is the second card's second, and the first's.
-    "the first with the first reading, the next when there is time": (
-        1.0, 3, [(1, 1), (399, 399), (401, 401)],
-        [(1, 1), (401, 1), *((401, card) for card in (1, 2, 4))],
+    # 3 % of 67 s is the second card's second, and the first's; then 0.5 %, where it has stopped.
+    "each once in 3 % of the time, and then in 0.5 %": (
+        1.0, 3, [(n, n) for n in (1, 66, 68, 99, 101, 134, 334, 336, 536, 736, 900)],
+        [(1, 1), (68, 1), (101, 2), (134, 4), (336, 1), (536, 2), (736, 4),
+         *((900, card) for card in (1, 2, 4))],
     ),
 }  # fmt: skip
 
@@ -216,7 +220,7 @@ def test_whatever_the_times_the_share_holds_and_the_end_is_whole(times):
             drawn.now += passed
             before = len(drawn.posted)
             drawn.write(2**number, cards=3)
-            most = max(1, int(0.005 * (drawn.now - 7000.0)))  # the first is drawn at once
+            most = max(1, int(0.03 * (drawn.now - 7000.0)))  # the first is drawn at once
             assert len(drawn.posted) in (before, *range(most + 1))
         drawn.sink.close()
     last = 2 ** (len(times) - 1)
@@ -240,6 +244,7 @@ def test_memory_grows_with_the_logarithm_of_the_run(drawn):
 
 
 def test_alerts_and_new_notes_are_text_at_their_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr("geomon.show.loggers.history.FIRST_SHARE", 0.03)
     monkeypatch.setattr("geomon.show.loggers.history.SHARE", 0.005)
     monkeypatch.setattr("time.perf_counter", lambda: 7000.0)
     sink = TensorBoard(tmp_path, pictures=False)
@@ -256,7 +261,7 @@ def test_alerts_and_new_notes_are_text_at_their_steps(tmp_path, monkeypatch):
     found = events_of(tmp_path)
     # The first words of the run wait for nothing.
     assert [step for step, _ in found["~geomon/1 the run in words"]] == [0, 7]
-    table = b"| | |\n|---|---|\n| a\\_b | c\\|d |\n| metrics | 2: twonn, cosine |\n"
+    table = b"|  |  |\n|---|---|\n| a\\_b | c\\|d |\n| metrics | 2: twonn, cosine |\n"
     assert found["~geomon/4 model and options"] == [(0, table)]
     assert found["~geomon/2 what is healthy"] == [(0, b"- dimension: 3 to 5")]
     assert found["~geomon/3 notes"] == [
@@ -273,17 +278,19 @@ def test_the_run_in_words_is_told_at_first_as_it_doubles_and_at_the_end(make_rea
     words = events_of(tmp_path)["~geomon/1 the run in words"]
     assert [step for step, _ in words] == [0, 16, 32, 64, 128, 256, 512, 1024, 1500]
     last = words[-1][1].decode()
-    assert "- intrinsic dimension, mean over layers: 5.3 ± 0.1 at step 1,500, comp" in last
+    assert last.startswith("|  | start | peak or low | now | trend |\n|---|---|---|---|---|\n")
+    row = "| intrinsic dimension | 2.5 ± 0.1 | peak 7.4 ± 0.1 at step 256 | 5.3 ± 0.1 | comp"
+    assert row in last
     assert all("Where to look" in text.decode() for _, text in words)
 
 
 def test_functions_are_enough_for_a_logger_and_values_are_saved_last(readings):
     rows, pictures, saved = [], [], []
     run_through(Logger(lambda values, step: rows.append(step)), readings)
-    assert rows == [*STEPS]
+    assert rows == [*STEPS[:2], 230, STEPS[2]]  # also the number of alerts
     sink = Logger(
         lambda values, step: None, picture=lambda *given: pictures.append(given),
         save=lambda: saved.append(len(pictures)),
     )  # fmt: skip
     run_through(sink, readings)
-    assert saved[0] == len(pictures) > 0
+    assert saved[-1] == len(pictures) > 0

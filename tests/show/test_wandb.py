@@ -259,7 +259,7 @@ def test_however_a_program_ends_the_file_has_every_row_of_both(habit, ending, tm
 
 
 SECTIONS = {
-    "geomon": {"twonn", "twonn_distinct", "gride_k32", "anisotropy_max",
+    "geomon": {"alerts", "twonn", "twonn_distinct", "gride_k32", "anisotropy_max",
                "attention_entropy", "attention_entropy_min", "qk_cosine_size"},
     "geomon_charts": {
         "1_Intrinsic_dimension", "2_anisotropy_over_depth", "4_anisotropy_by_layer",
@@ -284,8 +284,8 @@ def test_offline_the_file_has_panels_in_sections_configuration_summary_and_alert
         run.log({"loss": 1.0}, step=each.step)
     sink.alert(raised_of("rank_collapse", 1700))
     sink.close()
+    run.finish()  # its row of the alert waited for others
     assert "_log" not in vars(run)
-    run.finish()
     records = wandb_records(tmp_path)
 
     metrics = [record.metric for record in records if record.HasField("metric")]

@@ -1,7 +1,11 @@
 """`geomon watch` in a terminal: overviews and a chart, refreshed in place, without a clock."""
 
 import io
+import os
 import re
+import socket
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -9,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
-from shown import Terminal, alerted, write
+from shown import Terminal, alerted, invoke, write
 from tagged import raised_of, reading_of
 
 from geomon.cli import make_app
-from geomon.record import FILE_NAME
+from geomon.record import FILE_NAME, Record
 from geomon.show import view
 
 
@@ -75,6 +79,17 @@ def test_a_chart_is_left_out_where_the_overview_fills_the_screen(make_readings, 
     assert not any(map(is_chart, screen.splitlines()))
 
 
+@pytest.mark.parametrize("size", [(80, 24), (100, 24), (120, 40)])
+def test_a_chart_has_room_on_any_usual_terminal(make_readings, tmp_path, screens, size):
+    kinds = ("rank_collapse", "logit_growth")
+    whole = alerted(make_readings(notes=["a note"]), [(32, kind) for kind in kinds])
+    (screen,) = screens.of(write(tmp_path, whole), size=size)
+    fits(screen.splitlines(), size)
+    assert sum(map(is_chart, screen.splitlines())) >= 5
+    assert all(kind.replace("_", " ") in words(screen) for kind in kinds)
+    assert "compressing" in screen
+
+
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     points=st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(0, 1e3)), min_size=1, max_size=30),
@@ -99,7 +114,7 @@ def test_an_overview_fits_the_terminal_and_cuts_no_word(make_readings, width):
     lines = console.file.getvalue().splitlines()
     fits(lines, (width, 100))
     text = words(" ".join(lines))
-    assert "since step 1,024; peak 7.4 ± 0.1" in text
+    assert width < 100 or "since step 1,024; peak 7.4 ± 0.1" in text
     assert note in text
     assert "…" not in text or width == 40  # of the rows below
     assert any("5.3 ± 0.1     ▁▁▂▅██▇▆▅ " in f"{line} " for line in lines)  # value and curve whole
@@ -125,6 +140,58 @@ def test_a_record_is_followed_while_it_is_written(make_readings, tmp_path, scree
     assert "line 5 of" not in shown[-1]
 
 
+HOST = socket.gethostname()
+# What is written in the lock of a record, and what is said of a run of two readings.
+LIVES = {
+    None: "not training",
+    f"process {os.getpid()} on {HOST}": "training, next reading near step 32 in 20 s",
+    f"process {2**22 + 1} on {HOST}": "its process was killed",
+    "process 1 on another.machine": "training, next reading near step 32 in 20 s",
+    "": "training, next reading near step 32 in 20 s",
+}
+
+
+@pytest.mark.parametrize("lock", LIVES)
+def test_whether_a_training_lives_and_when_it_is_read_next(lock, tmp_path, screens, monkeypatch):
+    readings = [reading_of({"twonn/mean": 3.0}, step, time=1e9 + 5 * step) for step in (0, 16)]
+    folder = write(tmp_path, readings)
+    if lock is not None:
+        (folder / ".readings.lock").write_text(lock)
+    monkeypatch.setattr("time.time", lambda: 1e9 + 140)
+    (screen,) = screens.of(folder)
+    assert screen.startswith(f"step 16 · 60 s ago · probe, eval · {LIVES[lock]}\n")
+
+
+def test_a_reading_that_is_late_is_due_and_the_own_process_keeps_its_lock(
+    tmp_path, screens, monkeypatch
+):
+    record = Record(tmp_path)
+    readings = [reading_of({"twonn/mean": 3.0}, step, time=1e9 + 5 * step) for step in (0, 16)]
+    write(tmp_path, readings)
+    monkeypatch.setattr("time.time", lambda: 1e9 + 400)
+    (screen,) = screens.of(tmp_path)
+    assert "training, next reading near step 32 due 4 min ago" in screen
+    code = f"from geomon.record import Record; Record({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "is in use" in done.stderr
+    record.close()
+
+
+def test_a_folder_of_runs_shows_the_newest_also_if_it_appears_later(
+    make_readings, tmp_path, screens
+):
+    def begin(name, count, age):
+        write(tmp_path / name, make_readings().readings[:count])
+        os.utime(tmp_path / name / FILE_NAME, (1e9 - age, 1e9 - age))
+
+    between = [lambda: (begin("old", 3, 9), begin("deep/new", 5, 1))]
+    none, newest = screens.of(tmp_path, between=between)
+    assert "waiting for" in none
+    assert str(tmp_path / "deep" / "new") in newest.replace("\n", "")
+    assert "step 128 " in newest
+    assert "step 128 " in invoke("watch", tmp_path, "--once").stdout
+
+
 def test_an_alert_is_shown_at_once_and_what_a_run_gave_up_is_not(make_readings, tmp_path, screens):
     readings, path = make_readings(source="inline"), tmp_path / FILE_NAME
     write(tmp_path, alerted(replace(readings, readings=[]), [(0, "not_finite")]))
@@ -136,7 +203,6 @@ def test_an_alert_is_shown_at_once_and_what_a_run_gave_up_is_not(make_readings, 
     none, healthy, raised, rewound = map(words, screens.of(tmp_path, between=between))
     assert "no readings yet Alert at step 0: not finite (layer 2)" in none
     assert "Alert at" not in healthy
-    assert "Alert: logit growth at step 1,700. intrinsic dimension, mean" in raised
     assert "Alert at step 1,700: logit growth (layer 2)" in raised
     assert "step 256 ·" in rewound  # before the first reading of the new branch
     assert "Alert at" not in rewound

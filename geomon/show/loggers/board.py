@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geomon.advice import to_install
-from geomon.analysis import summarise
 from geomon.analysis.facts import FactLog
 from geomon.record import RaisedAlert, Reading, Readings, Sink
 from geomon.record.columns import texts_of
@@ -21,6 +20,7 @@ from geomon.show.loggers.history import Part, RunDrawer
 from geomon.show.loggers.parts import Pages
 from geomon.show.loggers.pictures import Pictures
 from geomon.show.settings import setting_words
+from geomon.show.tables import run_words
 
 log = logging.getLogger("geomon")
 
@@ -192,7 +192,8 @@ class BoardText(RunDrawer):
     def write(self, reading: Reading) -> None:
         """Write new notes, and write the run in words each time its step has doubled."""
         if self._described is not None:
-            self._post("4 model and options", _table(self._described), reading.step)
+            settings = [(name, setting_words(name, x)) for name, x in self._described.items()]
+            self._post("4 model and options", _table([("", ""), *settings]), reading.step)
             texts = texts_of(self._described).values()
             if healthy := [f"{text.title}: {text.healthy}" for text in texts if text.healthy]:
                 self._post("2 what is healthy", _bullets(healthy), reading.step)
@@ -212,7 +213,8 @@ class BoardText(RunDrawer):
             writer.flush()
 
     def _draw(self, readings: Readings, step: int) -> Iterator[Part]:
-        words = f"{_bullets(summarise(readings, self._facts.facts()))}\n\n{_GUIDE}"
+        table, others = run_words(readings, self._facts.facts())
+        words = f"{_table(table)}\n\n{_bullets(others)}\n\n{_GUIDE}"
         yield partial(self._post, "1 the run in words", words, step)
 
     def _post(self, name: str, text: str, step: int) -> None:
@@ -224,13 +226,10 @@ def _bullets(sentences: Iterable[str]) -> str:
     return "\n".join(f"- {_escape(sentence)}" for sentence in sentences)
 
 
-def _table(description: Mapping[str, Any]) -> str:
-    """Format the description of a run as a Markdown table."""
-    rows = "".join(
-        f"| {_escape(name)} | {_escape(setting_words(name, value))} |\n"
-        for name, value in description.items()
-    )
-    return f"| | |\n|---|---|\n{rows}"
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Format rows, the first of which is the head, as a Markdown table."""
+    lines = [f"| {' | '.join(map(_escape, row))} |\n" for row in rows]
+    return "".join([*lines[:1], f"|{'---|' * len(rows[0])}\n", *lines[1:]])
 
 
 def _escape(text: str) -> str:

@@ -1,6 +1,7 @@
 """Thins the readings of a run in progress and decides when to draw it."""
 
 import abc
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -18,8 +19,8 @@ _SHOWN = {*BY_LAYER, *BY_HEAD, *DIMENSIONS}
 _KEPT_RATIO = 2 ** (1 / 4) * 0.99
 # First step at which a run is drawn again: before it, the curves are flat.
 _SECOND = 16
-# Largest share of the run's time that drawing may take.
-SHARE = 0.005
+# Largest share of the run's time that drawing may take: until each part was drawn once, and then.
+FIRST_SHARE, SHARE = 0.03, 0.005
 
 # One part of a drawing, such as a picture that is drawn and passed to the logger.
 Part = Callable[[], object]
@@ -60,8 +61,8 @@ class RunDrawer(abc.ABC):
     """Sink that draws a run at its first reading, whenever its step has doubled, and at its end.
 
     After an alert, the run is also drawn with the next reading. While the run goes on, drawing
-    takes at most 0.5 % of the time: a drawing stops at the first part that does not fit. The first
-    part of all is always made, and the last drawing has all parts.
+    takes at most 0.5 % of the time, and 3 % until every part was drawn once. A drawing that does
+    not fit goes on with the next readings, where it stopped. The last drawing has all parts.
 
     Args:
         what: Description of the sink, for messages.
@@ -71,12 +72,13 @@ class RunDrawer(abc.ABC):
     def __init__(self, what: str, *, metrics: Collection[str] = ()) -> None:
         self._what = what
         self._metrics = metrics
-        self._cost = 0.0  # seconds that the last part took
         self._history = RunHistory(metrics)
         self._next = 0  # step from which the run is drawn again
-        self._is_whole = True  # whether the last reading has all parts of its drawing
-        self._began = time.perf_counter()
-        self._spent = 0.0
+        self._drawn = 0  # parts of the present drawing that were drawn
+        self._is_whole = True  # whether all parts show the last reading
+        self._share = FIRST_SHARE
+        self._began = time.perf_counter()  # of the time that the share is of
+        self._cost = self._spent = 0.0  # seconds that the last part took, and all of them
 
     def __str__(self) -> str:
         return self._what
@@ -86,47 +88,59 @@ class RunDrawer(abc.ABC):
         self._history.runs = [dict(description)]
 
     def write(self, reading: Reading) -> None:
-        """Add a reading, and draw the run if its step has doubled since the last drawing."""
+        """Add a reading, and draw the run if its step has doubled or a drawing is not finished."""
         self._history.add(reading)
         self._is_whole = False
-        if reading.step >= self._next:
+        if self._drawn or reading.step >= self._next:
             self._draw_run(last=False)
+        if len(self._history.readings()) == 1:
+            self._drawn = 0  # curves begin with the second reading, which is drawn anew
 
     def alert(self, alert: RaisedAlert) -> None:
         """Keep an alert, which is drawn with the next reading or at the end."""
         self._history.raised.append(replace(alert, courses=()))
-        self._next = 0
+        self._next = self._drawn = 0
         self._is_whole = not self._history.readings()
 
     def close(self) -> None:
         """Draw the end of the run. Can be called more than once."""
         if not self._is_whole:
+            self._drawn = 0
             self._draw_run(last=True)
 
     def _draw_run(self, *, last: bool) -> None:
         """Draw as many parts as time allows; raise the first failure after the other parts."""
-        readings = self._history.readings()
-        parts = self._draw(readings, step := readings[-1].step)
+        readings, begun = self._history.readings(), self._drawn
+        parts = itertools.islice(self._draw(readings, step := readings[-1].step), begun, None)
         failure: Exception | None = None
-        while last or not self._spent or self._is_within_share():
-            self._next = max(_SECOND, 2 * step)
+        is_drawing = True
+        while is_drawing:
             began = time.perf_counter()
             try:
                 part = next(parts, None)
+                is_drawing = part is not None and (last or self._is_within_share())
                 if part is None:
-                    self._is_whole = True
-                    break
-                part()
+                    self._finish(is_whole=not begun)
+                elif is_drawing:
+                    self._next, self._drawn = max(_SECOND, 2 * step), self._drawn + 1
+                    part()
             except failures() as error:
                 failure = failure or error
-            self._cost = time.perf_counter() - began
-            self._spent += self._cost
+            if is_drawing:
+                self._cost = time.perf_counter() - began
+                self._spent += self._cost
         if failure is not None:
             raise failure
 
+    def _finish(self, *, is_whole: bool) -> None:
+        """End a drawing; after the first one, only the smaller share is left."""
+        self._drawn, self._is_whole = 0, is_whole
+        if self._share != SHARE:
+            self._share, self._began, self._spent = SHARE, time.perf_counter(), 0.0
+
     def _is_within_share(self) -> bool:
         """Whether drawing would keep within its share of the time after one more part."""
-        return self._spent + self._cost <= SHARE * (time.perf_counter() - self._began)
+        return self._spent + self._cost <= self._share * (time.perf_counter() - self._began)
 
     @abc.abstractmethod
     def _draw(self, readings: Readings, step: int) -> Iterator[Part]:

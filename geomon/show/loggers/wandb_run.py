@@ -15,6 +15,7 @@ from geomon.failures import failures
 from geomon.record import RaisedAlert, Reading, Readings, tags
 from geomon.record.columns import texts_of
 from geomon.record.headline import HEADLINE, Charts, Detail
+from geomon.record.sinks import ALERTS
 from geomon.show.loggers.history import Part, RunDrawer
 from geomon.show.loggers.others import Alerts
 from geomon.show.loggers.parts import Pages
@@ -98,6 +99,7 @@ class WandBRows:
     def __init__(self, run: Any, *, by_step: bool = False, detail: Detail = HEADLINE) -> None:
         self._charts = Charts(detail)
         self.named = self._charts.named
+        self.alerts = 0  # so far
         self._run: Any = None
         self._by_step = by_step
         # Whether others pass a step with their rows; None until they have logged something.
@@ -125,6 +127,11 @@ class WandBRows:
     def write(self, reading: Reading) -> None:
         """Log the charted values of a reading."""
         self.log(self._charts.select(reading), reading.step)
+
+    def alert(self, alert: RaisedAlert) -> None:
+        """Log the number of alerts so far."""
+        self.alerts += 1
+        self.log({ALERTS: self.alerts}, alert.step)
 
     @property
     def run(self) -> Any:
@@ -274,7 +281,6 @@ class WandBSummary:
     def __init__(self, rows: WandBRows) -> None:
         self._rows = rows
         self._facts = FactLog()
-        self._alerts = 0
 
     def __str__(self) -> str:
         return "the summary of the W&B run"
@@ -290,7 +296,7 @@ class WandBSummary:
         if run is None:
             return
         facts = self._facts.facts()
-        numbers: dict[str, Any] = {"geomon/alerts": self._alerts}
+        numbers: dict[str, Any] = {ALERTS: self._rows.alerts}
         if facts:
             numbers["geomon/facts"] = "\n".join(fact.sentence for fact in facts)
         for fact in facts:
@@ -305,10 +311,9 @@ class WandBSummary:
         run.summary.update(numbers)
 
     def alert(self, alert: RaisedAlert) -> None:
-        """Count an alert."""
-        self._alerts += 1
+        """Update the number of alerts."""
         if (run := self._rows.run) is not None:
-            run.summary.update({"geomon/alerts": self._alerts})
+            run.summary.update({ALERTS: self._rows.alerts})
 
     def close(self) -> None:
         """Do nothing, because the summary is up to date."""

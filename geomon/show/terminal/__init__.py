@@ -1,6 +1,6 @@
-"""Shows runs in the terminal: an overview, live or printed, and a line for each reading."""
+"""Shows runs in the terminal: an overview and a chart, live or printed."""
 
-from geomon.show.terminal.overview import Printer, format_line, spark, view
+from geomon.show.terminal.overview import spark, view
 from geomon.show.terminal.watch import watch
 
-__all__ = ["Printer", "format_line", "spark", "view", "watch"]
+__all__ = ["spark", "view", "watch"]

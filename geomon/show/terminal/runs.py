@@ -1,12 +1,13 @@
 """Follows the file of a run and keeps what the screen shows of it."""
 
+import time
 from pathlib import Path
 
 from geomon.analysis import single_source
 from geomon.analysis.quantities import Quantity, quantities_of
-from geomon.analysis.summary import headline
 from geomon.record import Follower, Readings
 from geomon.record.printable import printable
+from geomon.show.terminal.overview import duration
 
 
 class Watched:
@@ -21,17 +22,15 @@ class Watched:
         whole: All readings of the record, and its alerts.
         readings: One reading per step, from the source that the run used most.
         quantities: Quantities that can be drawn over steps, by tag.
-        headline: The most important sentence on the run.
         state: Why there is nothing to show yet; "" once there are readings.
         trouble: Why the file cannot be read; "" if it can.
     """
 
     def __init__(self, directory: Path, stack: str | None, name: str) -> None:
-        self._follower, self._stack = Follower(directory), stack
+        self._follower, self._stack = Follower(directory, searches=True), stack
         self.name = printable(name)
         self.whole = self.readings = Readings([], [])
         self.quantities: dict[str, Quantity] = {}
-        self.headline = ""
         self.state, self.trouble = f"reading {printable(str(self._follower.path))}", ""
 
     def look(self) -> bool:
@@ -56,9 +55,27 @@ class Watched:
 
     def _take(self, whole: Readings) -> None:
         selected = Readings(whole.runs, single_source(whole))
-        self.quantities, self.headline = quantities_of(selected), headline(whole)
+        self.quantities = quantities_of(selected)
         self.whole, self.readings, self.trouble = whole, selected, ""
         self.state = "" if selected else "no readings yet"
+
+    @property
+    def path(self) -> Path:
+        """Path of the record: in the folder, or the newest one below it."""
+        return self._follower.path
+
+    def outlook(self) -> str:
+        """Say whether the training lives, and when the next reading is expected."""
+        writer = self._follower.writer()
+        if not writer:
+            return "not training" if writer is None else "its process was killed"
+        if len(self.readings) < 2:
+            return "training"
+        # Gaps grow slowly, so the next one is about as long as the last one.
+        before, last = self.readings[-2], self.readings[-1]
+        step, left = 2 * last.step - before.step, 2 * last.time - before.time - time.time()
+        when = f"in {duration(left)}" if left >= 0 else f"due {duration(-left)} ago"
+        return f"training, next reading near step {step:,} {when}"
 
     def layers_of(self, quantity: Quantity) -> set[int]:
         """Return the layers where a quantity has values; empty for a value of the whole run."""

@@ -1,7 +1,6 @@
 """Watches runs: shows their overviews and a chart, refreshed in place or printed once."""
 
 import contextlib
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from geomon.show.collect import alerts_of, line_of
 from geomon.show.colours import DASHES
 from geomon.show.loading import name_runs
 from geomon.show.panels import Lines, thin
+from geomon.show.tables import write_text
 from geomon.show.terminal import charts
 from geomon.show.terminal.overview import safe, view
 from geomon.show.terminal.runs import Watched
@@ -26,8 +26,6 @@ try:
 except ImportError as error:
     raise ImportError(f"the terminal view needs rich: {to_install('terminal')}") from error
 
-# Replacements for outputs without Unicode.
-_ASCII = str.maketrans("▁▂▃▄▅▆▇█·±→−–…", "_.-~=+*#|+>--.")
 # Least and largest height of a chart on the screen, and its height if printed, in lines.
 _LEAST, _MOST, _PRINTED = 8, 24, 16
 
@@ -65,14 +63,13 @@ def watch(
     names = name_runs(directories)
     runs = [Watched(*one) for one in zip(directories, [stack] * len(names), names, strict=True)]
     if once or not can_draw or not console.encoding.startswith("utf"):
-        for directory in directories:
-            read(directory).of_stack(stack)  # raises an error if the record is unusable
         _look(runs)
+        for run in runs:
+            read(run.path).of_stack(stack)  # raises if the record is unusable
         with console.capture() as captured:
             for part in _screen(runs, metric, layer, console, _PRINTED):
                 console.print(part)
-        text = "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())
-        sys.stdout.write(text if console.encoding.startswith("utf") else text.translate(_ASCII))
+        write_text("\n".join(line.rstrip() for line in captured.get().splitlines()))
         return
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
         while True:
@@ -94,25 +91,39 @@ def _screen(
     lines: int | None = None,
 ) -> Iterator[RenderableType]:  # fmt: skip
     """Yield the overview of each run, and below them a chart of one quantity for all runs."""
-    overviews: list[RenderableType] = []
-    for index, run in enumerate(runs):
-        colour, dash = _look_of(index, console)
-        if len(runs) > 1:
-            overviews.append(safe(f"{charts.mark_of(dash)} {run.name}", f"bold {colour}"))
-        is_there = run.whole or run.whole.raised
-        overviews.append(view(run.whole) if is_there else safe(run.state, "dim"))
-        if run.trouble:
-            overviews.append(safe(run.trouble, "red"))
+    overviews = list(_overviews(runs, console, is_brief=False))
+    if lines is None:
+        if _lines_left(overviews, console) < _LEAST:
+            overviews = list(_overviews(runs, console, is_brief=True))
+        lines = min(_lines_left(overviews, console), _MOST)
     yield from overviews
     quantity = _choose(runs, metric, layer)
-    if lines is None:
-        left = console.height - len(console.render_lines(Group(*overviews))) - 2
-        lines = min(left, _MOST)
     if quantity is not None and lines >= _LEAST and console.encoding.startswith("utf"):
         panel = _over_steps(runs, quantity, layer, console)
         yield charts.title_of(panel)
         if drawn := charts.build(panel, console.width - 1, lines):
             yield Text.from_ansi(drawn)
+
+
+def _lines_left(overviews: Sequence[RenderableType], console: Console) -> int:
+    """Count the lines that overviews leave for a chart, beside its title."""
+    return console.height - len(console.render_lines(Group(*overviews))) - 2
+
+
+def _overviews(
+    runs: Sequence[Watched], console: Console, *, is_brief: bool
+) -> Iterator[RenderableType]:
+    for index, run in enumerate(runs):
+        colour, dash = _look_of(index, console)
+        if len(runs) > 1:
+            yield safe(f"{charts.mark_of(dash)} {run.name}", f"bold {colour}")
+        elif run.path.parent.name != run.name:  # found below the folder
+            yield safe(str(run.path.parent), "dim")
+        is_there = run.whole or run.whole.raised
+        state = run.outlook()
+        yield view(run.whole, state=state, is_brief=is_brief) if is_there else safe(run.state)
+        if run.trouble:
+            yield safe(run.trouble, "red")
 
 
 def _choose(runs: Sequence[Watched], metric: str | None, layer: int | None) -> Quantity | None:
