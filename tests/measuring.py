@@ -29,8 +29,7 @@ from geomon.metrics.metric import Sizes
 from geomon.metrics.views import DERIVED, derived, groups_of, spread_rows
 from geomon.metrics.without import NoMarginError, sliced
 from geomon.note import Note
-from geomon.record import margin
-from geomon.record.columns import tagged
+from geomon.record.columns import margin, tagged
 
 
 class Measured(NamedTuple):

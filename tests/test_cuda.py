@@ -13,7 +13,7 @@ from geomon.capture.attending.fused import read_sdpa
 from geomon.capture.attending.max_logit import max_logits_of_call
 from geomon.kernels.neighbours import nearest
 from geomon.metrics import Evaluator
-from geomon.record import margin
+from geomon.record.columns import margin
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 

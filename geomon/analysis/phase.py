@@ -27,8 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geomon.analysis.numbers import with_margin
-from geomon.record import margin
-from geomon.record.columns import NAN
+from geomon.record.columns import NAN, margin
 
 _Array = NDArray[np.float64]
 # Probability that a curve without a change gets a wrong word at one of its readings, before the
@@ -138,10 +137,13 @@ class Turn(NamedTuple):
     steps: tuple[int, int]
 
     def words(self) -> str:
-        """Name the value and where it may lie."""
+        """Name the value and its step."""
+        return f"{self.kind} {self.point.words()} at step {self.point.step:,}"
+
+    def span(self) -> str:
+        """Say where it may lie; "" if only at its own step."""
         first, last = self.steps
-        span = f" (between steps {first:,} and {last:,})" if first < last else ""
-        return f"{self.kind} {self.point.words()} at step {self.point.step:,}{span}"
+        return f" (between steps {first:,} and {last:,})" if first < last else ""
 
 
 _NO_TURN = Turn("", _NOWHERE, (-1, -1))
@@ -214,7 +216,7 @@ class Phase:
             >>> find_phase(steps, values, [0.3] * 6).course()
             'start 2.5 ± 0.3 at step 0; peak 7.4 ± 0.3 at step 256 (between steps 128 and 256)'
         """
-        told = [turn.words() for turn in self.turns]
+        told = [turn.words() + turn.span() for turn in self.turns]
         since = self.since or self.start
         spans = [turn.steps for turn in self.turns]
         is_told = any(first <= since.step <= last for first, last in spans)
@@ -359,7 +361,8 @@ def _errors(points: Sequence[Point], axis: _Array, values: _Array) -> _Array:
     off /= np.sqrt(1 + share**2 + (1 - share) ** 2)
     usual = float(np.median([point.margin for point in points])) / _Z
     square = (_NORMAL * float(np.median(np.abs(off)))) ** 2 if len(off) else 0.0
-    scatter = math.sqrt((_WORTH * usual**2 + len(off) * square) / (_WORTH + len(off)))
+    known = max(len(off) - 2, 0)  # the turn of a curve of three or four readings is no scatter
+    scatter = math.sqrt((_WORTH * usual**2 + known * square) / (_WORTH + known))
     sizes = float(np.ptp(values)), float(np.median(np.abs(values))), 1e-300
     least = _UNSEEN * max(sizes)
     return np.maximum(sampling, max(scatter, least))

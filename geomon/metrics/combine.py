@@ -20,9 +20,9 @@ from geomon.metrics.layer_values import LayerValues, Parts
 from geomon.metrics.metric import Metric, Sizes
 from geomon.metrics.views import SPECTRAL_ROWS, SPECTRAL_WIDTH
 from geomon.note import Note
-from geomon.record import margin, tags
+from geomon.record import tags
 from geomon.record.arrays import ArrayPlace
-from geomon.record.columns import Column, Columns, Stacks
+from geomon.record.columns import Column, Columns, Stacks, margin
 
 
 @dataclass

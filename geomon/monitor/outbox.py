@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from geomon.analysis import Phase
 from geomon.analysis.alerts import Alert, AlertWatch, Inputs
-from geomon.analysis.curves import measured
-from geomon.analysis.phase import Phase, Point, phase_of
+from geomon.analysis.curves import Curve, measured
 from geomon.failures import failures
 from geomon.monitor.executor import ReadingExecutor
 from geomon.monitor.jobs import CHECK, ReadingJob
@@ -86,7 +86,7 @@ class Outbox:
         self._last_completed: tuple[ReadingJob | None, _Completed] = None, _NOTHING
         self._published: int | None = None  # step of the last reading that was published
         # Dimensions, and the name of their last phase, by source of the readings.
-        self._curves: defaultdict[str, list[Point]] = defaultdict(list)
+        self._curves: defaultdict[str, Curve] = defaultdict(lambda: Curve([]))
         self._phases: dict[str, str] = {}
 
     def begin(self, step: int, description: dict[str, Any]) -> int:
@@ -315,8 +315,8 @@ class Outbox:
         if math.isnan(point.value) or not (self._hooks["on_phase"] or self._hooks["on_peak"]):
             return {}
         curve = self._curves[reading.source]
-        curve.append(point)
-        phase = phase_of(curve)
+        curve.points.append(point)
+        phase = curve.phase()
         found = {"on_peak": phase} if phase.peak == point else {}
         if phase.since is not None and phase.name != self._phases.get(reading.source):
             self._phases[reading.source] = phase.name

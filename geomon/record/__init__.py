@@ -6,7 +6,6 @@
 
 from geomon.record.alert import Course, RaisedAlert
 from geomon.record.follow import FILE_NAME, Follower, read
-from geomon.record.intervals import margin
 from geomon.record.jsonl import Record
 from geomon.record.reading import Reading, Readings
 from geomon.record.sinks import Sink
@@ -20,6 +19,5 @@ __all__ = [
     "Readings",
     "Record",
     "Sink",
-    "margin",
     "read",
 ]

@@ -5,12 +5,14 @@ is built from a column when a logger or a user asks for it by name, and is never
 """
 
 import contextlib
+import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+from scipy import special  # type: ignore[import-untyped]
 
 from geomon.record import tags
 
@@ -21,6 +23,39 @@ else:
     Number = float | None
 
 NAN = math.nan
+
+
+@functools.cache
+def _student(degrees: int, chance: float) -> float:
+    """Return the two-sided quantile of Student's distribution."""
+    return float(special.stdtrit(degrees, 1 - chance / 2))
+
+
+def margin(values: Iterable[float], degrees: int = 7, chance: float = 0.05) -> float:
+    """Compute the half width of an interval from the values without each group.
+
+    It is t sqrt((G - 1) / G sum (value_g - mean)^2), where t is the quantile of Student's
+    distribution with G - 1 degrees of freedom (the grouped jackknife; Quenouille 1956, Tukey 1958).
+    The values may be those of a difference, or of any other sum, of readings that leave out the
+    same groups.
+
+    Args:
+        values: Value without each of the G = 8 groups.
+        degrees: Degrees of freedom. Defaults to 7.
+        chance: Probability that the interval misses the value. Defaults to 0.05, for 95 %.
+
+    Returns:
+        At least 0; NaN if there are no values or any is not finite.
+
+    Example:
+        >>> round(margin([1.0, 3.0] * 4), 3) # 2.365 sqrt(7/8 x 8)
+        6.256
+    """
+    found = [*map(float, values)]
+    if not found or not all(map(math.isfinite, found)):
+        return math.nan
+    mean = [math.fsum(found) / len(found)] * len(found)
+    return _student(degrees, chance) * math.sqrt(1 - 1 / len(found)) * math.dist(found, mean)
 
 
 def number(value: Any) -> Any:

@@ -114,7 +114,7 @@ def test_an_overview_fits_the_terminal_and_cuts_no_word(make_readings, width):
     lines = console.file.getvalue().splitlines()
     fits(lines, (width, 100))
     text = words(" ".join(lines))
-    assert width < 100 or "since step 1,024; peak 7.4 ± 0.1" in text
+    assert width < 100 or "since step 128; peak 7.4 ± 0.1" in text
     assert note in text
     assert "…" not in text or width == 40  # of the rows below
     assert any("5.3 ± 0.1     ▁▁▂▅██▇▆▅ " in f"{line} " for line in lines)  # value and curve whole
@@ -151,7 +151,7 @@ LIVES = {
 }
 
 
-@pytest.mark.parametrize("lock", LIVES)
+@pytest.mark.parametrize("lock", LIVES, ids=["none", "own", "killed", "elsewhere", "empty"])
 def test_whether_a_training_lives_and_when_it_is_read_next(lock, tmp_path, screens, monkeypatch):
     readings = [reading_of({"twonn/mean": 3.0}, step, time=1e9 + 5 * step) for step in (0, 16)]
     folder = write(tmp_path, readings)
@@ -226,5 +226,5 @@ def test_the_overview_is_printed_once_if_no_terminal_can_refresh_it(
     screens.of(write(tmp_path, make_readings()))
     printed = terminal.getvalue()
     assert ("\x1b[?25l" in printed) == draws  # the cursor is hidden meanwhile
-    assert "since step 1,024; peak 7.4" in " ".join(re.sub("\x1b\\[[0-9;]*m", "", printed).split())
+    assert "since step 128; peak 7.4" in " ".join(re.sub("\x1b\\[[0-9;]*m", "", printed).split())
     assert printed.isascii() == (getattr(terminal, "encoding", None) == "ascii")
