@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from scipy import special  # type: ignore[import-untyped]
 
 from geomon.analysis.curves import measured, single_source
+from geomon.analysis.phase import change_between
 from geomon.analysis.quantities import Quantity, quantities_of
 from geomon.record import Reading, Readings, tags
 from geomon.record.columns import NAN
@@ -183,6 +184,8 @@ def margin_of_difference(
 ) -> float:
     """Compute the half width of the 95 % interval of a difference of two readings; NaN if unknown.
 
+    It is paired if both readings saw the same rows, such as those of one probe in two runs.
+
     Args:
         one: A reading.
         other: Another reading.
@@ -192,8 +195,8 @@ def margin_of_difference(
     """
     # The deviation over splits of the rows cannot replace an unknown margin, 0: with it, two
     # readings of one model differed in 38 % of 200 pairs.
-    margins = [measured(each, metric, part=part, layer=layer).margin for each in (one, other)]
-    return math.hypot(*margins) if all(margins) else NAN
+    first, second = (measured(each, metric, part=part, layer=layer) for each in (one, other))
+    return change_between(first, second).margin or NAN
 
 
 def _last_near(first: list[int], second: list[int]) -> tuple[int, int] | None:

@@ -94,7 +94,8 @@ class FactLog:
     def add(self, readings: Sequence[Reading]) -> None:
         """Process the next readings, all from one source.
 
-        If the run went back to an earlier step, its later readings are forgotten.
+        If the run went back to an earlier step, its later readings are forgotten; if it was resumed
+        with other settings, its earlier ones are.
 
         Args:
             readings: Readings, steps ascending.
@@ -103,14 +104,17 @@ class FactLog:
         if not some:
             return
         first, source = some[0].step, some[0].source
+        # Readings before a resume with other settings are of other rows.
+        begun = max((at for at, _ in some.breaks if at <= some[-1].step), default=0)
         self._counts[source] += len(some)
         points = self._points.setdefault(source, {})
         for tag, kept in points.items():
-            points[tag] = {step: found for step, found in kept.items() if step <= first}
+            points[tag] = {at: found for at, found in kept.items() if begun <= at <= first}
         for tag, quantity in quantities_of(some).items():
             if quantity.chart and quantity.metric:
                 found = quantity.curve(some).points
-                points.setdefault(tag, {}).update({point.step: point for point in found})
+                new = {point.step: point for point in found if point.step >= begun}
+                points.setdefault(tag, {}).update(new)
                 self._quantities[tag] = quantity
                 self._nulls[tag] = _null_words(some, quantity) or self._nulls.get(tag, "")
 

@@ -108,7 +108,7 @@ def sum_of(points: Sequence[Point], weights: Sequence[float], chance: float = 0.
     return Point(points[-1].step, value, math.sqrt(math.fsum(squares)))
 
 
-def difference(one: Point, other: Point, chance: float = 0.05) -> Point:
+def change_between(one: Point, other: Point, chance: float = 0.05) -> Point:
     """Compute the change from one reading to another, with its margin.
 
     Args:
@@ -229,7 +229,7 @@ class Phase:
 
     def _moved(self, one: Point, other: Point) -> Point:
         """Compute a change whose margin allows for choosing a reading among all of them."""
-        return difference(one, other, _CHANCE_OF_A_TURN / max(self.count, 1))
+        return change_between(one, other, _CHANCE_OF_A_TURN / max(self.count, 1))
 
     def _differ(self, one: Point, other: Point) -> bool:
         """Whether a change is worth telling; more must change if a margin is unknown."""
@@ -303,7 +303,7 @@ def _turn(points: Sequence[Point], kind: str) -> Turn:
     chance = _CHANCE_OF_A_TURN / len(points)
 
     def agrees(index: int) -> bool:
-        change = difference(points[top], points[index], chance)
+        change = change_between(points[top], points[index], chance)
         return change.margin > 0 and not _differs(change)
 
     while first and agrees(first - 1):
@@ -338,7 +338,7 @@ def _name(points: Sequence[Point]) -> tuple[str, Point | None, Point]:
         if change.value > 0:
             return "expanding", points[first], change
         peak = max(points, key=lambda point: point.value)
-        has_risen = _differs(difference(points[0], peak, _CHANCE_OF_A_TURN / len(points)))
+        has_risen = _differs(change_between(points[0], peak, _CHANCE_OF_A_TURN / len(points)))
         return "compressing" if has_risen else "falling", points[first], change
     if abs(change.value) + change.margin <= _LEVEL_SHARE * largest:
         return "level", points[first], change
@@ -353,7 +353,7 @@ def _errors(points: Sequence[Point], axis: _Array, values: _Array) -> _Array:
     would see in a figure. Few readings say little of the scatter, so that margins count as much as
     some of them.
     """
-    pairs = [difference(one, other).margin for one, other in itertools.pairwise(points)]
+    pairs = [change_between(one, other).margin for one, other in itertools.pairwise(points)]
     beside = np.array([pairs[0], *pairs, pairs[-1]]) / (_Z * math.sqrt(2))
     sampling = (beside[1:] + beside[:-1]) / 2
     share = (axis[2:] - axis[1:-1]) / (axis[2:] - axis[:-2])
@@ -404,4 +404,4 @@ def _signed(change: Point) -> str:
     return "+" * (change.value > 0) + change.words()
 
 
-__all__ = ["Phase", "Point", "Turn", "difference", "find_phase", "phase_of", "sum_of"]
+__all__ = ["Phase", "Point", "Turn", "change_between", "find_phase", "phase_of", "sum_of"]

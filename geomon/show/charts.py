@@ -117,7 +117,7 @@ def add_linear_axis(chart: go.Figure) -> go.Figure:
 
 def _draw_lines(panel: Lines, steps: Iterable[int]) -> go.Figure:
     chart = _figure()
-    axis = StepAxis([*steps, *panel.steps])
+    axis = StepAxis([*steps, *panel.steps], panel.breaks)
     over_steps = panel.over == "step"
     x_axis = (
         _step_axis(axis, axis.label((line.x for line in panel.lines), "dashed"))

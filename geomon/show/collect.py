@@ -16,7 +16,7 @@ from geomon.record import Reading, Readings, tags
 from geomon.record.columns import NAN, Column
 from geomon.record.headline import chart_title, shortened
 from geomon.show.colours import BLACK, BLUE, GREEN, LAYERS, STEPS, VERMILLION, ramp
-from geomon.show.panels import Floats, Line, Lines, Matrix, spread_items, spread_steps
+from geomon.show.panels import BREAK, Floats, Line, Lines, Matrix, spread_items, spread_steps
 
 # Metrics in the panel of the intrinsic dimension, with their colours. Gride is drawn at its largest
 # scale.
@@ -131,8 +131,8 @@ def furthest_loss(readings: Readings) -> tuple[str, Curve]:
 
 
 def alerts_of(readings: Readings) -> list[tuple[int, str]]:
-    """List the steps with alerts, each with the alert kinds that occur there for the first time."""
-    found: dict[int, list[str]] = {}
+    """List the steps with breaks or alerts, each with what occurs there for the first time."""
+    found = {step: [BREAK] for step, _ in readings.breaks}
     known: set[str] = set()
     for alert in readings.alerts:
         kinds = found.setdefault(alert.step, [])

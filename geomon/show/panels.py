@@ -4,6 +4,7 @@ A panel is either `Lines` over steps or layers, or a `Matrix` of colours with a 
 from bottom to top. The module `collect` builds panels from the readings of a run.
 """
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -32,6 +33,9 @@ _GAP = 0.2
 _INTO_GAP = 0.02
 # The values of a line with at most this many are marked with dots.
 _MOST_DOTS = 60
+
+# Mark of a step at which a run was resumed with other settings.
+BREAK = "other settings"
 
 Floats = NDArray[np.float64]
 
@@ -87,7 +91,8 @@ class Lines:
             shows them; "" for a legend.
         null: Value for structureless rows, with a label; None if unknown.
         usual: Ends of a grey band of usual values, with a label; None for no band.
-        alerts: Steps of alerts, with the alert kinds that occur there for the first time.
+        alerts: Steps of alerts, with the alert kinds that occur there for the first time, and of
+            breaks.
         ends: Ends of the y axis in pictures; None to fit the lines.
         remark: Further remark for the reader.
         is_logarithmic: Whether the y axis is logarithmic.
@@ -110,6 +115,11 @@ class Lines:
     def steps(self) -> list[int]:
         """Steps of all lines and alerts, which the axis has to cover."""
         return [*(at for line in self.lines for at in line.x), *(at for at, _ in self.alerts)]
+
+    @property
+    def breaks(self) -> list[int]:
+        """Steps at which curves begin anew, because a resume changed what is measured."""
+        return [step for step, words in self.alerts if BREAK in words]
 
     @property
     def has_bands(self) -> bool:
@@ -157,10 +167,15 @@ class Matrix:
 
 
 class StepAxis:
-    """Logarithmic axis for at least one step, with step 0 left of the first step after it."""
+    """Logarithmic axis for at least one step, with step 0 left of the first step after it.
 
-    def __init__(self, steps: Iterable[int]) -> None:
-        self.steps = sorted(set(steps))
+    Args:
+        steps: Steps that the axis has to cover.
+        breaks: Steps at which curves begin anew. Defaults to ().
+    """
+
+    def __init__(self, steps: Iterable[int], breaks: Iterable[int] = ()) -> None:
+        self.steps, self._breaks = sorted(set(steps)), [*breaks]
         self._after = min((step for step in self.steps if step > 0), default=1)
 
     def places(self, steps: Iterable[int]) -> list[float]:
@@ -193,10 +208,11 @@ class StepAxis:
         ]
 
     def pieces(self, line: Line) -> list[Line]:
-        """Cut a line at its gaps, which dashed pieces bridge."""
-        gaps = self.gaps(line.x)
-        ends = itertools.pairwise([0, *(gap + 1 for gap in gaps), len(line.x)])
-        bridges = (replace(line.part(gap, gap + 2), dash="dash") for gap in gaps)
+        """Cut a line at its gaps, which dashed pieces bridge, and at breaks."""
+        breaks = {bisect.bisect_left(line.x, step) - 1 for step in self._breaks}
+        gaps = {*self.gaps(line.x)} - breaks
+        ends = itertools.pairwise([0, *(cut + 1 for cut in sorted(gaps | breaks)), len(line.x)])
+        bridges = (replace(line.part(gap, gap + 2), dash="dash") for gap in sorted(gaps))
         return [*itertools.starmap(line.part, ends), *bridges]
 
     def label(self, rows: Iterable[Sequence[int]], look: str) -> str:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from geomon.analysis import find_phase
-from geomon.analysis.phase import Point, difference, phase_of, sum_of
+from geomon.analysis.phase import Point, change_between, phase_of, sum_of
 
 # Mean of twonn over the layers of a character decoder on enwik8, as training goes on.
 STEPS = [0, 32, 64, 128, 256, 512, 1024, 1500, 8192, 16000]
@@ -206,7 +206,7 @@ def test_metrics_of_fewer_degrees_of_freedom_have_wider_differences():
         Point(step, 5.0, 1.5 * by_book.margin(each), each.tolist(), "rows")
         for step, each in zip((0, 1), without, strict=True)
     ]
-    found = difference(*wide)
+    found = change_between(*wide)
     assert found.margin == pytest.approx(1.5 * by_book.margin(without[1] - without[0]))
 
 

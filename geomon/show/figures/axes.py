@@ -125,7 +125,7 @@ def draw(
 
 
 def _draw_lines(place: Axes, panel: Lines, legend: str) -> None:
-    axis = StepAxis(panel.steps) if panel.over == "step" else None
+    axis = StepAxis(panel.steps, panel.breaks) if panel.over == "step" else None
     for line in panel.lines:
         draw_line(place, line, axis)
     if axis is not None:
