@@ -72,6 +72,20 @@ def test_the_phase_is_given_when_it_changes_and_alerts_as_they_are_seen(caplog):
     assert [words in message for words, message in zip(COLLAPSED, said, strict=True)] == [True] * 2
 
 
+def test_the_highest_dimension_so_far_is_given_at_its_step(tmp_path):
+    """Also beside another source, and when a run is taken up again."""
+    for cut in (0, 3, 8):
+        peaks = []
+        for part in (COURSE[:cut], COURSE[cut:]):
+            follow(part, tmp_path / str(cut), on_peak=lambda phase: peaks.append(phase.last))
+        highest = [
+            (step, value)
+            for n, (step, value, _) in enumerate(COURSE)
+            if value > max((before for _, before, _ in COURSE[:n]), default=0)
+        ]
+        assert [(peak.step, peak.value) for peak in peaks] == highest
+
+
 def test_two_sources_are_two_curves():
     """Inputs that are probed besides are other tokens: a change between the two is no phase."""
     phases = []
@@ -168,8 +182,10 @@ def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):
     page = Path(__file__).parents[2] / "docs" / "alerts.md"
     given: dict[str, Any] = {"model": PlainDecoder()}
     exec(page.read_text().partition("```python\n")[2].partition("```")[0], given)
-    given["save"](Phase("compressing"))
+    given["save"](Phase("expanding"))
     assert (tmp_path / "peak.pt").is_file()
+    given["turn"](Phase("unclear"))
+    assert capsys.readouterr().out == "unclear\n"
     follow(COURSE[:9], on_alert=(alerts := []).append)
     (alert,) = alerts
     given["keep"](replace(alert, inputs=((), {"input_ids": [3]})))
