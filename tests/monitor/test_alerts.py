@@ -77,13 +77,13 @@ def test_the_highest_dimension_so_far_is_given_at_its_step(tmp_path):
     for cut in (0, 3, 8):
         peaks = []
         for part in (COURSE[:cut], COURSE[cut:]):
-            follow(part, tmp_path / str(cut), on_peak=lambda phase: peaks.append(phase.last))
+            follow(part, tmp_path / str(cut), on_peak=peaks.append)
         highest = [
             (step, value)
             for n, (step, value, _) in enumerate(COURSE)
             if value > max((before for _, before, _ in COURSE[:n]), default=0)
         ]
-        assert [(peak.step, peak.value) for peak in peaks] == highest
+        assert [(phase.last.step, phase.last.value) for phase in peaks] == highest
 
 
 def test_two_sources_are_two_curves():
