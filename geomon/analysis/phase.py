@@ -32,7 +32,7 @@ from geomon.record.columns import NAN, margin
 _Array = NDArray[np.float64]
 # Probability that a curve without a change gets a wrong word at one of its readings, before the
 # freedom to choose the stretch, which doubles it; and that a reading differs from the peak.
-_CHANCE, _CHANCE_OF_SCATTER, _CHANCE_OF_A_TURN = 0.15, 0.02, 0.05
+_CHANCE, _CHANCE_OF_SCATTER, _CHANCE_OF_A_TURN = 0.15, 0.03, 0.05
 # A further stretch must explain this much of the chi square: a turn of 4 standard errors.
 _PENALTY = 16.0
 # Departures from a line that are smaller than this share of the curve's span are not seen in a
@@ -46,6 +46,7 @@ _LEVEL_SHARE = 0.25
 # Margins count as much as this many readings in the estimate of the scatter; 1.48 makes the median
 # deviation of a normal distribution its standard deviation.
 _WORTH, _NORMAL = 2, 1.48
+_T = 2.365  # standard errors in half the width of a 95 % interval from 8 groups
 _Z = NormalDist().inv_cdf(0.975)  # standard errors in half the width of a 95 % interval
 
 
@@ -354,12 +355,12 @@ def _errors(points: Sequence[Point], axis: _Array, values: _Array) -> _Array:
     some of them.
     """
     pairs = [change_between(one, other).margin for one, other in itertools.pairwise(points)]
-    beside = np.array([pairs[0], *pairs, pairs[-1]]) / (_Z * math.sqrt(2))
+    beside = np.array([pairs[0], *pairs, pairs[-1]]) / (_T * math.sqrt(2))
     sampling = (beside[1:] + beside[:-1]) / 2
     share = (axis[2:] - axis[1:-1]) / (axis[2:] - axis[:-2])
     off = values[1:-1] - share * values[:-2] - (1 - share) * values[2:]
     off /= np.sqrt(1 + share**2 + (1 - share) ** 2)
-    usual = float(np.median([point.margin for point in points])) / _Z
+    usual = float(np.median([point.margin for point in points])) / _T
     square = (_NORMAL * float(np.median(np.abs(off)))) ** 2 if len(off) else 0.0
     known = max(len(off) - 2, 0)  # the turn of a curve of three or four readings is no scatter
     scatter = math.sqrt((_WORTH * usual**2 + known * square) / (_WORTH + known))
