@@ -426,7 +426,7 @@ class Monitor:
             with self.warnings.guard():
                 passes = self.passes.snapshots(window)
                 if passes[0].is_empty:
-                    self.planner.stop_checks()  # compiled code hides the blocks
+                    self.planner.checks.stop()  # compiled code hides the blocks
                     return
                 job = ReadingJob(
                     step, CHECK, RankGroup(), self._quick_evaluator, rows=_CHECK_ROWS,
@@ -434,7 +434,7 @@ class Monitor:
                 )  # fmt: skip
                 job.begin(passes, window.seconds)
                 self._executor.submit(job)
-            self.planner.mark_checked(time.perf_counter() - began)
+            self.planner.checks.mark(time.perf_counter() - began)
             self.outbox.publish()
 
     @contextmanager

@@ -208,7 +208,7 @@ class Outbox:
             assert check is not None
             alerts = self._find_alerts(check)
             if self._watch.asks_again:
-                self._planner.check_again()
+                self._planner.checks.ask_again()
             if alerts:
                 self._planner.owe()
             for alert in alerts:

@@ -151,7 +151,7 @@ def plan(costs: Costs, steps: int) -> tuple[set[int], set[int]]:
                 read_at.add(step)
                 now += costs.reading
             elif due is Due.CHECK:
-                planner.mark_checked(costs.check)
+                planner.checks.mark(costs.check)
                 checked_at.add(step)
                 now += costs.check
         now += 1.0
