@@ -77,7 +77,7 @@ def simulate(
     account = Account(clock=lambda: now)
     kind = None if check is None else "auto"
     planner = Planner(None, share, kind, RankGroup(), account, source="inline")
-    planner.expect_end(steps - 1 if is_known else None)
+    planner.purse.end = steps - 1 if is_known else None
     account.begin()
     planner.begin(0, 0)
     for step in range(steps):

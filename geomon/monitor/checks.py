@@ -3,6 +3,8 @@
 from geomon.monitor.account import Account
 from geomon.monitor.schedule import Schedule
 
+# Share of the time that checks take beside a schedule of readings.
+CHECK_SHARE = 0.01
 # First step of an unscheduled check: earlier, everything is still moving.
 _FIRST_CHECK = 32
 
@@ -16,31 +18,28 @@ class Checks:
         account: Account of the time.
 
     Attributes:
+        schedule: The argument, or None after `stop`.
+        share: Share of the time for automatic checks.
         made: Number of checks.
         cost: Seconds for which the training has waited for them.
         is_due: Whether to check the present step.
     """
 
     def __init__(self, schedule: Schedule | str | None, account: Account) -> None:
-        self._schedule, self._account = schedule, account
+        self.schedule, self.share, self._account = schedule, CHECK_SHARE, account
         self.made, self.cost = 0, 0.0
         self._purse = self._updated = 0.0  # seconds for checks, and when they were updated
         # Whether to check the next step too, and whether the last check was such a second one.
         self._is_again = self._is_second = self.is_due = False
 
-    @property
-    def are_made(self) -> bool:
-        """Whether there are any checks."""
-        return self._schedule is not None
-
-    def decide(self, step: int, share: float, *, busy: bool) -> None:
-        """Decide whether a step is checked if checks may take a share of the time."""
+    def decide(self, step: int, *, busy: bool) -> None:
+        """Decide whether a step is checked."""
         elapsed = self._account.elapsed
-        self._purse, self._updated = self._purse + share * (elapsed - self._updated), elapsed
+        self._purse, self._updated = self._purse + self.share * (elapsed - self._updated), elapsed
         self.is_due = False  # stays so if a schedule raises
-        if callable(self._schedule):
-            self.is_due = self._is_again or self._schedule(step)
-        elif self._schedule is not None:
+        if callable(self.schedule):
+            self.is_due = self._is_again or self.schedule(step)
+        elif self.schedule is not None:
             expected = self.cost + self.cost / max(self.made, 1)
             is_payable = not busy and step >= _FIRST_CHECK and expected <= self._purse
             self.is_due = self._is_again or is_payable
@@ -60,7 +59,7 @@ class Checks:
 
     def stop(self) -> None:
         """Make no further checks."""
-        self._schedule, self.is_due = None, False
+        self.schedule, self.is_due = None, False
 
 
 __all__ = ["Checks"]

@@ -182,6 +182,9 @@ class Monitor:
                 self._executor.resume()
                 self.outbox.publish()
                 self.planner.advance(number, busy=self._executor.busy)
+                if (note := self.planner.explain_few()) is not None:
+                    self.outbox.note([note])
+                    self.warnings.say(note.words())
 
     def log(self, step: SupportsIndex | None = None, /, **values: Any) -> None:
         """Put values into the reading of a step as `training/<name>`, such as the loss.
@@ -307,7 +310,7 @@ class Monitor:
         Args:
             step: The last step of the run, or None if it is not known.
         """
-        self.planner.expect_end(step)
+        self.planner.purse.end = step
 
     def add_loggers(self, sinks: Sequence[Sink]) -> None:
         """Add sinks that are called in the training's own thread, without a time limit.
@@ -586,8 +589,7 @@ class Monitor:
     def _begin(self, step: int) -> None:
         """Start at the first step, or go back to an earlier one, and read what the record holds."""
         if self.planner.step is not None:
-            self.outbox.begin(step, self.describe())
-            self.planner.rewind(step)
+            self.planner.begin(step, self.outbox.begin(step, self.describe()))
             return
         for name in _LOADED_FIRST:
             with contextlib.suppress(ImportError):  # reported by the code that needs it
@@ -603,12 +605,9 @@ class Monitor:
             self.planner.begin(step, earlier)
 
     def _say_left_out(self) -> None:
-        left_out = self.planner.left_out
-        if left_out:
-            self.warnings.warn(
-                f"the budget left out {left_out} of {left_out + self.planner.made} readings that "
-                "were due"
-            )
+        if left_out := self.planner.left_out:
+            due = left_out + self.planner.purse.made
+            self.warnings.warn(f"the budget left out {left_out} of {due} readings that were due")
 
     @property
     def _block_names(self) -> list[str]:

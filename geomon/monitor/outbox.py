@@ -78,6 +78,8 @@ class Outbox:
         self._logged = LoggedValues(options["log"], warnings)
         self.sinks = SinkCalls(options["sinks"], warnings, options["sink_timeout"])
         self.latest: Reading | None = None
+        self._before: Reading | None = None  # the reading before, of this start or an earlier one
+        self._checks_before = 0  # checks of earlier starts
         self.open_step: int | None = None
         self._noted: list[Note] = []  # alerts of checks and remarks since the last reading
         self._last_completed: tuple[ReadingJob | None, _Completed] = None, _NOTHING
@@ -108,6 +110,9 @@ class Outbox:
                 "earlier readings raise no alerts",
                 once=True,
             )
+        self._before = earlier[-1] if earlier else None
+        checks = 0 if self._before is None else self._before.checks
+        self._checks_before = checks - self._planner.checks.made
         self.sinks.describe(description)
         return len(earlier)
 
@@ -167,7 +172,7 @@ class Outbox:
         present = self._planner.step
         if step in self._pending or step == self._published or present is None or step > present:
             return True
-        return step == present and (watched or self._planner.wants_reading)
+        return step == present and (watched or self._planner.is_planned)
 
     def _waits(self, job: ReadingJob) -> bool:
         """Whether values for a reading may still be logged."""
@@ -188,7 +193,7 @@ class Outbox:
             self._take_first()
             if reading is None:
                 return
-            self.latest = reading
+            self.latest = self._before = reading
             said, self._noted = self._noted, []
             for note in reading.notes:
                 if not note.is_alert and note not in said:
@@ -231,12 +236,16 @@ class Outbox:
             return _NOTHING
         # Before the first reading, hardly any training time has passed.
         overhead = math.nan if self._published is None else self._account.overhead
+        before = self._before
         reading = msgspec.structs.replace(
             reading,
             overhead=overhead,
             training=reading.training | self._logged.read(reading.step),
             notes=(*self._notes(), *reading.notes),
             left_out=self._planner.left_out,
+            count=1 if before is None else before.count + 1,
+            gap=0 if before is None else max(before.gap, reading.step - before.step),
+            checks=self._checks_before + self._planner.checks.made,
         )
         alerts = self._find_alerts(reading)
         # Sinks without alerts get the notes of alerts since the last reading.

@@ -4,9 +4,7 @@ By default, the readings of a run fill a share of its time: what is left of it i
 steps that remain, densely at first, while curves move fast.
 """
 
-import bisect
 import enum
-from typing import NamedTuple
 
 from geomon.distributed import RankGroup
 from geomon.monitor.account import Account
@@ -17,13 +15,11 @@ from geomon.note import Note
 
 # Default share of the time that geomon takes, including checks.
 DEFAULT_SHARE = 0.05
-# Share of the time that checks take beside a schedule of readings.
-CHECK_SHARE = 0.01
+# Steps until the next decision, at least and as a share of the steps so far: no more than 500
+# readings in 100,000 steps.
+_WAIT, _WAIT_SHARE = 4, 0.015
 # Readings that show a curve; a run that gets fewer says so.
-_FEW_READINGS = 10
-# Longest wait until the next decision, in steps and as a share of the steps so far, because costs
-# change.
-_SHORT_WAIT, _LONGEST_WAIT = 4, 0.05
+_FEW = 10
 # Most steps for which a schedule is evaluated at once if a training jumps.
 _MOST_JUMPED = 10_000
 
@@ -34,13 +30,6 @@ class Due(enum.Enum):
     NOTHING = 0
     CHECK = 1
     READING = 2
-
-
-class _Decision(NamedTuple):
-    """Whether a reading is made now, and after how many steps to decide again."""
-
-    is_made: bool
-    wait: int
 
 
 class Planner:
@@ -69,6 +58,8 @@ class Planner:
     Attributes:
         step: The training's last step; None before the first.
         checks: Decides which steps are checked.
+        purse: What the share pays for; it knows the end of the run, and the readings made.
+        is_planned: Whether the present step is to be read.
     """
 
     def __init__(
@@ -85,54 +76,27 @@ class Planner:
         self._group, self._account = group, account
         self._fills = schedule is None and share is not None
         self.checks = Checks(checks, account)
-        self._purse = Purse(share, account, self.checks)
+        self.purse = Purse(share or DEFAULT_SHARE, account, self.checks)
         self.step: int | None = None
         self._first = self._ask = 0  # first step of this start, and the next one to decide at
         self._read_here: set[str] = set()  # sources that have a reading of this step
         self._left_out = 0
-        self._is_owed = self._is_urgent = self._is_paid = self._is_explained = False
+        self._is_owed = self._is_urgent = self._is_explained = self.is_planned = False
 
     @property
     def left_out(self) -> int:
         """Number of readings that were due but that the share did not allow."""
         return self._left_out + (self._share is not None and self._is_owed)
 
-    @property
-    def made(self) -> int:
-        """Number of readings of this start."""
-        return self._purse.made
-
-    @property
-    def wants_reading(self) -> bool:
-        """Whether a reading was planned for the present step."""
-        return self._is_paid
-
     def begin(self, step: int, earlier: int) -> None:
-        """Begin at the first step of this start of the run.
+        """Begin at the first step of this start of the run, or anew at one that it goes back to.
 
         Args:
             step: The step.
-            earlier: Number of readings that earlier starts have made.
+            earlier: Number of readings before, on the branch that continues here.
         """
-        self._first = self._ask = step
-        self._purse.begin(step, earlier)
-
-    def rewind(self, step: int) -> None:
-        """Plan anew from an earlier step that the training goes back to.
-
-        Args:
-            step: The step.
-        """
-        self.step, self._ask, self._is_owed = None, step, False
-        self._purse.rewind(step)
-
-    def expect_end(self, step: int | None) -> None:
-        """Relate the share to the time of the whole run.
-
-        Args:
-            step: The last step of the run, or None if it is not known.
-        """
-        self._purse.end = step
+        self.step, self._first, self._ask, self._is_owed = None, step, step, False
+        self.purse.begin(step, earlier)
 
     def advance(self, step: int, *, busy: bool = False) -> None:
         """Move to the training's present step, and decide what is due.
@@ -152,12 +116,11 @@ class Planner:
             return
         self._account.step(measuring=busy)
         self._read_here.clear()
-        self._is_paid = False  # stays so if a schedule raises
-        if before is not None and before == self._first:
-            self._purse.end_first_step(step)
-        share = self._purse.share_of_checks(step) if self._fills else CHECK_SHARE
-        self.checks.decide(step, share, busy=busy)
-        self._is_paid = self._decide(before, step, busy=busy)
+        self.is_planned = False  # stays so if a schedule raises
+        if before == self._first:
+            self.purse.time_from(step)
+        self.checks.decide(step, busy=busy)
+        self.is_planned = self._decide(before, step, busy=busy)
 
     def due(self, source: str = "inline", *, force: bool = False) -> Due:
         """Return what is to be made at the training's present step.
@@ -168,7 +131,7 @@ class Planner:
         """
         if source in self._read_here:
             return Due.NOTHING
-        if force or (self._is_paid and source == self._source):
+        if force or (self.is_planned and source == self._source):
             return Due.READING
         return Due.CHECK if self.checks.is_due and source == "inline" else Due.NOTHING
 
@@ -179,10 +142,10 @@ class Planner:
             source: "inline" or "probe".
         """
         self._read_here.add(source)
-        self._purse.mark_read()
+        self.purse.mark_read()
         if source == self._source:
             self._is_owed = self._is_urgent = False
-            self._purse.last_read = self.step or 0
+            self.purse.last_read = self.step or 0
 
     def owe(self) -> None:
         """Have the next step read regardless of schedule and share.
@@ -193,24 +156,17 @@ class Planner:
 
     def explain_few(self) -> Note | None:
         """Return a note if the share pays for few readings, once and as soon as costs are known."""
-        purse, step = self._purse, self.step
-        waits = step is None or purse.made < 2 or self._read_here
-        if waits or self._is_explained or not self._fills:
+        is_known = self._fills and self.purse.made > 1 and not self._read_here
+        if self.step is None or self._is_explained or not is_known:
             return None
         self._is_explained = True
-        found = purse.outlook(step, _FEW_READINGS)
-        if found.readings >= _FEW_READINGS:
-            return None
         text = (
             "this run can have only {readings} readings in {steps} steps, {share} of the time, "
-            "because a reading takes as long as {cost} steps: budget='{needed}' pays for {wanted}, "
+            "because a reading takes as long as {cost} steps: budget='{needed}' pays for {enough}, "
             "schedule= sets their steps, and fewer metrics= or tokens= make them cheaper"
         )
-        numbers = {
-            "readings": found.readings, "steps": f"{found.steps:,}", "share": f"{found.share:.0%}",
-            "cost": f"{found.cost:.2g}", "needed": f"{found.needed:.0%}", "wanted": _FEW_READINGS,
-        }  # fmt: skip
-        return Note("few readings", text, numbers=numbers)
+        numbers = self.purse.few(self.step, _FEW)
+        return Note("few readings", text, numbers=numbers) if numbers else None
 
     def _decide(self, before: int | None, step: int, *, busy: bool) -> bool:
         """Return whether a reading is made at a step; a collective if it must fit the share."""
@@ -228,18 +184,15 @@ class Planner:
             self._is_owed = self._is_owed or is_scheduled
         if not (asks or is_urgent) or (busy and is_alone):
             return False
-        spread = self._schedule is None
-        is_made = self._is_urgent or self._purse.pays(step, step, spread=spread)
-        later = range(step + 1, step + max(_SHORT_WAIT, int(_LONGEST_WAIT * step)))
-        wait = 1 + bisect.bisect_left(
-            later, True,
-            key=lambda other: self._purse.pays(step, other, is_read=is_made, spread=spread),
-        )  # fmt: skip
-        decision = _Decision(is_made, wait)
+        if self._fills:
+            self.checks.share = self.purse.share_of_checks(step)
+        is_made = self._is_urgent or self.purse.pays(step, spread=self._fills)
+        ask, end = step + max(_WAIT, int(_WAIT_SHARE * step)), self.purse.end
+        decision = is_made, ask if end is None or end <= step else min(ask, end)
         if not is_alone:
             decision = self._group.meet(step, decision)[0]
-        self._ask = step + decision.wait
-        return decision.is_made
+        is_made, self._ask = decision
+        return is_made
 
 
-__all__ = ["CHECK_SHARE", "DEFAULT_SHARE", "Account", "Due", "Planner"]
+__all__ = ["DEFAULT_SHARE", "Account", "Due", "Planner"]

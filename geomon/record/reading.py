@@ -67,6 +67,9 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
         training: Values that the training logs, by name, such as its loss.
         notes: Remarks on how far the values can be trusted, and alerts.
         left_out: Number of readings that were due so far but left out by the budget. Defaults to 0.
+        count: Number of readings of the run so far, with this one. Defaults to 0, for unknown.
+        gap: Largest number of steps between two of them. Defaults to 0.
+        checks: Number of checks so far. Defaults to 0.
     """
 
     step: Count
@@ -82,6 +85,9 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
     training: dict[str, Number] = {}
     notes: tuple[Note, ...] = ()
     left_out: Count = 0
+    count: Count = 0
+    gap: Count = 0
+    checks: Count = 0
 
     def __post_init__(self) -> None:
         """Replace JSON nulls by NaN, and refuse values that no reading can have."""

@@ -139,7 +139,7 @@ def plan(costs: Costs, steps: int) -> tuple[set[int], set[int]]:
     account = Account(clock=lambda: now)
     planner = Planner(None, DEFAULT_SHARE, "auto", RankGroup(), account, source="inline")
     read_at, checked_at = set(), set()
-    planner.expect_end(steps - 1)
+    planner.purse.end = steps - 1
     account.begin()
     planner.begin(0, 0)
     for step in range(steps):
