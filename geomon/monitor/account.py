@@ -95,14 +95,14 @@ class Account:
             self._alone, self._steps_alone = self._alone / 2, self._steps_alone / 2
 
     @property
-    def slowed(self) -> float:
-        """Seconds by which steps took longer while a thread measured."""
-        return max(0.0, self._slowed)
+    def spent(self) -> float:
+        """Seconds that geomon has taken: charged, and what steps took longer beside a thread."""
+        return self.charged + max(0.0, self._slowed)
 
     @property
-    def spent(self) -> float:
-        """Seconds that geomon has taken from the training since it began."""
-        return self.charged + self.slowed
+    def trained(self) -> float:
+        """Seconds of training without geomon."""
+        return self.elapsed - self.spent
 
     @property
     def elapsed(self) -> float:

@@ -262,7 +262,11 @@ class Monitor:
         if self._is_own():
             with self.account.charge():
                 self._flush()
-                self._say_left_out()
+                if left_out := self.planner.left_out:
+                    due = left_out + self.planner.purse.made
+                    self.warnings.warn(
+                        f"the budget left out {left_out} of {due} readings that were due"
+                    )
                 self.outbox.close()
 
     def __enter__(self) -> Self:
@@ -549,18 +553,10 @@ class Monitor:
         share = share if budget == AUTO else budget  # type: ignore[assignment]
         if schedule is None and share is None:
             schedule = log_spaced()
-        guarded = None
         if schedule is not None:
-            assert callable(schedule)  # the options were checked
-            guarded = _guard_schedule("schedule", schedule, self.warnings)
-        return Planner(
-            guarded,
-            share,
-            self._schedule_of_checks(),
-            self._group,
-            self.account,
-            source=self._source,
-        )
+            schedule = _guard_schedule("schedule", schedule, self.warnings)  # type: ignore[arg-type]
+        checks = self._schedule_of_checks()
+        return Planner(schedule, share, checks, self._group, self.account, source=self._source)
 
     def _schedule_of_checks(self) -> Schedule | str | None:
         """Return when to check; a single rank makes checks, so it must have the whole model."""
@@ -603,11 +599,6 @@ class Monitor:
             earlier = self._group.broadcast(earlier)
         finally:  # if the first rank is alone from now on, it still knows its record
             self.planner.begin(step, earlier)
-
-    def _say_left_out(self) -> None:
-        if left_out := self.planner.left_out:
-            due = left_out + self.planner.purse.made
-            self.warnings.warn(f"the budget left out {left_out} of {due} readings that were due")
 
     @property
     def _block_names(self) -> list[str]:

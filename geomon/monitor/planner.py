@@ -184,8 +184,6 @@ class Planner:
             self._is_owed = self._is_owed or is_scheduled
         if not (asks or is_urgent) or (busy and is_alone):
             return False
-        if self._fills:
-            self.checks.share = self.purse.share_of_checks(step)
         is_made = self._is_urgent or self.purse.pays(step, spread=self._fills)
         ask, end = step + max(_WAIT, int(_WAIT_SHARE * step)), self.purse.end
         decision = is_made, ask if end is None or end <= step else min(ask, end)

@@ -15,6 +15,8 @@ _OF_AVERAGE, _FIRST_APART = 0.3, 48
 # A run whose end is unknown is planned as if this many readings fitted into it, within this many
 # steps, and later as if it were this factor longer than so far.
 _FITTING, _SHORT, _AHEAD = 12, 2_000, 1.5
+# A second reading, which is made in any case, counts for this many readings that are paid for.
+_BETWEEN, _SOON = 0.5, 4
 # A first reading loads libraries, and costs about this factor more than the others. The cost of a
 # reading is that of so many recent ones.
 _FIRST_COST, _RECENT = 2.2, 10
@@ -34,11 +36,13 @@ class Purse:
     Attributes:
         end: The last step of the run; None if it is not known.
         last_read: Step of the last reading.
+        made: Number of readings of this start.
     """
 
     def __init__(self, share: float, account: Account, checks: Checks) -> None:
         self._share, self._account, self._checks = share, account, checks
         self.end: int | None = None
+        self.made = 0
         self._before: list[float] = []  # seconds of all readings before each
 
     def begin(self, step: int, earlier: int) -> None:
@@ -49,33 +53,24 @@ class Purse:
 
     def time_from(self, step: int) -> None:
         """Take the time of a step from here on; the first one may compile."""
-        self._since, self._trained = step, self._account.elapsed - self._account.spent
-
-    @property
-    def made(self) -> int:
-        """Number of readings of this start."""
-        return len(self._before)
+        self._since, self._trained = step, self._account.trained
 
     def mark_read(self) -> None:
         """Record that a reading is being made."""
+        self.made += 1
         self._before.append(self._account.spent - self._checks.cost)
-
-    def share_of_checks(self, step: int) -> float:
-        """Share of the time that checks take, from a step on."""
-        if self._checks.schedule is None:
-            return 0.0
-        left = self._share - _ENOUGH * self._cost / max(self._length(step)[2], 1e-9)
-        return min(max(left, _LEAST_PART * self._share), _LARGEST_PART * self._share)
 
     def pays(self, step: int, *, spread: bool) -> bool:
         """Return whether to read a step; those of a schedule need not be `spread`."""
         if not self._before:
             return True  # the cost is not known
-        end, _, _ = self._length(step)
-        # The last step is paid for, and a part of a reading would be left over at the end. A second
-        # one is made in any case, but later.
-        count: float = math.floor(self._affordable(step)) + (step >= end)
-        count = max(count, 0.5 * (self._earlier + self.made < 2))
+        end = self._end(step)
+        if spread:
+            self._checks.share = self._share_of_checks(self._seconds(step, end))
+        # The last step is paid for, and a part of a reading would be left over at the end.
+        count: float = math.floor(self._affordable(step, end)) + (step >= end)
+        if self._earlier + self.made < 2:  # made in any case, soon if the end is unknown
+            count = max(count, _SOON if self.end is None else _BETWEEN)
         least = min(_FIRST_APART, _OF_AVERAGE * (end - self.last_read) / max(count + 1, 1))
         done, now = self._way(self.last_read, end), self._way(step, end)
         is_apart = not spread or step - self.last_read >= least
@@ -83,22 +78,20 @@ class Purse:
 
     def few(self, step: int, enough: int) -> dict[str, int | float | str]:
         """Return numbers for a sentence if the run can have fewer readings than these, or {}."""
-        end, step_time, seconds = self._length(step)
-        made = self._earlier + self.made
-        count = made + max(math.floor(self._affordable(step)), 0) + 1
+        end = self._origin + _SHORT if self.end is None else max(self.end, step)
+        seconds, made = self._seconds(step, end), self._earlier + self.made
+        count = made + max(math.floor(self._affordable(step, end)), 0) + 1
         if count >= enough:
             return {}
-        readings = 1 - self.share_of_checks(step) / self._share
-        training = seconds * (1 - self._share)
-        least, needed = (
-            taken / (training + taken)
-            for more in (1, enough - made)
-            if (taken := (self._account.spent + more * self._cost) / readings)
-        )
+        training, spent = seconds * (1 - self._share), self._account.spent + self._cost
+        wanted = spent + (enough - made - 1) * self._cost
+        wanted /= 1 - self._share_of_checks(seconds) / self._share
         return {
-            "readings": count, "steps": f"{end:,}", "cost": f"{self._cost / step_time:.2g}",
-            "share": f"{max(least, self._share):.0%}", "enough": enough,
-            "needed": f"{needed + .005:.0%}",
+            "readings": count, "enough": enough,
+            "cost": f"{self._cost / self._step_time(step):.2g}",
+            "steps": f"the first {_SHORT:,}" if self.end is None else f"its {end + 1:,}",
+            "share": f"{max(spent / (training + spent), self._share):.0%}",
+            "needed": f"{wanted / (training + wanted) + 0.005:.0%}",
         }  # fmt: skip
 
     @property
@@ -110,27 +103,41 @@ class Purse:
             costs[0] /= _FIRST_COST
         return max(statistics.median(costs or [0.0]), 1e-9)
 
-    def _length(self, step: int) -> tuple[int, float, float]:
-        """Return the last step of the run, seconds of a step of training, and of the whole run."""
-        training = self._account.elapsed - self._account.spent
-        step_time = max(training - self._trained, 1e-9) / max(step - self._since, 1)
-        end = self.end
-        if end is None or end < step:
-            fitting = min(_FITTING * self._cost / (self._share * step_time), _SHORT)
-            end = self._origin + round(max(fitting, _AHEAD * (step - self._origin), 1))
-        return end, step_time, (training + (end - step) * step_time) / (1 - self._share)
+    def _step_time(self, step: int) -> float:
+        """Seconds of a step of training."""
+        return max(self._account.trained - self._trained, 1e-9) / max(step - self._since, 1)
 
-    def _affordable(self, step: int) -> float:
+    def _end(self, step: int) -> int:
+        """Return the last step of the run, or one that is planned for if it is unknown."""
+        if self.end is not None and self.end >= step:
+            return self.end
+        fitting = min(_FITTING * self._cost / (self._share * self._step_time(step)), _SHORT)
+        return self._origin + round(max(fitting, _AHEAD * (step - self._origin), 1))
+
+    def _seconds(self, step: int, end: int) -> float:
+        """Seconds of the whole run until its end, as expected at a step."""
+        return (self._account.trained + (end - step) * self._step_time(step)) / (1 - self._share)
+
+    def _share_of_checks(self, seconds: float) -> float:
+        """Share of the time that checks take in a run of some seconds."""
+        if self._checks.schedule is None:
+            return 0.0
+        left = self._share - _ENOUGH * self._cost / max(seconds, 1e-9)
+        return min(max(left, _LEAST_PART * self._share), _LARGEST_PART * self._share)
+
+    def _affordable(self, step: int, end: int) -> float:
         """Return the number of readings that are paid for between a step and the last one."""
-        seconds = self._length(step)[2]
-        later = self.share_of_checks(step) * max(seconds - self._account.elapsed, 0.0)
+        seconds = self._seconds(step, end)
+        later = self._share_of_checks(seconds) * max(seconds - self._account.elapsed, 0.0)
         return (self._share * seconds - self._account.spent - later) / self._cost - 1
 
     def _way(self, step: int, end: int) -> float:
         """Part of the readings of a run that are made by a step."""
         done, whole = step - self._origin, max(end - self._origin, 1)
-        by_logarithm = math.log1p(done) / math.log1p(whole)
-        return _BY_LOGARITHM * by_logarithm + (1 - _BY_LOGARITHM) * done / whole
+        return (
+            _BY_LOGARITHM * math.log1p(done) / math.log1p(whole)
+            + (1 - _BY_LOGARITHM) * done / whole
+        )
 
 
 __all__ = ["Purse"]
