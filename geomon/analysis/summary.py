@@ -73,10 +73,14 @@ def _cost(readings: Readings) -> list[str]:
     last, steps = readings[-1], [reading.step for reading in readings]
     count, gap = last.count, last.gap
     if not count:  # an older record
-        count, gap = len(steps), max(b - a for a, b in pairwise(steps))
+        count, gap = len(steps), max((b - a for a, b in pairwise(steps)), default=0)
     share = curve.values[-1] * 100
-    checked = f" and checked {last.checks:,} time{'s' * (last.checks != 1)}" if last.checks else ""
+    parts = [
+        f"{count:,} reading{'s' * (count != 1)}",
+        f"at most {gap:,} step{'s' * (gap != 1)} apart" if gap else "",
+        f"{last.checks:,} check{'s' * (last.checks != 1)}" if last.checks else "",
+    ]
     return [
-        f"Read {count:,} time{'s' * (count != 1)}{checked} until step {last.step:,}, with at most "
-        f"{gap:,} steps between two readings, in {share:.{int(share < 10)}f} % of the time."
+        f"geomon took {share:.{int(share < 10)}f} % of the time until step {last.step:,}: "
+        f"{', '.join(filter(None, parts))}."
     ]
