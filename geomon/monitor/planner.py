@@ -41,8 +41,9 @@ class Planner:
     and the last reading will take, pays for `n` readings, and the next one is made as soon as
     `1 / (n + 1)` of the way from the last reading to the end is done, where step s of S is at
     `0.7 ln(1 + s) / ln(1 + S) + 0.3 s / S` of the whole way. If the length S is unknown, the run
-    is planned as if 12 readings fitted into it, within 2,000 steps, and later as if it were one and
-    a half times as long as so far. The first two are made regardless of cost.
+    is planned as if 11 readings fitted into it, within 2,000 steps, and later as if it were one and
+    a half times as long as so far. The first two, and the last if it is known, are made regardless
+    of cost.
 
     Args:
         schedule: Function from a step to whether a reading is due (step 0 always is), or None to
@@ -161,7 +162,7 @@ class Planner:
             return None
         self._is_explained = True
         text = (
-            "this run can have only {readings} readings in {steps} steps, {share} of the time, "
+            "this run can have only {readings} readings until step {end}, {share} of the time, "
             "because a reading takes as long as {cost} steps: budget='{needed}' pays for {enough}, "
             "schedule= sets their steps, and fewer metrics= or tokens= make them cheaper"
         )

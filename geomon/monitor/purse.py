@@ -14,8 +14,9 @@ _BY_LOGARITHM = 0.7
 _OF_AVERAGE, _FIRST_APART = 0.3, 48
 # A run whose end is unknown is planned as if this many readings fitted into it, within this many
 # steps, and later as if it were this factor longer than so far.
-_FITTING, _SHORT, _AHEAD = 12, 2_000, 1.5
-# A second reading, which is made in any case, counts for this many readings that are paid for.
+_FITTING, _SHORT, _AHEAD = 11, 2_000, 1.5
+# A second reading is made in any case. If only that is affordable, it is made as if it were half a
+# reading, so late, or as the first of a few, if the end is unknown.
 _BETWEEN, _SOON = 0.5, 4
 # A first reading loads libraries, and costs about this factor more than the others. The cost of a
 # reading is that of so many recent ones.
@@ -62,15 +63,14 @@ class Purse:
 
     def pays(self, step: int, *, spread: bool) -> bool:
         """Return whether to read a step; those of a schedule need not be `spread`."""
-        if not self._before:
-            return True  # the cost is not known
+        if not self._before or (spread and step == self.end):
+            return True  # the first one, whose cost is not known, and the last one
         end = self._end(step)
         if spread:
             self._checks.share = self._share_of_checks(self._seconds(step, end))
-        # The last step is paid for, and a part of a reading would be left over at the end.
-        count: float = math.floor(self._affordable(step, end)) + (step >= end)
-        if self._earlier + self.made < 2:  # made in any case, soon if the end is unknown
-            count = max(count, _SOON if self.end is None else _BETWEEN)
+        count: float = math.floor(self._affordable(step, end))  # a part of one would be left over
+        if self._earlier + self.made < 2 and count < 2:
+            count = _SOON if self.end is None else _BETWEEN
         least = min(_FIRST_APART, _OF_AVERAGE * (end - self.last_read) / max(count + 1, 1))
         done, now = self._way(self.last_read, end), self._way(step, end)
         is_apart = not spread or step - self.last_read >= least
@@ -80,17 +80,18 @@ class Purse:
         """Return numbers for a sentence if the run can have fewer readings than these, or {}."""
         end = self._origin + _SHORT if self.end is None else max(self.end, step)
         seconds, made = self._seconds(step, end), self._earlier + self.made
-        count = made + max(math.floor(self._affordable(step, end)), 0) + 1
-        if count >= enough:
+        later = max(math.floor(self._affordable(step, end)), 0) + (self.end is not None)
+        if made + later >= enough:
             return {}
-        training, spent = seconds * (1 - self._share), self._account.spent + self._cost
-        wanted = spent + (enough - made - 1) * self._cost
+        training = seconds * (1 - self._share)
+        least = self._account.spent + (self.end is not None) * self._cost
+        wanted = self._account.spent + (enough - made) * self._cost
         wanted /= 1 - self._share_of_checks(seconds) / self._share
         return {
-            "readings": count, "enough": enough,
+            "readings": made + later, "enough": enough,
             "cost": f"{self._cost / self._step_time(step):.2g}",
-            "steps": f"the first {_SHORT:,}" if self.end is None else f"its {end + 1:,}",
-            "share": f"{max(spent / (training + spent), self._share):.0%}",
+            "end": f"{end:,}",
+            "share": f"{max(least / (training + least), self._share):.0%}",
             "needed": f"{wanted / (training + wanted) + 0.005:.0%}",
         }  # fmt: skip
 
@@ -126,10 +127,11 @@ class Purse:
         return min(max(left, _LEAST_PART * self._share), _LARGEST_PART * self._share)
 
     def _affordable(self, step: int, end: int) -> float:
-        """Return the number of readings that are paid for between a step and the last one."""
+        """Return the number of readings that can be paid for from a step on, without the last."""
         seconds = self._seconds(step, end)
         later = self._share_of_checks(seconds) * max(seconds - self._account.elapsed, 0.0)
-        return (self._share * seconds - self._account.spent - later) / self._cost - 1
+        affordable = (self._share * seconds - self._account.spent - later) / self._cost
+        return affordable - (self.end is not None)  # the last step is read
 
     def _way(self, step: int, end: int) -> float:
         """Part of the readings of a run that are made by a step."""
