@@ -112,8 +112,7 @@ class Account:
     @property
     def overhead(self) -> float:
         """Share of the time since the first step that geomon took; NaN before it."""
-        elapsed = self.elapsed
-        return self.spent / elapsed if elapsed else math.nan
+        return self.spent / self.elapsed if self.elapsed else math.nan
 
     def charge(self) -> AbstractContextManager[None]:
         """Return a context manager that adds the time inside it to geomon's.
@@ -121,14 +120,6 @@ class Account:
         Time that is charged twice counts once, and time that is left out does not count.
         """
         return _Charge(self)
-
-    def leave_out(self, seconds: float) -> None:
-        """Exclude time inside a charge that the training would have taken without geomon too.
-
-        Args:
-            seconds: The time.
-        """
-        self.left_out += max(0.0, seconds)
 
 
 __all__ = ["Account"]

@@ -560,10 +560,9 @@ class Monitor:
 
     def _schedule_of_checks(self) -> Schedule | str | None:
         """Return when to check; a single rank makes checks, so it must have the whole model."""
-        asked, is_first = self._options["checks"], self._group.rank == 0
-        if not (is_first and self._source == "inline" and self._quick_evaluator.metrics):
-            return None
-        if not (self._options["alerts"] and self._group.own.is_whole):
+        asked, group = self._options["checks"], self._group
+        watches = self._options["alerts"] and self._quick_evaluator.metrics
+        if self._source != "inline" or not watches or group.rank or not group.own.is_whole:
             return None
         return _guard_schedule("checks", asked, self.warnings) if callable(asked) else asked  # type: ignore[return-value]
 

@@ -111,8 +111,8 @@ class Outbox:
                 once=True,
             )
         self._before = earlier[-1] if earlier else None
-        checks = 0 if self._before is None else self._before.checks
-        self._checks_before = checks - self._planner.checks.made
+        before = sum(reading.checks for reading in earlier[-1:])
+        self._checks_before = before - self._planner.checks.made
         self.sinks.describe(description)
         return len(earlier)
 
@@ -320,7 +320,7 @@ class Outbox:
             )
         finally:
             taken = time.perf_counter() - began
-            self._account.leave_out(taken - (self._account.spent - spent))
+            self._account.left_out += max(0.0, taken - (self._account.spent - spent))
 
     def _warn_of_late(self, late: Sequence[str]) -> None:
         """Warn about values that came after their reading; later readings will wait for them."""

@@ -8,8 +8,7 @@ import enum
 
 from geomon.distributed import RankGroup
 from geomon.monitor.account import Account
-from geomon.monitor.checks import Checks
-from geomon.monitor.purse import Purse
+from geomon.monitor.purse import Checks, Purse
 from geomon.monitor.schedule import Schedule
 from geomon.note import Note
 
@@ -18,8 +17,6 @@ DEFAULT_SHARE = 0.05
 # Steps until the next decision, at least and as a share of the steps so far: no more than 500
 # readings in 100,000 steps.
 _WAIT, _WAIT_SHARE = 4, 0.015
-# Readings that show a curve; a run that gets fewer says so.
-_FEW = 10
 # Most steps for which a schedule is evaluated at once if a training jumps.
 _MOST_JUMPED = 10_000
 
@@ -161,13 +158,7 @@ class Planner:
         if self.step is None or self._is_explained or not is_known:
             return None
         self._is_explained = True
-        text = (
-            "this run can have only {readings} readings until step {end}, {share} of the time, "
-            "because a reading takes as long as {cost} steps: budget='{needed}' pays for {enough}, "
-            "schedule= sets their steps, and fewer metrics= or tokens= make them cheaper"
-        )
-        numbers = self.purse.few(self.step, _FEW)
-        return Note("few readings", text, numbers=numbers) if numbers else None
+        return self.purse.explain_few(self.step)
 
     def _decide(self, before: int | None, step: int, *, busy: bool) -> bool:
         """Return whether a reading is made at a step; a collective if it must fit the share."""

@@ -1,12 +1,17 @@
-"""The purse of a run: which steps its share of the time pays for reading."""
+"""What a share of a run's time pays for: checks, and readings, spread over its steps."""
 
 import itertools
 import math
 import statistics
 
 from geomon.monitor.account import Account
-from geomon.monitor.checks import Checks
+from geomon.monitor.schedule import Schedule
+from geomon.note import Note
 
+# Share of the time that checks take beside a schedule of readings.
+CHECK_SHARE = 0.01
+# First step of an unscheduled check: earlier, everything is still moving.
+_FIRST_CHECK = 32
 # This part of the readings is spread evenly over the logarithm of the step, the rest over steps.
 _BY_LOGARITHM = 0.7
 # Readings are at least this share of the average distance that is left apart, up to a number of
@@ -21,9 +26,64 @@ _BETWEEN, _SOON = 0.5, 4
 # A first reading loads libraries, and costs about this factor more than the others. The cost of a
 # reading is that of so many recent ones.
 _FIRST_COST, _RECENT = 2.2, 10
+# Readings that show a curve; a run that can have fewer says so.
+_FEW = 10
 # Readings that show a curve well. Beyond that, more would show little more, but more checks see a
 # fault sooner; so checks get what these leave of the share, within these parts of it.
 _ENOUGH, _LEAST_PART, _LARGEST_PART = 40, 0.2, 0.6
+
+
+class Checks:
+    """Decides which steps are checked, by a schedule or in a share of the time.
+
+    Args:
+        schedule: Function from a step to whether a check is due; "auto" for as many as fit into a
+            share of the time; None for none.
+        account: Account of the time.
+
+    Attributes:
+        schedule: The argument, or None after `stop`.
+        share: Share of the time for automatic checks.
+        made: Number of checks.
+        cost: Seconds for which the training has waited for them.
+        is_due: Whether to check the present step.
+    """
+
+    def __init__(self, schedule: Schedule | str | None, account: Account) -> None:
+        self.schedule, self.share, self._account = schedule, CHECK_SHARE, account
+        self.made, self.cost = 0, 0.0
+        self._purse = self._updated = 0.0  # seconds for checks, and when they were updated
+        # Whether to check the next step too, and whether the last check was such a second one.
+        self._is_again = self._is_second = self.is_due = False
+
+    def decide(self, step: int, *, busy: bool) -> None:
+        """Decide whether a step is checked."""
+        elapsed = self._account.elapsed
+        self._purse, self._updated = self._purse + self.share * (elapsed - self._updated), elapsed
+        self.is_due = False  # stays so if a schedule raises
+        if callable(self.schedule):
+            self.is_due = self._is_again or self.schedule(step)
+        elif self.schedule is not None:
+            expected = self.cost + self.cost / max(self.made, 1)
+            is_payable = not busy and step >= _FIRST_CHECK and expected <= self._purse
+            self.is_due = self._is_again or is_payable
+
+    def mark(self, seconds: float) -> None:
+        """Record that a check of the present step was begun, and how long training waited."""
+        self.made, self.cost = self.made + 1, self.cost + seconds
+        self._is_second, self._is_again, self.is_due = self._is_again, False, False
+
+    def ask_again(self) -> None:
+        """Have the next step checked regardless of schedule.
+
+        A third check never follows such a second one, so checks stay few even if every value is
+        strange.
+        """
+        self._is_again = not self._is_second
+
+    def stop(self) -> None:
+        """Make no further checks."""
+        self.schedule, self.is_due = None, False
 
 
 class Purse:
@@ -72,28 +132,34 @@ class Purse:
         if self._earlier + self.made < 2 and count < 2:
             count = _SOON if self.end is None else _BETWEEN
         least = min(_FIRST_APART, _OF_AVERAGE * (end - self.last_read) / max(count + 1, 1))
-        done, now = self._way(self.last_read, end), self._way(step, end)
-        is_apart = not spread or step - self.last_read >= least
-        return count > 0 and is_apart and (now - done) * (count + 1) >= 1 - done
+        if count <= 0 or (spread and step - self.last_read < least):
+            return False
+        done = self._way(self.last_read, end)
+        return (self._way(step, end) - done) * (count + 1) >= 1 - done
 
-    def few(self, step: int, enough: int) -> dict[str, int | float | str]:
-        """Return numbers for a sentence if the run can have fewer readings than these, or {}."""
+    def explain_few(self, step: int) -> Note | None:
+        """Return a note if the run can have only few readings."""
         end = self._origin + _SHORT if self.end is None else max(self.end, step)
         seconds, made = self._seconds(step, end), self._earlier + self.made
         later = max(math.floor(self._affordable(step, end)), 0) + (self.end is not None)
-        if made + later >= enough:
-            return {}
+        if made + later >= _FEW:
+            return None
         training = seconds * (1 - self._share)
         least = self._account.spent + (self.end is not None) * self._cost
-        wanted = self._account.spent + (enough - made) * self._cost
+        wanted = self._account.spent + (_FEW - made) * self._cost
         wanted /= 1 - self._share_of_checks(seconds) / self._share
-        return {
-            "readings": made + later, "enough": enough,
-            "cost": f"{self._cost / self._step_time(step):.2g}",
-            "end": f"{end:,}",
-            "share": f"{max(least / (training + least), self._share):.0%}",
-            "needed": f"{wanted / (training + wanted) + 0.005:.0%}",
-        }  # fmt: skip
+        return Note(
+            "few readings",
+            "this run can have only {readings} readings until step {end}, {share} of the time, "
+            "because a reading takes as long as {cost} steps: budget='{needed}' pays for {enough}, "
+            "schedule= sets their steps, and fewer metrics= or tokens= make them cheaper",
+            numbers={
+                "readings": made + later, "end": f"{end:,}", "enough": _FEW,
+                "cost": f"{self._cost / self._step_time(step):.2g}",
+                "share": f"{max(least / (training + least), self._share):.0%}",
+                "needed": f"{wanted / (training + wanted) + 0.005:.0%}",
+            },
+        )  # fmt: skip
 
     @property
     def _cost(self) -> float:
@@ -142,4 +208,4 @@ class Purse:
         )
 
 
-__all__ = ["Purse"]
+__all__ = ["Checks", "Purse"]

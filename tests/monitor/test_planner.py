@@ -247,7 +247,7 @@ def test_the_account_counts_what_overlaps_once_and_what_is_left_out_not(clock):
         clock.now += 1.0
         with account.charge():
             clock.now += 2.0
-            account.leave_out(0.5)
+            account.left_out += 0.5
     clock.now += 1.5
     assert account.spent == 2.5
     assert account.overhead == 2.5 / 4.5
