@@ -111,8 +111,7 @@ class Outbox:
                 once=True,
             )
         self._before = earlier[-1] if earlier else None
-        before = sum(reading.checks for reading in earlier[-1:])
-        self._checks_before = before - self._planner.checks.made
+        self._checks_before = sum(x.checks for x in earlier[-1:]) - self._planner.checks.made
         self.sinks.describe(description)
         return len(earlier)
 

@@ -154,8 +154,7 @@ class Planner:
 
     def explain_few(self) -> Note | None:
         """Return a note if the share pays for few readings, once and as soon as costs are known."""
-        is_known = self._fills and self.purse.made > 1 and not self._read_here
-        if self.step is None or self._is_explained or not is_known:
+        if self._is_explained or not self._fills or self.purse.made < 2 or self.step is None:
             return None
         self._is_explained = True
         return self.purse.explain_few(self.step)
@@ -178,10 +177,8 @@ class Planner:
             return False
         is_made = self._is_urgent or self.purse.pays(step, spread=self._fills)
         ask, end = step + max(_WAIT, int(_WAIT_SHARE * step)), self.purse.end
-        decision = is_made, ask if end is None or end <= step else min(ask, end)
-        if not is_alone:
-            decision = self._group.meet(step, decision)[0]
-        is_made, self._ask = decision
+        own = is_made, ask if end is None or end <= step else min(ask, end)
+        is_made, self._ask = own if is_alone else self._group.meet(step, own)[0]
         return is_made
 
 

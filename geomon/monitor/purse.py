@@ -65,8 +65,9 @@ class Checks:
             self.is_due = self._is_again or self.schedule(step)
         elif self.schedule is not None:
             expected = self.cost + self.cost / max(self.made, 1)
-            is_payable = not busy and step >= _FIRST_CHECK and expected <= self._purse
-            self.is_due = self._is_again or is_payable
+            self.is_due = self._is_again or (
+                not busy and step >= _FIRST_CHECK and expected <= self._purse
+            )
 
     def mark(self, seconds: float) -> None:
         """Record that a check of the present step was begun, and how long training waited."""
@@ -187,17 +188,16 @@ class Purse:
 
     def _share_of_checks(self, seconds: float) -> float:
         """Share of the time that checks take in a run of some seconds."""
-        if self._checks.schedule is None:
-            return 0.0
         left = self._share - _ENOUGH * self._cost / max(seconds, 1e-9)
-        return min(max(left, _LEAST_PART * self._share), _LARGEST_PART * self._share)
+        taken = min(max(left, _LEAST_PART * self._share), _LARGEST_PART * self._share)
+        return 0.0 if self._checks.schedule is None else taken
 
     def _affordable(self, step: int, end: int) -> float:
         """Return the number of readings that can be paid for from a step on, without the last."""
         seconds = self._seconds(step, end)
         later = self._share_of_checks(seconds) * max(seconds - self._account.elapsed, 0.0)
-        affordable = (self._share * seconds - self._account.spent - later) / self._cost
-        return affordable - (self.end is not None)  # the last step is read
+        for_readings = self._share * seconds - self._account.spent - later
+        return for_readings / self._cost - (self.end is not None)  # the last step is read
 
     def _way(self, step: int, end: int) -> float:
         """Part of the readings of a run that are made by a step."""
