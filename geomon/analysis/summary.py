@@ -1,6 +1,7 @@
 """A run in words: its alerts, and one sentence for each fact."""
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from geomon.analysis.alerts import first_alerts
 from geomon.analysis.curves import plain_curve, single_source
@@ -65,9 +66,21 @@ def dimension_facts(facts: Iterable[Fact]) -> list[Fact]:
 
 
 def _cost(readings: Readings) -> list[str]:
+    """Say how often the run was looked at, and in what share of its time."""
     curve = plain_curve(readings, lambda reading: reading.overhead)
     if not len(curve):
         return []
+    last, steps = readings[-1], [reading.step for reading in readings]
+    count, gap = last.count, last.gap
+    if not count:  # an older record
+        count, gap = len(steps), max((b - a for a, b in pairwise(steps)), default=0)
     share = curve.values[-1] * 100
-    digits = 1 if share < 10 else 0
-    return [f"geomon took {share:.{digits}f} % of the time until step {curve.steps[-1]:,}."]
+    parts = [
+        f"{count:,} reading{'s' * (count != 1)}",
+        f"at most {gap:,} step{'s' * (gap != 1)} apart" if gap else "",
+        f"{last.checks:,} check{'s' * (last.checks != 1)}" if last.checks else "",
+    ]
+    return [
+        f"geomon took {share:.{int(share < 10)}f} % of the time until step {last.step:,}: "
+        f"{', '.join(filter(None, parts))}."
+    ]

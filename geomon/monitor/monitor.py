@@ -188,6 +188,9 @@ class Monitor:
                 self._executor.resume()
                 self.outbox.publish()
                 self.planner.advance(number, busy=self._executor.busy)
+                if (note := self.planner.explain_few()) is not None:
+                    self.outbox.note([note])
+                    self.warnings.say(note.words())
 
     def log(self, step: SupportsIndex | None = None, /, **values: Any) -> None:
         """Put values into the reading of a step as `training/<name>`, such as the loss.
@@ -308,7 +311,7 @@ class Monitor:
         Args:
             step: The last step of the run, or None if it is not known.
         """
-        self.planner.expect_end(step)
+        self.planner.purse.end = step
 
     def add_loggers(self, sinks: Sequence[Sink]) -> None:
         """Add sinks that are called in the training's own thread, without a time limit.
@@ -428,7 +431,7 @@ class Monitor:
             with self.warnings.guard():
                 passes = self.passes.snapshots(window)
                 if passes[0].is_empty:
-                    self.planner.stop_checks()  # compiled code hides the blocks
+                    self.planner.checks.stop()  # compiled code hides the blocks
                     return
                 job = ReadingJob(
                     step, CHECK, RankGroup(), self._quick_evaluator, rows=_CHECK_ROWS,
@@ -436,7 +439,7 @@ class Monitor:
                 )  # fmt: skip
                 job.begin(passes, window.seconds)
                 self._executor.submit(job)
-            self.planner.mark_checked(time.perf_counter() - began)
+            self.planner.checks.mark(time.perf_counter() - began)
             self.outbox.publish()
 
     @contextmanager
@@ -548,25 +551,16 @@ class Monitor:
         share = share if budget == AUTO else budget  # type: ignore[assignment]
         if schedule is None and share is None:
             schedule = log_spaced()
-        guarded = None
         if schedule is not None:
-            assert callable(schedule)  # the options were checked
-            guarded = _guard_schedule("schedule", schedule, self.warnings)
-        return Planner(
-            guarded,
-            share,
-            self._schedule_of_checks(),
-            self._group,
-            self.account,
-            source=self._source,
-        )
+            schedule = _guard_schedule("schedule", schedule, self.warnings)  # type: ignore[arg-type]
+        checks = self._schedule_of_checks()
+        return Planner(schedule, share, checks, self._group, self.account, source=self._source)
 
     def _schedule_of_checks(self) -> Schedule | str | None:
         """Return when to check; a single rank makes checks, so it must have the whole model."""
-        asked, is_first = self._options["checks"], self._group.rank == 0
-        if not (is_first and self._source == "inline" and self._quick_evaluator.metrics):
-            return None
-        if not (self._options["alerts"] and self._group.own.is_whole):
+        asked, group = self._options["checks"], self._group
+        watches = self._options["alerts"] and self._quick_evaluator.metrics
+        if self._source != "inline" or not watches or group.rank or not group.own.is_whole:
             return None
         return _guard_schedule("checks", asked, self.warnings) if callable(asked) else asked  # type: ignore[return-value]
 
@@ -588,8 +582,7 @@ class Monitor:
     def _begin(self, step: int) -> None:
         """Start at the first step, or go back to an earlier one, and read what the record holds."""
         if self.planner.step is not None:
-            self.outbox.begin(step, self.describe())
-            self.planner.rewind(step)
+            self.planner.begin(step, self.outbox.begin(step, self.describe()))
             return
         for name in _LOADED_FIRST:
             with contextlib.suppress(ImportError):  # reported by the code that needs it
@@ -612,12 +605,9 @@ class Monitor:
                 "the monitor was given no step, so nothing was read: write `with monitor(step):` "
                 "around the forward pass (`with monitor:` only closes it at its end)"
             )
-        left_out = self.planner.left_out
-        if left_out:
-            self.warnings.warn(
-                f"the budget left out {left_out} of {left_out + self.planner.made} readings that "
-                "were due"
-            )
+        if left_out := self.planner.left_out:
+            due = left_out + self.planner.purse.made
+            self.warnings.warn(f"the budget left out {left_out} of {due} readings that were due")
 
     @property
     def _block_names(self) -> list[str]:

@@ -298,8 +298,8 @@ class MonitorOptions(TypedDict, total=False):
             None,
             "Function from a step to whether a reading is due, or a number of steps, 100 for "
             "`every(100)`. Step 0 is always due; if training jumps over a due step, the next step "
-            "is read. By default readings fill the budget evenly: the first three come at steps 0, "
-            "16 and 48 whatever they cost, the others are dense at first and never stop.",
+            "is read. By default readings fill the budget: what is left of it is spread over the "
+            "steps that remain, densely at first.",
             check_schedule,
             group="When and on which inputs",
         ),
@@ -325,9 +325,8 @@ class MonitorOptions(TypedDict, total=False):
             "`log_spaced()` has them if no `schedule` is given. The budget decides whether a "
             "reading is made, never how much of it: a due reading that does not fit is put off "
             "until it does, and what is left out is counted. The share is of the time that the "
-            "whole run is expected to take, or of the time so far if its length is not known. The "
-            "first three readings, a callback's last one and explicit calls of `probe` are always "
-            "made.",
+            "whole run is expected to take. The first two readings, the last one and explicit "
+            "calls of `probe` are always made, so a short run may take more, and says so.",
             _check_budget,
         ),
     ]

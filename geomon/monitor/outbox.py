@@ -81,6 +81,8 @@ class Outbox:
         self._logged = LoggedValues(options["log"], warnings)
         self.sinks = SinkCalls(options["sinks"], warnings, options["sink_timeout"])
         self.latest: Reading | None = None
+        self._before: Reading | None = None  # the reading before, of this start or an earlier one
+        self._checks_before = 0  # checks of earlier starts
         self.open_step: int | None = None
         self._noted: list[Note] = []  # alerts of checks and remarks since the last reading
         self._last_completed: tuple[ReadingJob | None, _Completed] = None, _NOTHING
@@ -120,6 +122,9 @@ class Outbox:
                 "earlier readings raise no alerts",
                 once=True,
             )
+        self._before = earlier[-1] if earlier else None
+        checks = self._before.checks if self._before else 0
+        self._checks_before = checks - self._planner.checks.made
         self.sinks.describe(description | {"from_step": step})
         return len(earlier)
 
@@ -179,7 +184,7 @@ class Outbox:
         present = self._planner.step
         if step in self._pending or step == self._published or present is None or step > present:
             return True
-        return step == present and (watched or self._planner.wants_reading)
+        return step == present and (watched or self._planner.is_planned)
 
     def _waits(self, job: ReadingJob) -> bool:
         """Whether values for a reading may still be logged."""
@@ -200,7 +205,7 @@ class Outbox:
             self._take_first()
             if reading is None:
                 return
-            self.latest = reading
+            self.latest = self._before = reading
             said, self._noted = self._noted, []
             new = [
                 note.words() for note in reading.notes
@@ -228,7 +233,7 @@ class Outbox:
             assert check is not None
             alerts = self._find_alerts(check)
             if self._watch.asks_again:
-                self._planner.check_again()
+                self._planner.checks.ask_again()
             if alerts:
                 self._planner.owe()
             for alert in alerts:
@@ -251,12 +256,16 @@ class Outbox:
             return _NOTHING
         # Before the first reading, hardly any training time has passed.
         overhead = math.nan if self._published is None else self._account.overhead
+        before = self._before
         reading = msgspec.structs.replace(
             reading,
             overhead=overhead,
             training=reading.training | self._logged.read(reading.step),
             notes=(*self._notes(), *reading.notes),
             left_out=self._planner.left_out,
+            count=1 if before is None else before.count + 1,
+            gap=0 if before is None else max(before.gap, reading.step - before.step),
+            checks=self._checks_before + self._planner.checks.made,
         )
         alerts = self._find_alerts(reading)
         # Sinks without alerts get the notes of alerts since the last reading.
@@ -337,7 +346,7 @@ class Outbox:
             )
         finally:
             taken = time.perf_counter() - began
-            self._account.leave_out(taken - (self._account.spent - spent))
+            self._account.left_out += max(0.0, taken - (self._account.spent - spent))
 
     def _warn_of_late(self, late: Sequence[str]) -> None:
         """Warn about values that came after their reading; later readings will wait for them."""

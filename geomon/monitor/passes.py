@@ -187,7 +187,7 @@ class Passes:
             self._model, inputs, window, around=around, loss=loss, given=self._parts.given
         )
         if loss is not None:  # the training asked for this validation, so its time is its own
-            self._account.leave_out(made.seconds - window.seconds)
+            self._account.left_out += max(0.0, made.seconds - window.seconds)
         first, *others = self.snapshots(window)
         info = replace(first.info, loss=made.loss)
         if not self._has_passed:

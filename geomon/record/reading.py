@@ -75,6 +75,9 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
         fingerprint: Checksum of the rows that were measured. Readings with the same one saw the
             same tokens in the same groups, so that differences between them are paired. Defaults
             to "", if unknown.
+        count: Number of readings of the run so far, with this one. Defaults to 0, for unknown.
+        gap: Largest number of steps between two of them. Defaults to 0.
+        checks: Number of checks so far. Defaults to 0.
     """
 
     step: Count
@@ -91,6 +94,9 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
     notes: tuple[Note, ...] = ()
     left_out: Count = 0
     fingerprint: str = ""
+    count: Count = 0
+    gap: Count = 0
+    checks: Count = 0
 
     def __post_init__(self) -> None:
         """Replace JSON nulls by NaN, and refuse values that no reading can have."""

@@ -139,7 +139,7 @@ def plan(costs: Costs, steps: int) -> tuple[set[int], set[int]]:
     account = Account(clock=lambda: now)
     planner = Planner(None, DEFAULT_SHARE, "auto", RankGroup(), account, source="inline")
     read_at, checked_at = set(), set()
-    planner.expect_end(steps - 1)
+    planner.purse.end = steps - 1
     account.begin()
     planner.begin(0, 0)
     for step in range(steps):
@@ -151,7 +151,7 @@ def plan(costs: Costs, steps: int) -> tuple[set[int], set[int]]:
                 read_at.add(step)
                 now += costs.reading
             elif due is Due.CHECK:
-                planner.mark_checked(costs.check)
+                planner.checks.mark(costs.check)
                 checked_at.add(step)
                 now += costs.check
         now += 1.0

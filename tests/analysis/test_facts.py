@@ -4,6 +4,7 @@ Records of many shapes are made in memory. A sentence is taken apart by one patt
 margin, step and difference in it is compared with the record's.
 """
 
+import itertools
 import math
 import random
 import re
@@ -34,6 +35,10 @@ SENTENCE = re.compile(
 TOLD = re.compile(
     rf"(start|peak|low|rose|fell) (?:to )?{VALUE} at step ({NUMBER})"
     rf"(?: \(between steps ({NUMBER}) and ({NUMBER})\))?"
+)
+COST = re.compile(
+    rf"geomon took (\S+) % of the time until step ({NUMBER}): ({NUMBER}) readings?"
+    rf"(?:, at most ({NUMBER}) steps? apart)?\."
 )
 ALERT = re.compile(r"Alert at step (\S+?)(?: \(first of (\d+)\))?: (.*?) \(layer 2\): .*")
 TITLES = {
@@ -123,9 +128,12 @@ def shows(points, step, value, margin):
 
 def faults(sentence, readings, curves):
     """What is false in a sentence of the summary."""
-    if found := re.fullmatch(rf"geomon took (\S+) % of the time until step ({NUMBER})\.", sentence):
+    if found := COST.fullmatch(sentence):
+        steps = [reading.step for reading in readings]
+        gap = max((after - before for before, after in itertools.pairwise(steps)), default=0)
+        looked = (number(found[2]), number(found[3]), number(found[4] or "0"))
         right = prints(100 * readings[-1].overhead, found[1])
-        return [] if right and number(found[2]) == readings[-1].step else ["cost"]
+        return [] if right and looked == (steps[-1], len(steps), gap) else ["cost"]
     if found := ALERT.fullmatch(sentence):
         kind = found[3].replace(" ", "_")
         raised = [alert.step for alert in readings.alerts if alert.note.kind == kind]
@@ -198,7 +206,7 @@ def test_every_sentence_of_four_hundred_records_holds_for_its_numbers(part):
 def test_what_was_not_measured_is_not_mentioned(make_readings):
     without = ["twonn", "twonn_distinct", "gride", "anisotropy", "qk_cosine", "attention_entropy"]
     none = "9 readings without a headline quantity."
-    cost = "geomon took 4.0 % of the time until step 1,500."
+    cost = "geomon took 4.0 % of the time until step 1,500: 9 readings, at most 512 steps apart."
     assert summarise(make_readings(without=without)) == [none, cost]
     assert summarise(make_readings(without=[*without, "geomon"])) == [none]
     assert summarise(Readings([], [])) == ["No readings yet."]
@@ -227,6 +235,25 @@ def test_a_run_that_goes_back_is_described_by_the_branch_that_is_trained_now(mak
     found = summary_of(first.runs[0], (*first, *again))["geomon/facts"]
     assert found.splitlines() == [fact.sentence for fact in facts_of(branch)]
     assert "at step 600" in found
+
+
+@pytest.mark.parametrize(
+    ("looks", "said"),
+    [
+        ([(1, 0, 0)], "1 reading"), ([(1, 0, 1)], "1 reading, 1 check"),
+        ([(1, 0, 0), (2, 9, 1_200)], "2 readings, at most 9 steps apart, 1,200 checks"),
+        # Pages that keep few readings know of all; older records count what they hold.
+        ([(1, 0, 0), (40, 351, 0)], "40 readings, at most 351 steps apart"),
+        ([(0, 0, 0)] * 3, "3 readings, at most 1 step apart"),
+    ],
+)  # fmt: skip
+def test_how_often_a_run_was_looked_at_is_said(looks, said):
+    readings = [
+        reading_of({"geomon/overhead": 0.14}, step, count=count, gap=gap, checks=checks)
+        for step, (count, gap, checks) in enumerate(looks)
+    ]
+    sentence = f"geomon took 14 % of the time until step {len(looks) - 1}: {said}."
+    assert summarise(Readings([], readings))[-1] == sentence
 
 
 def test_one_reading_has_no_trend(make_readings):

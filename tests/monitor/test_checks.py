@@ -28,6 +28,40 @@ def train(monitor, model, steps, fault_at=None):
     return measuring.train(model, loss_of, steps, monitor, 1e-3)
 
 
+def test_a_record_counts_readings_checks_and_the_largest_gap_over_resumes_and_rewinds(tmp_path):
+    model = model_of()
+    options = {"directory": tmp_path, "schedule": every(10), "checks": 4, "alerts": ["left_band"]}
+    for spans in ([range(23)], [range(43, 52)], [range(52, 62), range(55, 71)]):
+        monitor = Monitor(model, **options)
+        for steps in spans:
+            train(monitor, model, steps)
+        monitor.close()
+    looks = [(x.step, x.count, x.gap, x.checks) for x in read(tmp_path)]
+    # Steps 4, 8, 12, 16 are checked (not 0, 20 and 40, which are read).
+    assert looks[:3] == [(0, 1, 0, 0), (10, 2, 10, 2), (20, 3, 10, 4)]
+    assert looks[3][:3] == (50, 4, 30)
+    assert [look[1] for look in looks] == [*range(1, len(looks) + 1)]
+    assert [look[2] for look in looks[3:]] == [30] * (len(looks) - 3)
+    checks = [look[3] for look in looks]
+    assert checks == sorted(checks)
+    assert checks[-1] >= 8
+
+
+def test_a_run_that_can_have_few_readings_says_so_once_in_log_and_record(tmp_path, caplog):
+    caplog.set_level("INFO", "geomon")
+    model = model_of()
+    monitor = Monitor(model, directory=tmp_path)
+    monitor.expect_end(30)
+    train(monitor, model, range(31))
+    monitor.close()
+    told = [text for text in caplog.messages if "can have only" in text]
+    assert len(told) == 1
+    assert "readings until step 30, " in told[0]
+    noted = [note.words() for reading in read(tmp_path) for note in reading.notes]
+    assert [words for words in noted if "can have only" in words] == told
+    assert [reading.step for reading in read(tmp_path)][::2] == [0, 30]
+
+
 @pytest.mark.parametrize(
     ("checks", "background", "at"),
     [

@@ -2,13 +2,14 @@
 
 import itertools
 import math
-from types import SimpleNamespace
+import re
+from typing import NamedTuple
 
 import pytest
 
 from geomon import every, log_spaced
 from geomon.distributed import RankGroup, RanksLostError
-from geomon.monitor.planner import ALWAYS_READ, Account, Due, Planner
+from geomon.monitor.planner import Account, Due, Planner
 
 
 class Clock:
@@ -25,132 +26,182 @@ def clock():
     return Clock()
 
 
-# A run in steps of one second, and what has to come of it.
-RUN = {
-    "check": 0.2,  # seconds of a check
-    "known": True,  # whether the length of the run is known
-    "schedule": None,
-    "share": 0.05,
-    "checks": "auto",
-    "begin": 0,  # first step
-    "earlier": 0,
-    "compiles": 0.0,  # seconds that the first step takes more
-    "dear": {},  # seconds of some readings, by their number
-    "reads": None,  # all steps that are read
-    "first": None,  # the first of them
-    "fewest": 0,  # fewest readings
-    "gap": math.inf,  # largest gap between two of them
-    "checks_take": (0, 1),  # least and largest share of the time that checks take
-    "checks_apart": None,  # from how many steps to how many, after the second
-}
-LIVE = {"steps": 2_000, "cost": 2.5, "first": list(ALWAYS_READ), "gap": 200}
-DEAR = dict(LIVE, cost=4.0, checks=None, first=None)
-RUNS = {
-    "short": dict(LIVE, steps=300, fewest=4, gap=252),
-    "of a thousand steps": dict(LIVE, steps=1_000, cost=1.5, fewest=20, gap=100),
-    "of two thousand": dict(LIVE, fewest=30),
-    "the first reading is dear": dict(LIVE, dear={0: 12.5}, fewest=28),
-    "the first step compiles": dict(LIVE, compiles=300.0, fewest=30),
-    "dear readings": dict(LIVE, cost=4.8, check=0.5, fewest=15, checks_take=(0.009, 0.011)),
-    "long": dict(LIVE, steps=10_000, fewest=80, gap=400, checks_take=(0.025, 0.031)),
-    "long and dear": dict(LIVE, steps=10_000, cost=7.0, check=1.0, fewest=40, gap=1_000),
-    "very long": dict(LIVE, steps=100_000, cost=1.5, fewest=400, gap=2_000),
-    "a small share": dict(LIVE, steps=10_000, share=0.01, gap=2_000, checks_take=(0.0019, 0.0062)),
-    **{
-        f"of {steps} steps, nobody knows, {cost}": dict(
-            LIVE,
-            steps=steps,
-            cost=cost,
-            known=False,
-            gap=max(50 * cost, 0.02 * steps, 60 + 99 * cost),
-        )
-        for steps in (2_000, 10_000)
-        for cost in (0.5, 2.5, 4.8)
-    },
-    "checks of a run of unknown length": dict(
-        LIVE, steps=10_000, known=False, gap=400, checks_take=(0.015, 0.031)
-    ),
-    "only the first are paid for, and the last": dict(
-        RUN, steps=100, cost=50.0, reads=[0, 16, 48, 99]
-    ),
-    "only the first are paid for": dict(RUN, steps=100, cost=50.0, known=False, reads=[0, 16, 48]),
-    "it ends before the third": dict(RUN, steps=30, cost=50.0, reads=[0, 16, 29]),
-    "begins late": dict(RUN, steps=1_100, cost=50.0, begin=1_000, reads=[1000, 1016, 1048, 1099]),
-    "goes on, and no cost is known": dict(
-        RUN, steps=1_100, cost=50.0, begin=1_000, earlier=20, reads=[1000, 1099]
-    ),
-    "goes on": dict(RUN, steps=2_000, cost=2.5, begin=1_000, earlier=20, fewest=14, gap=120),
-    **{
-        f"readings {dear} cost {cost}": dict(DEAR, dear=dict.fromkeys(dear, cost))
-        for dear, cost in [
-            ((8,), 12),
-            ((12,), 12),
-            ((3,), 20),
-            ((8,), 20),
-            ((5, 6), 12),
-            ((8, 9), 12),
-        ]
-    },
-    "a schedule, whatever it costs": dict(
-        RUN, steps=100, cost=50.0, schedule=every(10), share=None, reads=[*range(0, 100, 10), 99]
-    ),
-    "checks beside a schedule": dict(
-        RUN, steps=10_000, cost=2.5, schedule=every(100), share=None, checks_take=(0.009, 0.011)
-    ),
-    "checks alone": dict(
-        RUN,
-        steps=2_000,
-        cost=0.0,
-        check=2.0,
-        schedule=every(10_000),
-        share=None,
-        checks_apart=(197, 198),
-    ),
-    "a schedule within a share": dict(LIVE, schedule=every(10), first=[0, 10, 20]),
-    "a schedule within a share, nobody knows": dict(
-        LIVE, schedule=every(10), known=False, first=[0, 10, 20], gap=400
-    ),
-}
+class Outcome(NamedTuple):
+    """What came of a run: steps read and checked, its share, readings left out, and a note."""
+
+    read: list
+    checked: list
+    share: float
+    checks_share: float
+    left_out: int
+    note: str
+
+    @property
+    def gap(self):
+        return max(after - before for before, after in itertools.pairwise(self.read))
+
+    @property
+    def ratio(self):
+        """The largest ratio of the steps of two readings, after the first hundred steps."""
+        late = [max(step, 100) for step in self.read]
+        return max(after / before for before, after in itertools.pairwise(late))
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_readings_and_checks_fill_their_share_of_a_run(name, clock):
-    run, account = SimpleNamespace(**RUN | RUNS[name]), Account(clock)
-    planner = Planner(
-        run.schedule, run.share, run.checks, RankGroup(), account, source="inline"
-    )  # fmt: skip
-    last, read, checked = run.steps - 1, [], []
-    planner.expect_end(last if run.known else None)
+def train(
+    steps, cost, *, check=0.2, known=True, schedule=None, share=0.05, checks="auto", begin=0,
+    earlier=0, compiles=0.0, dear=(), dear_cost=0.0, first=2.2, busy=(), ends_reading=True,
+):  # fmt: skip
+    """A run in steps of one second; a reading and a check take some, `dear` readings more."""
+    clock = Clock()
+    account = Account(clock)
+    planner = Planner(schedule, share, checks, RankGroup(), account, source="inline")
+    last, read, checked, notes = steps - 1, [], [], []
+    planner.purse.end = last if known else None
     account.begin()
-    planner.begin(run.begin, run.earlier)
-    for step in range(run.begin, run.steps):
-        planner.advance(step)
-        due = planner.due(force=run.known and step == last)
+    planner.begin(begin, earlier)
+    for step in range(begin, steps):
+        planner.advance(step, busy=step in busy)
+        notes += filter(None, [planner.explain_few()])
+        due = planner.due(force=known and ends_reading and step == last)
         with account.charge():
             if due is Due.READING:
                 planner.mark_read("inline")
-                clock.now += run.dear.get(len(read), run.cost)
+                usual = cost if read else first * cost  # it loads libraries
+                clock.now += dear_cost if len(read) in dear else usual
                 read.append(step)
             elif due is Due.CHECK:
-                clock.now += run.check
-                planner.mark_checked(run.check)
+                clock.now += check
+                planner.checks.mark(check)
                 checked.append(step)
-        clock.now += 1.0 + (run.compiles if step == run.begin else 0.0)
-    if run.share is not None and run.reads is None:
-        assert account.overhead <= 1.01 * run.share
-    assert run.reads in (None, read)
-    assert run.first in (None, read[:3])
-    assert run.fewest <= len(read) <= 550
-    assert max(b - a for a, b in itertools.pairwise(read)) <= run.gap
-    assert run.checks_take[0] <= run.check * len(checked) / clock.now <= run.checks_take[1]
-    assert run.checks is None or not checked or checked[0] >= 32
-    if run.checks_apart:
-        apart = {b - a for a, b in itertools.pairwise(checked[1:])}
-        assert (checked[0], min(apart), max(apart)) == (32, *run.checks_apart)
-    if name == "of two thousand":
-        assert sum(step < 128 for step in read) >= 4
-    if run.schedule == every(10):  # a forced one is the one put off
-        assert planner.left_out == (0 if run.share is None else 200 - len(read))
+        clock.now += 1.0 + (compiles if step == begin else 0.0)
+    assert len(notes) <= 1
+    return Outcome(
+        read, checked, account.overhead, check * len(checked) / clock.now, planner.left_out,
+        notes[0].words() if notes else "",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("steps", "cost", "fewest", "gap", "ratio"),
+    [
+        (400, 1.0, 14, 50, 1.4), (400, 2.5, 5, 170, 2.3), (1_500, 2.5, 22, 130, 1.5),
+        (1_500, 7.0, 7, 450, 2.5), (2_000, 7.0, 10, 400, 2.0), (10_000, 2.5, 75, 250, 1.4),
+        (10_000, 7.0, 36, 600, 1.8), (100_000, 2.5, 300, 1_520, 1.4),
+    ],
+)  # fmt: skip
+def test_a_run_of_known_length_is_dense_at_first_and_never_unread_for_long(
+    steps, cost, fewest, gap, ratio
+):
+    run = train(steps, cost)
+    assert 0.03 < run.share <= 0.0505
+    assert fewest <= len(run.read) <= 500
+    assert run.gap <= gap
+    assert run.ratio <= ratio
+    assert (run.read[0], run.read[-1]) == (0, steps - 1)
+
+
+@pytest.mark.parametrize("cost", [0.5, 2.5, 7.0])
+@pytest.mark.parametrize("steps", [300, 1_500, 10_000])
+def test_a_run_of_unknown_length_is_read_as_densely(steps, cost):
+    """Its share is that of a run that is a little longer, or of one with about 11 readings."""
+    run = train(steps, cost, known=False)
+    fitting = min(11 * cost / 0.05, 2_000)
+    assert run.share <= 0.05 * max(1.1, 1.05 * fitting / steps)
+    assert run.ratio <= 2.5
+    assert max(run.gap, steps - run.read[-1]) <= max(55 * cost, 0.039 * steps, 60)
+
+
+@pytest.mark.parametrize(
+    ("options", "read"),
+    [
+        ({"steps": 100, "cost": 50.0}, [0, 40, 99]),
+        ({"steps": 400, "cost": 20.0}, [0, 132, 399]),
+        ({"steps": 400, "cost": 20.0, "ends_reading": False}, [0, 132, 399]),
+        ({"steps": 4, "cost": 20.0}, [0, 3]),
+        ({"steps": 1_100, "cost": 50.0, "begin": 1_000}, [1000, 1045, 1099]),
+        ({"steps": 1_100, "cost": 50.0, "begin": 1_000, "earlier": 20}, [1000, 1099]),
+        ({"steps": 300, "cost": 50.0, "known": False}, [0, 48]),
+    ],
+)
+def test_a_run_that_can_pay_for_nothing_is_read_at_its_start_once_between_and_at_its_end(
+    options, read
+):
+    assert train(**options).read == read
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({"dear": [0], "dear_cost": 12.5}, 130), ({"compiles": 300.0}, 130),
+        *(({"dear": [number], "dear_cost": 20.0}, 170) for number in (3, 8, 12)),
+        ({"dear": [5, 6], "dear_cost": 20.0}, 240),
+        ({"busy": range(500, 560)}, 130), ({"begin": 1_000, "earlier": 20}, 130),
+        ({"ends_reading": False}, 130), ({"checks": None}, 110),
+    ],
+)  # fmt: skip
+def test_nothing_that_happens_once_leaves_a_hole(options, most):
+    run = train(2_000, 2.5, **options)
+    assert run.gap <= most
+    assert run.share <= 0.0505
+    assert not set(run.read) & set(options.get("busy", ()))
+    assert run.read[-1] == 1_999
+
+
+@pytest.mark.parametrize(
+    ("steps", "cost", "options", "share"),
+    [
+        (2_000, 4.8, {"check": 0.5}, 0.01),  # a fifth of the share
+        (10_000, 2.5, {}, 0.03),  # what 40 readings leave of it, at most three fifths
+        (10_000, 2.5, {"known": False}, 0.028),
+        (10_000, 2.5, {"share": 0.01}, 0.002),
+        (10_000, 2.5, {"schedule": every(100), "share": None}, 0.01),
+        (2_000, 0.0, {"schedule": every(10_000), "share": None, "check": 2.0}, 0.01),
+    ],
+)
+def test_checks_fill_their_part_of_the_time(steps, cost, options, share):
+    run = train(steps, cost, **options)
+    assert run.checks_share == pytest.approx(share, rel=0.12)
+    assert run.checked[0] >= 32
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_schedule_within_a_share_is_put_off_and_what_is_left_out_is_counted(known):
+    run = train(2_000, 2.5, schedule=every(10), known=known)
+    assert run.share <= 0.0505
+    assert run.gap <= 150
+    assert run.read[:2] == [0, 10]
+    assert 0 <= run.left_out - (200 - len(run.read)) <= 1  # a forced one is the one put off
+    free = train(100, 50.0, schedule=every(10), share=None)
+    assert (free.read, free.left_out) == ([*range(0, 100, 10), 99], 0)
+
+
+@pytest.mark.parametrize(("steps", "cost"), [(400, 9.0), (400, 50.0), (1_500, 9.0)])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_run_that_can_have_few_readings_says_how_many_and_what_pays_for_ten(steps, cost, known):
+    run = train(steps, cost, known=known, check=0.6)
+    end = f"{steps - 1:,}" if known else "2,000"
+    found = re.fullmatch(
+        rf"this run can have only (\d+) readings until step {end}, "
+        rf"(\d+)% of the time, because a reading takes as long as {cost:g} steps: "
+        r"budget='(\d+%)' pays for 10, .*metrics=.*",
+        run.note,
+    )
+    assert found, run.note
+    if known:
+        assert abs(int(found[1]) - len(run.read)) <= 1
+        assert float(found[2]) == pytest.approx(100 * run.share, abs=1.5)
+        budget = int(found[3].rstrip("%")) / 100
+        more = train(steps, cost, known=known, check=0.6, share=budget)
+        assert 9 <= len(more.read) <= 14
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"steps": 1_500, "cost": 2.5}, {"steps": 400, "cost": 50.0, "schedule": every(100)},
+     {"steps": 1_100, "cost": 20.0, "begin": 1_000, "earlier": 20}],
+)  # fmt: skip
+def test_a_run_with_ten_readings_or_a_schedule_says_nothing(options):
+    assert not train(**options).note
 
 
 def train_beside(clock, *, periods=10, first=100, slower=0.5, rare=None):
@@ -196,7 +247,7 @@ def test_the_account_counts_what_overlaps_once_and_what_is_left_out_not(clock):
         clock.now += 1.0
         with account.charge():
             clock.now += 2.0
-            account.leave_out(0.5)
+            account.left_out += 0.5
     clock.now += 1.5
     assert account.spent == 2.5
     assert account.overhead == 2.5 / 4.5
@@ -236,7 +287,7 @@ class Meeting:
         self.met.append(step)
         if self.decisions is None:
             raise RanksLostError("no answer")
-        return [self.decisions.get(step, decision._replace(is_made=False, wait=7)), decision]
+        return [self.decisions.get(step, (False, step + 7)), decision]
 
 
 @pytest.mark.parametrize(
@@ -290,8 +341,8 @@ def test_a_check_that_was_asked_for_asks_for_no_other():
     for step in range(1000):
         planner.advance(step)
         if planner.due() is Due.CHECK:
-            planner.mark_checked(0.1)
-            planner.check_again()
+            planner.checks.mark(0.1)
+            planner.checks.ask_again()
             assert planner.due() is Due.NOTHING
             made.append(step)
     assert made == [1, *(step + second for step in range(100, 1000, 100) for second in (0, 1))][1:]
@@ -319,9 +370,7 @@ def test_while_a_reading_is_measured_no_other_is_made_and_steps_beside_it_are_kn
 
 
 def test_connected_ranks_do_as_the_first_one_says_and_meet_where_it_says():
-    yes = planned(share=0.05)._decide(0)
-    assert yes.is_made
-    group = Meeting({0: yes._replace(wait=5), 5: yes._replace(wait=3)})
+    group = Meeting({0: (True, 5), 5: (True, 8)})
     planner = planned(share=0.05, group=group)
     assert made_at(planner, range(30)) == [0, 5]
     assert group.met == [0, 5, 8, 15, 22, 29]
