@@ -218,7 +218,7 @@ def test_the_run_of_the_definitions_in_words(make_readings):
         "-2.2 ± 1.5 since step 128; start 2.5 ± 0.1 at step 0; "
         "peak 7.4 ± 0.1 at step 256 (between steps 128 and 256).",
         "intrinsic dimension, distinct tokens, mean over layers: 4.9 ± 0.1 at step 1,500, falling, "
-        "-5.3 ± 4.8 since step 64; start 32.1 ± 0.1 at step 0; fell to 11.0 ± 0.1 at step 64.",
+        "-5.3 ± 4.6 since step 64; start 32.1 ± 0.1 at step 0; fell to 11.0 ± 0.1 at step 64.",
     ]
 
 

@@ -112,14 +112,14 @@ HISTORIES = {
             [begin(0), write(0), fill_the_disk(free), write(*range(1, 9)), close, free_the_disk],
             of(1, *range(9)), failed=failed,
         )
-        for free, failed in ((0, 9), (1, 9), (100, 9), (700, 6))
+        for free, failed in ((0, 9), (1, 9), (100, 9), (900, 6))
     },
     **{
         f"a disk with {free} bytes, and then space": History(
             [begin(0), write(0), fill_the_disk(free), write(*range(1, 9)), free_the_disk, write(9)],
             of(1, *range(10)), failed=failed,
         )
-        for free, failed in ((0, 8), (1, 8), (100, 8), (700, 5))
+        for free, failed in ((0, 8), (1, 8), (100, 8), (900, 5))
     },
     "alerts wait for the disk with the readings": History(
         [begin(0), write(0), fill_the_disk(20), warn(1), write(2), warn(2, 2), free_the_disk,

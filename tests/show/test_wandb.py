@@ -211,7 +211,7 @@ def test_the_summary_holds_phase_peak_and_last_value_and_is_kept_up_to_date():
     assert run.summary == {
         "geomon/alerts": 0, "geomon/phase": "compressing", "geomon/peak_step": 32,
         "geomon/peak": 8.0, "geomon/final": 3.0, "geomon/facts":
-        "twonn, mean over layers: 3.0 ± 0.2 at step 256, compressing, -5.1 ± 2.3 since step 32; "
+        "twonn, mean over layers: 3.0 ± 0.2 at step 256, compressing, -5.1 ± 2.2 since step 32; "
         "start 2.0 ± 0.2 at step 0; peak 8.0 ± 0.2 at step 32.",
     }  # fmt: skip
     sink.alert(raised_of("rank_collapse", 256))
