@@ -263,9 +263,9 @@ class Monitor:
             with self.account.charge():
                 self._flush()
                 if left_out := self.planner.left_out:
-                    due = left_out + self.planner.purse.made
                     self.warnings.warn(
-                        f"the budget left out {left_out} of {due} readings that were due"
+                        f"the budget left out {left_out} of {left_out + self.planner.purse.made} "
+                        "readings that were due"
                     )
                 self.outbox.close()
 
