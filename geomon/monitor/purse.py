@@ -20,8 +20,8 @@ _OF_AVERAGE, _FIRST_APART = 0.3, 48
 # A run whose end is unknown is planned as if this many readings fitted into it, within this many
 # steps, and later as if it were this factor longer than so far.
 _FITTING, _SHORT, _AHEAD = 11, 2_000, 1.5
-# A second reading is made in any case. If only that is affordable, it is made as if it were half a
-# reading, so late, or as the first of a few, if the end is unknown.
+# A second reading is made in any case, with one in hand because the cost is hardly known: late, as
+# if half a reading were affordable, or as the first of a few if the end is unknown.
 _BETWEEN, _SOON = 0.5, 4
 # A first reading loads libraries, and costs about this factor more than the others. The cost of a
 # reading is that of so many recent ones.
@@ -130,8 +130,8 @@ class Purse:
         if spread:
             self._checks.share = self._share_of_checks(self._seconds(step, end))
         count: float = math.floor(self._affordable(step, end))  # a part of one would be left over
-        if self._earlier + self.made < 2 and count < 2:
-            count = _SOON if self.end is None else _BETWEEN
+        if self._earlier + self.made < 2:
+            count = max(count - 1, _SOON if self.end is None else _BETWEEN)
         least = min(_FIRST_APART, _OF_AVERAGE * (end - self.last_read) / max(count + 1, 1))
         if count <= 0 or (spread and step - self.last_read < least):
             return False

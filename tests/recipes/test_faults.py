@@ -100,7 +100,8 @@ def test_runs_of_one_number_differ_in_their_fault_alone_and_faults_come_at_many_
 def test_plans_are_those_of_a_monitor_and_cheaper_steps_get_fewer_checks():
     cheap, dear = (plan(costs, 1_500) for costs in BATCHES.values())
     for read_at, checked_at in (cheap, dear):
-        assert {0, 16, 48, 1_499} <= read_at
+        assert {0, 1_499} <= read_at
+        assert any(48 <= step <= 80 for step in read_at)
         assert not read_at & checked_at
     assert len(cheap[1]) > 4 * len(dear[1])
 
