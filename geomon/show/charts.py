@@ -40,28 +40,34 @@ def charts_of(readings: Readings, metrics: Iterable[str] = ()) -> dict[str, go.F
     return charts
 
 
-def draw(panel: Lines | Matrix, steps: Iterable[int] = ()) -> go.Figure:
-    """Draw a panel as a plotly figure.
+def draw(panel: Lines | Matrix) -> go.Figure:
+    """Draw a panel as a plotly figure; a panel of lines needs at least one."""
+    return _draw_matrix(panel) if isinstance(panel, Matrix) else _draw_lines(panel)
+
+
+def choose(panels: Mapping[str, Lines | Matrix | dict[int, Matrix]]) -> go.Figure:
+    """Draw several panels in one figure that shows one at a time.
+
+    `layout.meta` lists the name of each panel and the arguments for `Plotly.update` that show it.
 
     Args:
-        panel: The panel. Lines panels need at least one line.
-        steps: Further steps that the step axis has to cover. Defaults to ().
+        panels: The panels by name, at least one. Matrices by step get a slider for the step.
     """
-    return _draw_matrix(panel) if isinstance(panel, Matrix) else _draw_lines(panel, steps)
+    by_step = [panel for panel in panels.values() if isinstance(panel, dict)]
+    charts = {
+        name: draw(panel[max(panel)] if isinstance(panel, dict) else panel)
+        for name, panel in panels.items()
+    }
+    whole = next(iter(charts.values()))
+    if len(charts) > 1:
+        whole = _one_at_a_time(charts)
+    if by_step:
+        _slide(whole, by_step)
+    return whole
 
 
-def choose(charts: Mapping[str, go.Figure]) -> go.Figure:
-    """Put several charts into one figure that shows one chart at a time.
-
-    `layout.meta` lists the name of each chart and the arguments for `Plotly.update` that show it.
-
-    Args:
-        charts: The charts by name, at least one.
-    """
-    first = next(iter(charts.values()))
-    if len(charts) == 1:
-        return first
-    whole = go.Figure(layout=first.layout)
+def _one_at_a_time(charts: Mapping[str, go.Figure]) -> go.Figure:
+    whole = go.Figure(layout=next(iter(charts.values())).layout)
     choices: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
     count = sum(len(chart.data) for chart in charts.values())
     for name, chart in charts.items():
@@ -71,20 +77,16 @@ def choose(charts: Mapping[str, go.Figure]) -> go.Figure:
         layout = chart.layout.to_plotly_json()
         wanted = {part: layout.get(part) for part in ("xaxis", "yaxis", "shapes", "annotations")}
         choices.append((printable(name), {"visible": visible}, wanted))
-    whole.update_layout(meta=choices, legend=_NAMES_BELOW)
-    return whole
+    return whole.update_layout(meta=choices, legend=_NAMES_BELOW)
 
 
-def slide(charts: Sequence[Mapping[int, Matrix]], names: Sequence[str]) -> go.Figure:
-    """Draw head matrices with a slider for the step, and a menu if there are several metrics."""
-    last = [by_step[max(by_step)] for by_step in charts]
-    whole = choose({n: _draw_matrix(each) for n, each in zip(names, last, strict=True)})
-    steps = sorted({step for by_step in charts for step in by_step})
+def _slide(chart: go.Figure, panels: Sequence[Mapping[int, Matrix]]) -> None:
+    """Add a slider for the step, which moves each matrix to its nearest step."""
     moves = []
-    for step in steps:
+    for step in sorted({step for by_step in panels for step in by_step}):
         nearest = [
             by_step[min(by_step, key=lambda at: abs(math.log1p(at) - math.log1p(step)))]
-            for by_step in charts
+            for by_step in panels
         ]
         values = [_colours_of(each)["z"] for each in nearest]
         moves.append({"label": f"{step:,}", "method": "restyle", "args": [{"z": values}]})
@@ -92,8 +94,7 @@ def slide(charts: Sequence[Mapping[int, Matrix]], names: Sequence[str]) -> go.Fi
         "steps": moves, "active": len(moves) - 1, "currentvalue": {"prefix": "step "},
         "pad": {"t": 38}, "font": {"size": 11},
     }  # fmt: skip
-    whole.update_layout(sliders=[slider], margin={"b": 10})
-    return whole
+    chart.update_layout(sliders=[slider], margin={"b": 10})
 
 
 def add_linear_axis(chart: go.Figure) -> go.Figure:
@@ -115,9 +116,9 @@ def add_linear_axis(chart: go.Figure) -> go.Figure:
     return chart
 
 
-def _draw_lines(panel: Lines, steps: Iterable[int]) -> go.Figure:
+def _draw_lines(panel: Lines) -> go.Figure:
     chart = _figure()
-    axis = StepAxis([*steps, *panel.steps], panel.breaks)
+    axis = StepAxis(panel.steps, panel.breaks)
     over_steps = panel.over == "step"
     x_axis = (
         _step_axis(axis, axis.label((line.x for line in panel.lines), "dashed"))
@@ -294,4 +295,4 @@ def _figure() -> go.Figure:
     )  # fmt: skip
 
 
-__all__ = ["add_linear_axis", "charts_of", "choose", "draw", "slide"]
+__all__ = ["add_linear_axis", "charts_of", "choose", "draw"]

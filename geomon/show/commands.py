@@ -117,11 +117,11 @@ def add_commands(app: "typer.Typer") -> None:
         stack: Annotated[str | None, one_stack] = None,
     ) -> None:
         """Write an HTML report on one or several runs that works offline: report.html."""
-        from geomon.show.report import Run, write_report
+        from geomon.show.report import write_report
 
-        named = zip(name_runs(directories), directories, _load(directories, stack), strict=True)
+        runs = dict(zip(name_runs(directories), _load(directories, stack), strict=True))
         with _writes(out) as part:
-            size = write_report([Run(*each) for each in named], part).stat().st_size / 1e6
+            size = write_report(runs, part).stat().st_size / 1e6
         typer.echo(printable(f"wrote {out} ({size:.1f} MB): open it in a browser"))
 
     @app.command()

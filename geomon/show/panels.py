@@ -97,6 +97,7 @@ class Lines:
         remark: Further remark for the reader.
         is_logarithmic: Whether the y axis is logarithmic.
         bands: Meaning of the bands.
+        covers: Further steps that the axis has to cover.
     """
 
     label: str
@@ -110,11 +111,13 @@ class Lines:
     remark: str = ""
     is_logarithmic: bool = False
     bands: str = "95 % interval"
+    covers: Sequence[int] = ()
 
     @property
     def steps(self) -> list[int]:
-        """Steps of all lines and alerts, which the axis has to cover."""
-        return [*(at for line in self.lines for at in line.x), *(at for at, _ in self.alerts)]
+        """Steps that the axis has to cover: those of all lines and alerts, and further ones."""
+        rows = [line.x for line in self.lines]
+        return [*itertools.chain(self.covers, *rows), *(at for at, _ in self.alerts)]
 
     @property
     def breaks(self) -> list[int]:
