@@ -32,8 +32,8 @@ def charts_of(readings: Readings, metrics: Iterable[str] = ()) -> dict[str, go.F
     for name, panel in cards_of(readings, metrics):
         chart = draw(panel)
         if isinstance(panel, Lines):  # W&B shows no title for a chart
-            words = panel.label + ", mean over layers" * (panel.over == "step")
-            words += " (band: 95 % interval)" * panel.has_bands
+            mean = ", mean over layers" * (panel.over == "step")
+            words = panel.label + mean + " (band: 95 % interval)" * panel.has_bands
             title = {"text": _plain(words), "font": {"size": 13}, "x": 0.02}
             chart.update_layout(title=title, margin={"t": 40}, legend=_NAMES_BELOW)
         charts[re.sub(r"\W+", "_", name)] = chart
@@ -108,30 +108,21 @@ def add_linear_axis(chart: go.Figure) -> go.Figure:
         "xaxis.type": "log", "xaxis.tickmode": "array", "xaxis.title.text": axis.title.text,
         "xaxis.range": axis.range,
     }  # fmt: skip
-    choices: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-        ("logarithmic steps", {}, back),
-        ("linear steps", {}, linear),
-    ]
-    chart.update_layout(meta=choices, legend=_NAMES_BELOW)
-    return chart
+    choices: list[Any] = [("logarithmic steps", {}, back), ("linear steps", {}, linear)]
+    return chart.update_layout(meta=choices, legend=_NAMES_BELOW)
 
 
 def _draw_lines(panel: Lines) -> go.Figure:
     chart = _figure()
-    axis = StepAxis(panel.steps, panel.breaks)
-    over_steps = panel.over == "step"
-    x_axis = (
-        _step_axis(axis, axis.label((line.x for line in panel.lines), "dashed"))
-        if over_steps
-        else _number_axis(panel.over)
-    )
+    axis = panel.axis
+    x_axis = _number_axis(panel.over) if axis is None else _step_axis(axis, "dashed")
     names = 0
     for number, line in enumerate(panel.lines):
         name = f"{panel.named_by} {line.name}".strip()
         names += bool(name)
         group = name or str(number)
-        for place, piece in enumerate(axis.pieces(line) if over_steps else [line]):
-            at = axis.places(piece.x) if over_steps else piece.x
+        for place, piece in enumerate([line] if axis is None else axis.pieces(line)):
+            at = piece.x if axis is None else axis.places(piece.x)
             opacity = 0.07 if piece.dash == "dash" else 0.18
             if piece.low:
                 chart.add_scatter(
@@ -147,8 +138,9 @@ def _draw_lines(panel: Lines) -> go.Figure:
                 marker={"size": 1.5 * piece.dot},
                 hovertemplate=f"{panel.over} %{{customdata:,d}}: %{{y:.4g}}",
             )  # fmt: skip
-    for step, words in panel.alerts if over_steps else ():
-        _mark(chart, "x", axis.places([step])[0], words, PURPLE, is_logarithmic=True)
+    if axis is not None:
+        for step, words in panel.alerts:
+            _mark(chart, "x", axis.places([step])[0], words, PURPLE, is_logarithmic=True)
     if panel.null_inside is not None:
         _mark(chart, "y", *panel.null_inside, GREY, is_logarithmic=panel.is_logarithmic)
     if panel.usual is not None:
@@ -205,12 +197,12 @@ def _number_axis(over: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _step_axis(axis: StepAxis, label: str) -> dict[str, Any]:
+def _step_axis(axis: StepAxis, gaps: str) -> dict[str, Any]:
     ticks, ends = axis.ticks(), axis.places([axis.steps[0], axis.steps[-1]])
     low, high = (math.log10(end) for end in ends)
     space = 0.03 * (high - low or 1)
     return {
-        "title": {"text": label, "standoff": 8}, "automargin": True, "type": "log",
+        "title": {"text": axis.label(gaps), "standoff": 8}, "automargin": True, "type": "log",
         "tickmode": "array", "zeroline": False,
         "tickvals": axis.places(ticks), "ticktext": [f"{step:,}" for step in ticks],
         "range": [low - space, high + space],
@@ -223,7 +215,7 @@ def _draw_matrix(panel: Matrix) -> go.Figure:
     x: Sequence[float] = panel.columns
     axis = StepAxis(panel.columns) if panel.over == "step" else None
     if axis is not None:
-        x, x_axis = axis.edges(), _step_axis(axis, axis.label([axis.steps], "white"))
+        x, x_axis = axis.edges(), _step_axis(axis, "white")
         x_axis["range"] = [math.log10(x[0]), math.log10(x[-1])]
     if panel.remark:
         x_axis["title"]["text"] += f"<br>{_plain(panel.remark)}"
@@ -293,6 +285,3 @@ def _figure() -> go.Figure:
             "hoverlabel": {"namelength": -1},
         }
     )  # fmt: skip
-
-
-__all__ = ["add_linear_axis", "charts_of", "choose", "draw"]

@@ -1,9 +1,8 @@
 """Builds the panels of a run from its readings."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -37,11 +36,8 @@ _MAX_LINEAR_COLOURS = 12.0
 
 def line_of(curve: Curve, name: str, colour: str, *, dash: str = "solid") -> Line:
     """Turn a curve into a line, with its 95 % intervals as a band if they are known."""
-    low: list[float] = []
-    high: list[float] = []
-    if any(curve.margins):
-        pairs = list(zip(curve.values, curve.margins, strict=True))
-        low, high = [v - m for v, m in pairs], [v + m for v, m in pairs]
+    pairs = list(zip(curve.values, curve.margins, strict=True)) if any(curve.margins) else []
+    low, high = [v - m for v, m in pairs], [v + m for v, m in pairs]
     return Line(name, curve.steps, curve.values, colour, low, high, dash)
 
 
@@ -112,8 +108,9 @@ def cosines_panel(readings: Readings) -> Lines:
     if mean:
         lines.append(Line("mean size over all heads", mean.steps, mean.values, BLACK, width=2.4))
     label, alerts = readings.text_of("qk_cosine").label, alerts_of(readings)
-    bands = "quartiles over the heads of a layer"
-    return Lines(label, lines, alerts=alerts, ends=(-1.05, 1.05), bands=bands)
+    return Lines(
+        label, lines, alerts=alerts, ends=(-1.05, 1.05), bands="quartiles over the heads of a layer"
+    )
 
 
 def _quartiles(values: Floats) -> list[float]:
@@ -157,8 +154,7 @@ def depth_panel(readings: Readings, metric: str, part: str = "") -> Lines:
     if lines:
         margins = np.array([columns[steps[-1]].margin_at(layer) for layer in layers])
         if np.isfinite(margins).all():
-            values = np.array(lines[-1].y)
-            low, high = (values - margins).tolist(), (values + margins).tolist()
+            low, high = ((lines[-1].y + sign * margins).tolist() for sign in (-1, 1))
             lines[-1] = replace(lines[-1], low=low, high=high)
     null = None if part else null_of(readings, metric)
     label = readings.text_of(metric).label
@@ -169,8 +165,7 @@ def scales_panel(readings: Readings) -> Lines:
     """Build the panel of Gride's mean dimension by scale, with one line for each of a few steps."""
     by_step: dict[int, dict[int, float]] = {}
     for reading in single_source(readings):
-        parts = reading.column("gride").parts
-        means = {scale: parts[f"k{scale}"].mean for scale in scales_of([reading])}
+        means = {k: reading.column("gride", f"k{k}").mean for k in scales_of([reading])}
         known = {scale: mean for scale, mean in means.items() if math.isfinite(mean)}
         if len(known) > 1:
             by_step[reading.step] = known
@@ -222,7 +217,7 @@ def measured_heads(
         The selected readings, one per step; the layers with values; the values [readings, layers,
         heads], NaN if missing.
     """
-    selected = single_source(readings)
+    selected = [each for each in single_source(readings) if each.column(metric).by_head()]
     known = [reading.column(metric).by_head() for reading in selected]
     places = {place for heads in known for place in heads}
     layers = sorted({layer for layer, _ in places})
@@ -232,8 +227,7 @@ def measured_heads(
     for values, heads in zip(table, known, strict=True):
         for (layer, head), value in heads.items():
             values[row_of[layer], head] = value
-    rows = [row for row, heads in enumerate(known) if heads]
-    return [selected[row] for row in rows], layers, table[rows]
+    return selected, layers, table
 
 
 # -- what loggers show -----------------------------------------------------------------------------
@@ -243,26 +237,24 @@ def cards_of(
     readings: Readings, metrics: Iterable[str] = ()
 ) -> Iterator[tuple[str, Lines | Matrix]]:
     """Yield the panels that loggers show, each with a numbered name."""
-    titles = {name: readings.text_of(name).title for name in (*BY_LAYER, *BY_HEAD, *metrics)}
-    asked: list[tuple[str, Callable[[], Lines | Matrix | None]]] = [
-        (chart_title("twonn", readings.text_of("twonn")), partial(dimension_panel, readings)),
-        (f"{titles['anisotropy']} over depth", partial(depth_panel, readings, "anisotropy")),
-    ]
-    for name in BY_LAYER:
-        asked.append((f"{titles[name]} by layer", partial(map_panel, readings, name)))
-    for name in BY_HEAD:
-        asked.append((f"{titles[name]} by head", partial(_last_heads, readings, name)))
-    for name in metrics:
-        asked.append((titles[name], partial(training_panel, readings, name)))
-        asked.append((f"{titles[name]} over depth", partial(depth_panel, readings, name)))
-    for number, (words, make) in enumerate(asked, start=1):
-        panel = make()
+    for number, (words, panel) in enumerate(_cards(readings, metrics), start=1):
         if isinstance(panel, Matrix) or (panel is not None and panel.lines):
             yield f"{number} {words}", panel
 
 
-def _last_heads(readings: Readings, metric: str) -> Matrix | None:
-    return next(iter(head_panels(readings, metric).values()), None)
+def _cards(
+    readings: Readings, metrics: Iterable[str]
+) -> Iterator[tuple[str, Lines | Matrix | None]]:
+    titles = {name: readings.text_of(name).title for name in (*BY_LAYER, *BY_HEAD, *metrics)}
+    yield chart_title("twonn", readings.text_of("twonn")), dimension_panel(readings)
+    yield f"{titles['anisotropy']} over depth", depth_panel(readings, "anisotropy")
+    for name in BY_LAYER:
+        yield f"{titles[name]} by layer", map_panel(readings, name)
+    for name in BY_HEAD:
+        yield f"{titles[name]} by head", next(iter(head_panels(readings, name).values()), None)
+    for name in metrics:
+        yield titles[name], training_panel(readings, name)
+        yield f"{titles[name]} over depth", depth_panel(readings, name)
 
 
 def scales_of(readings: Iterable[Reading]) -> list[int]:
@@ -292,8 +284,8 @@ def _profiles(
     if layers[:1] != [0] or not is_far_above(table[0], table[1:].ravel()):
         return columns, layers, table, ""
     ends = [f"{pick(table[0]):.3g}" for pick in (np.nanmin, np.nanmax)]
-    remark = f"layer 0, far above: {' to '.join(dict.fromkeys(ends))}"
-    return columns, layers[1:], table[1:], remark
+    words = " to ".join(dict.fromkeys(ends))
+    return columns, layers[1:], table[1:], f"layer 0, far above: {words}"
 
 
 def _layer_colours(readings: Readings) -> dict[int, str]:

@@ -155,8 +155,7 @@ def add_commands(app: "typer.Typer") -> None:
             from geomon.show.figures import save
             from geomon.show.figures.compare import compare_figure
 
-            names = name_runs([first, second])
-            picture = compare_figure((one, other), (names[0], names[1]), found)
+            picture = compare_figure((one, other), name_runs([first, second]), found)
             with _writes(out) as part:
                 save(picture, part)
             lines.append(f"wrote {out}")

@@ -102,6 +102,3 @@ def _percent(share: float) -> str:
     if share >= 10:
         return f" ({share + 1:,.3g} times as high)" if share < 1e3 else ""
     return f" ({100 * share:+.{1 if abs(share) < 0.01 else 0}f} %)"
-
-
-__all__ = ["describe_differences", "parse_steps"]

@@ -120,6 +120,13 @@ class Lines:
         return [*itertools.chain(self.covers, *rows), *(at for at, _ in self.alerts)]
 
     @property
+    def axis(self) -> "StepAxis | None":
+        """The axis of steps; None for an axis of layers or scales."""
+        if self.over != "step":
+            return None
+        return StepAxis(self.steps, self.breaks, [line.x for line in self.lines])
+
+    @property
     def breaks(self) -> list[int]:
         """Steps at which curves begin anew, because a resume changed what is measured."""
         return [step for step, words in self.alerts if BREAK in words]
@@ -175,10 +182,17 @@ class StepAxis:
     Args:
         steps: Steps that the axis has to cover.
         breaks: Steps at which curves begin anew. Defaults to ().
+        rows: Steps of each line. Defaults to None, for all in a row.
     """
 
-    def __init__(self, steps: Iterable[int], breaks: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        steps: Iterable[int],
+        breaks: Iterable[int] = (),
+        rows: Iterable[Sequence[int]] | None = None,
+    ) -> None:
         self.steps, self._breaks = sorted(set(steps)), [*breaks]
+        self._rows = [self.steps] if rows is None else rows
         self._after = min((step for step in self.steps if step > 0), default=1)
 
     def places(self, steps: Iterable[int]) -> list[float]:
@@ -218,9 +232,9 @@ class StepAxis:
         bridges = (replace(line.part(gap, gap + 2), dash="dash") for gap in sorted(gaps))
         return [*itertools.starmap(line.part, ends), *bridges]
 
-    def label(self, rows: Iterable[Sequence[int]], look: str) -> str:
+    def label(self, look: str) -> str:
         """Return the label of the axis; if any row of steps has a gap, with the look of gaps."""
-        gaps = f"; {look}: no readings" * any(map(self.gaps, rows))
+        gaps = f"; {look}: no readings" * any(map(self.gaps, self._rows))
         return f"training step (logarithmic{gaps})"
 
     def blanks(self) -> list[tuple[float, float]]:

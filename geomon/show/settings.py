@@ -49,6 +49,3 @@ def _both(name: str, one: Any, other: Any) -> str:
     words = (setting_words(name, value) for value in (one, other))
     short = [x if len(x) <= _MOST_LETTERS else f"{x[:_MOST_LETTERS]} ..." for x in words]
     return " and ".join(short) if short[0] != short[1] else f"({short[0]}, with other values)"
-
-
-__all__ = ["OF_A_START", "describe_settings", "setting_words"]

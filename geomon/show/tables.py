@@ -93,8 +93,8 @@ class Printer:
             words = last.words().replace(" ", "")
             if len(words) > width - 2:  # more digits than a reader needs
                 words = significant(last.value, 4)
-            is_new = last.step == reading.step
-            yield short_title(quantity), f"{words} {fact.arrow or ' '}" * is_new, width
+            cell = f"{words} {fact.arrow or ' '}" if last.step == reading.step else ""
+            yield short_title(quantity), cell, width
         if not facts:
             yield "Values", f"{len(reading.values)}", _NUMBER
 
@@ -175,14 +175,3 @@ def _lines(cells: Sequence[str], widths: Sequence[int], adjust: Any) -> list[str
     ]
     rows = zip_longest(*columns, fillvalue="")
     return ["  ".join(map(adjust, row, widths)).rstrip().replace("\xa0", " ") for row in rows]
-
-
-__all__ = [
-    "Printer",
-    "fit",
-    "run_table",
-    "run_words",
-    "short_title",
-    "watched",
-    "write_text",
-]

@@ -20,7 +20,7 @@ _MOST = 24  # number of differences drawn, largest relative to their errors firs
 
 
 def compare_figure(
-    runs: tuple[Readings, Readings], names: tuple[str, str], differences: Sequence[Difference]
+    runs: tuple[Readings, Readings], names: Sequence[str], differences: Sequence[Difference]
 ) -> Figure:
     """Draw the dimension of two runs over training, and the differences that have an interval."""
     drawn = [each for each in differences if math.isfinite(each.margin * each.share)]
@@ -68,6 +68,3 @@ def _draw_differences(panel: Any, drawn: Sequence[Difference], titles: Sequence[
         f"change from the first run (step {first}) to the second (step {second}), %\n"
         "bars: 95 % interval over other sequences; filled: 0 is outside"
     )
-
-
-__all__ = ["compare_figure"]

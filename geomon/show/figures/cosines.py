@@ -27,8 +27,7 @@ def cosines_figure(readings: Readings, metric: str = "qk_cosine") -> Figure:
         raise NotMeasuredError(f"{metric} of single heads was not measured in this run")
     limit = heads_limit(selected[-1]) if metric == "qk_cosine" else math.nan
     label, has_limit = readings.text_of(metric).label, math.isfinite(limit)
-    words = "chance: all heads within, with a probability of 95 %"
-    chance = (-limit, limit, words) if has_limit else None
+    chance = (-limit, limit, "chance: all heads within, with a probability of 95 %")
     steps = [reading.step for reading in selected]
     low, high = min(0.0, float(np.nanmin(table))), max(0.0, float(np.nanmax(table)))
     ends = (1.05 * low, 1.05 * high) if high > low else (0.0, 1.0)  # all panels share their axis
@@ -42,7 +41,7 @@ def cosines_figure(readings: Readings, metric: str = "qk_cosine") -> Figure:
                     Line("", steps, line.tolist(), _side_colour(line[-1], limit), width=1.2)
                     for line in table[:, row].T
                 ],
-                usual=chance,
+                usual=chance if has_limit else None,
                 ends=(-1.05, 1.05) if metric == "qk_cosine" else ends,
             ),
         )
@@ -51,8 +50,12 @@ def cosines_figure(readings: Readings, metric: str = "qk_cosine") -> Figure:
     figure = axes.draw_grid(panels, columns=min(4, len(panels)), size=(3.1, 2.7), share=True)
     some = f"; {len(shown)} of {len(layers)} layers are drawn" if len(shown) < len(layers) else ""
     last = table[-1][np.isfinite(table[-1])]
-    each = f"{label}: a line for each of {last.size} heads"
-    axes.title(figure, (_count_of_heads(last, limit) if has_limit else each) + some)
+    said = (
+        _count_of_heads(last, limit)
+        if has_limit
+        else f"{label}: a line for each of {last.size} heads"
+    )
+    axes.title(figure, said + some)
     return figure
 
 

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from geomon.analysis.profile import bulge, peak_depth
 from geomon.record import Readings
 from geomon.show import collect
+from geomon.show.colours import GREY
 from geomon.show.figures import axes
 from geomon.show.panels import NotMeasuredError, ends_and_middle
 
@@ -46,15 +47,16 @@ def profiles_figure(readings: Readings, metric: str | None = None) -> Figure:
         profile = panel.lines[-1].y
         if len(profile) > 1:
             bent = bulge(profile)
-            said = f", bulge {axes.signed(bent)}" * math.isfinite(bent)
+            said = f", bulge {bent:+.2f}".replace("-", "−") * math.isfinite(bent)
             peak = f"last step: peak at depth {peak_depth(profile):.2f}{said}"
             panel = replace(panel, remark="\n".join(filter(None, (panel.remark, peak))))
         panels.append((readings.text_of(name).label, panel))
     figure = axes.draw_grid(panels, columns=len(panels), size=(5.4, 4.2))
-    axes.footnote(
-        figure,
+    figure.supxlabel(
         "depth 0 is the first layer that is drawn, 1 the last;\n"
         "bulge: (middle − ends) / ends, above 0 for a bell",
+        fontsize=8.5,
+        color=GREY,
     )
     return figure
 

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from geomon.failures import failures
 from geomon.record import RaisedAlert, Reading, Readings
 from geomon.show.collect import BY_HEAD, BY_LAYER, DIMENSIONS
+from geomon.show.loggers.parts import Page
 
 # Metrics that pages use; a large model has tens of thousands of values per reading.
 _SHOWN = {*BY_LAYER, *BY_HEAD, *DIMENSIONS}
@@ -26,43 +27,14 @@ FIRST_SHARE, SHARE = 0.03, 0.005
 Part = Callable[[], object]
 
 
-class RunHistory:
-    """History of a run: about four readings of its main stack per doubling of the step, all alerts.
-
-    Attributes:
-        runs: Description of the run, once it is known.
-        raised: Alerts so far, without their courses.
-    """
-
-    def __init__(self, metrics: Collection[str] = ()) -> None:
-        self._shown = _SHOWN | set(metrics)
-        self.runs: list[dict[str, Any]] = []
-        self.raised: list[RaisedAlert] = []
-        self._kept: list[Reading] = []
-        self._next = 0.0  # step from which the next reading is kept
-        self._last: list[Reading] = []  # the last reading, if it was not kept
-
-    def add(self, reading: Reading) -> None:
-        """Add the next reading."""
-        shown = {name: each for name, each in reading.columns.items() if name in self._shown}
-        reading, self._last = replace(reading, stacks={"": shown}), []
-        if reading.step >= self._next:
-            self._kept.append(reading)
-            self._next = _KEPT_RATIO * reading.step
-        else:
-            self._last = [reading]
-
-    def readings(self) -> Readings:
-        """Return the kept readings and the last one, with all alerts."""
-        return Readings(self.runs, self._kept + self._last, raised=[*self.raised])
-
-
-class RunDrawer(abc.ABC):
+class RunDrawer(Page, abc.ABC):
     """Sink that draws a run at its first reading, whenever its step has doubled, and at its end.
 
     After an alert, the run is also drawn with the next reading. While the run goes on, drawing
     takes at most 0.5 % of the time, and 3 % until every part was drawn once. A drawing that does
     not fit goes on with the next readings, where it stopped. The last drawing has all parts.
+
+    About four readings of the main stack are kept per doubling of the step, and all alerts.
 
     Args:
         what: Description of the sink, for messages.
@@ -70,9 +42,11 @@ class RunDrawer(abc.ABC):
     """
 
     def __init__(self, what: str, *, metrics: Collection[str] = ()) -> None:
-        self._what = what
+        super().__init__(what)
         self._metrics = metrics
-        self._history = RunHistory(metrics)
+        self._runs: list[dict[str, Any]] = []
+        self._raised: list[RaisedAlert] = []  # without their courses
+        self._kept: list[Reading] = []  # the last one in any case
         self._next = 0  # step from which the run is drawn again
         self._drawn = 0  # parts of the present drawing that were drawn
         self._is_whole = True  # whether all parts show the last reading
@@ -80,27 +54,28 @@ class RunDrawer(abc.ABC):
         self._began = time.perf_counter()  # of the time that the share is of
         self._cost = self._spent = 0.0  # seconds that the last part took, and all of them
 
-    def __str__(self) -> str:
-        return self._what
-
     def describe(self, description: Mapping[str, Any]) -> None:
         """Keep the description of the run, which names its metrics."""
-        self._history.runs = [dict(description)]
+        self._runs = [dict(description)]
 
     def write(self, reading: Reading) -> None:
         """Add a reading, and draw the run if its step has doubled or a drawing is not finished."""
-        self._history.add(reading)
+        shown = {*_SHOWN, *self._metrics}
+        columns = {name: each for name, each in reading.columns.items() if name in shown}
+        if self._kept[1:] and self._kept[-1].step < _KEPT_RATIO * self._kept[-2].step:
+            self._kept.pop()
+        self._kept.append(replace(reading, stacks={"": columns}))
         self._is_whole = False
         if self._drawn or reading.step >= self._next:
             self._draw_run(last=False)
-        if len(self._history.readings()) == 1:
+        if len(self._kept) == 1:
             self._drawn = 0  # curves begin with the second reading, which is drawn anew
 
     def alert(self, alert: RaisedAlert) -> None:
         """Keep an alert, which is drawn with the next reading or at the end."""
-        self._history.raised.append(replace(alert, courses=()))
+        self._raised.append(replace(alert, courses=()))
         self._next = self._drawn = 0
-        self._is_whole = not self._history.readings()
+        self._is_whole = not self._kept
 
     def close(self) -> None:
         """Draw the end of the run. Can be called more than once."""
@@ -110,33 +85,28 @@ class RunDrawer(abc.ABC):
 
     def _draw_run(self, *, last: bool) -> None:
         """Draw as many parts as time allows; raise the first failure after the other parts."""
-        readings, begun = self._history.readings(), self._drawn
-        parts = itertools.islice(self._draw(readings, step := readings[-1].step), begun, None)
+        readings = Readings(self._runs, [*self._kept], raised=[*self._raised])
+        begun, step = self._drawn, readings[-1].step
+        parts = itertools.islice(self._draw(readings, step), begun, None)
         failure: Exception | None = None
-        is_drawing = True
-        while is_drawing:
+        while True:
             began = time.perf_counter()
             try:
                 part = next(parts, None)
-                is_drawing = part is not None and (last or self._is_within_share())
-                if part is None:
-                    self._finish(is_whole=not begun)
-                elif is_drawing:
-                    self._next, self._drawn = max(_SECOND, 2 * step), self._drawn + 1
-                    part()
+                if part is None or not (last or self._is_within_share()):
+                    break
+                self._next, self._drawn = max(_SECOND, 2 * step), self._drawn + 1
+                part()
             except failures() as error:
                 failure = failure or error
-            if is_drawing:
-                self._cost = time.perf_counter() - began
-                self._spent += self._cost
+            self._cost = time.perf_counter() - began
+            self._spent += self._cost
+        if part is None:
+            self._drawn, self._is_whole = 0, not begun
+            if self._share != SHARE:  # after the first drawing, only the smaller share is left
+                self._share, self._began, self._spent = SHARE, time.perf_counter(), 0.0
         if failure is not None:
             raise failure
-
-    def _finish(self, *, is_whole: bool) -> None:
-        """End a drawing; after the first one, only the smaller share is left."""
-        self._drawn, self._is_whole = 0, is_whole
-        if self._share != SHARE:
-            self._share, self._began, self._spent = SHARE, time.perf_counter(), 0.0
 
     def _is_within_share(self) -> bool:
         """Whether drawing would keep within its share of the time after one more part."""
@@ -145,6 +115,3 @@ class RunDrawer(abc.ABC):
     @abc.abstractmethod
     def _draw(self, readings: Readings, step: int) -> Iterator[Part]:
         """Yield the parts of a drawing lazily, the most informative first."""
-
-
-__all__ = ["Part", "RunDrawer", "RunHistory"]

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geomon.analysis.alerts import kind_of
-from geomon.record import RaisedAlert, Reading, Sink
+from geomon.record import RaisedAlert, Sink
 from geomon.record.headline import HEADLINE, Detail
 from geomon.record.sinks import LoggerSink
-from geomon.show.loggers.parts import Pages
+from geomon.show.loggers.parts import Page, Pages
 from geomon.show.loggers.pictures import Pictures, Post
 
 # Number of values that MLflow accepts at once.
@@ -138,7 +138,7 @@ class Trackio(Logger):
         self._run.log({f"geomon/{name}": trackio.Image(image)}, step=step)
 
 
-class Alerts:
+class Alerts(Page):
     """Sink that passes each alert to a function as soon as it is raised.
 
     Args:
@@ -147,21 +147,9 @@ class Alerts:
     """
 
     def __init__(self, send: Callable[[str, str, int], object], *, name: str) -> None:
+        super().__init__(f"sending alerts to {name}")
         self._send = send
-        self._name = name
-
-    def __str__(self) -> str:
-        return f"sending alerts to {self._name}"
-
-    def write(self, reading: Reading) -> None:
-        """Do nothing, because alerts arrive separately."""
 
     def alert(self, alert: RaisedAlert) -> None:
         """Send an alert."""
         self._send(f"geomon: {kind_of(alert)}", alert.words(), alert.step)
-
-    def close(self) -> None:
-        """Do nothing, because alerts are sent at once."""
-
-
-__all__ = ["Alerts", "Logger", "MLflow", "Trackio"]

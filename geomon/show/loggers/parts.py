@@ -1,4 +1,4 @@
-"""Sink that consists of parts, where one part can fail without stopping the others."""
+"""Sinks that show a run in one way, and sinks of such parts, where one part can fail alone."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,15 +7,28 @@ from geomon.record import RaisedAlert, Reading, Sink
 from geomon.record.sinks import AlertSink, DescribedSink
 
 
-class Pages:
-    """Sink that shows a run on several pages, each a sink that the monitor calls separately."""
+class Page:
+    """Sink with a name for messages, which does nothing yet."""
 
-    def __init__(self, name: str, parts: Sequence[Sink]) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._parts = parts
 
     def __str__(self) -> str:
         return self._name
+
+    def write(self, reading: Reading) -> None:
+        """Do nothing with a reading."""
+
+    def close(self) -> None:
+        """Do nothing, because nothing is open."""
+
+
+class Pages(Page):
+    """Sink that shows a run on several pages, each a sink that the monitor calls separately."""
+
+    def __init__(self, name: str, parts: Sequence[Sink]) -> None:
+        super().__init__(name)
+        self._parts = parts
 
     def parts(self) -> Sequence[Sink]:
         """Return the parts in the order in which they are written; they are closed in reverse."""
@@ -42,6 +55,3 @@ class Pages:
         """Close every page, the last one first. Can be called more than once."""
         for part in reversed(self._parts):
             part.close()
-
-
-__all__ = ["Pages"]

@@ -45,6 +45,3 @@ class Pictures(RunDrawer):
                 self._post(name, as_image(card(panel)), step)
 
             yield post
-
-
-__all__ = ["Pictures", "Post"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from geomon.analysis import Curve, Fact, facts_of, null_of, single_source, summarise
+from geomon.analysis import Curve, Fact, facts_of, null_of, single_source
 from geomon.analysis.alerts import first_alerts
 from geomon.analysis.quantities import Quantity, quantities_of
 from geomon.analysis.summary import alert_sentences
@@ -32,6 +32,7 @@ from geomon.show.collect import (
 from geomon.show.colours import BLUE, SERIES
 from geomon.show.panels import Line, Lines, Matrix, spread_both, thin
 from geomon.show.settings import OF_A_START, setting_words
+from geomon.show.tables import run_words
 
 # Largest numbers of steps in maps and in sliders.
 _MOST_COLUMNS, _MOST_STEPS = 64, 16
@@ -80,7 +81,7 @@ def build_content(runs: Runs) -> dict[str, Any]:
 def _words_of(readings: Readings) -> dict[str, Any]:
     """Summarise a run: alerts, facts with what is far from healthy, and all other sentences."""
     alerts, facts = alert_sentences(readings), facts_of(readings)
-    said = [*alerts, *(fact.sentence for fact in facts)]
+    _, others = run_words(readings, facts)
     ranges = {each.quantity.metric: each for each in reversed(facts)}  # the first of each metric
     steps = [reading.step for reading in single_source(readings)]
     apart = max(map(operator.sub, steps[1:], steps), default=0)
@@ -89,7 +90,7 @@ def _words_of(readings: Readings) -> dict[str, Any]:
         "facts": [
             (fact, _far(fact, readings) if fact in ranges.values() else "") for fact in facts
         ],
-        "others": [each for each in summarise(readings, facts) if each not in said],
+        "others": [each for each in others if each not in alerts],
         "looked": f"{len(steps):,} reading{'s' * (len(steps) != 1)}"
         + f", at most {apart:,} steps apart" * (apart > 0),
     }
@@ -137,8 +138,8 @@ def build_panels(
         found = []
         for place, quantity in enumerate(quantities):
             below = quantity.name if len(quantities) > 1 else ""
-            dash, colour = _DASHES[place % len(_DASHES)], SERIES[place % len(SERIES)]
-            look: dict[str, Any] = {"dash": dash} if more else {"colour": colour}
+            kind, looks = ("dash", _DASHES) if more else ("colour", SERIES)
+            look: dict[str, Any] = {kind: looks[place % len(looks)]}
             for name, lines in series:
                 words = ": ".join(filter(None, (name * bool(more), below))) if name else ""
                 if quantity.tag in lines:
@@ -197,8 +198,8 @@ def _series_of(
         means = {
             tag: _mean([curves[index][tag] for index in group], colours[group[0]]) for tag in common
         }
-        said = ", ".join([names[index] for index in group[:4]] + ["..."] * (len(group) > 4))
-        series.append((f"mean of {said}", means))
+        said = ", ".join(names[index] for index in group[:4])
+        series.append((f"mean of {said}{', ...' * (len(group) > 4)}", means))
     return series
 
 

@@ -82,6 +82,3 @@ def _charts(runs: Runs) -> Iterator[tuple[str, str, str, Any]]:
 
 def _part(name: str) -> str:
     return files("geomon.show.report").joinpath(name).read_text(encoding="utf-8")
-
-
-__all__ = ["render", "write_report"]

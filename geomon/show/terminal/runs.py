@@ -17,56 +17,49 @@ class Watched:
         directory: Folder of the run, or the path of its file. Both may appear later.
         stack: Name of the stack to follow if the model has several; None for the main one.
         name: Name of the run on the screen.
+        colour: Colour of the run.
+        dash: Dash of its line in the chart.
 
     Attributes:
+        follower: Reader of the record, which is in the folder, or the newest one below it.
         whole: All readings of the record, and its alerts.
         readings: One reading per step, from the source that the run used most.
         quantities: Quantities that can be drawn over steps, by tag.
-        state: Why there is nothing to show yet; "" once there are readings.
         trouble: Why the file cannot be read; "" if it can.
     """
 
-    def __init__(self, directory: Path, stack: str | None, name: str) -> None:
-        self._follower, self._stack = Follower(directory, searches=True), stack
-        self.name = printable(name)
+    def __init__(
+        self, directory: Path, stack: str | None, name: str, colour: str, dash: str
+    ) -> None:
+        self.follower, self._stack = Follower(directory, searches=True), stack
+        self.name, self.trouble = printable(name), ""
+        self.colour, self.dash = colour, dash
         self.whole = self.readings = Readings([], [])
         self.quantities: dict[str, Quantity] = {}
-        self.state, self.trouble = f"reading {printable(str(self._follower.path))}", ""
 
-    def look(self) -> bool:
-        """Read what was written since the last look, and return whether anything has changed."""
-        before, follower = (self.state, self.trouble), self._follower
+    def look(self) -> None:
+        """Read what was written since the last look."""
         try:
-            is_new = follower.look()
-            every = follower.readings()
+            is_new = self.follower.look()
+            every = self.follower.readings()
             # Alerts are lines of their own, and a resumed run can have fewer readings.
             sizes, known = [(len(x), len(x.raised)) for x in (every, self.whole)]
             if any(sizes) and (is_new or self.trouble or sizes != known):
-                self._take(every.of_stack(self._stack) if every else every)
-                return True
+                self.whole = every.of_stack(self._stack) if every else every
+                self.readings = Readings(self.whole.runs, single_source(self.whole))
+                self.quantities, self.trouble = quantities_of(self.readings), ""
         except (OSError, ValueError) as error:
             self.trouble = " ".join(str(error).split())
-            return before != (self.state, self.trouble)
-        if not self.whole:
-            there = follower.path.is_file()
-            waiting = f"waiting for {printable(str(follower.path))}"
-            self.state = "no readings yet" if there else waiting
-        return before != (self.state, self.trouble)
-
-    def _take(self, whole: Readings) -> None:
-        selected = Readings(whole.runs, single_source(whole))
-        self.quantities = quantities_of(selected)
-        self.whole, self.readings, self.trouble = whole, selected, ""
-        self.state = "" if selected else "no readings yet"
 
     @property
-    def path(self) -> Path:
-        """Path of the record: in the folder, or the newest one below it."""
-        return self._follower.path
+    def state(self) -> str:
+        """Why there is nothing to show yet."""
+        path = self.follower.path
+        return "no readings yet" if path.is_file() else f"waiting for {printable(str(path))}"
 
     def outlook(self) -> str:
         """Say whether the training lives, and when the next reading is expected."""
-        writer = self._follower.writer()
+        writer = self.follower.writer()
         if not writer:
             return "not training" if writer is None else "its process was killed"
         if len(self.readings) < 2:

@@ -3,11 +3,11 @@
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from itertools import cycle
 from pathlib import Path
 
 from geomon.advice import to_install
 from geomon.analysis import null_of
-from geomon.analysis.numbers import with_margin
 from geomon.analysis.quantities import Quantity
 from geomon.record import read
 from geomon.show.collect import alerts_of, line_of
@@ -60,12 +60,13 @@ def watch(
     """
     console = Console()
     can_draw = console.is_terminal and not console.is_dumb_terminal
-    names = name_runs(directories)
-    runs = [Watched(*one) for one in zip(directories, [stack] * len(names), names, strict=True)]
+    looks = zip(cycle(charts.COLOURS), cycle(DASHES if console.no_color else ["solid"]))
+    named = zip(directories, name_runs(directories), looks, strict=False)
+    runs = [Watched(directory, stack, name, *look) for directory, name, look in named]
     if once or not can_draw or not console.encoding.startswith("utf"):
         _look(runs)
         for run in runs:
-            read(run.path).of_stack(stack)  # raises if the record is unusable
+            read(run.follower.path).of_stack(stack)  # raises if the record is unusable
         with console.capture() as captured:
             for part in _screen(runs, metric, layer, console, _PRINTED):
                 console.print(part)
@@ -91,18 +92,18 @@ def _screen(
     lines: int | None = None,
 ) -> Iterator[RenderableType]:  # fmt: skip
     """Yield the overview of each run, and below them a chart of one quantity for all runs."""
-    overviews = list(_overviews(runs, console, is_brief=False))
+    overviews = list(_overviews(runs, is_brief=False))
     if lines is None:
         if _lines_left(overviews, console) < _LEAST:
-            overviews = list(_overviews(runs, console, is_brief=True))
+            overviews = list(_overviews(runs, is_brief=True))
         lines = min(_lines_left(overviews, console), _MOST)
     yield from overviews
     quantity = _choose(runs, metric, layer)
     if quantity is not None and lines >= _LEAST and console.encoding.startswith("utf"):
-        panel = _over_steps(runs, quantity, layer, console)
+        panel = _over_steps(runs, quantity, layer)
         yield charts.title_of(panel)
-        if drawn := charts.build(panel, console.width - 1, lines):
-            yield Text.from_ansi(drawn)
+        if panel.lines:
+            yield Text.from_ansi(charts.build(panel, console.width - 1, lines))
 
 
 def _lines_left(overviews: Sequence[RenderableType], console: Console) -> int:
@@ -110,15 +111,12 @@ def _lines_left(overviews: Sequence[RenderableType], console: Console) -> int:
     return console.height - len(console.render_lines(Group(*overviews))) - 2
 
 
-def _overviews(
-    runs: Sequence[Watched], console: Console, *, is_brief: bool
-) -> Iterator[RenderableType]:
-    for index, run in enumerate(runs):
-        colour, dash = _look_of(index, console)
+def _overviews(runs: Sequence[Watched], *, is_brief: bool) -> Iterator[RenderableType]:
+    for run in runs:
         if len(runs) > 1:
-            yield safe(f"{charts.mark_of(dash)} {run.name}", f"bold {colour}")
-        elif run.path.parent.name != run.name:  # found below the folder
-            yield safe(str(run.path.parent), "dim")
+            yield safe(f"{charts.mark_of(run.dash)} {run.name}", f"bold {run.colour}")
+        elif run.follower.path.parent.name != run.name:  # found below the folder
+            yield safe(str(run.follower.path.parent), "dim")
         is_there = run.whole or run.whole.raised
         state = run.outlook()
         yield view(run.whole, state=state, is_brief=is_brief) if is_there else safe(run.state)
@@ -128,18 +126,15 @@ def _overviews(
 
 def _choose(runs: Sequence[Watched], metric: str | None, layer: int | None) -> Quantity | None:
     """Choose the quantity of the chart; return None before anything was measured."""
-    known = {key: each for run in runs for key, each in run.quantities.items()}
-    if not known:
+    tags: dict[str, Quantity] = {}
+    for one in (each for run in runs for each in run.quantities.values()):
+        # A mean over layers comes before other values of a metric.
+        tags.setdefault("/".join(filter(None, (one.metric, one.part))), one)
+    if not tags:
         return None
-    if metric is None:
-        found = next(iter(known.values()))
-    else:
-        tags: dict[str, Quantity] = {}
-        for one in known.values():  # a mean over layers comes before other values of a metric
-            tags.setdefault("/".join(filter(None, (one.metric, one.part))), one)
-        if metric not in tags:
-            raise ValueError(f"no run has '{metric}': there are {', '.join(filter(None, tags))}")
-        found = tags[metric]
+    if metric is not None and metric not in tags:
+        raise ValueError(f"no run has '{metric}': there are {', '.join(filter(None, tags))}")
+    found = next(iter(tags.values())) if metric is None else tags[metric]
     layers = {n for run in runs for n in run.layers_of(found)}
     if layer is not None and layer not in layers:
         there = f"there are {min(layers)} to {max(layers)}" if layers else "it is not of layers"
@@ -147,29 +142,19 @@ def _choose(runs: Sequence[Watched], metric: str | None, layer: int | None) -> Q
     return found
 
 
-def _look_of(index: int, console: Console) -> tuple[str, str]:
-    """Return the colour and the dash of a run; dashes vary only if colours are off."""
-    dash = DASHES[index % len(DASHES)] if console.no_color else "solid"
-    return charts.COLOURS[index % len(charts.COLOURS)], dash
-
-
-def _over_steps(
-    runs: Sequence[Watched], quantity: Quantity, layer: int | None, console: Console
-) -> Lines:
+def _over_steps(runs: Sequence[Watched], quantity: Quantity, layer: int | None) -> Lines:
     """Build the panel of a quantity over steps with a line for each run."""
-    lines = []
-    for index, run in enumerate(runs):
-        colour, dash = _look_of(index, console)
-        curve = quantity.curve(run.readings, layer)
-        if curve:
-            name = run.name if len(runs) > 1 else ""
-            lines.append(line_of(thin(curve), name, colour, dash=dash))
+    curves = [(run, quantity.curve(run.readings, layer)) for run in runs]
+    lines = [
+        line_of(thin(curve), run.name * (len(runs) > 1), run.colour, dash=run.dash)
+        for run, curve in curves
+        if curve
+    ]
     label = quantity.label + ("" if layer is None else f", layer {layer}")
     if len(runs) > 1 or not lines:
         return Lines(label, lines)
-    (run,) = runs
-    curve = quantity.curve(run.readings, layer)
-    label = f"{label}  {with_margin(curve.values[-1], curve.margins[-1])}"
+    ((run, curve),) = curves
     has_null = quantity.is_mean and not quantity.part
     null = null_of(run.readings, quantity.metric) if has_null else None
+    label = f"{label}  {curve.points[-1].words()}"
     return Lines(label, lines, null=null, alerts=alerts_of(run.whole))
