@@ -22,6 +22,17 @@ except ImportError as error:
 
 # Largest number of names that fit into a legend.
 _MOST_NAMES = 8
+# Layout of every chart.
+_LAYOUT = {
+    "template": "none",
+    "font": {"size": 12},
+    "margin": {"l": 58, "r": 14, "t": 12, "b": 46},
+    "legend": {"orientation": "h", "y": 1.01, "yanchor": "bottom", "x": 0,
+               "font": {"size": 11}},
+    "paper_bgcolor": "rgba(0,0,0,0)",
+    "plot_bgcolor": "rgba(0,0,0,0)",
+    "hoverlabel": {"namelength": -1},
+}  # fmt: skip
 # Layout of a legend below the chart.
 _NAMES_BELOW = {"yref": "container", "y": 0, "yanchor": "bottom"}
 
@@ -58,9 +69,7 @@ def choose(panels: Mapping[str, Lines | Matrix | dict[int, Matrix]]) -> go.Figur
         name: draw(panel[max(panel)] if isinstance(panel, dict) else panel)
         for name, panel in panels.items()
     }
-    whole = next(iter(charts.values()))
-    if len(charts) > 1:
-        whole = _one_at_a_time(charts)
+    whole = _one_at_a_time(charts) if len(charts) > 1 else next(iter(charts.values()))
     if by_step:
         _slide(whole, by_step)
     return whole
@@ -90,11 +99,11 @@ def _slide(chart: go.Figure, panels: Sequence[Mapping[int, Matrix]]) -> None:
         ]
         values = [_colours_of(each)["z"] for each in nearest]
         moves.append({"label": f"{step:,}", "method": "restyle", "args": [{"z": values}]})
-    slider = {
-        "steps": moves, "active": len(moves) - 1, "currentvalue": {"prefix": "step "},
-        "pad": {"t": 38}, "font": {"size": 11},
-    }  # fmt: skip
-    chart.update_layout(sliders=[slider], margin={"b": 10})
+    chart.update_layout(
+        sliders=[{"steps": moves, "active": len(moves) - 1, "currentvalue": {"prefix": "step "},
+                  "pad": {"t": 38}, "font": {"size": 11}}],
+        margin={"b": 10},
+    )  # fmt: skip
 
 
 def add_linear_axis(chart: go.Figure) -> go.Figure:
@@ -113,7 +122,7 @@ def add_linear_axis(chart: go.Figure) -> go.Figure:
 
 
 def _draw_lines(panel: Lines) -> go.Figure:
-    chart = _figure()
+    chart = go.Figure(layout=_LAYOUT)
     axis = panel.axis
     x_axis = _number_axis(panel.over) if axis is None else _step_axis(axis, "dashed")
     names = 0
@@ -184,8 +193,10 @@ def _value_axis(panel: Lines) -> dict[str, Any]:
     if not panel.is_logarithmic:
         return axis | {"rangemode": "tozero"}
     ticks = [digit * 10.0**power for power in range(-6, 9) for digit in (1, 2, 5)]
-    named = {"tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
-    return axis | {"type": "log", "tickmode": "array", **named}
+    return axis | {
+        "type": "log", "tickmode": "array", "tickvals": ticks,
+        "ticktext": [f"{tick:g}" for tick in ticks],
+    }  # fmt: skip
 
 
 def _number_axis(over: str) -> dict[str, Any]:
@@ -210,7 +221,7 @@ def _step_axis(axis: StepAxis, gaps: str) -> dict[str, Any]:
 
 
 def _draw_matrix(panel: Matrix) -> go.Figure:
-    chart = _figure()
+    chart = go.Figure(layout=_LAYOUT)
     x_axis: dict[str, Any] = {"title": {"text": "head"}, "dtick": _every(panel.columns)}
     x: Sequence[float] = panel.columns
     axis = StepAxis(panel.columns) if panel.over == "step" else None
@@ -244,16 +255,16 @@ def _colours_of(panel: Matrix) -> dict[str, Any]:
     """Return the values of a matrix and its colour scale as arguments of a plotly heat map."""
     scale: dict[str, Any] = {"colorscale": SIGNED if panel.is_signed else UNSIGNED}
     if not panel.is_logarithmic:
-        ends = {"zmin": panel.low, "zmax": panel.high}
-        return {"z": [_shown(row) for row in panel.values], **scale, **ends}
+        shown = [_shown(row) for row in panel.values]
+        return {"z": shown, **scale, "zmin": panel.low, "zmax": panel.high}
     with np.errstate(invalid="ignore", divide="ignore"):
         logs = np.log10(panel.values)
     powers = np.linspace(math.log10(panel.low), math.log10(panel.high), 5).tolist()
-    named = {"tickvals": powers, "ticktext": [f"{10**power:.2g}" for power in powers]}
     return {
         "z": [_shown(row) for row in logs],
         "text": [[f"{value:.4g}" for value in row] for row in panel.values],
-        **scale, "zmin": powers[0], "zmax": powers[-1], "colorbar": named,
+        **scale, "zmin": powers[0], "zmax": powers[-1],
+        "colorbar": {"tickvals": powers, "ticktext": [f"{10**power:.2g}" for power in powers]},
     }  # fmt: skip
 
 
@@ -270,18 +281,3 @@ def _shown(values: Iterable[float]) -> list[float | None]:
 def _plain(text: str) -> str:
     """Make text printable and escape HTML, so that text from a record is never interpreted."""
     return html.escape(printable(text), quote=False)
-
-
-def _figure() -> go.Figure:
-    return go.Figure(
-        layout={
-            "template": "none",
-            "font": {"size": 12},
-            "margin": {"l": 58, "r": 14, "t": 12, "b": 46},
-            "legend": {"orientation": "h", "y": 1.01, "yanchor": "bottom", "x": 0,
-                       "font": {"size": 11}},
-            "paper_bgcolor": "rgba(0,0,0,0)",
-            "plot_bgcolor": "rgba(0,0,0,0)",
-            "hoverlabel": {"namelength": -1},
-        }
-    )  # fmt: skip

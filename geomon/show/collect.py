@@ -53,8 +53,8 @@ def dimension_panel(readings: Readings) -> Lines:
             name = f"{name}: peak {phase.peak.value:.1f} at step {phase.peak.step:,}"
         if curve:
             lines.append(line_of(curve, name, colour))
-    null, alerts = null_of(readings, "twonn"), alerts_of(readings)
-    return to_logarithm(Lines(label, lines, null=null, alerts=alerts))
+    null = null_of(readings, "twonn")
+    return to_logarithm(Lines(label, lines, null=null, alerts=alerts_of(readings)))
 
 
 def to_logarithm(panel: Lines) -> Lines:
@@ -82,18 +82,18 @@ def training_panel(readings: Readings, metric: str) -> Lines:
 
 def layers_panel(readings: Readings, metric: str) -> Lines:
     """Build the panel of a metric over training with one line per layer; its axis starts at 0."""
-    curves = {layer: curve_of(readings, metric, layer=layer) for layer in readings.layers(metric)}
     colours = _layer_colours(readings)
     lines = [
         Line(str(layer), curve.steps, curve.values, colours[layer], width=1.4)
-        for layer, curve in curves.items()
-        if curve
+        for layer in readings.layers(metric)
+        if (curve := curve_of(readings, metric, layer=layer))
     ]
     null, most = null_of(readings, metric), _largest(readings, metric)
     highest = max([0.0, *(v for line in lines for v in line.y)] + [most] * math.isfinite(most))
-    ends = (0.0, 1.08 * highest if highest > 0 else 1.0)
-    label, alerts = readings.text_of(metric).label, alerts_of(readings)
-    return Lines(label, lines, named_by="layer", null=null, alerts=alerts, ends=ends)
+    return Lines(
+        readings.text_of(metric).label, lines, named_by="layer", null=null,
+        alerts=alerts_of(readings), ends=(0.0, 1.08 * highest if highest > 0 else 1.0),
+    )  # fmt: skip
 
 
 def cosines_panel(readings: Readings) -> Lines:
@@ -104,8 +104,7 @@ def cosines_panel(readings: Readings) -> Lines:
     for row in spread_items(range(len(layers)), _MOST_LAYERS):
         low, middle, high = zip(*map(_quartiles, tables[:, row]), strict=True)
         lines.append(Line("", steps, middle, colours[layers[row]], low, high, width=1.6))
-    mean = mean_abs_over_heads(readings, "qk_cosine")
-    if mean:
+    if mean := mean_abs_over_heads(readings, "qk_cosine"):
         lines.append(Line("mean size over all heads", mean.steps, mean.values, BLACK, width=2.4))
     label, alerts = readings.text_of("qk_cosine").label, alerts_of(readings)
     return Lines(
@@ -157,8 +156,7 @@ def depth_panel(readings: Readings, metric: str, part: str = "") -> Lines:
             low, high = ((lines[-1].y + sign * margins).tolist() for sign in (-1, 1))
             lines[-1] = replace(lines[-1], low=low, high=high)
     null = None if part else null_of(readings, metric)
-    label = readings.text_of(metric).label
-    return Lines(label, lines, "layer", "step", null, remark=remark)
+    return Lines(readings.text_of(metric).label, lines, "layer", "step", null, remark=remark)
 
 
 def scales_panel(readings: Readings) -> Lines:
@@ -188,8 +186,9 @@ def map_panel(readings: Readings, metric: str) -> Matrix | None:
         low, high = 0.0, float(np.nanmax(table)) if low < 0 else high
     wide = lowest > 0 and high > _MAX_LINEAR_COLOURS * lowest
     low, high = (lowest if wide else low), (high if high > low else low + 1.0)
-    label = readings.text_of(metric).label
-    return Matrix(label, table, layers, list(columns), low, high, "step", remark, wide)
+    return Matrix(
+        readings.text_of(metric).label, table, layers, [*columns], low, high, "step", remark, wide
+    )
 
 
 def head_panels(readings: Readings, metric: str, most: int = 1) -> dict[int, Matrix]:

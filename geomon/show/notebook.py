@@ -16,8 +16,7 @@ def html_of(readings: Readings) -> str:
     """Format a run as HTML: its summary, and its picture if matplotlib is installed."""
     main = readings.of_stack()
     words = "".join(f"<li>{escape(printable(text))}</li>" for text in summarise(main))
-    heading = f"<p><b>{escape(repr(readings))}</b></p>"
-    return f"{heading}<ul>{words}</ul>{_picture(main) if main else ''}"
+    return f"<p><b>{escape(repr(readings))}</b></p><ul>{words}</ul>{_picture(main) if main else ''}"
 
 
 def _picture(readings: Readings) -> str:

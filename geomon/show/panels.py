@@ -75,8 +75,13 @@ class Line:
 
     def part(self, start: int, end: int) -> "Line":
         """Return the line from one place of its points to another."""
-        y, low, high = (row[start:end] for row in (self.y, self.low, self.high))
-        return replace(self, x=self.x[start:end], y=y, low=low, high=high)
+        return replace(
+            self,
+            x=self.x[start:end],
+            y=self.y[start:end],
+            low=self.low[start:end],
+            high=self.high[start:end],
+        )
 
 
 @dataclass(frozen=True)
@@ -116,20 +121,17 @@ class Lines:
     @property
     def steps(self) -> list[int]:
         """Steps that the axis has to cover: those of all lines and alerts, and further ones."""
-        rows = [line.x for line in self.lines]
-        return [*itertools.chain(self.covers, *rows), *(at for at, _ in self.alerts)]
+        rows = itertools.chain(self.covers, *(line.x for line in self.lines))
+        return [*rows, *(at for at, _ in self.alerts)]
 
     @property
     def axis(self) -> "StepAxis | None":
         """The axis of steps; None for an axis of layers or scales."""
         if self.over != "step":
             return None
-        return StepAxis(self.steps, self.breaks, [line.x for line in self.lines])
-
-    @property
-    def breaks(self) -> list[int]:
-        """Steps at which curves begin anew, because a resume changed what is measured."""
-        return [step for step, words in self.alerts if BREAK in words]
+        # Curves begin anew where a resume changed what is measured.
+        breaks = [step for step, words in self.alerts if BREAK in words]
+        return StepAxis(self.steps, breaks, [line.x for line in self.lines])
 
     @property
     def has_bands(self) -> bool:
@@ -267,8 +269,9 @@ def spread_steps(steps: Sequence[int], most: int = _MAX_PROFILES) -> list[int]:
     if len(steps) <= most:
         return steps
     logarithms = np.log1p(np.array(steps) - steps[0])
-    targets = np.linspace(0, logarithms[-1], most)
-    nearest = {int(np.abs(logarithms - target).argmin()) for target in targets}
+    nearest = {
+        int(np.abs(logarithms - target).argmin()) for target in np.linspace(0, logarithms[-1], most)
+    }
     return [steps[index] for index in sorted(nearest)]
 
 
@@ -279,8 +282,8 @@ def ends_and_middle(steps: Sequence[int]) -> list[int]:
         >>> ends_and_middle([0, 16, 32, 64, 181, 362, 724])
         [0, 362, 724]
     """
-    middle = (steps[0] + steps[-1]) / 2
-    return sorted({steps[0], min(steps, key=lambda step: abs(step - middle)), steps[-1]})
+    ends = steps[0], steps[-1]
+    return sorted({*ends, min(steps, key=lambda step: abs(2 * step - sum(ends)))})
 
 
 def spread_items(items: Sequence[int], most: int) -> list[int]:

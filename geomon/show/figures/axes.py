@@ -43,8 +43,11 @@ class ShownFigure(Figure):
 
 def new_figure(width: float, height: float) -> Figure:
     """Make an empty figure, in inches, with a constrained layout."""
-    layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08, wspace=0.03, hspace=0.04)
-    return ShownFigure(figsize=(width, height), dpi=160, layout=layout)
+    return ShownFigure(
+        figsize=(width, height),
+        dpi=160,
+        layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08, wspace=0.03, hspace=0.04),
+    )
 
 
 def draw_grid(
@@ -82,8 +85,9 @@ def _name_once(figure: Figure, places: Sequence[Axes]) -> None:
 def caption(place: Axes, letter: str, words: str) -> None:
     """Write the letter and the title of a panel above it."""
     start = f"$\\bf{{{letter}}}$   " if letter else ""
-    size = 11.5 if letter else 10.5
-    place.set_title(f"{start}{literal(words)}", loc="left", fontsize=size, pad=8)
+    place.set_title(
+        f"{start}{literal(words)}", loc="left", fontsize=11.5 if letter else 10.5, pad=8
+    )
 
 
 def title(figure: Figure, words: str) -> None:
@@ -224,8 +228,11 @@ def draw_loss(place: Axes, readings: Readings) -> None:
     axis.set_zorder(place.get_zorder() - 1)
     place.patch.set_visible(False)
     steps = [reading.step for reading in single_source(readings)]
-    line = Line("", loss.steps, loss.values, GREY, width=1.0)
-    draw_line(axis, line, StepAxis([*steps, *(alert.step for alert in readings.alerts)]))
+    draw_line(
+        axis,
+        Line("", loss.steps, loss.values, GREY, width=1.0),
+        StepAxis([*steps, *(alert.step for alert in readings.alerts)]),
+    )
     leave_room(axis, place)
     axis.spines[["top", "left"]].set_visible(False)
     axis.spines["right"].set_color(GREY)
@@ -245,9 +252,11 @@ def draw_matrix(place: Axes, panel: Matrix) -> Any:
         place.set_xlim(x[0], x[-1])
         for blank in axis.blanks():
             place.axvspan(*blank, color="white", lw=0, zorder=1.5)
-    norm = (LogNorm if panel.is_logarithmic else Normalize)(panel.low, panel.high)
-    colours = colormaps[SIGNED if panel.is_signed else UNSIGNED]
-    mesh = place.pcolormesh(x, np.arange(rows + 1) - 0.5, panel.values, norm=norm, cmap=colours)
+    mesh = place.pcolormesh(
+        x, np.arange(rows + 1) - 0.5, panel.values,
+        norm=(LogNorm if panel.is_logarithmic else Normalize)(panel.low, panel.high),
+        cmap=colormaps[SIGNED if panel.is_signed else UNSIGNED],
+    )  # fmt: skip
     place.grid(visible=False)
     place.set_facecolor(NOTHING)
     _name_ticks(place.yaxis, panel.layers)
@@ -329,8 +338,10 @@ def show_legend(place: Axes, **style: Any) -> bool:
 def colour_bar(place: Axes, lines: Sequence[Line], label: str) -> None:
     """Add a labelled colour bar with one field per line, from bottom to top."""
     count = len(lines)
-    norm = BoundaryNorm(np.arange(count + 1) - 0.5, count)
-    mappable = ScalarMappable(norm, ListedColormap([line.colour for line in lines]))
+    mappable = ScalarMappable(
+        BoundaryNorm(np.arange(count + 1) - 0.5, count),
+        ListedColormap([line.colour for line in lines]),
+    )
     bar = place.figure.colorbar(mappable, ax=place, pad=0.02, aspect=28)
     ticks = range(0, count, math.ceil(count / _MAX_NAMED))
     bar.set_ticks(ticks, labels=[lines[tick].name for tick in ticks])

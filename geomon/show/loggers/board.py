@@ -16,9 +16,7 @@ from geomon.record import RaisedAlert, Reading, Readings, Sink
 from geomon.record.columns import texts_of
 from geomon.record.headline import HEADLINE, Detail, check_detail
 from geomon.record.sinks import LoggerSink
-from geomon.show.loggers.history import Part, RunDrawer
-from geomon.show.loggers.parts import Page, Pages
-from geomon.show.loggers.pictures import Pictures
+from geomon.show.loggers.parts import Page, Pages, Part, Pictures, RunDrawer
 from geomon.show.settings import setting_words
 from geomon.show.tables import run_words
 

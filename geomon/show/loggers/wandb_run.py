@@ -16,9 +16,8 @@ from geomon.record import RaisedAlert, Reading, Readings, Sink, tags
 from geomon.record.columns import texts_of
 from geomon.record.headline import HEADLINE, Charts, Detail
 from geomon.record.sinks import ALERTS
-from geomon.show.loggers.history import Part, RunDrawer
 from geomon.show.loggers.others import Alerts
-from geomon.show.loggers.parts import Page, Pages
+from geomon.show.loggers.parts import Page, Pages, Part, RunDrawer
 
 log = logging.getLogger("geomon")
 
@@ -120,8 +119,8 @@ class WandBRows:
     def describe(self, description: Mapping[str, Any]) -> None:
         """Write the description of the run and the healthy range of each metric into the config."""
         self._charts.describe(description)
-        texts = texts_of(description).items()
-        words = {name: text.healthy or text.meaning for name, text in texts}
+        metrics = texts_of(description).items()
+        words = {name: text.healthy or text.meaning for name, text in metrics}
         self._description = {**description, "metrics": words}
         self._configure()
 
@@ -158,8 +157,7 @@ class WandBRows:
         for name in values.keys() - self._defined:  # a glob yields to the training's own
             self._defined.add(name)
             # The ends of the interval are hidden: a chart draws them as a band.
-            hidden = self._charts.is_end(name)
-            self._run.define_metric(name, step_metric=_STEP, hidden=hidden)
+            self._run.define_metric(name, step_metric=_STEP, hidden=self._charts.is_end(name))
         self._waiting.append({**values, _STEP: step})
         is_free = self._by_step and self._numbered is None
         self._fill(max(self._run.step, step) if is_free else self._run.step)
@@ -319,5 +317,5 @@ class WandBCharts(RunDrawer):
     def _log_charts(self, readings: Readings, step: int) -> None:
         from geomon.show.charts import charts_of
 
-        charts = charts_of(readings, self._metrics)
-        self._rows.log({f"geomon_charts/{name}": chart for name, chart in charts.items()}, step)
+        charts = charts_of(readings, self._metrics).items()
+        self._rows.log({f"geomon_charts/{name}": chart for name, chart in charts}, step)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from geomon.analysis import Curve, Fact, facts_of, null_of, single_source
+from geomon.analysis import Curve, Fact, facts_of, null_of, single_source, summarise
 from geomon.analysis.alerts import first_alerts
 from geomon.analysis.quantities import Quantity, quantities_of
 from geomon.analysis.summary import alert_sentences
@@ -32,7 +32,6 @@ from geomon.show.collect import (
 from geomon.show.colours import BLUE, SERIES
 from geomon.show.panels import Line, Lines, Matrix, spread_both, thin
 from geomon.show.settings import OF_A_START, setting_words
-from geomon.show.tables import run_words
 
 # Largest numbers of steps in maps and in sliders.
 _MOST_COLUMNS, _MOST_STEPS = 64, 16
@@ -52,7 +51,6 @@ OTHERS, BEFORE = "Any other value", "Before the alerts"
 
 def build_content(runs: Runs) -> dict[str, Any]:
     """Build the texts and tables of the page as plain data."""
-    texts = _texts_of([*runs.values()])
     return {
         "runs": [
             {
@@ -72,7 +70,7 @@ def build_content(runs: Runs) -> dict[str, Any]:
         "configuration": _configuration(runs),
         "glossary": {
             printable(f"{text.title} ({name})"): printable(text.meaning)
-            for name, text in texts.items()
+            for name, text in _texts_of([*runs.values()]).items()
             if text.meaning
         },
     }
@@ -81,7 +79,7 @@ def build_content(runs: Runs) -> dict[str, Any]:
 def _words_of(readings: Readings) -> dict[str, Any]:
     """Summarise a run: alerts, facts with what is far from healthy, and all other sentences."""
     alerts, facts = alert_sentences(readings), facts_of(readings)
-    _, others = run_words(readings, facts)
+    said = [*alerts, *(fact.sentence for fact in facts)]
     ranges = {each.quantity.metric: each for each in reversed(facts)}  # the first of each metric
     steps = [reading.step for reading in single_source(readings)]
     apart = max(map(operator.sub, steps[1:], steps), default=0)
@@ -90,7 +88,7 @@ def _words_of(readings: Readings) -> dict[str, Any]:
         "facts": [
             (fact, _far(fact, readings) if fact in ranges.values() else "") for fact in facts
         ],
-        "others": [each for each in others if each not in alerts],
+        "others": [each for each in summarise(readings, facts) if each not in said],
         "looked": f"{len(steps):,} reading{'s' * (len(steps) != 1)}"
         + f", at most {apart:,} steps apart" * (apart > 0),
     }
@@ -176,8 +174,8 @@ def _before_alerts(runs: Runs) -> dict[str, Lines]:
             step, name = first.alert.step, f"{run}: " * (len(runs) > 1)
             for course in first.alert.courses[:_MOST_COURSES]:
                 line = Line("", course.steps, course.values, BLUE)
-                panel = Lines(course.tag, [line], alerts=[(step, first.kind)])
-                found[f"{name}{first.kind} at step {step:,}: {course.tag}"] = panel
+                title = f"{name}{first.kind} at step {step:,}: {course.tag}"
+                found[title] = Lines(course.tag, [line], alerts=[(step, first.kind)])
     return found
 
 

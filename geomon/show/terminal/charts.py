@@ -32,8 +32,11 @@ def title_of(panel: Lines) -> Text:
     """Format the label of a panel, with its null and the names of its lines."""
     text = Text(printable(panel.label), "bold")
     said = [(panel.null[1], "dim")] if panel.null is not None else []
-    names = [line for line in panel.lines if line.name] if panel.lines[1:] else []
-    said += [(f"{mark_of(line.dash)} {line.name}", line.colour) for line in names]
+    said += [
+        (f"{mark_of(line.dash)} {line.name}", line.colour)
+        for line in panel.lines
+        if line.name and len(panel.lines) > 1
+    ]
     said += [("not measured", "dim")] if not panel.lines else []
     for words, style in said:
         text.append(f"  {printable(words)}", f"not bold {style}")

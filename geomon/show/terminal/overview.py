@@ -41,8 +41,8 @@ def view(
     whole = readings if isinstance(readings, Readings) else Readings([], list(readings))
     remarks = [safe(remark, "red") for remark in whole.remarks()]
     kinds = ", ".join(f"{each.kind} at step {each.step:,}" for each in first_alerts(whole))
-    sentences = [f"Alerts: {kinds}"] * bool(kinds) if is_brief else alert_sentences(whole)
-    alerts = [safe(sentence, "red") for sentence in sentences]
+    brief = [f"Alerts: {kinds}"] if kinds else []
+    alerts = [safe(words, "red") for words in (brief if is_brief else alert_sentences(whole))]
     selected = Readings(whole.runs, single_source(whole))
     if not selected:
         return Group(safe("no readings yet", "dim"), *alerts, *remarks)
@@ -68,8 +68,9 @@ def _first_line(last: Reading, state: str, *, is_brief: bool) -> Text:
         state,
         f"geomon {share}{' of the time' * (not is_brief)}" * math.isfinite(last.overhead),
     )
-    text = safe(f"step {last.step:,}", "bold")
-    return text.append_text(safe("".join(f" · {part}" for part in parts if part), "not bold dim"))
+    return safe(f"step {last.step:,}", "bold").append_text(
+        safe("".join(f" · {part}" for part in parts if part), "not bold dim")
+    )
 
 
 def _rows(readings: Readings, *, is_brief: bool) -> Iterator[tuple[str, str, str, str]]:
@@ -90,10 +91,11 @@ def _rows(readings: Readings, *, is_brief: bool) -> Iterator[tuple[str, str, str
     profile = readings[-1].column("anisotropy").by_layer()
     if profile and not is_brief:
         top, values = max(profile, key=profile.__getitem__), list(profile.values())
-        title = readings.text_of("anisotropy").title
         ends = f"{number(values[0])} to {number(values[-1])}"
-        highest = f"highest {number(profile[top])} at layer {top}"
-        yield f"{title} by layer", ends, spark(values), highest
+        yield (
+            f"{readings.text_of('anisotropy').title} by layer", ends, spark(values),
+            f"highest {number(profile[top])} at layer {top}",
+        )  # fmt: skip
 
 
 def _known_to(step: int, readings: Readings) -> str:
