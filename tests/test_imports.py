@@ -39,10 +39,10 @@ INNER = {
         "writing": set(),
     },
     "show": {
-        "figures": {"collect", "colours", "loading", "panels"},
+        "figures": {"collect", "colours", "panels"},
         "loggers": {"charts", "collect", "figures", "panels", "settings", "tables"},
         "report": {"charts", "collect", "colours", "panels", "settings"},
-        "terminal": {"collect", "colours", "loading", "panels", "tables"},
+        "terminal": {"collect", "colours", "panels", "settings", "tables"},
     },
 }
 # Modules that are faces of their own: the data of a pass, what keeps the training's modes away,

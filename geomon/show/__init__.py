@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from geomon.show.figures import geometry_figure, save
-    from geomon.show.loggers.pictures import Pictures
+    from geomon.show.loggers.parts import Pictures
     from geomon.show.tables import Printer, run_table
     from geomon.show.terminal import view
 
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Pictures": "loggers.pictures",
+    "Pictures": "loggers.parts",
     "Printer": "tables",
     "geometry_figure": "figures",
     "run_table": "tables",

@@ -22,6 +22,17 @@ except ImportError as error:
 
 # Largest number of names that fit into a legend.
 _MOST_NAMES = 8
+# Layout of every chart.
+_LAYOUT = {
+    "template": "none",
+    "font": {"size": 12},
+    "margin": {"l": 58, "r": 14, "t": 12, "b": 46},
+    "legend": {"orientation": "h", "y": 1.01, "yanchor": "bottom", "x": 0,
+               "font": {"size": 11}},
+    "paper_bgcolor": "rgba(0,0,0,0)",
+    "plot_bgcolor": "rgba(0,0,0,0)",
+    "hoverlabel": {"namelength": -1},
+}  # fmt: skip
 # Layout of a legend below the chart.
 _NAMES_BELOW = {"yref": "container", "y": 0, "yanchor": "bottom"}
 
@@ -32,36 +43,40 @@ def charts_of(readings: Readings, metrics: Iterable[str] = ()) -> dict[str, go.F
     for name, panel in cards_of(readings, metrics):
         chart = draw(panel)
         if isinstance(panel, Lines):  # W&B shows no title for a chart
-            words = panel.label + ", mean over layers" * (panel.over == "step")
-            words += " (band: 95 % interval)" * panel.has_bands
+            mean = ", mean over layers" * (panel.over == "step")
+            words = panel.label + mean + " (band: 95 % interval)" * panel.has_bands
             title = {"text": _plain(words), "font": {"size": 13}, "x": 0.02}
             chart.update_layout(title=title, margin={"t": 40}, legend=_NAMES_BELOW)
         charts[re.sub(r"\W+", "_", name)] = chart
     return charts
 
 
-def draw(panel: Lines | Matrix, steps: Iterable[int] = ()) -> go.Figure:
-    """Draw a panel as a plotly figure.
+def draw(panel: Lines | Matrix) -> go.Figure:
+    """Draw a panel as a plotly figure; a panel of lines needs at least one."""
+    return _draw_matrix(panel) if isinstance(panel, Matrix) else _draw_lines(panel)
+
+
+def choose(panels: Mapping[str, Lines | Matrix | dict[int, Matrix]]) -> go.Figure:
+    """Draw several panels in one figure that shows one at a time.
+
+    `layout.meta` lists the name of each panel and the arguments for `Plotly.update` that show it.
 
     Args:
-        panel: The panel. Lines panels need at least one line.
-        steps: Further steps that the step axis has to cover. Defaults to ().
+        panels: The panels by name, at least one. Matrices by step get a slider for the step.
     """
-    return _draw_matrix(panel) if isinstance(panel, Matrix) else _draw_lines(panel, steps)
+    by_step = [panel for panel in panels.values() if isinstance(panel, dict)]
+    charts = {
+        name: draw(panel[max(panel)] if isinstance(panel, dict) else panel)
+        for name, panel in panels.items()
+    }
+    whole = _one_at_a_time(charts) if len(charts) > 1 else next(iter(charts.values()))
+    if by_step:
+        _slide(whole, by_step)
+    return whole
 
 
-def choose(charts: Mapping[str, go.Figure]) -> go.Figure:
-    """Put several charts into one figure that shows one chart at a time.
-
-    `layout.meta` lists the name of each chart and the arguments for `Plotly.update` that show it.
-
-    Args:
-        charts: The charts by name, at least one.
-    """
-    first = next(iter(charts.values()))
-    if len(charts) == 1:
-        return first
-    whole = go.Figure(layout=first.layout)
+def _one_at_a_time(charts: Mapping[str, go.Figure]) -> go.Figure:
+    whole = go.Figure(layout=next(iter(charts.values())).layout)
     choices: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
     count = sum(len(chart.data) for chart in charts.values())
     for name, chart in charts.items():
@@ -71,29 +86,24 @@ def choose(charts: Mapping[str, go.Figure]) -> go.Figure:
         layout = chart.layout.to_plotly_json()
         wanted = {part: layout.get(part) for part in ("xaxis", "yaxis", "shapes", "annotations")}
         choices.append((printable(name), {"visible": visible}, wanted))
-    whole.update_layout(meta=choices, legend=_NAMES_BELOW)
-    return whole
+    return whole.update_layout(meta=choices, legend=_NAMES_BELOW)
 
 
-def slide(charts: Sequence[Mapping[int, Matrix]], names: Sequence[str]) -> go.Figure:
-    """Draw head matrices with a slider for the step, and a menu if there are several metrics."""
-    last = [by_step[max(by_step)] for by_step in charts]
-    whole = choose({n: _draw_matrix(each) for n, each in zip(names, last, strict=True)})
-    steps = sorted({step for by_step in charts for step in by_step})
+def _slide(chart: go.Figure, panels: Sequence[Mapping[int, Matrix]]) -> None:
+    """Add a slider for the step, which moves each matrix to its nearest step."""
     moves = []
-    for step in steps:
+    for step in sorted({step for by_step in panels for step in by_step}):
         nearest = [
             by_step[min(by_step, key=lambda at: abs(math.log1p(at) - math.log1p(step)))]
-            for by_step in charts
+            for by_step in panels
         ]
         values = [_colours_of(each)["z"] for each in nearest]
         moves.append({"label": f"{step:,}", "method": "restyle", "args": [{"z": values}]})
-    slider = {
-        "steps": moves, "active": len(moves) - 1, "currentvalue": {"prefix": "step "},
-        "pad": {"t": 38}, "font": {"size": 11},
-    }  # fmt: skip
-    whole.update_layout(sliders=[slider], margin={"b": 10})
-    return whole
+    chart.update_layout(
+        sliders=[{"steps": moves, "active": len(moves) - 1, "currentvalue": {"prefix": "step "},
+                  "pad": {"t": 38}, "font": {"size": 11}}],
+        margin={"b": 10},
+    )  # fmt: skip
 
 
 def add_linear_axis(chart: go.Figure) -> go.Figure:
@@ -107,30 +117,21 @@ def add_linear_axis(chart: go.Figure) -> go.Figure:
         "xaxis.type": "log", "xaxis.tickmode": "array", "xaxis.title.text": axis.title.text,
         "xaxis.range": axis.range,
     }  # fmt: skip
-    choices: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-        ("logarithmic steps", {}, back),
-        ("linear steps", {}, linear),
-    ]
-    chart.update_layout(meta=choices, legend=_NAMES_BELOW)
-    return chart
+    choices: list[Any] = [("logarithmic steps", {}, back), ("linear steps", {}, linear)]
+    return chart.update_layout(meta=choices, legend=_NAMES_BELOW)
 
 
-def _draw_lines(panel: Lines, steps: Iterable[int]) -> go.Figure:
-    chart = _figure()
-    axis = StepAxis([*steps, *panel.steps], panel.breaks)
-    over_steps = panel.over == "step"
-    x_axis = (
-        _step_axis(axis, axis.label((line.x for line in panel.lines), "dashed"))
-        if over_steps
-        else _number_axis(panel.over)
-    )
+def _draw_lines(panel: Lines) -> go.Figure:
+    chart = go.Figure(layout=_LAYOUT)
+    axis = panel.axis
+    x_axis = _number_axis(panel.over) if axis is None else _step_axis(axis, "dashed")
     names = 0
     for number, line in enumerate(panel.lines):
         name = f"{panel.named_by} {line.name}".strip()
         names += bool(name)
         group = name or str(number)
-        for place, piece in enumerate(axis.pieces(line) if over_steps else [line]):
-            at = axis.places(piece.x) if over_steps else piece.x
+        for place, piece in enumerate([line] if axis is None else axis.pieces(line)):
+            at = piece.x if axis is None else axis.places(piece.x)
             opacity = 0.07 if piece.dash == "dash" else 0.18
             if piece.low:
                 chart.add_scatter(
@@ -146,8 +147,9 @@ def _draw_lines(panel: Lines, steps: Iterable[int]) -> go.Figure:
                 marker={"size": 1.5 * piece.dot},
                 hovertemplate=f"{panel.over} %{{customdata:,d}}: %{{y:.4g}}",
             )  # fmt: skip
-    for step, words in panel.alerts if over_steps else ():
-        _mark(chart, "x", axis.places([step])[0], words, PURPLE, is_logarithmic=True)
+    if axis is not None:
+        for step, words in panel.alerts:
+            _mark(chart, "x", axis.places([step])[0], words, PURPLE, is_logarithmic=True)
     if panel.null_inside is not None:
         _mark(chart, "y", *panel.null_inside, GREY, is_logarithmic=panel.is_logarithmic)
     if panel.usual is not None:
@@ -191,8 +193,10 @@ def _value_axis(panel: Lines) -> dict[str, Any]:
     if not panel.is_logarithmic:
         return axis | {"rangemode": "tozero"}
     ticks = [digit * 10.0**power for power in range(-6, 9) for digit in (1, 2, 5)]
-    named = {"tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
-    return axis | {"type": "log", "tickmode": "array", **named}
+    return axis | {
+        "type": "log", "tickmode": "array", "tickvals": ticks,
+        "ticktext": [f"{tick:g}" for tick in ticks],
+    }  # fmt: skip
 
 
 def _number_axis(over: str) -> dict[str, Any]:
@@ -204,12 +208,12 @@ def _number_axis(over: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _step_axis(axis: StepAxis, label: str) -> dict[str, Any]:
+def _step_axis(axis: StepAxis, gaps: str) -> dict[str, Any]:
     ticks, ends = axis.ticks(), axis.places([axis.steps[0], axis.steps[-1]])
     low, high = (math.log10(end) for end in ends)
     space = 0.03 * (high - low or 1)
     return {
-        "title": {"text": label, "standoff": 8}, "automargin": True, "type": "log",
+        "title": {"text": axis.label(gaps), "standoff": 8}, "automargin": True, "type": "log",
         "tickmode": "array", "zeroline": False,
         "tickvals": axis.places(ticks), "ticktext": [f"{step:,}" for step in ticks],
         "range": [low - space, high + space],
@@ -217,12 +221,12 @@ def _step_axis(axis: StepAxis, label: str) -> dict[str, Any]:
 
 
 def _draw_matrix(panel: Matrix) -> go.Figure:
-    chart = _figure()
+    chart = go.Figure(layout=_LAYOUT)
     x_axis: dict[str, Any] = {"title": {"text": "head"}, "dtick": _every(panel.columns)}
     x: Sequence[float] = panel.columns
     axis = StepAxis(panel.columns) if panel.over == "step" else None
     if axis is not None:
-        x, x_axis = axis.edges(), _step_axis(axis, axis.label([axis.steps], "white"))
+        x, x_axis = axis.edges(), _step_axis(axis, "white")
         x_axis["range"] = [math.log10(x[0]), math.log10(x[-1])]
     if panel.remark:
         x_axis["title"]["text"] += f"<br>{_plain(panel.remark)}"
@@ -251,16 +255,16 @@ def _colours_of(panel: Matrix) -> dict[str, Any]:
     """Return the values of a matrix and its colour scale as arguments of a plotly heat map."""
     scale: dict[str, Any] = {"colorscale": SIGNED if panel.is_signed else UNSIGNED}
     if not panel.is_logarithmic:
-        ends = {"zmin": panel.low, "zmax": panel.high}
-        return {"z": [_shown(row) for row in panel.values], **scale, **ends}
+        shown = [_shown(row) for row in panel.values]
+        return {"z": shown, **scale, "zmin": panel.low, "zmax": panel.high}
     with np.errstate(invalid="ignore", divide="ignore"):
         logs = np.log10(panel.values)
     powers = np.linspace(math.log10(panel.low), math.log10(panel.high), 5).tolist()
-    named = {"tickvals": powers, "ticktext": [f"{10**power:.2g}" for power in powers]}
     return {
         "z": [_shown(row) for row in logs],
         "text": [[f"{value:.4g}" for value in row] for row in panel.values],
-        **scale, "zmin": powers[0], "zmax": powers[-1], "colorbar": named,
+        **scale, "zmin": powers[0], "zmax": powers[-1],
+        "colorbar": {"tickvals": powers, "ticktext": [f"{10**power:.2g}" for power in powers]},
     }  # fmt: skip
 
 
@@ -277,21 +281,3 @@ def _shown(values: Iterable[float]) -> list[float | None]:
 def _plain(text: str) -> str:
     """Make text printable and escape HTML, so that text from a record is never interpreted."""
     return html.escape(printable(text), quote=False)
-
-
-def _figure() -> go.Figure:
-    return go.Figure(
-        layout={
-            "template": "none",
-            "font": {"size": 12},
-            "margin": {"l": 58, "r": 14, "t": 12, "b": 46},
-            "legend": {"orientation": "h", "y": 1.01, "yanchor": "bottom", "x": 0,
-                       "font": {"size": 11}},
-            "paper_bgcolor": "rgba(0,0,0,0)",
-            "plot_bgcolor": "rgba(0,0,0,0)",
-            "hoverlabel": {"namelength": -1},
-        }
-    )  # fmt: skip
-
-
-__all__ = ["add_linear_axis", "charts_of", "choose", "draw", "slide"]

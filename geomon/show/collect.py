@@ -1,9 +1,8 @@
 """Builds the panels of a run from its readings."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -37,11 +36,8 @@ _MAX_LINEAR_COLOURS = 12.0
 
 def line_of(curve: Curve, name: str, colour: str, *, dash: str = "solid") -> Line:
     """Turn a curve into a line, with its 95 % intervals as a band if they are known."""
-    low: list[float] = []
-    high: list[float] = []
-    if any(curve.margins):
-        pairs = list(zip(curve.values, curve.margins, strict=True))
-        low, high = [v - m for v, m in pairs], [v + m for v, m in pairs]
+    pairs = list(zip(curve.values, curve.margins, strict=True)) if any(curve.margins) else []
+    low, high = [v - m for v, m in pairs], [v + m for v, m in pairs]
     return Line(name, curve.steps, curve.values, colour, low, high, dash)
 
 
@@ -57,8 +53,8 @@ def dimension_panel(readings: Readings) -> Lines:
             name = f"{name}: peak {phase.peak.value:.1f} at step {phase.peak.step:,}"
         if curve:
             lines.append(line_of(curve, name, colour))
-    null, alerts = null_of(readings, "twonn"), alerts_of(readings)
-    return to_logarithm(Lines(label, lines, null=null, alerts=alerts))
+    null = null_of(readings, "twonn")
+    return to_logarithm(Lines(label, lines, null=null, alerts=alerts_of(readings)))
 
 
 def to_logarithm(panel: Lines) -> Lines:
@@ -86,18 +82,18 @@ def training_panel(readings: Readings, metric: str) -> Lines:
 
 def layers_panel(readings: Readings, metric: str) -> Lines:
     """Build the panel of a metric over training with one line per layer; its axis starts at 0."""
-    curves = {layer: curve_of(readings, metric, layer=layer) for layer in readings.layers(metric)}
     colours = _layer_colours(readings)
     lines = [
         Line(str(layer), curve.steps, curve.values, colours[layer], width=1.4)
-        for layer, curve in curves.items()
-        if curve
+        for layer in readings.layers(metric)
+        if (curve := curve_of(readings, metric, layer=layer))
     ]
     null, most = null_of(readings, metric), _largest(readings, metric)
     highest = max([0.0, *(v for line in lines for v in line.y)] + [most] * math.isfinite(most))
-    ends = (0.0, 1.08 * highest if highest > 0 else 1.0)
-    label, alerts = readings.text_of(metric).label, alerts_of(readings)
-    return Lines(label, lines, named_by="layer", null=null, alerts=alerts, ends=ends)
+    return Lines(
+        readings.text_of(metric).label, lines, named_by="layer", null=null,
+        alerts=alerts_of(readings), ends=(0.0, 1.08 * highest if highest > 0 else 1.0),
+    )  # fmt: skip
 
 
 def cosines_panel(readings: Readings) -> Lines:
@@ -108,12 +104,12 @@ def cosines_panel(readings: Readings) -> Lines:
     for row in spread_items(range(len(layers)), _MOST_LAYERS):
         low, middle, high = zip(*map(_quartiles, tables[:, row]), strict=True)
         lines.append(Line("", steps, middle, colours[layers[row]], low, high, width=1.6))
-    mean = mean_abs_over_heads(readings, "qk_cosine")
-    if mean:
+    if mean := mean_abs_over_heads(readings, "qk_cosine"):
         lines.append(Line("mean size over all heads", mean.steps, mean.values, BLACK, width=2.4))
     label, alerts = readings.text_of("qk_cosine").label, alerts_of(readings)
-    bands = "quartiles over the heads of a layer"
-    return Lines(label, lines, alerts=alerts, ends=(-1.05, 1.05), bands=bands)
+    return Lines(
+        label, lines, alerts=alerts, ends=(-1.05, 1.05), bands="quartiles over the heads of a layer"
+    )
 
 
 def _quartiles(values: Floats) -> list[float]:
@@ -157,20 +153,17 @@ def depth_panel(readings: Readings, metric: str, part: str = "") -> Lines:
     if lines:
         margins = np.array([columns[steps[-1]].margin_at(layer) for layer in layers])
         if np.isfinite(margins).all():
-            values = np.array(lines[-1].y)
-            low, high = (values - margins).tolist(), (values + margins).tolist()
+            low, high = ((lines[-1].y + sign * margins).tolist() for sign in (-1, 1))
             lines[-1] = replace(lines[-1], low=low, high=high)
     null = None if part else null_of(readings, metric)
-    label = readings.text_of(metric).label
-    return Lines(label, lines, "layer", "step", null, remark=remark)
+    return Lines(readings.text_of(metric).label, lines, "layer", "step", null, remark=remark)
 
 
 def scales_panel(readings: Readings) -> Lines:
     """Build the panel of Gride's mean dimension by scale, with one line for each of a few steps."""
     by_step: dict[int, dict[int, float]] = {}
     for reading in single_source(readings):
-        parts = reading.column("gride").parts
-        means = {scale: parts[f"k{scale}"].mean for scale in scales_of([reading])}
+        means = {k: reading.column("gride", f"k{k}").mean for k in scales_of([reading])}
         known = {scale: mean for scale, mean in means.items() if math.isfinite(mean)}
         if len(known) > 1:
             by_step[reading.step] = known
@@ -193,8 +186,9 @@ def map_panel(readings: Readings, metric: str) -> Matrix | None:
         low, high = 0.0, float(np.nanmax(table)) if low < 0 else high
     wide = lowest > 0 and high > _MAX_LINEAR_COLOURS * lowest
     low, high = (lowest if wide else low), (high if high > low else low + 1.0)
-    label = readings.text_of(metric).label
-    return Matrix(label, table, layers, list(columns), low, high, "step", remark, wide)
+    return Matrix(
+        readings.text_of(metric).label, table, layers, [*columns], low, high, "step", remark, wide
+    )
 
 
 def head_panels(readings: Readings, metric: str, most: int = 1) -> dict[int, Matrix]:
@@ -222,7 +216,7 @@ def measured_heads(
         The selected readings, one per step; the layers with values; the values [readings, layers,
         heads], NaN if missing.
     """
-    selected = single_source(readings)
+    selected = [each for each in single_source(readings) if each.column(metric).by_head()]
     known = [reading.column(metric).by_head() for reading in selected]
     places = {place for heads in known for place in heads}
     layers = sorted({layer for layer, _ in places})
@@ -232,8 +226,7 @@ def measured_heads(
     for values, heads in zip(table, known, strict=True):
         for (layer, head), value in heads.items():
             values[row_of[layer], head] = value
-    rows = [row for row, heads in enumerate(known) if heads]
-    return [selected[row] for row in rows], layers, table[rows]
+    return selected, layers, table
 
 
 # -- what loggers show -----------------------------------------------------------------------------
@@ -243,26 +236,24 @@ def cards_of(
     readings: Readings, metrics: Iterable[str] = ()
 ) -> Iterator[tuple[str, Lines | Matrix]]:
     """Yield the panels that loggers show, each with a numbered name."""
-    titles = {name: readings.text_of(name).title for name in (*BY_LAYER, *BY_HEAD, *metrics)}
-    asked: list[tuple[str, Callable[[], Lines | Matrix | None]]] = [
-        (chart_title("twonn", readings.text_of("twonn")), partial(dimension_panel, readings)),
-        (f"{titles['anisotropy']} over depth", partial(depth_panel, readings, "anisotropy")),
-    ]
-    for name in BY_LAYER:
-        asked.append((f"{titles[name]} by layer", partial(map_panel, readings, name)))
-    for name in BY_HEAD:
-        asked.append((f"{titles[name]} by head", partial(_last_heads, readings, name)))
-    for name in metrics:
-        asked.append((titles[name], partial(training_panel, readings, name)))
-        asked.append((f"{titles[name]} over depth", partial(depth_panel, readings, name)))
-    for number, (words, make) in enumerate(asked, start=1):
-        panel = make()
+    for number, (words, panel) in enumerate(_cards(readings, metrics), start=1):
         if isinstance(panel, Matrix) or (panel is not None and panel.lines):
             yield f"{number} {words}", panel
 
 
-def _last_heads(readings: Readings, metric: str) -> Matrix | None:
-    return next(iter(head_panels(readings, metric).values()), None)
+def _cards(
+    readings: Readings, metrics: Iterable[str]
+) -> Iterator[tuple[str, Lines | Matrix | None]]:
+    titles = {name: readings.text_of(name).title for name in (*BY_LAYER, *BY_HEAD, *metrics)}
+    yield chart_title("twonn", readings.text_of("twonn")), dimension_panel(readings)
+    yield f"{titles['anisotropy']} over depth", depth_panel(readings, "anisotropy")
+    for name in BY_LAYER:
+        yield f"{titles[name]} by layer", map_panel(readings, name)
+    for name in BY_HEAD:
+        yield f"{titles[name]} by head", next(iter(head_panels(readings, name).values()), None)
+    for name in metrics:
+        yield titles[name], training_panel(readings, name)
+        yield f"{titles[name]} over depth", depth_panel(readings, name)
 
 
 def scales_of(readings: Iterable[Reading]) -> list[int]:
@@ -292,8 +283,8 @@ def _profiles(
     if layers[:1] != [0] or not is_far_above(table[0], table[1:].ravel()):
         return columns, layers, table, ""
     ends = [f"{pick(table[0]):.3g}" for pick in (np.nanmin, np.nanmax)]
-    remark = f"layer 0, far above: {' to '.join(dict.fromkeys(ends))}"
-    return columns, layers[1:], table[1:], remark
+    words = " to ".join(dict.fromkeys(ends))
+    return columns, layers[1:], table[1:], f"layer 0, far above: {words}"
 
 
 def _layer_colours(readings: Readings) -> dict[int, str]:

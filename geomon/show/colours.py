@@ -29,7 +29,7 @@ def ramp(colours: Sequence[str], count: int) -> list[str]:
         place = index * (len(colours) - 1) / max(count - 1, 1)
         start = min(int(place), len(colours) - 2)
         pairs = zip(_parts(colours[start]), _parts(colours[start + 1]), strict=True)
-        mixed = [round(one + (other - one) * (place - start)) for one, other in pairs]
+        mixed = (round(one + (other - one) * (place - start)) for one, other in pairs)
         chosen.append("#{:02X}{:02X}{:02X}".format(*mixed))
     return chosen
 

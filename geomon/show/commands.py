@@ -7,9 +7,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from geomon.record import FILE_NAME, Readings
+from geomon.record import FILE_NAME, Readings, read
 from geomon.record.printable import printable
-from geomon.show.loading import load, load_all, name_runs
+from geomon.show.settings import describe_settings, name_runs
 from geomon.show.tables import fit, run_table, write_text
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ def add_commands(app: "typer.Typer") -> None:
     import typer
 
     folder = typer.Argument(help=f"Folder of a run that contains its {FILE_NAME}.", metavar="DIR")
-    folders = typer.Argument(help="Folders of runs.", metavar="DIR...")
     one_stack = typer.Option(help="Stack to show if the model has several: encoder or decoder.")
 
     @app.command()
@@ -110,18 +109,20 @@ def add_commands(app: "typer.Typer") -> None:
     @app.command()
     @exit_on_bad_input()
     def report(
-        directories: Annotated[list[Path], folders],
+        directories: Annotated[
+            list[Path], typer.Argument(help="Folders of runs.", metavar="DIR...")
+        ],
         out: Annotated[Path, typer.Option("--out", "-o", help="Output file.")] = Path(
             "report.html"
         ),
         stack: Annotated[str | None, one_stack] = None,
     ) -> None:
         """Write an HTML report on one or several runs that works offline: report.html."""
-        from geomon.show.report import Run, write_report
+        from geomon.show.report import write_report
 
-        named = zip(name_runs(directories), directories, _load(directories, stack), strict=True)
+        runs = dict(zip(name_runs(directories), _load(directories, stack), strict=True))
         with _writes(out) as part:
-            size = write_report([Run(*each) for each in named], part).stat().st_size / 1e6
+            size = write_report(runs, part).stat().st_size / 1e6
         typer.echo(printable(f"wrote {out} ({size:.1f} MB): open it in a browser"))
 
     @app.command()
@@ -144,7 +145,6 @@ def add_commands(app: "typer.Typer") -> None:
         """List the values where two runs differ by more than their errors, or draw them."""
         from geomon.analysis.compare import compare as find_differences
         from geomon.show.comparison import describe_differences, parse_steps
-        from geomon.show.settings import describe_settings
 
         one, other = _load([first, second], stack)
         asked = None if steps is None else parse_steps(steps, (one, other))
@@ -152,11 +152,9 @@ def add_commands(app: "typer.Typer") -> None:
         lines = describe_differences(found, (str(first), str(second)), are_given=steps is not None)
         lines[1:1] = filter(None, [describe_settings(one, other)])
         if out is not None:
-            from geomon.show.figures import save
-            from geomon.show.figures.compare import compare_figure
+            from geomon.show.figures import compare_figure, save
 
-            names = name_runs([first, second])
-            picture = compare_figure((one, other), (names[0], names[1]), found)
+            picture = compare_figure((one, other), name_runs([first, second]), found)
             with _writes(out) as part:
                 save(picture, part)
             lines.append(f"wrote {out}")
@@ -172,7 +170,7 @@ def add_commands(app: "typer.Typer") -> None:
         """Write all values of a run to a table with one row per value: CSV or Parquet."""
         from geomon.record.export import export as write
 
-        readings = load_all(directory)
+        readings = _read(directory)
         _say_remarks(directory, readings)
         with _writes(out) as part:
             write(readings, part)
@@ -197,15 +195,24 @@ def add_commands(app: "typer.Typer") -> None:
         directory: Annotated[Path, folder], stack: Annotated[str | None, one_stack] = None
     ) -> None:
         """Summarise a run: a table of its headline values, alerts, its cost and all notes."""
-        readings = load(directory, stack)
+        readings = _read(directory).of_stack(stack)
         notes = {(note.stack, note.kind): note for each in readings for note in each.notes}
         words = [f"note: {note.words()}" for note in notes.values() if not note.is_alert]
         write_text("\n".join([run_table(readings), *map(fit, map(printable, words))]))
 
 
+def _read(directory: Path) -> Readings:
+    """Read all stacks of a record, or say in one line why no page can be made of it."""
+    readings = read(directory)
+    if not readings:
+        why = [*readings.remarks(), "try again when the run has begun"][0]
+        raise ValueError(f"no readings yet in {directory}: {why}")
+    return readings
+
+
 def _load(directories: Sequence[Path], stack: str | None) -> list[Readings]:
     """Read one stack of each record, and write remarks on the records to standard error."""
-    runs = [load(directory, stack) for directory in directories]
+    runs = [_read(directory).of_stack(stack) for directory in directories]
     for directory, readings in zip(directories, runs, strict=True):
         _say_remarks(directory, readings)
     return runs

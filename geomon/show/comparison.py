@@ -13,11 +13,10 @@ _MOST = 24
 
 def parse_steps(words: str, runs: Sequence[Readings]) -> tuple[int, int]:
     """Read a step of each of two runs, such as "1500:0" or "last:first"."""
-    steps = [[reading.step for reading in run] for run in runs]
-    named = ({"first": min(each), "last": max(each)} for each in steps)
+    steps = ([reading.step for reading in run] for run in runs)
     try:
-        pairs = zip(words.split(":"), named, strict=True)
-        one, other = (int(ends.get(word, word)) for word, ends in pairs)
+        pairs = zip(words.split(":"), steps, strict=True)
+        one, other = (int({"first": min(x), "last": max(x)}.get(word, word)) for word, x in pairs)
     except ValueError as error:
         raise ValueError(
             f"--steps takes a step of each run, such as 1500:0 or last:first, not {words!r}"
@@ -102,6 +101,3 @@ def _percent(share: float) -> str:
     if share >= 10:
         return f" ({share + 1:,.3g} times as high)" if share < 1e3 else ""
     return f" ({100 * share:+.{1 if abs(share) < 0.01 else 0}f} %)"
-
-
-__all__ = ["describe_differences", "parse_steps"]

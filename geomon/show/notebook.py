@@ -14,10 +14,9 @@ _PIXELS_PER_INCH = 80
 
 def html_of(readings: Readings) -> str:
     """Format a run as HTML: its summary, and its picture if matplotlib is installed."""
-    heading = f"<p><b>{escape(repr(readings))}</b></p>"
     main = readings.of_stack()
     words = "".join(f"<li>{escape(printable(text))}</li>" for text in summarise(main))
-    return f"{heading}<ul>{words}</ul>{_picture(main) if main else ''}"
+    return f"<p><b>{escape(repr(readings))}</b></p><ul>{words}</ul>{_picture(main) if main else ''}"
 
 
 def _picture(readings: Readings) -> str:
@@ -29,6 +28,3 @@ def _picture(readings: Readings) -> str:
     geometry_figure(readings).savefig(file, format="png", dpi=_PIXELS_PER_INCH)
     source = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
     return f'<img alt="geometry of the run" style="max-width: 100%" src="{source}">'
-
-
-__all__ = ["html_of"]

@@ -75,8 +75,13 @@ class Line:
 
     def part(self, start: int, end: int) -> "Line":
         """Return the line from one place of its points to another."""
-        y, low, high = (row[start:end] for row in (self.y, self.low, self.high))
-        return replace(self, x=self.x[start:end], y=y, low=low, high=high)
+        return replace(
+            self,
+            x=self.x[start:end],
+            y=self.y[start:end],
+            low=self.low[start:end],
+            high=self.high[start:end],
+        )
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,7 @@ class Lines:
         remark: Further remark for the reader.
         is_logarithmic: Whether the y axis is logarithmic.
         bands: Meaning of the bands.
+        covers: Further steps that the axis has to cover.
     """
 
     label: str
@@ -110,16 +116,22 @@ class Lines:
     remark: str = ""
     is_logarithmic: bool = False
     bands: str = "95 % interval"
+    covers: Sequence[int] = ()
 
     @property
     def steps(self) -> list[int]:
-        """Steps of all lines and alerts, which the axis has to cover."""
-        return [*(at for line in self.lines for at in line.x), *(at for at, _ in self.alerts)]
+        """Steps that the axis has to cover: those of all lines and alerts, and further ones."""
+        rows = itertools.chain(self.covers, *(line.x for line in self.lines))
+        return [*rows, *(at for at, _ in self.alerts)]
 
     @property
-    def breaks(self) -> list[int]:
-        """Steps at which curves begin anew, because a resume changed what is measured."""
-        return [step for step, words in self.alerts if BREAK in words]
+    def axis(self) -> "StepAxis | None":
+        """The axis of steps; None for an axis of layers or scales."""
+        if self.over != "step":
+            return None
+        # Curves begin anew where a resume changed what is measured.
+        breaks = [step for step, words in self.alerts if BREAK in words]
+        return StepAxis(self.steps, breaks, [line.x for line in self.lines])
 
     @property
     def has_bands(self) -> bool:
@@ -172,10 +184,17 @@ class StepAxis:
     Args:
         steps: Steps that the axis has to cover.
         breaks: Steps at which curves begin anew. Defaults to ().
+        rows: Steps of each line. Defaults to None, for all in a row.
     """
 
-    def __init__(self, steps: Iterable[int], breaks: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        steps: Iterable[int],
+        breaks: Iterable[int] = (),
+        rows: Iterable[Sequence[int]] | None = None,
+    ) -> None:
         self.steps, self._breaks = sorted(set(steps)), [*breaks]
+        self._rows = [self.steps] if rows is None else rows
         self._after = min((step for step in self.steps if step > 0), default=1)
 
     def places(self, steps: Iterable[int]) -> list[float]:
@@ -215,9 +234,9 @@ class StepAxis:
         bridges = (replace(line.part(gap, gap + 2), dash="dash") for gap in sorted(gaps))
         return [*itertools.starmap(line.part, ends), *bridges]
 
-    def label(self, rows: Iterable[Sequence[int]], look: str) -> str:
+    def label(self, look: str) -> str:
         """Return the label of the axis; if any row of steps has a gap, with the look of gaps."""
-        gaps = f"; {look}: no readings" * any(map(self.gaps, rows))
+        gaps = f"; {look}: no readings" * any(map(self.gaps, self._rows))
         return f"training step (logarithmic{gaps})"
 
     def blanks(self) -> list[tuple[float, float]]:
@@ -250,8 +269,9 @@ def spread_steps(steps: Sequence[int], most: int = _MAX_PROFILES) -> list[int]:
     if len(steps) <= most:
         return steps
     logarithms = np.log1p(np.array(steps) - steps[0])
-    targets = np.linspace(0, logarithms[-1], most)
-    nearest = {int(np.abs(logarithms - target).argmin()) for target in targets}
+    nearest = {
+        int(np.abs(logarithms - target).argmin()) for target in np.linspace(0, logarithms[-1], most)
+    }
     return [steps[index] for index in sorted(nearest)]
 
 
@@ -262,8 +282,8 @@ def ends_and_middle(steps: Sequence[int]) -> list[int]:
         >>> ends_and_middle([0, 16, 32, 64, 181, 362, 724])
         [0, 362, 724]
     """
-    middle = (steps[0] + steps[-1]) / 2
-    return sorted({steps[0], min(steps, key=lambda step: abs(step - middle)), steps[-1]})
+    ends = steps[0], steps[-1]
+    return sorted({*ends, min(steps, key=lambda step: abs(2 * step - sum(ends)))})
 
 
 def spread_items(items: Sequence[int], most: int) -> list[int]:

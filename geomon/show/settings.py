@@ -1,6 +1,9 @@
-"""Settings of runs in words: formats the description of a run, and compares two."""
+"""Settings and names of runs in words: formats the description of a run, and compares two."""
 
 import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from geomon.record import Readings
@@ -51,4 +54,23 @@ def _both(name: str, one: Any, other: Any) -> str:
     return " and ".join(short) if short[0] != short[1] else f"({short[0]}, with other values)"
 
 
-__all__ = ["OF_A_START", "describe_settings", "setting_words"]
+def name_runs(paths: Iterable[Path]) -> list[str]:
+    """Name runs by the shortest ends of their folders' paths that tell them apart.
+
+    Example:
+        >>> name_runs([Path("runs/a"), Path("runs/b")]), name_runs([Path("x/run"), Path("y/run")])
+        (['a', 'b'], ['x/run', 'y/run'])
+    """
+    folders = [path.absolute() for path in paths]
+    folders = [path.parent if path.suffix == ".jsonl" else path for path in folders]
+    names: list[str] = []
+    for length in range(1, max((len(path.parts) for path in folders), default=0) + 1):
+        names = [printable(Path(*path.parts[-length:]).as_posix()) for path in folders]
+        if len(set(names)) == len(set(folders)):
+            break
+    same, seen = Counter(names), Counter[str]()
+    for place, name in enumerate(names):
+        if same[name] > 1:
+            seen[name] += 1
+            names[place] = f"{name} ({seen[name]})"
+    return names

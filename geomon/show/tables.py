@@ -93,8 +93,8 @@ class Printer:
             words = last.words().replace(" ", "")
             if len(words) > width - 2:  # more digits than a reader needs
                 words = significant(last.value, 4)
-            is_new = last.step == reading.step
-            yield short_title(quantity), f"{words} {fact.arrow or ' '}" * is_new, width
+            cell = f"{words} {fact.arrow or ' '}" if last.step == reading.step else ""
+            yield short_title(quantity), cell, width
         if not facts:
             yield "Values", f"{len(reading.values)}", _NUMBER
 
@@ -155,8 +155,7 @@ def _terminal_width() -> int:
 
 def write_text(text: str) -> None:
     """Write a text to standard output, without characters that it lacks."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    is_unicode = encoding.lower().startswith("utf")
+    is_unicode = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
     sys.stdout.write(f"{text if is_unicode else text.translate(_ASCII)}\n")
     sys.stdout.flush()
 
@@ -168,21 +167,11 @@ def short_title(quantity: Quantity) -> str:
 
 def _lines(cells: Sequence[str], widths: Sequence[int], adjust: Any) -> list[str]:
     """Wrap cells to their widths, without a break within a value and its margin."""
-    words = [_GLUE.sub("\xa0", cell) for cell in cells]
     columns = [
-        textwrap.wrap(word, width, break_on_hyphens=False)
-        for word, width in zip(words, widths, strict=True)
+        textwrap.wrap(_GLUE.sub("\xa0", cell), width, break_on_hyphens=False)
+        for cell, width in zip(cells, widths, strict=True)
     ]
-    rows = zip_longest(*columns, fillvalue="")
-    return ["  ".join(map(adjust, row, widths)).rstrip().replace("\xa0", " ") for row in rows]
-
-
-__all__ = [
-    "Printer",
-    "fit",
-    "run_table",
-    "run_words",
-    "short_title",
-    "watched",
-    "write_text",
-]
+    return [
+        "  ".join(map(adjust, row, widths)).rstrip().replace("\xa0", " ")
+        for row in zip_longest(*columns, fillvalue="")
+    ]

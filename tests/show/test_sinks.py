@@ -122,8 +122,8 @@ class Drawn:
 
     def __init__(self, patch, *, seconds=0.0):
         self.posted, self.now, self.seconds, self.fails = [], 7000.0, seconds, False
-        patch.setattr("geomon.show.loggers.history.FIRST_SHARE", 0.03)
-        patch.setattr("geomon.show.loggers.history.SHARE", 0.005)
+        patch.setattr("geomon.show.loggers.parts.FIRST_SHARE", 0.03)
+        patch.setattr("geomon.show.loggers.parts.SHARE", 0.005)
         patch.setattr("time.perf_counter", lambda: self.now)
         patch.setattr("geomon.show.figures.card", lambda panel: panel)
         patch.setattr("geomon.show.figures.as_image", lambda panel: panel)
@@ -244,8 +244,8 @@ def test_memory_grows_with_the_logarithm_of_the_run(drawn):
 
 
 def test_alerts_and_new_notes_are_text_at_their_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr("geomon.show.loggers.history.FIRST_SHARE", 0.03)
-    monkeypatch.setattr("geomon.show.loggers.history.SHARE", 0.005)
+    monkeypatch.setattr("geomon.show.loggers.parts.FIRST_SHARE", 0.03)
+    monkeypatch.setattr("geomon.show.loggers.parts.SHARE", 0.005)
     monkeypatch.setattr("time.perf_counter", lambda: 7000.0)
     sink = TensorBoard(tmp_path, pictures=False)
     healthy = {"twonn": {"title": "dimension", "healthy": "3 to 5"}, "cosine": {"title": "cosine"}}

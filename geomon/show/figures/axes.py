@@ -3,7 +3,6 @@
 import io
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from string import ascii_lowercase
 from typing import Any, Literal
 
@@ -19,12 +18,9 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from geomon.analysis import single_source
 from geomon.record import Readings
 from geomon.record.printable import printable
-from geomon.show.collect import furthest_loss, line_of
+from geomon.show.collect import furthest_loss
 from geomon.show.colours import GREY, GRID, NOTHING, PURPLE, SIGNED, UNSIGNED
 from geomon.show.panels import AXES, Line, Lines, Matrix, StepAxis
-
-# Keyword arguments for matplotlib's drawing functions.
-Style = dict[str, Any]
 
 # A colour bar names at most this many colours.
 _MAX_NAMED = 12
@@ -47,8 +43,11 @@ class ShownFigure(Figure):
 
 def new_figure(width: float, height: float) -> Figure:
     """Make an empty figure, in inches, with a constrained layout."""
-    layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08, wspace=0.03, hspace=0.04)
-    return ShownFigure(figsize=(width, height), dpi=160, layout=layout)
+    return ShownFigure(
+        figsize=(width, height),
+        dpi=160,
+        layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08, wspace=0.03, hspace=0.04),
+    )
 
 
 def draw_grid(
@@ -60,8 +59,8 @@ def draw_grid(
 ) -> Figure:
     """Draw titled panels in a grid; with `share`, they share their axes, labels and legend."""
     rows = math.ceil(len(panels) / columns)
-    width = max(columns, 2) if share else columns  # wide enough for the figure's title
-    figure = new_figure(size[0] * width, size[1] * rows + share)
+    # With shared axes, the figure is wide enough for its title.
+    figure = new_figure(size[0] * max(columns, 2 * share), size[1] * rows + share)
     places = list(figure.subplots(rows, columns, squeeze=False, sharex=share, sharey=share).flat)
     for letter, place, (words, panel) in zip(ascii_lowercase, places, panels, strict=False):
         draw(place, panel, legend="none" if share else "inside")
@@ -86,8 +85,9 @@ def _name_once(figure: Figure, places: Sequence[Axes]) -> None:
 def caption(place: Axes, letter: str, words: str) -> None:
     """Write the letter and the title of a panel above it."""
     start = f"$\\bf{{{letter}}}$   " if letter else ""
-    size = 11.5 if letter else 10.5
-    place.set_title(f"{start}{literal(words)}", loc="left", fontsize=size, pad=8)
+    place.set_title(
+        f"{start}{literal(words)}", loc="left", fontsize=11.5 if letter else 10.5, pad=8
+    )
 
 
 def title(figure: Figure, words: str) -> None:
@@ -95,19 +95,9 @@ def title(figure: Figure, words: str) -> None:
     figure.suptitle(literal(words), fontsize=12, x=0.012, ha="left", wrap=True)
 
 
-def footnote(figure: Figure, words: str) -> None:
-    """Write a line in small print below all panels of a figure."""
-    figure.supxlabel(words, fontsize=8.5, color=GREY)
-
-
 def literal(text: str) -> str:
     """Escape a text of unknown origin so that matplotlib draws it literally, with dollar signs."""
     return printable(text).replace("$", r"\$")
-
-
-def signed(value: float) -> str:
-    """Format a number with its sign and two decimals."""
-    return f"{value:+.2f}".replace("-", "−")
 
 
 def draw(
@@ -125,17 +115,17 @@ def draw(
 
 
 def _draw_lines(place: Axes, panel: Lines, legend: str) -> None:
-    axis = StepAxis(panel.steps, panel.breaks) if panel.over == "step" else None
+    axis = panel.axis
     for line in panel.lines:
         draw_line(place, line, axis)
     if axis is not None:
-        step_axis(place, axis, axis.label((line.x for line in panel.lines), "dashed"))
+        step_axis(place, axis, "dashed")
         _mark_alerts(place, panel, axis)
     else:
         _number_axis(place, panel)
-    said = [f"band: {panel.bands}"] * panel.has_bands
-    said += ["logarithmic"] * panel.is_logarithmic
-    place.set_ylabel(literal(panel.label) + f"\n({', '.join(said)})" * bool(said), fontsize=10)
+    known = {f"band: {panel.bands}": panel.has_bands, "logarithmic": panel.is_logarithmic}
+    said = ", ".join(words for words, is_so in known.items() if is_so)
+    place.set_ylabel(literal(panel.label) + (f"\n({said})" if said else ""), fontsize=10)
     _scale(place, panel)
     if panel.null_inside is not None:
         null, words = panel.null_inside
@@ -151,8 +141,10 @@ def _draw_lines(place: Axes, panel: Lines, legend: str) -> None:
     if panel.named_by:
         colour_bar(place, panel.lines, panel.named_by)
     elif legend == "above":
-        style: Style = {"ncols": 2, "columnspacing": 1.0, "labelcolor": "linecolor"}
-        show_legend(place, loc="lower left", bbox_to_anchor=(-0.06, 1.01), **style)
+        show_legend(
+            place, loc="lower left", bbox_to_anchor=(-0.06, 1.01), ncols=2, columnspacing=1.0,
+            labelcolor="linecolor",
+        )  # fmt: skip
     elif legend == "inside" and show_legend(place):
         leave_room(place, place)
 
@@ -168,8 +160,8 @@ def draw_line(place: Axes, line: Line, axis: StepAxis | None) -> None:
         )  # fmt: skip
         label = None
         if piece.low:
-            style: Style = {"color": line.colour, "alpha": 0.08 if piece.dash == "dash" else 0.22}
-            place.fill_between(at, piece.low, piece.high, lw=0, **style)
+            alpha = 0.08 if piece.dash == "dash" else 0.22
+            place.fill_between(at, piece.low, piece.high, lw=0, color=line.colour, alpha=alpha)
 
 
 def _number_axis(place: Axes, panel: Lines) -> None:
@@ -236,8 +228,11 @@ def draw_loss(place: Axes, readings: Readings) -> None:
     axis.set_zorder(place.get_zorder() - 1)
     place.patch.set_visible(False)
     steps = [reading.step for reading in single_source(readings)]
-    line = replace(line_of(loss, "", GREY), width=1.0)
-    draw_line(axis, line, StepAxis([*steps, *(alert.step for alert in readings.alerts)]))
+    draw_line(
+        axis,
+        Line("", loss.steps, loss.values, GREY, width=1.0),
+        StepAxis([*steps, *(alert.step for alert in readings.alerts)]),
+    )
     leave_room(axis, place)
     axis.spines[["top", "left"]].set_visible(False)
     axis.spines["right"].set_color(GREY)
@@ -253,13 +248,15 @@ def draw_matrix(place: Axes, panel: Matrix) -> Any:
     if panel.over == "step":
         axis = StepAxis(panel.columns)
         x = axis.edges()
-        step_axis(place, axis, axis.label([axis.steps], "white"))
+        step_axis(place, axis, "white")
         place.set_xlim(x[0], x[-1])
         for blank in axis.blanks():
             place.axvspan(*blank, color="white", lw=0, zorder=1.5)
-    norm = (LogNorm if panel.is_logarithmic else Normalize)(panel.low, panel.high)
-    colours = colormaps[SIGNED if panel.is_signed else UNSIGNED]
-    mesh = place.pcolormesh(x, np.arange(rows + 1) - 0.5, panel.values, norm=norm, cmap=colours)
+    mesh = place.pcolormesh(
+        x, np.arange(rows + 1) - 0.5, panel.values,
+        norm=(LogNorm if panel.is_logarithmic else Normalize)(panel.low, panel.high),
+        cmap=colormaps[SIGNED if panel.is_signed else UNSIGNED],
+    )  # fmt: skip
     place.grid(visible=False)
     place.set_facecolor(NOTHING)
     _name_ticks(place.yaxis, panel.layers)
@@ -294,11 +291,11 @@ def _write_values(place: Axes, panel: Matrix, mesh: Any) -> None:
     """Write each value into its cell, in white or black depending on the cell's colour."""
     for (row, column), value in np.ndenumerate(panel.values):
         if math.isfinite(value):
-            red, green, blue, _ = mesh.cmap(mesh.norm(value))
-            is_dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
-            colour = "white" if is_dark else "black"
-            style: Style = {"ha": "center", "va": "center", "fontsize": 8.5, "color": colour}
-            place.text(column, row, f"{value:.2f}".replace("-", "−"), **style)
+            light = np.dot(mesh.cmap(mesh.norm(value))[:3], (0.299, 0.587, 0.114))
+            place.text(
+                column, row, f"{value:.2f}".replace("-", "−"), ha="center", va="center",
+                fontsize=8.5, color="white" if light < 0.5 else "black",
+            )  # fmt: skip
 
 
 def style_axes(place: Axes, lines: Literal["x", "y"] = "y") -> None:
@@ -309,39 +306,42 @@ def style_axes(place: Axes, lines: Literal["x", "y"] = "y") -> None:
     place.set_axisbelow(True)
 
 
-def step_axis(place: Axes, axis: StepAxis, label: str) -> None:
-    """Make the step axis logarithmic, and place step 0 to the left of the first step after it."""
+def step_axis(place: Axes, axis: StepAxis, gaps: str) -> None:
+    """Make the step axis logarithmic, and say how gaps look; step 0 is left of all others."""
     style_axes(place)
     first, last = axis.places([axis.steps[0], axis.steps[-1]])
     place.set(xscale="log", xlim=(first / 1.1, last * 1.1))
     ticks = axis.ticks()
     place.set_xticks(axis.places(ticks), labels=[f"{step:,}" for step in ticks])
     place.xaxis.set_minor_locator(NullLocator())
-    place.set_xlabel(label, fontsize=10)
+    place.set_xlabel(axis.label(gaps), fontsize=10)
 
 
 def show_message(place: Axes, message: str) -> None:
     """Write a message into a panel without data."""
     place.set(xticks=[], yticks=[])
     place.spines[:].set_color("#CCCCCC")
-    style: Style = {"ha": "center", "va": "center", "color": GREY}
-    place.text(0.5, 0.5, literal(message), transform=place.transAxes, **style)
+    place.text(
+        0.5, 0.5, literal(message), transform=place.transAxes, ha="center", va="center", color=GREY
+    )
 
 
 def show_legend(place: Axes, **style: Any) -> bool:
     """Add a legend, by default at the upper left, and return whether any artist has a label."""
     if not place.get_legend_handles_labels()[0]:
         return False
-    shown: Style = {"loc": "upper left", "fontsize": 9, "handlelength": 1.6, "framealpha": 0.85}
-    place.legend(**{**shown, "edgecolor": "none", **style})
+    usual = {"loc": "upper left", "fontsize": 9, "handlelength": 1.6, "framealpha": 0.85}
+    place.legend(**{**usual, "edgecolor": "none", **style})
     return True
 
 
 def colour_bar(place: Axes, lines: Sequence[Line], label: str) -> None:
     """Add a labelled colour bar with one field per line, from bottom to top."""
     count = len(lines)
-    norm = BoundaryNorm(np.arange(count + 1) - 0.5, count)
-    mappable = ScalarMappable(norm, ListedColormap([line.colour for line in lines]))
+    mappable = ScalarMappable(
+        BoundaryNorm(np.arange(count + 1) - 0.5, count),
+        ListedColormap([line.colour for line in lines]),
+    )
     bar = place.figure.colorbar(mappable, ax=place, pad=0.02, aspect=28)
     ticks = range(0, count, math.ceil(count / _MAX_NAMED))
     bar.set_ticks(ticks, labels=[lines[tick].name for tick in ticks])

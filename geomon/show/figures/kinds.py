@@ -6,8 +6,8 @@ from collections.abc import Callable
 from matplotlib.figure import Figure
 
 from geomon.record import Readings
-from geomon.show.figures.cosines import cosines_figure
 from geomon.show.figures.layers import (
+    cosines_figure,
     dimension_figure,
     heads_figure,
     map_figure,
@@ -50,13 +50,14 @@ def draw(kind: str, readings: Readings, metric: str | None = None) -> Figure:
     try:
         return KINDS[kind](readings, metric)
     except NotMeasuredError as error:
-        known = [name for name in _metrics(readings, TAKES_METRIC[kind]) if name != metric]
+        known = list(
+            dict.fromkeys(
+                name
+                for reading in readings
+                for name, column in reading.columns.items()
+                if name != metric and getattr(column, TAKES_METRIC[kind])
+            )
+        )
         close = difflib.get_close_matches(metric, known, cutoff=0.5)
         advice = f": did you mean {' or '.join(close)}?" if close else f"; {', '.join(known)} were"
         raise NotMeasuredError(f"{error}{advice if known else ''}") from error
-
-
-def _metrics(readings: Readings, has: str) -> dict[str, None]:
-    """List the metrics that have values per layer or per head: `has` is "layers" or "heads"."""
-    columns = [item for reading in readings for item in reading.columns.items()]
-    return dict.fromkeys(metric for metric, column in columns if getattr(column, has))

@@ -16,9 +16,7 @@ from geomon.record import RaisedAlert, Reading, Readings, Sink
 from geomon.record.columns import texts_of
 from geomon.record.headline import HEADLINE, Detail, check_detail
 from geomon.record.sinks import LoggerSink
-from geomon.show.loggers.history import Part, RunDrawer
-from geomon.show.loggers.parts import Pages
-from geomon.show.loggers.pictures import Pictures
+from geomon.show.loggers.parts import Page, Pages, Part, Pictures, RunDrawer
 from geomon.show.settings import setting_words
 from geomon.show.tables import run_words
 
@@ -126,19 +124,17 @@ class TensorBoard(BoardPages):
         writer.flush()  # with tensorflow installed, it would wait two minutes
 
 
-class _EventFiles:
+class _EventFiles(Page):
     """Sink that opens the event files of a run when it begins, apart from those of earlier runs.
 
     TensorBoard joins all files of a folder to one run.
     """
 
     def __init__(self, directory: Path, make: Callable[..., Any]) -> None:
+        super().__init__("opening files for TensorBoard")
         self._directory, self._make = directory, make
         self._writer: Any = None
         self._begins = False  # whether a run begins at step 0, with the next file
-
-    def __str__(self) -> str:
-        return "opening files for TensorBoard"
 
     @property
     def writer(self) -> Any:
@@ -151,9 +147,6 @@ class _EventFiles:
     def describe(self, description: Mapping[str, Any]) -> None:
         """Learn whether a run begins or goes on."""
         self._begins = description.get("from_step") == 0
-
-    def write(self, reading: Reading) -> None:
-        """Do nothing, because other parts write."""
 
     def close(self) -> None:
         """Close the files; a later reading opens another one."""
@@ -169,8 +162,10 @@ class _EventFiles:
         if not self._begins:
             return folders[max(0, len(folders) - 2)]
         if len(folders) > 1:
-            words = "TensorBoard: %s holds an earlier run, so the files of this one are in %s"
-            log.warning(words, self._directory, folders[-1])
+            log.warning(
+                "TensorBoard: %s holds an earlier run, so the files of this one are in %s",
+                self._directory, folders[-1],
+            )  # fmt: skip
         return folders[-1]
 
 
@@ -235,6 +230,3 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 def _escape(text: str) -> str:
     """Escape characters that Markdown would interpret, such as underscores in names."""
     return re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", text.replace("\n", " "))
-
-
-__all__ = ["BoardPages", "TensorBoard"]

@@ -8,11 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geomon.analysis.alerts import kind_of
-from geomon.record import RaisedAlert, Reading, Sink
+from geomon.record import RaisedAlert, Sink
 from geomon.record.headline import HEADLINE, Detail
 from geomon.record.sinks import LoggerSink
-from geomon.show.loggers.parts import Pages
-from geomon.show.loggers.pictures import Pictures, Post
+from geomon.show.loggers.parts import Page, Pages, Pictures, Post
 
 # Number of values that MLflow accepts at once.
 _MOST_AT_ONCE = 1000
@@ -85,9 +84,14 @@ class MLflow(Logger):
         if run_id is None:
             raise ValueError("no MLflow run is active: call mlflow.start_run(), or pass run_id")
         self._run_id = run_id
-        self._client = mlflow.MlflowClient()  # mlflow's module functions use one run per thread
+        self._client = client = mlflow.MlflowClient()  # mlflow's functions use one run per thread
+
+        def draw(name: str, image: NDArray[np.uint8], step: int) -> None:
+            client.log_image(run_id, image, key=f"geomon/{name}", step=step)
+
         super().__init__(
-            self._log, picture=self._log_picture if pictures else None, alert=self._log_alert,
+            self._log, picture=draw if pictures else None,
+            alert=lambda title, text, step: client.set_tag(run_id, title, f"Step {step}: {text}"),
             name="MLflow", detail=detail,
         )  # fmt: skip
 
@@ -98,12 +102,6 @@ class MLflow(Logger):
         metrics = [Metric(name, value, now, step) for name, value in values.items()]
         for some in range(0, len(metrics), _MOST_AT_ONCE):
             self._client.log_batch(self._run_id, metrics[some : some + _MOST_AT_ONCE])
-
-    def _log_picture(self, name: str, image: NDArray[np.uint8], step: int) -> None:
-        self._client.log_image(self._run_id, image, key=f"geomon/{name}", step=step)
-
-    def _log_alert(self, title: str, text: str, step: int) -> None:
-        self._client.set_tag(self._run_id, title, f"Step {step}: {text}")
 
 
 class Trackio(Logger):
@@ -138,7 +136,7 @@ class Trackio(Logger):
         self._run.log({f"geomon/{name}": trackio.Image(image)}, step=step)
 
 
-class Alerts:
+class Alerts(Page):
     """Sink that passes each alert to a function as soon as it is raised.
 
     Args:
@@ -147,21 +145,9 @@ class Alerts:
     """
 
     def __init__(self, send: Callable[[str, str, int], object], *, name: str) -> None:
+        super().__init__(f"sending alerts to {name}")
         self._send = send
-        self._name = name
-
-    def __str__(self) -> str:
-        return f"sending alerts to {self._name}"
-
-    def write(self, reading: Reading) -> None:
-        """Do nothing, because alerts arrive separately."""
 
     def alert(self, alert: RaisedAlert) -> None:
         """Send an alert."""
         self._send(f"geomon: {kind_of(alert)}", alert.words(), alert.step)
-
-    def close(self) -> None:
-        """Do nothing, because alerts are sent at once."""
-
-
-__all__ = ["Alerts", "Logger", "MLflow", "Trackio"]

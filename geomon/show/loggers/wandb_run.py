@@ -12,13 +12,12 @@ from typing import Any
 from geomon.advice import to_install
 from geomon.analysis.facts import FactLog
 from geomon.failures import failures
-from geomon.record import RaisedAlert, Reading, Readings, tags
+from geomon.record import RaisedAlert, Reading, Readings, Sink, tags
 from geomon.record.columns import texts_of
 from geomon.record.headline import HEADLINE, Charts, Detail
 from geomon.record.sinks import ALERTS
-from geomon.show.loggers.history import Part, RunDrawer
 from geomon.show.loggers.others import Alerts
-from geomon.show.loggers.parts import Pages
+from geomon.show.loggers.parts import Page, Pages, Part, RunDrawer
 
 log = logging.getLogger("geomon")
 
@@ -67,11 +66,13 @@ class WandB(Pages):
 
         def send(title: str, text: str, step: int) -> None:
             if rows.run is not None:
-                text = f"Step {step}: {text}"
-                rows.run.alert(title=title, text=text, level="WARN", wait_duration=_ALERT_PAUSE)
+                rows.run.alert(
+                    title=title, text=f"Step {step}: {text}", level="WARN",
+                    wait_duration=_ALERT_PAUSE,
+                )  # fmt: skip
 
-        charts = [WandBCharts(rows)] if pictures else []
-        super().__init__("W&B", [rows, WandBSummary(rows), Alerts(send, name="W&B"), *charts])
+        parts: list[Sink] = [rows, WandBSummary(rows), Alerts(send, name="W&B")]
+        super().__init__("W&B", [*parts, WandBCharts(rows)] if pictures else parts)
 
 
 class WandBRows:
@@ -118,11 +119,10 @@ class WandBRows:
     def describe(self, description: Mapping[str, Any]) -> None:
         """Write the description of the run and the healthy range of each metric into the config."""
         self._charts.describe(description)
-        texts = texts_of(description).items()
-        words = {name: text.healthy or text.meaning for name, text in texts}
+        metrics = texts_of(description).items()
+        words = {name: text.healthy or text.meaning for name, text in metrics}
         self._description = {**description, "metrics": words}
-        if self._run is not None:
-            self._configure()
+        self._configure()
 
     def write(self, reading: Reading) -> None:
         """Log the charted values of a reading."""
@@ -157,8 +157,7 @@ class WandBRows:
         for name in values.keys() - self._defined:  # a glob yields to the training's own
             self._defined.add(name)
             # The ends of the interval are hidden: a chart draws them as a band.
-            hidden = self._charts.is_end(name)
-            self._run.define_metric(name, step_metric=_STEP, hidden=hidden)
+            self._run.define_metric(name, step_metric=_STEP, hidden=self._charts.is_end(name))
         self._waiting.append({**values, _STEP: step})
         is_free = self._by_step and self._numbered is None
         self._fill(max(self._run.step, step) if is_free else self._run.step)
@@ -185,32 +184,33 @@ class WandBRows:
 
     def _watch_rows(self, run: Any) -> Callable[[], None]:
         """Wrap the private function behind `run.log`, for lack of a hook; return how to undo it."""
-        original, own = getattr(run, "_log", None), vars(run).get("_log")
+        original = getattr(run, "_log", None)
         if original is None:
             return lambda: None
+        own = {name: each for name, each in vars(run).items() if name == "_log"}
 
         @functools.wraps(original)
         def watched(data: Any, step: int | None = None, commit: bool | None = None) -> None:
-            self._attempt(self._before_row, step)
+            is_own = self._is_logging
+            if step is not None and not is_own:
+                self._attempt(self._fill, step)  # free numbers up to the one of this row
             original(data, step, commit)
-            self._attempt(self._after_row, step, commit)
+            if not is_own:
+                self._numbered = self._numbered or step is not None
+                if not self._numbered and commit is not False:  # W&B counts their rows
+                    self._attempt(self._flush)
 
         run._log = watched
 
         def take_away() -> None:
-            if vars(run).get("_log") is not watched:
-                return  # another wrapper lies on top of it
-            if own is None:
+            if vars(run).get("_log") is watched:  # and no other wrapper lies on top of it
                 del run._log
-            else:
-                run._log = own
+                vars(run).update(own)
 
         return take_away
 
     def _attempt(self, function: Callable[..., None], *given: Any) -> None:
         """Log readings without letting a failure affect the row that others log."""
-        if self._is_logging:
-            return
         try:
             function(*given)
         except failures() as error:
@@ -224,19 +224,8 @@ class WandBRows:
         self._unfollow()
 
     def _configure(self) -> None:
-        if self._description is not None:
+        if self._run is not None and self._description is not None:
             self._run.config.update({"geomon": self._description}, allow_val_change=True)
-
-    def _before_row(self, step: int | None) -> None:
-        """Give readings the free row numbers up to the one that others are about to log."""
-        if step is not None:
-            self._fill(step)
-
-    def _after_row(self, step: int | None, commit: bool | None) -> None:
-        """Log readings after a row that others have completed, if W&B counts their rows."""
-        self._numbered = self._numbered or step is not None
-        if not self._numbered and commit is not False:
-            self._flush()
 
     def _fill(self, last: int) -> None:
         """Log waiting readings under free row numbers, from the open row to `last`."""
@@ -270,7 +259,7 @@ def _call_at_finish(run: Any, function: Callable[[], None]) -> bool:
     return True
 
 
-class WandBSummary:
+class WandBSummary(Page):
     """Sink that keeps the key numbers and facts of a run in the summary of its W&B run.
 
     It writes `geomon/phase`, `geomon/peak_step` and `geomon/peak` (if the intrinsic dimension has
@@ -279,11 +268,9 @@ class WandBSummary:
     """
 
     def __init__(self, rows: WandBRows) -> None:
+        super().__init__("the summary of the W&B run")
         self._rows = rows
         self._facts = FactLog()
-
-    def __str__(self) -> str:
-        return "the summary of the W&B run"
 
     def describe(self, description: Mapping[str, Any]) -> None:
         """Keep the description of the run, which names its metrics."""
@@ -315,9 +302,6 @@ class WandBSummary:
         if (run := self._rows.run) is not None:
             run.summary.update({ALERTS: self._rows.alerts})
 
-    def close(self) -> None:
-        """Do nothing, because the summary is up to date."""
-
 
 class WandBCharts(RunDrawer):
     """Sink that logs plotly charts of layers and heads, as W&B lacks a heat map of its own."""
@@ -333,8 +317,5 @@ class WandBCharts(RunDrawer):
     def _log_charts(self, readings: Readings, step: int) -> None:
         from geomon.show.charts import charts_of
 
-        charts = charts_of(readings, self._metrics)
-        self._rows.log({f"geomon_charts/{name}": chart for name, chart in charts.items()}, step)
-
-
-__all__ = ["WandB", "WandBCharts", "WandBRows", "WandBSummary"]
+        charts = charts_of(readings, self._metrics).items()
+        self._rows.log({f"geomon_charts/{name}": chart for name, chart in charts}, step)

@@ -7,10 +7,9 @@ heads to a few dozen.
 import math
 import operator
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -44,71 +43,34 @@ _MOST_COURSES = 12
 _OF_ONE_SEED = (*OF_A_START, "seed", "training/seed")
 
 
-class Panels(NamedTuple):
-    """Panels of a report, each by its title or by its name in a menu.
-
-    Attributes:
-        training: Headline values over training.
-        healthy: How they behave in healthy runs, by the same titles, where known.
-        others: All other values over training.
-        before_alerts: Values that left their bands, up to the first alert of each kind.
-        depth: Metrics over depth.
-        maps: Metrics by layer and step.
-        heads: Metrics by layer and head, by step.
-        steps: Steps that every step axis covers.
-    """
-
-    training: dict[str, Lines]
-    healthy: dict[str, str]
-    others: dict[str, Lines]
-    before_alerts: dict[str, Lines]
-    depth: dict[str, Lines]
-    maps: dict[str, Matrix]
-    heads: dict[str, dict[int, Matrix]]
-    steps: Collection[int]
+# Readings of one stack of each run, by names for readers.
+Runs = Mapping[str, Readings]
+# Titles of the groups of values over training that are shown on request.
+OTHERS, BEFORE = "Any other value", "Before the alerts"
 
 
-@dataclass(frozen=True)
-class Run:
-    """Run in a report.
-
-    Attributes:
-        name: Name for readers, unique in the report.
-        path: Folder of the run, or the path of its file.
-        readings: Readings of one stack.
-    """
-
-    name: str
-    path: Path
-    readings: Readings
-
-    @property
-    def description(self) -> Mapping[str, Any]:
-        """Description of the run's last start; empty if the record has none."""
-        return self.readings.runs[-1] if self.readings.runs else {}
-
-
-def build_content(runs: Sequence[Run]) -> dict[str, Any]:
+def build_content(runs: Runs) -> dict[str, Any]:
     """Build the texts and tables of the page as plain data."""
-    texts = _texts_of([run.readings for run in runs])
     return {
         "runs": [
             {
-                "name": run.name,
+                "name": name,
                 "colour": colour,
-                "model": printable(str(run.description.get("model", "unknown model"))),
-                **_words_of(run.readings),
-                "notes": _notes(run.readings),
-                "times": [reading.time for reading in run.readings],
-                "seconds": [reading.seconds for reading in run.readings],
-                "last": run.readings[-1],
+                "model": printable(str(described.get("model", "unknown model"))),
+                **_words_of(run),
+                "notes": _notes(run),
+                "times": [reading.time for reading in run],
+                "seconds": [reading.seconds for reading in run],
+                "last": run[-1],
             }
-            for run, colour in zip(runs, _colours(runs), strict=True)
+            for (name, run), described, colour in zip(
+                runs.items(), _descriptions(runs), _colours(runs), strict=True
+            )
         ],
         "configuration": _configuration(runs),
         "glossary": {
             printable(f"{text.title} ({name})"): printable(text.meaning)
-            for name, text in texts.items()
+            for name, text in _texts_of([*runs.values()]).items()
             if text.meaning
         },
     }
@@ -150,97 +112,92 @@ def _usual(text: MetricText) -> tuple[float, float, str] | None:
 # -- panels ----------------------------------------------------------------------------------------
 
 
-def build_panels(runs: Sequence[Run]) -> Panels:
-    """Build the panels: colours stand for runs, or for the lines of a panel if there is one run."""
-    selected = [Readings(run.readings.runs, single_source(run.readings)) for run in runs]
+def build_panels(
+    runs: Runs,
+) -> Iterator[tuple[str, str, str, Mapping[str, Lines | Matrix | dict[int, Matrix]]]]:
+    """Yield the section, title, healthy range and panels by name of each chart, in their order.
+
+    Colours stand for runs, or for the lines of a panel if there is one run.
+    """
+    selected = {name: Readings(run.runs, single_source(run)) for name, run in runs.items()}
+    first, *more = selected.values()
     present: dict[str, Quantity] = {}
     curves: list[dict[str, Curve]] = []
-    for readings in selected:
+    for readings in selected.values():
         listed = quantities_of(readings)
         drawn = {tag: thin(each.curve(readings)) for tag, each in listed.items()}
         curves.append({tag: curve for tag, curve in drawn.items() if curve})
         present |= {tag: listed[tag] for tag in curves[-1] if tag not in present}
     series = _series_of(runs, curves)
-    charts: dict[str, list[Quantity]] = {}
-    for each in present.values():
-        if each.chart:
-            charts.setdefault(each.chart, []).append(each)
-    plain = sorted(present, key=lambda tag: (not tag.endswith("/mean"), tag))
-    alerts = alerts_of(runs[0].readings) if len(runs) == 1 else []
+    steps = sorted({step for each in curves for curve in each.values() for step in curve.steps})
+    alerts = [] if more else alerts_of(*runs.values())
 
     def panel(quantities: Sequence[Quantity], label: str) -> Lines:
         found = []
         for place, quantity in enumerate(quantities):
             below = quantity.name if len(quantities) > 1 else ""
+            kind, looks = ("dash", _DASHES) if more else ("colour", SERIES)
+            look: dict[str, Any] = {kind: looks[place % len(looks)]}
             for name, lines in series:
-                if (line := lines.get(quantity.tag)) is None:
-                    continue
-                if len(runs) > 1:
-                    named = ": ".join(filter(None, (name, below))) if name else ""
-                    found.append(replace(line, name=named, dash=_DASHES[place % len(_DASHES)]))
-                else:
-                    found.append(replace(line, name=below, colour=SERIES[place % len(SERIES)]))
-        first = quantities[0]
-        has_null = len(runs) == len(quantities) == 1 and first.is_mean and not first.part
-        null = null_of(selected[0], first.metric) if has_null else None
-        usual = _usual(selected[0].text_of(first.metric)) if first.chart else None
-        made = Lines(label, found, null=null, alerts=alerts, usual=usual)
-        return to_logarithm(made) if first.metric in DIMENSIONS else made
+                words = ": ".join(filter(None, (name * bool(more), below))) if name else ""
+                if quantity.tag in lines:
+                    found.append(replace(lines[quantity.tag], name=words, **look))
+        one = quantities[0]
+        has_null = not more and len(quantities) == 1 and one.is_mean and not one.part
+        null = null_of(first, one.metric) if has_null else None
+        usual = _usual(first.text_of(one.metric)) if one.chart else None
+        made = Lines(label, found, null=null, alerts=alerts, usual=usual, covers=steps)
+        return to_logarithm(made) if one.metric in DIMENSIONS else made
 
-    steps = {step for each in curves for curve in each.values() for step in curve.steps}
-    return Panels(
-        {
-            title if len(each) > 1 else each[0].words: panel(each, each[0].unit)
-            for title, each in charts.items()
-        },
-        {
-            title if len(each) > 1 else each[0].words: printable(text)
-            for title, each in charts.items()
-            if (text := selected[0].text_of(each[0].metric).healthy)
-        },
-        {
-            present[tag].title: panel([present[tag]], present[tag].label)
-            for tag in plain
-            if not present[tag].chart
-        },
-        _before_alerts(runs),
-        *_depth(runs, selected),
-        steps,
-    )
+    groups: dict[str, list[Quantity]] = {}
+    for each in present.values():
+        groups.setdefault(each.chart, []).append(each)
+    others = sorted(groups.pop("", ()), key=lambda each: (not each.tag.endswith("/mean"), each.tag))
+    for place, (chart, group) in enumerate(groups.items()):
+        title, healthy = group[0].words, first.text_of(group[0].metric).healthy
+        title = chart if len(group) > 1 else title
+        lines = panel(group, group[0].unit)
+        yield "training" if place else "lead", title, printable(healthy), {title: lines}
+    yield "training", BEFORE, "", _before_alerts(runs)
+    yield "training", OTHERS, "", {each.title: panel([each], each.label) for each in others}
+    depth, maps, heads = _depth(selected, _colours(runs))
+    yield "depth", "At several steps", "", depth
+    yield "depth", "By layer and step", "", maps
+    yield "depth", "By layer and head", "", heads
 
 
-def _before_alerts(runs: Sequence[Run]) -> dict[str, Lines]:
+def _before_alerts(runs: Runs) -> dict[str, Lines]:
     """Collect the curves that led to the first alert of each kind, by alert and tag."""
     found = {}
-    for run in runs:
-        for first in first_alerts(run.readings):
-            step, name = first.alert.step, f"{run.name}: " * (len(runs) > 1)
+    for run, readings in runs.items():
+        for first in first_alerts(readings):
+            step, name = first.alert.step, f"{run}: " * (len(runs) > 1)
             for course in first.alert.courses[:_MOST_COURSES]:
                 line = Line("", course.steps, course.values, BLUE)
-                panel = Lines(course.tag, [line], alerts=[(step, first.kind)])
-                found[f"{name}{first.kind} at step {step:,}: {course.tag}"] = panel
+                title = f"{name}{first.kind} at step {step:,}: {course.tag}"
+                found[title] = Lines(course.tag, [line], alerts=[(step, first.kind)])
     return found
 
 
 def _series_of(
-    runs: Sequence[Run], curves: Sequence[Mapping[str, Curve]]
+    runs: Runs, curves: Sequence[Mapping[str, Curve]]
 ) -> list[tuple[str, dict[str, Line]]]:
     """List names and lines by tag, of each run and of the mean of each group of seeds."""
-    colours, groups = _colours(runs), _seed_groups(runs)
+    colours, groups, names = _colours(runs), _seed_groups(runs), [*runs]
     grouped = {index for group in groups for index in group}
     series = []
-    for index, (run, by_tag) in enumerate(zip(runs, curves, strict=True)):
+    for index, (name, by_tag) in enumerate(zip(names, curves, strict=True)):
         lines = {tag: line_of(curve, "", colours[index]) for tag, curve in by_tag.items()}
         if index in grouped:
             lines = {tag: replace(x, low=(), high=(), width=0.7) for tag, x in lines.items()}
-        series.append(("" if index in grouped else run.name, lines))
+        series.append(("" if index in grouped else name, lines))
     for group in groups:
-        names = ", ".join(runs[index].name for index in group[:4])
         common = set.intersection(*(set(curves[index]) for index in group))
         means = {
             tag: _mean([curves[index][tag] for index in group], colours[group[0]]) for tag in common
         }
-        series.append((f"mean of {names}{', ...' * (len(group) > 4)}", means))
+        said = ", ".join(names[index] for index in group[:4])
+        series.append((f"mean of {said}{', ...' * (len(group) > 4)}", means))
     return series
 
 
@@ -254,24 +211,24 @@ def _mean(curves: Sequence[Curve], colour: str) -> Line:
 
 
 def _depth(
-    runs: Sequence[Run], selected: Sequence[Readings]
+    runs: Runs, colours: Sequence[str]
 ) -> tuple[dict[str, Lines], dict[str, Matrix], dict[str, dict[int, Matrix]]]:
     """Build the panels over depth, the maps by layer and step, and the matrices of heads."""
     depth: dict[str, Lines] = {}
     maps: dict[str, Matrix] = {}
     heads: dict[str, dict[int, Matrix]] = {}
-    for metric, text in _texts_of(selected).items():
+    for metric, text in _texts_of([*runs.values()]).items():
         label = text.label
-        for run, colour, readings in zip(runs, _colours(runs), selected, strict=True):
-            name = f"{run.name}: {label}" if len(runs) > 1 else label
+        for (run, readings), colour in zip(runs.items(), colours, strict=True):
+            name = f"{run}: {label}" if len(runs) > 1 else label
             matrix = map_panel(some := _at(readings, _MOST_COLUMNS), metric)
             if matrix is None:
                 continue
             maps[name], profile = matrix, depth_panel(some, metric)
             if len(runs) > 1:
-                ends = _ends(profile, run.name, colour)
                 before = depth[label].lines if label in depth else ()
-                profile = replace(profile, lines=[*before, *ends], named_by="")
+                lines = [*before, *_ends(profile, run, colour)]
+                profile = replace(profile, lines=lines, named_by="")
             depth[label] = profile
             if found := head_panels(_at(readings, _MOST_STEPS), metric, _MOST_STEPS):
                 heads[name] = found
@@ -300,21 +257,25 @@ def _texts_of(runs: Sequence[Readings]) -> dict[str, MetricText]:
     }
 
 
-def _colours(runs: Sequence[Run]) -> list[str]:
+def _descriptions(runs: Runs) -> list[dict[str, Any]]:
+    """List the description of each run's last start; empty if its record has none."""
+    return [run.runs[-1] if run.runs else {} for run in runs.values()]
+
+
+def _colours(runs: Runs) -> list[str]:
     """Choose a colour for each run; runs that differ only in their seed share one."""
     first = {index: group[0] for group in _seed_groups(runs) for index in group}
     return [SERIES[first.get(index, index) % len(SERIES)] for index in range(len(runs))]
 
 
-def _seed_groups(runs: Sequence[Run]) -> list[list[int]]:
+def _seed_groups(runs: Runs) -> list[list[int]]:
     """Group the indices of runs that differ only in their seed."""
     groups: dict[str, list[int]] = {}  # runs of one seed differ in something unrecorded
-    for index, run in enumerate(runs):
-        told = {key: x for key, x in run.description.items() if key not in _OF_ONE_SEED}
+    described = _descriptions(runs)
+    for index, run in enumerate(described):
+        told = {key: x for key, x in run.items() if key not in _OF_ONE_SEED}
         groups.setdefault(repr(sorted(told.items())), []).append(index)
-    seeds = [
-        repr([run.description.get(name) for name in ("seed", "training/seed")]) for run in runs
-    ]
+    seeds = [repr([run.get(name) for name in ("seed", "training/seed")]) for run in described]
     return [
         group
         for group in groups.values()
@@ -340,13 +301,13 @@ def _notes(readings: Readings) -> list[dict[str, Any]]:
     return remarks + sorted(found.values(), key=lambda note: -note["count"])
 
 
-def _configuration(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def _configuration(runs: Runs) -> list[dict[str, Any]]:
     """Build the rows of the table of descriptions: name, text for each run, whether they differ."""
-    names = dict.fromkeys(name for run in runs for name in run.description)
+    described = _descriptions(runs)
     settings: dict[str, list[Any]] = {
-        name: [run.description.get(name) for run in runs] for name in names
+        name: [each.get(name) for each in described] for run in described for name in run
     }
-    if max(starts := [len(run.readings.runs) for run in runs]) > 1:
+    if max(starts := [len(run.runs) for run in runs.values()]) > 1:
         settings["starts"] = starts
     return [
         {
@@ -356,6 +317,3 @@ def _configuration(runs: Sequence[Run]) -> list[dict[str, Any]]:
         }
         for name, values in settings.items()
     ]
-
-
-__all__ = ["Panels", "Run", "build_content", "build_panels"]

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,12 @@ from typing import Any
 from geomon import __version__
 from geomon.advice import to_install
 from geomon.record.printable import printable
-from geomon.show.panels import Lines, Matrix
-from geomon.show.report.content import Panels, Run, build_content, build_panels
+from geomon.show.report.content import BEFORE, OTHERS, Runs, build_content, build_panels
 
-_OTHERS, _BEFORE = "Any other value", "Before the alerts"
 _CONFIG = {"responsive": True, "displaylogo": False, "displayModeBar": False}
 
 
-def write_report(runs: Sequence[Run], out: str | os.PathLike[str]) -> Path:
+def write_report(runs: Runs, out: str | os.PathLike[str]) -> Path:
     """Write the report on runs to one HTML file."""
     path = Path(out)
     if path.suffix not in (".html", ".htm"):
@@ -28,13 +26,13 @@ def write_report(runs: Sequence[Run], out: str | os.PathLike[str]) -> Path:
     return path
 
 
-def render(runs: Sequence[Run]) -> str:
+def render(runs: Runs) -> str:
     """Render the report as an HTML page that works offline.
 
     All text from records is escaped, on the page and in its charts.
 
     Args:
-        runs: Runs, at least one.
+        runs: Readings of each run by its name, at least one.
 
     Raises:
         ImportError: If plotly or jinja2 is missing.
@@ -48,22 +46,21 @@ def render(runs: Sequence[Run]) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["printable"] = printable
-    panels = build_panels(runs)
     return environment.from_string(_part("page.html")).render(
         **build_content(runs),
         charts=[
             {
                 "section": section,
                 "title": title[:1].upper() + title[1:],
-                "wide": " wide" * (section == "lead" or title in (_OTHERS, _BEFORE)),
-                "healthy": panels.healthy.get(title, ""),
+                "wide": " wide" * (section == "lead" or title in (OTHERS, BEFORE)),
+                "healthy": healthy,
                 "name": f"chart-{place}",
                 "choices": [name for name, *_ in chart.layout.meta or ()],
                 "html": chart.to_html(
                     config=_CONFIG, include_plotlyjs=False, full_html=False, div_id=f"chart-{place}"
                 ),
             }
-            for place, (section, title, chart) in enumerate(_charts(panels))
+            for place, (section, title, healthy, chart) in enumerate(_charts(runs))
         ],
         plotly=get_plotlyjs(),
         style=_part("page.css"),
@@ -72,33 +69,16 @@ def render(runs: Sequence[Run]) -> str:
     )
 
 
-def _charts(panels: Panels) -> Iterator[tuple[str, str, Any]]:
-    """Yield the section, title and chart of each figure in the order of the page."""
+def _charts(runs: Runs) -> Iterator[tuple[str, str, str, Any]]:
+    """Yield the section, title, healthy range and chart of each figure in the order of the page."""
     from geomon.show import charts
 
-    for place, (title, each) in enumerate(panels.training.items()):
-        chart = charts.draw(each, panels.steps)
-        if place:
-            yield "training", title, chart
-        else:
-            yield "lead", title, charts.add_linear_axis(chart)
-    chosen: list[tuple[str, str, Mapping[str, Lines | Matrix], Collection[int]]] = [
-        ("training", _BEFORE, panels.before_alerts, ()),
-        ("training", _OTHERS, panels.others, panels.steps),
-        ("depth", "At several steps", panels.depth, ()),
-        ("depth", "By layer and step", panels.maps, ()),
-    ]
-    for section, title, group, steps in chosen:
-        if group:
-            drawn = {name: charts.draw(panel, steps) for name, panel in group.items()}
-            yield section, title, charts.choose(drawn)
-    if panels.heads:
-        heads = charts.slide(list(panels.heads.values()), list(panels.heads))
-        yield "depth", "By layer and head", heads
+    for section, title, healthy, panels in build_panels(runs):
+        if panels:
+            chart = charts.choose(panels)
+            shown = charts.add_linear_axis(chart) if section == "lead" else chart
+            yield section, title, healthy, shown
 
 
 def _part(name: str) -> str:
     return files("geomon.show.report").joinpath(name).read_text(encoding="utf-8")
-
-
-__all__ = ["render", "write_report"]

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import Any
 
 from rich.color import Color
@@ -10,7 +10,7 @@ from rich.text import Text
 
 from geomon.advice import to_install
 from geomon.record.printable import printable
-from geomon.show.panels import Line, Lines, StepAxis
+from geomon.show.panels import Lines, StepAxis
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish, as far as they are light
 # enough for a dark background.
@@ -32,8 +32,11 @@ def title_of(panel: Lines) -> Text:
     """Format the label of a panel, with its null and the names of its lines."""
     text = Text(printable(panel.label), "bold")
     said = [(panel.null[1], "dim")] if panel.null is not None else []
-    names = [line for line in panel.lines if line.name] if panel.lines[1:] else []
-    said += [(f"{mark_of(line.dash)} {line.name}", line.colour) for line in names]
+    said += [
+        (f"{mark_of(line.dash)} {line.name}", line.colour)
+        for line in panel.lines
+        if line.name and len(panel.lines) > 1
+    ]
     said += [("not measured", "dim")] if not panel.lines else []
     for words, style in said:
         text.append(f"  {printable(words)}", f"not bold {style}")
@@ -44,12 +47,12 @@ def build(panel: Lines, width: int, height: int) -> str:
     """Draw a panel over steps as text, each line with the ends of its interval.
 
     Args:
-        panel: The panel.
+        panel: The panel, with at least one line.
         width: Width in characters.
         height: Height in lines.
 
     Returns:
-        Lines of characters with ANSI colours; "" if nothing was measured.
+        Lines of characters with ANSI colours.
     """
     try:
         import plotext
@@ -58,34 +61,23 @@ def build(panel: Lines, width: int, height: int) -> str:
     plotext.clear_figure()
     plotext.theme("clear")
     plotext.plotsize(width, height)
-    _draw(plotext, panel)
-    return str(plotext.build()) if any(map(bool, (line.x for line in panel.lines))) else ""
+    axis = StepAxis(panel.steps)
 
-
-def _draw(plot: Any, panel: Lines) -> None:
-    panel = replace(panel, lines=[_finite(line) for line in panel.lines])
-    if not any(line.x for line in panel.lines):
-        return
-    at = sorted({*panel.steps})
-    axis = StepAxis(at)
-
-    def places(steps: Any) -> list[float]:
+    def places(steps: Iterable[int]) -> list[float]:
         return [math.log10(each) for each in axis.places(steps)]
 
-    plot.xticks(places(axis.ticks()), [f"{step:,}" for step in axis.ticks()])
-    for step, words in panel.alerts:
-        if words:
-            plot.vline(places([step])[0], color=_rgb(ALERT))
+    plotext.xticks(places(axis.ticks()), [f"{step:,}" for step in axis.ticks()])
+    for at in places(step for step, words in panel.alerts if words):
+        plotext.vline(at, color=_rgb(ALERT))
     for line in panel.lines:
         dim = tuple(part // 2 for part in _rgb(line.colour))
         for ends in (line.low, line.high) if line.dash == "solid" and line.low else ():
-            plot.plot(places(line.x), ends, marker="braille", color=dim)
+            plotext.plot(places(line.x), ends, marker="braille", color=dim)
     for line in panel.lines:
         marker = _MARKERS[line.dash] if len(line.x) > 1 else "●"
-        plot.plot(places(line.x), line.y, marker=marker, color=_rgb(line.colour))
-    _frame(plot, panel)
-    if panel.remark:
-        plot.xlabel(printable(panel.remark))
+        plotext.plot(places(line.x), line.y, marker=marker, color=_rgb(line.colour))
+    _frame(plotext, panel)
+    return str(plotext.build())
 
 
 def _frame(plot: Any, panel: Lines) -> None:
@@ -102,15 +94,6 @@ def _frame(plot: Any, panel: Lines) -> None:
         start = max((low + high - least) / 2, 0.0 if low >= 0 else -math.inf)
         low, high = start, start + least
     plot.ylim(low, high)
-
-
-def _finite(line: Line) -> Line:
-    """Remove the points of a line that have no value."""
-    known = [place for place, value in enumerate(line.y) if math.isfinite(value)]
-    y, low, high = (
-        [row[place] for place in known] if row else [] for row in (line.y, line.low, line.high)
-    )
-    return replace(line, x=[line.x[place] for place in known], y=y, low=low, high=high)
 
 
 def _rgb(colour: str) -> tuple[int, ...]:

@@ -41,8 +41,8 @@ def view(
     whole = readings if isinstance(readings, Readings) else Readings([], list(readings))
     remarks = [safe(remark, "red") for remark in whole.remarks()]
     kinds = ", ".join(f"{each.kind} at step {each.step:,}" for each in first_alerts(whole))
-    sentences = [f"Alerts: {kinds}"] * bool(kinds) if is_brief else alert_sentences(whole)
-    alerts = [safe(sentence, "red") for sentence in sentences]
+    brief = [f"Alerts: {kinds}"] if kinds else []
+    alerts = [safe(words, "red") for words in (brief if is_brief else alert_sentences(whole))]
     selected = Readings(whole.runs, single_source(whole))
     if not selected:
         return Group(safe("no readings yet", "dim"), *alerts, *remarks)
@@ -61,40 +61,45 @@ def view(
 
 def _first_line(last: Reading, state: str, *, is_brief: bool) -> Text:
     """Describe the last reading of a run, and whether the run goes on."""
-    parts = [f"{duration(time.time() - last.time)} ago", state]
-    if not is_brief:
-        parts.insert(1, f"{last.source}, {last.mode}")
-    if math.isfinite(last.overhead):
-        parts.append(f"geomon {percent(last.overhead)}{' of the time' * (not is_brief)}")
-    text = safe(f"step {last.step:,}", "bold")
-    return text.append_text(safe("".join(f" · {part}" for part in parts if part), "not bold dim"))
+    share = f"{last.overhead * 100:.{1 if last.overhead < 0.1 else 0}f} %"
+    parts = (
+        f"{duration(time.time() - last.time)} ago",
+        "" if is_brief else f"{last.source}, {last.mode}",
+        state,
+        f"geomon {share}{' of the time' * (not is_brief)}" * math.isfinite(last.overhead),
+    )
+    return safe(f"step {last.step:,}", "bold").append_text(
+        safe("".join(f" · {part}" for part in parts if part), "not bold dim")
+    )
 
 
 def _rows(readings: Readings, *, is_brief: bool) -> Iterator[tuple[str, str, str, str]]:
     """Yield the label, last value, spark line and trend of each watched quantity."""
     for fact in watched(facts_of(readings)):
         curve = fact.quantity.curve(readings)
-        after = [fact.trend, fact.turn] if fact.trend else [f"from {fact.phase.start.words()}"]
-        if is_brief and fact.trend:
-            after = [f"{fact.arrow} {fact.word}"]
-        if fact.phase.last.step < readings[-1].step:
-            after.append(f"known to step {fact.phase.last.step:,}")
+        trend = [f"{fact.arrow} {fact.word}"] if is_brief else [fact.trend, fact.turn]
+        after = trend if fact.trend else [f"from {fact.phase.start.words()}"]
+        after.append(_known_to(fact.phase.last.step, readings))
         line = spark(curve.values, statistics.median(curve.margins))
         label = short_title(fact.quantity) if is_brief else fact.quantity.label
         yield label, fact.phase.last.words(), line, "; ".join(filter(None, after))
     name, loss = furthest_loss(readings)
-    if loss:
+    if loss:  # the last reading has no next batch
         after = [f"from {number(loss.values[0])}"] if len(loss) > 1 else []
-        if loss.steps[-1] < readings[-1].step:
-            after.append(f"known to step {loss.steps[-1]:,}")  # the last reading has no next batch
-        yield name, number(loss.values[-1]), spark(loss.values), ", ".join(after)
+        after.append(_known_to(loss.steps[-1], readings))
+        yield name, number(loss.values[-1]), spark(loss.values), ", ".join(filter(None, after))
     profile = readings[-1].column("anisotropy").by_layer()
     if profile and not is_brief:
         top, values = max(profile, key=profile.__getitem__), list(profile.values())
-        title = readings.text_of("anisotropy").title
         ends = f"{number(values[0])} to {number(values[-1])}"
-        highest = f"highest {number(profile[top])} at layer {top}"
-        yield f"{title} by layer", ends, spark(values), highest
+        yield (
+            f"{readings.text_of('anisotropy').title} by layer", ends, spark(values),
+            f"highest {number(profile[top])} at layer {top}",
+        )  # fmt: skip
+
+
+def _known_to(step: int, readings: Readings) -> str:
+    return f"known to step {step:,}" if step < readings[-1].step else ""
 
 
 def spark(values: Sequence[float], margin: float = 0.0) -> str:
@@ -115,11 +120,6 @@ def spark(values: Sequence[float], margin: float = 0.0) -> str:
 def safe(words: str, style: str = "") -> Text:
     """Make printable text from words of a record, so that they cannot control the terminal."""
     return Text(printable(words), style)
-
-
-def percent(share: float) -> str:
-    """Format a share as a percentage, with one decimal below 10 %."""
-    return f"{share * 100:.1f} %" if share < 0.1 else f"{share * 100:.0f} %"
 
 
 def duration(seconds: float) -> str:

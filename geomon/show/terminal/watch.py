@@ -3,21 +3,21 @@
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from itertools import cycle
 from pathlib import Path
 
 from geomon.advice import to_install
-from geomon.analysis import null_of
-from geomon.analysis.numbers import with_margin
-from geomon.analysis.quantities import Quantity
-from geomon.record import read
+from geomon.analysis import null_of, single_source
+from geomon.analysis.quantities import Quantity, quantities_of
+from geomon.record import Follower, Readings, read
+from geomon.record.printable import printable
 from geomon.show.collect import alerts_of, line_of
 from geomon.show.colours import DASHES
-from geomon.show.loading import name_runs
 from geomon.show.panels import Lines, thin
+from geomon.show.settings import name_runs
 from geomon.show.tables import write_text
 from geomon.show.terminal import charts
-from geomon.show.terminal.overview import safe, view
-from geomon.show.terminal.runs import Watched
+from geomon.show.terminal.overview import duration, safe, view
 
 try:
     from rich.console import Console, Group, RenderableType
@@ -28,6 +28,67 @@ except ImportError as error:
 
 # Least and largest height of a chart on the screen, and its height if printed, in lines.
 _LEAST, _MOST, _PRINTED = 8, 24, 16
+
+
+class Watched:
+    """Run that is being watched; `look` reads its file, in any thread, and updates the attributes.
+
+    Args:
+        directory: Folder of the run, or the path of its file. Both may appear later.
+        stack: Name of the stack to follow if the model has several; None for the main one.
+        name: Name of the run on the screen.
+        colour: Colour of the run.
+        dash: Dash of its line in the chart.
+
+    Attributes:
+        follower: Reader of the record, which is in the folder, or the newest one below it.
+        whole: All readings of the record, and its alerts.
+        readings: One reading per step, from the source that the run used most.
+        quantities: Quantities that can be drawn over steps, by tag.
+        trouble: Why the file cannot be read; "" if it can.
+    """
+
+    def __init__(
+        self, directory: Path, stack: str | None, name: str, colour: str, dash: str
+    ) -> None:
+        self.follower, self._stack = Follower(directory, searches=True), stack
+        self.name, self.trouble = printable(name), ""
+        self.colour, self.dash = colour, dash
+        self.whole = self.readings = Readings([], [])
+        self.quantities: dict[str, Quantity] = {}
+
+    def look(self) -> None:
+        """Read what was written since the last look."""
+        try:
+            is_new = self.follower.look()
+            every = self.follower.readings()
+            # Alerts are lines of their own, and a resumed run can have fewer readings.
+            sizes, known = [(len(x), len(x.raised)) for x in (every, self.whole)]
+            if any(sizes) and (is_new or self.trouble or sizes != known):
+                self.whole = every.of_stack(self._stack) if every else every
+                self.readings = Readings(self.whole.runs, single_source(self.whole))
+                self.quantities, self.trouble = quantities_of(self.readings), ""
+        except (OSError, ValueError) as error:
+            self.trouble = " ".join(str(error).split())
+
+    @property
+    def state(self) -> str:
+        """Why there is nothing to show yet."""
+        path = self.follower.path
+        return "no readings yet" if path.is_file() else f"waiting for {printable(str(path))}"
+
+    def outlook(self) -> str:
+        """Say whether the training lives, and when the next reading is expected."""
+        writer = self.follower.writer()
+        if not writer:
+            return "not training" if writer is None else "its process was killed"
+        if len(self.readings) < 2:
+            return "training"
+        # Gaps grow slowly, so the next one is about as long as the last one.
+        before, last = self.readings[-2], self.readings[-1]
+        step, left = 2 * last.step - before.step, 2 * last.time - before.time - time.time()
+        when = f"in {duration(left)}" if left >= 0 else f"due {duration(-left)} ago"
+        return f"training, next reading near step {step:,} {when}"
 
 
 def watch(
@@ -60,12 +121,15 @@ def watch(
     """
     console = Console()
     can_draw = console.is_terminal and not console.is_dumb_terminal
-    names = name_runs(directories)
-    runs = [Watched(*one) for one in zip(directories, [stack] * len(names), names, strict=True)]
+    looks = zip(cycle(charts.COLOURS), cycle(DASHES if console.no_color else ["solid"]))
+    runs = [
+        Watched(directory, stack, name, *look)
+        for directory, name, look in zip(directories, name_runs(directories), looks, strict=False)
+    ]
     if once or not can_draw or not console.encoding.startswith("utf"):
         _look(runs)
         for run in runs:
-            read(run.path).of_stack(stack)  # raises if the record is unusable
+            read(run.follower.path).of_stack(stack)  # raises if the record is unusable
         with console.capture() as captured:
             for part in _screen(runs, metric, layer, console, _PRINTED):
                 console.print(part)
@@ -91,18 +155,18 @@ def _screen(
     lines: int | None = None,
 ) -> Iterator[RenderableType]:  # fmt: skip
     """Yield the overview of each run, and below them a chart of one quantity for all runs."""
-    overviews = list(_overviews(runs, console, is_brief=False))
+    overviews = list(_overviews(runs, is_brief=False))
     if lines is None:
         if _lines_left(overviews, console) < _LEAST:
-            overviews = list(_overviews(runs, console, is_brief=True))
+            overviews = list(_overviews(runs, is_brief=True))
         lines = min(_lines_left(overviews, console), _MOST)
     yield from overviews
     quantity = _choose(runs, metric, layer)
     if quantity is not None and lines >= _LEAST and console.encoding.startswith("utf"):
-        panel = _over_steps(runs, quantity, layer, console)
+        panel = _over_steps(runs, quantity, layer)
         yield charts.title_of(panel)
-        if drawn := charts.build(panel, console.width - 1, lines):
-            yield Text.from_ansi(drawn)
+        if panel.lines:
+            yield Text.from_ansi(charts.build(panel, console.width - 1, lines))
 
 
 def _lines_left(overviews: Sequence[RenderableType], console: Console) -> int:
@@ -110,66 +174,52 @@ def _lines_left(overviews: Sequence[RenderableType], console: Console) -> int:
     return console.height - len(console.render_lines(Group(*overviews))) - 2
 
 
-def _overviews(
-    runs: Sequence[Watched], console: Console, *, is_brief: bool
-) -> Iterator[RenderableType]:
-    for index, run in enumerate(runs):
-        colour, dash = _look_of(index, console)
+def _overviews(runs: Sequence[Watched], *, is_brief: bool) -> Iterator[RenderableType]:
+    for run in runs:
         if len(runs) > 1:
-            yield safe(f"{charts.mark_of(dash)} {run.name}", f"bold {colour}")
-        elif run.path.parent.name != run.name:  # found below the folder
-            yield safe(str(run.path.parent), "dim")
-        is_there = run.whole or run.whole.raised
-        state = run.outlook()
-        yield view(run.whole, state=state, is_brief=is_brief) if is_there else safe(run.state)
+            yield safe(f"{charts.mark_of(run.dash)} {run.name}", f"bold {run.colour}")
+        elif run.follower.path.parent.name != run.name:  # found below the folder
+            yield safe(str(run.follower.path.parent), "dim")
+        if run.whole or run.whole.raised:
+            yield view(run.whole, state=run.outlook(), is_brief=is_brief)
+        else:
+            yield safe(run.state)
         if run.trouble:
             yield safe(run.trouble, "red")
 
 
 def _choose(runs: Sequence[Watched], metric: str | None, layer: int | None) -> Quantity | None:
     """Choose the quantity of the chart; return None before anything was measured."""
-    known = {key: each for run in runs for key, each in run.quantities.items()}
-    if not known:
+    tags: dict[str, Quantity] = {}
+    for one in (each for run in runs for each in run.quantities.values()):
+        # A mean over layers comes before other values of a metric.
+        tags.setdefault("/".join(filter(None, (one.metric, one.part))), one)
+    if not tags:
         return None
-    if metric is None:
-        found = next(iter(known.values()))
-    else:
-        tags: dict[str, Quantity] = {}
-        for one in known.values():  # a mean over layers comes before other values of a metric
-            tags.setdefault("/".join(filter(None, (one.metric, one.part))), one)
-        if metric not in tags:
-            raise ValueError(f"no run has '{metric}': there are {', '.join(filter(None, tags))}")
-        found = tags[metric]
-    layers = {n for run in runs for n in run.layers_of(found)}
+    if metric is not None and metric not in tags:
+        raise ValueError(f"no run has '{metric}': there are {', '.join(filter(None, tags))}")
+    found = next(iter(tags.values())) if metric is None else tags[metric]
+    columns = (x.column(found.metric, found.part) for run in runs for x in run.readings)
+    layers = {layer for column in columns for layer in column.depths() if found.is_mean}
     if layer is not None and layer not in layers:
         there = f"there are {min(layers)} to {max(layers)}" if layers else "it is not of layers"
         raise ValueError(f"no layer {layer} of {found.label}: {there}")
     return found
 
 
-def _look_of(index: int, console: Console) -> tuple[str, str]:
-    """Return the colour and the dash of a run; dashes vary only if colours are off."""
-    dash = DASHES[index % len(DASHES)] if console.no_color else "solid"
-    return charts.COLOURS[index % len(charts.COLOURS)], dash
-
-
-def _over_steps(
-    runs: Sequence[Watched], quantity: Quantity, layer: int | None, console: Console
-) -> Lines:
+def _over_steps(runs: Sequence[Watched], quantity: Quantity, layer: int | None) -> Lines:
     """Build the panel of a quantity over steps with a line for each run."""
-    lines = []
-    for index, run in enumerate(runs):
-        colour, dash = _look_of(index, console)
-        curve = quantity.curve(run.readings, layer)
-        if curve:
-            name = run.name if len(runs) > 1 else ""
-            lines.append(line_of(thin(curve), name, colour, dash=dash))
+    curves = [(run, quantity.curve(run.readings, layer)) for run in runs]
+    lines = [
+        line_of(thin(curve), run.name * (len(runs) > 1), run.colour, dash=run.dash)
+        for run, curve in curves
+        if curve
+    ]
     label = quantity.label + ("" if layer is None else f", layer {layer}")
     if len(runs) > 1 or not lines:
         return Lines(label, lines)
-    (run,) = runs
-    curve = quantity.curve(run.readings, layer)
-    label = f"{label}  {with_margin(curve.values[-1], curve.margins[-1])}"
+    ((run, curve),) = curves
     has_null = quantity.is_mean and not quantity.part
     null = null_of(run.readings, quantity.metric) if has_null else None
+    label = f"{label}  {curve.points[-1].words()}"
     return Lines(label, lines, null=null, alerts=alerts_of(run.whole))
