@@ -171,32 +171,18 @@ def _by_place(quantity: Quantity, reading: Reading) -> dict[tuple[int, ...], flo
 def _margin(
     quantity: Quantity, one: Reading, other: Reading, place: tuple[int, ...], count: int
 ) -> float:
-    """Compute the margin of a difference at a place, which is one of so many."""
+    """Compute the margin of a difference at one of so many places; NaN if it is unknown."""
     heads = one.column(quantity.metric, quantity.part).heads_at(place[0]) if place[1:] else [NAN]
     # Errors are over 8 groups of sequences, which leave 7 degrees of freedom.
     wide, usual = (special.stdtrit(7, 1 - _CHANCE / (2 * n)) for n in (count, 1))
-    margin = margin_of_difference(one, other, quantity.metric, quantity.part, *place[:1])
-    return margin * math.sqrt(len(heads)) * float(wide / usual)
-
-
-def margin_of_difference(
-    one: Reading, other: Reading, metric: str, part: str = "", layer: int | None = None
-) -> float:
-    """Compute the half width of the 95 % interval of a difference of two readings; NaN if unknown.
-
-    It is paired if both readings saw the same rows, such as those of one probe in two runs.
-
-    Args:
-        one: A reading.
-        other: Another reading.
-        metric: Name of the metric.
-        part: Name of a part of it. Defaults to "", for its value.
-        layer: Index of a layer. Defaults to None, for the mean over layers.
-    """
     # The deviation over splits of the rows cannot replace an unknown margin, 0: with it, two
     # readings of one model differed in 38 % of 200 pairs.
-    first, second = (measured(each, metric, part=part, layer=layer) for each in (one, other))
-    return change_between(first, second).margin or NAN
+    layer = place[0] if place else None
+    first, second = (
+        measured(each, quantity.metric, part=quantity.part, layer=layer) for each in (one, other)
+    )
+    margin = change_between(first, second).margin or NAN
+    return margin * math.sqrt(len(heads)) * float(wide / usual)
 
 
 def _last_near(first: list[int], second: list[int]) -> tuple[int, int] | None:
@@ -214,4 +200,4 @@ def _nearest(step: int, steps: list[int]) -> int:
     return min(steps[max(place - 1, 0) : place + 1], key=lambda other: abs(other - step))
 
 
-__all__ = ["Difference", "compare", "margin_of_difference"]
+__all__ = ["Difference", "compare"]

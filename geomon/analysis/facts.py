@@ -40,13 +40,6 @@ class Fact:
         return name if is_dimension else _OTHER_WORDS.get(name, name)
 
     @property
-    def now(self) -> str:
-        """The last value with its margin, unit and step."""
-        last = self.phase.last
-        unit = f" {self.quantity.unit}" * bool(self.quantity.unit)
-        return f"{last.words()}{unit} at step {last.step:,}"
-
-    @property
     def start(self) -> str:
         """The first value with its margin, unless it is the only one."""
         return self.phase.start.words() if self.phase.count > 1 else ""
@@ -64,13 +57,16 @@ class Fact:
     @property
     def trend(self) -> str:
         """The phase with the change that it follows from; "" if unknown."""
-        words = self.phase.words()
-        return "" if self.word == "unknown" else words.replace(self.phase.name, self.word, 1)
+        if self.word == "unknown":
+            return ""
+        return self.phase.words().replace(self.phase.name, self.word, 1)
 
     @property
     def sentence(self) -> str:
         """The fact in one sentence, the same on all pages."""
-        first = ", ".join(filter(None, (self.now, self.trend)))
+        last, unit = self.phase.last, self.quantity.unit
+        now = f"{' '.join(filter(None, (last.words(), unit)))} at step {last.step:,}"
+        first = ", ".join(filter(None, (now, self.trend)))
         parts = filter(None, (first, self.phase.course(), self.null))
         return f"{self.quantity.words}: {'; '.join(parts)}."
 
@@ -116,13 +112,13 @@ class FactLog:
                 new = {point.step: point for point in found if point.step >= begun}
                 points.setdefault(tag, {}).update(new)
                 self._quantities[tag] = quantity
-                self._nulls[tag] = _null_words(some, quantity) or self._nulls.get(tag, "")
+                null = null_of(some, quantity.metric) if quantity.has_null else None
+                self._nulls[tag] = null[1] if null else self._nulls.get(tag, "")
 
     def facts(self) -> list[Fact]:
         """List the facts so far, from the source that the run used most."""
-        if not self._counts:
-            return []
-        points = self._points[max(reversed(self._counts), key=self._counts.__getitem__)]
+        most = max(reversed(self._counts), key=self._counts.__getitem__, default="")
+        points = self._points.get(most, {})
         return [
             Fact(quantity, phase_of([*found.values()]), self._nulls[tag])
             for tag, quantity in self._quantities.items()
@@ -140,13 +136,6 @@ def facts_of(readings: Iterable[Reading]) -> list[Fact]:
     log = FactLog(readings.runs if isinstance(readings, Readings) else [])
     log.add(single_source(readings))
     return log.facts()
-
-
-def _null_words(readings: Readings, quantity: Quantity) -> str:
-    if quantity.part or not quantity.is_mean:
-        return ""
-    found = null_of(readings, quantity.metric)
-    return found[1] if found else ""
 
 
 def null_of(readings: Readings, metric: str) -> tuple[float, str] | None:

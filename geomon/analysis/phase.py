@@ -210,9 +210,9 @@ class Phase:
         """Return the phase in words, with the change that it follows from.
 
         Example:
-            >>> steps, values = [0, 64, 128, 256, 512, 1024], [2.5, 5.0, 7.3, 7.4, 6.4, 5.5]
-            >>> find_phase(steps, values, [0.3] * 6).words()
-            'compressing, -1.9 ± 0.7 since step 256'
+            >>> steps, values = range(0, 700, 100), [2.0, 4.0, 6.0, 8.0, 7.0, 6.0, 5.0]
+            >>> find_phase(steps, values, [0.3] * 7).words()
+            'compressing, -3.0 ± 2.4 since step 300'
         """
         if self.since is None:
             return self.name
@@ -224,9 +224,9 @@ class Phase:
         """Return what came before the phase in words; "" if nothing is worth saying.
 
         Example:
-            >>> steps, values = [0, 64, 128, 256, 512, 1024], [2.5, 5.0, 7.3, 7.4, 6.4, 5.5]
-            >>> find_phase(steps, values, [0.3] * 6).course()
-            'start 2.5 ± 0.3 at step 0; peak 7.4 ± 0.3 at step 256 (between steps 128 and 256)'
+            >>> steps, values = range(0, 700, 100), [2.0, 4.0, 6.0, 8.0, 7.0, 6.0, 5.0]
+            >>> find_phase(steps, values, [0.3] * 7).course()
+            'start 2.0 ± 0.3 at step 0; peak 8.0 ± 0.3 at step 300'
         """
         told = [turn.words() + turn.span() for turn in self.turns]
         since = self.since or self.start
@@ -272,7 +272,7 @@ def find_phase(
         ValueError: If the lengths differ.
 
     Example:
-        >>> find_phase([0, 64, 128, 256], [3.0, 5.0, 7.3, 7.4], [0.3] * 4).name
+        >>> find_phase([0, 10, 20, 30], [3.0, 4.0, 5.0, 6.0], [0.3] * 4).name
         'expanding'
     """
     margins = [0.0] * len(values) if margins is None else margins

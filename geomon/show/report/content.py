@@ -217,8 +217,8 @@ def _before_alerts(runs: Sequence[Run]) -> dict[str, Lines]:
             step, name = first.alert.step, f"{run.name}: " * (len(runs) > 1)
             for course in first.alert.courses[:_MOST_COURSES]:
                 line = Line("", course.steps, course.values, BLUE)
-                panel = Lines(course.tag, [line], alerts=[(step, first.kind)])
-                found[f"{name}{first.kind} at step {step:,}: {course.tag}"] = panel
+                panel = Lines(course.tag, [line], alerts=[(step, first.alert.kind)])
+                found[f"{name}{first.alert.kind} at step {step:,}: {course.tag}"] = panel
     return found
 
 

@@ -40,7 +40,7 @@ def view(
     """
     whole = readings if isinstance(readings, Readings) else Readings([], list(readings))
     remarks = [safe(remark, "red") for remark in whole.remarks()]
-    kinds = ", ".join(f"{each.kind} at step {each.step:,}" for each in first_alerts(whole))
+    kinds = ", ".join(f"{each.alert.kind} at step {each.step:,}" for each in first_alerts(whole))
     sentences = [f"Alerts: {kinds}"] * bool(kinds) if is_brief else alert_sentences(whole)
     alerts = [safe(sentence, "red") for sentence in sentences]
     selected = Readings(whole.runs, single_source(whole))

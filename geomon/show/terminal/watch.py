@@ -170,6 +170,5 @@ def _over_steps(
     (run,) = runs
     curve = quantity.curve(run.readings, layer)
     label = f"{label}  {with_margin(curve.values[-1], curve.margins[-1])}"
-    has_null = quantity.is_mean and not quantity.part
-    null = null_of(run.readings, quantity.metric) if has_null else None
+    null = null_of(run.readings, quantity.metric) if quantity.has_null else None
     return Lines(label, lines, null=null, alerts=alerts_of(run.whole))
