@@ -12,7 +12,6 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from geomon.analysis.bands import QUIET, SCATTER, SCATTER_READINGS, BandFindings, Bands
@@ -278,55 +277,53 @@ def _not_finite(reading: Reading, stack: str, bands: BandFindings) -> Finding | 
 _ATTENTION = "look at the learning rate, and at the norms of the queries and keys"
 
 # Most serious first, the order in which pages list the alerts of a run.
-RULES: Mapping[str, AlertRule] = MappingProxyType(
-    {
-        "not_finite": AlertRule(
-            _not_finite,
-            "rows that are not finite",
-            "{lost} of {rows} rows are not finite",
-            "look at the loss and the data type, and for the first step with it",
-            may_begin=False,
-        ),
-        "left_band": AlertRule(
-            _left_band,
-            "a value at a layer or head outside the band that earlier readings predict",
-            "{metric} was {value:.3g} at step {since:,}, outside the expected {low:.3g} to "
-            "{high:.3g}{then}",
-            "look at what changed at this step: data, learning rate, the weights of that block",
-            false_alarms=3,
-            passes=QUIET,
-        ),
-        "scatter_growth": AlertRule(
-            _scatter_growth,
-            "values at all layers and heads that scatter nearly twice as much as before",
-            "over {readings} readings, all watched values together have scattered {factor:.1f} "
-            "times as far from their lines as before, or more",
-            "look at the learning rate, at the gradients and at the data",
-            false_alarms=2,
-            passes=QUIET,
-        ),
-        "rank_collapse": AlertRule(
-            _rank_collapse,
-            f"an effective rank of the hidden states below {_RANK:g}",
-            "effective rank of the hidden states down to {lowest:.2f}, below {limit:g}",
-            "look at the learning rate, its warm-up and the initialisation",
-        ),
-        "logit_growth": AlertRule(
-            _logit_growth,
-            f"a score before the softmax above {_LOGIT:,.0f}",
-            "largest score before the softmax {largest:,.0f}, above {limit:,.0f}",
-            f"{_ATTENTION}, or normalise both",
-        ),
-        "entropy_collapse": AlertRule(
-            _entropy_collapse,
-            f"more than {100 * _HEADS:.0f} % of the heads with an entropy below "
-            f"{100 * _ENTROPY:.0f} % of uniform attention's entropy",
-            "entropy of {count} head{plural} below {limit:.0f} % of uniform attention's entropy, "
-            "lowest {lowest:.2f} %",
-            _ATTENTION,
-        ),
-    }
-)
+RULES: Mapping[str, AlertRule] = {
+    "not_finite": AlertRule(
+        _not_finite,
+        "rows that are not finite",
+        "{lost} of {rows} rows are not finite",
+        "look at the loss and the data type, and for the first step with it",
+        may_begin=False,
+    ),
+    "left_band": AlertRule(
+        _left_band,
+        "a value at a layer or head outside the band that earlier readings predict",
+        "{metric} was {value:.3g} at step {since:,}, outside the expected {low:.3g} to "
+        "{high:.3g}{then}",
+        "look at what changed at this step: data, learning rate, the weights of that block",
+        false_alarms=3,
+        passes=QUIET,
+    ),
+    "scatter_growth": AlertRule(
+        _scatter_growth,
+        "values at all layers and heads that scatter nearly twice as much as before",
+        "over {readings} readings, all watched values together have scattered {factor:.1f} "
+        "times as far from their lines as before, or more",
+        "look at the learning rate, at the gradients and at the data",
+        false_alarms=2,
+        passes=QUIET,
+    ),
+    "rank_collapse": AlertRule(
+        _rank_collapse,
+        f"an effective rank of the hidden states below {_RANK:g}",
+        "effective rank of the hidden states down to {lowest:.2f}, below {limit:g}",
+        "look at the learning rate, its warm-up and the initialisation",
+    ),
+    "logit_growth": AlertRule(
+        _logit_growth,
+        f"a score before the softmax above {_LOGIT:,.0f}",
+        "largest score before the softmax {largest:,.0f}, above {limit:,.0f}",
+        f"{_ATTENTION}, or normalise both",
+    ),
+    "entropy_collapse": AlertRule(
+        _entropy_collapse,
+        f"more than {100 * _HEADS:.0f} % of the heads with an entropy below "
+        f"{100 * _ENTROPY:.0f} % of uniform attention's entropy",
+        "entropy of {count} head{plural} below {limit:.0f} % of uniform attention's entropy, "
+        "lowest {lowest:.2f} %",
+        _ATTENTION,
+    ),
+}
 
 
 _BY_BANDS = {"left_band", "scatter_growth"}
@@ -393,14 +390,14 @@ class AlertWatch:
                 found = rule.find(reading, stack, bands[stack])
                 is_news = self._is_news((name, stack), rule, found)
                 if found and is_news and not (first and rule.may_begin):
-                    _, numbers, layers, heads = found
                     left = bands[stack].left[:_COURSES] if name == "left_band" else []
                     courses = tuple(own[stack].course(one.place) for one in left)
                     alerts.append(
                         Alert(
-                            name, reading.step, stack, layers, heads, numbers, rule.advice, courses
+                            name, reading.step, stack, found.layers, found.heads, found.numbers,
+                            rule.advice, courses,
                         )
-                    )
+                    )  # fmt: skip
         return alerts
 
     def _is_news(self, key: tuple[str, str], rule: AlertRule, found: Finding | None) -> bool:
@@ -436,14 +433,3 @@ def check_alerts(names: Collection[str]) -> None:
 
 def _column(reading: Reading, stack: str, metric: str) -> Column:
     return reading.stacks.get(stack, {}).get(metric, Column())
-
-
-__all__ = [
-    "HEALTHY_STEPS",
-    "RULES",
-    "Alert",
-    "AlertWatch",
-    "FirstAlert",
-    "check_alerts",
-    "first_alerts",
-]

@@ -280,12 +280,11 @@ class Bands:
         watched = [WATCHED[place.metric] for place in self._columns]
         least = np.array([each.least for each in watched])
         distance = self._lane.add(reading.step, values, least)
-        expected, width, size = distance[:3]
+        band = np.array(distance[:3])
         if self._count % SLOW == 0:
-            slow = self._slow_lane.add(reading.step, values, least)[:3]
-            further = np.nan_to_num(slow[2]) > np.nan_to_num(size)
-            pairs = zip(slow, distance[:3], strict=True)
-            expected, width, size = (np.where(further, *pair) for pair in pairs)
+            slow = np.array(self._slow_lane.add(reading.step, values, least)[:3])
+            band = np.where(slow[2] > np.nan_to_num(band[2]), slow, band)
+        expected, width, size = band
         self._count += 1
         self._scatters.append(scatter(distance.normed[[not each.by_part for each in watched]]))
         by_logarithm = [each.by_logarithm for each in watched]
@@ -303,10 +302,12 @@ class Bands:
             self._left.clear()
         for departure in departures:
             self._left.setdefault(departure.place, departure)
-        enough = len(self._scatters) == SCATTER_READINGS
-        mean = float(np.mean(self._scatters)) if enough else math.nan
+        is_full = len(self._scatters) == SCATTER_READINGS
         return BandFindings(
-            departures, list(self._left.values()), mean, bool((distance.alone > 1).any())
+            departures,
+            list(self._left.values()),
+            float(np.mean(self._scatters)) if is_full else math.nan,
+            bool((distance.alone > 1).any()),
         )
 
     def course(self, place: Place) -> Course:

@@ -111,15 +111,11 @@ def compare(
                 f"the {name} run has no reading at step {asked:,}; the nearest is at step "
                 f"{min(run, key=lambda step: abs(step - asked)):,}"
             )
-    pairs = (
-        (each, steps or _last_near(*(each.curve(run.values()).steps for run in runs)))
-        for each in quantities_of(first).values()
-        if _is_compared(each)
-    )
     compared = [
         difference
-        for quantity, at in pairs
-        if at
+        for quantity in quantities_of(first).values()
+        if _is_compared(quantity)
+        if (at := steps or _last_near(*(quantity.curve(run.values()).steps for run in runs)))
         for difference in _differences(quantity, runs[0][at[0]], runs[1][at[1]])
     ]
     trained = min(max(run, default=0) for run in runs)
@@ -198,6 +194,3 @@ def _nearest(step: int, steps: list[int]) -> int:
     """Return the step of a sorted list that is nearest to a step."""
     place = bisect.bisect_left(steps, step)
     return min(steps[max(place - 1, 0) : place + 1], key=lambda other: abs(other - step))
-
-
-__all__ = ["Difference", "compare"]

@@ -53,10 +53,8 @@ def single_source(readings: Iterable[Reading]) -> list[Reading]:
         readings: Readings of a run, in the order in which they were written.
     """
     everything = list(readings)
-    if not everything:
-        return []
     counts = Counter(reading.source for reading in reversed(everything))
-    source = counts.most_common(1)[0][0]
+    source = max(counts, key=counts.__getitem__, default="")
     by_step = {reading.step: reading for reading in everything if reading.source == source}
     return [by_step[step] for step in sorted(by_step)]
 

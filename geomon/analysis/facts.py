@@ -13,7 +13,7 @@ from geomon.analysis.quantities import Quantity, quantities_of
 from geomon.record import Reading, Readings
 
 # Metrics of the intrinsic dimension, which expand and compress; all others rise and fall.
-DIMENSIONS = ("twonn", "twonn_distinct", "gride")
+_DIMENSIONS = ("twonn", "twonn_distinct", "gride")
 _ARROWS = {"expanding": "↑", "compressing": "↓", "falling": "↓", "level": "→", "unclear": "?"}
 _OTHER_WORDS = {"expanding": "rising", "compressing": "falling"}
 
@@ -36,7 +36,7 @@ class Fact:
     def word(self) -> str:
         """Name of the phase, with "rising" and "falling" for quantities other than dimensions."""
         name = self.phase.name
-        is_dimension = self.quantity.metric in DIMENSIONS
+        is_dimension = self.quantity.metric in _DIMENSIONS
         return name if is_dimension else _OTHER_WORDS.get(name, name)
 
     @property
@@ -108,9 +108,10 @@ class FactLog:
             points[tag] = {at: found for at, found in kept.items() if begun <= at <= first}
         for tag, quantity in quantities_of(some).items():
             if quantity.chart and quantity.metric:
-                found = quantity.curve(some).points
-                new = {point.step: point for point in found if point.step >= begun}
-                points.setdefault(tag, {}).update(new)
+                new = quantity.curve(some).points
+                points.setdefault(tag, {}).update(
+                    {point.step: point for point in new if point.step >= begun}
+                )
                 self._quantities[tag] = quantity
                 null = null_of(some, quantity.metric) if quantity.has_null else None
                 self._nulls[tag] = null[1] if null else self._nulls.get(tag, "")
@@ -150,6 +151,3 @@ def null_of(readings: Readings, metric: str) -> tuple[float, str] | None:
         if math.isfinite(null):
             return null, f"{readings.text_of(metric).null_label}: {significant(null, 2)}"
     return None
-
-
-__all__ = ["DIMENSIONS", "Fact", "FactLog", "facts_of", "null_of"]

@@ -157,9 +157,6 @@ class Turn(NamedTuple):
         return f" (between steps {first:,} and {last:,})" if first < last else ""
 
 
-_NO_TURN = Turn("", _NOWHERE, (-1, -1))
-
-
 @dataclass(frozen=True)
 class Phase:
     """The phase at the end of a curve, and the readings that it follows from.
@@ -178,13 +175,13 @@ class Phase:
     """
 
     name: str
-    start: Point = _NOWHERE
-    highest: Turn = _NO_TURN
-    lowest: Turn = _NO_TURN
-    last: Point = _NOWHERE
-    since: Point | None = None
-    change: Point = _NOWHERE
-    count: int = 0
+    start: Point
+    highest: Turn
+    lowest: Turn
+    last: Point
+    since: Point | None
+    change: Point
+    count: int
 
     @property
     def peak(self) -> Point:
@@ -294,11 +291,10 @@ def phase_of(points: Sequence[Point]) -> Phase:
     Args:
         points: Readings with finite values, steps ascending.
     """
-    if not points:
-        return Phase("unknown")
     name, since, change = _name(points)
-    highest, lowest = (_turn(points, kind) for kind in ("peak", "low"))
-    return Phase(name, points[0], highest, lowest, points[-1], since, change, len(points))
+    found = points or [_NOWHERE]
+    highest, lowest = (_turn(found, kind) for kind in ("peak", "low"))
+    return Phase(name, found[0], highest, lowest, found[-1], since, change, len(points))
 
 
 def _turn(points: Sequence[Point], kind: str) -> Turn:
@@ -378,8 +374,7 @@ def _errors(points: Sequence[Point], axis: _Array, values: _Array) -> _Array:
     known = max(len(off) - 2, 0)  # the turn of a curve of three or four readings is no scatter
     scatter = math.sqrt((_WORTH * usual**2 + known * square) / (_WORTH + known))
     sizes = float(np.ptp(values)), float(np.median(np.abs(values))), 1e-300
-    least = _UNSEEN * max(sizes)
-    return np.maximum(sampling, max(scatter, least))
+    return np.maximum(sampling, max(scatter, _UNSEEN * max(sizes)))
 
 
 def _squares(axes: _Array, values: _Array, errors: _Array) -> _Array:
@@ -390,6 +385,3 @@ def _squares(axes: _Array, values: _Array, errors: _Array) -> _Array:
     spread, shared = spread - along**2 / total, shared - along * up / total
     rest = (square - up**2 / total) - shared**2 / np.where(spread > 0, spread, 1)
     return np.maximum(rest[:, :0:-1], 0)
-
-
-__all__ = ["Phase", "Point", "Turn", "change_between", "find_phase", "phase_of", "sum_of"]

@@ -106,20 +106,11 @@ def quantities_of(readings: Readings) -> dict[str, Quantity]:
         tag, title = tags.training_tag(name), _LOSSES.get(name) or printable(f"Training {name}")
         chart, unit = (title, loss_unit(readings)) if name in _LOSSES else ("", "")
         found[tag] = Quantity(tag, title, unit, chart=chart, value=logged(name))
-    title = OVERHEAD.words.capitalize()
-    found[tags.OVERHEAD] = Quantity(tags.OVERHEAD, title, value=OVERHEAD.value)
+    found[tags.OVERHEAD] = Quantity(
+        tags.OVERHEAD, OVERHEAD.words.capitalize(), value=OVERHEAD.value
+    )
     known = {tag: each for tag, each in found.items() if _has_values(each, readings)}
     return dict(sorted(known.items(), key=lambda item: not item[1].chart))
-
-
-def losses_of(readings: Readings) -> dict[str, Quantity]:
-    """List the losses that the training logs, by tag.
-
-    Args:
-        readings: Readings of a run.
-    """
-    listed = quantities_of(readings).items()
-    return {tag: each for tag, each in listed if each.chart and not each.metric}
 
 
 def loss_unit(readings: Readings) -> str:
@@ -142,6 +133,3 @@ def _has_values(quantity: Quantity, readings: Readings) -> bool:
 def logged(name: str) -> Callable[[Reading], float]:
     """Return the function of a reading that gives what the training logs by a name."""
     return lambda reading: reading.training.get(name, NAN)
-
-
-__all__ = ["Quantity", "loss_unit", "losses_of", "quantities_of"]
