@@ -35,8 +35,6 @@ _MASSIVE = 0.5
 _AGAIN = 4.0
 _NAMED = 3  # most places that are named
 _COURSES = 16  # most values whose course an alert shows
-# Result of bands for rules that do not need them.
-_NOTHING = BandFindings([], [], math.nan, is_strange=False)
 
 # Steps of healthy trainings in which false alarms were counted: docs/warnings.md.
 HEALTHY_STEPS = 61_608
@@ -326,9 +324,6 @@ RULES: Mapping[str, AlertRule] = {
 }
 
 
-_BY_BANDS = {"left_band", "scatter_growth"}
-
-
 class AlertWatch:
     """Raises the alerts of a run, reading by reading.
 
@@ -379,9 +374,9 @@ class AlertWatch:
         own = {
             stack: self._bands.setdefault((source, stack), Bands(stack))
             for stack in stacks
-            if not self._rules.keys().isdisjoint(_BY_BANDS)
+            if not self._rules.keys().isdisjoint({"left_band", "scatter_growth"})
         }
-        bands = {stack: own[stack].add(reading) if own else _NOTHING for stack in stacks}
+        bands = {stack: own[stack].add(reading) if own else BandFindings() for stack in stacks}
         is_watched = "left_band" in self._rules
         self.asks_again = is_watched and any(found.is_strange for found in bands.values())
         alerts = []

@@ -223,7 +223,7 @@ def start_of_window(steps: Sequence[int] | NDArray[np.int64], step: int) -> int:
 
 
 class BandFindings(NamedTuple):
-    """Result of comparing a reading with the bands of its run.
+    """Result of comparing a reading with the bands of its run; by default, nothing was found.
 
     Attributes:
         departures: Values outside their bands, largest departure first.
@@ -235,10 +235,10 @@ class BandFindings(NamedTuple):
             is as far off on the same side.
     """
 
-    departures: list[Departure]
-    left: list[Departure]
-    scatter: float
-    is_strange: bool
+    departures: Sequence[Departure] = ()
+    left: Sequence[Departure] = ()
+    scatter: float = math.nan
+    is_strange: bool = False
 
 
 class _Lane:
@@ -292,9 +292,9 @@ class Bands:
             ends = np.array([values, expected - width, expected + width])
             rows = np.stack([*np.where(by_logarithm, np.exp(ends), ends), size], axis=1)
         departures = [
-            Departure(reading.step, place, *rows[column].tolist())
-            for place, column in self._columns.items()
-            if size[column] > 1
+            Departure(reading.step, place, *row)
+            for place, row in zip(self._columns, rows.tolist(), strict=True)
+            if row[-1] > 1
         ]
         departures.sort(key=lambda departure: -departure.size)
         self._quiet = 0 if departures else self._quiet + 1

@@ -40,6 +40,12 @@ class Fact:
         return name if is_dimension else _OTHER_WORDS.get(name, name)
 
     @property
+    def now(self) -> str:
+        """The last value with its margin, unit and step."""
+        words = " ".join(filter(None, (self.phase.last.words(), self.quantity.unit)))
+        return f"{words} at step {self.phase.last.step:,}"
+
+    @property
     def start(self) -> str:
         """The first value with its margin, unless it is the only one."""
         return self.phase.start.words() if self.phase.count > 1 else ""
@@ -64,9 +70,7 @@ class Fact:
     @property
     def sentence(self) -> str:
         """The fact in one sentence, the same on all pages."""
-        last, unit = self.phase.last, self.quantity.unit
-        now = f"{' '.join(filter(None, (last.words(), unit)))} at step {last.step:,}"
-        first = ", ".join(filter(None, (now, self.trend)))
+        first = ", ".join(filter(None, (self.now, self.trend)))
         parts = filter(None, (first, self.phase.course(), self.null))
         return f"{self.quantity.words}: {'; '.join(parts)}."
 

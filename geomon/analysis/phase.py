@@ -314,7 +314,7 @@ def _turn(points: Sequence[Point], kind: str) -> Turn:
 def _name(points: Sequence[Point]) -> tuple[str, Point | None, Point]:
     """Name the newest stretch; return its first reading and its change too."""
     known = [point for point in points if point.margin]
-    if len(known) < 2 or points[-1].margin == 0:
+    if len(known) < 2 or not points[-1].margin > 0:
         return "unknown", None, _NOWHERE
     stretch, change = _newest_stretch(known)
     values = [point.value for point in known]
