@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from scipy import special  # type: ignore[import-untyped]
 
 from geomon.analysis.curves import measured, single_source
-from geomon.analysis.phase import change_between
+from geomon.analysis.phase import Point, change_between
 from geomon.analysis.quantities import Quantity, quantities_of
 from geomon.record import Reading, Readings, tags
 from geomon.record.columns import NAN
@@ -135,12 +135,15 @@ def _is_compared(quantity: Quantity) -> bool:
 
 def _differences(quantity: Quantity, one: Reading, other: Reading) -> list[Difference]:
     """List the difference of a value, and of layers and heads that differ though a mean agrees."""
-    values, others = _by_place(quantity, one), _by_place(quantity, other)
-    places = [place for place in values if place in others]
+    first, second = _by_place(quantity, one), _by_place(quantity, other)
+    places = [place for place in first if place in second]
+    column = one.column(quantity.metric, quantity.part)
     found = [
         Difference(
-            quantity.tag, one.step, values[place], others[place],
-            _margin(quantity, one, other, place, len(places) if place else 1), other.step, place,
+            quantity.tag, one.step, first[place].value, second[place].value,
+            _margin(first[place], second[place], len(places) if place else 1)
+            * math.sqrt(len(column.heads_at(place[0])) if place[1:] else 1),
+            other.step, place,
         )
         for place in places
     ]  # fmt: skip
@@ -152,33 +155,35 @@ def _differences(quantity: Quantity, one: Reading, other: Reading) -> list[Diffe
     ]
 
 
-def _by_place(quantity: Quantity, reading: Reading) -> dict[tuple[int, ...], float]:
-    """Collect a value over all layers, of each layer and of each head, as far as it is finite."""
-    column = reading.column(quantity.metric, quantity.part)
+def _by_place(quantity: Quantity, reading: Reading) -> dict[tuple[int, ...], Point]:
+    """Collect the finite values over all layers, of each layer and of each head.
+
+    The margin of a head is the margin of its layer.
+    """
+    metric, part = quantity.metric, quantity.part
+    column = reading.column(metric, part)
+    values = [
+        *(((layer,), value) for layer, value in column.by_layer().items()),
+        *column.by_head().items(),
+    ]
     return dict(
         [
-            *zip([()], quantity.curve([reading]).values, strict=False),
-            *(((layer,), value) for layer, value in column.by_layer().items()),
-            *column.by_head().items(),
+            *zip([()], quantity.curve([reading]).points, strict=False),
+            *(
+                (at, measured(reading, metric, part=part, layer=at[0])._replace(value=value))
+                for at, value in values
+            ),
         ]
     )
 
 
-def _margin(
-    quantity: Quantity, one: Reading, other: Reading, place: tuple[int, ...], count: int
-) -> float:
+def _margin(one: Point, other: Point, count: int) -> float:
     """Compute the margin of a difference at one of so many places; NaN if it is unknown."""
-    heads = one.column(quantity.metric, quantity.part).heads_at(place[0]) if place[1:] else [NAN]
     # Errors are over 8 groups of sequences, which leave 7 degrees of freedom.
     wide, usual = (special.stdtrit(7, 1 - _CHANCE / (2 * n)) for n in (count, 1))
     # The deviation over splits of the rows cannot replace an unknown margin, 0: with it, two
     # readings of one model differed in 38 % of 200 pairs.
-    layer = place[0] if place else None
-    first, second = (
-        measured(each, quantity.metric, part=quantity.part, layer=layer) for each in (one, other)
-    )
-    margin = change_between(first, second).margin or NAN
-    return margin * math.sqrt(len(heads)) * float(wide / usual)
+    return (change_between(one, other).margin or NAN) * float(wide / usual)
 
 
 def _last_near(first: list[int], second: list[int]) -> tuple[int, int] | None:
