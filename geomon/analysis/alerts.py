@@ -10,9 +10,8 @@ wrong, and what they notice.
 import difflib
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from geomon.analysis.bands import QUIET, SCATTER, SCATTER_READINGS, BandFindings, Bands
@@ -36,8 +35,6 @@ _MASSIVE = 0.5
 _AGAIN = 4.0
 _NAMED = 3  # most places that are named
 _COURSES = 16  # most values whose course an alert shows
-# Result of bands for rules that do not need them.
-_NOTHING = BandFindings([], [], math.nan, is_strange=False)
 
 # Steps of healthy trainings in which false alarms were counted: docs/warnings.md.
 HEALTHY_STEPS = 61_608
@@ -121,20 +118,6 @@ class FirstAlert(NamedTuple):
     alert: RaisedAlert
     total: int
 
-    @property
-    def kind(self) -> str:
-        """Name of the kind in words."""
-        return kind_of(self.alert)
-
-
-def kind_of(alert: RaisedAlert) -> str:
-    """Return the kind of an alert in words.
-
-    Args:
-        alert: An alert of a record.
-    """
-    return alert.note.kind.replace("_", " ")
-
 
 def first_alerts(readings: Readings) -> list[FirstAlert]:
     """Find the first alert of each kind, most serious kind first.
@@ -155,6 +138,9 @@ def first_alerts(readings: Readings) -> list[FirstAlert]:
     return [*known, *found.values()]  # unknown kinds come from a newer version
 
 
+_Numbers = dict[str, int | float | str]
+
+
 class Finding(NamedTuple):
     """Places of a stack that pass a limit.
 
@@ -166,20 +152,17 @@ class Finding(NamedTuple):
     """
 
     size: float
-    numbers: dict[str, int | float | str]
+    numbers: _Numbers
     layers: tuple[int, ...] = ()
     heads: tuple[tuple[int, int], ...] = ()
-
-
-# Function of a reading, the name of a stack and its bands that finds what is beyond a limit.
-Find = Callable[[Reading, str, BandFindings], Finding | None]
 
 
 class AlertRule(NamedTuple):
     """One kind of alert.
 
     Attributes:
-        find: Function that finds it.
+        find: Function of a reading, the name of a stack and its bands that finds what is beyond a
+            limit.
         seeks: Condition that it looks for.
         text: The finding, as a `str.format` template for the numbers.
         advice: Things to look at.
@@ -191,7 +174,7 @@ class AlertRule(NamedTuple):
             Defaults to None: an alert is new only if it finds four times as much.
     """
 
-    find: Find
+    find: Callable[[Reading, str, BandFindings], Finding | None]
     seeks: str
     text: str
     advice: str
@@ -208,21 +191,22 @@ class AlertRule(NamedTuple):
 def _left_band(reading: Reading, stack: str, bands: BandFindings) -> Finding | None:
     if not bands.departures:
         return None
-    first = bands.left[0].departure
+    first = bands.left[0]
     others = [
-        f"at step {left.step:,} " * (left.step > before.step) + _words_of(left.departure.place)
+        f"at step {left.step:,} " * (left.step > before.step) + _words_of(left.place)
         for before, left in itertools.pairwise(bands.left)
     ]
-    then = "; then " + ", ".join(others[:_NAMED]) if others else ""
-    numbers: dict[str, int | float | str] = {
+    numbers: _Numbers = {
         "metric": _name_of(first.place), "value": first.value, "low": first.low, "high": first.high,
-        "since": bands.left[0].step, "count": len(bands.left), "then": then,
+        "since": first.step, "count": len(bands.left),
+        "then": "; then " + ", ".join(others[:_NAMED]) if others else "",
     }  # fmt: skip
-    places = [left.departure.place for left in bands.left]
-    layers = tuple(dict.fromkeys(place.layer or 0 for place in places))
-    heads = tuple(dict.fromkeys((p.layer or 0, p.head) for p in places if p.kind == "head"))
-    by_head = first.place.kind == "head"
-    return Finding(len(places), numbers, () if by_head else layers, heads if by_head else ())
+    places = [left.place for left in bands.left]
+    if first.place.kind != "head":
+        layers = dict.fromkeys(place.layer or 0 for place in places)
+        return Finding(len(places), numbers, layers=tuple(layers))
+    heads = dict.fromkeys((p.layer or 0, p.head) for p in places if p.kind == "head")
+    return Finding(len(places), numbers, heads=tuple(heads))
 
 
 def _name_of(place: Place) -> str:
@@ -246,7 +230,7 @@ def _entropy_collapse(reading: Reading, stack: str, bands: BandFindings) -> Find
     found = {place: value for place, value in heads.items() if value < _ENTROPY}
     if len(found) <= _HEADS * len(heads):
         return None
-    numbers: dict[str, int | float | str] = {
+    numbers: _Numbers = {
         "count": len(found), "plural": "s" * (len(found) > 1), "limit": 100 * _ENTROPY,
         "lowest": 100 * min(found.values()),
     }  # fmt: skip
@@ -265,22 +249,16 @@ def _logit_growth(reading: Reading, stack: str, bands: BandFindings) -> Finding 
 
 def _rank_collapse(reading: Reading, stack: str, bands: BandFindings) -> Finding | None:
     # If a few rows carry the variance, the rank only describes these rows.
-    massive = _massive(reading, stack)
+    massive = _column(reading, stack, "massive_share").by_layer()
     found = {
         layer: value
         for layer, value in _column(reading, stack, "effective_rank").by_layer().items()
-        if value < _RANK and layer not in massive
+        if value < _RANK and massive.get(layer, 0.0) < _MASSIVE
     }
     if not found:
         return None
-    numbers: dict[str, int | float | str] = {"lowest": min(found.values()), "limit": _RANK}
+    numbers: _Numbers = {"lowest": min(found.values()), "limit": _RANK}
     return Finding(len(found), numbers, tuple(sorted(found, key=found.__getitem__)))
-
-
-def _massive(reading: Reading, stack: str) -> dict[int, float]:
-    """Return the share of the variance in massive rows, by layer, if it is large."""
-    shares = _column(reading, stack, "massive_share").by_layer()
-    return {layer: value for layer, value in shares.items() if value >= _MASSIVE}
 
 
 def _not_finite(reading: Reading, stack: str, bands: BandFindings) -> Finding | None:
@@ -297,58 +275,53 @@ def _not_finite(reading: Reading, stack: str, bands: BandFindings) -> Finding | 
 _ATTENTION = "look at the learning rate, and at the norms of the queries and keys"
 
 # Most serious first, the order in which pages list the alerts of a run.
-RULES: Mapping[str, AlertRule] = MappingProxyType(
-    {
-        "not_finite": AlertRule(
-            _not_finite,
-            "rows that are not finite",
-            "{lost} of {rows} rows are not finite",
-            "look at the loss and the data type, and for the first step with it",
-            may_begin=False,
-        ),
-        "left_band": AlertRule(
-            _left_band,
-            "a value at a layer or head outside the band that earlier readings predict",
-            "{metric} was {value:.3g} at step {since:,}, outside the expected {low:.3g} to "
-            "{high:.3g}{then}",
-            "look at what changed at this step: data, learning rate, the weights of that block",
-            false_alarms=3,
-            passes=QUIET,
-        ),
-        "scatter_growth": AlertRule(
-            _scatter_growth,
-            "values at all layers and heads that scatter nearly twice as much as before",
-            "over {readings} readings, all watched values together have scattered {factor:.1f} "
-            "times as far from their lines as before, or more",
-            "look at the learning rate, at the gradients and at the data",
-            false_alarms=2,
-            passes=QUIET,
-        ),
-        "rank_collapse": AlertRule(
-            _rank_collapse,
-            f"an effective rank of the hidden states below {_RANK:g}",
-            "effective rank of the hidden states down to {lowest:.2f}, below {limit:g}",
-            "look at the learning rate, its warm-up and the initialisation",
-        ),
-        "logit_growth": AlertRule(
-            _logit_growth,
-            f"a score before the softmax above {_LOGIT:,.0f}",
-            "largest score before the softmax {largest:,.0f}, above {limit:,.0f}",
-            f"{_ATTENTION}, or normalise both",
-        ),
-        "entropy_collapse": AlertRule(
-            _entropy_collapse,
-            f"more than {100 * _HEADS:.0f} % of the heads with an entropy below "
-            f"{100 * _ENTROPY:.0f} % of uniform attention's entropy",
-            "entropy of {count} head{plural} below {limit:.0f} % of uniform attention's entropy, "
-            "lowest {lowest:.2f} %",
-            _ATTENTION,
-        ),
-    }
-)
-
-
-_BY_BANDS = {"left_band", "scatter_growth"}
+RULES: Mapping[str, AlertRule] = {
+    "not_finite": AlertRule(
+        _not_finite,
+        "rows that are not finite",
+        "{lost} of {rows} rows are not finite",
+        "look at the loss and the data type, and for the first step with it",
+        may_begin=False,
+    ),
+    "left_band": AlertRule(
+        _left_band,
+        "a value at a layer or head outside the band that earlier readings predict",
+        "{metric} was {value:.3g} at step {since:,}, outside the expected {low:.3g} to "
+        "{high:.3g}{then}",
+        "look at what changed at this step: data, learning rate, the weights of that block",
+        false_alarms=3,
+        passes=QUIET,
+    ),
+    "scatter_growth": AlertRule(
+        _scatter_growth,
+        "values at all layers and heads that scatter nearly twice as much as before",
+        "over {readings} readings, all watched values together have scattered {factor:.1f} "
+        "times as far from their lines as before, or more",
+        "look at the learning rate, at the gradients and at the data",
+        false_alarms=2,
+        passes=QUIET,
+    ),
+    "rank_collapse": AlertRule(
+        _rank_collapse,
+        f"an effective rank of the hidden states below {_RANK:g}",
+        "effective rank of the hidden states down to {lowest:.2f}, below {limit:g}",
+        "look at the learning rate, its warm-up and the initialisation",
+    ),
+    "logit_growth": AlertRule(
+        _logit_growth,
+        f"a score before the softmax above {_LOGIT:,.0f}",
+        "largest score before the softmax {largest:,.0f}, above {limit:,.0f}",
+        f"{_ATTENTION}, or normalise both",
+    ),
+    "entropy_collapse": AlertRule(
+        _entropy_collapse,
+        f"more than {100 * _HEADS:.0f} % of the heads with an entropy below "
+        f"{100 * _ENTROPY:.0f} % of uniform attention's entropy",
+        "entropy of {count} head{plural} below {limit:.0f} % of uniform attention's entropy, "
+        "lowest {lowest:.2f} %",
+        _ATTENTION,
+    ),
+}
 
 
 class AlertWatch:
@@ -401,41 +374,36 @@ class AlertWatch:
         own = {
             stack: self._bands.setdefault((source, stack), Bands(stack))
             for stack in stacks
-            if not self._rules.keys().isdisjoint(_BY_BANDS)
+            if not self._rules.keys().isdisjoint({"left_band", "scatter_growth"})
         }
-        bands = {stack: own[stack].add(reading) if own else _NOTHING for stack in stacks}
-        strange = any(found.is_strange for found in bands.values())
-        self.asks_again = strange and "left_band" in self._rules
+        bands = {stack: own[stack].add(reading) if own else BandFindings() for stack in stacks}
+        is_watched = "left_band" in self._rules
+        self.asks_again = is_watched and any(found.is_strange for found in bands.values())
         alerts = []
         for name, rule in self._rules.items():
             for stack in stacks:
                 found = rule.find(reading, stack, bands[stack])
-                if not self._is_news((name, stack), rule, found):
-                    continue
-                assert found is not None
-                if not (first and rule.may_begin):
-                    _, numbers, layers, heads = found
+                is_news = self._is_news((name, stack), rule, found)
+                if found and is_news and not (first and rule.may_begin):
                     left = bands[stack].left[:_COURSES] if name == "left_band" else []
-                    courses = tuple(own[stack].course(one.departure.place) for one in left)
+                    courses = tuple(own[stack].course(one.place) for one in left)
                     alerts.append(
                         Alert(
-                            name, reading.step, stack, layers, heads, numbers, rule.advice, courses
+                            name, reading.step, stack, found.layers, found.heads, found.numbers,
+                            rule.advice, courses,
                         )
-                    )
+                    )  # fmt: skip
         return alerts
 
     def _is_news(self, key: tuple[str, str], rule: AlertRule, found: Finding | None) -> bool:
         """Whether a finding is the first of its kind, or four times as large as the largest."""
-        if found is None:
-            self._quiet[key] = self._quiet.get(key, 0) + 1
-            if self._quiet[key] == rule.passes:
-                self._largest.pop(key, None)
-            return False
-        self._quiet[key] = 0
-        if found.size < _AGAIN * self._largest.get(key, 0.0):
-            return False
-        self._largest[key] = found.size
-        return True
+        self._quiet[key] = 0 if found else self._quiet.get(key, 0) + 1
+        if self._quiet[key] == rule.passes:
+            self._largest.pop(key, None)
+        if found and found.size >= _AGAIN * self._largest.get(key, 0.0):
+            self._largest[key] = found.size
+            return True
+        return False
 
 
 def check_alerts(names: Collection[str]) -> None:
@@ -458,35 +426,5 @@ def check_alerts(names: Collection[str]) -> None:
             raise ValueError(f"no alert is called {name!r}{advice}; there are {', '.join(RULES)}")
 
 
-def find_alerts(readings: Iterable[Reading], names: Collection[str] = RULES) -> list[Alert]:
-    """Find the alerts of a run.
-
-    Args:
-        readings: Readings of a run, steps ascending.
-        names: Names of the rules (see `RULES`). Defaults to all rules.
-
-    Returns:
-        The alerts, in order.
-
-    Raises:
-        ValueError: If a rule does not exist.
-    """
-    watch = AlertWatch(names)
-    return [alert for reading in readings for alert in watch.add(reading)]
-
-
 def _column(reading: Reading, stack: str, metric: str) -> Column:
     return reading.stacks.get(stack, {}).get(metric, Column())
-
-
-__all__ = [
-    "HEALTHY_STEPS",
-    "RULES",
-    "Alert",
-    "AlertWatch",
-    "FirstAlert",
-    "check_alerts",
-    "find_alerts",
-    "first_alerts",
-    "kind_of",
-]

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import special  # type: ignore[import-untyped]
 
 from geomon.record import Course, Reading
 from geomon.record.columns import Column, Columns, Place
@@ -80,6 +81,7 @@ class Departure(NamedTuple):
     """A value outside its band.
 
     Attributes:
+        step: Step of its reading.
         place: Place of the value.
         value: The value.
         low: Lower end of the band.
@@ -87,6 +89,7 @@ class Departure(NamedTuple):
         size: Distance from the line, relative to the half width of the band; above 1.
     """
 
+    step: int
     place: Place
     value: float
     low: float
@@ -99,25 +102,14 @@ class Forecast(NamedTuple):
 
     Attributes:
         expected: Value of the line at the next reading, [curves]; NaN if too few values are known.
-        error: Standard error of that value including the scatter of a single one, [curves].
-        freedom: Degrees of freedom of the error, [curves].
+        unit: Distance from it that normal errors exceed once in three million readings, [curves].
+        norm: Number of standard errors in a unit, corrected for the variance of Student's
+            distribution, [curves].
     """
 
     expected: _Array
-    error: _Array
-    freedom: _Array
-
-    @property
-    def quantile(self) -> _Array:
-        """Standard errors that normal errors exceed once in three million readings, [curves]."""
-        from scipy import special  # type: ignore[import-untyped]  # imported only when needed
-
-        return np.asarray(special.stdtrit(self.freedom, 1 - _BEYOND / 2))
-
-    @property
-    def unit(self) -> _Array:
-        """Distance that normal errors exceed once in three million readings, [curves]."""
-        return self.quantile * self.error
+    unit: _Array
+    norm: _Array
 
 
 def continue_line(history: _Array, ahead: int = 1) -> Forecast:
@@ -129,8 +121,8 @@ def continue_line(history: _Array, ahead: int = 1) -> Forecast:
 
     Example:
         >>> found = continue_line(np.arange(20.0)[:, None] + np.array([0.1, -0.1] * 10)[:, None])
-        >>> f"{found.expected[0]:.2f} {found.error[0]:.2f} {found.unit[0]:.2f}"
-        '19.98 0.12 0.91'
+        >>> f"{found.expected[0]:.2f} {found.unit[0]:.2f}"
+        '19.98 0.91'
     """
     history = history[-WINDOW:]
     known = np.isfinite(history)
@@ -146,10 +138,12 @@ def continue_line(history: _Array, ahead: int = 1) -> Forecast:
         expected = mean - slope * middle
         error = np.sqrt((residual**2).sum(axis=0) / (count - 2))
         error *= np.sqrt(1 + 1 / count + middle**2 / square)
-    error = np.maximum(error, _ROUNDING * np.abs(expected))
-    unknown = count < LEAST
-    expected, error = (np.where(unknown, np.nan, numbers) for numbers in (expected, error))
-    return Forecast(expected, error, np.maximum(count - 2.0, 1.0))
+        freedom = np.maximum(count - 2.0, 1.0)
+        quantile = special.stdtrit(freedom, 1 - _BEYOND / 2)
+        norm = quantile * np.sqrt(1 - 2 / freedom)
+    unit = quantile * np.maximum(error, _ROUNDING * np.abs(expected))
+    expected, unit = (np.where(count < LEAST, np.nan, each) for each in (expected, unit))
+    return Forecast(expected, unit, norm)
 
 
 class Distance(NamedTuple):
@@ -188,9 +182,8 @@ def measure_distance(history: _Array, values: _Array, least: _Array | float = 0.
         last = (history[-1:].sum(axis=0) - first.expected) / np.maximum(OUTSIDE * first.unit, least)
         size = np.minimum(np.abs(now), np.abs(last)) * (now * last > 0)
         alone = np.abs(values - line.expected) / np.maximum(OUTSIDE * line.unit, least)
-        # In standard errors, corrected for the variance of Student's distribution.
         normed = (values - line.expected) / np.maximum(line.unit, _LEAST_SCATTER * least)
-        normed *= line.quantile * np.sqrt(1 - 2 / line.freedom)
+        normed *= line.norm
     return Distance(second.expected, width, size, alone, normed)
 
 
@@ -229,20 +222,8 @@ def start_of_window(steps: Sequence[int] | NDArray[np.int64], step: int) -> int:
     return max(first, len(steps) - WINDOW - 1)
 
 
-class Left(NamedTuple):
-    """A value that has left its band.
-
-    Attributes:
-        step: Step at which it left.
-        departure: The value at that step, and its band.
-    """
-
-    step: int
-    departure: Departure
-
-
 class BandFindings(NamedTuple):
-    """Result of comparing a reading with the bands of its run.
+    """Result of comparing a reading with the bands of its run; by default, nothing was found.
 
     Attributes:
         departures: Values outside their bands, largest departure first.
@@ -254,10 +235,10 @@ class BandFindings(NamedTuple):
             is as far off on the same side.
     """
 
-    departures: list[Departure]
-    left: list[Left]
-    scatter: float
-    is_strange: bool
+    departures: Sequence[Departure] = ()
+    left: Sequence[Departure] = ()
+    scatter: float = math.nan
+    is_strange: bool = False
 
 
 class _Lane:
@@ -287,7 +268,7 @@ class Bands:
         self._count = 0
         self._lane, self._slow_lane = _Lane(), _Lane()
         self._scatters: deque[float] = deque(maxlen=SCATTER_READINGS)
-        self._left: dict[Place, Left] = {}
+        self._left: dict[Place, Departure] = {}
         self._quiet = 0  # readings since a value was outside its band
 
     def add(self, reading: Reading) -> BandFindings:
@@ -295,35 +276,38 @@ class Bands:
         found = dict(_watched(self._stack, reading.stacks.get(self._stack, {})))
         for place in found:
             self._columns.setdefault(place, len(self._columns))
-        values = np.full(len(self._columns), np.nan)
-        for place, value in found.items():
-            values[self._columns[place]] = value
+        values = np.array([found.get(place, np.nan) for place in self._columns])
         watched = [WATCHED[place.metric] for place in self._columns]
         least = np.array([each.least for each in watched])
         distance = self._lane.add(reading.step, values, least)
-        expected, width, size = distance[:3]
+        band = np.array(distance[:3])
         if self._count % SLOW == 0:
-            slow = self._slow_lane.add(reading.step, values, least)[:3]
-            further = np.nan_to_num(slow[2]) > np.nan_to_num(size)
-            pairs = zip(slow, distance[:3], strict=True)
-            expected, width, size = (np.where(further, *pair) for pair in pairs)
+            slow = np.array(self._slow_lane.add(reading.step, values, least)[:3])
+            band = np.where(slow[2] > np.nan_to_num(band[2]), slow, band)
+        expected, width, size = band
         self._count += 1
         self._scatters.append(scatter(distance.normed[[not each.by_part for each in watched]]))
+        by_logarithm = [each.by_logarithm for each in watched]
+        with np.errstate(over="ignore"):
+            ends = np.array([values, expected - width, expected + width])
+            rows = np.stack([*np.where(by_logarithm, np.exp(ends), ends), size], axis=1)
         departures = [
-            _departure(place, values[column], expected[column], width[column], size[column])
-            for place, column in self._columns.items()
-            if size[column] > 1
+            Departure(reading.step, place, *row)
+            for place, row in zip(self._columns, rows.tolist(), strict=True)
+            if row[-1] > 1
         ]
         departures.sort(key=lambda departure: -departure.size)
         self._quiet = 0 if departures else self._quiet + 1
         if self._quiet >= QUIET:
             self._left.clear()
         for departure in departures:
-            self._left.setdefault(departure.place, Left(reading.step, departure))
-        enough = len(self._scatters) == SCATTER_READINGS
-        mean = float(np.mean(self._scatters)) if enough else math.nan
+            self._left.setdefault(departure.place, departure)
+        is_full = len(self._scatters) == SCATTER_READINGS
         return BandFindings(
-            departures, list(self._left.values()), mean, bool((distance.alone > 1).any())
+            departures,
+            list(self._left.values()),
+            float(np.mean(self._scatters)) if is_full else math.nan,
+            bool((distance.alone > 1).any()),
         )
 
     def course(self, place: Place) -> Course:
@@ -349,12 +333,3 @@ def _watched(stack: str, columns: Columns) -> Iterator[tuple[Place, float]]:
         }
         for place, value in found.items():
             yield place, math.log(max(value, _TINY)) if watched.by_logarithm else value
-
-
-def _departure(place: Place, value: float, expected: float, width: float, size: float) -> Departure:
-    ends = np.array([value, expected - width, expected + width])
-    if WATCHED[place.metric].by_logarithm:
-        with np.errstate(over="ignore"):
-            ends = np.exp(ends)
-    found, low, high = map(float, ends)
-    return Departure(place, found, low, high, float(size))

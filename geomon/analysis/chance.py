@@ -7,6 +7,8 @@ random matrices make its mean query and mean key (Godey et al., 2401.12143, equa
 
 import math
 
+from scipy import special  # type: ignore[import-untyped]
+
 from geomon.record import Reading
 
 # Probability that at least one head is beyond the limit by chance.
@@ -28,8 +30,13 @@ def heads_limit(reading: Reading) -> float:
         The limit; NaN without heads, or without a null (which tells the width of a head).
     """
     column = reading.column("qk_cosine")
-    width, count = _width_of(column.whole.get("null_magnitude", math.nan)), len(column.by_head())
-    return chance_limit(width, 1 - _ALPHA / count) if width and count else math.nan
+    magnitude, count = column.whole.get("null_magnitude", math.nan), len(column.by_head())
+    if not count or not _MAGNITUDES[0] < magnitude < _MAGNITUDES[1]:
+        return math.nan
+    # E|cos| = Gamma(width / 2) / (sqrt(pi) Gamma((width + 1) / 2)), about sqrt(2 / (pi (width -
+    # 1/2))): near enough to tell every width from the next.
+    width = round(2 / (math.pi * magnitude**2) + 0.5)
+    return chance_limit(width, 1 - _ALPHA / count)
 
 
 def chance_limit(width: int, probability: float = 0.95) -> float:
@@ -43,23 +50,4 @@ def chance_limit(width: int, probability: float = 0.95) -> float:
         >>> round(chance_limit(3), 6)  # on a sphere all cosines are equally likely
         0.95
     """
-    from scipy import special  # type: ignore[import-untyped]  # imported only when needed
-
     return math.sqrt(float(special.betaincinv(0.5, (width - 1) / 2, probability)))
-
-
-def _width_of(magnitude: float) -> int | None:
-    """Find the width at which isotropic directions have this mean absolute cosine, or None.
-
-    E|cos| = Gamma(width / 2) / (sqrt(pi) Gamma((width + 1) / 2)) decreases with the width: about
-    sqrt(2 / (pi (width - 1/2))).
-    """
-    if not _MAGNITUDES[0] < magnitude < _MAGNITUDES[1]:
-        return None
-    guess = round(2 / (math.pi * magnitude**2) + 0.5)
-    near = range(max(2, guess - 2), guess + 3)
-    return min(near, key=lambda width: abs(_magnitude(width) - magnitude))
-
-
-def _magnitude(width: int) -> float:
-    return math.exp(math.lgamma(width / 2) - math.lgamma((width + 1) / 2)) / math.sqrt(math.pi)

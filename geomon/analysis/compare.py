@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from scipy import special  # type: ignore[import-untyped]
 
 from geomon.analysis.curves import measured, single_source
-from geomon.analysis.phase import change_between
+from geomon.analysis.phase import Point, change_between
 from geomon.analysis.quantities import Quantity, quantities_of
 from geomon.record import Reading, Readings, tags
 from geomon.record.columns import NAN
@@ -111,15 +111,11 @@ def compare(
                 f"the {name} run has no reading at step {asked:,}; the nearest is at step "
                 f"{min(run, key=lambda step: abs(step - asked)):,}"
             )
-    pairs = (
-        (each, steps or _last_near(*(each.curve(run.values()).steps for run in runs)))
-        for each in quantities_of(first).values()
-        if _is_compared(each)
-    )
     compared = [
         difference
-        for quantity, at in pairs
-        if at
+        for quantity in quantities_of(first).values()
+        if _is_compared(quantity)
+        if (at := steps or _last_near(*(quantity.curve(run.values()).steps for run in runs)))
         for difference in _differences(quantity, runs[0][at[0]], runs[1][at[1]])
     ]
     trained = min(max(run, default=0) for run in runs)
@@ -139,12 +135,15 @@ def _is_compared(quantity: Quantity) -> bool:
 
 def _differences(quantity: Quantity, one: Reading, other: Reading) -> list[Difference]:
     """List the difference of a value, and of layers and heads that differ though a mean agrees."""
-    values, others = _by_place(quantity, one), _by_place(quantity, other)
-    places = [place for place in values if place in others]
+    first, second = _by_place(quantity, one), _by_place(quantity, other)
+    places = [place for place in first if place in second]
+    column = one.column(quantity.metric, quantity.part)
     found = [
         Difference(
-            quantity.tag, one.step, values[place], others[place],
-            _margin(quantity, one, other, place, len(places) if place else 1), other.step, place,
+            quantity.tag, one.step, first[place].value, second[place].value,
+            _margin(first[place], second[place], len(places) if place else 1)
+            * math.sqrt(len(column.heads_at(place[0])) if place[1:] else 1),
+            other.step, place,
         )
         for place in places
     ]  # fmt: skip
@@ -156,47 +155,35 @@ def _differences(quantity: Quantity, one: Reading, other: Reading) -> list[Diffe
     ]
 
 
-def _by_place(quantity: Quantity, reading: Reading) -> dict[tuple[int, ...], float]:
-    """Collect a value over all layers, of each layer and of each head, as far as it is finite."""
-    column = reading.column(quantity.metric, quantity.part)
+def _by_place(quantity: Quantity, reading: Reading) -> dict[tuple[int, ...], Point]:
+    """Collect the finite values over all layers, of each layer and of each head.
+
+    The margin of a head is the margin of its layer.
+    """
+    metric, part = quantity.metric, quantity.part
+    column = reading.column(metric, part)
+    values = [
+        *(((layer,), value) for layer, value in column.by_layer().items()),
+        *column.by_head().items(),
+    ]
     return dict(
         [
-            *zip([()], quantity.curve([reading]).values, strict=False),
-            *(((layer,), value) for layer, value in column.by_layer().items()),
-            *column.by_head().items(),
+            *zip([()], quantity.curve([reading]).points, strict=False),
+            *(
+                (at, measured(reading, metric, part=part, layer=at[0])._replace(value=value))
+                for at, value in values
+            ),
         ]
     )
 
 
-def _margin(
-    quantity: Quantity, one: Reading, other: Reading, place: tuple[int, ...], count: int
-) -> float:
-    """Compute the margin of a difference at a place, which is one of so many."""
-    heads = one.column(quantity.metric, quantity.part).heads_at(place[0]) if place[1:] else [NAN]
+def _margin(one: Point, other: Point, count: int) -> float:
+    """Compute the margin of a difference at one of so many places; NaN if it is unknown."""
     # Errors are over 8 groups of sequences, which leave 7 degrees of freedom.
     wide, usual = (special.stdtrit(7, 1 - _CHANCE / (2 * n)) for n in (count, 1))
-    margin = margin_of_difference(one, other, quantity.metric, quantity.part, *place[:1])
-    return margin * math.sqrt(len(heads)) * float(wide / usual)
-
-
-def margin_of_difference(
-    one: Reading, other: Reading, metric: str, part: str = "", layer: int | None = None
-) -> float:
-    """Compute the half width of the 95 % interval of a difference of two readings; NaN if unknown.
-
-    It is paired if both readings saw the same rows, such as those of one probe in two runs.
-
-    Args:
-        one: A reading.
-        other: Another reading.
-        metric: Name of the metric.
-        part: Name of a part of it. Defaults to "", for its value.
-        layer: Index of a layer. Defaults to None, for the mean over layers.
-    """
     # The deviation over splits of the rows cannot replace an unknown margin, 0: with it, two
     # readings of one model differed in 38 % of 200 pairs.
-    first, second = (measured(each, metric, part=part, layer=layer) for each in (one, other))
-    return change_between(first, second).margin or NAN
+    return (change_between(one, other).margin or NAN) * float(wide / usual)
 
 
 def _last_near(first: list[int], second: list[int]) -> tuple[int, int] | None:
@@ -212,6 +199,3 @@ def _nearest(step: int, steps: list[int]) -> int:
     """Return the step of a sorted list that is nearest to a step."""
     place = bisect.bisect_left(steps, step)
     return min(steps[max(place - 1, 0) : place + 1], key=lambda other: abs(other - step))
-
-
-__all__ = ["Difference", "compare", "margin_of_difference"]

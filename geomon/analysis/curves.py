@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from geomon.analysis.phase import Phase, Point, phase_of
-from geomon.record import Reading, tags
-from geomon.record.columns import NAN
+from geomon.record import Reading
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,8 @@ def single_source(readings: Iterable[Reading]) -> list[Reading]:
         readings: Readings of a run, in the order in which they were written.
     """
     everything = list(readings)
-    if not everything:
-        return []
     counts = Counter(reading.source for reading in reversed(everything))
-    source = counts.most_common(1)[0][0]
+    source = max(counts, key=counts.__getitem__, default="")
     by_step = {reading.step: reading for reading in everything if reading.source == source}
     return [by_step[step] for step in sorted(by_step)]
 
@@ -92,16 +89,6 @@ def curve_of(
     return _curve(readings, lambda reading: measured(reading, metric, part=part, layer=layer))
 
 
-def training_curve(readings: Iterable[Reading], name: str = tags.LOSS) -> Curve:
-    """Collect the curve of a value that the training logs; its margins are unknown (0).
-
-    Args:
-        readings: Readings of a run.
-        name: Name of the value. Defaults to "loss".
-    """
-    return plain_curve(readings, lambda reading: reading.training.get(name, NAN))
-
-
 def plain_curve(readings: Iterable[Reading], value: Callable[[Reading], float]) -> Curve:
     """Collect the curve of a function of readings; its margins are unknown (0)."""
     return _curve(readings, lambda reading: Point(reading.step, value(reading), 0.0))
@@ -110,15 +97,3 @@ def plain_curve(readings: Iterable[Reading], value: Callable[[Reading], float]) 
 def _curve(readings: Iterable[Reading], get: Callable[[Reading], Point]) -> Curve:
     points = map(get, single_source(readings))
     return Curve([point for point in points if math.isfinite(point.value)])
-
-
-def mean_abs_over_heads(readings: Iterable[Reading], metric: str) -> Curve:
-    """Average the absolute value of a metric over all heads of all layers; margins are unknown (0).
-
-    In the metric's own mean, values of opposite sign cancel.
-
-    Args:
-        readings: Readings of a run.
-        metric: Name of a metric with values of heads.
-    """
-    return plain_curve(readings, lambda reading: reading.column(metric).mean_size())

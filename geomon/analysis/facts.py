@@ -13,7 +13,7 @@ from geomon.analysis.quantities import Quantity, quantities_of
 from geomon.record import Reading, Readings
 
 # Metrics of the intrinsic dimension, which expand and compress; all others rise and fall.
-DIMENSIONS = ("twonn", "twonn_distinct", "gride")
+_DIMENSIONS = ("twonn", "twonn_distinct", "gride")
 _ARROWS = {"expanding": "↑", "compressing": "↓", "falling": "↓", "level": "→", "unclear": "?"}
 _OTHER_WORDS = {"expanding": "rising", "compressing": "falling"}
 
@@ -36,15 +36,14 @@ class Fact:
     def word(self) -> str:
         """Name of the phase, with "rising" and "falling" for quantities other than dimensions."""
         name = self.phase.name
-        is_dimension = self.quantity.metric in DIMENSIONS
+        is_dimension = self.quantity.metric in _DIMENSIONS
         return name if is_dimension else _OTHER_WORDS.get(name, name)
 
     @property
     def now(self) -> str:
         """The last value with its margin, unit and step."""
-        last = self.phase.last
-        unit = f" {self.quantity.unit}" * bool(self.quantity.unit)
-        return f"{last.words()}{unit} at step {last.step:,}"
+        words = " ".join(filter(None, (self.phase.last.words(), self.quantity.unit)))
+        return f"{words} at step {self.phase.last.step:,}"
 
     @property
     def start(self) -> str:
@@ -64,8 +63,9 @@ class Fact:
     @property
     def trend(self) -> str:
         """The phase with the change that it follows from; "" if unknown."""
-        words = self.phase.words()
-        return "" if self.word == "unknown" else words.replace(self.phase.name, self.word, 1)
+        if self.word == "unknown":
+            return ""
+        return self.phase.words().replace(self.phase.name, self.word, 1)
 
     @property
     def sentence(self) -> str:
@@ -112,17 +112,18 @@ class FactLog:
             points[tag] = {at: found for at, found in kept.items() if begun <= at <= first}
         for tag, quantity in quantities_of(some).items():
             if quantity.chart and quantity.metric:
-                found = quantity.curve(some).points
-                new = {point.step: point for point in found if point.step >= begun}
-                points.setdefault(tag, {}).update(new)
+                new = quantity.curve(some).points
+                points.setdefault(tag, {}).update(
+                    {point.step: point for point in new if point.step >= begun}
+                )
                 self._quantities[tag] = quantity
-                self._nulls[tag] = _null_words(some, quantity) or self._nulls.get(tag, "")
+                null = null_of(some, quantity.metric) if quantity.has_null else None
+                self._nulls[tag] = null[1] if null else self._nulls.get(tag, "")
 
     def facts(self) -> list[Fact]:
         """List the facts so far, from the source that the run used most."""
-        if not self._counts:
-            return []
-        points = self._points[max(reversed(self._counts), key=self._counts.__getitem__)]
+        most = max(reversed(self._counts), key=self._counts.__getitem__, default="")
+        points = self._points.get(most, {})
         return [
             Fact(quantity, phase_of([*found.values()]), self._nulls[tag])
             for tag, quantity in self._quantities.items()
@@ -142,13 +143,6 @@ def facts_of(readings: Iterable[Reading]) -> list[Fact]:
     return log.facts()
 
 
-def _null_words(readings: Readings, quantity: Quantity) -> str:
-    if quantity.part or not quantity.is_mean:
-        return ""
-    found = null_of(readings, quantity.metric)
-    return found[1] if found else ""
-
-
 def null_of(readings: Readings, metric: str) -> tuple[float, str] | None:
     """Return the last null of a metric, the value of rows without structure, and its words.
 
@@ -161,6 +155,3 @@ def null_of(readings: Readings, metric: str) -> tuple[float, str] | None:
         if math.isfinite(null):
             return null, f"{readings.text_of(metric).null_label}: {significant(null, 2)}"
     return None
-
-
-__all__ = ["DIMENSIONS", "Fact", "FactLog", "facts_of", "null_of"]

@@ -56,6 +56,3 @@ def significant(value: float, digits: int) -> str:
     """
     whole = 10**digits - 0.5 <= abs(value) < 1e6
     return f"{value:,.0f}" if whole else f"{value:.{digits}g}"
-
-
-__all__ = ["number", "significant", "with_margin"]

@@ -47,7 +47,14 @@ _LEVEL_SHARE = 0.25
 # deviation of a normal distribution its standard deviation.
 _WORTH, _NORMAL = 2, 1.48
 _T = 2.365  # standard errors in half the width of a 95 % interval from 8 groups
-_Z = NormalDist().inv_cdf(0.975)  # standard errors in half the width of a 95 % interval
+
+
+def _quantile(chance: float) -> float:
+    """Return the standard errors that a normal error exceeds, on either side, by this chance."""
+    return NormalDist().inv_cdf(1 - chance / 2)
+
+
+_Z = _quantile(0.05)
 
 
 class Point(NamedTuple):
@@ -94,19 +101,18 @@ def sum_of(points: Sequence[Point], weights: Sequence[float], chance: float = 0.
         return Point(points[-1].step, value, 0.0)
     alike = defaultdict(list)
     for number, point in enumerate(points):
-        alike[point.fingerprint if len(point.without) else number].append(number)
-    alone = NormalDist().inv_cdf(1 - chance / 2) / _Z
-    squares = []
-    for numbers in alike.values():
-        some = [points[i] for i in numbers]
-        if len(some) == 1 or not some[0].fingerprint:
-            squares += [(alone * weights[i] * points[i].margin) ** 2 for i in numbers]
-            continue
-        sums = np.array([weights[i] for i in numbers]) @ np.array([p.without for p in some])
-        # Some metrics have fewer degrees of freedom than groups: their margins are wider.
-        wider = max(p.margin / own if (own := margin(p.without)) else 1.0 for p in some)
-        squares.append((margin(sums, chance=chance) * max(1.0, wider)) ** 2)
-    return Point(points[-1].step, value, math.sqrt(math.fsum(squares)))
+        rows = point.fingerprint if len(point.without) else ""
+        alike[rows or number].append((weights[number], point))
+    margins = []
+    for some in alike.values():
+        if len(some) == 1:
+            margins += [weight * point.margin * _quantile(chance) / _Z for weight, point in some]
+        else:
+            sums = np.sum([weight * np.array(point.without) for weight, point in some], axis=0)
+            # Some metrics have fewer degrees of freedom than groups: their margins are wider.
+            wider = [p.margin / own for _, p in some if (own := margin(p.without))]
+            margins.append(margin(sums, chance=chance) * max([1.0, *wider]))
+    return Point(points[-1].step, value, math.hypot(*margins))
 
 
 def change_between(one: Point, other: Point, chance: float = 0.05) -> Point:
@@ -118,6 +124,11 @@ def change_between(one: Point, other: Point, chance: float = 0.05) -> Point:
         chance: Probability that the interval misses the change. Defaults to 0.05, for 95 %.
     """
     return sum_of((one, other), (-1.0, 1.0), chance)
+
+
+def _moved(one: Point, other: Point, count: int) -> Point:
+    """Compute a change whose margin allows for choosing a reading among so many."""
+    return change_between(one, other, _CHANCE_OF_A_TURN / max(count, 1))
 
 
 def _differs(change: Point) -> bool:
@@ -147,9 +158,6 @@ class Turn(NamedTuple):
         return f" (between steps {first:,} and {last:,})" if first < last else ""
 
 
-_NO_TURN = Turn("", _NOWHERE, (-1, -1))
-
-
 @dataclass(frozen=True)
 class Phase:
     """The phase at the end of a curve, and the readings that it follows from.
@@ -168,13 +176,13 @@ class Phase:
     """
 
     name: str
-    start: Point = _NOWHERE
-    highest: Turn = _NO_TURN
-    lowest: Turn = _NO_TURN
-    last: Point = _NOWHERE
-    since: Point | None = None
-    change: Point = _NOWHERE
-    count: int = 0
+    start: Point
+    highest: Turn
+    lowest: Turn
+    last: Point
+    since: Point | None
+    change: Point
+    count: int
 
     @property
     def peak(self) -> Point:
@@ -184,7 +192,7 @@ class Phase:
     @property
     def has_fallen(self) -> bool:
         """Whether the last value is below the peak by more than the margin of the difference."""
-        return _differs(self._moved(self.peak, self.last))
+        return _differs(_moved(self.peak, self.last, self.count))
 
     @property
     def turns(self) -> list[Turn]:
@@ -200,27 +208,27 @@ class Phase:
         """Return the phase in words, with the change that it follows from.
 
         Example:
-            >>> steps, values = [0, 64, 128, 256, 512, 1024], [2.5, 5.0, 7.3, 7.4, 6.4, 5.5]
-            >>> find_phase(steps, values, [0.3] * 6).words()
-            'compressing, -1.9 ± 0.7 since step 256'
+            >>> steps, values = range(0, 700, 100), [2.0, 4.0, 6.0, 8.0, 7.0, 6.0, 5.0]
+            >>> find_phase(steps, values, [0.3] * 7).words()
+            'compressing, -3.0 ± 2.4 since step 300'
         """
         if self.since is None:
             return self.name
-        change = "" if self.name == "level" else f", {_signed(self.change)}"
+        sign = "+" if self.change.value > 0 else ""
+        change = "" if self.name == "level" else f", {sign}{self.change.words()}"
         return f"{self.name}{change} since step {self.since.step:,}"
 
     def course(self) -> str:
         """Return what came before the phase in words; "" if nothing is worth saying.
 
         Example:
-            >>> steps, values = [0, 64, 128, 256, 512, 1024], [2.5, 5.0, 7.3, 7.4, 6.4, 5.5]
-            >>> find_phase(steps, values, [0.3] * 6).course()
-            'start 2.5 ± 0.3 at step 0; peak 7.4 ± 0.3 at step 256 (between steps 128 and 256)'
+            >>> steps, values = range(0, 700, 100), [2.0, 4.0, 6.0, 8.0, 7.0, 6.0, 5.0]
+            >>> find_phase(steps, values, [0.3] * 7).course()
+            'start 2.0 ± 0.3 at step 0; peak 8.0 ± 0.3 at step 300'
         """
         told = [turn.words() + turn.span() for turn in self.turns]
         since = self.since or self.start
-        spans = [turn.steps for turn in self.turns]
-        is_told = any(first <= since.step <= last for first, last in spans)
+        is_told = any(turn.steps[0] <= since.step <= turn.steps[1] for turn in self.turns)
         if not is_told and self._differ(self.start, since):
             verb = "rose" if since.value > self.start.value else "fell"
             told.append(f"{verb} to {since.words()} at step {since.step:,}")
@@ -228,16 +236,11 @@ class Phase:
             told.insert(0, f"start {self.start.words()} at step {self.start.step:,}")
         return "; ".join(told)
 
-    def _moved(self, one: Point, other: Point) -> Point:
-        """Compute a change whose margin allows for choosing a reading among all of them."""
-        return change_between(one, other, _CHANCE_OF_A_TURN / max(self.count, 1))
-
     def _differ(self, one: Point, other: Point) -> bool:
         """Whether a change is worth telling; more must change if a margin is unknown."""
-        change = self._moved(one, other)
-        slight = _SLIGHT if change.margin else _MATTERS
-        matters = abs(change.value) > slight * max(abs(one.value), abs(other.value))
-        return matters and (_differs(change) or not change.margin)
+        change = _moved(one, other, self.count)
+        slight = (_SLIGHT if change.margin else _MATTERS) * max(abs(one.value), abs(other.value))
+        return abs(change.value) > max(change.margin, slight)
 
     def _repr_html_(self) -> str:
         """Show the phase in words in a notebook."""
@@ -267,7 +270,7 @@ def find_phase(
         ValueError: If the lengths differ.
 
     Example:
-        >>> find_phase([0, 64, 128, 256], [3.0, 5.0, 7.3, 7.4], [0.3] * 4).name
+        >>> find_phase([0, 10, 20, 30], [3.0, 4.0, 5.0, 6.0], [0.3] * 4).name
         'expanding'
     """
     margins = [0.0] * len(values) if margins is None else margins
@@ -289,61 +292,68 @@ def phase_of(points: Sequence[Point]) -> Phase:
     Args:
         points: Readings with finite values, steps ascending.
     """
-    if not points:
-        return Phase("unknown")
     name, since, change = _name(points)
-    highest, lowest = (_turn(points, kind) for kind in ("peak", "low"))
-    return Phase(name, points[0], highest, lowest, points[-1], since, change, len(points))
+    found = points or [_NOWHERE]
+    highest, lowest = (_turn(found, kind) for kind in ("peak", "low"))
+    return Phase(name, found[0], highest, lowest, found[-1], since, change, len(points))
 
 
 def _turn(points: Sequence[Point], kind: str) -> Turn:
     """Find the largest or smallest value, and its neighbours that agree with it."""
     sign = 1 if kind == "peak" else -1
     top = max(range(len(points)), key=lambda index: sign * points[index].value)
-    first = last = top
-    chance = _CHANCE_OF_A_TURN / len(points)
 
-    def agrees(index: int) -> bool:
-        change = change_between(points[top], points[index], chance)
+    def agrees(point: Point) -> bool:
+        change = _moved(points[top], point, len(points))
         return change.margin > 0 and not _differs(change)
 
-    while first and agrees(first - 1):
-        first -= 1
-    while last + 1 < len(points) and agrees(last + 1):
-        last += 1
-    return Turn(kind, points[top], (points[first].step, points[last].step))
+    before = [points[top], *itertools.takewhile(agrees, reversed(points[:top]))]
+    after = [points[top], *itertools.takewhile(agrees, points[top + 1 :])]
+    return Turn(kind, points[top], (before[-1].step, after[-1].step))
 
 
 def _name(points: Sequence[Point]) -> tuple[str, Point | None, Point]:
     """Name the newest stretch; return its first reading and its change too."""
-    is_known = points[-1].margin > 0
-    points = [point for point in points if point.margin]
-    if len(points) < 2 or not is_known:
+    known = [point for point in points if point.margin]
+    if len(known) < 2 or not points[-1].margin > 0:
         return "unknown", None, _NOWHERE
-    values = np.array([point.value for point in points])
-    steps = np.array([point.step for point in points], float)
-    span = float(np.ptp(values))
-    errors = _errors(points, np.log1p(steps), values)
-    first, axis = _newest_stretch(np.stack([steps, np.log1p(steps)]), values, errors)
-    weights = _weights_of_change(axis[first:], errors[first:] ** -2)
+    stretch, change = _newest_stretch(known)
+    values = [point.value for point in known]
+    largest = max(abs(point.value) for point in stretch)
+    slight = max(_MATTERS * min(np.ptp(values), largest), _SLIGHT * largest)
+    if not (_differs(change) and abs(change.value) >= slight):
+        if abs(change.value) + change.margin <= _LEVEL_SHARE * largest:
+            return "level", stretch[0], change
+        return "unclear", None, change
+    peak = known[int(np.argmax(values))]
+    falling = "compressing" if _differs(_moved(known[0], peak, len(known))) else "falling"
+    return "expanding" if change.value > 0 else falling, stretch[0], change
+
+
+def _newest_stretch(points: Sequence[Point]) -> tuple[Sequence[Point], Point]:
+    """Divide a curve into stretches that lines explain; return the newest one, and its change.
+
+    The division has the least sum of squares about its lines, in standard errors, plus a penalty
+    for each stretch. Neighbouring stretches share a reading.
+    """
+    steps, values = np.array([(point.step, point.value) for point in points], float).T
+    axes = np.stack([steps, np.log1p(steps)])
+    errors = _errors(points, axes[1], values)
+    least = np.zeros(len(values))
+    for last in range(1, len(values)):
+        squares = _squares(axes[:, last::-1], values[last::-1], errors[last::-1])
+        total = least[:last] + squares.min(axis=0) + _PENALTY
+        first = int(np.argmin(total))
+        least[last] = total[first]
+    axis, weights = axes[int(np.argmin(squares[:, first])), first:], errors[first:] ** -2
+    # The change along the line is a sum of the readings with these weights.
+    off = axis - np.average(axis, weights=weights)
+    weights *= off / (weights * off**2).sum() * (axis[-1] - axis[0])
     change = sum_of(points[first:], weights.tolist(), _CHANCE / len(points))
-    chance = _CHANCE_OF_SCATTER / len(points)
     # Neighbours may err alike: at a correlation of 1/3, long lines scatter by the root of 2 more.
-    alike = math.sqrt(2 - 2 / len(weights))
-    scatter = alike * float(np.linalg.norm(weights * errors[first:]))
-    scatter *= NormalDist().inv_cdf(1 - chance / 2)
-    change = change._replace(margin=max(change.margin, scatter))
-    largest = float(np.abs(values[first:]).max())
-    slight = max(_MATTERS * min(span, largest), _SLIGHT * largest)
-    if _differs(change) and abs(change.value) >= slight:
-        if change.value > 0:
-            return "expanding", points[first], change
-        peak = max(points, key=lambda point: point.value)
-        has_risen = _differs(change_between(points[0], peak, _CHANCE_OF_A_TURN / len(points)))
-        return "compressing" if has_risen else "falling", points[first], change
-    if abs(change.value) + change.margin <= _LEVEL_SHARE * largest:
-        return "level", points[first], change
-    return "unclear", None, change
+    scatter = math.sqrt(2 - 2 / len(weights)) * float(np.linalg.norm(weights * errors[first:]))
+    scatter *= _quantile(_CHANCE_OF_SCATTER / len(points))
+    return points[first:], change._replace(margin=max(change.margin, scatter))
 
 
 def _errors(points: Sequence[Point], axis: _Array, values: _Array) -> _Array:
@@ -365,24 +375,7 @@ def _errors(points: Sequence[Point], axis: _Array, values: _Array) -> _Array:
     known = max(len(off) - 2, 0)  # the turn of a curve of three or four readings is no scatter
     scatter = math.sqrt((_WORTH * usual**2 + known * square) / (_WORTH + known))
     sizes = float(np.ptp(values)), float(np.median(np.abs(values))), 1e-300
-    least = _UNSEEN * max(sizes)
-    return np.maximum(sampling, max(scatter, least))
-
-
-def _newest_stretch(axes: _Array, values: _Array, errors: _Array) -> tuple[int, _Array]:
-    """Divide a curve into stretches that lines explain; return the first reading of the newest one.
-
-    The division has the least sum of squares about its lines, in standard errors, plus a penalty
-    for each stretch. Neighbouring stretches share a reading. The axis of the newest line is
-    returned too.
-    """
-    least, begins = np.zeros(len(values)), np.zeros(len(values), int)
-    for last in range(1, len(values)):
-        squares = _squares(axes[:, last::-1], values[last::-1], errors[last::-1])
-        total = least[:last] + squares.min(axis=0) + _PENALTY
-        begins[last] = first = int(np.argmin(total))
-        least[last] = total[first]
-    return first, axes[int(np.argmin(squares[:, first]))]
+    return np.maximum(sampling, max(scatter, _UNSEEN * max(sizes)))
 
 
 def _squares(axes: _Array, values: _Array, errors: _Array) -> _Array:
@@ -393,16 +386,3 @@ def _squares(axes: _Array, values: _Array, errors: _Array) -> _Array:
     spread, shared = spread - along**2 / total, shared - along * up / total
     rest = (square - up**2 / total) - shared**2 / np.where(spread > 0, spread, 1)
     return np.maximum(rest[:, :0:-1], 0)
-
-
-def _weights_of_change(axis: _Array, weight: _Array) -> _Array:
-    """Weights of readings in the change along their line, from the first to the last of them."""
-    off = axis - np.average(axis, weights=weight)
-    return weight * off / (weight * off**2).sum() * (axis[-1] - axis[0])
-
-
-def _signed(change: Point) -> str:
-    return "+" * (change.value > 0) + change.words()
-
-
-__all__ = ["Phase", "Point", "Turn", "change_between", "find_phase", "phase_of", "sum_of"]

@@ -21,7 +21,7 @@ def layers_of(readings: Iterable[Reading]) -> range:
         readings: Readings of a run.
     """
     columns = (column for reading in readings for column in reading.columns.values())
-    return range(max((column.first + len(column.layers) for column in columns), default=0))
+    return range(max((column.depths().stop for column in columns), default=0))
 
 
 def profile_of(reading: Reading, metric: str, *, part: str = "") -> list[float]:

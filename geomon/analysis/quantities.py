@@ -43,9 +43,9 @@ class Quantity:
         return self.value is None
 
     @property
-    def is_loss(self) -> bool:
-        """Whether it is a loss, of a training batch or of the probe."""
-        return bool(self.chart) and not self.metric
+    def has_null(self) -> bool:
+        """Whether a null of its metric may be compared with it."""
+        return self.is_mean and not self.part
 
     @property
     def label(self) -> str:
@@ -84,9 +84,9 @@ def quantities_of(readings: Readings) -> dict[str, Quantity]:
         readings: Readings of a run, of one stack.
     """
     parts: dict[str, dict[str, None]] = {}
-    logged: dict[str, None] = {}
+    names: dict[str, None] = {}
     for reading in readings:
-        logged |= dict.fromkeys(reading.training)
+        names |= dict.fromkeys(reading.training)
         for metric, column in reading.columns.items():
             parts.setdefault(metric, {"": None}).update(dict.fromkeys(column.parts))
     found: dict[str, Quantity] = {}
@@ -102,23 +102,15 @@ def quantities_of(readings: Readings) -> dict[str, Quantity]:
                 tag = each.tag or each.name
                 made = Quantity(tag, printable(each.words), unit, metric, value=each.value)
                 found[tag] = replace(found.get(tag, made), chart=printable(each.chart))
-    for name in logged:
+    for name in names:
         tag, title = tags.training_tag(name), _LOSSES.get(name) or printable(f"Training {name}")
         chart, unit = (title, loss_unit(readings)) if name in _LOSSES else ("", "")
-        found[tag] = Quantity(tag, title, unit, chart=chart, value=_logged(name))
-    title = OVERHEAD.words.capitalize()
-    found[tags.OVERHEAD] = Quantity(tags.OVERHEAD, title, value=OVERHEAD.value)
+        found[tag] = Quantity(tag, title, unit, chart=chart, value=logged(name))
+    found[tags.OVERHEAD] = Quantity(
+        tags.OVERHEAD, OVERHEAD.words.capitalize(), value=OVERHEAD.value
+    )
     known = {tag: each for tag, each in found.items() if _has_values(each, readings)}
     return dict(sorted(known.items(), key=lambda item: not item[1].chart))
-
-
-def losses_of(readings: Readings) -> dict[str, Quantity]:
-    """List the losses that the training logs, by tag.
-
-    Args:
-        readings: Readings of a run.
-    """
-    return {tag: each for tag, each in quantities_of(readings).items() if each.is_loss}
 
 
 def loss_unit(readings: Readings) -> str:
@@ -138,8 +130,6 @@ def _has_values(quantity: Quantity, readings: Readings) -> bool:
     return any(column.layers or math.isfinite(column.mean) for column in columns)
 
 
-def _logged(name: str) -> Callable[[Reading], float]:
+def logged(name: str) -> Callable[[Reading], float]:
+    """Return the function of a reading that gives what the training logs by a name."""
     return lambda reading: reading.training.get(name, NAN)
-
-
-__all__ = ["Quantity", "loss_unit", "losses_of", "quantities_of"]

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from geomon.analysis.alerts import first_alerts
 from geomon.analysis.curves import plain_curve, single_source
-from geomon.analysis.facts import DIMENSIONS, Fact, facts_of
+from geomon.analysis.facts import Fact, facts_of
 from geomon.record import Reading, Readings
 
 
@@ -24,9 +24,8 @@ def summarise(readings: Iterable[Reading], facts: Sequence[Fact] | None = None) 
     selected = Readings(whole.runs, single_source(whole))
     sentences = [fact.sentence for fact in (facts_of(selected) if facts is None else facts)]
     if not sentences:
-        count = len(selected)
-        none = "No readings yet."
-        sentences = [f"{count} readings without a headline quantity." if count else none]
+        none = f"{len(selected)} readings without a headline quantity."
+        sentences = [none if selected else "No readings yet."]
     return [*whole.remarks(), *alert_sentences(whole), *sentences, *_cost(selected)]
 
 
@@ -41,28 +40,6 @@ def alert_sentences(readings: Readings) -> list[str]:
         f"{first.alert.words()}."
         for first in first_alerts(readings)
     ]
-
-
-def headline(readings: Readings) -> str:
-    """Say in one line what a reader must know first: the alerts, and the dimension's trend.
-
-    Args:
-        readings: Readings of a run, of one stack.
-
-    Returns:
-        A line such as "Alerts: rank collapse at step 64, logit growth at step 80. Intrinsic
-        dimension ...".
-    """
-    found = [f"{first.kind} at step {first.step:,}" for first in first_alerts(readings)]
-    alerts = [f"Alert{'s' * (len(found) > 1)}: {', '.join(found)}."] if found else []
-    facts = dimension_facts(facts_of(readings))
-    none = f"{readings.text_of('twonn').title}: not measured."
-    return " ".join([*alerts, facts[0].sentence if facts else none])
-
-
-def dimension_facts(facts: Iterable[Fact]) -> list[Fact]:
-    """Select the facts of the intrinsic dimension."""
-    return [fact for fact in facts if fact.quantity.metric in DIMENSIONS]
 
 
 def _cost(readings: Readings) -> list[str]:

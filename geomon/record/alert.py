@@ -48,6 +48,11 @@ class RaisedAlert(msgspec.Struct, frozen=True):
     note: Note
     courses: tuple[Course, ...] = ()
 
+    @property
+    def kind(self) -> str:
+        """The name of the rule in words, such as "rank collapse"."""
+        return self.note.kind.replace("_", " ")
+
     def words(self) -> str:
         """Return the alert as a sentence."""
         return self.note.words()

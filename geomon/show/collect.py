@@ -7,10 +7,9 @@ from dataclasses import replace
 import numpy as np
 
 from geomon.analysis import Curve, curve_of, null_of, single_source
-from geomon.analysis.alerts import kind_of
-from geomon.analysis.curves import mean_abs_over_heads, training_curve
+from geomon.analysis.curves import plain_curve
 from geomon.analysis.profile import is_far_above, layers_of
-from geomon.analysis.quantities import loss_unit
+from geomon.analysis.quantities import logged, loss_unit
 from geomon.record import Reading, Readings, tags
 from geomon.record.columns import NAN, Column
 from geomon.record.headline import chart_title, shortened
@@ -104,7 +103,8 @@ def cosines_panel(readings: Readings) -> Lines:
     for row in spread_items(range(len(layers)), _MOST_LAYERS):
         low, middle, high = zip(*map(_quartiles, tables[:, row]), strict=True)
         lines.append(Line("", steps, middle, colours[layers[row]], low, high, width=1.6))
-    if mean := mean_abs_over_heads(readings, "qk_cosine"):
+    # In the metric's own mean, values of opposite sign cancel.
+    if mean := plain_curve(readings, lambda reading: reading.column("qk_cosine").mean_size()):
         lines.append(Line("mean size over all heads", mean.steps, mean.values, BLACK, width=2.4))
     label, alerts = readings.text_of("qk_cosine").label, alerts_of(readings)
     return Lines(
@@ -122,7 +122,7 @@ def furthest_loss(readings: Readings) -> tuple[str, Curve]:
     unit = f" ({loss_unit(readings)})" * bool(loss_unit(readings))
     names = {f"training loss{unit}": tags.LOSS, f"loss on the probe{unit}": tags.PROBE_LOSS}
     # Readings take the training loss of the next batch, and the last one has no next batch.
-    curves = {name: training_curve(readings, key) for name, key in names.items()}
+    curves = {name: plain_curve(readings, logged(key)) for name, key in names.items()}
     return max(curves.items(), key=lambda named: max(named[1].steps, default=-1))
 
 
@@ -132,9 +132,9 @@ def alerts_of(readings: Readings) -> list[tuple[int, str]]:
     known: set[str] = set()
     for alert in readings.alerts:
         kinds = found.setdefault(alert.step, [])
-        if (kind := kind_of(alert)) not in known:
-            kinds.append(kind)
-            known.add(kind)
+        if alert.kind not in known:
+            kinds.append(alert.kind)
+            known.add(alert.kind)
     return [(step, ", ".join(kinds)) for step, kinds in found.items()]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from geomon.analysis import Fact, facts_of, summarise
 from geomon.analysis.facts import FactLog
 from geomon.analysis.numbers import significant
-from geomon.analysis.quantities import Quantity, losses_of
+from geomon.analysis.quantities import Quantity, quantities_of
 from geomon.record import Reading, Readings
 from geomon.record.printable import printable
 
@@ -78,7 +78,8 @@ class Printer:
     def _columns(self, reading: Reading) -> Iterator[tuple[str, str, int]]:
         """Yield the title, cell and width of each column."""
         self._facts.add([reading])
-        self._losses |= losses_of(Readings(self._runs, [reading]))
+        known = quantities_of(Readings(self._runs, [reading])).items()
+        self._losses |= {tag: each for tag, each in known if each.chart and not each.metric}
         step = f"{reading.step:,}"
         yield "Step", step, max(_STEP, len(step))
         for loss in self._losses.values():

@@ -11,11 +11,16 @@ from geomon.analysis.alerts import (
     HEALTHY_STEPS,
     RULES,
     AlertWatch,
-    find_alerts,
     first_alerts,
 )
 from geomon.note import Note
 from geomon.record import RaisedAlert, Readings
+
+
+def find_alerts(readings, names=RULES):
+    """The alerts of a run, in order."""
+    watch = AlertWatch(names)
+    return [alert for reading in readings for alert in watch.add(reading)]
 
 
 def healthy(step, layers=4, heads=2, **changed):
@@ -130,7 +135,7 @@ def test_alerts_are_data():
         f"{note.advice}; {RULES['logit_growth'].odds} (geomon alerts logit_growth)"
     )
     (first,) = first_alerts(raised(alert, alert))
-    assert (first.kind, first.step, first.total) == ("logit growth", 8, 2)
+    assert (first.alert.kind, first.step, first.total) == ("logit growth", 8, 2)
 
 
 @pytest.mark.parametrize(

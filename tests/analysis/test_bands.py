@@ -46,7 +46,7 @@ def test_a_scale_a_shift_and_a_trend_change_no_distance(seed, scale, shift, slop
 
 
 def test_rounding_is_the_least_error_of_curves_above_and_below_zero():
-    above, below = continue_line(np.tile([0.3, -0.3], (20, 1))).error
+    above, below = continue_line(np.tile([0.3, -0.3], (20, 1))).unit
     assert above == below > 0
 
 

@@ -13,7 +13,7 @@ from models import PlainDecoder, batch
 from scenarios import Scenario, check
 
 from geomon import Memory, Monitor, read, select
-from geomon.analysis import Phase
+from geomon.analysis import Phase, find_phase
 
 # Steps, dimensions and least ranks of a training: it expands, peaks and is compressed.
 COURSE = [
@@ -182,9 +182,9 @@ def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):
     page = Path(__file__).parents[2] / "docs" / "alerts.md"
     given: dict[str, Any] = {"model": PlainDecoder()}
     exec(page.read_text().partition("```python\n")[2].partition("```")[0], given)
-    given["save"](Phase("expanding"))
+    given["save"](find_phase([0, 1], [2.0, 1.0]))
     assert (tmp_path / "peak.pt").is_file()
-    given["turn"](Phase("unclear"))
+    given["turn"](find_phase([0, 1], [2.0, 1.0], [5.0, 5.0]))
     assert capsys.readouterr().out == "unclear\n"
     follow(COURSE[:9], on_alert=(alerts := []).append)
     (alert,) = alerts

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geomon.analysis.alerts import kind_of
 from geomon.record import RaisedAlert, Sink
 from geomon.record.headline import HEADLINE, Detail
 from geomon.record.sinks import LoggerSink
@@ -150,4 +149,4 @@ class Alerts(Page):
 
     def alert(self, alert: RaisedAlert) -> None:
         """Send an alert."""
-        self._send(f"geomon: {kind_of(alert)}", alert.words(), alert.step)
+        self._send(f"geomon: {alert.kind}", alert.words(), alert.step)

@@ -143,7 +143,7 @@ def build_panels(
                 if quantity.tag in lines:
                     found.append(replace(lines[quantity.tag], name=words, **look))
         one = quantities[0]
-        has_null = not more and len(quantities) == 1 and one.is_mean and not one.part
+        has_null = not more and len(quantities) == 1 and one.has_null
         null = null_of(first, one.metric) if has_null else None
         usual = _usual(first.text_of(one.metric)) if one.chart else None
         made = Lines(label, found, null=null, alerts=alerts, usual=usual, covers=steps)
@@ -174,8 +174,8 @@ def _before_alerts(runs: Runs) -> dict[str, Lines]:
             step, name = first.alert.step, f"{run}: " * (len(runs) > 1)
             for course in first.alert.courses[:_MOST_COURSES]:
                 line = Line("", course.steps, course.values, BLUE)
-                title = f"{name}{first.kind} at step {step:,}: {course.tag}"
-                found[title] = Lines(course.tag, [line], alerts=[(step, first.kind)])
+                title = f"{name}{first.alert.kind} at step {step:,}: {course.tag}"
+                found[title] = Lines(course.tag, [line], alerts=[(step, first.alert.kind)])
     return found
 
 

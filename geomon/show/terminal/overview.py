@@ -40,7 +40,7 @@ def view(
     """
     whole = readings if isinstance(readings, Readings) else Readings([], list(readings))
     remarks = [safe(remark, "red") for remark in whole.remarks()]
-    kinds = ", ".join(f"{each.kind} at step {each.step:,}" for each in first_alerts(whole))
+    kinds = ", ".join(f"{each.alert.kind} at step {each.step:,}" for each in first_alerts(whole))
     brief = [f"Alerts: {kinds}"] if kinds else []
     alerts = [safe(words, "red") for words in (brief if is_brief else alert_sentences(whole))]
     selected = Readings(whole.runs, single_source(whole))

@@ -219,7 +219,6 @@ def _over_steps(runs: Sequence[Watched], quantity: Quantity, layer: int | None) 
     if len(runs) > 1 or not lines:
         return Lines(label, lines)
     ((run, curve),) = curves
-    has_null = quantity.is_mean and not quantity.part
-    null = null_of(run.readings, quantity.metric) if has_null else None
+    null = null_of(run.readings, quantity.metric) if quantity.has_null else None
     label = f"{label}  {curve.points[-1].words()}"
     return Lines(label, lines, null=null, alerts=alerts_of(run.whole))
