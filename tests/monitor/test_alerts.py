@@ -182,7 +182,7 @@ def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):
     page = Path(__file__).parents[2] / "docs" / "alerts.md"
     given: dict[str, Any] = {"model": PlainDecoder()}
     exec(page.read_text().partition("```python\n")[2].partition("```")[0], given)
-    given["save"](find_phase([0, 1], [2.0, 1.0]))
+    given["save"](find_phase([0, 8, 16], [2.0, 7.4, 5.2], [0.1] * 3))
     assert (tmp_path / "peak.pt").is_file()
     given["turn"](find_phase([0, 1], [2.0, 1.0], [5.0, 5.0]))
     assert capsys.readouterr().out == "unclear\n"

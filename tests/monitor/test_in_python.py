@@ -49,4 +49,7 @@ def test_the_monitor_is_closed_whatever_ends_the_with():
 
 def test_a_phase_is_words_in_a_notebook():
     shown = find_phase([0, 8, 16], [2.0, 7.4, 5.2], [0.1] * 3)._repr_html_()
-    assert shown.startswith("<p><b>compressing, -2.2 ± 0.2 since step 8</b>; peak 7.4 ± 0.1 at")
+    assert shown == (
+        "<p><b>compressing, -2.2 ± 0.2 since step 8</b>; start 2.0 ± 0.1 at step 0; "
+        "peak 7.4 ± 0.1 at step 8</p>"
+    )
