@@ -19,6 +19,8 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
         heads: (layer, head) pairs.
         numbers: Numbers, and words that were found, by name.
         advice: Advice on how to react; only alerts have one. Defaults to "".
+        is_error: Whether something failed, so that the log has the whole sentence. Defaults to
+            False.
 
     Example:
         >>> note = Note("lost", "{lost} rows are not finite{where}", layers=(1, 2),
@@ -34,6 +36,7 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
     heads: tuple[tuple[int, int], ...] = ()
     numbers: Mapping[str, int | float | str] = {}
     advice: str = ""
+    is_error: bool = False
 
     @property
     def is_alert(self) -> bool:

@@ -31,7 +31,7 @@ GIVEN = {
     "schedule": {"class_path": "geomon.every", "init_args": {"steps": 5}},
 }  # fmt: skip
 # Functions have to be of a module that can be imported.
-OF_PYTHON = {"probe_loss", "on_alert", "on_phase"}
+OF_PYTHON = {"probe_loss", "on_alert", "on_phase", "on_peak"}
 BASES = {OfLightning: L.Callback, OfTrainer: TrainerCallback}
 
 

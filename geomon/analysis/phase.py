@@ -210,7 +210,7 @@ class Phase:
         Example:
             >>> steps, values = range(0, 700, 100), [2.0, 4.0, 6.0, 8.0, 7.0, 6.0, 5.0]
             >>> find_phase(steps, values, [0.3] * 7).words()
-            'compressing, -3.0 ± 2.4 since step 300'
+            'compressing, -3.0 ± 2.3 since step 300'
         """
         if self.since is None:
             return self.name

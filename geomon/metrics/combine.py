@@ -70,6 +70,7 @@ def combine(
             null = metrics[name].null
             column.whole = {} if null is None else dict(null(sizes))
         lacking: dict[tuple[str, str], list[int]] = defaultdict(list)
+        failing: dict[tuple[str, str], list[int]] = defaultdict(list)
         explained: set[tuple[str, int | None]] = set()  # metric and layer, None for the mean
         for layer in layers:
             if layer.without_arrays:
@@ -77,7 +78,8 @@ def combine(
         for name in metrics:
             for layer in layers:
                 if why := layer.unseen.get(name) or layer.failed.get(name):
-                    lacking[name, why].append(layer.index)
+                    found = lacking if name in layer.unseen else failing
+                    found[name, why].append(layer.index)
                     explained |= {(name, layer.index), (name, None)}
                 if why := layer.without_margin.get(name):
                     lacking[name, f"no margin: {why}"].append(layer.index)
@@ -87,6 +89,8 @@ def combine(
                         tag = f"{name}/{part}".rstrip("/")
                         lacking[tag, f"no margin: {metrics[name].no_margin}"].append(layer.index)
         notes = group_by_layer(_join_metrics(lacking)) + cautions(columns)
+        errors = group_by_layer(_join_metrics(failing))
+        notes += [msgspec.structs.replace(note, is_error=True) for note in errors]
         notes += _few_sequences(layers, metrics) + _few_last_tokens(metrics, layers, columns)
         notes += _few_spectral_rows(layers, columns)
         if explains:

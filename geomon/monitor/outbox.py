@@ -208,17 +208,19 @@ class Outbox:
             self.latest = self._before = reading
             said, self._noted = self._noted, []
             new = [
-                note.words() for note in reading.notes
+                note for note in reading.notes
                 if not (note.is_alert or note in said)
                 and self._warnings.is_new(f"{note.stack}: {note.kind}")
             ]  # fmt: skip
-            if self._record is not None and len(new) > 1:
-                new = [
+            is_brief = self._record is not None and len(new) > 1
+            if self._record is not None and is_brief:
+                self._warnings.warn(
                     f"step {reading.step:,} has {len(new)} notes on how far its values can be "
                     f"trusted: geomon summary {self._record.path.parent}"
-                ]
-            for words in new:
-                self._warnings.warn(words)
+                )
+            for note in new:
+                if note.is_error or not is_brief:
+                    self._warnings.warn(note.words())
             self.sinks.write(reading)
             for alert in alerts:
                 self._raise(alert, reading.source, job.inputs)

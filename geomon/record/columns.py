@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-from scipy import special  # type: ignore[import-untyped]
 
 from geomon.record import tags
 
@@ -28,6 +27,8 @@ NAN = math.nan
 @functools.cache
 def _student(degrees: int, chance: float) -> float:
     """Return the two-sided quantile of Student's distribution."""
+    from scipy import special  # type: ignore[import-untyped]  # slow to load
+
     return float(special.stdtrit(degrees, 1 - chance / 2))
 
 
