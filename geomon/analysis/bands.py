@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special  # type: ignore[import-untyped]
 
 from geomon.record import Course, Reading
 from geomon.record.columns import Column, Columns, Place
@@ -127,6 +126,8 @@ def continue_line(history: _Array, ahead: int = 1) -> Forecast:
     history = history[-WINDOW:]
     known = np.isfinite(history)
     count = known.sum(axis=0)
+    from scipy import special  # type: ignore[import-untyped]  # slow to load
+
     values = np.where(known, history, 0.0)
     x = np.arange(1 - len(history) - ahead, 1 - ahead, dtype=np.float64)[:, None]  # until 0
     with np.errstate(invalid="ignore", divide="ignore"):

@@ -7,8 +7,6 @@ random matrices make its mean query and mean key (Godey et al., 2401.12143, equa
 
 import math
 
-from scipy import special  # type: ignore[import-untyped]
-
 from geomon.record import Reading
 
 # Probability that at least one head is beyond the limit by chance.
@@ -50,4 +48,6 @@ def chance_limit(width: int, probability: float = 0.95) -> float:
         >>> round(chance_limit(3), 6)  # on a sphere all cosines are equally likely
         0.95
     """
+    from scipy import special  # type: ignore[import-untyped]  # slow to load
+
     return math.sqrt(float(special.betaincinv(0.5, (width - 1) / 2, probability)))

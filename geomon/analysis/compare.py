@@ -4,13 +4,11 @@ import bisect
 import math
 from dataclasses import dataclass
 
-from scipy import special  # type: ignore[import-untyped]
-
 from geomon.analysis.curves import measured, single_source
 from geomon.analysis.phase import Point, change_between
 from geomon.analysis.quantities import Quantity, quantities_of
 from geomon.record import Reading, Readings, tags
-from geomon.record.columns import NAN
+from geomon.record.columns import NAN, student
 
 # Values whose relative difference is at most this are equal: with different threads, the same run
 # adds its sums in a different order.
@@ -180,7 +178,7 @@ def _by_place(quantity: Quantity, reading: Reading) -> dict[tuple[int, ...], Poi
 def _margin(one: Point, other: Point, count: int) -> float:
     """Compute the margin of a difference at one of so many places; NaN if it is unknown."""
     # Errors are over 8 groups of sequences, which leave 7 degrees of freedom.
-    wide, usual = (special.stdtrit(7, 1 - _CHANCE / (2 * n)) for n in (count, 1))
+    wide, usual = (student(7, _CHANCE / n) for n in (count, 1))
     # The deviation over splits of the rows cannot replace an unknown margin, 0: with it, two
     # readings of one model differed in 38 % of 200 pairs.
     return (change_between(one, other).margin or NAN) * float(wide / usual)

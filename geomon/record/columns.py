@@ -25,8 +25,13 @@ NAN = math.nan
 
 
 @functools.cache
-def _student(degrees: int, chance: float) -> float:
-    """Return the two-sided quantile of Student's distribution."""
+def student(degrees: int, chance: float) -> float:
+    """Return the value that Student's distribution exceeds, on either side, by this chance.
+
+    Args:
+        degrees: Degrees of freedom.
+        chance: The probability.
+    """
     from scipy import special  # type: ignore[import-untyped]  # slow to load
 
     return float(special.stdtrit(degrees, 1 - chance / 2))
@@ -56,7 +61,7 @@ def margin(values: Iterable[float], degrees: int = 7, chance: float = 0.05) -> f
     if not found or not all(map(math.isfinite, found)):
         return math.nan
     mean = [math.fsum(found) / len(found)] * len(found)
-    return _student(degrees, chance) * math.sqrt(1 - 1 / len(found)) * math.dist(found, mean)
+    return student(degrees, chance) * math.sqrt(1 - 1 / len(found)) * math.dist(found, mean)
 
 
 def number(value: Any) -> Any:
