@@ -44,20 +44,21 @@ def alert_sentences(readings: Readings) -> list[str]:
 
 def _cost(readings: Readings) -> list[str]:
     """Say how often the run was looked at, and in what share of its time."""
-    curve = plain_curve(readings, lambda reading: reading.overhead)
-    if not len(curve):
+    if not len(readings):
         return []
+    curve = plain_curve(readings, lambda reading: reading.overhead)
     last, steps = readings[-1], [reading.step for reading in readings]
     count, gap = last.count, last.gap
     if not count:  # an older record
         count, gap = len(steps), max((b - a for a, b in pairwise(steps)), default=0)
-    share = curve.values[-1] * 100
     parts = [
         f"{count:,} reading{'s' * (count != 1)}",
         f"at most {gap:,} step{'s' * (gap != 1)} apart" if gap else "",
         f"{last.checks:,} check{'s' * (last.checks != 1)}" if last.checks else "",
     ]
-    return [
-        f"geomon took {share:.{int(share < 10)}f} % of the time until step {last.step:,}: "
-        f"{', '.join(filter(None, parts))}."
-    ]
+    looked = f"{', '.join(filter(None, parts))}."
+    if not len(curve):  # of checkpoints, or of a single reading
+        return [f"Until step {last.step:,}: {looked}"]
+    share = curve.values[-1] * 100
+    took = f"geomon took {share:.{int(share < 10)}f} % of the time until step {last.step:,}"
+    return [f"{took}: {looked}"]

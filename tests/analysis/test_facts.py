@@ -208,7 +208,8 @@ def test_what_was_not_measured_is_not_mentioned(make_readings):
     none = "9 readings without a headline quantity."
     cost = "geomon took 4.0 % of the time until step 1,500: 9 readings, at most 512 steps apart."
     assert summarise(make_readings(without=without)) == [none, cost]
-    assert summarise(make_readings(without=[*without, "geomon"])) == [none]
+    looked = "Until step 1,500: 9 readings, at most 512 steps apart."
+    assert summarise(make_readings(without=[*without, "geomon"])) == [none, looked]
     assert summarise(Readings([], [])) == ["No readings yet."]
 
 

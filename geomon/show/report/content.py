@@ -5,7 +5,6 @@ heads to a few dozen.
 """
 
 import math
-import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -81,16 +80,12 @@ def _words_of(readings: Readings) -> dict[str, Any]:
     alerts, facts = alert_sentences(readings), facts_of(readings)
     said = [*alerts, *(fact.sentence for fact in facts)]
     ranges = {each.quantity.metric: each for each in reversed(facts)}  # the first of each metric
-    steps = [reading.step for reading in single_source(readings)]
-    apart = max(map(operator.sub, steps[1:], steps), default=0)
     return {
         "alerts": alerts,
         "facts": [
             (fact, _far(fact, readings) if fact in ranges.values() else "") for fact in facts
         ],
         "others": [each for each in summarise(readings, facts) if each not in said],
-        "looked": f"{len(steps):,} reading{'s' * (len(steps) != 1)}"
-        + f", at most {apart:,} steps apart" * (apart > 0),
     }
 
 
