@@ -69,28 +69,8 @@ def combine(
         for name, column in columns.items():
             null = metrics[name].null
             column.whole = {} if null is None else dict(null(sizes))
-        lacking: dict[tuple[str, str], list[int]] = defaultdict(list)
-        failing: dict[tuple[str, str], list[int]] = defaultdict(list)
-        explained: set[tuple[str, int | None]] = set()  # metric and layer, None for the mean
-        for layer in layers:
-            if layer.without_arrays:
-                lacking["arrays for figures", layer.without_arrays].append(layer.index)
-        for name in metrics:
-            for layer in layers:
-                if why := layer.unseen.get(name) or layer.failed.get(name):
-                    found = lacking if name in layer.unseen else failing
-                    found[name, why].append(layer.index)
-                    explained |= {(name, layer.index), (name, None)}
-                if why := layer.without_margin.get(name):
-                    lacking[name, f"no margin: {why}"].append(layer.index)
-                for part, values in layer.parts.get(name, {}).items():
-                    value, *without = _over_heads(values).mean(axis=0)
-                    if math.isfinite(value) and not np.isfinite(without).all():
-                        tag = f"{name}/{part}".rstrip("/")
-                        lacking[tag, f"no margin: {metrics[name].no_margin}"].append(layer.index)
-        notes = group_by_layer(_join_metrics(lacking)) + cautions(columns)
-        errors = group_by_layer(_join_metrics(failing))
-        notes += [msgspec.structs.replace(note, is_error=True) for note in errors]
+        notes, explained = _lacking(layers, metrics)
+        notes += cautions(columns)
         notes += _few_sequences(layers, metrics) + _few_last_tokens(metrics, layers, columns)
         notes += _few_spectral_rows(layers, columns)
         if explains:
@@ -99,10 +79,39 @@ def combine(
             notes += explain_not_finite(columns, explained, metrics)
         result.notes += [msgspec.structs.replace(note, stack=stack) for note in notes]
     prints = [layer.fingerprint for layer in measured if layer.shape is not None]
-    if all(prints):
+    if prints and all(prints):
         result.fingerprint = f"{zlib.crc32(' '.join(prints).encode()):08x}"
     result.arrays = join_arrays((one.stack, one.index, one.arrays) for one in measured)
     return result
+
+
+def _lacking(
+    layers: list[LayerValues], metrics: Mapping[str, Metric]
+) -> tuple[list[Note], set[tuple[str, int | None]]]:
+    """Say what layers lack, and list the values so explained, by metric and layer (None: mean)."""
+    lacking: dict[tuple[str, str], list[int]] = defaultdict(list)
+    failing: dict[tuple[str, str], list[int]] = defaultdict(list)
+    explained: set[tuple[str, int | None]] = set()
+    for layer in layers:
+        if layer.without_arrays:
+            lacking["arrays for figures", layer.without_arrays].append(layer.index)
+    for name in metrics:
+        for layer in layers:
+            if why := layer.unseen.get(name) or layer.failed.get(name):
+                found = lacking if name in layer.unseen else failing
+                found[name, why].append(layer.index)
+                explained |= {(name, layer.index), (name, None)}
+            if why := layer.without_margin.get(name):
+                lacking[name, f"no margin: {why}"].append(layer.index)
+            for part, values in layer.parts.get(name, {}).items():
+                value, *without = _over_heads(values).mean(axis=0)
+                if math.isfinite(value) and not np.isfinite(without).all():
+                    tag = f"{name}/{part}".rstrip("/")
+                    lacking[tag, f"no margin: {metrics[name].no_margin}"].append(layer.index)
+    notes, errors = (group_by_layer(_join_metrics(each)) for each in (lacking, failing))
+    return [
+        *notes, *(msgspec.structs.replace(note, is_error=True) for note in errors)
+    ], explained  # fmt: skip
 
 
 def _sizes(
