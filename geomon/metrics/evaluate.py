@@ -68,9 +68,8 @@ class Evaluator:
 
     @property
     def views(self) -> set[str]:
-        """Captured views that the metrics read, and the tokens, by which readings are paired."""
-        found = set[str]().union(*(metric.captured for metric in self.metrics.values()))
-        return found | {"token_ids"} if self.has_margins and "hidden" in found else found
+        """Captured views that the metrics read."""
+        return set().union(*(metric.captured for metric in self.metrics.values()))
 
     @property
     def has_own_metrics(self) -> bool:

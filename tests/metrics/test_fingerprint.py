@@ -10,13 +10,15 @@ from geomon.analysis.curves import measured
 from geomon.analysis.phase import change_between
 
 IDS = batch(16, 12)
+# The last one reads token ids, by which readings are paired.
+METRICS = ["anisotropy", "twonn_distinct"]
 
 
 def readings(probe, **options):
     """Two readings of a model on a probe; its weights change in between."""
     torch.manual_seed(0)
     model, memory = PlainDecoder(layers=2, heads=2), Memory()
-    given = {"metrics": ["anisotropy", "twonn"], "schedule": 1, "budget": None, "probe": probe}
+    given = {"metrics": METRICS, "schedule": 1, "budget": None, "probe": probe}
     with Monitor(model, sinks=[memory], **given | {"tokens": 128, "splits": 1} | options) as watch:
         for step in range(2):
             watch.probe(step)
