@@ -153,7 +153,7 @@ class Turn(NamedTuple):
         return f"{self.kind} {self.point.words()} at step {self.point.step:,}"
 
     def span(self) -> str:
-        """Say where it may lie; "" if only at its own step."""
+        """Say between which steps it may lie; "" if no neighbour agrees with it."""
         first, last = self.steps
         return f" (between steps {first:,} and {last:,})" if first < last else ""
 
