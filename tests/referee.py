@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from specimens import Specimen, Stack, as_turned, built, inputs_of
 from torch import Tensor, nn
 
-from geomon.capture import Window, find_anatomy
+from geomon.capture import Plans, Window, find_anatomy
 from geomon.capture.assemble import side_stack_name
 from geomon.capture.first_pass import attention_key
-from geomon.capture.snapshot import CAPTURED, Layer, source_of
+from geomon.capture.snapshot import CAPTURED, Layer, Snapshot, source_of
 
 Place = tuple[str, int]  # stack and depth; depth 0 is what enters the first block
 
@@ -249,10 +249,28 @@ class Seen(NamedTuple):
 
 def watch(model: nn.Module, inputs: Mapping[str, Any], rows: int = 100_000) -> tuple[Any, Window]:
     """The model's output under an open window, and the window."""
-    window = Window(find_anatomy(model), set(CAPTURED), rows=rows, seed=0)
-    with window:
-        output = model(**inputs)
-    return output, window
+    anatomy, plans = find_anatomy(model), Plans()
+    windows = [Window(anatomy, set(CAPTURED), rows=rows, seed=0, plans=plans) for _ in range(2)]
+    state = torch.get_rng_state()
+    for window in windows:  # the second knows what the first understood
+        torch.set_rng_state(state)
+        with window:
+            output = model(**inputs)
+    check_same(windows[1].snapshot(), windows[0].snapshot())
+    return output, windows[0]
+
+
+def check_same(found: Snapshot, expected: Snapshot) -> None:
+    """Hold all views of a snapshot, wherever they are, against those of another."""
+    for layer, other in zip(found.layers, expected.layers, strict=True):
+        assert layer.missing == other.missing
+        assert layer.captured.keys() == other.captured.keys()
+        for view, value in other.captured.items():
+            own = layer.captured[view]
+            if isinstance(value, Tensor):
+                torch.testing.assert_close(own.cpu(), value, rtol=0, atol=0, equal_nan=True)
+            else:
+                assert own == value, view
 
 
 def routes_of(window: Window, stacks: Iterable[str]) -> set[str]:

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from referee import rebuilt, sampled, without_fast_path
+from referee import check_same, rebuilt, sampled, without_fast_path
 from torch import Tensor, nn
 
-from geomon.capture import Window, find_anatomy
+from geomon.capture import Plans, Window, find_anatomy
 from geomon.capture.snapshot import CAPTURED, Layer, Snapshot
 
 HEADS = 4
@@ -30,15 +30,20 @@ def look(
 ) -> Window:  # fmt: skip
     """What a window sees of a pass in eval mode, which it does not change.
 
-    `options` are those of the window; all else is given to the model.
+    `options` are those of the window; all else is given to the model. A second window, which knows
+    what the first understood, must see the same.
     """
     model.eval()
     with torch.no_grad(), without_fast_path():
         alone = model(*inputs, **given)
-        with window(model, rows, **options or {}) as seen:
+        again = {"plans": Plans(), **(options or {})}
+        with window(model, rows, **again) as seen:
             watched = model(*inputs, **given)
+        with window(model, rows, **again) as seen_again:
+            model(*inputs, **given)
     assert not isinstance(alone, Tensor) or torch.equal(watched, alone)
-    seen.snapshot()  # which settles what is known after the pass alone
+    check_same(seen_again.snapshot(), seen.snapshot())  # by what the first pass taught
+    assert notes(seen_again) == notes(seen)
     return seen
 
 
@@ -73,19 +78,6 @@ def in_order(layer: Layer, *views: str) -> list[Tensor]:
 
 def by_place(snapshot: Snapshot) -> dict[tuple[str, int], Layer]:
     return {(layer.stack, layer.index): layer for layer in snapshot.layers}
-
-
-def check_same(found: Snapshot, expected: Snapshot) -> None:
-    """Hold all views of a snapshot, wherever they are, against those of another."""
-    for layer, other in zip(found.layers, expected.layers, strict=True):
-        assert layer.missing == other.missing
-        assert layer.captured.keys() == other.captured.keys()
-        for view, value in other.captured.items():
-            own = layer.captured[view]
-            if isinstance(value, Tensor):
-                torch.testing.assert_close(own.cpu(), value, rtol=0, atol=0, equal_nan=True)
-            else:
-                assert own == value, view
 
 
 def check_hidden(seen: Window, depth: int, state: Tensor) -> None:

@@ -7,9 +7,10 @@ All observers of a call fill in these forms, and `geomon.capture.assemble` makes
 import itertools
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from geomon.capture.anatomy import CROSS, Block, Stack
 from geomon.capture.attending.seen import SeenAttention
@@ -22,7 +23,7 @@ from geomon.capture.shards import (
     slice_of,
     whole,
 )
-from geomon.capture.tap import Provenance
+from geomon.capture.tap import Origins, Plan, Provenance
 from geomon.capture.tokens.padding import Padding
 from geomon.capture.tokens.pass_tokens import PassTokens
 from geomon.capture.tokens.sampling import MemoryLimit, SampledRows
@@ -51,7 +52,10 @@ class BlockCall:
         is_sum: Whether these are the sum of the block's input and output.
         running_attention: Index of the attention that is running, if the block has several.
         attentions: Observations of each attention.
-        provenance: Follows tensors through the call.
+        provenance: Answers where tensors of the call come from.
+        known_as: The module that is called, and the form of its call.
+        plan: What was understood of it.
+        goes_on: Whether attention was seen after the call's own attention was complete.
         finished: Whether following tensors has ended.
         inputs: By id of a module that is projecting: its input, and the index of its first feature
             on all ranks.
@@ -68,7 +72,10 @@ class BlockCall:
     is_sum: bool = False
     running_attention: int | None = None
     attentions: dict[int, SeenAttention] = field(default_factory=dict)
-    provenance: Provenance = field(default_factory=Provenance)
+    provenance: Origins = field(default_factory=Provenance)
+    known_as: tuple[nn.Module, Any] | None = None
+    plan: Plan | None = None
+    goes_on: bool = False
     finished: bool = False
     inputs: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
     weight_norms: dict[str, Tensor] = field(default_factory=dict)
@@ -82,6 +89,7 @@ class BlockCall:
         """Release the model's tensors, and stop following any."""
         self.finished = True
         self.provenance.forget()
+        self.provenance = Provenance()
         self.inputs.clear()
         for seen in self.attentions.values():
             seen.heads = None

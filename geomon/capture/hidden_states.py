@@ -11,7 +11,7 @@ from geomon.capture.first_pass import LANDMARKS, BlockCall, StackPass
 from geomon.capture.shards import ShardingError, Slice
 from geomon.capture.storage import local_shard
 from geomon.capture.tap import Stream
-from geomon.capture.tap.provenance import tensors_in
+from geomon.capture.tap.operators import tensors_in
 from geomon.capture.tokens.sampling import (
     SampledRows,
     copy_rows,

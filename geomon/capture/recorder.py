@@ -2,13 +2,14 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from geomon.capture.anatomy import Block
 from geomon.capture.attending.attention import (
@@ -31,9 +32,13 @@ from geomon.capture.attending.seen import Precedence, SeenAttention
 from geomon.capture.first_pass import BlockCall, StackPass
 from geomon.capture.modes import unseen
 from geomon.capture.storage import local_shard
-from geomon.capture.tap import Columns, Provenance, Stream
+from geomon.capture.tap import Columns, Known, Learner, Origins, Plans, Stream, form_of
 from geomon.capture.tracker import Tracker
 
+_DEPARTED = (
+    "the block ran other operators than in the passes before: this pass was not measured, and the "
+    "next one is understood anew"
+)
 _OTHER_TOKENS = "attention had {} x {} queries, but the block has {} tokens"
 
 # Functions that read the arguments of a fused attention call, by route.
@@ -54,6 +59,8 @@ class AttentionRecorder:
         stream: Follows tensors between blocks.
         attends: Whether attention is wanted.
         max_logits: Whether the largest scores are wanted.
+        projects: Whether queries and keys as projected are wanted.
+        plans: Plans of the blocks, which are made and used here.
 
     Attributes:
         guarded: Returns a context manager that keeps an error of its body for the notes.
@@ -61,10 +68,18 @@ class AttentionRecorder:
     """
 
     def __init__(
-        self, tracker: Tracker, stream: Stream, *, attends: bool, max_logits: bool
+        self,
+        tracker: Tracker,
+        stream: Stream,
+        *,
+        attends: bool,
+        max_logits: bool,
+        projects: bool,
+        plans: Plans,
     ) -> None:
-        self._tracker, self._stream = tracker, stream
+        self._tracker, self._stream, self._plans = tracker, stream, plans
         self._attends, self._wants_max_logits = attends, max_logits
+        self._projects = projects
         self.guarded: Callable[[], AbstractContextManager[Any]] = failing_silently
         self.attends_outside = False
 
@@ -76,15 +91,25 @@ class AttentionRecorder:
 
     def on_failure(self, error: Exception) -> None:
         """Keep one of geomon's own errors for the notes (see `TapObserver`)."""
+        current = self._current()
+        if current is not None:
+            current[1].provenance.failed = True
         with self.guarded():
             raise error
 
-    def following(self) -> Provenance | Stream | None:
-        """Return the object that follows tensors now (see `TapObserver`)."""
+    def sight(self) -> Origins | Stream | None:
+        """Return what answers for the tensors of the operator that runs (see `TapObserver`)."""
         current = self._current()
         if current is not None:
             return None if current[1].finished else current[1].provenance
         return self._stream if self._outside() else None
+
+    def begin(self, block_call: BlockCall, module: nn.Module, given: Sequence[Any]) -> None:
+        """Go along the plan of a block that is called, or follow its tensors to make one."""
+        wanted = self._projects, self._wants_max_logits
+        block_call.known_as = module, form_of(module, given, wanted)
+        plan = self._plans.of(*block_call.known_as)
+        block_call.provenance = Learner() if plan is None else Known(plan)
 
     def has_all(self, block_call: BlockCall, block: Block) -> bool:
         """Whether calls of all known attentions of a block were recorded."""
@@ -97,6 +122,7 @@ class AttentionRecorder:
             self.attends_outside |= self._outside()
             return
         stack_pass, block_call, _ = current
+        block_call.goes_on |= block_call.finished
         index = block_call.running_attention or 0
         seen, provenance = block_call.seen(index), block_call.provenance
         with self.guarded(), torch.no_grad(), unseen():
@@ -138,6 +164,7 @@ class AttentionRecorder:
             self.attends_outside |= scores.ndim >= 3 and not logarithm and self._outside()
             return
         stack_pass, block_call, block = current
+        block_call.goes_on |= block_call.finished
         provenance = block_call.provenance
         products = provenance.products(scores)
         index = _index_of_softmax(block, block_call, made=bool(products))
@@ -197,6 +224,7 @@ class AttentionRecorder:
         if current is None or current[0].shape_at(current[1]) == ():
             return
         stack_pass, block_call, _ = current
+        block_call.goes_on |= block_call.finished
         with self.guarded(), torch.no_grad(), unseen():
             scores, chosen = local_shard(scores), local_shard(chosen)
             tokens = math.prod(stack_pass.shape_at(block_call))
@@ -205,8 +233,32 @@ class AttentionRecorder:
                 counts = torch.zeros(scores.shape[-1], device=flat.device)
                 block_call.expert_counts = counts.index_add_(0, flat, torch.ones_like(flat).float())
 
-    def finish(self, stack_pass: StackPass, block_call: BlockCall, block: Block) -> None:
-        """Copy queries and keys as projected when the block's call is over."""
+    def finish(self, stack_pass: StackPass, block_call: BlockCall, block: Block) -> bool:
+        """Copy queries and keys as projected when all attention of a block was seen.
+
+        Returns whether anything may still be seen in the block.
+        """
+        origins, goes_on = block_call.provenance, True
+        if isinstance(origins, Known):
+            goes_on = origins.goes_on
+            if origins.departed and block_call.known_as is not None:
+                self._plans.leave(*block_call.known_as)
+                for index in range(max(1, len(block.attentions))):
+                    block_call.seen(index).refuse(_DEPARTED)
+        elif isinstance(origins, Learner):
+            block_call.plan = origins.plan()
+        if self._projects:
+            self._project(stack_pass, block_call, block)
+        return goes_on
+
+    def end(self, block_call: BlockCall) -> None:
+        """Keep what was understood of a block whose call is over."""
+        plan, block_call.plan = block_call.plan, None
+        if block_call.known_as is not None and plan is not None:
+            plan = replace(plan, goes_on=block_call.goes_on)
+            self._plans.learn(*block_call.known_as, plan)
+
+    def _project(self, stack_pass: StackPass, block_call: BlockCall, block: Block) -> None:
         for index, seen in block_call.attentions.items():
             seen.project(
                 stack_pass.tokens.rows,
@@ -257,8 +309,8 @@ def role_of_keys(block: Block, block_call: BlockCall, index: int) -> str:
 
 def _as_made(call: Arguments, query: Columns | None, key: Columns | None) -> Arguments:
     """Undo zero padding of head widths and repetition of keys for grouped queries."""
-    if query is not None and query.which.shape[2] < call.query.shape[-1]:
-        width = query.which.shape[2]
+    if query is not None and query.width < call.query.shape[-1]:
+        width = query.width
         call = call._replace(query=call.query[..., :width], key=call.key[..., :width])
     return call if key is None else call._replace(key=call.key[:, :: key.repeats])
 

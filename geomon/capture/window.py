@@ -45,8 +45,8 @@ from geomon.capture.snapshot import (
     source_of,
 )
 from geomon.capture.storage import local_shard
-from geomon.capture.tap import Tap
-from geomon.capture.tap.provenance import tensors_in
+from geomon.capture.tap import DepartedError, Plans, Tap
+from geomon.capture.tap.operators import tensors_in
 from geomon.capture.tokens.sampling import (
     MemoryLimit,
     move_width_last,
@@ -108,6 +108,8 @@ class Window:
             batch.
         charge: Returns a context manager that is entered around each piece of extra work, to
             account for its time. Pieces may be nested.
+        plans: What earlier windows on the same anatomy understood of the blocks; this window adds
+            to it. Defaults to None, for nothing.
 
     Attributes:
         seconds: Time taken from the training.
@@ -129,6 +131,7 @@ class Window:
         place: TensorPlace = WHOLE,
         micro_batches: Sequence[Callable[[], int]] = (),
         charge: Callable[[], AbstractContextManager[None]] = nullcontext,
+        plans: Plans | None = None,
     ) -> None:
         self._anatomy = anatomy
         self._charge = charge
@@ -160,6 +163,8 @@ class Window:
         # Actions before and after the call of a module, by its id.
         self._before: dict[int, list[Callable[..., None]]] = {}
         self._after: dict[int, list[Callable[..., None]]] = {}
+        self._projecting: set[int] = set()  # ids of modules that only project
+        self._sees_projecting = True  # whether the plan of the running block is not known
         self._tables = TableCalls(
             anatomy.embeddings,
             self._tracker.ids_to_come,
@@ -172,8 +177,11 @@ class Window:
             self._states.stream,
             attends=self._attends,
             max_logits="max_logits" in views,
+            projects="projection" in self._sources,
+            plans=Plans() if plans is None else plans,
         )
         self._forced_eager = False  # whether the training's compiled code ran eagerly
+        self._has_seen_all = False  # whether nothing more is to be seen in the running block
         self._tap: Tap | None = None  # sees attention while the window is open
         self._sees_above = True  # whether operators around the blocks are seen too
         self._blocks: set[int] = set()  # ids of the blocks and of their parts
@@ -431,6 +439,8 @@ class Window:
         traces = "projection" in self._sources or self._place.shards > 1
         for module in block.matrices if traces else ():
             if projects_in_its_own_way(module):
+                if not self.watches(module):
+                    self._projecting.add(id(module))
                 self._see(self._before, module, self._on_projecting)
                 self._see(self._after, module, self._on_projected)
 
@@ -449,6 +459,8 @@ class Window:
         Args:
             module: Any module.
         """
+        if id(module) in self._projecting and not self._sees_projecting:
+            return False
         return id(module) in self._before or id(module) in self._after
 
     def before_call(
@@ -466,6 +478,9 @@ class Window:
         for action in self._after.get(id(module), ()):
             with self._guarded(), unseen():
                 action(module, output)
+        if self._has_seen_all and self._tap is not None:
+            self._tap.rest()
+        self._has_seen_all = False
         self._rest()
 
     def needs_twin(self, module: nn.Module) -> bool:
@@ -478,6 +493,8 @@ class Window:
 
     def on_failure(self, error: Exception) -> None:
         """Keep an error for the notes."""
+        if isinstance(error, DepartedError):
+            return
         self._failures.append(f"{type(error).__name__}: {error}")
 
     def modules(self) -> Iterator[nn.Module]:
@@ -576,6 +593,9 @@ class Window:
             return
         if len(block_call.called) == 1 == len(stack_pass.block_calls):
             stack_pass.tokens.take_arguments(module, args, kwargs)
+        if self._attends:
+            self._recorder.begin(block_call, module, [args, kwargs])
+            self._sees_projecting = block_call.provenance.sees_modules
         self._states.enter(
             stack_pass, block_call, module, [args, kwargs], hidden,
             sees_between=self._sees_between,
@@ -595,6 +615,8 @@ class Window:
         if ended is not None:
             stack_pass, block_call = ended
             self._finish(stack_pass, block_call, stack_pass.stack.blocks[block_call.block])
+            self._has_seen_all = False
+            self._recorder.end(block_call)
             self._states.leave(
                 stack_pass, block_call, module, output, sees_between=self._sees_between
             )
@@ -611,9 +633,11 @@ class Window:
 
     def _finish(self, stack_pass: StackPass, block_call: BlockCall, block: Block) -> None:
         """Stop following the tensors of a block."""
-        if "projection" in self._sources:
-            self._recorder.finish(stack_pass, block_call, block)
+        if block_call.finished:
+            return
+        goes_on = self._recorder.finish(stack_pass, block_call, block)
         block_call.forget_tensors()
+        self._has_seen_all = not goes_on  # and the block still runs
 
     def _on_projecting(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         current, given = self._tracker.current, first_tensor([*args, *kwargs.values()])

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from geomon.capture import Window, derive_seed, extra_pass
+from geomon.capture import Plans, Window, derive_seed, extra_pass
 from geomon.capture.anatomy import Anatomy
 from geomon.capture.model_parts import ModelParts
 from geomon.capture.shards import TensorPlace
@@ -58,7 +58,7 @@ class Passes:
         self._parts, self._model = model, model.root
         self._options = options
         self._group = group
-        self._anatomy = self._find_anatomy()
+        self._anatomy, self._plans = self._find_anatomy(), Plans()
         self._modules = tuple(self._model.modules())  # for which the anatomy was found
         self._names = self.block_names  # when the run began
         self._views = set(views)
@@ -230,7 +230,7 @@ class Passes:
             extra_layers=self._options["extra_layers"], place=self._shard,
             micro_batches=self._parts.micro_batches,
             keep_inputs=self._options["on_alert"] is not None, charge=self._account.charge,
-            may_run_eagerly=views is None,
+            may_run_eagerly=views is None, plans=self._plans,
         )  # fmt: skip
         self._open = window, step
         return window
@@ -247,7 +247,7 @@ class Passes:
             return
         self._modules = modules
         with ignored(ValueError):
-            self._anatomy = self._find_anatomy()
+            self._anatomy, self._plans = self._find_anatomy(), Plans()
 
     def _find_anatomy(self) -> Anatomy:
         """Find the blocks and their places in the whole model."""

@@ -120,7 +120,7 @@ class SeenAttention:
         self.projected = sampled[0][0], sampled[1][0]
         self.left_out = max(sampled[0][1], sampled[1][1])
         own = None if key_role else key.tokens
-        self.has_other_keys = own is not None and bool(((own < 0) & (key.kinds >= 0)).any())
+        self.has_other_keys = own is not None and bool(((own < 0) & (key.pattern.kinds >= 0)).any())
         self.heads = None
         self.numbers |= {"projected_query": query.numbers, "projected_key": key.numbers}
 
@@ -134,29 +134,33 @@ def _sample(
     length_first: bool,
 ) -> tuple[SampledRows, float]:
     """Copy sampled rows of heads; also return the share of rows that are not known."""
-    order, grid = None if role else columns.tokens, columns.kinds.shape
+    pattern = columns.pattern
+    order, grid = None if role else pattern.tokens, pattern.kinds.shape
     turned = not role and input_shape == grid[::-1] and (length_first or input_shape != grid)
     if order is None and turned:
-        order = np.arange(columns.kinds.size).reshape(input_shape).T
+        order = np.arange(pattern.kinds.size).reshape(input_shape).T
     shape = grid if order is None else input_shape
     indices = rows(shape, role)
+    heads, width = pattern.which.shape[1:]
+    if pattern.is_plain and 0 in pattern.runs and not turned:  # as nearly always
+        part = _rows_of(columns.projections[0], indices, pattern.runs[0])
+        return SampledRows(part.unflatten(1, (heads, width)), indices, shape, role), 0.0
     token = np.full(math.prod(shape), -1)  # for each row
-    places = np.arange(columns.kinds.size) if order is None else order.ravel()
-    known = np.flatnonzero((columns.kinds.ravel() >= 0) & (places >= 0))
+    places = np.arange(pattern.kinds.size) if order is None else order.ravel()
+    known = np.flatnonzero((pattern.kinds.ravel() >= 0) & (places >= 0))
     token[places[known]] = known
     taken = token[indices.numpy()]
     left_out = float((taken < 0).mean()) if len(taken) else 0.0
     indices, taken = indices[torch.from_numpy(taken >= 0)], taken[taken >= 0]
-    heads, width = columns.which.shape[1:]
-    kinds, values = columns.kinds.ravel()[taken], None
-    for kind, (which, places) in enumerate(zip(columns.which, columns.columns, strict=True)):
+    kinds, values = pattern.kinds.ravel()[taken], None
+    for kind, (which, places) in enumerate(zip(pattern.which, pattern.columns, strict=True)):
         of_kind = kinds == kind
         for number in np.unique(which) if of_kind.any() else ():
             own = torch.from_numpy(which.ravel() == number)
-            at = torch.from_numpy(columns.rows[number].ravel()[taken[of_kind]])
+            at = torch.from_numpy(pattern.rows[number].ravel()[taken[of_kind]])
             wanted = torch.from_numpy(places.ravel())[own]
             part = _rows_of(columns.projections[number], at, wanted)
-            if own.all() and of_kind.all():  # a single projection, as nearly always
+            if own.all() and of_kind.all():  # a single projection
                 return SampledRows(
                     part.unflatten(1, (heads, width)), indices, shape, role
                 ), left_out

@@ -7,11 +7,14 @@ projection are traced on to rows of the block's input. An element counts as trac
 its parts are.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -71,11 +74,15 @@ class Projection:
         source: Origin of the projected tensor, and its layout, or None if unknown.
         is_input: Whether this is where tracing starts: hidden states that a block received, or the
             output of an embedding table.
+        made_at: Number of the operator that made it, among those of the block; -1 - n for the
+            n-th module that projected in its own way.
 
     Attributes:
         given: The argument.
         is_input: The argument.
         first: Index of its first feature on all ranks that share the matrix.
+        made_at: The argument.
+        changes: Whether it was copied, because it is changed in place later.
         inputs: Starting points to which its rows may be traced.
     """
 
@@ -87,8 +94,10 @@ class Projection:
         source: "tuple[ElementOrigin, Layout] | None" = None,
         *,
         is_input: bool = False,
+        made_at: int = -1,
     ) -> None:
         self.first = 0
+        self.made_at, self.changes = made_at, False
         self.is_input = is_input
         self._source = source
         above = frozenset[Projection]() if source is None else source[0].inputs
@@ -98,9 +107,9 @@ class Projection:
         self._tokens = tuple(dim for dim in range(values.ndim) if dim not in self._features)
         self.given = given
 
-    def like(self, values: Tensor) -> "Projection":
-        """Make a projection of the same tokens, whose values have the width last."""
-        return Projection(values, (-1,), self.given, self._source)
+    def like(self, values: Tensor, made_at: int, features: tuple[int, ...] = (-1,)) -> "Projection":
+        """Make a projection of the same tokens from other values."""
+        return Projection(values, features, self.given, self._source, made_at=made_at)
 
     @property
     def rows(self) -> int:
@@ -134,7 +143,7 @@ class Projection:
 
     def keep(self) -> None:
         """Copy the product, because it is about to be changed in place."""
-        self._values = self._values.detach().clone()
+        self._values, self.changes = self._values.detach().clone(), True
 
     def places(self, indices: Integers) -> tuple[Integers, Integers]:
         """Return the token index and feature index of elements, given their indices."""
@@ -336,14 +345,14 @@ def _assign(found: Traced, here: NDArray[np.bool_], others: Traced) -> None:
         own[here] = other
 
 
-class Columns(NamedTuple):
-    """The columns of projections that make up the heads of queries or keys.
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """Where the numbers of heads stand in projections, by shapes alone.
 
     Tokens that are projected by the same weights form a *kind*. A model that has separate weights
     for image tokens, for example, has two.
 
     Attributes:
-        projections: The projections.
         which: Projection of each number of a head, [kinds, heads, width].
         columns: Column of each number of a head in its projection, [kinds, heads, width].
         kinds: Kind of each token, [sequences, tokens]; -1 if its source is unknown because it comes
@@ -354,36 +363,92 @@ class Columns(NamedTuple):
             of them. None if no token is one of them, or if two share a row.
     """
 
-    projections: tuple[Projection, ...]
     which: Integers
     columns: Integers
     kinds: Integers
     rows: Integers
     tokens: Integers | None
 
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """Index of the first feature of each head, counted over all ranks."""
-        firsts = np.array([projection.first for projection in self.projections], dtype=np.int64)
-        return tuple(map(int, firsts[self.which[0, :, 0]] + self.columns[0, :, 0]))
+    @functools.cached_property
+    def distinct(self) -> "Pattern":
+        """The heads without repetitions, in order of first occurrence."""
+        every = np.concatenate([self.which, self.columns], axis=2).swapaxes(0, 1)
+        heads: dict[bytes, int] = {}  # np.unique takes ten times as long
+        for number, head in enumerate(every):
+            heads.setdefault(head.tobytes(), number)
+        if len(heads) == len(every):
+            return self
+        firsts = [*heads.values()]
+        return replace(self, which=self.which[:, firsts], columns=self.columns[:, firsts])
 
-    @property
+    @functools.cached_property
     def repeats(self) -> int:
         """How many times in a row each head is repeated, if equal for all heads; else 1."""
-        once = self.distinct()
+        once = self.distinct
         count = self.which.shape[1] // once.which.shape[1]
         same = (np.array_equal(own, each.repeat(count, axis=1)) for own, each in
                 ((self.which, once.which), (self.columns, once.columns)))  # fmt: skip
         return count if all(same) else 1
 
+    @functools.cached_property
+    def is_plain(self) -> bool:
+        """Whether each token of the block, in its order, is a row of a single projection."""
+        order = np.arange(self.kinds.size)
+        tokens = order if self.tokens is None else self.tokens.ravel()
+        return (
+            len(self.rows) == 1
+            and not self.kinds.any()
+            and np.array_equal(self.rows.ravel(), order)
+            and np.array_equal(tokens, order)
+        )
+
+    @functools.cached_property
+    def runs(self) -> dict[int, Tensor]:
+        """Columns of each projection, all heads in order, for the kinds that have only one."""
+        return {
+            int(own.flat[0]): torch.from_numpy(at.ravel())
+            for own, at in zip(self.which, self.columns, strict=True)
+            if (own == own.flat[0]).all()
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """The columns of projections that make up the heads of queries or keys.
+
+    Attributes:
+        projections: The projections.
+        pattern: Where the numbers of the heads stand in them.
+    """
+
+    projections: tuple[Projection, ...]
+    pattern: Pattern
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Index of the first feature of each head, counted over all ranks."""
+        firsts = np.array([projection.first for projection in self.projections], dtype=np.int64)
+        which, columns = self.pattern.which[0, :, 0], self.pattern.columns[0, :, 0]
+        return tuple(map(int, firsts[which] + columns))
+
+    @property
+    def tokens(self) -> Integers | None:
+        """Row of each token in the block's input (see `Pattern`)."""
+        return self.pattern.tokens
+
+    @property
+    def repeats(self) -> int:
+        """How many times in a row each head is repeated, if equal for all heads; else 1."""
+        return self.pattern.repeats
+
+    @property
+    def width(self) -> int:
+        """Number of features of a head that come from projections."""
+        return int(self.pattern.which.shape[2])
+
     def distinct(self) -> "Columns":
         """Return the heads without repetitions, in order of first occurrence."""
-        every = np.concatenate([self.which, self.columns], axis=2).swapaxes(0, 1)
-        heads: dict[bytes, int] = {}  # np.unique takes ten times as long
-        for number, head in enumerate(every):
-            heads.setdefault(head.tobytes(), number)
-        firsts = [*heads.values()]
-        return self._replace(which=self.which[:, firsts], columns=self.columns[:, firsts])
+        return Columns(self.projections, self.pattern.distinct)
 
 
 def find_columns(made: ElementOrigin, values: Tensor) -> Columns | None:
@@ -396,13 +461,13 @@ def find_columns(made: ElementOrigin, values: Tensor) -> Columns | None:
     if outline is None:
         return _find_columns(made, values)
 
-    def find() -> tuple[tuple[int, ...], Columns | None]:
+    def find() -> tuple[tuple[int, ...], Pattern | None]:
         found = _find_columns(made, values)
         order = () if found is None else tuple(map(roots.index, found.projections))
-        return order, found and found._replace(projections=())
+        return order, None if found is None else found.pattern
 
     order, found = _remembered((outline, layout_of(values)), find)
-    return found and found._replace(projections=tuple(roots[number] for number in order))
+    return found and Columns(tuple(roots[number] for number in order), found)
 
 
 def find_rows(made: ElementOrigin, values: Tensor, start: Projection) -> Integers:
@@ -478,10 +543,11 @@ def _find_columns(made: ElementOrigin, values: Tensor) -> Columns | None:
     own = tokens[tokens >= 0]
     is_order = len(own) > 0 and len(np.unique(own)) == len(own)
     grid = sequences, length
-    return Columns(
-        tuple(known[root] for root in used), np.searchsorted(used, which), columns,
-        kind.reshape(grid), rows.reshape(-1, *grid), tokens.reshape(grid) if is_order else None,
+    pattern = Pattern(
+        np.searchsorted(used, which), columns, kind.reshape(grid), rows.reshape(-1, *grid),
+        tokens.reshape(grid) if is_order else None,
     )  # fmt: skip
+    return Columns(tuple(known[root] for root in used), pattern)
 
 
 def _columns_of(

@@ -3,19 +3,18 @@
 It works below autograd and replaces nothing: each operator runs as it was called.
 """
 
-import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils import _python_dispatch as dispatch
 
 from geomon.capture import private
-from geomon.capture.shards import is_sharded, starts_of
-from geomon.capture.storage import followed_part
+from geomon.capture.tap.operators import kind_of, on_this_rank, op_of
+from geomon.capture.tap.plan import Known, Learner
 from geomon.capture.tap.provenance import Provenance, Stream
 from geomon.failures import failures
 
@@ -23,8 +22,8 @@ from geomon.failures import failures
 class TapObserver(Protocol):
     """An object that is notified of attention; none of its errors reach the model."""
 
-    def following(self) -> Provenance | Stream | None:
-        """Return the object that follows tensors, in or between blocks, or None."""
+    def sight(self) -> Known | Provenance | Stream | None:
+        """Return the plan along which a block runs, or what follows tensors, or None."""
 
     def on_fused(self, route: str, given: dict[str, Any]) -> None:
         """Handle a call of a fused attention operator."""
@@ -57,15 +56,28 @@ class Tap(dispatch.TorchDispatchMode):
         The mode stays inside the call that it is opened for, because code around the call (compiled
         code, for example) saves and restores the state of torch's dispatcher.
         """
-        if self._open or self._observer is None or threading.get_ident() != self._thread:
+        if self._observer is None or threading.get_ident() != self._thread:
             yield
             return
+        was_open = self._open
         try:
-            self._open = True
-            self.__enter__()
+            if not was_open:
+                self._enter()
             yield
         finally:
+            if not was_open:
+                self._leave()
+            elif not self._open and self._observer is not None:  # the rest of the body was unseen
+                self._enter()
+
+    def rest(self) -> None:
+        """See nothing more in the innermost body."""
+        if self._open and threading.get_ident() == self._thread:
             self._leave()
+
+    def _enter(self) -> None:
+        self._open = True
+        self.__enter__()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -119,86 +131,67 @@ class Tap(dispatch.TorchDispatchMode):
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        kind, name, names, writes, keeps_places = _kind_of(func)
-        followed = observer.following()
+        sight = observer.sight()
+        if isinstance(sight, Known):
+            return self._run_known(sight, func, args, kwargs)
+        kind = kind_of(func)
         try:
-            if writes and followed is not None:
-                own = _on_this_rank(args, {}) if types else args
-                given = dict(zip(names, own, strict=False)) | kwargs
-                followed.before_write(name, [given[each] for each in writes if each in given], own)
-            if kind == "softmax":
-                observer.on_softmax(args[0], args[1], logarithm=name == "_log_softmax")
-            elif kind not in ("other", "choice"):
-                given = dict(zip(names, args, strict=False)) | kwargs
-                observer.on_fused(kind, given)
+            if sight is not None:
+                if isinstance(sight, Learner):
+                    sight.begin(func, args, kwargs)
+                if kind.writes:
+                    own = on_this_rank(args, {}) if types else args
+                    given = dict(zip(kind.names, own, strict=False)) | kwargs
+                    written = [given[each] for each in kind.writes if each in given]
+                    sight.before_write(kind.name, written, own)
+            self._show(kind.role, func, args, kwargs)
         except failures() as error:
             observer.on_failure(error)
         result = func(*args, **kwargs)
         try:
-            if kind == "choice":
-                observer.on_choice(args[0], result[1])
-            if followed is not None:  # follow this rank's parts of DTensors
-                starts: dict[int, tuple[int, ...]] = {}
-                own = [args, kwargs, result]
-                own = _on_this_rank(own, starts) if types else own
-                followed.follow(name, own[0], own[1], own[2], starts, keeps_places=keeps_places)
+            self._show_result(kind.role, args, result)
+            if sight is not None:  # follow this rank's parts of DTensors
+                sight.follow(op_of(func, types, args, kwargs, result))
         except failures() as error:
             observer.on_failure(error)
         return result
 
+    def _run_known(
+        self, known: Known, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an operator of a block whose plan is known."""
+        step = known.next(func, args, kwargs)
+        if step is None:
+            return func(*args, **kwargs)
+        try:
+            self._show(step.role, func, args, kwargs)
+        except failures() as error:
+            self._fail(error)
+        result = func(*args, **kwargs)
+        try:
+            known.keep(step, args, result)
+            self._show_result(step.role, args, result)
+        except failures() as error:
+            self._fail(error)
+        return result
 
-def _on_this_rank(values: Any, starts: dict[int, tuple[int, ...]]) -> Any:
-    """Replace wrapped tensors, also in containers, by this rank's part of them."""
-    if isinstance(values, Tensor):
-        part = followed_part(values)
-        if is_sharded(values):
-            starts[id(part)] = starts_of(values)
-        return part
-    if isinstance(values, list | tuple) and not hasattr(values, "_fields"):
-        return type(values)([_on_this_rank(value, starts) for value in values])
-    if isinstance(values, dict):
-        return {name: _on_this_rank(value, starts) for name, value in values.items()}
-    return values
+    def _fail(self, error: Exception) -> None:
+        if self._observer is not None:
+            self._observer.on_failure(error)
 
+    def _show(self, role: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Show a call of attention that is about to run."""
+        observer = self._observer
+        if observer is None or role in ("", "choice"):
+            return
+        if role == "softmax":
+            logarithm = kind_of(func).name == "_log_softmax"
+            observer.on_softmax(args[0], args[1], logarithm=logarithm)
+        else:
+            given = dict(zip(kind_of(func).names, args, strict=False)) | kwargs
+            observer.on_fused(role, given)
 
-# Arguments of the higher-order operator of flex attention, which has no schema.
-_FLEX = ("query", "key", "value", "score_mod", "block_mask", "scale")
-
-
-class _Kind(NamedTuple):
-    """Kind and name of an operator."""
-
-    kind: str  # "softmax", the route of a fused attention, "choice", or "other"
-    name: str  # "" if it is unknown how results are made from the arguments
-    names: tuple[str, ...]  # names of its arguments
-    writes: tuple[str, ...]  # names of arguments that it changes
-    keeps_places: bool = False  # whether results only use numbers at the same place
-
-
-# Operators that keep places although torch does not tag them as pointwise.
-_KEEPING_PLACES = (
-    "native_layer_norm", "_fused_rms_norm", "native_dropout", "_to_copy", "copy_",
-    "native_batch_norm", "_native_batch_norm_legit", "repeat",
-)  # fmt: skip
-
-
-@functools.cache
-def _kind_of(func: Any) -> _Kind:
-    schema = getattr(func, "_schema", None)
-    if schema is None:
-        flex = getattr(func, "__name__", "") == "flex_attention"
-        return _Kind("flex" if flex else "other", "", _FLEX * flex, ())
-    space, _, name = schema.name.rpartition("::")
-    names = tuple(argument.name for argument in schema.arguments)
-    changed = (a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
-    writes = tuple(argument.name for argument in changed)
-    if space == "aten" and name in ("_softmax", "_safe_softmax", "_log_softmax"):
-        return _Kind("softmax", name, names, writes)
-    if space == "aten" and name == "topk":
-        return _Kind("choice", name, names, writes)
-    given = set(names)
-    if {"query", "key", "value"} <= given or {"q", "k", "v"} <= given:
-        kind = "sdpa" if name.startswith("_scaled_dot_product") else "flash"
-        return _Kind(kind, "", names, writes)
-    keeps = torch.Tag.pointwise in func.tags or name in _KEEPING_PLACES
-    return _Kind("other", name if space == "aten" else "", names, writes, keeps)
+    def _show_result(self, role: str, args: tuple[Any, ...], result: Any) -> None:
+        """Show a choice that was made."""
+        if self._observer is not None and role == "choice":
+            self._observer.on_choice(args[0], result[1])

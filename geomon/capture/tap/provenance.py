@@ -6,7 +6,7 @@ or attention weights times values, and a product of one with weights is a projec
 computed or copied.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,18 +19,16 @@ from geomon.capture.storage import followed_part, storage_of
 from geomon.capture.tap.columns import (
     Columns,
     ElementOrigin,
-    Layout,
     Projection,
-    SourceSlice,
     find_columns,
     find_rows,
     layout_of,
 )
+from geomon.capture.tap.operators import Op, tensors_in
+from geomon.capture.tap.rules import FACTORS, find_origin, is_bias, projection_of
 
 # Operators are named without a trailing underscore: "add" includes "add_".
 
-# Position of the first factor among the arguments of matrix products.
-_FACTORS = {"bmm": 0, "mm": 0, "baddbmm": 1, "addmm": 1}
 # Operators that only multiply by a number.
 _SCALINGS = {"mul": 1, "div": -1}
 _COPIES = ("clone", "_to_copy")
@@ -43,8 +41,7 @@ _KEEPING_WEIGHTS = (
     "clone", "_to_copy", "copy", "native_dropout", "mul", "div", "masked_fill", "where", "cat",
     "index", "index_select", "constant_pad_nd", "nan_to_num", "repeat",
 )  # fmt: skip
-# Operators whose elements are not made from those at the same place.
-_MIXING = ("_softmax", "_log_softmax", "cumsum", "sort", "gather", "scatter")
+_ASKING = ("isnan", "isinf", "isfinite")  # operators that only ask whether numbers are finite
 
 
 class Product(NamedTuple):
@@ -54,11 +51,15 @@ class Product(NamedTuple):
         left: The left factor, [..., rows, width]: queries, if the product becomes scores.
         right: The right factor, [..., width, columns]: keys, if the product becomes scores.
         factor: Number by which both factors were multiplied beforehand, if equal.
+        made_at: Number of the operator that made it, among those of the block.
+        position: Position of the left factor among its arguments.
     """
 
     left: Tensor
     right: Tensor
     factor: float
+    made_at: int = -1
+    position: int = 0
 
     @property
     def size(self) -> int:
@@ -71,10 +72,20 @@ class AttentionWeights:
     """Softmax weights, followed until they are multiplied with values.
 
     Attributes:
-        changed: Whether they were changed before they were multiplied with values.
+        mixed: Whether they were multiplied with values as they are.
+        mixed_changed: Whether they were changed, and then multiplied with values.
     """
 
-    changed: bool = False
+    mixed: bool = False
+    mixed_changed: bool = False
+
+    @property
+    def changed(self) -> bool:
+        """Whether values were only mixed by changed weights.
+
+        A derivative that is computed beside (`torch.func.jvp`) uses changed ones too.
+        """
+        return self.mixed_changed and not self.mixed
 
 
 class _Tags(NamedTuple):
@@ -176,27 +187,18 @@ class Stream:
         """Keep what an operator is about to change in place (see `Provenance`)."""
         self._embedded.before_write(name, written, args)
 
-    def follow(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        out: Any,
-        starts: Mapping[int, tuple[int, ...]],
-        *,
-        keeps_places: bool = True,
-    ) -> None:
+    def follow(self, op: Op) -> None:
         """Follow floating-point tensors through one operator (see `Provenance`)."""
         if self._tables:
-            self._embedded.follow(name, args, kwargs, out, starts, keeps_places=keeps_places)
-            self._keep_track(tensors_in((out,)))
-        if name == "embedding" and self.on_lookup is not None:
-            self.on_lookup(args[0], args[1], out)
+            self._embedded.follow(op)
+            self._keep_track(tensors_in((op.out,)))
+        if op.name == "embedding" and self.on_lookup is not None:
+            self.on_lookup(op.args[0], op.args[1], op.out)
         if not self._origins:
             return
-        given = [x for x in tensors_in([args, kwargs]) if x.is_floating_point()]
+        given = [x for x in op.given if x.is_floating_point()]
         found = frozenset[str]().union(*map(self.origins, given))
-        for result in tensors_in((out,)):
+        for result in tensors_in((op.out,)):
             place = storage_of(result)
             if place is not None:
                 self._origins.pop(place, None)
@@ -205,13 +207,22 @@ class Stream:
 
 
 class Provenance:
-    """Follows a block's input through the operators of its call."""
+    """Follows a block's input through the operators of its call.
+
+    Attributes:
+        at: Number of the operator that runs, from 0.
+        reads_numbers: Whether an answer depended on the numbers in a tensor, not on shapes alone.
+        failed: Whether an error of geomon's own came in between.
+        sees_modules: Whether outputs of modules that project in their own way are asked for.
+    """
+
+    sees_modules = True
 
     def __init__(self) -> None:
+        self.at = -1
+        self.reads_numbers = self.failed = False
+        self._events = 0  # modules that projected in their own way
         self._tags: dict[int, _Tags] = {}
-        # State of the operator that is being followed.
-        self._starts: Mapping[int, tuple[int, ...]]
-        self._moves: bool
         self._expected: AttentionWeights | None = None  # to be made by the next softmax
 
     def start(self, values: Iterable[Any], hidden: Tensor | None = None) -> None:
@@ -233,9 +244,7 @@ class Provenance:
         )
         return root
 
-    def made_of(self, values: Tensor) -> ElementOrigin | None:
-        """Return how a tensor was made, or None if that is unknown."""
-        return self._of(values).made
+    # -- what is asked ---------------------------------------------------------------------------
 
     def products(self, values: Tensor) -> tuple[Product, ...]:
         """Return the products that flowed into a tensor."""
@@ -252,15 +261,33 @@ class Provenance:
     def columns(self, heads: Tensor) -> Columns | None:
         """Return the projection columns behind heads, [sequences, heads, places, head width]."""
         made = self._of(heads).made
-        return None if made is None else find_columns(made, heads)
+        if made is None:
+            return None
+        self.reads_numbers |= made.outline([]) is None
+        return find_columns(made, heads)
 
     def token_counts(self, values: Tensor) -> list[int]:
         """List the token counts of the projections that a tensor was made from."""
         made = self._of(values).made
         return sorted({x.rows for x in made.roots if not x.is_input}) if made is not None else []
 
+    def made_of(self, values: Any) -> ElementOrigin | None:
+        """Return how a tensor was made, or None if that is unknown."""
+        return self._of(values).made
+
+    def is_followed(self, values: Tensor) -> bool:
+        """Whether a tensor was made from the block's input."""
+        return storage_of(values) in self._tags
+
+    def is_of_tokens(self, values: Tensor) -> bool:
+        """Whether a tensor of floating-point numbers depends on the hidden states."""
+        return values.is_floating_point() and self._of(values).of_tokens
+
+    # -- what happens ----------------------------------------------------------------------------
+
     def projected(self, output: Tensor, given: Tensor, first: int = 0) -> None:
         """Follow a module's output as a projection, unless its input already was one (a norm)."""
+        self._events += 1
         made, before = self._of(output).made, self._of(given).made
         found = None if made is None else made.projection
         if found is None or found.width != output.shape[-1] or found.is_input:
@@ -271,11 +298,12 @@ class Provenance:
                 and made.roots <= before.roots
             ):
                 return
-            made = self._projection(output, (-1,), given)
+            made = projection_of(output, (-1,), given, self)
             found, place = made.projection, storage_of(output)
+            assert found is not None
+            found.made_at = -self._events
             if place is not None:
                 self._tags[place] = _Tags(made=made, of_tokens=True)
-        assert found is not None
         found.first = first
 
     def forget(self) -> None:
@@ -287,69 +315,43 @@ class Provenance:
         for values in tensors_in(written):
             made = self._of(values).made
             projection = None if made is None else made.projection
-            if (
-                projection is None
-                or projection.is_input
-                or (name == "add_" and _is_bias(args[1], projection.width))
-            ):
+            if projection is None or projection.is_input or projection.changes:
+                continue
+            if name == "add_" and is_bias(args[1], projection.width):
+                projection.made_at = self.at
                 continue
             with unseen():
                 projection.keep()
 
-    def follow(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        out: Any,
-        starts: Mapping[int, tuple[int, ...]],
-        *,
-        keeps_places: bool = True,
-    ) -> None:
-        """Follow tensors through one operator.
-
-        `starts` gives, by tensor id, the first index of shards by dimension; `keeps_places` says
-        whether results only use numbers at the same place.
-        """
-        self._starts, name, self._moves = starts, name.removesuffix("_"), not keeps_places
-        given = tensors_in(args)
-        if kwargs:
-            given += tensors_in(kwargs.values())
+    def follow(self, op: Op) -> None:
+        """Follow tensors through one operator."""
+        given = op.given
         places = [place for tensor in given if (place := storage_of(tensor)) is not None]
         known = [tags for place in places if (tags := self._tags.get(place)) is not None]
-        results = [(x, place) for x in tensors_in((out,)) if (place := storage_of(x)) is not None]
+        results = [
+            (x, place) for x in tensors_in((op.out,)) if (place := storage_of(x)) is not None
+        ]
         outputs = [place for _, place in results]
         for place in {*outputs} - {*places}:  # earlier contents are gone
             self._tags.pop(place, None)
-        if not known or name.endswith("_like"):  # uses only the shape
+        if not known or op.name.endswith("_like"):  # uses only the shape
             return
         if outputs == places:  # a view, or a change in place
-            if name in _SCALINGS:
-                self._tags[places[0]] = _scaled(known[0], name, args[1])
+            if op.name in _SCALINGS:
+                self._tags[places[0]] = self._scaled(known[0], op.name, op.args[1])
             return
-        if name in _FACTORS:
-            tags = self._multiplied(args, kwargs, _FACTORS[name])
-        else:
-            products = tuple(dict.fromkeys(p for each in known for p in each.products))
-            tags = _changed(products)
-            if name in _SCALINGS and known[0].products == products:
-                tags = _scaled(known[0], name, args[1])
-            elif name in _COPIES:
-                tags = known[0]
-            elif name in _KEEPING and products:
-                tags = _Tags(products, next(each.factor for each in known if each.products))
-        of_tokens = any(each.of_tokens for each in known)
-        tags = tags._replace(weights=self._weights(name, known))
+        tags = self._multiplied(op) if op.name in FACTORS else self._flowed(op, known)
+        tags = tags._replace(
+            of_tokens=any(each.of_tokens for each in known), weights=self._weights(op.name, known)
+        )
+        if op.name in _ASKING:
+            tags = _Tags()
         for result, place in results:
-            made = self._made(name, args, given, result, place)
-            self._tags[place] = tags._replace(made=made, of_tokens=of_tokens)
+            self._tags[place] = tags._replace(made=find_origin(op, result, self))
 
     def _of(self, values: Any) -> _Tags:
         place = storage_of(values) if isinstance(values, Tensor) else None
         return _TOKENS if place is None else self._tags.get(place, _TOKENS)
-
-    def _is_followed(self, values: Tensor) -> bool:
-        return storage_of(values) in self._tags
 
     def _weights(self, name: str, known: Sequence[_Tags]) -> tuple[AttentionWeights, bool] | None:
         """Return the attention weights in an operator's result, and whether they were changed."""
@@ -357,274 +359,61 @@ class Provenance:
             weights, self._expected = self._expected, None
             return weights, False
         given = [each.weights for each in known if each.weights is not None]
-        if not given or name in _FACTORS:
-            for weights, changed in given if name in _FACTORS else ():
-                weights.changed |= changed
+        if not given or name in FACTORS:
+            for weights, changed in given if name in FACTORS else ():
+                weights.mixed |= not changed
+                weights.mixed_changed |= changed
             return None
         others = any(each.of_tokens and each.weights is None for each in known)
         changed = name not in _KEEPING_WEIGHTS or others or any(was for _, was in given)
         return given[0][0], changed
 
-    def _is_of_tokens(self, values: Tensor) -> bool:
-        return values.is_floating_point() and self._of(values).of_tokens
-
-    def _multiplied(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], at: int) -> _Tags:
+    def _multiplied(self, op: Op) -> _Tags:
         """Return the tags of a matrix product; a product with weights is not a query-key one."""
-        summand = self._of(args[0]) if at else _TOKENS
-        left, right = args[at : at + 2]
-        if not self._is_followed(left) or not self._is_followed(right):
+        at = FACTORS[op.name]
+        summand = self._of(op.args[0]) if at else _TOKENS
+        left, right = op.args[at : at + 2]
+        if not self.is_followed(left) or not self.is_followed(right):
             return _changed(summand.products)
         factor, other = self._of(left).factor, self._of(right).factor
-        product = Product(left, right, factor if factor == other and factor else 1.0)
-        alpha = kwargs.get("alpha", 1.0)
+        factor = factor if factor == other and factor else 1.0
+        product = Product(left, right, factor, self.at, at)
+        alpha = op.kwargs.get("alpha", 1.0)
         return _Tags((*summand.products, product), None if summand.products else alpha)
 
-    # -- which columns of projections ------------------------------------------------------------
+    def _flowed(self, op: Op, known: Sequence[_Tags]) -> _Tags:
+        """Return the products that flow on into a result, and their factor since."""
+        products = tuple(dict.fromkeys(p for each in known for p in each.products))
+        if op.name in _SCALINGS and known[0].products == products:
+            return self._scaled(known[0], op.name, op.args[1])
+        if op.name in _COPIES:
+            return known[0]
+        if op.name in _KEEPING and products:
+            return _Tags(products, next(each.factor for each in known if each.products))
+        return _changed(products)
 
-    def _made(
-        self, name: str, args: tuple[Any, ...], given: list[Tensor], out: Tensor, place: int
-    ) -> ElementOrigin | None:
-        """Return the origin of an operator's result, or None if it is unknown."""
-        layout = layout_of(out)
-        if name in _FACTORS:
-            return self._made_by_product(args[_FACTORS[name] :], out)
-        if "mm" in name or name.endswith("linear"):  # other number formats
-            return self._projection(out, (-1,), args[0]) if self._is_followed(args[0]) else None
-        if name in _MIXING or not name:
-            return None
-        if name == "add" and (found := self._sum(given, out)) is not None:
-            return found
-        if any(storage_of(values) == place for values in given):  # changed in place
-            before = self._tags.get(place, _TOKENS).made
-            if name == "copy":
-                return self._like([args[1]], out, before=before) or before
-            others = [values for values in given if storage_of(values) != place]
-            changed = self._like(given, out)
-            if before is None or changed is None:
-                return before
-            if not changed.mixes and not (self._moves and any(map(self._is_of_tokens, others))):
-                return before
-            return ElementOrigin(layout, [SourceSlice(before, layout)], before=before, mixes=True)
-        if name == "convolution":
-            if args[8] != args[0].shape[1]:  # groups
-                return self._projection(out, (1,), args[0])
-            made = self._of(args[0]).made  # a filter for each channel
-            if made is None:
-                return None
-            # Padding before the tokens is seen by the first of them.
-            shift = [own - other for own, other in zip(out.shape, args[0].shape, strict=True)][2:]
-            is_short = any(size > 0 for size in shift) or any(step != 1 for step in args[3])
-            start = (0, 0, *shift)
-            return ElementOrigin(
-                layout, [SourceSlice(made, layout_of(args[0]), start)], moves=is_short
-            )
-        if name in ("cat", "stack"):
-            return ElementOrigin(layout, self._joined(name, args, out))
-        if name == "constant_pad_nd":
-            return self._padded(args, out)
-        if name == "index_select":
-            return self._taken(args[0], [None] * (args[1] % out.ndim) + [args[2]], out)
-        if name == "index":
-            return self._taken(args[0], args[1], out)
-        if name == "where" and len(args) == 3:
-            return self._chosen(args, out)
-        if name in ("roll", "flip"):
-            return self._turned(name, args, out)
-        return self._like(given, out)
-
-    def _made_by_product(self, factors: tuple[Any, ...], out: Tensor) -> ElementOrigin | None:
-        """Record a product with weights as a projection."""
-        left, right = factors[:2]
-        on_left, on_right = map(self._is_followed, (left, right))
-        if on_left == on_right:
-            return None
-        weight, tokens = (right, left) if on_left else (left, right)
-        features: tuple[int, ...] = (-1,) if on_left else (-2,)
-        if out.ndim == 3 and weight.shape[0] > 1 and weight.stride(0):
-            features = (0, *features)  # a matrix for each head
-        made = self._projection(out, features, tokens)
-        if made.projection is not None and id(weight) in self._starts:
-            made.projection.first = self._starts[id(weight)][-1 if on_left else -2]
-        return made
-
-    def _projection(self, out: Tensor, features: tuple[int, ...], tokens: Tensor) -> ElementOrigin:
-        """Record an operator's result as a projection of tokens."""
-        before = self._of(tokens).made
-        in_order = before is not None and features[-1] == -1  # the width of the tokens is last
-        source = (before, layout_of(tokens)) if before is not None and in_order else None
-        given = storage_of(tokens), tokens.shape
-        return ElementOrigin(layout_of(out), projection=Projection(out, features, given, source))
-
-    def _taken(
-        self, values: Tensor, indices: Sequence[Tensor | None], out: Tensor
-    ) -> ElementOrigin | None:
-        """Record which elements of a tensor were selected by index."""
-        made, layout = self._of(values).made, layout_of(values)
-        dims = [dim for dim, index in enumerate(indices) if index is not None]
-        if made is None:
-            return None
-        orders: list[Tensor] = []
-        for index in indices:
-            if index is not None:
-                orders += index.nonzero().unbind(1) if index.dtype == torch.bool else [index]
-        if dims == [*range(dims[0], dims[-1] + 1)]:
-            orders = [*torch.broadcast_tensors(*orders)]
-            return ElementOrigin(
-                layout_of(out), [SourceSlice(made, layout, None, (dims[0], tuple(orders)))]
-            )
-        if dims[0]:
-            return None
-        # Tokens are selected, so their order is no longer known.
-        layout = layout._replace(
-            shape=layout.shape[len(orders) :], strides=layout.strides[len(orders) :]
-        )
-        for _ in range(out.ndim - len(layout.shape)):
-            layout = layout.with_dimension(0)
-        return ElementOrigin(layout_of(out), [SourceSlice(made, layout)], moves=True)
-
-    def _turned(self, name: str, args: tuple[Any, ...], out: Tensor) -> ElementOrigin | None:
-        """Record the former places of the elements of a rolled or flipped tensor."""
-        made, layout = self._of(args[0]).made, layout_of(args[0])
-        dims = args[-1] if name == "flip" or len(args) > 2 else ()
-        if made is None or not dims:
-            return None
-        found = made
-        for number, dim in enumerate(dims):
-            order = torch.arange(out.shape[dim], dtype=torch.int64, device="cpu")
-            order = order.flip(0) if name == "flip" else order.roll(args[1][number])
-            found = ElementOrigin(
-                layout, [SourceSlice(found, layout, None, (dim % out.ndim, (order,)))]
-            )
-        return ElementOrigin(layout_of(out), [SourceSlice(found, layout)])
-
-    def _chosen(self, args: tuple[Any, ...], out: Tensor) -> ElementOrigin | None:
-        """Record from which tensor each element of `torch.where` comes."""
-        condition, pieces = args[0].expand(out.shape), []
-        for values, own in ((args[1], condition), (args[2], ~condition)):
-            made = self._of(values).made if isinstance(values, Tensor) else None
-            layout = None if made is None else _fitted(layout_of(values), out)
-            if made is not None and layout is not None:
-                pieces.append(SourceSlice(made, layout, where=own))
-        return ElementOrigin(layout_of(out), pieces) if pieces else None
-
-    def _like(
-        self, given: Iterable[Tensor], out: Tensor, before: ElementOrigin | None = None
-    ) -> ElementOrigin | None:
-        """Record a result that combines numbers at the same place of several tensors.
-
-        If one number per element has an unknown origin in the tokens, the result is unknown; one
-        number per row (as in a norm) does no harm.
-        """
-        pieces: list[SourceSlice] = []
-        mixes = False
-        for values in given:
-            tags = self._tags.get(storage_of(values) or 0)
-            if tags is None:
-                continue
-            layout = None if tags.made is None else _fitted(layout_of(values), out)
-            if tags.made is None or layout is None:
-                mixes |= tags.of_tokens and _is_one_for_each(values, out)
-                continue
-            mixes |= bool(pieces) and tags.made.roots.isdisjoint(pieces[0].made.roots)
-            pieces.append(SourceSlice(tags.made, layout))
-        if not pieces and before is None:
-            return None
-        return ElementOrigin(layout_of(out), pieces, before=before, mixes=mixes, moves=self._moves)
-
-    def _sum(self, given: list[Tensor], out: Tensor) -> ElementOrigin | None:
-        """Treat a projection plus bias, or two projections of equal tokens, as a projection."""
-        whole = [made for values in given if (made := self._of(values).made) is not None]
-        roots = [*dict.fromkeys(root for made in whole for root in made.roots)]
-        width = out.shape[-1]
-        if len(given) != 2 or not roots or any(root.is_input for root in roots):
-            return None
-        if any(root.rows * width != out.numel() or root.width < width for root in roots):
-            return None
-        biased = len(whole) == len(roots) == 1 and _is_bias(given[1], width)
-        joined = len(whole) == len(roots) == 2
-        if not (joined or (biased and roots[0].width == width)):
-            return None
-        return ElementOrigin(layout_of(out), projection=roots[0].like(out))
-
-    def _joined(self, name: str, args: tuple[Any, ...], out: Tensor) -> list[SourceSlice]:
-        """Record that `out` concatenates these tensors."""
-        dim = (args[1] if len(args) > 1 else 0) % out.ndim
-        pieces, start = list[SourceSlice](), 0
-        for values in args[0]:
-            layout = layout_of(values)
-            if name == "stack":
-                layout = layout.with_dimension(dim)
-            if len(layout.shape) != out.ndim:
-                continue  # empty tensor
-            made = self._of(values).made
-            if made is not None:
-                at = tuple(start * (each == dim) for each in range(out.ndim))
-                pieces.append(SourceSlice(made, layout, at))
-            start += layout.shape[dim]
-        return pieces
-
-    def _padded(self, args: tuple[Any, ...], out: Tensor) -> ElementOrigin | None:
-        """Record the place of a tensor's elements after zero padding."""
-        values, widths = args[:2]
-        made = self._of(values).made
-        if made is None:
-            return None
-        before = (*(0,) * (out.ndim - len(widths) // 2), *widths[::2][::-1])
-        return ElementOrigin(
-            layout_of(out), [SourceSlice(made, layout_of(values), before)], pads=True
-        )
+    def _scaled(self, tags: _Tags, name: str, other: Any) -> _Tags:
+        """Return tags of a tensor that was multiplied; the factor is unknown if it was a tensor."""
+        if isinstance(other, Tensor):
+            is_number = other.ndim == 0 and other.device.type == "cpu"
+            self.reads_numbers |= is_number
+            with unseen():
+                other = other.item() if is_number else None
+        if not isinstance(other, int | float) or not other or tags.factor is None:
+            return tags._replace(factor=_changed(tags.products).factor)
+        return tags._replace(factor=tags.factor * other ** _SCALINGS[name])
 
 
-def _is_bias(values: Any, width: int) -> bool:
-    """Whether an added tensor has one number per feature."""
-    return isinstance(values, Tensor) and values.shape == (width,)
-
-
-def _is_one_for_each(values: Tensor, out: Tensor) -> bool:
-    """Whether a tensor has one number per element of another, rather than one per row."""
-    alike = bool(values.ndim and out.ndim) and values.shape[-1] == out.shape[-1] > 1
-    return alike and values.is_floating_point() and values.stride(-1) != 0
-
-
-def _fitted(layout: Layout, out: Tensor) -> Layout | None:
-    """Give a layout as many dimensions as a tensor; None if it cannot be expanded to it."""
-    for _ in range(out.ndim - len(layout.shape)):
-        layout = layout.with_dimension(0)
-    if len(layout.shape) != out.ndim or 0 in layout.shape:
-        return None
-    sizes = zip(layout.shape, out.shape, strict=True)
-    fits = layout.shape[-1] == out.shape[-1] and all(other % size == 0 for size, other in sizes)
-    return layout if fits else None
-
-
-_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
-
-
-def tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """List the tensors among arguments, including those in lists, tuples and dicts."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif type(value) in _PLAIN:  # nearly all others; the Mapping check below is slow
-            continue
-        elif isinstance(value, list | tuple):
-            found += tensors_in(value)
-        elif isinstance(value, Mapping):
-            found += tensors_in(value.values())
+def understand(ops: Iterable[Op], hidden: Tensor, others: Iterable[Any] = ()) -> Provenance:
+    """Follow recorded operators, from hidden states and other tensors that a block received."""
+    found = Provenance()
+    found.start(others, hidden)
+    for op in ops:
+        found.at += 1
+        found.follow(op)
     return found
 
 
 def _changed(products: tuple[Product, ...]) -> _Tags:
     """Return tags of products that an operator changed in an unknown way."""
     return _Tags(products, None if products else 1.0)
-
-
-def _scaled(tags: _Tags, name: str, other: Any) -> _Tags:
-    """Return tags of a tensor that was multiplied; the factor is unknown if it was a tensor."""
-    if isinstance(other, Tensor):
-        with unseen():
-            other = other.item() if other.ndim == 0 and other.device.type == "cpu" else None
-    if not isinstance(other, int | float) or not other or tags.factor is None:
-        return tags._replace(factor=_changed(tags.products).factor)
-    return tags._replace(factor=tags.factor * other ** _SCALINGS[name])

@@ -1,0 +1,178 @@
+"""Operators as a mode of torch sees them: which kind they are, and whether two calls are alike."""
+
+import functools
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from geomon.capture.shards import is_sharded, starts_of
+from geomon.capture.storage import followed_part
+
+# Appears or not, depending on who else holds a reference to a tensor; it is no more than a view.
+DETACH = torch.ops.aten.detach.default
+
+# Arguments of the higher-order operator of flex attention, which has no schema.
+_FLEX = ("query", "key", "value", "score_mod", "block_mask", "scale")
+
+
+class Kind(NamedTuple):
+    """Kind of an operator.
+
+    Attributes:
+        role: "softmax", the route of a fused attention, "choice" (`topk`), or "" for all others.
+        name: Its name; "" if it is unknown how results are made from the arguments.
+        names: Names of its arguments.
+        writes: Names of arguments that it changes.
+        keeps_places: Whether results only use numbers at the same place.
+    """
+
+    role: str
+    name: str
+    names: tuple[str, ...]
+    writes: tuple[str, ...]
+    keeps_places: bool = False
+
+
+# Operators that keep places although torch does not tag them as pointwise.
+_KEEPING_PLACES = (
+    "native_layer_norm", "_fused_rms_norm", "native_dropout", "_to_copy", "copy_",
+    "native_batch_norm", "_native_batch_norm_legit", "repeat",
+)  # fmt: skip
+_SOFTMAXES = ("_softmax", "_safe_softmax", "_log_softmax")
+
+
+@functools.cache
+def kind_of(func: Any) -> Kind:
+    """Return the kind of an operator."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        flex = getattr(func, "__name__", "") == "flex_attention"
+        return Kind("flex" if flex else "", "", _FLEX * flex, ())
+    space, _, name = schema.name.rpartition("::")
+    names = tuple(argument.name for argument in schema.arguments)
+    changed = (a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    writes = tuple(argument.name for argument in changed)
+    if space == "aten" and name in (*_SOFTMAXES, "topk"):
+        return Kind("choice" if name == "topk" else "softmax", name, names, writes)
+    given = set(names)
+    if {"query", "key", "value"} <= given or {"q", "k", "v"} <= given:
+        route = "sdpa" if name.startswith("_scaled_dot_product") else "flash"
+        return Kind(route, "", names, writes)
+    keeps = torch.Tag.pointwise in func.tags or name in _KEEPING_PLACES
+    return Kind("", name if space == "aten" else "", names, writes, keeps)
+
+
+class Op(NamedTuple):
+    """An operator that has run, with this rank's parts of its tensors.
+
+    Attributes:
+        kind: Its kind.
+        args: Arguments by position.
+        kwargs: Arguments by name.
+        out: What it returned.
+        starts: By id of a tensor that is a part of a sharded one, its first index by dimension.
+    """
+
+    kind: Kind
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    out: Any
+    starts: Mapping[int, tuple[int, ...]] = MappingProxyType({})
+
+    @property
+    def name(self) -> str:
+        """Its name, without the underscore of operators that work in place."""
+        return self.kind.name.removesuffix("_")
+
+    @property
+    def given(self) -> list[Tensor]:
+        """Its arguments that are tensors, also those in containers."""
+        found = tensors_in(self.args)
+        return found + tensors_in(self.kwargs.values()) if self.kwargs else found
+
+
+def op_of(func: Any, types: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> Op:
+    """Return an operator that has run; `types` are the classes of its tensors, if wrapped."""
+    if not types:
+        return Op(kind_of(func), args, kwargs, out)
+    starts: dict[int, tuple[int, ...]] = {}
+    own, named, made = on_this_rank([args, kwargs, out], starts)
+    return Op(kind_of(func), own, named, made, starts)
+
+
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
+
+
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """List the tensors among arguments, including those in lists, tuples and dicts."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif type(value) in _PLAIN:  # nearly all others; the Mapping check below is slow
+            continue
+        elif isinstance(value, list | tuple):
+            found += tensors_in(value)
+        elif isinstance(value, Mapping):
+            found += tensors_in(value.values())
+    return found
+
+
+class Plain(NamedTuple):
+    """The arguments of an operator's call that are no tensors, and how many it has.
+
+    Attributes:
+        counts: Number of arguments by position and by name.
+        places: Position and value of each plain argument.
+        names: Name and value of each plain argument.
+    """
+
+    counts: tuple[int, int]
+    places: tuple[tuple[int, Any], ...]
+    names: tuple[tuple[str, Any], ...]
+
+    def fits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether another call has the same plain arguments."""
+        if (len(args), len(kwargs)) != self.counts:
+            return False
+        for place, value in self.places:
+            other = args[place]
+            if other is not value and (type(other) is not type(value) or other != value):
+                return False
+        for name, value in self.names:
+            other = kwargs.get(name)
+            if other is not value and (type(other) is not type(value) or other != value):
+                return False
+        return True
+
+
+def plain_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plain:
+    """Return the arguments of a call that are no tensors."""
+    return Plain(
+        (len(args), len(kwargs)),
+        tuple((n, value) for n, value in enumerate(args) if not _holds_tensors(value)),
+        tuple((name, value) for name, value in kwargs.items() if not _holds_tensors(value)),
+    )
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_holds_tensors, value))
+    return isinstance(value, Tensor)
+
+
+def on_this_rank(values: Any, starts: dict[int, tuple[int, ...]]) -> Any:
+    """Replace wrapped tensors, also in containers, by this rank's part of them."""
+    if isinstance(values, Tensor):
+        part = followed_part(values)
+        if is_sharded(values):
+            starts[id(part)] = starts_of(values)
+        return part
+    if isinstance(values, list | tuple) and not hasattr(values, "_fields"):
+        return type(values)([on_this_rank(value, starts) for value in values])
+    if isinstance(values, dict):
+        return {name: on_this_rank(value, starts) for name, value in values.items()}
+    return values

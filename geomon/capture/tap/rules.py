@@ -1,0 +1,385 @@
+"""How the elements of an operator's result were made: one rule for each kind of operator.
+
+A rule is a function of the operator and of what is known of its arguments. It returns the origin of
+the result's elements, or None if that is unknown.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from geomon.capture.storage import storage_of
+from geomon.capture.tap.columns import (
+    ElementOrigin,
+    Layout,
+    Projection,
+    SourceSlice,
+    layout_of,
+)
+from geomon.capture.tap.operators import Op
+
+# Operators are named without a trailing underscore: "add" includes "add_".
+
+# Position of the first factor among the arguments of matrix products.
+FACTORS = {"bmm": 0, "mm": 0, "baddbmm": 1, "addmm": 1}
+
+
+class Followed(Protocol):
+    """What is known of the tensors that were made so far."""
+
+    at: int
+
+    def made_of(self, values: Any) -> ElementOrigin | None:
+        """Return how a tensor was made, or None if that is unknown."""
+
+    def is_followed(self, values: Tensor) -> bool:
+        """Whether a tensor was made from the block's input."""
+
+    def is_of_tokens(self, values: Tensor) -> bool:
+        """Whether a tensor of floating-point numbers depends on the hidden states."""
+
+
+Rule = Callable[[Op, Tensor, Followed], ElementOrigin | None]
+
+
+def find_origin(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
+    """Return the origin of an operator's result, or None if it is unknown."""
+    return _rule_of(op.name)(op, out, known)
+
+
+def _rule_of(name: str) -> Rule:
+    if name in RULES:
+        return RULES[name]
+    if "mm" in name or name.endswith("linear"):  # other number formats
+        return _projected
+    return _alike if name else _unknown
+
+
+# -- products ------------------------------------------------------------------------------------
+
+
+def _multiplied(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
+    """A product of followed tensors with weights is a projection."""
+    left, right = op.args[FACTORS[op.name] :][:2]
+    on_left, on_right = map(known.is_followed, (left, right))
+    if on_left == on_right:
+        return None
+    weight, tokens = (right, left) if on_left else (left, right)
+    features: tuple[int, ...] = (-1,) if on_left else (-2,)
+    if out.ndim == 3 and weight.shape[0] > 1 and weight.stride(0):
+        features = (0, *features)  # a matrix for each head
+    made = projection_of(out, features, tokens, known)
+    if made.projection is not None and id(weight) in op.starts:
+        made.projection.first = op.starts[id(weight)][-1 if on_left else -2]
+    return made
+
+
+def _projected(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
+    """A product of the first argument with weights, whose width is last."""
+    tokens = op.args[0]
+    return projection_of(out, (-1,), tokens, known) if known.is_followed(tokens) else None
+
+
+def _convolved(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
+    """A convolution over all channels is a projection; a filter for each keeps the channels."""
+    values, strides, groups = op.args[0], op.args[3], op.args[8]
+    if groups != values.shape[1]:
+        return projection_of(out, (1,), values, known)
+    made = known.made_of(values)
+    if made is None:
+        return None
+    # Where a filter makes more places than there are, the first of them are those of the tokens, as
+    # a causal filter is used; where it makes fewer, padding was put before the tokens.
+    more = [own - other for own, other in zip(out.shape, values.shape, strict=True)][2:]
+    start = (0, 0, *(min(size, 0) for size in more))
+    moves = any(size > 0 for size in more) or any(step != 1 for step in strides)
+    return ElementOrigin(layout_of(out), [SourceSlice(made, layout_of(values), start)], moves=moves)
+
+
+def projection_of(
+    out: Tensor, features: tuple[int, ...], tokens: Tensor, known: Followed
+) -> ElementOrigin:
+    """Return the origin of a projection of tokens."""
+    before = known.made_of(tokens)
+    in_order = before is not None and features[-1] == -1  # the width of the tokens is last
+    source = (before, layout_of(tokens)) if before is not None and in_order else None
+    given = storage_of(tokens), tuple(tokens.shape)
+    projection = Projection(out, features, given, source, made_at=known.at)
+    return ElementOrigin(layout_of(out), projection=projection)
+
+
+# -- sums ----------------------------------------------------------------------------------------
+
+
+def _added(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
+    """A projection plus a bias, or plus another projection of the same tokens, is a projection."""
+    given = op.given
+    whole = [(values, made) for values in given if (made := known.made_of(values)) is not None]
+    roots = [*dict.fromkeys(root for _, made in whole for root in made.roots)]
+    if len(given) != 2 or not out.ndim or not roots or any(root.is_input for root in roots):
+        return _alike(op, out, known)
+    if len(whole) == 2:
+        fits = len(roots) == 2 and all(_covers(root, out) for root in roots)
+        found = roots[0].like(out, known.at) if fits else None
+        return _alike(op, out, known) if found is None else _whole(found, out)
+    values, made = whole[0]
+    other = next(x for x in given if x is not values) if given[0] is not given[1] else values
+    if len(roots) == 1 and is_bias(other, roots[0].width) and _covers(roots[0], out):
+        return _whole(roots[0].like(out, known.at), out)
+    if made.projection is None or known.is_followed(other) or other.ndim < 2:
+        return _alike(op, out, known)
+    return _with_bias_of_heads(made, made.projection, values, other, out, known)
+
+
+def _with_bias_of_heads(
+    made: ElementOrigin,
+    root: Projection,
+    values: Tensor,
+    bias: Tensor,
+    out: Tensor,
+    known: Followed,
+) -> ElementOrigin | None:
+    """A view of a projection plus one number for each head and feature; None if it is no such."""
+    if values.shape != out.shape or 0 in out.shape:
+        return None
+    lines = [
+        np.stack([np.arange(size) * (dim == other) for other in range(out.ndim)])
+        for dim, size in enumerate(out.shape)
+    ]
+    layout, roots = layout_of(values), [root]
+    traced = [made.trace(layout.addresses(line), roots) for line in lines]
+    if len(roots) > 1 or any((line.projection != 0).any() for line in traced):
+        return None
+    first = int(traced[0].column[0])
+    features = tuple(dim for dim, line in enumerate(traced) if np.ptp(line.column) > 0)
+    tokens = tuple(dim for dim in range(out.ndim) if dim not in features)
+    padded = (1,) * (out.ndim - bias.ndim) + tuple(bias.shape)
+    if any(padded[dim] > 1 for dim in tokens):  # a number for each place: no bias
+        return ElementOrigin(layout_of(out), [SourceSlice(made, layout)])
+    if any(np.ptp(traced[dim].row) > 0 for dim in features):
+        return None
+    in_order = all(
+        np.array_equal(getattr(traced[dim], what) - start, np.arange(out.shape[dim]) * step)
+        for dims, what, start in ((features, "column", first), (tokens, "row", 0))
+        for dim, step in zip(dims, _steps([out.shape[dim] for dim in dims]), strict=True)
+    )
+    if not in_order or root.rows != np.prod([out.shape[dim] for dim in tokens]):
+        return None
+    found = root.like(out, known.at, features)
+    found.first = root.first + first
+    return _whole(found, out)
+
+
+def _steps(sizes: Sequence[int]) -> list[int]:
+    """Numbers between neighbours along each dimension, if the last one counts fastest."""
+    return [int(np.prod(sizes[place + 1 :])) for place in range(len(sizes))]
+
+
+def _covers(root: Projection, out: Tensor) -> bool:
+    """Whether a result may have one row for each row of a projection."""
+    width = out.shape[-1]
+    return root.rows * width == out.numel() and root.width >= width
+
+
+def _whole(projection: Projection, out: Tensor) -> ElementOrigin:
+    return ElementOrigin(layout_of(out), projection=projection)
+
+
+def is_bias(values: Any, width: int) -> bool:
+    """Whether an added tensor has one number per feature."""
+    return isinstance(values, Tensor) and values.shape == (width,)
+
+
+# -- elements at the same place ------------------------------------------------------------------
+
+
+def _alike(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
+    """A result that combines numbers at the same place of several tensors."""
+    place = storage_of(out)
+    if any(storage_of(values) == place for values in op.given):
+        return _changed_in_place(op, out, known)
+    return _like(op, op.given, out, known)
+
+
+def _changed_in_place(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
+    place, before = storage_of(out), known.made_of(out)
+    if op.name == "copy":
+        return _like(op, [op.args[1]], out, known, before=before) or before
+    changed = _like(op, op.given, out, known)
+    if before is None or changed is None:
+        return before
+    others = [values for values in op.given if storage_of(values) != place]
+    moves = not op.kind.keeps_places and any(map(known.is_of_tokens, others))
+    if not changed.mixes and not moves:
+        return before
+    layout = layout_of(out)
+    return ElementOrigin(layout, [SourceSlice(before, layout)], before=before, mixes=True)
+
+
+def _like(
+    op: Op,
+    given: Iterable[Tensor],
+    out: Tensor,
+    known: Followed,
+    before: ElementOrigin | None = None,
+) -> ElementOrigin | None:
+    """Combine numbers at the same place.
+
+    If one number per element has an unknown origin in the tokens, the result is unknown; one number
+    per row (as in a norm) does no harm.
+    """
+    pieces: list[SourceSlice] = []
+    mixes = False
+    for values in given:
+        if not known.is_followed(values):
+            continue
+        made = known.made_of(values)
+        layout = None if made is None else _fitted(layout_of(values), out)
+        if made is None or layout is None:
+            mixes |= known.is_of_tokens(values) and _is_one_for_each(values, out)
+            continue
+        mixes |= bool(pieces) and made.roots.isdisjoint(pieces[0].made.roots)
+        pieces.append(SourceSlice(made, layout))
+    if not pieces and before is None:
+        return None
+    moves = not op.kind.keeps_places
+    return ElementOrigin(layout_of(out), pieces, before=before, mixes=mixes, moves=moves)
+
+
+def _is_one_for_each(values: Tensor, out: Tensor) -> bool:
+    """Whether a tensor has one number per element of another, rather than one per row."""
+    alike = bool(values.ndim and out.ndim) and values.shape[-1] == out.shape[-1] > 1
+    return alike and values.is_floating_point() and values.stride(-1) != 0
+
+
+def _fitted(layout: Layout, out: Tensor) -> Layout | None:
+    """Give a layout as many dimensions as a tensor; None if it cannot be expanded to it."""
+    for _ in range(out.ndim - len(layout.shape)):
+        layout = layout.with_dimension(0)
+    if len(layout.shape) != out.ndim or not out.ndim or 0 in layout.shape:
+        return None
+    sizes = zip(layout.shape, out.shape, strict=True)
+    fits = layout.shape[-1:] == out.shape[-1:] and all(other % size == 0 for size, other in sizes)
+    return layout if fits else None
+
+
+# -- elements that are moved ---------------------------------------------------------------------
+
+
+def _joined(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
+    """A concatenation, or a stack."""
+    dim = (op.args[1] if len(op.args) > 1 else 0) % out.ndim
+    pieces, start = list[SourceSlice](), 0
+    for values in op.args[0]:
+        layout = layout_of(values)
+        if op.name == "stack":
+            layout = layout.with_dimension(dim)
+        if len(layout.shape) != out.ndim:
+            continue  # empty tensor
+        made = known.made_of(values)
+        if made is not None:
+            at = tuple(start * (each == dim) for each in range(out.ndim))
+            pieces.append(SourceSlice(made, layout, at))
+        start += layout.shape[dim]
+    return ElementOrigin(layout_of(out), pieces)
+
+
+def _padded(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
+    """Elements behind zeros."""
+    values, widths = op.args[:2]
+    made = known.made_of(values)
+    if made is None:
+        return None
+    before = (*(0,) * (out.ndim - len(widths) // 2), *widths[::2][::-1])
+    return ElementOrigin(layout_of(out), [SourceSlice(made, layout_of(values), before)], pads=True)
+
+
+def _selected(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
+    """Elements selected by index along one dimension."""
+    return _taken(op.args[0], [None] * (op.args[1] % out.ndim) + [op.args[2]], out, known)
+
+
+def _indexed(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
+    """Elements selected by index along several dimensions."""
+    return _taken(op.args[0], op.args[1], out, known)
+
+
+def _taken(
+    values: Tensor, indices: Sequence[Tensor | None], out: Tensor, known: Followed
+) -> ElementOrigin | None:
+    made, layout = known.made_of(values), layout_of(values)
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    if made is None:
+        return None
+    orders: list[Tensor] = []
+    for index in indices:
+        if index is not None:
+            orders += index.nonzero().unbind(1) if index.dtype == torch.bool else [index]
+    if dims == [*range(dims[0], dims[-1] + 1)]:
+        orders = [*torch.broadcast_tensors(*orders)]
+        return ElementOrigin(
+            layout_of(out), [SourceSlice(made, layout, None, (dims[0], tuple(orders)))]
+        )
+    if dims[0]:
+        return None
+    # Tokens are selected, so their order is no longer known.
+    layout = layout._replace(
+        shape=layout.shape[len(orders) :], strides=layout.strides[len(orders) :]
+    )
+    for _ in range(out.ndim - len(layout.shape)):
+        layout = layout.with_dimension(0)
+    return ElementOrigin(layout_of(out), [SourceSlice(made, layout)], moves=True)
+
+
+def _turned(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
+    """The elements of a rolled or flipped tensor, at their former places."""
+    made, layout = known.made_of(op.args[0]), layout_of(op.args[0])
+    dims = op.args[-1] if op.name == "flip" or len(op.args) > 2 else ()
+    if made is None or not dims:
+        return None
+    found = made
+    for number, dim in enumerate(dims):
+        order = torch.arange(out.shape[dim], dtype=torch.int64, device="cpu")
+        order = order.flip(0) if op.name == "flip" else order.roll(op.args[1][number])
+        found = ElementOrigin(
+            layout, [SourceSlice(found, layout, None, (dim % out.ndim, (order,)))]
+        )
+    return ElementOrigin(layout_of(out), [SourceSlice(found, layout)])
+
+
+def _chosen(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
+    """The tensor from which each element of `torch.where` comes."""
+    if len(op.args) != 3:
+        return _alike(op, out, known)
+    condition, pieces = op.args[0].expand(out.shape), []
+    for values, own in ((op.args[1], condition), (op.args[2], ~condition)):
+        made = known.made_of(values)
+        layout = None if made is None else _fitted(layout_of(values), out)
+        if made is not None and layout is not None:
+            pieces.append(SourceSlice(made, layout, where=own))
+    return ElementOrigin(layout_of(out), pieces) if pieces else None
+
+
+def _unknown(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
+    """Elements that are not made from those at the same place."""
+    return None
+
+
+# By name of the operator; all others combine numbers at the same place.
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(FACTORS, _multiplied),
+    "convolution": _convolved,
+    "add": _added,
+    "cat": _joined,
+    "stack": _joined,
+    "constant_pad_nd": _padded,
+    "index_select": _selected,
+    "index": _indexed,
+    "roll": _turned,
+    "flip": _turned,
+    "where": _chosen,
+    **dict.fromkeys(("_softmax", "_log_softmax", "cumsum", "sort", "gather", "scatter"), _unknown),
+}
