@@ -142,8 +142,9 @@ def _keep(
 
 
 def _by_weights(module: nn.Module, given: list[Any], output: Any) -> dict[str, Tensor]:
-    """XLNet multiplies with its weights in a function: the same products of its input."""
-    return _both(torch.einsum("ibh,hnd->ibnd", given[0], own) for own in (module.q, module.k))
+    """XLNet multiplies with its weights in a function: the same products, and the query's bias."""
+    query, key = (torch.einsum("ibh,hnd->ibnd", given[0], own) for own in (module.q, module.k))
+    return _both((query + module.r_w_bias, key))
 
 
 def _multihead(module: nn.Module, given: list[Any], output: Any) -> dict[str, Tensor]:

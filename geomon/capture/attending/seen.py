@@ -142,7 +142,8 @@ def _sample(
     shape = grid if order is None else input_shape
     indices = rows(shape, role)
     heads, width = pattern.which.shape[1:]
-    if pattern.is_plain and 0 in pattern.runs and not turned:  # as nearly always
+    is_whole = math.prod(shape) == pattern.kinds.size
+    if is_whole and pattern.is_plain and 0 in pattern.runs and not turned:  # as nearly always
         part = _rows_of(columns.projections[0], indices, pattern.runs[0])
         return SampledRows(part.unflatten(1, (heads, width)), indices, shape, role), 0.0
     token = np.full(math.prod(shape), -1)  # for each row

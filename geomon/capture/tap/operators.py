@@ -121,37 +121,9 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
     return found
 
 
-class Plain(NamedTuple):
-    """The arguments of an operator's call that are no tensors, and how many it has.
-
-    Attributes:
-        counts: Number of arguments by position and by name.
-        places: Position and value of each plain argument.
-        names: Name and value of each plain argument.
-    """
-
-    counts: tuple[int, int]
-    places: tuple[tuple[int, Any], ...]
-    names: tuple[tuple[str, Any], ...]
-
-    def fits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether another call has the same plain arguments."""
-        if (len(args), len(kwargs)) != self.counts:
-            return False
-        for place, value in self.places:
-            other = args[place]
-            if other is not value and (type(other) is not type(value) or other != value):
-                return False
-        for name, value in self.names:
-            other = kwargs.get(name)
-            if other is not value and (type(other) is not type(value) or other != value):
-                return False
-        return True
-
-
-def plain_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plain:
-    """Return the arguments of a call that are no tensors."""
-    return Plain(
+def plain_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return counts of arguments by position and by name, and those of each that are no tensors."""
+    return (
         (len(args), len(kwargs)),
         tuple((n, value) for n, value in enumerate(args) if not _holds_tensors(value)),
         tuple((name, value) for name, value in kwargs.items() if not _holds_tensors(value)),

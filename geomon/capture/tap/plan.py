@@ -1,13 +1,14 @@
 """Plans: what was understood of a block's call, for later calls that run the same operators.
 
-The first call of a block is followed operator by operator (`Learner`), which costs ten times the
-block's own Python. What was asked meanwhile, and what was answered, is a plan; a later call in the
-same form goes along the plan (`Known`): it compares each operator with the plan's, keeps the
+The first call of a block is followed operator by operator (`Learner`), which costs several times
+the block's own Python. What was asked meanwhile, and what was answered, is a plan. A later call in
+the same form goes along the plan (`Known`): it compares each operator with the plan's, keeps the
 tensors that the plan names, and gives the same answers. A call that leaves its plan is not
 measured, and the next one is followed again.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,11 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from geomon.capture.tap.columns import Columns, Pattern, Projection
-from geomon.capture.tap.operators import DETACH, Plain, kind_of, on_this_rank, plain_arguments
+from geomon.capture.tap.operators import DETACH, kind_of, on_this_rank, plain_arguments, tensors_in
 from geomon.capture.tap.provenance import AttentionWeights, Product, Provenance
 
 # A block whose calls left their plan so often is followed operator by operator from then on.
 _MOST_DEPARTURES = 2
+# Batches of every other length have a form of their own; so many of a block are remembered.
+_MOST_FORMS = 8
+
+# Gives an answer, from what a call has kept.
+Answer = Callable[[Mapping[int, Any]], Any]
 
 
 class DepartedError(Exception):
@@ -56,9 +62,9 @@ class Step(NamedTuple):
     """
 
     func: Any
-    plain: Plain | None
+    plain: tuple[Any, ...] | None
     role: str = ""
-    answers: tuple[Any, ...] = ()
+    answers: tuple[Answer, ...] = ()
     keeps: tuple[int, ...] = ()
 
     @property
@@ -86,25 +92,12 @@ class Plan:
     goes_on: bool = False
 
 
-class _Products(NamedTuple):
-    """The answer that names products: slot and factor of each."""
-
-    made_of: tuple[tuple[int, float], ...]
-
-
-class _Heads(NamedTuple):
-    """The answer that names columns: their pattern, and slots of the projections."""
-
-    pattern: Pattern
-    slots: tuple[int, ...]
-
-
 class Learner(Provenance):
     """Follows the tensors of a block's call, and remembers its way."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._way: list[tuple[Any, Plain | None, str]] = []
+        self._way: list[Step] = []
         self._asked: dict[int, list[Any]] = {}  # answers by number of the operator
         self._expected_of: list[AttentionWeights] = []
 
@@ -113,7 +106,7 @@ class Learner(Provenance):
         if func is not DETACH:
             role = kind_of(func).role
             fused = role not in ("", "softmax", "choice")  # its flags and scale are read each time
-            self._way.append((func, None if fused else plain_arguments(args, kwargs), role))
+            self._way.append(Step(func, None if fused else plain_arguments(args, kwargs), role))
             self.at += 1
 
     def products(self, values: Tensor) -> tuple[Product, ...]:
@@ -150,34 +143,26 @@ class Learner(Provenance):
         known: dict[Any, int] = {}  # slots of projections and products
         places: dict[int | None, int] = {}  # numbers in place of addresses
 
-        def number(key: Any, at: int, slot: Slot) -> int:
+        def slot_of(kept: Projection | Product) -> int:
+            key = id(kept)
             if key not in known:
                 known[key] = len(slots)
-                slots.append(slot)
-                keeps.setdefault(at, []).append(known[key])
+                slots.append(_slot_of(kept, places))
+                keeps.setdefault(kept.made_at, []).append(known[key])
             return known[key]
 
-        def kept(answer: Any) -> Any:
+        def again(answer: Any) -> Answer:
             if isinstance(answer, Columns):
-                numbers = []
-                for root in answer.projections:
-                    given = root.given
-                    if given is not None:
-                        given = places.setdefault(given[0], len(places)), given[1]
-                    slot = Slot(root.sizes[1], given, root.first, root.changes)
-                    numbers.append(number(root, root.made_at, slot))
-                return _Heads(answer.pattern, tuple(numbers))
+                roots = [slot_of(root) for root in answer.projections]
+                return functools.partial(_columns, roots, answer.pattern)
             if isinstance(answer, tuple):
-                each = tuple(
-                    (number(id(x), x.made_at, Slot(at=x.position)), x.factor) for x in answer
-                )
-                return _Products(each)
-            return answer
+                return functools.partial(_products, [(slot_of(x), x.factor) for x in answer])
+            return lambda held: answer
 
-        answers = {at: tuple(map(kept, every)) for at, every in self._asked.items()}
+        answers = {at: tuple(map(again, every)) for at, every in self._asked.items()}
         steps = [
-            Step(func, plain, role, answers.get(at, ()), tuple(keeps.get(at, ())))
-            for at, (func, plain, role) in enumerate(self._way)
+            step._replace(answers=answers.get(at, ()), keeps=tuple(keeps.get(at, ())))
+            for at, step in enumerate(self._way)
         ]
         while steps and not steps[-1].acts:
             steps.pop()
@@ -185,8 +170,27 @@ class Learner(Provenance):
         return Plan(tuple(steps), tuple(slots), events, tuple(x.changed for x in self._expected_of))
 
 
+def _slot_of(kept: Projection | Product, places: dict[int | None, int]) -> Slot:
+    """Describe what is to be kept; `places` numbers the addresses of projected tensors."""
+    if isinstance(kept, Product):
+        return Slot(at=kept.position)
+    given = kept.given
+    if given is not None:
+        given = places.setdefault(given[0], len(places)), given[1]
+    return Slot(kept.sizes[1], given, kept.first, kept.changes)
+
+
+def _columns(roots: Sequence[int], pattern: Pattern, held: Mapping[int, Any]) -> Columns:
+    return Columns(tuple(held[slot] for slot in roots), pattern)
+
+
+def _products(made_of: Sequence[tuple[int, float]], held: Mapping[int, Any]) -> tuple[Product, ...]:
+    factors = [(*held[slot], factor) for slot, factor in made_of]
+    return tuple(Product(left, right, factor) for left, right, factor in factors)
+
+
 class Known:
-    """A call of a block along its plan.
+    """A call of a block along its plan; it answers as `Provenance` does.
 
     Attributes:
         departed: Whether the call has left the plan.
@@ -195,8 +199,7 @@ class Known:
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._steps = plan, iter(plan.steps)
-        self._step: Step | None = None
-        self._answers: list[Any] = []
+        self._answers: list[Answer] = []
         self._held: dict[int, Any] = {}
         self._events = 0
         self._changed = iter(plan.changed)
@@ -222,10 +225,10 @@ class Known:
         step = next(self._steps, None)
         if step is None:
             return None
-        if step.func is not func or not (step.plain is None or step.plain.fits(args, kwargs)):
+        if step.func is not func or not _fits(step.plain, args, kwargs):
             self.departed = True
             return None
-        if not step.acts:
+        if not step.role and not step.keeps:
             return None
         self._answers = [*step.answers]
         return step
@@ -259,25 +262,24 @@ class Known:
         self._steps = iter(())
 
     def products(self, values: Tensor) -> tuple[Product, ...]:
-        """Answer as `Provenance` does."""
-        made_of = self._answer().made_of
-        factors = [(self._held[slot], factor) for slot, factor in made_of]
-        return tuple(Product(left, right, factor) for (left, right), factor in factors)
+        """Return the products that flowed into a tensor."""
+        found: tuple[Product, ...] = self._answer()
+        return found
 
     def scale(self, values: Tensor) -> float | None:
-        """Answer as `Provenance` does."""
-        return self._answer()
+        """Return the factor from a product to this tensor; None if it is not a known number."""
+        found: float | None = self._answer()
+        return found
 
     def columns(self, heads: Tensor) -> Columns | None:
-        """Answer as `Provenance` does."""
-        answer = self._answer()
-        if answer is None:
-            return None
-        return Columns(tuple(self._held[slot] for slot in answer.slots), answer.pattern)
+        """Return the projection columns behind heads."""
+        found: Columns | None = self._answer()
+        return found
 
     def token_counts(self, values: Tensor) -> list[int]:
-        """Answer as `Provenance` does."""
-        return self._answer()
+        """List the token counts of the projections that a tensor was made from."""
+        found: list[int] = self._answer()
+        return found
 
     def expect(self, weights: AttentionWeights) -> None:
         """Say what becomes of the next softmax's result."""
@@ -287,46 +289,58 @@ class Known:
         if not self._answers:
             self.departed = True
             raise DepartedError
-        return self._answers.pop(0)
+        return self._answers.pop(0)(self._held)
+
+
+def _fits(plain: tuple[Any, ...] | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call has these plain arguments."""
+    if plain is None:
+        return True
+    counts, places, names = plain
+    if (len(args), len(kwargs)) != counts:
+        return False
+    for place, value in places:
+        other = args[place]
+        if other is not value and (type(other) is not type(value) or other != value):
+            return False
+    for name, value in names:
+        other = kwargs.get(name)
+        if other is not value and (type(other) is not type(value) or other != value):
+            return False
+    return True
 
 
 Origins = Provenance | Known  # answers where the tensors of a block's call come from
 
 
 @dataclass
-class _Learnt:
-    """What is known of the calls of one module in one form."""
-
-    plan: Plan | None = None
-    departures: int = 0
-
-
-@dataclass
 class Plans:
     """Plans of the blocks of a model, by module and by the form of their calls."""
 
-    _learnt: dict[tuple[nn.Module, Any], _Learnt] = field(default_factory=dict)
+    _plans: dict[nn.Module, dict[Any, Plan]] = field(default_factory=dict)
+    _departures: dict[nn.Module, int] = field(default_factory=dict)
 
     def of(self, module: nn.Module, form: Any) -> Plan | None:
         """Return the plan of a call, or None if there is none."""
-        found = self._learnt.get((module, form))
-        return None if found is None else found.plan
+        return self._plans.get(module, {}).get(form)
 
-    def learn(self, module: nn.Module, form: Any, plan: Plan | None) -> None:
-        """Remember a plan, unless calls have left it again and again."""
-        found = self._learnt.setdefault((module, form), _Learnt())
-        if found.departures < _MOST_DEPARTURES:
-            found.plan = plan
+    def learn(self, module: nn.Module, form: Any, plan: Plan) -> None:
+        """Remember a plan, unless calls of the module have left theirs again and again."""
+        own = self._plans.setdefault(module, {})
+        if self._departures.get(module, 0) < _MOST_DEPARTURES:
+            own[form] = plan
+        if len(own) > _MOST_FORMS:
+            own.pop(next(iter(own)))
 
     def leave(self, module: nn.Module, form: Any) -> None:
         """Forget the plan that a call has left."""
-        found = self._learnt.setdefault((module, form), _Learnt())
-        found.plan, found.departures = None, found.departures + 1
+        self._plans.get(module, {}).pop(form, None)
+        self._departures[module] = self._departures.get(module, 0) + 1
 
 
 def form_of(module: nn.Module, given: Sequence[Any], wanted: Any) -> Any:
     """Describe a call by all that its operators are expected to depend on."""
-    kinds = {x.device.type for x in _tensors(given)}
+    kinds = {x.device.type for x in tensors_in(given)}
     casts = tuple(
         torch.get_autocast_dtype(kind) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)
     )
@@ -334,26 +348,16 @@ def form_of(module: nn.Module, given: Sequence[Any], wanted: Any) -> Any:
     return module.training, grad, casts, wanted, _outline(given)
 
 
-def _tensors(values: Any) -> Iterable[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, Mapping):
-        yield from _tensors([*values.values()])
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _tensors(value)
-
-
 def _outline(value: Any) -> Any:
     """Describe a value: a tensor by its form, a container by its contents."""
     if isinstance(value, Tensor):
         if value.is_nested or value.layout is not torch.strided:
             return type(value), value.layout, value.dtype
-        return type(value), tuple(value.shape), value.stride(), value.dtype
-    if isinstance(value, Mapping):
-        return tuple((name, _outline(each)) for name, each in value.items())
+        return type(value), value.shape, value.stride(), value.dtype
     if isinstance(value, list | tuple):
         return tuple(map(_outline, value))
+    if isinstance(value, Mapping):
+        return tuple((name, _outline(each)) for name, each in value.items())
     if isinstance(value, int | float | bool | str | None):
         return value
     return type(value)
