@@ -98,7 +98,7 @@ class AttentionRecorder:
             raise error
 
     def sight(self) -> Origins | Stream | None:
-        """Return what answers for the tensors of the operator that runs (see `TapObserver`)."""
+        """Return what answers for the tensors of the operators that run now."""
         current = self._current()
         if current is not None:
             return None if current[1].finished else current[1].provenance

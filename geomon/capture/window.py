@@ -237,6 +237,7 @@ class Window:
             if self._wants_tokens:
                 self._states.stream.on_lookup = self._tables.take_operator
             self._tap = Tap(self._recorder)
+            self._turn()
             subclasses.hold(self)
             self._find_compiled()
         watch_calls(self)
@@ -467,9 +468,12 @@ class Window:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """Handle a call that begins."""
-        for action in () if self._tracker.is_ignored() else self._before.get(id(module), ()):
+        if self._tracker.is_ignored():
+            return
+        for action in self._before.get(id(module), ()):
             with self._guarded(), unseen():
                 action(module, args, kwargs)
+        self._turn()
 
     def after_call(self, module: nn.Module, output: Any) -> None:
         """Handle a call that has returned."""
@@ -478,10 +482,16 @@ class Window:
         for action in self._after.get(id(module), ()):
             with self._guarded(), unseen():
                 action(module, output)
+        self._turn()
         if self._has_seen_all and self._tap is not None:
             self._tap.rest()
         self._has_seen_all = False
         self._rest()
+
+    def _turn(self) -> None:
+        """Show the operators that follow to whoever sees them now."""
+        if self._tap is not None:
+            self._tap.sight = self._recorder.sight()
 
     def needs_twin(self, module: nn.Module) -> bool:
         """Whether a module's compiled code hides what this window must see."""

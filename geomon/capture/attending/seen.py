@@ -143,8 +143,8 @@ def _sample(
     indices = rows(shape, role)
     heads, width = pattern.which.shape[1:]
     is_whole = math.prod(shape) == pattern.kinds.size
-    if is_whole and pattern.is_plain and 0 in pattern.runs and not turned:  # as nearly always
-        part = _rows_of(columns.projections[0], indices, pattern.runs[0])
+    if is_whole and pattern.is_plain and not turned:  # as nearly always
+        part = _rows_of(columns.projections[0], indices, pattern.run)
         return SampledRows(part.unflatten(1, (heads, width)), indices, shape, role), 0.0
     token = np.full(math.prod(shape), -1)  # for each row
     places = np.arange(pattern.kinds.size) if order is None else order.ravel()
@@ -174,13 +174,14 @@ def _sample(
     return SampledRows(values.unflatten(1, (heads, width)), indices, shape, role), left_out
 
 
-def _rows_of(projection: Projection, rows: Tensor, columns: Tensor) -> Tensor:
+def _rows_of(projection: Projection, rows: Tensor, columns: Tensor | slice) -> Tensor:
     """Copy some columns of some rows of a projection, in float32."""
     values, tokens = projection.by_token
+    if isinstance(columns, Tensor):
+        columns = send(columns, values.device)
     if values.ndim > tokens + 1:
         at = torch.unravel_index(send(rows, values.device), values.shape[:tokens])
-        return values[at].flatten(1)[:, send(columns, values.device)].float()
-    first, count = int(columns[0]), len(columns)
-    if torch.equal(columns, torch.arange(first, first + count, dtype=torch.int64, device="cpu")):
-        return copy_rows(values.narrow(-1, first, count), rows)
-    return copy_rows(values, rows)[:, send(columns, values.device)]
+        return values[at].flatten(1)[:, columns].float()
+    if isinstance(columns, slice):
+        return copy_rows(values[..., columns], rows)
+    return copy_rows(values, rows)[:, columns]

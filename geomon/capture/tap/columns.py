@@ -403,13 +403,13 @@ class Pattern:
         )
 
     @functools.cached_property
-    def runs(self) -> dict[int, Tensor]:
-        """Columns of each projection, all heads in order, for the kinds that have only one."""
-        return {
-            int(own.flat[0]): torch.from_numpy(at.ravel())
-            for own, at in zip(self.which, self.columns, strict=True)
-            if (own == own.flat[0]).all()
-        }
+    def run(self) -> slice | Tensor:
+        """Columns of all heads, in order, of the tokens of the first kind."""
+        columns = self.columns[0].ravel()
+        first = int(columns[0])
+        if np.array_equal(columns, np.arange(first, first + len(columns))):
+            return slice(first, first + len(columns))
+        return torch.from_numpy(columns)
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,9 +22,6 @@ from geomon.failures import failures
 class TapObserver(Protocol):
     """An object that is notified of attention; none of its errors reach the model."""
 
-    def sight(self) -> Known | Provenance | Stream | None:
-        """Return the plan along which a block runs, or what follows tensors, or None."""
-
     def on_fused(self, route: str, given: dict[str, Any]) -> None:
         """Handle a call of a fused attention operator."""
 
@@ -39,15 +36,25 @@ class TapObserver(Protocol):
 
 
 class Tap(dispatch.TorchDispatchMode):
-    """Notifies an observer of the attention in its thread."""
+    """Notifies an observer of the attention in its thread.
+
+    Attributes:
+        sight: The plan along which a block runs, or what follows its tensors, or None.
+    """
 
     supports_higher_order_operators = True  # flex attention
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Compiled code runs eagerly meanwhile, so that operators need no guard of its own."""
+        return False
 
     def __init__(self, observer: TapObserver) -> None:
         super().__init__()
         self._observer: TapObserver | None = observer
         self._thread = threading.get_ident()
         self._open = False
+        self.sight: Known | Provenance | Stream | None = None
 
     @contextmanager
     def seeing(self) -> Iterator[None]:
@@ -94,7 +101,7 @@ class Tap(dispatch.TorchDispatchMode):
 
     def close(self) -> None:
         """See nothing more; may be called more than once, inside a body and after Ctrl-C."""
-        self._observer = None
+        self._observer = self.sight = None
 
     def take_away(self) -> None:
         """Remove the mode if Ctrl-C left it, after all bodies have ended."""
@@ -131,7 +138,7 @@ class Tap(dispatch.TorchDispatchMode):
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        sight = observer.sight()
+        sight = self.sight
         if isinstance(sight, Known):
             return self._run_known(sight, func, args, kwargs)
         kind = kind_of(func)
