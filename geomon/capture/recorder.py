@@ -26,8 +26,9 @@ from geomon.capture.attending.by_hand import (
     is_second_softmax,
     record_softmax,
 )
-from geomon.capture.attending.fused import read_flash, read_flex, read_sdpa
+from geomon.capture.attending.fused import read_flash, read_flex, read_output, read_sdpa
 from geomon.capture.attending.max_logit import max_logits_of_call, max_logits_of_scores
+from geomon.capture.attending.proof import refute
 from geomon.capture.attending.seen import Precedence, SeenAttention
 from geomon.capture.first_pass import BlockCall, StackPass
 from geomon.capture.modes import unseen
@@ -80,6 +81,7 @@ class AttentionRecorder:
         self._tracker, self._stream, self._plans = tracker, stream, plans
         self._attends, self._wants_max_logits = attends, max_logits
         self._projects = projects
+        self._unproved: SeenAttention | None = None  # its operator runs
         self.guarded: Callable[[], AbstractContextManager[Any]] = failing_silently
         self.attends_outside = False
 
@@ -91,9 +93,7 @@ class AttentionRecorder:
 
     def on_failure(self, error: Exception) -> None:
         """Keep one of geomon's own errors for the notes (see `TapObserver`)."""
-        current = self._current()
-        if current is not None:
-            current[1].provenance.failed = True
+        self._spoil()
         with self.guarded():
             raise error
 
@@ -146,6 +146,7 @@ class AttentionRecorder:
                 call = _as_made(call, *columns)
                 if not again:
                     seen.call, seen.route = record_call(stack_pass.memory.sampler, call), route
+                    self._unproved = seen if isinstance(provenance, Learner) else None
                     seen.number_heads(*columns)
                     if call.rule is not None and call.query.shape[0] == 1:
                         stack_pass.tokens.take_begins(call.query.shape[2], call.rule.begins)
@@ -156,6 +157,24 @@ class AttentionRecorder:
                 inside = block_call.running_attention == index
                 if not again and inside >= seen.precedence.inside:
                     seen.refused = seen.refused or str(error)
+
+    def on_fused_output(self, route: str, given: dict[str, Any], result: Any) -> None:
+        """Prove that the call just recorded was understood (see `TapObserver`)."""
+        seen, self._unproved = self._unproved, None
+        if seen is None or not isinstance(seen.call, AttentionCall):
+            return
+        with self.guarded(), torch.no_grad(), unseen():
+            read = read_output(route, given, result)
+            refuted = "" if read is None else refute(seen.call, *read)
+            if refuted:
+                seen.refuse(refuted)
+                self._spoil()
+
+    def _spoil(self) -> None:
+        """Make no plan of the running block."""
+        current = self._current()
+        if current is not None:
+            current[1].provenance.failed = True
 
     def on_softmax(self, scores: Tensor, dim: int, *, logarithm: bool) -> None:
         """Record the sampled rows of a softmax of scores (see `TapObserver`)."""

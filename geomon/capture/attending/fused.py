@@ -87,6 +87,19 @@ def read_flash(given: Mapping[str, Any]) -> Arguments:
     )  # fmt: skip
 
 
+def read_output(route: str, given: Mapping[str, Any], result: Any) -> tuple[Tensor, Tensor] | None:
+    """Read values and output of a call, [sequences, heads, places, width]; None with dropout."""
+    if _first(given, "dropout_p", "dropout", "p_dropout"):
+        return None
+    output = result if isinstance(result, Tensor) else result[0]
+    value = given["value"] if "value" in given else given["v"]
+    value, output = (local_shard(x).detach() for x in (value, output))
+    if route == "flash":
+        packed = value.ndim == 3
+        value, output = ((x[None] if packed else x).transpose(1, 2) for x in (value, output))
+    return value, output
+
+
 _TRACED = ("FakeTensor", "FunctionalTensor")  # tensors of a compiler's tracing
 
 

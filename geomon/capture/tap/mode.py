@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _python_dispatch as dispatch
 
 from geomon.capture import private
-from geomon.capture.tap.operators import kind_of, on_this_rank, op_of
+from geomon.capture.tap.operators import ROUTES, kind_of, on_this_rank, op_of
 from geomon.capture.tap.plan import Known, Learner
 from geomon.capture.tap.provenance import Provenance, Stream
 from geomon.failures import failures
@@ -24,6 +24,9 @@ class TapObserver(Protocol):
 
     def on_fused(self, route: str, given: dict[str, Any]) -> None:
         """Handle a call of a fused attention operator."""
+
+    def on_fused_output(self, route: str, given: dict[str, Any], result: Any) -> None:
+        """Handle what such a call has returned, if the block's plan is being made."""
 
     def on_softmax(self, scores: Tensor, dim: int, *, logarithm: bool) -> None:
         """Handle a softmax."""
@@ -157,6 +160,9 @@ class Tap(dispatch.TorchDispatchMode):
         result = func(*args, **kwargs)
         try:
             self._show_result(kind.role, args, result)
+            if isinstance(sight, Learner) and kind.role in ROUTES:
+                given = dict(zip(kind.names, args, strict=False)) | kwargs
+                observer.on_fused_output(kind.role, given, result)
             if sight is not None:  # follow this rank's parts of DTensors
                 sight.follow(op_of(func, types, args, kwargs, result))
         except failures() as error:
@@ -189,12 +195,12 @@ class Tap(dispatch.TorchDispatchMode):
     def _show(self, role: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Show a call of attention that is about to run."""
         observer = self._observer
-        if observer is None or role in ("", "choice"):
+        if observer is None:
             return
         if role == "softmax":
             logarithm = kind_of(func).name == "_log_softmax"
             observer.on_softmax(args[0], args[1], logarithm=logarithm)
-        else:
+        elif role in ROUTES:
             given = dict(zip(kind_of(func).names, args, strict=False)) | kwargs
             observer.on_fused(role, given)
 

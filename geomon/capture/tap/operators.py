@@ -18,11 +18,15 @@ DETACH = torch.ops.aten.detach.default
 _FLEX = ("query", "key", "value", "score_mod", "block_mask", "scale")
 
 
+ROUTES = ("sdpa", "flex", "flash")  # of fused attention
+
+
 class Kind(NamedTuple):
     """Kind of an operator.
 
     Attributes:
-        role: "softmax", the route of a fused attention, "choice" (`topk`), or "" for all others.
+        role: "softmax", the route of a fused attention (one of `ROUTES`), "choice" (`topk`), or ""
+            for all others.
         name: Its name; "" if it is unknown how results are made from the arguments.
         names: Names of its arguments.
         writes: Names of arguments that it changes.

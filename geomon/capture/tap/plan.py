@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from geomon.capture.tap.columns import Columns, Pattern, Projection
-from geomon.capture.tap.operators import DETACH, kind_of, on_this_rank, plain_arguments, tensors_in
+from geomon.capture.tap.operators import (
+    DETACH,
+    ROUTES,
+    kind_of,
+    on_this_rank,
+    plain_arguments,
+    tensors_in,
+)
 from geomon.capture.tap.provenance import AttentionWeights, Product, Provenance
 
 # A block whose calls left their plan so often is followed operator by operator from then on.
@@ -105,8 +112,9 @@ class Learner(Provenance):
         """Handle an operator that is about to run."""
         if func is not DETACH:
             role = kind_of(func).role
-            fused = role not in ("", "softmax", "choice")  # its flags and scale are read each time
-            self._way.append(Step(func, None if fused else plain_arguments(args, kwargs), role))
+            # The flags and the scale of fused attention are read each time.
+            plain = None if role in ROUTES else plain_arguments(args, kwargs)
+            self._way.append(Step(func, plain, role))
             self.at += 1
 
     def products(self, values: Tensor) -> tuple[Product, ...]:

@@ -200,9 +200,37 @@ for number, ends in enumerate(ENDS):
     named = f"Tensor {ends.format('q')}, Tensor? {ends.format('k')}=None"
     LIBRARY.define(f"packed_{number}(Tensor query, Tensor key, Tensor value, {named}, {OPTIONS})"
                    " -> Tensor")  # fmt: skip
+
+
+def by_definition(q, k, v, *rest, names=(), **options):
+    """It stands for an operator of a package, which needs an accelerator."""
+    options = dict(zip(names[3:], rest, strict=False)) | options
+    options = {name: x for name, x in options.items() if x is not None}
+    ends = [x for x in options.values() if isinstance(x, torch.Tensor)]
+    given = {name: x for name, x in options.items() if not isinstance(x, torch.Tensor)}
+    if q.ndim == 3:  # packed
+        of = [x.tolist() for x in (ends[0], ends[-1])]
+        parts = [
+            by_definition(q[None, a:b], k[None, c:d], v[None, c:d], **given)[0]
+            for a, b, c, d in zip(of[0], of[0][1:], of[1], of[1][1:], strict=False)
+        ]
+        return torch.cat([*parts, torch.zeros_like(q[sum(map(len, parts)) :])])
+    sides = [given.get(f"window_size_{side}", -1) for side in ("left", "right")]
+    left, right = (None if side < 0 else side for side in given.get("window_size") or sides)
+    right = 0 if given.get("causal") or given.get("is_causal") else right
+    scale = next((given[x] for x in ("softmax_scale", "scale") if x in given), q.shape[-1] ** -0.5)
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    if cap := given.get("softcap"):
+        scores = cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(~within(left, right, q.shape[1], k.shape[1]), -torch.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1).nan_to_num(), v)
+
+
 for name in ("forward", "packed_0", "packed_1", "packed_2"):
-    # It stands for an operator of a package, which needs an accelerator: values are not looked at.
-    LIBRARY.impl(name, lambda q, k, v, *args, **options: torch.zeros_like(q), "CPU")
+    arguments = getattr(torch.ops.geomon_ways, name).default._schema.arguments
+    stands_for = functools.partial(by_definition, names=[each.name for each in arguments])
+    LIBRARY.impl(name, stands_for, "CPU")
 FLASH = torch.ops.geomon_ways
 
 
