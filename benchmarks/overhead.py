@@ -104,7 +104,7 @@ def overhead(
     training's thread counts: values are computed in another.
     """
     torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
+    logging.getLogger("geomon").setLevel(logging.ERROR)
     chosen = [name for name in MODELS if any(word in name for word in models.split(","))]
     _warm_up()
     columns = ("plain", "+ reading", "+ check", "+ first reading", "+ first check")

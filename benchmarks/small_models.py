@@ -76,8 +76,8 @@ def _gpt2(sizes: Sizes, attention: str) -> nn.Module:
     return AutoModelForCausalLM.from_config(
         GPT2Config(
             vocab_size=VOCABULARY, n_positions=sizes.length, n_embd=sizes.width,
-            n_layer=sizes.layers, n_head=sizes.heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-            bos_token_id=None, eos_token_id=None, use_cache=False,
+            n_layer=sizes.layers, n_head=sizes.heads, resid_pdrop=0.0, embd_pdrop=0.0,
+            attn_pdrop=0.0, bos_token_id=None, eos_token_id=None, use_cache=False,
         ),
         attn_implementation=attention,
     )  # fmt: skip
@@ -120,7 +120,7 @@ MODELS: dict[str, Callable[[Sizes], nn.Module]] = {
     "GPT-2, eager": lambda sizes: _gpt2(sizes, "eager"),
     "Llama, sdpa": lambda sizes: _llama(sizes, "sdpa"),
     "Llama, eager": lambda sizes: _llama(sizes, "eager"),
-    "nanoGPT, by hand": lambda sizes: _NanoGPT(sizes),
+    "nanoGPT, by hand": _NanoGPT,
     "T5, eager": lambda sizes: _t5(sizes, "eager"),
     "GPT-2, compiled blocks": lambda sizes: _compiled(sizes, "sdpa"),
 }
