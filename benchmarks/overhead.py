@@ -91,9 +91,7 @@ def _row(name: str, layers: int, runs: int, begin: int) -> list[str]:
 
 
 def overhead(
-    runs: Annotated[
-        int, typer.Option(help="Passes of each kind, of which the median counts.")
-    ] = 24,
+    runs: Annotated[int, typer.Option(help="Passes of each kind; the median counts.")] = 12,
     layers: Annotated[str, typer.Option(help="Numbers of layers.")] = "12,24",
     models: Annotated[str, typer.Option(help="Words in the models' names; all by default.")] = "",
     begin: Annotated[int, typer.Option(help="First step: from 200 on there are bands.")] = 1,

@@ -176,7 +176,8 @@ def dump(
             masked = set(specimen.inputs()) & set(PADDING_MASKS)
             for kind in specimen.routes:
                 for padded in (True, False) if masked else (False,):
-                    pickle.dump(tuple(_entry(specimen, kind, padded=padded)), file)
+                    key, passes, arrays = _entry(specimen, kind, padded=padded)
+                    pickle.dump((key, [*map(tuple, passes)], arrays), file)
             print(f"{time.perf_counter() - began:.0f} s: {specimen.name}", file=sys.stderr)
     print(f"{out}: {out.stat().st_size / 1e6:.0f} MB in {time.perf_counter() - began:.0f} s")
 
