@@ -15,6 +15,7 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
+from torch import nn
 
 from benchmarks.small_models import MODELS, Sizes, make
 from benchmarks.timing import print_machine, print_table
@@ -135,22 +136,28 @@ def _resident(what: str) -> float:
 def _peak_of(name: str, sizes: Sizes, sequences: int, kind: str, *, gradients: bool) -> float:
     """Megabytes above the model at the peak of one forward pass in this process."""
     torch.set_num_threads(1)
+    views = Evaluator(METRICS, 1).views
+
+    def forward(
+        model: nn.Module, batch: dict[str, Any], anatomy: Any, plans: Any, *, watched: bool
+    ) -> object:
+        around = watch(anatomy, views, rows=4096, plans=plans) if watched else nullcontext()
+        with torch.set_grad_enabled(gradients), around as window:
+            output = model(**batch)
+        return output, None if window is None else window.snapshot()
+
+    # What the first watched pass of a process loads is not its memory.
+    other, batch = make(name, Sizes(2, 64, 16), 2)
+    forward(other, batch, find_anatomy(other), new_plans(), watched=True)
     model, batch = make(name, sizes, sequences)
-    small = {key: ids[:2, :16] for key, ids in batch.items()}
     anatomy, plans = find_anatomy(model), new_plans()
-    views, rows = Evaluator(METRICS, 1).views, 4096
-
-    def forward(given: dict[str, Any], *, watched: bool) -> object:
-        window = watch(anatomy, views, rows=rows, plans=plans) if watched else nullcontext()
-        with torch.set_grad_enabled(gradients), window:
-            output = model(**given)
-        return (output, window.snapshot()) if watched else output
-
-    forward(small, watched=kind == "later")  # so that only the pass that is measured is large
+    # A small batch first, so that only the pass that is measured is large.
+    small = {key: ids[:2, :16] for key, ids in batch.items()}
+    forward(model, small, anatomy, plans, watched=kind == "later")
     gc.collect()
     _CLEAR.write_text("5")  # the peak is counted from here on
     before = _resident("VmRSS")
-    kept = forward(batch, watched=kind != "plain")
+    kept = forward(model, batch, anatomy, plans, watched=kind != "plain")
     peak = _resident("VmHWM") - before
     del kept
     return peak
