@@ -211,6 +211,7 @@ class Window:
             finally:
                 if self._tap is not None:
                     self._tap.take_away()
+                run_eagerly.release(self)  # left by Ctrl-C
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -493,9 +494,12 @@ class Window:
         wanted = self._sees_between or id(module) in self._blocks
         if self._tap is None or not wanted or self._tracker.is_ignored():
             yield
-            return
-        with run_eagerly.held(), self._tap.seeing():
-            yield
+        elif self in run_eagerly.holders:  # inside a call that it sees already
+            with self._tap.seeing():
+                yield
+        else:
+            with run_eagerly.held(self), self._tap.seeing():
+                yield
 
     def hides(self, module: nn.Module) -> bool:
         """Whether compiled functions in a block hide its attention (see `CallObserver`)."""
