@@ -50,6 +50,11 @@ class Tap(dispatch.TorchDispatchMode):
         self._thread = threading.get_ident()
         self._open = False
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the operators of a body are seen now."""
+        return self._open
+
     @contextmanager
     def seeing(self) -> Iterator[None]:
         """See the operators of the body, in the thread that made the tap; bodies may be nested.
