@@ -4,6 +4,7 @@ from geomon.capture.anatomy import find_anatomy
 from geomon.capture.calling.calls import FirstCall, in_cuda_graph
 from geomon.capture.calling.probe import extra_pass
 from geomon.capture.tokens.sampling import ATTENTION_QUERIES, derive_seed
+from geomon.capture.unchanged import extra_passes
 from geomon.capture.window import Window
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Window",
     "derive_seed",
     "extra_pass",
+    "extra_passes",
     "find_anatomy",
     "in_cuda_graph",
 ]

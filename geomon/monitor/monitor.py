@@ -430,6 +430,7 @@ class Monitor:
             inputs, window.inputs = window.inputs, None
             with self.warnings.guard():
                 passes = self.passes.snapshots(window)
+                self._say_what_stays_changed()
                 if passes[0].is_empty:
                     self.planner.checks.stop()  # compiled code hides the blocks
                     return
@@ -488,6 +489,7 @@ class Monitor:
             raise
         except failures() as error:  # several ranks must fail together
             passes = error
+        self._say_what_stays_changed()
         seconds = time.perf_counter() - began - (self.account.left_out - left_out)
         if not self._takes_part():
             if isinstance(passes, Exception):
@@ -506,6 +508,13 @@ class Monitor:
                 raise NotSeenError(missing)
             self.warnings.warn(missing)
         self._is_verified = True
+
+    def _say_what_stays_changed(self) -> None:
+        """Say once in a run that an extra pass was made, whether or not it failed."""
+        note = self.passes.what_stays_changed
+        if note is not None and self.warnings.is_new(f"{note.stack}: {note.kind}"):
+            self.warnings.warn(note.words())
+            self.outbox.note([note])
 
     def _flush(self) -> None:
         """Finish what is being measured, and record it."""
