@@ -112,13 +112,18 @@ def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def _observed(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling() or private.tracing_state() is not None or in_cuda_graph():
         return _call(module, args, kwargs)  # what is recorded must not depend on geomon
-    hidden = is_compiled(module)
+    hidden, observers = is_compiled(module), []
     for holder in _calls.holders:
-        if not isinstance(holder, FirstCall):
-            hidden = hidden or holder.hides(module)
-        elif holder.takes(module):
-            return holder.run(module, args, kwargs)
-    return (_call_compiled if hidden else _call_observed)(module, args, kwargs)
+        if isinstance(holder, FirstCall):
+            if holder.takes(module):
+                return holder.run(module, args, kwargs)
+            continue
+        hidden = hidden or holder.hides(module)
+        if holder.watches(module):
+            observers.append(holder)
+    if hidden:
+        return _call_compiled(module, args, kwargs)
+    return _call_observed(observers, module, args, kwargs)
 
 
 def in_cuda_graph() -> bool:
@@ -143,6 +148,10 @@ def _observers() -> list[CallObserver]:
     return [holder for holder in _calls.holders if not isinstance(holder, FirstCall)]
 
 
+def _watching(module: nn.Module) -> list[CallObserver]:
+    return [observer for observer in _observers() if observer.watches(module)]
+
+
 def watch_calls(observer: CallObserver) -> None:
     """Notify an observer of module calls until `unwatch_calls`."""
     if not SEES_CALLS:
@@ -160,8 +169,9 @@ def unwatch_calls(observer: CallObserver) -> None:
         end_extra_passes()
 
 
-def _call_observed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    observers = [observer for observer in _observers() if observer.watches(module)]
+def _call_observed(
+    observers: list[CallObserver], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     if not observers:
         return _call(module, args, kwargs)
     opening = [opens for observer in observers if (opens := observer.seeing(module)) is not None]
@@ -405,7 +415,7 @@ def _call_compiled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
                 copies = _copies(target, args, kwargs)
         except failures():  # the call cannot be made twice
             if inside:
-                return _call_observed(module, args, kwargs)
+                return _call_observed(_watching(module), module, args, kwargs)
             forced = [observer.forces_eager() for observer in observers]
             if any(forced):
                 with extra_pass_begun(), run_eagerly.held():
@@ -422,7 +432,7 @@ def _call_compiled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 def _call_eagerly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     inner = _compiled_inside(module)
     if inner is None or module._forward_hooks or module._forward_pre_hooks:
-        return _call_observed(module, args, kwargs)
+        return _call_observed(_watching(module), module, args, kwargs)
     return nn.Module.__call__(inner, *args, **kwargs)  # the wrapper would bypass observers
 
 
