@@ -124,7 +124,7 @@ class Watched:
         ]  # fmt: skip
 
 
-EXTRA = "this reading comes from an extra pass of the model"
+EXTRA = "an extra pass of the model was made: what the model changes outside"
 Event = int | Callable[[Watched], object]
 
 

@@ -4,8 +4,8 @@ A mode that counts or changes operators, or stores what a checkpointed block com
 operators that the training did not call.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from geomon.capture import private
@@ -14,27 +14,14 @@ from geomon.capture import private
 @contextmanager
 def unseen() -> Iterator[None]:
     """Hide the operators of the body from all torch modes and tensor subclasses."""
-    with private.without_functions():
-        inside = private.leave_transforms() if private.transforms() else nullcontext()
-        with inside, _without_operators():
-            yield
-
-
-@contextmanager
-def _without_operators() -> Iterator[None]:
-    """Remove the modes that see operators."""
-    top, pop, push = private.top_mode, private.pop_mode, private.push_mode
-    if top is None or pop is None or push is None or private.traced_modes():
-        with private.hide_modes():
-            yield
-        return
     taken: list[Any] = []  # faster than torch's own way, and a pass enters this 200 times
-    try:
-        while top() is not None:
-            taken.append(pop())
-        yield
-    finally:
-        _put_back(push, taken)
+    inside = private.leave_transforms() if private.transforms() else _NOTHING
+    with private.without_functions(), inside, _untaken_hidden():
+        try:
+            _take_operators(taken)
+            yield
+        finally:
+            _put_back(private.push_mode, taken)
 
 
 @contextmanager
@@ -45,21 +32,43 @@ def without_modes() -> Iterator[None]:
     default device, where the model may make tensors.
     """
     pop, push = private.pop_function_mode, private.push_function_mode
-    taken: list[Any] = []
-    with _without_operators():
+    operators: list[Any] = []
+    functions: list[Any] = []
+    with _untaken_hidden():
         try:
+            _take_operators(operators)
             while private.function_modes() > 0:
-                taken.append(pop())
-            kept = [mode for mode in taken if isinstance(mode, private.device_mode)]
+                functions.append(pop())
+            kept = [mode for mode in functions if isinstance(mode, private.device_mode)]
             _put_back(push, kept)
             yield
         finally:
-            while private.function_modes() > 0:
-                pop()
-            _put_back(push, taken)
+            try:
+                while private.function_modes() > 0:
+                    pop()
+                _put_back(push, functions)
+            finally:
+                _put_back(private.push_mode, operators)
 
 
-def _put_back(push: Callable[[Any], Any], modes: list[Any]) -> None:
+_NOTHING = nullcontext()
+
+
+def _untaken_hidden() -> AbstractContextManager[None]:
+    """Return what hides modes that `_take_operators` cannot take: those of a tracer, say."""
+    known = private.top_mode and private.pop_mode and private.push_mode
+    return _NOTHING if known and not private.traced_modes() else private.hide_modes()
+
+
+def _take_operators(taken: list[Any]) -> None:
+    """Take the modes that see operators from their stack."""
+    top, pop = private.top_mode, private.pop_mode
+    if top is not None and pop is not None and private.push_mode is not None:
+        while top() is not None:
+            taken.append(pop())
+
+
+def _put_back(push: Any, modes: list[Any]) -> None:
     """Put modes back, last one first, even if Ctrl-C comes in between."""
     try:
         while modes:

@@ -41,6 +41,17 @@ _FSDP1 = ("uses_sharded_strategy", "needs_unshard", "reshard", "post_reshard", "
 _written: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
 
+class _Made:
+    """Extra passes that were begun so far."""
+
+    passes = 0
+
+
+def extra_passes() -> int:
+    """Return how many extra passes this process has begun, including those that failed."""
+    return _Made.passes
+
+
 @contextmanager
 def left_unchanged(model: nn.Module) -> Iterator[None]:
     """Run a body without autograd, then restore what it changed in the model and the process.
@@ -73,6 +84,7 @@ def left_unchanged(model: nn.Module) -> Iterator[None]:
             torch.set_grad_enabled(False)
             # Weights cached by autocast here would have no gradient in training.
             torch.set_autocast_cache_enabled(False)
+            _Made.passes += 1
             yield
     finally:
         state.report_written()
@@ -384,4 +396,4 @@ def _reshard_flat(module: Any) -> None:
         handle._prefetched = False
 
 
-__all__ = ["left_unchanged", "random_states_kept"]
+__all__ = ["extra_passes", "left_unchanged", "random_states_kept"]

@@ -20,7 +20,13 @@ from geomon.capture.anatomy import Anatomy, Block
 from geomon.capture.anatomy.projections import projects_in_its_own_way
 from geomon.capture.assemble import build_snapshot, matrix_layer
 from geomon.capture.attending.seen import SeenAttention
-from geomon.capture.calling.calls import calling_compiled, unwatch_calls, unwrap, watch_calls
+from geomon.capture.calling.calls import (
+    calling_compiled,
+    is_compiled,
+    unwatch_calls,
+    unwrap,
+    watch_calls,
+)
 from geomon.capture.calling.patches import (
     in_extra_pass,
     records_gradients,
@@ -185,7 +191,7 @@ class Window:
         self._tap: Tap | None = None  # sees attention while the window is open
         self._sees_above = True  # whether operators around the blocks are seen too
         self._blocks: set[int] = set()  # ids of the blocks and of their parts
-        self._hiding: set[int] = set()  # ids of those that call compiled functions
+        self._hiding: set[int] = set()  # ids of those, and of their owners, with compiled code
         self.settled = True
         self.seconds = 0.0
 
@@ -219,6 +225,7 @@ class Window:
             finally:
                 if self._tap is not None:
                     self._tap.take_away()
+                run_eagerly.release(self)  # left by Ctrl-C
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -239,18 +246,24 @@ class Window:
             self._tap = Tap(self._recorder)
             self._turn()
             subclasses.hold(self)
-            self._find_compiled()
+        self._find_compiled()
         watch_calls(self)
 
     def _find_compiled(self) -> None:
-        """Find the blocks that call compiled functions, whose operators are invisible."""
-        reaching = calling_compiled(self.modules())
-        self._sees_above = not reaching
-        for block in self._anatomy.blocks:
-            for module in (block.module, *block.parts):
-                self._blocks.add(id(module))
-                if reaching and not reaching.isdisjoint(map(id, module.modules())):
-                    self._hiding.add(id(module))
+        """Find the blocks, and what runs them, that have compiled code in them."""
+        modules = [*self.modules()]
+        found = {id(module) for module in modules if is_compiled(module)}
+        if self._follows:
+            found |= calling_compiled(modules)
+        self._sees_above = not found
+        blocks = [part for each in self._anatomy.blocks for part in (each.module, *each.parts)]
+        self._blocks.update(map(id, blocks))
+        owners = [stack.owner for stack in self._anatomy.stacks if stack.owner is not None]
+        self._hiding.update(
+            id(module)
+            for module in (*owners, *blocks)
+            if found and not found.isdisjoint(map(id, module.modules()))
+        )
 
     def close(self) -> None:
         """Remove everything that the window placed; may be called more than once."""
@@ -485,6 +498,8 @@ class Window:
         self._turn()
         if self._has_seen_all and self._tap is not None:
             self._tap.rest()
+        elif self._tap is not None and self._tap.sight is not None:
+            self._tap.go_on()
         self._has_seen_all = False
         self._rest()
 
@@ -514,18 +529,21 @@ class Window:
         for root in above[:1] or inside:  # the outermost one holds all of them
             yield from root.modules()
 
-    @contextmanager
-    def seeing(self, module: nn.Module) -> Iterator[None]:
+    def seeing(self, module: nn.Module) -> AbstractContextManager[None] | None:
         """See operators inside blocks, and around them unless compiled code runs there."""
         wanted = self._sees_between or id(module) in self._blocks
-        if self._tap is None or not wanted or self._tracker.is_ignored():
-            yield
-            return
-        with run_eagerly.held(), self._tap.seeing():
+        if self._tap is None or not wanted or self._tracker.is_ignored() or self._tap.is_open:
+            return None
+        return self._seeing(self._tap)
+
+    @contextmanager
+    def _seeing(self, tap: Tap) -> Iterator[None]:
+        held = self in run_eagerly.holders  # around a twin
+        with nullcontext() if held else run_eagerly.held(self), tap.seeing():
             yield
 
     def hides(self, module: nn.Module) -> bool:
-        """Whether compiled functions in a block hide its attention (see `CallObserver`)."""
+        """Whether a block, or what runs blocks, has compiled code (see `CallObserver`)."""
         return id(module) in self._hiding and not in_extra_pass()
 
     def suspended(self) -> AbstractContextManager[None]:

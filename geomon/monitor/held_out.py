@@ -141,9 +141,10 @@ def is_loader(inputs: Any) -> bool:
         (False, False, True, False)
     """
     plain = isinstance(inputs, Tensor | Mapping | tuple | list | str | bytes) or callable(inputs)
+    if plain or not isinstance(inputs, Iterable):
+        return False
     # Arrays and dict-like objects are inputs of a model.
-    like_inputs = hasattr(inputs, "shape") or hasattr(inputs, "keys")
-    return isinstance(inputs, Iterable) and not plain and not like_inputs
+    return not (hasattr(inputs, "shape") or hasattr(inputs, "keys"))
 
 
 def describe_probe(probe: Any) -> str:

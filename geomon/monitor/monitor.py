@@ -30,7 +30,7 @@ from torch import nn
 from geomon import __version__
 from geomon.analysis.alerts import Inputs
 from geomon.analysis.bands import WATCHED
-from geomon.capture import in_cuda_graph
+from geomon.capture import in_cuda_graph, without_modes
 from geomon.capture.model_parts import ModelParts
 from geomon.capture.snapshot import HOST, NotSeenError, Snapshot, explain_missing
 from geomon.distributed import (
@@ -43,6 +43,7 @@ from geomon.distributed import (
 from geomon.distributed.mesh import Mesh, find_place
 from geomon.failures import failures, ignored
 from geomon.metrics import Evaluator, check_metrics
+from geomon.metrics.at_once import in_modes
 from geomon.monitor.device import MeasuringDevice
 from geomon.monitor.executor import ReadingExecutor
 from geomon.monitor.held_out import HeldOut, describe_probe, is_loader
@@ -148,7 +149,7 @@ class Monitor:
         """
         if in_cuda_graph():
             return _NOTHING
-        with self.account.charge():
+        with self.charge():
             self.advance(step)
             due = self._due(self._source, force=force)
             if due is Due.NOTHING:
@@ -173,7 +174,7 @@ class Monitor:
         if number == self.planner.step and self._is_own():
             self.passes.sweep(number)
             return
-        with self.account.charge():
+        with self.charge():
             if not self._is_own():
                 self._process = os.getpid()
                 self._executor.forget()
@@ -217,7 +218,8 @@ class Monitor:
                 "`with monitor(step)`"
             )
         if self._is_own() and not in_cuda_graph():
-            self.outbox.log(number, values, watched=self.passes.step == number)
+            with self.charge():
+                self.outbox.log(number, values, watched=self.passes.step == number)
 
     def probe(self, step: SupportsIndex, inputs: Any = None) -> None:
         """Read the geometry on fixed inputs in an extra pass, regardless of schedule and budget.
@@ -251,7 +253,7 @@ class Monitor:
                 "the monitor, Monitor(model, probe=loader), and call probe(step)"
             )
         self._parts.check_probe(inputs)
-        with self.account.charge():
+        with self.charge():
             self.advance(step)
             number = check_step(step)
             if self._due("probe", force=True) is Due.READING:
@@ -266,7 +268,7 @@ class Monitor:
         If it is not called, it runs when the program ends.
         """
         if self._is_own():
-            with self.account.charge():
+            with self.charge():
                 self._flush()
                 self._say_what_is_missing()
                 self.outbox.close()
@@ -322,8 +324,9 @@ class Monitor:
         self.outbox.sinks.add_loggers(sinks)
 
     def charge(self) -> AbstractContextManager[None]:
-        """Return a context manager that counts the time inside it as geomon's."""
-        return self.account.charge()
+        """Return a context manager for geomon's own work: it counts time, and hides operations."""
+        charge = self.account.charge()
+        return _unseen(charge) if in_modes() else charge
 
     @property
     def overhead(self) -> float:
@@ -404,13 +407,13 @@ class Monitor:
 
     @contextmanager
     def _watching(self, step: int) -> Iterator[None]:
-        with self.account.charge():
+        with self.charge():
             window = self.passes.open(step)
         with window:
             yield
         if not self._is_own():
             return
-        with self.account.charge():
+        with self.charge():
             began = time.perf_counter() - window.seconds
             inputs, window.inputs = window.inputs, None  # not kept longer than the reading
             capture = functools.partial(self.passes.snapshots, window)
@@ -419,17 +422,18 @@ class Monitor:
     @contextmanager
     def _checking(self, step: int) -> Iterator[None]:
         """Look at a few values of this rank's rows in the training's forward pass."""
-        with self.account.charge():
+        with self.charge():
             window = self.passes.open_for_check(step, self._quick_evaluator.views, _CHECK_ROWS)
         with window:
             yield
         if not self._is_own():
             return
-        with self.account.charge():
+        with self.charge():
             began = time.perf_counter() - window.seconds
             inputs, window.inputs = window.inputs, None
             with self.warnings.guard():
                 passes = self.passes.snapshots(window)
+                self._say_what_stays_changed()
                 if passes[0].is_empty:
                     self.planner.checks.stop()  # compiled code hides the blocks
                     return
@@ -451,7 +455,7 @@ class Monitor:
         finally:
             self.outbox.open_step = None
             if self._is_own():
-                with self.account.charge():
+                with self.charge():
                     self.outbox.publish()
 
     def _read(
@@ -488,6 +492,7 @@ class Monitor:
             raise
         except failures() as error:  # several ranks must fail together
             passes = error
+        self._say_what_stays_changed()
         seconds = time.perf_counter() - began - (self.account.left_out - left_out)
         if not self._takes_part():
             if isinstance(passes, Exception):
@@ -506,6 +511,13 @@ class Monitor:
                 raise NotSeenError(missing)
             self.warnings.warn(missing)
         self._is_verified = True
+
+    def _say_what_stays_changed(self) -> None:
+        """Say once in a run that an extra pass was made, whether or not it failed."""
+        note = self.passes.what_stays_changed
+        if note is not None and self.warnings.is_new(f"{note.stack}: {note.kind}"):
+            self.warnings.warn(note.words())
+            self.outbox.note([note])
 
     def _flush(self) -> None:
         """Finish what is being measured, and record it."""
@@ -623,6 +635,13 @@ class Monitor:
         # A user's own metric may draw random numbers. Their states are restored around it, which
         # must not happen while the training draws.
         return chosen and not self._evaluator.has_own_metrics and not self._group.connected
+
+
+@contextmanager
+def _unseen(charge: AbstractContextManager[None]) -> Iterator[None]:
+    """Hide what is charged from the training's torch modes, which would count or change it."""
+    with charge, without_modes():
+        yield
 
 
 def _notes_of_run(passes: Passes, group: RankGroup, device: MeasuringDevice) -> list[Note]:

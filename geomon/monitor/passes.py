@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from geomon.capture import Plans, Window, derive_seed, extra_pass
+from geomon.capture import Plans, Window, derive_seed, extra_pass, extra_passes
 from geomon.capture.anatomy import Anatomy
 from geomon.capture.model_parts import ModelParts
 from geomon.capture.shards import TensorPlace
@@ -21,8 +21,8 @@ from geomon.monitor.probe_loss import ProbeLoss
 from geomon.note import Note
 
 _EXTRA = (
-    "this reading comes from an extra pass of the model: what the model changes outside of its "
-    "modules (a global list, a generator, a counter) cannot be restored"
+    "an extra pass of the model was made: what the model changes outside of its modules (a global "
+    "list, a generator, a counter) cannot be restored"
 )
 
 
@@ -66,7 +66,7 @@ class Passes:
         self._in_background = in_background
         self._account = account
         self._loss = loss
-        self._has_passed = False  # whether an extra pass was made
+        self._passes_before = 0  # extra passes of this process before the step was looked at
         self._open: tuple[Window, int] | None = None  # the window that is open, and its step
         self._shard = TensorPlace(group.own.shard, group.own.shards)
 
@@ -74,6 +74,11 @@ class Passes:
     def block_names(self) -> list[str]:
         """Names of the blocks, in order of depth."""
         return [block.name for block in self._anatomy.blocks]
+
+    @property
+    def what_stays_changed(self) -> Note | None:
+        """Note on a step that took an extra pass: a probe's, or one beside compiled code."""
+        return Note("extra pass", _EXTRA) if extra_passes() > self._passes_before else None
 
     @property
     def step(self) -> int | None:
@@ -86,6 +91,7 @@ class Passes:
         Args:
             step: Number of optimizer updates already in the weights.
         """
+        self._passes_before = extra_passes()
         rows = self._group.rows_of(self._rows())
         return self._window(step, (step, *self._place()), rows=rows)
 
@@ -95,6 +101,7 @@ class Passes:
         Compiled code that cannot be copied stays compiled, and the check sees nothing of it. Other
         ranks make no check, so an eager pass here could wait for them forever.
         """
+        self._passes_before = extra_passes()
         return self._window(step, (step,), rows=rows, views=views)
 
     def snapshots(self, window: Window) -> list[Snapshot]:
@@ -147,6 +154,7 @@ class Passes:
             inputs: Inputs of the model, or held-out batches.
             step: Number of optimizer updates already in the weights.
         """
+        self._passes_before = extra_passes()
         if isinstance(inputs, HeldOut):
             return self._run_held_out(inputs, step)
         return self._run(inputs, step, (), self._rows(), loss=self._loss)
@@ -190,9 +198,6 @@ class Passes:
             self._account.left_out += max(0.0, made.seconds - window.seconds)
         first, *others = self.snapshots(window)
         info = replace(first.info, loss=made.loss)
-        if not self._has_passed:
-            self._has_passed = True
-            info = replace(info, notes=[*info.notes, Note("extra pass", _EXTRA)])
         if made.left_out:
             text = "the model gets all but {left_out}, which its forward() does not take"
             note = Note("parts of a batch", text, numbers={"left_out": made.left_out})

@@ -165,10 +165,12 @@ class CallbackSession:
         """
         if not self._is_due(step, force=force) or self.monitor is None:
             return
-        attempt = self.monitor.warnings.attempt
+        monitor = self.monitor
 
         def show(*call: Any) -> None:
-            attempt(lambda: seen(*call), "what the model returned cannot be read", once=True)
+            failed = "what the model returned cannot be read"
+            with monitor.charge():
+                monitor.warnings.attempt(lambda: seen(*call), failed, once=True)
 
         with self.monitor.charge():
             self._first_call = _SeenCall(

@@ -3,6 +3,7 @@ import contextlib
 import pytest
 import torch
 from measuring import nowhere, train, watching
+from models import transformer
 from plain_models import CausalSelfAttention, language_model
 from torch import nn
 from torch.nn import functional
@@ -76,6 +77,78 @@ def test_what_is_computed_beside_the_training_is_not_counted(watched, by_hand):
             trained(contextlib.nullcontext(), by_hand=by_hand, watched=each)
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] > 0
+
+
+class Operators(TorchDispatchMode):
+    """A mode that lists what it meets."""
+
+    def __init__(self):
+        super().__init__()
+        self.met = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.met.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    """The same of functions."""
+
+    def __init__(self):
+        super().__init__()
+        self.met = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.met.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+MODELS = {
+    "by hand": lambda: language_model(CausalSelfAttention, "eager"),
+    "GPT-2": lambda: transformer("gpt2"),
+}
+LOOKS = {
+    "reading": lambda ids: {"background": False},
+    "reading in the background": lambda ids: {"background": True},
+    "check": lambda ids: {"schedule": every(9), "checks": every(1)},
+    "probe": lambda ids: {"probe": ids[:4]},
+    "probe of batches": lambda ids: {"probe": iter([ids[:4], ids[4:]]), "schedule": every(2)},
+}
+
+
+def met_in_steps(mode, model, look=None):
+    """What a mode around each whole step meets."""
+    torch.manual_seed(0)
+    model, ids, met = MODELS[model](), torch.randint(0, 20, (8, 12)), []
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    monitor = None
+    if look:
+        options = {"log": ["loss"], "on_alert": print} | LOOKS[look](ids)
+        monitor, memory = watching(
+            model, metrics=select("attention_entropy", "variance"), **options
+        )
+    for step in range(3):
+        with mode() as counting, monitor(step) if monitor else contextlib.nullcontext():
+            output = model(ids)
+            logits = output if isinstance(output, torch.Tensor) else output.logits
+            loss = functional.cross_entropy(logits.mT, ids)
+            if monitor:
+                monitor.log(step, loss=loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        met.append(counting.met)
+    if monitor:
+        monitor.close()
+        assert memory.readings[0].training["loss"] == pytest.approx(loss.item(), rel=0.5)
+    return met
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("mode", [Operators, Functions])
+def test_a_mode_around_a_watched_step_meets_what_the_training_calls(mode, model, look):
+    assert met_in_steps(mode, model, look) == met_in_steps(mode, model)
 
 
 def test_an_extra_pass_keeps_the_default_device_and_functions_of_subclasses():

@@ -16,6 +16,7 @@ from models import PlainDecoder, Running, batch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
+from geomon import every
 from geomon.capture import extra_pass
 
 
@@ -518,3 +519,61 @@ def test_without_a_name_of_fsdp1_no_pass_is_made_on_its_modules(name, fsdp):
     made, refused = passes(model, lambda model: None)
     assert made == 0
     assert "could not be sharded again" in refused.pop()
+
+
+# -- what an extra pass may have changed elsewhere is said -----------------------------------------
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def fails_without_gradients(module, args):
+    if not torch.is_grad_enabled():
+        raise ValueError("the model is only trained")
+
+
+# Options of a monitor, whether blocks are compiled later, and whether looks take extra passes.
+LOOKS = {
+    "probe": (lambda: {"probe": batch()}, False, True),
+    "probe of batches": (lambda: {"probe": iter([batch(), batch()])}, False, True),
+    "compiled": (dict, True, True),
+    "compiled, at a check": (
+        lambda: {"schedule": lambda step: step == 2, "checks": every(1)},
+        True,
+        True,
+    ),
+    "the training's own pass": (dict, False, False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("look", LOOKS)
+def test_an_extra_pass_is_said_once_in_the_log_and_the_record_however_it_ends(
+    look, fails, caplog, fresh_compiler, failures
+):
+    make_options, compiles, is_extra = LOOKS[look]
+    calls = []  # outside of the model
+    model = PlainDecoder()
+    model.register_forward_pre_hook(lambda *given: calls.append(1))
+    if fails:
+        model.blocks[1].register_forward_pre_hook(fails_without_gradients)
+    monitor, memory = watching(model, strict=False, **make_options())
+    for step in range(3):  # the first is read in any case
+        for block in model.blocks if compiles and step == 1 else ():
+            block.compile(backend="eager")
+        if step == 2:  # from here on nothing fails
+            said = [text for text in caplog.messages if "changes outside of its modules" in text]
+            assert len(said) == is_extra
+            model.blocks[1]._forward_pre_hooks.clear()
+        with monitor(step):
+            model(batch())
+    monitor.close()
+    failures.clear()
+    assert (len(calls) > 3) == is_extra
+    notes = [note.kind for reading in memory.readings for note in reading.notes]
+    assert notes.count("extra pass") == is_extra

@@ -142,14 +142,14 @@ TAKEN = {
         [EXTRA, "no 95 %", FEW_ROWS],
     ),
     "rows of a mask": (
-        padded, {"tokens": 128, "model": Labelled}, 8, [0], 128, ["padding, 75 %", EXTRA]
+        padded, {"tokens": 128, "model": Labelled}, 8, [0], 128, [EXTRA, "padding, 75 %"]
     ),
     "where no block runs": (
-        of_no_block, {}, MOST, [], None, ["did not run while the window was open"]
+        of_no_block, {}, MOST, [], None, [EXTRA, "did not run while the window was open"]
     ),
     "a pass that fails is tried again": (
         at_random, {"tokens": 100, "model": failing_once}, 4, [1, 2], 100,
-        ["a reading failed and is left out: RuntimeError: out of memory"],
+        [EXTRA, "a reading failed and is left out: RuntimeError: out of memory"],
     ),
     "a loader without batches": (
         None, {}, 0, [], None, [f"{LOADER} has no batch: expected held-out batc"]
@@ -342,5 +342,5 @@ class Fields:
 
 @pytest.mark.parametrize("inputs", [np.zeros((2, 3), dtype=np.int64), Fields()])
 def test_arrays_and_what_stands_for_a_dict_are_inputs_and_no_loader(caplog, inputs):
-    said = ["a reading failed and is left out: "]  # the model takes neither
+    said = [EXTRA, "a reading failed and is left out: "]  # the model takes neither
     check(Scenario([probe(0, inputs)], [], said=said), None, caplog)

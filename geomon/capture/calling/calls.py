@@ -3,9 +3,24 @@
 `nn.Module.__call__` first looks in a slot that `Module.compile` fills and that copies and pickles
 leave behind. While a window is open, the slot holds a function that notifies observers.
 
-Compiled code hides the modules it calls. Before a compiled call, an eager *twin* therefore runs on
-the same inputs, without gradient and without side effects, and is observed; then the compiled call
-runs with all patches removed.
+Compiled code hides what it calls: modules, and operators. One rule, stated only here, deals with it
+wherever it is (the model, its blocks, parts of them, functions that blocks call):
+
+- The outermost watched call that has compiled code in it and can be made twice is made once more
+  beforehand, eagerly, on the same arguments, without gradients and with its state put back. That
+  *twin* is observed. Then the training's own call runs with all patches removed, as compiled.
+- Watched calls with compiled code are those of a compiled module, of the module that runs the
+  blocks (a stack's owner), and of a block, for blocks that nobody's call surrounds.
+- A call cannot be made twice if ranks exchange something in it (a second call would wait for ranks
+  that do not look), if it would draw parameters, if its arguments cannot be copied, or, of the
+  owner, if its `forward` was replaced on the object: Lightning so runs a whole training step inside
+  a call, and a second one would log, and might optimize, twice. Then calls inside are looked at.
+- If no call inside is left, the training's own call runs eagerly while it is watched, and a note
+  says so: compiled code does not run under a torch mode.
+- In an extra pass, compiled code always runs eagerly.
+
+Compiled functions are therefore searched for before the pass: in it, eager code could no longer be
+told from compiled code, whose dropout draws other numbers.
 """
 
 import functools
@@ -68,11 +83,11 @@ class CallObserver(Protocol):
     def forces_eager(self) -> bool:
         """Whether the training's compiled code must run eagerly because a twin is impossible."""
 
-    def seeing(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Return a context manager in which the observer sees operators of this module's call."""
+    def seeing(self, module: nn.Module) -> AbstractContextManager[None] | None:
+        """Return what shows the observer operators of this module's call; None if not needed."""
 
     def hides(self, module: nn.Module) -> bool:
-        """Whether a module that is not compiled calls compiled functions that hide something."""
+        """Whether a module that is not compiled has compiled code in it that hides something."""
 
     def suspended(self) -> AbstractContextManager[None]:
         """Return a context manager in which the observer sees no operators."""
@@ -97,12 +112,18 @@ def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def _observed(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling() or private.tracing_state() is not None or in_cuda_graph():
         return _call(module, args, kwargs)  # what is recorded must not depend on geomon
+    hidden, observers = is_compiled(module), []
     for holder in _calls.holders:
-        if isinstance(holder, FirstCall) and holder.takes(module):
-            return holder.run(module, args, kwargs)
-    if is_compiled(module) or any(observer.hides(module) for observer in _observers()):
+        if isinstance(holder, FirstCall):
+            if holder.takes(module):
+                return holder.run(module, args, kwargs)
+            continue
+        hidden = hidden or holder.hides(module)
+        if holder.watches(module):
+            observers.append(holder)
+    if hidden:
         return _call_compiled(module, args, kwargs)
-    return _call_observed(module, args, kwargs)
+    return _call_observed(observers, module, args, kwargs)
 
 
 def in_cuda_graph() -> bool:
@@ -127,6 +148,10 @@ def _observers() -> list[CallObserver]:
     return [holder for holder in _calls.holders if not isinstance(holder, FirstCall)]
 
 
+def _watching(module: nn.Module) -> list[CallObserver]:
+    return [observer for observer in _observers() if observer.watches(module)]
+
+
 def watch_calls(observer: CallObserver) -> None:
     """Notify an observer of module calls until `unwatch_calls`."""
     if not SEES_CALLS:
@@ -144,31 +169,32 @@ def unwatch_calls(observer: CallObserver) -> None:
         end_extra_passes()
 
 
-def _call_observed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    observers = [observer for observer in _observers() if observer.watches(module)]
+def _call_observed(
+    observers: list[CallObserver], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     if not observers:
         return _call(module, args, kwargs)
-    with ExitStack() as stack:
-        for observer in observers:
-            try:
-                stack.enter_context(observer.seeing(module))
-            except failures() as error:
-                observer.on_failure(error)
-        if module._forward_pre_hooks:
-            output = _call_behind_hooks(observers, module, args, kwargs)
-        else:
-            for observer in observers:
-                observer.before_call(module, args, kwargs)
-            output = _call(module, args, kwargs)
+    opening = [opens for observer in observers if (opens := observer.seeing(module)) is not None]
+    if opening:
+        with ExitStack() as stack:
+            for opens in opening:
+                stack.enter_context(opens)
+            output = _call_between(observers, module, args, kwargs)
+    else:
+        output = _call_between(observers, module, args, kwargs)
     for observer in observers:
         observer.after_call(module, output)
     return output
 
 
-def _call_behind_hooks(
+def _call_between(
     observers: list[CallObserver], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Make a call and observe its arguments after the module's own pre-hooks changed them."""
+    if not module._forward_pre_hooks:
+        for observer in observers:
+            observer.before_call(module, args, kwargs)
+        return _call(module, args, kwargs)
     hook = _Hook(observers)  # runs after the module's own hooks
     try:
         _placed.append((module, hook))
@@ -289,7 +315,8 @@ class FirstCall:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether calling a module runs compiled code."""
-    return vars(module).get(_SLOT) is not None or _is_compiled_function(module.forward)
+    own, of_class = vars(module), getattr(type(module), "forward", None)
+    return own.get(_SLOT) is not None or _is_compiled_function(own.get("forward", of_class))
 
 
 def _is_compiled_function(value: Any) -> bool:
@@ -380,10 +407,15 @@ def _call_compiled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     target = unwrap(module)
     observers = [observer for observer in _observers() if observer.needs_twin(target)]
     if observers:
+        inside = not is_compiled(module) and _hides_inside(observers, module)
         try:
             with observers[0].timed(), without_modes():
+                if inside and "forward" in vars(module):
+                    raise ValueError(f"the forward pass of {type(module).__name__} was replaced")
                 copies = _copies(target, args, kwargs)
-        except failures():  # no twin is possible: watch the training's own call
+        except failures():  # the call cannot be made twice
+            if inside:
+                return _call_observed(_watching(module), module, args, kwargs)
             forced = [observer.forces_eager() for observer in observers]
             if any(forced):
                 with extra_pass_begun(), run_eagerly.held():
@@ -400,7 +432,7 @@ def _call_compiled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 def _call_eagerly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     inner = _compiled_inside(module)
     if inner is None or module._forward_hooks or module._forward_pre_hooks:
-        return _call_observed(module, args, kwargs)
+        return _call_observed(_watching(module), module, args, kwargs)
     return nn.Module.__call__(inner, *args, **kwargs)  # the wrapper would bypass observers
 
 
@@ -437,6 +469,12 @@ def _unpatched() -> Iterator[None]:
         for patch in (_calls, run_eagerly, subclasses):
             stack.enter_context(patch.suspended())
         yield
+
+
+def _hides_inside(observers: Iterable[CallObserver], module: nn.Module) -> bool:
+    """Whether compiled code in a module is also in one of the watched modules that it calls."""
+    parts = [part for part in module.modules() if part is not module]
+    return any(observer.hides(part) for observer in observers for part in parts)
 
 
 def _copies(

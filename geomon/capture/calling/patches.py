@@ -50,18 +50,19 @@ class Patch:
             self._holders.append(holder)
             self._settle()
 
-    def release(self, holder: object) -> None:
+    def release(self, *holders: object) -> None:
         """Undo the change if nobody else holds it; unknown holders are ignored."""
         with self._lock:
-            self._holders[:] = [other for other in self._holders if other is not holder]
+            released = set(map(id, holders))
+            self._holders[:] = [other for other in self._holders if id(other) not in released]
             if not self._holders:
                 self._suspensions.clear()
             self._settle()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Make the change for the body."""
-        holder = _Body(threading.get_ident())
+    def held(self, holder: object = None) -> Iterator[None]:
+        """Make the change for the body; a holder that may be left by Ctrl-C is released later."""
+        holder = holder or _Body(threading.get_ident())
         try:
             self.hold(holder)
             yield
@@ -69,10 +70,9 @@ class Patch:
             self.release(holder)
 
     def end_bodies(self) -> None:
-        """Release holders of this thread whose body Ctrl-C ended early."""
-        for holder in self.holders:
-            if isinstance(holder, _Body) and holder.thread == threading.get_ident():
-                self.release(holder)
+        """Release what bodies of this thread hold that Ctrl-C ended early."""
+        bodies = [holder for holder in self._holders if isinstance(holder, _Body)]
+        self.release(*(body for body in bodies if body.thread == threading.get_ident()))
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -167,7 +167,8 @@ def extra_pass_begun() -> Iterator[None]:
 def end_extra_passes() -> None:
     """Remove marks and switches that Ctrl-C left in this thread."""
     _passes.own.clear()
-    without_fast_path.end_bodies()
+    for patch in (without_fast_path, run_eagerly):
+        patch.end_bodies()
 
 
 def in_extra_pass() -> bool:

@@ -57,7 +57,13 @@ class Tap(dispatch.TorchDispatchMode):
         self._observer: TapObserver | None = observer
         self._thread = threading.get_ident()
         self._open = False
+        self._bodies = 0
         self.sight: Known | Provenance | Stream | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the operators of a body are seen now."""
+        return self._open
 
     @contextmanager
     def seeing(self) -> Iterator[None]:
@@ -69,21 +75,26 @@ class Tap(dispatch.TorchDispatchMode):
         if self._observer is None or threading.get_ident() != self._thread:
             yield
             return
-        was_open = self._open
         try:
-            if not was_open:
+            self._bodies += 1
+            if not self._open:
                 self._enter()
             yield
         finally:
-            if not was_open:
+            self._bodies -= 1
+            if not self._bodies:
                 self._leave()
-            elif not self._open and self._observer is not None:  # the rest of the body was unseen
-                self._enter()
 
     def rest(self) -> None:
-        """See nothing more in the innermost body."""
+        """See nothing of what follows, until `go_on` is called or another body begins."""
         if self._open and threading.get_ident() == self._thread:
             self._leave()
+
+    def go_on(self) -> None:
+        """See the rest of a body again after `rest`."""
+        is_own = self._observer is not None and threading.get_ident() == self._thread
+        if self._bodies and not self._open and is_own:
+            self._enter()
 
     def _enter(self) -> None:
         self._open = True

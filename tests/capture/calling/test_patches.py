@@ -12,7 +12,15 @@ from torch import nn
 
 from geomon import Memory, Monitor, every, select
 from geomon.capture.calling import calls, patches
-from geomon.capture.calling.patches import Patch, replace, run_eagerly, without_fast_path
+from geomon.capture.calling.patches import (
+    Patch,
+    end_extra_passes,
+    extra_pass_begun,
+    in_extra_pass,
+    replace,
+    run_eagerly,
+    without_fast_path,
+)
 from geomon.monitor import CallbackSession
 
 
@@ -63,6 +71,22 @@ def test_what_ctrl_c_leaves_of_a_suspension_ends_with_the_last_holder():
         suspends(at)
 
 
+def test_what_ctrl_c_leaves_of_a_body_ends_with_the_last_window():
+    """At any line of it, and of the switch that it turns."""
+
+    def holds(at):
+        interrupting = Interrupting(files("capture/calling/patches.py"), at)
+        with suppress(KeyboardInterrupt), interrupting, run_eagerly.held(), extra_pass_begun():
+            pass
+        end_extra_passes()
+        assert stance() == "default", at
+        assert not in_extra_pass()
+        return len(interrupting.lines)
+
+    for at in range(1, holds(-1) + 1):
+        holds(at)
+
+
 @pytest.mark.parametrize("is_allowed", [True, False])
 def test_the_fused_path_of_torch_is_as_it_was(is_allowed):
     before = torch.backends.mha.get_fastpath_enabled()
@@ -89,17 +113,26 @@ def test_compiled_functions_run_eagerly_unless_somebody_has_said_otherwise_since
 
 # -- Ctrl-C at every line ------------------------------------------------------------------------
 
-PARTS = files(
+# What switches something of the process on and off, and what calls it.
+SWITCHING = files(
     "capture/window.py", "capture/calling/patches.py", "capture/calling/calls.py",
-    "capture/tap/mode.py", "capture/calling/probe.py", "capture/unchanged.py", "monitor/monitor.py",
-    "monitor/callback.py",
+    "capture/tap/mode.py", "capture/modes.py",
 )  # fmt: skip
+PARTS = SWITCHING | files(
+    "capture/calling/probe.py", "capture/unchanged.py", "monitor/monitor.py", "monitor/callback.py"
+)
 
 
-def due_step(probes, model, ids, folder):
+def kinds_of_tokens(token_ids):
+    """A metric whose window follows the ids to the blocks."""
+    return float(len(token_ids.unique()))
+
+
+def due_step(probes, follows, model, ids, folder):
     """One due step, of a session or of a probe, and what is left to call afterwards."""
+    metrics = select("variance") | ({"kinds": kinds_of_tokens} if follows else {})
     options = {
-        "metrics": select("variance"), "tokens": 16, "directory": None, "sinks": [Memory()],
+        "metrics": metrics, "tokens": 16, "directory": None, "sinks": [Memory()],
         "schedule": every(1),
     }  # fmt: skip
     if probes:
@@ -128,31 +161,38 @@ def other_locks(monkeypatch):
                 monkeypatch.setattr(patch, "_lock", threading.RLock())
 
 
-@pytest.mark.parametrize("probes", [False, True])
-def test_ctrl_c_at_any_line_of_a_due_step_leaves_nothing(probes, tmp_path, other_locks):
+@pytest.mark.parametrize(
+    ("probes", "follows"), [(False, False), (True, False), (False, True)],
+    ids=["inline", "probe", "inline, tokens followed"],
+)  # fmt: skip
+def test_ctrl_c_at_any_line_of_a_due_step_leaves_nothing(probes, follows, tmp_path, other_locks):
     torch.manual_seed(0)
     model, ids = PlainDecoder(width=8, layers=1, heads=2).train(), batch(1, 4)
     model.register_buffer("seen", torch.zeros(1))
     model.blocks[0].register_forward_pre_hook(lambda *given: None)
     before, random = fingerprint(model), random_state()
-    step, _ = due_step(probes, model, ids, tmp_path)
+    parts = SWITCHING if follows else PARTS
+    due_step(probes, follows, model, ids, tmp_path)[0]()  # after which what is cached is known
+    step, _ = due_step(probes, follows, model, ids, tmp_path)
     gc.collect()  # monitors of other tests, whose lines would count here
-    with Interrupting(PARTS, at=-1) as whole:
+    with Interrupting(parts, at=-1) as whole:
         step()
     last = {line: at for at, line in enumerate(whole.lines, 1)}
     assert len(last) > 200
     alive = []  # a monitor that is collected runs lines of its own
     for at in sorted(last.values()):
-        step, close = due_step(probes, model, ids, tmp_path)
+        step, close = due_step(probes, follows, model, ids, tmp_path)
         alive.append(close)
-        with Interrupting(PARTS, at), pytest.raises(KeyboardInterrupt):
+        with Interrupting(parts, at), pytest.raises(KeyboardInterrupt):
             step()
         close()
         assert fingerprint(model) == before, whole.lines[at - 1]
-        assert not patches.in_extra_pass()
+        assert not in_extra_pass()
+        assert stance() == "default", whole.lines[at - 1]
+        assert torch.backends.mha.get_fastpath_enabled()
         if probes:
             assert random_state() == random, at
-    step, close = due_step(probes, model, ids, tmp_path)
+    step, close = due_step(probes, follows, model, ids, tmp_path)
     step()
     close()
 
