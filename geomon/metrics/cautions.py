@@ -19,6 +19,7 @@ ROUNDING = 0.1  # share of the median nearest distance
 _FEWEST = 3  # rows that TwoNN needs
 
 _FEW_ROWS = "fewer than 3 rows differ from one another"
+_LOST = "not all of these are finite: {views}"
 _TIES = "both compared distances are equal at every row, as on a lattice or after coarse rounding"
 
 
@@ -50,10 +51,11 @@ def explain_not_finite(
     columns: Columns,
     explained: Collection[tuple[str, int | None]],
     metrics: Mapping[str, Metric],
+    lost: Mapping[tuple[str, int | None], str],
 ) -> list[Note]:
     """Name every value of a stack that is not finite, with the reason.
 
-    A part is not named in addition to a value that is itself not finite.
+    `lost` has, by metric and layer, the captured views that are not finite either. A part is not named in addition to a value that is itself not finite.
     """
     stacks = {"": columns}
     reasons: dict[tuple[str, str], list[int]] = defaultdict(list)
@@ -72,10 +74,10 @@ def explain_not_finite(
             if whole._replace(part=tags.ROWS).find(stacks) < _FEWEST:
                 continue
             part = "/".join(filter(None, (place.part, place.name)))
-            found = reasons[
-                f"{metric}/{part}" if part else metric,
-                _reason(metrics.get(metric), metric, part, value),
-            ]
+            reason = _reason(metrics.get(metric), metric, part, value)
+            if (metric, place.layer) in lost:
+                reason = _LOST.format(views=lost[metric, place.layer])
+            found = reasons[f"{metric}/{part}" if part else metric, reason]
             if place.layer is not None and place.layer not in found:
                 found.append(place.layer)
     # Values missing for one reason at the same layers are named together.

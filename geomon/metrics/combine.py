@@ -76,7 +76,9 @@ def combine(
         if explains:
             for layer in layers:  # a layer without attention is not a failure of its metrics
                 explained |= {(name, layer.index) for name in columns.keys() - layer.parts.keys()}
-            notes += explain_not_finite(columns, explained, metrics)
+            lost = {(name, x.index): why for x in layers for name, why in x.not_finite.items() if why}
+            explained |= {(name, None) for name, _ in lost}
+            notes += explain_not_finite(columns, explained, metrics, lost)
         result.notes += [msgspec.structs.replace(note, stack=stack) for note in notes]
     prints = [layer.fingerprint for layer in measured if layer.shape is not None]
     if prints and all(prints):
@@ -97,10 +99,11 @@ def _lacking(
             lacking["arrays for figures", layer.without_arrays].append(layer.index)
     for name in metrics:
         for layer in layers:
+            if name in layer.unseen or name in layer.failed:
+                explained |= {(name, layer.index), (name, None)}
             if why := layer.unseen.get(name) or layer.failed.get(name):
                 found = lacking if name in layer.unseen else failing
                 found[name, why].append(layer.index)
-                explained |= {(name, layer.index), (name, None)}
             if why := layer.without_margin.get(name):
                 lacking[name, f"no margin: {why}"].append(layer.index)
             for part, values in layer.parts.get(name, {}).items():

@@ -535,8 +535,8 @@ class Provenance:
         """Treat a projection plus bias, or two projections of equal tokens, as a projection."""
         whole = [made for values in given if (made := self._of(values).made) is not None]
         roots = [*dict.fromkeys(root for made in whole for root in made.roots)]
-        width = out.shape[-1]
-        if len(given) != 2 or not roots or any(root.is_input for root in roots):
+        width = out.shape[-1] if out.ndim else 0
+        if len(given) != 2 or not width or not roots or any(root.is_input for root in roots):
             return None
         if any(root.rows * width != out.numel() or root.width < width for root in roots):
             return None
