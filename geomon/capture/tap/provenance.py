@@ -38,10 +38,12 @@ _COPIES = ("clone", "_to_copy")
 _KEEPING = (
     "add", "sub", "masked_fill", "where", "copy", "cat", "maximum", "constant_pad_nd", "index",
 )  # fmt: skip
-# Operators that keep the softmax weights: dropout, masks, type conversion.
+# Operators that keep the softmax weights: dropout, masks, type conversion, and those by which
+# numbers that are not finite are found (the last line) and replaced.
 _KEEPING_WEIGHTS = (
     "clone", "_to_copy", "copy", "native_dropout", "mul", "div", "masked_fill", "where", "cat",
-    "index", "index_select", "constant_pad_nd", "nan_to_num", "repeat",
+    "index", "index_select", "index_put", "constant_pad_nd", "nan_to_num", "repeat",
+    "isnan", "isinf", "abs", "eq", "ne", "bitwise_not", "logical_not",
 )  # fmt: skip
 # Operators whose elements are not made from those at the same place.
 _MIXING = ("_softmax", "_log_softmax", "cumsum", "sort", "gather", "scatter")
@@ -71,10 +73,11 @@ class AttentionWeights:
     """Softmax weights, followed until they are multiplied with values.
 
     Attributes:
-        changed: Whether they were changed before they were multiplied with values.
+        changed: Whether they were changed before they were first multiplied with values; None
+            before that. Later products are of derivatives (`torch.func.jvp`), for example.
     """
 
-    changed: bool = False
+    changed: bool | None = None
 
 
 class _Tags(NamedTuple):
@@ -358,8 +361,8 @@ class Provenance:
             return weights, False
         given = [each.weights for each in known if each.weights is not None]
         if not given or name in _FACTORS:
-            for weights, changed in given if name in _FACTORS else ():
-                weights.changed |= changed
+            for weights, changed in given:
+                weights.changed = changed if weights.changed is None else weights.changed
             return None
         others = any(each.of_tokens and each.weights is None for each in known)
         changed = name not in _KEEPING_WEIGHTS or others or any(was for _, was in given)
