@@ -25,8 +25,10 @@ class Tracker:
     model runs its blocks in a loop, and each call is a layer. A pass that never returned stops
     counting once another begins. A pass with gradients replaces one without, because what a
     training step generates or scores without gradients is not what it trains on. If nobody calls
-    the owner (its `forward` is called directly, or the training step runs the blocks itself), the
-    first call of each block counts.
+    the owner (its `forward` is called directly, or another module runs the blocks that it holds),
+    the modules around it count as the owner: a pass ends when the outermost one returns, or any is
+    called again. If nobody calls these either (the training step runs the blocks itself), the first
+    call of each block counts.
 
     Args:
         anatomy: Anatomy of the model.
@@ -148,8 +150,16 @@ class Tracker:
         """
         if self.is_inferring(number):
             return [], False
-        is_outermost = module is unwrap(self._stacks[number].above[0])
+        stack = self._stacks[number]
+        is_outermost = module is unwrap(stack.above[0])
         self._prefer_gradients(module)
+        stack_pass = self.passes[number]
+        if stack_pass.running and stack_pass.block_calls:
+            if is_outermost:  # a pass that never returned
+                self._begin_again(number)
+            elif stack.owner is None or module is not unwrap(stack.owner):
+                self.leave_owner(number)
+                stack_pass.passed_over += 1
         if is_outermost:
             self._above.add(id(module))
             self._begin_micro_batch(number)
@@ -161,8 +171,11 @@ class Tracker:
         return [x for x in (around if shared else [stack_pass]) if not x.block_calls], shared
 
     def leave_above(self, module: nn.Module) -> None:
-        """Handle the return of an outermost module."""
+        """Handle the return of an outermost module, which ends the passes that it began."""
         self._above.discard(id(module))
+        if not self._above:
+            for number in range(len(self.passes)):
+                self.leave_owner(number)
 
     def call_owner(self, number: int, *, goes_on: bool) -> None:
         """Handle the call of a stack's owner, which may go on with the output of its blocks."""
@@ -173,10 +186,7 @@ class Tracker:
             stack_pass.passed_over += with_gradients == stack_pass.with_gradients
             return
         if stack_pass.block_calls and not stack_pass.over:  # a pass that never returned
-            tokens = stack_pass.tokens
-            tokens.forget_states()
-            stack_pass = self.passes[number] = self._new_pass(number)
-            stack_pass.tokens = tokens
+            stack_pass = self._begin_again(number)
         stack_pass.running, stack_pass.over = True, False
         stack_pass.with_gradients = with_gradients
         self._running.clear()
@@ -198,6 +208,8 @@ class Tracker:
         together.
         """
         stack_pass = self.passes[number]
+        if self._above and not (stack_pass.running or stack_pass.over or stack_pass.block_calls):
+            self.call_owner(number, goes_on=False)  # which nobody has called
         counts = self._counts(number, index, module, hidden)
         if counts and not _goes_on(stack_pass, index, module):
             stack_pass.block_calls.append(BlockCall(index))
@@ -231,6 +243,14 @@ class Tracker:
         stack = self._stacks[number]
         first = not number or self._stacks[number - 1].part != stack.part  # of its part
         return StackPass(stack, self.memory(micro_batch), first=first, place=self._place)
+
+    def _begin_again(self, number: int) -> StackPass:
+        """Replace a pass that never returned by one with the same arguments."""
+        tokens = self.passes[number].tokens
+        tokens.forget_states()
+        self.passes[number] = self._new_pass(number)
+        self.passes[number].tokens = tokens
+        return self.passes[number]
 
     def _inferred(self, number: int) -> int:
         """Count the calls of a stage before its first micro-batch.

@@ -55,7 +55,8 @@ def explain_not_finite(
 ) -> list[Note]:
     """Name every value of a stack that is not finite, with the reason.
 
-    `lost` has, by metric and layer, the captured views that are not finite either. A part is not named in addition to a value that is itself not finite.
+    `lost` has, by metric and layer, the captured views that are not finite either. A part is not
+    named in addition to a value that is itself not finite.
     """
     stacks = {"": columns}
     reasons: dict[tuple[str, str], list[int]] = defaultdict(list)

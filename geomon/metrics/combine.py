@@ -76,7 +76,9 @@ def combine(
         if explains:
             for layer in layers:  # a layer without attention is not a failure of its metrics
                 explained |= {(name, layer.index) for name in columns.keys() - layer.parts.keys()}
-            lost = {(name, x.index): why for x in layers for name, why in x.not_finite.items() if why}
+            lost = {
+                (name, x.index): why for x in layers for name, why in x.not_finite.items() if why
+            }
             explained |= {(name, None) for name, _ in lost}
             notes += explain_not_finite(columns, explained, metrics, lost)
         result.notes += [msgspec.structs.replace(note, stack=stack) for note in notes]

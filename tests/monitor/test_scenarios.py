@@ -1,8 +1,9 @@
 """What a monitor makes of a run; the same on many ranks: tests/rank_runs.py."""
 
 import pytest
-from runs import SCENARIOS
 from scenarios import check
+
+from runs import SCENARIOS
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -24,6 +24,7 @@ from geomon.capture.anatomy.families import (
     find_families,
     group_by_pattern,
     has_children,
+    is_callable,
     leading_lists,
     pattern_of,
     shown_name,
@@ -435,13 +436,15 @@ def _modules_above(family: Family, tree: ModuleTree) -> list[nn.Module]:
 def _owner(family: Family, above: Sequence[nn.Module], tree: ModuleTree) -> nn.Module | None:
     """Return the innermost module that runs all blocks in one call.
 
-    A module in a list may be called several times (ALBERT's shared layers), and a Sequential may be
-    iterated without being called, so neither counts.
+    A module in a list may be called several times (ALBERT's shared layers), a Sequential may be
+    iterated without being called, and a module without `forward` is never called: none counts.
     """
     listed = pattern_of(tree.names[family[0]]).partition("#")[0]
     own: Iterator[nn.Module] = (
         module
         for module in reversed(above)
-        if not isinstance(module, CONTAINERS) and listed.startswith(tree.names[module])
+        if not isinstance(module, CONTAINERS)
+        and is_callable(module)
+        and listed.startswith(tree.names[module])
     )
     return next(own, above[0] if above else None)

@@ -358,6 +358,11 @@ def _is_copy(family: Family, other: Family) -> bool:
     )
 
 
+def is_callable(module: nn.Module) -> bool:
+    """Whether a module has a `forward`; others only hold modules."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
 def has_children(module: nn.Module) -> bool:
     """Whether a module holds others."""
     return next(module.children(), None) is not None

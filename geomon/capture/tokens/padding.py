@@ -75,12 +75,14 @@ class Padding:
     """Padding tokens of one stack in one pass.
 
     If `first`, this is the model's first stack, which owns masks given to a module around several
-    stacks. If `decodes`, the stack attends to another one, so that labels belong to its tokens.
+    stacks. If `decodes`, the stack attends to another one, so that labels belong to its tokens; a
+    call with the other's hidden states shows it as well.
     """
 
     def __init__(self, *, first: bool = True, decodes: bool = False) -> None:
         self._first, self._decodes = first, decodes
-        self._given: list[_NamedMask] = []  # labels, then masks in the order seen
+        self._given: list[_NamedMask] = []  # in the order seen
+        self._labels: list[_NamedMask] = []  # which count if the stack decodes
         self._unread: dict[str, Tensor] = {}
         self.forget_attention()
 
@@ -104,8 +106,10 @@ class Padding:
         for name, values in named_tensors(module, args, kwargs):
             matrix = _as_matrix(values)
             if name == "labels":
-                if self._decodes and matrix is not None and not matrix.is_floating_point():
-                    self._given.insert(0, _NamedMask(_LABELS, _up_to_last_label(matrix)))
+                if matrix is not None and not matrix.is_floating_point():
+                    self._labels = [_NamedMask(_LABELS, _up_to_last_label(matrix))]
+            elif _are_states(name, values):
+                self._decodes |= not shared
             elif shared and (not self._first or name.startswith(_OF_DECODER)):
                 continue
             elif name in _MASKS and matrix is not None:
@@ -168,8 +172,7 @@ class Padding:
         """Make the notes on padding for a reader of the numbers."""
         if (found := self._find(shape, "")) is not None:
             percent = 100 * float((~found.valid).float().mean())
-            named = any(found.name == given.name for given in self._given)
-            source = "" if named else f", going by {found.name}"
+            source = f", going by {found.name}" if found.name == HIDDEN_KEYS else ""
             text = "padding, {percent:.0f} % of the tokens, was left out{source}"
             numbers: dict[str, float | str] = {"percent": percent, "source": source}
             return [Note("padding", text, stack, numbers=numbers)] * (percent > 0)
@@ -186,7 +189,7 @@ class Padding:
         only tokens before it, not itself, no query sees the last token; a single key hidden at the
         same place of all sequences is therefore not padding.
         """
-        for given in reversed(self._given):
+        for given in (*reversed(self._given), *(self._labels if self._decodes else ())):
             if given.of_keys == (role == "key") and _fits(given.valid, shape):
                 valid = given.valid.cpu()
                 hidden = self._hidden.get((role, tuple(valid.shape))) if self._over else None
@@ -245,6 +248,11 @@ def _up_to_last_label(labels: Tensor) -> Tensor:
     kept = labels.detach() != _IGNORED
     follows = kept.flip(1).cumsum(dim=1).flip(1) > 0  # a label is here or follows
     return torch.cat([torch.ones_like(follows[:, :1]), follows[:, :-1]], dim=1)
+
+
+def _are_states(name: str, values: Tensor) -> bool:
+    """Whether an argument is the hidden states of another stack."""
+    return name.startswith(_OF_MEMORY) and values.ndim == 3 and values.is_floating_point()
 
 
 def _fits(matrix: Tensor, shape: Shape) -> bool:
