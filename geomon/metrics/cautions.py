@@ -51,7 +51,7 @@ def explain_not_finite(
     columns: Columns,
     explained: Collection[tuple[str, int | None]],
     metrics: Mapping[str, Metric],
-    lost: Mapping[tuple[str, int | None], str],
+    lost: Mapping[tuple[str, int], str],
 ) -> list[Note]:
     """Name every value of a stack that is not finite, with the reason.
 
@@ -76,7 +76,7 @@ def explain_not_finite(
                 continue
             part = "/".join(filter(None, (place.part, place.name)))
             reason = _reason(metrics.get(metric), metric, part, value)
-            if (metric, place.layer) in lost:
+            if place.layer is not None and (metric, place.layer) in lost:
                 reason = _LOST.format(views=lost[metric, place.layer])
             found = reasons[f"{metric}/{part}" if part else metric, reason]
             if place.layer is not None and place.layer not in found:

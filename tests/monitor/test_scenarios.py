@@ -1,9 +1,8 @@
 """What a monitor makes of a run; the same on many ranks: tests/rank_runs.py."""
 
 import pytest
-from scenarios import check
-
 from runs import SCENARIOS
+from scenarios import check
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
