@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from geomon.capture.attending.attention import (
@@ -26,6 +27,8 @@ from geomon.capture.snapshot import at_places
 from geomon.capture.storage import local_shard
 from geomon.capture.tap import Columns, Product
 from geomon.capture.tokens.sampling import RowSampler
+from geomon.capture.tokens.visibility import MASKED
+from geomon.kernels.products import as_factor, without_autocast
 
 SEVERAL_SOFTMAXES = (
     "it takes several softmaxes (landmarks, chunks, both dimensions), and none of them is the "
@@ -39,8 +42,26 @@ _UNCLEAR = (
     "a softmax of query-key products was seen, with shape {shape} over dimension {dim}, but it is "
     "not clear which dimensions are sequences, heads and queries"
 )
+_HEADS_FIRST = (
+    "attention is written out by hand, with its heads before the sequences of the batch: "
+    "[heads x sequences, queries, keys]"
+)
+_PROJECTED = (
+    "a softmax over {keys} numbers was seen, but these are a projection of each token (to experts, "
+    "features or fixed keys), not products of queries with keys"
+)
+# Two orders of heads and queries are told apart if products explain at least this share of the
+# scores in one, and this many times more than in the other.
+_LEAST_EXPLAINED, _MORE_EXPLAINED = 0.1, 4.0
+
 # Roles of the dimensions before the keys, likeliest first: Sequences, Heads, Queries.
 _ORDERS = ("SHQ", "SHHQ", "SSHQ")
+
+# Queries and keys, [sequences, heads, places, head width]; and what made them, None if unknown.
+Factors = tuple[Tensor, Tensor]
+MadeOf = tuple[Columns | None, Columns | None]
+FindColumns = Callable[[Tensor], Columns | None]
+_UNKNOWN: MadeOf = None, None
 
 
 class AttentionHints(NamedTuple):
@@ -62,72 +83,81 @@ def record_softmax(
     hints: AttentionHints,
     products: Sequence[Product] = (),
     scale: float | None = None,
-    find_columns: Callable[[Tensor], Columns | None] = lambda heads: None,
-) -> tuple[SoftmaxCall | None, tuple[Columns | None, Columns | None]]:
-    """Record the sampled rows of a softmax of attention scores."""
-    unknown = None, None
+    find_columns: FindColumns = lambda heads: None,
+) -> tuple[SoftmaxCall | None, MadeOf]:
+    """Record the sampled rows of a softmax of attention scores, and what made their factors."""
     if scores.is_nested:
-        return None, unknown
+        return None, _UNKNOWN
     if sharded_dims(scores) & {dim % scores.ndim, scores.ndim - 1, scores.ndim - 2}:
         raise NotUnderstoodError(ON_SEVERAL_RANKS)
     scores = local_shard(scores)
     fitting = [product for product in products if _makes(product, scores, dim)]
     arranged = arrange_scores(scores, dim, hints)
     if arranged is None:
-        if fitting and scores.ndim > 2:
-            raise NotUnderstoodError(_UNCLEAR.format(shape=list(scores.shape), dim=dim))
-        if scores.ndim > 3 and scores.numel():
-            raise NotUnderstoodError(NO_SCORES.format(keys=scores.shape[dim]))
-        return None, unknown
-    sequences, heads, length, keys = arranged.shape
-    features = hints.width // heads
-    if not fitting:
-        if heads == 1 and keys != length:
-            return None, unknown  # a router
-        if keys != length or keys == features:
-            raise NotUnderstoodError(NO_SCORES.format(keys=keys))
-    chosen, places = sampler.sample_queries(sequences, length)
-    rows = at_sampled_rows(arranged, chosen, places)
-    call = SoftmaxCall(
-        rows, chosen, places, (sequences, length),
-        doubtful=keys == features,
-        source=(weakref.ref(scores), dim % scores.ndim),
-    )  # fmt: skip
+        _refuse_unarranged(scores, dim, made=bool(fitting))
+        return None, _UNKNOWN
+    features = hints.width // arranged.shape[1]
+    if not fitting and not _may_attend(arranged, features, scores.movedim(dim, -1), find_columns):
+        return None, _UNKNOWN
     turned = dim % scores.ndim != scores.ndim - 1  # the product was keys times queries
     factors = [_factors(product, arranged.shape, turned=turned) for product in fitting]
+    if scores.ndim == 4:
+        _check_heads_are_heads(arranged, [each for each in factors if each is not None])
     columns = [each and (find_columns(each[0]), find_columns(each[1])) for each in factors]
+    for factor, made_of in zip(factors, columns, strict=True):
+        _check_sequences_are_sequences(factor, made_of, find_columns)
+    chosen, places = sampler.sample_queries(arranged.shape[0], arranged.shape[2])
+    call = SoftmaxCall(
+        at_sampled_rows(arranged, chosen, places), chosen, places,
+        (arranged.shape[0], arranged.shape[2]),
+        doubtful=arranged.shape[3] == features,
+        source=(weakref.ref(scores), dim % scores.ndim),
+    )  # fmt: skip
     if fitting and len(products) > 1:
         call = replace(call, unknown=_SEVERAL_PRODUCTS.format(count=len(products)))
         own = [each for each in columns if each is not None and _are_of_one_input(*each)]
-        return call, own[0] if len(own) == 1 else unknown
+        return call, own[0] if len(own) == 1 else _UNKNOWN
     if not fitting or factors[0] is None or columns[0] is None:
-        return call, unknown
-    query, key = factors[0]
-    repeats = 1 if columns[0][1] is None else columns[0][1].repeats
-    query, key = at_places(query[chosen], places), key[chosen, ::repeats]
-    if (factor := fitting[0].factor) != 1:
+        return call, _UNKNOWN
+    return _with_factors(call, factors[0], columns[0], fitting[0].factor, scale), columns[0]
+
+
+def _with_factors(
+    call: SoftmaxCall, factors: Factors, columns: MadeOf, factor: float, scale: float | None
+) -> SoftmaxCall:
+    """Add the sampled queries and keys; `factor` was multiplied into both of them."""
+    repeats = 1 if columns[1] is None else columns[1].repeats
+    query = at_places(factors[0][call.sequences], call.places)
+    key = factors[1][call.sequences, ::repeats]
+    if factor != 1:
         query, key = query / factor, key / factor
         scale = None if scale is None else scale * factor**2
-    doubtful = call.doubtful and columns[0][1] is None  # else keys were traced to tokens
-    return replace(call, made_of=(query, key), scale=scale, doubtful=doubtful), columns[0]
+    doubtful = call.doubtful and columns[1] is None  # else keys were traced to tokens
+    return replace(call, made_of=(query, key), scale=scale, doubtful=doubtful)
 
 
-def _factors(
-    product: Product, shape: Sequence[int], *, turned: bool
-) -> tuple[Tensor, Tensor] | None:
-    """View the factors of a product as queries and keys; None if their sizes do not fit."""
-    sequences, heads, queries, keys = shape
-    left, right = product.left.detach(), product.right.detach().transpose(-1, -2)
-    if turned and left.shape[-2] in (keys, keys - 1):
-        left, right = right, left
-    if left.ndim == 2:
-        left, right = left[None], right[None]
-    width, count = left.shape[-1], len(right)
-    key_heads, odd = divmod(count, sequences)
-    if odd or not key_heads or heads % key_heads or right.shape[1] not in (keys, keys - 1):
-        return None
-    query = left.reshape(sequences, heads, queries, width)
-    return query, right.unflatten(0, (sequences, key_heads))
+# -- is it attention -------------------------------------------------------------------------------
+
+
+def _may_attend(arranged: Tensor, features: int, scores: Tensor, find_columns: FindColumns) -> bool:
+    """Whether scores of unknown origin may be attention; raises if only their shape says so."""
+    _, heads, length, keys = arranged.shape
+    if heads == 1 and keys != length:
+        return False  # a router
+    if keys != length or keys == features:
+        raise NotUnderstoodError(NO_SCORES.format(keys=keys))
+    rows = scores.flatten(0, -4) if scores.ndim > 3 else scores.unsqueeze(-3)
+    rows = rows.unsqueeze(0) if rows.ndim == 3 else rows
+    # Along the softmax, or across it: a softmax over tokens for each expert.
+    if any(find_columns(each) is not None for each in (rows, rows.mT)):
+        raise NotUnderstoodError(_PROJECTED.format(keys=keys))
+    return True
+
+
+def _makes(product: Product, scores: Tensor, dim: int) -> bool:
+    """Whether a product may have become the scores; one key (a sink) may have been joined."""
+    joined = scores.movedim(dim, -1)[..., 1:]
+    return 0 < product.size in (scores.numel(), joined.numel())
 
 
 def _are_of_one_input(query: Columns | None, key: Columns | None) -> bool:
@@ -146,12 +176,6 @@ def is_second_softmax(recorded: SoftmaxCall, scores: Tensor, dim: int) -> bool:
     given, over = recorded.source or (lambda: None, -1)
     same = given() is scores and over == dim % 4
     return scores.shape[:2] == (recorded.shape[0], recorded.heads) and not same
-
-
-def _makes(product: Product, scores: Tensor, dim: int) -> bool:
-    """Whether a product may have become the scores; one key (a sink) may have been joined."""
-    joined = scores.movedim(dim, -1)[..., 1:]
-    return 0 < product.size in (scores.numel(), joined.numel())
 
 
 # -- which dimension is which ----------------------------------------------------------------------
@@ -188,3 +212,69 @@ def _unfold(scores: Tensor, tokens: int) -> Tensor | None:
     if tokens % length or folded % (tokens // length):
         return None
     return scores.unflatten(0, (tokens // length, -1))
+
+
+def _refuse_unarranged(scores: Tensor, dim: int, *, made: bool) -> None:
+    """Raise if scores that do not fit may be attention; `made` if a product became them."""
+    if made and scores.ndim > 2:
+        raise NotUnderstoodError(_UNCLEAR.format(shape=list(scores.shape), dim=dim))
+    if scores.ndim > 3 and scores.numel():
+        raise NotUnderstoodError(NO_SCORES.format(keys=scores.shape[dim]))
+
+
+def _factors(product: Product, shape: Sequence[int], *, turned: bool) -> Factors | None:
+    """View the factors of a product as queries and keys; None if their sizes do not fit."""
+    sequences, heads, queries, keys = shape
+    left, right = product.left.detach(), product.right.detach().transpose(-1, -2)
+    if turned and left.shape[-2] in (keys, keys - 1):
+        left, right = right, left
+    if left.ndim == 2:
+        left, right = left[None], right[None]
+    width, count = left.shape[-1], len(right)
+    key_heads, odd = divmod(count, sequences)
+    if odd or not key_heads or heads % key_heads or right.shape[1] not in (keys, keys - 1):
+        return None
+    query = left.reshape(sequences, heads, queries, width)
+    return query, right.unflatten(0, (sequences, key_heads))
+
+
+def _check_heads_are_heads(arranged: Tensor, factors: Sequence[Factors]) -> None:
+    """Raise if heads and queries are as many, unless the products show which are which."""
+    if not 1 < arranged.shape[1] == arranged.shape[2]:
+        return
+    own = max((_explained(arranged, *each) for each in factors), default=0.0)
+    swapped = arranged.transpose(1, 2)
+    other = max((_explained(swapped, *each) for each in factors), default=0.0)
+    if own < _LEAST_EXPLAINED or own < _MORE_EXPLAINED * other:
+        raise NotUnderstoodError(_UNCLEAR.format(shape=list(arranged.shape), dim=3))
+
+
+def _explained(scores: Tensor, query: Tensor, key: Tensor) -> float:
+    """Return the share of the variance of scores that their products explain, from 0 to 1.
+
+    Differences between two sequences are compared, because biases of places are equal in both.
+    """
+    ends = [0, -1] if len(scores) > 1 else [0]
+    key = key[ends].repeat_interleave(scores.shape[1] // key.shape[1], dim=1)
+    with without_autocast([scores.device.type]):
+        products = (as_factor(query[ends]) @ as_factor(key).mT).float()
+    scores = scores.detach()[ends][..., : key.shape[2]].float()
+    seen = (scores > MASKED).all(dim=0)
+    pair = [(x[0] - x[1] if len(ends) == 2 else x[0])[seen] for x in (products, scores)]
+    share = torch.corrcoef(torch.stack(pair))[0, 1].square().item() if seen.sum() > 1 else 0.0
+    return 0.0 if math.isnan(share) else share
+
+
+def _check_sequences_are_sequences(
+    factors: Factors | None, columns: MadeOf | None, find_columns: FindColumns
+) -> None:
+    """Raise if heads stand before sequences: then each sequence would mix columns of several."""
+    if factors is None or columns is None or min(factors[0].shape[:2]) == 1:
+        return
+    query, found = factors[0], columns[0]
+    if found is not None and len(found.which) == 1:
+        return
+    sequences, heads = query.shape[:2]
+    other = find_columns(query.flatten(0, 1).unflatten(0, (heads, sequences)).transpose(0, 1))
+    if other is not None and len(other.which) == 1:
+        raise NotUnderstoodError(_HEADS_FIRST)
