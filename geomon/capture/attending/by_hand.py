@@ -57,11 +57,25 @@ _LEAST_EXPLAINED, _MORE_EXPLAINED = 0.1, 4.0
 # Roles of the dimensions before the keys, likeliest first: Sequences, Heads, Queries.
 _ORDERS = ("SHQ", "SHHQ", "SSHQ")
 
-# Queries and keys, [sequences, heads, places, head width]; and what made them, None if unknown.
-Factors = tuple[Tensor, Tensor]
-MadeOf = tuple[Columns | None, Columns | None]
 FindColumns = Callable[[Tensor], Columns | None]
+MadeOf = tuple[Columns | None, Columns | None]  # of queries and of keys
 _UNKNOWN: MadeOf = None, None
+
+
+class Factors(NamedTuple):
+    """The factors of scores.
+
+    Attributes:
+        query: Queries, [sequences, heads, queries, head width].
+        key: Keys, [sequences, key heads, keys, head width].
+        columns: Columns of the projections that make them up.
+        factor: Number by which both were multiplied beforehand.
+    """
+
+    query: Tensor
+    key: Tensor
+    columns: MadeOf
+    factor: float
 
 
 class AttentionHints(NamedTuple):
@@ -92,66 +106,79 @@ def record_softmax(
         raise NotUnderstoodError(ON_SEVERAL_RANKS)
     scores = local_shard(scores)
     fitting = [product for product in products if _makes(product, scores, dim)]
-    arranged = arrange_scores(scores, dim, hints)
+    arranged = _attention_scores(scores, dim, hints, find_columns, made=bool(fitting))
     if arranged is None:
-        _refuse_unarranged(scores, dim, made=bool(fitting))
-        return None, _UNKNOWN
-    features = hints.width // arranged.shape[1]
-    if not fitting and not _may_attend(arranged, features, scores.movedim(dim, -1), find_columns):
         return None, _UNKNOWN
     turned = dim % scores.ndim != scores.ndim - 1  # the product was keys times queries
-    factors = [_factors(product, arranged.shape, turned=turned) for product in fitting]
+    every = (_factors(each, arranged.shape, find_columns, turned=turned) for each in fitting)
+    factors = [*filter(None, every)]
     if scores.ndim == 4:
-        _check_heads_are_heads(arranged, [each for each in factors if each is not None])
-    columns = [each and (find_columns(each[0]), find_columns(each[1])) for each in factors]
-    for factor, made_of in zip(factors, columns, strict=True):
-        _check_sequences_are_sequences(factor, made_of, find_columns)
-    chosen, places = sampler.sample_queries(arranged.shape[0], arranged.shape[2])
+        _check_heads(arranged, factors)
+    sequences, heads, length, keys = arranged.shape
+    chosen, places = sampler.sample_queries(sequences, length)
     call = SoftmaxCall(
-        at_sampled_rows(arranged, chosen, places), chosen, places,
-        (arranged.shape[0], arranged.shape[2]),
-        doubtful=arranged.shape[3] == features,
+        at_sampled_rows(arranged, chosen, places), chosen, places, (sequences, length),
+        doubtful=keys == hints.width // heads,
         source=(weakref.ref(scores), dim % scores.ndim),
     )  # fmt: skip
     if fitting and len(products) > 1:
+        own = [each.columns for each in factors if _are_of_one_input(*each.columns)]
         call = replace(call, unknown=_SEVERAL_PRODUCTS.format(count=len(products)))
-        own = [each for each in columns if each is not None and _are_of_one_input(*each)]
         return call, own[0] if len(own) == 1 else _UNKNOWN
-    if not fitting or factors[0] is None or columns[0] is None:
-        return call, _UNKNOWN
-    return _with_factors(call, factors[0], columns[0], fitting[0].factor, scale), columns[0]
+    return _with_factors(call, factors[0], scale) if factors else (call, _UNKNOWN)
 
 
 def _with_factors(
-    call: SoftmaxCall, factors: Factors, columns: MadeOf, factor: float, scale: float | None
-) -> SoftmaxCall:
-    """Add the sampled queries and keys; `factor` was multiplied into both of them."""
-    repeats = 1 if columns[1] is None else columns[1].repeats
-    query = at_places(factors[0][call.sequences], call.places)
-    key = factors[1][call.sequences, ::repeats]
-    if factor != 1:
-        query, key = query / factor, key / factor
-        scale = None if scale is None else scale * factor**2
-    doubtful = call.doubtful and columns[1] is None  # else keys were traced to tokens
-    return replace(call, made_of=(query, key), scale=scale, doubtful=doubtful)
+    call: SoftmaxCall, made: Factors, scale: float | None
+) -> tuple[SoftmaxCall, MadeOf]:
+    """Add the sampled queries and keys to a call, and return it with their columns."""
+    keys = made.columns[1]
+    query = at_places(made.query[call.sequences], call.places)
+    key = made.key[call.sequences, :: 1 if keys is None else keys.repeats]
+    if made.factor != 1:
+        query, key = query / made.factor, key / made.factor
+        scale = None if scale is None else scale * made.factor**2
+    doubtful = call.doubtful and keys is None  # else keys were traced to tokens
+    return replace(call, made_of=(query, key), scale=scale, doubtful=doubtful), made.columns
 
 
 # -- is it attention -------------------------------------------------------------------------------
 
 
-def _may_attend(arranged: Tensor, features: int, scores: Tensor, find_columns: FindColumns) -> bool:
-    """Whether scores of unknown origin may be attention; raises if only their shape says so."""
+def _attention_scores(
+    scores: Tensor, dim: int, hints: AttentionHints, find_columns: FindColumns, *, made: bool
+) -> Tensor | None:
+    """Arrange scores, or return None if they are not attention's; raises if that is unclear.
+
+    `made` says that they are a product of two tensors made from tokens.
+    """
+    arranged = arrange_scores(scores, dim, hints)
+    if arranged is None:
+        if made and scores.ndim > 2:
+            raise NotUnderstoodError(_UNCLEAR.format(shape=list(scores.shape), dim=dim))
+        if scores.ndim > 3 and scores.numel():
+            raise NotUnderstoodError(NO_SCORES.format(keys=scores.shape[dim]))
+        return None
+    if made:
+        return arranged
     _, heads, length, keys = arranged.shape
     if heads == 1 and keys != length:
-        return False  # a router
-    if keys != length or keys == features:
+        return None  # a router
+    if keys != length or keys == hints.width // heads:
         raise NotUnderstoodError(NO_SCORES.format(keys=keys))
-    rows = scores.flatten(0, -4) if scores.ndim > 3 else scores.unsqueeze(-3)
-    rows = rows.unsqueeze(0) if rows.ndim == 3 else rows
-    # Along the softmax, or across it: a softmax over tokens for each expert.
-    if any(find_columns(each) is not None for each in (rows, rows.mT)):
+    if _are_projected(scores.movedim(dim, -1), find_columns):
         raise NotUnderstoodError(_PROJECTED.format(keys=keys))
-    return True
+    return arranged
+
+
+def _are_projected(scores: Tensor, find_columns: FindColumns) -> bool:
+    """Whether scores, [..., numbers of a softmax], are columns of a projection of tokens.
+
+    A softmax may be over the columns, or over the tokens of each column.
+    """
+    rows = scores if scores.ndim > 3 else scores.unsqueeze(-3)
+    rows = rows.flatten(0, -4) if rows.ndim > 3 else rows[None]
+    return any(find_columns(each) is not None for each in (rows, rows.mT))
 
 
 def _makes(product: Product, scores: Tensor, dim: int) -> bool:
@@ -214,15 +241,9 @@ def _unfold(scores: Tensor, tokens: int) -> Tensor | None:
     return scores.unflatten(0, (tokens // length, -1))
 
 
-def _refuse_unarranged(scores: Tensor, dim: int, *, made: bool) -> None:
-    """Raise if scores that do not fit may be attention; `made` if a product became them."""
-    if made and scores.ndim > 2:
-        raise NotUnderstoodError(_UNCLEAR.format(shape=list(scores.shape), dim=dim))
-    if scores.ndim > 3 and scores.numel():
-        raise NotUnderstoodError(NO_SCORES.format(keys=scores.shape[dim]))
-
-
-def _factors(product: Product, shape: Sequence[int], *, turned: bool) -> Factors | None:
+def _factors(
+    product: Product, shape: Sequence[int], find_columns: FindColumns, *, turned: bool
+) -> Factors | None:
     """View the factors of a product as queries and keys; None if their sizes do not fit."""
     sequences, heads, queries, keys = shape
     left, right = product.left.detach(), product.right.detach().transpose(-1, -2)
@@ -235,46 +256,45 @@ def _factors(product: Product, shape: Sequence[int], *, turned: bool) -> Factors
     if odd or not key_heads or heads % key_heads or right.shape[1] not in (keys, keys - 1):
         return None
     query = left.reshape(sequences, heads, queries, width)
-    return query, right.unflatten(0, (sequences, key_heads))
+    key = right.unflatten(0, (sequences, key_heads))
+    columns = find_columns(query), find_columns(key)
+    if min(sequences, heads) > 1 and not _are_alike(columns[0]):
+        heads_first = query.flatten(0, 1).unflatten(0, (heads, sequences)).transpose(0, 1)
+        if _are_alike(find_columns(heads_first)):
+            raise NotUnderstoodError(_HEADS_FIRST)
+    return Factors(query, key, columns, product.factor)
 
 
-def _check_heads_are_heads(arranged: Tensor, factors: Sequence[Factors]) -> None:
-    """Raise if heads and queries are as many, unless the products show which are which."""
+def _are_alike(columns: Columns | None) -> bool:
+    """Whether the same columns make the heads of all tokens."""
+    return columns is not None and len(columns.which) == 1
+
+
+def _check_heads(arranged: Tensor, factors: Sequence[Factors]) -> None:
+    """Raise if heads and queries are as many, unless products show which are which."""
     if not 1 < arranged.shape[1] == arranged.shape[2]:
         return
-    own = max((_explained(arranged, *each) for each in factors), default=0.0)
-    swapped = arranged.transpose(1, 2)
-    other = max((_explained(swapped, *each) for each in factors), default=0.0)
-    if own < _LEAST_EXPLAINED or own < _MORE_EXPLAINED * other:
+    own, swapped = (
+        max((_explained(scores, made) for made in factors), default=0.0)
+        for scores in (arranged, arranged.transpose(1, 2))
+    )
+    if own < _LEAST_EXPLAINED or own < _MORE_EXPLAINED * swapped:
         raise NotUnderstoodError(_UNCLEAR.format(shape=list(arranged.shape), dim=3))
 
 
-def _explained(scores: Tensor, query: Tensor, key: Tensor) -> float:
-    """Return the share of the variance of scores that their products explain, from 0 to 1.
+def _explained(scores: Tensor, made: Factors) -> float:
+    """Return the share of the variance of scores that a product explains, from 0 to 1.
 
     Differences between two sequences are compared, because biases of places are equal in both.
     """
-    ends = [0, -1] if len(scores) > 1 else [0]
-    key = key[ends].repeat_interleave(scores.shape[1] // key.shape[1], dim=1)
+    ends = [0, -1][: len(scores)]
+    key = made.key[ends].repeat_interleave(scores.shape[1] // made.key.shape[1], dim=1)
     with without_autocast([scores.device.type]):
-        products = (as_factor(query[ends]) @ as_factor(key).mT).float()
+        products = (as_factor(made.query[ends]) @ as_factor(key).mT).float()
     scores = scores.detach()[ends][..., : key.shape[2]].float()
     seen = (scores > MASKED).all(dim=0)
-    pair = [(x[0] - x[1] if len(ends) == 2 else x[0])[seen] for x in (products, scores)]
-    share = torch.corrcoef(torch.stack(pair))[0, 1].square().item() if seen.sum() > 1 else 0.0
+    pair = torch.stack(
+        [(x[0] - x[-1] if len(ends) > 1 else x[0])[seen] for x in (products, scores)]
+    )
+    share = pair.corrcoef()[0, 1].square().item() if pair.shape[1] > 1 else 0.0
     return 0.0 if math.isnan(share) else share
-
-
-def _check_sequences_are_sequences(
-    factors: Factors | None, columns: MadeOf | None, find_columns: FindColumns
-) -> None:
-    """Raise if heads stand before sequences: then each sequence would mix columns of several."""
-    if factors is None or columns is None or min(factors[0].shape[:2]) == 1:
-        return
-    query, found = factors[0], columns[0]
-    if found is not None and len(found.which) == 1:
-        return
-    sequences, heads = query.shape[:2]
-    other = find_columns(query.flatten(0, 1).unflatten(0, (heads, sequences)).transpose(0, 1))
-    if other is not None and len(other.which) == 1:
-        raise NotUnderstoodError(_HEADS_FIRST)
