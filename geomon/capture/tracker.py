@@ -1,5 +1,6 @@
 """Decide which calls of blocks count, in one pass or in each micro-batch of a batch."""
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -24,11 +25,12 @@ class Tracker:
     generation) does not count, unless it continues from the output of the one before: then the
     model runs its blocks in a loop, and each call is a layer. A pass that never returned stops
     counting once another begins. A pass with gradients replaces one without, because what a
-    training step generates or scores without gradients is not what it trains on. If nobody calls
-    the owner (its `forward` is called directly, or another module runs the blocks that it holds),
-    the modules around it count as the owner: a pass ends when the outermost one returns, or any is
-    called again. If nobody calls these either (the training step runs the blocks itself), the first
-    call of each block counts.
+    training step generates or scores without gradients is not what it trains on.
+
+    If nobody calls the owner (its `forward` is called directly, or another module runs the blocks
+    that it holds), the modules around it count as the owner: a pass ends when the outermost one
+    returns, or one of them is called again. If nobody calls these either (the training step runs
+    the blocks itself), the first call of each block counts.
 
     Args:
         anatomy: Anatomy of the model.
@@ -150,16 +152,9 @@ class Tracker:
         """
         if self.is_inferring(number):
             return [], False
-        stack = self._stacks[number]
-        is_outermost = module is unwrap(stack.above[0])
+        is_outermost = module is unwrap(self._stacks[number].above[0])
         self._prefer_gradients(module)
-        stack_pass = self.passes[number]
-        if stack_pass.running and stack_pass.block_calls:
-            if is_outermost:  # a pass that never returned
-                self._begin_again(number)
-            elif stack.owner is None or module is not unwrap(stack.owner):
-                self.leave_owner(number)
-                stack_pass.passed_over += 1
+        self._end_open_pass(number, module, is_outermost=is_outermost)
         if is_outermost:
             self._above.add(id(module))
             self._begin_micro_batch(number)
@@ -169,6 +164,18 @@ class Tracker:
         around = [x for x in self.passes if x.stack.part == stack_pass.stack.part]
         shared = stack_pass is around[0] and len(around) > 1  # a module around all stacks
         return [x for x in (around if shared else [stack_pass]) if not x.block_calls], shared
+
+    def _end_open_pass(self, number: int, module: nn.Module, *, is_outermost: bool) -> None:
+        """End a pass that nobody ended if a module around its owner is called again."""
+        stack_pass, above = self.passes[number], self._stacks[number].above
+        if not (stack_pass.running and stack_pass.block_calls):
+            return
+        outside = itertools.takewhile(lambda each: each is not stack_pass.stack.owner, above)
+        if is_outermost:  # it never returned
+            self._begin_again(number)
+        elif any(module is unwrap(each) for each in outside):
+            self.leave_owner(number)
+            stack_pass.passed_over += 1
 
     def leave_above(self, module: nn.Module) -> None:
         """Handle the return of an outermost module, which ends the passes that it began."""
