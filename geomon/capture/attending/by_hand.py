@@ -46,10 +46,6 @@ _HEADS_FIRST = (
     "attention is written out by hand, with its heads before the sequences of the batch: "
     "[heads x sequences, queries, keys]"
 )
-_PROJECTED = (
-    "a softmax over {keys} numbers was seen, but these are a projection of each token (to experts, "
-    "features or fixed keys), not products of queries with keys"
-)
 # Two orders of heads and queries are told apart if products explain at least this share of the
 # scores in one, and this many times more than in the other.
 _LEAST_EXPLAINED, _MORE_EXPLAINED = 0.1, 4.0
@@ -164,19 +160,18 @@ def _attention_scores(
     _, heads, length, keys = arranged.shape
     if heads == 1 and keys != length:
         return None  # a router
-    if keys != length or keys == hints.width // heads:
+    if keys != length or keys == hints.width // heads or _are_projected(scores, dim, find_columns):
         raise NotUnderstoodError(NO_SCORES.format(keys=keys))
-    if _are_projected(scores.movedim(dim, -1), find_columns):
-        raise NotUnderstoodError(_PROJECTED.format(keys=keys))
     return arranged
 
 
-def _are_projected(scores: Tensor, find_columns: FindColumns) -> bool:
-    """Whether scores, [..., numbers of a softmax], are columns of a projection of tokens.
+def _are_projected(scores: Tensor, dim: int, find_columns: FindColumns) -> bool:
+    """Whether scores are columns of a projection of tokens.
 
     A softmax may be over the columns, or over the tokens of each column.
     """
-    rows = scores if scores.ndim > 3 else scores.unsqueeze(-3)
+    rows = scores.movedim(dim, -1)
+    rows = rows if rows.ndim > 3 else rows.unsqueeze(-3)
     rows = rows.flatten(0, -4) if rows.ndim > 3 else rows[None]
     return any(find_columns(each) is not None for each in (rows, rows.mT))
 
