@@ -46,8 +46,8 @@ _HEADS_FIRST = (
     "attention is written out by hand, with its heads before the sequences of the batch: "
     "[heads x sequences, queries, keys]"
 )
-# Two orders of heads and queries are told apart if products explain at least this share of the
-# scores in one, and this many times more than in the other.
+# Two orders of dimensions are told apart if products explain at least this share of the scores in
+# one, and this many times more than in the other.
 _LEAST_EXPLAINED, _MORE_EXPLAINED = 0.1, 4.0
 
 # Roles of the dimensions before the keys, likeliest first: Sequences, Heads, Queries.
@@ -108,8 +108,7 @@ def record_softmax(
     turned = dim % scores.ndim != scores.ndim - 1  # the product was keys times queries
     every = (_factors(each, arranged.shape, find_columns, turned=turned) for each in fitting)
     factors = [*filter(None, every)]
-    if scores.ndim == 4:
-        _check_heads(arranged, factors)
+    _check_heads(scores.movedim(dim, -1), arranged, factors)
     sequences, heads, length, keys = arranged.shape
     chosen, places = sampler.sample_queries(sequences, length)
     call = SoftmaxCall(
@@ -265,16 +264,21 @@ def _are_alike(columns: Columns | None) -> bool:
     return columns is not None and len(columns.which) == 1
 
 
-def _check_heads(arranged: Tensor, factors: Sequence[Factors]) -> None:
-    """Raise if heads and queries are as many, unless products show which are which."""
-    if not 1 < arranged.shape[1] == arranged.shape[2]:
-        return
-    own, swapped = (
-        max((_explained(scores, made) for made in factors), default=0.0)
-        for scores in (arranged, arranged.transpose(1, 2))
-    )
-    if own < _LEAST_EXPLAINED or own < _MORE_EXPLAINED * swapped:
-        raise NotUnderstoodError(_UNCLEAR.format(shape=list(arranged.shape), dim=3))
+def _check_heads(scores: Tensor, arranged: Tensor, factors: Sequence[Factors]) -> None:
+    """Raise if another dimension is as long as queries, unless products show which is which.
+
+    `scores` have their keys last.
+    """
+    for dim in range(1, scores.ndim - 2):
+        if not 1 < scores.shape[dim] == scores.shape[-2]:
+            continue
+        swapped = scores.transpose(dim, -2).reshape(arranged.shape)
+        own, other = (
+            max((_explained(each, made) for made in factors), default=0.0)
+            for each in (arranged, swapped)
+        )
+        if own < _LEAST_EXPLAINED or own < _MORE_EXPLAINED * other:
+            raise NotUnderstoodError(_UNCLEAR.format(shape=list(scores.shape), dim=-1))
 
 
 def _explained(scores: Tensor, made: Factors) -> float:

@@ -218,6 +218,27 @@ def test_queries_before_heads_are_never_taken_for_heads(way, heads):
         assert ORDER in layer.missing["visible"]
 
 
+@pytest.mark.parametrize("first", ["heads", "queries"])
+@pytest.mark.parametrize("groups", [2, LENGTH])
+def test_grouped_heads_before_queries_are_told_from_queries_before_grouped_heads(groups, first):
+    """Scores as [sequences, key heads, groups, queries, keys], with as many groups as tokens."""
+    order = "bhgij" if first == "heads" else "bihgj"
+
+    def attend(q, k, v):
+        q = q.unflatten(1, (2, groups))
+        weights = torch.einsum(f"bhgid,bhjd->{order}", q, k).div(q.shape[-1] ** 0.5).softmax(-1)
+        return torch.einsum(f"{order},bhjd->bhgid", weights, v).flatten(1, 2)
+
+    model = blocks_of(attend, 64, heads=2 * groups, key_heads=2)
+    seen = layers_of(model, torch.randn(3, LENGTH, 64))
+    for layer, block in zip(seen, model, strict=True):
+        if first == "queries":
+            assert ORDER in layer.missing["visible"]
+            continue
+        torch.testing.assert_close(layer.captured["query"], block.attention.query)
+        torch.testing.assert_close(layer.captured["key"], block.attention.key)
+
+
 @pytest.mark.parametrize("sequences", [1, 3, LENGTH])
 @pytest.mark.parametrize("way", [*CHANGES, *ORDERS])
 def test_as_many_heads_as_tokens_are_heads(way, sequences):
