@@ -252,6 +252,9 @@ def _factors(
     query = left.reshape(sequences, heads, queries, width)
     key = right.unflatten(0, (sequences, key_heads))
     columns = find_columns(query), find_columns(key)
+    unknown = [x for x, known in zip((query, key), columns, strict=True) if known is None]
+    if any(find_columns(each.mT) is not None for each in unknown):
+        raise NotUnderstoodError(NO_SCORES.format(keys=keys))  # features attend to one another
     if min(sequences, heads) > 1 and not _are_alike(columns[0]):
         heads_first = query.flatten(0, 1).unflatten(0, (heads, sequences)).transpose(0, 1)
         if _are_alike(find_columns(heads_first)):

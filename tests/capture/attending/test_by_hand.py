@@ -33,6 +33,14 @@ LINEAR = [
     ),
     (positive, "linear attention has none"),
 ]
+# Features attend to one another.
+TRANSPOSED = [
+    lambda q, k, v: ((q.mT @ k * q.shape[-1] ** -0.5).softmax(-1) @ v.mT).mT,
+    lambda q, k, v: (
+        ((3 * F.normalize(q.mT, dim=-1) @ F.normalize(k, dim=-2)).softmax(-1) @ v.mT).mT
+    ),
+    lambda q, k, v: ((k.mT @ q).softmax(-2).mT @ v.mT).mT,
+]
 
 
 @pytest.mark.parametrize("head_width", [16, LENGTH], ids=["", "as wide as long"])
@@ -43,6 +51,15 @@ def test_linear_attention_has_no_weights(attend, why, head_width):
         assert not {"visible", "scores", "projected_query"} & layer.captured.keys()
         assert why in layer.missing["visible"]
         assert "not traced back" in layer.missing["projected_query"]
+
+
+@pytest.mark.parametrize("head_width", [16, LENGTH], ids=["", "as wide as long"])
+@pytest.mark.parametrize("attend", TRANSPOSED)
+def test_attention_among_features_is_not_taken_for_that_among_tokens(attend, head_width):
+    width = HEADS * head_width
+    for layer in layers_of(blocks_of(attend, width), torch.randn(3, LENGTH, width)):
+        assert not {"visible", "scores", "query"} & layer.captured.keys()
+        assert "softmax" in layer.missing["visible"]
 
 
 @pytest.mark.parametrize(
