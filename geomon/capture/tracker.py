@@ -70,7 +70,7 @@ class Tracker:
         # Running block calls, outermost first: the called module, the pass of its stack, and the
         # call (None if it does not count).
         self._running: list[tuple[nn.Module, StackPass, BlockCall | None]] = []
-        self._above: set[int] = set()  # ids of outermost modules that are running
+        self._above: set[int] = set()  # ids of modules around stacks that are running
 
     # -- what is asked ---------------------------------------------------------------------------
 
@@ -105,7 +105,7 @@ class Tracker:
 
     @property
     def above(self) -> bool:
-        """Whether an outermost module is running."""
+        """Whether a module around a stack is running."""
         return bool(self._above)
 
     def is_inferring(self, number: int) -> bool:
@@ -152,11 +152,12 @@ class Tracker:
         """
         if self.is_inferring(number):
             return [], False
-        is_outermost = module is unwrap(self._stacks[number].above[0])
         self._prefer_gradients(module)
-        self._end_open_pass(number, module, is_outermost=is_outermost)
-        if is_outermost:
-            self._above.add(id(module))
+        if id(module) in self._above:  # calls that never returned
+            self._above.clear()
+        self._end_open_pass(number, module)
+        self._above.add(id(module))
+        if module is unwrap(self._stacks[number].above[0]):
             self._begin_micro_batch(number)
         stack_pass = self.passes[number]
         if stack_pass.block_calls or stack_pass.over:
@@ -165,20 +166,20 @@ class Tracker:
         shared = stack_pass is around[0] and len(around) > 1  # a module around all stacks
         return [x for x in (around if shared else [stack_pass]) if not x.block_calls], shared
 
-    def _end_open_pass(self, number: int, module: nn.Module, *, is_outermost: bool) -> None:
+    def _end_open_pass(self, number: int, module: nn.Module) -> None:
         """End a pass that nobody ended if a module around its owner is called again."""
         stack_pass, above = self.passes[number], self._stacks[number].above
         if not (stack_pass.running and stack_pass.block_calls):
             return
         outside = itertools.takewhile(lambda each: each is not stack_pass.stack.owner, above)
-        if is_outermost:  # it never returned
+        if not self._above:  # it never returned
             self._begin_again(number)
         elif any(module is unwrap(each) for each in outside):
             self.leave_owner(number)
             stack_pass.passed_over += 1
 
     def leave_above(self, module: nn.Module) -> None:
-        """Handle the return of an outermost module, which ends the passes that it began."""
+        """Handle the return of a module around a stack; the outermost one ends all passes."""
         self._above.discard(id(module))
         if not self._above:
             for number in range(len(self.passes)):

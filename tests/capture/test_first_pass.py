@@ -90,6 +90,20 @@ def test_each_call_of_looped_blocks_is_a_layer_whatever_holds_them(part, views):
 
 
 @pytest.mark.parametrize("part", PARTS)
+def test_calls_of_looped_blocks_are_layers_in_a_module_that_is_not_called_itself(part):
+    """A training step calls a part of the module that is watched."""
+    inner = repeats(part)
+    outer = Running(lambda m, ids: m.inner(ids).sum(), inner=inner)
+    with torch.no_grad(), window(outer.eval()) as seen:
+        outer.inner(batch())
+        states = inner.states
+        outer.inner(batch(seed=1))  # a pass of its own, which does not count
+    assert len(seen.snapshot().layers) == 7
+    for depth in range(1, 7):
+        check_hidden(seen, depth, states[depth])
+
+
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_called_module_that_loops_over_blocks_is_their_owner(part, times):
     inner = repeats(part)

@@ -304,6 +304,25 @@ def test_sequences_before_heads_are_sequences_when_folded(sequences):
         torch.testing.assert_close(layer.captured["query"], block.attention.query)
 
 
+MIX = torch.eye(HEADS) + 0.1 * torch.randn(HEADS, HEADS, generator=torch.Generator().manual_seed(0))
+# Scores that no known product has become.
+OTHERS = {
+    "mixed over heads": lambda q, k: torch.einsum("hg,bhij->bgij", MIX, scores_of(q, k)),
+    "mixed by a layer": lambda q, k: F.linear(scores_of(q, k).movedim(1, -1), MIX).movedim(-1, 1),
+    "distances": lambda q, k: -torch.cdist(q, k),
+    "additive": lambda q, k: torch.tanh(q[:, :, :, None] + k[:, :, None]) @ torch.ones(16),
+    "sums of products": lambda q, k: (q[:, :, :, None] * k[:, :, None]).sum(-1),
+}
+
+
+@pytest.mark.parametrize("way", OTHERS)
+def test_scores_of_each_query_and_key_are_attention_though_no_product_was_seen(way):
+    model = blocks_of(lambda q, k, v: OTHERS[way](q, k).softmax(-1) @ v, 64)
+    for layer, block in zip(layers_of(model, torch.randn(3, LENGTH, 64)), model, strict=True):
+        expected = OTHERS[way](block.attention.query, block.attention.key)
+        torch.testing.assert_close(layer.captured["scores"], expected)
+
+
 # -- softmaxes of what weights have made -----------------------------------------------------------
 
 # From hidden states [sequences, tokens, width] and a router to what a softmax over dim is taken of.
