@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import PlainDecoder, batch
 
-from geomon import METRICS, geometry, measure, select
+from geomon import METRICS, at_last, geometry, measure, select
 
 
 def cloud(tokens=600, width=16, seed=0):
@@ -171,6 +171,42 @@ def test_measure_hands_on_the_notes_of_the_pass_and_of_the_values():
     assert "gride/k16, gride/k32, layer 0, 1, 2, 3: NaN: scale k takes 2k + 1 rows" in notes
     with pytest.raises(ZeroDivisionError):
         measure(PlainDecoder(), batch(4, 8), metrics={"broken": lambda hidden: 1 / 0})
+
+
+def fill(model, lowest):
+    for parameter in model.parameters():
+        parameter.data.fill_(lowest)
+
+
+# What makes numbers that are not finite, by a model and the layers of hidden states it spoils.
+SPOILT = {
+    "all weights": (lambda model: fill(model, math.nan), [0, 1, 2, 3]),
+    "one block": (lambda model: fill(model.blocks[1].mlp, math.nan), [2, 3]),
+    "infinite": (lambda model: fill(model.blocks[1].mlp[2], math.inf), [2, 3]),
+    "queries alone": (lambda model: fill(model.blocks[1].c_attn, math.nan), [2, 3]),
+    "the table of last tokens": (lambda model: fill(model.places, math.nan), [0, 1, 2, 3]),
+}
+
+
+@pytest.mark.parametrize("spoilt", SPOILT)
+def test_of_a_layer_without_finite_rows_the_notes_say_that_and_give_no_other_reason(spoilt):
+    """Whatever the metric reads, also of heads and of last tokens."""
+    spoil, layers = SPOILT[spoilt]
+    model = PlainDecoder()
+    spoil(model)
+    last = {f"{name}_last": at_last(METRICS[name]) for name in ("cosine", "variance")}
+    values = measure(model, batch(), metrics=METRICS | last)
+    shown = ", ".join(map(str, layers))
+    (rows,) = (note for note in values.notes if note.startswith("hidden states"))
+    assert rows == f"hidden states, layer {shown}: 256 of 256 rows are not finite and were left out"
+    false = r"division|more tokens|larger batch|[eE]xpected|Error|NaN:|sequences in a reading|few"
+    own = (note for note in values.notes if re.search(rf"layer.* {layers[-1]}\b", note))
+    assert not [note for note in own if re.search(false, note)]
+    for name in METRICS.keys() & {"twonn", "variance", "qk_cosine", "attention_entropy"}:
+        assert not math.isfinite(values[f"{name}/layer_03"])
+        assert not math.isfinite(values.get(f"{name}/mean", math.nan)) or "head" in name
+    heads = "qk_cosine, qk_dot, layer"
+    assert any(heads in note and "not all of these are finite" in note for note in values.notes)
 
 
 def test_a_notebook_shows_a_table_of_means_and_no_thousand_values():

@@ -1,5 +1,6 @@
 """Decide which calls of blocks count, in one pass or in each micro-batch of a batch."""
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -24,9 +25,12 @@ class Tracker:
     generation) does not count, unless it continues from the output of the one before: then the
     model runs its blocks in a loop, and each call is a layer. A pass that never returned stops
     counting once another begins. A pass with gradients replaces one without, because what a
-    training step generates or scores without gradients is not what it trains on. If nobody calls
-    the owner (its `forward` is called directly, or the training step runs the blocks itself), the
-    first call of each block counts.
+    training step generates or scores without gradients is not what it trains on.
+
+    If nobody calls the owner (its `forward` is called directly, or another module runs the blocks
+    that it holds), the modules around it count as the owner: a pass ends when the outermost one
+    returns, or one of them is called again. If nobody calls these either (the training step runs
+    the blocks itself), the first call of each block counts.
 
     Args:
         anatomy: Anatomy of the model.
@@ -66,7 +70,7 @@ class Tracker:
         # Running block calls, outermost first: the called module, the pass of its stack, and the
         # call (None if it does not count).
         self._running: list[tuple[nn.Module, StackPass, BlockCall | None]] = []
-        self._above: set[int] = set()  # ids of outermost modules that are running
+        self._above: set[int] = set()  # ids of modules around stacks that are running
 
     # -- what is asked ---------------------------------------------------------------------------
 
@@ -101,7 +105,7 @@ class Tracker:
 
     @property
     def above(self) -> bool:
-        """Whether an outermost module is running."""
+        """Whether a module around a stack is running."""
         return bool(self._above)
 
     def is_inferring(self, number: int) -> bool:
@@ -148,10 +152,12 @@ class Tracker:
         """
         if self.is_inferring(number):
             return [], False
-        is_outermost = module is unwrap(self._stacks[number].above[0])
         self._prefer_gradients(module)
-        if is_outermost:
-            self._above.add(id(module))
+        if id(module) in self._above:  # calls that never returned
+            self._above.clear()
+        self._end_open_pass(number, module)
+        self._above.add(id(module))
+        if module is unwrap(self._stacks[number].above[0]):
             self._begin_micro_batch(number)
         stack_pass = self.passes[number]
         if stack_pass.block_calls or stack_pass.over:
@@ -160,9 +166,24 @@ class Tracker:
         shared = stack_pass is around[0] and len(around) > 1  # a module around all stacks
         return [x for x in (around if shared else [stack_pass]) if not x.block_calls], shared
 
+    def _end_open_pass(self, number: int, module: nn.Module) -> None:
+        """End a pass that nobody ended if a module around its owner is called again."""
+        stack_pass, above = self.passes[number], self._stacks[number].above
+        if not (stack_pass.running and stack_pass.block_calls):
+            return
+        outside = itertools.takewhile(lambda each: each is not stack_pass.stack.owner, above)
+        if not self._above:  # it never returned
+            self._begin_again(number)
+        elif any(module is unwrap(each) for each in outside):
+            self.leave_owner(number)
+            stack_pass.passed_over += 1
+
     def leave_above(self, module: nn.Module) -> None:
-        """Handle the return of an outermost module."""
+        """Handle the return of a module around a stack; the outermost one ends all passes."""
         self._above.discard(id(module))
+        if not self._above:
+            for number in range(len(self.passes)):
+                self.leave_owner(number)
 
     def call_owner(self, number: int, *, goes_on: bool) -> None:
         """Handle the call of a stack's owner, which may go on with the output of its blocks."""
@@ -173,10 +194,7 @@ class Tracker:
             stack_pass.passed_over += with_gradients == stack_pass.with_gradients
             return
         if stack_pass.block_calls and not stack_pass.over:  # a pass that never returned
-            tokens = stack_pass.tokens
-            tokens.forget_states()
-            stack_pass = self.passes[number] = self._new_pass(number)
-            stack_pass.tokens = tokens
+            stack_pass = self._begin_again(number)
         stack_pass.running, stack_pass.over = True, False
         stack_pass.with_gradients = with_gradients
         self._running.clear()
@@ -198,6 +216,8 @@ class Tracker:
         together.
         """
         stack_pass = self.passes[number]
+        if self._above and not (stack_pass.running or stack_pass.over or stack_pass.block_calls):
+            self.call_owner(number, goes_on=False)  # which nobody has called
         counts = self._counts(number, index, module, hidden)
         if counts and not _goes_on(stack_pass, index, module):
             stack_pass.block_calls.append(BlockCall(index))
@@ -231,6 +251,14 @@ class Tracker:
         stack = self._stacks[number]
         first = not number or self._stacks[number - 1].part != stack.part  # of its part
         return StackPass(stack, self.memory(micro_batch), first=first, place=self._place)
+
+    def _begin_again(self, number: int) -> StackPass:
+        """Replace a pass that never returned by one with the same arguments."""
+        tokens = self.passes[number].tokens
+        tokens.forget_states()
+        self.passes[number] = self._new_pass(number)
+        self.passes[number].tokens = tokens
+        return self.passes[number]
 
     def _inferred(self, number: int) -> int:
         """Count the calls of a stage before its first micro-batch.

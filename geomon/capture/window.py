@@ -432,7 +432,6 @@ class Window:
         for number, stack in enumerate(self._anatomy.stacks):
             for module in stack.above:
                 self._see(self._before, module, self._on_call_above, number)
-            for module in stack.above[:1]:
                 self._see(self._after, module, self._on_return_above)
             if stack.owner is not None:
                 self._see(self._before, stack.owner, self._on_owner, number)
@@ -595,7 +594,8 @@ class Window:
 
     def _on_return_above(self, module: nn.Module, output: Any) -> None:
         self._tracker.leave_above(module)
-        self._states.stream.forget()  # operators outside of the model are not seen
+        if not self._tracker.above:
+            self._states.stream.forget()  # operators outside of the model are not seen
 
     def _on_norm(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         given = [*args, *kwargs.values()]

@@ -19,6 +19,7 @@ ROUNDING = 0.1  # share of the median nearest distance
 _FEWEST = 3  # rows that TwoNN needs
 
 _FEW_ROWS = "fewer than 3 rows differ from one another"
+_LOST = "not all of these are finite: {views}"
 _TIES = "both compared distances are equal at every row, as on a lattice or after coarse rounding"
 
 
@@ -50,41 +51,48 @@ def explain_not_finite(
     columns: Columns,
     explained: Collection[tuple[str, int | None]],
     metrics: Mapping[str, Metric],
+    lost: Mapping[tuple[str, int | None], str],
 ) -> list[Note]:
     """Name every value of a stack that is not finite, with the reason.
 
-    A part is not named in addition to a value that is itself not finite.
+    `lost` has, by metric and layer, the captured views that are not finite either. A part is not
+    named in addition to a value that is itself not finite.
     """
-    stacks = {"": columns}
     reasons: dict[tuple[str, str], list[int]] = defaultdict(list)
     for metric, column in columns.items():
         for place in places_of(metric, column):
-            value = place.find(stacks)
-            whole = Place("", metric, layer=place.layer)
-            if math.isfinite(value) or (metric, place.layer) in explained:
-                continue
-            if place.kind in ("min", "max"):  # heads are checked one by one
-                continue
-            own = place.kind != "whole" and place != whole and column.layers
-            if own and not math.isfinite(whole.find(stacks)):
-                continue
-            # `cautions` makes a note on these.
-            if whole._replace(part=tags.ROWS).find(stacks) < _FEWEST:
+            value = place.find({"": columns})
+            is_said = (metric, place.layer) in explained
+            if math.isfinite(value) or is_said or _is_said_elsewhere(place, columns):
                 continue
             part = "/".join(filter(None, (place.part, place.name)))
-            found = reasons[
-                f"{metric}/{part}" if part else metric,
-                _reason(metrics.get(metric), metric, part, value),
-            ]
+            views = lost.get((metric, place.layer))
+            reason = _reason(metrics.get(metric), metric, part, value)
+            reason = _LOST.format(views=views) if views else reason
+            found = reasons[f"{metric}/{part}" if part else metric, reason]
             if place.layer is not None and place.layer not in found:
                 found.append(place.layer)
-    # Values missing for one reason at the same layers are named together.
-    together: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
-    for (subject, reason), layers in reasons.items():
-        together[reason, tuple(layers)].append(subject)
-    return group_by_layer(
-        {(", ".join(names), reason): at for (reason, at), names in together.items()}
-    )
+    return group_by_layer(join_metrics(reasons))
+
+
+def _is_said_elsewhere(place: Place, columns: Columns) -> bool:
+    """Whether another value or another note says why a value is not finite."""
+    whole = Place("", place.metric, layer=place.layer)
+    if place.kind in ("min", "max"):  # heads are checked one by one
+        return True
+    is_part = place.kind != "whole" and place != whole and columns[place.metric].layers
+    if is_part and not math.isfinite(whole.find({"": columns})):
+        return True
+    # `cautions` makes a note on these.
+    return whole._replace(part=tags.ROWS).find({"": columns}) < _FEWEST
+
+
+def join_metrics(reasons: Mapping[tuple[str, str], list[int]]) -> dict[tuple[str, str], list[int]]:
+    """Join metrics that lack something for the same reason at the same layers."""
+    metrics: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
+    for (metric, reason), layers in reasons.items():
+        metrics[reason, tuple(layers)].append(metric)
+    return {(", ".join(names), why): [*layers] for (why, layers), names in metrics.items()}
 
 
 def _reason(known: Metric | None, metric: str, part: str, value: float) -> str:

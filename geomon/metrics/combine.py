@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from geomon.capture.snapshot import group_by_layer
 from geomon.kernels.groups import GROUPS
 from geomon.metrics.arrays import join_arrays
-from geomon.metrics.cautions import cautions, explain_not_finite
+from geomon.metrics.cautions import cautions, explain_not_finite, join_metrics
 from geomon.metrics.layer_values import LayerValues, Parts
 from geomon.metrics.metric import Metric, Sizes
 from geomon.metrics.views import SPECTRAL_ROWS, SPECTRAL_WIDTH
@@ -74,9 +74,7 @@ def combine(
         notes += _few_sequences(layers, metrics) + _few_last_tokens(metrics, layers, columns)
         notes += _few_spectral_rows(layers, columns)
         if explains:
-            for layer in layers:  # a layer without attention is not a failure of its metrics
-                explained |= {(name, layer.index) for name in columns.keys() - layer.parts.keys()}
-            notes += explain_not_finite(columns, explained, metrics)
+            notes += _not_finite(layers, columns, metrics, explained)
         result.notes += [msgspec.structs.replace(note, stack=stack) for note in notes]
     prints = [layer.fingerprint for layer in measured if layer.shape is not None]
     if prints and all(prints):
@@ -97,10 +95,11 @@ def _lacking(
             lacking["arrays for figures", layer.without_arrays].append(layer.index)
     for name in metrics:
         for layer in layers:
+            if name in layer.unseen or name in layer.failed:
+                explained |= {(name, layer.index), (name, None)}
             if why := layer.unseen.get(name) or layer.failed.get(name):
                 found = lacking if name in layer.unseen else failing
                 found[name, why].append(layer.index)
-                explained |= {(name, layer.index), (name, None)}
             if why := layer.without_margin.get(name):
                 lacking[name, f"no margin: {why}"].append(layer.index)
             for part, values in layer.parts.get(name, {}).items():
@@ -108,10 +107,23 @@ def _lacking(
                 if math.isfinite(value) and not np.isfinite(without).all():
                     tag = f"{name}/{part}".rstrip("/")
                     lacking[tag, f"no margin: {metrics[name].no_margin}"].append(layer.index)
-    notes, errors = (group_by_layer(_join_metrics(each)) for each in (lacking, failing))
+    notes, errors = (group_by_layer(join_metrics(each)) for each in (lacking, failing))
     return [
         *notes, *(msgspec.structs.replace(note, is_error=True) for note in errors)
     ], explained  # fmt: skip
+
+
+def _not_finite(
+    layers: list[LayerValues], columns: Columns, metrics: Mapping[str, Metric],
+    explained: set[tuple[str, int | None]],
+) -> list[Note]:  # fmt: skip
+    """Say why values are not finite, except for those explained before."""
+    lost: dict[tuple[str, int | None], str] = {}
+    for layer in layers:  # a layer without attention is not a failure of its metrics
+        explained |= {(name, layer.index) for name in columns.keys() - layer.parts.keys()}
+        lost |= {(name, layer.index): views for name, views in layer.not_finite.items() if views}
+    explained |= {(name, None) for name, _ in lost}
+    return explain_not_finite(columns, explained, metrics, lost)
 
 
 def _sizes(
@@ -300,11 +312,3 @@ def _few_spectral_rows(layers: list[LayerValues], columns: Columns) -> list[Note
     text = "spectra of layers wider than {width} columns use only {rows} rows{where}"
     numbers = {"width": SPECTRAL_WIDTH, "rows": SPECTRAL_ROWS}
     return [Note("spectra of fewer rows", text, layers=tuple(wide), numbers=numbers)]
-
-
-def _join_metrics(reasons: Mapping[tuple[str, str], list[int]]) -> dict[tuple[str, str], list[int]]:
-    """Join metrics that lack something for the same reason at the same layers."""
-    metrics: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
-    for (metric, reason), layers in reasons.items():
-        metrics[reason, tuple(layers)].append(metric)
-    return {(", ".join(names), why): [*layers] for (why, layers), names in metrics.items()}

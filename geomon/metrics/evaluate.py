@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import random
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,13 @@ from geomon.metrics.arrays import arrays_of
 from geomon.metrics.at_once import in_pieces, layers_at_once
 from geomon.metrics.combine import Evaluation, combine
 from geomon.metrics.layer_values import LayerValues
-from geomon.metrics.layer_views import LayerViews, MissingViewError, ViewsWithout, split_rows
+from geomon.metrics.layer_views import (
+    LayerViews,
+    MissingViewError,
+    NoRowsError,
+    ViewsWithout,
+    split_rows,
+)
 from geomon.metrics.metric import ENDING, Metric, said
 from geomon.metrics.table import is_bundled
 from geomon.metrics.views import DISTANCE_QUERIES, can_be_made, reader
@@ -134,9 +141,11 @@ class Evaluator:
                 is_asked = metric.sources <= layer.sources
                 if is_asked and (not layer.of_weights or can_be_made(metric.reads, _OF_WEIGHTS)):
                     with self._costing(name, result.unseen, result.failed):
-                        found = [_apply(metric, one) for one in _read_by(metric, splits)]
+                        found = [_measure(metric, one) for one in _read_by(metric, splits)]
                         values = _stacked([_numbers(one) for one in _fetched(found)])
                         result.parts[name] = {part: each[:, None] for part, each in values.items()}
+                        if not all(np.isfinite(each).all() for each in values.values()):
+                            result.not_finite[name] = _views_not_finite(metric, layer)
             self._take_arrays(splits[0], result)
             if self.has_margins:
                 self._leave_out(splits, result)
@@ -205,6 +214,8 @@ class Evaluator:
             yield
         except (MissingViewError, NoMarginError) as error:
             unseen[name] = str(error)
+        except NoRowsError:
+            failed[name] = ""
         except ENDING:
             raise
         except failures(BaseException) as error:
@@ -278,6 +289,26 @@ def _read_by(metric: Metric, splits: Sequence[LayerViews]) -> list[LayerViews]:
     if metric.rows == "last":
         return [splits[0].last]
     return [*splits] if "hidden" in metric.sources else [splits[0]]
+
+
+def _views_not_finite(metric: Metric, layer: Layer) -> str:
+    """Name the captured views that a metric reads and that are not finite."""
+    return ", ".join(name for name in sorted(metric.captured) if _is_lost(layer.captured.get(name)))
+
+
+def _is_lost(view: Any) -> bool:
+    """Whether numbers are NaN or infinite; scores of -inf belong to hidden keys."""
+    if isinstance(view, Mapping):
+        return not all(map(math.isfinite, view.values()))
+    return isinstance(view, Tensor) and bool((view.isnan() | view.isposinf()).any())
+
+
+def _measure(metric: Metric, views: LayerViews) -> Any:
+    """Call a metric, unless it reads hidden states of which no row is left."""
+    of_hidden = metric.rows == "last" or "hidden" in metric.sources
+    if of_hidden and views.has("hidden") and not len(views["hidden"]):
+        raise NoRowsError
+    return _apply(metric, views)
 
 
 def _apply(metric: Metric, views: LayerViews) -> Any:

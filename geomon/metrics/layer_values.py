@@ -23,7 +23,10 @@ class LayerValues:
         parts: For each metric, its values by part.
         sequences: Number of sequences that the rows come from, or None if unknown.
         unseen: For each metric that lacks a view, the view and why it was not seen.
-        failed: For each metric that failed, its error.
+        failed: For each metric that failed, its error; "" if the layer has no row of hidden states,
+            which notes on the rows explain.
+        not_finite: For each metric with a value that is not finite, the captured views that are
+            not finite either; "" if all are.
         without_margin: For each metric whose margin failed, the error.
         heads: Number of projected query heads and the width of one, or None if unknown.
         queries: Number of sampled queries that see a key, or None if unknown.
@@ -41,6 +44,7 @@ class LayerValues:
     sequences: int | None = None
     unseen: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    not_finite: dict[str, str] = field(default_factory=dict)
     without_margin: dict[str, str] = field(default_factory=dict)
     heads: tuple[int, int] | None = None
     queries: int | None = None

@@ -36,6 +36,10 @@ class MissingViewError(LookupError):
     """A view was not captured at this layer, or not enough of it; the message says why."""
 
 
+class NoRowsError(LookupError):
+    """No row of hidden states is left, because all are padding or not finite."""
+
+
 class LayerViews:
     """The views of one layer, or of some of its rows; derived views are computed once.
 
@@ -197,4 +201,4 @@ def _in_one_group(layer: Layer) -> dict[str, Groups]:
     return {groups: one_group(rows) for groups, rows in leading.items()}
 
 
-__all__ = ["LayerViews", "MissingViewError", "ViewsWithout", "split_rows"]
+__all__ = ["LayerViews", "MissingViewError", "NoRowsError", "ViewsWithout", "split_rows"]

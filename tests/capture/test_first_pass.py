@@ -49,6 +49,93 @@ def test_one_block_called_again_and_again_is_a_layer_for_each_call():
     assert not torch.equal(layers[4].captured["query"], layers[3].captured["query"])
 
 
+def repeats(part: str) -> nn.Module:
+    """Runs its two blocks three times; they may be in a part of it that nobody calls."""
+
+    def run(model, ids):
+        x = model.tokens(ids)
+        model.states = [x]
+        for _ in range(3):
+            x = x + model.tokens(ids)
+            for block in getattr(model, "part", model).blocks:
+                x = block(x)
+                model.states.append(x)
+        return x
+
+    blocks, tokens = PlainDecoder(layers=2).blocks, nn.Embedding(50, 32)
+    if part == "of the model":
+        return Running(run, blocks=blocks, tokens=tokens)
+    holder = nn.Module() if part == "without forward" else Running(run_blocks)
+    holder.blocks = blocks
+    return Running(run, part=holder, tokens=tokens)
+
+
+PARTS = ["of the model", "without forward", "with forward"]
+
+
+@pytest.mark.parametrize("views", [["hidden"], None], ids=["hidden states", "all views"])
+@pytest.mark.parametrize("part", PARTS)
+def test_each_call_of_looped_blocks_is_a_layer_whatever_holds_them(part, views):
+    model = repeats(part).eval()
+    options = {} if views is None else {"views": views}
+    with torch.no_grad(), window(model, **options) as seen:
+        model(batch())
+        states = model.states
+        model(batch(seed=1))  # a pass of its own, which does not count
+    layers = seen.snapshot().layers
+    assert [layer.index for layer in layers] == [*range(7)]
+    assert layers[3].name.endswith("blocks.0, call 3")
+    for depth in range(1, 7):
+        check_hidden(seen, depth, states[depth])
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_calls_of_looped_blocks_are_layers_in_a_module_that_is_not_called_itself(part):
+    """A training step calls a part of the module that is watched."""
+    inner = repeats(part)
+    outer = Running(lambda m, ids: m.inner(ids).sum(), inner=inner)
+    with torch.no_grad(), window(outer.eval()) as seen:
+        outer.inner(batch())
+        states = inner.states
+        outer.inner(batch(seed=1))  # a pass of its own, which does not count
+    assert len(seen.snapshot().layers) == 7
+    for depth in range(1, 7):
+        check_hidden(seen, depth, states[depth])
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_called_module_that_loops_over_blocks_is_their_owner(part, times):
+    inner = repeats(part)
+
+    def run(m, ids):
+        m.inner(ids)
+        return m.inner(ids + 1) if times == 2 else m.inner.states[-1]
+
+    seen = look(Running(run, inner=inner), batch() % 40)
+    assert len(seen.snapshot().layers) == 7
+    assert any("the blocks ran 2 times" in text for text in notes(seen)) == (times == 2)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_looped_blocks_that_failed_give_way_to_the_next_pass_and_so_do_those_without_gradients(
+    part,
+):
+    model = repeats(part).eval()
+    blocks = getattr(model, "part", model).blocks
+    handle = blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with window(model, views=["hidden"]) as seen:
+        with pytest.raises(ZeroDivisionError):
+            model(batch(4, 16))
+        handle.remove()
+        with torch.no_grad():
+            model(batch(seed=1))
+        model(batch())
+    assert len(seen.snapshot().layers) == 7
+    for depth in range(1, 7):
+        check_hidden(seen, depth, model.states[depth])
+
+
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_blocks_that_are_run_again_on_other_rows_are_said(chunks):
     def chunked(model, x):

@@ -78,7 +78,7 @@ NAN, INF = float("nan"), float("inf")
 )  # fmt: skip
 def test_what_is_not_finite_is_named_once_with_its_reason(values, texts):
     explained = [("cosine", 1), ("cosine", None)]
-    found = explain_not_finite(columns(values), explained, METRICS)
+    found = explain_not_finite(columns(values), explained, METRICS, {})
     assert [note.words() for note in found] == texts
 
 

@@ -24,6 +24,7 @@ from geomon.capture.anatomy.families import (
     find_families,
     group_by_pattern,
     has_children,
+    is_callable,
     leading_lists,
     pattern_of,
     shown_name,
@@ -199,17 +200,21 @@ def find_anatomy(model: nn.Module, blocks: str | Sequence[nn.Module] | None = No
     except ValueError:
         tree = ModuleTree(model, lists=True)
         families, left_out = _families(model, blocks, tree)
+    return _around(families, tree, left_out)
+
+
+def _around(families: list[Family], tree: ModuleTree, left_out: list[LeftOut]) -> Anatomy:
+    """Describe the stacks and the modules outside of their blocks."""
     inside = {module for family in families for block in family for module in block.modules()}
     outside = {module: name for module, name in tree.names.items() if module not in inside}
-    embeddings = tuple(module for module in outside if _is_table(module))
+    norms = ((shown_name(name), module) for module, name in outside.items() if _is_norm(module))
+    embeddings = tuple(filter(_is_table, outside))
     output = _find_output(outside, embeddings)
-    matrices = [*embeddings, *([] if output is None else [output])]
+    matrices = [*embeddings, *filter(None, [output])]
     return Anatomy(
         stacks=_stacks(families, tree),
         embeddings=embeddings,
-        norms=tuple(
-            (shown_name(name), module) for module, name in outside.items() if _is_norm(module)
-        ),
+        norms=tuple(norms),
         output=output,
         of_output=tuple(table for table in embeddings if _makes_rows_of(output, table)),
         adapted=tuple(m for m in matrices if _is_adapted(m, tree)),
@@ -268,14 +273,14 @@ def _is_table(module: nn.Module) -> bool:
 
 def _find_output(outside: Iterable[nn.Module], embeddings: Sequence[nn.Module]) -> nn.Module | None:
     """Find the last linear module with one output per embedding row; trained copies come first."""
-    shapes = set(map(find_widths, embeddings))
-    rows = {shape[0] for shape in shapes if shape}
+    shapes = {*filter(None, map(find_widths, embeddings))}
+    rows = {shape[0] for shape in shapes}
     heads = [m for m in outside if isinstance(m, nn.Linear) and m.out_features in rows]
     # A low-rank factor has as many outputs, but not as many inputs.
     heads = [m for m in heads if (m.out_features, m.in_features) in shapes] or heads
-    heads = [m for m in heads if _is_trained(m)] or heads
-    weights = [stored_weight(table) for table in embeddings]
-    tied = [m for m in heads if any(stored_weight(m) is w for w in weights if w is not None)]
+    heads = [*filter(_is_trained, heads)] or heads
+    weights = [x for x in map(stored_weight, embeddings) if x is not None]
+    tied = [m for m in heads if any(stored_weight(m) is weight for weight in weights)]
     return next(reversed(tied or heads), None)
 
 
@@ -435,13 +440,15 @@ def _modules_above(family: Family, tree: ModuleTree) -> list[nn.Module]:
 def _owner(family: Family, above: Sequence[nn.Module], tree: ModuleTree) -> nn.Module | None:
     """Return the innermost module that runs all blocks in one call.
 
-    A module in a list may be called several times (ALBERT's shared layers), and a Sequential may be
-    iterated without being called, so neither counts.
+    A module in a list may be called several times (ALBERT's shared layers), a Sequential may be
+    iterated without being called, and a module without `forward` is never called: none counts.
     """
     listed = pattern_of(tree.names[family[0]]).partition("#")[0]
     own: Iterator[nn.Module] = (
         module
         for module in reversed(above)
-        if not isinstance(module, CONTAINERS) and listed.startswith(tree.names[module])
+        if not isinstance(module, CONTAINERS)
+        and is_callable(module)
+        and listed.startswith(tree.names[module])
     )
     return next(own, above[0] if above else None)

@@ -221,15 +221,11 @@ def _expand(pattern: str, families: dict[str, Family], tree: ModuleTree) -> list
     """Return the family itself, or the families of blocks that its members merely hold."""
     family = families[pattern]
     holder = tree.holders.get(family[0])
-    for candidate in [p for p in families if p.startswith(f"{pattern}.")]:  # outer ones first
-        inner = families[candidate]
-        if _ATTENTION_NAME.search(candidate.rpartition(".")[2]):
-            continue  # attn1 and attn2 of one block
-        if not _are_lists_of_heads(inner, tree) and _are_stages(family, inner):
-            by_member = _by_member(family, inner)
-            if _are_towers(family, by_member) and not isinstance(holder, CONTAINERS):
-                return by_member
-            return [inner]
+    inner = _blocks_of_stages(pattern, families, tree)
+    if inner:
+        by_member = _by_member(family, inner)
+        are_towers = _are_towers(family, by_member) and not isinstance(holder, CONTAINERS)
+        return by_member if are_towers else [inner]
     if leading := leading_lists(family):
         return [leading]
     if any(isinstance(member, NOT_CALLABLE) for member in family):
@@ -237,6 +233,17 @@ def _expand(pattern: str, families: dict[str, Family], tree: ModuleTree) -> list
         first = [next(member.children()) for member in family]
         return [first] if all(map(attends, first)) and are_first_parts(first, tree) else []
     return [family if isinstance(holder, nn.ModuleList) else _without_ends(family)]
+
+
+def _blocks_of_stages(pattern: str, families: dict[str, Family], tree: ModuleTree) -> Family:
+    """Return the outermost inner family whose blocks the members of a family merely hold."""
+    for candidate in [p for p in families if p.startswith(f"{pattern}.")]:  # outer ones first
+        inner = families[candidate]
+        if _ATTENTION_NAME.search(candidate.rpartition(".")[2]):
+            continue  # attn1 and attn2 of one block
+        if not _are_lists_of_heads(inner, tree) and _are_stages(families[pattern], inner):
+            return inner
+    return []
 
 
 def _are_lists_of_heads(family: Family, tree: ModuleTree) -> bool:
@@ -249,28 +256,34 @@ def _are_lists_of_heads(family: Family, tree: ModuleTree) -> bool:
 
 def _are_stages(family: Family, inner: Family) -> bool:
     """Whether the members of a family mainly hold the blocks of an inner family."""
-    if any(isinstance(block, NOT_CALLABLE) for block in inner):
+    if any(isinstance(block, NOT_CALLABLE) for block in inner) or _are_pairs(family, inner):
         return False
     if 2 * _size_of(inner) < _size_of(family):
         return False
-    if len({type(block) for block in inner}) > 1 and all(
-        isinstance(member, NOT_CALLABLE) for member in family
-    ):
-        return False  # pairs of sublayers, whose sums are made outside any module
     attention = {module for member in family for module in _attention_modules(member)}
     if attention:
-        held = [set(_attention_modules(block)) for block in inner]
-        if attention != set().union(*held):
-            return False
-        # The first stages may be convolutions and the last ones attention.
-        some = [{attends(block) for block in each} for each in _by_member(family, inner)]
-        return all(held) or (len(inner) > len(family) and all(len(each) == 1 for each in some))
-    sizes = {_size(member) for member in family}
-    return (
-        len(inner) > len(family)
-        and len(family) <= _MOST_STAGES
-        and (len(sizes) > 1 or all(isinstance(member, CONTAINERS) for member in family))
-    )
+        return _hold_attention(family, inner, attention)
+    are_containers = all(isinstance(member, CONTAINERS) for member in family)
+    differ = are_containers or len({_size(member) for member in family}) > 1
+    return len(family) <= _MOST_STAGES and len(family) < len(inner) and differ
+
+
+def _are_pairs(family: Family, inner: Family) -> bool:
+    """Whether the members are lists of sublayers, whose sums are made outside any module."""
+    are_lists = all(isinstance(member, NOT_CALLABLE) for member in family)
+    return are_lists and len({*map(type, inner)}) > 1
+
+
+def _hold_attention(family: Family, inner: Family, attention: set[nn.Module]) -> bool:
+    """Whether the blocks hold all attention of stages, in each block or in whole stages.
+
+    The first stages may be convolutions and the last ones attention.
+    """
+    held = [set(_attention_modules(block)) for block in inner]
+    if attention != set().union(*held):
+        return False
+    some = [{*map(attends, each)} for each in _by_member(family, inner)]
+    return all(held) or (len(inner) > len(family) and all(len(each) == 1 for each in some))
 
 
 def _by_member(family: Family, inner: Family) -> list[Family]:
@@ -356,6 +369,11 @@ def _is_copy(family: Family, other: Family) -> bool:
         and [[p.shape for p in block.parameters()] for block in family]
         == [[p.shape for p in block.parameters()] for block in other]
     )
+
+
+def is_callable(module: nn.Module) -> bool:
+    """Whether a module has a `forward`; others only hold modules."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 def has_children(module: nn.Module) -> bool:

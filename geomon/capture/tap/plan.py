@@ -95,7 +95,7 @@ class Plan:
     steps: tuple[Step, ...]
     slots: tuple[Slot, ...]
     events: Mapping[int, tuple[int, ...]]
-    changed: tuple[bool, ...]
+    changed: tuple[bool | None, ...]
     goes_on: bool = False
 
 
@@ -291,7 +291,7 @@ class Known:
 
     def expect(self, weights: AttentionWeights) -> None:
         """Say what becomes of the next softmax's result."""
-        weights.mixed_changed = next(self._changed, False)
+        weights.changed = next(self._changed, None)
 
     def _answer(self) -> Any:
         if not self._answers:

@@ -36,12 +36,13 @@ _COPIES = ("clone", "_to_copy")
 _KEEPING = (
     "add", "sub", "masked_fill", "where", "copy", "cat", "maximum", "constant_pad_nd", "index",
 )  # fmt: skip
-# Operators that keep the softmax weights: dropout, masks, type conversion.
+# Operators that keep the softmax weights: dropout, masks, type conversion, and those by which
+# numbers that are not finite are found (the last line) and replaced.
 _KEEPING_WEIGHTS = (
     "clone", "_to_copy", "copy", "native_dropout", "mul", "div", "masked_fill", "where", "cat",
-    "index", "index_select", "constant_pad_nd", "nan_to_num", "repeat",
+    "index", "index_select", "index_put", "constant_pad_nd", "nan_to_num", "repeat",
+    "isnan", "isinf", "abs", "eq", "ne", "bitwise_not", "logical_not",
 )  # fmt: skip
-_ASKING = ("isnan", "isinf", "isfinite")  # operators that only ask whether numbers are finite
 
 
 class Product(NamedTuple):
@@ -72,20 +73,11 @@ class AttentionWeights:
     """Softmax weights, followed until they are multiplied with values.
 
     Attributes:
-        mixed: Whether they were multiplied with values as they are.
-        mixed_changed: Whether they were changed, and then multiplied with values.
+        changed: Whether they were changed before they were first multiplied with values; None
+            before that. Later products are of derivatives (`torch.func.jvp`), for example.
     """
 
-    mixed: bool = False
-    mixed_changed: bool = False
-
-    @property
-    def changed(self) -> bool:
-        """Whether values were only mixed by changed weights.
-
-        A derivative that is computed beside (`torch.func.jvp`) uses changed ones too.
-        """
-        return self.mixed_changed and not self.mixed
+    changed: bool | None = None
 
 
 class _Tags(NamedTuple):
@@ -344,8 +336,6 @@ class Provenance:
         tags = tags._replace(
             of_tokens=any(each.of_tokens for each in known), weights=self._weights(op.name, known)
         )
-        if op.name in _ASKING:
-            tags = _Tags()
         for result, place in results:
             self._tags[place] = tags._replace(made=find_origin(op, result, self))
 
@@ -360,9 +350,8 @@ class Provenance:
             return weights, False
         given = [each.weights for each in known if each.weights is not None]
         if not given or name in FACTORS:
-            for weights, changed in given if name in FACTORS else ():
-                weights.mixed |= not changed
-                weights.mixed_changed |= changed
+            for weights, changed in given:
+                weights.changed = changed if weights.changed is None else weights.changed
             return None
         others = any(each.of_tokens and each.weights is None for each in known)
         changed = name not in _KEEPING_WEIGHTS or others or any(was for _, was in given)

@@ -75,12 +75,14 @@ class Padding:
     """Padding tokens of one stack in one pass.
 
     If `first`, this is the model's first stack, which owns masks given to a module around several
-    stacks. If `decodes`, the stack attends to another one, so that labels belong to its tokens.
+    stacks. If `decodes`, the stack attends to another one, so that labels belong to its tokens; a
+    call with the other's hidden states shows it as well.
     """
 
     def __init__(self, *, first: bool = True, decodes: bool = False) -> None:
         self._first, self._decodes = first, decodes
-        self._given: list[_NamedMask] = []  # labels, then masks in the order seen
+        self._given: list[_NamedMask] = []  # in the order seen
+        self._labels: list[_NamedMask] = []  # which count if the stack decodes
         self._unread: dict[str, Tensor] = {}
         self.forget_attention()
 
@@ -102,19 +104,29 @@ class Padding:
     ) -> None:
         """Keep the arguments of a call that mark padding, or may mark it."""
         for name, values in named_tensors(module, args, kwargs):
-            matrix = _as_matrix(values)
             if name == "labels":
-                if self._decodes and matrix is not None and not matrix.is_floating_point():
-                    self._given.insert(0, _NamedMask(_LABELS, _up_to_last_label(matrix)))
-            elif shared and (not self._first or name.startswith(_OF_DECODER)):
-                continue
-            elif name in _MASKS and matrix is not None:
+                self._take_labels(values)
+            elif _are_states(name, values):
+                self._decodes |= not shared
+            elif not shared or (self._first and not name.startswith(_OF_DECODER)):
+                self._take_mask(name, values)
+
+    def _take_labels(self, values: Tensor) -> None:
+        matrix = _as_matrix(values)
+        if matrix is not None and not matrix.is_floating_point():
+            self._labels = [_NamedMask(_LABELS, _up_to_last_label(matrix))]
+
+    def _take_mask(self, name: str, values: Tensor) -> None:
+        """Keep an argument whose name says what it marks, or that it may mark padding."""
+        matrix = _as_matrix(values)
+        if name in _MASKS:
+            if matrix is not None:
                 mask = _as_valid(matrix.detach().clone(), inverted=name in _PADDING)
                 self._given.append(_NamedMask(name, mask))
-            elif name not in _MASKS and _UNREAD.search(name) and not _OTHER.search(name):
-                lengths = values.ndim == 1 and not values.is_floating_point()
-                if matrix is not None or lengths:
-                    self._unread[name] = (values if matrix is None else matrix).detach().clone()
+        elif _UNREAD.search(name) and not _OTHER.search(name):
+            lengths = values.ndim == 1 and not values.is_floating_point()
+            if matrix is not None or lengths:
+                self._unread[name] = (values if matrix is None else matrix).detach().clone()
 
     @torch.no_grad()
     def take_attention(self, role: str, sequences: int, mask: Tensor, *, are_scores: bool) -> None:
@@ -168,8 +180,7 @@ class Padding:
         """Make the notes on padding for a reader of the numbers."""
         if (found := self._find(shape, "")) is not None:
             percent = 100 * float((~found.valid).float().mean())
-            named = any(found.name == given.name for given in self._given)
-            source = "" if named else f", going by {found.name}"
+            source = f", going by {found.name}" if found.name == HIDDEN_KEYS else ""
             text = "padding, {percent:.0f} % of the tokens, was left out{source}"
             numbers: dict[str, float | str] = {"percent": percent, "source": source}
             return [Note("padding", text, stack, numbers=numbers)] * (percent > 0)
@@ -179,21 +190,32 @@ class Padding:
         return [Note(text, text, stack) for text in texts]
 
     def _find(self, shape: Shape, role: str) -> _NamedMask | None:
-        """Find the mask to use: the innermost module's mask comes first, the attention's last.
-
-        A mask without any token is ignored unless attention agrees by hiding every key from all
-        other queries: when data run out, a rank may get a batch of padding only. If each token sees
-        only tokens before it, not itself, no query sees the last token; a single key hidden at the
-        same place of all sequences is therefore not padding.
-        """
-        for given in reversed(self._given):
+        """Find the mask to use: the innermost module's mask comes first, the attention's last."""
+        for given in (*reversed(self._given), *(self._labels if self._decodes else ())):
             if given.of_keys == (role == "key") and _fits(given.valid, shape):
-                valid = given.valid.cpu()
-                hidden = self._hidden.get((role, tuple(valid.shape))) if self._over else None
-                is_empty = not valid.any() and (hidden is None or not hidden.all())
-                if not is_empty and not (given.name == _LABELS and valid.all()):
-                    return _NamedMask(given.name, valid)
-        for each in (shape, shape[::-1]) if self._over else ():
+                found = _NamedMask(given.name, given.valid.cpu())
+                if self._says_something(found, role):
+                    return found
+        return self._find_hidden(shape, role) if self._over else None
+
+    def _says_something(self, given: _NamedMask, role: str) -> bool:
+        """Whether to use a mask.
+
+        One without any token is ignored unless attention agrees by hiding every key from all other
+        queries: when data run out, a rank may get a batch of padding only.
+        """
+        if given.name == _LABELS and given.valid.all():
+            return False
+        hidden = self._hidden.get((role, tuple(given.valid.shape))) if self._over else None
+        return bool(given.valid.any() or (hidden is not None and hidden.all()))
+
+    def _find_hidden(self, shape: Shape, role: str) -> _NamedMask | None:
+        """Find the keys that attention hides.
+
+        If each token sees only tokens before it, not itself, no query sees the last token; a single
+        key hidden at the same place of all sequences is therefore not padding.
+        """
+        for each in (shape, shape[::-1]):
             hidden = self._hidden.get((role, each))
             if hidden is None or hidden.all():
                 continue
@@ -245,6 +267,11 @@ def _up_to_last_label(labels: Tensor) -> Tensor:
     kept = labels.detach() != _IGNORED
     follows = kept.flip(1).cumsum(dim=1).flip(1) > 0  # a label is here or follows
     return torch.cat([torch.ones_like(follows[:, :1]), follows[:, :-1]], dim=1)
+
+
+def _are_states(name: str, values: Tensor) -> bool:
+    """Whether an argument is the hidden states of another stack."""
+    return name.startswith(_OF_MEMORY) and values.ndim == 3 and values.is_floating_point()
 
 
 def _fits(matrix: Tensor, shape: Shape) -> bool:

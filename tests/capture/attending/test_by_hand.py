@@ -1,11 +1,13 @@
 """Attention that is written out by hand, and softmaxes that are none."""
 
 import math
+import re
 
 import pytest
 import torch
 from models import Running
 from torch import nn
+from torch.nn import functional as F
 from watched import HEADS, blocks_of, look, scores_of
 
 LENGTH = 8
@@ -31,6 +33,14 @@ LINEAR = [
     ),
     (positive, "linear attention has none"),
 ]
+# Features attend to one another.
+TRANSPOSED = [
+    lambda q, k, v: ((q.mT @ k * q.shape[-1] ** -0.5).softmax(-1) @ v.mT).mT,
+    lambda q, k, v: (
+        ((3 * F.normalize(q.mT, dim=-1) @ F.normalize(k, dim=-2)).softmax(-1) @ v.mT).mT
+    ),
+    lambda q, k, v: ((k.mT @ q).softmax(-2).mT @ v.mT).mT,
+]
 
 
 @pytest.mark.parametrize("head_width", [16, LENGTH], ids=["", "as wide as long"])
@@ -41,6 +51,15 @@ def test_linear_attention_has_no_weights(attend, why, head_width):
         assert not {"visible", "scores", "projected_query"} & layer.captured.keys()
         assert why in layer.missing["visible"]
         assert "not traced back" in layer.missing["projected_query"]
+
+
+@pytest.mark.parametrize("head_width", [16, LENGTH], ids=["", "as wide as long"])
+@pytest.mark.parametrize("attend", TRANSPOSED)
+def test_attention_among_features_is_not_taken_for_that_among_tokens(attend, head_width):
+    width = HEADS * head_width
+    for layer in layers_of(blocks_of(attend, width), torch.randn(3, LENGTH, width)):
+        assert not {"visible", "scores", "query"} & layer.captured.keys()
+        assert "softmax" in layer.missing["visible"]
 
 
 @pytest.mark.parametrize(
@@ -169,3 +188,187 @@ UNARRANGED = [
 def test_scores_that_cannot_be_arranged_are_missed_with_the_reason(attend, why):
     for layer in layers_of(blocks_of(attend), torch.randn(2, LENGTH, 32)):
         assert why in layer.missing["visible"]
+
+
+# -- two orders that both fit ----------------------------------------------------------------------
+
+
+def queries_first(change):
+    """Scores as [sequences, queries, heads, keys]."""
+
+    def attend(q, k, v):
+        scores = change(torch.einsum("bhid,bhjd->bihj", q, k) * q.shape[-1] ** -0.5)
+        return torch.einsum("bihj,bhjd->bhid", scores.softmax(-1), v)
+
+    return attend
+
+
+def heads_first(change):
+    """Scores as [heads x sequences, queries, keys], or [heads, sequences, queries, keys]."""
+
+    def attend(*given):
+        q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in given)
+        mixed = change(scores_of(q, k), given[0].shape[1]).softmax(-1).flatten(0, -3) @ v
+        return mixed.unflatten(0, (given[0].shape[1], -1)).transpose(0, 1)
+
+    return attend
+
+
+# Orders of heads and queries that both fit if there are as many heads as tokens.
+ORDERS = {
+    "as they are": lambda x: x,
+    "masked": lambda x: x.masked_fill(~CAUSAL[:, None], -torch.inf),
+    "contiguous": lambda x: (x + 0).contiguous(),
+    "with a bias of each head": lambda x: x + torch.linspace(-3, 3, 8)[:, None] * CAUSAL[:, None],
+    "of half precision": lambda x: x.bfloat16().float(),
+    "by a temperature of each head": lambda x: x * torch.linspace(0.5, 2, 8)[:, None],
+}
+
+
+@pytest.mark.parametrize("heads", [LENGTH, 2 * LENGTH, HEADS])
+@pytest.mark.parametrize("way", ORDERS)
+def test_queries_before_heads_are_never_taken_for_heads(way, heads):
+    change = ORDERS[way] if heads == LENGTH else torch.clone
+    model = blocks_of(queries_first(change), 64, heads=heads)
+    for layer in layers_of(model, torch.randn(3, LENGTH, 64)):
+        assert "scores" not in layer.captured
+        assert ORDER in layer.missing["visible"]
+
+
+@pytest.mark.parametrize("first", ["heads", "queries"])
+@pytest.mark.parametrize("groups", [2, LENGTH])
+def test_grouped_heads_before_queries_are_told_from_queries_before_grouped_heads(groups, first):
+    """Scores as [sequences, key heads, groups, queries, keys], with as many groups as tokens."""
+    order = "bhgij" if first == "heads" else "bihgj"
+
+    def attend(q, k, v):
+        q = q.unflatten(1, (2, groups))
+        weights = torch.einsum(f"bhgid,bhjd->{order}", q, k).div(q.shape[-1] ** 0.5).softmax(-1)
+        return torch.einsum(f"{order},bhjd->bhgid", weights, v).flatten(1, 2)
+
+    model = blocks_of(attend, 64, heads=2 * groups, key_heads=2)
+    seen = layers_of(model, torch.randn(3, LENGTH, 64))
+    for layer, block in zip(seen, model, strict=True):
+        if first == "queries":
+            assert ORDER in layer.missing["visible"]
+            continue
+        torch.testing.assert_close(layer.captured["query"], block.attention.query)
+        torch.testing.assert_close(layer.captured["key"], block.attention.key)
+
+
+@pytest.mark.parametrize("sequences", [1, 3, LENGTH])
+@pytest.mark.parametrize("way", [*CHANGES, *ORDERS])
+def test_as_many_heads_as_tokens_are_heads(way, sequences):
+    def changed(x):
+        if way in ORDERS:  # which are written for queries before heads
+            return ORDERS[way](0.3 * x.transpose(1, 2)).transpose(1, 2)
+        return (x * 0.3)[:, torch.arange(LENGTH)] if way == "picked" else CHANGES[way](x)
+
+    model = blocks_of(
+        lambda q, k, v: changed(q @ k.mT).softmax(-1).float()[..., :LENGTH] @ v, 64, heads=LENGTH
+    )
+    seen = layers_of(model, torch.randn(sequences, LENGTH, 64))
+    for layer, block in zip(seen, model, strict=True):
+        if way == "with a bias of each head" and sequences == 1:  # much larger than the products
+            assert ORDER in layer.missing["query"]
+            continue
+        torch.testing.assert_close(layer.captured["query"], block.attention.query)
+        torch.testing.assert_close(layer.captured["key"], block.attention.key)
+
+
+@pytest.mark.parametrize("sequences", [1, 3, HEADS])
+@pytest.mark.parametrize("folded", [True, False])
+def test_heads_before_sequences_are_said_unless_one_of_them_is_alone(sequences, folded):
+    def change(scores, heads):
+        return scores if folded else scores.unflatten(0, (heads, -1))
+
+    model = blocks_of(heads_first(change))
+    for layer, block in zip(
+        layers_of(model, torch.randn(sequences, LENGTH, 32)), model, strict=True
+    ):
+        if sequences > 1:
+            assert re.search(f"heads before the sequences|{ORDER}", layer.missing["visible"])
+        elif folded:
+            torch.testing.assert_close(layer.captured["query"], block.attention.query)
+
+
+@pytest.mark.parametrize("sequences", [3, HEADS])
+def test_sequences_before_heads_are_sequences_when_folded(sequences):
+    def attend(*given):
+        q, k, v = (x.flatten(0, 1) for x in given)
+        return (scores_of(q, k).softmax(-1) @ v).unflatten(0, (-1, HEADS))
+
+    model = blocks_of(attend)
+    seen = layers_of(model, torch.randn(sequences, LENGTH, 32))
+    for layer, block in zip(seen, model, strict=True):
+        torch.testing.assert_close(layer.captured["query"], block.attention.query)
+
+
+MIX = torch.eye(HEADS) + 0.1 * torch.randn(HEADS, HEADS, generator=torch.Generator().manual_seed(0))
+# Scores that no known product has become.
+OTHERS = {
+    "mixed over heads": lambda q, k: torch.einsum("hg,bhij->bgij", MIX, scores_of(q, k)),
+    "mixed by a layer": lambda q, k: F.linear(scores_of(q, k).movedim(1, -1), MIX).movedim(-1, 1),
+    "distances": lambda q, k: -torch.cdist(q, k),
+    "additive": lambda q, k: torch.tanh(q[:, :, :, None] + k[:, :, None]) @ torch.ones(16),
+    "sums of products": lambda q, k: (q[:, :, :, None] * k[:, :, None]).sum(-1),
+}
+
+
+@pytest.mark.parametrize("way", OTHERS)
+def test_scores_of_each_query_and_key_are_attention_though_no_product_was_seen(way):
+    model = blocks_of(lambda q, k, v: OTHERS[way](q, k).softmax(-1) @ v, 64)
+    for layer, block in zip(layers_of(model, torch.randn(3, LENGTH, 64)), model, strict=True):
+        expected = OTHERS[way](block.attention.query, block.attention.key)
+        torch.testing.assert_close(layer.captured["scores"], expected)
+
+
+# -- softmaxes of what weights have made -----------------------------------------------------------
+
+# From hidden states [sequences, tokens, width] and a router to what a softmax over dim is taken of.
+ROUTERS = {
+    "a router": (lambda m, x: m.router(x), -1),
+    "without bias": (lambda m, x: x @ m.router.weight.T, -1),
+    "of several layers": (lambda m, x: m.router(torch.relu(m.mlp(x))), -1),
+    "of cosines": (
+        lambda m, x: F.normalize(x, dim=-1) @ F.normalize(m.router.weight, dim=-1).T / 0.1, -1
+    ),
+    "with noise": (lambda m, x: m.router(x) + torch.linspace(0, 1, LENGTH), -1),
+    "in double precision": (lambda m, x: m.router(x).double(), -1),
+    "with some hidden": (lambda m, x: m.router(x).masked_fill(torch.arange(LENGTH) > 5, -1e9), -1),
+    "of heads": (lambda m, x: m.router(x).unflatten(-1, (2, -1)).repeat(1, 1, 1, 2), -1),
+    "of slots over tokens": (lambda m, x: m.router(x), 1),
+    "of slots": (lambda m, x: m.router(x).mT, -1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize("kind", ["sigmoid", "linear", "none"])
+@pytest.mark.parametrize("router", ROUTERS)
+def test_a_softmax_over_experts_is_no_attention(router, kind, sequences):
+    """As many experts as tokens, in a block whose attention takes no softmax."""
+    make, dim = ROUTERS[router]
+
+    def run(m, x):
+        q, k, v = (
+            made(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for made in (m.q_proj, m.k_proj, m.v_proj)
+        )
+        if kind != "none":
+            weights = (q @ k.mT).sigmoid() if kind == "sigmoid" else q.exp() @ k.exp().mT
+            x = x + (weights.tril() @ v).transpose(1, 2).flatten(2)
+        routed = make(m, m.norm(x)).softmax(dim).float()
+        return x + routed.topk(2, dim=-1).values.flatten(2).sum(-1, keepdim=True)
+
+    def block():
+        made = {f"{name}_proj": nn.Linear(32, 32) for name in "qkv"}
+        return Running(
+            run, norm=nn.LayerNorm(32), router=nn.Linear(32, LENGTH), mlp=nn.Linear(32, 32),
+            num_heads=HEADS, **made,
+        )  # fmt: skip
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(block(), block()), torch.randn(sequences, LENGTH, 32)
+    for layer in layers_of(model, x):
+        assert not {"visible", "scores", "max_logits"} & layer.captured.keys()
+        assert "softmax" in layer.missing["visible"]

@@ -230,6 +230,51 @@ def test_labels_of_minus_100_tell_the_padding_of_a_decoder():
     assert "of the decoder left out, going by labels of -100" in shown
 
 
+def merged(name: str, *, given: bool) -> nn.Module:
+    """A decoder whose one attention has keys of its own tokens and of the encoder's."""
+
+    def attending(m, x, **states):
+        rows = [x, *states.values()]
+        q, *kv = (
+            m.q_proj(x),
+            torch.cat([*map(m.k_proj, rows)], 1),
+            torch.cat([*map(m.v_proj, rows)], 1),
+        )
+        q, k, v = (y.unflatten(-1, (4, 8)).transpose(1, 2) for y in (q, *kv))
+        order = torch.arange(x.shape[1])
+        sees = order[:, None] >= torch.cat([order, *(0 * order[: y.shape[1]] for y in rows[1:])])
+        return x + attend(q, k, v, attn_mask=sees).transpose(1, 2).flatten(2)
+
+    def block():
+        return Running(attending, **{f"{x}_proj": nn.Linear(32, 32) for x in "qkv"})
+
+    def run(m, ids, labels=None):
+        x = states = m.tokens(ids)
+        for each in m.encoder:
+            states = each(states)
+        for each in m.decoder:
+            x = each(x, **({name: states} if given else {}))
+        return x
+
+    stacks = {name: nn.ModuleList(block() for _ in range(2)) for name in ("encoder", "decoder")}
+    return Running(run, tokens=nn.Embedding(50, 32), **stacks)
+
+
+@pytest.mark.parametrize("name", ["encoder_hidden_states", "memory", "encoder_output"])
+@pytest.mark.parametrize("given", [True, False])
+def test_labels_tell_the_padding_of_a_stack_that_is_given_the_states_of_another(name, given):
+    """Whatever its attention is called; labels of other stacks may leave out a prompt."""
+    labels = IDS.masked_fill(~RIGHT, -100)
+    seen = look(merged(name, given=given), IDS, labels=labels)
+    shifted = torch.arange(32) < LENGTHS[:, None] + 1
+    assert kept(seen, "decoder") == places(shifted if given else ALL)
+    assert kept(seen, "encoder") == places(ALL)
+    said = [text for text in notes(seen) if "padding" in text or "leaves no token" in text]
+    assert [text.partition(":")[0] for text in said] == ["decoder"] * given
+    complete = notes(look(merged(name, given=given), IDS, labels=IDS))
+    assert not [text for text in complete if "padding" in text or "leaves no token" in text]
+
+
 def test_describe_says_what_the_padding_was_known_by():
     class Named(Running):
         def forward(self, ids, pad_mask=None):
