@@ -16,7 +16,8 @@ from torch.utils import _python_dispatch as dispatch
 from geomon.capture import private
 from geomon.capture.shards import is_sharded, starts_of
 from geomon.capture.storage import followed_part
-from geomon.capture.tap.provenance import Provenance, Stream
+from geomon.capture.tap.provenance import Provenance
+from geomon.capture.tap.stream import Stream
 from geomon.failures import failures
 
 
