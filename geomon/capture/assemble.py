@@ -244,6 +244,7 @@ class StackBuilder:
     ) -> None:
         self._pass, self._layers = stack_pass, stack_pass.layers()
         self._tokens = stack_pass.tokens
+        self._are_sums = stack_pass.adds_outside
         self._alone = alone
         self._sources = sources
         self._not_run = _DROPPED if stack_pass.block_calls else not_run
@@ -304,9 +305,9 @@ class StackBuilder:
         notes += [_rows_lost(subject, lost, stack) for subject, lost in self._lost.items()]
         notes += self._tokens.notes(stack)
         texts = [*stack_pass.remarks]
-        sums = [block_call.is_sum for block_call in stack_pass.block_calls]
-        if any(sums):
-            texts.append(_ADDS_OUTSIDE + _LAST_BRANCH * (not sums[-1]))
+        if self._are_sums:
+            last = stack_pass.block_calls[-1].summed
+            texts.append(_ADDS_OUTSIDE + _LAST_BRANCH * (last is None))
         if stack_pass.passed_over:
             texts.append(_PASSED_OVER.format(count=stack_pass.passed_over + 1))
         return notes + [Note(text, text, stack) for text in texts]
@@ -320,6 +321,8 @@ class StackBuilder:
         depth += self._before
         stack = self._pass.stack.name
         kept = None if block_call is None else block_call.hidden
+        if block_call is not None and block_call.summed is not None and self._are_sums:
+            kept = block_call.summed
         why = self._why_no_rows(ran=block_call is not None)
         captured, missing, part = self._row_views(depth, kept, why)
         sources = _sources_of(kept) | {"weights"}

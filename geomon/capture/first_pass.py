@@ -29,6 +29,7 @@ from geomon.capture.tokens.sampling import MemoryLimit, SampledRows
 from geomon.capture.weights import said
 
 Shape = tuple[int, ...]
+TensorId = tuple[int, Shape]  # address and shape, which identify a tensor while it lives
 
 # Number of rows of hidden states that ranks compare to see whether they have the same tokens.
 LANDMARKS = 8
@@ -45,10 +46,11 @@ class BlockCall:
         shape: Shape of the hidden states that entered the block, over all ranks that share them,
             without the width; None if they are nested.
         input_shape: Shape of the block's input on this rank, with the width.
+        given: Address and shape of each tensor among the block's arguments.
         handed_on: Whether the block's input is the output of the block called before it.
         called: Ids of the modules called so far, if the block is a list of modules.
         hidden: Rows of the hidden states that left the block.
-        is_sum: Whether these are the sum of the block's input and output.
+        summed: Rows of the sum of its input and output, if the model makes one after the block.
         running_attention: Index of the attention that is running, if the block has several.
         attentions: Observations of each attention.
         provenance: Follows tensors through the call.
@@ -62,10 +64,11 @@ class BlockCall:
     block: int
     shape: Shape | None = None
     input_shape: Shape | None = None
+    given: frozenset[TensorId] = frozenset()
     handed_on: bool = True
     called: set[int] = field(default_factory=set)
     hidden: SampledRows | None = None
-    is_sum: bool = False
+    summed: SampledRows | None = None
     running_attention: int | None = None
     attentions: dict[int, SeenAttention] = field(default_factory=dict)
     provenance: Provenance = field(default_factory=Provenance)
@@ -137,7 +140,7 @@ class StackPass:
         self.tokens = PassTokens(memory.sampler, padding, length_first=length_first)
         self.block_calls: list[BlockCall] = []
         self.input_rows: SampledRows | None = None
-        self.last_output_id: tuple[int, Shape] | None = None
+        self.last_output_id: TensorId | None = None
         self.last_output: Tensor | None = None
         self.normed: tuple[SampledRows, str] | None = None
         self.dtype = torch.float32
@@ -194,7 +197,7 @@ class StackPass:
         self._along = next(dim for dim in range(len(part)) if shape[dim] != part[dim])
         self.input_rows = None
         for other in self.block_calls:
-            other.hidden = None
+            other.hidden = other.summed = None
             other.shape = shape if other.shape == part else other.shape
         self.tokens.begin(shape)
 
@@ -207,6 +210,17 @@ class StackPass:
     def row_indices(self, shape: Shape) -> Tensor:
         """Return flat indices of the sampled rows; equal shapes get equal rows."""
         return self.tokens.rows(self._unfolded(shape))
+
+    @property
+    def adds_outside(self) -> bool:
+        """Whether layers are sums that the model makes after its blocks.
+
+        Blocks that return branches have such a sum behind most of them. A few sums, between other
+        blocks that hand on their outputs, are skips.
+        """
+        calls = self.block_calls
+        follow = [each.block == before.block + 1 for before, each in itertools.pairwise(calls)]
+        return 2 * sum(call.summed is not None for call in calls) > sum(follow)
 
     def settle(self) -> None:
         """Decide what is padding and what is packed, now that the pass is over."""

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from geomon.capture import private
-from geomon.capture.first_pass import LANDMARKS, BlockCall, StackPass
+from geomon.capture.first_pass import LANDMARKS, BlockCall, StackPass, TensorId
 from geomon.capture.shards import ShardingError, Slice
 from geomon.capture.storage import local_shard
 from geomon.capture.tap import Stream
@@ -23,6 +23,10 @@ from geomon.capture.tracker import Tracker
 _SEVERAL = (
     "blocks return several tensors of the shape of hidden states, and the first is measured. If "
     "the hidden state is their sum (a branch and its residual), this is only one part of it"
+)
+_OTHER_LENGTHS = (
+    "blocks return several tensors as wide as the hidden states, of different lengths (streams of "
+    "text and image, for example): one of them is measured, and the others are not"
 )
 _RESTARTS = (
     "blocks are called again on something other than the last block's output (another part of the "
@@ -84,6 +88,7 @@ class HiddenStates:
             if hidden is not None and rows is not None:
                 self._place(stack_pass, block_call, hidden, rows)
             self._take_before(stack_pass, module, hidden, rows, sees_between=sees_between)
+        block_call.given = frozenset(place_of(x) for x in _floating(given))
         block_call.finished = False
         is_whole = rows is not None and tuple(rows.shape[:-1]) == block_call.shape
         block_call.provenance.start(given, rows if is_whole else None)  # else ranks have others
@@ -144,16 +149,30 @@ class HiddenStates:
         if hidden is None:
             return
         if hidden is not output:
-            alike = [x for x in _floating(output) if x.shape == block_call.input_shape]
-            hidden = next(iter(alike), hidden)
-            if len(alike) > 1:
-                stack_pass.remarks[_SEVERAL] = None
+            hidden = self._choose(stack_pass, block_call, _floating(output))
         self.hand_on(stack_pass, hidden)
         stack_pass.normed = None
         if sees_between:  # otherwise reused memory would mislead
             self.stream.start(self._last_input, hidden)
         if not stack_pass.stack.entering:
             block_call.hidden = self._sample(stack_pass, hidden, module)
+
+    def _choose(
+        self, stack_pass: StackPass, block_call: BlockCall, returned: list[Tensor]
+    ) -> Tensor:
+        """Choose the hidden states among the tensors that a block returns.
+
+        Tensors that only pass through (earlier states in a list, for example) are not its output.
+        """
+        made = [x for x in returned if place_of(x) not in block_call.given] or returned
+        alike = [x for x in made if x.shape == block_call.input_shape]
+        hidden = next(iter(alike), made[0])
+        wide = [x for x in made if x.ndim == hidden.ndim and x.shape[-1] == hidden.shape[-1]]
+        if len(alike) > 1:
+            stack_pass.remarks[_SEVERAL] = None
+        elif len(wide) > 1 and hidden.ndim > 2:
+            stack_pass.remarks[_OTHER_LENGTHS] = None
+        return hidden
 
     def hand_on(self, stack_pass: StackPass, hidden: Tensor) -> None:
         """Remember which tensor a block hands on."""
@@ -196,15 +215,14 @@ class HiddenStates:
         *,
         sees_between: bool,
     ) -> None:
-        """Use the sum of a block's input and output, if the model makes one, as its layer."""
+        """Copy the sum of a block's input and output, if the model makes one."""
         if tuple(stream.shape) != before.input_shape:
             return
         if not sees_between:
             if place_of(stream) != stack_pass.last_output_id:
                 stack_pass.remarks[_HIDES_BETWEEN] = None
-        elif len(self.stream.origins(stream)) > 1 and _SIDE_BY_SIDE not in stack_pass.remarks:
-            before.is_sum = True
-            before.hidden = self._sample(stack_pass, stream, module, entering=True)
+        elif self.stream.is_sum(stream) and _SIDE_BY_SIDE not in stack_pass.remarks:
+            before.summed = self._sample(stack_pass, stream, module, entering=True)
 
     def _sample(
         self,
@@ -269,7 +287,7 @@ def find_entering(stack_pass: StackPass, given: Sequence[Any]) -> Tensor | None:
     return next(iter(handed_on or fitting or found), None)
 
 
-def place_of(values: Tensor) -> tuple[int, tuple[int, ...]]:
+def place_of(values: Tensor) -> TensorId:
     """Return the address and the shape of a tensor, which identify it while it lives.
 
     Args:

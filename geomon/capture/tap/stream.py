@@ -1,6 +1,6 @@
 """Follow tensors outside of blocks: sums that complete a block, and outputs of embedding tables."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from geomon.capture.storage import followed_part, storage_of
 from geomon.capture.tap.columns import Projection, find_rows
 from geomon.capture.tap.provenance import Provenance, tensors_in
+
+# Operators that add their arguments.
+_SUMS = ("add", "sub", "rsub", "addcmul", "addcdiv", "lerp")
+# What a storage holds of the last block's input: the input itself, number by number (scaled,
+# normalised, through dropout ...), or that with something added that was made from the output.
+_INPUT, _SUM = 1, 2
 
 
 class Stream:
@@ -22,6 +28,7 @@ class Stream:
 
     def __init__(self) -> None:
         self._origins: dict[int, frozenset[str]] = {}
+        self._held: dict[int, int] = {}  # by storage, `_INPUT` or `_SUM`
         self._embedded = Provenance()
         self._tables: dict[int, Projection] = {}  # output of each call of a table
         # Called with the weight, the integers and the result of a lookup operator.
@@ -74,14 +81,23 @@ class Stream:
         self._origins = {
             place: frozenset([name]) for name, place in known.items() if place is not None
         }
+        self._held = {place: _INPUT for place, of in self._origins.items() if "given" in of}
 
     def origins(self, values: Tensor) -> frozenset[str]:
         """Return which of the two ("given", "returned") a tensor was made from."""
         return self._origins.get(storage_of(values) or 0, frozenset())
 
+    def is_sum(self, values: Tensor) -> bool:
+        """Whether a tensor is the block's input plus something made from its output.
+
+        A product with weights, a concatenation, or any other operator that moves numbers to other
+        places ends what is known of the input.
+        """
+        return self._held.get(storage_of(values) or 0) == _SUM
+
     def forget(self) -> None:
         """Follow nothing."""
-        self._origins = {}
+        self._origins, self._held = {}, {}
         self._embedded.forget()
         self._tables.clear()
         self._alive.clear()
@@ -108,11 +124,24 @@ class Stream:
             self.on_lookup(args[0], args[1], out)
         if not self._origins:
             return
-        given = [x for x in tensors_in([args, kwargs]) if x.is_floating_point()]
-        found = frozenset[str]().union(*map(self.origins, given))
+        given = [storage_of(x) or 0 for x in tensors_in([args, kwargs]) if x.is_floating_point()]
+        found = frozenset[str]().union(*(self._origins.get(place, ()) for place in given))
+        held = self._held_by_result(name.removesuffix("_"), given) if keeps_places else 0
         for result in tensors_in((out,)):
             place = storage_of(result)
-            if place is not None:
-                self._origins.pop(place, None)
-                if found and result.is_floating_point():
-                    self._origins[place] = found
+            if place is None or (place in given and not name.endswith("_")):  # a view
+                continue
+            self._origins.pop(place, None)
+            self._held.pop(place, None)
+            if found and result.is_floating_point():
+                self._origins[place] = found
+                self._held[place] = held
+
+    def _held_by_result(self, name: str, given: Sequence[int]) -> int:
+        """Return what the result of an operator that keeps places holds, given its arguments."""
+        held = [self._held.get(place, 0) for place in given]
+        most = max(held, default=0)
+        if name in _SUMS and most == _INPUT:
+            others = [place for place, own in zip(given, held, strict=True) if not own]
+            return _SUM if any("returned" in self._origins.get(x, ()) for x in others) else _INPUT
+        return most
