@@ -42,7 +42,7 @@ from geomon.capture.snapshot import (
     wait_for_copies,
 )
 from geomon.capture.tokens.sampling import RowSampler, SampledRows, copy_rows
-from geomon.capture.weights import present_weight
+from geomon.capture.weights import present_weight, to_numbers
 from geomon.failures import failures
 from geomon.note import Note
 
@@ -245,6 +245,8 @@ class StackBuilder:
         self._pass, self._layers = stack_pass, stack_pass.layers()
         self._tokens = stack_pass.tokens
         self._are_sums = stack_pass.adds_outside
+        read = {id(x): x.weight_norms for x in stack_pass.block_calls if x.weight_norms is not None}
+        self._norms = dict(zip(read, to_numbers([*read.values()]), strict=True))
         self._alone = alone
         self._sources = sources
         self._not_run = _DROPPED if stack_pass.block_calls else not_run
@@ -328,10 +330,8 @@ class StackBuilder:
         sources = _sources_of(kept) | {"weights"}
         index = attention_key(block)
         attentions = {} if block_call is None else block_call.attentions
-        if block_call is not None and block_call.weight_norms:
-            norms = block_call.weight_norms
-            values = torch.stack([*norms.values()]).tolist()  # one wait for the device
-            captured["weight_norms"] = dict(zip(norms, values, strict=True))
+        if id(block_call) in self._norms:
+            captured["weight_norms"] = self._norms[id(block_call)]
         elif "weights" in self._sources:
             missing["weight_norms"] = self._not_run if block_call is None else _NO_MATRICES
         if block_call is not None and block_call.expert_counts is not None:

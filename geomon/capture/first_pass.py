@@ -26,7 +26,7 @@ from geomon.capture.tap import Provenance
 from geomon.capture.tokens.padding import Padding
 from geomon.capture.tokens.pass_tokens import PassTokens
 from geomon.capture.tokens.sampling import MemoryLimit, SampledRows
-from geomon.capture.weights import said
+from geomon.capture.weights import Norms, said
 
 Shape = tuple[int, ...]
 TensorId = tuple[int, Shape]  # address and shape, which identify a tensor while it lives
@@ -57,7 +57,7 @@ class BlockCall:
         finished: Whether following tensors has ended.
         inputs: By id of a module that is projecting: its input, and the index of its first feature
             on all ranks.
-        weight_norms: Frobenius norm of each weight matrix of the block, by name; empty if not read.
+        weight_norms: Frobenius norms of the weight matrices of the block, or None if not read.
         expert_counts: How often the tokens chose each expert, or None without experts.
     """
 
@@ -74,7 +74,7 @@ class BlockCall:
     provenance: Provenance = field(default_factory=Provenance)
     finished: bool = False
     inputs: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
-    weight_norms: dict[str, Tensor] = field(default_factory=dict)
+    weight_norms: Norms | None = None
     expert_counts: Tensor | None = None
 
     def seen(self, index: int) -> SeenAttention:

@@ -7,13 +7,16 @@ anything.
 
 import inspect
 from collections import defaultdict
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
+from geomon.capture import private
 from geomon.failures import failures
 
 
@@ -66,36 +69,185 @@ def present_weight(module: nn.Module, name: str = "weight") -> Tensor | None:
     return weight if isinstance(weight, Tensor) else None
 
 
-@torch.no_grad()
-def weight_norms(module: nn.Module) -> dict[str, Tensor]:
-    """Compute the Frobenius norm of each weight in a module except vectors, by name.
+class Norms(NamedTuple):
+    """Frobenius norms of the weights of a block.
 
-    Indices of modules in lists are removed from the names: the matrices of listed experts share one
-    norm, as stacked experts in one parameter do.
+    Attributes:
+        names: Names of the weights.
+        values: Their norms, float32, on the device of the weights.
+    """
+
+    names: tuple[str, ...]
+    values: Tensor
+
+
+class WeightNorms:
+    """Reads the norms of the weights of all blocks when the first of them is called.
+
+    Weights that are not whole then (FSDP gathers those of each block for its call) and weights that
+    are computed are read at the block's own call.
 
     Args:
-        module: A block.
-
-    Returns:
-        float32 scalars on the device of the weights, or {} if this rank has only a shard of one.
+        blocks: The blocks.
     """
-    norms: dict[str, list[Tensor]] = defaultdict(list)
-    lists = {place for place, each in module.named_modules() if isinstance(each, nn.ModuleList)}
-    paths = {"": ""}  # paths of modules, without their indices in lists
-    for place, inner in module.named_modules():
-        above, _, own = place.rpartition(".")
-        paths[place] = paths[above] + ("" if above in lists or not own else f"{own}.")
-        if "parametrizations" in place.split("."):  # the originals of computed weights
-            continue
-        made = inner.parametrizations if is_parametrized(inner) else ()
-        for name in (*inner._parameters, *made):
-            weight = present_weight(inner, name)
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self._blocks = blocks
+        self._read: dict[int, Norms | None] = {}  # of blocks to be called in this pass
+        self._called: set[int] = set()
+
+    @torch.no_grad()
+    def of(self, block: nn.Module) -> Norms | None:
+        """Return the norms of a block that is being called.
+
+        Indices of modules in lists are removed from the names: the matrices of listed experts share
+        one norm, as stacked experts in one parameter do. Vectors have no norm.
+
+        Args:
+            block: One of the blocks.
+
+        Returns:
+            The norms, or None if this rank has only a shard of a weight, or no matrix.
+        """
+        if id(block) in self._called or not self._called:  # a pass begins
+            ready = ((id(each), _stored_matrices(each)) for each in self._blocks)
+            self._called, self._read = set(), _norms({x: found for x, found in ready if found})
+        self._called.add(id(block))
+        if id(block) not in self._read:
+            found = _stored_matrices(block) or _present_matrices(block)
+            self._read |= _norms({id(block): found})
+        return self._read[id(block)]
+
+
+def to_numbers(norms: Sequence[Norms]) -> list[dict[str, float]]:
+    """Move the norms of several blocks to the host, by name, with one wait for the device.
+
+    Args:
+        norms: The norms of each block.
+    """
+    if not norms:
+        return []
+    device = norms[0].values.device
+    values = iter(torch.cat([each.values.to(device) for each in norms]).tolist())
+    return [dict(zip(each.names, values, strict=False)) for each in norms]
+
+
+class _Matrix(NamedTuple):
+    """A weight of a block: the name of its norm, where it is, and its shape, type and device."""
+
+    norm: str
+    holder: "ref[nn.Module]"
+    name: str
+    form: tuple[Any, ...]
+
+
+class _Found(NamedTuple):
+    """The modules of a block, as they were, and their matrices."""
+
+    structure: list[tuple["ref[nn.Module]", list[int], list[str]]]
+    matrices: list[_Matrix]
+
+    def is_current(self) -> bool:
+        """Whether no module or parameter was added, removed or replaced since."""
+        return all(
+            (module := made()) is not None
+            and parts == [*map(id, module._modules.values())]
+            and names == [*module._parameters]
+            for made, parts, names in self.structure
+        )
+
+
+_known: "WeakKeyDictionary[nn.Module, _Found]" = WeakKeyDictionary()  # found at earlier calls
+
+Matrices = list[tuple[str, Tensor]]
+_PLAIN = (nn.Parameter, Tensor)
+
+
+def _stored_matrices(block: nn.Module) -> Matrices:
+    """List the matrices of a block if they are whole, as they were at its last call; else none."""
+    found = _known.get(block)
+    if found is None or not found.is_current():
+        return []
+    weights: Matrices = []
+    for norm, holder, name, form in found.matrices:
+        weight: Any = None if (owner := holder()) is None else owner._parameters.get(name)
+        # FSDP shards weights, exchanges them for others or frees them outside of their block.
+        if type(weight) not in _PLAIN or _form(weight) != form or not weight.data_ptr():
+            return []
+        weights.append((norm, weight))
+    return weights
+
+
+def _present_matrices(block: nn.Module) -> Matrices:
+    """List the matrices of a block that is being called; none if one of them is a shard."""
+    found, weights, stays = _Found([], []), Matrices(), True
+    for path, module in _paths(block):
+        names = [*module._parameters]
+        found.structure.append((ref(module), [*map(id, module._modules.values())], names))
+        made: Any = module.parametrizations if is_parametrized(module) else ()
+        computed = [*made]
+        stays &= not computed
+        for name in names + computed:
+            weight = present_weight(module, name)
             if hasattr(weight, "to_local"):
-                return {}
+                return []
+            stays &= weight is None or not (is_lazy(weight) or weight.is_meta)
             if weight is None or is_lazy(weight) or weight.ndim < 2 or weight.is_meta:
                 continue
             if not weight.is_floating_point() or weight.element_size() < 2:
                 continue  # quantised, for example
-            norm = torch.linalg.vector_norm(weight, dtype=torch.float32)
-            norms[(paths[place] + name).removesuffix(".weight")].append(norm)
-    return {name: torch.linalg.vector_norm(torch.stack(each)) for name, each in norms.items()}
+            norm = (path + name).removesuffix(".weight")
+            found.matrices.append(_Matrix(norm, ref(module), name, _form(weight)))
+            weights.append((norm, weight))
+    if weights and stays:
+        _known[block] = found
+    return weights
+
+
+def _paths(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Iterate over modules that may hold weights, with their paths without indices in lists."""
+    lists = {place for place, each in block.named_modules() if isinstance(each, nn.ModuleList)}
+    paths = {"": ""}
+    for place, module in block.named_modules():
+        above, _, own = place.rpartition(".")
+        paths[place] = paths[above] + ("" if above in lists or not own else f"{own}.")
+        if "parametrizations" not in place.split("."):  # the originals of computed weights
+            yield paths[place], module
+
+
+def _form(weight: Any) -> tuple[Any, ...]:
+    return weight.shape, weight.dtype, weight.device
+
+
+def _norms(blocks: Mapping[int, Matrices]) -> dict[int, Norms | None]:
+    """Compute the norms of the matrices of several blocks together."""
+    kinds: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+    for weights in blocks.values():
+        for _, weight in weights:
+            kinds[_kind(weight)].append(weight)
+    norms = {kind: iter(_norms_alike(alike)) for kind, alike in kinds.items()}
+    found = dict[int, Norms | None]()
+    for block, weights in blocks.items():
+        named: dict[str, list[Tensor]] = defaultdict(list)
+        for name, weight in weights:
+            named[name].append(next(norms[_kind(weight)]))
+        values = [_joined(each) for each in named.values()]
+        found[block] = Norms(tuple(named), torch.stack(values)) if values else None
+    return found
+
+
+def _kind(weight: Tensor) -> tuple[Any, ...]:
+    return type(weight) in _PLAIN, weight.dtype, weight.device
+
+
+def _norms_alike(weights: list[Tensor]) -> Sequence[Tensor]:
+    """Compute the norm of each of several weights of one kind."""
+    if private.norms is not None and type(weights[0]) in _PLAIN:
+        found: Sequence[Tensor] = private.norms(weights, dtype=torch.float32)
+        return found
+    return [torch.linalg.vector_norm(weight, dtype=torch.float32) for weight in weights]
+
+
+def _joined(norms: list[Tensor]) -> Tensor:
+    """Return the norm of several weights together."""
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

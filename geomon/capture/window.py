@@ -53,7 +53,7 @@ from geomon.capture.tokens.sampling import (
 )
 from geomon.capture.tokens.table_calls import TableCalls
 from geomon.capture.tracker import Tracker
-from geomon.capture.weights import weight_norms
+from geomon.capture.weights import WeightNorms
 from geomon.failures import failures
 from geomon.note import Note
 
@@ -157,6 +157,7 @@ class Window:
         self._states = HiddenStates(
             self._tracker, keeps_last=self._wants_last, keeps_final_norm=FINAL_NORM in self._extra
         )
+        self._weights = WeightNorms([unwrap(block.module) for block in anatomy.blocks])
         # Actions before and after the call of a module, by its id.
         self._before: dict[int, list[Callable[..., None]]] = {}
         self._after: dict[int, list[Callable[..., None]]] = {}
@@ -583,7 +584,7 @@ class Window:
         if "weights" in self._sources and self._place.shards == 1 and not block_call.weight_norms:
             # Read now, before the optimizer changes them.
             block = stack_pass.stack.blocks[index]
-            block_call.weight_norms = weight_norms(unwrap(block.module))
+            block_call.weight_norms = self._weights.of(unwrap(block.module))
 
     @property
     def _sees_between(self) -> bool:
