@@ -15,6 +15,7 @@ from geomon.capture.anatomy import CROSS, Block, Stack
 from geomon.capture.attending.seen import SeenAttention
 from geomon.capture.shards import (
     WHOLE,
+    ShardingError,
     Slice,
     TensorPlace,
     is_sharded,
@@ -22,10 +23,11 @@ from geomon.capture.shards import (
     slice_of,
     whole,
 )
-from geomon.capture.tap import Provenance
+from geomon.capture.storage import send
+from geomon.capture.tap import Provenance, Stream
 from geomon.capture.tokens.padding import Padding
 from geomon.capture.tokens.pass_tokens import PassTokens
-from geomon.capture.tokens.sampling import MemoryLimit, SampledRows
+from geomon.capture.tokens.sampling import Draw, MemoryLimit, SampledRows
 from geomon.capture.weights import Norms, said
 
 Shape = tuple[int, ...]
@@ -117,6 +119,7 @@ class StackPass:
         dtype: Data type of the hidden states in the model.
         why_not_read: Why hidden states were not read; "" if they were.
         remarks: Remarks on the order of the blocks, for the reader of the numbers.
+        draws: Drawn rows, by part and device.
     """
 
     def __init__(
@@ -146,6 +149,7 @@ class StackPass:
         self.dtype = torch.float32
         self.mode = self.why_not_read = ""
         self.remarks: dict[str, None] = {}
+        self.draws: dict[tuple[Slice, torch.device], Draw] = {}
         # Dimension along which ranks share hidden states that are plain tensors, and whether it is
         # known yet.
         self._along: int | None = None
@@ -162,20 +166,44 @@ class StackPass:
         """Return the shape of the hidden states that entered a block, without the width."""
         return self.shape if block_call.shape is None else block_call.shape
 
-    def slice_of(self, hidden: Tensor, rows: Tensor) -> Slice:
-        """Locate this rank's hidden states in the whole tensor.
+    def part_of(self, hidden: Tensor, rows: Tensor) -> Slice | None:
+        """Locate this rank's hidden states in the whole tensor; None if they cannot be read.
 
         Tensor parallelism may split plain tensors along the sequence: token ids or attention that
         are a multiple as long show it (`take_attention`).
         """
         part = tuple(rows.shape[:-1])
-        if is_sharded(hidden):
-            return slice_of(hidden)
+        if type(hidden) is not Tensor and is_sharded(hidden):
+            try:
+                return slice_of(hidden)
+            except ShardingError as error:
+                self.why_not_read = f"{error}"
+                return None
         if not self._along_is_known:
             self._look_at_ids(part)
         if self._along is None or part == self.shape:
             return whole(part)
         return sharded_along(self._along, part, self.place)
+
+    def meet(self, part: Slice, rows: Tensor, stream: Stream) -> None:
+        """Take notice of hidden states of a new shape, before their rows are drawn."""
+        self.tokens.ids.meet(part.shape, lambda: stream.rows_of(rows) if part.is_whole else {})
+        if not self.shape:
+            self.memory.fit_rows(rows.shape[-1])
+            self.tokens.begin(part.shape)
+            self.dtype = rows.dtype
+
+    def draw(self, part: Slice, device: torch.device, *, with_last: bool) -> Draw:
+        """Draw the rows to copy of a part; equal shapes get equal rows."""
+        rows, last = self.tokens.rows(self._unfolded(part.shape)), None
+        own, places = part.inside(rows)
+        if with_last and (ends := self.tokens.last(part.shape)) is not None:
+            own_ends, more = part.inside(ends)
+            last, places = ends[own_ends], torch.cat([places, more])
+        start = () if part.is_whole else part.start
+        draw = Draw(send(places, device), rows[own], last, part.shape, start)
+        self.draws[part, device] = draw
+        return draw
 
     def possible_shapes(self, block_call: BlockCall) -> list[Shape]:
         """List the shapes that a block's input may have over all ranks."""
@@ -196,6 +224,7 @@ class StackPass:
             return
         self._along = next(dim for dim in range(len(part)) if shape[dim] != part[dim])
         self.input_rows = None
+        self.draws.clear()
         for other in self.block_calls:
             other.hidden = other.summed = None
             other.shape = shape if other.shape == part else other.shape
@@ -206,10 +235,6 @@ class StackPass:
         shape = self.tokens.ids.first_fitting([part, *longer])
         self._along_is_known = shape is not None
         self._along = None if shape in (None, part) else longer.index(shape)
-
-    def row_indices(self, shape: Shape) -> Tensor:
-        """Return flat indices of the sampled rows; equal shapes get equal rows."""
-        return self.tokens.rows(self._unfolded(shape))
 
     @property
     def adds_outside(self) -> bool:

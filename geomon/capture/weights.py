@@ -172,7 +172,9 @@ def _stored_matrices(block: nn.Module) -> Matrices:
     for norm, holder, name, form in found.matrices:
         weight: Any = None if (owner := holder()) is None else owner._parameters.get(name)
         # FSDP shards weights, exchanges them for others or frees them outside of their block.
-        if type(weight) not in _PLAIN or _form(weight) != form or not weight.data_ptr():
+        if type(weight) not in _PLAIN or private.is_wrapped_by_grad(weight):
+            return []
+        if _form(weight) != form or not weight.data_ptr():
             return []
         weights.append((norm, weight))
     return weights

@@ -28,7 +28,7 @@ from geomon.capture.calling.patches import (
     subclasses,
 )
 from geomon.capture.first_pass import BlockCall, StackPass, attention_key
-from geomon.capture.hidden_states import HiddenStates, find_entering, first_tensor
+from geomon.capture.hidden_states import HiddenStates, find_entering, first_tensor, floating
 from geomon.capture.modes import unseen, without_modes
 from geomon.capture.recorder import AttentionRecorder, failing_silently
 from geomon.capture.shards import (
@@ -571,14 +571,15 @@ class Window:
     ) -> None:
         """Handle the call of a block, or of one module of a block that is a list."""
         stack_pass = self._tracker.passes[number]
-        hidden = find_entering(stack_pass, [*args, *kwargs.values()])
+        given = floating([*args, *kwargs.values()])
+        hidden = find_entering(stack_pass, given)
         block_call = self._tracker.begin_call(number, index, module, hidden)
         if block_call is None:
             return
         if len(block_call.called) == 1 == len(stack_pass.block_calls):
             stack_pass.tokens.take_arguments(module, args, kwargs)
         self._states.enter(
-            stack_pass, block_call, module, [args, kwargs], hidden,
+            stack_pass, block_call, module, given, hidden,
             sees_between=self._sees_between,
         )  # fmt: skip
         if "weights" in self._sources and self._place.shards == 1 and not block_call.weight_norms:

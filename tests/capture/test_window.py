@@ -103,7 +103,7 @@ def test_a_hook_that_fails_never_ends_a_run(monkeypatch, failures):
     model = PlainDecoder().eval()
     plain = model(batch())
     for name in (
-        "recorder.record_call", "first_pass.SeenAttention", "hidden_states.first_tensor",
+        "recorder.record_call", "first_pass.SeenAttention", "hidden_states.place_of",
         "hidden_states.copy_rows", "hidden_states.spread_indices", "tap.provenance.layout_of",
     ):  # fmt: skip
         with monkeypatch.context() as patch:
