@@ -26,7 +26,7 @@ from geomon.capture.shards import (
 from geomon.capture.storage import send
 from geomon.capture.tap import Provenance, Stream
 from geomon.capture.tokens.padding import Padding
-from geomon.capture.tokens.pass_tokens import PassTokens
+from geomon.capture.tokens.pass_tokens import KnownTokens, PassTokens
 from geomon.capture.tokens.sampling import Draw, MemoryLimit, SampledRows
 from geomon.capture.weights import Norms, said
 
@@ -247,20 +247,18 @@ class StackPass:
         follow = [each.block == before.block + 1 for before, each in itertools.pairwise(calls)]
         return 2 * sum(call.summed is not None for call in calls) > sum(follow)
 
-    def settle(self) -> None:
-        """Decide what is padding and what is packed, now that the pass is over."""
-        self.tokens.settle(
-            [
-                tuple(seen.call.shape)
-                for block_call in self.block_calls
-                for seen in block_call.attentions.values()
-                if seen.call is not None
-            ]
+    def settle(self) -> KnownTokens:
+        """Return what is known of the tokens, now that the pass is over."""
+        return self.tokens.settle(
+            tuple(seen.call.shape)
+            for block_call in self.block_calls
+            for seen in block_call.attentions.values()
+            if seen.call is not None
         )
 
-    def without_padding(self, rows: SampledRows) -> SampledRows:
+    def without_padding(self, rows: SampledRows, known: KnownTokens) -> SampledRows:
         """Remove rows of hidden states that are now known to be padding."""
-        return self.tokens.without_padding(rows, self._unfolded(rows.shape))
+        return known.without_padding(rows, self._unfolded(rows.shape))
 
     def _unfolded(self, shape: Shape) -> Shape:
         """Return the shape of rows where they enter the stack, in case a block flattens them."""

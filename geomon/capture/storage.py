@@ -15,8 +15,6 @@ def local_shard(values: Tensor) -> Tensor:
     Wrappers of `torch.func.grad`, which have no address, are removed. The result of a pending
     collective is waited for.
     """
-    if _is_plain(values):
-        return values
     values = _inner(values)
     wait: Any = getattr(values, "trigger_wait", None)
     return values if wait is None else wait()
@@ -39,14 +37,10 @@ def send(values: Tensor, device: torch.device) -> Tensor:
 
 def followed_part(values: Tensor) -> Tensor:
     """Return this rank's part of a tensor, without any wrapper."""
-    if _is_plain(values):
+    if type(values) is Tensor and not private.is_wrapped_by_grad(values):  # nearly always
         return values
     inner: Any = _inner(values)
     return inner.elem if hasattr(inner, "trigger_wait") else inner
-
-
-def _is_plain(values: Tensor) -> bool:  # nearly always
-    return type(values) is Tensor and not private.is_wrapped_by_grad(values)
 
 
 def _inner(values: Tensor) -> Tensor:

@@ -110,8 +110,9 @@ class WeightNorms:
             The norms, or None if this rank has only a shard of a weight, or no matrix.
         """
         if id(block) in self._called or not self._called:  # a pass begins
-            ready = ((id(each), _stored_matrices(each)) for each in self._blocks)
-            self._called, self._read = set(), _norms({x: found for x, found in ready if found})
+            ready = {id(each): _stored_matrices(each) for each in self._blocks}
+            self._read = _norms({key: found for key, found in ready.items() if found})
+            self._called = set()
         self._called.add(id(block))
         if id(block) not in self._read:
             found = _stored_matrices(block) or _present_matrices(block)
@@ -125,56 +126,36 @@ def to_numbers(norms: Sequence[Norms]) -> list[dict[str, float]]:
     Args:
         norms: The norms of each block.
     """
-    if not norms:
-        return []
-    device = norms[0].values.device
-    values = iter(torch.cat([each.values.to(device) for each in norms]).tolist())
-    return [dict(zip(each.names, values, strict=False)) for each in norms]
+    together = [each.values.to(norms[0].values.device) for each in norms]
+    numbers = iter(torch.cat(together).tolist() if together else ())
+    return [dict(zip(each.names, numbers, strict=False)) for each in norms]
 
 
-class _Matrix(NamedTuple):
-    """A weight of a block: the name of its norm, where it is, and its shape, type and device."""
+Matrices = list[tuple[str, Tensor]]  # names of norms, and weights
+Form = tuple[torch.Size, torch.dtype]
+Found = list[tuple[str, "ref[nn.Module]", str, Form]]  # of the norm, holder, of the weight
 
-    norm: str
-    holder: "ref[nn.Module]"
-    name: str
-    form: tuple[Any, ...]
+# The structure of blocks at an earlier call, and the matrices that were found in it.
+_known: "WeakKeyDictionary[nn.Module, tuple[list[Any], Found]]" = WeakKeyDictionary()
 
-
-class _Found(NamedTuple):
-    """The modules of a block, as they were, and their matrices."""
-
-    structure: list[tuple["ref[nn.Module]", list[int], list[str]]]
-    matrices: list[_Matrix]
-
-    def is_current(self) -> bool:
-        """Whether no module or parameter was added, removed or replaced since."""
-        return all(
-            (module := made()) is not None
-            and parts == [*map(id, module._modules.values())]
-            and names == [*module._parameters]
-            for made, parts, names in self.structure
-        )
-
-
-_known: "WeakKeyDictionary[nn.Module, _Found]" = WeakKeyDictionary()  # found at earlier calls
-
-Matrices = list[tuple[str, Tensor]]
 _PLAIN = (nn.Parameter, Tensor)
+
+
+def _structure(block: nn.Module) -> list[Any]:
+    """List the modules of a block and the names of their parameters."""
+    return [(id(module), *module._parameters) for module in block.modules()]
 
 
 def _stored_matrices(block: nn.Module) -> Matrices:
     """List the matrices of a block if they are whole, as they were at its last call; else none."""
-    found = _known.get(block)
-    if found is None or not found.is_current():
-        return []
-    weights: Matrices = []
-    for norm, holder, name, form in found.matrices:
-        weight: Any = None if (owner := holder()) is None else owner._parameters.get(name)
-        # FSDP shards weights, exchanges them for others or frees them outside of their block.
+    structure, matrices = _known.get(block, (None, Found()))
+    weights = Matrices()
+    for norm, holder, name, form in matrices if structure == _structure(block) else ():
+        weight: Any = getattr(holder(), "_parameters", {}).get(name)
         if type(weight) not in _PLAIN or private.is_wrapped_by_grad(weight):
             return []
-        if _form(weight) != form or not weight.data_ptr():
+        # FSDP shards weights or frees them outside of their block.
+        if (weight.shape, weight.dtype) != form or not weight.data_ptr():
             return []
         weights.append((norm, weight))
     return weights
@@ -182,27 +163,24 @@ def _stored_matrices(block: nn.Module) -> Matrices:
 
 def _present_matrices(block: nn.Module) -> Matrices:
     """List the matrices of a block that is being called; none if one of them is a shard."""
-    found, weights, stays = _Found([], []), Matrices(), True
+    found, weights, stays = Found(), Matrices(), True
     for path, module in _paths(block):
-        names = [*module._parameters]
-        found.structure.append((ref(module), [*map(id, module._modules.values())], names))
         made: Any = module.parametrizations if is_parametrized(module) else ()
-        computed = [*made]
-        stays &= not computed
-        for name in names + computed:
+        for name in (*module._parameters, *made):
             weight = present_weight(module, name)
             if hasattr(weight, "to_local"):
                 return []
-            stays &= weight is None or not (is_lazy(weight) or weight.is_meta)
-            if weight is None or is_lazy(weight) or weight.ndim < 2 or weight.is_meta:
+            is_there = weight is None or not (is_lazy(weight) or weight.is_meta)
+            stays &= is_there and name not in made
+            if weight is None or not is_there or weight.ndim < 2:
                 continue
             if not weight.is_floating_point() or weight.element_size() < 2:
                 continue  # quantised, for example
             norm = (path + name).removesuffix(".weight")
-            found.matrices.append(_Matrix(norm, ref(module), name, _form(weight)))
+            found.append((norm, ref(module), name, (weight.shape, weight.dtype)))
             weights.append((norm, weight))
     if weights and stays:
-        _known[block] = found
+        _known[block] = _structure(block), found
     return weights
 
 
@@ -217,39 +195,21 @@ def _paths(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield paths[place], module
 
 
-def _form(weight: Any) -> tuple[Any, ...]:
-    return weight.shape, weight.dtype, weight.device
-
-
 def _norms(blocks: Mapping[int, Matrices]) -> dict[int, Norms | None]:
     """Compute the norms of the matrices of several blocks together."""
-    kinds: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
-    for weights in blocks.values():
-        for _, weight in weights:
-            kinds[_kind(weight)].append(weight)
-    norms = {kind: iter(_norms_alike(alike)) for kind, alike in kinds.items()}
+    every = [weight for weights in blocks.values() for _, weight in weights]
+    if every and private.norms is not None and all(type(weight) in _PLAIN for weight in every):
+        norms = iter(private.norms(every, dtype=torch.float32))
+    else:
+        norms = iter([torch.linalg.vector_norm(x, dtype=torch.float32) for x in every])
     found = dict[int, Norms | None]()
     for block, weights in blocks.items():
         named: dict[str, list[Tensor]] = defaultdict(list)
-        for name, weight in weights:
-            named[name].append(next(norms[_kind(weight)]))
-        values = [_joined(each) for each in named.values()]
+        for name, _ in weights:
+            named[name].append(next(norms))
+        values = [
+            each[0] if len(each) == 1 else torch.linalg.vector_norm(torch.stack(each))
+            for each in named.values()
+        ]
         found[block] = Norms(tuple(named), torch.stack(values)) if values else None
     return found
-
-
-def _kind(weight: Tensor) -> tuple[Any, ...]:
-    return type(weight) in _PLAIN, weight.dtype, weight.device
-
-
-def _norms_alike(weights: list[Tensor]) -> Sequence[Tensor]:
-    """Compute the norm of each of several weights of one kind."""
-    if private.norms is not None and type(weights[0]) in _PLAIN:
-        found: Sequence[Tensor] = private.norms(weights, dtype=torch.float32)
-        return found
-    return [torch.linalg.vector_norm(weight, dtype=torch.float32) for weight in weights]
-
-
-def _joined(norms: list[Tensor]) -> Tensor:
-    """Return the norm of several weights together."""
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

@@ -394,8 +394,8 @@ class Window:
         Args:
             stack: Name of the stack.
         """
-        tokens = (x.tokens for x in self._tracker.passes if x.stack.name == stack)
-        return next((x.padding.source(x.batch) for x in tokens), None)
+        known = (x.settle() for x in self._tracker.passes if x.stack.name == stack)
+        return next((x.padding.source(x.batch) for x in known), None)
 
     # -- which calls are seen --------------------------------------------------------------------
 

@@ -51,12 +51,14 @@ class SampledRows(NamedTuple):
     last: "SampledRows | None" = None
     start: tuple[int, ...] = ()
 
-    def at(self, places: Tensor) -> "SampledRows":
-        """Return the rows at some places, integers on the host."""
+    def at(self, places: Tensor, indices: Tensor | None = None) -> "SampledRows":
+        """Return the rows at some places, integers on the host; `indices` are theirs if known."""
         if len(places) == len(self.indices):
             return self
         values = self.values[send(places, self.values.device)]
-        return self._replace(values=values, indices=self.indices[places])
+        return self._replace(
+            values=values, indices=self.indices[places] if indices is None else indices
+        )
 
 
 class Draw(NamedTuple):
