@@ -77,9 +77,9 @@ class HiddenStates:
         self._keeps_last, self._keeps_final_norm = keeps_last, keeps_final_norm
         self.stream = Stream()
         self._last_input: Tensor | None = None  # input of the running block
-        # Whether hidden states are feature maps, by class of the block, their shape, and whether
-        # they enter it.
-        self._are_maps: dict[tuple[type, Shape, bool], bool] = {}
+        # Whether hidden states are feature maps, by class of the block (or id of a container), their
+        # shape, and whether they enter it.
+        self._are_maps: dict[tuple[type | int, Shape, bool], bool] = {}
         # Passes whose final norm is running, by id of the norm.
         self._norming: dict[int, StackPass] = {}
 
@@ -93,7 +93,8 @@ class HiddenStates:
     ) -> Boundary:
         """Find the rows of hidden states."""
         rows, shape = local_shard(hidden), tuple(hidden.shape)
-        form = type(block), shape, entering
+        kind = id(block) if isinstance(block, nn.Sequential) else type(block)
+        form = kind, shape, entering
         if form not in self._are_maps:
             self._are_maps[form] = has_width_second(rows, block, entering=entering)
         rows = rows.movedim(1, -1) if self._are_maps[form] else rows

@@ -131,3 +131,15 @@ def test_the_width_is_found_among_the_dimensions(shape, parts, moved):
     seen = look(model, x)
     for depth, state in enumerate([x, model[0](x), model(x)]):
         check_hidden(seen, depth, state.movedim(1, -1) if moved else state)
+
+
+def test_each_container_has_a_width_of_its_own():
+    kinds = [conv(nn.Conv1d, 8), nn.Linear(7, 7)] * 2
+    model, x = (
+        nn.Sequential(*(nn.Sequential(kind, nn.GELU()) for kind in kinds)),
+        torch.randn(2, 8, 7),
+    )
+    seen = look(model, x)
+    for depth, block in enumerate(model, 1):
+        x = block(x)
+        check_hidden(seen, depth, x.movedim(1, -1) if depth % 2 else x)
