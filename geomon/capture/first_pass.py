@@ -119,7 +119,6 @@ class StackPass:
         dtype: Data type of the hidden states in the model.
         why_not_read: Why hidden states were not read; "" if they were.
         remarks: Remarks on the order of the blocks, for the reader of the numbers.
-        draws: Drawn rows, by part and device.
     """
 
     def __init__(
@@ -149,7 +148,7 @@ class StackPass:
         self.dtype = torch.float32
         self.mode = self.why_not_read = ""
         self.remarks: dict[str, None] = {}
-        self.draws: dict[tuple[Slice, torch.device], Draw] = {}
+        self._draws: dict[tuple[Slice, torch.device], Draw] = {}
         # Dimension along which ranks share hidden states that are plain tensors, and whether it is
         # known yet.
         self._along: int | None = None
@@ -185,25 +184,25 @@ class StackPass:
             return whole(part)
         return sharded_along(self._along, part, self.place)
 
-    def meet(self, part: Slice, rows: Tensor, stream: Stream) -> None:
-        """Take notice of hidden states of a new shape, before their rows are drawn."""
+    def draw(self, part: Slice, rows: Tensor, stream: Stream, *, with_last: bool) -> Draw:
+        """Return which rows to copy of this part of hidden states; equal shapes get equal rows."""
+        found = self._draws.get((part, rows.device))
+        if found is not None:
+            return found
         self.tokens.ids.meet(part.shape, lambda: stream.rows_of(rows) if part.is_whole else {})
         if not self.shape:
             self.memory.fit_rows(rows.shape[-1])
             self.tokens.begin(part.shape)
             self.dtype = rows.dtype
-
-    def draw(self, part: Slice, device: torch.device, *, with_last: bool) -> Draw:
-        """Draw the rows to copy of a part; equal shapes get equal rows."""
-        rows, last = self.tokens.rows(self._unfolded(part.shape)), None
-        own, places = part.inside(rows)
+        indices, last = self.tokens.rows(self._unfolded(part.shape)), None
+        own, places = part.inside(indices)
         if with_last and (ends := self.tokens.last(part.shape)) is not None:
             own_ends, more = part.inside(ends)
             last, places = ends[own_ends], torch.cat([places, more])
         start = () if part.is_whole else part.start
-        draw = Draw(send(places, device), rows[own], last, part.shape, start)
-        self.draws[part, device] = draw
-        return draw
+        found = Draw(send(places, rows.device), indices[own], last, part.shape, start)
+        self._draws[part, rows.device] = found
+        return found
 
     def possible_shapes(self, block_call: BlockCall) -> list[Shape]:
         """List the shapes that a block's input may have over all ranks."""
@@ -224,7 +223,7 @@ class StackPass:
             return
         self._along = next(dim for dim in range(len(part)) if shape[dim] != part[dim])
         self.input_rows = None
-        self.draws.clear()
+        self._draws.clear()
         for other in self.block_calls:
             other.hidden = other.summed = None
             other.shape = shape if other.shape == part else other.shape

@@ -77,7 +77,7 @@ class HiddenStates:
         self._keeps_last, self._keeps_final_norm = keeps_last, keeps_final_norm
         self.stream = Stream()
         self._last_input: Tensor | None = None  # input of the running block
-        # Whether hidden states are feature maps, by class of the block (or id of a container), their
+        # Whether hidden states are feature maps, by class of the block (id of a container), their
         # shape, and whether they enter it.
         self._are_maps: dict[tuple[type | int, Shape, bool], bool] = {}
         # Passes whose final norm is running, by id of the norm.
@@ -102,14 +102,12 @@ class HiddenStates:
 
     def _copy(self, stack_pass: StackPass, states: Boundary) -> SampledRows | None:
         """Copy the sampled rows of hidden states; None if they cannot be read."""
-        rows, part = states.rows, states.part
-        if part is None:
+        if states.part is None:
             return None
-        draw = stack_pass.draws.get((part, rows.device))
-        if draw is None:
-            stack_pass.meet(part, rows, self.stream)
-            draw = stack_pass.draw(part, rows.device, with_last=self._keeps_last)
-        return draw.copy(rows)
+        draw = stack_pass.draw(
+            states.part, states.rows, self.stream, with_last=self._keeps_last
+        )  # fmt: skip
+        return draw.copy(states.rows)
 
     def enter(
         self,

@@ -1,6 +1,6 @@
 """Follow tensors outside of blocks: sums that complete a block, and outputs of embedding tables."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from geomon.capture.tap.provenance import Provenance, tensors_in
 
 # Operators that add their arguments.
 _SUMS = ("add", "sub", "rsub", "addcmul", "addcdiv", "lerp")
-# What a storage holds of the last block's input: the input itself, number by number (scaled,
-# normalised, through dropout ...), or that with something added that was made from the output.
-_INPUT, _SUM = 1, 2
+# What is known of a tensor that was made from the last block's input or output ("given",
+# "returned"): whether the input is in it, number by number (scaled, normalised, through dropout
+# ...), and whether something that was made from the output was added to that.
+_IN_PLACE = {"input", "sum"}
 
 
 class Stream:
@@ -28,7 +29,6 @@ class Stream:
 
     def __init__(self) -> None:
         self._origins: dict[int, frozenset[str]] = {}
-        self._held: dict[int, int] = {}  # by storage, `_INPUT` or `_SUM`
         self._embedded = Provenance()
         self._tables: dict[int, Projection] = {}  # output of each call of a table
         # Called with the weight, the integers and the result of a lookup operator.
@@ -79,12 +79,13 @@ class Stream:
         places = {"given": given, "returned": returned}
         known = {name: storage_of(x) for name, x in places.items() if x is not None}
         self._origins = {
-            place: frozenset([name]) for name, place in known.items() if place is not None
+            place: frozenset(["given", "input"] if name == "given" else [name])
+            for name, place in known.items()
+            if place is not None
         }
-        self._held = {place: _INPUT for place, of in self._origins.items() if "given" in of}
 
     def origins(self, values: Tensor) -> frozenset[str]:
-        """Return which of the two ("given", "returned") a tensor was made from."""
+        """Return what is known of a tensor: "given" or "returned" if it was made from these."""
         return self._origins.get(storage_of(values) or 0, frozenset())
 
     def is_sum(self, values: Tensor) -> bool:
@@ -93,11 +94,11 @@ class Stream:
         A product with weights, a concatenation, or any other operator that moves numbers to other
         places ends what is known of the input.
         """
-        return self._held.get(storage_of(values) or 0) == _SUM
+        return "sum" in self.origins(values)
 
     def forget(self) -> None:
         """Follow nothing."""
-        self._origins, self._held = {}, {}
+        self._origins = {}
         self._embedded.forget()
         self._tables.clear()
         self._alive.clear()
@@ -124,24 +125,18 @@ class Stream:
             self.on_lookup(args[0], args[1], out)
         if not self._origins:
             return
-        given = [storage_of(x) or 0 for x in tensors_in([args, kwargs]) if x.is_floating_point()]
-        found = frozenset[str]().union(*(self._origins.get(place, ()) for place in given))
-        held = self._held_by_result(name.removesuffix("_"), given) if keeps_places else 0
+        given = {storage_of(x): x for x in tensors_in([args, kwargs]) if x.is_floating_point()}
+        known = [self.origins(x) for x in given.values()]
+        found = frozenset[str]().union(*known)
+        if not keeps_places:
+            found -= _IN_PLACE
+        elif name.removesuffix("_") in _SUMS and "input" in found:
+            added = any("returned" in each and "input" not in each for each in known)
+            found |= {"sum"} if added else set()
         for result in tensors_in((out,)):
             place = storage_of(result)
             if place is None or (place in given and not name.endswith("_")):  # a view
                 continue
             self._origins.pop(place, None)
-            self._held.pop(place, None)
             if found and result.is_floating_point():
                 self._origins[place] = found
-                self._held[place] = held
-
-    def _held_by_result(self, name: str, given: Sequence[int]) -> int:
-        """Return what the result of an operator that keeps places holds, given its arguments."""
-        held = [self._held.get(place, 0) for place in given]
-        most = max(held, default=0)
-        if name in _SUMS and most == _INPUT:
-            others = [place for place, own in zip(given, held, strict=True) if not own]
-            return _SUM if any("returned" in self._origins.get(x, ()) for x in others) else _INPUT
-        return most
