@@ -197,7 +197,11 @@ def _paths(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _norms(blocks: Mapping[int, Matrices]) -> dict[int, Norms | None]:
     """Compute the norms of the matrices of several blocks together."""
-    every = [weight for weights in blocks.values() for _, weight in weights]
+    every = [
+        weight.float() if weight.dtype == torch.float64 else weight  # else torch refuses
+        for weights in blocks.values()
+        for _, weight in weights
+    ]
     if every and private.norms is not None and all(type(weight) in _PLAIN for weight in every):
         norms = iter(private.norms(every, dtype=torch.float32))
     else:

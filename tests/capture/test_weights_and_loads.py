@@ -27,9 +27,10 @@ def loads(seen):
     return [layer.captured.get("expert_counts") for layer in seen.snapshot().layers]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("factor", [1.0, 3.0, 0.0])
-def test_norms_are_those_of_the_singular_values_of_each_matrix(factor):
-    model = PlainDecoder()
+def test_norms_are_those_of_the_singular_values_of_each_matrix(factor, dtype):
+    model = PlainDecoder().to(dtype)
     model.blocks[1].c_proj.weight.data.mul_(factor)
     seen = look(model, batch())
     for depth, block in enumerate(model.blocks, 1):
