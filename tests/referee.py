@@ -295,9 +295,10 @@ def sampled(window: Window, stack: str, index: int) -> Seen:
         }
         if stack != stack_pass.stack.name and stack not in names:
             continue
+        known = stack_pass.settle()
         if index == 0:
             entered = stack_pass.input_rows
-            return Seen(entered and stack_pass.without_padding(entered).indices)
+            return Seen(entered and stack_pass.without_padding(entered, known).indices)
         block, block_call, _ = stack_pass.layers()[index - 1]
         attention = attention_key(block, names.get(stack, ""))
         if block_call is None or attention is None:
@@ -305,11 +306,11 @@ def sampled(window: Window, stack: str, index: int) -> Seen:
         seen = block_call.seen(attention)
         call, hidden = seen.call, block_call.hidden
         query, key = (
-            stack_pass.tokens.without_padding(rows, rows.shape) if rows else None
+            known.without_padding(rows, rows.shape) if rows else None
             for rows in seen.projected or (None, None)
         )
         return Seen(
-            hidden and stack_pass.without_padding(hidden).indices,
+            hidden and stack_pass.without_padding(hidden, known).indices,
             query and query.indices,
             key and key.indices,
             None if call is None else call.sequences,

@@ -22,7 +22,7 @@ from geomon.capture.attending.attention import (
 )
 from geomon.capture.attending.max_logit import over_rows
 from geomon.capture.attending.seen import SeenAttention
-from geomon.capture.first_pass import BlockCall, StackPass, attention_key
+from geomon.capture.first_pass import BlockCall, Shape, StackPass, attention_key
 from geomon.capture.snapshot import (
     CAPTURED,
     EMBEDDING,
@@ -41,8 +41,9 @@ from geomon.capture.snapshot import (
     source_of,
     wait_for_copies,
 )
+from geomon.capture.tokens.pass_tokens import once
 from geomon.capture.tokens.sampling import RowSampler, SampledRows, copy_rows
-from geomon.capture.weights import present_weight
+from geomon.capture.weights import present_weight, to_numbers
 from geomon.failures import failures
 from geomon.note import Note
 
@@ -171,14 +172,14 @@ def build_snapshot(
     """Build the snapshot of a pass; stacks that did not run are left out if another one ran."""
     layers: list[Layer] = []
     remarks: list[Note] = []
-    for stack_pass in passes:
-        stack_pass.settle()
+    rows: list[int] = []
     run = [stack_pass for stack_pass in passes if stack_pass.block_calls]
     stacks = {stack_pass.stack.name for stack_pass in run or passes}
     for stack_pass in run or passes:
         not_run = no_rows or (_OTHER_THREAD if other_thread else _NOT_RUN)
         builder = StackBuilder(stack_pass, sources, not_run, alone=len(passes) == 1)
         layers += builder.layers()
+        rows += builder.input_counts()
         for label in stack_pass.stack.side_labels:
             layers += builder.side_layers(label, side_stack_name(stack_pass, label, passes))
         if final_norm and not stack_pass.stack.behind:
@@ -190,7 +191,6 @@ def build_snapshot(
             text = f"the blocks of '{stack_pass.stack.name}' did not run: they are left out"
             remarks.append(Note(text, text))
     first = next(iter(run or passes), None)
-    rows = [len(x.without_padding(x.input_rows).indices) for x in run if x.input_rows is not None]
     notes = [*remarks, *notes]
     if first is None:  # a stage of a pipeline without blocks
         return Snapshot([], PassInfo(0, "", "", notes))
@@ -243,13 +243,17 @@ class StackBuilder:
         alone: bool,
     ) -> None:
         self._pass, self._layers = stack_pass, stack_pass.layers()
-        self._tokens = stack_pass.tokens
+        self._tokens = stack_pass.settle()
+        self._are_sums = stack_pass.adds_outside
+        read = {id(x): x.weight_norms for x in stack_pass.block_calls if x.weight_norms is not None}
+        self._norms = dict(zip(read, to_numbers([*read.values()]), strict=True))
         self._alone = alone
         self._sources = sources
         self._not_run = _DROPPED if stack_pass.block_calls else not_run
         self._inverted = self._tokens.padding.contradiction(self._tokens.batch)
         self._before = stack_pass.stack.before
         self._is_part = stack_pass.place.shards > 1 or not stack_pass.stack.is_whole
+        self._answers: dict[tuple[Any, ...], Any] = {}  # shared by layers with equal rows
         # Per stack: depths of each (subject, remark).
         self._remarks: dict[str, dict[tuple[str, str], list[int]]] = defaultdict(dict)
         # Per subject and depth: number of rows that are not finite, and of all rows.
@@ -263,6 +267,11 @@ class StackBuilder:
             stack, rows = self._pass.stack.name, self._pass.input_rows
             first = [self._of_hidden_states(0, "input of the blocks", rows, why, stack)]
         return [*first, *(self._layer(depth, *made) for depth, made in enumerate(self._layers, 1))]
+
+    def input_counts(self) -> list[int]:
+        """Return the number of rows that enter the first block, if they were read."""
+        rows = self._pass.input_rows
+        return [] if rows is None else [len(self._pass.without_padding(rows, self._tokens).indices)]
 
     def side_layers(self, label: str, stack: str) -> list[Layer]:
         """Build the cross-attention, or a further attention, of each block that has one."""
@@ -304,9 +313,9 @@ class StackBuilder:
         notes += [_rows_lost(subject, lost, stack) for subject, lost in self._lost.items()]
         notes += self._tokens.notes(stack)
         texts = [*stack_pass.remarks]
-        sums = [block_call.is_sum for block_call in stack_pass.block_calls]
-        if any(sums):
-            texts.append(_ADDS_OUTSIDE + _LAST_BRANCH * (not sums[-1]))
+        if self._are_sums:
+            last = stack_pass.block_calls[-1].summed
+            texts.append(_ADDS_OUTSIDE + _LAST_BRANCH * (last is None))
         if stack_pass.passed_over:
             texts.append(_PASSED_OVER.format(count=stack_pass.passed_over + 1))
         return notes + [Note(text, text, stack) for text in texts]
@@ -320,15 +329,15 @@ class StackBuilder:
         depth += self._before
         stack = self._pass.stack.name
         kept = None if block_call is None else block_call.hidden
+        if block_call is not None and block_call.summed is not None and self._are_sums:
+            kept = block_call.summed
         why = self._why_no_rows(ran=block_call is not None)
         captured, missing, part = self._row_views(depth, kept, why)
         sources = _sources_of(kept) | {"weights"}
         index = attention_key(block)
         attentions = {} if block_call is None else block_call.attentions
-        if block_call is not None and block_call.weight_norms:
-            norms = block_call.weight_norms
-            values = torch.stack([*norms.values()]).tolist()  # one wait for the device
-            captured["weight_norms"] = dict(zip(norms, values, strict=True))
+        if id(block_call) in self._norms:
+            captured["weight_norms"] = self._norms[id(block_call)]
         elif "weights" in self._sources:
             missing["weight_norms"] = self._not_run if block_call is None else _NO_MATRICES
         if block_call is not None and block_call.expert_counts is not None:
@@ -365,7 +374,7 @@ class StackBuilder:
             wanted = (view for view in CAPTURED if source_of(view) in _HIDDEN_ONLY)
             reason = why if kept is None else self._inverted or ""
             return {}, dict.fromkeys(wanted, reason), Part()
-        kept = self._pass.without_padding(kept)
+        kept = self._pass.without_padding(kept, self._tokens)
         for remark in self._tokens.remarks(kept.shape):
             self._remark(_HIDDEN, depth, remark, self._pass.stack.name)
         captured, missing, rows = self._views_of(depth, kept, _HIDDEN)
@@ -383,15 +392,21 @@ class StackBuilder:
 
     def _last_tokens(self, kept: SampledRows) -> SampledRows | str:
         """Return the last tokens, now that padding is known, or the reason why there are none."""
-        if self._pass.is_routed(kept.shape):
+        if self._is_routed(kept.shape):
             return _ROUTED
         if kept.last is None:
             return _PACKED if self._tokens.packed(kept.shape) is None else _ENDS_LATE
-        places = self._tokens.last_of(kept.shape)
-        among = torch.isin(kept.last.indices, places).nonzero().squeeze(1)
+        places = self._tokens.last_of(kept.shape, self._pass.tokens.max_rows)
+        among, indices = self._among(kept.last.indices, places)
         if len(among) < len(places) and not kept.last.start:
             return _LAST_UNKNOWN
-        return kept.last.at(among)
+        return kept.last.at(among, indices)
+
+    @once
+    def _among(self, indices: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Find which of some rows are at given places, and their indices."""
+        among = torch.isin(indices, places).nonzero().squeeze(1)
+        return among, indices[among]
 
     def _views_of(
         self, depth: int, kept: SampledRows, subject: str
@@ -404,13 +419,21 @@ class StackBuilder:
         if not finite.all():
             self._lost[subject][depth] = int((~finite).sum()), len(finite)
             kept = kept.at(finite.nonzero().squeeze(1))
-        tokens, indices, shape = self._tokens, kept.indices, kept.shape
-        captured = {"hidden": kept.values, "precision": torch.finfo(self._pass.dtype).eps}
-        missing: dict[str, str] = {}
-        rows = tokens.number(indices, shape) if self._is_part else None
-        if self._pass.is_routed(shape):
+        captured, missing, rows = self._facts_of(kept.indices, kept.shape)
+        if "positions" in missing:
+            self._remark(subject, depth, missing["positions"], self._pass.stack.name)
+        rest = {"hidden": kept.values, "precision": torch.finfo(self._pass.dtype).eps}
+        return rest | captured, dict(missing), rows
+
+    @once
+    def _facts_of(
+        self, indices: Tensor, shape: Shape
+    ) -> tuple[dict[str, Any], dict[str, str], Tensor | None]:
+        """Make the views of the tokens of some rows, which layers with these rows share."""
+        tokens, missing = self._tokens, dict[str, str]()
+        captured: dict[str, Any] = {}
+        if self._is_routed(shape):
             missing["positions"] = _ROUTED
-            self._remark(subject, depth, _ROUTED, self._pass.stack.name)
         else:
             captured["positions"] = tokens.positions(indices, shape)
         numbers = tokens.numbers(indices, shape)
@@ -427,7 +450,12 @@ class StackBuilder:
             fewer = self._alone and tokens.ids.fewer_than(self._pass.shape)
             reason = _LATER_STAGE if self._before else _NO_TOKENS + _FEWER_TOKENS * fewer
             missing["token_ids"] = reason
+        rows = self._pass.tokens.number(indices, shape) if self._is_part else None
         return captured, missing, rows
+
+    @once
+    def _is_routed(self, shape: Shape) -> bool:
+        return self._pass.is_routed(shape)
 
     # -- heads -------------------------------------------------------------------------------------
 
@@ -517,7 +545,7 @@ class StackBuilder:
             return {}
         largest = torch.stack(
             [
-                over_rows(rows.cpu(), self._tokens.padding.valid((rows.shape[0], rows.shape[2])))
+                over_rows(rows.cpu(), self._tokens.valid_queries((rows.shape[0], rows.shape[2])))
                 for rows in calls
             ]
         ).amax(dim=0)

@@ -16,6 +16,7 @@ from geomon.capture.anatomy import CROSS, Block, Stack
 from geomon.capture.attending.seen import SeenAttention
 from geomon.capture.shards import (
     WHOLE,
+    ShardingError,
     Slice,
     TensorPlace,
     is_sharded,
@@ -23,13 +24,15 @@ from geomon.capture.shards import (
     slice_of,
     whole,
 )
-from geomon.capture.tap import Origins, Plan, Provenance
+from geomon.capture.storage import send
+from geomon.capture.tap import Origins, Plan, Provenance, Stream
 from geomon.capture.tokens.padding import Padding
-from geomon.capture.tokens.pass_tokens import PassTokens
-from geomon.capture.tokens.sampling import MemoryLimit, SampledRows
-from geomon.capture.weights import said
+from geomon.capture.tokens.pass_tokens import KnownTokens, PassTokens
+from geomon.capture.tokens.sampling import Draw, MemoryLimit, SampledRows
+from geomon.capture.weights import Norms, said
 
 Shape = tuple[int, ...]
+TensorId = tuple[int, Shape]  # address and shape, which identify a tensor while it lives
 
 # Number of rows of hidden states that ranks compare to see whether they have the same tokens.
 LANDMARKS = 8
@@ -46,10 +49,11 @@ class BlockCall:
         shape: Shape of the hidden states that entered the block, over all ranks that share them,
             without the width; None if they are nested.
         input_shape: Shape of the block's input on this rank, with the width.
+        given: Address and shape of each tensor among the block's arguments.
         handed_on: Whether the block's input is the output of the block called before it.
         called: Ids of the modules called so far, if the block is a list of modules.
         hidden: Rows of the hidden states that left the block.
-        is_sum: Whether these are the sum of the block's input and output.
+        summed: Rows of the sum of its input and output, if the model makes one after the block.
         running_attention: Index of the attention that is running, if the block has several.
         attentions: Observations of each attention.
         provenance: Answers where tensors of the call come from.
@@ -59,17 +63,18 @@ class BlockCall:
         finished: Whether following tensors has ended.
         inputs: By id of a module that is projecting: its input, and the index of its first feature
             on all ranks.
-        weight_norms: Frobenius norm of each weight matrix of the block, by name; empty if not read.
+        weight_norms: Frobenius norms of the weight matrices of the block, or None if not read.
         expert_counts: How often the tokens chose each expert, or None without experts.
     """
 
     block: int
     shape: Shape | None = None
     input_shape: Shape | None = None
+    given: frozenset[TensorId] = frozenset()
     handed_on: bool = True
     called: set[int] = field(default_factory=set)
     hidden: SampledRows | None = None
-    is_sum: bool = False
+    summed: SampledRows | None = None
     running_attention: int | None = None
     attentions: dict[int, SeenAttention] = field(default_factory=dict)
     provenance: Origins = field(default_factory=Provenance)
@@ -78,7 +83,7 @@ class BlockCall:
     goes_on: bool = False
     finished: bool = False
     inputs: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
-    weight_norms: dict[str, Tensor] = field(default_factory=dict)
+    weight_norms: Norms | None = None
     expert_counts: Tensor | None = None
 
     def seen(self, index: int) -> SeenAttention:
@@ -145,12 +150,13 @@ class StackPass:
         self.tokens = PassTokens(memory.sampler, padding, length_first=length_first)
         self.block_calls: list[BlockCall] = []
         self.input_rows: SampledRows | None = None
-        self.last_output_id: tuple[int, Shape] | None = None
+        self.last_output_id: TensorId | None = None
         self.last_output: Tensor | None = None
         self.normed: tuple[SampledRows, str] | None = None
         self.dtype = torch.float32
         self.mode = self.why_not_read = ""
         self.remarks: dict[str, None] = {}
+        self._draws: dict[tuple[Slice, torch.device], Draw] = {}
         # Dimension along which ranks share hidden states that are plain tensors, and whether it is
         # known yet.
         self._along: int | None = None
@@ -167,20 +173,44 @@ class StackPass:
         """Return the shape of the hidden states that entered a block, without the width."""
         return self.shape if block_call.shape is None else block_call.shape
 
-    def slice_of(self, hidden: Tensor, rows: Tensor) -> Slice:
-        """Locate this rank's hidden states in the whole tensor.
+    def part_of(self, hidden: Tensor, rows: Tensor) -> Slice | None:
+        """Locate this rank's hidden states in the whole tensor; None if they cannot be read.
 
         Tensor parallelism may split plain tensors along the sequence: token ids or attention that
         are a multiple as long show it (`take_attention`).
         """
         part = tuple(rows.shape[:-1])
-        if is_sharded(hidden):
-            return slice_of(hidden)
+        if type(hidden) is not Tensor and is_sharded(hidden):
+            try:
+                return slice_of(hidden)
+            except ShardingError as error:
+                self.why_not_read = f"{error}"
+                return None
         if not self._along_is_known:
             self._look_at_ids(part)
         if self._along is None or part == self.shape:
             return whole(part)
         return sharded_along(self._along, part, self.place)
+
+    def draw(self, part: Slice, rows: Tensor, stream: Stream, *, with_last: bool) -> Draw:
+        """Return which rows to copy of this part of hidden states; equal shapes get equal rows."""
+        found = self._draws.get((part, rows.device))
+        if found is not None:
+            return found
+        self.tokens.ids.meet(part.shape, lambda: stream.rows_of(rows) if part.is_whole else {})
+        if not self.shape:
+            self.memory.fit_rows(rows.shape[-1])
+            self.tokens.begin(part.shape)
+            self.dtype = rows.dtype
+        indices, last = self.tokens.rows(self._unfolded(part.shape)), None
+        own, places = part.inside(indices)
+        if with_last and (ends := self.tokens.last(part.shape)) is not None:
+            own_ends, more = part.inside(ends)
+            last, places = ends[own_ends], torch.cat([places, more])
+        start = () if part.is_whole else part.start
+        found = Draw(send(places, rows.device), indices[own], last, part.shape, start)
+        self._draws[part, rows.device] = found
+        return found
 
     def possible_shapes(self, block_call: BlockCall) -> list[Shape]:
         """List the shapes that a block's input may have over all ranks."""
@@ -201,8 +231,9 @@ class StackPass:
             return
         self._along = next(dim for dim in range(len(part)) if shape[dim] != part[dim])
         self.input_rows = None
+        self._draws.clear()
         for other in self.block_calls:
-            other.hidden = None
+            other.hidden = other.summed = None
             other.shape = shape if other.shape == part else other.shape
         self.tokens.begin(shape)
 
@@ -212,24 +243,29 @@ class StackPass:
         self._along_is_known = shape is not None
         self._along = None if shape in (None, part) else longer.index(shape)
 
-    def row_indices(self, shape: Shape) -> Tensor:
-        """Return flat indices of the sampled rows; equal shapes get equal rows."""
-        return self.tokens.rows(self._unfolded(shape))
+    @property
+    def adds_outside(self) -> bool:
+        """Whether layers are sums that the model makes after its blocks.
 
-    def settle(self) -> None:
-        """Decide what is padding and what is packed, now that the pass is over."""
-        self.tokens.settle(
-            [
-                tuple(seen.call.shape)
-                for block_call in self.block_calls
-                for seen in block_call.attentions.values()
-                if seen.call is not None
-            ]
+        Blocks that return branches have such a sum behind most of them. A few sums, between other
+        blocks that hand on their outputs, are skips.
+        """
+        calls = self.block_calls
+        follow = [each.block == before.block + 1 for before, each in itertools.pairwise(calls)]
+        return 2 * sum(call.summed is not None for call in calls) > sum(follow)
+
+    def settle(self) -> KnownTokens:
+        """Return what is known of the tokens, now that the pass is over."""
+        return self.tokens.settle(
+            tuple(seen.call.shape)
+            for block_call in self.block_calls
+            for seen in block_call.attentions.values()
+            if seen.call is not None
         )
 
-    def without_padding(self, rows: SampledRows) -> SampledRows:
+    def without_padding(self, rows: SampledRows, known: KnownTokens) -> SampledRows:
         """Remove rows of hidden states that are now known to be padding."""
-        return self.tokens.without_padding(rows, self._unfolded(rows.shape))
+        return known.without_padding(rows, self._unfolded(rows.shape))
 
     def _unfolded(self, shape: Shape) -> Shape:
         """Return the shape of rows where they enter the stack, in case a block flattens them."""

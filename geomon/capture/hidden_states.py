@@ -1,21 +1,22 @@
 """Copy rows of hidden states that enter and leave blocks, and of the final norm's output."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from geomon.capture import private
-from geomon.capture.first_pass import LANDMARKS, BlockCall, StackPass
-from geomon.capture.shards import ShardingError, Slice
+from geomon.capture.first_pass import LANDMARKS, BlockCall, Shape, StackPass, TensorId
+from geomon.capture.shards import Slice
 from geomon.capture.storage import local_shard
 from geomon.capture.tap import Stream
 from geomon.capture.tap.operators import tensors_in
 from geomon.capture.tokens.sampling import (
     SampledRows,
     copy_rows,
-    move_width_last,
+    has_width_second,
     spread_indices,
 )
 from geomon.capture.tracker import Tracker
@@ -23,6 +24,10 @@ from geomon.capture.tracker import Tracker
 _SEVERAL = (
     "blocks return several tensors of the shape of hidden states, and the first is measured. If "
     "the hidden state is their sum (a branch and its residual), this is only one part of it"
+)
+_OTHER_LENGTHS = (
+    "blocks return several tensors as wide as the hidden states, of different lengths (streams of "
+    "text and image, for example): one of them is measured, and the others are not"
 )
 _RESTARTS = (
     "blocks are called again on something other than the last block's output (another part of the "
@@ -37,6 +42,20 @@ _HIDES_BETWEEN = (
     "seen (it is seen only with metrics of attention or token ids, outside compiled code): layers "
     "are the outputs of the blocks, which may be a branch without its residual"
 )
+
+
+class Boundary(NamedTuple):
+    """Hidden states that enter or leave a block.
+
+    Attributes:
+        whole: The tensor as the model has it.
+        rows: Those on this rank, [..., width].
+        part: Which part of the hidden states of all ranks they are, or None if they cannot be read.
+    """
+
+    whole: Tensor
+    rows: Tensor
+    part: Slice | None
 
 
 class HiddenStates:
@@ -58,6 +77,9 @@ class HiddenStates:
         self._keeps_last, self._keeps_final_norm = keeps_last, keeps_final_norm
         self.stream = Stream()
         self._last_input: Tensor | None = None  # input of the running block
+        # Whether hidden states are feature maps, by class of the block (id of a container), their
+        # shape, and whether they enter it.
+        self._are_maps: dict[tuple[type | int, Shape, bool], bool] = {}
         # Passes whose final norm is running, by id of the norm.
         self._norming: dict[int, StackPass] = {}
 
@@ -66,69 +88,89 @@ class HiddenStates:
         self.stream.forget()
         self._last_input = None
 
+    def _look_at(
+        self, stack_pass: StackPass, hidden: Tensor, block: nn.Module, *, entering: bool = False
+    ) -> Boundary:
+        """Find the rows of hidden states."""
+        rows, shape = local_shard(hidden), tuple(hidden.shape)
+        kind = id(block) if isinstance(block, nn.Sequential) else type(block)
+        form = kind, shape, entering
+        if form not in self._are_maps:
+            self._are_maps[form] = has_width_second(rows, block, entering=entering)
+        rows = rows.movedim(1, -1) if self._are_maps[form] else rows
+        return Boundary(hidden, rows, stack_pass.part_of(hidden, rows))
+
+    def _copy(self, stack_pass: StackPass, states: Boundary) -> SampledRows | None:
+        """Copy the sampled rows of hidden states; None if they cannot be read."""
+        if states.part is None:
+            return None
+        draw = stack_pass.draw(
+            states.part, states.rows, self.stream, with_last=self._keeps_last
+        )  # fmt: skip
+        return draw.copy(states.rows)
+
     def enter(
         self,
         stack_pass: StackPass,
         block_call: BlockCall,
         module: nn.Module,
-        given: list[Any],
+        given: list[Tensor],
         hidden: Tensor | None,
         *,
         sees_between: bool,
     ) -> None:
         """Handle the input of a block whose call counts (None if unknown), and follow it."""
-        rows = None
+        states = None
         if hidden is not None:
-            rows = move_width_last(local_shard(hidden), module, entering=True)
+            states = self._look_at(stack_pass, hidden, module, entering=True)
+            alike = (x for x in given if x.ndim == hidden.ndim and x.shape[-1] == hidden.shape[-1])
+            block_call.given = frozenset(map(place_of, alike))
         if len(block_call.called) == 1:
-            if hidden is not None and rows is not None:
-                self._place(stack_pass, block_call, hidden, rows)
-            self._take_before(stack_pass, module, hidden, rows, sees_between=sees_between)
+            if states is not None:
+                self._place(stack_pass, block_call, states)
+            self._take_before(stack_pass, module, states, sees_between=sees_between)
+            self._last_input = hidden
         block_call.finished = False
-        is_whole = rows is not None and tuple(rows.shape[:-1]) == block_call.shape
-        block_call.provenance.start(given, rows if is_whole else None)  # else ranks have others
+        is_whole = states is not None and tuple(states.rows.shape[:-1]) == block_call.shape
+        block_call.provenance.start(given, states.rows if states and is_whole else None)
 
-    def _place(
-        self, stack_pass: StackPass, block_call: BlockCall, hidden: Tensor, rows: Tensor
-    ) -> None:
+    def _place(self, stack_pass: StackPass, block_call: BlockCall, states: Boundary) -> None:
         """Relate a call to earlier ones by comparing its input with their outputs."""
-        earlier, place = stack_pass.block_calls[:-1], place_of(hidden)
-        part = self._part(stack_pass, hidden, rows)
-        block_call.shape = None if part is None else part.shape
-        block_call.input_shape = tuple(hidden.shape)
-        block_call.handed_on = stack_pass.last_output_id in (None, place)
+        earlier = stack_pass.block_calls[:-1]
+        block_call.shape = None if states.part is None else states.part.shape
+        tensor_id = place_of(states.whole)
+        block_call.input_shape = tensor_id[1]
+        block_call.handed_on = stack_pass.last_output_id in (None, tensor_id)
         if not block_call.handed_on:
             again = any(call.block == block_call.block for call in earlier)
-            if again and not self.stream.origins(hidden):
+            if again and not self.stream.origins(states.whole):
                 stack_pass.remarks[_RESTARTS] = None
-            if self._last_input is not None and earlier and place == place_of(self._last_input):
+            before = self._last_input
+            if before is not None and earlier and tensor_id == place_of(before):
                 stack_pass.remarks[_SIDE_BY_SIDE] = None
 
     def _take_before(
-        self,
-        stack_pass: StackPass,
-        module: nn.Module,
-        hidden: Tensor | None,
-        rows: Tensor | None,
-        *,
+        self, stack_pass: StackPass, module: nn.Module, states: Boundary | None, *,
         sees_between: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Copy the first block's input; a later block's input may complete the block before."""
         *earlier, block_call = stack_pass.block_calls
-        self._last_input = hidden
         if not earlier:
             stack_pass.mode = "train" if module.training else "eval"
-            stack_pass.input_rows = self._sample(stack_pass, hidden, module, entering=True)
-            if stack_pass.input_rows is not None and rows is not None:
-                places = spread_indices(math.prod(rows.shape[:-1]), LANDMARKS)
-                stack_pass.tokens.landmarks = copy_rows(rows, places)
+        if states is None:
+            return
+        if not earlier:
+            stack_pass.input_rows = self._copy(stack_pass, states)
+            if stack_pass.input_rows is not None:
+                places = spread_indices(math.prod(states.rows.shape[:-1]), LANDMARKS)
+                stack_pass.tokens.landmarks = copy_rows(states.rows, places)
             return
         before = earlier[-1]
-        if hidden is not None and block_call.block == before.block + 1:
-            self._take_sum(stack_pass, before, hidden, module, sees_between=sees_between)
+        if block_call.block == before.block + 1:
+            self._take_sum(stack_pass, before, states.whole, module, sees_between=sees_between)
         # Going back to an earlier block may bring other rows.
         if stack_pass.stack.entering and block_call.block > before.block:
-            before.hidden = self._sample(stack_pass, hidden, module, entering=True)
+            before.hidden = self._copy(stack_pass, states)
 
     def leave(
         self,
@@ -140,20 +182,15 @@ class HiddenStates:
         sees_between: bool,
     ) -> None:
         """Handle the output of a block (or part of a block) whose call counts."""
-        hidden = first_tensor(output)
+        hidden = _choose(stack_pass, block_call, floating(output))
         if hidden is None:
             return
-        if hidden is not output:
-            alike = [x for x in _floating(output) if x.shape == block_call.input_shape]
-            hidden = next(iter(alike), hidden)
-            if len(alike) > 1:
-                stack_pass.remarks[_SEVERAL] = None
         self.hand_on(stack_pass, hidden)
         stack_pass.normed = None
         if sees_between:  # otherwise reused memory would mislead
             self.stream.start(self._last_input, hidden)
         if not stack_pass.stack.entering:
-            block_call.hidden = self._sample(stack_pass, hidden, module)
+            block_call.hidden = self._copy(stack_pass, self._look_at(stack_pass, hidden, module))
 
     def hand_on(self, stack_pass: StackPass, hidden: Tensor) -> None:
         """Remember which tensor a block hands on."""
@@ -183,93 +220,70 @@ class HiddenStates:
         stack_pass, normed = self._norming.pop(id(module), None), first_tensor(output)
         if stack_pass is None or normed is None or stack_pass.normed is not None:
             return
-        rows = self._sample(stack_pass, normed, stack_pass.stack.blocks[-1].module)
+        states = self._look_at(stack_pass, normed, stack_pass.stack.blocks[-1].module)
+        rows = self._copy(stack_pass, states)
         if rows is not None:
             stack_pass.normed = rows, name
 
     def _take_sum(
-        self,
-        stack_pass: StackPass,
-        before: BlockCall,
-        stream: Tensor,
-        module: nn.Module,
-        *,
+        self, stack_pass: StackPass, before: BlockCall, hidden: Tensor, module: nn.Module, *,
         sees_between: bool,
-    ) -> None:
-        """Use the sum of a block's input and output, if the model makes one, as its layer."""
-        if tuple(stream.shape) != before.input_shape:
+    ) -> None:  # fmt: skip
+        """Copy the sum of a block's input and output, if the model makes one."""
+        if tuple(hidden.shape) != before.input_shape:
             return
         if not sees_between:
-            if place_of(stream) != stack_pass.last_output_id:
+            if place_of(hidden) != stack_pass.last_output_id:
                 stack_pass.remarks[_HIDES_BETWEEN] = None
-        elif len(self.stream.origins(stream)) > 1 and _SIDE_BY_SIDE not in stack_pass.remarks:
-            before.is_sum = True
-            before.hidden = self._sample(stack_pass, stream, module, entering=True)
-
-    def _sample(
-        self,
-        stack_pass: StackPass,
-        hidden: Tensor | None,
-        block: nn.Module,
-        *,
-        entering: bool = False,
-    ) -> SampledRows | None:
-        """Copy the sampled rows of a tensor of hidden states; None if its rows cannot be read."""
-        if hidden is None:
-            return None
-        rows = move_width_last(local_shard(hidden), block, entering=entering)
-        part = self._part(stack_pass, hidden, rows)
-        if part is None:
-            return None
-        tokens = stack_pass.tokens
-        tokens.ids.meet(part.shape, lambda: self.stream.rows_of(rows) if part.is_whole else {})
-        if not tokens.shape:
-            stack_pass.memory.fit_rows(rows.shape[-1])
-            tokens.begin(part.shape)
-            stack_pass.dtype = rows.dtype
-        last = tokens.last(part.shape) if self._keeps_last else None
-        ends = None if last is None else _copy_slice(rows, last, part)
-        return _copy_slice(rows, stack_pass.row_indices(part.shape), part)._replace(last=ends)
-
-    def _part(self, stack_pass: StackPass, hidden: Tensor, rows: Tensor) -> Slice | None:
-        """Find which part of the hidden states is on this rank; None if they cannot be read."""
-        try:
-            return stack_pass.slice_of(hidden, rows)
-        except ShardingError as error:
-            stack_pass.why_not_read = f"{error}"
-            return None
+        elif self.stream.is_sum(hidden) and _SIDE_BY_SIDE not in stack_pass.remarks:
+            states = self._look_at(stack_pass, hidden, module, entering=True)
+            before.summed = self._copy(stack_pass, states)
 
 
-def _copy_slice(rows: Tensor, indices: Tensor, part: Slice) -> SampledRows:
-    """Copy the rows that are on this rank, given flat indices over all ranks."""
-    places, flat = part.inside(indices)
-    start = () if part.is_whole else part.start
-    return SampledRows(copy_rows(rows, flat), indices[places], part.shape, start=start)
+def _choose(stack_pass: StackPass, block_call: BlockCall, returned: list[Tensor]) -> Tensor | None:
+    """Choose the hidden states among the tensors that a block returns.
+
+    Tensors that only pass through (earlier states in a list, for example) are not its output.
+    """
+    if len(returned) < 2:
+        return next(iter(returned), None)
+    made = [x for x in returned if place_of(x) not in block_call.given] or returned
+    alike = [x for x in made if x.shape == block_call.input_shape]
+    hidden = next(iter(alike), made[0])
+    wide = [x for x in made if x.ndim == hidden.ndim and x.shape[-1] == hidden.shape[-1]]
+    if len(alike) > 1:
+        stack_pass.remarks[_SEVERAL] = None
+    elif len(wide) > 1 and hidden.ndim > 2:
+        stack_pass.remarks[_OTHER_LENGTHS] = None
+    return hidden
 
 
-def _floating(values: Any) -> list[Tensor]:
+def floating(values: Any) -> list[Tensor]:
     """List floating-point tensors that are not nested; top-level ones come first."""
-    given = [values] if isinstance(values, Tensor) else values or ()
-    given = list(given.values() if isinstance(given, Mapping) else given)
-    inner = tensors_in(x for x in given if not isinstance(x, Tensor))
-    every = [*(x for x in given if isinstance(x, Tensor)), *inner]
+    if isinstance(values, Tensor):
+        return [values] if values.is_floating_point() and not values.is_nested else []
+    if not isinstance(values, list | tuple):
+        values = values.values() if isinstance(values, Mapping) else values or ()
+    found, inner = list[Tensor](), list[Any]()
+    for value in values:
+        (found if isinstance(value, Tensor) else inner).append(value)
+    every = found + tensors_in(inner)
     return [x for x in every if x.is_floating_point() and not x.is_nested]
 
 
-def find_entering(stack_pass: StackPass, given: Sequence[Any]) -> Tensor | None:
+def find_entering(stack_pass: StackPass, given: Sequence[Tensor]) -> Tensor | None:
     """Choose the hidden states among the arguments of a block, after rotary tables and masks.
 
     Prefers the previous block's output, then a tensor with the shape and width of the embeddings,
     then the first argument.
     """
-    found = _floating(given)
-    known = [x for x in found if not private.is_batched(local_shard(x))]
-    handed_on = [x for x in known if place_of(x) == stack_pass.last_output_id]
-    fitting = [x for x in known if stack_pass.tokens.ids.may_have_made(x)]
-    return next(iter(handed_on or fitting or found), None)
+    known = [x for x in given if not private.is_batched(local_shard(x))]
+    handed_on = (x for x in known if place_of(x) == stack_pass.last_output_id)
+    fitting = (x for x in known if stack_pass.tokens.ids.may_have_made(x))
+    return next(itertools.chain(handed_on, fitting, given), None)
 
 
-def place_of(values: Tensor) -> tuple[int, tuple[int, ...]]:
+def place_of(values: Tensor) -> TensorId:
     """Return the address and the shape of a tensor, which identify it while it lives.
 
     Args:
@@ -280,4 +294,4 @@ def place_of(values: Tensor) -> tuple[int, tuple[int, ...]]:
 
 def first_tensor(values: Any) -> Tensor | None:
     """Return the first floating-point tensor."""
-    return next(iter(_floating(values)), None)
+    return next(iter(floating(values)), None)

@@ -76,3 +76,6 @@ top_mode: Callable[[], Any] | None = _find(
 )
 pop_mode: Callable[[], Any] | None = _find(f"{_STACK}_pop_mode", None, _OUT_OF_TURN)
 push_mode: Callable[[Any], Any] | None = _find(f"{_STACK}_push_mode", None, _OUT_OF_TURN)
+norms: Callable[..., Any] | None = _find(
+    "torch._foreach_norm", None, "norms of weights take longer to read"
+)

@@ -34,7 +34,7 @@ from geomon.capture.calling.patches import (
     subclasses,
 )
 from geomon.capture.first_pass import BlockCall, StackPass, attention_key
-from geomon.capture.hidden_states import HiddenStates, find_entering, first_tensor
+from geomon.capture.hidden_states import HiddenStates, find_entering, first_tensor, floating
 from geomon.capture.modes import unseen, without_modes
 from geomon.capture.recorder import AttentionRecorder, failing_silently
 from geomon.capture.shards import (
@@ -59,7 +59,7 @@ from geomon.capture.tokens.sampling import (
 )
 from geomon.capture.tokens.table_calls import TableCalls
 from geomon.capture.tracker import Tracker
-from geomon.capture.weights import weight_norms
+from geomon.capture.weights import WeightNorms
 from geomon.failures import failures
 from geomon.note import Note
 
@@ -166,6 +166,7 @@ class Window:
         self._states = HiddenStates(
             self._tracker, keeps_last=self._wants_last, keeps_final_norm=FINAL_NORM in self._extra
         )
+        self._weights = WeightNorms([unwrap(block.module) for block in anatomy.blocks])
         # Actions before and after the call of a module, by its id.
         self._before: dict[int, list[Callable[..., None]]] = {}
         self._after: dict[int, list[Callable[..., None]]] = {}
@@ -415,8 +416,8 @@ class Window:
         Args:
             stack: Name of the stack.
         """
-        tokens = (x.tokens for x in self._tracker.passes if x.stack.name == stack)
-        return next((x.padding.source(x.batch) for x in tokens), None)
+        known = (x.settle() for x in self._tracker.passes if x.stack.name == stack)
+        return next((x.padding.source(x.batch) for x in known), None)
 
     # -- which calls are seen --------------------------------------------------------------------
 
@@ -615,7 +616,8 @@ class Window:
     ) -> None:
         """Handle the call of a block, or of one module of a block that is a list."""
         stack_pass = self._tracker.passes[number]
-        hidden = find_entering(stack_pass, [*args, *kwargs.values()])
+        given = floating([*args, *kwargs.values()])
+        hidden = find_entering(stack_pass, given)
         block_call = self._tracker.begin_call(number, index, module, hidden)
         if block_call is None:
             return
@@ -625,13 +627,13 @@ class Window:
             self._recorder.begin(block_call, module, [args, kwargs])
             self._sees_projecting = block_call.provenance.sees_modules
         self._states.enter(
-            stack_pass, block_call, module, [args, kwargs], hidden,
+            stack_pass, block_call, module, given, hidden,
             sees_between=self._sees_between,
         )  # fmt: skip
         if "weights" in self._sources and self._place.shards == 1 and not block_call.weight_norms:
             # Read now, before the optimizer changes them.
             block = stack_pass.stack.blocks[index]
-            block_call.weight_norms = weight_norms(unwrap(block.module))
+            block_call.weight_norms = self._weights.of(unwrap(block.module))
 
     @property
     def _sees_between(self) -> bool:

@@ -30,6 +30,7 @@ CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
 LENGTHS = torch.tensor([16, 9, 12, 5, 16, 7, 3, 11])
 REAL = torch.arange(LENGTH) < LENGTHS[:, None]
 ROWS_ALONE = {"views": {"hidden"}}
+MIX = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0)) / WIDTH**0.5
 
 
 def causally(q, k, v):
@@ -368,6 +369,11 @@ RESIDUALS = {
     "scaled": lambda x, y: 0.9 * x + 0.5 * y,
     "in place": lambda x, y: y.add_(x),
     "highway": lambda x, y: torch.lerp(x, y, 0.3),
+    "projected branch": lambda x, y: x + F.linear(y, MIX),
+    "branch through a function": lambda x, y: x + F.gelu(y),
+    "normed branch": lambda x, y: x + F.layer_norm(y, (WIDTH,)),
+    "norm after": lambda x, y: F.layer_norm(x + y, (WIDTH,)),
+    "dropped at random": lambda x, y: torch.where(REAL[..., None], x + y, x),
 }
 
 
@@ -429,6 +435,25 @@ def normed(model, x):
     return x
 
 
+def with_skip(join):
+    """Each block but the first gets the last one's output, the last one joined to its input."""
+
+    def run(model, x):
+        first, second, third = model.blocks
+        skip = first(x)
+        return third(join(second(skip), skip))
+
+    return run
+
+
+SKIPS = {
+    "concatenated": lambda x, skip: F.linear(torch.cat([x, skip], -1), torch.cat([MIX, MIX], 1)),
+    "added": lambda x, skip: x + skip,
+    "added as projected": lambda x, skip: x + F.linear(skip, MIX),
+    "projected together": lambda x, skip: F.linear(x + skip, MIX),
+    "gated": lambda x, skip: skip * F.linear(x, MIX).sigmoid(),
+    "chosen": lambda x, skip: torch.where(REAL[..., None], x, skip),
+}
 # How blocks are run, and words of the only note on what stands between them.
 RUNS = {
     "tokens are merged": (merging, None),
@@ -436,6 +461,7 @@ RUNS = {
     "from the last on": (lambda m, x: m.blocks[0](m.blocks[1](m.blocks[2](x))), None),
     "from the second on": (lambda m, x: m.blocks[2](m.blocks[0](m.blocks[1](x))), None),
     "side by side": (lambda m, x: x + sum(block(x) for block in m.blocks), "side by side"),
+    **{f"a skip, {way}": (with_skip(join), None) for way, join in SKIPS.items()},
 }
 
 

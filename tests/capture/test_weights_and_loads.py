@@ -27,9 +27,10 @@ def loads(seen):
     return [layer.captured.get("expert_counts") for layer in seen.snapshot().layers]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("factor", [1.0, 3.0, 0.0])
-def test_norms_are_those_of_the_singular_values_of_each_matrix(factor):
-    model = PlainDecoder()
+def test_norms_are_those_of_the_singular_values_of_each_matrix(factor, dtype):
+    model = PlainDecoder().to(dtype)
     model.blocks[1].c_proj.weight.data.mul_(factor)
     seen = look(model, batch())
     for depth, block in enumerate(model.blocks, 1):
@@ -126,6 +127,106 @@ def test_weights_that_a_rank_has_in_part_are_left_out_and_said(way):
     assert "weight_norms" not in layer.captured
     assert "they may be sharded" in layer.missing["weight_norms"]
     assert ("weight_norms" in seen.snapshot().layers[2].captured) is (way == "sharded")
+
+
+def replace(block):
+    block.c_proj = nn.Linear(32, 32)
+
+
+def adapt(block):
+    block.c_proj.down = nn.Linear(32, 2)
+
+
+def update(block):
+    with torch.no_grad():
+        block.c_proj.weight.mul_(3)
+
+
+def compute(block):
+    parametrize.register_parametrization(block.c_proj, "weight", Counting())
+
+
+def freeze(block):
+    weight = block.c_proj.weight
+    del block.c_proj.weight
+    block.c_proj.register_buffer("weight", weight.detach())
+
+
+def half(block):
+    block.c_proj.to(torch.bfloat16).to(torch.float32)
+
+
+@pytest.mark.parametrize("change", [replace, adapt, update, compute, freeze, half])
+def test_what_changes_between_looks_is_read_as_it_is_now(change):
+    model = PlainDecoder().eval()
+    look(model, batch())
+    change(model.blocks[1])
+    fresh = copy.deepcopy(model)  # a model that was never looked at
+    (found, expected) = (norms(look(each, batch()), 2) for each in (model, fresh))
+    assert list(found) == list(expected)
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def shard(weight):
+    """Leave a part, as a parameter of its own."""
+    return nn.Parameter(weight.detach().flatten()[:10].clone())
+
+
+def free(weight):
+    """Leave a tensor of the same shape whose memory is gone."""
+    gone = nn.Parameter(weight.detach().clone())
+    gone.untyped_storage().resize_(0)
+    return gone
+
+
+def mark(weight):
+    """Leave a part that claims to have the whole shape, as DTensors do."""
+
+    class Part(torch.Tensor):
+        def to_local(self):
+            return self
+
+    return nn.Parameter(torch.zeros_like(weight).as_subclass(Part))
+
+
+@pytest.mark.parametrize("leave", [shard, free, mark])
+def test_weights_that_are_gathered_for_the_call_of_their_block_are_read_then(leave):
+    model = PlainDecoder().eval()
+    expected = [norms(look(model, batch()), depth) for depth in (1, 2)]
+    modules = [m for block in model.blocks for m in block.modules() if "weight" in m._parameters]
+    whole = {m: m.weight for m in modules}
+
+    def gather(block, *call):
+        for each in block.modules():
+            if each in whole:
+                each._parameters["weight"] = whole[each]
+
+    def scatter(block, *call):
+        for each in block.modules():
+            if each in whole:
+                each._parameters["weight"] = leave(whole[each])
+
+    for block in model.blocks:
+        scatter(block)
+        block.register_forward_pre_hook(gather)
+        block.register_forward_hook(scatter)
+    for _ in range(2):
+        seen = look(model, batch())
+        assert [norms(seen, depth) for depth in (1, 2)] == [pytest.approx(x) for x in expected]
+
+
+def test_each_pass_that_counts_shows_the_weights_of_its_own_time():
+    """A pass without gradients gives way to one with gradients, after an update."""
+    model = PlainDecoder()
+    with window(model) as seen:
+        with torch.no_grad():
+            model(batch())
+        for block in model.blocks:
+            update(block)
+        model(batch())
+    for depth, block in enumerate(model.blocks, 1):
+        now = block.c_proj.weight.detach().norm().item()
+        assert norms(seen, depth)["c_proj"] == pytest.approx(now, rel=1e-6)
 
 
 def test_loads_are_the_choices_of_the_router_counted_by_hand():

@@ -103,7 +103,7 @@ def test_a_hook_that_fails_never_ends_a_run(monkeypatch, failures):
     model = PlainDecoder().eval()
     plain = model(batch())
     for name in (
-        "recorder.record_call", "first_pass.SeenAttention", "hidden_states.first_tensor",
+        "recorder.record_call", "first_pass.SeenAttention", "hidden_states.place_of",
         "hidden_states.copy_rows", "hidden_states.spread_indices", "tap.provenance.layout_of",
     ):  # fmt: skip
         with monkeypatch.context() as patch:
@@ -252,6 +252,38 @@ def test_several_tensors_of_the_stream_s_shape_are_said():
     model = Running(lambda m, x: sum(m.blocks[1](*m.blocks[0](x, x))), blocks=blocks)
     seen = look(model, torch.randn(4, 8, 32))
     assert any("several tensors of the shape" in text for text in notes(seen))
+
+
+# How a block returns what it was given and what it made; which of the returned is its state.
+RETURNS = {
+    "all states so far": (lambda given, x: [*given, x], -1, None),
+    "the newest first": (lambda given, x: (x, *given), 0, None),
+    "a shorter stream first": (lambda given, x: [x[:, :5] + 1, x], 1, "of different lengths"),
+    "a context, unchanged": (lambda given, x: [CONTEXT, x], 1, None),
+}
+CONTEXT = torch.randn(4, 5, 32)
+
+
+@pytest.mark.parametrize("way", RETURNS)
+def test_of_returned_tensors_that_which_the_block_made_is_its_state(way):
+    returns, place, words = RETURNS[way]
+
+    def block(m, given):
+        return returns(given, m.inner(given[place]))
+
+    def run(model, x):
+        model.states, given = [x], [CONTEXT, x][-1 if place != 1 else 0 :]
+        for each in model.blocks:
+            given = each(given)
+            model.states.append(given[place])
+        return given[place]
+
+    model = PlainDecoder(run=run, block=lambda: Running(block, inner=PlainBlock(32, 4, 0.0)))
+    seen = look(model, batch(4, 12))
+    for depth, state in enumerate(model.states):
+        check_hidden(seen, depth, state)
+    said = notes(seen)
+    assert said == [] if words is None else [words in text for text in said] == [True]
 
 
 # -- what it says where it sees nothing ------------------------------------------------------------

@@ -7,7 +7,8 @@ by the names in its schema, and softmaxes with the products that flowed into the
 from geomon.capture.tap.columns import Columns, Projection
 from geomon.capture.tap.mode import Tap, TapObserver
 from geomon.capture.tap.plan import DepartedError, Known, Learner, Origins, Plan, Plans, form_of
-from geomon.capture.tap.provenance import AttentionWeights, Product, Provenance, Stream
+from geomon.capture.tap.provenance import AttentionWeights, Product, Provenance
+from geomon.capture.tap.stream import Stream
 
 __all__ = [
     "Columns",

@@ -15,7 +15,8 @@ from torch.utils import _python_dispatch as dispatch
 from geomon.capture import private
 from geomon.capture.tap.operators import ROUTES, kind_of, on_this_rank, op_of
 from geomon.capture.tap.plan import Known, Learner
-from geomon.capture.tap.provenance import Provenance, Stream
+from geomon.capture.tap.provenance import Provenance
+from geomon.capture.tap.stream import Stream
 from geomon.failures import failures
 
 

@@ -1,13 +1,14 @@
 """Tokens of one pass through a stack: their sequences, which are padding, and which are kept.
 
-Padding, token ids and boundaries are inferred from the pass, partly before the first block runs and
-partly after the pass (`PassTokens.settle`).
+Padding, token ids and boundaries are inferred from the pass. `PassTokens` collects what shows them
+while the pass runs; `KnownTokens` is what is known at one time, in the end after the pass.
 """
 
+import functools
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,121 +41,73 @@ _PACKED = (
 )
 
 
-class PassTokens:
-    """The tokens of one pass through a stack.
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def once(method: Method) -> Method:
+    """Remember the answers of a method, by identity of tensors; its object must not change."""
+
+    @functools.wraps(method)
+    def ask(self: Any, *key: Any) -> Any:
+        question = method.__name__, *key
+        if question not in self._answers:
+            self._answers[question] = method(self, *key)
+        return self._answers[question]
+
+    return ask  # type: ignore[return-value]
+
+
+class KnownTokens:
+    """What is known of the tokens of a pass at one time.
 
     Args:
-        sampler: Sampler of the rows.
-        padding: Padding of the stack.
-        length_first: Whether the modules take hidden states as [length, batch, width].
-
-    Attributes:
+        shape: Shape of the hidden states that entered the first block, without the width.
         ids: The token ids.
         padding: The padding.
-        shape: Shape of the hidden states that entered the first block, without the width.
-        landmarks: Rows at fixed places of these hidden states, [rows, width].
+        given: Arguments that may show where sequences begin, in the order seen.
+        by_modules: Whether the modules take hidden states as [length, batch, width].
+        attended: [batch, queries] of each attention; () while the pass runs.
+        begins: Whether each token of a single row begins a sequence, as attention shows; None if
+            it does not, and while the pass runs.
     """
 
-    def __init__(self, sampler: RowSampler, padding: Padding, *, length_first: bool) -> None:
-        self._sampler = sampler
-        self._by_modules = length_first
-        self._given: list[GivenPlaces] = []  # in the order seen
-        self.padding = padding
-        self.ids = TokenIds()
-        self.forget_states()
-
-    def forget_states(self) -> None:
-        """Forget the hidden states, because another pass begins with the same arguments."""
-        self.ids.forget_states()
-        self.padding.forget_attention()
-        self.shape: Shape = ()
-        self.landmarks: Tensor | None = None
-        self._begins: Tensor | None = None  # tokens that begin a sequence, in one packed row
-        self._kept: dict[tuple[Shape, str], Tensor] = {}
-        self._last: dict[Shape, Tensor] = {}
-        self._order: dict[int, Tensor] = {}  # sampling rank of each row, by number of rows
-        self._attended: list[Shape] = []  # sequences and queries of each attention
-        self._settled = False
-        self._packed: dict[Shape, Sequences | None] = {}  # when settled
-
-    def take_arguments(
+    def __init__(
         self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        shape: Shape,
+        ids: TokenIds,
+        padding: Padding,
+        given: Sequence[GivenPlaces],
         *,
-        shared: bool = False,
+        by_modules: bool,
+        attended: Sequence[Shape] = (),
+        begins: Tensor | None = None,
     ) -> None:
-        """Keep the arguments of a call that mark padding or the beginnings of sequences."""
-        self.padding.take_arguments(module, args, kwargs, shared=shared)
-        if not shared:
-            self._given += find_places(module, args, kwargs)
-
-    def take_begins(self, length: int, find: Callable[[int], Tensor]) -> None:
-        """Keep the starts of packed sequences in the stack's single row."""
-        if self._begins is None and math.prod(self.shape) == length:
-            self._begins = find(length)
-
-    def begin(self, shape: Shape) -> None:
-        """Remember the shape of the first hidden states, without the width."""
-        self.shape = shape
-        self.ids.begin()
-
-    def settle(self, attended: Iterable[Shape]) -> None:
-        """Decide what is padding and what is packed, given each attention's [batch, queries]."""
-        self._attended = [*attended]
-        self._settled = True
-        self.padding.settle()
-
-    # -- which rows are kept ---------------------------------------------------------------------
-
-    def rows(self, shape: Shape, role: str = "") -> Tensor:
-        """Return flat indices of the sampled rows, equal for all tensors of one shape and role."""
-        if (shape, role) not in self._kept:
-            valid = self.valid(shape, role)
-            self._kept[shape, role] = self._sampler.sample_rows(torch.Size(shape), valid)
-        return self._kept[shape, role]
-
-    def last(self, shape: Shape) -> Tensor | None:
-        """Return flat indices of the last token of each sequence, as far as known during the pass.
-
-        None if the hidden states are not sequences. At most as many sequences as sampled rows
-        count.
-        """
-        if len(shape) != 2 and self.packed(shape) is None:
-            return None
-        if shape not in self._last:
-            self._last[shape] = self.last_of(shape)
-        return self._last[shape]
-
-    def last_of(self, shape: Shape) -> Tensor:
-        """Return flat indices of the last token of each sequence, by what is known now."""
-        found = self.sequences(shape)
-        assert found is not None
-        return last_tokens(found, self.valid(shape), self._sampler.max_rows)
-
-    def without_padding(self, rows: SampledRows, shape: Shape) -> SampledRows:
-        """Remove sampled rows that later turned out to be padding."""
-        valid = self.valid(shape, rows.role)
-        if valid is None:
-            return rows
-        return rows.at(valid.cpu().flatten()[rows.indices].nonzero().squeeze(1))
+        self.shape, self.ids, self.padding = shape, ids, padding
+        self._given, self._by_modules = given, by_modules
+        self._attended, self._begins = attended, begins
+        self._answers: dict[tuple[Any, ...], Any] = {}
 
     # -- which of them are padding ---------------------------------------------------------------
 
+    @once
     def valid(self, shape: Shape, role: str = "") -> Tensor | None:
         """Return a mask of `shape`, False for padding, or None if nothing shows any padding."""
-        turned = not role and (self._by_modules or self.turned)
+        turned = not role and (self._by_modules or self._turned)
         known = self.padding.valid(shape, role, turned=turned)
         streams = None if role else self._streams(shape)
         if known is not None or streams is None:
             return known
-        tokens = self.padding.valid(streams[0])
+        tokens = self.valid_queries(streams[0])
         return None if tokens is None else _arranged(tokens, streams[1])
+
+    @once
+    def valid_queries(self, shape: Shape) -> Tensor | None:
+        """Return which queries are tokens, [batch, queries], or None if nothing shows any."""
+        return self.padding.valid(shape)
 
     def valid_at(self, shape: Shape, sequences: Tensor, places: Tensor) -> Tensor | None:
         """Return which sampled queries are tokens, [sequences, queries], or None if unknown."""
-        valid = self.padding.valid(shape)
+        valid = self.valid_queries(shape)
         return None if valid is None else valid[sequences].gather(1, places)
 
     def loses_padding(self, shape: Shape) -> bool:
@@ -162,6 +115,22 @@ class PassTokens:
         first = self.valid(self.shape)
         known = shape in (self.shape, self.shape[::-1]) or self.valid(shape) is not None
         return first is not None and not known and not first.all()
+
+    def without_padding(self, rows: SampledRows, shape: Shape) -> SampledRows:
+        """Remove sampled rows that turned out to be padding."""
+        places = self._places_of_tokens(rows.indices, shape, rows.role)
+        return rows if places is None else rows.at(*places)
+
+    @once
+    def _places_of_tokens(
+        self, indices: Tensor, shape: Shape, role: str
+    ) -> tuple[Tensor, Tensor] | None:
+        """Find which of some rows are tokens, and their indices; None if nothing shows padding."""
+        valid = self.valid(shape, role)
+        if valid is None:
+            return None
+        places = valid.cpu().flatten()[indices].nonzero().squeeze(1)
+        return places, indices[places]
 
     # -- which sequences they are of -------------------------------------------------------------
 
@@ -172,7 +141,7 @@ class PassTokens:
         return self.shape if streams is None else streams[0]
 
     @property
-    def turned(self) -> bool:
+    def _turned(self) -> bool:
         """Whether token ids are [batch, length] but hidden states are [length, batch, width]."""
         return self.ids.turned(self.shape)
 
@@ -181,8 +150,9 @@ class PassTokens:
         """Whether hidden states are [length, batch, width], judged by modules, ids or attention."""
         turned = len(self.shape) == 2 and self.shape[0] != self.shape[1]
         by_attention = turned and self.shape[::-1] in self._attended
-        return self._by_modules or self.turned or by_attention
+        return self._by_modules or by_attention or self._turned
 
+    @once
     def sequences(self, shape: Shape) -> Sequences | None:
         """Return the sequence (or feature map) of each token, or None if that is unknown."""
         packed = self.packed(shape)
@@ -190,20 +160,17 @@ class PassTokens:
             return packed
         return rows_as_sequences(shape, length_first=self.length_first)
 
+    @once
     def packed(self, shape: Shape) -> Sequences | None:
         """Return the sequences of the tokens if they are not simply the rows of the batch."""
-        if not self._settled:
-            return self._find_packed(shape)
-        if shape not in self._packed:
-            self._packed[shape] = self._find_packed(shape) or self._packed_by_attention(shape)
-        return self._packed[shape]
+        return self._find_packed(shape) or self._packed_by_attention(shape)
 
-    def number(self, rows: Tensor, shape: Shape) -> Tensor:
-        """Return the place of rows in the sampling order for rows of a shape."""
-        count = math.prod(shape)
-        if count not in self._order:
-            self._order[count] = self._sampler.number_rows(count)
-        return self._order[count][rows]
+    @once
+    def last_of(self, shape: Shape, most: int) -> Tensor:
+        """Return flat indices of the last tokens of at most `most` sequences."""
+        found = self.sequences(shape)
+        assert found is not None
+        return last_tokens(found, self.valid(shape), most)
 
     def numbers(self, rows: Tensor, shape: Shape, role: str = "") -> Tensor | None:
         """Return the index of each row's sequence, or None if it is unknown."""
@@ -221,7 +188,7 @@ class PassTokens:
         """Find sequences from streams, or from arguments of the calls."""
         streams = self._streams(shape)
         if streams is not None:
-            return _of_streams(*streams, length_first=self._by_modules or self.turned)
+            return _of_streams(*streams, length_first=self._by_modules or self._turned)
         # Positions restart if an image follows a text, and only the text has token ids.
         if len(shape) > 2 or not math.prod(shape) or self.ids.fewer_than(shape):
             return None
@@ -253,6 +220,7 @@ class PassTokens:
             return None
         return found._replace(numbers=found.numbers.view(shape), places=found.places.view(shape))
 
+    @once
     def _streams(self, shape: Shape) -> tuple[Shape, Tensor] | None:
         """Return the tokens' shape and the token of each row, if each token has several rows.
 
@@ -269,21 +237,7 @@ class PassTokens:
 
     # -- what is said of them --------------------------------------------------------------------
 
-    @property
-    def checksum(self) -> str:
-        """Text that differs between passes over different tokens; "" if nothing was seen.
-
-        Integers of tables may be positions, equal in every batch. They suffice only if they
-        outnumber the hidden states, so that this rank has a part of these.
-        """
-        if self.landmarks is None:
-            return ""
-        known, count = self.ids.checksum(), math.prod(self.shape)
-        if any(lookup.ids.numel() > count for lookup in self.ids.lookups):
-            return known
-        rows = self.landmarks.cpu().float().contiguous()
-        return f"{known} {zlib.crc32(rows.numpy().tobytes()):08x}"
-
+    @once
     def remarks(self, shape: Shape) -> list[str]:
         """List remarks for a reader of the numbers on hidden states of this shape."""
         streams = self._streams(shape)
@@ -304,6 +258,125 @@ class PassTokens:
             numbers = {"source": packed.source}
             notes.append(Note("packed sequences", _PACKED, stack, numbers=numbers))
         return notes
+
+
+class PassTokens:
+    """The tokens of one pass through a stack, while it runs.
+
+    Args:
+        sampler: Sampler of the rows.
+        padding: Padding of the stack.
+        length_first: Whether the modules take hidden states as [length, batch, width].
+
+    Attributes:
+        ids: The token ids.
+        padding: The padding.
+        shape: Shape of the hidden states that entered the first block, without the width.
+        landmarks: Rows at fixed places of these hidden states, [rows, width].
+    """
+
+    def __init__(self, sampler: RowSampler, padding: Padding, *, length_first: bool) -> None:
+        self._sampler = sampler
+        self._by_modules = length_first
+        self._given: list[GivenPlaces] = []  # in the order seen
+        self.padding = padding
+        self.ids = TokenIds()
+        self.forget_states()
+
+    def forget_states(self) -> None:
+        """Forget the hidden states, because another pass begins with the same arguments."""
+        self.ids.forget_states()
+        self.padding.forget_attention()
+        self.shape: Shape = ()
+        self.landmarks: Tensor | None = None
+        self._begins: Tensor | None = None  # tokens that begin a sequence, in one packed row
+        self._kept: dict[tuple[Shape, str], Tensor] = {}
+        self._order: dict[int, Tensor] = {}  # sampling rank of each row, by number of rows
+
+    def take_arguments(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        shared: bool = False,
+    ) -> None:
+        """Keep the arguments of a call that mark padding or the beginnings of sequences."""
+        self.padding.take_arguments(module, args, kwargs, shared=shared)
+        if not shared:
+            self._given += find_places(module, args, kwargs)
+
+    def take_begins(self, length: int, find: Callable[[int], Tensor]) -> None:
+        """Keep the starts of packed sequences in the stack's single row."""
+        if self._begins is None and math.prod(self.shape) == length:
+            self._begins = find(length)
+
+    def begin(self, shape: Shape) -> None:
+        """Remember the shape of the first hidden states, without the width."""
+        self.shape = shape
+        self.ids.begin()
+
+    def known(self, attended: Sequence[Shape] = (), begins: Tensor | None = None) -> KnownTokens:
+        """Return what is known by now, and from attention if the pass is over."""
+        return KnownTokens(
+            self.shape, self.ids, self.padding, self._given, by_modules=self._by_modules,
+            attended=attended, begins=begins,
+        )  # fmt: skip
+
+    def settle(self, attended: Iterable[Shape]) -> KnownTokens:
+        """Return what is known after the pass, given each attention's [batch, queries]."""
+        self.padding.settle()
+        return self.known([*attended], self._begins)
+
+    @property
+    def length_first(self) -> bool:
+        """Whether hidden states are [length, batch, width], as far as known."""
+        return self.known().length_first
+
+    @property
+    def max_rows(self) -> int:
+        """Largest number of rows that are kept."""
+        return self._sampler.max_rows
+
+    def rows(self, shape: Shape, role: str = "") -> Tensor:
+        """Return flat indices of the sampled rows, equal for all tensors of one shape and role."""
+        if (shape, role) not in self._kept:
+            valid = self.known().valid(shape, role)
+            self._kept[shape, role] = self._sampler.sample_rows(torch.Size(shape), valid)
+        return self._kept[shape, role]
+
+    def last(self, shape: Shape) -> Tensor | None:
+        """Return flat indices of the last token of each sequence, as far as known during the pass.
+
+        None if the hidden states are not sequences. At most as many sequences as sampled rows
+        count.
+        """
+        known = self.known()
+        if len(shape) != 2 and known.packed(shape) is None:
+            return None
+        return known.last_of(shape, self.max_rows)
+
+    def number(self, rows: Tensor, shape: Shape) -> Tensor:
+        """Return the place of rows in the sampling order for rows of a shape."""
+        count = math.prod(shape)
+        if count not in self._order:
+            self._order[count] = self._sampler.number_rows(count)
+        return self._order[count][rows]
+
+    @property
+    def checksum(self) -> str:
+        """Text that differs between passes over different tokens; "" if nothing was seen.
+
+        Integers of tables may be positions, equal in every batch. They suffice only if they
+        outnumber the hidden states, so that this rank has a part of these.
+        """
+        if self.landmarks is None:
+            return ""
+        known, count = self.ids.checksum(), math.prod(self.shape)
+        if any(lookup.ids.numel() > count for lookup in self.ids.lookups):
+            return known
+        rows = self.landmarks.cpu().float().contiguous()
+        return f"{known} {zlib.crc32(rows.numpy().tobytes()):08x}"
 
 
 def _of_streams(shape: Shape, order: Tensor, *, length_first: bool) -> Sequences:

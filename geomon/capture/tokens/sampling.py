@@ -51,12 +51,42 @@ class SampledRows(NamedTuple):
     last: "SampledRows | None" = None
     start: tuple[int, ...] = ()
 
-    def at(self, places: Tensor) -> "SampledRows":
-        """Return the rows at some places, integers on the host."""
+    def at(self, places: Tensor, indices: Tensor | None = None) -> "SampledRows":
+        """Return the rows at some places, integers on the host; `indices` are theirs if known."""
         if len(places) == len(self.indices):
             return self
         values = self.values[send(places, self.values.device)]
-        return self._replace(values=values, indices=self.indices[places])
+        return self._replace(
+            values=values, indices=self.indices[places] if indices is None else indices
+        )
+
+
+class Draw(NamedTuple):
+    """The rows that are copied of all hidden states of one shape.
+
+    Attributes:
+        places: Flat indices of the rows, and behind them of the last tokens, in this rank's part,
+            on the device of the hidden states.
+        indices: Flat indices of the rows in `shape`, on the host.
+        last: Flat indices of rows that may be the last tokens of their sequences, or None if not
+            wanted.
+        shape: Shape of the hidden states of all ranks, without the width.
+        start: First index of this rank's part, by dimension; () for the whole.
+    """
+
+    places: Tensor
+    indices: Tensor
+    last: Tensor | None
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+
+    def copy(self, values: Tensor) -> SampledRows:
+        """Copy the rows."""
+        count, rows = len(self.indices), copy_rows(values, self.places)
+        kept = SampledRows(rows[:count], self.indices, self.shape, start=self.start)
+        if self.last is None:
+            return kept
+        return kept._replace(last=kept._replace(values=rows[count:], indices=self.last))
 
 
 class RowSampler:
@@ -204,21 +234,25 @@ def copy_rows(values: Tensor, rows: Tensor) -> Tensor:
 
 
 def move_width_last(values: Tensor, block: nn.Module, *, entering: bool) -> Tensor:
-    """View the hidden states of a block with the width as their last dimension.
+    """View the hidden states of a block with the width as their last dimension."""
+    return values.movedim(1, -1) if has_width_second(values, block, entering=entering) else values
 
-    Feature maps are [batch, width, height, ...] if a convolution of the block has as many output
-    channels (or, for the block's input, input channels) as their second dimension. [batch, length,
-    width] has the width last if another parameter of the block has that size.
+
+def has_width_second(values: Tensor, block: nn.Module, *, entering: bool) -> bool:
+    """Whether hidden states of a block are feature maps, [batch, width, height, ...].
+
+    They are if a convolution of the block has as many output channels (or, for the block's input,
+    input channels) as their second dimension. [batch, length, width] has the width last if another
+    parameter of the block has that size.
     """
     if values.ndim < 3:
-        return values
+        return False
     convolutions = [module for module in block.modules() if isinstance(module, _CONVOLUTIONS)]
     channels = {module.out_channels for module in convolutions}
     if entering:
         channels |= {module.in_channels for module in convolutions}
-    if values.shape[1] not in channels or (values.ndim == 3 and values.shape[2] in _sizes(block)):
-        return values
-    return values.movedim(1, -1)
+    is_width = values.shape[1] in channels
+    return is_width and not (values.ndim == 3 and values.shape[2] in _sizes(block))
 
 
 def _sizes(block: nn.Module) -> set[int]:

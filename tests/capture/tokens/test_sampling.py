@@ -47,8 +47,10 @@ def test_memory_is_held_by_keeping_fewer_rows_and_said(limit, tokens):
 
 def test_only_the_kept_rows_stay_in_memory():
     seen = look(PlainDecoder(width=256, layers=2), batch(64, 64), rows=8)
-    held = [layer.captured["hidden"] for layer in seen.snapshot().layers]
-    assert [kept.untyped_storage().nbytes() for kept in held] == [8 * 256 * 4] * 3
+    for layer in seen.snapshot().layers:
+        kept = [layer.captured[view].untyped_storage() for view in ("hidden", "last_hidden")]
+        held = {storage.data_ptr(): storage.nbytes() for storage in kept}
+        assert sum(held.values()) == (8 + 8) * 256 * 4
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -129,3 +131,15 @@ def test_the_width_is_found_among_the_dimensions(shape, parts, moved):
     seen = look(model, x)
     for depth, state in enumerate([x, model[0](x), model(x)]):
         check_hidden(seen, depth, state.movedim(1, -1) if moved else state)
+
+
+def test_each_container_has_a_width_of_its_own():
+    kinds = [conv(nn.Conv1d, 8), nn.Linear(7, 7)] * 2
+    model, x = (
+        nn.Sequential(*(nn.Sequential(kind, nn.GELU()) for kind in kinds)),
+        torch.randn(2, 8, 7),
+    )
+    seen = look(model, x)
+    for depth, block in enumerate(model, 1):
+        x = block(x)
+        check_hidden(seen, depth, x.movedim(1, -1) if depth % 2 else x)
