@@ -1,5 +1,6 @@
 """What one watched forward pass costs beyond a plain one: Python, and memory."""
 
+import ctypes
 import gc
 import logging
 import multiprocessing
@@ -7,7 +8,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -123,6 +124,9 @@ def _warm_up() -> None:
 
 # -- memory ----------------------------------------------------------------------------------------
 
+# Option of glibc's mallopt, and bytes: larger tensors are given back as soon as they are freed, so
+# that the peak is that of what lives.
+_MMAP_THRESHOLD, _LARGE = -3, 65536
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 PASSES = ("plain", "first", "later")
 
@@ -136,6 +140,8 @@ def _resident(what: str) -> float:
 def _peak_of(name: str, sizes: Sizes, sequences: int, kind: str, *, gradients: bool) -> float:
     """Megabytes above the model at the peak of one forward pass in this process."""
     torch.set_num_threads(1)
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE)
     views = Evaluator(METRICS, 1).views
 
     def forward(
@@ -182,7 +188,6 @@ def peak(
     tokens: Annotated[int, typer.Option(help="Tokens of the batch.")] = 4096,
     layers: Annotated[int, typer.Option(help="Number of blocks.")] = 6,
     width: Annotated[int, typer.Option(help="Width of the hidden states.")] = 512,
-    runs: Annotated[int, typer.Option(help="Processes, of which the median is printed.")] = 3,
     models: Annotated[str, typer.Option(help="Names of models.")] = "Llama, sdpa;Llama, eager",
 ) -> None:
     """Peak memory of a forward pass: plain, watched for the first time, and watched again.
@@ -197,10 +202,7 @@ def peak(
 
     def row(name: str, *, gradients: bool) -> list[str]:
         peaks = [
-            statistics.median(
-                _in_child(_peak_of, name, sizes, tokens // length, kind, gradients=gradients)
-                for _ in range(runs)
-            )
+            _in_child(_peak_of, name, sizes, tokens // length, kind, gradients=gradients)
             for kind in PASSES
         ]
         return [f"{name}, {'' if gradients else 'no '}gradients", *(f"{mb:.0f}" for mb in peaks)]
@@ -211,4 +213,4 @@ def peak(
         ("", "plain", "watched first", "watched later"),
         (row(name, gradients=kept) for kept in (False, True) for name in models.split(";")),
     )
-    print_machine("one thread", f"medians of {runs}", "4,096 rows, the views of default metrics")
+    print_machine("one thread", "4,096 rows, the views of default metrics")

@@ -35,7 +35,7 @@ def test_peak_measures_plain_and_watched_passes(monkeypatch):
     here = lambda function, *args, **kwargs: function(*args, **kwargs)  # noqa: E731
     monkeypatch.setattr(overhead, "_in_child", here)  # a child would import nothing, but fork
     name, sizes = "nanoGPT, by hand", ("--tokens", 64, "--layers", 1, "--width", 64)
-    found = rows_of(printed(cost.app, "peak", *sizes, "--runs", 1, "--models", name))
+    found = rows_of(printed(cost.app, "peak", *sizes, "--models", name))
     for kind in ("no gradients", "gradients"):
         assert len([float(cell) for cell in found[f"{name}, {kind}"]]) == 3
 
