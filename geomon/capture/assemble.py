@@ -252,7 +252,6 @@ class StackBuilder:
         self._not_run = _DROPPED if stack_pass.block_calls else not_run
         self._inverted = self._tokens.padding.contradiction(self._tokens.batch)
         self._before = stack_pass.stack.before
-        self._is_part = stack_pass.place.shards > 1 or not stack_pass.stack.is_whole
         self._answers: dict[tuple[Any, ...], Any] = {}  # shared by layers with equal rows
         # Per stack: depths of each (subject, remark).
         self._remarks: dict[str, dict[tuple[str, str], list[int]]] = defaultdict(dict)
@@ -450,7 +449,7 @@ class StackBuilder:
             fewer = self._alone and tokens.ids.fewer_than(self._pass.shape)
             reason = _LATER_STAGE if self._before else _NO_TOKENS + _FEWER_TOKENS * fewer
             missing["token_ids"] = reason
-        rows = self._pass.tokens.number(indices, shape) if self._is_part else None
+        rows = self._pass.tokens.number(indices, shape) if self._pass.is_part else None
         return captured, missing, rows
 
     @once
@@ -498,7 +497,7 @@ class StackBuilder:
 
     def _head_numbers(self, block_call: BlockCall | None, index: int) -> dict[str, tuple[int, ...]]:
         """Return the traced numbers of an attention's heads if other ranks may hold others."""
-        if block_call is None or not self._is_part or index not in block_call.attentions:
+        if block_call is None or not self._pass.is_part or index not in block_call.attentions:
             return {}
         seen = block_call.attentions[index]
         numbers = dict(seen.numbers)

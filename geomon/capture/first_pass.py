@@ -169,6 +169,11 @@ class StackPass:
         """Shape of the hidden states that entered the first of the calls, without the width."""
         return self.tokens.shape
 
+    @property
+    def is_part(self) -> bool:
+        """Whether other ranks may hold other heads of the same attention."""
+        return self.place.shards > 1 or not self.stack.is_whole
+
     def shape_at(self, block_call: BlockCall) -> Shape:
         """Return the shape of the hidden states that entered a block, without the width."""
         return self.shape if block_call.shape is None else block_call.shape

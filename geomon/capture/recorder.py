@@ -23,6 +23,7 @@ from geomon.capture.attending.by_hand import (
     SEVERAL_SOFTMAXES,
     AttentionHints,
     arrange_scores,
+    arranged_sizes,
     is_second_softmax,
     record_softmax,
 )
@@ -147,7 +148,7 @@ class AttentionRecorder:
                 if not again:
                     seen.call, seen.route = record_call(stack_pass.memory.sampler, call), route
                     self._unproved = seen if isinstance(provenance, Learner) else None
-                    seen.number_heads(*columns)
+                    self._number(seen, stack_pass, columns)
                     if call.rule is not None and call.query.shape[0] == 1:
                         stack_pass.tokens.take_begins(call.query.shape[2], call.rule.begins)
                     if call.mask is not None:
@@ -223,7 +224,7 @@ class AttentionRecorder:
             seen.add_heads(*columns)
             seen.call, seen.route = call, "softmax"
             provenance.expect(seen.weights)
-            seen.number_heads(*columns)
+            self._number(seen, stack_pass, columns)
             arranged = arrange_scores(local_shard(scores), dim, hints)
             if arranged is not None:
                 if call.joined:  # measure scores relative to the sink's logit
@@ -232,6 +233,11 @@ class AttentionRecorder:
                 _take_hidden_keys(
                     current, index, len(arranged), arranged, columns[1], are_scores=True
                 )
+
+    def _number(self, seen: SeenAttention, stack_pass: StackPass, made_of: Sequence[Any]) -> None:
+        """Number the heads of the recorded call if other ranks may hold others."""
+        if stack_pass.is_part:
+            seen.number_heads(*made_of)
 
     def on_choice(self, scores: Tensor, chosen: Tensor) -> None:
         """Count which experts the tokens of a block choose (see `TapObserver`).
@@ -284,6 +290,7 @@ class AttentionRecorder:
                 stack_pass.shape_at(block_call),
                 length_first=stack_pass.tokens.length_first,
                 key_role=role_of_keys(block, block_call, index),
+                numbered=stack_pass.is_part,
             )
 
     def _keep_max_logits(self, seen: SeenAttention, given: Arguments | Tensor) -> None:
@@ -346,10 +353,11 @@ def _show_shape(given: Arguments, stack_pass: StackPass, block_call: BlockCall) 
 
 def _fits(scores: Tensor, dim: int, hints: AttentionHints) -> bool:
     """Whether scores have as many sequences and queries as the hidden states."""
-    arranged = arrange_scores(local_shard(scores), dim, hints)
-    if arranged is None:
+    scores = local_shard(scores)
+    sizes = arranged_sizes(tuple(scores.shape), dim % scores.ndim, hints.shape)
+    if sizes is None:
         return False
-    return len(hints.shape) == 1 or sorted(arranged.shape[::2]) == sorted(hints.shape)
+    return len(hints.shape) == 1 or sorted(sizes[::2]) == sorted(hints.shape)
 
 
 def _are_tokens(given: Arguments, query: Columns | None, shape: tuple[int, ...]) -> bool:

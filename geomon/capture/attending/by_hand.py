@@ -5,6 +5,7 @@ router over experts. Attention scores are products of two tensors made from the 
 product was seen, the shape of the scores must leave no doubt.
 """
 
+import functools
 import itertools
 import math
 import weakref
@@ -56,6 +57,9 @@ _ORDERS = ("SHQ", "SHHQ", "SSHQ")
 FindColumns = Callable[[Tensor], Columns | None]
 MadeOf = tuple[Columns | None, Columns | None]  # of queries and of keys
 _UNKNOWN: MadeOf = None, None
+
+
+Shape = tuple[int, ...]
 
 
 class Factors(NamedTuple):
@@ -177,8 +181,8 @@ def _are_projected(scores: Tensor, dim: int, find_columns: FindColumns) -> bool:
 
 def _makes(product: Product, scores: Tensor, dim: int) -> bool:
     """Whether a product may have become the scores; one key (a sink) may have been joined."""
-    joined = scores.movedim(dim, -1)[..., 1:]
-    return 0 < product.size in (scores.numel(), joined.numel())
+    count = scores.numel()
+    return 0 < product.size in (count, count - count // max(1, scores.shape[dim]))
 
 
 def _are_of_one_input(query: Columns | None, key: Columns | None) -> bool:
@@ -208,31 +212,32 @@ def arrange_scores(scores: Tensor, dim: int, hints: AttentionHints) -> Tensor | 
     Sequences times queries must equal the block's number of tokens (windows of a sequence count as
     sequences). Sequences and heads may share a dimension, and heads may have two (groups).
     """
-    tokens = math.prod(hints.shape)
-    if 0 in scores.shape:
+    sizes = arranged_sizes(tuple(scores.shape), dim % scores.ndim, hints.shape)
+    return None if sizes is None else scores.movedim(dim, -1).reshape(sizes)
+
+
+@functools.lru_cache(maxsize=64)
+def arranged_sizes(shape: Shape, dim: int, of_tokens: Shape) -> Shape | None:
+    """Return the sizes of scores as [sequences, heads, queries, keys] (see `arrange_scores`)."""
+    tokens = math.prod(of_tokens)
+    *before, keys = (*shape[:dim], *shape[dim + 1 :], shape[dim])
+    if 0 in shape:
         return None
-    scores = scores.movedim(dim, -1)
-    if scores.ndim == 3:
-        return _unfold(scores, tokens)
-    if scores.ndim == 2:  # one sequence, one head
-        fits = len(scores) == tokens and math.prod(hints.shape[:-1]) == 1
-        return scores[None, None] if fits else None
+    if len(before) == 1:  # one sequence, one head
+        fits = before[0] == tokens and math.prod(of_tokens[:-1]) == 1
+        return (1, 1, *before, keys) if fits else None
+    if len(before) == 2:  # sequences and heads share a dimension
+        folded, length = before
+        sequences, odd = divmod(tokens, length)
+        return None if odd or folded % sequences else (sequences, folded // sequences, length, keys)
     for order in _ORDERS:
         sizes = {
-            role: math.prod(itertools.compress(scores.shape, (role == each for each in order)))
+            role: math.prod(itertools.compress(before, (role == each for each in order)))
             for role in "SHQ"
         }
-        if len(order) == scores.ndim - 1 and sizes["S"] * sizes["Q"] == tokens:
-            return scores.reshape(*sizes.values(), scores.shape[-1])
+        if len(order) == len(before) and sizes["S"] * sizes["Q"] == tokens:
+            return (*sizes.values(), keys)
     return None
-
-
-def _unfold(scores: Tensor, tokens: int) -> Tensor | None:
-    """View [sequences x heads, queries, keys] in four dimensions; None if it does not fit."""
-    folded, length, _ = scores.shape
-    if tokens % length or folded % (tokens // length):
-        return None
-    return scores.unflatten(0, (tokens // length, -1))
 
 
 def _factors(

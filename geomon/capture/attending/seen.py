@@ -108,6 +108,7 @@ class SeenAttention:
         *,
         length_first: bool,
         key_role: str,
+        numbered: bool,
     ) -> None:
         """Copy sampled rows of projected queries and keys, then release the projections."""
         if self.heads is None or self.projected is not None:
@@ -122,7 +123,8 @@ class SeenAttention:
         own = None if key_role else key.tokens
         self.has_other_keys = own is not None and bool(((own < 0) & (key.pattern.kinds >= 0)).any())
         self.heads = None
-        self.numbers |= {"projected_query": query.numbers, "projected_key": key.numbers}
+        if numbered:
+            self.numbers |= {"projected_query": query.numbers, "projected_key": key.numbers}
 
 
 def _sample(
@@ -151,7 +153,9 @@ def _sample(
     known = np.flatnonzero((pattern.kinds.ravel() >= 0) & (places >= 0))
     token[places[known]] = known
     taken = token[indices.numpy()]
-    left_out = float((taken < 0).mean()) if len(taken) else 0.0
+    # A token may have no query or key at all; only unknown ones can have been left out.
+    unknown = (pattern.kinds < 0).sum() / max(1, len(token))
+    left_out = min(float((taken < 0).mean()), float(unknown)) if len(taken) else 0.0
     indices, taken = indices[torch.from_numpy(taken >= 0)], taken[taken >= 0]
     kinds, values = pattern.kinds.ravel()[taken], None
     for kind, (which, places) in enumerate(zip(pattern.which, pattern.columns, strict=True)):
