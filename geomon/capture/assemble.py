@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from geomon.capture.anatomy import CROSS, Block
 from geomon.capture.attending.attention import (
+    NO_SCORES,
     AttentionCall,
     NotUnderstoodError,
     SoftmaxCall,
@@ -41,6 +42,7 @@ from geomon.capture.snapshot import (
     source_of,
     wait_for_copies,
 )
+from geomon.capture.tap import AttentionWeights
 from geomon.capture.tokens.pass_tokens import once
 from geomon.capture.tokens.sampling import RowSampler, SampledRows, copy_rows
 from geomon.capture.weights import present_weight, to_numbers
@@ -524,6 +526,8 @@ class StackBuilder:
         reason = f"attention is not rebuilt here: {refusal}" if refusal else _NO_ATTENTION
         if call is not None:
             try:
+                if isinstance(call, SoftmaxCall) and _mixes_nothing(call, seen.weights):
+                    raise NotUnderstoodError(NO_SCORES.format(keys=call.scores.shape[3]))
                 valid = self._tokens.valid_at(call.shape, call.sequences, call.places)
                 captured = read_call(call, valid)
                 captured |= self._max_logits(seen.max_logits)
@@ -549,6 +553,11 @@ class StackBuilder:
             ]
         ).amax(dim=0)
         return {"max_logits": largest.masked_fill(largest == -torch.inf, torch.nan)}
+
+
+def _mixes_nothing(call: SoftmaxCall, weights: AttentionWeights) -> bool:
+    """Whether no product was seen before a softmax, and none of its weights after it."""
+    return call.made_of is None and weights.changed is None
 
 
 def _rows_lost(subject: str, lost: Mapping[int, tuple[int, int]], stack: str) -> Note:

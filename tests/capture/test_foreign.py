@@ -250,6 +250,15 @@ def test_a_derivative_of_the_weights_is_no_change_of_them(change, is_said):
     assert any("changes the softmax weights" in note for note in notes(seen)) == is_said
 
 
+def test_the_weights_of_another_softmax_are_not_those_of_attention():
+    def by_logarithm(q, k, v):
+        mixed = scores_of(q, k).log_softmax(-1).exp() @ v
+        rows = mixed.transpose(1, 2).flatten(2)
+        return mixed + by_head(rows.softmax(-1).square() @ rows.mT @ rows)
+
+    assert notes(look(decoder(by_logarithm), IDS)) == []
+
+
 # Numbers made of all queries.
 NUMBERS = {
     "a number added": lambda q: q.abs().amax() + 1e-6,

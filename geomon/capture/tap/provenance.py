@@ -245,9 +245,9 @@ class Provenance:
 
     def _weights(self, name: str, known: Sequence[_Tags]) -> tuple[AttentionWeights, bool] | None:
         """Return the attention weights in an operator's result, and whether they were changed."""
-        if name == "_softmax" and self._expected is not None:
+        if name.endswith("softmax") and self._expected is not None:
             weights, self._expected = self._expected, None
-            return weights, False
+            return None if name == "_log_softmax" else (weights, False)
         given = [each.weights for each in known if each.weights is not None]
         if not given or name in FACTORS:
             for weights, changed in given:
