@@ -66,7 +66,7 @@ class Passes:
         self._in_background = in_background
         self._account = account
         self._loss = loss
-        self._passes_before = 0  # extra passes of this process before the step was looked at
+        self._passes_before = 0  # extra passes of this process before the last window
         self._open: tuple[Window, int] | None = None  # the window that is open, and its step
         self._shard = TensorPlace(group.own.shard, group.own.shards)
 
@@ -91,7 +91,6 @@ class Passes:
         Args:
             step: Number of optimizer updates already in the weights.
         """
-        self._passes_before = extra_passes()
         rows = self._group.rows_of(self._rows())
         return self._window(step, (step, *self._place()), rows=rows)
 
@@ -101,7 +100,6 @@ class Passes:
         Compiled code that cannot be copied stays compiled, and the check sees nothing of it. Other
         ranks make no check, so an eager pass here could wait for them forever.
         """
-        self._passes_before = extra_passes()
         return self._window(step, (step,), rows=rows, views=views)
 
     def snapshots(self, window: Window) -> list[Snapshot]:
@@ -154,7 +152,6 @@ class Passes:
             inputs: Inputs of the model, or held-out batches.
             step: Number of optimizer updates already in the weights.
         """
-        self._passes_before = extra_passes()
         if isinstance(inputs, HeldOut):
             return self._run_held_out(inputs, step)
         return self._run(inputs, step, (), self._rows(), loss=self._loss)
@@ -227,6 +224,7 @@ class Passes:
         views: Collection[str] | None = None,
     ) -> Window:
         self._renew_anatomy()
+        self._passes_before = extra_passes()
         most = self._options["max_capture_mb"]
         window = Window(
             self._anatomy, set(views or self._views), rows=rows,

@@ -28,9 +28,9 @@ import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from io import BytesIO
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -100,18 +100,13 @@ class CallObserver(Protocol):
 
 # Private names of torch.
 _SLOT = "_compiled_call_impl"
-_plain_call: Callable[..., Any] | None = getattr(nn.Module, "_call_impl", None)
+_plain_call: Any = getattr(nn.Module, "_call_impl", None)
 SEES_CALLS = _plain_call is not None and _SLOT in vars(nn.Module)
-
-
-def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    assert _plain_call is not None
-    return _plain_call(module, *args, **kwargs)
 
 
 def _observed(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling() or private.tracing_state() is not None or in_cuda_graph():
-        return _call(module, args, kwargs)  # what is recorded must not depend on geomon
+        return _plain_call(module, *args, **kwargs)  # what is recorded must not depend on geomon
     hidden, observers = is_compiled(module), []
     for holder in _calls.holders:
         if isinstance(holder, FirstCall):
@@ -140,6 +135,7 @@ def _fill_slots(undo: Undo) -> None:
                 replace(undo, module, _SLOT, functools.partial(_observed, module))
 
 
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 _calls = Patch(_fill_slots)  # held by observers and by `FirstCall`
 _placed: list[tuple[nn.Module, "_Hook"]] = []  # hooks that are in place until a call begins
 
@@ -173,14 +169,11 @@ def _call_observed(
     observers: list[CallObserver], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     if not observers:
-        return _call(module, args, kwargs)
+        return _plain_call(module, *args, **kwargs)
     opening = [opens for observer in observers if (opens := observer.seeing(module)) is not None]
-    if opening:
-        with ExitStack() as stack:
-            for opens in opening:
-                stack.enter_context(opens)
-            output = _call_between(observers, module, args, kwargs)
-    else:
+    with ExitStack() if opening else _NOTHING as stack:
+        for opens in opening:
+            stack.enter_context(opens)
         output = _call_between(observers, module, args, kwargs)
     for observer in observers:
         observer.after_call(module, output)
@@ -194,12 +187,12 @@ def _call_between(
     if not module._forward_pre_hooks:
         for observer in observers:
             observer.before_call(module, args, kwargs)
-        return _call(module, args, kwargs)
+        return _plain_call(module, *args, **kwargs)
     hook = _Hook(observers)  # runs after the module's own hooks
     try:
         _placed.append((module, hook))
         module.register_forward_pre_hook(hook, with_kwargs=True)
-        return _call(module, args, kwargs)
+        return _plain_call(module, *args, **kwargs)
     finally:
         _take_away(module, hook)
         _placed[:] = [other for other in _placed if other[1] is not hook]
@@ -350,10 +343,7 @@ def _class_reaches_compiled(kind: type) -> bool:
 
 
 def _holds_compiled(names: Mapping[str, Any]) -> bool:
-    functions = (FunctionType, functools.partial)  # a few among hundreds of names
-    return any(
-        _reaches_compiled(value) for value in [*names.values()] if isinstance(value, functions)
-    )
+    return any(map(_reaches_compiled, [*names.values()]))
 
 
 def _reaches_compiled(value: Any) -> bool:
@@ -362,19 +352,11 @@ def _reaches_compiled(value: Any) -> bool:
         return any(map(_reaches_compiled, (value.func, *value.args, *value.keywords.values())))
     if not isinstance(value, FunctionType):
         return False
-    if _is_compiled_function(value):
-        return True
-    cells = value.__closure__ or ()
-    return any(_is_compiled_function(_contents(cell)) for cell in cells)
+    cells = [cell for cell in value.__closure__ or () if cell != _EMPTY]  # others are not set yet
+    return any(map(_is_compiled_function, (value, *(cell.cell_contents for cell in cells))))
 
 
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except failures(ValueError):  # not set yet
-        return None
-
-
+_EMPTY = CellType()
 _COMPILED_BY_ITSELF = "flex_attention"  # transformers compiles it on first use
 
 

@@ -136,18 +136,11 @@ def _force_eager(undo: Undo) -> None:
 _EAGERLY = "force_eager"
 
 
-@dataclass
-class _ExtraPass:
-    """A pass of the monitor's own."""
-
-    records_gradients: bool  # whether the training did when the pass began
-
-
 class _Passes(threading.local):
-    """Passes of the monitor's own that each thread is in."""
+    """For each pass of the monitor's own that a thread is in, whether training had gradients."""
 
     def __init__(self) -> None:
-        self.own: list[_ExtraPass] = []
+        self.own: list[bool] = []
 
 
 _passes = _Passes()
@@ -156,12 +149,12 @@ _passes = _Passes()
 @contextmanager
 def extra_pass_begun() -> Iterator[None]:
     """Mark the body as a pass of the monitor's own, not part of training, in this thread."""
-    own = _ExtraPass(torch.is_grad_enabled())
+    depth = len(_passes.own)
     try:
-        _passes.own.append(own)
+        _passes.own.append(torch.is_grad_enabled())
         yield
     finally:
-        _passes.own[:] = [other for other in _passes.own if other is not own]
+        del _passes.own[depth:]
 
 
 def end_extra_passes() -> None:
@@ -178,7 +171,7 @@ def in_extra_pass() -> bool:
 
 def records_gradients() -> bool:
     """Whether the training records gradients here, or did when the current extra pass began."""
-    return _passes.own[-1].records_gradients if in_extra_pass() else torch.is_grad_enabled()
+    return _passes.own[-1] if in_extra_pass() else torch.is_grad_enabled()
 
 
 def _forbid_fast_path(undo: Undo) -> None:
