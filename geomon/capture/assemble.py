@@ -19,7 +19,7 @@ from geomon.capture.attending.attention import (
     AttentionCall,
     NotUnderstoodError,
     SoftmaxCall,
-    read_call,
+    read_calls,
 )
 from geomon.capture.attending.max_logit import over_rows
 from geomon.capture.attending.seen import SeenAttention
@@ -253,6 +253,7 @@ class StackBuilder:
         self._sources = sources
         self._not_run = _DROPPED if stack_pass.block_calls else not_run
         self._inverted = self._tokens.padding.contradiction(self._tokens.batch)
+        self._calls: dict[int, dict[str, Any] | Exception] | None = None  # as read, by id
         self._before = stack_pass.stack.before
         self._answers: dict[tuple[Any, ...], Any] = {}  # shared by layers with equal rows
         # Per stack: depths of each (subject, remark).
@@ -528,9 +529,10 @@ class StackBuilder:
             try:
                 if isinstance(call, SoftmaxCall) and _mixes_nothing(call, seen.weights):
                     raise NotUnderstoodError(NO_SCORES.format(keys=call.scores.shape[3]))
-                valid = self._tokens.valid_at(call.shape, call.sequences, call.places)
-                captured = read_call(call, valid)
-                captured |= self._max_logits(seen.max_logits)
+                read = self._read()[id(call)]
+                if isinstance(read, Exception):
+                    raise read
+                captured = read | self._max_logits(seen.max_logits)
                 if isinstance(call, SoftmaxCall) and call.joined and "max_logits" in captured:
                     sink = captured.get("sink")
                     captured["max_logits"] += torch.nan if sink is None else sink.cpu()
@@ -541,6 +543,32 @@ class StackBuilder:
             except failures() as error:  # hidden states, and other layers, do not depend on it
                 reason = f"attention could not be rebuilt: {type(error).__name__}: {error}"
         return {}, dict.fromkeys((*_QUERY_VIEWS, "visible", "scores", "max_logits"), reason)
+
+    def _read(self) -> dict[int, dict[str, Any] | Exception]:
+        """Read the calls of all layers, by id; those of one shape have the same padding."""
+        if self._calls is None:
+            self._calls = {}
+            groups: dict[Any, list[AttentionCall | SoftmaxCall]] = {}
+            for _, block_call, _ in self._layers:
+                for seen in () if block_call is None else block_call.attentions.values():
+                    if seen.call is not None:
+                        groups.setdefault(seen.call.shape, []).append(seen.call)
+            for calls in groups.values():
+                self._calls |= zip(map(id, calls), self._read_alike(calls), strict=True)
+        return self._calls
+
+    def _read_alike(
+        self, calls: Sequence[AttentionCall | SoftmaxCall]
+    ) -> Sequence[dict[str, Any] | Exception]:
+        """Read calls of one shape; if that fails, one by one."""
+        first = calls[0]
+        try:
+            valid = self._tokens.valid_at(first.shape, first.sequences, first.places)
+            return read_calls(calls, valid)
+        except failures() as error:  # hidden states, and other layers, do not depend on it
+            if len(calls) == 1:
+                return [error]
+            return [read for call in calls for read in self._read_alike([call])]
 
     def _max_logits(self, calls: Sequence[Tensor]) -> dict[str, Any]:
         """Return the largest score of each head over all calls of one attention."""

@@ -164,7 +164,7 @@ class AttentionRecorder:
         seen, self._unproved = self._unproved, None
         if seen is None or not isinstance(seen.call, AttentionCall):
             return
-        with self.guarded(), torch.no_grad(), unseen():
+        with self.guarded(), torch.no_grad(), unseen(), suppress(NotUnderstoodError):
             read = read_output(route, given, result)
             refuted = "" if read is None else refute(seen.call, *read)
             if refuted:
@@ -191,7 +191,8 @@ class AttentionRecorder:
         if index is None or (logarithm and not products):
             return
         seen = block_call.seen(index)
-        precedence = Precedence(block_call.running_attention == index, of_tokens=True)
+        inside = block_call.running_attention == index
+        precedence = Precedence(inside, of_tokens=True, made=bool(products))
         refused = seen.refused and precedence.inside <= seen.precedence.inside
         if precedence < seen.precedence or refused or not stack_pass.shape:
             return

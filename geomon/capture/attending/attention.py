@@ -5,6 +5,7 @@ the scale may be absent. Here all of them become the views query, key, visible, 
 and sink, or scores and visible. A call that cannot be rebuilt is refused with a reason.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -202,25 +203,90 @@ def _sampled_rows(values: Tensor | None, sequences: Tensor, places: Tensor) -> T
 # -- reading -------------------------------------------------------------------------------------
 
 
-def read_call(call: AttentionCall | SoftmaxCall, valid: Tensor | None) -> dict[str, Any]:
-    """Make the captured views of a recorded call; only queries and keys stay on their device."""
-    real = None if valid is None else valid.cpu()[:, None, :, None]
-    if isinstance(call, SoftmaxCall):
-        views = read_scores(call)
-        if real is not None:
-            views["visible"] = views["visible"] & real
-        return views
-    query, key = call.given.query.float(), call.given.key.float()
-    visible, bias = _visibility(call, key.shape[2])
-    return {
-        "query": query,
-        "key": key,
-        "visible": visible if real is None else visible & real,
-        "bias": bias,
-        "scale": call.given.scale,
-        "softcap": call.given.softcap,
-        "sink": None,
-    }
+Recorded = AttentionCall | SoftmaxCall
+
+# Numbers of masks or scores up to which calls are read together: then operators cost more than
+# their arithmetic.
+_FEW = 1 << 20
+
+
+def read_call(call: Recorded, valid: Tensor | None) -> dict[str, Any]:
+    """Make the captured views of a recorded call."""
+    (views,) = read_calls([call], valid)
+    if isinstance(views, NotUnderstoodError):
+        raise views
+    return views
+
+
+def read_calls(
+    calls: Sequence[Recorded], valid: Tensor | None
+) -> list[dict[str, Any] | NotUnderstoodError]:
+    """Make the captured views of calls of one shape, or the error that says why there are none.
+
+    Small calls that are alike are read together. Only queries and keys of fused attention stay on
+    their device.
+    """
+    groups: dict[Any, list[int]] = {}
+    for number, call in enumerate(calls):
+        groups.setdefault(_form_of(call, number), []).append(number)
+    found: dict[int, dict[str, Any] | NotUnderstoodError] = {}
+    for group in groups.values():
+        read: Sequence[dict[str, Any] | NotUnderstoodError]
+        try:
+            read = _read_alike([calls[number] for number in group])
+        except NotUnderstoodError as error:
+            read = [error] * len(group)
+        found |= zip(group, read, strict=True)
+    if valid is not None:
+        real = valid.cpu()[:, None, :, None]
+        for views in found.values():
+            if isinstance(views, dict):
+                views["visible"] = views["visible"] & real
+    return [found[number] for number in range(len(calls))]
+
+
+def _form_of(call: Recorded, number: int) -> Any:
+    """Describe what calls that are read together must have in common."""
+    if isinstance(call, AttentionCall):
+        rows = (call.given.mask, call.bias)
+        keys = call.given.key.shape[2]
+        form: Any = (
+            call.given.causal,
+            keys,
+            *(None if x is None else (x.shape, x.dtype) for x in rows),
+        )
+    else:
+        rows = (call.scores, None)
+        made_of = None if call.made_of is None else [(x.shape, x.dtype) for x in call.made_of]
+        form = call.scores.shape, call.scores.dtype, call.scale, call.doubtful, str(made_of)
+    few = sum(x.numel() for x in rows if x is not None) <= _FEW
+    alone = isinstance(call, SoftmaxCall) and call.joined
+    return type(call), form, None if few and not alone else number
+
+
+def _read_alike(calls: Sequence[Recorded]) -> list[dict[str, Any]]:
+    softmaxes = [call for call in calls if isinstance(call, SoftmaxCall)]
+    if softmaxes:
+        return read_scores(softmaxes)
+    fused = [call for call in calls if isinstance(call, AttentionCall)]
+    return [
+        {
+            "query": call.given.query.float(),
+            "key": call.given.key.float(),
+            "visible": visible,
+            "bias": bias,
+            "scale": call.given.scale,
+            "softcap": call.given.softcap,
+            "sink": None,
+        }
+        for call, (visible, bias) in zip(fused, _visibility(fused), strict=True)
+    ]
+
+
+def _together(values: Iterable[Tensor]) -> Tensor:
+    """Concatenate tensors of one shape, on the host."""
+    every = [*values]
+    return (every[0] if len(every) == 1 else torch.cat(every)).cpu()
 
 
 def _products(query: Tensor, key: Tensor) -> Tensor:
@@ -230,42 +296,50 @@ def _products(query: Tensor, key: Tensor) -> Tensor:
         return (as_factor(query) @ as_factor(key).transpose(-1, -2)).float()
 
 
-def read_scores(call: SoftmaxCall) -> dict[str, Any]:
+def read_scores(calls: Sequence[SoftmaxCall]) -> list[dict[str, Any]]:
     """Make the captured views of attention written out by hand, on the host.
 
     If queries and keys were seen, the views hold them with a scale and a bias that reproduce the
     scores exactly; otherwise they hold the scores alone. The bias also absorbs an unknown factor.
+    The calls must be of one shape.
     """
-    if call.made_of is None:
-        return _scores_alone(call)
-    query, key = (factor.cpu().float() for factor in call.made_of)
+    call, count = calls[0], len(calls)
+    whole = _together(each.scores for each in calls).float()
+    made_of = [each.made_of for each in calls if each.made_of is not None]
+    if not made_of:
+        return [_scores_alone(scores) for scores in whole.chunk(count)]
+    query, key = (_together(x).float() for x in zip(*made_of, strict=True))
     products = _products(query, key)
-    scores, sink = _without_sink(call.scores.cpu().float(), products, call.scale)
+    scores, sink = _without_sink(whole, products, call.scale)
     if call.doubtful and call.scale is None:
         raise NotUnderstoodError(NO_SCORES.format(keys=scores.shape[3]))
     if scores.shape != products.shape:
-        return _scores_alone(call)
+        return [_scores_alone(scores) for scores in whole.chunk(count)]
     scaled = products if call.scale is None else call.scale * products
     added = scores - scaled
     hidden = hidden_in_scores(scores, None if call.scale is None else added)
     bias = added.masked_fill(hidden, 0)
     eps = 8 * torch.finfo(call.scores.dtype).eps
-    adds_nothing = bias.abs().amax() <= eps * scaled.abs().amax()
-    if torch.equal(hidden, hidden[:, :1].expand_as(hidden)):  # all heads share one mask
-        hidden = hidden[:, :1]
-    return {
-        "query": query,
-        "key": key,
-        "visible": ~hidden,
-        "bias": None if adds_nothing else bias,
-        "scale": 1.0 if call.scale is None else call.scale,
-        "softcap": None,
-        "sink": sink,
-    }
+    largest = [x.abs().view(count, -1).amax(dim=1) for x in (bias, scaled)]
+    adds = (largest[0] > eps * largest[1]).tolist()
+    # Whether all heads share one mask.
+    shares = (hidden == hidden[:, :1]).view(count, -1).all(dim=1).tolist()
+    parts = zip(*(x.chunk(count) for x in (query, key, ~hidden, bias)), strict=True)
+    return [
+        {
+            "query": own_query,
+            "key": own_key,
+            "visible": visible[:, :1] if shares[number] else visible,
+            "bias": own_bias if adds[number] else None,
+            "scale": 1.0 if call.scale is None else call.scale,
+            "softcap": None,
+            "sink": sink,
+        }
+        for number, (own_query, own_key, visible, own_bias) in enumerate(parts)
+    ]
 
 
-def _scores_alone(call: SoftmaxCall) -> dict[str, Any]:
-    scores = call.scores.cpu().float()
+def _scores_alone(scores: Tensor) -> dict[str, Any]:
     return {"scores": scores, "visible": ~hidden_in_scores(scores)}
 
 
@@ -289,18 +363,26 @@ def _without_sink(
     return rest - shift, middle
 
 
-def _visibility(call: AttentionCall, keys: int) -> tuple[Tensor, Tensor | None]:
-    """Find which keys each query sees, and the bias added to its scores."""
-    given = call.given
-    hidden, bias = split_mask(None if given.mask is None else given.mask.cpu(), keys)
-    bias = bias if call.bias is None else call.bias.cpu()
-    every = torch.ones(keys, dtype=torch.bool, device="cpu")[None, None, None]
-    visible = every if hidden is None else ~hidden
+def _visibility(calls: Sequence[AttentionCall]) -> list[tuple[Tensor, Tensor | None]]:
+    """Find which keys each query sees and the bias added to its scores, in calls that are alike."""
+    given, keys, count = calls[0].given, calls[0].given.key.shape[2], len(calls)
+    masks = [call.given.mask for call in calls if call.given.mask is not None]
+    hidden, bias = split_mask(_together(masks) if masks else None, keys)
+    added = [call.bias for call in calls if call.bias is not None]
+    bias = _together(added) if added else bias
+    visible = torch.ones(keys, dtype=torch.bool, device="cpu")[None, None, None]
     if given.causal:
         # Query 0 is aligned with key 0, as scaled_dot_product_attention does.
         order = torch.arange(keys, dtype=torch.int64, device="cpu")
-        visible = visible & (order <= call.places[:, None, :, None])
-    return visible, bias if bias is not None and bias.any() else None
+        visible = order <= calls[0].places[:, None, :, None]
+    every = [visible] * count
+    if hidden is not None:
+        every = [visible & own for own in (~hidden).chunk(count)]
+    if bias is None:
+        return [(own, None) for own in every]
+    adds = bias.reshape(count, -1).any(dim=1).tolist()
+    parts = zip(every, bias.chunk(count), adds, strict=True)
+    return [(own, part if any_ else None) for own, part, any_ in parts]
 
 
 def split_mask(mask: Tensor | None, keys: int) -> tuple[Tensor | None, Tensor | None]:

@@ -24,11 +24,13 @@ class Precedence(NamedTuple):
         inside: Whether the call came from the attention's own module.
         of_tokens: Whether its queries are the block's tokens.
         fused: Whether it is a call of fused attention rather than a softmax.
+        made: Whether its scores were seen to be products of queries and keys.
     """
 
     inside: bool = False
     of_tokens: bool = False
     fused: bool = False
+    made: bool = False
 
 
 @dataclass

@@ -412,14 +412,9 @@ def test_a_softmax_that_mixes_no_values_is_no_attention():
         assert "experts" in layer.missing["visible"]
 
 
-FIRST_OF_EQUALS = pytest.mark.xfail(
-    strict=True, reason="a softmax without a product does not give way to one with (Precedence)"
-)
-
-
 @pytest.mark.parametrize(
     "runs",
-    [pytest.param((largest, attending), marks=FIRST_OF_EQUALS), (attending, largest)],
+    [(largest, attending), (attending, largest)],
     ids=["router first", "attention first"],
 )
 def test_attention_is_seen_beside_a_router_of_as_many_experts_as_tokens(runs):
