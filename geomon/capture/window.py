@@ -21,8 +21,7 @@ from geomon.capture.anatomy.projections import projects_in_its_own_way
 from geomon.capture.assemble import build_snapshot, matrix_layer
 from geomon.capture.attending.seen import SeenAttention
 from geomon.capture.calling.calls import (
-    calling_compiled,
-    is_compiled,
+    compiled_in,
     unwatch_calls,
     unwrap,
     watch_calls,
@@ -252,10 +251,7 @@ class Window:
 
     def _find_compiled(self) -> None:
         """Find the blocks, and what runs them, that have compiled code in them."""
-        modules = [*self.modules()]
-        found = {id(module) for module in modules if is_compiled(module)}
-        if self._follows:
-            found |= calling_compiled(modules)
+        found = compiled_in(self.modules(), inside=bool(self._follows))
         self._sees_above = not found
         blocks = [part for each in self._anatomy.blocks for part in (each.module, *each.parts)]
         self._blocks.update(map(id, blocks))

@@ -320,30 +320,56 @@ def _is_compiled_function(value: Any) -> bool:
     )  # fmt: skip
 
 
-def calling_compiled(modules: Iterable[nn.Module]) -> set[int]:
-    """Return ids of modules that reach compiled functions by attributes or forward's globals."""
+def compiled_in(modules: Iterable[nn.Module], *, inside: bool) -> set[int]:
+    """Return ids of modules whose call runs compiled code.
+
+    If `inside`, also of those that reach compiled functions by attributes or by forward's globals.
+    """
     if "_dynamo" not in vars(torch):  # nothing can have been compiled
         return set()
     modules = [*modules]
-    classes = {kind for kind in {*map(type, modules)} if _class_reaches_compiled(kind)}
+    kinds = {*map(type, modules)}
+    classes = {kind for kind in kinds if _is_compiled_function(getattr(kind, "forward", None))}
+    if inside:
+        classes |= _reaching_compiled(kinds)
     return {
         id(module)
         for module in modules
-        if type(module) in classes or _compiles_itself(module) or _holds_compiled(vars(module))
+        if type(module) in classes
+        or vars(module).get(_SLOT) is not None
+        or _is_compiled_function(vars(module).get("forward"))
+        or (inside and (_compiles_itself(module) or _holds_compiled(vars(module))))
     }
+
+
+def _reaching_compiled(kinds: Iterable[type]) -> set[type]:
+    """Return the classes that reach compiled functions; what they share is searched once."""
+    above = {kind: [each for each in kind.__mro__ if _is_of_user(each)] for kind in kinds}
+    scopes = {id(names): names for own in above.values() for names in _globals_of(own)}
+    found = {number for number, names in scopes.items() if _holds_compiled(names)}
+    every = {each for own in above.values() for each in own}
+    reaching = {each for each in every if _holds_compiled(vars(each))}
+    return {
+        kind
+        for kind, own in above.items()
+        if not reaching.isdisjoint(own) or any(id(names) in found for names in _globals_of(own))
+    }
+
+
+def _is_of_user(kind: type) -> bool:
+    return not kind.__module__.startswith("torch.")
 
 
 def _compiles_itself(module: nn.Module) -> bool:
     return said(vars(module).get("config"), "_attn_implementation") == _COMPILED_BY_ITSELF
 
 
-def _class_reaches_compiled(kind: type) -> bool:
-    own = [each for each in kind.__mro__ if not each.__module__.startswith("torch.")]
-    return any(_holds_compiled(vars(each)) or _holds_compiled(_globals_of(each)) for each in own)
-
-
 def _holds_compiled(names: Mapping[str, Any]) -> bool:
-    return any(map(_reaches_compiled, [*names.values()]))
+    functions = [value for value in [*names.values()] if type(value) in _FUNCTIONS]
+    return any(map(_reaches_compiled, functions))
+
+
+_FUNCTIONS = (FunctionType, functools.partial)  # a few among hundreds of names
 
 
 def _reaches_compiled(value: Any) -> bool:
@@ -360,10 +386,10 @@ _EMPTY = CellType()
 _COMPILED_BY_ITSELF = "flex_attention"  # transformers compiles it on first use
 
 
-def _globals_of(kind: type) -> dict[str, Any]:
-    """Return the globals of a class's own forward; {} if it has none in Python."""
-    forward = vars(kind).get("forward")
-    return forward.__globals__ if isinstance(forward, FunctionType) else {}
+def _globals_of(kinds: Iterable[type]) -> list[dict[str, Any]]:
+    """List the globals of the `forward` that each of some classes has in Python."""
+    own = (vars(each).get("forward") for each in kinds)
+    return [forward.__globals__ for forward in own if isinstance(forward, FunctionType)]
 
 
 def unwrap(module: nn.Module) -> nn.Module:

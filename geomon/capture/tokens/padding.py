@@ -7,6 +7,7 @@ later. For decoders, labels of -100 show it as well. Other possible hints (masks
 lengths) are named in a note but not read.
 """
 
+import functools
 import inspect
 import re
 from collections.abc import Iterator, Mapping
@@ -235,13 +236,27 @@ def named_tensors(
     Positional arguments are left out if the `forward` lacks a signature.
     """
     given = kwargs
-    with ignored(TypeError, ValueError):
-        given = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
+    if args:
+        with ignored(TypeError, ValueError):
+            given = {**_signature(module).bind_partial(*args).arguments, **kwargs}
     inner = [value for value in given.values() if isinstance(value, Mapping)]
     for name, value in [*given.items(), *(pair for held in inner for pair in held.items())]:
         plain = isinstance(value, Tensor) and not value.is_nested and not value.is_complex()
         if plain and isinstance(name, str):
             yield name, value
+
+
+def _signature(module: nn.Module) -> inspect.Signature:
+    """Return the signature of a module's `forward`; those of classes are remembered."""
+    if "forward" in vars(module):
+        return inspect.signature(module.forward)
+    found = _signature_of(type(module).forward)
+    return found.replace(parameters=[*found.parameters.values()][1:])
+
+
+@functools.lru_cache(maxsize=64)
+def _signature_of(forward: Any) -> inspect.Signature:
+    return inspect.signature(forward)
 
 
 def _as_matrix(values: Tensor) -> Tensor | None:

@@ -216,9 +216,9 @@ COMPILED = torch.compile(torch.sin, backend="eager")
 def test_modules_that_reach_a_compiled_function_are_found(held, is_found):
     module, other = nn.Linear(2, 2), nn.Linear(2, 2)
     module.activation = held
-    assert calls.calling_compiled([module, other]) == ({id(module)} if is_found else set())
+    assert calls.compiled_in([module, other], inside=True) == ({id(module)} if is_found else set())
 
 
 def test_a_class_that_holds_a_compiled_function_is_found():
     module = type("Holding", (nn.Linear,), {"activation": COMPILED})(2, 2)
-    assert calls.calling_compiled([module, nn.Linear(2, 2)]) == {id(module)}
+    assert calls.compiled_in([module, nn.Linear(2, 2)], inside=True) == {id(module)}
