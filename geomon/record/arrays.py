@@ -147,7 +147,7 @@ class ArrayFolder:
 
 
 def _archive(arrays: Mapping[str, NDArray[Any]]) -> bytes:
-    """Build a zip archive of .npy files, as `np.savez` does, which takes seven times as long."""
+    """Build a zip archive of .npy files, as `np.savez` does, which takes five times as long."""
     entries: list[bytes] = []
     directory: list[bytes] = []
     start = 0  # of the next entry
