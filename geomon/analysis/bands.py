@@ -6,6 +6,8 @@ something happened.
 """
 
 import bisect
+import functools
+import itertools
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -15,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geomon.record import Course, Reading
-from geomon.record.columns import Column, Columns, Place
+from geomon.record.columns import EMPTY, Columns, Place
 
 _Array = NDArray[np.float64]
 
@@ -103,7 +105,7 @@ class Forecast(NamedTuple):
         expected: Value of the line at the next reading, [curves]; NaN if too few values are known.
         unit: Distance from it that normal errors exceed once in three million readings, [curves].
         norm: Number of standard errors in a unit, corrected for the variance of Student's
-            distribution, [curves].
+            distribution, [curves]; [1] if all values are known.
     """
 
     expected: _Array
@@ -123,28 +125,44 @@ def continue_line(history: _Array, ahead: int = 1) -> Forecast:
         >>> f"{found.expected[0]:.2f} {found.unit[0]:.2f}"
         '19.98 0.91'
     """
-    history = history[-WINDOW:]
-    known = np.isfinite(history)
-    count = known.sum(axis=0)
-    from scipy import special  # type: ignore[import-untyped]  # slow to load
+    found = _continue_lines(history, [ahead])
+    return Forecast(found.expected[0], found.unit[0], found.norm)
 
-    values = np.where(known, history, 0.0)
-    x = np.arange(1 - len(history) - ahead, 1 - ahead, dtype=np.float64)[:, None]  # until 0
+
+def _continue_lines(history: _Array, ahead: Sequence[int]) -> Forecast:
+    """Continue each line to several readings: values and units are [ahead, curves]."""
+    values = history[-WINDOW:]
+    known, parts = np.isfinite(values), len(ahead)
+    if known.all():  # the curves share everything but their values, and all forecasts one line
+        known, parts = known[:, :1], 1
+    else:
+        values = np.where(known, values, 0.0)
+    count = known.sum(axis=0)
+    quantile, norm = (each[count] for each in _quantiles())
+    x = np.arange(1.0 - len(values), 1.0)[:, None] - np.array(ahead)[:, None, None]  # until 0
     with np.errstate(invalid="ignore", divide="ignore"):
-        middle, mean = (known * x).sum(axis=0) / count, values.sum(axis=0) / count
-        centred = known * (x - middle)
-        square = (centred**2).sum(axis=0)
-        slope = (centred * values).sum(axis=0) / square
-        residual = known * (values - mean - slope * centred)
+        middle, mean = (known * x).sum(axis=1) / count, values.sum(axis=0) / count
+        centred = (known * (x - middle[:, None]))[:parts]
+        square = (centred**2).sum(axis=1)
+        slope = (centred * values).sum(axis=1) / square
+        residual = known * (values - mean - slope[:, None] * centred)
         expected = mean - slope * middle
-        error = np.sqrt((residual**2).sum(axis=0) / (count - 2))
-        error *= np.sqrt(1 + 1 / count + middle**2 / square)
-        freedom = np.maximum(count - 2.0, 1.0)
-        quantile = special.stdtrit(freedom, 1 - _BEYOND / 2)
-        norm = quantile * np.sqrt(1 - 2 / freedom)
+        error = np.sqrt((residual**2).sum(axis=1) / (count - 2))
+        error = error * np.sqrt(1 + 1 / count + middle**2 / square)
     unit = quantile * np.maximum(error, _ROUNDING * np.abs(expected))
     expected, unit = (np.where(count < LEAST, np.nan, each) for each in (expected, unit))
     return Forecast(expected, unit, norm)
+
+
+@functools.cache
+def _quantiles() -> tuple[_Array, _Array]:
+    """Return standard errors in a unit, and `norm` of a forecast, by the number of values."""
+    from scipy import special  # type: ignore[import-untyped]  # slow to load
+
+    freedom = np.maximum(np.arange(WINDOW + 1) - 2.0, 1.0)
+    quantile = special.stdtrit(freedom, 1 - _BEYOND / 2)
+    with np.errstate(invalid="ignore"):
+        return quantile, quantile * np.sqrt(1 - 2 / freedom)
 
 
 class Distance(NamedTuple):
@@ -174,18 +192,19 @@ def measure_distance(history: _Array, values: _Array, least: _Array | float = 0.
         values: Values of the reading, [curves].
         least: Smallest half widths of the bands, [curves] or a single one. Defaults to 0.
     """
+    if len(history) < LEAST:
+        return Distance(*np.full((5, len(values)), np.nan))
     line = continue_line(history)
-    before = history[:-1]  # the last two readings are both compared with the line before them
-    second, first = continue_line(before, ahead=2), continue_line(before)
-    width = np.maximum(OUTSIDE * second.unit, least)
+    # The last two readings are both compared with the line before them.
+    before = _continue_lines(history[:-1], [2, 1])
+    width = np.maximum(OUTSIDE * before.unit, least)
     with np.errstate(invalid="ignore", divide="ignore"):
-        now = (values - second.expected) / width
-        last = (history[-1:].sum(axis=0) - first.expected) / np.maximum(OUTSIDE * first.unit, least)
+        now, last = (np.array([values, history[-1]]) - before.expected) / width
         size = np.minimum(np.abs(now), np.abs(last)) * (now * last > 0)
         alone = np.abs(values - line.expected) / np.maximum(OUTSIDE * line.unit, least)
         normed = (values - line.expected) / np.maximum(line.unit, _LEAST_SCATTER * least)
         normed *= line.norm
-    return Distance(second.expected, width, size, alone, normed)
+    return Distance(before.expected[0], width[0], size, alone, normed)
 
 
 def scatter(normed: _Array) -> float:
@@ -242,6 +261,10 @@ class BandFindings(NamedTuple):
     is_strange: bool = False
 
 
+# Metric, part and kind of watched values, and the depth of the first of them.
+_Start = tuple[str, str, str, int]
+
+
 class _Lane:
     """The last readings (all, or every few) with which the next one is compared."""
 
@@ -251,8 +274,8 @@ class _Lane:
 
     def add(self, step: int, values: _Array, least: _Array) -> Distance:
         """Compare the values of a reading with earlier ones, and keep them."""
-        missing = len(values) - self.history.shape[1]
-        self.history = np.pad(self.history, ((0, 0), (0, missing)), constant_values=np.nan)
+        if missing := len(values) - self.history.shape[1]:
+            self.history = np.pad(self.history, ((0, 0), (0, missing)), constant_values=np.nan)
         start = start_of_window(self.steps, step)
         distance = measure_distance(self.history[start:], values, least)
         self.steps = [*self.steps, step][-WINDOW - 1 :]
@@ -266,6 +289,7 @@ class Bands:
     def __init__(self, stack: str = "") -> None:
         self._stack = stack
         self._columns: dict[Place, int] = {}
+        self._layout: object = None  # what the last reading held, and where it was finite
         self._count = 0
         self._lane, self._slow_lane = _Lane(), _Lane()
         self._scatters: deque[float] = deque(maxlen=SCATTER_READINGS)
@@ -274,28 +298,25 @@ class Bands:
 
     def add(self, reading: Reading) -> BandFindings:
         """Compare the values of a later reading of the same source with their bands."""
-        found = dict(_watched(self._stack, reading.stacks.get(self._stack, {})))
-        for place in found:
-            self._columns.setdefault(place, len(self._columns))
-        values = np.array([found.get(place, np.nan) for place in self._columns])
-        watched = [WATCHED[place.metric] for place in self._columns]
-        least = np.array([each.least for each in watched])
-        distance = self._lane.add(reading.step, values, least)
-        band = np.array(distance[:3])
+        values = self._values(reading.stacks.get(self._stack, {}))
+        distance = self._lane.add(reading.step, values, self._least)
+        expected, width, size = distance[:3]
         if self._count % SLOW == 0:
-            slow = np.array(self._slow_lane.add(reading.step, values, least)[:3])
-            band = np.where(slow[2] > np.nan_to_num(band[2]), slow, band)
-        expected, width, size = band
+            slow = self._slow_lane.add(reading.step, values, self._least)
+            expected, width, size = np.where(
+                slow.size > np.nan_to_num(size), slow[:3], distance[:3]
+            )
         self._count += 1
-        self._scatters.append(scatter(distance.normed[[not each.by_part for each in watched]]))
-        by_logarithm = [each.by_logarithm for each in watched]
+        self._scatters.append(scatter(distance.normed[self._in_scatter]))
+        out = np.flatnonzero(size > 1)
+        places = [*self._columns]
         with np.errstate(over="ignore"):
-            ends = np.array([values, expected - width, expected + width])
-            rows = np.stack([*np.where(by_logarithm, np.exp(ends), ends), size], axis=1)
+            ends = np.array([values, expected - width, expected + width])[:, out]
+            ends = np.where(self._by_logarithm[out], np.exp(ends), ends)
+        rows = np.array([*ends, size[out]]).T.tolist()
         departures = [
-            Departure(reading.step, place, *row)
-            for place, row in zip(self._columns, rows.tolist(), strict=True)
-            if row[-1] > 1
+            Departure(reading.step, places[column], *row)
+            for column, row in zip(out.tolist(), rows, strict=True)
         ]
         departures.sort(key=lambda departure: -departure.size)
         self._quiet = 0 if departures else self._quiet + 1
@@ -311,6 +332,39 @@ class Bands:
             bool((distance.alone > 1).any()),
         )
 
+    def _values(self, columns: Columns) -> _Array:
+        """Return the watched values by column, as logarithms if their band is of logarithms."""
+        found = [*_watched(columns)]
+        flat = np.array([value for _, rows in found for row in rows for value in row])
+        finite = np.isfinite(flat)
+        layout = [(start, [*map(len, rows)]) for start, rows in found], finite.tobytes()
+        if layout != self._layout:
+            self._find_columns(*layout)
+            self._layout = layout
+        values = np.full(len(self._columns), np.nan)
+        values[self._filled] = flat[finite]
+        logarithms = values[self._by_logarithm].tolist()
+        values[self._by_logarithm] = [math.log(max(value, _TINY)) for value in logarithms]
+        return values
+
+    def _find_columns(self, blocks: Sequence[tuple[_Start, list[int]]], finite: bytes) -> None:
+        """Find the columns of the finite values of a reading; new places get new ones."""
+        places = (
+            Place(self._stack, metric, part, layer, kind, head)
+            for (metric, part, kind, first), widths in blocks
+            for layer, width in enumerate(widths, first)
+            for head in range(width)
+        )
+        filled = [
+            self._columns.setdefault(place, len(self._columns))
+            for place in itertools.compress(places, finite)
+        ]
+        self._filled = np.array(filled, dtype=np.intp)
+        watched = [WATCHED[place.metric] for place in self._columns]
+        self._least = np.array([each.least for each in watched])
+        self._by_logarithm = np.array([each.by_logarithm for each in watched], dtype=bool)
+        self._in_scatter = np.array([not each.by_part for each in watched], dtype=bool)
+
     def course(self, place: Place) -> Course:
         """Return a value at the last 32 readings, including this one."""
         values = self._lane.history[-COURSE:, self._columns[place]]
@@ -319,18 +373,12 @@ class Bands:
         return Course(place.tag, tuple(self._lane.steps[-COURSE:]), tuple(values.tolist()))
 
 
-def _watched(stack: str, columns: Columns) -> Iterator[tuple[Place, float]]:
-    """Yield the watched values, as logarithms if their band is of logarithms."""
+def _watched(columns: Columns) -> Iterator[tuple[_Start, list[list[float]]]]:
+    """Yield the watched values by depth and head, or by depth if no value of a head is known."""
     for metric, watched in WATCHED.items():
-        column = columns.get(metric, Column())
-        found = {
-            Place(stack, metric, layer=layer, kind="head", head=head): value
-            for (layer, head), value in column.by_head().items()
-        }
-        found = found or {
-            Place(stack, metric, part, layer): value
-            for part, own in (column.parts if watched.by_part else {"": column}).items()
-            for layer, value in own.by_layer().items()
-        }
-        for place, value in found.items():
-            yield place, math.log(max(value, _TINY)) if watched.by_logarithm else value
+        column = columns.get(metric, EMPTY)
+        if any(map(math.isfinite, itertools.chain.from_iterable(column.heads))):
+            yield (metric, "", "head", column.first), column.heads
+            continue
+        for part, own in (column.parts if watched.by_part else {"": column}).items():
+            yield (metric, part, "value", own.first), [[value] for value in own.layers]

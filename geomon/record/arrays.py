@@ -4,8 +4,12 @@ Each reading may have one file, such as `arrays/step_000128_probe.npz` for a pro
 Files are written whole or not at all: a killed run leaves no half file under that name.
 """
 
+import functools
+import io
 import re
+import struct
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,10 +86,10 @@ class ArrayFolder:
         self.path.mkdir(exist_ok=True)
         part = path.with_name(f".{path.name}.part")
         part.unlink(missing_ok=True)
-        content: dict[str, Any] = {"|".join(map(str, place)): arrays[place] for place in arrays}
+        content = _archive({"|".join(map(str, place)): arrays[place] for place in arrays})
         try:
             with part.open("xb") as file:  # fails on an existing link or pipe of that name
-                np.savez(file, **content)
+                file.write(content)
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
@@ -140,3 +144,34 @@ class ArrayFolder:
         """Match the names of all array files."""
         found = (_FILE.fullmatch(path.name) for path in self.path.glob("step_*.npz"))
         return [name for name in found if name]
+
+
+def _archive(arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    """Build a zip archive of .npy files, as `np.savez` does, which takes five times as long."""
+    entries: list[bytes] = []
+    directory: list[bytes] = []
+    start = 0  # of the next entry
+    for name, array in arrays.items():
+        content = _header(array.dtype, array.shape) + array.tobytes()
+        path = f"{name}.npy".encode()
+        # Version 2.0, name in UTF-8, stored, 1980-01-01 0:00; packed and plain size; no extras.
+        facts = 20, 0x800, 0, 0, 0x21, zlib.crc32(content), len(content), len(content)
+        about = struct.pack("<5H3L2H", *facts, len(path), 0)
+        entry = b"".join((b"PK\3\4", about, path, content))
+        entries.append(entry)
+        place = struct.pack("<3H2L", 0, 0, 0, 0, start)  # no comment, first disk, no attributes
+        directory += (b"PK\1\2", struct.pack("<H", 20), about, place, path)
+        start += len(entry)
+    size, count = sum(map(len, directory)), len(entries)
+    end = struct.pack("<4H2LH", 0, 0, count, count, size, start, 0)
+    return b"".join((*entries, *directory, b"PK\5\6", end))
+
+
+@functools.lru_cache
+def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """Build the start of a .npy file, the same for all layers."""
+    file = io.BytesIO()
+    descr = np.lib.format.dtype_to_descr(dtype)
+    facts = {"descr": descr, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, facts)
+    return file.getvalue()

@@ -228,3 +228,23 @@ def test_stacks_have_bands_of_their_own():
         tags["max_logit/encoder_layer_01/head_0"] = value
         found = bands.add(reading_of(tags, 1000 + n))
     assert found.departures == []
+
+
+@pytest.mark.parametrize("gap", [math.nan, math.inf, None])
+def test_a_value_that_comes_and_goes_leaves_the_others_their_places(gap):
+    """It comes before them in each reading that has it, and has a band from what is known."""
+    bands, noises = Bands(), noise(60, 2)
+    found = []
+    for n, (one, other) in enumerate(noises):
+        values = {"qk_dot/layer_01/head_1": one, SCORES: other + 1e3 * (n >= 50)}
+        if n % 3 == 1:
+            values["qk_dot/layer_01/head_0"] = 0.5
+        elif gap is not None:
+            values["qk_dot/layer_01/head_0"] = gap
+        found.append(bands.add(reading_of(values, 1000 + n)))
+    (departure,) = found[51].departures
+    assert departure.place.tag == SCORES
+    assert departure.value == noises[51, 1] + 1e3
+    assert not any(each.departures for each in found[:51])
+    known = bands.course(Place("", "qk_dot", layer=1, kind="head", head=1)).values
+    assert known == tuple(noises[-32:, 0])
