@@ -3,7 +3,6 @@
 from geomon.capture.anatomy import find_anatomy
 from geomon.capture.calling.calls import FirstCall, in_cuda_graph
 from geomon.capture.calling.probe import extra_pass
-from geomon.capture.modes import without_modes
 from geomon.capture.tap import Plans
 from geomon.capture.tokens.sampling import ATTENTION_QUERIES, derive_seed
 from geomon.capture.unchanged import extra_passes
@@ -19,5 +18,4 @@ __all__ = [
     "extra_passes",
     "find_anatomy",
     "in_cuda_graph",
-    "without_modes",
 ]

@@ -30,8 +30,9 @@ from torch import nn
 from geomon import __version__
 from geomon.analysis.alerts import Inputs
 from geomon.analysis.bands import WATCHED
-from geomon.capture import in_cuda_graph, without_modes
+from geomon.capture import in_cuda_graph
 from geomon.capture.model_parts import ModelParts
+from geomon.capture.modes import without_modes
 from geomon.capture.snapshot import HOST, NotSeenError, Snapshot, explain_missing
 from geomon.distributed import (
     RankFailedError,
