@@ -653,8 +653,9 @@ class Window:
         current = self._tracker.current
         if current is None:
             return
-        current[1].running_attention = index
-        if index is None and self._recorder.has_all(current[1], current[2]):
+        _, block_call, block = current
+        block_call.running_attention = index
+        if index is None and all(block_call.seen(n).call for n in range(len(block.attentions))):
             self._finish(*current)
 
     def _finish(self, stack_pass: StackPass, block_call: BlockCall, block: Block) -> None:
