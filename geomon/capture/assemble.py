@@ -43,7 +43,6 @@ from geomon.capture.snapshot import (
     source_of,
     wait_for_copies,
 )
-from geomon.capture.tap import AttentionWeights
 from geomon.capture.tokens.pass_tokens import once
 from geomon.capture.tokens.sampling import RowSampler, SampledRows, copy_rows
 from geomon.capture.weights import present_weight, to_numbers
@@ -401,7 +400,7 @@ class StackBuilder:
 
     def _last_tokens(self, kept: SampledRows) -> SampledRows | str:
         """Return the last tokens, now that padding is known, or the reason why there are none."""
-        if self._is_routed(kept.shape):
+        if self._pass.is_routed(kept.shape):
             return _ROUTED
         if kept.last is None:
             return _PACKED if self._tokens.packed(kept.shape) is None else _ENDS_LATE
@@ -439,32 +438,21 @@ class StackBuilder:
         self, indices: Tensor, shape: Shape
     ) -> tuple[dict[str, Any], dict[str, str], Tensor | None]:
         """Make the views of the tokens of some rows, which layers with these rows share."""
-        tokens, missing = self._tokens, dict[str, str]()
-        captured: dict[str, Any] = {}
-        if self._is_routed(shape):
-            missing["positions"] = _ROUTED
-        else:
-            captured["positions"] = tokens.positions(indices, shape)
-        numbers = tokens.numbers(indices, shape)
-        if numbers is not None:
-            captured["sequences"] = numbers
-        else:
-            missing["sequences"] = _PACKED
-        found = tokens.ids.find(shape)
-        if found is not None:
-            ids = found.arrange(found.lookup.ids)
-            captured["token_ids"] = ids.flatten().cpu()[indices]
-        else:
-            # With several stacks, the integers may belong to another one.
-            fewer = self._alone and tokens.ids.fewer_than(self._pass.shape)
-            reason = _LATER_STAGE if self._before else _NO_TOKENS + _FEWER_TOKENS * fewer
-            missing["token_ids"] = reason
+        tokens, routed = self._tokens, self._pass.is_routed(shape)
+        ids = tokens.ids.find(shape)
+        found = {
+            "positions": None if routed else tokens.positions(indices, shape),
+            "sequences": tokens.numbers(indices, shape),
+            "token_ids": ids and ids.arrange(ids.lookup.ids).flatten().cpu()[indices],
+        }
+        # With several stacks, the integers may belong to another one.
+        fewer = ids is None and self._alone and tokens.ids.fewer_than(self._pass.shape)
+        no_ids = _LATER_STAGE if self._before else _NO_TOKENS + _FEWER_TOKENS * fewer
+        why = {"positions": _ROUTED, "sequences": _PACKED, "token_ids": no_ids}
+        captured = {view: value for view, value in found.items() if value is not None}
+        missing = {view: why[view] for view in found if view not in captured}
         rows = self._pass.tokens.number(indices, shape) if self._pass.is_part else None
         return captured, missing, rows
-
-    @once
-    def _is_routed(self, shape: Shape) -> bool:
-        return self._pass.is_routed(shape)
 
     # -- heads -------------------------------------------------------------------------------------
 
@@ -545,7 +533,8 @@ class StackBuilder:
         reason = f"attention is not rebuilt here: {refusal}" if refusal else _NO_ATTENTION
         if call is not None:
             try:
-                if isinstance(call, SoftmaxCall) and _mixes_nothing(call, seen.weights):
+                mixes_nothing = seen.weights.changed is None  # no product with the weights
+                if isinstance(call, SoftmaxCall) and call.made_of is None and mixes_nothing:
                     raise NotUnderstoodError(NO_SCORES.format(keys=call.scores.shape[3]))
                 read = self._read[id(call)]
                 if isinstance(read, Exception):
@@ -595,11 +584,6 @@ def _attentions_of(block: Block, block_call: BlockCall | None) -> list[int]:
     called = seen is not None and seen.call is not None
     shown = called or (block.attends and block.attentions)
     return (block.attention_indices() or [index]) if shown else []
-
-
-def _mixes_nothing(call: SoftmaxCall, weights: AttentionWeights) -> bool:
-    """Whether no product was seen before a softmax, and none of its weights after it."""
-    return call.made_of is None and weights.changed is None
 
 
 def _rows_lost(subject: str, lost: Mapping[int, tuple[int, int]], stack: str) -> Note:

@@ -293,8 +293,14 @@ class AttentionRecorder:
                     block_call.seen(index).refuse(_DEPARTED)
         elif isinstance(origins, Learner):
             block_call.plan = origins.plan()
-        if self._projects:
-            self._project(stack_pass, block_call, block)
+        for index, seen in block_call.attentions.items() if self._projects else ():
+            seen.project(
+                stack_pass.tokens.rows,
+                stack_pass.shape_at(block_call),
+                length_first=stack_pass.tokens.length_first,
+                key_role=role_of_keys(block, block_call, index),
+                numbered=stack_pass.is_part,
+            )
         return goes_on
 
     def end(self, block_call: BlockCall) -> None:
@@ -303,16 +309,6 @@ class AttentionRecorder:
         if block_call.known_as is not None and plan is not None:
             plan = replace(plan, goes_on=block_call.goes_on)
             self._plans.learn(*block_call.known_as, plan)
-
-    def _project(self, stack_pass: StackPass, block_call: BlockCall, block: Block) -> None:
-        for index, seen in block_call.attentions.items():
-            seen.project(
-                stack_pass.tokens.rows,
-                stack_pass.shape_at(block_call),
-                length_first=stack_pass.tokens.length_first,
-                key_role=role_of_keys(block, block_call, index),
-                numbered=stack_pass.is_part,
-            )
 
     def _keep_max_logits(self, seen: SeenAttention, given: Arguments | Tensor) -> None:
         """Keep the largest scores of a call, given its arguments or its arranged scores."""
