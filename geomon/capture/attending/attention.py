@@ -172,7 +172,7 @@ def _at_rule(
         mask = rule.visible(sequences, places)
         if rule.changed is None:
             return mask, None
-        scores = _products(sampled.query, sampled.key) * sampled.scale
+        scores = multiply(sampled.query, sampled.key) * sampled.scale
         changed = rule.changed(scores, sequences, places)
     except failures(RuntimeError, TypeError, ValueError, IndexError) as error:
         raise NotUnderstoodError(
@@ -243,20 +243,14 @@ def read_calls(calls: Sequence[Recorded], valid: Tensor | None) -> list[dict[str
 def _form_of(call: Recorded, number: int) -> Any:
     """Describe what calls that are read together must have in common."""
     if isinstance(call, AttentionCall):
-        rows = (call.given.mask, call.bias)
-        keys = call.given.key.shape[2]
-        form: Any = (
-            call.given.causal,
-            keys,
-            *(None if x is None else (x.shape, x.dtype) for x in rows),
-        )
+        parts: Sequence[Tensor | None] = (call.given.mask, call.bias)
+        form: Any = call.given.causal, call.given.key.shape[2]
     else:
-        rows = (call.scores, None)
-        made_of = None if call.made_of is None else [(x.shape, x.dtype) for x in call.made_of]
-        form = call.scores.shape, call.scores.dtype, call.scale, call.doubtful, str(made_of)
-    few = sum(x.numel() for x in rows if x is not None) <= _FEW
+        parts, form = (call.scores, *(call.made_of or ())), (call.scale, call.doubtful)
+    few = all(x is None or x.numel() <= _FEW for x in parts)
     alone = isinstance(call, SoftmaxCall) and call.joined
-    return type(call), form, None if few and not alone else number
+    alike = [None if x is None else (x.shape, x.dtype) for x in parts]
+    return type(call), form, tuple(alike), None if few and not alone else number
 
 
 def _read_alike(calls: Sequence[Recorded]) -> list[dict[str, Any]]:
@@ -284,7 +278,7 @@ def _together(values: Iterable[Tensor]) -> Tensor:
     return (every[0] if len(every) == 1 else torch.cat(every)).cpu()
 
 
-def _products(query: Tensor, key: Tensor) -> Tensor:
+def multiply(query: Tensor, key: Tensor) -> Tensor:
     """Multiply queries with keys, exactly to float32, regardless of the training's settings."""
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     with without_autocast([query.device.type]):
@@ -303,7 +297,7 @@ def read_scores(calls: Sequence[SoftmaxCall]) -> list[dict[str, Any]]:
     made_of = [each.made_of for each in calls if each.made_of is not None]
     if made_of:
         query, key = (_together(x).float() for x in zip(*made_of, strict=True))
-        products = _products(query, key)
+        products = multiply(query, key)
         scores, sink = _without_sink(whole, products, call.scale)
         if call.doubtful and call.scale is None:
             raise NotUnderstoodError(NO_SCORES.format(keys=scores.shape[3]))

@@ -45,7 +45,7 @@ def max_logits_of_call(given: Arguments) -> Tensor:
             for rows in _pieces(queries, each):
                 mask, seen = _visible(given, some, rows)
                 products = torch.bmm(asking[:, :, rows].flatten(1, 2), facing[..., seen]).float()
-                scores = products.view(_size(some), heads, _size(rows), -1)
+                scores = products.view(-1, heads, rows.stop - rows.start, products.shape[2])
                 if not ordered:
                     scores = _changed(_scaled(scores, given), given, some, rows)
                 _mask(scores, mask, keys, seen)
@@ -140,8 +140,3 @@ def _scaled(scores: Tensor, given: Arguments) -> Tensor:
     scores = scores.mul_(given.scale)
     cap = given.softcap
     return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
-
-
-def _size(part: slice) -> int:
-    size: int = part.stop - part.start
-    return size

@@ -386,10 +386,7 @@ _COMPILED_BY_ITSELF = "flex_attention"  # transformers compiles it on first use
 def _globals_of(kind: type) -> dict[str, Any]:
     """Return the globals of the `forward` that a class has in Python."""
     forward = vars(kind).get("forward")
-    return forward.__globals__ if isinstance(forward, FunctionType) else _NO_GLOBALS
-
-
-_NO_GLOBALS: dict[str, Any] = {}
+    return forward.__globals__ if isinstance(forward, FunctionType) else {}
 
 
 def unwrap(module: nn.Module) -> nn.Module:
