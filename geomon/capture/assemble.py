@@ -5,8 +5,9 @@ they were captured until a layer is complete and `Layer.to` moves it. Every miss
 reason.
 """
 
+import functools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +43,6 @@ from geomon.capture.snapshot import (
     source_of,
     wait_for_copies,
 )
-from geomon.capture.tap import AttentionWeights
 from geomon.capture.tokens.pass_tokens import once
 from geomon.capture.tokens.sampling import RowSampler, SampledRows, copy_rows
 from geomon.capture.weights import present_weight, to_numbers
@@ -172,37 +172,45 @@ def build_snapshot(
     wait: bool = True,
 ) -> Snapshot:
     """Build the snapshot of a pass; stacks that did not run are left out if another one ran."""
-    layers: list[Layer] = []
-    remarks: list[Note] = []
-    rows: list[int] = []
     run = [stack_pass for stack_pass in passes if stack_pass.block_calls]
-    stacks = {stack_pass.stack.name for stack_pass in run or passes}
-    for stack_pass in run or passes:
-        not_run = no_rows or (_OTHER_THREAD if other_thread else _NOT_RUN)
+    counted = run or passes
+    if not counted:  # a stage of a pipeline without blocks
+        return Snapshot([], PassInfo(0, "", "", [*notes]))
+    not_run = no_rows or (_OTHER_THREAD if other_thread else _NOT_RUN)
+    layers, rows, remarks = list[Layer](), list[int](), list[Note]()
+    for stack_pass in counted:
         builder = StackBuilder(stack_pass, sources, not_run, alone=len(passes) == 1)
         layers += builder.layers()
         rows += builder.input_counts()
         for label in stack_pass.stack.side_labels:
             layers += builder.side_layers(label, side_stack_name(stack_pass, label, passes))
         if final_norm and not stack_pass.stack.behind:
-            name = _name_side_stack(stack_pass, FINAL_NORM, alone=len(stacks) < 2)
-            layers.append(builder.final_norm(name))
+            alone = len({other.stack.name for other in counted}) < 2
+            layers.append(builder.final_norm(_name_side_stack(stack_pass, FINAL_NORM, alone=alone)))
         remarks += builder.notes()
-    for stack_pass in passes:
-        if run and stack_pass not in run:
-            text = f"the blocks of '{stack_pass.stack.name}' did not run: they are left out"
-            remarks.append(Note(text, text))
-    first = next(iter(run or passes), None)
-    notes = [*remarks, *notes]
-    if first is None:  # a stage of a pipeline without blocks
-        return Snapshot([], PassInfo(0, "", "", notes))
+    remarks += [*_of_stacks_left_out(passes, counted), *notes]
+    first = counted[0]
     dtype = str(first.dtype).removeprefix("torch.") if run else ""
-    info = PassInfo(min(rows, default=0), first.mode, dtype, notes, batch=first.tokens.checksum)
-    every = [*layers, *(matrices if run else ())]
-    moved = [layer.to(device, wait=False) for layer in every]
+    info = PassInfo(min(rows, default=0), first.mode, dtype, remarks, batch=first.tokens.checksum)
+    return _on_device(Snapshot([*layers, *(matrices if run else ())], info), device, wait=wait)
+
+
+def _of_stacks_left_out(
+    passes: Sequence[StackPass], counted: Sequence[StackPass]
+) -> Iterator[Note]:
+    """Make a note on each stack that did not run although others did."""
+    for stack_pass in passes:
+        if stack_pass not in counted:
+            text = f"the blocks of '{stack_pass.stack.name}' did not run: they are left out"
+            yield Note(text, text)
+
+
+def _on_device(snapshot: Snapshot, device: torch.device, *, wait: bool) -> Snapshot:
+    """Move the layers of a snapshot to a device."""
+    moved = [layer.to(device, wait=False) for layer in snapshot.layers]
     if wait and device == HOST:
-        wait_for_copies(set().union(*(layer.devices for layer in every)))
-    return Snapshot(moved, info)
+        wait_for_copies(set().union(*(layer.devices for layer in snapshot.layers)))
+    return Snapshot(moved, snapshot.info)
 
 
 def matrix_layer(name: str, module: nn.Module | None, sampler: RowSampler) -> Layer:
@@ -253,7 +261,6 @@ class StackBuilder:
         self._sources = sources
         self._not_run = _DROPPED if stack_pass.block_calls else not_run
         self._inverted = self._tokens.padding.contradiction(self._tokens.batch)
-        self._calls: dict[int, dict[str, Any] | Exception] | None = None  # as read, by id
         self._before = stack_pass.stack.before
         self._answers: dict[tuple[Any, ...], Any] = {}  # shared by layers with equal rows
         # Per stack: depths of each (subject, remark).
@@ -283,7 +290,7 @@ class StackBuilder:
             if index is None or not self._sources & _HEADS_ONLY:
                 continue
             place = self._before + depth
-            captured, missing = self._head_views(place, block, block_call, index, stack)
+            captured, missing = self._head_views(place, block_call, index, stack)
             shown = f"{name}.{block.attentions[index].name}"
             part = Part(heads=self._head_numbers(block_call, index))
             layers.append(Layer(place, shown, captured, missing, stack, _HEADS_ONLY, part=part))
@@ -330,14 +337,10 @@ class StackBuilder:
     def _layer(self, depth: int, block: Block, block_call: BlockCall | None, name: str) -> Layer:
         depth += self._before
         stack = self._pass.stack.name
-        kept = None if block_call is None else block_call.hidden
-        if block_call is not None and block_call.summed is not None and self._are_sums:
-            kept = block_call.summed
+        kept = self._rows_behind(block_call)
         why = self._why_no_rows(ran=block_call is not None)
         captured, missing, part = self._row_views(depth, kept, why)
         sources = _sources_of(kept) | {"weights"}
-        index = attention_key(block)
-        attentions = {} if block_call is None else block_call.attentions
         if id(block_call) in self._norms:
             captured["weight_norms"] = self._norms[id(block_call)]
         elif "weights" in self._sources:
@@ -345,21 +348,24 @@ class StackBuilder:
         if block_call is not None and block_call.expert_counts is not None:
             captured["expert_counts"] = block_call.expert_counts
             sources |= {"routing"}
-        called = index in attentions and attentions[index].call is not None
-        has_heads = index is not None and (called or (block.attends and bool(block.attentions)))
-        if not self._sources & _HEADS_ONLY:
-            pass
-        elif index is not None and has_heads:
-            indices = block.attention_indices() or [index]
-            heads = [self._head_views(depth, block, block_call, i, stack) for i in indices]
+        indices = _attentions_of(block, block_call)
+        if indices:
+            sources |= _HEADS_ONLY
+        if indices and self._sources & _HEADS_ONLY:
+            heads = [self._head_views(depth, block_call, i, stack) for i in indices]
             more, lacking = concat_heads(heads)
             captured, missing = captured | more, missing | lacking
             if len(indices) == 1:
                 part = replace(part, heads=self._head_numbers(block_call, indices[0]))
-        elif block.attends and block_call is not None:
+        elif block.attends and block_call is not None and self._sources & _HEADS_ONLY:
             self._remark("attention", depth, _BY_NAME_ALONE, stack)
-        sources |= _HEADS_ONLY if has_heads else set()
         return Layer(depth, name, captured, missing, stack, sources, part=part)
+
+    def _rows_behind(self, block_call: BlockCall | None) -> SampledRows | None:
+        """Return the rows that a block hands on, or those of the sum that the model makes of it."""
+        if block_call is None or not self._are_sums or block_call.summed is None:
+            return None if block_call is None else block_call.hidden
+        return block_call.summed
 
     # -- hidden states -----------------------------------------------------------------------------
 
@@ -394,7 +400,7 @@ class StackBuilder:
 
     def _last_tokens(self, kept: SampledRows) -> SampledRows | str:
         """Return the last tokens, now that padding is known, or the reason why there are none."""
-        if self._is_routed(kept.shape):
+        if self._pass.is_routed(kept.shape):
             return _ROUTED
         if kept.last is None:
             return _PACKED if self._tokens.packed(kept.shape) is None else _ENDS_LATE
@@ -432,37 +438,26 @@ class StackBuilder:
         self, indices: Tensor, shape: Shape
     ) -> tuple[dict[str, Any], dict[str, str], Tensor | None]:
         """Make the views of the tokens of some rows, which layers with these rows share."""
-        tokens, missing = self._tokens, dict[str, str]()
-        captured: dict[str, Any] = {}
-        if self._is_routed(shape):
-            missing["positions"] = _ROUTED
-        else:
-            captured["positions"] = tokens.positions(indices, shape)
-        numbers = tokens.numbers(indices, shape)
-        if numbers is not None:
-            captured["sequences"] = numbers
-        else:
-            missing["sequences"] = _PACKED
-        found = tokens.ids.find(shape)
-        if found is not None:
-            ids = found.arrange(found.lookup.ids)
-            captured["token_ids"] = ids.flatten().cpu()[indices]
-        else:
-            # With several stacks, the integers may belong to another one.
-            fewer = self._alone and tokens.ids.fewer_than(self._pass.shape)
-            reason = _LATER_STAGE if self._before else _NO_TOKENS + _FEWER_TOKENS * fewer
-            missing["token_ids"] = reason
+        tokens, routed = self._tokens, self._pass.is_routed(shape)
+        ids = tokens.ids.find(shape)
+        found = {
+            "positions": None if routed else tokens.positions(indices, shape),
+            "sequences": tokens.numbers(indices, shape),
+            "token_ids": ids and ids.arrange(ids.lookup.ids).flatten().cpu()[indices],
+        }
+        # With several stacks, the integers may belong to another one.
+        fewer = ids is None and self._alone and tokens.ids.fewer_than(self._pass.shape)
+        no_ids = _LATER_STAGE if self._before else _NO_TOKENS + _FEWER_TOKENS * fewer
+        why = {"positions": _ROUTED, "sequences": _PACKED, "token_ids": no_ids}
+        captured = {view: value for view, value in found.items() if value is not None}
+        missing = {view: why[view] for view in found if view not in captured}
         rows = self._pass.tokens.number(indices, shape) if self._pass.is_part else None
         return captured, missing, rows
-
-    @once
-    def _is_routed(self, shape: Shape) -> bool:
-        return self._pass.is_routed(shape)
 
     # -- heads -------------------------------------------------------------------------------------
 
     def _head_views(
-        self, depth: int, block: Block, block_call: BlockCall | None, index: int, stack: str
+        self, depth: int, block_call: BlockCall | None, index: int, stack: str
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Make the captured views of one attention, and the reasons for missing ones."""
         why = self._not_run if block_call is None else self._inverted
@@ -471,32 +466,43 @@ class StackBuilder:
             return {}, dict.fromkeys(wanted, why or "")
         seen = block_call.seen(index)
         captured, missing = self._attention_views(seen)
-        said = {_WEIGHTS_CHANGED: seen.weights.changed, _CALLED_AGAIN: seen.further}
         if seen.call is not None:
-            said[_ACROSS] = self._goes_across(seen.call, captured)
+            said = {
+                _WEIGHTS_CHANGED: seen.weights.changed,
+                _CALLED_AGAIN: seen.further,
+                _ACROSS: self._goes_across(seen.call, captured),
+            }
             for remark in filter(said.get, said):
                 self._remark("attention", depth, remark, stack)
-        if "projection" not in self._sources:
-            return captured, missing
-        sequences: tuple[Tensor | None, ...]
+        if "projection" in self._sources:
+            more, lacking = self._projected_views(depth, seen, captured, stack)
+            captured, missing = captured | more, missing | lacking
+        return captured, missing
+
+    def _projected_views(
+        self, depth: int, seen: SeenAttention, captured: Mapping[str, Any], stack: str
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """Make the views of queries and keys as projected, or as attended if they are unknown."""
+        sequences: Sequence[Tensor | None]
         if seen.projected is not None:
             remarks = {_OTHER_KEYS: seen.has_other_keys}
             remarks[_LEFT_OUT.format(percent=100 * seen.left_out)] = seen.left_out > 0
-            for remark in filter(remarks.get, remarks):
-                self._remark(PROJECTED, depth, remark, stack)
             kept = [self._tokens.without_padding(rows, rows.shape) for rows in seen.projected]
             found = [rows.values for rows in kept]
-            numbers = self._tokens.numbers
-            sequences = tuple(numbers(rows.indices, rows.shape, rows.role) for rows in kept)
+            sequences = [self._tokens.numbers(x.indices, x.shape, x.role) for x in kept]
         elif "query" in captured:
+            remarks = {_AS_ATTENDED: True}
             *found, sequences = _attended_rows(captured)
-            self._remark(PROJECTED, depth, _AS_ATTENDED, stack)
         else:
-            return captured, missing | dict.fromkeys(_PROJECTED_VIEWS, _NOT_PROJECTED)
-        captured |= dict(zip(_PROJECTED_VIEWS, found, strict=True))
-        if all(numbers is not None for numbers in sequences):
-            captured |= dict(zip(_PROJECTED_SEQUENCES, sequences, strict=True))
-        return captured, missing
+            return {}, dict.fromkeys(_PROJECTED_VIEWS, _NOT_PROJECTED)
+        for remark in filter(remarks.get, remarks):
+            self._remark(PROJECTED, depth, remark, stack)
+        known = (
+            ()
+            if any(x is None for x in sequences)
+            else zip(_PROJECTED_SEQUENCES, sequences, strict=True)
+        )
+        return {**dict(zip(_PROJECTED_VIEWS, found, strict=True)), **dict(known)}, {}
 
     def _head_numbers(self, block_call: BlockCall | None, index: int) -> dict[str, tuple[int, ...]]:
         """Return the traced numbers of an attention's heads if other ranks may hold others."""
@@ -527,9 +533,10 @@ class StackBuilder:
         reason = f"attention is not rebuilt here: {refusal}" if refusal else _NO_ATTENTION
         if call is not None:
             try:
-                if isinstance(call, SoftmaxCall) and _mixes_nothing(call, seen.weights):
+                mixes_nothing = seen.weights.changed is None  # no product with the weights
+                if isinstance(call, SoftmaxCall) and call.made_of is None and mixes_nothing:
                     raise NotUnderstoodError(NO_SCORES.format(keys=call.scores.shape[3]))
-                read = self._read()[id(call)]
+                read = self._read[id(call)]
                 if isinstance(read, Exception):
                     raise read
                 captured = read | self._max_logits(seen.max_logits)
@@ -544,48 +551,39 @@ class StackBuilder:
                 reason = f"attention could not be rebuilt: {type(error).__name__}: {error}"
         return {}, dict.fromkeys((*_QUERY_VIEWS, "visible", "scores", "max_logits"), reason)
 
+    @functools.cached_property
     def _read(self) -> dict[int, dict[str, Any] | Exception]:
-        """Read the calls of all layers, by id; those of one shape have the same padding."""
-        if self._calls is None:
-            self._calls = {}
-            groups: dict[Any, list[AttentionCall | SoftmaxCall]] = {}
-            for _, block_call, _ in self._layers:
-                for seen in () if block_call is None else block_call.attentions.values():
-                    if seen.call is not None:
-                        groups.setdefault(seen.call.shape, []).append(seen.call)
-            for calls in groups.values():
-                self._calls |= zip(map(id, calls), self._read_alike(calls), strict=True)
-        return self._calls
-
-    def _read_alike(
-        self, calls: Sequence[AttentionCall | SoftmaxCall]
-    ) -> Sequence[dict[str, Any] | Exception]:
-        """Read calls of one shape; if that fails, one by one."""
-        first = calls[0]
-        try:
-            valid = self._tokens.valid_at(first.shape, first.sequences, first.places)
-            return read_calls(calls, valid)
-        except failures() as error:  # hidden states, and other layers, do not depend on it
-            if len(calls) == 1:
-                return [error]
-            return [read for call in calls for read in self._read_alike([call])]
+        """The calls of all layers as read, by id; those of one shape have the same padding."""
+        groups: dict[Any, list[AttentionCall | SoftmaxCall]] = defaultdict(list)
+        for _, block_call, _ in self._layers:
+            for seen in () if block_call is None else block_call.attentions.values():
+                if seen.call is not None:
+                    groups[seen.call.shape].append(seen.call)
+        found: dict[int, dict[str, Any] | Exception] = {}
+        for calls in groups.values():
+            valid = self._tokens.valid_at(calls[0].shape, calls[0].sequences, calls[0].places)
+            found |= zip(map(id, calls), read_calls(calls, valid), strict=True)
+        return found
 
     def _max_logits(self, calls: Sequence[Tensor]) -> dict[str, Any]:
         """Return the largest score of each head over all calls of one attention."""
         if not calls:
             return {}
-        largest = torch.stack(
-            [
-                over_rows(rows.cpu(), self._tokens.valid_queries((rows.shape[0], rows.shape[2])))
-                for rows in calls
-            ]
-        ).amax(dim=0)
+        valid = self._tokens.valid_queries
+        of_calls = [over_rows(x.cpu(), valid((x.shape[0], x.shape[2]))) for x in calls]
+        largest = torch.stack(of_calls).amax(dim=0)
         return {"max_logits": largest.masked_fill(largest == -torch.inf, torch.nan)}
 
 
-def _mixes_nothing(call: SoftmaxCall, weights: AttentionWeights) -> bool:
-    """Whether no product was seen before a softmax, and none of its weights after it."""
-    return call.made_of is None and weights.changed is None
+def _attentions_of(block: Block, block_call: BlockCall | None) -> list[int]:
+    """List the attentions that make up the heads of a block; none if it is not known to attend."""
+    index = attention_key(block)
+    if index is None:
+        return []
+    seen = None if block_call is None else block_call.attentions.get(index)
+    called = seen is not None and seen.call is not None
+    shown = called or (block.attends and block.attentions)
+    return (block.attention_indices() or [index]) if shown else []
 
 
 def _rows_lost(subject: str, lost: Mapping[int, tuple[int, int]], stack: str) -> Note:
@@ -605,7 +603,7 @@ def _sources_of(kept: SampledRows | None) -> frozenset[str]:
 
 
 def _attended_rows(
-    captured: dict[str, Any],
+    captured: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
     """Return the real queries and the keys that some query sees, as rows, with sequence numbers."""
     query, key, visible = captured["query"], captured["key"], captured["visible"]

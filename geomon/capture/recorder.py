@@ -21,7 +21,7 @@ from geomon.capture.attending.attention import (
 )
 from geomon.capture.attending.by_hand import (
     SEVERAL_SOFTMAXES,
-    AttentionHints,
+    MadeOf,
     arrange_scores,
     arranged_sizes,
     is_second_softmax,
@@ -34,7 +34,16 @@ from geomon.capture.attending.seen import Precedence, SeenAttention
 from geomon.capture.first_pass import BlockCall, StackPass
 from geomon.capture.modes import unseen
 from geomon.capture.storage import local_shard
-from geomon.capture.tap import Columns, Known, Learner, Origins, Plans, Stream, form_of
+from geomon.capture.tap import (
+    Columns,
+    Known,
+    Learner,
+    Origins,
+    Plans,
+    Product,
+    Stream,
+    form_of,
+)
 from geomon.capture.tracker import Tracker
 
 _DEPARTED = (
@@ -112,52 +121,64 @@ class AttentionRecorder:
         plan = self._plans.of(*block_call.known_as)
         block_call.provenance = Learner() if plan is None else Known(plan)
 
-    def has_all(self, block_call: BlockCall, block: Block) -> bool:
-        """Whether calls of all known attentions of a block were recorded."""
-        return all(block_call.seen(index).call for index in range(len(block.attentions)))
+    def _showing(self) -> Current | None:
+        """Return the block call whose attention or choice is shown now; None outside of blocks."""
+        current = self._current()
+        if current is not None:
+            current[1].goes_on |= current[1].finished
+        return current
 
     def on_fused(self, route: str, given: dict[str, Any]) -> None:
         """Record the sampled queries of a call of fused attention (see `TapObserver`)."""
-        current = self._current()
+        current = self._showing()
         if current is None:
             self.attends_outside |= self._outside()
             return
-        stack_pass, block_call, _ = current
-        block_call.goes_on |= block_call.finished
-        index = block_call.running_attention or 0
-        seen, provenance = block_call.seen(index), block_call.provenance
         with self.guarded(), torch.no_grad(), unseen():
-            again = isinstance(seen.call, AttentionCall)
-            seen.further = seen.further or again
-            try:
-                call = _FUSED[route](given)
-                _show_shape(call, stack_pass, block_call)
-                columns = [provenance.columns(x) for x in (call.query, call.key)]
-                of_tokens = _are_tokens(call, columns[0], stack_pass.shape_at(block_call))
-                precedence = Precedence(
-                    block_call.running_attention == index, of_tokens, fused=True
-                )
-                if not seen.takes(precedence):
-                    return
-                if route != "sdpa" and not of_tokens:
-                    count = math.prod(stack_pass.shape_at(block_call))
-                    raise NotUnderstoodError(_OTHER_TOKENS.format(*call.query.shape[::2], count))
-                again = seen.call is not None
-                seen.add_heads(*columns)
-                call = _as_made(call, *columns)
-                if not again:
-                    seen.call, seen.route = record_call(stack_pass.memory.sampler, call), route
-                    self._unproved = seen if isinstance(provenance, Learner) else None
-                    self._number(seen, stack_pass, columns)
-                    if call.rule is not None and call.query.shape[0] == 1:
-                        stack_pass.tokens.take_begins(call.query.shape[2], call.rule.begins)
-                    if call.mask is not None:
-                        _take_hidden_keys(current, index, len(call.query), call.mask, columns[1])
-                self._keep_max_logits(seen, call)
-            except NotUnderstoodError as error:
-                inside = block_call.running_attention == index
-                if not again and inside >= seen.precedence.inside:
-                    seen.refused = seen.refused or str(error)
+            self._take_fused(current, route, given)
+
+    def _take_fused(self, current: Current, route: str, given: dict[str, Any]) -> None:
+        """Find out which attention a fused call is, and measure it or say why not."""
+        stack_pass, block_call, _ = current
+        index = block_call.running_attention or 0
+        inside = block_call.running_attention == index
+        seen, provenance = block_call.seen(index), block_call.provenance
+        again = isinstance(seen.call, AttentionCall)
+        seen.further |= again
+        try:
+            call = _FUSED[route](given)
+            _show_shape(call, stack_pass, block_call)
+            columns = provenance.columns(call.query), provenance.columns(call.key)
+            of_tokens = _are_tokens(call, columns[0], stack_pass.shape_at(block_call))
+            if not seen.takes(Precedence(inside, of_tokens, fused=True)):
+                return
+            if route != "sdpa" and not of_tokens:
+                count = math.prod(stack_pass.shape_at(block_call))
+                raise NotUnderstoodError(_OTHER_TOKENS.format(*call.query.shape[::2], count))
+            again = seen.call is not None
+            seen.add_heads(*columns)
+            call = _as_made(call, *columns)
+            if not again:
+                self._record_fused(current, index, route, call, columns)
+            self._keep_max_logits(seen, call)
+        except NotUnderstoodError as error:
+            if not again and inside >= seen.precedence.inside:
+                seen.refused = seen.refused or str(error)
+
+    def _record_fused(
+        self, current: Current, index: int, route: str, call: Arguments, columns: MadeOf
+    ) -> None:
+        """Record the first call of an attention, and what it shows of the tokens."""
+        stack_pass, block_call, _ = current
+        seen = block_call.seen(index)
+        seen.call, seen.route = record_call(stack_pass.memory.sampler, call), route
+        self._unproved = seen if isinstance(block_call.provenance, Learner) else None
+        if stack_pass.is_part:
+            seen.number_heads(*columns)
+        if call.rule is not None and call.query.shape[0] == 1:
+            stack_pass.tokens.take_begins(call.query.shape[2], call.rule.begins)
+        if call.mask is not None:
+            _take_hidden_keys(current, index, len(call.query), call.mask, columns[1])
 
     def on_fused_output(self, route: str, given: dict[str, Any], result: Any) -> None:
         """Prove that the call just recorded was understood (see `TapObserver`)."""
@@ -179,66 +200,66 @@ class AttentionRecorder:
 
     def on_softmax(self, scores: Tensor, dim: int, *, logarithm: bool) -> None:
         """Record the sampled rows of a softmax of scores (see `TapObserver`)."""
-        current = self._current()
+        current = self._showing()
         if current is None:
             self.attends_outside |= scores.ndim >= 3 and not logarithm and self._outside()
             return
         stack_pass, block_call, block = current
-        block_call.goes_on |= block_call.finished
-        provenance = block_call.provenance
-        products = provenance.products(scores)
+        products = block_call.provenance.products(scores)
         index = _index_of_softmax(block, block_call, made=bool(products))
-        if index is None or (logarithm and not products):
+        if index is None or (logarithm and not products) or not stack_pass.shape:
             return
         seen = block_call.seen(index)
         inside = block_call.running_attention == index
         precedence = Precedence(inside, of_tokens=True, made=bool(products))
-        refused = seen.refused and precedence.inside <= seen.precedence.inside
-        if precedence < seen.precedence or refused or not stack_pass.shape:
+        if not seen.awaits(precedence):
             return
-        if precedence == seen.precedence and isinstance(seen.call, SoftmaxCall):
-            if is_second_softmax(seen.call, scores, dim):
-                if index < len(block.attentions):
-                    seen.refuse(SEVERAL_SOFTMAXES)
-                else:
-                    seen.further = True
-            return
-        with self.guarded(), torch.no_grad(), unseen():
-            hints = _hints(stack_pass, block_call)
-            shapes = stack_pass.possible_shapes(block_call)
-            # Attention may use one of several streams: its projections have that stream's tokens.
-            taken = [(n,) for each in products[:1] for n in provenance.token_counts(each.left)]
-            possible = [hints._replace(shape=x) for x in (*shapes, *taken)]
-            hints = min(possible, key=lambda hints: not _fits(scores, dim, hints))
-            try:
-                call, columns = record_softmax(
-                    stack_pass.memory.sampler, scores, dim, hints, products,
-                    scale=provenance.scale(scores), find_columns=provenance.columns,
-                )  # fmt: skip
-            except NotUnderstoodError as error:
-                seen.passed_over = seen.passed_over or str(error)
-                return
-            if call is None or not seen.takes(precedence):
-                return
-            if hints.shape in shapes:
-                stack_pass.take_attention(block_call, hints.shape)
-            seen.add_heads(*columns)
-            seen.call, seen.route = call, "softmax"
-            provenance.expect(seen.weights)
-            self._number(seen, stack_pass, columns)
-            arranged = arrange_scores(local_shard(scores), dim, hints)
-            if arranged is not None:
-                if call.joined:  # measure scores relative to the sink's logit
-                    arranged = arranged[..., :-1] - arranged[..., -1:]
-                self._keep_max_logits(seen, arranged)
-                _take_hidden_keys(
-                    current, index, len(arranged), arranged, columns[1], are_scores=True
-                )
+        if precedence > seen.precedence or not isinstance(seen.call, SoftmaxCall):
+            with self.guarded(), torch.no_grad(), unseen():
+                self._record_softmax(current, index, precedence, scores, dim, products)
+        elif is_second_softmax(seen.call, scores, dim):
+            if index < len(block.attentions):
+                seen.refuse(SEVERAL_SOFTMAXES)
+            else:
+                seen.further = True
 
-    def _number(self, seen: SeenAttention, stack_pass: StackPass, made_of: Sequence[Any]) -> None:
-        """Number the heads of the recorded call if other ranks may hold others."""
+    def _record_softmax(
+        self, current: Current, index: int, precedence: Precedence,
+        scores: Tensor, dim: int, products: Sequence[Product],
+    ) -> None:  # fmt: skip
+        """Record a softmax if its scores are those of an attention, or say why not."""
+        stack_pass, block_call, _ = current
+        seen, provenance = block_call.seen(index), block_call.provenance
+        possible = stack_pass.possible_shapes(block_call)
+        # Attention may use one of several streams: its projections have that stream's tokens.
+        taken = [(n,) for each in products[:1] for n in provenance.token_counts(each.left)]
+        shape = min((*possible, *taken), key=lambda shape: not _fits(scores, dim, shape))
+        rows = stack_pass.input_rows
+        try:
+            call, columns = record_softmax(
+                stack_pass.memory.sampler, scores, dim,
+                (*shape, 0 if rows is None else rows.values.shape[-1]), products,
+                scale=provenance.scale(scores), find_columns=provenance.columns,
+            )  # fmt: skip
+        except NotUnderstoodError as error:
+            seen.passed_over = seen.passed_over or str(error)
+            return
+        if call is None or not seen.takes(precedence):
+            return
+        if shape in possible:
+            stack_pass.take_attention(block_call, shape)
+        seen.add_heads(*columns)
+        seen.call, seen.route = call, "softmax"
+        provenance.expect(seen.weights)
         if stack_pass.is_part:
-            seen.number_heads(*made_of)
+            seen.number_heads(*columns)
+        arranged = arrange_scores(local_shard(scores), dim, shape)
+        if arranged is not None:
+            if call.joined:  # measure scores relative to the sink's logit
+                arranged = arranged[..., :-1] - arranged[..., -1:]
+            self._keep_max_logits(seen, arranged)
+            sequences = len(arranged)
+            _take_hidden_keys(current, index, sequences, arranged, columns[1], are_scores=True)
 
     def on_choice(self, scores: Tensor, chosen: Tensor) -> None:
         """Count which experts the tokens of a block choose (see `TapObserver`).
@@ -246,11 +267,10 @@ class AttentionRecorder:
         A router chooses once per token. The last choice counts, because groups of experts may be
         chosen first.
         """
-        current = self._current()
+        current = self._showing()
         if current is None or current[0].shape_at(current[1]) == ():
             return
         stack_pass, block_call, _ = current
-        block_call.goes_on |= block_call.finished
         with self.guarded(), torch.no_grad(), unseen():
             scores, chosen = local_shard(scores), local_shard(chosen)
             tokens = math.prod(stack_pass.shape_at(block_call))
@@ -273,8 +293,14 @@ class AttentionRecorder:
                     block_call.seen(index).refuse(_DEPARTED)
         elif isinstance(origins, Learner):
             block_call.plan = origins.plan()
-        if self._projects:
-            self._project(stack_pass, block_call, block)
+        for index, seen in block_call.attentions.items() if self._projects else ():
+            seen.project(
+                stack_pass.tokens.rows,
+                stack_pass.shape_at(block_call),
+                length_first=stack_pass.tokens.length_first,
+                key_role=role_of_keys(block, block_call, index),
+                numbered=stack_pass.is_part,
+            )
         return goes_on
 
     def end(self, block_call: BlockCall) -> None:
@@ -283,16 +309,6 @@ class AttentionRecorder:
         if block_call.known_as is not None and plan is not None:
             plan = replace(plan, goes_on=block_call.goes_on)
             self._plans.learn(*block_call.known_as, plan)
-
-    def _project(self, stack_pass: StackPass, block_call: BlockCall, block: Block) -> None:
-        for index, seen in block_call.attentions.items():
-            seen.project(
-                stack_pass.tokens.rows,
-                stack_pass.shape_at(block_call),
-                length_first=stack_pass.tokens.length_first,
-                key_role=role_of_keys(block, block_call, index),
-                numbered=stack_pass.is_part,
-            )
 
     def _keep_max_logits(self, seen: SeenAttention, given: Arguments | Tensor) -> None:
         """Keep the largest scores of a call, given its arguments or its arranged scores."""
@@ -352,13 +368,11 @@ def _show_shape(given: Arguments, stack_pass: StackPass, block_call: BlockCall) 
         stack_pass.take_attention(block_call, shown)
 
 
-def _fits(scores: Tensor, dim: int, hints: AttentionHints) -> bool:
-    """Whether scores have as many sequences and queries as the hidden states."""
+def _fits(scores: Tensor, dim: int, shape: tuple[int, ...]) -> bool:
+    """Whether scores have as many sequences and queries as hidden states of a shape."""
     scores = local_shard(scores)
-    sizes = arranged_sizes(tuple(scores.shape), dim % scores.ndim, hints.shape)
-    if sizes is None:
-        return False
-    return len(hints.shape) == 1 or sorted(sizes[::2]) == sorted(hints.shape)
+    sizes = arranged_sizes(tuple(scores.shape), dim % scores.ndim, shape)
+    return sizes is not None and (len(shape) == 1 or sorted(sizes[::2]) == sorted(shape))
 
 
 def _are_tokens(given: Arguments, query: Columns | None, shape: tuple[int, ...]) -> bool:
@@ -377,10 +391,3 @@ def _index_of_softmax(block: Block, block_call: BlockCall, *, made: bool) -> int
         attention.module is block.module for attention in block.attentions
     )
     return (block_call.running_attention or 0) if inside or made else None
-
-
-def _hints(stack_pass: StackPass, block_call: BlockCall) -> AttentionHints:
-    """Collect what is known about an attention before its scores are seen."""
-    rows = stack_pass.input_rows
-    width = 0 if rows is None else rows.values.shape[-1]
-    return AttentionHints(stack_pass.shape_at(block_call), width)

@@ -391,24 +391,28 @@ def concat_heads(
     if len(heads) == 1:
         return dict(heads[0][0]), dict(heads[0][1])
     missing = {view: reason for _, lacking in reversed(heads) for view, reason in lacking.items()}
-    found: dict[str, Any] = {}
     counts = [_count_heads(captured) for captured, _ in heads]
+    found: dict[str, Any] = {}
     for view in heads[0][0]:
-        if view in missing or not all(view in captured for captured, _ in heads):
-            continue
-        values = [captured[view] for captured, _ in heads]
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        dimension = CAPTURED[view].heads
-        same = not dimension if tensors else all(value == values[0] for value in values)
-        if same:
-            found[view] = values[0]
-        elif dimension == "shared" and tensors:
-            found[view] = _concat_grids(values, counts)
-        elif len(tensors) == len(values):
-            found[view] = torch.cat(tensors, dim=0 if dimension == "first" else 1)
-        else:
-            return {}, missing | dict.fromkeys(heads[0][0].keys(), _HEADS_DIFFER.format(view=view))
+        if view not in missing and all(view in captured for captured, _ in heads):
+            try:
+                found[view] = _join(view, [captured[view] for captured, _ in heads], counts)
+            except ValueError as error:
+                return {}, missing | dict.fromkeys(heads[0][0], str(error))
     return found, missing
+
+
+def _join(view: str, values: Sequence[Any], counts: Sequence[int]) -> Any:
+    """Concatenate one view of groups of heads; raises a ValueError if they differ in it."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    dimension = CAPTURED[view].heads
+    if not dimension if tensors else all(value == values[0] for value in values):
+        return values[0]
+    if dimension == "shared" and tensors:
+        return _concat_grids(values, counts)
+    if len(tensors) < len(values):
+        raise ValueError(_HEADS_DIFFER.format(view=view))
+    return torch.cat(tensors, dim=0 if dimension == "first" else 1)
 
 
 def _count_heads(captured: Mapping[str, Any]) -> int:

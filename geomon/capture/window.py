@@ -5,10 +5,10 @@ and trigger recompilation. Observers select rows and copy them; their only arith
 logit, which sampling could miss (`capture.attending.max_logit`).
 """
 
-import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -156,9 +156,7 @@ class Window:
         self._follows = self._attends or bool(self._wants_tokens)
         others = len(anatomy.stacks) * (1 + (FINAL_NORM in self._extra))
         layers = (blocks + others) * (1 + self._wants_last)
-        limit = functools.partial(
-            MemoryLimit, max_mb, layers=layers, blocks=attentions * self._attends
-        )
+        limit = partial(MemoryLimit, max_mb, layers=layers, blocks=attentions * self._attends)
         self._tracker = Tracker(
             anatomy, limit, rows=rows, seed=seed, place=place, micro_batches=micro_batches
         )
@@ -418,50 +416,48 @@ class Window:
     # -- which calls are seen --------------------------------------------------------------------
 
     def _choose_calls(self) -> None:
-        if self._wants_tokens:
-            for table in self._anatomy.embeddings:
-                self._see(self._before, table, self._tables.before, table)
-                self._see(self._after, table, self._tables.after, table)
+        for table in self._anatomy.embeddings if self._wants_tokens else ():
+            self._see(
+                table, partial(self._tables.before, table), partial(self._tables.after, table)
+            )
         for name, norm in self._anatomy.norms if self._follows or self._extra else ():
-            self._see(self._before, norm, self._on_norm)
-            if FINAL_NORM in self._extra:
-                self._see(self._after, norm, self._states.leave_norm, name)
+            leaves = partial(self._states.leave_norm, name) if FINAL_NORM in self._extra else None
+            self._see(norm, self._on_norm, leaves)
         for number, stack in enumerate(self._anatomy.stacks):
             for module in stack.above:
-                self._see(self._before, module, self._on_call_above, number)
-                self._see(self._after, module, self._on_return_above)
+                self._see(module, partial(self._on_call_above, number), self._on_return_above)
             if stack.owner is not None:
-                self._see(self._before, stack.owner, self._on_owner, number)
-                self._see(self._after, stack.owner, self._on_owner_left, number)
+                before, after = (
+                    partial(self._on_owner, number),
+                    partial(self._on_owner_left, number),
+                )
+                self._see(stack.owner, before, after)
             for index, block in enumerate(stack.blocks):
                 for part in (*block.parts, block.module):
-                    self._see(self._before, part, self._on_block, number, index)
-                    self._see(self._after, part, self._on_block_left)
+                    self._see(part, partial(self._on_block, number, index), self._on_block_left)
                 if self._attends:
                     self._choose_calls_of_attention(block)
 
     def _choose_calls_of_attention(self, block: Block) -> None:
         for index, attention in enumerate(block.attentions):
-            module = attention.module
-            if module is not block.module:
-                self._see(self._before, module, self._on_attending, index)
-                self._see(self._after, module, self._on_attending, None)
+            before, after = partial(self._on_attending, index), partial(self._on_attending, None)
+            if attention.module is not block.module:
+                self._see(attention.module, before, after)
         traces = "projection" in self._sources or self._place.shards > 1
         for module in block.matrices if traces else ():
             if projects_in_its_own_way(module):
                 if not self.watches(module):
                     self._projecting.add(id(module))
-                self._see(self._before, module, self._on_projecting)
-                self._see(self._after, module, self._on_projected)
+                self._see(module, self._on_projecting, self._on_projected)
 
     def _see(
-        self,
-        when: dict[int, list[Callable[..., None]]],
-        module: nn.Module,
-        action: Callable[..., None],
-        *first: Any,
+        self, module: nn.Module, before: Callable[..., None], after: Callable[..., None] | None
     ) -> None:
-        when.setdefault(id(unwrap(module)), []).append(functools.partial(action, *first))
+        """Act before and after the calls of a module."""
+        number = id(unwrap(module))
+        self._before.setdefault(number, []).append(before)
+        if after is not None:
+            self._after.setdefault(number, []).append(after)
 
     def watches(self, module: nn.Module) -> bool:
         """Whether a module's calls are watched (see `geomon.capture.calling.calls.CallObserver`).
@@ -653,8 +649,9 @@ class Window:
         current = self._tracker.current
         if current is None:
             return
-        current[1].running_attention = index
-        if index is None and self._recorder.has_all(current[1], current[2]):
+        _, block_call, block = current
+        block_call.running_attention = index
+        if index is None and all(block_call.seen(n).call for n in range(len(block.attentions))):
             self._finish(*current)
 
     def _finish(self, stack_pass: StackPass, block_call: BlockCall, block: Block) -> None:

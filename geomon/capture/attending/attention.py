@@ -172,7 +172,7 @@ def _at_rule(
         mask = rule.visible(sequences, places)
         if rule.changed is None:
             return mask, None
-        scores = _products(sampled.query, sampled.key) * sampled.scale
+        scores = multiply(sampled.query, sampled.key) * sampled.scale
         changed = rule.changed(scores, sequences, places)
     except failures(RuntimeError, TypeError, ValueError, IndexError) as error:
         raise NotUnderstoodError(
@@ -213,14 +213,12 @@ _FEW = 1 << 20
 def read_call(call: Recorded, valid: Tensor | None) -> dict[str, Any]:
     """Make the captured views of a recorded call."""
     (views,) = read_calls([call], valid)
-    if isinstance(views, NotUnderstoodError):
+    if isinstance(views, Exception):
         raise views
     return views
 
 
-def read_calls(
-    calls: Sequence[Recorded], valid: Tensor | None
-) -> list[dict[str, Any] | NotUnderstoodError]:
+def read_calls(calls: Sequence[Recorded], valid: Tensor | None) -> list[dict[str, Any] | Exception]:
     """Make the captured views of calls of one shape, or the error that says why there are none.
 
     Small calls that are alike are read together. Only queries and keys of fused attention stay on
@@ -229,39 +227,30 @@ def read_calls(
     groups: dict[Any, list[int]] = {}
     for number, call in enumerate(calls):
         groups.setdefault(_form_of(call, number), []).append(number)
-    found: dict[int, dict[str, Any] | NotUnderstoodError] = {}
+    real = None if valid is None else valid.cpu()[:, None, :, None]
+    found: dict[int, dict[str, Any] | Exception] = {}
     for group in groups.values():
-        read: Sequence[dict[str, Any] | NotUnderstoodError]
         try:
             read = _read_alike([calls[number] for number in group])
-        except NotUnderstoodError as error:
-            read = [error] * len(group)
-        found |= zip(group, read, strict=True)
-    if valid is not None:
-        real = valid.cpu()[:, None, :, None]
-        for views in found.values():
-            if isinstance(views, dict):
+            for views in read if real is not None else ():
                 views["visible"] = views["visible"] & real
+            found |= zip(group, read, strict=True)
+        except failures() as error:  # other calls do not depend on it
+            found |= dict.fromkeys(group, error)
     return [found[number] for number in range(len(calls))]
 
 
 def _form_of(call: Recorded, number: int) -> Any:
     """Describe what calls that are read together must have in common."""
     if isinstance(call, AttentionCall):
-        rows = (call.given.mask, call.bias)
-        keys = call.given.key.shape[2]
-        form: Any = (
-            call.given.causal,
-            keys,
-            *(None if x is None else (x.shape, x.dtype) for x in rows),
-        )
+        parts: Sequence[Tensor | None] = (call.given.mask, call.bias)
+        form: Any = call.given.causal, call.given.key.shape[2]
     else:
-        rows = (call.scores, None)
-        made_of = None if call.made_of is None else [(x.shape, x.dtype) for x in call.made_of]
-        form = call.scores.shape, call.scores.dtype, call.scale, call.doubtful, str(made_of)
-    few = sum(x.numel() for x in rows if x is not None) <= _FEW
+        parts, form = (call.scores, *(call.made_of or ())), (call.scale, call.doubtful)
+    few = all(x is None or x.numel() <= _FEW for x in parts)
     alone = isinstance(call, SoftmaxCall) and call.joined
-    return type(call), form, None if few and not alone else number
+    alike = [None if x is None else (x.shape, x.dtype) for x in parts]
+    return type(call), form, tuple(alike), None if few and not alone else number
 
 
 def _read_alike(calls: Sequence[Recorded]) -> list[dict[str, Any]]:
@@ -289,7 +278,7 @@ def _together(values: Iterable[Tensor]) -> Tensor:
     return (every[0] if len(every) == 1 else torch.cat(every)).cpu()
 
 
-def _products(query: Tensor, key: Tensor) -> Tensor:
+def multiply(query: Tensor, key: Tensor) -> Tensor:
     """Multiply queries with keys, exactly to float32, regardless of the training's settings."""
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     with without_autocast([query.device.type]):
@@ -303,44 +292,54 @@ def read_scores(calls: Sequence[SoftmaxCall]) -> list[dict[str, Any]]:
     scores exactly; otherwise they hold the scores alone. The bias also absorbs an unknown factor.
     The calls must be of one shape.
     """
-    call, count = calls[0], len(calls)
+    call = calls[0]
     whole = _together(each.scores for each in calls).float()
     made_of = [each.made_of for each in calls if each.made_of is not None]
-    if not made_of:
-        return [_scores_alone(scores) for scores in whole.chunk(count)]
-    query, key = (_together(x).float() for x in zip(*made_of, strict=True))
-    products = _products(query, key)
-    scores, sink = _without_sink(whole, products, call.scale)
-    if call.doubtful and call.scale is None:
-        raise NotUnderstoodError(NO_SCORES.format(keys=scores.shape[3]))
-    if scores.shape != products.shape:
-        return [_scores_alone(scores) for scores in whole.chunk(count)]
-    scaled = products if call.scale is None else call.scale * products
+    if made_of:
+        query, key = (_together(x).float() for x in zip(*made_of, strict=True))
+        products = multiply(query, key)
+        scores, sink = _without_sink(whole, products, call.scale)
+        if call.doubtful and call.scale is None:
+            raise NotUnderstoodError(NO_SCORES.format(keys=scores.shape[3]))
+        if scores.shape == products.shape:
+            parts = zip(query.chunk(len(calls)), key.chunk(len(calls)), strict=True)
+            scaled = products if call.scale is None else call.scale * products
+            rest = _explained(calls, scores, scaled)
+            scale = 1.0 if call.scale is None else call.scale
+            return [
+                {
+                    "query": own_query, "key": own_key, "visible": visible, "bias": bias,
+                    "scale": scale, "softcap": None, "sink": sink,
+                }
+                for (own_query, own_key), (visible, bias) in zip(parts, rest, strict=True)
+            ]  # fmt: skip
+    return [
+        {"scores": scores, "visible": ~hidden_in_scores(scores)}
+        for scores in whole.chunk(len(calls))
+    ]
+
+
+def _explained(
+    calls: Sequence[SoftmaxCall], scores: Tensor, scaled: Tensor
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Find which keys each query sees and the bias added to its products, for each of some calls.
+
+    Heads that share a mask get one.
+    """
+    call, count = calls[0], len(calls)
     added = scores - scaled
     hidden = hidden_in_scores(scores, None if call.scale is None else added)
     bias = added.masked_fill(hidden, 0)
     eps = 8 * torch.finfo(call.scores.dtype).eps
     largest = [x.abs().view(count, -1).amax(dim=1) for x in (bias, scaled)]
     adds = (largest[0] > eps * largest[1]).tolist()
-    # Whether all heads share one mask.
-    shares = (hidden == hidden[:, :1]).view(count, -1).all(dim=1).tolist()
-    parts = zip(*(x.chunk(count) for x in (query, key, ~hidden, bias)), strict=True)
+    shared = (hidden == hidden[:, :1]).view(count, -1).all(dim=1).tolist()
     return [
-        {
-            "query": own_query,
-            "key": own_key,
-            "visible": visible[:, :1] if shares[number] else visible,
-            "bias": own_bias if adds[number] else None,
-            "scale": 1.0 if call.scale is None else call.scale,
-            "softcap": None,
-            "sink": sink,
-        }
-        for number, (own_query, own_key, visible, own_bias) in enumerate(parts)
+        (~own[:, :1] if one else ~own, part if any_ else None)
+        for own, one, part, any_ in zip(
+            hidden.chunk(count), shared, bias.chunk(count), adds, strict=True
+        )
     ]
-
-
-def _scores_alone(scores: Tensor) -> dict[str, Any]:
-    return {"scores": scores, "visible": ~hidden_in_scores(scores)}
 
 
 def _without_sink(

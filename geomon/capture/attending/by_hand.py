@@ -78,35 +78,26 @@ class Factors(NamedTuple):
     factor: float
 
 
-class AttentionHints(NamedTuple):
-    """Facts about an attention that are known before its scores are seen.
-
-    Attributes:
-        shape: Shape of the hidden states that entered the block, without the width.
-        width: Width of the hidden states.
-    """
-
-    shape: tuple[int, ...]
-    width: int
-
-
 def record_softmax(
     sampler: RowSampler,
     scores: Tensor,
     dim: int,
-    hints: AttentionHints,
+    hidden: Shape,
     products: Sequence[Product] = (),
     scale: float | None = None,
     find_columns: FindColumns = lambda heads: None,
 ) -> tuple[SoftmaxCall | None, MadeOf]:
-    """Record the sampled rows of a softmax of attention scores, and what made their factors."""
+    """Record the sampled rows of a softmax of attention scores, and what made their factors.
+
+    `hidden` is the shape of the hidden states that entered the block.
+    """
     if scores.is_nested:
         return None, _UNKNOWN
     if sharded_dims(scores) & {dim % scores.ndim, scores.ndim - 1, scores.ndim - 2}:
         raise NotUnderstoodError(ON_SEVERAL_RANKS)
     scores = local_shard(scores)
     fitting = [product for product in products if _makes(product, scores, dim)]
-    arranged = _attention_scores(scores, dim, hints, find_columns, made=bool(fitting))
+    arranged = _attention_scores(scores, dim, hidden, find_columns, made=bool(fitting))
     if arranged is None:
         return None, _UNKNOWN
     turned = dim % scores.ndim != scores.ndim - 1  # the product was keys times queries
@@ -117,7 +108,7 @@ def record_softmax(
     chosen, places = sampler.sample_queries(sequences, length)
     call = SoftmaxCall(
         at_sampled_rows(arranged, chosen, places), chosen, places, (sequences, length),
-        doubtful=keys == hints.width // heads,
+        doubtful=keys == hidden[-1] // heads,
         source=(weakref.ref(scores), dim % scores.ndim),
     )  # fmt: skip
     if fitting and len(products) > 1:
@@ -145,13 +136,13 @@ def _with_factors(
 
 
 def _attention_scores(
-    scores: Tensor, dim: int, hints: AttentionHints, find_columns: FindColumns, *, made: bool
+    scores: Tensor, dim: int, hidden: Shape, find_columns: FindColumns, *, made: bool
 ) -> Tensor | None:
     """Arrange scores, or return None if they are not attention's; raises if that is unclear.
 
     `made` says that they are a product of two tensors made from tokens.
     """
-    arranged = arrange_scores(scores, dim, hints)
+    arranged = arrange_scores(scores, dim, hidden[:-1])
     if arranged is None:
         if made and scores.ndim > 2:
             raise NotUnderstoodError(_UNCLEAR.format(shape=list(scores.shape), dim=dim))
@@ -163,7 +154,8 @@ def _attention_scores(
     _, heads, length, keys = arranged.shape
     if heads == 1 and keys != length:
         return None  # a router
-    if keys != length or keys == hints.width // heads or _are_projected(scores, dim, find_columns):
+    doubtful = keys != length or keys == hidden[-1] // heads
+    if doubtful or _are_projected(scores, dim, find_columns):
         raise NotUnderstoodError(NO_SCORES.format(keys=keys))
     return arranged
 
@@ -206,13 +198,13 @@ def is_second_softmax(recorded: SoftmaxCall, scores: Tensor, dim: int) -> bool:
 # -- which dimension is which ----------------------------------------------------------------------
 
 
-def arrange_scores(scores: Tensor, dim: int, hints: AttentionHints) -> Tensor | None:
+def arrange_scores(scores: Tensor, dim: int, of_tokens: Shape) -> Tensor | None:
     """View scores as [sequences, heads, queries, keys], or return None if they do not fit.
 
     Sequences times queries must equal the block's number of tokens (windows of a sequence count as
     sequences). Sequences and heads may share a dimension, and heads may have two (groups).
     """
-    sizes = arranged_sizes(tuple(scores.shape), dim % scores.ndim, hints.shape)
+    sizes = arranged_sizes(tuple(scores.shape), dim % scores.ndim, of_tokens)
     return None if sizes is None else scores.movedim(dim, -1).reshape(sizes)
 
 

@@ -60,31 +60,44 @@ def read_flash(given: Mapping[str, Any]) -> Arguments:
     for name in _NOT_REBUILT:
         if given.get(name) is not None:
             raise NotUnderstoodError(f"fused attention was given {name}")
-    ends = [
-        _first(given, f"cu_seqlens_{side}", f"cu_seq_{side}", f"cum_seq_{side}") for side in "qk"
-    ]
-    if ends[1] is None:
-        ends[1] = ends[0]
-    packed = ends[0] is not None
+    ends, (left, right) = _ends(given), _window(given)
     query, key = (
-        _plain(_first(given, *names), what, 3 if packed else 4, heads=1 if packed else 2)
+        _sequences_first(_first(given, *names), what, packed=ends is not None)
         for names, what in ((("q", "query"), "queries"), (("k", "key"), "keys"))
     )
-    query, key = ((x[None] if packed else x).transpose(1, 2) for x in (query, key))
-    sides = [given.get(f"window_size_{side}") for side in ("left", "right")]
-    window = given.get("window_size") or sides
-    left, right = (None if side is None or side < 0 else side for side in window)
-    causal = given.get("causal") or given.get("is_causal")
     return Arguments(
         query=query, key=key, mask=None, causal=False,
         scale=_scale(query, _first(given, "softmax_scale", "scale")),
         softcap=given.get("softcap") or None,
         rule=PlaceRule(
-            key.shape[2], query.device, left=left, right=0 if causal else right,
-            offset=key.shape[2] - query.shape[2],
-            ends=(ends[0].detach(), ends[1].detach()) if packed else None,
+            key.shape[2], query.device, left=left, right=right,
+            offset=key.shape[2] - query.shape[2], ends=ends,
         ),
     )  # fmt: skip
+
+
+def _ends(given: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """Return the ends of packed queries and of packed keys; None if they are not packed."""
+    queries, keys = (
+        _first(given, f"cu_seqlens_{side}", f"cu_seq_{side}", f"cum_seq_{side}") for side in "qk"
+    )
+    if queries is None:
+        return None
+    return queries.detach(), (queries if keys is None else keys).detach()
+
+
+def _window(given: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Return how many keys to the left and right of its place a query sees; None for all."""
+    sides = [given.get(f"window_size_{side}") for side in ("left", "right")]
+    window = given.get("window_size") or sides
+    left, right = (None if side is None or side < 0 else side for side in window)
+    return left, 0 if given.get("causal") or given.get("is_causal") else right
+
+
+def _sequences_first(values: Any, what: str, *, packed: bool) -> Tensor:
+    """View queries or keys of flash attention as [sequences, heads, places, width]."""
+    values = _plain(values, what, 3 if packed else 4, heads=1 if packed else 2)
+    return (values[None] if packed else values).transpose(1, 2)
 
 
 def read_output(route: str, given: Mapping[str, Any], result: Any) -> tuple[Tensor, Tensor] | None:

@@ -37,41 +37,63 @@ def max_logits_of_call(given: Arguments) -> Tensor:
     block = _BLOCK_ON_HOST if kind == "cpu" else _BLOCK
     each = max(-(-queries // _CAUSAL_PARTS), _FEWEST_QUERIES) if given.causal else queries
     each = max(1, min(each, queries, block // (heads * keys)))
-    later = torch.ones(each, each, dtype=torch.bool, device=top.device).triu(1)
-    change = None if given.rule is None else given.rule.changed
+    ordered = _keeps_order(given)
     with without_autocast([kind]):
         for some in _pieces(sequences, max(1, block // (heads * keys * each))):
             facing = as_factor(given.key[some]).flatten(0, 1).transpose(1, 2)
             asking = as_factor(given.query[some]).reshape(len(facing), -1, queries, width)
             for rows in _pieces(queries, each):
-                at = _indices(some, rows)
-                if given.rule is None:
-                    mask = _part(given.mask, some, rows)
-                    seen = slice(0, min(rows.stop, keys) if given.causal else keys)
-                else:
-                    mask = given.rule.visible(*at)
-                    # Functions of places are evaluated at all keys.
-                    seen = slice(*given.rule.reach(rows)) if change is None else slice(0, keys)
-                hidden, bias = split_mask(mask, keys)
-                scores = torch.bmm(asking[:, :, rows].flatten(1, 2), facing[..., seen]).float()
-                scores = scores.view(_size(some), heads, _size(rows), -1)
-                # Scale and cap keep the order, so only the largest score of a row needs them.
-                ordered = bias is None and given.scale > 0 and change is None
+                mask, seen = _visible(given, some, rows)
+                products = torch.bmm(asking[:, :, rows].flatten(1, 2), facing[..., seen]).float()
+                scores = products.view(-1, heads, rows.stop - rows.start, products.shape[2])
                 if not ordered:
-                    scores = _scaled(scores, given)
-                if change is not None:
-                    scores = change(scores, *at)
-                if bias is not None:
-                    scores += bias[..., seen]
-                if hidden is not None:
-                    scores.masked_fill_(hidden[..., seen], -torch.inf)
-                if given.causal:  # no key before the first of the rows is later than any of them
-                    late = scores[..., rows.start :]
-                    late.masked_fill_(later[: late.shape[2], : late.shape[3]], -torch.inf)
+                    scores = _changed(_scaled(scores, given), given, some, rows)
+                _mask(scores, mask, keys, seen)
+                if given.causal:
+                    _hide_later(scores, rows)
                 top[some, :, rows] = scores.amax(dim=-1)
     unseen = top == -torch.inf
     top = _scaled(top, given) if ordered else top
     return top.masked_fill_(unseen, -torch.inf)  # a cap makes it finite
+
+
+def _keeps_order(given: Arguments) -> bool:
+    """Whether only scale and cap follow the products: the largest of a row alone needs them."""
+    changed = given.rule is not None and given.rule.changed is not None
+    adds = given.mask is not None and given.mask.dtype != torch.bool
+    return given.scale > 0 and not changed and not adds
+
+
+def _visible(given: Arguments, some: slice, rows: slice) -> tuple[Tensor | None, slice]:
+    """Return the mask of some queries over all keys, and the range of keys that they may see."""
+    keys = given.key.shape[2]
+    if given.rule is None:
+        return _part(given.mask, some, rows), slice(min(rows.stop, keys) if given.causal else keys)
+    # Functions of places are evaluated at all keys.
+    reach = given.rule.reach(rows) if given.rule.changed is None else (0, keys)
+    return given.rule.visible(*_indices(some, rows)), slice(*reach)
+
+
+def _changed(scores: Tensor, given: Arguments, some: slice, rows: slice) -> Tensor:
+    """Change scaled scores as the rule of a call does, if it has one that does."""
+    change = None if given.rule is None else given.rule.changed
+    return scores if change is None else change(scores, *_indices(some, rows))
+
+
+def _mask(scores: Tensor, mask: Tensor | None, keys: int, seen: slice) -> None:
+    """Add a mask over all keys to the scores of the seen ones, in place."""
+    hidden, bias = split_mask(mask, keys)
+    if bias is not None:
+        scores += bias[..., seen]
+    if hidden is not None:
+        scores.masked_fill_(hidden[..., seen], -torch.inf)
+
+
+def _hide_later(scores: Tensor, rows: slice) -> None:
+    """Hide keys after each query, in place; none before the first query is later than another."""
+    late = scores[..., rows.start :]
+    later = torch.ones(late.shape[2:], dtype=torch.bool, device=late.device).triu(1)
+    late.masked_fill_(later, -torch.inf)
 
 
 @torch.no_grad()
@@ -118,8 +140,3 @@ def _scaled(scores: Tensor, given: Arguments) -> Tensor:
     scores = scores.mul_(given.scale)
     cap = given.softcap
     return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
-
-
-def _size(part: slice) -> int:
-    size: int = part.stop - part.start
-    return size

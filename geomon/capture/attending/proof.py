@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from geomon.capture.attending.attention import AttentionCall, read_call
+from geomon.capture.attending.attention import AttentionCall, multiply, read_call
 from geomon.capture.snapshot import at_places
-from geomon.kernels.products import as_factor, without_autocast
 
 _QUERIES = 8  # of one sequence
 _ALIKE = 1e-4  # relative difference, or this many times the precision of the numbers
@@ -29,29 +28,19 @@ def refute(call: AttentionCall, value: Tensor, output: Tensor) -> str:
     Returns:
         The reason; "" if both are alike.
     """
-    views = read_call(call, None)
-    places = call.places[:1, :_QUERIES]
-    queries, heads = places.shape[1], call.heads
+    views, places = read_call(call, None), call.places[:1, :_QUERIES]
+    queries, value = places.shape[1], value[call.sequences[:1]].float()
     query, key = views["query"][:1, :, :queries], views["key"][:1]
-    key, own = (
-        x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value[call.sequences[:1]])
-    )
-    with without_autocast([query.device.type]):
-        scores = (as_factor(query) @ as_factor(key).transpose(-1, -2)).float() * views["scale"]
-        if views["softcap"] is not None:
-            scores = views["softcap"] * torch.tanh(scores / views["softcap"])
-        hidden, bias = ~_first(views["visible"], queries), views["bias"]
-        if bias is not None:
-            scores = scores + _first(bias, queries).to(scores.device)
-        scores = scores.masked_fill(hidden.to(scores.device), -torch.inf)
-        weights = torch.nan_to_num(scores.softmax(-1))
-        expected = weights @ own.float()
+    visible = _first(views["visible"], queries).to(query.device)
+    scores = multiply(query, key) * views["scale"]
+    if views["softcap"] is not None:
+        scores = views["softcap"] * torch.tanh(scores / views["softcap"])
+    if views["bias"] is not None:
+        scores = scores + _first(views["bias"], queries).to(scores.device)
+    weights = torch.nan_to_num(scores.masked_fill(~visible, -torch.inf).softmax(-1))
     found = at_places(output[call.sequences[:1]], places).float()
-    seen = (~hidden).any(-1, keepdim=True).expand_as(expected[..., :1]).to(found.device)
-    difference = ((found - expected).abs() * seen).amax() / own.float().abs().amax().clamp_min(
-        1e-30
-    )
-    share = float(difference)
+    difference = (found - multiply(weights, value.mT)).abs() * visible.any(-1, keepdim=True)
+    share = float(difference.amax() / value.abs().amax().clamp_min(1e-30))
     limit = max(_ALIKE, _PRECISIONS * torch.finfo(output.dtype).eps)
     return _DIFFERS.format(share=share) if share > limit else ""
 

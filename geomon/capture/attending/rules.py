@@ -8,7 +8,7 @@ either for the sampled queries, and for one block of queries at a time.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,36 +19,6 @@ from geomon.capture.storage import send
 # (scores, sequence indices, query positions [sequences, queries]) -> changed scores, [sequences,
 # heads, queries, keys].
 Change = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-class AttentionRule(Protocol):
-    """Describes which keys a query sees and how its scores are changed."""
-
-    def visible(self, sequences: Tensor, places: Tensor) -> Tensor:
-        """Return which keys some queries see: bool, [sequences, heads (or 1), queries, keys].
-
-        Args:
-            sequences: Indices of their sequences, [sequences].
-            places: Position of each query in its sequence, [sequences, queries].
-        """
-
-    @property
-    def changed(self) -> Change | None:
-        """The function that changes scaled scores before the softmax, or None."""
-
-    def reach(self, rows: slice) -> tuple[int, int]:
-        """Return the first key that any of these query positions may see, and one past the last.
-
-        Args:
-            rows: Positions of the queries.
-        """
-
-    def begins(self, length: int) -> Tensor:
-        """Return which tokens of a packed row do not see the token before them: bool, [length].
-
-        Args:
-            length: Number of tokens in the row.
-        """
 
 
 @dataclass(frozen=True)
@@ -74,10 +44,15 @@ class PlaceRule:
 
     @property
     def changed(self) -> None:
-        """None: scores stay as they are (see `AttentionRule`)."""
+        """The function that changes scaled scores before the softmax: none."""
 
     def visible(self, sequences: Tensor, places: Tensor) -> Tensor:
-        """Return which keys some queries see (see `AttentionRule`)."""
+        """Return which keys some queries see: bool, [sequences, heads (or 1), queries, keys].
+
+        Args:
+            sequences: Indices of their sequences, [sequences].
+            places: Position of each query in its sequence, [sequences, queries].
+        """
         order = torch.arange(self.keys, dtype=torch.int64, device=self.device)
         asking = send(places, self.device)[..., None] + self.offset
         seen = torch.ones(*places.shape, self.keys, dtype=torch.bool, device=self.device)
@@ -98,7 +73,13 @@ class PlaceRule:
         return seen[:, None]
 
     def reach(self, rows: slice) -> tuple[int, int]:
-        """Return the range of keys that some rows may see; all keys if they are packed."""
+        """Return the first key that any of these query positions may see, and one past the last.
+
+        Packed queries may see all keys.
+
+        Args:
+            rows: Positions of the queries.
+        """
         if self.ends is not None:
             return 0, self.keys
         first = 0 if self.left is None else rows.start + self.offset - self.left
@@ -107,7 +88,11 @@ class PlaceRule:
         return first, max(min(last, self.keys), first + 1)
 
     def begins(self, length: int) -> Tensor:
-        """Return which tokens begin a sequence (see `AttentionRule`)."""
+        """Return which tokens of a packed row do not see the token before them: bool, [length].
+
+        Args:
+            length: Number of tokens in the row.
+        """
         starts = torch.zeros(length, dtype=torch.bool, device=self.device)
         if self.ends is not None:
             ends = self.ends[0].to(self.device, torch.int64)
@@ -137,12 +122,17 @@ class FlexRule:
     score: Callable[..., Any] | None = None
 
     def visible(self, sequences: Tensor, places: Tensor) -> Tensor:
-        """Return which keys some queries see (see `AttentionRule`)."""
+        """Return which keys some queries see: bool, [sequences, heads (or 1), queries, keys].
+
+        Args:
+            sequences: Indices of their sequences, [sequences].
+            places: Position of each query in its sequence, [sequences, queries].
+        """
         return self._at_all(self.mask, (), sequences, places, self.heads)
 
     @property
     def changed(self) -> Change | None:
-        """The function that changes scores (see `AttentionRule`)."""
+        """The function that changes scaled scores before the softmax, or None."""
         score = self.score
         if score is None:
             return None
@@ -153,11 +143,19 @@ class FlexRule:
         return change
 
     def reach(self, rows: slice) -> tuple[int, int]:
-        """Return all keys, because a function does not say which range it hides."""
+        """Return all keys, because a function does not say which range it hides.
+
+        Args:
+            rows: Positions of the queries.
+        """
         return 0, self.keys
 
     def begins(self, length: int) -> Tensor:
-        """Return which tokens begin a sequence (see `AttentionRule`)."""
+        """Return which tokens of a packed row do not see the token before them: bool, [length].
+
+        Args:
+            length: Number of tokens in the row.
+        """
         starts = torch.ones(length, dtype=torch.bool, device=self.device)
         if length > 1:
             mask, first = self.mask, torch.zeros((), dtype=torch.int64, device=self.device)
@@ -191,6 +189,9 @@ class FlexRule:
         with _indexable():
             found: Tensor = at(*lead, *order)
         return found
+
+
+AttentionRule = PlaceRule | FlexRule  # which keys a query sees, and how its scores are changed
 
 
 @contextmanager

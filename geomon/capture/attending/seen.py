@@ -12,6 +12,7 @@ from torch import Tensor
 from geomon.capture.attending.attention import AttentionCall, SoftmaxCall
 from geomon.capture.storage import send
 from geomon.capture.tap import AttentionWeights, Columns, Projection
+from geomon.capture.tap.columns import Integers, Pattern
 from geomon.capture.tokens.sampling import SampledRows, copy_rows
 
 Shape = tuple[int, ...]
@@ -69,6 +70,11 @@ class SeenAttention:
     left_out: float = 0.0
     has_other_keys: bool = False
     weights: AttentionWeights = field(default_factory=AttentionWeights)
+
+    def awaits(self, precedence: Precedence) -> bool:
+        """Whether a softmax of this precedence may still count."""
+        refused = self.refused and precedence.inside <= self.precedence.inside
+        return precedence >= self.precedence and not refused
 
     def takes(self, precedence: Precedence) -> bool:
         """Return whether to record a call; an earlier one of lower precedence is then dropped."""
@@ -138,46 +144,56 @@ def _sample(
     length_first: bool,
 ) -> tuple[SampledRows, float]:
     """Copy sampled rows of heads; also return the share of rows that are not known."""
-    pattern = columns.pattern
-    order, grid = None if role else pattern.tokens, pattern.kinds.shape
+    pattern, grid = columns.pattern, columns.pattern.kinds.shape
+    tokens = None if role else pattern.tokens
     turned = not role and input_shape == grid[::-1] and (length_first or input_shape != grid)
-    if order is None and turned:
-        order = np.arange(pattern.kinds.size).reshape(input_shape).T
-    shape = grid if order is None else input_shape
-    indices = rows(shape, role)
-    heads, width = pattern.which.shape[1:]
-    is_whole = math.prod(shape) == pattern.kinds.size
-    if is_whole and pattern.is_plain and not turned:  # as nearly always
-        part = _rows_of(columns.projections[0], indices, pattern.run)
-        return SampledRows(part.unflatten(1, (heads, width)), indices, shape, role), 0.0
-    token = np.full(math.prod(shape), -1)  # for each row
-    places = np.arange(pattern.kinds.size) if order is None else order.ravel()
-    known = np.flatnonzero((pattern.kinds.ravel() >= 0) & (places >= 0))
-    token[places[known]] = known
-    taken = token[indices.numpy()]
+    if tokens is None and turned:
+        tokens = np.arange(pattern.kinds.size).reshape(input_shape).T
+    shape = grid if tokens is None else input_shape
+    indices, left_out = rows(shape, role), 0.0
+    if pattern.is_plain and not turned and math.prod(shape) == pattern.kinds.size:  # nearly always
+        values = _rows_of(columns.projections[0], indices, pattern.run)
+    else:
+        indices, places, left_out = _find(pattern, tokens, indices, math.prod(shape))
+        values = _gather(columns, places)
+    heads = pattern.which.shape[1:]
+    return SampledRows(values.unflatten(1, heads), indices, shape, role), left_out
+
+
+def _find(
+    pattern: Pattern, tokens: Integers | None, indices: Tensor, count: int
+) -> tuple[Tensor, Integers, float]:
+    """Find the place in a pattern of each sampled token, and the share of those without one.
+
+    `tokens` numbers the tokens of the pattern among all `count` tokens; None if in order.
+    """
+    order = np.arange(pattern.kinds.size) if tokens is None else tokens.ravel()
+    known = np.flatnonzero((pattern.kinds.ravel() >= 0) & (order >= 0))
+    places = np.full(count, -1)
+    places[order[known]] = known
+    taken = places[indices.numpy()]
     # A token may have no query or key at all; only unknown ones can have been left out.
-    unknown = (pattern.kinds < 0).sum() / max(1, len(token))
+    unknown = (pattern.kinds < 0).sum() / max(1, count)
     left_out = min(float((taken < 0).mean()), float(unknown)) if len(taken) else 0.0
-    indices, taken = indices[torch.from_numpy(taken >= 0)], taken[taken >= 0]
-    kinds, values = pattern.kinds.ravel()[taken], None
-    for kind, (which, places) in enumerate(zip(pattern.which, pattern.columns, strict=True)):
-        of_kind = kinds == kind
-        for number in np.unique(which) if of_kind.any() else ():
-            own = torch.from_numpy(which.ravel() == number)
-            at = torch.from_numpy(pattern.rows[number].ravel()[taken[of_kind]])
-            wanted = torch.from_numpy(places.ravel())[own]
-            part = _rows_of(columns.projections[number], at, wanted)
-            if own.all() and of_kind.all():  # a single projection
-                return SampledRows(
-                    part.unflatten(1, (heads, width)), indices, shape, role
-                ), left_out
-            if values is None:
-                values = part.new_empty(len(taken), heads * width)
-            chosen = send(torch.from_numpy(of_kind).nonzero(), part.device)
-            values[chosen, send(own.nonzero().squeeze(1), part.device)] = part
-    if values is None:
-        values = torch.empty(0, heads * width)
-    return SampledRows(values.unflatten(1, (heads, width)), indices, shape, role), left_out
+    return indices[torch.from_numpy(taken >= 0)], taken[taken >= 0], left_out
+
+
+def _gather(columns: Columns, places: Integers) -> Tensor:
+    """Copy the heads of the tokens at some places, [tokens, heads x width], by kind and product."""
+    pattern, kinds = columns.pattern, columns.pattern.kinds.ravel()[places]
+    device = columns.projections[0].by_token[0].device
+    shape = len(places), pattern.which[0].size
+    values = torch.empty(shape, dtype=torch.float32, device=device)
+    for kind in np.unique(kinds):
+        of_kind, which = kinds == kind, pattern.which[kind].ravel()
+        chosen = send(torch.from_numpy(of_kind).nonzero(), device)
+        for number in np.unique(which):
+            own = torch.from_numpy(np.flatnonzero(which == number))
+            rows = torch.from_numpy(pattern.rows[number].ravel()[places[of_kind]])
+            wanted = torch.from_numpy(pattern.columns[kind].ravel())[own]
+            part = _rows_of(columns.projections[number], rows, wanted)
+            values[chosen, send(own, device)] = part
+    return values
 
 
 def _rows_of(projection: Projection, rows: Tensor, columns: Tensor | slice) -> Tensor:

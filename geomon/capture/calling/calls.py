@@ -344,16 +344,13 @@ def compiled_in(modules: Iterable[nn.Module], *, inside: bool) -> set[int]:
 
 def _reaching_compiled(kinds: Iterable[type]) -> set[type]:
     """Return the classes that reach compiled functions; what they share is searched once."""
-    above = {kind: [each for each in kind.__mro__ if _is_of_user(each)] for kind in kinds}
-    scopes = {id(names): names for own in above.values() for names in _globals_of(own)}
+    above = {each for kind in kinds for each in kind.__mro__ if _is_of_user(each)}
+    scopes = {id(names): names for names in map(_globals_of, above)}
     found = {number for number, names in scopes.items() if _holds_compiled(names)}
-    every = {each for own in above.values() for each in own}
-    reaching = {each for each in every if _holds_compiled(vars(each))}
-    return {
-        kind
-        for kind, own in above.items()
-        if not reaching.isdisjoint(own) or any(id(names) in found for names in _globals_of(own))
+    reaching = {
+        each for each in above if id(_globals_of(each)) in found or _holds_compiled(vars(each))
     }
+    return {kind for kind in kinds if not reaching.isdisjoint(kind.__mro__)}
 
 
 def _is_of_user(kind: type) -> bool:
@@ -386,10 +383,10 @@ _EMPTY = CellType()
 _COMPILED_BY_ITSELF = "flex_attention"  # transformers compiles it on first use
 
 
-def _globals_of(kinds: Iterable[type]) -> list[dict[str, Any]]:
-    """List the globals of the `forward` that each of some classes has in Python."""
-    own = (vars(each).get("forward") for each in kinds)
-    return [forward.__globals__ for forward in own if isinstance(forward, FunctionType)]
+def _globals_of(kind: type) -> dict[str, Any]:
+    """Return the globals of the `forward` that a class has in Python."""
+    forward = vars(kind).get("forward")
+    return forward.__globals__ if isinstance(forward, FunctionType) else {}
 
 
 def unwrap(module: nn.Module) -> nn.Module:

@@ -1,5 +1,6 @@
 """Probe: an extra forward pass on fixed inputs, in eval mode, that leaves nothing changed."""
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -65,18 +66,17 @@ def extra_pass(
     with without_modes(), extra_pass_begun(), without_fast_path.held(), left_unchanged(model):
         model.eval()
         moved = _move(inputs, device)
-        batch = None
+        given = model if given is None else given
+        call: Callable[[], Any] = functools.partial(_call, model, moved, given)
+        left_out = ""
         if around is not None and not _is_function(moved):
-            batch = call_of_batch(model, around, moved)
+            call, left_out = call_of_batch(model, around, moved)
         began = time.perf_counter()
         with window:
-            if batch is None:
-                outputs = _call(model, moved, model if given is None else given)
-            else:
-                outputs = batch.module(*batch.args, **batch.kwargs)
+            outputs = call()
         found = None if loss is None else loss(outputs, moved)
         seconds = time.perf_counter() - began
-        return ExtraPass("" if batch is None else batch.left_out, found, seconds)
+        return ExtraPass(left_out, found, seconds)
 
 
 def _call(model: nn.Module, inputs: Any, given: Any) -> Any:
