@@ -37,11 +37,11 @@ class Layout(NamedTuple):
         found: Integers = strides @ indices + self.offset
         return found
 
-    def with_dimension(self, dim: int) -> "Layout":
-        """Return the layout with one more dimension, of size 1."""
+    def with_dimension(self, dim: int, count: int = 1) -> "Layout":
+        """Return the layout with more dimensions, of size 1."""
         return self._replace(
-            shape=(*self.shape[:dim], 1, *self.shape[dim:]),
-            strides=(*self.strides[:dim], 0, *self.strides[dim:]),
+            shape=(*self.shape[:dim], *(1,) * count, *self.shape[dim:]),
+            strides=(*self.strides[:dim], *(0,) * count, *self.strides[dim:]),
         )
 
     def indices(self, addresses: Integers) -> tuple[Integers, Integers, NDArray[np.bool_]]:
@@ -481,12 +481,10 @@ def _find_pattern(
     picks = not np.array_equal(ends[0][1], ends[1][1])  # heads differ in their tokens
     if not members or (picks and not _are_of_all(ends, len(members), every.size, roots)):
         return None
-    # All numbers of one token of each kind.
-    middle = [_columns_of(made, layout, own[len(own) // 2], roots) for own in members]
-    pairs = [each for each in middle if each is not None]
-    if len(pairs) < len(members) or len({each.shape for each in pairs}) > 1:
+    found = _columns_by_kind(made, layout, [own[len(own) // 2] for own in members], roots)
+    if found is None:
         return None
-    which, columns = np.moveaxis(np.stack(pairs), -1, 0)
+    which, columns = found
     used = np.unique(which)
     kinds, tokens = np.full((2, every.size), -1)
     rows = np.full((len(used), every.size), -1)
@@ -537,6 +535,17 @@ def _is_order(tokens: Integers) -> bool:
     """Whether some tokens are rows of the block's input, and no two are the same."""
     own = tokens[tokens >= 0]
     return 0 < len(own) == len(np.unique(own))
+
+
+def _columns_by_kind(
+    made: ElementOrigin, layout: Layout, tokens: Sequence[int], roots: list[Projection]
+) -> Integers | None:
+    """Find projection and column of all numbers of tokens' heads, [2, tokens, heads, width]."""
+    found = [_columns_of(made, layout, token, roots) for token in tokens]
+    known = [each for each in found if each is not None]
+    if len(known) < len(found) or len({each.shape for each in known}) > 1:
+        return None
+    return np.moveaxis(np.stack(known), -1, 0)
 
 
 def _columns_of(

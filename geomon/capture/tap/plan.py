@@ -115,13 +115,23 @@ class Learner(Provenance):
             return lambda held: answer
 
         answers = {at: tuple(map(again, every)) for at, every in self.asked.items()}
-        steps = [
-            step._replace(answers=answers.get(at, ()), keeps=keeps.get(at, {}))
-            for at, step in enumerate(self._way)
-        ]
-        while steps and not (steps[-1].role or steps[-1].keeps):
-            steps.pop()
-        return Plan(tuple(steps), {-1 - at: own for at, own in keeps.items() if at < 0})
+        events = {-1 - at: own for at, own in keeps.items() if at < 0}
+        return Plan(_steps(self._way, answers, keeps), events)
+
+
+def _steps(
+    way: Iterable[Step],
+    answers: Mapping[int, tuple[Answer, ...]],
+    keeps: Mapping[int, Mapping[int, Keep]],
+) -> tuple[Step, ...]:
+    """Return a block's operators with all that is to be done at them, up to the last such one."""
+    steps = [
+        step._replace(answers=answers.get(at, ()), keeps=keeps.get(at, {}))
+        for at, step in enumerate(way)
+    ]
+    while steps and not (steps[-1].role or steps[-1].keeps):
+        steps.pop()
+    return tuple(steps)
 
 
 def _keep_of(kept: Projection | Product, places: dict[int | None, int]) -> Keep:

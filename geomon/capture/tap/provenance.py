@@ -228,7 +228,11 @@ class Provenance:
             if op.name in _SCALINGS:
                 self._tags[places[0]] = self._scaled(known[0], op.name, op.args[1])
             return
-        tags = self._multiplied(op) if op.name in FACTORS else self._flowed(op, known)
+        if op.name in FACTORS:
+            factors = [self._tags.get(storage_of(x) or 0) for x in op.args[:3]]
+            tags = _multiplied(op, factors, self.at)
+        else:
+            tags = self._flowed(op, known)
         tags = tags._replace(
             of_tokens=any(each.of_tokens for each in known), weights=self._weights(op.name, known)
         )
@@ -253,19 +257,6 @@ class Provenance:
         changed = name not in _KEEPING_WEIGHTS or others or any(was for _, was in given)
         return given[0][0], changed
 
-    def _multiplied(self, op: Op) -> _Tags:
-        """Return the tags of a matrix product; a product with weights is not a query-key one."""
-        at = FACTORS[op.name]
-        summand = self._of(op.args[0]) if at else _TOKENS
-        left, right = op.args[at : at + 2]
-        if not self.is_followed(left) or not self.is_followed(right):
-            return _changed(summand.products)
-        factor, other = self._of(left).factor, self._of(right).factor
-        factor = factor if factor == other and factor else 1.0
-        product = Product(left, right, factor, self.at, at)
-        alpha = op.kwargs.get("alpha", 1.0)
-        return _Tags((*summand.products, product), None if summand.products else alpha)
-
     def _flowed(self, op: Op, known: Sequence[_Tags]) -> _Tags:
         """Return the products that flow on into a result, and their factor since."""
         products = tuple(dict.fromkeys(p for each in known for p in each.products))
@@ -287,6 +278,22 @@ class Provenance:
         if not isinstance(other, int | float) or not other or tags.factor is None:
             return tags._replace(factor=_changed(tags.products).factor)
         return tags._replace(factor=tags.factor * other ** _SCALINGS[name])
+
+
+def _multiplied(op: Op, known: Sequence[_Tags | None], number: int) -> _Tags:
+    """Return the tags of a matrix product, given those of its arguments.
+
+    A product with weights is not a query-key one.
+    """
+    at = FACTORS[op.name]
+    summand = (known[0] or _TOKENS) if at else _TOKENS
+    left, right = known[at : at + 2]
+    if left is None or right is None:
+        return _changed(summand.products)
+    factor = left.factor if left.factor == right.factor and left.factor else 1.0
+    product = Product(op.args[at], op.args[at + 1], factor, number, at)
+    alpha = op.kwargs.get("alpha", 1.0)
+    return _Tags((*summand.products, product), None if summand.products else alpha)
 
 
 def understand(ops: Iterable[Op], hidden: Tensor, others: Iterable[Any] = ()) -> Provenance:

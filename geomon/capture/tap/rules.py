@@ -119,19 +119,34 @@ def projection_of(
 def _added(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
     """A projection plus a bias, or plus another projection of the same tokens, is a projection."""
     made = [known.made_of(values) for values in op.given]
-    roots = [*dict.fromkeys(root for each in made if each is not None for root in each.roots)]
+    own = [each for each in made if each is not None]
+    roots = [*dict.fromkeys(root for each in own for root in each.roots)]
     if len(made) != 2 or not out.ndim or not roots or any(root.is_input for root in roots):
         return _alike(op, out, known)
-    if None not in made:
-        fits = len(roots) == 2 and all(_covers(root, out) for root in roots)
-        return _whole(roots[0].like(out, known.at), out) if fits else _alike(op, out, known)
-    values, bias = op.given if made[1] is None else op.given[::-1]
-    if len(roots) == 1 and is_bias(bias, roots[0].width) and _covers(roots[0], out):
-        return _whole(roots[0].like(out, known.at), out)
-    whole = made[0] or made[1]
-    if whole is None or whole.projection is None or known.is_followed(bias) or bias.ndim < 2:
+    if len(own) == 1:
+        values, bias = op.given if made[1] is None else op.given[::-1]
+        return _with_bias(op, own[0], values, bias, out, known)
+    return _summed(op, roots, out, known)
+
+
+def _summed(
+    op: Op, roots: Sequence[Projection], out: Tensor, known: Followed
+) -> ElementOrigin | None:
+    """Two tensors that were both made from projections."""
+    fits = len(roots) == 2 and all(_covers(root, out) for root in roots)
+    return _whole(roots[0].like(out, known.at), out) if fits else _alike(op, out, known)
+
+
+def _with_bias(
+    op: Op, made: ElementOrigin, values: Tensor, bias: Tensor, out: Tensor, known: Followed
+) -> ElementOrigin | None:
+    """A tensor that was made from projections plus one that was not."""
+    root, *others = made.roots
+    if not others and is_bias(bias, root.width) and _covers(root, out):
+        return _whole(root.like(out, known.at), out)
+    if made.projection is None or known.is_followed(bias) or bias.ndim < 2:
         return _alike(op, out, known)
-    return _with_bias_of_heads(whole, whole.projection, values, bias, out, known)
+    return _with_bias_of_heads(made, made.projection, values, bias, out, known)
 
 
 def _with_bias_of_heads(
@@ -273,8 +288,7 @@ def _is_one_for_each(values: Tensor, out: Tensor) -> bool:
 
 def _fitted(layout: Layout, out: Tensor) -> Layout | None:
     """Give a layout as many dimensions as a tensor; None if it cannot be expanded to it."""
-    for _ in range(out.ndim - len(layout.shape)):
-        layout = layout.with_dimension(0)
+    layout = layout.with_dimension(0, out.ndim - len(layout.shape))
     if len(layout.shape) != out.ndim or not out.ndim or 0 in layout.shape:
         return None
     sizes = zip(layout.shape, out.shape, strict=True)
@@ -345,8 +359,7 @@ def _taken(
     layout = layout._replace(
         shape=layout.shape[len(orders) :], strides=layout.strides[len(orders) :]
     )
-    for _ in range(out.ndim - len(layout.shape)):
-        layout = layout.with_dimension(0)
+    layout = layout.with_dimension(0, out.ndim - len(layout.shape))
     return ElementOrigin(layout_of(out), [SourceSlice(made, layout)], moves=True)
 
 
