@@ -222,7 +222,7 @@ class Window:
                 raise
             finally:
                 if self._tap is not None:
-                    self._tap.take_away()
+                    self._tap.rest()
                 run_eagerly.release(self)  # left by Ctrl-C
 
     @contextmanager

@@ -37,11 +37,11 @@ class Layout(NamedTuple):
         found: Integers = strides @ indices + self.offset
         return found
 
-    def with_dimension(self, dim: int) -> "Layout":
-        """Return the layout with one more dimension, of size 1."""
+    def with_dimension(self, dim: int, count: int = 1) -> "Layout":
+        """Return the layout with more dimensions, of size 1."""
         return self._replace(
-            shape=(*self.shape[:dim], 1, *self.shape[dim:]),
-            strides=(*self.strides[:dim], 0, *self.strides[dim:]),
+            shape=(*self.shape[:dim], *(1,) * count, *self.shape[dim:]),
+            strides=(*self.strides[:dim], *(0,) * count, *self.strides[dim:]),
         )
 
     def indices(self, addresses: Integers) -> tuple[Integers, Integers, NDArray[np.bool_]]:
@@ -84,6 +84,7 @@ class Projection:
         made_at: The argument.
         changes: Whether it was copied, because it is changed in place later.
         inputs: Starting points to which its rows may be traced.
+        by_values: Whether its rows were chosen by numbers in tensors.
     """
 
     def __init__(
@@ -99,9 +100,10 @@ class Projection:
         self.first = 0
         self.made_at, self.changes = made_at, False
         self.is_input = is_input
-        self._source = source
         above = frozenset[Projection]() if source is None else source[0].inputs
         self.inputs: frozenset[Projection] = frozenset([self]) if is_input else above
+        self._source = source if above else None
+        self.by_values: bool = self._source is not None and self._source[0].by_values
         self._values = values
         self._features = tuple(dim % values.ndim for dim in features)
         self._tokens = tuple(dim for dim in range(values.ndim) if dim not in self._features)
@@ -126,18 +128,17 @@ class Projection:
         """Shape of the product, and its dimensions that count features."""
         return tuple(self._values.shape), self._features
 
-    def outline(self, roots: "list[Projection]") -> tuple[Any, ...] | None:
+    def outline(self, roots: "list[Projection]") -> tuple[Any, ...]:
         """Return all that tracing its rows depends on (see `ElementOrigin.outline`)."""
-        source = self._source if self.inputs else None
-        inner = None if source is None else source[0].outline(roots)
-        if source is not None and inner is None:
-            return None
-        return *self.sizes, self.is_input, source and source[1], inner
+        source = self._source and (self._source[0].outline(roots), self._source[1])
+        return *self.sizes, self.is_input, source
 
     def trace_rows(self, rows: Integers, start: "Projection | None" = None) -> Integers:
         """Trace rows to rows of a starting point; -1 if unknown."""
-        if self.is_input or not self.inputs or self._source is None:
-            return rows if self.is_input else np.full_like(rows, _UNKNOWN)
+        if self.is_input:
+            return rows
+        if self._source is None:
+            return np.full_like(rows, _UNKNOWN)
         made, layout = self._source
         return made.trace_rows(layout, rows, start)
 
@@ -182,8 +183,8 @@ class SourceSlice(NamedTuple):
     chosen: tuple[int, tuple[Tensor, ...]] | None = None
     where: Tensor | None = None
 
-    def enter(self, indices: Integers) -> tuple[Integers, NDArray[np.bool_] | None]:
-        """Return the indices in the other tensor, and which are inside it (None for all)."""
+    def enter(self, indices: Integers) -> tuple[Integers, NDArray[np.bool_]]:
+        """Return the indices in the other tensor, and which are inside it."""
         sizes = np.array(self.layout.shape, dtype=np.int64)[:, None]
         if self.where is not None:
             own = self.where.cpu().numpy()
@@ -195,17 +196,9 @@ class SourceSlice(NamedTuple):
             taken = [order.cpu().numpy()[tuple(indices[dim:end])] for order in orders]
             indices = np.stack([*indices[:dim], *taken, *indices[end:]])
         if self.start is None:
-            return indices % sizes, None
+            return indices % sizes, np.ones(1, dtype=np.bool_)
         indices = indices - np.array(self.start, dtype=np.int64)[:, None]
         return indices, np.all((indices >= 0) & (indices < sizes), axis=0)
-
-
-class Traced(NamedTuple):
-    """Origin of each element: projection (or `_UNKNOWN` or `_ZERO`), token and feature."""
-
-    projection: Integers
-    row: Integers
-    column: Integers
 
 
 class ElementOrigin:
@@ -226,6 +219,7 @@ class ElementOrigin:
         mixes: The argument.
         roots: Projections that the elements come from.
         inputs: Starting points to which rows may be traced.
+        by_values: Whether elements were chosen by numbers in tensors.
     """
 
     def __init__(
@@ -248,32 +242,26 @@ class ElementOrigin:
         parts = [piece.made for piece in pieces] + ([] if before is None else [before])
         own = frozenset[Projection](() if projection is None else (projection,))
         self.roots: frozenset[Projection] = own.union(*(made.roots for made in parts))
-        self.inputs = frozenset[Projection]().union(*(root.inputs for root in self.roots))
+        self.inputs: frozenset[Projection] = frozenset().union(
+            *(root.inputs for root in self.roots)
+        )
+        chosen = any(piece.chosen is not None or piece.where is not None for piece in pieces)
+        above: list[Projection | ElementOrigin] = [*own, *parts]
+        self.by_values: bool = chosen or any(each.by_values for each in above)
 
-    def outline(self, roots: list[Projection]) -> tuple[Any, ...] | None:
-        """Return all that tracing depends on, as a key; None if indices chose elements.
+    def outline(self, roots: list[Projection]) -> tuple[Any, ...]:
+        """Return all that tracing depends on, as a key, if no numbers chose elements.
 
         Projections are represented by their index in `roots`, to which new ones are appended.
         """
-        parts: list[Any] = [self.out, self._pads, self.mixes, self._moves]
+        own = None
         if self.projection is not None:
             if self.projection not in roots:
                 roots.append(self.projection)
-            rows = self.projection.outline(roots)
-            if rows is None:
-                return None
-            parts.append((roots.index(self.projection), rows))
-        for piece in self._pieces:
-            by_values = piece.chosen is not None or piece.where is not None
-            inner = None if by_values else piece.made.outline(roots)
-            if inner is None:
-                return None
-            parts.append((piece.layout, piece.start, inner))
-        if self._before is not None:
-            parts.append(self._before.outline(roots))
-            if parts[-1] is None:
-                return None
-        return tuple(parts)
+            own = roots.index(self.projection), self.projection.outline(roots)
+        pieces = [(piece.layout, piece.start, piece.made.outline(roots)) for piece in self._pieces]
+        before = self._before and self._before.outline(roots)
+        return self.out, self._pads, self.mixes, self._moves, own, before, *pieces
 
     def trace(
         self,
@@ -283,48 +271,45 @@ class ElementOrigin:
         second: bool = False,
         of_rows: bool = False,
         start: Projection | None = None,
-    ) -> Traced:
-        """Return the origin of the elements at some addresses in the storage.
+    ) -> Integers:
+        """Trace the elements at some addresses in the storage.
 
         New projections are appended to `known`. `second` follows sums to their last summand, not
         the first; `of_rows` asks for rows, not columns; `start` restricts tracing to one starting
         point.
+
+        Returns:
+            Index of the projection (or `_UNKNOWN` or `_ZERO`), row and column of each element,
+            [3, elements].
         """
-        found = Traced(*np.full((3, len(addresses)), _UNKNOWN, dtype=np.int64))
+        trace = functools.partial(
+            ElementOrigin.trace, known=known, second=second, of_rows=of_rows, start=start
+        )
+        found = np.full((3, len(addresses)), _UNKNOWN, dtype=np.int64)
         indices, rest, inside = self.out.indices(addresses)
         if self.projection is not None:
             if self.projection not in known:
                 known.append(self.projection)
-            found.row[:], found.column[:] = self.projection.places(indices)
-            found.projection[inside] = known.index(self.projection)
-        pieces = () if (self._moves if of_rows else self.mixes) else self._pieces
-        if start is not None:
-            pieces = [piece for piece in pieces if start in piece.made.inputs]
-        for piece in pieces[::-1] if second else pieces:
+            found[1:] = self.projection.places(indices)
+            found[0, inside] = known.index(self.projection)
+        for piece in self._followed(start, of_rows=of_rows)[:: -1 if second else 1]:
             inner, fits = piece.enter(indices)
-            here = inside & (found.projection == _UNKNOWN)
-            here = here if fits is None else here & fits
+            here = inside & (found[0] == _UNKNOWN) & fits
             if here.any():
                 places = piece.layout.addresses(inner[:, here])
                 scaled = rest[here] * piece.layout.size // self.out.size  # inside complex numbers
-                _assign(
-                    found,
-                    here,
-                    piece.made.trace(
-                        places + scaled, known, second=second, of_rows=of_rows, start=start
-                    ),
-                )
+                found[:, here] = trace(piece.made, places + scaled)
         if self._pads:
-            found.projection[inside & (found.projection == _UNKNOWN)] = _ZERO
+            found[0, inside & (found[0] == _UNKNOWN)] = _ZERO
         if self._before is not None and not inside.all():
-            _assign(
-                found,
-                ~inside,
-                self._before.trace(
-                    addresses[~inside], known, second=second, of_rows=of_rows, start=start
-                ),
-            )
+            found[:, ~inside] = trace(self._before, addresses[~inside])
         return found
+
+    def _followed(self, start: Projection | None, *, of_rows: bool) -> Sequence[SourceSlice]:
+        """Return the pieces that tell rows (of a starting point), or columns."""
+        if self._moves if of_rows else self.mixes:
+            return ()
+        return [piece for piece in self._pieces if start is None or start in piece.made.inputs]
 
     def trace_rows(
         self, layout: Layout, rows: Integers, start: Projection | None = None
@@ -333,16 +318,11 @@ class ElementOrigin:
         found = np.full_like(rows, _UNKNOWN)
         known: list[Projection] = []
         indices = np.stack([*np.unravel_index(rows, layout.shape[:-1]), 0 * rows])
-        traced = self.trace(layout.addresses(indices), known, of_rows=True, start=start)
+        projection, row, _ = self.trace(layout.addresses(indices), known, of_rows=True, start=start)
         for number, root in enumerate(known):
-            own = traced.projection == number
-            found[own] = root.trace_rows(traced.row[own], start)
+            own = projection == number
+            found[own] = root.trace_rows(row[own], start)
         return found
-
-
-def _assign(found: Traced, here: NDArray[np.bool_], others: Traced) -> None:
-    for own, other in zip(found, others, strict=True):
-        own[here] = other
 
 
 @dataclass(frozen=True, eq=False)
@@ -452,36 +432,25 @@ class Columns:
 
 
 def find_columns(made: ElementOrigin, values: Tensor) -> Columns | None:
-    """Find the columns of projections that make up heads, or None if some source is unknown.
-
-    The result is remembered for blocks that are alike.
-    """
+    """Find the columns of projections that make up heads, or None if some source is unknown."""
     roots: list[Projection] = []
-    outline = made.outline(roots)
-    if outline is None:
-        return _find_columns(made, values)
-
-    def find() -> tuple[tuple[int, ...], Pattern | None]:
-        found = _find_columns(made, values)
-        order = () if found is None else tuple(map(roots.index, found.projections))
-        return order, None if found is None else found.pattern
-
-    order, found = _remembered((outline, layout_of(values)), find)
-    return found and Columns(tuple(roots[number] for number in order), found)
+    key, layout = made.outline(roots), layout_of(values)
+    find = functools.partial(_find_pattern, made, layout, roots)
+    found = find() if made.by_values else _remembered((key, layout), find)
+    return found and Columns(tuple(roots[number] for number in found[0]), found[1])
 
 
 def find_rows(made: ElementOrigin, values: Tensor, start: Projection) -> Integers:
     """Find the row of `start` behind each row of a tensor, [..., width]; -1 if there is none."""
-    roots: list[Projection] = []
-    outline, layout = made.outline(roots), layout_of(values)
+    roots = [start]
+    key, layout = made.outline(roots), layout_of(values)
     rows = np.arange(math.prod(values.shape[:-1]))
-    if outline is None or start not in roots:
-        return made.trace_rows(layout, rows, start)
-    key = outline, layout, roots.index(start)
-    return _remembered(key, lambda: made.trace_rows(layout, rows, start))
+    find = functools.partial(made.trace_rows, layout, rows, start)
+    return find() if made.by_values else _remembered((key, layout, "rows"), find)
 
 
-# Results of earlier tracing, by all that they depend on. Projections are replaced by their indices.
+# Results of earlier tracing, by all that they depend on: a third of the time in which the blocks of
+# a model, which are alike, are understood.
 _FOUND: dict[Any, Any] = {}
 _MOST_FOUND = 16
 
@@ -499,84 +468,110 @@ def _remembered(key: Any, find: Callable[[], Any]) -> Any:
 _MOST_KINDS = 8
 
 
-def _find_columns(made: ElementOrigin, values: Tensor) -> Columns | None:
-    """Trace both ends of every token, and all numbers of one token of each kind."""
-    sequences, heads, length, _ = values.shape
-    layout, known = layout_of(values), list[Projection]()
-    number, place = (each.ravel() for each in np.indices((sequences, length)))
-    every = np.arange(number.size)
-
-    def trace(tokens: Integers, head: int, column: int) -> Traced:
-        at = np.stack([number[tokens], 0 * tokens + head, place[tokens], 0 * tokens + column])
-        return made.trace(layout.addresses(at), known)
-
-    if not values.numel():
+def _find_pattern(
+    made: ElementOrigin, layout: Layout, roots: list[Projection]
+) -> tuple[list[int], Pattern] | None:
+    """Find which of some projections make up heads, and where the numbers stand in them."""
+    sequences, heads, length, _ = layout.shape
+    if 0 in layout.shape:
         return None
-    ends = [trace(every, head, 0) for head in (0, heads - 1)]
-    traced = np.stack([x for end in ends for x in (end.projection, end.column)])
-    unique, kind_of = np.unique(traced, axis=1, return_inverse=True)
-    kind_of = kind_of.reshape(-1)
-    kinds = np.flatnonzero((unique[::2] >= 0).all(axis=0))
-    if not 0 < len(kinds) <= _MOST_KINDS:
+    every = np.arange(sequences * length)
+    ends = [made.trace(_addresses(layout, every, head, 0), roots) for head in (0, heads - 1)]
+    members = _tokens_by_kind(*ends)
+    picks = not np.array_equal(ends[0][1], ends[1][1])  # heads differ in their tokens
+    if not members or (picks and not _are_of_all(ends, len(members), every.size, roots)):
         return None
-    members = [every[kind_of == kind] for kind in kinds]
-    picked = not np.array_equal(ends[0].row, ends[1].row)  # heads differ in their tokens
-    if picked and (len(kinds) > 1 or any(root.rows != every.size for root in known)):
+    found = _columns_by_kind(made, layout, [own[len(own) // 2] for own in members], roots)
+    if found is None:
         return None
-    middle = [own[len(own) // 2] for own in members]
-    found = [_columns_of(made, layout, number[at], place[at], known) for at in middle]
-    pairs = [each for each in found if each is not None]
-    if len(pairs) < len(found) or len({each.shape for each in pairs}) > 1:
-        return None
-    which, columns = np.moveaxis(np.stack(pairs), -1, 0)
+    which, columns = found
     used = np.unique(which)
-    rows, tokens = np.full((len(used), number.size), -1), np.full(number.size, -1)
-    kind = np.full(number.size, -1)
-    for at, own in enumerate(members):
-        kind[own] = at
-        for root in np.unique(which[at]):
-            end = trace(own, *np.argwhere(which[at] == root)[0])
-            row = every if picked else end.row
-            rows[used == root, own] = np.where(end.projection == root, row, -1)
-        first = which[at, 0, 0]
-        tokens[own] = known[first].trace_rows(rows[used == first, own])
-    own = tokens[tokens >= 0]
-    is_order = len(own) > 0 and len(np.unique(own)) == len(own)
+    kinds, tokens = np.full((2, every.size), -1)
+    rows = np.full((len(used), every.size), -1)
+    for kind, own in enumerate(members):
+        kinds[own] = kind
+        for root in np.unique(which[kind]):
+            at = np.argwhere(which[kind] == root)[0]
+            projection, row, _ = made.trace(_addresses(layout, own, *at), roots)
+            rows[used == root, own] = np.where(projection == root, own if picks else row, -1)
+        first = which[kind, 0, 0]
+        tokens[own] = roots[first].trace_rows(rows[used == first, own])
     grid = sequences, length
     pattern = Pattern(
-        np.searchsorted(used, which), columns, kind.reshape(grid), rows.reshape(-1, *grid),
-        tokens.reshape(grid) if is_order else None,
+        np.searchsorted(used, which), columns, kinds.reshape(grid), rows.reshape(-1, *grid),
+        tokens.reshape(grid) if _is_order(tokens) else None,
     )  # fmt: skip
-    return Columns(tuple(known[root] for root in used), pattern)
+    return used.tolist(), pattern
+
+
+def _addresses(layout: Layout, tokens: Any, heads: Any, columns: Any) -> Integers:
+    """Return addresses of numbers of heads, by the numbers of their tokens in all sequences."""
+    sequences, places = np.divmod(tokens, layout.shape[2])
+    return layout.addresses(np.stack(np.broadcast_arrays(sequences, heads, places, columns)))
+
+
+def _tokens_by_kind(first: Integers, last: Integers) -> list[Integers]:
+    """Group tokens by the columns at both ends of their heads; empty if there are too many kinds.
+
+    Tokens with an unknown end are left out.
+    """
+    columns = np.stack([first[0], first[2], last[0], last[2]])
+    unique, kind_of = np.unique(columns, axis=1, return_inverse=True)
+    known = np.flatnonzero((unique[::2] >= 0).all(axis=0))
+    if len(known) > _MOST_KINDS:
+        return []
+    return [np.flatnonzero(kind_of.reshape(-1) == kind) for kind in known]
+
+
+def _are_of_all(
+    ends: Sequence[Integers], kinds: int, tokens: int, roots: Sequence[Projection]
+) -> bool:
+    """Whether heads that pick their tokens do so among all those of one kind."""
+    used = {int(root) for end in ends for root in end[0] if root >= 0}
+    return kinds == 1 and all(roots[root].rows == tokens for root in used)
+
+
+def _is_order(tokens: Integers) -> bool:
+    """Whether some tokens are rows of the block's input, and no two are the same."""
+    own = tokens[tokens >= 0]
+    return 0 < len(own) == len(np.unique(own))
+
+
+def _columns_by_kind(
+    made: ElementOrigin, layout: Layout, tokens: Sequence[int], roots: list[Projection]
+) -> Integers | None:
+    """Find projection and column of all numbers of tokens' heads, [2, tokens, heads, width]."""
+    found = [_columns_of(made, layout, token, roots) for token in tokens]
+    known = [each for each in found if each is not None]
+    if len(known) < len(found) or len({each.shape for each in known}) > 1:
+        return None
+    return np.moveaxis(np.stack(known), -1, 0)
 
 
 def _columns_of(
-    made: ElementOrigin, layout: Layout, sequence: int, token: int, known: list[Projection]
+    made: ElementOrigin, layout: Layout, token: int, roots: list[Projection]
 ) -> Integers | None:
     """Find projection and column of each number of a token's heads, [heads, width, 2]."""
     heads, width = layout.shape[1], layout.shape[3]
     head, place = (each.ravel() for each in np.indices((heads, width)))
-    at = np.stack([0 * head + sequence, head, 0 * head + token, place])
-    addresses = layout.addresses(at)
-    traced = made.trace(addresses, known)
-    pairs = np.stack([traced.projection, traced.column], axis=1).reshape(heads, width, 2)
+    addresses = _addresses(layout, token, head, place)
+
+    def pairs_of(*, second: bool) -> Integers:
+        return made.trace(addresses, roots, second=second)[::2].T.reshape(heads, width, 2)
+
+    pairs = pairs_of(second=False)
     which = pairs[..., 0]
     kept = width - (which == _ZERO).all(axis=0)[::-1].cumprod().sum().item()
     if not kept or (which[:, :kept] < 0).any():
         return None
-    of = [known[root] for root in np.unique(which[:, :kept])]
+    of = [roots[root] for root in np.unique(which[:, :kept])]
     # Hidden states are not a projection, and all heads must have the same tokens.
     if any(root.is_input for root in of) or len({root.rows for root in of}) > 1:
         return None
     pairs = pairs[:, :kept].copy()
-    widest = max(projection.width for projection in known)
-    numbers = np.sort(pairs[..., 0] * widest + pairs[..., 1], axis=1)
-    if (numbers[:, 1:] == numbers[:, :-1]).any():
-        again = made.trace(addresses, known, second=True)
-        both = np.stack([again.projection, again.column], axis=1)
-        if not _make_distinct(pairs, both.reshape(heads, width, 2)):
-            return None
-    return pairs
+    numbers = np.sort(pairs[..., 0] * max(root.width for root in of) + pairs[..., 1], axis=1)
+    repeats = (numbers[:, 1:] == numbers[:, :-1]).any()
+    return None if repeats and not _make_distinct(pairs, pairs_of(second=True)) else pairs
 
 
 def _make_distinct(pairs: Integers, others: Integers) -> bool:

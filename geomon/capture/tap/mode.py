@@ -4,7 +4,7 @@ It works below autograd and replaces nothing: each operator runs as it was calle
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -18,6 +18,8 @@ from geomon.capture.tap.plan import Known, Learner
 from geomon.capture.tap.provenance import Provenance
 from geomon.capture.tap.stream import Stream
 from geomon.failures import failures
+
+Sight = Provenance | Stream | None
 
 
 class TapObserver(Protocol):
@@ -43,6 +45,7 @@ class Tap(dispatch.TorchDispatchMode):
     """Notifies an observer of the attention in its thread.
 
     Attributes:
+        is_open: Whether the operators of a body are seen now.
         sight: The plan along which a block runs, or what follows its tensors, or None.
     """
 
@@ -57,14 +60,13 @@ class Tap(dispatch.TorchDispatchMode):
         super().__init__()
         self._observer: TapObserver | None = observer
         self._thread = threading.get_ident()
-        self._open = False
+        self.is_open = False
         self._bodies = 0
-        self.sight: Known | Provenance | Stream | None = None
+        self.sight: Known | Sight = None
 
     @property
-    def is_open(self) -> bool:
-        """Whether the operators of a body are seen now."""
-        return self._open
+    def _is_in_thread(self) -> bool:
+        return threading.get_ident() == self._thread
 
     @contextmanager
     def seeing(self) -> Iterator[None]:
@@ -73,13 +75,12 @@ class Tap(dispatch.TorchDispatchMode):
         The mode stays inside the call that it is opened for, because code around the call (compiled
         code, for example) saves and restores the state of torch's dispatcher.
         """
-        if self._observer is None or threading.get_ident() != self._thread:
+        if self._observer is None or not self._is_in_thread:
             yield
             return
         try:
             self._bodies += 1
-            if not self._open:
-                self._enter()
+            self.go_on()
             yield
         finally:
             self._bodies -= 1
@@ -87,47 +88,43 @@ class Tap(dispatch.TorchDispatchMode):
                 self._leave()
 
     def rest(self) -> None:
-        """See nothing of what follows, until `go_on` is called or another body begins."""
-        if self._open and threading.get_ident() == self._thread:
+        """See nothing of what follows, until `go_on` is called or another body begins.
+
+        It also removes the mode if Ctrl-C left it after all bodies have ended.
+        """
+        if self.is_open and self._is_in_thread:
             self._leave()
 
     def go_on(self) -> None:
         """See the rest of a body again after `rest`."""
-        is_own = self._observer is not None and threading.get_ident() == self._thread
-        if self._bodies and not self._open and is_own:
+        if self._bodies and not self.is_open and self._observer is not None and self._is_in_thread:
             self._enter()
 
     def _enter(self) -> None:
-        self._open = True
+        self.is_open = True
         self.__enter__()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Remove the mode for a while, because compiled code runs compiled only without modes."""
-        if not self._open or threading.get_ident() != self._thread:
+        if not self.is_open or not self._is_in_thread:
             yield
             return
         try:
             self._leave()
             yield
         finally:
-            self._open = True
-            self.__enter__()
+            self._enter()
 
     def close(self) -> None:
         """See nothing more; may be called more than once, inside a body and after Ctrl-C."""
         self._observer = self.sight = None
 
-    def take_away(self) -> None:
-        """Remove the mode if Ctrl-C left it, after all bodies have ended."""
-        if self._open and threading.get_ident() == self._thread:
-            self._leave()
-
     def _leave(self) -> None:
         """Remove the mode from the stack, even from below modes that Ctrl-C left there."""
         top, pop, push = private.top_mode, private.pop_mode, private.push_mode
         if top is None or pop is None or push is None:
-            self._open = False
+            self.is_open = False
             self.__exit__(None, None, None)
             return
         above: list[Any] = []
@@ -137,16 +134,15 @@ class Tap(dispatch.TorchDispatchMode):
             pop()
         for other in reversed(above):
             push(other)
-        self._open = False
+        self.is_open = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operator, and show it to the observer if it belongs to attention."""
         kwargs = kwargs or {}
-        observer = self._observer
         # Recomputation in a backward pass was seen before.
-        if observer is None or private.graph_task() != -1:
+        if self._observer is None or private.graph_task() != -1:
             return func(*args, **kwargs)
         if torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
             with self:  # in inference mode, composite operators arrive undecomposed
@@ -156,29 +152,9 @@ class Tap(dispatch.TorchDispatchMode):
         sight = self.sight
         if isinstance(sight, Known):
             return self._run_known(sight, func, args, kwargs)
-        kind = kind_of(func)
-        try:
-            if sight is not None:
-                if isinstance(sight, Learner):
-                    sight.begin(func, args, kwargs)
-                if kind.writes:
-                    own = on_this_rank(args, {}) if types else args
-                    given = dict(zip(kind.names, own, strict=False)) | kwargs
-                    written = [given[each] for each in kind.writes if each in given]
-                    sight.before_write(kind.name, written, own)
-            self._show(kind.role, func, args, kwargs)
-        except failures() as error:
-            observer.on_failure(error)
+        self._try(self._before, sight, func, types, args, kwargs)
         result = func(*args, **kwargs)
-        try:
-            self._show_result(kind.role, args, result)
-            if isinstance(sight, Learner) and kind.role in ROUTES:
-                given = dict(zip(kind.names, args, strict=False)) | kwargs
-                observer.on_fused_output(kind.role, given, result)
-            if sight is not None:  # follow this rank's parts of DTensors
-                sight.follow(op_of(func, types, args, kwargs, result))
-        except failures() as error:
-            observer.on_failure(error)
+        self._try(self._after, sight, func, types, args, kwargs, result)
         return result
 
     def _run_known(
@@ -188,35 +164,62 @@ class Tap(dispatch.TorchDispatchMode):
         step = known.next(func, args, kwargs)
         if step is None:
             return func(*args, **kwargs)
-        try:
-            self._show(step.role, func, args, kwargs)
-        except failures() as error:
-            self._fail(error)
+        self._try(self._show, func, args, kwargs)
         result = func(*args, **kwargs)
-        try:
-            known.keep(step, args, result)
-            self._show_result(step.role, args, result)
-        except failures() as error:
-            self._fail(error)
+        self._try(known.keep, step, args, result)
+        self._try(self._show_result, func, args, result)
         return result
 
-    def _fail(self, error: Exception) -> None:
-        if self._observer is not None:
-            self._observer.on_failure(error)
+    def _try(self, act: Callable[..., None], *given: Any) -> None:
+        """Call a function of geomon's own, whose errors the observer is told."""
+        try:
+            act(*given)
+        except failures() as error:
+            if self._observer is not None:
+                self._observer.on_failure(error)
 
-    def _show(self, role: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(
+        self, sight: Sight, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Follow an operator that is about to run."""
+        kind = kind_of(func)
+        if isinstance(sight, Learner):
+            sight.begin(func, args, kwargs)
+        if sight is not None and kind.writes:
+            own = on_this_rank(args, {}) if types else args
+            given = kind.by_name(own, kwargs)
+            written = [given[each] for each in kind.writes if each in given]
+            sight.before_write(kind.name, written, own)
+        self._show(func, args, kwargs)
+
+    def _after(
+        self,
+        sight: Sight,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
+        """Follow an operator that has run."""
+        kind = kind_of(func)
+        self._show_result(func, args, result)
+        if self._observer is not None and isinstance(sight, Learner) and kind.role in ROUTES:
+            self._observer.on_fused_output(kind.role, kind.by_name(args, kwargs), result)
+        if sight is not None:  # follow this rank's parts of DTensors
+            sight.follow(op_of(func, types, args, kwargs, result))
+
+    def _show(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Show a call of attention that is about to run."""
-        observer = self._observer
-        if observer is None:
+        kind = kind_of(func)
+        if self._observer is None:
             return
-        if role == "softmax":
-            logarithm = kind_of(func).name == "_log_softmax"
-            observer.on_softmax(args[0], args[1], logarithm=logarithm)
-        elif role in ROUTES:
-            given = dict(zip(kind_of(func).names, args, strict=False)) | kwargs
-            observer.on_fused(role, given)
+        if kind.role == "softmax":
+            self._observer.on_softmax(args[0], args[1], logarithm=kind.name == "_log_softmax")
+        elif kind.role in ROUTES:
+            self._observer.on_fused(kind.role, kind.by_name(args, kwargs))
 
-    def _show_result(self, role: str, args: tuple[Any, ...], result: Any) -> None:
+    def _show_result(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Show a choice that was made."""
-        if self._observer is not None and role == "choice":
+        if self._observer is not None and kind_of(func).role == "choice":
             self._observer.on_choice(args[0], result[1])

@@ -39,13 +39,19 @@ class Kind(NamedTuple):
     writes: tuple[str, ...]
     keeps_places: bool = False
 
+    def by_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by their names."""
+        return dict(zip(self.names, args, strict=False)) | {**kwargs}
+
 
 # Operators that keep places although torch does not tag them as pointwise.
 _KEEPING_PLACES = (
     "native_layer_norm", "_fused_rms_norm", "native_dropout", "_to_copy", "copy_",
     "native_batch_norm", "_native_batch_norm_legit", "repeat",
 )  # fmt: skip
-_SOFTMAXES = ("_softmax", "_safe_softmax", "_log_softmax")
+_ROLES = dict.fromkeys(
+    ("aten::_softmax", "aten::_safe_softmax", "aten::_log_softmax"), "softmax"
+) | {"aten::topk": "choice"}
 
 
 @functools.cache
@@ -53,20 +59,27 @@ def kind_of(func: Any) -> Kind:
     """Return the kind of an operator."""
     schema = getattr(func, "_schema", None)
     if schema is None:
-        flex = getattr(func, "__name__", "") == "flex_attention"
-        return Kind("flex" if flex else "", "", _FLEX * flex, ())
+        is_flex = getattr(func, "__name__", "") == "flex_attention"
+        return Kind("flex", "", _FLEX, ()) if is_flex else Kind("", "", (), ())
     space, _, name = schema.name.rpartition("::")
     names = tuple(argument.name for argument in schema.arguments)
     changed = (a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
-    writes = tuple(argument.name for argument in changed)
-    if space == "aten" and name in (*_SOFTMAXES, "topk"):
-        return Kind("choice" if name == "topk" else "softmax", name, names, writes)
-    given = set(names)
-    if {"query", "key", "value"} <= given or {"q", "k", "v"} <= given:
-        route = "sdpa" if name.startswith("_scaled_dot_product") else "flash"
-        return Kind(route, "", names, writes)
-    keeps = torch.Tag.pointwise in func.tags or name in _KEEPING_PLACES
-    return Kind("", name if space == "aten" else "", names, writes, keeps)
+    role = _ROLES.get(schema.name) or _route_of(name, {*names})
+    is_known = space == "aten" and role not in ROUTES
+    return Kind(
+        role,
+        name if is_known else "",
+        names,
+        tuple(argument.name for argument in changed),
+        torch.Tag.pointwise in func.tags or name in _KEEPING_PLACES,
+    )
+
+
+def _route_of(name: str, arguments: set[str]) -> str:
+    """Return the route of an operator that attends to queries, keys and values, or ""."""
+    if {"query", "key", "value"} <= arguments or {"q", "k", "v"} <= arguments:
+        return "sdpa" if name.startswith("_scaled_dot_product") else "flash"
+    return ""
 
 
 class Op(NamedTuple):
@@ -125,19 +138,14 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
     return found
 
 
-def plain_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return counts of arguments by position and by name, and those of each that are no tensors."""
-    return (
-        (len(args), len(kwargs)),
-        tuple((n, value) for n, value in enumerate(args) if not _holds_tensors(value)),
-        tuple((name, value) for name, value in kwargs.items() if not _holds_tensors(value)),
-    )
-
-
-def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return any(map(_holds_tensors, value))
-    return isinstance(value, Tensor)
+def plain_arguments(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[int, int], list[int], list[str], list[Any]]:
+    """Return the numbers of arguments, and position or name and value of those without tensors."""
+    places = [place for place, value in enumerate(args) if not tensors_in((value,))]
+    names = [name for name, value in kwargs.items() if not tensors_in((value,))]
+    values = [args[place] for place in places] + [kwargs[name] for name in names]
+    return (len(args), len(kwargs)), places, names, values
 
 
 def on_this_rank(values: Any, starts: dict[int, tuple[int, ...]]) -> Any:

@@ -10,6 +10,7 @@ measured, and the next one is followed again.
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,28 +34,12 @@ _MOST_FORMS = 8
 
 # Gives an answer, from what a call has kept.
 Answer = Callable[[Mapping[int, Any]], Any]
+# Takes what is kept of an operator, from its arguments and its result.
+Keep = Callable[[tuple[Any, ...], Any], Any]
 
 
 class DepartedError(Exception):
     """A call asks what its plan does not know."""
-
-
-class Slot(NamedTuple):
-    """A tensor that a call keeps for its answers: a projection, or the factors of a product.
-
-    Attributes:
-        features: Dimensions of a projection that count features; None for factors.
-        given: Number and shape of the projected tensor, or None.
-        first: Index of its first feature on all ranks.
-        changes: Whether it is changed in place later, so that it must be copied.
-        at: Position of the first factor among the arguments.
-    """
-
-    features: tuple[int, ...] | None = None
-    given: tuple[int | None, tuple[int, ...]] | None = None
-    first: int = 0
-    changes: bool = False
-    at: int = 0
 
 
 class Step(NamedTuple):
@@ -65,19 +50,14 @@ class Step(NamedTuple):
         plain: Its plain arguments; None if they are read in each call.
         role: The kind of attention that it is (see `operators.Kind`), or "".
         answers: What is answered about it, in the order of the questions.
-        keeps: Numbers of the slots to fill from it.
+        keeps: What to keep of it, by number.
     """
 
     func: Any
     plain: tuple[Any, ...] | None
     role: str = ""
     answers: tuple[Answer, ...] = ()
-    keeps: tuple[int, ...] = ()
-
-    @property
-    def acts(self) -> bool:
-        """Whether there is anything to do but to run it."""
-        return bool(self.role or self.keeps)
+    keeps: Mapping[int, Keep] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -86,16 +66,12 @@ class Plan:
 
     Attributes:
         steps: The operators, up to the last that acts.
-        slots: Tensors to keep.
-        events: By number of a module that projected in its own way, the slots to fill from it.
-        changed: For each attention written out by hand, whether its softmax weights were changed.
+        events: What to keep of modules that project in their own way, by their number.
         goes_on: Whether attention or a choice was seen after the steps.
     """
 
     steps: tuple[Step, ...]
-    slots: tuple[Slot, ...]
-    events: Mapping[int, tuple[int, ...]]
-    changed: tuple[bool | None, ...]
+    events: Mapping[int, Mapping[int, Keep]]
     goes_on: bool = False
 
 
@@ -105,8 +81,6 @@ class Learner(Provenance):
     def __init__(self) -> None:
         super().__init__()
         self._way: list[Step] = []
-        self._asked: dict[int, list[Any]] = {}  # answers by number of the operator
-        self._expected_of: list[AttentionWeights] = []
 
     def begin(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Handle an operator that is about to run."""
@@ -117,84 +91,83 @@ class Learner(Provenance):
             self._way.append(Step(func, plain, role))
             self.at += 1
 
-    def products(self, values: Tensor) -> tuple[Product, ...]:
-        """Return the products that flowed into a tensor."""
-        return self._answered(super().products(values))
-
-    def scale(self, values: Tensor) -> float | None:
-        """Return the factor from a product to this tensor; None if it is not a known number."""
-        return self._answered(super().scale(values))
-
-    def columns(self, heads: Tensor) -> Columns | None:
-        """Return the projection columns behind heads, [sequences, heads, places, head width]."""
-        return self._answered(super().columns(heads))
-
-    def token_counts(self, values: Tensor) -> list[int]:
-        """List the token counts of the projections that a tensor was made from."""
-        return self._answered(super().token_counts(values))
-
-    def expect(self, weights: AttentionWeights) -> None:
-        """Record in `weights` what becomes of the next softmax's result."""
-        self._expected_of.append(weights)
-        super().expect(weights)
-
-    def _answered(self, answer: Any) -> Any:
-        self._asked.setdefault(self.at, []).append(answer)
-        return answer
-
     def plan(self) -> Plan | None:
         """Make the plan of the call that was followed; None if its answers depend on numbers."""
         if self.failed or self.reads_numbers:
             return None
-        slots: list[Slot] = []
-        keeps: dict[int, list[int]] = {}  # slots by number of the operator, or of the event
-        known: dict[Any, int] = {}  # slots of projections and products
+        keeps: dict[int, dict[int, Keep]] = {}  # by number of the operator, or of the event
+        numbers: dict[int, int] = {}  # of what is kept, by its id
         places: dict[int | None, int] = {}  # numbers in place of addresses
 
-        def slot_of(kept: Projection | Product) -> int:
-            key = id(kept)
-            if key not in known:
-                known[key] = len(slots)
-                slots.append(_slot_of(kept, places))
-                keeps.setdefault(kept.made_at, []).append(known[key])
-            return known[key]
+        def number_of(kept: Projection | Product) -> int:
+            if id(kept) not in numbers:
+                number = numbers[id(kept)] = len(numbers)
+                keeps.setdefault(kept.made_at, {})[number] = _keep_of(kept, places)
+            return numbers[id(kept)]
 
         def again(answer: Any) -> Answer:
             if isinstance(answer, Columns):
-                roots = [slot_of(root) for root in answer.projections]
+                roots = [number_of(root) for root in answer.projections]
                 return functools.partial(_columns, roots, answer.pattern)
             if isinstance(answer, tuple):
-                return functools.partial(_products, [(slot_of(x), x.factor) for x in answer])
+                return functools.partial(_products, [(number_of(x), x.factor) for x in answer])
+            answer = answer.changed if isinstance(answer, AttentionWeights) else answer
             return lambda held: answer
 
-        answers = {at: tuple(map(again, every)) for at, every in self._asked.items()}
-        steps = [
-            step._replace(answers=answers.get(at, ()), keeps=tuple(keeps.get(at, ())))
-            for at, step in enumerate(self._way)
-        ]
-        while steps and not steps[-1].acts:
-            steps.pop()
-        events = {-1 - at: tuple(own) for at, own in keeps.items() if at < 0}
-        return Plan(tuple(steps), tuple(slots), events, tuple(x.changed for x in self._expected_of))
+        answers = {at: tuple(map(again, every)) for at, every in self.asked.items()}
+        events = {-1 - at: own for at, own in keeps.items() if at < 0}
+        return Plan(_steps(self._way, answers, keeps), events)
 
 
-def _slot_of(kept: Projection | Product, places: dict[int | None, int]) -> Slot:
-    """Describe what is to be kept; `places` numbers the addresses of projected tensors."""
+def _steps(
+    way: Iterable[Step],
+    answers: Mapping[int, tuple[Answer, ...]],
+    keeps: Mapping[int, Mapping[int, Keep]],
+) -> tuple[Step, ...]:
+    """Return a block's operators with all that is to be done at them, up to the last such one."""
+    steps = [
+        step._replace(answers=answers.get(at, ()), keeps=keeps.get(at, {}))
+        for at, step in enumerate(way)
+    ]
+    while steps and not (steps[-1].role or steps[-1].keeps):
+        steps.pop()
+    return tuple(steps)
+
+
+def _keep_of(kept: Projection | Product, places: dict[int | None, int]) -> Keep:
+    """Return how to keep the same again; `places` numbers the addresses of projected tensors."""
     if isinstance(kept, Product):
-        return Slot(at=kept.position)
+        return functools.partial(_factors, kept.position)
     given = kept.given
     if given is not None:
         given = places.setdefault(given[0], len(places)), given[1]
-    return Slot(kept.sizes[1], given, kept.first, kept.changes)
+    return functools.partial(_projection, kept.sizes[1], given, kept.first, kept.changes)
+
+
+def _factors(at: int, args: tuple[Any, ...], result: Any) -> Any:
+    return on_this_rank(args[at : at + 2], {})
+
+
+def _projection(
+    features: tuple[int, ...],
+    given: tuple[int | None, tuple[int, ...]] | None,
+    first: int,
+    changes: bool,
+    args: tuple[Any, ...],
+    result: Any,
+) -> Projection:
+    values = on_this_rank(result, {}).detach()
+    projection = Projection(values.clone() if changes else values, features, given)
+    projection.first = first
+    return projection
 
 
 def _columns(roots: Sequence[int], pattern: Pattern, held: Mapping[int, Any]) -> Columns:
-    return Columns(tuple(held[slot] for slot in roots), pattern)
+    return Columns(tuple(held[number] for number in roots), pattern)
 
 
 def _products(made_of: Sequence[tuple[int, float]], held: Mapping[int, Any]) -> tuple[Product, ...]:
-    factors = [(*held[slot], factor) for slot, factor in made_of]
-    return tuple(Product(left, right, factor) for left, right, factor in factors)
+    return tuple(Product(held[number][0], held[number][1], factor) for number, factor in made_of)
 
 
 class Known:
@@ -210,7 +183,6 @@ class Known:
         self._answers: list[Answer] = []
         self._held: dict[int, Any] = {}
         self._events = 0
-        self._changed = iter(plan.changed)
         self.departed = self.failed = False
 
     @property
@@ -243,25 +215,14 @@ class Known:
 
     def keep(self, step: Step, args: tuple[Any, ...], result: Any) -> None:
         """Keep what the plan names of an operator that has run."""
-        for number in step.keeps:
-            slot = self._plan.slots[number]
-            if slot.features is None:
-                self._held[number] = on_this_rank(args[slot.at : slot.at + 2], {})
-            else:
-                self._fill(number, slot, on_this_rank(result, {}))
+        for number, keep in step.keeps.items():
+            self._held[number] = keep(args, result)
 
     def projected(self, output: Tensor, given: Tensor, first: int = 0) -> None:
         """Keep a module's output if the plan names it."""
-        for number in self._plan.events.get(self._events, ()):
-            self._fill(number, self._plan.slots[number], output)
+        for number, keep in self._plan.events.get(self._events, {}).items():
+            self._held[number] = keep((), output)
         self._events += 1
-
-    def _fill(self, number: int, slot: Slot, values: Tensor) -> None:
-        assert slot.features is not None
-        values = values.detach().clone() if slot.changes else values
-        projection = Projection(values, slot.features, slot.given)
-        projection.first = slot.first
-        self._held[number] = projection
 
     def forget(self) -> None:
         """Free what was kept."""
@@ -269,53 +230,33 @@ class Known:
         self._answers.clear()
         self._steps = iter(())
 
-    def products(self, values: Tensor) -> tuple[Product, ...]:
-        """Return the products that flowed into a tensor."""
-        found: tuple[Product, ...] = self._answer()
-        return found
-
-    def scale(self, values: Tensor) -> float | None:
-        """Return the factor from a product to this tensor; None if it is not a known number."""
-        found: float | None = self._answer()
-        return found
-
-    def columns(self, heads: Tensor) -> Columns | None:
-        """Return the projection columns behind heads."""
-        found: Columns | None = self._answer()
-        return found
-
-    def token_counts(self, values: Tensor) -> list[int]:
-        """List the token counts of the projections that a tensor was made from."""
-        found: list[int] = self._answer()
-        return found
-
     def expect(self, weights: AttentionWeights) -> None:
         """Say what becomes of the next softmax's result."""
-        weights.changed = next(self._changed, None)
+        weights.changed = self._answer(None)
 
-    def _answer(self) -> Any:
+    def _answer(self, values: Tensor | None) -> Any:
         if not self._answers:
             self.departed = True
             raise DepartedError
         return self._answers.pop(0)(self._held)
 
+    # The questions of `Provenance`, in the order in which the plan heard them.
+    products = scale = columns = token_counts = _answer
+
 
 def _fits(plain: tuple[Any, ...] | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call has these plain arguments."""
+    """Whether a call has these plain arguments (see `plain_arguments`)."""
     if plain is None:
         return True
-    counts, places, names = plain
+    counts, places, names, values = plain
     if (len(args), len(kwargs)) != counts:
         return False
-    for place, value in places:
-        other = args[place]
-        if other is not value and (type(other) is not type(value) or other != value):
-            return False
-    for name, value in names:
-        other = kwargs.get(name)
-        if other is not value and (type(other) is not type(value) or other != value):
-            return False
-    return True
+    others = [args[place] for place in places] + [kwargs.get(name) for name in names]
+    return all(map(_is_same, others, values))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and bool(one == other))
 
 
 Origins = Provenance | Known  # answers where the tensors of a block's call come from

@@ -8,7 +8,7 @@ computed or copied.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -24,8 +24,6 @@ from geomon.capture.tap.columns import (
 from geomon.capture.tap.operators import Op, tensors_in
 from geomon.capture.tap.rules import FACTORS, find_origin, is_bias, projection_of
 
-# Operators are named without a trailing underscore: "add" includes "add_".
-
 # Operators that only multiply by a number.
 _SCALINGS = {"mul": 1, "div": -1}
 _COPIES = ("clone", "_to_copy")
@@ -40,6 +38,8 @@ _KEEPING_WEIGHTS = (
     "index", "index_select", "index_put", "constant_pad_nd", "nan_to_num", "repeat",
     "isnan", "isinf", "abs", "eq", "ne", "bitwise_not", "logical_not",
 )  # fmt: skip
+
+_Answer = TypeVar("_Answer")
 
 
 class Product(NamedTuple):
@@ -105,6 +105,7 @@ class Provenance:
         at: Number of the operator that runs, from 0.
         reads_numbers: Whether an answer depended on the numbers in a tensor, not on shapes alone.
         failed: Whether an error of geomon's own came in between.
+        asked: Answers that were given, by number of the operator, in the order of the questions.
         sees_modules: Whether outputs of modules that project in their own way are asked for.
     """
 
@@ -113,6 +114,7 @@ class Provenance:
     def __init__(self) -> None:
         self.at = -1
         self.reads_numbers = self.failed = False
+        self.asked: dict[int, list[Any]] = {}
         self._events = 0  # modules that projected in their own way
         self._tags: dict[int, _Tags] = {}
         self._expected: AttentionWeights | None = None  # to be made by the next softmax
@@ -140,28 +142,31 @@ class Provenance:
 
     def products(self, values: Tensor) -> tuple[Product, ...]:
         """Return the products that flowed into a tensor."""
-        return self._of(values).products
+        return self._answered(self._of(values).products)
 
     def scale(self, values: Tensor) -> float | None:
         """Return the factor from a product to this tensor; None if it is not a known number."""
-        return self._of(values).factor
-
-    def expect(self, weights: AttentionWeights) -> None:
-        """Record in `weights` what becomes of the next softmax's result."""
-        self._expected = weights
+        return self._answered(self._of(values).factor)
 
     def columns(self, heads: Tensor) -> Columns | None:
         """Return the projection columns behind heads, [sequences, heads, places, head width]."""
         made = self._of(heads).made
-        if made is None:
-            return None
-        self.reads_numbers |= made.outline([]) is None
-        return find_columns(made, heads)
+        self.reads_numbers |= made is not None and made.by_values
+        return self._answered(None if made is None else find_columns(made, heads))
 
     def token_counts(self, values: Tensor) -> list[int]:
         """List the token counts of the projections that a tensor was made from."""
         made = self._of(values).made
-        return sorted({x.rows for x in made.roots if not x.is_input}) if made is not None else []
+        roots = () if made is None else made.roots
+        return self._answered(sorted({root.rows for root in roots if not root.is_input}))
+
+    def expect(self, weights: AttentionWeights) -> None:
+        """Record in `weights` what becomes of the next softmax's result."""
+        self._expected = self._answered(weights)
+
+    def _answered(self, answer: _Answer) -> _Answer:
+        self.asked.setdefault(self.at, []).append(answer)
+        return answer
 
     def made_of(self, values: Any) -> ElementOrigin | None:
         """Return how a tensor was made, or None if that is unknown."""
@@ -183,12 +188,7 @@ class Provenance:
         made, before = self._of(output).made, self._of(given).made
         found = None if made is None else made.projection
         if found is None or found.width != output.shape[-1] or found.is_input:
-            if (
-                made is not None
-                and before is not None
-                and made.roots
-                and made.roots <= before.roots
-            ):
+            if made and before and made.roots and made.roots <= before.roots:
                 return
             made = projection_of(output, (-1,), given, self)
             found, place = made.projection, storage_of(output)
@@ -217,13 +217,9 @@ class Provenance:
 
     def follow(self, op: Op) -> None:
         """Follow tensors through one operator."""
-        given = op.given
-        places = [place for tensor in given if (place := storage_of(tensor)) is not None]
-        known = [tags for place in places if (tags := self._tags.get(place)) is not None]
-        results = [
-            (x, place) for x in tensors_in((op.out,)) if (place := storage_of(x)) is not None
-        ]
-        outputs = [place for _, place in results]
+        given, results = _placed(op.given), _placed(tensors_in((op.out,)))
+        places, outputs = [place for place, _ in given], [place for place, _ in results]
+        known = [self._tags[place] for place in places if place in self._tags]
         for place in {*outputs} - {*places}:  # earlier contents are gone
             self._tags.pop(place, None)
         if not known or op.name.endswith("_like"):  # uses only the shape
@@ -232,11 +228,15 @@ class Provenance:
             if op.name in _SCALINGS:
                 self._tags[places[0]] = self._scaled(known[0], op.name, op.args[1])
             return
-        tags = self._multiplied(op) if op.name in FACTORS else self._flowed(op, known)
+        if op.name in FACTORS:
+            factors = [self._tags.get(storage_of(x) or 0) for x in op.args[:3]]
+            tags = _multiplied(op, factors, self.at)
+        else:
+            tags = self._flowed(op, known)
         tags = tags._replace(
             of_tokens=any(each.of_tokens for each in known), weights=self._weights(op.name, known)
         )
-        for result, place in results:
+        for place, result in results:
             self._tags[place] = tags._replace(made=find_origin(op, result, self))
 
     def _of(self, values: Any) -> _Tags:
@@ -256,19 +256,6 @@ class Provenance:
         others = any(each.of_tokens and each.weights is None for each in known)
         changed = name not in _KEEPING_WEIGHTS or others or any(was for _, was in given)
         return given[0][0], changed
-
-    def _multiplied(self, op: Op) -> _Tags:
-        """Return the tags of a matrix product; a product with weights is not a query-key one."""
-        at = FACTORS[op.name]
-        summand = self._of(op.args[0]) if at else _TOKENS
-        left, right = op.args[at : at + 2]
-        if not self.is_followed(left) or not self.is_followed(right):
-            return _changed(summand.products)
-        factor, other = self._of(left).factor, self._of(right).factor
-        factor = factor if factor == other and factor else 1.0
-        product = Product(left, right, factor, self.at, at)
-        alpha = op.kwargs.get("alpha", 1.0)
-        return _Tags((*summand.products, product), None if summand.products else alpha)
 
     def _flowed(self, op: Op, known: Sequence[_Tags]) -> _Tags:
         """Return the products that flow on into a result, and their factor since."""
@@ -293,6 +280,22 @@ class Provenance:
         return tags._replace(factor=tags.factor * other ** _SCALINGS[name])
 
 
+def _multiplied(op: Op, known: Sequence[_Tags | None], number: int) -> _Tags:
+    """Return the tags of a matrix product, given those of its arguments.
+
+    A product with weights is not a query-key one.
+    """
+    at = FACTORS[op.name]
+    summand = (known[0] or _TOKENS) if at else _TOKENS
+    left, right = known[at : at + 2]
+    if left is None or right is None:
+        return _changed(summand.products)
+    factor = left.factor if left.factor == right.factor and left.factor else 1.0
+    product = Product(op.args[at], op.args[at + 1], factor, number, at)
+    alpha = op.kwargs.get("alpha", 1.0)
+    return _Tags((*summand.products, product), None if summand.products else alpha)
+
+
 def understand(ops: Iterable[Op], hidden: Tensor, others: Iterable[Any] = ()) -> Provenance:
     """Follow recorded operators, from hidden states and other tensors that a block received."""
     found = Provenance()
@@ -301,6 +304,11 @@ def understand(ops: Iterable[Op], hidden: Tensor, others: Iterable[Any] = ()) ->
         found.at += 1
         found.follow(op)
     return found
+
+
+def _placed(tensors: Iterable[Tensor]) -> list[tuple[int, Tensor]]:
+    """Pair tensors with their storages, and leave out those that have none."""
+    return [(place, each) for each in tensors if (place := storage_of(each)) is not None]
 
 
 def _changed(products: tuple[Product, ...]) -> _Tags:

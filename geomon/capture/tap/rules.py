@@ -4,6 +4,7 @@ A rule is a function of the operator and of what is known of its arguments. It r
 the result's elements, or None if that is unknown.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from geomon.capture.storage import storage_of
 from geomon.capture.tap.columns import (
     ElementOrigin,
+    Integers,
     Layout,
     Projection,
     SourceSlice,
@@ -116,22 +118,35 @@ def projection_of(
 
 def _added(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
     """A projection plus a bias, or plus another projection of the same tokens, is a projection."""
-    given = op.given
-    whole = [(values, made) for values in given if (made := known.made_of(values)) is not None]
-    roots = [*dict.fromkeys(root for _, made in whole for root in made.roots)]
-    if len(given) != 2 or not out.ndim or not roots or any(root.is_input for root in roots):
+    made = [known.made_of(values) for values in op.given]
+    own = [each for each in made if each is not None]
+    roots = [*dict.fromkeys(root for each in own for root in each.roots)]
+    if len(made) != 2 or not out.ndim or not roots or any(root.is_input for root in roots):
         return _alike(op, out, known)
-    if len(whole) == 2:
-        fits = len(roots) == 2 and all(_covers(root, out) for root in roots)
-        found = roots[0].like(out, known.at) if fits else None
-        return _alike(op, out, known) if found is None else _whole(found, out)
-    values, made = whole[0]
-    other = next(x for x in given if x is not values) if given[0] is not given[1] else values
-    if len(roots) == 1 and is_bias(other, roots[0].width) and _covers(roots[0], out):
-        return _whole(roots[0].like(out, known.at), out)
-    if made.projection is None or known.is_followed(other) or other.ndim < 2:
+    if len(own) == 1:
+        values, bias = op.given if made[1] is None else op.given[::-1]
+        return _with_bias(op, own[0], values, bias, out, known)
+    return _summed(op, roots, out, known)
+
+
+def _summed(
+    op: Op, roots: Sequence[Projection], out: Tensor, known: Followed
+) -> ElementOrigin | None:
+    """Two tensors that were both made from projections."""
+    fits = len(roots) == 2 and all(_covers(root, out) for root in roots)
+    return _whole(roots[0].like(out, known.at), out) if fits else _alike(op, out, known)
+
+
+def _with_bias(
+    op: Op, made: ElementOrigin, values: Tensor, bias: Tensor, out: Tensor, known: Followed
+) -> ElementOrigin | None:
+    """A tensor that was made from projections plus one that was not."""
+    root, *others = made.roots
+    if not others and is_bias(bias, root.width) and _covers(root, out):
+        return _whole(root.like(out, known.at), out)
+    if made.projection is None or known.is_followed(bias) or bias.ndim < 2:
         return _alike(op, out, known)
-    return _with_bias_of_heads(made, made.projection, values, other, out, known)
+    return _with_bias_of_heads(made, made.projection, values, bias, out, known)
 
 
 def _with_bias_of_heads(
@@ -143,39 +158,55 @@ def _with_bias_of_heads(
     known: Followed,
 ) -> ElementOrigin | None:
     """A view of a projection plus one number for each head and feature; None if it is no such."""
-    if values.shape != out.shape or 0 in out.shape:
+    lines = _traced_lines(made, root, values) if values.shape == out.shape else None
+    if lines is None:
         return None
-    lines = [
-        np.stack([np.arange(size) * (dim == other) for other in range(out.ndim)])
-        for dim, size in enumerate(out.shape)
-    ]
-    layout, roots = layout_of(values), [root]
-    traced = [made.trace(layout.addresses(line), roots) for line in lines]
-    if len(roots) > 1 or any((line.projection != 0).any() for line in traced):
-        return None
-    first = int(traced[0].column[0])
-    features = tuple(dim for dim, line in enumerate(traced) if np.ptp(line.column) > 0)
-    tokens = tuple(dim for dim in range(out.ndim) if dim not in features)
+    rows, columns = lines
+    features = [dim for dim, line in enumerate(columns) if np.ptp(line) > 0]
+    tokens = [dim for dim in range(out.ndim) if dim not in features]
     padded = (1,) * (out.ndim - bias.ndim) + tuple(bias.shape)
     if any(padded[dim] > 1 for dim in tokens):  # a number for each place: no bias
-        return ElementOrigin(layout_of(out), [SourceSlice(made, layout)])
-    if any(np.ptp(traced[dim].row) > 0 for dim in features):
+        return ElementOrigin(layout_of(out), [SourceSlice(made, layout_of(values))])
+    count, first = math.prod(out.shape[dim] for dim in tokens), int(columns[0][0])
+    if root.rows != count or not _are_in_order(rows, tokens, 0):
         return None
-    in_order = all(
-        np.array_equal(getattr(traced[dim], what) - start, np.arange(out.shape[dim]) * step)
-        for dims, what, start in ((features, "column", first), (tokens, "row", 0))
-        for dim, step in zip(dims, _steps([out.shape[dim] for dim in dims]), strict=True)
-    )
-    if not in_order or root.rows != np.prod([out.shape[dim] for dim in tokens]):
+    if not _are_in_order(columns, features, first):
         return None
-    found = root.like(out, known.at, features)
+    found = root.like(out, known.at, tuple(features))
     found.first = root.first + first
     return _whole(found, out)
 
 
-def _steps(sizes: Sequence[int]) -> list[int]:
-    """Numbers between neighbours along each dimension, if the last one counts fastest."""
-    return [int(np.prod(sizes[place + 1 :])) for place in range(len(sizes))]
+def _traced_lines(
+    made: ElementOrigin, root: Projection, values: Tensor
+) -> tuple[list[Integers], list[Integers]] | None:
+    """Trace a tensor's first elements along each dimension to rows and columns of a projection.
+
+    None if any comes from elsewhere.
+    """
+    if 0 in values.shape:
+        return None
+    rows, columns, roots = list[Integers](), list[Integers](), [root]
+    for dim, size in enumerate(values.shape):
+        indices = np.zeros((values.ndim, size), dtype=np.int64)
+        indices[dim] = np.arange(size)
+        projection, row, column = made.trace(layout_of(values).addresses(indices), roots)
+        if len(roots) > 1 or projection.any():
+            return None
+        rows.append(row)
+        columns.append(column)
+    return rows, columns
+
+
+def _are_in_order(lines: Sequence[Integers], dims: Sequence[int], first: int) -> bool:
+    """Whether numbers along each dimension count `dims` alone, the last of which is fastest."""
+    step, steps = 1, dict[int, int]()
+    for dim in reversed(dims):
+        steps[dim], step = step, step * len(lines[dim])
+    return all(
+        np.array_equal(line, first + np.arange(len(line)) * steps.get(dim, 0))
+        for dim, line in enumerate(lines)
+    )
 
 
 def _covers(root: Projection, out: Tensor) -> bool:
@@ -257,8 +288,7 @@ def _is_one_for_each(values: Tensor, out: Tensor) -> bool:
 
 def _fitted(layout: Layout, out: Tensor) -> Layout | None:
     """Give a layout as many dimensions as a tensor; None if it cannot be expanded to it."""
-    for _ in range(out.ndim - len(layout.shape)):
-        layout = layout.with_dimension(0)
+    layout = layout.with_dimension(0, out.ndim - len(layout.shape))
     if len(layout.shape) != out.ndim or not out.ndim or 0 in layout.shape:
         return None
     sizes = zip(layout.shape, out.shape, strict=True)
@@ -329,8 +359,7 @@ def _taken(
     layout = layout._replace(
         shape=layout.shape[len(orders) :], strides=layout.strides[len(orders) :]
     )
-    for _ in range(out.ndim - len(layout.shape)):
-        layout = layout.with_dimension(0)
+    layout = layout.with_dimension(0, out.ndim - len(layout.shape))
     return ElementOrigin(layout_of(out), [SourceSlice(made, layout)], moves=True)
 
 

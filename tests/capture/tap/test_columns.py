@@ -470,3 +470,17 @@ def test_what_is_no_longer_of_one_projection_is_said_and_not_guessed(mix):
     _, _, notes = seen_in(block, torch.randn(SEQUENCES, LENGTH, WIDTH))
     said = "Q and K as attended are used instead", "at 70 % of the tokens"
     assert any(said[mix == "what is added in place"] in note for note in notes), notes
+
+
+def test_heads_may_pick_some_tokens_beside_other_keys():
+    def some_beside_others(keys):
+        return torch.cat([OTHERS[0], by_heads(keys, ORDER[:, : LENGTH - 3])], 2)
+
+    block = Block(with_keys(some_beside_others))
+    block(torch.randn(SEQUENCES, LENGTH, WIDTH))  # which makes its weights
+    block.expected = []
+    captured, _, notes = seen_in(block, torch.randn(SEQUENCES, LENGTH, WIDTH))
+    found, rows = captured["projected_key"], block.expected[1].flatten(0, 1)
+    assert len(found) == SEQUENCES * (LENGTH - 3)
+    assert (found[:, None] == rows).flatten(2).all(-1).any(1).all()
+    assert any("at 30 % of the tokens" in note for note in notes), notes

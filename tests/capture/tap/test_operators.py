@@ -72,9 +72,9 @@ def origins(ops, x, y) -> np.ndarray:
     made = understand(ops, x).made_of(y)
     indices = np.stack([each.ravel() for each in np.indices(tuple(y.shape))])
     known = []
-    traced = made.trace(layout_of(y).addresses(indices), known)
+    projection, row, column = made.trace(layout_of(y).addresses(indices), known)
     assert [root.is_input for root in known] == [False]
-    return np.where(traced.projection == 0, traced.row * WIDTH + traced.column, traced.projection)
+    return np.where(projection == 0, row * WIDTH + column, projection)
 
 
 @pytest.mark.parametrize("move", MOVES)
