@@ -137,7 +137,7 @@ def plain_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[A
 def _holds_tensors(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(map(_holds_tensors, value))
-    return isinstance(value, Tensor)
+    return isinstance(value, Tensor | torch.ScriptObject)  # these cannot be compared
 
 
 def on_this_rank(values: Any, starts: dict[int, tuple[int, ...]]) -> Any:
