@@ -48,6 +48,21 @@ class Paired(nn.Embedding):
         return super().forward(ids), None
 
 
+class PartOfWords(nn.Embedding):
+    """A table of the first words, as one of several ranks has it: the others are replaced."""
+
+    def forward(self, ids):
+        own = ids < self.num_embeddings
+        return super().forward(ids.where(own, 0)) * own[..., None]
+
+
+class ProductEmbedding(nn.Linear):
+    """A table that multiplies its weight with one-hot vectors."""
+
+    def forward(self, ids):
+        return F.one_hot(ids, self.in_features).float() @ self.weight.T
+
+
 def hashed(**parts) -> PlainDecoder:
     """A second table is given hashes of two tokens, which vary more than tokens do."""
 
@@ -129,6 +144,12 @@ KINDS = {
     "a table that returns pairs": (
         lambda: decoder(lambda m, ids: m.tokens(ids)[0], tokens=Paired(VOCABULARY, WIDTH)),
         lambda ids: (ids,), {},
+    ),
+    "a table of a part of the words": (
+        lambda: decoder(tokens=PartOfWords(8, WIDTH)), lambda ids: (ids,), {},
+    ),
+    "a table that is a product": (
+        lambda: decoder(tokens=ProductEmbedding(VOCABULARY, WIDTH)), lambda ids: (ids,), {},
     ),
     "a table of hashes": (hashed, lambda ids: (ids,), {}),
     "no output": (asking, lambda ids: (ids,), {}),
