@@ -72,7 +72,6 @@ class HiddenStates:
         tracker: Knows the passes.
         tables: Embedding tables, if token ids are wanted.
         keeps_last: Whether the last token of each sequence is wanted.
-        keeps_final_norm: Whether the final norm's output is wanted.
 
     Attributes:
         stream: Follows tensors between blocks.
@@ -84,10 +83,9 @@ class HiddenStates:
         tables: Sequence[nn.Module],
         *,
         keeps_last: bool,
-        keeps_final_norm: bool,
     ) -> None:
         self._tracker, self._tables = tracker, tables
-        self._keeps_last, self._keeps_final_norm = keeps_last, keeps_final_norm
+        self._keeps_last = keeps_last
         self.stream = Stream()
         self.stream.on_lookup = self._take_operator
         self._last_input: Tensor | None = None  # input of the running block
@@ -265,9 +263,8 @@ class HiddenStates:
     def hand_on(self, stack_pass: StackPass, hidden: Tensor) -> None:
         """Remember which tensor a block hands on."""
         stack_pass.last_output_id = place_of(hidden)
-        if self._keeps_final_norm:
-            # Kept alive, so that no other tensor gets its address while the window is open.
-            stack_pass.last_output = hidden.detach()
+        # Kept alive, so that no other tensor gets its address while the window is open.
+        stack_pass.last_output = hidden.detach()
 
     def enter_norm(self, module: nn.Module, given: Any, *, sees_between: bool) -> None:
         """Look at the input of a norm outside the blocks.
@@ -281,8 +278,7 @@ class HiddenStates:
             last = stack_pass.block_calls[-1:]
             if last and last[0].block == len(stack_pass.stack.blocks) - 1:
                 self._take_sum(stack_pass, last[0], given, module, sees_between=sees_between)
-            last_output = stack_pass.last_output
-            if last_output is not None and place_of(given) == place_of(last_output):
+            if place_of(given) == stack_pass.last_output_id:
                 self._norming[id(module)] = stack_pass
 
     def leave_norm(self, name: str, module: nn.Module, output: Any) -> None:

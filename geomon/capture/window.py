@@ -165,7 +165,6 @@ class Window:
             self._tracker,
             anatomy.embeddings if self._wants_tokens else (),
             keeps_last=self._wants_last,
-            keeps_final_norm=FINAL_NORM in self._extra,
         )
         self._weights = WeightNorms([unwrap(block.module) for block in anatomy.blocks])
         # Actions before and after the call of a module, by its id.
