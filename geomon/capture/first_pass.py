@@ -121,7 +121,7 @@ class StackPass:
         block_calls: The calls that count, in order.
         input_rows: Rows of the hidden states that entered the first of these calls.
         last_output_id: Address and shape of the output of the last block that was called.
-        last_output: Output of the last block that was called; kept only for the final norm.
+        last_output: That output, kept so that no other tensor gets its address.
         normed: Rows of the final norm's output, and the name of the norm.
         mode: "train" or "eval"; "" if no block was called.
         dtype: Data type of the hidden states in the model.

@@ -1,4 +1,7 @@
-"""Copy rows of hidden states that enter and leave blocks, and of the final norm's output."""
+"""Copy rows of hidden states that enter and leave blocks, and of the final norm's output.
+
+The calls of embedding tables are kept too, because they made what enters the first block.
+"""
 
 import itertools
 import math
@@ -8,9 +11,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from geomon.capture import private
+from geomon.capture.anatomy.projections import find_widths
 from geomon.capture.first_pass import LANDMARKS, BlockCall, Shape, StackPass, TensorId
 from geomon.capture.shards import Slice
-from geomon.capture.storage import local_shard
+from geomon.capture.storage import local_shard, storage_of
 from geomon.capture.tap import Stream
 from geomon.capture.tap.operators import tensors_in
 from geomon.capture.tokens.sampling import (
@@ -19,6 +23,7 @@ from geomon.capture.tokens.sampling import (
     has_width_second,
     spread_indices,
 )
+from geomon.capture.tokens.token_ids import Lookup
 from geomon.capture.tracker import Tracker
 
 _SEVERAL = (
@@ -65,28 +70,91 @@ class HiddenStates:
 
     Args:
         tracker: Knows the passes.
+        tables: Embedding tables, if token ids are wanted.
         keeps_last: Whether the last token of each sequence is wanted.
-        keeps_final_norm: Whether the final norm's output is wanted.
 
     Attributes:
         stream: Follows tensors between blocks.
     """
 
-    def __init__(self, tracker: Tracker, *, keeps_last: bool, keeps_final_norm: bool) -> None:
-        self._tracker = tracker
-        self._keeps_last, self._keeps_final_norm = keeps_last, keeps_final_norm
+    def __init__(
+        self,
+        tracker: Tracker,
+        tables: Sequence[nn.Module],
+        *,
+        keeps_last: bool,
+    ) -> None:
+        self._tracker, self._tables = tracker, tables
+        self._keeps_last = keeps_last
         self.stream = Stream()
+        self.stream.on_lookup = self._take_operator
         self._last_input: Tensor | None = None  # input of the running block
         # Whether hidden states are feature maps, by class of the block (id of a container), their
         # shape, and whether they enter it.
         self._are_maps: dict[tuple[type | int, Shape, bool], bool] = {}
         # Passes whose final norm is running, by id of the norm.
         self._norming: dict[int, StackPass] = {}
+        self._passed: set[int | None] = set()  # storages of integers among the model's arguments
+        self._lookups = 0  # number of lookups
+        self._lookup: Lookup | None = None  # by the table that is being called
 
     def forget(self) -> None:
         """Release all tensors of the model."""
+        self.stream.on_lookup = None  # it refers to this object
         self.stream.forget()
         self._last_input = None
+
+    # -- embedding tables ------------------------------------------------------------------------
+
+    def take_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Remember which integers are arguments of the model."""
+        given = (x for x in tensors_in([args, kwargs]) if not x.is_floating_point())
+        self._passed.update(filter(None, (storage_of(local_shard(x)) for x in given)))
+
+    def enter_table(
+        self, table: nn.Module, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Keep the integers that a table receives.
+
+        Its operator may receive others (a rank that has a part of the vocabulary replaces the rest)
+        or be no lookup.
+        """
+        self._lookup = self._look_up(table, next(iter([*args, *kwargs.values()]), None))
+
+    def leave_table(self, module: nn.Module, output: Any) -> None:
+        """Handle the output of a table."""
+        lookup, self._lookup = self._lookup, None
+        self._take_rows(lookup, output)
+
+    def _take_operator(self, weight: Tensor, ids: Tensor, rows: Tensor) -> None:
+        """Handle a lookup in a matrix with the shape of a table that is not being called.
+
+        Some modules hold a table, change its weights and never call it.
+        """
+        if self._lookup is None:
+            fitting = (table for table in self._tables if find_widths(table) == weight.shape)
+            self._take_rows(self._look_up(next(fitting, None), ids), rows)
+
+    def _look_up(self, table: nn.Module | None, ids: Any) -> Lookup | None:
+        """Copy the integers that a table receives, which may be written into later."""
+        if table is None or not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_nested:
+            return None
+        self._lookups, ids = self._lookups + 1, local_shard(ids)
+        return Lookup(ids.detach().clone(), table, storage_of(ids) in self._passed, self._lookups)
+
+    def _take_rows(self, lookup: Lookup | None, output: Any) -> None:
+        """Keep a lookup, and follow its rows if there is one for each integer."""
+        passes = self._tracker.ids_to_come()
+        if lookup is None or not passes:
+            return
+        rows = [x for x in map(local_shard, floating([output])) if x.shape[:-1] == lookup.ids.shape]
+        if rows:
+            lookup = lookup._replace(width=rows[0].shape[-1])
+            self.stream.take_table(lookup.number, rows[0])
+        for ids in passes:
+            ids.lookups.append(lookup)
+
+    # -- blocks ----------------------------------------------------------------------------------
 
     def _look_at(
         self, stack_pass: StackPass, hidden: Tensor, block: nn.Module, *, entering: bool = False
@@ -195,9 +263,8 @@ class HiddenStates:
     def hand_on(self, stack_pass: StackPass, hidden: Tensor) -> None:
         """Remember which tensor a block hands on."""
         stack_pass.last_output_id = place_of(hidden)
-        if self._keeps_final_norm:
-            # Kept alive, so that no other tensor gets its address while the window is open.
-            stack_pass.last_output = hidden.detach()
+        # Kept alive, so that no other tensor gets its address while the window is open.
+        stack_pass.last_output = hidden.detach()
 
     def enter_norm(self, module: nn.Module, given: Any, *, sees_between: bool) -> None:
         """Look at the input of a norm outside the blocks.
@@ -211,8 +278,7 @@ class HiddenStates:
             last = stack_pass.block_calls[-1:]
             if last and last[0].block == len(stack_pass.stack.blocks) - 1:
                 self._take_sum(stack_pass, last[0], given, module, sees_between=sees_between)
-            last_output = stack_pass.last_output
-            if last_output is not None and place_of(given) == place_of(last_output):
+            if place_of(given) == stack_pass.last_output_id:
                 self._norming[id(module)] = stack_pass
 
     def leave_norm(self, name: str, module: nn.Module, output: Any) -> None:

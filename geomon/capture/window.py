@@ -56,7 +56,6 @@ from geomon.capture.tokens.sampling import (
     MemoryLimit,
     move_width_last,
 )
-from geomon.capture.tokens.table_calls import TableCalls
 from geomon.capture.tracker import Tracker
 from geomon.capture.weights import WeightNorms
 from geomon.failures import failures
@@ -161,7 +160,9 @@ class Window:
             anatomy, limit, rows=rows, seed=seed, place=place, micro_batches=micro_batches
         )
         self._states = HiddenStates(
-            self._tracker, keeps_last=self._wants_last, keeps_final_norm=FINAL_NORM in self._extra
+            self._tracker,
+            anatomy.embeddings if self._wants_tokens else (),
+            keeps_last=self._wants_last,
         )
         self._weights = WeightNorms([unwrap(block.module) for block in anatomy.blocks])
         # Actions before and after the call of a module, by its id.
@@ -169,11 +170,6 @@ class Window:
         self._after: dict[int, list[Callable[..., None]]] = {}
         self._projecting: set[int] = set()  # ids of modules that only project
         self._sees_projecting = True  # whether the plan of the running block is not known
-        self._tables = TableCalls(
-            anatomy.embeddings,
-            self._tracker.ids_to_come,
-            self._states.stream.take_table,
-        )
         self._failure: Exception | None = None  # in opening the window
         self._failures: list[str] = []  # while looking at calls
         self._recorder = AttentionRecorder(
@@ -239,8 +235,6 @@ class Window:
         self._choose_calls()
         if self._follows:
             self._recorder.guarded = self._guarded
-            if self._wants_tokens:
-                self._states.stream.on_lookup = self._tables.take_operator
             self._tap = Tap(self._recorder)
             self._turn()
             subclasses.hold(self)
@@ -270,7 +264,6 @@ class Window:
         # These refer to the window and would delay freeing its rows until garbage collection.
         self._before.clear()
         self._after.clear()
-        self._states.stream.on_lookup = None
         self._states.forget()
         for stack_pass in self._tracker.passes:
             stack_pass.last_output = None
@@ -417,9 +410,7 @@ class Window:
 
     def _choose_calls(self) -> None:
         for table in self._anatomy.embeddings if self._wants_tokens else ():
-            self._see(
-                table, partial(self._tables.before, table), partial(self._tables.after, table)
-            )
+            self._see(table, partial(self._states.enter_table, table), self._states.leave_table)
         for name, norm in self._anatomy.norms if self._follows or self._extra else ():
             leaves = partial(self._states.leave_norm, name) if FINAL_NORM in self._extra else None
             self._see(norm, self._on_norm, leaves)
@@ -581,7 +572,7 @@ class Window:
         if self._keeps_inputs and self.inputs is None and not self._tracker.is_inferring(number):
             self.inputs = tuple(args), dict(kwargs)
         if around:
-            self._tables.take_arguments(args, kwargs)
+            self._states.take_arguments(args, kwargs)
         for other in around:
             other.tokens.take_arguments(module, args, kwargs, shared=shared)
 

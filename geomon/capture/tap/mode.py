@@ -161,7 +161,13 @@ class Tap(dispatch.TorchDispatchMode):
         self, known: Known, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run an operator of a block whose plan is known."""
-        step = known.next(func, args, kwargs)
+        step = None
+        try:
+            step = known.next(func, args, kwargs)
+        except failures() as error:
+            known.departed = True
+            if self._observer is not None:
+                self._observer.on_failure(error)
         if step is None:
             return func(*args, **kwargs)
         self._try(self._show, func, args, kwargs)

@@ -142,10 +142,15 @@ def plain_arguments(
     args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[int, int], list[int], list[str], list[Any]]:
     """Return the numbers of arguments, and position or name and value of those without tensors."""
-    places = [place for place, value in enumerate(args) if not tensors_in((value,))]
-    names = [name for name, value in kwargs.items() if not tensors_in((value,))]
+    places = [place for place, value in enumerate(args) if _is_plain(value)]
+    names = [name for name, value in kwargs.items() if _is_plain(value)]
     values = [args[place] for place in places] + [kwargs[name] for name in names]
     return (len(args), len(kwargs)), places, names, values
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value holds no tensors, and can be compared."""
+    return not isinstance(value, torch.ScriptObject) and not tensors_in((value,))
 
 
 def on_this_rank(values: Any, starts: dict[int, tuple[int, ...]]) -> Any:
