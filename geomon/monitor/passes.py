@@ -66,7 +66,7 @@ class Passes:
         self._in_background = in_background
         self._account = account
         self._loss = loss
-        self._passes_before = 0  # extra passes of this process before the last window
+        self._passes_before = extra_passes()  # of this process, before the last window
         self._open: tuple[Window, int] | None = None  # the window that is open, and its step
         self._shard = TensorPlace(group.own.shard, group.own.shards)
 

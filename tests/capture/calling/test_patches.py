@@ -1,7 +1,7 @@
 import functools
 import gc
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from models import PlainDecoder, batch
 from torch import nn
 
 from geomon import Memory, Monitor, every, select
+from geomon.capture import private
 from geomon.capture.calling import calls, patches
 from geomon.capture.calling.patches import (
     Patch,
@@ -153,12 +154,14 @@ def due_step(probes, follows, model, ids, folder):
 def other_locks(monkeypatch):
     """Locks for this test alone: a line where a `with` ends counts here, and keeps its lock.
 
-    Between the end of the lines inside and the release Python looks at no signal.
+    So it keeps torch's switch of tensor functions, which is therefore not touched here. Between the
+    end of the lines inside and the release Python looks at no signal.
     """
     for module in (calls, patches):
         for patch in vars(module).values():
             if isinstance(patch, patches.Patch):
                 monkeypatch.setattr(patch, "_lock", threading.RLock())
+    monkeypatch.setattr(private, "without_functions", nullcontext)
 
 
 @pytest.mark.parametrize(
