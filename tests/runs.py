@@ -72,7 +72,8 @@ def free_the_disk(watched):
 
 
 def fill_the_disk_of_arrays(watched):
-    watched.patch.setattr(np, "savez", raising(OSError("No space left on device")))
+    full = raising(OSError("No space left on device"))
+    watched.patch.setattr("geomon.record.arrays._archive", full)
 
 
 def replace_a_block(watched):

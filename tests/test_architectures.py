@@ -130,7 +130,9 @@ def test_an_open_window_changes_no_gradient_and_no_random_state(name, implementa
     ["GPT-2", "Mistral (sliding window)", "BLOOM (ALiBi)", "T5 (position bias)", "BART", "ViT",
      "nn.Transformer", "nn.TransformerEncoder (length first)", "XLNet", "wav2vec 2.0"],
 )  # fmt: skip
-def test_sampled_rows_are_what_the_model_computes_there(name, monkeypatch):
+@pytest.mark.parametrize("few", [0, 1 << 20], ids=["read alone", "read together"])
+def test_sampled_rows_are_what_the_model_computes_there(name, few, monkeypatch):
+    monkeypatch.setattr("geomon.capture.attending.attention._FEW", few)
     monkeypatch.setattr("geomon.capture.tokens.sampling.ATTENTION_QUERIES", 8)
     specimen, verdict = ZOO[name], Verdict()
     implementation = next(iter(specimen.routes))

@@ -537,19 +537,23 @@ class StackBuilder:
                 if isinstance(call, SoftmaxCall) and call.made_of is None and mixes_nothing:
                     raise NotUnderstoodError(NO_SCORES.format(keys=call.scores.shape[3]))
                 read = self._read[id(call)]
-                if isinstance(read, Exception):
-                    raise read
-                captured = read | self._max_logits(seen.max_logits)
-                if isinstance(call, SoftmaxCall) and call.joined and "max_logits" in captured:
-                    sink = captured.get("sink")
-                    captured["max_logits"] += torch.nan if sink is None else sink.cpu()
-                lacking = _QUERY_VIEWS if "query" not in captured else ()
-                return captured, dict.fromkeys(lacking, getattr(call, "why_unknown", ""))
-            except NotUnderstoodError as error:
-                reason = f"attention is not rebuilt here: {error}"
+                if isinstance(read, dict):
+                    return self._with_max_logits(seen, call, read)
+                reason = _not_rebuilt(read)
             except failures() as error:  # hidden states, and other layers, do not depend on it
-                reason = f"attention could not be rebuilt: {type(error).__name__}: {error}"
+                reason = _not_rebuilt(error)
         return {}, dict.fromkeys((*_QUERY_VIEWS, "visible", "scores", "max_logits"), reason)
+
+    def _with_max_logits(
+        self, seen: SeenAttention, call: AttentionCall | SoftmaxCall, read: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """Add the largest scores to the views of a call, and say why views are missing."""
+        captured = read | self._max_logits(seen.max_logits)
+        if isinstance(call, SoftmaxCall) and call.joined and "max_logits" in captured:
+            sink = captured.get("sink")
+            captured["max_logits"] += torch.nan if sink is None else sink.cpu()
+        lacking = _QUERY_VIEWS if "query" not in captured else ()
+        return captured, dict.fromkeys(lacking, getattr(call, "why_unknown", ""))
 
     @functools.cached_property
     def _read(self) -> dict[int, dict[str, Any] | Exception]:
@@ -573,6 +577,13 @@ class StackBuilder:
         of_calls = [over_rows(x.cpu(), valid((x.shape[0], x.shape[2]))) for x in calls]
         largest = torch.stack(of_calls).amax(dim=0)
         return {"max_logits": largest.masked_fill(largest == -torch.inf, torch.nan)}
+
+
+def _not_rebuilt(error: Exception) -> str:
+    """Say why attention is missing."""
+    if isinstance(error, NotUnderstoodError):
+        return f"attention is not rebuilt here: {error}"
+    return f"attention could not be rebuilt: {type(error).__name__}: {error}"
 
 
 def _attentions_of(block: Block, block_call: BlockCall | None) -> list[int]:

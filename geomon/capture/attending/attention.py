@@ -236,7 +236,7 @@ def read_calls(calls: Sequence[Recorded], valid: Tensor | None) -> list[dict[str
                 views["visible"] = views["visible"] & real
             found |= zip(group, read, strict=True)
         except failures() as error:  # other calls do not depend on it
-            found |= dict.fromkeys(group, error)
+            found |= dict.fromkeys(group, error.with_traceback(None))  # its frames hold tensors
     return [found[number] for number in range(len(calls))]
 
 
@@ -331,9 +331,9 @@ def _explained(
     hidden = hidden_in_scores(scores, None if call.scale is None else added)
     bias = added.masked_fill(hidden, 0)
     eps = 8 * torch.finfo(call.scores.dtype).eps
-    largest = [x.abs().view(count, -1).amax(dim=1) for x in (bias, scaled)]
+    largest = [x.abs().reshape(count, -1).amax(dim=1) for x in (bias, scaled)]
     adds = (largest[0] > eps * largest[1]).tolist()
-    shared = (hidden == hidden[:, :1]).view(count, -1).all(dim=1).tolist()
+    shared = (hidden == hidden[:, :1]).reshape(count, -1).all(dim=1).tolist()
     return [
         (~own[:, :1] if one else ~own, part if any_ else None)
         for own, one, part, any_ in zip(
