@@ -287,7 +287,7 @@ class AttentionRecorder:
         origins, goes_on = block_call.provenance, True
         if isinstance(origins, Known):
             goes_on = origins.goes_on
-            if (origins.departed or origins.failed) and block_call.known_as is not None:
+            if origins.has_left() and block_call.known_as is not None:
                 self._plans.leave(*block_call.known_as)
                 for index in range(max(1, len(block.attentions))):
                     block_call.seen(index).refuse(_DEPARTED)

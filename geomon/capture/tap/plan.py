@@ -190,6 +190,10 @@ class Known:
         """Whether the plan names outputs of modules."""
         return bool(self._plan.events)
 
+    def has_left(self) -> bool:
+        """Whether a call that is over has left the plan, or ended before it."""
+        return self.departed or self.failed or next(self._steps, None) is not None
+
     @property
     def goes_on(self) -> bool:
         """Whether anything may be seen after the steps."""

@@ -156,6 +156,22 @@ def test_a_pass_that_runs_otherwise_is_not_guessed_and_then_understood():
     assert lost == [True, False, True, False, False]
 
 
+def test_a_pass_that_ends_before_its_plan_is_said():
+    def run(m, x):
+        return m.inner(x) if m.attends else m.inner.mlp(x)
+
+    def block():
+        return Running(run, inner=blocks_of(fused)[0], attends=True)
+
+    model = nn.Sequential(block(), block())
+    look, x = Looks(model), torch.randn(SHAPES[0])
+    look.same(x)
+    model[1].attends = False
+    found, _ = look(x)
+    assert "other operators" in found.layers[2].missing["query"]
+    look.same(x)
+
+
 def test_attention_that_comes_only_at_times_is_said_then():
     def run(m, x):
         x = m.inner(x)
