@@ -72,7 +72,7 @@ def test_what_ctrl_c_leaves_of_a_suspension_ends_with_the_last_holder():
         suspends(at)
 
 
-def test_what_ctrl_c_leaves_of_a_body_ends_with_the_last_window():
+def test_what_ctrl_c_leaves_of_a_body_ends_with_the_last_window(other_locks):
     """At any line of it, and of the switch that it turns."""
 
     def holds(at):
