@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from geomon.capture.modes import unseen
 from geomon.capture.tap.columns import Columns, Pattern, Projection
 from geomon.capture.tap.operators import (
     DETACH,
@@ -156,9 +157,11 @@ def _projection(
     args: tuple[Any, ...],
     result: Any,
 ) -> Projection:
-    values = on_this_rank(result, {}).detach()
-    projection = Projection(values.clone() if changes else values, features, given)
+    projection = Projection(on_this_rank(result, {}), features, given)
     projection.first = first
+    if changes:
+        with unseen():
+            projection.keep()
     return projection
 
 
