@@ -124,7 +124,7 @@ class Watched:
         ]  # fmt: skip
 
 
-EXTRA = "an extra pass of the model was made: what the model changes outside"
+EXTRA = "an extra pass of the model was made: if the model changes anything outside"
 Event = int | Callable[[Watched], object]
 
 

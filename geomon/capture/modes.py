@@ -55,7 +55,7 @@ _NOTHING = nullcontext()
 
 
 def _untaken_hidden() -> AbstractContextManager[None]:
-    """Return what hides modes that `_take_operators` cannot take: those of a tracer, say."""
+    """Return a context manager that hides the modes that `_take_operators` cannot take."""
     known = private.top_mode and private.pop_mode and private.push_mode
     return _NOTHING if known and not private.traced_modes() else private.hide_modes()
 

@@ -21,8 +21,8 @@ from geomon.monitor.probe_loss import ProbeLoss
 from geomon.note import Note
 
 _EXTRA = (
-    "an extra pass of the model was made: what the model changes outside of its modules (a global "
-    "list, a generator, a counter) cannot be restored"
+    "an extra pass of the model was made: if the model changes anything outside of its modules (a "
+    "global list, a generator, a counter), it stays changed"
 )
 
 

@@ -394,11 +394,11 @@ class Pattern:
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """The columns of projections that make up the heads of queries or keys.
+    """Projections, with the columns that make up the heads of queries or keys.
 
     Attributes:
         projections: The projections.
-        pattern: Where the numbers of the heads stand in them.
+        pattern: The column of each number of a head.
     """
 
     projections: tuple[Projection, ...]

@@ -4,7 +4,9 @@ The first call of a block is followed operator by operator (`Learner`), which co
 the block's own Python. What was asked meanwhile, and what was answered, is a plan. A later call in
 the same form goes along the plan (`Known`): it compares each operator with the plan's, keeps the
 tensors that the plan names, and gives the same answers. A call that leaves its plan is not
-measured, and the next one is followed again.
+measured, and the next one is followed again. Calls that run the same operators with the same plain
+arguments are taken for alike: if a block exchanged its queries and keys from call to call without
+any other operator, their projections would be exchanged in silence.
 """
 
 import functools
@@ -63,11 +65,11 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What was understood of a block's call.
+    """Everything that later calls of a block need to know of its first call.
 
     Attributes:
-        steps: The operators, up to the last that acts.
-        events: What to keep of modules that project in their own way, by their number.
+        steps: The operators, up to the last one at which anything is to be done.
+        events: What to keep of the modules that project in their own way, by their number.
         goes_on: Whether attention or a choice was seen after the steps.
     """
 

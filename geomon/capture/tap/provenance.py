@@ -296,16 +296,6 @@ def _multiplied(op: Op, known: Sequence[_Tags | None], number: int) -> _Tags:
     return _Tags((*summand.products, product), None if summand.products else alpha)
 
 
-def understand(ops: Iterable[Op], hidden: Tensor, others: Iterable[Any] = ()) -> Provenance:
-    """Follow recorded operators, from hidden states and other tensors that a block received."""
-    found = Provenance()
-    found.start(others, hidden)
-    for op in ops:
-        found.at += 1
-        found.follow(op)
-    return found
-
-
 def _placed(tensors: Iterable[Tensor]) -> list[tuple[int, Tensor]]:
     """Pair tensors with their storages, and leave out those that have none."""
     return [(place, each) for each in tensors if (place := storage_of(each)) is not None]

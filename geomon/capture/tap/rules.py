@@ -30,7 +30,7 @@ FACTORS = {"bmm": 0, "mm": 0, "baddbmm": 1, "addmm": 1}
 
 
 class Followed(Protocol):
-    """What is known of the tensors that were made so far."""
+    """Answers how the tensors that operators receive were made."""
 
     at: int
 
@@ -64,7 +64,7 @@ def _rule_of(name: str) -> Rule:
 
 
 def _multiplied(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
-    """A product of followed tensors with weights is a projection."""
+    """Record a product of followed tensors with weights as a projection."""
     left, right = op.args[FACTORS[op.name] :][:2]
     on_left, on_right = map(known.is_followed, (left, right))
     if on_left == on_right:
@@ -80,13 +80,13 @@ def _multiplied(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
 
 
 def _projected(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
-    """A product of the first argument with weights, whose width is last."""
+    """Record the result as a projection of the first argument, whose width is last."""
     tokens = op.args[0]
     return projection_of(out, (-1,), tokens, known) if known.is_followed(tokens) else None
 
 
 def _convolved(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
-    """A convolution over all channels is a projection; a filter for each keeps the channels."""
+    """Record a convolution of all channels as a projection; a filter for each keeps them."""
     values, strides, groups = op.args[0], op.args[3], op.args[8]
     if groups != values.shape[1]:
         return projection_of(out, (1,), values, known)
@@ -117,7 +117,7 @@ def projection_of(
 
 
 def _added(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
-    """A projection plus a bias, or plus another projection of the same tokens, is a projection."""
+    """Record a projection plus a bias, or plus one of the same tokens, as a projection."""
     made = [known.made_of(values) for values in op.given]
     own = [each for each in made if each is not None]
     roots = [*dict.fromkeys(root for each in own for root in each.roots)]
@@ -132,7 +132,7 @@ def _added(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
 def _summed(
     op: Op, roots: Sequence[Projection], out: Tensor, known: Followed
 ) -> ElementOrigin | None:
-    """Two tensors that were both made from projections."""
+    """Return the origin of the sum of two tensors that were both made from projections."""
     fits = len(roots) == 2 and all(_covers(root, out) for root in roots)
     return _whole(roots[0].like(out, known.at), out) if fits else _alike(op, out, known)
 
@@ -140,7 +140,7 @@ def _summed(
 def _with_bias(
     op: Op, made: ElementOrigin, values: Tensor, bias: Tensor, out: Tensor, known: Followed
 ) -> ElementOrigin | None:
-    """A tensor that was made from projections plus one that was not."""
+    """Return the origin of the sum of a tensor made from projections and one that was not."""
     root, *others = made.roots
     if not others and is_bias(bias, root.width) and _covers(root, out):
         return _whole(root.like(out, known.at), out)
@@ -157,7 +157,7 @@ def _with_bias_of_heads(
     out: Tensor,
     known: Followed,
 ) -> ElementOrigin | None:
-    """A view of a projection plus one number for each head and feature; None if it is no such."""
+    """Record a view of a projection plus a bias of each head as a projection, or return None."""
     lines = _traced_lines(made, root, values) if values.shape == out.shape else None
     if lines is None:
         return None
@@ -228,7 +228,7 @@ def is_bias(values: Any, width: int) -> bool:
 
 
 def _alike(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
-    """A result that combines numbers at the same place of several tensors."""
+    """Record that the result combines numbers at the same place of several tensors."""
     place = storage_of(out)
     if any(storage_of(values) == place for values in op.given):
         return _changed_in_place(op, out, known)
@@ -300,7 +300,7 @@ def _fitted(layout: Layout, out: Tensor) -> Layout | None:
 
 
 def _joined(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
-    """A concatenation, or a stack."""
+    """Record which part of a concatenation or stack comes from which tensor."""
     dim = (op.args[1] if len(op.args) > 1 else 0) % out.ndim
     pieces, start = list[SourceSlice](), 0
     for values in op.args[0]:
@@ -318,7 +318,7 @@ def _joined(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
 
 
 def _padded(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
-    """Elements behind zeros."""
+    """Record where the elements of a padded tensor were before."""
     values, widths = op.args[:2]
     made = known.made_of(values)
     if made is None:
@@ -328,12 +328,12 @@ def _padded(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
 
 
 def _selected(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
-    """Elements selected by index along one dimension."""
+    """Record which elements were selected along one dimension."""
     return _taken(op.args[0], [None] * (op.args[1] % out.ndim) + [op.args[2]], out, known)
 
 
 def _indexed(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
-    """Elements selected by index along several dimensions."""
+    """Record which elements were selected along several dimensions."""
     return _taken(op.args[0], op.args[1], out, known)
 
 
@@ -364,7 +364,7 @@ def _taken(
 
 
 def _turned(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
-    """The elements of a rolled or flipped tensor, at their former places."""
+    """Record the former places of the elements of a rolled or flipped tensor."""
     made, layout = known.made_of(op.args[0]), layout_of(op.args[0])
     dims = op.args[-1] if op.name == "flip" or len(op.args) > 2 else ()
     if made is None or not dims:
@@ -380,7 +380,7 @@ def _turned(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
 
 
 def _chosen(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
-    """The tensor from which each element of `torch.where` comes."""
+    """Record from which tensor `torch.where` took each element."""
     if len(op.args) != 3:
         return _alike(op, out, known)
     condition, pieces = op.args[0].expand(out.shape), []
@@ -393,7 +393,7 @@ def _chosen(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
 
 
 def _unknown(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
-    """Elements that are not made from those at the same place."""
+    """Return None: the elements are not made from those at the same place."""
     return None
 
 

@@ -115,16 +115,13 @@ class Stream:
             self._keep_track(tensors_in((op.out,)))
         if op.name == "embedding" and self.on_lookup is not None:
             self.on_lookup(op.args[0], op.args[1], op.out)
-        if not self._origins:
-            return
+        if self._origins:
+            self._follow_block(op)
+
+    def _follow_block(self, op: Op) -> None:
+        """Follow what was made from the last block's input and output."""
         given = {storage_of(x): x for x in op.given if x.is_floating_point()}
-        known = [self.origins(x) for x in given.values()]
-        found = frozenset[str]().union(*known)
-        if not op.kind.keeps_places:
-            found -= _IN_PLACE
-        elif op.name in _SUMS and "input" in found:
-            added = any("returned" in each and "input" not in each for each in known)
-            found |= {"sum"} if added else set()
+        found = _origins_of_result(op, [self.origins(x) for x in given.values()])
         for result in tensors_in((op.out,)):
             place = storage_of(result)
             if place is None or (place in given and not op.kind.name.endswith("_")):  # a view
@@ -132,3 +129,12 @@ class Stream:
             self._origins.pop(place, None)
             if found and result.is_floating_point():
                 self._origins[place] = found
+
+
+def _origins_of_result(op: Op, known: list[frozenset[str]]) -> frozenset[str]:
+    """Return what is known of an operator's result, given what is known of its arguments."""
+    found = frozenset[str]().union(*known)
+    if not op.kind.keeps_places:
+        return found - _IN_PLACE
+    added = any("returned" in each and "input" not in each for each in known)
+    return found | {"sum"} if added and op.name in _SUMS and "input" in found else found

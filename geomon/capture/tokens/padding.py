@@ -247,7 +247,7 @@ def named_tensors(
 
 
 def _signature(module: nn.Module) -> inspect.Signature:
-    """Return the signature of a module's `forward`; those of classes are remembered."""
+    """Return the signature of a module's `forward`, which is remembered for each class."""
     if "forward" in vars(module):
         return inspect.signature(module.forward)
     found = _signature_of(type(module).forward)

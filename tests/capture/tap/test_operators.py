@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from geomon.capture.tap.columns import layout_of
 from geomon.capture.tap.operators import op_of
-from geomon.capture.tap.provenance import understand
+from geomon.capture.tap.provenance import Provenance
 
 SHAPE, WIDTH = (3, 5, 8), 12
 ORDER = torch.tensor([4, 0, 2, 1, 3])
@@ -32,6 +32,16 @@ class Recorder(TorchDispatchMode):
 def recorded():
     with torch.no_grad(), Recorder() as recorder:
         yield recorder.ops
+
+
+def understand(ops, hidden):
+    """What is known when the operators have run, in a block that received hidden states."""
+    found = Provenance()
+    found.start((), hidden)
+    for op in ops:
+        found.at += 1
+        found.follow(op)
+    return found
 
 
 def halves(x):

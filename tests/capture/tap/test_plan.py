@@ -172,6 +172,29 @@ def test_a_pass_that_ends_before_its_plan_is_said():
     look.same(x)
 
 
+@pytest.mark.parametrize("attend", [fused, attend_by_hand])
+@pytest.mark.parametrize("first", ["earlier keys", "own keys"])
+def test_keys_that_a_block_keeps_from_pass_to_pass_are_counted_anew(attend, first):
+    """No argument of any operator says that there are more keys than before."""
+    kept = [torch.randn(3, 4, 5, 8)] * 2
+
+    def joined(q, k, v):
+        def join(x):
+            return torch.cat([kept[0], x] if first == "earlier keys" else [x, kept[0]], 2)
+
+        return attend(q, join(k), join(v))
+
+    look, x = Looks(blocks_of(joined)), torch.randn(SHAPES[0])
+    look.same(x)
+    kept[0] = torch.randn(3, 4, 9, 8)
+    found, expected = look(x)
+    if all(queries(found)):
+        check_same(found, expected)
+    else:
+        assert all("other operators" in layer.missing["query"] for layer in found.layers[1:])
+    look.same(x)
+
+
 def test_attention_that_comes_only_at_times_is_said_then():
     def run(m, x):
         x = m.inner(x)
