@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from measuring import watching
 from models import VOCABULARY, PlainBlock, PlainDecoder, batch
 from on_ranks import run_here, write_down
-from runs import SCENARIOS
+from scenario_list import SCENARIOS
 from scenarios import Scenario, Watched, check, step
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict

@@ -129,6 +129,13 @@ def test_no_path_of_a_machine_is_in_the_project():
             assert not found or name == "tests/test_hygiene.py", f"{name}: {found}"
 
 
+def test_no_folder_that_a_run_leaves_has_the_name_of_a_module_of_the_tests():
+    """`make check` would take the folder for a package of the project after `make enwik8`."""
+    left = {line.strip("/") for line in (ROOT / ".gitignore").read_text().split() if "/" in line}
+    assert "runs" in left
+    assert not left & {path.stem for path in (ROOT / "tests").rglob("*.py")}
+
+
 def test_the_packages_hold_modules_alone():
     """Five records of a benchmark stood there once: the default folder is called geomon."""
     packaged = listed("geomon", "recipes")

@@ -1,7 +1,7 @@
 """What a monitor makes of a run; the same on many ranks: tests/rank_runs.py."""
 
 import pytest
-from runs import SCENARIOS
+from scenario_list import SCENARIOS
 from scenarios import check
 
 

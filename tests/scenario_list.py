@@ -1,4 +1,4 @@
-"""Runs as events, and what sinks, record and log hold in the end: of one process or of many."""
+"""Scenarios: runs as events, and what sinks, record and log hold in the end, on any number of ranks."""
 
 import copy
 import threading
