@@ -1,4 +1,4 @@
-"""Scenarios: runs as events, and what sinks, record and log hold in the end, on any number of ranks."""
+"""Scenarios: runs as events, and what sinks, record and log hold in the end, on any ranks."""
 
 import copy
 import threading
