@@ -14,6 +14,7 @@ from geomon.capture.shards import TensorPlace
 from geomon.capture.snapshot import CAPTURED, Layer, explain_missing, source_of
 from geomon.distributed import find_ranks
 from geomon.distributed.mesh import RankPlace, find_place
+from geomon.metrics import odd_layers
 from geomon.record.printable import printable
 
 # Words for the routes of `geomon.capture.tap`.
@@ -339,7 +340,10 @@ class _SeenModel:
     def remarks(self) -> list[_Row]:
         """Make the rows on what was seen, what was not, and why."""
         rows = [("seen here", self._part())] if self._is_part else []
-        rows += [("note", note.words()) for note in self._snapshot.info.notes]
+        snapshot = self._snapshot
+        rows += [
+            ("note", note.words()) for note in (*snapshot.info.notes, *odd_layers(snapshot.layers))
+        ]
         for view, words in (("query", "Q, K as attended"), ("token_ids", "token ids")):
             for stack, reason in self._reasons(view):
                 where = f" of the {stack}" if stack else ""

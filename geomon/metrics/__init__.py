@@ -3,6 +3,7 @@
 from geomon.metrics.evaluate import Evaluator
 from geomon.metrics.layer_values import LayerValues
 from geomon.metrics.metric import Metric, at_last
+from geomon.metrics.oddities import odd_layers
 from geomon.metrics.table import METRICS, MORE_METRICS, check_metrics, select
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "Metric",
     "at_last",
     "check_metrics",
+    "odd_layers",
     "select",
 ]

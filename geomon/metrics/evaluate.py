@@ -31,6 +31,7 @@ from geomon.metrics.layer_views import (
     split_rows,
 )
 from geomon.metrics.metric import ENDING, Metric, said
+from geomon.metrics.oddities import facts_of
 from geomon.metrics.table import is_bundled
 from geomon.metrics.views import DISTANCE_QUERIES, can_be_made, reader
 from geomon.metrics.without import NoMarginError
@@ -63,6 +64,7 @@ class Evaluator:
         has_margins: Whether to measure margins. Defaults to True.
         keeps_arrays: Whether to keep arrays for figures. Defaults to False.
         explains: Whether to make a note on every value that is not finite. Defaults to False.
+        compares: Whether to make notes on layers that differ from the others. Defaults to True.
     """
 
     metrics: Mapping[str, Metric]
@@ -72,6 +74,7 @@ class Evaluator:
     has_margins: bool = True
     keeps_arrays: bool = False
     explains: bool = False
+    compares: bool = True
 
     @property
     def views(self) -> set[str]:
@@ -136,6 +139,9 @@ class Evaluator:
             result.heads, result.queries = _sizes_of_attention(layer)
             result.log_visible = _log_visible(layer)
         splits = split_rows(layer, rows, self.splits, self.queries, has_groups=self.has_margins)
+        if self.compares:
+            with self._costing("oddities", {}, {}):
+                result.facts = facts_of(layer)
         with _plain_arithmetic(layer):
             for name, metric in self.metrics.items():
                 is_asked = metric.sources <= layer.sources

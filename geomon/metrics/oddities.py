@@ -1,0 +1,203 @@
+"""Oddities: definite differences of a few layers from all others, which need no statistics."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+
+from geomon.capture.snapshot import Layer
+from geomon.metrics.layer_values import LayerValues
+from geomon.note import Note
+from geomon.record.columns import Columns
+
+# Share of the rows above which one token is named. In English text of characters, spaces make up
+# a sixth; with fewer kinds of tokens than this, a large share is normal.
+_OF_ONE_TOKEN, _FEWEST_KINDS = 1 / 3, 8
+# Factor between the sizes of neighbouring layers above which it is named.
+_HUNDREDFOLD = 100.0
+# Entropy relative to uniform attention, above which attention is uniform, and below which it is
+# not. Layers of random weights have more than the first; so have all layers before training.
+_UNIFORM, _SELECTIVE = 0.999, 0.9
+_FEWEST_LAYERS = 3  # of which most have to agree
+
+Facts = dict[str, float]
+
+
+def facts_of(layer: Layer) -> Facts:
+    """Collect what the captured views show of a layer, as numbers that ranks can exchange."""
+    captured = layer.captured
+    facts: Facts = {}
+    if captured.get("visible") is not None:
+        facts |= _reach(captured["visible"])
+    scale, query = captured.get("scale"), captured.get("query")
+    # By hand, a bias and a factor of 1 may stand for an unknown factor.
+    is_known = scale != 1 or captured.get("bias") is None
+    if isinstance(scale, float) and query is not None and is_known:
+        facts |= {"scale": scale, "scale_by_width": scale * math.sqrt(query.shape[-1])}
+    ids, hidden = captured.get("token_ids"), captured.get("hidden")
+    if ids is not None and len(ids) and not layer.of_weights:
+        kinds, counts = ids.unique(return_counts=True)
+        most = int(counts.argmax())
+        facts |= {"kinds": len(kinds), "most_frequent": int(kinds[most])}
+        facts["share_of_one"] = float(counts[most]) / len(ids)
+    if hidden is not None and len(hidden) and not layer.of_weights:
+        facts["size"] = float(torch.linalg.vector_norm(hidden, dim=1).median())
+    return facts
+
+
+def _reach(visible: Tensor) -> Facts:
+    """Find the last keys that sampled queries see, and whether each sees further than the last."""
+    keys = visible.shape[3]
+    order = torch.arange(1, keys + 1, dtype=torch.int64, device=visible.device)
+    last = (visible.any(dim=1) * order).amax(dim=2)  # 1 for the first key, 0 without any
+    seen = (last > 0).all(dim=1)
+    if not seen.any():
+        return {}
+    last = last[seen]  # sequences without padding
+    facts = {"keys": keys, "last_key": float(last.double().mean())}
+    if last.shape[1] > 1:  # the place of a query is known only by comparison
+        facts["is_causal"] = float((last.diff(dim=1) > 0).all())
+    elif visible.shape[2] == 1:
+        facts["is_causal"] = 0.0  # one mask for all queries
+    return facts
+
+
+def oddities(facts: Mapping[int, Facts], columns: Columns) -> list[Note]:
+    """Name the layers of a stack that differ from the others, and what else is odd in a pass.
+
+    Args:
+        facts: What was seen of each layer (see `facts_of`), by depth.
+        columns: Values of the stack, by metric; none if nothing was measured.
+    """
+    found = [
+        _later_keys(facts),
+        _other_scale(facts),
+        _uniform(columns),
+        _one_token(facts),
+        *_jumps(facts),
+    ]
+    return [note for note in found if note is not None]
+
+
+def odd_layers(layers: Sequence[Layer]) -> list[Note]:
+    """Name what is odd in the layers of a pass, as far as it shows without any measurement.
+
+    Args:
+        layers: The layers of all stacks.
+    """
+    facts: dict[str, dict[int, Facts]] = {}
+    for layer in layers:
+        if not layer.of_weights:
+            facts.setdefault(layer.stack, {})[layer.index] = facts_of(layer)
+    return [
+        msgspec.structs.replace(note, stack=stack)
+        for stack, own in facts.items()
+        for note in oddities(own, {})
+    ]
+
+
+def of_values(layers: Sequence[LayerValues], columns: Columns) -> list[Note]:
+    """Name what is odd in the layers of one stack that were measured."""
+    return oddities({layer.index: layer.facts for layer in layers}, columns)
+
+
+def _differing(values: Mapping[int, float], is_odd: Callable[[float, float], bool]) -> list[int]:
+    """Return the layers whose values are odd beside the value that most layers share."""
+    if len(values) < _FEWEST_LAYERS:
+        return []
+    (common, count), *_ = Counter(values.values()).most_common(1)
+    if 2 * count <= len(values):
+        return []
+    return [layer for layer, value in values.items() if is_odd(value, common)]
+
+
+def _later_keys(facts: Mapping[int, Facts]) -> Note | None:
+    """Name layers that see keys after the query while most layers see none."""
+    causal = {at: own["is_causal"] for at, own in facts.items() if "is_causal" in own}
+    reach = {facts[at]["last_key"] for at, is_causal in causal.items() if is_causal}
+    layers = [
+        at
+        for at in _differing(causal, lambda own, common: own < common)
+        if facts[at]["last_key"] > max(reach)
+    ]
+    if not layers:
+        return None
+    text = "attention sees keys after the query{where}; in the other layers it does not"
+    return Note("keys after the query", text, layers=tuple(layers))
+
+
+def _other_scale(facts: Mapping[int, Facts]) -> Note | None:
+    """Name layers whose scores are scaled by another factor than in most layers."""
+    rounded = {
+        at: float(f"{own['scale_by_width']:.5g}")
+        for at, own in facts.items()
+        if "scale_by_width" in own
+    }
+    layers = _differing(rounded, lambda own, common: own != common)
+    if not layers:
+        return None
+    other = next(facts[at]["scale"] for at in rounded if at not in layers)
+    text = (
+        "scores of attention are scaled by {own:.3g}{where}, and in the other layers by {other:.3g}"
+    )
+    numbers = {"own": facts[layers[0]]["scale"], "other": other}
+    return Note("another scale of the scores", text, layers=tuple(layers), numbers=numbers)
+
+
+def _uniform(columns: Columns) -> Note | None:
+    """Name layers whose attention is uniform while it is selective in most layers."""
+    column = columns.get("attention_entropy_normalised")
+    values = {} if column is None else column.by_layer()
+    layers = [at for at, value in values.items() if value > _UNIFORM]
+    selective = sum(value < _SELECTIVE for value in values.values())
+    if not layers or len(values) < _FEWEST_LAYERS or 2 * selective <= len(values):
+        return None
+    text = (
+        "attention is uniform{where}, as with random weights or queries of 0; in most layers it is "
+        "not"
+    )
+    return Note("uniform attention", text, layers=tuple(layers))
+
+
+def _one_token(facts: Mapping[int, Facts]) -> Note | None:
+    """Name a token that makes up much of the rows, which may be padding without a mask."""
+    for own in facts.values():
+        if own.get("share_of_one", 0) > _OF_ONE_TOKEN and own["kinds"] >= _FEWEST_KINDS:
+            text = (
+                "token {token} makes up {share:.0f} % of the rows: if it is padding, pass an "
+                "attention mask, so that it is left out"
+            )
+            numbers = {"token": int(own["most_frequent"]), "share": 100 * own["share_of_one"]}
+            return Note("one token in many rows", text, numbers=numbers)
+    return None
+
+
+def _jumps(facts: Mapping[int, Facts]) -> list[Note]:
+    """Name layers whose hidden states are much larger or smaller than in the layer before."""
+    found = {
+        at: own["size"] / facts[at - 1]["size"]
+        for at, own in facts.items()
+        if "size" in own and facts.get(at - 1, {}).get("size")
+    }
+    notes = []
+    for kind, factors in (
+        ("larger", {at: x for at, x in found.items() if x > _HUNDREDFOLD}),
+        ("smaller", {at: 1 / x for at, x in found.items() if 0 < x < 1 / _HUNDREDFOLD}),
+    ):
+        if factors:
+            text = (
+                f"hidden states up to {{factor:,.0f}} times {kind} than one layer before{{where}}"
+            )
+            notes.append(
+                Note(
+                    f"hidden states much {kind}", text, layers=tuple(factors),
+                    numbers={"factor": max(factors.values())},
+                )
+            )  # fmt: skip
+    return notes
+
+
+__all__ = ["Facts", "facts_of", "odd_layers", "oddities", "of_values"]

@@ -1,0 +1,180 @@
+"""Layers that differ from all others are named by the first reading, and by `describe`."""
+
+import copy
+
+import pytest
+import torch
+from models import PlainBlock, PlainDecoder, batch, configurations
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from geomon import Monitor, describe
+
+LAYERS, ODD = 5, 3  # of which this one differs
+METRICS = ["attention_entropy_normalised", "within_variance"]
+
+
+class Block(PlainBlock):
+    """A block without dropout whose mask and scale can be chosen."""
+
+    def __init__(self):
+        super().__init__(32, 4, 0.0)
+        self.scale, self.mask = None, None
+        nn.init.normal_(self.c_attn.weight, std=0.5)  # attends to some tokens more than to others
+
+    def forward(self, x):
+        q, k, v = (
+            part.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+            for part in self.c_attn(self.ln_1(x)).chunk(3, dim=-1)
+        )
+        mask = None if self.mask is None else self.mask(x.shape[1])
+        causal = mask is None
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=self.scale)
+        return x + self.c_proj(y.transpose(1, 2).flatten(2))
+
+
+def decoder(plant=lambda block: None, layers=LAYERS):
+    torch.manual_seed(0)
+    model = PlainDecoder(layers=layers, block=Block)
+    plant(model.blocks[ODD - 1])
+    return model
+
+
+def everything(length):
+    return torch.ones(length, length, dtype=torch.bool)
+
+
+def one_ahead(length):
+    return everything(length).tril(1)
+
+
+def window(length):
+    return everything(length).tril() & everything(length).triu(-8)
+
+
+def sees_all(block):
+    block.mask = everything
+
+
+def sees_one_ahead(block):
+    block.mask = one_ahead
+
+
+def is_scaled(block):
+    block.scale = 1.0
+
+
+def has_no_queries(block):
+    nn.init.zeros_(block.c_attn.weight[:32])
+    nn.init.zeros_(block.c_attn.bias[:32])
+
+
+def has_no_keys(block):
+    nn.init.zeros_(block.c_attn.weight[32:64])
+    nn.init.zeros_(block.c_attn.bias[32:64])
+
+
+def explodes(block):
+    nn.init.normal_(block.c_proj.weight, std=1000.0)
+
+
+def read_once(model, ids, tmp_path):
+    """Return the notes of a first reading."""
+    with Monitor(model, directory=tmp_path, metrics=METRICS) as monitor:
+        with monitor(0):
+            model(ids)
+        monitor.close()
+    return [note.words() for note in monitor.latest.notes]
+
+
+LATER = "attention sees keys after the query, layer 3; in the other layers it does not"
+SCALED = "scores of attention are scaled by 1, layer 3, and in the other layers by 0.354"
+LARGER = "times larger than one layer before, layer 3"
+UNIFORM = "attention is uniform, layer 3"
+PASS = {sees_all: LATER, sees_one_ahead: LATER, is_scaled: SCALED, explodes: LARGER}
+ODDITIES = {**PASS, has_no_queries: UNIFORM, has_no_keys: UNIFORM}
+
+
+def named(notes):
+    """Return those notes that speak of what is odd."""
+    words = (LATER[:34], SCALED[:30], "times larger", "times smaller", "is uniform", "makes up")
+    return [note for note in notes if any(each in note for each in words)]
+
+
+@pytest.mark.parametrize("plant", ODDITIES, ids=lambda plant: plant.__name__)
+def test_a_reading_names_the_layer_that_differs(plant, tmp_path):
+    (note,) = named(read_once(decoder(plant), batch(16), tmp_path))
+    assert ODDITIES[plant] in note
+
+
+@pytest.mark.parametrize("plant", PASS, ids=lambda plant: plant.__name__)
+def test_describe_names_it_as_far_as_it_shows_without_measuring(plant):
+    (note,) = named(text for _, text in describe(decoder(plant), batch(16)).rows)
+    assert ODDITIES[plant] in note
+
+
+def half_of(plant):
+    def all_but_few(model):
+        for block in model.blocks[::2]:
+            plant(block)
+
+    return all_but_few
+
+
+@pytest.mark.parametrize("plant", [sees_all, is_scaled, has_no_queries])
+def test_nothing_is_odd_if_no_value_is_shared_by_most_layers(plant, tmp_path):
+    model = decoder(layers=4)
+    half_of(plant)(model)
+    assert named(read_once(model, batch(16), tmp_path)) == []
+
+
+def has_window(block):
+    block.mask = window
+
+
+def scaled_by_depth(model):
+    for depth, block in enumerate(model.blocks, 1):
+        block.scale = 1 / depth
+
+
+@pytest.mark.parametrize("change", [
+    lambda model: None, lambda model: has_window(model.blocks[1]), scaled_by_depth,
+    lambda model: [sees_all(block) for block in model.blocks],
+    lambda model: [nn.init.zeros_(block.c_attn.weight) for block in model.blocks],
+])  # fmt: skip
+def test_designs_in_which_layers_differ_are_not_odd(change, tmp_path):
+    model = decoder()
+    change(model)
+    assert named(read_once(model, batch(16), tmp_path)) == []
+
+
+DEEP = {
+    "gpt2": {"n_layer": 6, "scale_attn_by_inverse_layer_idx": True},
+    "llama": {"num_hidden_layers": 6},
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_deep_models_of_transformers_are_not_odd(name, tmp_path):
+    config = copy.deepcopy(configurations()[name])
+    for key, value in DEEP[name].items():
+        setattr(config, key, value)
+    model = AutoModelForCausalLM.from_config(config)
+    assert named(read_once(model, batch(16), tmp_path)) == []
+
+
+def padded(share, kinds):
+    ids = torch.arange(512) % (kinds - 1) + 1
+    ids[: round(512 * share)] = 0
+    return ids[torch.randperm(512, generator=torch.Generator().manual_seed(0))].view(16, 32)
+
+
+@pytest.mark.parametrize(("share", "kinds", "is_said"), [
+    (0.4, 40, True), (0.3, 40, False), (0.4, 8, True), (0.4, 7, False),
+])  # fmt: skip
+def test_a_token_in_a_third_of_the_rows_may_be_padding(share, kinds, is_said, tmp_path):
+    notes = named(read_once(decoder(), padded(share, kinds), tmp_path))
+    assert [note.partition(":")[0] for note in notes] == (
+        ["token 0 makes up 40 % of the rows"] if is_said else []
+    )
