@@ -136,6 +136,10 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
         self.on_epoch_end(args, state, control, model)
         self.on_save(args, state, control)
 
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **event: Any) -> None:
+        """Look at the loss that the Trainer logs, of the steps since it logged one before."""
+        self._session.watch_loss(state.global_step - 1, (logs or {}).get(LOSS))
+
     def on_epoch_end(
         self, args: Any, state: Any, control: Any, model: Any = None, **event: Any
     ) -> None:

@@ -179,6 +179,7 @@ class GeometryMonitor(L.Callback):
         """Close the window of a batch without a backward pass, and log the batch's loss."""
         self._session.close()
         step, _ = self._began
+        self._session.watch_loss(step, _loss_of(outputs))
         self._session.log(step, lambda: self._known_values(trainer, pl_module, outputs))
 
     def on_train_epoch_end(self, *event: Any) -> None:
@@ -206,7 +207,7 @@ class GeometryMonitor(L.Callback):
         self, trainer: "L.Trainer", pl_module: "L.LightningModule", outputs: Any
     ) -> dict[str, Any]:
         """Return what the trainer logs, and the module's loss for the batch that has ended."""
-        loss = outputs.get(LOSS) if isinstance(outputs, Mapping) else outputs
+        loss = _loss_of(outputs)
         wanted = loss is None or len(self._session.logged) > 1
         known: dict[str, Any] = dict(trainer.callback_metrics) if wanted else {}
         if loss is not None:
@@ -258,6 +259,11 @@ def _folder_of(trainer: "L.Trainer") -> str:
         root = logger.save_dir or trainer.default_root_dir
         folder = os.path.join(root, str(logger.name), version)
     return str(trainer.strategy.broadcast(folder))  # a collective, which every rank calls
+
+
+def _loss_of(outputs: Any) -> Any:
+    """Return the loss of a batch from what its training step returned, or None."""
+    return outputs.get(LOSS) if isinstance(outputs, Mapping) else outputs
 
 
 def _sink_of(

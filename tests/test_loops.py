@@ -382,3 +382,23 @@ def test_wandb_offline_holds_what_the_record_holds(tmp_path, monkeypatch, loop):
             assert float(shown[reading.step][tag]) == value
     title = re.sub(r"\W+", "_", record.text_of("qk_cosine").title)
     assert any(f"geomon_charts/6_{title}_by_head" in row for row in rows)
+
+
+class Lost(Learner):
+    """A learner whose loss is NaN from the fourth batch on."""
+
+    def forward(self, ids, return_loss=True):
+        found = super().forward(ids)
+        return {"loss": found["loss"] * math.nan} if len(self.losses) > 3 else found
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loss_that_becomes_nan_is_an_alert_at_its_step_though_the_step_is_not_read(
+    loop, tmp_path
+):
+    logs = {"logging_strategy": "steps", "logging_steps": 1, "logging_nan_inf_filter": False}
+    arguments = logs if loop == "huggingface" else {}
+    options = {"schedule": lambda step: step == 0, "checks": None, "budget": None}
+    options |= {"metrics": METRICS, "alerts": ["loss_not_finite"]}
+    LOOPS[loop](Lost(), options, tmp_path, **arguments)
+    assert [alert.step for alert in read(tmp_path).alerts] == [3]

@@ -35,6 +35,7 @@ _MASSIVE = 0.5
 _AGAIN = 4.0
 _NAMED = 3  # most places that are named
 _COURSES = 16  # most values whose course an alert shows
+_BATCHES = 4096  # most batches that are remembered
 
 # Steps of healthy trainings in which false alarms were counted: docs/warnings.md.
 HEALTHY_STEPS = 61_608
@@ -162,29 +163,31 @@ class AlertRule(NamedTuple):
 
     Attributes:
         find: Function of a reading, the name of a stack and its bands that finds what is beyond a
-            limit.
+            limit; None if something else than the values of a reading is watched.
         seeks: Condition that it looks for.
         text: The finding, as a `str.format` template for the numbers.
         advice: Things to look at.
-        false_alarms: Number of false alarms in `HEALTHY_STEPS` steps of healthy trainings. Defaults
-            to 0.
+        false_alarms: Number of false alarms in `HEALTHY_STEPS` steps of healthy trainings; None if
+            the alert states a fact, without a threshold. Defaults to 0.
         may_begin: Whether a finding in the first reading is not a reason for an alert. Defaults to
             True.
         passes: Number of readings without a finding after which the next one is a new alert.
             Defaults to None: an alert is new only if it finds four times as much.
     """
 
-    find: Callable[[Reading, str, BandFindings], Finding | None]
+    find: Callable[[Reading, str, BandFindings], Finding | None] | None
     seeks: str
     text: str
     advice: str
-    false_alarms: int = 0
+    false_alarms: int | None = 0
     may_begin: bool = True
     passes: int | None = None
 
     @property
     def odds(self) -> str:
         """How often the alert is false, in words."""
+        if self.false_alarms is None:
+            return "a fact, without a threshold"
         return f"false alarms: {self.false_alarms} in {HEALTHY_STEPS:,} healthy steps"
 
 
@@ -283,6 +286,20 @@ RULES: Mapping[str, AlertRule] = {
         "look at the loss and the data type, and for the first step with it",
         may_begin=False,
     ),
+    "loss_not_finite": AlertRule(
+        None,
+        "a logged loss that is not finite after a finite one",
+        "{name} was {value}",
+        "look at the batch of this step, at the learning rate and the data type",
+        false_alarms=None,
+    ),
+    "same_batch": AlertRule(
+        None,
+        "the same token ids as before, where batches have differed",
+        "the batch has the token ids of the one at step {before:,}",
+        "look at the order of the data: the sampler, its seed, and what a resumed run skips",
+        false_alarms=None,
+    ),
     "left_band": AlertRule(
         _left_band,
         "a value at a layer or head outside the band that earlier readings predict",
@@ -357,7 +374,19 @@ class AlertWatch:
         self._largest: dict[tuple[str, str], float] = {}  # by name and stack
         self._quiet: dict[tuple[str, str], int] = {}  # readings since the last finding
         self._begun: set[str] = set()  # sources that have had a reading
+        self._batches: dict[str, int] = {}  # first step with a batch, last batches last
+        self._last_batch: tuple[str, int] | None = None  # and its step
+        self._resumes = False  # whether the readings so far are of earlier starts
         self.asks_again = False
+
+    def recall(self, reading: Reading) -> None:
+        """Process a reading of an earlier start, which raises nothing.
+
+        Args:
+            reading: A reading of a later step than the ones before.
+        """
+        self.add(reading)
+        self._resumes = True
 
     def add(self, reading: Reading) -> list[Alert]:
         """Process the next reading, and return the alerts that it raises.
@@ -365,12 +394,12 @@ class AlertWatch:
         Args:
             reading: A reading of a later step than the ones before.
         """
-        first = reading.source not in self._begun
-        self._begun.add(reading.source)
         stacks = dict.fromkeys([*reading.stacks, *(note.stack for note in reading.notes)])
         # A check and a reading of one rank look at the same pass.
         alone = reading.source == "inline" and reading.world_size == 1
         source = "check" if alone else reading.source
+        first = source not in self._begun
+        self._begun.add(source)
         own = {
             stack: self._bands.setdefault((source, stack), Bands(stack))
             for stack in stacks
@@ -380,8 +409,8 @@ class AlertWatch:
         is_watched = "left_band" in self._rules
         self.asks_again = is_watched and any(found.is_strange for found in bands.values())
         alerts = []
-        for name, rule in self._rules.items():
-            for stack in stacks:
+        for (name, rule), stack in itertools.product(self._rules.items(), stacks):
+            if rule.find is not None:
                 found = rule.find(reading, stack, bands[stack])
                 is_news = self._is_news((name, stack), rule, found)
                 if found and is_news and not (first and rule.may_begin):
@@ -393,7 +422,41 @@ class AlertWatch:
                             rule.advice, courses,
                         )
                     )  # fmt: skip
-        return alerts
+        return alerts + self._same_batch(reading)
+
+    def _same_batch(self, reading: Reading) -> list[Alert]:
+        """Return the alert on a batch that came at the last look too, or before a resume.
+
+        Data may be passed through again, so a batch counts only if the last look was the first to
+        see it, and another batch came before.
+        """
+        rule, batch = self._rules.get("same_batch"), reading.batch
+        if rule is None or not batch or reading.source == "probe":
+            return []
+        before = self._batches.setdefault(batch, reading.step)
+        repeats = (batch, before) == self._last_batch
+        is_news = len(self._batches) > 1 and (repeats or self._resumes) and before < reading.step
+        self._last_batch, self._resumes = (batch, reading.step), False
+        if len(self._batches) > _BATCHES:
+            self._batches.pop(next(iter(self._batches)))
+        if not is_news:
+            return []
+        numbers: _Numbers = {"before": before}
+        return [Alert("same_batch", reading.step, numbers=numbers, advice=rule.advice)]
+
+    def add_loss(self, step: int, name: str, value: float) -> list[Alert]:
+        """Return the alert that a logged loss raises because it is not finite any more.
+
+        Args:
+            step: Step of the loss.
+            name: Name under which it was logged.
+            value: NaN or an infinity.
+        """
+        rule = self._rules.get("loss_not_finite")
+        if rule is None:
+            return []
+        numbers: _Numbers = {"name": name, "value": "NaN" if math.isnan(value) else f"{value:g}"}
+        return [Alert("loss_not_finite", step, numbers=numbers, advice=rule.advice)]
 
     def _is_news(self, key: tuple[str, str], rule: AlertRule, found: Finding | None) -> bool:
         """Whether a finding is the first of its kind, or four times as large as the largest."""

@@ -47,6 +47,7 @@ SCATTER_READINGS, SCATTER = 20, 0.62
 _CALM, _RESTLESS = 0.1, math.e
 # Smallest value for a logarithm, so that weights set to 0 leave their band.
 _TINY = 1e-9
+_TENFOLD = math.log(10.0)
 # Smallest error, as a share of the value, to allow for rounding.
 _ROUNDING = 1e-5
 
@@ -60,20 +61,24 @@ class WatchedMetric(NamedTuple):
         by_logarithm: Whether bands use the value's logarithm, because a value that grows by factors
             scatters by factors. Defaults to False.
         by_part: Whether each part of the metric has a band instead of its value. Defaults to False.
+        largest: Largest half width of its bands, which then lie around the median of earlier
+            readings. Readings with a bend in them would open a band until it holds anything.
+            Defaults to infinity.
     """
 
     least: float
     by_logarithm: bool = False
     by_part: bool = False
+    largest: float = math.inf
 
 
 WATCHED = {
     "attention_entropy_normalised": WatchedMetric(0.01),
     "max_logit": WatchedMetric(0.5),
     "qk_dot": WatchedMetric(0.25),
-    "variance": WatchedMetric(0.05, by_logarithm=True),
-    "within_variance": WatchedMetric(0.05, by_logarithm=True),
-    "weight_norm": WatchedMetric(0.02, by_logarithm=True, by_part=True),
+    "variance": WatchedMetric(0.05, by_logarithm=True, largest=_TENFOLD),
+    "within_variance": WatchedMetric(0.05, by_logarithm=True, largest=_TENFOLD),
+    "weight_norm": WatchedMetric(0.02, by_logarithm=True, by_part=True, largest=_TENFOLD),
     "expert_load": WatchedMetric(0.2, by_logarithm=True, by_part=True),
 }
 
@@ -184,27 +189,37 @@ class Distance(NamedTuple):
     normed: _Array
 
 
-def measure_distance(history: _Array, values: _Array, least: _Array | float = 0.0) -> Distance:
+def measure_distance(
+    history: _Array,
+    values: _Array,
+    least: _Array | float = 0.0,
+    largest: _Array | float = math.inf,
+) -> Distance:
     """Compare the values of a reading with the lines through earlier readings.
 
     Args:
         history: Values of earlier readings, last one at the end, [readings, curves].
         values: Values of the reading, [curves].
         least: Smallest half widths of the bands, [curves] or a single one. Defaults to 0.
+        largest: Largest half widths, of bands around the median. Defaults to infinity.
     """
     if len(history) < LEAST:
         return Distance(*np.full((5, len(values)), np.nan))
     line = continue_line(history)
     # The last two readings are both compared with the line before them.
     before = _continue_lines(history[:-1], [2, 1])
-    width = np.maximum(OUTSIDE * before.unit, least)
+    middle, width = before.expected, np.maximum(OUTSIDE * before.unit, least)
+    is_open = (width > largest).any(axis=0)
+    if is_open.any():
+        median = np.nanmedian(history[:-1, is_open], axis=0)
+        middle[:, is_open], width = median, np.minimum(width, largest)
     with np.errstate(invalid="ignore", divide="ignore"):
-        now, last = (np.array([values, history[-1]]) - before.expected) / width
+        now, last = (np.array([values, history[-1]]) - middle) / width
         size = np.minimum(np.abs(now), np.abs(last)) * (now * last > 0)
         alone = np.abs(values - line.expected) / np.maximum(OUTSIDE * line.unit, least)
         normed = (values - line.expected) / np.maximum(line.unit, _LEAST_SCATTER * least)
         normed *= line.norm
-    return Distance(before.expected[0], width[0], size, alone, normed)
+    return Distance(middle[0], width[0], size, alone, normed)
 
 
 def scatter(normed: _Array) -> float:
@@ -272,12 +287,12 @@ class _Lane:
         self.steps: list[int] = []
         self.history = np.empty((0, 0))
 
-    def add(self, step: int, values: _Array, least: _Array) -> Distance:
+    def add(self, step: int, values: _Array, least: _Array, largest: _Array) -> Distance:
         """Compare the values of a reading with earlier ones, and keep them."""
         if missing := len(values) - self.history.shape[1]:
             self.history = np.pad(self.history, ((0, 0), (0, missing)), constant_values=np.nan)
         start = start_of_window(self.steps, step)
-        distance = measure_distance(self.history[start:], values, least)
+        distance = measure_distance(self.history[start:], values, least, largest)
         self.steps = [*self.steps, step][-WINDOW - 1 :]
         self.history = np.vstack([self.history, values])[-WINDOW - 1 :]
         return distance
@@ -299,10 +314,10 @@ class Bands:
     def add(self, reading: Reading) -> BandFindings:
         """Compare the values of a later reading of the same source with their bands."""
         values = self._values(reading.stacks.get(self._stack, {}))
-        distance = self._lane.add(reading.step, values, self._least)
+        distance = self._lane.add(reading.step, values, self._least, self._largest)
         expected, width, size = distance[:3]
         if self._count % SLOW == 0:
-            slow = self._slow_lane.add(reading.step, values, self._least)
+            slow = self._slow_lane.add(reading.step, values, self._least, self._largest)
             expected, width, size = np.where(
                 slow.size > np.nan_to_num(size), slow[:3], distance[:3]
             )
@@ -362,6 +377,7 @@ class Bands:
         self._filled = np.array(filled, dtype=np.intp)
         watched = [WATCHED[place.metric] for place in self._columns]
         self._least = np.array([each.least for each in watched])
+        self._largest = np.array([each.largest for each in watched])
         self._by_logarithm = np.array([each.by_logarithm for each in watched], dtype=bool)
         self._in_scatter = np.array([not each.by_part for each in watched], dtype=bool)
 

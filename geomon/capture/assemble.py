@@ -191,7 +191,10 @@ def build_snapshot(
     remarks += [*_of_stacks_left_out(passes, counted), *notes]
     first = counted[0]
     dtype = str(first.dtype).removeprefix("torch.") if run else ""
-    info = PassInfo(min(rows, default=0), first.mode, dtype, remarks, batch=first.tokens.checksum)
+    info = PassInfo(
+        min(rows, default=0), first.mode, dtype, remarks,
+        batch=first.tokens.checksum, token_ids=first.tokens.ids_checksum,
+    )  # fmt: skip
     return _on_device(Snapshot([*layers, *(matrices if run else ())], info), device, wait=wait)
 
 

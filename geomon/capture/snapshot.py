@@ -459,6 +459,8 @@ class PassInfo:
         loss: Loss of a probe's pass, or None if none was requested.
         batch: Checksum of the tokens: equal on ranks that had the same tokens. Defaults to "", for
             a pass where nothing was seen.
+        token_ids: Checksum of the token ids: equal in passes over the same text, whatever the
+            weights. Defaults to "", if they are unknown.
     """
 
     tokens: int
@@ -467,6 +469,7 @@ class PassInfo:
     notes: list[Note] = field(default_factory=list)
     loss: MeanLoss | None = None
     batch: str = ""
+    token_ids: str = ""
 
 
 @dataclass(frozen=True)

@@ -164,6 +164,7 @@ def gather(
         info=PassInfo(
             sum(map(table.count_rows, tokens.giving)), first.mode, first.dtype,
             _notes(reports, tokens), mean_loss(tokens.infos()),
+            token_ids=_joined_ids(tokens.infos()),
         ),
         empty=all(report.empty for report in reports),
     )  # fmt: skip
@@ -387,7 +388,10 @@ def _merge_passes(passes: Sequence[Snapshot], rows: int, queries: int) -> Snapsh
     tokens = sum(info.tokens for info in infos)
     loss = mean_loss(infos)
     batch = " and ".join(info.batch for info in infos) if all(i.batch for i in infos) else ""
-    return Snapshot(layers, PassInfo(tokens, first.info.mode, first.info.dtype, notes, loss, batch))
+    info = PassInfo(
+        tokens, first.info.mode, first.info.dtype, notes, loss, batch, _joined_ids(infos)
+    )
+    return Snapshot(layers, info)
 
 
 # -- what the ranks agree on -----------------------------------------------------------------------
@@ -560,6 +564,12 @@ def _other_tokens(reports: Sequence[_Report], tokens: _Tokens) -> list[Note]:
             )
             return [Note("other tokens", text)]
     return []
+
+
+def _joined_ids(infos: Sequence[PassInfo]) -> str:
+    """Join the checksums of the token ids of several passes; "" if some are unknown."""
+    known = [info.token_ids for info in infos]
+    return "-".join(known) if all(known) else ""
 
 
 def _of_several(notes: Mapping[int, Note], size: int, word: str) -> Note:

@@ -237,6 +237,7 @@ class ReadingJob:
             training={} if info.loss is None else {tags.PROBE_LOSS: info.loss.value},
             notes=notes,
             fingerprint=evaluation.fingerprint,
+            batch=info.token_ids,
         )
 
     def _all_layers(self) -> list[LayerValues] | None:

@@ -65,6 +65,7 @@ from geomon.monitor.warnings import Warnings
 from geomon.note import Note
 from geomon.record import Reading, Readings, Record, Sink, read
 from geomon.record.printable import printable, text_of
+from geomon.record.tags import LOSS
 
 _NOTHING = nullcontext()  # returned for a step that is not due
 # Rows of hidden states that a check looks at.
@@ -220,6 +221,7 @@ class Monitor:
             )
         if self._is_own() and not in_cuda_graph():
             with self.charge():
+                self._watch_losses(number, values)
                 self.outbox.log(number, values, watched=self.passes.step == number)
 
     def probe(self, step: SupportsIndex, inputs: Any = None) -> None:
@@ -307,6 +309,19 @@ class Monitor:
             step: Number of optimizer updates already in the weights.
         """
         return self.outbox.lacks_values(step)
+
+    def watch_loss(self, step: int, loss: Any) -> None:
+        """Raise an alert if the loss is not finite, whether or not its step is read.
+
+        `log` does so itself. It never waits for a device.
+
+        Args:
+            step: Number of optimizer updates already in the weights.
+            loss: A number, or a tensor with one element; None if it is unknown.
+        """
+        if self._is_own() and not in_cuda_graph():
+            with self.charge():
+                self._watch_losses(step, {LOSS: loss})
 
     def expect_end(self, step: int | None) -> None:
         """Announce the length of the run, so that readings are spread over all of it.
@@ -458,6 +473,11 @@ class Monitor:
             if self._is_own():
                 with self.charge():
                     self.outbox.publish()
+
+    def _watch_losses(self, step: int, values: Mapping[str, Any]) -> None:
+        if self._group.rank == 0:
+            with self.warnings.guard():
+                self.outbox.watch_losses(step, values)
 
     def _read(
         self,

@@ -21,6 +21,7 @@ from geomon.failures import failures
 from geomon.monitor.executor import ReadingExecutor
 from geomon.monitor.jobs import CHECK, ReadingJob
 from geomon.monitor.logged import LoggedValues
+from geomon.monitor.losses import LossWatch
 from geomon.monitor.options import MonitorOptions
 from geomon.monitor.planner import Account, Planner
 from geomon.monitor.sinks import SinkCalls
@@ -79,6 +80,7 @@ class Outbox:
         self._alerts = options["alerts"]
         self._watch = AlertWatch(self._alerts)
         self._logged = LoggedValues(options["log"], warnings)
+        self._losses = LossWatch()
         self.sinks = SinkCalls(options["sinks"], warnings, options["sink_timeout"])
         self.latest: Reading | None = None
         self._before: Reading | None = None  # the reading before, of this start or an earlier one
@@ -159,6 +161,13 @@ class Outbox:
                 return
             self._logged.put(step, values)
             self.publish()
+
+    def watch_losses(self, step: int, values: Mapping[str, Any]) -> None:
+        """Raise an alert if a loss among the values of a step is not finite any more."""
+        for found in self._losses.put(step, values):
+            for alert in self._watch.add_loss(*found):
+                self._noted.append(alert.note())
+                self._raise(alert, "log", None)
 
     def lacks_values(self, step: int) -> bool:
         """Return whether a reading of a step waits for values of the option `log`."""
@@ -317,7 +326,7 @@ class Outbox:
 
     def _recall(self, reading: Reading) -> None:
         """Take a reading of an earlier start into account, without calling anything for it."""
-        self._watch.add(reading)
+        self._watch.recall(reading)
         self._follow(reading)
 
     def _follow(self, reading: Reading) -> dict[str, Phase]:

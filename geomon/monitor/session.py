@@ -265,6 +265,16 @@ class CallbackSession:
         )
         self.monitor.log(step, **{name: known.get(name) for name in self.logged})
 
+    def watch_loss(self, step: int, loss: Any) -> None:
+        """Raise an alert if the loss of any step is not finite.
+
+        Args:
+            step: Number of optimizer updates already in the weights.
+            loss: A number, a tensor with one element, or None.
+        """
+        if self.monitor is not None:
+            self.monitor.watch_loss(step, loss)
+
     def finish(self) -> None:
         """End the training and leave nothing on the model; may be called more than once."""
         self.discard()

@@ -78,6 +78,8 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
         count: Number of readings of the run so far, with this one. Defaults to 0, for unknown.
         gap: Largest number of steps between two of them. Defaults to 0.
         checks: Number of checks so far. Defaults to 0.
+        batch: Checksum of the token ids of the pass, equal for the same text at any step. Defaults
+            to "", if they are unknown.
     """
 
     step: Count
@@ -97,6 +99,7 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
     count: Count = 0
     gap: Count = 0
     checks: Count = 0
+    batch: str = ""
 
     def __post_init__(self) -> None:
         """Replace JSON nulls by NaN, and refuse values that no reading can have."""

@@ -16,6 +16,7 @@ from geomon.analysis.bands import (
     SLOW,
     WATCHED,
     Distance,
+    WatchedMetric,
     measure_distance,
     start_of_window,
 )
@@ -156,11 +157,14 @@ def distances(steps: NDArray[np.int64], places: Sequence[Place], numbers: Array)
     """
     logarithms = np.array([place.metric in _LOGARITHMS for place in places])
     numbers = np.where(logarithms, np.log(np.maximum(numbers, 1e-9)), numbers)
-    least = np.array([WATCHED[p.metric].least if p.metric in WATCHED else 0.0 for p in places])
+    watched = [WATCHED.get(place.metric, WatchedMetric(0.0)) for place in places]
+    least, largest = (
+        np.array(ends) for ends in zip(*((x.least, x.largest) for x in watched), strict=True)
+    )
 
     def compare(reading: int, every: int) -> Distance:
         start = start_of_window(steps[:reading:every], int(steps[reading]))
-        return measure_distance(numbers[:reading:every][start:], numbers[reading], least)
+        return measure_distance(numbers[:reading:every][start:], numbers[reading], least, largest)
 
     sizes = np.full(numbers.shape, np.nan)
     for reading in range(LEAST, len(steps)):

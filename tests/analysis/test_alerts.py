@@ -3,6 +3,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from tagged import reading_of
@@ -142,7 +143,11 @@ def test_alerts_are_data():
     ("names", "error", "words"),
     [
         (["rank_colapse"], ValueError, r"'rank_colapse' \(did you mean 'rank_collapse'\?\)"),
-        ([3], ValueError, "no alert is called 3; there are not_finite, left_band"),
+        (
+            [3],
+            ValueError,
+            "no alert is called 3; there are not_finite, loss_not_finite, same_batch",
+        ),
         ("rank_collapse", TypeError, r'write \["rank_collapse"\]'),
         (None, TypeError, "a sequence of names"),
     ],
@@ -233,3 +238,58 @@ def test_growing_scatter_of_all_values_is_an_alert_without_a_place():
     assert 1.36 < factor < 1.5  # the limit, and little more: 2.5 is reached over twenty readings
     words = f"over 20 readings, all watched values together have scattered {factor:.1f} times"
     assert words in alert.words()
+
+
+def with_batches(text, start=0):
+    """Readings of consecutive steps whose batches are letters, with "?" for unknown token ids."""
+    return [
+        replace_batch(reading_of({}, step, source="inline"), letter)
+        for step, letter in enumerate(text, start)
+    ]
+
+
+def replace_batch(reading, letter):
+    return msgspec.structs.replace(reading, batch=letter.replace("?", ""))
+
+
+@pytest.mark.parametrize(("text", "found"), [
+    ("abcc", [(3, 2)]),
+    ("abccc", [(3, 2)]),  # said once
+    ("abccdee", [(3, 2), (6, 5)]),
+    ("aaaa", []),  # the whole data set is one batch
+    ("abab", []),  # the data come again in the same order
+    ("abcabcc", []),  # as if two looks were one round of the data apart
+    ("a??b", []),
+])  # fmt: skip
+def test_a_batch_that_comes_again_at_the_next_look_is_an_alert(text, found):
+    alerts = find_alerts(with_batches(text), ["same_batch"])
+    assert [(alert.step, alert.numbers["before"]) for alert in alerts] == found
+    assert all("has the token ids of the one at step" in alert.words() for alert in alerts)
+
+
+@pytest.mark.parametrize(("text", "found"), [
+    ("ab", [(3, 0)]), ("cab", [(3, 2)]), ("dab", []), ("?a", [(4, 0)]),
+])  # fmt: skip
+def test_a_resumed_run_that_begins_with_an_earlier_batch_is_an_alert(text, found):
+    watch = AlertWatch(["same_batch"])
+    for reading in with_batches("abc"):
+        watch.recall(reading)
+    alerts = [alert for each in with_batches(text, 3) for alert in watch.add(each)]
+    assert [(alert.step, alert.numbers["before"]) for alert in alerts] == found
+
+
+def test_probes_have_the_same_batch_on_purpose():
+    run = [replace_batch(reading_of({}, n), x) for n, x in enumerate("abbb")]
+    assert find_alerts(run, ["same_batch"]) == []
+
+
+@pytest.mark.parametrize(("earlier", "later", "is_said"), [
+    ("inline", "check", True), ("check", "inline", True), ("inline", "inline", True),
+    ("probe", "probe", True), ("probe", "check", False),  # other tokens
+])  # fmt: skip
+def test_what_comes_with_a_resume_is_an_alert(earlier, later, is_said):
+    watch = AlertWatch()
+    watch.recall(msgspec.structs.replace(healthy(0), source=earlier))
+    tag, low = "effective_rank/layer_03", 1.05
+    reading = msgspec.structs.replace(healthy(8, **{tag: low}), source=later)
+    assert [alert.name for alert in watch.add(reading)] == ["rank_collapse"] * is_said

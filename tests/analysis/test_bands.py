@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from tagged import reading_of
 
-from geomon.analysis.bands import Bands, continue_line
+from geomon.analysis.bands import Bands, continue_line, measure_distance
 from geomon.record.columns import Place
 
 # As they were measured: docs/warnings.md.
@@ -248,3 +248,16 @@ def test_a_value_that_comes_and_goes_leaves_the_others_their_places(gap):
     assert not any(each.departures for each in found[:51])
     known = bands.course(Place("", "qk_dot", layer=1, kind="head", head=1)).values
     assert known == tuple(noises[-32:, 0])
+
+
+@pytest.mark.parametrize(("last", "value", "is_outside"), [
+    (2.4, 2.4, True), (2.4, 2.2, False), (2.2, 2.4, False), (-2.4, 2.4, False), (-2.4, -2.4, True),
+])  # fmt: skip
+def test_a_band_of_limited_width_lies_around_the_median(last, value, is_outside):
+    """Readings with a bend in them would open it until it holds anything."""
+    bent = np.array([0.0, 0, 0, 0, 0, 0, 6, 12, 18, last])[:, None]
+    limit = math.log(10)
+    limited = measure_distance(bent, np.array([value]), 0.0, limit)
+    assert (limited.size[0] > 1) == is_outside
+    assert (limited.expected[0], limited.width[0]) == (0.0, limit)
+    assert measure_distance(bent, np.array([value])).size[0] < 1

@@ -192,3 +192,47 @@ def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):
     assert f"{alert.words()}\n" == capsys.readouterr().out
     assert torch.load(tmp_path / "batch.pt") == ((), {"input_ids": [3]})
     given["monitor"].close()
+
+
+NAN = float("nan")
+LOSSES = {
+    "numbers": ([1.0, NAN, 1.0], "loss", [1]),
+    "tensors": ([torch.tensor(1.0), torch.tensor(NAN)], "loss", [1]),
+    "infinite": ([1.0, -math.inf], "loss", [1]),
+    "under a name": ([1.0, NAN], "train/Loss_ce", [1]),
+    "said once until it is finite": ([1.0, NAN, NAN, 1.0, NAN], "loss", [1, 4]),
+    "never finite": ([NAN, NAN], "loss", []),
+    "unknown": ([1.0, None, 1.0], "loss", []),
+    "not a number": ([1.0, torch.zeros(2), "NaN"], "loss", []),
+    "a gradient norm, infinite where a scaler looks for its scale": ([1.0, NAN], "grad_norm", []),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_is_not_finite_is_an_alert_at_its_own_step(name, tmp_path):
+    losses, tag, expected = LOSSES[name]
+    model, inputs, told = PlainDecoder(), batch(), []
+    with Monitor(
+        model,
+        schedule=lambda step: step == 0,
+        directory=tmp_path,
+        on_alert=told.append,
+        budget=None,
+    ) as monitor:
+        for step, loss in enumerate(losses):
+            with monitor(step):
+                model(inputs)
+            monitor.log(step, **{tag: loss})
+    recorded = read(tmp_path).alerts
+    assert [alert.step for alert in told] == [alert.step for alert in recorded] == expected
+    assert all(f"loss not finite: {tag} was" in alert.words() for alert in recorded)
+
+
+def test_no_alert_comes_of_a_loss_if_none_is_wanted(tmp_path):
+    model, told = PlainDecoder(), []
+    with Monitor(model, directory=tmp_path, alerts=(), on_alert=told.append) as monitor:
+        for step, loss in enumerate((1.0, NAN)):
+            with monitor(step):
+                model(batch())
+            monitor.log(step, loss=loss)
+    assert told == []

@@ -25,7 +25,7 @@ from geomon.capture.tokens.boundaries import (
 )
 from geomon.capture.tokens.padding import Padding
 from geomon.capture.tokens.sampling import RowSampler, SampledRows
-from geomon.capture.tokens.token_ids import TokenIds
+from geomon.capture.tokens.token_ids import TokenIds, checksum, no_positions
 from geomon.note import Note
 
 Shape = tuple[int, ...]
@@ -377,6 +377,12 @@ class PassTokens:
             return known
         rows = self.landmarks.cpu().float().contiguous()
         return f"{known} {zlib.crc32(rows.numpy().tobytes()):08x}"
+
+    @property
+    def ids_checksum(self) -> str:
+        """Checksum of the token ids; "" if they are unknown, or may be positions."""
+        found = self.ids.find(self.shape) if self.shape else None
+        return "" if found is None or not no_positions(found.lookup) else checksum(found.lookup)
 
 
 def _of_streams(shape: Shape, order: Tensor, *, length_first: bool) -> Sequences:

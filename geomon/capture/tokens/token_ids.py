@@ -80,6 +80,11 @@ def no_positions(lookup: Lookup) -> bool:
     return float((ids.diff(dim=-1) == 1).float().mean()) < _BY_ONE
 
 
+def checksum(lookup: Lookup) -> str:
+    """Return a checksum of the integers that a table received."""
+    return f"{zlib.crc32(lookup.ids.cpu().contiguous().numpy().tobytes()):08x}"
+
+
 class TokenIds:
     """The calls of embedding tables of one pass, and which of them received the token ids.
 
@@ -156,8 +161,7 @@ class TokenIds:
 
     def checksum(self) -> str:
         """Return a checksum of all integers."""
-        ids = (lookup.ids.cpu().contiguous() for lookup in self.lookups)
-        return "-".join(f"{zlib.crc32(each.numpy().tobytes()):08x}" for each in ids)
+        return "-".join(map(checksum, self.lookups))
 
     def _choose(self, shape: Shape, traced: Mapping[int, Tensor]) -> FoundIds | None:
         """Choose the integers that made the hidden states, or else that have their shape."""
