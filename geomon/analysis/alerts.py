@@ -10,7 +10,7 @@ wrong, and what they notice.
 import difflib
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -300,6 +300,13 @@ RULES: Mapping[str, AlertRule] = {
         "look at the order of the data: the sampler, its seed, and what a resumed run skips",
         false_alarms=None,
     ),
+    "unmoved_weights": AlertRule(
+        None,
+        "trainable weights that do not move while others do",
+        "{count} trainable weight{plural} did not move in {steps:,} steps: {names}",
+        "look at the parameters that the optimizer got, and at their gradients and data type",
+        false_alarms=None,
+    ),
     "left_band": AlertRule(
         _left_band,
         "a value at a layer or head outside the band that earlier readings predict",
@@ -430,8 +437,8 @@ class AlertWatch:
         Data may be passed through again, so a batch counts only if the last look was the first to
         see it, and another batch came before.
         """
-        rule, batch = self._rules.get("same_batch"), reading.batch
-        if rule is None or not batch or reading.source == "probe":
+        batch = reading.batch
+        if not batch or reading.source == "probe":
             return []
         before = self._batches.setdefault(batch, reading.step)
         repeats = (batch, before) == self._last_batch
@@ -441,8 +448,7 @@ class AlertWatch:
             self._batches.pop(next(iter(self._batches)))
         if not is_news:
             return []
-        numbers: _Numbers = {"before": before}
-        return [Alert("same_batch", reading.step, numbers=numbers, advice=rule.advice)]
+        return self._state("same_batch", reading.step, {"before": before})
 
     def add_loss(self, step: int, name: str, value: float) -> list[Alert]:
         """Return the alert that a logged loss raises because it is not finite any more.
@@ -452,11 +458,34 @@ class AlertWatch:
             name: Name under which it was logged.
             value: NaN or an infinity.
         """
-        rule = self._rules.get("loss_not_finite")
-        if rule is None:
+        words = "NaN" if math.isnan(value) else f"{value:g}"
+        return self._state("loss_not_finite", step, {"name": name, "value": words})
+
+    def add_still(
+        self, step: int, names: Sequence[str], layers: Sequence[int], steps: int
+    ) -> list[Alert]:
+        """Return the alert that weights raise because they have not moved.
+
+        Args:
+            step: The present step.
+            names: Names of the weights.
+            layers: Depths of the blocks that hold some of them.
+            steps: Number of steps without a move.
+        """
+        others = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        numbers: _Numbers = {
+            "count": len(names), "plural": "s" * (len(names) > 1), "steps": steps,
+            "names": ", ".join(names[:_NAMED]) + others,
+        }  # fmt: skip
+        return self._state("unmoved_weights", step, numbers, tuple(layers))
+
+    def _state(
+        self, name: str, step: int, numbers: _Numbers, layers: tuple[int, ...] = ()
+    ) -> list[Alert]:
+        """Return the alert on a fact, if it is wanted."""
+        if name not in self._rules:
             return []
-        numbers: _Numbers = {"name": name, "value": "NaN" if math.isnan(value) else f"{value:g}"}
-        return [Alert("loss_not_finite", step, numbers=numbers, advice=rule.advice)]
+        return [Alert(name, step, layers=layers, numbers=numbers, advice=RULES[name].advice)]
 
     def _is_news(self, key: tuple[str, str], rule: AlertRule, found: Finding | None) -> bool:
         """Whether a finding is the first of its kind, or four times as large as the largest."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from geomon.capture.modes import unseen
 from geomon.failures import ignored
+from geomon.monitor.host_copy import HostCopy, copy_to_host
 from geomon.monitor.logged import copy_number
 
 _LOSS = "loss"  # is in the names of losses
@@ -28,27 +29,11 @@ class NotFinite(NamedTuple):
     value: float
 
 
-class _Copy(NamedTuple):
-    """A loss, or its copy on the way from a CUDA device.
-
-    Attributes:
-        step: Step of the loss.
-        name: Name under which it was logged.
-        value: The loss.
-        event: Event behind the copy; None for a loss of the host.
-    """
-
-    step: int
-    name: str
-    value: Tensor | float
-    event: Any
-
-
 class LossWatch:
     """Looks at each logged loss; one that has not been finite before is not news."""
 
     def __init__(self) -> None:
-        self._copies: list[_Copy] = []
+        self._copies: list[tuple[int, str, HostCopy]] = []
         self._finite: set[str] = set()  # names whose last loss was finite
 
     def put(self, step: int, values: Mapping[str, Any]) -> list[NotFinite]:
@@ -59,31 +44,29 @@ class LossWatch:
         """
         with ignored(), unseen():  # the reading of a step says why a value cannot be read
             for name, value in values.items():
-                if _LOSS in name.lower() and value is not None:
-                    self._copies += _queued(step, name, copy_number(value))
+                if _LOSS in name.lower() and (copy := _copied(value)) is not None:
+                    self._copies.append((step, name, copy))
         found = []
-        while self._copies and (self._copies[0].event is None or self._copies[0].event.query()):
-            copy = self._copies.pop(0)
-            value = float(copy.value)
-            if math.isfinite(value):
-                self._finite.add(copy.name)
-            elif copy.name in self._finite:
-                self._finite.remove(copy.name)
-                found.append(NotFinite(copy.step, copy.name, value))
+        while self._copies and self._copies[0][2].is_made:
+            of, name, copy = self._copies.pop(0)
+            number = copy.values.item()
+            if math.isfinite(number):
+                self._finite.add(name)
+            elif name in self._finite:
+                self._finite.remove(name)
+                found.append(NotFinite(of, name, number))
         return found
 
 
-def _queued(step: int, name: str, value: Tensor | float | None) -> list[_Copy]:
-    """Queue the copy of a loss to the host, without waiting for it."""
-    if not isinstance(value, Tensor) or value.device.type == "cpu":
-        return [] if value is None else [_Copy(step, name, float(value), None)]
-    if not value.is_cuda or value.is_complex():
-        return []
-    copy = torch.empty((), dtype=value.dtype, pin_memory=True)
-    copy.copy_(value.reshape(()), non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    return [_Copy(step, name, copy, event)]
+def _copied(value: Any) -> HostCopy | None:
+    """Copy a loss to the host, unless it is complex or its device would have to be waited for."""
+    number = copy_number(value)
+    if number is None:
+        return None
+    loss = number if isinstance(number, Tensor) else torch.tensor(number, dtype=torch.float64)
+    if loss.device.type not in ("cpu", "cuda") or loss.is_complex():
+        return None
+    return copy_to_host(loss)
 
 
 __all__ = ["LossWatch", "NotFinite"]

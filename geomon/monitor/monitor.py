@@ -61,6 +61,7 @@ from geomon.monitor.passes import Passes
 from geomon.monitor.planner import DEFAULT_SHARE, Account, Due, Planner
 from geomon.monitor.probe_loss import ProbeLoss
 from geomon.monitor.schedule import Schedule, first_steps, log_spaced
+from geomon.monitor.still import StillWeights
 from geomon.monitor.warnings import Warnings
 from geomon.note import Note
 from geomon.record import Reading, Readings, Record, Sink, read
@@ -127,6 +128,7 @@ class Monitor:
             self._record, options, self._executor, self.planner, self.account, self.warnings,
             functools.partial(_notes_of_run, self.passes, self._group, self._device),
         )  # fmt: skip
+        self._still = StillWeights(self._model)
         self._process = os.getpid()
         self._has_failed = False  # whether it was closed because of an error
         self._is_verified = False  # whether the first window was looked at for missing views
@@ -157,6 +159,7 @@ class Monitor:
             if due is Due.NOTHING:
                 return _NOTHING
             number = check_step(step)
+            self._watch_weights(number)
             if self._source == "probe":
                 return self._probing(number)
             return self._watching(number) if due is Due.READING else self._checking(number)
@@ -260,6 +263,7 @@ class Monitor:
             self.advance(step)
             number = check_step(step)
             if self._due("probe", force=True) is Due.READING:
+                self._watch_weights(number)
                 self._read(
                     number, "probe", lambda: self.passes.run(inputs, number),
                     began=time.perf_counter(), same_inputs=not isinstance(inputs, HeldOut),
@@ -474,10 +478,25 @@ class Monitor:
                 with self.charge():
                     self.outbox.publish()
 
+    def _watch_weights(self, step: int) -> None:
+        """Look for weights that do not move, on the first rank."""
+        if self._group.rank != 0 or "unmoved_weights" not in self._options["alerts"]:
+            return
+        blocks = self._block_names if self.passes.has_one_stack else []
+        self.warnings.attempt(
+            lambda: self.outbox.watch_weights(step, self._still.look(step, blocks)),
+            "weights that do not move are not looked for",
+            once=True,
+        )
+
     def _watch_losses(self, step: int, values: Mapping[str, Any]) -> None:
+        """Look for a loss that is not finite, on the first rank."""
         if self._group.rank == 0:
-            with self.warnings.guard():
-                self.outbox.watch_losses(step, values)
+            self.warnings.attempt(
+                lambda: self.outbox.watch_losses(step, values),
+                "losses that are not finite are not looked for",
+                once=True,
+            )
 
     def _read(
         self,

@@ -25,6 +25,7 @@ from geomon.monitor.losses import LossWatch
 from geomon.monitor.options import MonitorOptions
 from geomon.monitor.planner import Account, Planner
 from geomon.monitor.sinks import SinkCalls
+from geomon.monitor.still import Still
 from geomon.monitor.warnings import Warnings
 from geomon.note import Note
 from geomon.record import RaisedAlert, Reading, Readings, Record
@@ -165,9 +166,18 @@ class Outbox:
     def watch_losses(self, step: int, values: Mapping[str, Any]) -> None:
         """Raise an alert if a loss among the values of a step is not finite any more."""
         for found in self._losses.put(step, values):
-            for alert in self._watch.add_loss(*found):
-                self._noted.append(alert.note())
-                self._raise(alert, "log", None)
+            self._raise_facts(self._watch.add_loss(*found), "log")
+
+    def watch_weights(self, step: int, still: Still | None) -> None:
+        """Raise an alert if trainable weights were found to stand still."""
+        if still is not None:
+            self._raise_facts(self._watch.add_still(step, *still), "weights")
+
+    def _raise_facts(self, alerts: Sequence[Alert], source: str) -> None:
+        """Raise alerts that do not belong to a reading; the next one has their notes."""
+        for alert in alerts:
+            self._noted.append(alert.note())
+            self._raise(alert, source, None)
 
     def lacks_values(self, step: int) -> bool:
         """Return whether a reading of a step waits for values of the option `log`."""

@@ -76,6 +76,11 @@ class Passes:
         return [block.name for block in self._anatomy.blocks]
 
     @property
+    def has_one_stack(self) -> bool:
+        """Whether all blocks belong to one stack."""
+        return len(self._anatomy.stacks) == 1
+
+    @property
     def what_stays_changed(self) -> Note | None:
         """Note on a step that took an extra pass: a probe's, or one beside compiled code."""
         return Note("extra pass", _EXTRA) if extra_passes() > self._passes_before else None
