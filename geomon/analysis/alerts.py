@@ -20,9 +20,9 @@ from geomon.record import Course, RaisedAlert, Reading, Readings
 from geomon.record.columns import Column, Place
 
 # Entropy of a head, relative to uniform attention, below which nearly all attention is on one key,
-# and the share of a stack's heads above which that is a collapse. Some healthy heads attend to one
-# token: in a healthy training of 12 x 768, 2 of 144 heads did.
-_ENTROPY, _HEADS = 0.05, 0.05
+# and the share of a stack's heads above which that is a collapse, if they are in several layers.
+# Heads that learn to copy attend to one token in good health: mostly all heads of one layer.
+_ENTROPY, _HEADS, _LAYERS = 0.05, 0.25, 2
 # Score before the softmax. The authors of Kimi K2 (2507.20534) saw it passed in an unstable run. In
 # healthy trainings the largest was 40 at width 128, and 304 at width 768.
 _LOGIT = 1000.0
@@ -231,7 +231,8 @@ def _scatter_growth(reading: Reading, stack: str, bands: BandFindings) -> Findin
 def _entropy_collapse(reading: Reading, stack: str, bands: BandFindings) -> Finding | None:
     heads = _column(reading, stack, "attention_entropy_normalised").by_head()
     found = {place: value for place, value in heads.items() if value < _ENTROPY}
-    if len(found) <= _HEADS * len(heads):
+    layers = len({layer for layer, _ in found})
+    if len(found) <= _HEADS * len(heads) or layers < _LAYERS:
         return None
     numbers: _Numbers = {
         "count": len(found), "plural": "s" * (len(found) > 1), "limit": 100 * _ENTROPY,
@@ -339,8 +340,8 @@ RULES: Mapping[str, AlertRule] = {
     ),
     "entropy_collapse": AlertRule(
         _entropy_collapse,
-        f"more than {100 * _HEADS:.0f} % of the heads with an entropy below "
-        f"{100 * _ENTROPY:.0f} % of uniform attention's entropy",
+        f"more than {100 * _HEADS:.0f} % of the heads, in {_LAYERS} or more layers, with an "
+        f"entropy below {100 * _ENTROPY:.0f} % of uniform attention's entropy",
         "entropy of {count} head{plural} below {limit:.0f} % of uniform attention's entropy, "
         "lowest {lowest:.2f} %",
         _ATTENTION,
