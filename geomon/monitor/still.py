@@ -53,6 +53,7 @@ class StillWeights:
         self._looks: list[_Look] = []
         self._since: dict[str, int] = {}  # step since which a weight is as it is
         self._said: set[str] = set()
+        self._trainable: set[str] = set()  # names of weights that are, or once were
 
     def look(self, step: int, blocks: Sequence[str]) -> Still | None:
         """Look at the weights of a step; return those that are found to stand still, once.
@@ -68,7 +69,7 @@ class StillWeights:
         elif step < last + _EVERY:
             return None
         with torch.no_grad(), unseen():
-            found = [*_numbers_of(self._model)]
+            found = [*self._numbers()]
             if not found:
                 return None
             names, numbers = zip(*found, strict=True)
@@ -97,6 +98,18 @@ class StillWeights:
         steps = min(step - self._since[name] for name in still)
         return Still(tuple(still), tuple(layers), steps)
 
+    def _numbers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names and some numbers of the weights that training should move."""
+        for place, module in self._model.named_modules():
+            for own, weight in module._parameters.items():
+                name = f"{place}.{own}".lstrip(".")
+                if weight is None or own.endswith("bias") or isinstance(module, nn.Embedding):
+                    continue
+                if weight.requires_grad:
+                    self._trainable.add(name)
+                if name in self._trainable and (numbers := _numbers_of(weight)) is not None:
+                    yield name, numbers
+
     def _compare(self, before: _Look, now: _Look) -> bool:
         """Note which weights have moved between two looks; return whether any has."""
         if before.names != now.names or before.copy.values.shape != now.copy.values.shape:
@@ -109,22 +122,17 @@ class StillWeights:
         return bool(changed.any())
 
 
-def _numbers_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and some numbers of the trainable weights that training should move."""
-    for place, module in model.named_modules():
-        for name, weight in module._parameters.items():
-            if weight is None or not weight.requires_grad or name.endswith("bias"):
-                continue
-            if isinstance(module, nn.Embedding) or is_lazy(weight):
-                continue
-            to_local: Any = getattr(weight, "to_local", weight.detach)
-            values: Tensor = to_local()  # this rank's part, if ranks share the weight
-            count = values.numel()
-            if not count or not values.is_floating_point() or not values.data_ptr():
-                continue  # a rank without a part, a quantised weight, or one that FSDP has freed
-            flat = (values if values.is_contiguous() else values[:1]).reshape(-1)
-            flat = flat if len(flat) >= _NUMBERS else flat.repeat(-(-_NUMBERS // len(flat)))
-            yield f"{place}.{name}".lstrip("."), flat[:: len(flat) // _NUMBERS][:_NUMBERS]
+def _numbers_of(weight: Tensor) -> Tensor | None:
+    """Return some numbers of a weight; None of one that has none here."""
+    if is_lazy(weight):
+        return None
+    to_local: Any = getattr(weight, "to_local", weight.detach)
+    values: Tensor = to_local()  # this rank's part, if ranks share the weight
+    if not values.numel() or not values.is_floating_point() or not values.data_ptr():
+        return None  # a rank without a part, a quantised weight, or one that FSDP has freed
+    flat = (values if values.is_contiguous() else values[:1]).reshape(-1)
+    flat = flat if len(flat) >= _NUMBERS else flat.repeat(-(-_NUMBERS // len(flat)))
+    return flat[:: len(flat) // _NUMBERS][:_NUMBERS]
 
 
 def _joined(numbers: Sequence[Tensor]) -> Tensor:

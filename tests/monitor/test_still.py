@@ -102,10 +102,16 @@ def test_weights_that_stand_still_beside_others_are_an_alert_once(name):
         assert expected[2] in words
 
 
-def test_frozen_weights_need_not_move():
+def test_frozen_weights_need_not_move_unless_they_did_train():
     model = decoder()
     model.blocks[1].requires_grad_(False)
     assert alerts_of(moving("blocks.1."), model) == []
+
+    def frozen_later(model, step):
+        model.blocks[1].requires_grad_(step < 40)
+        moving("blocks.1." if step >= 40 else "no")(model, step)
+
+    assert [(alert.step, alert.layers) for alert in alerts_of(frozen_later)] == [(80, (2,))]
 
 
 def test_weights_of_any_size_and_layout_are_compared():
