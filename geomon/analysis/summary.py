@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from geomon.analysis.alerts import first_alerts
+from geomon.analysis.bands import FIRST, LEAST
 from geomon.analysis.curves import plain_curve, single_source
 from geomon.analysis.facts import Fact, facts_of
 from geomon.record import Reading, Readings
@@ -55,6 +56,7 @@ def _cost(readings: Readings) -> list[str]:
         f"{count:,} reading{'s' * (count != 1)}",
         f"at most {gap:,} step{'s' * (gap != 1)} apart" if gap else "",
         f"{last.checks:,} check{'s' * (last.checks != 1)}" if last.checks else "",
+        "too few for bands so far" if count + last.checks <= LEAST or last.step < FIRST else "",
     ]
     looked = f"{', '.join(filter(None, parts))}."
     if not len(curve):  # of checkpoints, or of a single reading

@@ -38,8 +38,9 @@ TOLD = re.compile(
 )
 COST = re.compile(
     rf"geomon took (\S+) % of the time until step ({NUMBER}): ({NUMBER}) readings?"
-    rf"(?:, at most ({NUMBER}) steps? apart)?\."
+    rf"(?:, at most ({NUMBER}) steps? apart)?(?:, too few for bands so far)?\."
 )
+NO_BANDS = ", too few for bands so far"
 ALERT = re.compile(r"Alert at step (\S+?)(?: \(first of (\d+)\))?: (.*?) \(layer 2\): .*")
 TITLES = {
     "intrinsic dimension, mean over layers": "twonn",
@@ -241,19 +242,24 @@ def test_a_run_that_goes_back_is_described_by_the_branch_that_is_trained_now(mak
 @pytest.mark.parametrize(
     ("looks", "said"),
     [
-        ([(1, 0, 0)], "1 reading"), ([(1, 0, 1)], "1 reading, 1 check"),
+        ([(1, 0, 0)], f"1 reading{NO_BANDS}"), ([(1, 0, 1)], f"1 reading, 1 check{NO_BANDS}"),
         ([(1, 0, 0), (2, 9, 1_200)], "2 readings, at most 9 steps apart, 1,200 checks"),
         # Pages that keep few readings know of all; older records count what they hold.
         ([(1, 0, 0), (40, 351, 0)], "40 readings, at most 351 steps apart"),
-        ([(0, 0, 0)] * 3, "3 readings, at most 1 step apart"),
+        ([(0, 0, 0)] * 3, f"3 readings, at most 50 steps apart{NO_BANDS}"),
+        ([(1, 0, 0), (6, 50, 2)], f"6 readings, at most 50 steps apart, 2 checks{NO_BANDS}"),
+        ([(1, 0, 0), (6, 50, 3)], "6 readings, at most 50 steps apart, 3 checks"),
     ],
 )  # fmt: skip
-def test_how_often_a_run_was_looked_at_is_said(looks, said):
+@pytest.mark.parametrize("last", [200, 199])
+def test_how_often_a_run_was_looked_at_is_said(looks, said, last):
+    steps = range(last - 50 * (len(looks) - 1), last + 1, 50)
     readings = [
         reading_of({"geomon/overhead": 0.14}, step, count=count, gap=gap, checks=checks)
-        for step, (count, gap, checks) in enumerate(looks)
+        for step, (count, gap, checks) in zip(steps, looks, strict=True)
     ]
-    sentence = f"geomon took 14 % of the time until step {len(looks) - 1}: {said}."
+    said += NO_BANDS * (last < 200 and NO_BANDS not in said)  # which begin at step 200
+    sentence = f"geomon took 14 % of the time until step {last}: {said}."
     assert summarise(Readings([], readings))[-1] == sentence
 
 
