@@ -107,6 +107,7 @@ def describe(
     tables = None if seen is None else seen.token_tables()
     rows.append(("token ids", _token_ids(parts.root, anatomy, tables, later=0 not in place.stages)))
     rows.append(("padding", _PADDING if seen is None else seen.padding(anatomy)))
+    rows += [("note", note.words()) for note in parts.note_on_ties(anatomy)]
     for left_out in anatomy.left_out:
         what = f"{_count(left_out.count, 'block')} {left_out.pattern}"
         rows.append(("not watched", f"{what}: {left_out.reason}"))

@@ -6,7 +6,7 @@ from models import PlainDecoder, Running, batch, run_blocks, transformer
 from torch import nn
 from watched import ToContext
 
-from geomon import describe
+from geomon import Monitor, describe, read
 
 
 def test_it_prints_in_aligned_columns_without_running_the_model():
@@ -185,3 +185,30 @@ def test_blocks_that_are_left_out_or_chosen():
     assert named["hidden states"].endswith("its output is a layer for each call")
     with pytest.raises(ValueError, match="no module's full name matches"):
         describe(model, blocks="nothing")
+
+
+def cloned(model):
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+
+
+def shared(model):
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+
+TIES = [
+    ("gpt2", lambda model: None, None),
+    ("gpt2", cloned, "tie_word_embeddings is True, but embedding and unembedding are two weights"),
+    ("llama", lambda model: None, None),
+    ("llama", shared, "tie_word_embeddings is False, but embedding and unembedding are one weight"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "said"), TIES)
+def test_weights_that_are_tied_by_name_alone_are_noted(name, change, said, tmp_path):
+    model = transformer(name)
+    change(model)
+    found = [text for _, text in describe(model).rows if "unembedding" in text]
+    with Monitor(model, directory=tmp_path, metrics=["variance"]) as monitor, monitor(0):
+        model(batch())
+    found += [note.words() for note in read(tmp_path)[0].notes if "unembedding" in note.words()]
+    assert found == ([said] * 2 if said else [])

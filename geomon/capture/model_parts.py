@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from geomon.capture.anatomy import Anatomy, find_anatomy, join_anatomies
 from geomon.capture.calling.batch import has_forward
+from geomon.capture.weights import said, stored_weight
+from geomon.note import Note
 
 _FUNCTION = (
     "in a pipeline the probe is a function that runs one pass of the schedule on every rank, for "
@@ -81,6 +83,26 @@ class ModelParts:
             found.append(replace(anatomy, stacks=stacks))
         return join_anatomies(found)
 
+    def note_on_ties(self, anatomy: Anatomy) -> list[Note]:
+        """Note that embedding and unembedding are tied by the configuration alone, or without it.
+
+        Args:
+            anatomy: Anatomy of the model.
+        """
+        output = anatomy.output
+        weights = [stored_weight(table) for table in anatomy.of_output]
+        own = None if output is None else stored_weight(output)
+        wanted = None if output is None else _ties_of(self.root, output)
+        places = [0 if x is None or hasattr(x, "to_local") else x.data_ptr() for x in weights]
+        if own is None or hasattr(own, "to_local") or wanted is None or not all(places):
+            return []  # unknown, or ranks share the weights
+        is_tied = own.data_ptr() in places
+        if not places or not own.data_ptr() or is_tied == wanted:
+            return []
+        state = "one weight" if is_tied else "two weights"
+        text = "tie_word_embeddings is {wanted}, but embedding and unembedding are {state}"
+        return [Note("ties", text, numbers={"wanted": str(wanted), "state": state})]
+
     def check_probe(self, inputs: Any) -> None:
         """Raise an error if no pass can be made over the inputs.
 
@@ -99,6 +121,16 @@ class ModelParts:
                 "forward, pass a function, for example probe=lambda module: module.decoder(ids), "
                 'or, in a callback, use probe="validation"'
             )
+
+
+def _ties_of(root: nn.Module, output: nn.Module) -> bool | None:
+    """Return whether the configuration of the model around an output ties it; None if unknown."""
+    found = None
+    for module in root.modules():  # the innermost model that has the output comes last
+        wanted = said(said(module, "config"), "tie_word_embeddings")
+        if isinstance(wanted, bool) and any(each is output for each in module.modules()):
+            found = wanted
+    return found
 
 
 def _stages_of(model: Any) -> tuple[Any, ...] | None:

@@ -174,11 +174,12 @@ class Passes:
 
     def notes(self) -> list[Note]:
         """Notes on the model, for every reading."""
+        notes = self._parts.note_on_ties(self._anatomy)
         if self.block_names == self._names:
-            return []
+            return notes
         text = "the model's blocks have changed since the run began: {now} now, {then} then"
         numbers = {"now": len(self.block_names), "then": len(self._names)}
-        return [Note("other blocks", text, numbers=numbers)]
+        return [*notes, Note("other blocks", text, numbers=numbers)]
 
     def _run(
         self,
