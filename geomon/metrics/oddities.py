@@ -21,6 +21,8 @@ _HUNDREDFOLD = 100.0
 # Entropy relative to uniform attention, above which attention is uniform, and below which it is
 # not. Layers of random weights have more than the first; so have all layers before training.
 _UNIFORM, _SELECTIVE = 0.999, 0.9
+# Digits to which both the entropy and the product of mean query and mean key of two heads agree.
+_EQUAL, _NAMED = ".6g", 4
 _FEWEST_LAYERS = 3  # of which most have to agree
 
 Facts = dict[str, float]
@@ -76,6 +78,7 @@ def oddities(facts: Mapping[int, Facts], columns: Columns) -> list[Note]:
         _later_keys(facts),
         _other_scale(facts),
         _uniform(columns),
+        _equal_heads(columns),
         _one_token(facts),
         *_jumps(facts),
     ]
@@ -160,6 +163,27 @@ def _uniform(columns: Columns) -> Note | None:
         "not"
     )
     return Note("uniform attention", text, layers=tuple(layers))
+
+
+def _equal_heads(columns: Columns) -> Note | None:
+    """Name heads of one layer whose attention is the same, as if one was copied into another."""
+    entropies, products = (
+        columns[name].by_head() if name in columns else {}
+        for name in ("attention_entropy_normalised", "qk_dot")
+    )
+    places: dict[tuple[int, str, str], list[tuple[int, int]]] = {}
+    for place, entropy in entropies.items():
+        product = products.get(place, math.nan)
+        if entropy < _UNIFORM and math.isfinite(product):
+            key = place[0], f"{entropy:{_EQUAL}}", f"{product:{_EQUAL}}"
+            places.setdefault(key, []).append(place)
+    heads = tuple(place for alike in places.values() if len(alike) > 1 for place in alike)
+    if not heads:
+        return None
+    named = "; ".join(f"layer {layer}, head {head}" for layer, head in heads[:_NAMED])
+    text = "heads attend alike, number for number: {named}{more}"
+    more = f" and {len(heads) - _NAMED} more" if len(heads) > _NAMED else ""
+    return Note("equal heads", text, heads=heads, numbers={"named": named, "more": more})
 
 
 def _one_token(facts: Mapping[int, Facts]) -> Note | None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from geomon import Monitor, describe
 
 LAYERS, ODD = 5, 3  # of which this one differs
-METRICS = ["attention_entropy_normalised", "within_variance"]
+METRICS = ["attention_entropy_normalised", "qk_dot", "within_variance"]
 
 
 class Block(PlainBlock):
@@ -79,6 +79,14 @@ def explodes(block):
     nn.init.normal_(block.c_proj.weight, std=1000.0)
 
 
+def has_equal_heads(block):
+    for start in (0, 32):  # queries, then keys, of heads 1 and 3
+        block.c_attn.weight.data[start + 24 : start + 32] = block.c_attn.weight[
+            start + 8 : start + 16
+        ]
+        block.c_attn.bias.data[start + 24 : start + 32] = block.c_attn.bias[start + 8 : start + 16]
+
+
 def read_once(model, ids, tmp_path):
     """Return the notes of a first reading."""
     with Monitor(model, directory=tmp_path, metrics=METRICS) as monitor:
@@ -93,12 +101,14 @@ SCALED = "scores of attention are scaled by 1, layer 3, and in the other layers 
 LARGER = "times larger than one layer before, layer 3"
 UNIFORM = "attention is uniform, layer 3"
 PASS = {sees_all: LATER, sees_one_ahead: LATER, is_scaled: SCALED, explodes: LARGER}
-ODDITIES = {**PASS, has_no_queries: UNIFORM, has_no_keys: UNIFORM}
+EQUAL = "heads attend alike, number for number: layer 3, head 1; layer 3, head 3"
+ODDITIES = {**PASS, has_no_queries: UNIFORM, has_no_keys: UNIFORM, has_equal_heads: EQUAL}
 
 
 def named(notes):
     """Return those notes that speak of what is odd."""
     words = (LATER[:34], SCALED[:30], "times larger", "times smaller", "is uniform", "makes up")
+    words = (*words, "alike")
     return [note for note in notes if any(each in note for each in words)]
 
 
