@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -22,8 +22,8 @@ from geomon import Monitor, every
 # Sequences of a step, so short and few that it takes no arithmetic; and of a step that is looked
 # at, which has as many rows as a reading keeps. A GPU computes either while Python goes on.
 _FEW, _SHORT, _MANY = 2, 16, 64
-# Quiet steps before and after the looks; the mean of both is what a step takes.
-_QUIET = 64
+# Quiet steps before a look, whose median is what a step takes.
+_QUIET = 32
 # Steps after the last one beside a measuring thread: the reading is recorded in the first.
 _AFTER = 2
 # Steps at which is looked: the first is late enough for bands, which a check compares with.
@@ -45,6 +45,7 @@ class _Way:
     """One way to look: seconds of usual steps and of measuring, and what was lost, in steps."""
 
     monitor: Monitor
+    is_beside: bool
     step: int = 1
     usual: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -66,27 +67,37 @@ class _Training:
         ids = batch["input_ids"]
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
-    def step(self, way: _Way) -> float:
+    def step(self, way: _Way) -> "_Moment":
         """Make a step, and return its seconds."""
-        began = _clock()
+        began = _Moment.now()
         with way.monitor(way.step):
             loss = self.forward(self.few)
         way.step += 1
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return _clock() - began
+        return _Moment.now().since(began)
 
 
-def _clock() -> float:
-    """Return seconds, without those in which this thread waited for a processor.
+class _Moment(NamedTuple):
+    """Seconds that this thread has run, and has slept, for instance to wait for Python's lock.
 
-    Linux counts them; where a training has its processors to itself, there are none.
+    Those in which it waited for a processor count as neither: on a machine with enough processors
+    there are none. Only Linux knows them.
     """
-    with suppress(OSError):
-        waits = Path("/proc/thread-self/schedstat").read_text().split()[1]
-        return time.perf_counter() - int(waits) / 1e9
-    return time.perf_counter()
+
+    run: float
+    slept: float
+
+    @classmethod
+    def now(cls) -> "_Moment":
+        run, queued = time.thread_time(), 0.0
+        with suppress(OSError):
+            queued = int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+        return cls(run, time.perf_counter() - run - queued)
+
+    def since(self, other: "_Moment") -> "_Moment":
+        return _Moment(self.run - other.run, max(0.0, self.slept - other.slept))
 
 
 def _is_measuring() -> bool:
@@ -95,40 +106,43 @@ def _is_measuring() -> bool:
 
 def _watch(training: _Training, way: _Way, batch: dict[str, Tensor]) -> float:
     """Look at a forward pass, and return how many seconds longer it takes."""
-    began = _clock()
+    began = _Moment.now()
     training.forward(batch)
-    plain = _clock() - began
+    plain = _Moment.now().since(began).run
     way.step += _APART - way.step % _APART
-    began = _clock()
+    began = _Moment.now()
     with way.monitor(way.step):
         training.forward(batch)
     way.step += 1
-    return _clock() - began - plain
+    return sum(_Moment.now().since(began)) - plain
 
 
-def _train(training: _Training, way: _Way) -> list[float]:
-    """Train until nothing is measured any more; return the seconds of each step."""
-    took, left = list[float](), _AFTER
+def _train(training: _Training, way: _Way, idle: float) -> float:
+    """Train until nothing is measured any more; return the seconds that are lost meanwhile.
+
+    These are seconds in which the training sleeps, beyond those of a quiet step, and geomon's own.
+    """
+    lost, left, charged = 0.0, _AFTER, way.monitor.account.charged
     while left:
         left = left if _is_measuring() else left - 1
-        took.append(training.step(way))
-    return took
+        lost += training.step(way).slept - idle
+    return lost + way.monitor.account.charged - charged
 
 
 def _look(training: _Training, way: _Way) -> None:
     """Look twice: at a step as short as others, and at one with as many rows as are kept."""
-    usual = [training.step(way) for _ in range(_QUIET)]
+    quiet = [training.step(way) for _ in range(_QUIET)]
+    one = statistics.median(each.run for each in quiet)
+    idle = statistics.median(each.slept for each in quiet)
     short = _watch(training, way, training.few)
-    _train(training, way)
+    _train(training, way, idle)
     long = _watch(training, way, training.many)
     began = time.perf_counter()
-    beside = _train(training, way)
+    beside = _train(training, way, idle)
     way.seconds.append(time.perf_counter() - began)
-    usual += [training.step(way) for _ in range(_QUIET)]
-    one = statistics.fmean(usual)
     way.usual.append(one)
-    way.waits.append((long if len(beside) == _AFTER else short) / one)
-    way.beside.append(sum(beside) / one - len(beside))
+    way.waits.append((short if way.is_beside else long) / one)
+    way.beside.append(beside / one)
 
 
 def _rows(ways: dict[str, _Way]) -> Iterator[list[str]]:
@@ -165,7 +179,8 @@ def python_bound(
             name: _Way(
                 stack.enter_context(
                     Monitor(training.model, directory=Path(folder) / name, **options)
-                )
+                ),
+                bool(options["background"]),
             )
             for name, options in WAYS.items()
             if any(word in name for word in ways.split(","))

@@ -4,7 +4,6 @@ Each has a thread of its own, which lets a process measure where that pays.
 """
 
 import functools
-import os
 import threading
 import time
 from collections import deque
@@ -122,13 +121,13 @@ class ReadingExecutor:
 
     def _call(self, job: ReadingJob, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function that measures a job: in the process, or in this thread."""
-        if self._uses_worker():
-            try:
+        try:
+            if self._uses_worker():
                 return self._worker.call(function, *args)
-            except failures(WorkerError) as error:
-                text = "measured in a thread beside the training, not in a process: {why}"
-                why = {"why": first_line(error)}
-                job.notes.append(Note("measured in a thread", text, numbers=why))
+        except failures(WorkerError) as error:
+            text = "measured in a thread beside the training, not in a process: {why}"
+            why = {"why": first_line(error)}
+            job.notes.append(Note("measured in a thread", text, numbers=why))
         return function(*args)
 
     def _uses_worker(self) -> bool:
@@ -139,16 +138,9 @@ class ReadingExecutor:
             return True
         now = time.perf_counter()
         self._in_threads, self._began = self._in_threads + now - self._began, now
-        if self._in_threads >= _START and _cores() > 1:
+        if self._in_threads >= _START:
             self._worker.start()
         return self._worker.is_ready()
-
-
-def _cores() -> int:
-    """Count the processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 __all__ = ["ReadingExecutor"]

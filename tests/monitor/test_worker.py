@@ -185,7 +185,7 @@ def sum_by(function):
     return {"sum": Metric(function, METRICS["cosine"].text)}
 
 
-NOTHING_LEFT = "a process cannot be started (OSError: none is left)"
+NOTHING_LEFT = "OSError: none is left"
 # Metrics, what happens, before which step, and why a process does not measure it.
 FAILURES = {
     "cannot start": (METRICS, fail_to_start, 0, NOTHING_LEFT),
@@ -231,7 +231,6 @@ def test_a_process_is_started_once_threads_took_as_long_and_never_waited_for(
     start, is_used, monkeypatch
 ):
     monkeypatch.setattr(executor, "_START", start)
-    monkeypatch.setattr(executor, "_cores", lambda: 2)
     watched = Watched(None, monkeypatch, **IN_PROCESS | {"background": True})
     calls = []
     monkeypatch.setattr(worker, "_call", lambda *given: calls.append(given) or call(*given))
