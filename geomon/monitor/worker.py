@@ -50,7 +50,6 @@ class _Running(NamedTuple):
     process: subprocess.Popen[bytes]
     connection: Any
     shared: IO[bytes]
-    starter: int
 
 
 class Worker:
@@ -107,15 +106,12 @@ class Worker:
     def close(self) -> None:
         """End the process; the next call starts another."""
         running = self._running
-        if running is None:
-            return
-        if running.starter == os.getpid():
-            running.process.kill()  # it holds nothing that could be lost
+        if running is not None:
+            # It holds nothing that could be lost. A fork has no such child, and ends nothing here.
+            running.process.kill()
             running.process.wait()
-        else:  # a fork leaves its parent's process alone
-            running.process.returncode = 0
-        running.connection.close()
-        running.shared.close()
+            running.connection.close()
+            running.shared.close()
         self._running, self._is_ready = None, False
 
 
@@ -143,7 +139,7 @@ def _start() -> _Running:
             process_group=0,  # Ctrl-C in a terminal is the training's
         )  # fmt: skip
         if_it_fails.pop_all()
-    return _Running(process, ours, shared, os.getpid())
+    return _Running(process, ours, shared)
 
 
 def _file_in_memory() -> IO[bytes]:

@@ -232,9 +232,8 @@ def test_a_process_is_started_once_threads_took_as_long_and_never_waited_for(
 ):
     monkeypatch.setattr(executor, "_START", start)
     watched = Watched(None, monkeypatch, **IN_PROCESS | {"background": True})
-    calls = []
+    calls, call = [], worker._call
     monkeypatch.setattr(worker, "_call", lambda *given: calls.append(given) or call(*given))
-    call = worker._call
     watched.step(0)
     wait_for(watched)
     assert bool(workers_of(os.getpid())) == is_used
@@ -246,6 +245,7 @@ def test_a_process_is_started_once_threads_took_as_long_and_never_waited_for(
     watched.monitor.close()
     assert bool(calls) == is_used
     assert watched.shown == [0, 1]
+    assert not [said for said in notes_of(watched)[1] if "process" in said]
 
 
 # -- ends ------------------------------------------------------------------------------------------
@@ -316,6 +316,7 @@ def test_the_process_ends_with_the_training_and_not_before(
         assert not end_of(lambda: workers_of(training.pid))
     finally:
         os.kill(child, signal.SIGKILL)
-    found = [reading.step for reading in read(tmp_path / "run")]
-    assert found == [*range(len(found))]
-    assert len(found) >= steps
+    readings = read(tmp_path / "run")
+    assert [reading.step for reading in readings] == [*range(len(readings))]
+    assert len(readings) >= steps
+    assert not [note for reading in readings for note in reading.notes if "thread" in note.kind]
