@@ -119,7 +119,8 @@ def _start() -> _Running:
     """Start the program, which imports from the same places as this process."""
     python = multiprocessing.spawn.get_executable()
     python = os.fsdecode(python) if python else ""
-    if getattr(sys, "frozen", False) or "py" not in Path(python).name.lower():
+    name = Path(python).name.lower()
+    if getattr(sys, "frozen", False) or not name.startswith(("python", "pypy")):
         raise WorkerError(f"{python or 'this program'} is not an interpreter of Python")
     ours, theirs = multiprocessing.Pipe()
     with theirs, contextlib.ExitStack() as if_it_fails:
