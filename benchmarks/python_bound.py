@@ -36,7 +36,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "reading, waited for": {"background": False, **_READING},
     "reading in a thread": {"background": "thread", **_READING},
     "reading in a process": {"background": "process", **_READING},
-    "check": {"background": "process", **_CHECK},
+    "check in a thread": {"background": "thread", **_CHECK},
+    "check in a process": {"background": "process", **_CHECK},
 }
 
 
@@ -51,6 +52,7 @@ class _Way:
     seconds: list[float] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
     beside: list[float] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
 
 
 class _Training:
@@ -104,6 +106,11 @@ def _is_measuring() -> bool:
     return any(thread.name == "geomon" for thread in threading.enumerate())
 
 
+def _of_others() -> float:
+    """Return the processor seconds of this process's other threads, which may hold the lock."""
+    return time.process_time() - time.thread_time()
+
+
 def _watch(training: _Training, way: _Way, batch: dict[str, Tensor]) -> float:
     """Look at a forward pass, and return how many seconds longer it takes."""
     began = _Moment.now()
@@ -137,9 +144,10 @@ def _look(training: _Training, way: _Way) -> None:
     short = _watch(training, way, training.few)
     _train(training, way, idle)
     long = _watch(training, way, training.many)
-    began = time.perf_counter()
+    began, others = time.perf_counter(), _of_others()
     beside = _train(training, way, idle)
     way.seconds.append(time.perf_counter() - began)
+    way.others.append((_of_others() - others) / one)
     way.usual.append(one)
     way.waits.append((short if way.is_beside else long) / one)
     way.beside.append(beside / one)
@@ -152,6 +160,7 @@ def _rows(ways: dict[str, _Way]) -> Iterator[list[str]]:
         yield [
             name, f"{statistics.median(waits):.1f}", f"{statistics.median(beside):.1f}",
             f"{middle:.1f} ({low:.1f} to {high:.1f})", f"{middle / _EVERY:.1%}",
+            f"{statistics.median(way.others[_WARMED:]):.1f}",
             f"{statistics.median(way.seconds[_WARMED:]):.1f}",
         ]  # fmt: skip
 
@@ -169,7 +178,8 @@ def python_bound(
 
     A step of 2 x 16 tokens takes no arithmetic, as on a GPU, where Python launches operators. It
     waits for a look at such a step; what goes on beside it is a look at 64 sequences, whose rows
-    the GPU would have copied. Ways take turns, between steps without any.
+    the GPU would have copied. Beside it the training waits for Python's lock, at most while other
+    threads of its process run. Ways take turns, between steps without any.
     """
     torch.set_num_threads(1)
     logging.getLogger("geomon").setLevel(logging.ERROR)
@@ -190,7 +200,10 @@ def python_bound(
                 _look(training, way)
         print_table(
             f"Steps of {1e3 * _usual(chosen):.0f} ms lost by a look, {layers} layers",
-            ("look", "waits", "beside", "lost", f"of {_EVERY} steps", "measured after, s"),
+            (
+                "look", "waits", "beside", "lost", f"of {_EVERY} steps", "other threads run",
+                "measured after, s",
+            ),
             _rows(chosen),
         )  # fmt: skip
     print_machine("time of the training", f"medians and quartiles of {looks}")

@@ -13,7 +13,7 @@ from typing import Any
 from geomon.failures import failures, ignored
 from geomon.metrics.at_once import stacks_suffice
 from geomon.monitor.device import first_line
-from geomon.monitor.jobs import CHECK, ReadingJob
+from geomon.monitor.jobs import ReadingJob
 from geomon.monitor.options import PROCESS, THREAD
 from geomon.monitor.worker import Worker, WorkerError
 from geomon.note import Note
@@ -114,7 +114,7 @@ class ReadingExecutor:
         self._began = time.perf_counter()
         try:
             with job.alongside_training():
-                job.measure(1, None if job.source == CHECK else functools.partial(self._call, job))
+                job.measure(1, functools.partial(self._call, job))
         except BaseException as error:  # even Ctrl-C in a metric is kept with the job
             job.fail(error)
             job.finish()

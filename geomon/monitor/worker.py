@@ -155,7 +155,6 @@ def _call(running: _Running, data: bytes, buffers: Sequence[memoryview]) -> Any:
     places = _write(running.shared.fileno(), buffers)
     running.connection.send_bytes(pickle.dumps((settings, places, data)))
     error, result = pickle.loads(_receive(running))
-    os.ftruncate(running.shared.fileno(), 0)
     if error:
         raise WorkerError(error)
     return result
@@ -221,6 +220,7 @@ def _write(descriptor: int, buffers: Sequence[memoryview]) -> list[slice]:
             written = os.pwrite(descriptor, left, end)
             left, end = left[written:], end + written
         places.append(slice(start, end))
+    os.ftruncate(descriptor, end)
     return places
 
 
