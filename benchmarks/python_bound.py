@@ -124,30 +124,33 @@ def _watch(training: _Training, way: _Way, batch: dict[str, Tensor]) -> float:
     return sum(_Moment.now().since(began)) - plain
 
 
-def _train(training: _Training, way: _Way, idle: float) -> float:
-    """Train until nothing is measured any more; return the seconds that are lost meanwhile.
+def _train(training: _Training, way: _Way, idle: float) -> tuple[float, float]:
+    """Train until nothing is measured any more; return seconds lost, and those of other threads.
 
-    These are seconds in which the training sleeps, beyond those of a quiet step, and geomon's own.
+    Lost are geomon's own, and those in which the training sleeps beyond what it does in a quiet
+    step, at most as long as other threads run: one of them must have held the lock.
     """
-    lost, left, charged = 0.0, _AFTER, way.monitor.account.charged
+    left, charged, others = _AFTER, way.monitor.account.charged, _of_others()
+    slept = 0.0
     while left:
         left = left if _is_measuring() else left - 1
-        lost += training.step(way).slept - idle
-    return lost + way.monitor.account.charged - charged
+        slept += training.step(way).slept - idle
+    others = _of_others() - others
+    return min(max(0.0, slept), others) + way.monitor.account.charged - charged, others
 
 
 def _look(training: _Training, way: _Way) -> None:
     """Look twice: at a step as short as others, and at one with as many rows as are kept."""
     quiet = [training.step(way) for _ in range(_QUIET)]
     one = statistics.median(each.run for each in quiet)
-    idle = statistics.median(each.slept for each in quiet)
+    idle = statistics.fmean(each.slept for each in quiet)
     short = _watch(training, way, training.few)
     _train(training, way, idle)
     long = _watch(training, way, training.many)
-    began, others = time.perf_counter(), _of_others()
-    beside = _train(training, way, idle)
+    began = time.perf_counter()
+    beside, others = _train(training, way, idle)
     way.seconds.append(time.perf_counter() - began)
-    way.others.append((_of_others() - others) / one)
+    way.others.append(others / one)
     way.usual.append(one)
     way.waits.append((short if way.is_beside else long) / one)
     way.beside.append(beside / one)
@@ -178,8 +181,7 @@ def python_bound(
 
     A step of 2 x 16 tokens takes no arithmetic, as on a GPU, where Python launches operators. It
     waits for a look at such a step; what goes on beside it is a look at 64 sequences, whose rows
-    the GPU would have copied. Beside it the training waits for Python's lock, at most while other
-    threads of its process run. Ways take turns, between steps without any.
+    the GPU would have copied. Ways take turns, between steps without any.
     """
     torch.set_num_threads(1)
     logging.getLogger("geomon").setLevel(logging.ERROR)

@@ -50,6 +50,7 @@ class _Running(NamedTuple):
     process: subprocess.Popen[bytes]
     connection: Any
     shared: IO[bytes]
+    starter: int
 
 
 class Worker:
@@ -106,12 +107,15 @@ class Worker:
     def close(self) -> None:
         """End the process; the next call starts another."""
         running = self._running
-        if running is not None:
-            # It holds nothing that could be lost. A fork has no such child, and ends nothing here.
-            running.process.kill()
+        if running is None:
+            return
+        if running.starter == os.getpid():
+            running.process.kill()  # it holds nothing that could be lost
             running.process.wait()
-            running.connection.close()
-            running.shared.close()
+        else:  # a fork, in which a lock of this object may be held forever
+            running.process.returncode = 0
+        running.connection.close()
+        running.shared.close()
         self._running, self._is_ready = None, False
 
 
@@ -140,7 +144,7 @@ def _start() -> _Running:
             process_group=0,  # Ctrl-C in a terminal is the training's
         )  # fmt: skip
         if_it_fails.pop_all()
-    return _Running(process, ours, shared)
+    return _Running(process, ours, shared, os.getpid())
 
 
 def _file_in_memory() -> IO[bytes]:
