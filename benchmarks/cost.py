@@ -19,6 +19,7 @@ from benchmarks import mesh_models
 from benchmarks.forked import on_ranks
 from benchmarks.mesh_models import MeshSpec
 from benchmarks.overhead import overhead, peak
+from benchmarks.python_bound import python_bound
 from benchmarks.timing import print_machine, print_table, seconds
 from geomon import METRICS, Memory, Monitor, every
 from geomon.capture.anatomy.blocks import find_anatomy
@@ -44,6 +45,7 @@ ON_RANKS = mesh_models.Sizes(
 app = typer.Typer(help=__doc__)
 app.command()(overhead)
 app.command()(peak)
+app.command()(python_bound)
 Runs = Annotated[int, typer.Option(help="Runs of each, of which the median is printed.")]
 Layers = Annotated[int, typer.Option(help="Number of blocks.")]
 Width = Annotated[int, typer.Option(help="Width of the hidden states, a multiple of 64.")]

@@ -30,6 +30,14 @@ def test_overhead_times_a_reading_and_a_check(caplog):
     assert all(float(cell) > 0 for cell in found["nanoGPT, by hand, 1"])
 
 
+def test_a_training_bound_by_python_loses_steps_by_looks(caplog):
+    caplog.set_level(logging.ERROR, "geomon")
+    sizes = ("--looks", 2, "--layers", 1, "--length", 16)
+    found = rows_of(printed(cost.app, "python-bound", *sizes, "--ways", "waited,thread"))
+    waited, beside = found["reading, waited for"], found["reading in a thread"]
+    assert float(waited[0]) > float(beside[0]) > 0
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is read from /proc")
 def test_peak_measures_plain_and_watched_passes(monkeypatch):
     here = lambda function, *args, **kwargs: function(*args, **kwargs)  # noqa: E731

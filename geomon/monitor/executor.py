@@ -1,14 +1,27 @@
-"""The executor measures readings and checks immediately, or each in a thread of its own."""
+"""The executor measures readings and checks immediately, or beside the training.
 
+Each has a thread of its own, which lets a process measure where that pays.
+"""
+
+import functools
 import threading
+import time
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
-from geomon.failures import ignored
+from geomon.failures import failures, ignored
 from geomon.metrics.at_once import stacks_suffice
+from geomon.monitor.device import first_line
 from geomon.monitor.jobs import ReadingJob
+from geomon.monitor.options import PROCESS, THREAD
+from geomon.monitor.worker import Worker, WorkerError
+from geomon.note import Note
 
 # Readings whose rows may wait in memory while earlier readings are measured in the background.
 _WAITING = 2
+# Seconds that a process takes to start, and that threads must have measured before one is started.
+_START = 3.0
 
 
 class ReadingExecutor:
@@ -19,14 +32,17 @@ class ReadingExecutor:
     finishes what was interrupted.
 
     Args:
-        background: Whether to measure in threads.
+        background: Whether to measure beside the training: in a "thread", in a "process", or in
+            threads until a process would have paid (True).
 
     Attributes:
         jobs: The jobs that have not been taken yet, in order.
     """
 
-    def __init__(self, *, background: bool) -> None:
+    def __init__(self, *, background: bool | str) -> None:
         self._background = background
+        self._worker = Worker()
+        self._in_threads, self._began = 0.0, 0.0  # seconds of measuring, and since when
         self.jobs: deque[ReadingJob] = deque()
         self._threads: dict[ReadingJob, threading.Thread] = {}
 
@@ -45,7 +61,7 @@ class ReadingExecutor:
         # A system may limit threads and memory, and a program that is ending cannot start threads.
         with ignored(RuntimeError, MemoryError):
             if in_background and stacks_suffice():
-                thread = threading.Thread(target=_measure, args=(job, before), name="geomon")
+                thread = threading.Thread(target=self._measure, args=(job, before), name="geomon")
                 self._threads[job] = thread
                 thread.start()
                 return
@@ -81,22 +97,50 @@ class ReadingExecutor:
         """Drop the first job, which has been recorded or has failed."""
         self._threads.pop(self.jobs.popleft(), None)
 
+    def close(self) -> None:
+        """End the process that measures; the jobs must be finished."""
+        self._worker.close()
+
     def forget(self) -> None:
         """Drop every job, because after a fork they belong to the parent process."""
+        self._worker.close()
         self.jobs.clear()
         self._threads.clear()
 
+    def _measure(self, job: ReadingJob, before: ReadingJob | None) -> None:
+        """Measure a job in a thread of its own, after the job before it."""
+        if before is not None:
+            before.done.wait()
+        self._began = time.perf_counter()
+        try:
+            with job.alongside_training():
+                job.measure(1, functools.partial(self._call, job))
+        except BaseException as error:  # even Ctrl-C in a metric is kept with the job
+            job.fail(error)
+            job.finish()
 
-def _measure(job: ReadingJob, before: ReadingJob | None) -> None:
-    """Measure a job in a thread of its own, after the job before it."""
-    if before is not None:
-        before.done.wait()
-    try:
-        with job.alongside_training():
-            job.measure(1)
-    except BaseException as error:  # even Ctrl-C in a metric is kept with the job
-        job.fail(error)
-        job.finish()
+    def _call(self, job: ReadingJob, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function that measures a job: in the process, or in this thread."""
+        try:
+            if self._uses_worker():
+                return self._worker.call(function, *args)
+        except failures(WorkerError) as error:
+            text = "measured in a thread beside the training, not in a process: {why}"
+            why = {"why": first_line(error)}
+            job.notes.append(Note("measured in a thread", text, numbers=why))
+        return function(*args)
+
+    def _uses_worker(self) -> bool:
+        """Whether the process makes the next call, started once threads took as long as a start."""
+        if self._background == THREAD or self._worker.has_failed:
+            return False
+        if self._background == PROCESS:
+            return True
+        now = time.perf_counter()
+        self._in_threads, self._began = self._in_threads + now - self._began, now
+        if self._in_threads >= _START:
+            self._worker.start()
+        return self._worker.is_ready()
 
 
 __all__ = ["ReadingExecutor"]

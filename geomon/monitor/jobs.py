@@ -1,9 +1,11 @@
 """A job measures one reading, layer by layer, from the snapshots of one rank or of all."""
 
+import functools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -29,6 +31,8 @@ from geomon.record.arrays import Arrays
 CHECK = "check"
 # Each rank's part of one layer.
 _Parts = tuple[Layer, ...]
+# Calls a function with arguments, somewhere.
+Call = Callable[..., Any]
 
 
 class ReadingJob:
@@ -49,6 +53,7 @@ class ReadingJob:
 
     Attributes:
         arrays: Arrays for figures, once the job is finished.
+        notes: Notes on where and why its rows were measured.
         finished: Whether the reading is made or has failed, so that `result` can be called.
         done: Set once the next job may finish.
         seconds: Seconds by which the reading delayed the training.
@@ -70,12 +75,13 @@ class ReadingJob:
         self.rows = rows
         self.seconds = 0.0
         self.arrays: Arrays = {}
+        self.notes: list[Note] = []
         self.finished, self.done = False, threading.Event()
         self._group, self._evaluator = group, evaluator
         self._place, self._same_inputs = place, same_inputs
         self._measured: list[LayerValues] = []
         self._failing: set[str] = set()  # metrics that fail on the host as well
-        self._on_host: tuple[Note, ...] = ()  # why measuring moved from the device to the host
+        self._call: Call | None = None
         self._failure: Exception | None = None
         self._reading: Reading | None = None
 
@@ -125,8 +131,12 @@ class ReadingJob:
         """Whether the job was given up, so that `result` raises."""
         return self._failure is not None
 
-    def measure(self, at_once: int | None = None) -> None:
-        """Measure the remaining layers and make the reading; errors are kept for `result`."""
+    def measure(self, at_once: int | None = None, call: Call | None = None) -> None:
+        """Measure the remaining layers and make the reading; errors are kept for `result`.
+
+        If the host measures, it does so by `call(function, *args)`, which may use another process.
+        """
+        self._call = call
         try:
             while self.left > 0:
                 self.measure_next(at_once or self.left)
@@ -157,6 +167,9 @@ class ReadingJob:
         on_host = self._device == HOST
         left = [parts[0] for parts in self._left]
         at_once = self._evaluator.layers_at_once(left, self.rows) if on_host else 1
+        if on_host and self._call is not None:
+            measure = functools.partial(self._call, _measure_at_once, self._evaluator)
+            return (measure(_whole(parts, HOST), self.rows, at_once) for parts in layers)
         return in_pieces(
             self._measure_one, layers, self._evaluator.source_groups, at_once,
             outside=on_host and in_modes(),
@@ -187,7 +200,7 @@ class ReadingJob:
         self._parts[:] = [tuple(layer.to(HOST) for layer in parts) for parts in self._parts]
         self._device = HOST
         text = "measured on the host: {why}"
-        self._on_host = (Note("measured on the host", text, numbers={"why": why}),)
+        self.notes.append(Note("measured on the host", text, numbers={"why": why}))
 
     def fail(self, error: BaseException) -> None:
         """Give the reading up, for this reason."""
@@ -219,10 +232,11 @@ class ReadingJob:
 
     def _make_reading(self, measured: Sequence[LayerValues], began: float) -> Reading:
         info = self._gathered.info
-        evaluation = self._evaluator.combine(measured, self.rows)
+        call = self._call or _call_here
+        evaluation = call(self._evaluator.combine, measured, self.rows)
         tokens = min(info.tokens, self.rows * self._evaluator.splits)
         self.arrays = evaluation.arrays
-        notes = (*info.notes, *evaluation.notes, *self._notes_on_rows(tokens), *self._on_host)
+        notes = (*info.notes, *evaluation.notes, *self._notes_on_rows(tokens), *self.notes)
         self.seconds += time.perf_counter() - began
         return Reading(
             step=self.step,
@@ -291,6 +305,19 @@ def measure_alone(snapshot: Snapshot, evaluator: Evaluator, rows: int) -> Readin
     reading = job.result()
     assert reading is not None
     return reading
+
+
+def _call_here(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def _measure_at_once(evaluator: Evaluator, layer: Layer, rows: int, at_once: int) -> LayerValues:
+    """Measure a layer, in pieces if several can be measured at once."""
+    [values] = in_pieces(
+        lambda parts: evaluator.measure_layer(parts[0], rows), [(layer,)],
+        evaluator.source_groups, at_once,
+    )  # fmt: skip
+    return values
 
 
 def _whole(parts: _Parts, device: torch.device) -> Layer:

@@ -123,7 +123,8 @@ class Monitor:
         )  # fmt: skip
         self.planner = self._make_planner()
         self._record = self._make_record(options["directory"])
-        self._executor = ReadingExecutor(background=self._in_background())
+        way = options["background"] if isinstance(options["background"], str) else True
+        self._executor = ReadingExecutor(background=self._in_background() and way)
         self.outbox = Outbox(
             self._record, options, self._executor, self.planner, self.account, self.warnings,
             functools.partial(_notes_of_run, self.passes, self._group, self._device),
@@ -563,6 +564,7 @@ class Monitor:
         """Finish what is being measured, and record it."""
         self.passes.sweep(None)
         self._executor.finish()
+        self._executor.close()
         self.outbox.publish(wait=False)
 
     # -- the run ---------------------------------------------------------------------------------
@@ -671,7 +673,7 @@ class Monitor:
     def _in_background(self) -> bool:
         """Whether rows are measured in the background."""
         wanted = self._options["background"]
-        chosen = self._device.of_model != HOST if wanted is None else wanted
+        chosen = self._device.of_model != HOST if wanted is None else bool(wanted)
         # A user's own metric may draw random numbers. Their states are restored around it, which
         # must not happen while the training draws.
         return chosen and not self._evaluator.has_own_metrics and not self._group.connected

@@ -37,6 +37,8 @@ _FEWEST_QUERIES = 3
 AUTO = "auto"
 # Value of a callback's `probe` for the trainer's own validation batches.
 VALIDATION = "validation"
+# Values of `background` that choose where it measures.
+THREAD, PROCESS = _WAYS = "thread", "process"
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -118,6 +120,15 @@ def _flag(name: str) -> Callable[[Any], Any]:
         return value
 
     return check
+
+
+def _check_background(background: Any) -> Any:
+    if not any(background is one for one in (None, True, False)) and background not in _WAYS:
+        raise ValueError(
+            f"background must be True, False, None, {' or '.join(map(repr, _WAYS))}, got "
+            f"{background!r}"
+        )
+    return background
 
 
 def _hook(name: str) -> Callable[[Any], Any]:
@@ -470,13 +481,17 @@ class MonitorOptions(TypedDict, total=False):
         ),
     ]
     background: Annotated[
-        bool | None,
+        bool | str | None,
         Option(
             None,
-            "Whether to measure rows in a thread while training goes on, on an accelerator on a "
-            "stream of its own; None does so if the model is on an accelerator. Gathered rows are "
-            "measured immediately, and so are all rows if a metric is your own, which may draw "
-            "random numbers of the training.",
+            "Whether to measure rows while training goes on, on an accelerator on a stream of its "
+            "own; None does so if the model is on an accelerator. Rows on the host are measured in "
+            "a thread, and once threads have measured for as long as a process takes to start (3 "
+            "s), in a process of its own, which leaves Python's lock to the training. "
+            '"thread" never starts a process, "process" does so at the first reading. Gathered '
+            "rows are measured immediately, and so are all rows if a metric is your own, which may "
+            "draw random numbers of the training.",
+            _check_background,
         ),
     ]
     device: Annotated[
