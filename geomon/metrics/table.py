@@ -726,7 +726,7 @@ def select(*names: str) -> dict[str, Callable[..., Any]]:
 
 def _check(name: str, function: Callable[..., Any]) -> Metric:
     """Check the name of a metric and the views that it reads."""
-    views = ", ".join([*CAPTURED, *DERIVED])
+    views = ", ".join(filter(is_view, [*CAPTURED, *DERIVED]))
     if not isinstance(name, str) or not name or "/" in name or name in tags.OF_RUN:
         raise ValueError(
             f"{name!r} cannot name a metric: expected a word without '/', other than "
