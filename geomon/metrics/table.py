@@ -726,7 +726,6 @@ def select(*names: str) -> dict[str, Callable[..., Any]]:
 
 def _check(name: str, function: Callable[..., Any]) -> Metric:
     """Check the name of a metric and the views that it reads."""
-    views = ", ".join(filter(is_view, [*CAPTURED, *DERIVED]))
     if not isinstance(name, str) or not name or "/" in name or name in tags.OF_RUN:
         raise ValueError(
             f"{name!r} cannot name a metric: expected a word without '/', other than "
@@ -736,14 +735,13 @@ def _check(name: str, function: Callable[..., Any]) -> Metric:
         raise TypeError(f"metric '{name}' is {function!r}: expected a function of views")
     metric = as_metric(name, function)
     unknown = [view for view in metric.reads if not is_view(view)]
-    if unknown:
+    if unknown or not metric.reads:
+        views = ", ".join(filter(is_view, [*CAPTURED, *DERIVED]))
         raise ValueError(
             f"metric '{name}' asks for {_quoted(unknown)}, which is not a view; there are {views}"
-        )
-    if not metric.reads:
-        raise ValueError(
-            f"metric '{name}' reads no view: name at least one as a parameter without a default: "
-            f"{views}"
+            if unknown
+            else f"metric '{name}' reads no view: name at least one as a parameter without a "
+            f"default: {views}"
         )
     return metric
 
