@@ -379,10 +379,9 @@ def _search(points: _Points, values: Tensor, own: Tensor, k: int) -> Neighbours:
 
 def searched_by() -> str:
     """Say which libraries search neighbours on the host."""
-    own = f"torch {torch.__version__}"
     if faiss is None:
-        return own
-    return f"FAISS {faiss.__version__} or {own}: the faster one for each size, by trial"
+        return "torch"
+    return f"FAISS {faiss.__version__} or torch, the faster one in trials"
 
 
 def _candidates(values: Tensor, own: Tensor, count: int) -> Tensor:

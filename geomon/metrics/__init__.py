@@ -1,5 +1,6 @@
 """MEASURE: metrics, the views that they read, and how their values combine."""
 
+from geomon.kernels.neighbours import searched_by
 from geomon.metrics.evaluate import Evaluator
 from geomon.metrics.layer_values import LayerValues
 from geomon.metrics.metric import Metric, at_last
@@ -13,5 +14,6 @@ __all__ = [
     "Metric",
     "at_last",
     "check_metrics",
+    "searched_by",
     "select",
 ]

@@ -235,11 +235,9 @@ def test_the_search_that_took_less_time_in_trials_does_the_others(trained, monke
 
 def test_which_library_searches_is_said_with_its_version(monkeypatch):
     faiss = pytest.importorskip("faiss")
-    words = searched_by()
-    assert f"FAISS {faiss.__version__}" in words
-    assert f"torch {torch.__version__}" in words
+    assert searched_by() == f"FAISS {faiss.__version__} or torch, the faster one in trials"
     monkeypatch.setattr(neighbours, "faiss", None)
-    assert searched_by() == f"torch {torch.__version__}"
+    assert searched_by() == "torch"
 
 
 def first_of(rows):
