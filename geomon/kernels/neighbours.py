@@ -389,7 +389,8 @@ def _candidates(values: Tensor, own: Tensor, count: int) -> Tensor:
     sizes = (len(own), *values.shape, count, torch.get_num_threads())
     kind = (values.device.type, factor_type(values.device), *map(int.bit_length, sizes))
     taken = _taken.setdefault(kind, {search: [] for search in _searches(values.device)})
-    search = _next_search(taken)
+    # Those that need more trials come first.
+    search = min(taken, key=lambda one: (len(taken[one]) == _TRIALS, min(taken[one], default=0.0)))
     began = time.perf_counter()
     found = search(values, own, count)
     if len(taken[search]) < _TRIALS:
@@ -400,14 +401,6 @@ def _candidates(values: Tensor, own: Tensor, count: int) -> Tensor:
 def _searches(device: torch.device) -> tuple[_Search, ...]:
     """Return the searches that are possible on a device."""
     return (_by_torch,) if faiss is None or device.type != "cpu" else (_by_torch, _by_faiss)
-
-
-def _next_search(taken: dict[_Search, list[float]]) -> _Search:
-    """Return a search that needs more trials, or else the fastest."""
-    untried = min(taken, key=lambda search: len(taken[search]))
-    if len(taken[untried]) < _TRIALS:
-        return untried
-    return min(taken, key=lambda search: min(taken[search]))
 
 
 def _by_torch(values: Tensor, own: Tensor, count: int) -> Tensor:

@@ -198,9 +198,9 @@ def _token_types(hidden: Tensor, token_ids: Tensor, groups: Groups) -> TokenType
 
 
 def _search(hidden: Tensor, k: int, of: Tensor, among: Tensor) -> Neighbours:
-    if len(among) < 2:  # a row without any other has a neighbour at infinity
-        nothing = torch.full((len(of), 1), torch.inf, dtype=torch.float64, device=of.device)
-        return Neighbours(nothing, of[:, None])
+    if min(k, len(among) - 1) < 1:  # a row without any other has a neighbour at infinity
+        own = of[:, None][:, :k]
+        return Neighbours(torch.full_like(own, torch.inf, dtype=torch.float64), own)
     return find_nearest(hidden, k, of=of, among=among)
 
 
@@ -225,15 +225,6 @@ def _find(wanted: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Find rows in an ascending list: their places, and whether they are there."""
     place = torch.searchsorted(rows, wanted).clamp_(max=len(rows) - 1)
     return place, rows[place] == wanted
-
-
-def _far_search(
-    hidden: Tensor, far_rows: Tensor, unique_rows: Tensor, far_listed: int
-) -> Neighbours:
-    if far_listed:
-        return _search(hidden, far_listed, far_rows, unique_rows)
-    nothing = far_rows.new_empty(len(far_rows), 0)
-    return Neighbours(nothing.double(), nothing)
 
 
 def _first(found: Neighbours, count: int) -> Neighbours:
@@ -470,7 +461,8 @@ DERIVED: dict[str, View] = {
         "number of neighbours to search for each of them", refused, lambda hidden: _FAR_LISTED
     ),
     "far_search": derived(
-        "their nearest unique rows, as many as metrics read: Neighbours", refused, _far_search
+        "their nearest unique rows, as many as metrics read: Neighbours", refused,
+        reader(_search, "hidden", "far_listed", "far_rows", "unique_rows"),
     ),
     "far_nearest": derived(
         "their 96 nearest unique rows: Neighbours", refused,
