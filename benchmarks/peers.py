@@ -31,6 +31,8 @@ NEIGHBOURS = 20  # of the maximum likelihood
 RIGHT = 0.005
 # Added to trained hidden states, and how many of 4,096 rows copy another.
 OFFSET, COPIES = 1000, 72
+# Runs that warm up, in which geomon tries both of its searches.
+_FIRST = 10
 
 Estimator = Callable[[Rows], float]
 
@@ -165,19 +167,19 @@ def _compared(name: str, rows: Rows, runs: int) -> list[tuple[object, ...]]:
         estimators = {each: quiet(found) for each, found in installed(makers).items()}
         taken: dict[str, list[float]] = {each: [] for each in estimators}
         values = {}
-        for _ in range(runs + 6):  # the first ones warm up, and try both searches
+        for _ in range(_FIRST + runs):
             for each, estimator in estimators.items():
                 began = time.process_time()
                 values[each] = estimator(rows)
                 taken[each].append(time.process_time() - began)
-        own = min(taken["geomon"][6:])
+        own = min(taken["geomon"][_FIRST:])
         for each, times in taken.items():
             error = values[each] / truth[estimate] - 1
             of_some = each.startswith("geometry")
             words = (
                 "of 1,024 rows" if of_some else "right" if abs(error) < RIGHT else f"{error:+.1%}"
             )
-            least = min(times[6:])
+            least = min(times[_FIRST:])
             lines.append((
                 name, estimate, each, f"{values[each]:.4f}",
                 "none" if math.isnan(error) else words, f"{1e3 * least:.0f}", f"{least / own:.2f}",

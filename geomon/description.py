@@ -11,7 +11,7 @@ from geomon.capture import Window, extra_pass
 from geomon.capture.anatomy import CROSS, Anatomy, Attention, Block, Stack, shown_name
 from geomon.capture.model_parts import ModelParts
 from geomon.capture.shards import TensorPlace
-from geomon.capture.snapshot import CAPTURED, Layer, explain_missing, source_of
+from geomon.capture.snapshot import CAPTURED, HOST, Layer, explain_missing, source_of
 from geomon.distributed import find_ranks
 from geomon.distributed.mesh import RankPlace, find_place
 from geomon.metrics import searched_by
@@ -107,7 +107,7 @@ def describe(
     tables = None if seen is None else seen.token_tables()
     rows.append(("token ids", _token_ids(parts.root, anatomy, tables, later=0 not in place.stages)))
     rows.append(("padding", _PADDING if seen is None else seen.padding(anatomy)))
-    rows.append(("neighbours", f"searched on the host by {searched_by()}"))
+    rows.append(("neighbours", f"searched on the host by {searched_by(HOST)}"))
     for left_out in anatomy.left_out:
         what = f"{_count(left_out.count, 'block')} {left_out.pattern}"
         rows.append(("not watched", f"{what}: {left_out.reason}"))

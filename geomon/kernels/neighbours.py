@@ -48,7 +48,7 @@ _QUERIES_OF_A_THREAD = 256
 # Smallest stack of a thread, in bytes: with 64 kB, linear algebra libraries crash the process.
 _SMALL_STACK = 2**20
 # Times that each search is tried for a kind of size, before the faster one does the others.
-_TRIALS = 3
+_TRIALS = 5
 # Longest rows that numpy sorts in registers, and the bits of a place in float64.
 _SHORT, _PLACE = 256, 2**29 - 1
 # Exceeds the total loss of float32 squares that underflow, below 1e-38.
@@ -377,9 +377,17 @@ def _search(points: _Points, values: Tensor, own: Tensor, k: int) -> Neighbours:
     return found
 
 
-def searched_by() -> str:
-    """Say which libraries search neighbours on the host."""
-    if faiss is None:
+def searched_by(device: torch.device) -> str:
+    """Say which libraries search neighbours.
+
+    Args:
+        device: Device of the rows.
+
+    Example:
+        >>> searched_by(torch.device("cuda"))
+        'torch'
+    """
+    if len(_searches(device)) == 1:
         return "torch"
     return f"FAISS {faiss.__version__} or torch, the faster one in trials"
 

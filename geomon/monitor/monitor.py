@@ -369,7 +369,7 @@ class Monitor:
             "gather": self._group.connected,
             "mesh": self._group.mesh.words(),
             "device": str(self._device.device),
-            "search": searched_by(),
+            "search": searched_by(self._device.device),
             **_settings(options["settings"], "training"),
         }
 

@@ -226,18 +226,19 @@ def test_the_search_that_took_less_time_in_trials_does_the_others(trained, monke
     monkeypatch.setattr(neighbours, "_taken", {})
     rows, state = normal(300, 16).float(), torch.get_rng_state()
     want = nearest(rows, 4)
-    for _ in range(9):
+    for _ in range(13):
         assert all(map(torch.equal, nearest(rows, 4), want))
-    assert calls.count(slow) == 3
-    assert calls[6:] == [({"_by_torch", "_by_faiss"} - {slow}).pop()] * 4
+    assert calls.count(slow) == 5
+    assert calls[10:] == [({"_by_torch", "_by_faiss"} - {slow}).pop()] * 4
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_which_library_searches_is_said_with_its_version(monkeypatch):
     faiss = pytest.importorskip("faiss")
-    assert searched_by() == f"FAISS {faiss.__version__} or torch, the faster one in trials"
+    host = torch.device("cpu")
+    assert searched_by(host) == f"FAISS {faiss.__version__} or torch, the faster one in trials"
     monkeypatch.setattr(neighbours, "faiss", None)
-    assert searched_by() == "torch"
+    assert searched_by(host) == "torch"
 
 
 def first_of(rows):
