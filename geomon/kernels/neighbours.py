@@ -398,7 +398,7 @@ def _candidates(values: Tensor, own: Tensor, count: int) -> Tensor:
     kind = (values.device.type, factor_type(values.device), *map(int.bit_length, sizes))
     taken = _taken.setdefault(kind, {search: [] for search in _searches(values.device)})
     # Those that need more trials come first.
-    search = min(taken, key=lambda one: (len(taken[one]) == _TRIALS, min(taken[one], default=0.0)))
+    search = min(taken, key=lambda one: (len(taken[one]) >= _TRIALS, min(taken[one], default=0.0)))
     began = time.perf_counter()
     found = search(values, own, count)
     if len(taken[search]) < _TRIALS:

@@ -233,6 +233,17 @@ def test_the_search_that_took_less_time_in_trials_does_the_others(trained, monke
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_trials_end_also_if_several_threads_make_them_at_once(monkeypatch):
+    """Each of them may find a trial missing, and add one."""
+    pytest.importorskip("faiss")
+    monkeypatch.setattr(neighbours, "_taken", {})
+    rows = normal(300, 16).float()
+    want = nearest(rows, 4)
+    (kind,) = neighbours._taken
+    neighbours._taken[kind] = {refuse: [1.0] * 7, neighbours._by_faiss: [0.5] * 5}
+    assert all(map(torch.equal, nearest(rows, 4), want))
+
+
 def test_which_library_searches_is_said_with_its_version(monkeypatch):
     faiss = pytest.importorskip("faiss")
     host = torch.device("cpu")
