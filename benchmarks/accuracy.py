@@ -1,4 +1,4 @@
-"""Compares the intrinsic dimension with other packages: error, robustness and time.
+"""Compares the intrinsic dimension with other packages: error and robustness.
 
 The manifolds are customary tests of dimension estimators (Hein and Audibert 2005; Rozza et al.
 2012; Campadelli et al. 2015; scikit-dimension's `BenchmarkManifolds`), written here from their
@@ -7,11 +7,9 @@ See README.md.
 """
 
 import math
-import statistics
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
-from functools import partial
 from io import StringIO
 from typing import Annotated
 
@@ -24,7 +22,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.timing import print_machine, print_table, seconds
+from benchmarks.timing import print_machine, print_table
 from geomon.kernels.dimension import gride, twonn
 from geomon.kernels.neighbours import copies_of, nearest, unique_rows
 
@@ -36,8 +34,6 @@ Estimator = Callable[[Rows], float]
 DISTURBED = ((0.0, "float32"), (1e2, "float32"), (1e4, "float32"), (1e10, "float64"))
 DUPLICATED = (0.0, 0.1, 0.5)
 TOLERATED = 0.03
-# Rows and width of the clouds on which estimators are timed.
-TIMED = ((4096, 128), (4096, 768))
 
 
 def _gaussian(random: Generator, n: int, d: int, width: int) -> Cloud:
@@ -133,14 +129,14 @@ def scikit_dimension(**options: str) -> Estimator:
     """Make scikit-dimension's estimator."""
     from skdim.id import TwoNN
 
-    return _quiet(lambda rows: TwoNN(discard_fraction=0.1, **options).fit(rows).dimension_)
+    return quiet(lambda rows: TwoNN(discard_fraction=0.1, **options).fit(rows).dimension_)
 
 
 def dadapy(algorithm: str) -> Estimator:
     """Make DADApy's estimator."""
     from dadapy import Data
 
-    return _quiet(
+    return quiet(
         lambda rows: Data(coordinates=rows, maxk=2, n_jobs=2).compute_id_2NN(
             algorithm=algorithm, mu_fraction=0.9
         )[0]
@@ -170,15 +166,19 @@ def installed(estimators: dict[str, Callable[[], Estimator]]) -> dict[str, Estim
     return found
 
 
-def _quiet(estimator: Estimator) -> Estimator:
-    """Silence an estimator, and make it return NaN instead of raising."""
+def quiet(estimator: Estimator) -> Estimator:
+    """Silence an estimator, and make it return NaN instead of raising.
+
+    Args:
+        estimator: Function from rows to a dimension.
+    """
 
     def answer(rows: Rows) -> float:
         with warnings.catch_warnings(), redirect_stdout(StringIO()), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
             try:
                 return float(estimator(rows))
-            except (ValueError, FloatingPointError, RuntimeError):
+            except (ValueError, ArithmeticError, RuntimeError):
                 return math.nan
 
     return answer
@@ -237,29 +237,12 @@ def _duplicated(
     return clean, random.permutation(order)
 
 
-def _times(estimators: dict[str, Estimator], runs: int) -> Iterator[tuple[object, ...]]:
-    """Yield one row per size: median seconds of each estimator; all run in turn."""
-    for size in TIMED:
-        random = np.random.default_rng(0)
-        spread = np.arange(1, size[1] + 1) ** -0.5  # like hidden states, away from the origin
-        rows = (random.standard_normal(size) * spread + 3).astype(np.float32)
-        times: dict[str, list[float]] = {name: [] for name in estimators}
-        for _ in range(runs + 1):
-            for name, estimator in estimators.items():
-                times[name].append(seconds(partial(estimator, rows)))
-        yield (
-            f"{size[0]:,} x {size[1]}",
-            *(f"{statistics.median(x[1:]):.2f}" for x in times.values()),
-        )
-
-
 def main(
     points: Annotated[int, typer.Option(help="Points of a cloud in the table of errors.")] = 2500,
     seeds: Annotated[int, typer.Option(help="Clouds of each manifold.")] = 5,
     size: Annotated[int, typer.Option(help="Rows of a cloud in the table of robustness.")] = 4096,
-    runs: Annotated[int, typer.Option(help="Runs of each estimator in the table of time.")] = 5,
 ) -> None:
-    """Print the tables of error, robustness and time."""
+    """Print the tables of error and robustness."""
     torch.set_num_threads(2)
     estimators = installed(ESTIMATORS)
     print_table(
@@ -278,7 +261,6 @@ def main(
     )
     for name, (lost, outside, whole) in counts.items():
         print(f"{name}: of {whole}, {lost} NaN or refused, {outside} more outside {TOLERATED:.0%}")
-    print_table(f"Seconds, medians of {runs}", ("rows x width", *same), _times(same, runs))
     print_machine("rows in float32")
 
 

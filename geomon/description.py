@@ -11,10 +11,11 @@ from geomon.capture import Window, extra_pass
 from geomon.capture.anatomy import CROSS, Anatomy, Attention, Block, Stack, shown_name
 from geomon.capture.model_parts import ModelParts
 from geomon.capture.shards import TensorPlace
-from geomon.capture.snapshot import CAPTURED, Layer, explain_missing, source_of
+from geomon.capture.snapshot import CAPTURED, HOST, Layer, explain_missing, source_of
 from geomon.distributed import find_ranks
 from geomon.distributed.mesh import RankPlace, find_place
-from geomon.metrics import odd_layers
+from geomon.metrics import searched_by
+from geomon.metrics.oddities import odd_layers
 from geomon.record.printable import printable
 
 # Words for the routes of `geomon.capture.tap`.
@@ -108,6 +109,7 @@ def describe(
     rows.append(("token ids", _token_ids(parts.root, anatomy, tables, later=0 not in place.stages)))
     rows.append(("padding", _PADDING if seen is None else seen.padding(anatomy)))
     rows += [("note", note.words()) for note in parts.note_on_ties(anatomy)]
+    rows.append(("neighbours", f"searched on the host by {searched_by(HOST)}"))
     for left_out in anatomy.left_out:
         what = f"{_count(left_out.count, 'block')} {left_out.pattern}"
         rows.append(("not watched", f"{what}: {left_out.reason}"))

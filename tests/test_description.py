@@ -7,6 +7,7 @@ from torch import nn
 from watched import ToContext
 
 from geomon import Monitor, describe, read
+from geomon.metrics import searched_by
 
 
 def test_it_prints_in_aligned_columns_without_running_the_model():
@@ -26,6 +27,7 @@ def test_it_prints_in_aligned_columns_without_running_the_model():
             "Q, K projected  attn.c_attn, with V",
             "token ids       inputs of transformer.wte",
             "padding         left out, by a mask or by keys that attention hides, as a pass shows",
+            f"neighbours      searched on the host by {searched_by(torch.device('cpu'))}",
             "routes          shown by one pass: describe(model, inputs)",
         ]
     )
@@ -168,6 +170,7 @@ def test_stacks_are_described_one_after_the_other():
         f"token ids          none: {none}",
         "padding            none in this pass, going by its arguments and by attention: "
         "all rows count",
+        f"neighbours         searched on the host by {searched_by(torch.device('cpu'))}",
         f"not seen           token ids of the encoder: {ids}",
         "                   the hidden states' shape",
         f"not seen           token ids of the decoder: {ids}",

@@ -48,7 +48,7 @@ INNER = {
 # Modules that are faces of their own: the data of a pass, what keeps the training's modes away,
 # which part of a pass is on a rank, the mesh of the ranks, the notes on values, their intervals,
 # arrays beside the record, columns and the names of values, which of them charts show, their long
-# form, where they go, the main stack,
+# form, where they go, the main stack, what is odd in a pass,
 # what makes text of unknown origin fit for a terminal, curves, the kinds of alerts, the commands of
 # pages, two runs compared, the shape of profiles, what can be drawn over training and the alignment
 # of queries and keys.
@@ -58,7 +58,7 @@ DOORS = {
     "capture.model_parts", "capture.modes", "capture.shards", "capture.snapshot",
     "capture.unchanged",
     "distributed.mesh",
-    "metrics.at_once", "monitor.planner",
+    "metrics.at_once", "metrics.oddities", "monitor.planner",
     "record.arrays", "record.columns", "record.export", "record.headline",
     "record.tags", "record.sinks", "record.printable", "record.reading", "show.commands",
     "analysis.compare", "analysis.profile", "analysis.quantities",

@@ -5,15 +5,19 @@ rows far from the origin. Rows are therefore centred in float64, a few more cand
 neighbours are taken, and their distances are recomputed in float64 from differences of the original
 rows. If rounding may have excluded a true neighbour, the row is searched again: the expansion in
 float64 excludes rows that are certainly too far, and all others are compared by differences. Every
-distance is thus right, however close near-duplicates are. On an accelerator, or without FAISS,
-torch computes the expansion. Extra memory is one float32 copy of the searched rows, the result, and
-blocks.
+distance is thus right, however close near-duplicates are.
+
+FAISS or torch proposes the candidates. FAISS brings a linear algebra library of its own, which is
+slow on some processors, so the first searches of each size try both, and the faster one does the
+others. The result does not depend on it. On accelerators, torch searches. Extra memory is one
+float32 copy of the searched rows, the result, and blocks.
 """
 
 import contextlib
 import math
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -43,10 +47,18 @@ _QUERIES = 4096
 _QUERIES_OF_A_THREAD = 256
 # Smallest stack of a thread, in bytes: with 64 kB, linear algebra libraries crash the process.
 _SMALL_STACK = 2**20
+# Times that each search is tried for a kind of size, before the faster one does the others.
+_TRIALS = 5
+# Longest rows that numpy sorts in registers, and the bits of a place in float64.
+_SHORT, _PLACE = 256, 2**29 - 1
 # Exceeds the total loss of float32 squares that underflow, below 1e-38.
 _UNDERFLOW = 1e-30
 
 _AS_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_Search = Callable[[Tensor, Tensor, int], Tensor]
+# Seconds that each search took in its trials, by kind of size.
+_taken: dict[tuple[Any, ...], dict[_Search, list[float]]] = {}
 
 
 class Neighbours(NamedTuple):
@@ -365,17 +377,78 @@ def _search(points: _Points, values: Tensor, own: Tensor, k: int) -> Neighbours:
     return found
 
 
+def searched_by(device: torch.device) -> str:
+    """Say which libraries search neighbours.
+
+    Args:
+        device: Device of the rows.
+
+    Example:
+        >>> searched_by(torch.device("cuda"))
+        'torch'
+    """
+    if len(_searches(device)) == 1:
+        return "torch"
+    return f"FAISS {faiss.__version__} or torch, the faster one in trials"
+
+
 def _candidates(values: Tensor, own: Tensor, count: int) -> Tensor:
     """Find the `count` points that seem nearest to each wanted point, judged in float32."""
-    if faiss is not None and values.device.type == "cpu":
-        return _by_faiss(values, own, count)
+    sizes = (len(own), *values.shape, count, torch.get_num_threads())
+    kind = (values.device.type, factor_type(values.device), *map(int.bit_length, sizes))
+    taken = _taken.setdefault(kind, {search: [] for search in _searches(values.device)})
+    # Those that need more trials come first.
+    search = min(taken, key=lambda one: (len(taken[one]) >= _TRIALS, min(taken[one], default=0.0)))
+    began = time.perf_counter()
+    found = search(values, own, count)
+    if len(taken[search]) < _TRIALS:
+        taken[search].append(time.perf_counter() - began)
+    return found
+
+
+def _searches(device: torch.device) -> tuple[_Search, ...]:
+    """Return the searches that are possible on a device."""
+    return (_by_torch,) if faiss is None or device.type != "cpu" else (_by_torch, _by_faiss)
+
+
+def _by_torch(values: Tensor, own: Tensor, count: int) -> Tensor:
+    """Search with torch, block by block."""
     kind = factor_type(values.device)
     squares = torch.linalg.vector_norm(values, dim=1).to(kind).square()
+    # All points at once, unless they have to be converted.
+    step = len(values) if kind == values.dtype else rows_in_block(4 * values.shape[1], own.device)
+    parts = own.split(rows_in_block(len(values), own.device))
+    whole = squares.new_empty(len(parts[0]), len(values))
     found = []
-    for part in own.split(rows_in_block(len(values), own.device)):
-        expanded = _expanded(lambda places: values[places].to(kind), squares, part)
-        found.append(expanded.topk(count, dim=1, largest=False).indices)
+    for part in parts:
+        blocks = (block.to(kind) for block in values.split(step))
+        expanded = _expand(values[part].to(kind), blocks, squares, out=whole[: len(part)])
+        found.append(_smallest(expanded, count))
     return torch.cat(found)
+
+
+def _smallest(rows: Tensor, count: int) -> Tensor:
+    """Find the places of the smallest numbers of each row, in any order.
+
+    On the host, long rows are cut into strides: the smallest numbers lie in the strides with the
+    smallest minima, which are found in the same way.
+    """
+    width = rows.shape[1]
+    if rows.device.type != "cpu" or count >= _SHORT // 2:
+        return rows.topk(count, dim=1, largest=False, sorted=False).indices
+    order = torch.arange(width, dtype=torch.int64, device="cpu")
+    if width <= _SHORT:
+        # Sorted as numbers in float64, with the place in the bits that float32 leaves at 0.
+        keys = rows.float().double().view(torch.int64).bitwise_or_(order).view(torch.float64)
+        return sort_each(keys)[:, :count].view(torch.int64) & _PLACE
+    step = 2 ** math.ceil(math.log2(width / _SHORT))
+    strides = width // step
+    whole = strides * step
+    minima = rows[:, :whole].view(len(rows), step, strides).amin(dim=1)
+    places = (_smallest(minima, count)[:, :, None] + order[:whole:strides]).flatten(1)
+    if whole < width:
+        places = torch.cat([places, order[whole:].expand(len(rows), -1)], dim=1)
+    return places.gather(1, _smallest(rows.gather(1, places), count))
 
 
 def _by_faiss(values: Tensor, own: Tensor, count: int) -> Tensor:
@@ -405,15 +478,14 @@ def _by_faiss(values: Tensor, own: Tensor, count: int) -> Tensor:
         faiss.omp_set_num_threads(before)
 
 
-def _expanded(points: Callable[[Tensor], Tensor], squares: Tensor, own: Tensor) -> Tensor:
-    """Compute |y|^2 - 2xy for wanted points x and all points y, given |y|^2, block by block."""
-    queries = points(own)
-    expanded = queries.new_empty(len(own), len(squares))
-    order = torch.arange(len(squares), dtype=torch.int64, device=own.device)
-    step = rows_in_block(4 * queries.shape[1], own.device)
-    for target, places in zip(expanded.split(step, dim=1), order.split(step), strict=True):
-        target.copy_(torch.addmm(squares[places], queries, points(places).T, alpha=-2))
-    return expanded
+def _expand(queries: Tensor, blocks: Iterable[Tensor], squares: Tensor, *, out: Tensor) -> Tensor:
+    """Compute |y|^2 - 2xy for queries x and all points y, given y in blocks and |y|^2."""
+    start = 0
+    for block in blocks:
+        some = slice(start, start + len(block))
+        torch.addmm(squares[some], queries, block.T, alpha=-2, out=out[:, some])
+        start += len(block)
+    return out
 
 
 def _ranked(points: _Points, own: Tensor, candidates: Tensor) -> Neighbours:
@@ -429,16 +501,19 @@ def _ranked(points: _Points, own: Tensor, candidates: Tensor) -> Neighbours:
 def _certain(points: _Points, own: Tensor, reach: Tensor, k: int) -> Neighbours:
     """Find the k nearest of points that have k others within `reach`, regardless of rounding."""
     order = torch.arange(len(points), dtype=torch.int64, device=own.device)
-    blocks = order.split(rows_in_block(points.rows.shape[1], own.device))
+    blocks = order.split(rows_in_block(4 * points.rows.shape[1], own.device))
     squares = torch.cat([points.centred(block).square().sum(dim=1) for block in blocks])
     rounding = points.rounding(torch.float64)
     step = rows_in_block(len(points), own.device)
     found = []
+    whole = squares.new_empty(min(step, len(own)), len(points))
     for part, within in zip(own.split(step), reach.split(step), strict=True):
         # Rounding of the centred rows, of the expansion, and of `reach` itself. Points beyond the
         # limit are excluded; all others are compared by differences, which lose nothing.
         limit = within.square()[:, None] + 4 * rounding * (squares[part, None] + squares)
-        near = _expanded(points.centred, squares, part) + squares[part, None] <= limit
+        centred = map(points.centred, blocks)
+        expanded = _expand(points.centred(part), centred, squares, out=whole[: len(part)])
+        near = expanded + squares[part, None] <= limit
         near.scatter_(1, part[:, None], value=False)
         row, column = near.nonzero(as_tuple=True)
         distance = points.distances_to(part[row], column[:, None]).squeeze(1)

@@ -1,9 +1,9 @@
 """MEASURE: metrics, the views that they read, and how their values combine."""
 
+from geomon.kernels.neighbours import searched_by
 from geomon.metrics.evaluate import Evaluator
 from geomon.metrics.layer_values import LayerValues
 from geomon.metrics.metric import Metric, at_last
-from geomon.metrics.oddities import odd_layers
 from geomon.metrics.table import METRICS, MORE_METRICS, check_metrics, select
 
 __all__ = [
@@ -14,6 +14,6 @@ __all__ = [
     "Metric",
     "at_last",
     "check_metrics",
-    "odd_layers",
+    "searched_by",
     "select",
 ]

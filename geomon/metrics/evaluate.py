@@ -33,7 +33,13 @@ from geomon.metrics.layer_views import (
 from geomon.metrics.metric import ENDING, Metric, said
 from geomon.metrics.oddities import facts_of
 from geomon.metrics.table import is_bundled
-from geomon.metrics.views import DISTANCE_QUERIES, can_be_made, reader
+from geomon.metrics.views import (
+    DISTANCE_QUERIES,
+    can_be_made,
+    neighbours_to_search,
+    parameters,
+    reader,
+)
 from geomon.metrics.without import NoMarginError
 from geomon.record import tags
 
@@ -97,6 +103,15 @@ class Evaluator:
             groups = [joined, *(group for group in groups if not group & sources)]
         return sorted(groups, key=lambda group: ("hidden" not in group, min(group)))
 
+    def _sizes(self, *, with_margins: bool) -> dict[str, int | None]:
+        """Return the sizes of searches, with as many neighbours as one of the metrics reads."""
+        names = {name for metric in self.metrics.values() for name in metric.reads}
+        if with_margins:
+            at_once = [one.each_group for one in self.metrics.values() if one.each_group]
+            names.update(*map(parameters, at_once))
+        found = neighbours_to_search(names, with_margins=with_margins)
+        return {"queries": self.queries, **found}
+
     def layers_at_once(self, layers: Sequence[Layer], rows: int) -> int:
         """Return how many of the layers `measure_layers` measures at once on the host.
 
@@ -138,10 +153,11 @@ class Evaluator:
         if any(metric.null is not None for metric in self.metrics.values()):
             result.heads, result.queries = _sizes_of_attention(layer)
             result.log_visible = _log_visible(layer)
-        splits = split_rows(layer, rows, self.splits, self.queries, has_groups=self.has_margins)
         if self.compares:
             with self._costing("oddities", {}, {}):
                 result.facts = facts_of(layer)
+        sizes = self._sizes(with_margins=self.has_margins and (result.sequences or 0) >= GROUPS)
+        splits = split_rows(layer, rows, self.splits, sizes, has_groups=self.has_margins)
         with _plain_arithmetic(layer):
             for name, metric in self.metrics.items():
                 is_asked = metric.sources <= layer.sources

@@ -11,8 +11,8 @@ from geomon.capture.snapshot import CAPTURED, LAST, Layer, source_of
 from geomon.kernels.groups import Groups
 from geomon.metrics.views import (
     DERIVED,
-    DISTANCE_QUERIES,
     GROUPS_OF,
+    LISTED,
     can_be_made,
     groups_of,
     one_group,
@@ -89,7 +89,8 @@ class LayerViews:
             for views in (self.layer.captured, self.layer.missing)
         )
         layer = replace(self.layer, captured=captured, missing=missing)
-        return LayerViews(layer, LAST, {"queries": self._known.get("queries", DISTANCE_QUERIES)})
+        given = {name: self[name] for name in ("queries", *LISTED.values()) if self.has(name)}
+        return LayerViews(layer, LAST, given)
 
     def groups(self, captured: Iterable[str]) -> int:
         """Count the groups of sequences behind captured views; 1 if they are unknown."""
@@ -165,11 +166,11 @@ def _copied(view: Any) -> Any:
 
 
 def split_rows(
-    layer: Layer, rows: int, count: int, queries: int | None, *, has_groups: bool = True
+    layer: Layer, rows: int, count: int, sizes: Mapping[str, int | None], *, has_groups: bool = True
 ) -> list[LayerViews]:
     """Cut the rows of a layer into splits of equal size; views without rows are shared.
 
-    A sequence belongs to the same group in every split.
+    A sequence belongs to the same group in every split. The sizes are derived views, by name.
     """
     hidden = layer.captured.get("hidden")
     if hidden is None:
@@ -188,7 +189,7 @@ def split_rows(
         given: dict[str, Any] = {} if has_groups else _in_one_group(part)
         if groups is not None:
             given["groups"] = Groups(groups.of[cut], groups.size)
-        splits.append(LayerViews(part, given={**given, "queries": queries}))
+        splits.append(LayerViews(part, given={**given, **sizes}))
     return splits
 
 

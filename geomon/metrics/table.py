@@ -42,6 +42,10 @@ from geomon.metrics.views import DERIVED, FAR, NEAR, is_view
 from geomon.record import tags
 from geomon.record.columns import MetricText
 
+# Scales of Gride beyond the two nearest rows, by the view that has enough neighbours.
+_NEAR_SCALES = [k for k in dimension.SCALES if 1 < k <= NEAR // 2]
+_FAR_SCALES = [k for k in dimension.SCALES if k > NEAR // 2]
+
 
 def _alpha(spectrum: Tensor) -> dict[str, Tensor]:
     law = spectral.power_law(spectrum)
@@ -116,12 +120,10 @@ def _of_others(distances: Tensor, own: Tensor) -> Tensor:
 
 
 def _gride(two_nearest: Tensor, neighbours: Tensor, far_neighbours: Tensor) -> dict[str, Tensor]:
-    near = [k for k in dimension.SCALES if 1 < k <= NEAR // 2]
-    far = [k for k in dimension.SCALES if k > NEAR // 2]
     estimates = [
         *dimension.gride(two_nearest, [1]),
-        *dimension.gride(neighbours, near),
-        *dimension.gride(far_neighbours, far),
+        *dimension.gride(neighbours, _NEAR_SCALES),
+        *dimension.gride(far_neighbours, _FAR_SCALES),
     ]
     return {f"k{k}": value for k, value in zip(dimension.SCALES, estimates, strict=True)}
 
@@ -132,18 +134,16 @@ def _gride_of_each_group(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Like `_gride`, without each group's rows, also as neighbours (except the two nearest)."""
     own, far_own = groups.of[query_rows], groups.of[far_rows]
-    near = [k for k in dimension.SCALES if 1 < k <= NEAR // 2]
-    far = [k for k in dimension.SCALES if k > NEAR // 2]
     estimates = torch.cat(
         [
             dimension.gride_of_each(_of_others(two_nearest, own), [1]),
-            dimension.gride_of_each(_without_each(nearest, own, groups, NEAR), near),
-            dimension.gride_of_each(_without_each(far_nearest, far_own, groups, FAR), far),
+            dimension.gride_of_each(_without_each(nearest, own, groups, NEAR), _NEAR_SCALES),
+            dimension.gride_of_each(_without_each(far_nearest, far_own, groups, FAR), _FAR_SCALES),
         ],
         dim=1,
     )
     found = {f"k{k}": values for k, values in zip(dimension.SCALES, estimates.T, strict=True)}
-    for listed, scales in ((nearest, near), (far_nearest, far)):
+    for listed, scales in ((nearest, _NEAR_SCALES), (far_nearest, _FAR_SCALES)):
         for k in scales:
             if dimension.meets_clusters(listed.distances, k):
                 found[f"k{k}"] = torch.full_like(found[f"k{k}"], torch.nan)
@@ -726,7 +726,6 @@ def select(*names: str) -> dict[str, Callable[..., Any]]:
 
 def _check(name: str, function: Callable[..., Any]) -> Metric:
     """Check the name of a metric and the views that it reads."""
-    views = ", ".join([*CAPTURED, *DERIVED])
     if not isinstance(name, str) or not name or "/" in name or name in tags.OF_RUN:
         raise ValueError(
             f"{name!r} cannot name a metric: expected a word without '/', other than "
@@ -736,14 +735,13 @@ def _check(name: str, function: Callable[..., Any]) -> Metric:
         raise TypeError(f"metric '{name}' is {function!r}: expected a function of views")
     metric = as_metric(name, function)
     unknown = [view for view in metric.reads if not is_view(view)]
-    if unknown:
+    if unknown or not metric.reads:
+        views = ", ".join(filter(is_view, [*CAPTURED, *DERIVED]))
         raise ValueError(
             f"metric '{name}' asks for {_quoted(unknown)}, which is not a view; there are {views}"
-        )
-    if not metric.reads:
-        raise ValueError(
-            f"metric '{name}' reads no view: name at least one as a parameter without a default: "
-            f"{views}"
+            if unknown
+            else f"metric '{name}' reads no view: name at least one as a parameter without a "
+            f"default: {views}"
         )
     return metric
 

@@ -56,12 +56,14 @@ from geomon.metrics.without import (
 
 # Default number of rows from which distances are measured; None would mean all.
 DISTANCE_QUERIES = 1024
-# Neighbours of each of these rows that metrics read, and neighbours that are listed, because a
-# margin skips those in one group of sequences.
+# Neighbours of each of these rows that metrics read, and neighbours that are listed for margins,
+# which skip those in one group of sequences.
 NEAR, _NEAR_LISTED = 16, 24
 # Neighbours for large scales, and the number of rows for which they are searched.
 FAR, _FAR_LISTED = 64, 96
 FAR_ROWS = 256
+# For each search, the view with the number of neighbours to find.
+LISTED = {"near_search": "near_listed", "far_search": "far_listed"}
 # Rows that a spectrum uses at most in layers with more than this many columns.
 SPECTRAL_ROWS, SPECTRAL_WIDTH = 2048, 1024
 
@@ -115,11 +117,13 @@ class View(NamedTuple):
         text: One line of meaning, with the shape.
         without: Rule for the view without a group of sequences.
         ways: Readers that compute it, the preferred one first.
+        neighbours: Number of neighbours that they read of a search, 0 for no search.
     """
 
     text: str
     without: LeaveOut
     ways: tuple[Reader, ...]
+    neighbours: int = 0
 
 
 def derived(
@@ -127,10 +131,11 @@ def derived(
     without: LeaveOut,
     way: Callable[..., Any] | Reader,
     *others: Callable[..., Any] | Reader,
+    neighbours: int = 0,
 ) -> View:
     """Declare a derived view, with the preferred way to compute it first."""
     ways = (one if isinstance(one, Reader) else reader(one) for one in (way, *others))
-    return View(text, without, tuple(ways))
+    return View(text, without, tuple(ways), neighbours)
 
 
 def groups_of(sequences: Tensor) -> Groups:
@@ -193,22 +198,24 @@ def _token_types(hidden: Tensor, token_ids: Tensor, groups: Groups) -> TokenType
 
 
 def _search(hidden: Tensor, k: int, of: Tensor, among: Tensor) -> Neighbours:
-    if len(among) < 2:  # a row without any other has a neighbour at infinity
-        nothing = torch.full((len(of), 1), torch.inf, dtype=torch.float64, device=of.device)
-        return Neighbours(nothing, of[:, None])
+    if min(k, len(among) - 1) < 1:  # a row without any other has a neighbour at infinity
+        own = of[:, None][:, :k]
+        return Neighbours(torch.full_like(own, torch.inf, dtype=torch.float64), own)
     return find_nearest(hidden, k, of=of, among=among)
 
 
-def _nearest(
+def _near_search(
     hidden: Tensor, query_rows: Tensor, unique_rows: Tensor, far_rows: Tensor,
-    far_nearest: Neighbours,
+    far_search: Neighbours, near_listed: int,
 ) -> Neighbours:  # fmt: skip
     """Search neighbours for the rows where farther neighbours are not already known."""
+    if far_search.distances.shape[1] < min(near_listed, len(unique_rows) - 1):
+        return _search(hidden, near_listed, query_rows, unique_rows)
     place, known = _find(query_rows, far_rows)
-    found = _search(hidden, _NEAR_LISTED, query_rows[~known], unique_rows)
+    found = _search(hidden, near_listed, query_rows[~known], unique_rows)
     listed = found.distances.shape[1]
     merged = Neighbours(*(part.new_empty(len(query_rows), listed) for part in found))
-    for target, searched, far in zip(merged, found, far_nearest, strict=True):
+    for target, searched, far in zip(merged, found, far_search, strict=True):
         target[~known] = searched
         target[known] = far[place[known], :listed]
     return merged
@@ -220,8 +227,8 @@ def _find(wanted: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     return place, rows[place] == wanted
 
 
-def _far_nearest(hidden: Tensor, far_rows: Tensor, unique_rows: Tensor) -> Neighbours:
-    return _search(hidden, _FAR_LISTED, far_rows, unique_rows)
+def _first(found: Neighbours, count: int) -> Neighbours:
+    return Neighbours(*(part[:, :count] for part in found))
 
 
 def first_neighbours(distances: Tensor, count: int) -> Tensor:
@@ -283,16 +290,16 @@ def _distinct(
 
 def _distinct_neighbours(
     hidden: Tensor, copies: Tensor, distinct: Tensor, distinct_rows: Tensor, query_rows: Tensor,
-    nearest: Neighbours,
+    near_search: Neighbours,
 ) -> Tensor:  # fmt: skip
     """Search again for rows with fewer than two distinct rows among their listed neighbours."""
     counts = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
     counts[copies[distinct]] = True  # among equal rows, only the first is listed
     place, known = _find(copies[distinct_rows], query_rows)
-    counted = counts[nearest.indices[place]]
+    counted = counts[near_search.indices[place]]
     known &= counted.sum(dim=1) >= 2
     found = hidden.new_empty(len(distinct_rows), 2, dtype=torch.float64)
-    found[known] = pass_over(nearest.distances[place[known]], ~counted[known], 2)
+    found[known] = pass_over(near_search.distances[place[known]], ~counted[known], 2)
     rest = _search(hidden, 2, distinct_rows[~known], distinct)
     found[~known] = first_neighbours(rest.distances, 2)
     return found
@@ -427,31 +434,48 @@ DERIVED: dict[str, View] = {
         "index of the unique rows whose neighbours are searched, ascending", refused,
         reader(spread_rows, "unique_rows", "queries"),
     ),
+    "near_listed": derived(
+        "number of neighbours to search for each of them", refused, lambda hidden: _NEAR_LISTED
+    ),
+    "near_search": derived(
+        "their nearest unique rows, as many as metrics read: Neighbours", refused, _near_search
+    ),
     "nearest": derived(
-        "their 24 nearest unique rows: Neighbours", refused, _nearest
+        "their 24 nearest unique rows: Neighbours", refused,
+        lambda near_search: _first(near_search, _NEAR_LISTED), neighbours=_NEAR_LISTED,
     ),
     "two_nearest": derived(
         "distances to the two nearest, [query rows, 2]", sliced_at("query_rows"),
-        lambda nearest: first_neighbours(nearest.distances, 2),
+        lambda near_search: first_neighbours(near_search.distances, 2), neighbours=2,
     ),
     "neighbours": derived(
         "distances to the 16 nearest, ascending, [query rows, 16]",
         other_neighbours("nearest", "query_rows", NEAR),
-        lambda nearest: first_neighbours(nearest.distances, NEAR),
+        lambda near_search: first_neighbours(near_search.distances, NEAR), neighbours=NEAR,
     ),
     "far_rows": derived(
         "index of 256 unique rows, evenly spread", refused,
         lambda unique_rows: spread_rows(unique_rows, FAR_ROWS),
     ),
-    "far_nearest": derived("their 96 nearest unique rows: Neighbours", refused, _far_nearest),
+    "far_listed": derived(
+        "number of neighbours to search for each of them", refused, lambda hidden: _FAR_LISTED
+    ),
+    "far_search": derived(
+        "their nearest unique rows, as many as metrics read: Neighbours", refused,
+        reader(_search, "hidden", "far_listed", "far_rows", "unique_rows"),
+    ),
+    "far_nearest": derived(
+        "their 96 nearest unique rows: Neighbours", refused,
+        lambda far_search: _first(far_search, _FAR_LISTED), neighbours=_FAR_LISTED,
+    ),
     "far_neighbours": derived(
         "distances to the 64 nearest, ascending, [far rows, 64]",
         other_neighbours("far_nearest", "far_rows", FAR),
-        lambda far_nearest: first_neighbours(far_nearest.distances, FAR),
+        lambda far_search: first_neighbours(far_search.distances, FAR), neighbours=FAR,
     ),
     "members": derived(
         "index of the 64 rows near each of the far rows, itself not among them", refused,
-        lambda far_nearest: far_nearest.indices[:, :FAR],
+        lambda far_search: far_search.indices[:, :FAR], neighbours=FAR,
     ),
     "local_dimensions": derived(
         "TwoNN of each of these neighbourhoods, [far rows]",
@@ -476,7 +500,7 @@ DERIVED: dict[str, View] = {
     ),
     "distinct_neighbours": derived(
         "distances to their two nearest distinct rows, [distinct rows, 2]",
-        sliced_at("distinct_rows"), _distinct_neighbours,
+        sliced_at("distinct_rows"), _distinct_neighbours, neighbours=2,
     ),
     "repeated": derived(
         "share of the rows that repeat a (token id, position)", same,
@@ -541,6 +565,28 @@ def _captured_views(name: str) -> frozenset[str]:
     return captured_views(view for way in DERIVED[name].ways for view in way.reads)
 
 
+def neighbours_to_search(names: Iterable[str], *, with_margins: bool) -> dict[str, int]:
+    """Return how many neighbours each search has to find, for some views and all behind them.
+
+    Args:
+        names: Names of the views.
+        with_margins: Whether the views are also made without each group of sequences.
+    """
+    counts = dict.fromkeys(LISTED.values(), 0)
+    left, seen = [*names], set[str]()
+    while left:
+        name = left.pop()
+        if name in seen or name not in DERIVED:
+            continue
+        seen.add(name)
+        view = DERIVED[name]
+        reads = {read for way in view.ways for read in way.reads}
+        for search in reads & LISTED.keys():
+            counts[LISTED[search]] = max(counts[LISTED[search]], view.neighbours)
+        left += [*reads, *(view.without.reads if with_margins else ())]
+    return counts
+
+
 def can_be_made(names: Iterable[str], captured: Iterable[str]) -> bool:
     """Whether all of these views can be made, in some way, from the available captured views."""
     there = frozenset(captured)
@@ -555,5 +601,5 @@ def _can_be_made(name: str, captured: frozenset[str]) -> bool:
 
 
 def is_view(name: str) -> bool:
-    """Return whether a view has this name."""
-    return name in CAPTURED or name in DERIVED
+    """Return whether a view that metrics can read has this name."""
+    return name in CAPTURED or (name in DERIVED and name not in {*LISTED, *LISTED.values()})

@@ -47,10 +47,12 @@ class LeaveOut(NamedTuple):
     Attributes:
         words: The rule in words, for docs.
         leave_out: Function of the views without the group, and the name of the view.
+        reads: Names of the views of all rows that have to be searched for the rule alone.
     """
 
     words: str
     leave_out: Callable[[Without, str], Any]
+    reads: tuple[str, ...] = ()
 
 
 def _refuse(views: Without, name: str) -> Any:
@@ -113,7 +115,7 @@ def other_neighbours(listed: str, rows: str, count: int) -> LeaveOut:
         distances, indices = (part[stay] for part in views.whole[listed])
         return pass_over(distances, groups.of[indices] == views.group, count)
 
-    return LeaveOut("sliced; neighbours passed over", leave_out)
+    return LeaveOut("sliced; neighbours passed over", leave_out, (listed,))
 
 
 def other_neighbourhoods(of: Callable[[Tensor, Tensor], Tensor], size: int) -> LeaveOut:
@@ -130,7 +132,7 @@ def other_neighbourhoods(of: Callable[[Tensor, Tensor], Tensor], size: int) -> L
         order = (groups.of[indices] == views.group).long().argsort(dim=1, stable=True)
         return of(views.whole["hidden"], indices.gather(1, order)[:, :size])
 
-    return LeaveOut("computed from the neighbourhoods without it", leave_out)
+    return LeaveOut("computed from the neighbourhoods without it", leave_out, ("far_nearest",))
 
 
 def _variance_of_others(views: Without, _: str) -> Tensor:

@@ -43,7 +43,7 @@ from geomon.distributed import (
 )
 from geomon.distributed.mesh import Mesh, find_place
 from geomon.failures import failures, ignored
-from geomon.metrics import Evaluator, check_metrics
+from geomon.metrics import Evaluator, check_metrics, searched_by
 from geomon.metrics.at_once import in_modes
 from geomon.monitor.device import MeasuringDevice
 from geomon.monitor.executor import ReadingExecutor
@@ -389,6 +389,7 @@ class Monitor:
             "gather": self._group.connected,
             "mesh": self._group.mesh.words(),
             "device": str(self._device.device),
+            "search": searched_by(self._device.device),
             **_settings(options["settings"], "training"),
         }
 

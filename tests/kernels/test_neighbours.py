@@ -2,6 +2,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -10,14 +11,23 @@ from hypothesis import strategies as st
 from mathematics import Neighbours, content_keys, copies_of, nearest, unique_rows
 from samples import generator, normal
 
+from geomon.kernels import neighbours
+from geomon.kernels.neighbours import searched_by
+
+
+def use(search, monkeypatch):
+    """Make one search find all candidates."""
+    if search == "faiss":
+        pytest.importorskip("faiss")
+    chosen = (getattr(neighbours, f"_by_{search}"),)
+    monkeypatch.setattr(neighbours, "_searches", lambda device: chosen)
+    monkeypatch.setattr(neighbours, "_taken", {})
+
 
 @pytest.fixture(params=["faiss", "torch"])
 def path(request, monkeypatch):
     """Runs a test once with FAISS and once with the search in torch."""
-    if request.param == "torch":
-        monkeypatch.setattr("geomon.kernels.neighbours.faiss", None)
-    else:
-        pytest.importorskip("faiss")
+    use(request.param, monkeypatch)
     return request.param
 
 
@@ -147,6 +157,101 @@ def test_indices_that_name_other_rows_than_are_searched_are_no_indices(given):
         nearest(rows, 3, **given)
 
 
+KINDS = {
+    "cloud": lambda rows: rows,
+    "far": lambda rows: rows + 1e3,
+    "very far": lambda rows: rows + 1e6,
+    "leading directions": lambda rows: rows * torch.arange(1, rows.shape[1] + 1) ** -1.5,
+    "copies": lambda rows: rows[torch.arange(len(rows)) * 7 % len(rows) // 3] + 50,
+    "near-copies": lambda rows: rows[torch.arange(len(rows)) // 40 * 40] + 1e-6 * rows + 50,
+    "ties": torch.round,
+    "bfloat16": torch.Tensor.bfloat16,
+    "bfloat16, far": lambda rows: (rows + 30).bfloat16(),
+    "float64, tiny": lambda rows: rows.double() * 1e-200,
+    "float64, huge": lambda rows: rows.double() * 1e200,
+    "a massive row": lambda rows: rows * torch.where(torch.arange(len(rows)) == 3, 1e4, 1)[:, None],
+}
+
+
+@settings(
+    deadline=None,
+    derandomize=True,
+    max_examples=6,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    tokens=st.sampled_from([2, 3, 40, 290, 700, 1500]),
+    width=st.sampled_from([1, 2, 17, 64]),
+    k=st.sampled_from([1, 2, 16, 64, 96, 200]),
+    seed=st.integers(0, 99),
+    queries=st.sampled_from([1, 30, None]),
+    exact=st.booleans(),
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_bit_depends_on_the_library_that_searches(
+    kind, tokens, width, k, seed, queries, exact, monkeypatch
+):
+    rows = KINDS[kind](normal(tokens, width, seed=seed).float())
+    among = torch.arange(len(rows) > 3, len(rows))
+    of = None if queries is None else among[:queries]
+    found = []
+    for search in ("faiss", "torch"):
+        use(search, monkeypatch)
+        if not exact:  # as if the training had float32 products rounded
+            monkeypatch.setattr(neighbours, "factor_type", lambda device: torch.float64)
+        found.append(nearest(rows, k, of=of, among=among))
+    assert all(map(torch.equal, *found))
+    shorter = nearest(rows, 1, of=of, among=among)
+    assert all(
+        torch.equal(long[:, :1], short) for long, short in zip(found[0], shorter, strict=True)
+    )
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_search_that_took_less_time_in_trials_does_the_others(trained, monkeypatch):
+    """Each is tried on searches that are wanted anyway, so that trials compute nothing twice."""
+    pytest.importorskip("faiss")
+    calls, slow = [], "_by_torch" if trained else "_by_faiss"
+
+    def timed(search):
+        def call(values, own, count):
+            calls.append(search.__name__)
+            time.sleep(0.02 if search.__name__ == slow else 0)
+            return search(values, own, count)
+
+        return call
+
+    searches = tuple(map(timed, neighbours._searches(torch.device("cpu"))))
+    monkeypatch.setattr(neighbours, "_searches", lambda device: searches)
+    monkeypatch.setattr(neighbours, "_taken", {})
+    rows, state = normal(300, 16).float(), torch.get_rng_state()
+    want = nearest(rows, 4)
+    for _ in range(13):
+        assert all(map(torch.equal, nearest(rows, 4), want))
+    assert calls.count(slow) == 5
+    assert calls[10:] == [({"_by_torch", "_by_faiss"} - {slow}).pop()] * 4
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_trials_end_also_if_several_threads_make_them_at_once(monkeypatch):
+    """Each of them may find a trial missing, and add one."""
+    pytest.importorskip("faiss")
+    monkeypatch.setattr(neighbours, "_taken", {})
+    rows = normal(300, 16).float()
+    want = nearest(rows, 4)
+    (kind,) = neighbours._taken
+    neighbours._taken[kind] = {refuse: [1.0] * 7, neighbours._by_faiss: [0.5] * 5}
+    assert all(map(torch.equal, nearest(rows, 4), want))
+
+
+def test_which_library_searches_is_said_with_its_version(monkeypatch):
+    faiss = pytest.importorskip("faiss")
+    host = torch.device("cpu")
+    assert searched_by(host) == f"FAISS {faiss.__version__} or torch, the faster one in trials"
+    monkeypatch.setattr(neighbours, "faiss", None)
+    assert searched_by(host) == "torch"
+
+
 def first_of(rows):
     """The index of the first row that is equal to each."""
     first = {}
@@ -198,12 +303,13 @@ def test_autocast_of_the_training_rounds_no_distance(wanted):
 FORKING = """
 import os, sys
 import faiss, torch  # in this order, as users of both have it
-from geomon.kernels.neighbours import nearest
+from geomon.kernels import neighbours
 
+neighbours._searches = lambda device: (neighbours._by_faiss,)
 torch.set_num_threads(2)
 rows = torch.randn(2000, 16)
 before = faiss.omp_get_max_threads(), torch.get_num_threads()
-nearest(rows, 5)
+neighbours.nearest(rows, 5)
 assert (faiss.omp_get_max_threads(), torch.get_num_threads()) == before
 if os.fork() == 0:
     faiss.knn(rows.numpy(), rows.numpy(), 5)
@@ -235,6 +341,7 @@ def test_without_threads_of_its_own_a_search_is_right_and_leaves_their_number(
     what, stand_in, monkeypatch
 ):
     faiss = pytest.importorskip("faiss")
+    use("faiss", monkeypatch)
     rows = normal(700, 12).float()
     expected, limits = nearest(rows, 5), (faiss.omp_get_max_threads(), torch.get_num_threads())
     monkeypatch.setattr(what, stand_in)

@@ -19,7 +19,7 @@ from scenarios import FEW, Watched, step
 from geomon import METRICS, Memory, Monitor, read, select
 from geomon.capture import Window
 from geomon.distributed import RankGroup
-from geomon.metrics import Evaluator
+from geomon.metrics import Evaluator, searched_by
 
 
 def test_a_reading_says_what_it_stands_on(tmp_path, monkeypatch):
@@ -41,7 +41,7 @@ def test_a_reading_says_what_it_stands_on(tmp_path, monkeypatch):
         "parameters": sum(parameter.numel() for parameter in watched.model.parameters()),
         "layers": ["blocks.0", "blocks.1", "blocks.2"], "schedule": "every(steps=1)",
         "tokens": 64, "splits": 2, "queries": 1024, "seed": 0, "world_size": 1, "gather": False,
-        "mesh": "1 rank", "device": "cpu",
+        "mesh": "1 rank", "device": "cpu", "search": searched_by(torch.device("cpu")),
     }  # fmt: skip
     assert run.items() >= described.items()
 
