@@ -63,12 +63,12 @@ def select(values: Tensor, places: Tensor) -> Tensor:
 
     Args:
         values: Any tensor.
-        places: Integers on the host or the same device, [entries].
+        places: Integers, [entries]; on the same device if the tensor is a matrix.
     """
     strides = values.stride()[1:]
     is_plain = type(values) is Tensor and not values.requires_grad and 0 not in strides
     if values.device.type != "cpu" or not is_plain:
-        return values[places]
+        return values.index_select(0, places) if values.ndim == 2 else values[places]
     order = sorted(range(1, values.ndim), key=lambda dim: -strides[dim - 1])
     turned = values.permute(0, *order)
     found = empty((len(places), *turned.shape[1:]), values.dtype, values.device)
