@@ -103,6 +103,7 @@ class HiddenStates:
         self.stream.on_lookup = None  # it refers to this object
         self.stream.forget()
         self._last_input = None
+        self._norming.clear()
 
     # -- embedding tables ------------------------------------------------------------------------
 

@@ -245,6 +245,11 @@ class Tracker:
                 return None if block_call is None else (stack_pass, block_call)
         return None
 
+    def forget(self) -> None:
+        """Release all rows; nothing can be seen afterwards."""
+        for passes in (self.passes, *self._earlier):
+            passes.clear()
+
     # -- micro-batches, and passes without gradients ---------------------------------------------
 
     def _new_pass(self, number: int, micro_batch: int = 0) -> StackPass:

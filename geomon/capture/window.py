@@ -271,6 +271,10 @@ class Window:
                 block_call.forget_tensors()
         self.settled = True
 
+    def release(self) -> None:
+        """Release the rows, which only snapshots made before hold from now on."""
+        self._tracker.forget()
+
     def snapshot(self, device: torch.device = HOST) -> Snapshot:
         """Build the snapshot: finite rows, in float32.
 

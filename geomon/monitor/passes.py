@@ -117,7 +117,10 @@ class Passes:
             window: A window whose pass is over.
         """
         device = HOST if self._group.connected else self._device.device
-        return window.snapshots(device, wait=not self._in_background)
+        try:
+            return window.snapshots(device, wait=not self._in_background)
+        finally:
+            window.release()
 
     def pause(self) -> None:
         """Let the open window see nothing for a while, and leave nothing on the model.

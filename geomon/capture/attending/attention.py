@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from geomon.capture import apart
 from geomon.capture.attending.rules import AttentionRule
 from geomon.capture.snapshot import at_places, cover_all
 from geomon.capture.storage import send
@@ -152,8 +153,8 @@ def record_call(sampler: RowSampler, given: Arguments) -> AttentionCall:
     count, _, length, _ = given.query.shape
     sequences, places = sampler.sample_queries(count, length)
     sampled = given._replace(
-        query=at_places(given.query[sequences], places),
-        key=given.key[sequences],
+        query=apart.keep(at_places(given.query[sequences], places)),
+        key=apart.select(given.key, sequences),
         mask=_sampled_rows(given.mask, sequences, places),
         rule=None,
     )
@@ -188,8 +189,9 @@ def at_sampled_rows(scores: Tensor, sequences: Tensor, places: Tensor) -> Tensor
     """Copy the sampled rows of scores: [sampled sequences, heads, sampled queries, keys]."""
     sequences = send(sequences, scores.device)
     if cover_all(places, scores.shape[2]):
-        return scores.detach()[sequences]
-    return scores.detach()[sequences[:, None], :, send(places, scores.device)].transpose(1, 2)
+        return apart.select(scores.detach(), sequences)
+    rows = scores.detach()[sequences[:, None], :, send(places, scores.device)]
+    return apart.keep(rows).transpose(1, 2)
 
 
 def _sampled_rows(values: Tensor | None, sequences: Tensor, places: Tensor) -> Tensor | None:
@@ -197,7 +199,7 @@ def _sampled_rows(values: Tensor | None, sequences: Tensor, places: Tensor) -> T
     if values is None:
         return None
     chosen = values[sequences] if values.shape[0] > 1 else values
-    return at_places(chosen, places) if chosen.shape[2] > 1 else chosen.clone()
+    return apart.keep(at_places(chosen, places) if chosen.shape[2] > 1 else chosen.clone())
 
 
 # -- reading -------------------------------------------------------------------------------------
@@ -260,8 +262,8 @@ def _read_alike(calls: Sequence[Recorded]) -> list[dict[str, Any]]:
     fused = [call for call in calls if isinstance(call, AttentionCall)]
     return [
         {
-            "query": call.given.query.float(),
-            "key": call.given.key.float(),
+            "query": apart.convert(call.given.query),
+            "key": apart.convert(call.given.key),
             "visible": visible,
             "bias": bias,
             "scale": call.given.scale,
@@ -275,7 +277,7 @@ def _read_alike(calls: Sequence[Recorded]) -> list[dict[str, Any]]:
 def _together(values: Iterable[Tensor]) -> Tensor:
     """Concatenate tensors of one shape, on the host."""
     every = [*values]
-    return (every[0] if len(every) == 1 else torch.cat(every)).cpu()
+    return (every[0] if len(every) == 1 else apart.keep(torch.cat(every))).cpu()
 
 
 def multiply(query: Tensor, key: Tensor) -> Tensor:
@@ -296,7 +298,7 @@ def read_scores(calls: Sequence[SoftmaxCall]) -> list[dict[str, Any]]:
     whole = _together(each.scores for each in calls).float()
     made_of = [each.made_of for each in calls if each.made_of is not None]
     if made_of:
-        query, key = (_together(x).float() for x in zip(*made_of, strict=True))
+        query, key = (apart.convert(_together(x)) for x in zip(*made_of, strict=True))
         products = multiply(query, key)
         scores, sink = _without_sink(whole, products, call.scale)
         if call.doubtful and call.scale is None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from geomon.capture import apart
 from geomon.capture.attending.attention import AttentionCall, SoftmaxCall
 from geomon.capture.storage import send
 from geomon.capture.tap import AttentionWeights, Columns, Projection
@@ -183,7 +184,7 @@ def _gather(columns: Columns, places: Integers) -> Tensor:
     pattern, kinds = columns.pattern, columns.pattern.kinds.ravel()[places]
     device = columns.projections[0].by_token[0].device
     shape = len(places), pattern.which[0].size
-    values = torch.empty(shape, dtype=torch.float32, device=device)
+    values = apart.empty(shape, torch.float32, device)
     for kind in np.unique(kinds):
         of_kind, which = kinds == kind, pattern.which[kind].ravel()
         chosen = send(torch.from_numpy(of_kind).nonzero(), device)
@@ -203,7 +204,7 @@ def _rows_of(projection: Projection, rows: Tensor, columns: Tensor | slice) -> T
         columns = send(columns, values.device)
     if values.ndim > tokens + 1:
         at = torch.unravel_index(send(rows, values.device), values.shape[:tokens])
-        return values[at].flatten(1)[:, columns].float()
+        return apart.keep(values[at].flatten(1)[:, columns].float())
     if isinstance(columns, slice):
         return copy_rows(values[..., columns], rows)
     return copy_rows(values, rows)[:, columns]

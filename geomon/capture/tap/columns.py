@@ -83,7 +83,6 @@ class Projection:
         first: Index of its first feature on all ranks that share the matrix.
         made_at: The argument.
         changes: Whether it was copied, because it is changed in place later.
-        inputs: Starting points to which its rows may be traced.
         by_values: Whether its rows were chosen by numbers in tensors.
     """
 
@@ -100,9 +99,8 @@ class Projection:
         self.first = 0
         self.made_at, self.changes = made_at, False
         self.is_input = is_input
-        above = frozenset[Projection]() if source is None else source[0].inputs
-        self.inputs: frozenset[Projection] = frozenset([self]) if is_input else above
-        self._source = source if above else None
+        self._above = frozenset[Projection]() if source is None else source[0].inputs
+        self._source = source if self._above else None
         self.by_values: bool = self._source is not None and self._source[0].by_values
         self._values = values
         self._features = tuple(dim % values.ndim for dim in features)
@@ -112,6 +110,12 @@ class Projection:
     def like(self, values: Tensor, made_at: int, features: tuple[int, ...] = (-1,)) -> "Projection":
         """Make a projection of the same tokens from other values."""
         return Projection(values, features, self.given, self._source, made_at=made_at)
+
+    @property
+    def inputs(self) -> "frozenset[Projection]":
+        """Starting points to which its rows may be traced."""
+        # Not an attribute: a cycle would keep the tensor until the garbage collector runs.
+        return frozenset([self]) if self.is_input else self._above
 
     @property
     def rows(self) -> int:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from geomon.capture import apart
 from geomon.capture.snapshot import query_places, whole_sequences
 from geomon.capture.storage import send
 from geomon.note import Note
@@ -55,7 +56,7 @@ class SampledRows(NamedTuple):
         """Return the rows at some places, integers on the host; `indices` are theirs if known."""
         if len(places) == len(self.indices):
             return self
-        values = self.values[send(places, self.values.device)]
+        values = apart.select(self.values, send(places, self.values.device))
         return self._replace(
             values=values, indices=self.indices[places] if indices is None else indices
         )
@@ -229,8 +230,8 @@ def copy_rows(values: Tensor, rows: Tensor) -> Tensor:
     if values.is_contiguous():  # five times as fast for short rows
         values = values.view(-1, values.shape[-1])
     if values.ndim == 2:
-        return values.index_select(0, rows).float()
-    return values[torch.unravel_index(rows, values.shape[:-1])].float()
+        return apart.convert(apart.select(values, rows))
+    return apart.keep(values[torch.unravel_index(rows, values.shape[:-1])].float())
 
 
 def move_width_last(values: Tensor, block: nn.Module, *, entering: bool) -> Tensor:
