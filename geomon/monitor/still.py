@@ -127,8 +127,13 @@ def _numbers_of(weight: Tensor) -> Tensor | None:
     if is_lazy(weight):
         return None
     to_local: Any = getattr(weight, "to_local", weight.detach)
-    values: Tensor = to_local()  # this rank's part, if ranks share the weight
-    if not values.numel() or not values.is_floating_point() or not values.data_ptr():
+    values: Tensor | None = to_local()  # this rank's part, if ranks share the weight
+    if (
+        values is None
+        or not values.numel()
+        or not values.is_floating_point()
+        or not values.data_ptr()
+    ):
         return None  # a rank without a part, a quantised weight, or one that FSDP has freed
     flat = (values if values.is_contiguous() else values[:1]).reshape(-1)
     flat = flat if len(flat) >= _NUMBERS else flat.repeat(-(-_NUMBERS // len(flat)))
