@@ -52,13 +52,14 @@ def facts_of(layer: Layer) -> Facts:
 
 def _reach(visible: Tensor) -> Facts:
     """Find the last keys that sampled queries see, and whether each sees further than the last."""
-    keys = visible.shape[3]
-    order = torch.arange(1, keys + 1, dtype=torch.int64, device=visible.device)
-    last = (visible.any(dim=1) * order).amax(dim=2)  # 1 for the first key, 0 without any
-    seen = (last > 0).all(dim=1)
-    if not seen.any():
+    keys, seen = visible.shape[3], visible.any(dim=1)
+    # In bytes, because a mask may have millions of places; argmax finds the first of equals.
+    last = keys - seen.flip(2).to(torch.uint8).argmax(dim=2)  # 1 for the first key
+    last.masked_fill_(~seen.any(dim=2), 0)
+    whole = (last > 0).all(dim=1)  # sequences without padding
+    if not whole.any():
         return {}
-    last = last[seen]  # sequences without padding
+    last = last[whole]
     facts = {"keys": keys, "last_key": float(last.double().mean())}
     if last.shape[1] > 1:  # the place of a query is known only by comparison
         facts["is_causal"] = float((last.diff(dim=1) > 0).all())
