@@ -13,6 +13,7 @@ from geomon.monitor.host_copy import HostCopy, copy_to_host
 from geomon.monitor.logged import copy_number
 
 _LOSS = "loss"  # is in the names of losses
+_OTHERS = ("val", "test")  # are in those of losses that are NaN where nothing was evaluated
 
 
 class NotFinite(NamedTuple):
@@ -44,7 +45,9 @@ class LossWatch:
         """
         with ignored(), unseen():  # the reading of a step says why a value cannot be read
             for name, value in values.items():
-                if _LOSS in name.lower() and (copy := _copied(value)) is not None:
+                words = name.lower()
+                is_watched = _LOSS in words and not any(other in words for other in _OTHERS)
+                if is_watched and (copy := _copied(value)) is not None:
                     self._copies.append((step, name, copy))
         found = []
         while self._copies and self._copies[0][2].is_made:

@@ -203,6 +203,7 @@ LOSSES = {
     "said once until it is finite": ([1.0, NAN, NAN, 1.0, NAN], "loss", [1, 4]),
     "never finite": ([NAN, NAN], "loss", []),
     "unknown": ([1.0, None, 1.0], "loss", []),
+    "of a validation, where there was none": ([1.0, NAN], "eval/loss", []),
     "not a number": ([1.0, torch.zeros(2), "NaN"], "loss", []),
     "a gradient norm, infinite where a scaler looks for its scale": ([1.0, NAN], "grad_norm", []),
 }
