@@ -21,6 +21,8 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
         advice: Advice on how to react; only alerts have one. Defaults to "".
         is_error: Whether something failed, so that the log has the whole sentence. Defaults to
             False.
+        is_odd: Whether the model or the training is odd, and not the values, so that the log has
+            the whole sentence too. Defaults to False.
 
     Example:
         >>> note = Note("lost", "{lost} rows are not finite{where}", layers=(1, 2),
@@ -37,6 +39,7 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
     numbers: Mapping[str, int | float | str] = {}
     advice: str = ""
     is_error: bool = False
+    is_odd: bool = False
 
     @property
     def is_alert(self) -> bool:

@@ -101,7 +101,8 @@ class ModelParts:
             return []
         state = "one weight" if is_tied else "two weights"
         text = "tie_word_embeddings is {wanted}, but embedding and unembedding are {state}"
-        return [Note("ties", text, numbers={"wanted": str(wanted), "state": state})]
+        numbers = {"wanted": str(wanted), "state": state}
+        return [Note("ties", text, numbers=numbers, is_odd=True)]
 
     def check_probe(self, inputs: Any) -> None:
         """Raise an error if no pass can be made over the inputs.

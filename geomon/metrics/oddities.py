@@ -83,7 +83,7 @@ def oddities(facts: Mapping[int, Facts], columns: Columns) -> list[Note]:
         _one_token(facts),
         *_jumps(facts),
     ]
-    return [note for note in found if note is not None]
+    return [msgspec.structs.replace(note, is_odd=True) for note in found if note is not None]
 
 
 def odd_layers(layers: Sequence[Layer]) -> list[Note]:

@@ -238,7 +238,7 @@ class Outbox:
                     f"trusted: geomon summary {self._record.path.parent}"
                 )
             for note in new:
-                if note.is_error or not is_brief:
+                if note.is_error or note.is_odd or not is_brief:
                     self._warnings.warn(note.words())
             self.sinks.write(reading)
             for alert in alerts:

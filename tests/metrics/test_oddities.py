@@ -188,3 +188,10 @@ def test_a_token_in_a_third_of_the_rows_may_be_padding(share, kinds, is_said, tm
     assert [note.partition(":")[0] for note in notes] == (
         ["token 0 makes up 40 % of the rows"] if is_said else []
     )
+
+
+def test_the_log_has_the_sentence_itself_beside_the_number_of_notes(tmp_path, caplog):
+    read_once(decoder(sees_all), batch(4), tmp_path)
+    said = [record.getMessage() for record in caplog.records]
+    assert LATER in said
+    assert any("notes on how far its values can be trusted" in each for each in said)
