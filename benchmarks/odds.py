@@ -4,7 +4,6 @@ A training of 12 layers at 50 ms a step pays for few looks. The faults of `recip
 into small decoders at steps 600 to 780, each watched at the steps that such a training's plan has.
 """
 
-import contextlib
 import itertools
 import logging
 import statistics
@@ -13,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from benchmarks.timing import print_table
@@ -21,10 +19,19 @@ from geomon import Monitor, read
 from geomon.analysis.bands import WATCHED
 from recipes.enwik8.text import Text, carried_text, characters
 from recipes.faults.detectors import Outcome, outcome_of
-from recipes.faults.kinds import FAULTS, EachStep, nothing
+from recipes.faults.kinds import FAULTS
 from recipes.faults.page import KINDS, delays, located, share, spread
-from recipes.faults.training import AFTER, EARLIEST, LATEST, Costs, Job, new_subject, plan
-from recipes.study.training import update, without_margins
+from recipes.faults.training import (
+    AFTER,
+    EARLIEST,
+    LATEST,
+    Costs,
+    Job,
+    new_subject,
+    plan,
+    train,
+)
+from recipes.study.training import without_margins
 
 # Most that a look may cost 12 layers, in steps of 50 ms.
 COSTS = Costs(reading=3.0, check=1.0)
@@ -39,7 +46,7 @@ Plan = tuple[set[int], set[int]]  # steps that are read, and that are checked
 
 def noticed(job: Job, given: Text, plans: Sequence[Plan]) -> list[list[tuple[int, int]]]:
     """Make a run; return step and layer of its alerts, for each plan."""
-    subject, generator = new_subject(job, given), torch.Generator().manual_seed(job.number)
+    subject = new_subject(job, given)
     with tempfile.TemporaryDirectory() as folder:
         folders = [Path(folder) / str(number) for number in range(len(plans))]
         monitors = [
@@ -49,18 +56,8 @@ def noticed(job: Job, given: Text, plans: Sequence[Plan]) -> list[list[tuple[int
             )
             for own, (read_at, checked_at) in zip(folders, plans, strict=True)
         ]  # fmt: skip
-        each_step: EachStep = nothing
-        for step in range(job.fault_step + AFTER):
-            if step == job.fault_step:
-                chance = job.chance(f"{job.fault} how")
-                each_step = FAULTS[job.fault].plant(subject, job.fault_block, chance)
-            each_step(step - job.fault_step)
-            windows = subject.draw(generator)
-            with contextlib.ExitStack() as stack:
-                for monitor in monitors:
-                    stack.enter_context(monitor(step))
-                loss = subject.loss(windows)
-            update(subject.model, subject.optimizer, loss, subject.rate(step))
+        for _ in train(job, subject, monitors):
+            pass
         for monitor in monitors:
             monitor.close()
         return [

@@ -449,7 +449,7 @@ class AlertWatch:
             self._batches.pop(next(iter(self._batches)))
         if not is_news:
             return []
-        return self._state("same_batch", reading.step, {"before": before})
+        return self._of_fact("same_batch", reading.step, {"before": before})
 
     def add_loss(self, step: int, name: str, value: float) -> list[Alert]:
         """Return the alert that a logged loss raises because it is not finite any more.
@@ -460,7 +460,7 @@ class AlertWatch:
             value: NaN or an infinity.
         """
         words = "NaN" if math.isnan(value) else f"{value:g}"
-        return self._state("loss_not_finite", step, {"name": name, "value": words})
+        return self._of_fact("loss_not_finite", step, {"name": name, "value": words})
 
     def add_still(
         self, step: int, names: Sequence[str], layers: Sequence[int], steps: int
@@ -478,9 +478,9 @@ class AlertWatch:
             "count": len(names), "plural": "s" * (len(names) > 1), "steps": steps,
             "names": ", ".join(names[:_NAMED]) + others,
         }  # fmt: skip
-        return self._state("unmoved_weights", step, numbers, tuple(layers))
+        return self._of_fact("unmoved_weights", step, numbers, tuple(layers))
 
-    def _state(
+    def _of_fact(
         self, name: str, step: int, numbers: _Numbers, layers: tuple[int, ...] = ()
     ) -> list[Alert]:
         """Return the alert on a fact, if it is wanted."""

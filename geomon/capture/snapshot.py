@@ -273,7 +273,7 @@ class Layer:
         """
         if self.devices <= {device}:
             return self
-        move = _queue_copy if device == HOST else Tensor.to
+        move = queue_copy if device == HOST else Tensor.to
         moved = {
             name: move(value, device) if isinstance(value, Tensor) else value
             for name, value in self.captured.items()
@@ -283,10 +283,17 @@ class Layer:
         return replace(self, captured=moved)
 
 
-def _queue_copy(value: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to the host; copies from CUDA are queued into pinned memory.
+def queue_copy(value: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to the host; a copy from CUDA is queued into pinned memory.
 
     A copy into pageable memory would wait for all work that the training has queued.
+
+    Args:
+        value: The tensor.
+        device: The host.
+
+    Returns:
+        The copy, whose numbers may come later; the tensor itself if it is on the host.
     """
     if not value.is_cuda:
         return value.to(device)

@@ -18,7 +18,7 @@ from geomon.metrics.arrays import join_arrays
 from geomon.metrics.cautions import cautions, explain_not_finite, join_metrics
 from geomon.metrics.layer_values import LayerValues, Parts
 from geomon.metrics.metric import Metric, Sizes
-from geomon.metrics.oddities import of_values
+from geomon.metrics.oddities import oddities
 from geomon.metrics.views import SPECTRAL_ROWS, SPECTRAL_WIDTH
 from geomon.note import Note
 from geomon.record import tags
@@ -74,7 +74,7 @@ def combine(
         notes += cautions(columns)
         notes += _few_sequences(layers, metrics) + _few_last_tokens(metrics, layers, columns)
         notes += _few_spectral_rows(layers, columns)
-        notes += of_values(layers, columns)
+        notes += oddities({layer.index: layer.traits for layer in layers}, columns)
         if explains:
             notes += _not_finite(layers, columns, metrics, explained)
         result.notes += [msgspec.structs.replace(note, stack=stack) for note in notes]

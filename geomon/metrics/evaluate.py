@@ -31,7 +31,7 @@ from geomon.metrics.layer_views import (
     split_rows,
 )
 from geomon.metrics.metric import ENDING, Metric, said
-from geomon.metrics.oddities import facts_of
+from geomon.metrics.oddities import traits_of
 from geomon.metrics.table import is_bundled
 from geomon.metrics.views import (
     DISTANCE_QUERIES,
@@ -155,7 +155,7 @@ class Evaluator:
             result.log_visible = _log_visible(layer)
         if self.compares:
             with self._costing("oddities", {}, {}):
-                result.facts = facts_of(layer)
+                result.traits = traits_of(layer)
         sizes = self._sizes(with_margins=self.has_margins and (result.sequences or 0) >= GROUPS)
         splits = split_rows(layer, rows, self.splits, sizes, has_groups=self.has_margins)
         with _plain_arithmetic(layer):

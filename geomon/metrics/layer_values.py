@@ -35,7 +35,7 @@ class LayerValues:
         arrays: Arrays for figures by name, from the first split of the rows.
         fingerprint: Checksum of the tokens of the rows; "" if they are unknown.
         without_arrays: Error while copying the arrays; "" if there was none.
-        facts: What the captured views show of the layer, by name, to compare it with the others.
+        traits: What the captured views show of the layer, by name, to compare it with the others.
     """
 
     stack: str
@@ -53,7 +53,7 @@ class LayerValues:
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
     fingerprint: str = ""
     without_arrays: str = ""
-    facts: dict[str, float] = field(default_factory=dict)
+    traits: dict[str, float] = field(default_factory=dict)
 
     def has_margin(self, name: str) -> bool:
         """Return whether a part of a metric has a margin.

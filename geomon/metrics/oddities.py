@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from geomon.capture.snapshot import Layer
-from geomon.metrics.layer_values import LayerValues
 from geomon.note import Note
 from geomon.record.columns import Columns
 
@@ -25,32 +24,32 @@ _UNIFORM, _SELECTIVE = 0.999, 0.9
 _EQUAL, _NAMED = ".6g", 4
 _FEWEST_LAYERS = 3  # of which most have to agree
 
-Facts = dict[str, float]
+Traits = dict[str, float]
 
 
-def facts_of(layer: Layer) -> Facts:
+def traits_of(layer: Layer) -> Traits:
     """Collect what the captured views show of a layer, as numbers that ranks can exchange."""
     captured = layer.captured
-    facts: Facts = {}
+    traits: Traits = {}
     if captured.get("visible") is not None:
-        facts |= _reach(captured["visible"])
+        traits |= _reach(captured["visible"])
     scale, query = captured.get("scale"), captured.get("query")
     # By hand, a bias and a factor of 1 may stand for an unknown factor.
     is_known = scale != 1 or captured.get("bias") is None
     if isinstance(scale, float) and query is not None and is_known:
-        facts |= {"scale": scale, "scale_by_width": scale * math.sqrt(query.shape[-1])}
+        traits |= {"scale": scale, "scale_by_width": scale * math.sqrt(query.shape[-1])}
     ids, hidden = captured.get("token_ids"), captured.get("hidden")
     if ids is not None and len(ids) and not layer.of_weights:
         kinds, counts = ids.unique(return_counts=True)
         most = int(counts.argmax())
-        facts |= {"kinds": len(kinds), "most_frequent": int(kinds[most])}
-        facts["share_of_one"] = float(counts[most]) / len(ids)
+        traits |= {"kinds": len(kinds), "most_frequent": int(kinds[most])}
+        traits["share_of_one"] = float(counts[most]) / len(ids)
     if hidden is not None and len(hidden) and not layer.of_weights:
-        facts["size"] = float(torch.linalg.vector_norm(hidden, dim=1).median())
-    return facts
+        traits["size"] = float(torch.linalg.vector_norm(hidden, dim=1).median())
+    return traits
 
 
-def _reach(visible: Tensor) -> Facts:
+def _reach(visible: Tensor) -> Traits:
     """Find the last keys that sampled queries see, and whether each sees further than the last."""
     keys, seen = visible.shape[3], visible.any(dim=1)
     # In bytes, because a mask may have millions of places; argmax finds the first of equals.
@@ -60,28 +59,28 @@ def _reach(visible: Tensor) -> Facts:
     if not whole.any():
         return {}
     last = last[whole]
-    facts = {"keys": keys, "last_key": float(last.double().mean())}
+    traits = {"keys": keys, "last_key": float(last.double().mean())}
     if last.shape[1] > 1:  # the place of a query is known only by comparison
-        facts["is_causal"] = float((last.diff(dim=1) > 0).all())
+        traits["is_causal"] = float((last.diff(dim=1) > 0).all())
     elif visible.shape[2] == 1:
-        facts["is_causal"] = 0.0  # one mask for all queries
-    return facts
+        traits["is_causal"] = 0.0  # one mask for all queries
+    return traits
 
 
-def oddities(facts: Mapping[int, Facts], columns: Columns) -> list[Note]:
+def oddities(traits: Mapping[int, Traits], columns: Columns) -> list[Note]:
     """Name the layers of a stack that differ from the others, and what else is odd in a pass.
 
     Args:
-        facts: What was seen of each layer (see `facts_of`), by depth.
+        traits: What was seen of each layer (see `traits_of`), by depth.
         columns: Values of the stack, by metric; none if nothing was measured.
     """
     found = [
-        _later_keys(facts),
-        _other_scale(facts),
+        _later_keys(traits),
+        _other_scale(traits),
         _uniform(columns),
         _equal_heads(columns),
-        _one_token(facts),
-        *_jumps(facts),
+        _one_token(traits),
+        *_jumps(traits),
     ]
     return [msgspec.structs.replace(note, is_odd=True) for note in found if note is not None]
 
@@ -92,20 +91,15 @@ def odd_layers(layers: Sequence[Layer]) -> list[Note]:
     Args:
         layers: The layers of all stacks.
     """
-    facts: dict[str, dict[int, Facts]] = {}
+    traits: dict[str, dict[int, Traits]] = {}
     for layer in layers:
         if not layer.of_weights:
-            facts.setdefault(layer.stack, {})[layer.index] = facts_of(layer)
+            traits.setdefault(layer.stack, {})[layer.index] = traits_of(layer)
     return [
         msgspec.structs.replace(note, stack=stack)
-        for stack, own in facts.items()
+        for stack, own in traits.items()
         for note in oddities(own, {})
     ]
-
-
-def of_values(layers: Sequence[LayerValues], columns: Columns) -> list[Note]:
-    """Name what is odd in the layers of one stack that were measured."""
-    return oddities({layer.index: layer.facts for layer in layers}, columns)
 
 
 def _differing(values: Mapping[int, float], is_odd: Callable[[float, float], bool]) -> list[int]:
@@ -118,14 +112,14 @@ def _differing(values: Mapping[int, float], is_odd: Callable[[float, float], boo
     return [layer for layer, value in values.items() if is_odd(value, common)]
 
 
-def _later_keys(facts: Mapping[int, Facts]) -> Note | None:
+def _later_keys(traits: Mapping[int, Traits]) -> Note | None:
     """Name layers that see keys after the query while most layers see none."""
-    causal = {at: own["is_causal"] for at, own in facts.items() if "is_causal" in own}
-    reach = {facts[at]["last_key"] for at, is_causal in causal.items() if is_causal}
+    causal = {at: own["is_causal"] for at, own in traits.items() if "is_causal" in own}
+    reach = {traits[at]["last_key"] for at, is_causal in causal.items() if is_causal}
     layers = [
         at
         for at in _differing(causal, lambda own, common: own < common)
-        if facts[at]["last_key"] > max(reach)
+        if traits[at]["last_key"] > max(reach)
     ]
     if not layers:
         return None
@@ -133,21 +127,21 @@ def _later_keys(facts: Mapping[int, Facts]) -> Note | None:
     return Note("keys after the query", text, layers=tuple(layers))
 
 
-def _other_scale(facts: Mapping[int, Facts]) -> Note | None:
+def _other_scale(traits: Mapping[int, Traits]) -> Note | None:
     """Name layers whose scores are scaled by another factor than in most layers."""
     rounded = {
         at: float(f"{own['scale_by_width']:.5g}")
-        for at, own in facts.items()
+        for at, own in traits.items()
         if "scale_by_width" in own
     }
     layers = _differing(rounded, lambda own, common: own != common)
     if not layers:
         return None
-    other = next(facts[at]["scale"] for at in rounded if at not in layers)
+    other = next(traits[at]["scale"] for at in rounded if at not in layers)
     text = (
         "scores of attention are scaled by {own:.3g}{where}, and in the other layers by {other:.3g}"
     )
-    numbers = {"own": facts[layers[0]]["scale"], "other": other}
+    numbers = {"own": traits[layers[0]]["scale"], "other": other}
     return Note("another scale of the scores", text, layers=tuple(layers), numbers=numbers)
 
 
@@ -187,9 +181,9 @@ def _equal_heads(columns: Columns) -> Note | None:
     return Note("equal heads", text, heads=heads, numbers={"named": named, "more": more})
 
 
-def _one_token(facts: Mapping[int, Facts]) -> Note | None:
+def _one_token(traits: Mapping[int, Traits]) -> Note | None:
     """Name a token that makes up much of the rows, which may be padding without a mask."""
-    for own in facts.values():
+    for own in traits.values():
         if own.get("share_of_one", 0) > _OF_ONE_TOKEN and own["kinds"] >= _FEWEST_KINDS:
             text = (
                 "token {token} makes up {share:.0f} % of the rows: if it is padding, pass an "
@@ -200,12 +194,12 @@ def _one_token(facts: Mapping[int, Facts]) -> Note | None:
     return None
 
 
-def _jumps(facts: Mapping[int, Facts]) -> list[Note]:
+def _jumps(traits: Mapping[int, Traits]) -> list[Note]:
     """Name layers whose hidden states are much larger or smaller than in the layer before."""
     found = {
-        at: own["size"] / facts[at - 1]["size"]
-        for at, own in facts.items()
-        if "size" in own and facts.get(at - 1, {}).get("size")
+        at: own["size"] / traits[at - 1]["size"]
+        for at, own in traits.items()
+        if "size" in own and traits.get(at - 1, {}).get("size")
     }
     notes = []
     for kind, factors in (
@@ -225,4 +219,4 @@ def _jumps(facts: Mapping[int, Facts]) -> list[Note]:
     return notes
 
 
-__all__ = ["Facts", "facts_of", "odd_layers", "oddities", "of_values"]
+__all__ = ["Traits", "odd_layers", "oddities", "traits_of"]

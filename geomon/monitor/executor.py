@@ -1,6 +1,7 @@
-"""The executor measures readings and checks immediately, or beside the training.
+"""The executor measures readings and checks immediately, or while the training goes on.
 
-Each has a thread of its own, which lets a process measure where that pays.
+A reading in the background has a thread of its own. If a process measures faster, the thread lets
+the process do it.
 """
 
 import functools

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from geomon.capture.snapshot import HOST, queue_copy
+
 
 class HostCopy(NamedTuple):
     """A tensor on the host, or on its way there from a CUDA device.
@@ -32,12 +34,11 @@ def copy_to_host(values: Tensor) -> HostCopy:
         values: The tensor.
     """
     if not values.is_cuda:
-        return HostCopy(values.detach().to("cpu", copy=True))
-    target = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
-    target.copy_(values.detach(), non_blocking=True)
+        return HostCopy(values.detach().to(HOST, copy=True))
+    copy = queue_copy(values.detach(), HOST)
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(values.device))
-    return HostCopy(target, event)
+    return HostCopy(copy, event)
 
 
 __all__ = ["HostCopy", "copy_to_host"]

@@ -1,4 +1,4 @@
-"""Finds trainable weights that do not move, as those that no optimizer got."""
+"""Finds trainable weights that do not move, for example because no optimizer got them."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -38,11 +38,12 @@ class _Look(NamedTuple):
 
 
 class StillWeights:
-    """Compares some numbers of each trainable weight at one look with those at the look before.
+    """Compares some numbers of each trainable weight between looks.
 
-    Weights stand still only beside others that move. Rows of embeddings move as their tokens come,
-    and the biases of keys have no gradient, so both are left out. On CUDA, a look compares those
-    before it, because nothing waits for its own copy. Of sharded weights, this rank's part counts.
+    A weight stands still if its numbers stay equal while those of another weight change. Embeddings
+    are left out, because a row moves only if its token comes, and so are biases, because the bias
+    of keys gets no gradient. On CUDA, a look compares the two looks before it, since it does not
+    wait for its own copy. If ranks share a weight, the part on this rank counts.
 
     Args:
         model: The model.

@@ -215,7 +215,7 @@ def _as_tensor(
 
 
 def _write(descriptor: int, buffers: Sequence[memoryview]) -> list[slice]:
-    """Write buffers into a file, and return where each is."""
+    """Write buffers into a file, and return the place of each."""
     places, end = list[slice](), 0
     for buffer in buffers:
         start = end = -(-end // _ALIGNED) * _ALIGNED

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -190,15 +190,11 @@ def _quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
-@_quiet()
-def run(job: Job, given: Text, folder: Path) -> None:
-    """Make a run; nothing is done if the folder holds the complete one."""
-    place = folder / job.folder
-    description = asdict(job) | {"sha256": given.sha256()}
-    if not begin_training(place, description):
-        return
-    subject, generator = new_subject(job, given), torch.Generator().manual_seed(job.number)
-    monitors = monitors_of(subject.model, place)
+def train(
+    job: Job, subject: Subject, monitors: Sequence[Monitor]
+) -> Iterator[tuple[int, float, float]]:
+    """Make the steps of a run, with its fault; yield the loss and the gradient norm of each."""
+    generator = torch.Generator().manual_seed(job.number)
     each_step: EachStep = nothing
     for step in range(job.fault_step + AFTER):
         if job.fault and step == job.fault_step:
@@ -211,7 +207,20 @@ def run(job: Job, given: Text, folder: Path) -> None:
                 stack.enter_context(monitor(step))
             loss = subject.loss(windows)
         norm = update(subject.model, subject.optimizer, loss, subject.rate(step))
-        monitors[0].log(step, loss=float(loss.detach()), gradient_norm=float(norm))
+        yield step, float(loss.detach()), float(norm)
+
+
+@_quiet()
+def run(job: Job, given: Text, folder: Path) -> None:
+    """Make a run; nothing is done if the folder holds the complete one."""
+    place = folder / job.folder
+    description = asdict(job) | {"sha256": given.sha256()}
+    if not begin_training(place, description):
+        return
+    subject = new_subject(job, given)
+    monitors = monitors_of(subject.model, place)
+    for step, loss, norm in train(job, subject, monitors):
+        monitors[0].log(step, loss=loss, gradient_norm=norm)
     for monitor in monitors:
         monitor.close()
     finish_training(place, description)

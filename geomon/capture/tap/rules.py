@@ -318,7 +318,7 @@ def _joined(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
 
 
 def _padded(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
-    """Record where the elements of a padded tensor were before."""
+    """Record the places that the elements of a padded tensor had before."""
     values, widths = op.args[:2]
     made = known.made_of(values)
     if made is None:
@@ -380,7 +380,7 @@ def _turned(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
 
 
 def _chosen(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
-    """Record from which tensor `torch.where` took each element."""
+    """Record the tensor from which `torch.where` took each element."""
     if len(op.args) != 3:
         return _alike(op, out, known)
     condition, pieces = op.args[0].expand(out.shape), []
