@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from geomon.record.columns import MetricText
     from geomon.record.sinks import Memory
     from geomon.show.loggers import Logger, MLflow, TensorBoard, Trackio, WandB
-    from geomon.sweep import scan
+    from geomon.sweep import Checkpoint, scan
 
 try:
     __version__ = version("geomon")
@@ -26,6 +26,7 @@ except PackageNotFoundError:  # a checkout on the path that was never installed
 __all__ = [
     "METRICS",
     "MORE_METRICS",
+    "Checkpoint",
     "Logger",
     "MLflow",
     "Memory",
@@ -51,6 +52,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Checkpoint": "sweep",
     "Logger": "show.loggers",
     "METRICS": "metrics",
     "MLflow": "show.loggers",

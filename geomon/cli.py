@@ -107,6 +107,10 @@ def _add_scan(app: "typer.Typer") -> None:
             str, option(help="Revisions of a model on the hub, separated by commas.")
         ] = "",
         text: Annotated[Path | None, option(help="File with text for a text model.")] = None,
+        tokenizer: Annotated[
+            str | None,
+            option(help="Tokenizer of the text: folder, hub name, or bytes; default: MODEL's."),
+        ] = None,
         inputs: Annotated[
             Path | None,
             option(help="File with a batch, saved by torch.save: token ids, or images and sounds."),
@@ -123,16 +127,22 @@ def _add_scan(app: "typer.Typer") -> None:
         device: Annotated[str | None, option(help="Device of the models, such as cuda.")] = None,
     ) -> None:
         """Read every checkpoint of a model into one record; an interrupted scan resumes."""
+        from geomon.monitor import check_count
         from geomon.show import Printer
+        from geomon.sweep import find_named, read_inputs
         from geomon.sweep import scan as run
 
         sys.path.insert(0, "")  # the function that builds a model may be in the working folder
         with exit_on_bad_input():
+            check_count("sequences", sequences)
+            check_count("length", length)
+            names = [name.strip() for name in revisions.split(",") if name.strip()]
+            network, found = find_named(model, checkpoints, names)
+            sizes = {"sequences": sequences, "length": length}
+            batch = read_inputs(model, inputs, text, tokenizer, sizes)
             readings = run(
-                model, checkpoints=checkpoints, text=text, inputs=inputs, directory=directory,
-                revisions=[name.strip() for name in revisions.split(",") if name.strip()],
-                sequences=sequences, length=length, tokens=tokens, splits=splits, seed=seed,
-                blocks=blocks, device=device, sinks=[Printer()],
+                network, found, batch, directory=directory, tokens=tokens, splits=splits,
+                seed=seed, blocks=blocks, device=device, sinks=[Printer()],
             )  # fmt: skip
             steps = f"{len(readings)} step" + "s" * (len(readings) != 1)
             typer.echo(printable(f"{steps} in {directory}: geomon watch {directory}"))

@@ -1,4 +1,4 @@
-"""The command line as a whole: `geomon scan`; the commands of pages are in show/test_commands."""
+"""The command line: `geomon scan` and `metrics`; commands of pages are in show/test_commands."""
 
 import inspect
 import subprocess
@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import geomon
 from geomon import METRICS, read, scan
 from geomon.cli import make_app
+from geomon.sweep import text_windows
 
 
 def invoke(*arguments):
@@ -54,8 +55,8 @@ def test_scan_prints_a_row_for_each_checkpoint_and_pages_show_the_record(run, tm
     ("arguments", "words"),
     [
         (["./nowhere"], "no checkpoints in nowhere"),
-        (["{run}"], "the model reads text"),
-        (["{run}", "--text", "{run}/text"], "the model has 50 tokens and no tokenizer"),
+        (["{run}"], "pass one of --text FILE, for a model that reads text"),
+        (["{run}", "--text", "{run}/text"], "there is no tokenizer in {run}: name the folder"),
         (["{run}", "--inputs", "{run}/text"], "is not a file of tensors and plain values"),
         (["{run}", "--text", "{run}/none"], "No such file"),
         (["{run}", "--text", "{run}/text", "--length", "0"], "length must be a whole number"),
@@ -72,7 +73,7 @@ def test_bad_input_ends_in_one_line_and_exit_code_2(run, tmp_path, monkeypatch, 
     own = [text.format(run=run) for text in arguments]
     result = invoke("scan", *own, "--directory", tmp_path / "scan")
     assert result.exit_code == 2, result.output
-    assert words in result.stderr
+    assert words.format(run=run) in result.stderr
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
 
@@ -85,12 +86,18 @@ def test_the_version_is_told_by_both_names_of_the_command():
     assert done.stdout == f"geomon {geomon.__version__}\n"
 
 
-def test_the_command_has_the_defaults_of_the_function():
+def test_the_command_has_the_defaults_of_the_functions():
     (command,) = [c for c in make_app().registered_commands if c.callback.__name__ == "scan"]
-    typed, called = (inspect.signature(each).parameters for each in (command.callback, scan))
-    for name in typed.keys() - {"model", "revisions"}:
-        default = called[name].default
-        assert typed[name].default == (Path(default) if name == "directory" else default)
+    typed, scanned, cut = (
+        inspect.signature(each).parameters for each in (command.callback, scan, text_windows)
+    )
+    for function, names in (
+        (scanned, ("directory", "tokens", "splits", "seed", "blocks", "device")),
+        (cut, ("sequences", "length")),
+    ):
+        for name in names:
+            default = function[name].default
+            assert typed[name].default == (Path(default) if name == "directory" else default)
 
 
 @pytest.mark.parametrize("command", [[], ["watch"], ["figure"], ["summary"], ["scan"]], ids=str)
@@ -109,7 +116,7 @@ def test_help_waits_for_nothing_heavy(command):
 
 def test_without_transformers_it_says_what_to_install(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    result = invoke("scan", run, "--text", run / "text", "--directory", tmp_path / "scan")
+    result = invoke("scan", run, "--inputs", run / "ids.pt", "--directory", tmp_path / "scan")
     assert result.exit_code == 2
     assert "pip install transformers accelerate" in result.stderr.splitlines()[-1]
 

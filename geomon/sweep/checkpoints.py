@@ -1,26 +1,28 @@
-"""Find the checkpoints of a model, their order, and their training steps."""
+"""Checkpoints: weights of a model at steps of its training, and functions that find them."""
 
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from geomon.failures import failures
-
-Build = Callable[..., nn.Module]
+from geomon.sweep.models import (
+    hub_model,
+    is_adapter,
+    is_model,
+    merged_model,
+    read_file,
+    state_in,
+)
 
 # The step in the name of a checkpoint: checkpoint-500, step1000, epoch=0-step=150.
 _STEP = re.compile(r"(?:checkpoint|step)[-_=]?(\d+)", re.IGNORECASE)
 _FILES = "*.ckpt"
-_ADAPTER = "adapter_config.json"
-# Weights of a whole model; an adapter in the same folder is then ignored.
-_WHOLE = ("model*.safetensors", "pytorch_model*.bin")
 
 
 @dataclass(frozen=True)
@@ -28,128 +30,139 @@ class Checkpoint:
     """Weights of a model at one step of its training.
 
     Attributes:
-        name: Name in messages.
-        step: Number of optimizer updates already in the weights; -1 if unknown.
-        source: Folder, file, or name of the model on the hub.
-        revision: Revision of the model, if it is on the hub. Defaults to "main".
-        base: Folder or name of the model that an adapter in the folder belongs to. Defaults to
-            None, for a folder with a whole model.
+        step: Number of optimizer updates already in the weights.
+        load: Function that returns the weights: a state dict, or a model that has them.
+        name: Name in messages. Defaults to "", for its step alone.
+        source: Folder or name of the training, which all checkpoints of a record share. Defaults to
+            "".
+
+    Example:
+        >>> Checkpoint(500, lambda: torch.load("step_500.pt")).step
+        500
     """
 
-    name: str
     step: int
-    source: str
-    revision: str = "main"
-    base: str | None = None
+    load: Callable[[], Mapping[str, Any] | nn.Module]
+    name: str = ""
+    source: str = ""
 
     @property
-    def is_file(self) -> bool:
-        """Whether the weights are in a file, which does not say the class of the model."""
-        return Path(self.source).is_file()
+    def words(self) -> str:
+        """The name with the step."""
+        return f"{self.name} (step {self.step})" if self.name else f"step {self.step}"
 
 
-def find_checkpoints(
-    model: str | os.PathLike[str] | Build,
-    checkpoints: str | os.PathLike[str] | None = None,
-    revisions: Sequence[str] = (),
-) -> tuple[list[Checkpoint], list[str]]:
-    """Find the checkpoints of a model, steps ascending, and remarks on them.
+def lightning_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
+    """Find the `*.ckpt` files of Lightning, or of a loop that saves a state dict.
 
-    The step is `global_step` in the `trainer_state.json` of a transformers folder or in a Lightning
-    file, or the number in the name (`checkpoint-500`, `step1000`). If any of several lacks a step,
-    all are numbered 0, 1, 2 in order. If two have the same step, the first one is taken.
+    The step is `global_step` in the file, or the number in its name (`epoch=0-step=150.ckpt`). No
+    code in the files runs. A loop's file is a state dict, or a dict with one as `state_dict`,
+    `model` or `model_state_dict`.
 
     Args:
-        model: Folder or hub name of a model, or a function that builds it.
-        checkpoints: Folder with checkpoints. Defaults to None, for the model itself.
-        revisions: Revisions of a model on the hub, in training order. Defaults to ().
-
-    Returns:
-        The checkpoints, and remarks.
+        folder: Folder with the files, or one of them.
 
     Raises:
-        ValueError: If both a folder and revisions are given, or nothing is found.
+        ValueError: If there are none, or one of several names no step.
     """
-    if checkpoints is not None and revisions:
-        raise ValueError("pass a folder of checkpoints or revisions of a model, not both")
-    if not isinstance(model, str | os.PathLike):
-        found = _files(checkpoints)
-    elif revisions:
-        found = [Checkpoint(one, _step_in(one), os.fspath(model), one) for one in revisions]
-    else:
-        found = _folders(os.fspath(model), checkpoints)
-    unknown, notes = [one.name for one in found if one.step < 0], []
-    if unknown:
-        found = [replace(one, step=number) for number, one in enumerate(found)]
-    if unknown and len(found) > 1:
-        notes = [
-            "steps are only places in the order of the checkpoints, because the step is unknown "
-            f"for {len(unknown)} of {len(found)}, such as {unknown[0]}"
-        ]
-    steps = {one.step: one for one in reversed(found)}
-    return [steps[step] for step in sorted(steps)], notes
-
-
-def _files(checkpoints: str | os.PathLike[str] | None) -> list[Checkpoint]:
-    folder = Path("" if checkpoints is None else checkpoints)
-    paths = [folder] if folder.is_file() else sorted(folder.glob(_FILES))
-    if checkpoints is None or not paths:
-        raise ValueError(
-            f"a function that builds a model needs the folder of its {_FILES} files, "
-            f"checkpoints=FOLDER (--checkpoints FOLDER), got {checkpoints}; for checkpoint-N "
-            "folders of the Trainer, pass the model's folder instead of a function"
-        )
-    return [Checkpoint(path.name, _step_of_file(path), str(path)) for path in paths]
-
-
-def _folders(model: str, checkpoints: str | os.PathLike[str] | None) -> list[Checkpoint]:
-    """Find a model, or the models and adapters in a folder.
-
-    A Trainer leaves the last adapter, or the finished model, next to its checkpoint-N folders.
-    """
-    folder = Path(model if checkpoints is None else checkpoints)
-    is_finished = checkpoints is None and _is_model(folder) and not _is_adapter(folder)
-    inside = [] if is_finished else sorted(filter(_is_model, folder.glob("*")), key=_in_order)
-    paths = inside or [folder] * _is_model(folder)
-    # Adapters in a different folder than the named model belong to that model.
-    has_own = _is_adapter(Path(model)) or Path(model).absolute() == folder.absolute()
-    looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1 or folder.exists()
-    if not paths and (looks_local or checkpoints is not None):
-        raise ValueError(
-            f"no checkpoints in {folder}: expected the folder of a transformers model (with a "
-            "config.json), of an adapter or of checkpoint-N folders; the name of a model on the "
-            f"hub; or, for {_FILES} files of Lightning, module:function, which builds the model"
-        )
+    place = Path(folder)
+    paths = [place] if place.is_file() else sorted(place.glob(_FILES))
     if not paths:
-        return [Checkpoint(folder.name, _step_in(folder.name), model)]
-    return [
-        Checkpoint(
-            path.name, _step_of_folder(path), str(path),
-            base=_base_of(path, None if has_own else model) if _is_adapter(path) else None,
-        )
-        for path in paths
-    ]  # fmt: skip
+        raise ValueError(f"no {_FILES} files in {place}: expected the checkpoints of Lightning")
+    return _in_order(
+        _Found(_step_of_file(path), partial(state_in, path), path.name, place) for path in paths
+    )
 
 
-def _is_model(folder: Path) -> bool:
-    return (folder / "config.json").is_file() or _is_adapter(folder)
+def trainer_checkpoints(
+    folder: str | os.PathLike[str], base: str | os.PathLike[str] | None = None
+) -> list[Checkpoint]:
+    """Find the `checkpoint-N` folders of the HF Trainer: models of transformers, or peft adapters.
 
+    The step is `global_step` in the folder's `trainer_state.json`, or the number in its name. The
+    Trainer leaves the last adapter beside the folders; a finished model there is read alone.
 
-def _is_adapter(folder: Path) -> bool:
-    """Return whether a folder holds a peft adapter, and not the whole model too."""
-    has_whole = any(any(folder.glob(pattern)) for pattern in _WHOLE)
-    return (folder / _ADAPTER).is_file() and not has_whole
+    Args:
+        folder: Folder with such folders, or one of them.
+        base: Folder or name of the model that adapters belong to. Defaults to None, for the one
+            that they name. Adapters are merged with it.
 
-
-def _base_of(folder: Path, given: str | None) -> str:
-    """Return the model that the adapter in a folder belongs to."""
-    base = given or json.loads((folder / _ADAPTER).read_text()).get("base_model_name_or_path")
-    if not base:
+    Raises:
+        ValueError: If there are none, an adapter names no model, or one of several names no step.
+    """
+    place = Path(folder)
+    is_finished = is_model(place) and not is_adapter(place)
+    inside = [] if is_finished else sorted(filter(is_model, place.glob("*")))
+    paths = inside or [place] * is_model(place)
+    if not paths:
         raise ValueError(
-            f"{folder / _ADAPTER} does not say which model the adapter belongs to: name the model, "
-            "and the adapters by checkpoints=FOLDER (--checkpoints FOLDER)"
+            f"no checkpoints in {place}: expected the folder of a transformers model (with a "
+            "config.json), of an adapter, or of checkpoint-N folders"
         )
-    return str(base)
+    return _in_order(
+        _Found(_step_of_folder(path), _loads(path, base), path.name, place) for path in paths
+    )
+
+
+def hub_checkpoints(model: str, revisions: Sequence[str] = ("main",)) -> list[Checkpoint]:
+    """List revisions of a model on the hub.
+
+    Args:
+        model: Name of the model.
+        revisions: Revisions whose names hold their step, such as "step1000". Defaults to the model
+            as it is now.
+
+    Raises:
+        ValueError: If one of several revisions names no step.
+    """
+    return _in_order(
+        _Found(_step_in(each), partial(hub_model, model, each), each, model) for each in revisions
+    )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A checkpoint whose step may be unknown, -1."""
+
+    step: int
+    load: Callable[[], Mapping[str, Any] | nn.Module]
+    name: str
+    place: str | Path
+
+
+def _in_order(found: Iterable[_Found]) -> list[Checkpoint]:
+    """Return checkpoints by step; of several with one step, the first."""
+    checkpoints = [
+        Checkpoint(each.step, each.load, each.name, _absolute(each.place)) for each in found
+    ]
+    if len(checkpoints) == 1:
+        return [replace(each, step=max(each.step, 0)) for each in checkpoints]
+    unknown = [each.name for each in checkpoints if each.step < 0]
+    if unknown:
+        raise ValueError(
+            f"the step of {unknown[0]} is unknown: expected it in the name (checkpoint-500, "
+            "step1000) or in the checkpoint; in Python, pass a Checkpoint(step, load) for each"
+        )
+    by_step = {each.step: each for each in reversed(checkpoints)}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _absolute(place: str | Path) -> str:
+    return os.path.abspath(place) if isinstance(place, Path) else place
+
+
+def _loads(folder: Path, base: str | os.PathLike[str] | None) -> Callable[[], nn.Module]:
+    """Return the function that loads the model in a folder."""
+    if not is_adapter(folder):
+        return partial(hub_model, str(folder))
+    file = folder / "adapter_config.json"
+    named = base or json.loads(file.read_text()).get("base_model_name_or_path")
+    if not named:
+        raise ValueError(
+            f"{file} does not say which model the adapter belongs to: name the model, and the "
+            "adapters by --checkpoints FOLDER, or trainer_checkpoints(folder, base=model)"
+        )
+    return partial(merged_model, os.fspath(named), folder)
 
 
 def _step_of_folder(folder: Path) -> int:
@@ -162,7 +175,7 @@ def _step_of_folder(folder: Path) -> int:
 def _step_of_file(path: Path) -> int:
     try:
         return int(read_file(path)["global_step"])
-    except (ValueError, LookupError, TypeError):  # reported and skipped later
+    except (ValueError, LookupError, TypeError):  # reported when it is loaded
         return _step_in(path.name)
 
 
@@ -170,28 +183,3 @@ def _step_in(name: str) -> int:
     """Return the step at the end of a name, or -1."""
     steps = _STEP.findall(name)
     return int(steps[-1]) if steps else -1
-
-
-def _in_order(path: Path) -> str:
-    """Return a key that sorts epoch-9 before epoch-10."""
-    return re.sub(r"\d+", lambda number: number[0].zfill(20), path.name)
-
-
-def one_line(error: BaseException) -> str:
-    """Return the message of an error in one line of limited length."""
-    return " ".join(str(error).split())[:300]
-
-
-def read_file(path: str | os.PathLike[str]) -> Any:
-    """Read a `torch.save` file without running code in it; its tensors stay on disk."""
-    try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except OSError:
-        raise
-    except failures() as error:  # torch has many kinds of errors for broken files
-        first = one_line(error).partition(". ")[0]
-        raise ValueError(
-            f"{path} is not a file of tensors and plain values ({first}): expected a complete "
-            "torch.save file, as Lightning writes it, whose hyper-parameters are plain values or "
-            "classes that torch.serialization.add_safe_globals allows"
-        ) from error

@@ -1,10 +1,10 @@
-"""The sweep: one model and one monitor, into which each checkpoint's weights are loaded."""
+"""The scan: one model and one monitor, into which each checkpoint's weights are loaded."""
 
 import gc
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,8 @@ from geomon.monitor import Monitor, check_count
 from geomon.note import Note
 from geomon.record import FILE_NAME, Readings, Sink, read
 from geomon.record.printable import printable
-from geomon.sweep.checkpoints import Build, Checkpoint, find_checkpoints, one_line, read_file
-from geomon.sweep.inputs import make_inputs
-from geomon.sweep.models import load_checkpoint, resolve_build
+from geomon.sweep.checkpoints import Checkpoint
+from geomon.sweep.models import one_line
 
 log = logging.getLogger("geomon.sweep")
 
@@ -32,14 +31,10 @@ _MOST_LETTERS = 200
 
 
 def scan(
-    model: str | os.PathLike[str] | Build,
+    model: nn.Module | None,
+    checkpoints: Iterable[Checkpoint],
+    inputs: Any,
     *,
-    checkpoints: str | os.PathLike[str] | None = None,
-    revisions: Sequence[str] = (),
-    text: str | os.PathLike[str] | None = None,
-    inputs: Any = None,
-    sequences: int = 64,
-    length: int = 128,
     directory: str | os.PathLike[str] = "scan",
     metrics: Mapping[str, Callable[..., Any]] = METRICS,
     tokens: int = 4096,
@@ -56,22 +51,15 @@ def scan(
     inputs: values, alerts, record and sinks work as in a live run with that probe. A step that is
     already in the record is not read again, so an interrupted scan resumes. A checkpoint that fails
     is named in a warning and in the next reading's notes, left out, and tried again by the next
-    scan; if it can be read then, later ones are read again too.
+    scan; if it can be read then, later ones are read again too. The random state stays the same.
 
     Args:
-        model: Folder of a transformers model, of a peft adapter, or of `checkpoint-N` folders of
-            either; name of a model on the hub; or, for `*.ckpt` files of Lightning, the function
-            that builds the model from the hyper-parameters in the first file, itself or as text
-            "module:function".
-        checkpoints: Folder with `checkpoint-N` folders or `*.ckpt` files. Defaults to None, for the
-            model itself.
-        revisions: Revisions of a model on the hub, in training order. Defaults to ().
-        text: File with the text that a text model reads.
-        inputs: Fixed inputs, which models without a tokenizer and models of images or sounds need:
-            a tensor, a dict of keyword arguments, a tuple of arguments, a function of the model, or
-            the path of a file written by `torch.save`.
-        sequences: Largest number of sequences from the text. Defaults to 64.
-        length: Largest number of tokens in a sequence of the text. Defaults to 128.
+        model: Model into which weights are loaded; it ends with those of the last checkpoint, in
+            eval mode, on the device. None if each checkpoint loads a model; then they are loaded
+            into the first of these.
+        checkpoints: Checkpoints of one training, in any order.
+        inputs: Fixed inputs: a tensor, a dict of keyword arguments, a tuple of arguments, or a
+            function of the model.
         directory: Folder of the record. Defaults to "scan".
         metrics: Metrics to measure: a dict from a name to a function of views. Defaults to
             `METRICS`.
@@ -92,45 +80,32 @@ def scan(
         All readings of the record.
 
     Raises:
-        ValueError: If `checkpoints` is empty, none of them can be read, no inputs can be made
-            from the text, the folder holds a different record, or an argument is out of range.
-        FileNotFoundError: If the text file does not exist.
-        ImportError: If transformers is missing but needed.
+        ValueError: If there are no checkpoints, none of them can be read, the folder holds a
+            different record, or an argument is out of range.
     """
-    for name, value in (("sequences", sequences), ("length", length), ("tokens", tokens),
-                        ("splits", splits)):  # fmt: skip
-        check_count(name, value)
-    if text is not None and inputs is not None:
-        raise ValueError("pass a text or inputs, not both")
-    build = _build_of(model)
-    content = None if text is None else Path(text).read_bytes()
-    batch = read_file(inputs) if isinstance(inputs, str | os.PathLike) else inputs
-    found, notes = find_checkpoints(model if build is None else build, checkpoints, revisions)
-    asked = {
-        "model": _name_of(model), "checkpoints": checkpoints and os.path.abspath(checkpoints),
-        "inputs": _digest(batch if content is None else content), "sequences": sequences,
-        "length": length, "blocks": blocks,
-    }  # fmt: skip
+    check_count("tokens", tokens)
+    check_count("splits", splits)
+    by_step = {each.step: each for each in checkpoints}
+    if not by_step:
+        raise ValueError("there are no checkpoints: expected a Checkpoint(step, load) for each")
+    found = [by_step[step] for step in sorted(by_step)]
+    asked = {"inputs": _digest(inputs), "source": found[0].source, "blocks": blocks}
     settings = {name: str(value)[-_MOST_LETTERS:] for name, value in asked.items()}
     options: dict[str, Any] = {
         "metrics": metrics, "tokens": tokens, "splits": splits, "queries": queries, "seed": seed,
     }  # fmt: skip
     recorded = _recorded(Path(directory), settings, options)
+    options |= {"blocks": blocks, "probe": inputs, "background": False, "schedule": 1}
     remarks = _Remarks()
     monitor: Monitor | None = None
     with ExitStack() as stack:
-        for checkpoint, network in _load_each(found, recorded, build, remarks):
+        for checkpoint, network in _load_each(found, recorded, model, remarks):
             if monitor is None:
                 accelerator = torch.accelerator.current_accelerator(check_available=True)
                 network.eval().to(device or accelerator or "cpu")
-                if batch is None:
-                    batch, said = make_inputs(network, checkpoint, content, sequences, length)
-                    notes += said
-                options |= {"blocks": blocks, "probe": batch, "background": False, "schedule": 1}
                 monitor = Monitor(network, **options, directory=directory, sinks=sinks,
                                   settings={"scan": settings})  # fmt: skip
                 stack.enter_context(monitor).account.clock = lambda: 0.0  # no training is waiting
-                remarks.add(notes)
             # Steps of a record ascend, so steps after one that is read now are read again.
             recorded -= {step for step in recorded if step > checkpoint.step}
             monitor.outbox.note(remarks.take())
@@ -152,27 +127,19 @@ def scan(
 
 
 class _Remarks:
-    """Remarks on checkpoints, logged at once and added to the notes of the next reading.
+    """Remarks on checkpoints that are left out: logged at once, and notes of the next reading.
 
-    `failures` lists the checkpoints that were left out, each with its reason.
+    `failures` lists these checkpoints, each with its reason.
     """
 
     def __init__(self) -> None:
         self.failures: list[str] = []
-        self._said: list[Note] = []
         self._taken = 0
-
-    def add(self, texts: Sequence[str]) -> None:
-        """Log remarks that were not made before."""
-        for note in (Note(text, text) for text in texts):
-            if note not in self._said:
-                self._said.append(note)
-                log.warning("%s", printable(note.text))
 
     def take(self) -> list[Note]:
         """Return the remarks since the last call."""
-        new, self._taken = self._said[self._taken :], len(self._said)
-        return new
+        new, self._taken = self.failures[self._taken :], len(self.failures)
+        return [Note("checkpoint left out", f"a checkpoint is left out: {each}") for each in new]
 
     @contextmanager
     def of_failure(self, checkpoint: Checkpoint) -> Iterator[None]:
@@ -185,28 +152,48 @@ class _Remarks:
                 words = f"{type(error).__name__}: {words}"
             if isinstance(error, IndexError):
                 words += (
-                    "; sequences may be longer than the model allows (length=, --length), or hold "
-                    "tokens that it does not know"
+                    "; sequences may be longer than the model allows (--length), or hold tokens "
+                    "that it does not know"
                 )
-            if isinstance(error, OSError) and not Path(checkpoint.source).exists():
-                words = f"there is no folder {checkpoint.source} here, and from the hub: {words}"
-            self.failures.append(f"{checkpoint.name} (step {checkpoint.step}): {words}")
-            self.add([f"a checkpoint is left out: {self.failures[-1]}"])
+            self.failures.append(f"{checkpoint.words}: {words}")
+            log.warning("a checkpoint is left out: %s", printable(self.failures[-1]))
 
 
 def _load_each(
-    found: Sequence[Checkpoint], recorded: Container[int], build: Build | None, remarks: _Remarks
+    found: Sequence[Checkpoint],
+    recorded: Container[int],
+    model: nn.Module | None,
+    remarks: _Remarks,
 ) -> Iterator[tuple[Checkpoint, nn.Module]]:
     """Load checkpoints that are not recorded into one model, leaving out those that fail."""
-    network: nn.Module | None = None
     for checkpoint in found:
         if checkpoint.step in recorded:
             continue
         gc.collect()  # modules refer to each other in cycles
         with remarks.of_failure(checkpoint):
-            network, notes = load_checkpoint(checkpoint, build, network)
-            remarks.add(notes)
-            yield checkpoint, network
+            model = _loaded(checkpoint, model)
+            yield checkpoint, model
+
+
+def _loaded(checkpoint: Checkpoint, model: nn.Module | None) -> nn.Module:
+    """Load a checkpoint into the model, or return the model that it loads if there is none yet."""
+    with torch.random.fork_rng():
+        weights = checkpoint.load()
+    if isinstance(weights, nn.Module):
+        model, weights = weights if model is None else model, weights.state_dict()
+    if not isinstance(weights, Mapping):
+        raise ValueError(
+            f"it loads a {type(weights).__name__}: expected a state dict, or a model with weights"
+        )
+    if model is None:
+        raise ValueError(
+            "it loads a state dict, and there is no model for it: pass one, scan(model, ...)"
+        )
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(f"its weights do not fit the model: {one_line(error)}") from error
+    return model
 
 
 def _recorded(directory: Path, settings: Mapping[str, str], options: Mapping[str, Any]) -> set[int]:
@@ -218,7 +205,7 @@ def _recorded(directory: Path, settings: Mapping[str, str], options: Mapping[str
     if not readings.readings:
         return set()
     before = readings.runs[0] if readings.runs else {}
-    if f"{_ASKED}model" not in before:
+    if f"{_ASKED}inputs" not in before:
         raise ValueError(
             f"{directory} holds the record of a training: choose another folder, "
             "directory=FOLDER (--directory FOLDER)"
@@ -234,25 +221,6 @@ def _recorded(directory: Path, settings: Mapping[str, str], options: Mapping[str
             "folder, directory=FOLDER (--directory FOLDER)"
         )
     return {reading.step for reading in readings}
-
-
-def _build_of(model: str | os.PathLike[str] | Build) -> Build | None:
-    if isinstance(model, nn.Module):
-        raise ValueError(
-            "this is a model, and a scan would replace its weights: pass a function that builds "
-            "it, or use measure(model, inputs) for this model only"
-        )
-    if callable(model):
-        return model
-    name = os.fspath(model)
-    return None if Path(name).exists() else resolve_build(name)
-
-
-def _name_of(model: Any) -> str:
-    if callable(model):
-        return f"{model.__module__}:{getattr(model, '__qualname__', type(model).__name__)}"
-    name = os.fspath(model)
-    return os.path.abspath(name) if Path(name).exists() else name
 
 
 def _digest(inputs: Any) -> str:

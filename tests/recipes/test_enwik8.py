@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forks import Forks
+from typer.testing import CliRunner
 
-from geomon import read, scan
+from geomon import read
+from geomon.cli import make_app
 from recipes.enwik8.text import spread
 from recipes.enwik8.train import PRESETS, Batches, Decoder, bits, main
 
@@ -115,11 +117,14 @@ def test_the_weights_of_the_highest_dimension_are_kept(finished):
     assert same == (highest == 40)
 
 
-def test_a_checkpoint_is_scanned_by_the_name_of_its_class(finished, tmp_path):
-    probe = torch.randint(50, (64, 32))
-    found = scan("recipes.enwik8.train:Decoder", checkpoints=finished[0] / "checkpoints",
-                 directory=tmp_path, inputs=probe, device="cpu")  # fmt: skip
-    assert [reading.step for reading in found] == [40]
+def test_a_checkpoint_is_scanned_by_the_name_of_its_class(finished, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save(torch.randint(50, (64, 32)), "batch.pt")
+    checkpoints = str(finished[0] / "checkpoints")
+    given = ["--checkpoints", checkpoints, "--inputs", "batch.pt", "--device", "cpu"]
+    found = CliRunner().invoke(make_app(), ["scan", "recipes.enwik8.train:Decoder", *given])
+    assert found.exit_code == 0, found.output
+    assert [reading.step for reading in read("scan")] == [40]
 
 
 def values_of(readings):

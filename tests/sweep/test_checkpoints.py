@@ -1,14 +1,17 @@
-"""Which checkpoints a folder holds: their steps, their order, and the model of an adapter."""
+"""The checkpoints that a folder holds: their steps, their order, and the model of an adapter."""
 
 import json
+import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from geomon.sweep import Checkpoint, find_checkpoints
+from geomon.sweep import hub_checkpoints, lightning_checkpoints, trainer_checkpoints
 
 ADAPTER = {"adapter_config.json": '{"base_model_name_or_path": "the/model"}'}
 MODEL = {"config.json": "{}"}
@@ -18,10 +21,6 @@ MERGED = MODEL | ADAPTER | {"model.safetensors": ""}
 def model_at(step):
     """A model with the step of the training that saved it."""
     return MODEL | {"trainer_state.json": json.dumps({"global_step": step})}
-
-
-def build(**settings):
-    raise AssertionError("only asked for its checkpoints")
 
 
 def lay(**paths):
@@ -47,53 +46,50 @@ OF_TRAINER = [("best", 4), ("checkpoint-7", 8), ("checkpoint-9", 9), ("checkpoin
 ENDED = folders(**{"model": MODEL, "model/checkpoint-7": MODEL, "checkpoint-70": MODEL})
 LIGHTNING = {"r/a.ckpt": 30, "r/b.ckpt": 4, "r/last.ckpt": 30}  # one of two equal ones is taken
 TORN = LIGHTNING | {"r/epoch=0-step=7.ckpt": "torn"}
-# Files; arguments; names and steps.
+# Files; function and folder; names and steps.
 FOUND = [
-    (TRAINER, ("r",), OF_TRAINER), (TRAINER, ("model", "r"), OF_TRAINER),
-    (folders(**{f"r/{name}": MODEL for name in ("epoch-10", "epoch-9", "best")}), ("r",),
-     [("best", 0), ("epoch-9", 1), ("epoch-10", 2)]),
-    (ENDED, ("model",), [("model", 0)]), (ENDED, ("checkpoint-70",), [("checkpoint-70", 70)]),
-    (LIGHTNING, (build, "r"), [("b.ckpt", 4), ("a.ckpt", 30)]),
-    (LIGHTNING, (build, "r/b.ckpt"), [("b.ckpt", 4)]),
-    (TORN, (build, "r"), [("b.ckpt", 4), ("epoch=0-step=7.ckpt", 7), ("a.ckpt", 30)]),
+    (TRAINER, trainer_checkpoints, "r", OF_TRAINER),
+    (ENDED, trainer_checkpoints, "model", [("model", 0)]),
+    (ENDED, trainer_checkpoints, "checkpoint-70", [("checkpoint-70", 70)]),
+    (LIGHTNING, lightning_checkpoints, "r", [("b.ckpt", 4), ("a.ckpt", 30)]),
+    (LIGHTNING, lightning_checkpoints, "r/b.ckpt", [("b.ckpt", 4)]),
+    (TORN, lightning_checkpoints, "r",
+     [("b.ckpt", 4), ("epoch=0-step=7.ckpt", 7), ("a.ckpt", 30)]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("files", "arguments", "expected"), FOUND)
+@pytest.mark.parametrize(("files", "find", "folder", "expected"), FOUND)
 def test_checkpoints_have_their_steps_and_their_order(
-    files, arguments, expected, tmp_path, monkeypatch
+    files, find, folder, expected, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     lay(**files)
-    source, *folder = arguments
-    checkpoints, notes = find_checkpoints(source, *map(Path, folder))
-    assert [(each.name, each.step) for each in checkpoints] == expected
-    # Where no name says a step, all are numbered, and it is said.
-    assert len(notes) == ("epoch-9" in dict(expected))
+    found = find(folder)
+    assert [(each.name, each.step) for each in found] == expected
+    assert {each.source for each in found} == {str(tmp_path / folder)}
+
+
+@pytest.mark.parametrize("find", [trainer_checkpoints, lightning_checkpoints])
+@pytest.mark.parametrize("folder", ["empty", "missing"])
+def test_a_folder_without_checkpoints_is_refused(find, folder, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"^no .*(checkpoints|files) in .*: expected the"):
+        find(tmp_path / folder)
 
 
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=30))
 def test_revisions_are_ordered_by_the_number_in_their_name(steps):
-    names = [f"step{step}" for step in steps]
-    checkpoints, notes = find_checkpoints("someone/model", None, names)
-    assert notes == []
-    assert [(each.step, each.revision, each.source) for each in checkpoints] == [
+    found = hub_checkpoints("someone/model", [f"step{step}" for step in steps])
+    assert [(each.step, each.name, each.source) for each in found] == [
         (step, f"step{step}", "someone/model") for step in sorted(set(steps))
     ]
 
 
-def test_where_one_names_no_step_all_are_numbered_and_it_is_said():
-    names = ["step1000", "main"]
-    checkpoints, (note,) = find_checkpoints("someone/model", None, names)
-    assert [(each.name, each.step) for each in checkpoints] == [("step1000", 0), ("main", 1)]
-    assert note.endswith("the step is unknown for 1 of 2, such as main")
-
-
-@pytest.mark.parametrize(
-    ("source", "name", "step"), [("gpt2",) * 2 + (0,), ("a/step3", "step3", 3)]
-)
-def test_a_model_alone_needs_no_step(source, name, step):
-    assert find_checkpoints(source) == ([Checkpoint(name, step, source)], [])
+def test_one_of_several_without_a_step_is_refused_and_one_alone_is_at_step_0(tmp_path):
+    words = r"step of main is unknown: .* pass a Checkpoint\(step, load\)"
+    with pytest.raises(ValueError, match=words):
+        hub_checkpoints("someone/model", ["step1000", "main"])
+    assert [(each.name, each.step) for each in hub_checkpoints("gpt2")] == [("main", 0)]
 
 
 # A run of adapters: the last one, which a Trainer leaves beside its checkpoints, and two of these.
@@ -105,21 +101,70 @@ OWN = [(3, "the/model"), (20, "the/model")]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("folder", "base", "expected"),
     [
-        (("run",), OWN), (("run", "run"), OWN), (("run/checkpoint-3",), OWN[:1]),
-        (("run/checkpoint-3", "run"), OWN), (("unfinished",), [(5, "the/model")]),
-        (("other", "run"), [(3, "other"), (20, "other")]),
-        (("other", "run/checkpoint-20"), [(20, "other")]),
-        (("whole",), [(0, None)]), (("merged",), [(4, None)]),
+        ("run", None, OWN), ("run/checkpoint-3", None, OWN[:1]),
+        ("unfinished", None, [(5, "the/model")]), ("run", "other", [(3, "other"), (20, "other")]),
+        ("run/checkpoint-20", "other", [(20, "other")]),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("more", [{}, {"run/config.json": ""}])  # an adapter all the same
-def test_adapters_are_checkpoints_of_the_model_that_they_or_the_caller_name(
-    arguments, expected, more, tmp_path, monkeypatch
+def test_adapters_are_merged_with_the_model_that_they_or_the_caller_name(
+    folder, base, expected, more, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     lay(**ADAPTERS, **more)
-    source, *folder = arguments
-    checkpoints, _ = find_checkpoints(source, *map(Path, folder))
-    assert [(each.step, each.base) for each in checkpoints] == expected
+    merged = []
+    peft = types.ModuleType("peft")
+    peft.__dict__["PeftModel"] = Adapted
+    monkeypatch.setitem(sys.modules, "peft", peft)
+    monkeypatch.setattr(
+        transformers.AutoConfig, "from_pretrained",
+        lambda name, **options: merged.append(name) or types.SimpleNamespace(architectures=[]),
+    )  # fmt: skip
+    monkeypatch.setattr(transformers.AutoModel, "from_pretrained", lambda name: name)
+    found = trainer_checkpoints(folder, base)
+    assert [str(each.load()) for each in found] == [f"merged {name}" for _, name in expected]
+    assert [*zip([each.step for each in found], merged, strict=True)] == expected
+
+
+class Adapted:
+    """An adapter that only says which model it was merged with."""
+
+    @classmethod
+    def from_pretrained(cls, model, folder):
+        merged = types.SimpleNamespace(base_model=f"merged {model}")
+        return types.SimpleNamespace(merge_and_unload=lambda: merged)
+
+
+def test_a_whole_model_beside_an_adapter_is_read_itself(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lay(**ADAPTERS)
+    loaded = []
+
+    def load(source, **options):
+        loaded.append(source)
+        return "model", {"missing_keys": []}
+
+    monkeypatch.setattr(transformers.AutoModel, "from_pretrained", load)
+    for folder in ("whole", "merged"):
+        (found,) = trainer_checkpoints(folder)
+        assert found.load() == "model"
+    assert loaded == ["whole", "merged/checkpoint-4"]
+
+
+def test_weights_that_are_missing_are_no_random_ones(tmp_path):
+    config = transformers.BertConfig(
+        vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=8, max_position_embeddings=12,
+    )  # fmt: skip
+    model = transformers.BertModel(config)
+    block, weights = "encoder.layer.0.output.dense", model.state_dict()
+    del weights["pooler.dense.weight"]  # a head
+    some = {name: weight for name, weight in weights.items() if not name.startswith(block)}
+    model.save_pretrained(tmp_path, state_dict=weights)
+    (found,) = trainer_checkpoints(tmp_path)
+    found.load()
+    model.save_pretrained(tmp_path, state_dict=some)
+    with pytest.raises(ValueError, match=r"lacks 2 of .* BertModel, such as .*output\.dense\.bias"):
+        found.load()

@@ -20,8 +20,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from models import batch, transformer
 from torch.utils.data import DataLoader
 
-from geomon import Memory, Monitor, every, read, scan, select
+from geomon import Checkpoint, Memory, Monitor, every, read, scan, select
 from geomon.lightning import GeometryMonitor
+from geomon.sweep import hub_checkpoints, lightning_checkpoints, trainer_checkpoints
 
 STEPS = (2, 4, 6)
 PROBE = batch(16, 24, seed=3)
@@ -49,8 +50,8 @@ class Decoder(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def build(**settings):
-    return Decoder(**settings)
+def build():
+    return Decoder("gpt2", 50)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def run(tmp_path_factory):
     """A run of the recipe's model with a checkpoint at every second step, and its live record."""
     folder = tmp_path_factory.mktemp("run")
     torch.manual_seed(0)
-    model = Decoder("gpt2", 50)
+    model = build()
     monitor = GeometryMonitor(
         probe=PROBE, schedule=every(2), tokens=192, directory=folder, metrics=CHOSEN
     )
@@ -79,8 +80,9 @@ def scanned(run, tmp_path_factory):
     return folder
 
 
-def scan_run(run, folder, build=build, **options):
-    return scan(build, checkpoints=run / "checkpoints", directory=folder, **(SMALL | options))
+def scan_run(run, folder, model=None, **options):
+    found = lightning_checkpoints(run / "checkpoints")
+    return scan(model or build(), found, directory=folder, **(SMALL | options))
 
 
 def values(reading):
@@ -118,9 +120,37 @@ def test_a_folder_of_the_trainer_equals_the_live_record_of_the_model_with_its_he
         monitor.probe(step, probe)
         model.save_pretrained(tmp_path / "run" / f"checkpoint-{step}")
     monitor.close()
-    found = scan(tmp_path / "run", directory=tmp_path / "scan", **(SMALL | {"inputs": probe}))
+    checkpoints = trainer_checkpoints(tmp_path / "run")
+    found = scan(None, checkpoints, directory=tmp_path / "scan", **(SMALL | {"inputs": probe}))
     assert by_step(found) == by_step(read(tmp_path / "live"))
     assert len({*by_step(found).values()}) == 3
+
+
+@pytest.mark.parametrize("holds", [dict, transformer], ids=["state dicts", "models"])
+def test_checkpoints_of_any_layout_are_read_in_the_order_of_their_steps(tmp_path, holds):
+    """What is loaded is a state dict or a model, and only when its turn comes."""
+    model, probe, weights, loaded = transformer("gpt2"), {"input_ids": PROBE % 50}, {}, []
+    monitor = Monitor(model, directory=tmp_path / "live", metrics=CHOSEN, tokens=192)
+    for step in (3, 40):
+        with torch.no_grad():
+            model.transformer.wte.weight.mul_(1.5)
+        weights[step] = {name: value.clone() for name, value in model.state_dict().items()}
+        monitor.probe(step, probe)
+    monitor.close()
+
+    def load(step):
+        loaded.append(step)
+        if holds is dict:
+            return weights[step]
+        other = transformer("gpt2")
+        other.load_state_dict(weights[step])
+        return other
+
+    checkpoints = [Checkpoint(step, lambda step=step: load(step)) for step in (40, 3)]
+    into = model if holds is dict else None
+    found = scan(into, checkpoints, directory=tmp_path / "scan", **(SMALL | {"inputs": probe}))
+    assert by_step(found) == by_step(read(tmp_path / "live"))
+    assert loaded == [3, 40]
 
 
 class _Adapted:
@@ -159,16 +189,16 @@ def test_an_adapter_is_measured_as_merged_with_its_model(tmp_path, monkeypatch, 
         (path / "adapter_config.json").write_text(named)
         torch.save({name: added}, path / "adapter.pt")
     own = {**SMALL, "inputs": probe, "directory": tmp_path / "scan"}
+    checkpoints = trainer_checkpoints(tmp_path / "run")
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ValueError, match=r"holds an adapter, which needs peft .* or merge it"):
-        scan(tmp_path / "run", **own)
+        scan(None, checkpoints, **own)
     peft = types.ModuleType("peft")
     peft.__dict__.update(PeftModel=_Adapted, __spec__=ModuleSpec("peft", None))
     monkeypatch.setitem(sys.modules, "peft", peft)
-    found = scan(tmp_path / "run", **own)
+    found = scan(None, checkpoints, **own)
     assert by_step(found) == by_step(read(tmp_path / "live"))
     assert "cannot be merged" in caplog.text  # one of which nothing was loaded is left out
-    assert any("merged with its adapter" in note for note in found[0].words())
 
 
 @pytest.mark.parametrize("key", [None, "model", "model_state_dict", "optimizer"])
@@ -178,8 +208,8 @@ def test_a_file_of_a_loop_of_ones_own_is_read(key, tmp_path):
     torch.save(weights if key is None else {key: content, "best": 0.5}, file)
     has_none = pytest.raises(ValueError, match=r"holds no weights \(optimizer, best\): expected a")
     with has_none if key == "optimizer" else contextlib.nullcontext():
-        (found,) = scan(lambda: transformer("gpt2"), checkpoints=file, directory=tmp_path / "scan",
-                        **SMALL)  # fmt: skip
+        checkpoints = lightning_checkpoints(file)
+        (found,) = scan(transformer("gpt2"), checkpoints, directory=tmp_path / "scan", **SMALL)
         assert found.step == 7
 
 
@@ -197,32 +227,13 @@ def test_revisions_of_a_model_on_the_hub_are_loaded_by_their_names(tmp_path, mon
         assert (says.is_progress_bar_enabled(), says.get_verbosity()) == (False, logging.ERROR)
         return local(tmp_path / revision, **options)
 
-    def tokenizer_from_hub(source, *, revision, trust_remote_code):
-        assert (source, revision, trust_remote_code) == ("someone/model", "step0", False)
-        return lambda text, max_length=None, **options: {
-            "input_ids": [[ord(letter) % 50 for letter in part[:max_length]] for part in text]
-        }
-
     monkeypatch.setattr(transformers.AutoModel, "from_pretrained", from_hub)
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", tokenizer_from_hub)
-    (tmp_path / "text").write_text("to be or not to be, that is the question; " * 99)
-    found = by_step(scan(
-        "someone/model", revisions=["step5", "step0", "step7"], directory=tmp_path / "scan",
-        **{**SMALL, "inputs": None, "text": tmp_path / "text", "length": 16},
-    ))  # fmt: skip
+    checkpoints = hub_checkpoints("someone/model", ["step5", "step0", "step7"])
+    own = SMALL | {"inputs": {"input_ids": PROBE % 50}, "directory": tmp_path / "scan"}
+    found = by_step(scan(None, checkpoints, **own))
     assert loaded == [("someone/model", f"step{step}", False) for step in (0, 5, 7)]
     assert list(found) == [0, 5]
     assert found[0] != found[5]
-
-
-@pytest.mark.parametrize("name", ["no-such-model", "runs/no-such-run"])
-def test_of_what_is_neither_here_nor_on_the_hub_both_are_said(tmp_path, monkeypatch, name):
-    def from_hub(source, *, revision, **options):
-        raise OSError(f"We couldn't connect to {revision} ")
-
-    monkeypatch.setattr(transformers.AutoModel, "from_pretrained", from_hub)
-    with pytest.raises(ValueError, match=f"no folder {name} here, .* hub: OSError: We .* main$"):
-        scan(name, directory=tmp_path / "scan", inputs={"input_ids": PROBE}, metrics=CHOSEN)
 
 
 class Stop(Memory):
@@ -235,27 +246,22 @@ class Stop(Memory):
 
 
 def test_a_scan_that_was_ended_goes_on_where_it_was(run, scanned, tmp_path):
-    built, shown = [], Memory()
-
-    def counted(**settings):
-        built.append(None)
-        return build(**settings)
-
+    shown, model = Memory(), build()
     with pytest.raises(KeyboardInterrupt):
-        scan_run(run, tmp_path, counted, sinks=[Stop()])
+        scan_run(run, tmp_path, model, sinks=[Stop()])
     assert [reading.step for reading in read(tmp_path)] == [2, 4]
     with (tmp_path / "readings.jsonl").open("ab") as file:
         file.write(b'{"step": 6, "ti')  # a line that a kill has torn
-    readings = scan_run(run, tmp_path, counted, sinks=[shown])
+    readings = scan_run(run, tmp_path, model, sinks=[shown])
     assert [reading.step for reading in shown.readings] == [6]
     assert (by_step(readings), readings.mixed_at) == (by_step(read(scanned)), None)
-    assert len(scan_run(run, tmp_path, counted)) == 3
-    assert len(built) == 2  # one model for each scan that had something to read
+    assert len(scan_run(run, tmp_path, model)) == 3
 
 
 def test_a_checkpoint_that_fails_is_named_left_out_and_tried_again(run, scanned, tmp_path, caplog):
-    shutil.copytree(run / "checkpoints", tmp_path / "checkpoints")
-    (broken,) = (tmp_path / "checkpoints").glob("*step=2.ckpt")
+    place = tmp_path / "checkpoints"
+    shutil.copytree(run / "checkpoints", place)
+    (broken,) = place.glob("*step=2.ckpt")
     whole = broken.read_bytes()
     broken.write_bytes(whole[: len(whole) // 2])
     readings = scan_run(tmp_path, tmp_path / "scan")
@@ -272,17 +278,14 @@ def test_a_checkpoint_that_fails_is_named_left_out_and_tried_again(run, scanned,
 
 
 def fails(error):
-    """Builds a model whose pass raises an error."""
+    """A model whose pass raises an error."""
 
     def raises(*given, **options):
         raise error
 
-    def built(**settings):
-        model = Decoder("gpt2", 50)
-        model.network.register_forward_pre_hook(raises)
-        return model
-
-    return built
+    model = build()
+    model.network.register_forward_pre_hook(raises)
+    return model
 
 
 class Broken(Memory):
@@ -296,23 +299,35 @@ class Broken(Memory):
 
 
 @pytest.mark.parametrize(
-    ("build", "words"),
+    ("model", "words"),
     [
-        (lambda **settings: Decoder("gpt2", 49),
-         r"no checkpoint.*step=2.*do not fit the model that was built.*and 2 more failed too"),
-        (lambda **settings: 3, "the function built a int: expected a torch module"),
-        (fails(IndexError("out of range in self")), "IndexError: .*; sequences may be longer"),
-        (lambda arch: None, r"called with the hyper-parameters in the file \(\w+, \w+"),
-        (fails(RuntimeError("no such pass")), "RuntimeError: no such pass"),
+        (lambda: Decoder("gpt2", 49),
+         r"no checkpoint.*step=2.*do not fit the model: .*and 2 more failed too"),
+        (lambda: fails(IndexError("out of range in self")), "IndexError: .*; sequences may be"),
+        (lambda: fails(RuntimeError("no such pass")), "RuntimeError: no such pass"),
     ],
 )  # fmt: skip
-def test_where_every_checkpoint_fails_the_first_reason_is_the_error(run, tmp_path, build, words):
+def test_if_every_checkpoint_fails_the_first_reason_is_the_error(run, tmp_path, model, words):
     sink = Broken()
     with pytest.raises(ValueError, match=words) as caught:
-        scan_run(run, tmp_path, build, sinks=[sink])
+        scan_run(run, tmp_path, model(), sinks=[sink])
     assert sink.closed
     assert caught  # what it refers to does not hold the folder
     assert not (tmp_path / ".readings.lock").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "loaded", "words"),
+    [
+        (None, {}, r"loads a state dict, and there is no model for it: pass one, scan\(model"),
+        (transformer("gpt2"), 3, "step 8: it loads a int: expected a state dict, or a model"),
+    ],
+)
+def test_what_a_checkpoint_loads_must_be_weights(tmp_path, model, loaded, words):
+    with pytest.raises(ValueError, match=words):
+        scan(model, [Checkpoint(8, lambda: loaded)], directory=tmp_path, **SMALL)
+    with pytest.raises(ValueError, match=r"no checkpoints: expected a Checkpoint\(step, load\)"):
+        scan(model, [], directory=tmp_path, **SMALL)
 
 
 def test_a_sink_that_fails_is_a_warning_and_the_record_goes_on(run, scanned, tmp_path, caplog):
@@ -324,7 +339,7 @@ def test_a_sink_that_fails_is_a_warning_and_the_record_goes_on(run, scanned, tmp
 
 
 OTHERS = [PROBE + 1, PROBE.int(), PROBE.reshape(24, 16), [PROBE], {"tokens": PROBE},
-          {"input_ids": PROBE}, build, len]  # fmt: skip
+          {"input_ids": PROBE}, print, len]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -352,52 +367,16 @@ def test_the_folder_of_the_same_scan_or_of_nothing_is_taken_and_of_a_training_re
 
 
 def test_warnings_of_the_same_kind_come_once_and_nothing_stays(run, tmp_path, caplog):
+    model = build()
     filters, state = list(logging.getLogger("geomon").filters), torch.get_rng_state()
-    scan_run(run, tmp_path, tokens=4096)
+    scan_run(run, tmp_path, model, tokens=4096)
     for kind in ("only 384 rows here", "an extra pass of the model was made"):
         assert caplog.text.count(kind) == 1, kind
     assert logging.getLogger("geomon").filters == filters
     assert torch.equal(torch.get_rng_state(), state)
 
 
-class Own:
-    """A class whose objects no file may bring along."""
-
-
-# Arguments, in a folder with others in it, and words of the one line that refuses them.
-WRONG = [
-    (("./x",), {}, "no checkpoints in x"),
-    (("a/b/c",), {}, "no checkpoints in a/b/c"),
-    (("./empty",), {}, "no checkpoints in"),
-    (("model", "empty"), {}, "expected the folder of a transformers model"),
-    (("model", "files"), {}, "module:function, which builds the model"),
-    ((build, "folders"), {}, "pass the model's folder"),
-    ((build, "empty"), {}, r"needs the folder of its \*.ckpt files"),
-    ((build,), {}, r"needs the folder of its \*.ckpt files"),
-    (("model", "folders"), {"revisions": ["main"]}, "not both"),
-    ((build, "own"), {}, r"values \([\w ]+\): .*add_safe_globals"),
-    (("orphan",), {}, "does not say which model .*--checkpoints FOLDER"),
-    ((transformer("gpt2"),), {}, "pass a function that builds it"),
-    (("recipes.enwik8.train:none", "x"), {}, "cannot be imported"),
-    (("math:pi", "x"), {}, "math:pi is not a function"),
-    (("a",), {"text": __file__}, "not both"),
-    *((("a",), {name: 0}, f"{name} must be a whole number")
-      for name in ("tokens", "splits", "sequences", "length")),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("arguments", "options", "words"), WRONG)
-def test_bad_arguments_end_in_one_line(tmp_path, monkeypatch, arguments, options, words):
-    monkeypatch.chdir(tmp_path)
-    for name in ("empty", "files", "folders/checkpoint-1", "own", "orphan"):
-        Path(name).mkdir(parents=True)
-    Path("files/a.ckpt").touch()
-    Path("folders/checkpoint-1/config.json").write_text("{}")
-    Path("orphan/adapter_config.json").write_text("{}")
-    torch.save({"global_step": 1, "hyper_parameters": Own()}, "own/a.ckpt")
-    model, checkpoints = (*arguments, None)[:2]
-    given = {"inputs": PROBE, "metrics": CHOSEN, "directory": "scan", **options}
-    with pytest.raises(ValueError, match=words) as caught:
-        scan(model, checkpoints=checkpoints, **given)
-    assert "\n" not in str(caught.value)
-    assert not Path("scan/readings.jsonl").exists()
+@pytest.mark.parametrize("name", ["tokens", "splits"])
+def test_sizes_are_whole_numbers(run, tmp_path, name):
+    with pytest.raises(ValueError, match=f"{name} must be a whole number"):
+        scan_run(run, tmp_path, **{name: 0})

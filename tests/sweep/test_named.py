@@ -1,0 +1,115 @@
+"""What the command line names: models, checkpoints, texts, and what it says of wrong names."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from models import transformer
+from torch import nn
+from typer.testing import CliRunner
+
+from geomon import read
+from geomon.cli import make_app
+
+
+def command(*arguments):
+    return CliRunner().invoke(make_app(), ["scan", *map(str, arguments)])
+
+
+class Own:
+    """A class whose objects no file may bring along."""
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """A working folder with checkpoints, with files of none, and with a batch and a text."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("empty", "files", "folders/checkpoint-1", "own", "orphan", "lightning"):
+        Path(name).mkdir(parents=True)
+    Path("files/a.ckpt").touch()
+    Path("folders/checkpoint-1/config.json").write_text("{}")
+    Path("orphan/adapter_config.json").write_text("{}")
+    torch.save({"global_step": 1, "hyper_parameters": Own()}, "own/a.ckpt")
+    torch.save({"global_step": 1, "hyper_parameters": {"arch": 1}}, "lightning/a.ckpt")
+    torch.save({"input_ids": torch.randint(0, 50, (4, 8))}, "batch.pt")
+    Path("text").write_text("to be or not to be, that is the question; " * 20)
+    Path("blank").write_text(" \n")
+
+
+BATCH = ("--inputs", "batch.pt")
+# Arguments, and words of the one line that refuses them.
+WRONG = [
+    (("./x", *BATCH), "no checkpoints in x"),
+    (("a/b/c", *BATCH), "no checkpoints in a/b/c"),
+    (("./empty", *BATCH), "no checkpoints in empty"),
+    (("model", "--checkpoints", "empty", *BATCH), "expected the folder of a transformers model"),
+    (("builtins:len", "--checkpoints", "empty", *BATCH), "no *.ckpt files in empty"),
+    (("builtins:len", *BATCH), "needs the folder of its *.ckpt files, --checkpoints FOLDER"),
+    (("model", "--checkpoints", "folders", "--revisions", "main", *BATCH), "not both"),
+    (("builtins:len", "--checkpoints", "own", *BATCH), "classes that torch.serialization.add_safe"),
+    (("builtins:len", "--checkpoints", "lightning", *BATCH), "hyper-parameters in the file (arch)"),
+    (("builtins:dict", "--checkpoints", "lightning", *BATCH), "built a dict: expected a torch mod"),
+    (("orphan", *BATCH), "does not say which model the adapter belongs to"),
+    (("recipes.enwik8.train:none", "--checkpoints", "x", *BATCH), "cannot be imported"),
+    (("math:pi", "--checkpoints", "x", *BATCH), "math:pi is not a function"),
+    (("folders",), "pass one of --text FILE"),
+    (("folders", "--text", "text", *BATCH), "pass one of --text FILE"),
+    (("folders", "--text", "blank"), "the text is empty"),
+    (("folders", "--text", "text"), "no tokenizer in folders: name the folder or hub name of one"),
+    (("folders", "--text", "text", "--length", "0"), "length must be a whole number"),
+    (("folders", "--text", "text", "--sequences", "0"), "sequences must be a whole number"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "words"), WRONG)
+def test_wrong_names_end_in_one_line(folders, arguments, words):
+    result = command(*arguments)
+    assert result.exit_code != 0
+    assert words in " ".join(result.output.split())
+    assert "Traceback" not in result.output
+    assert not Path("scan/readings.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "runs/no-such-run"])
+def test_a_name_that_the_hub_does_not_know_is_refused_with_its_words(folders, monkeypatch, name):
+    def from_hub(source, *, revision, **options):
+        raise OSError(f"{source} is not a local folder and We couldn't connect to {revision} ")
+
+    monkeypatch.setattr(transformers.AutoModel, "from_pretrained", from_hub)
+    result = command(name, *BATCH)
+    words = f"no checkpoint could be read: main (step 0): OSError: {name} is not a local folder"
+    assert words in " ".join(result.output.split())
+
+
+def test_windows_of_a_text_are_read_by_a_model_in_a_folder(folders):
+    model = transformer("gpt2")
+    model.resize_token_embeddings(256)
+    model.save_pretrained("run/checkpoint-5")
+    sizes = ("--sequences", 4, "--length", 24, "--tokens", 48)
+    result = command("run", "--text", "text", "--tokenizer", "bytes", *sizes)
+    assert "1 step in scan: geomon watch scan" in result.output
+    (reading,) = read("scan")
+    assert (reading.step, reading.tokens) == (5, 48)
+
+
+class Plain(nn.Module):
+    """A model that takes token ids, as in a loop without transformers."""
+
+    def __init__(self, vocabulary):
+        super().__init__()
+        self.network = transformer("gpt2")
+        self.network.resize_token_embeddings(vocabulary)
+
+    def forward(self, tokens):
+        return self.network(input_ids=tokens).logits
+
+
+def test_a_named_function_builds_the_model_with_the_hyper_parameters_of_its_file(folders):
+    file = {"global_step": 7, "hyper_parameters": {"vocabulary": 256}}
+    torch.save(file | {"state_dict": Plain(256).state_dict()}, "lightning/a.ckpt")
+    name = f"{__name__}:Plain"
+    given = ("--text", "text", "--tokenizer", "bytes", "--sequences", 4, "--length", 24)
+    result = command(name, "--checkpoints", "lightning", *given, "--tokens", 48)
+    assert result.exit_code == 0, result.output
+    assert [reading.step for reading in read("scan")] == [7]
