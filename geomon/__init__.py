@@ -4,8 +4,9 @@ Names are imported on first use, so that commands that look at a record do not w
 """
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
+
+from geomon.version import __version__
 
 if TYPE_CHECKING:
     from geomon.description import describe
@@ -17,11 +18,6 @@ if TYPE_CHECKING:
     from geomon.record.sinks import Memory
     from geomon.show.loggers import Logger, MLflow, TensorBoard, Trackio, WandB
     from geomon.sweep import Checkpoint, scan
-
-try:
-    __version__ = version("geomon")
-except PackageNotFoundError:  # a checkout on the path that was never installed
-    __version__ = "unknown"
 
 __all__ = [
     "METRICS",

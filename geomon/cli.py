@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from geomon import __version__
 from geomon.advice import to_install
 from geomon.record.printable import printable
 from geomon.show.commands import add_commands, exit_on_bad_input
+from geomon.version import __version__
 
 if TYPE_CHECKING:
     import typer

@@ -27,7 +27,6 @@ import msgspec
 import torch
 from torch import nn
 
-from geomon import __version__
 from geomon.analysis.alerts import Inputs
 from geomon.analysis.bands import WATCHED
 from geomon.capture import in_cuda_graph
@@ -67,6 +66,7 @@ from geomon.note import Note
 from geomon.record import Reading, Readings, Record, Sink, read
 from geomon.record.printable import printable, text_of
 from geomon.record.tags import LOSS
+from geomon.version import __version__
 
 _NOTHING = nullcontext()  # returned for a step that is not due
 # Rows of hidden states that a check looks at.

@@ -9,7 +9,6 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from geomon import __version__
 from geomon.failures import failures
 from geomon.record.alert import RaisedAlert
 from geomon.record.arrays import ArrayFolder
@@ -17,6 +16,7 @@ from geomon.record.lock import writer_of
 from geomon.record.paths import local_path
 from geomon.record.reading import Reading, Readings
 from geomon.record.versions import is_newer
+from geomon.version import __version__
 
 FILE_NAME = "readings.jsonl"
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, overload
 import msgspec
 from numpy.typing import NDArray
 
-from geomon import __version__
 from geomon.advice import to_install
 from geomon.note import Note
 from geomon.record import tags
@@ -36,6 +35,7 @@ from geomon.record.columns import (
 from geomon.record.encode import encode_line
 from geomon.record.printable import printable, text_of
 from geomon.record.versions import is_newer
+from geomon.version import __version__
 
 if TYPE_CHECKING:
     import pandas

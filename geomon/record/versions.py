@@ -3,7 +3,7 @@
 import math
 import re
 
-from geomon import __version__
+from geomon.version import __version__
 
 # Trailing zeros are ignored: 1.0 is 1.0.0.
 _RELEASE = re.compile(r"v?(\d{1,9}(?:\.\d{1,9}){0,9}?)(?:\.0+)*(?![.\d])", re.ASCII)

@@ -7,10 +7,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from geomon import __version__
 from geomon.advice import to_install
 from geomon.record.printable import printable
 from geomon.show.report.content import BEFORE, OTHERS, Runs, build_content, build_panels
+from geomon.version import __version__
 
 _CONFIG = {"responsive": True, "displaylogo": False, "displayModeBar": False}
 
