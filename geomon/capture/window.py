@@ -316,7 +316,8 @@ class Window:
             f"torch {torch.__version__} lacks {name}: {lost}"
             for name, lost in private.MISSING.items()
         ]
-        texts += [_FORCED] * self._forced_eager
+        if self._forced_eager:
+            texts.append(_FORCED)
         seen = self._sees_attention()
         texts += [
             f"{name}: {_ADAPTED}"
@@ -324,7 +325,8 @@ class Window:
             if any(module is adapted for adapted in self._anatomy.adapted)
         ]
         # Attention after a stage's last block may belong to another part of the model.
-        texts += [_OUTSIDE] * (self._recorder.attends_outside and not seen and bool(passes))
+        if self._recorder.attends_outside and not seen and passes:
+            texts.append(_OUTSIDE)
         texts += [
             _LEFT_OUT.format(count=family.count, pattern=family.pattern, reason=family.reason)
             for family in self._anatomy.left_out

@@ -78,11 +78,11 @@ class RankPlace:
             stages = f" ({self.num_stages} stages)" if self.num_stages != runs else ""
             parts.append(f"{runs} pipeline{stages}")
         if self.shards > 1:
-            parts.append(
-                f"{self.shards} tensor" + f" ({self.tensor_name})" * bool(self.tensor_name)
-            )
+            name = f" ({self.tensor_name})" if self.tensor_name else ""
+            parts.append(f"{self.shards} tensor{name}")
         data = ranks // (max(1, len(self.pipeline)) * self.shards)
-        parts = [f"{data} data"] * (data > 1) + parts
+        if data > 1:
+            parts.insert(0, f"{data} data")
         return f"{ranks} ranks: {' x '.join(parts)}" if ranks > 1 else "1 rank"
 
     def notes_alone(self) -> list[Note]:

@@ -105,7 +105,7 @@ class HeldOut:
                 self.batches.append(batch)
                 self.rows.append(_count(batch)[0])
         if not self.batches:
-            each = f" for each of {group.members} ranks" * (group.members > 1)
+            each = f" for each of {group.members} ranks" if group.members > 1 else ""
             raise ValueError(
                 f"the loader of the probe has no batch{each}: expected held-out batches, as from a "
                 "validation loader"

@@ -137,7 +137,9 @@ def headlines_of(metric: str, text: MetricText, *, stack: str = "") -> Iterator[
         The headline values.
     """
     rows = [row for row in HEADLINES if row[1].partition("/")[0] == metric]
-    for row in rows or [_mean_of(metric)] * text.is_charted:
+    if not rows and text.is_charted:
+        rows = [_mean_of(metric)]
+    for row in rows:
         yield _headline(row, text, stack)
 
 
@@ -280,7 +282,7 @@ class Charts:
                 ends = [f"{name}_low", f"{name}_high"]
                 has_ends = known >= {*ends}
                 words = _in_words(headline.words, stack) + ", 95 % interval" * has_ends
-                words += f" ({headline.unit})" * bool(headline.unit)
+                words += f" ({headline.unit})" if headline.unit else ""
                 if headline.chart:
                     charts[words] = ["Margin", [name, *(ends if has_ends else [name, name])]]
         # TensorBoard draws charts of this kind in reverse order.

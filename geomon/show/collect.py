@@ -88,7 +88,7 @@ def layers_panel(readings: Readings, metric: str) -> Lines:
         if (curve := curve_of(readings, metric, layer=layer))
     ]
     null, most = null_of(readings, metric), _largest(readings, metric)
-    highest = max([0.0, *(v for line in lines for v in line.y)] + [most] * math.isfinite(most))
+    highest = max(0.0, most if math.isfinite(most) else 0.0, *(v for x in lines for v in x.y))
     return Lines(
         readings.text_of(metric).label, lines, named_by="layer", null=null,
         alerts=alerts_of(readings), ends=(0.0, 1.08 * highest if highest > 0 else 1.0),
@@ -119,7 +119,8 @@ def _quartiles(values: Floats) -> list[float]:
 
 def furthest_loss(readings: Readings) -> tuple[str, Curve]:
     """Return the name and the curve of the loss that reaches the latest step."""
-    unit = f" ({loss_unit(readings)})" * bool(loss_unit(readings))
+    unit = loss_unit(readings)
+    unit = f" ({unit})" if unit else ""
     names = {f"training loss{unit}": tags.LOSS, f"loss on the probe{unit}": tags.PROBE_LOSS}
     # Readings take the training loss of the next batch, and the last one has no next batch.
     curves = {name: plain_curve(readings, logged(key)) for name, key in names.items()}

@@ -51,7 +51,7 @@ def describe_differences(
     chance = f"of {tested} compared {0.05 * tested:.0f} would be so by chance"
     parts = [each for each in found if each.place]
     parts.sort(key=lambda each: -abs(each.change) / each.margin)
-    some = f" (the {_MOST} farthest of {len(parts)})" * (len(parts) > _MOST)
+    some = f" (the {_MOST} farthest of {len(parts)})" if len(parts) > _MOST else ""
     groups = {
         f"beyond the errors (95 %; {chance})": [each for each in whole if each.differs],
         f"layers and heads beyond the errors, though their mean is not{some}": parts[:_MOST],

@@ -236,7 +236,7 @@ class StepAxis:
 
     def label(self, look: str) -> str:
         """Return the label of the axis; if any row of steps has a gap, with the look of gaps."""
-        gaps = f"; {look}: no readings" * any(map(self.gaps, self._rows))
+        gaps = f"; {look}: no readings" if any(map(self.gaps, self._rows)) else ""
         return f"training step (logarithmic{gaps})"
 
     def blanks(self) -> list[tuple[float, float]]:

@@ -92,8 +92,9 @@ def trainer_checkpoints(
     """
     place = Path(folder)
     is_finished = is_model(place) and not is_adapter(place)
-    inside = [] if is_finished else sorted(filter(is_model, place.glob("*")))
-    paths = inside or [place] * is_model(place)
+    paths = [] if is_finished else sorted(filter(is_model, place.glob("*")))
+    if not paths and is_model(place):
+        paths = [place]
     if not paths:
         raise ValueError(
             f"no checkpoints in {place}: expected the folder of a transformers model (with a "

@@ -184,7 +184,7 @@ class Padding:
             source = f", going by {found.name}" if found.name == HIDDEN_KEYS else ""
             text = "padding, {percent:.0f} % of the tokens, was left out{source}"
             numbers: dict[str, float | str] = {"percent": percent, "source": source}
-            return [Note("padding", text, stack, numbers=numbers)] * (percent > 0)
+            return [Note("padding", text, stack, numbers=numbers)] if percent > 0 else []
         empty = {x.name: _EMPTY for x in self._given if _fits(x.valid, shape) and not x.of_keys}
         unread = {x: _MAY_COUNT for x, values in self._unread.items() if _may_pad(values, shape)}
         texts = [text.format(name=name) for name, text in (empty | unread).items()]

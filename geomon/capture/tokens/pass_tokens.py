@@ -241,7 +241,7 @@ class KnownTokens:
     def remarks(self, shape: Shape) -> list[str]:
         """List remarks for a reader of the numbers on hidden states of this shape."""
         streams = self._streams(shape)
-        found = [_LENGTHS_DIFFER] * self.loses_padding(shape)
+        found = [_LENGTHS_DIFFER] if self.loses_padding(shape) else []
         return found + (
             []
             if streams is None

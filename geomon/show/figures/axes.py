@@ -237,7 +237,7 @@ def draw_loss(place: Axes, readings: Readings) -> None:
     axis.spines[["top", "left"]].set_visible(False)
     axis.spines["right"].set_color(GREY)
     axis.tick_params(labelsize=9, length=3, colors=GREY)
-    known = f" (known to step {loss.steps[-1]:,})" * (loss.steps[-1] < steps[-1])
+    known = f" (known to step {loss.steps[-1]:,})" if loss.steps[-1] < steps[-1] else ""
     axis.set_ylabel(f"{name}{known}", fontsize=9.5, color=GREY)
 
 

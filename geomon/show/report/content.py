@@ -166,7 +166,7 @@ def _before_alerts(runs: Runs) -> dict[str, Lines]:
     found = {}
     for run, readings in runs.items():
         for first in first_alerts(readings):
-            step, name = first.alert.step, f"{run}: " * (len(runs) > 1)
+            step, name = first.alert.step, f"{run}: " if len(runs) > 1 else ""
             for course in first.alert.courses[:_MOST_COURSES]:
                 line = Line("", course.steps, course.values, BLUE)
                 title = f"{name}{first.alert.kind} at step {step:,}: {course.tag}"

@@ -61,12 +61,14 @@ def view(
 
 def _first_line(last: Reading, state: str, *, is_brief: bool) -> Text:
     """Describe the last reading of a run, and whether the run goes on."""
-    share = f"{last.overhead * 100:.{1 if last.overhead < 0.1 else 0}f} %"
+    share = f"geomon {last.overhead * 100:.{1 if last.overhead < 0.1 else 0}f} %"
+    if not is_brief:
+        share += " of the time"
     parts = (
         f"{duration(time.time() - last.time)} ago",
         "" if is_brief else f"{last.source}, {last.mode}",
         state,
-        f"geomon {share}{' of the time' * (not is_brief)}" * math.isfinite(last.overhead),
+        share if math.isfinite(last.overhead) else "",
     )
     return safe(f"step {last.step:,}", "bold").append_text(
         safe("".join(f" · {part}" for part in parts if part), "not bold dim")
