@@ -163,16 +163,9 @@ class Planner:
         """Return whether a reading is made at a step; a collective if it must fit the share."""
         is_alone = not self._group.connected
         is_urgent = self._is_urgent and is_alone
-        asks = step >= self._ask
-        if self._schedule is not None:
-            jumped = range(max(before + 1, step - _MOST_JUMPED), step) if before is not None else ()
-            self._is_owed = self._is_owed or any(map(self._schedule, jumped))
-            is_scheduled = step == 0 or self._schedule(step)
-            if self._share is None:
-                return is_scheduled or self._is_owed or is_urgent
-            self._left_out += is_scheduled and self._is_owed
-            asks = is_scheduled or (self._is_owed and asks)
-            self._is_owed = self._is_owed or is_scheduled
+        asks = step >= self._ask if self._schedule is None else self._is_asked(before, step)
+        if self._schedule is not None and self._share is None:
+            return asks or is_urgent
         if not (asks or is_urgent) or (busy and is_alone):
             return False
         is_made = self._is_urgent or self.purse.pays(step, spread=self._fills)
@@ -180,6 +173,18 @@ class Planner:
         own = is_made, ask if end is None or end <= step else min(ask, end)
         is_made, self._ask = own if is_alone else self._group.meet(step, own)[0]
         return is_made
+
+    def _is_asked(self, before: int | None, step: int) -> bool:
+        """Return whether the schedule asks for a reading at a step, or is owed one."""
+        assert self._schedule is not None
+        jumped = range(max(before + 1, step - _MOST_JUMPED), step) if before is not None else ()
+        self._is_owed = was_owed = self._is_owed or any(map(self._schedule, jumped))
+        is_scheduled = step == 0 or self._schedule(step)
+        if self._share is None:
+            return is_scheduled or was_owed
+        self._left_out += is_scheduled and was_owed
+        self._is_owed = was_owed or is_scheduled
+        return is_scheduled or (was_owed and step >= self._ask)
 
 
 __all__ = ["DEFAULT_SHARE", "Account", "Due", "Planner"]
