@@ -10,7 +10,7 @@ ARGS ?=
 # Every experiment of recipes/ is a target of the same name: make grokking
 EXPERIMENTS := $(filter-out study,$(patsubst recipes/%/experiment.py,%,$(wildcard recipes/*/experiment.py)))
 
-.PHONY: enwik8 faults claims $(EXPERIMENTS) test check format architectures api bench clean help
+.PHONY: enwik8 faults claims $(EXPERIMENTS) test check format architectures docs bench clean help
 
 help:
 	@echo "make enwik8         train a character decoder on enwik8 and watch its geometry"
@@ -21,7 +21,7 @@ help:
 	@echo "make test           the whole test suite"
 	@echo "make check          lint, format and types"
 	@echo "make format         apply lint and format"
-	@echo "make api            build/api/: the reference of every public name, from the docstrings"
+	@echo "make docs           build/site/: tutorial, pages, metrics and the reference of every public name"
 	@echo "make bench          measure what geomon costs here"
 	@echo "make architectures  docs/architectures.md: what geomon sees of each model, beside its own attention"
 	@echo "make clean          remove the environment and build outputs; runs/ stays"
@@ -60,9 +60,10 @@ format: $(READY)
 architectures: $(READY)
 	@$(BIN)/python tests/test_architectures.py
 
-api: $(READY)
-	@$(BIN)/python -m pdoc --docformat google --no-show-source -o build/api geomon geomon.lightning geomon.huggingface
-	@echo "open build/api/index.html"
+docs: $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "open build/site/index.html, or: $(BIN)/python -m http.server --directory build/site"
 
 bench: $(READY)
 	@$(BIN)/python -m benchmarks.cost reading
