@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from geomon.version import __version__
 
 if TYPE_CHECKING:
+    from geomon.analysis import Phase
     from geomon.description import describe
     from geomon.metrics import METRICS, MORE_METRICS, Metric, at_last, select
     from geomon.monitor import Monitor, every, log_spaced
@@ -29,6 +30,7 @@ __all__ = [
     "Metric",
     "MetricText",
     "Monitor",
+    "Phase",
     "Reading",
     "Readings",
     "Sink",
@@ -57,6 +59,7 @@ _MODULES = {
     "Metric": "metrics",
     "MetricText": "record.columns",
     "Monitor": "monitor",
+    "Phase": "analysis",
     "Reading": "record",
     "Readings": "record",
     "Sink": "record",

@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from geomon import log_spaced, read
-from geomon.analysis import Phase
+from geomon import Phase, log_spaced, read
 from geomon.lightning import GeometryMonitor
 from geomon.show import Printer, geometry_figure, run_table, save
 from recipes.enwik8.subwords import load_tokens
