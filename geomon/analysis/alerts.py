@@ -10,7 +10,7 @@ wrong, and what they notice.
 import difflib
 import itertools
 import math
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -440,7 +440,6 @@ class AlertWatch:
         self._batches: dict[str, int] = {}  # first step with a batch, last batches last
         self._last_batch: tuple[str, int] | None = None  # and its step
         self._repeats = 0  # batches that came again
-        self._lost: Counter[str] = Counter()  # losses that were not finite, by name
         self._resumes = False  # whether the readings so far are of earlier starts
         # The first and the last readings of earlier starts, until they are compared, by source.
         self._origins: dict[str, Reading] = {}
@@ -538,7 +537,10 @@ class AlertWatch:
         if not is_repeat:
             return []
         self._repeats += 1
-        return self._of_fact("same_batch", reading.step, Finding(self._repeats, {"before": before}))
+        found = Finding(self._repeats, {"before": before})
+        if not self._is_news(("same_batch", ""), RULES["same_batch"], found):
+            return []
+        return self._of_fact("same_batch", reading.step, found)
 
     def add_loss(self, step: int, name: str, value: float) -> list[Alert]:
         """Return the alert that a logged loss raises because it is not finite any more.
@@ -549,9 +551,7 @@ class AlertWatch:
             value: NaN or an infinity.
         """
         words = "NaN" if math.isnan(value) else f"{value:g}"
-        self._lost[name] += 1
-        found = Finding(self._lost[name], {"name": name, "value": words})
-        return self._of_fact("loss_not_finite", step, found, name)
+        return self._of_fact("loss_not_finite", step, Finding(1, {"name": name, "value": words}))
 
     def add_still(
         self, step: int, names: Sequence[str], layers: Sequence[int], steps: int
@@ -569,14 +569,14 @@ class AlertWatch:
             "names": _some(names, _NAMED),
         }  # fmt: skip
         found = Finding(len(names), numbers, tuple(layers))
-        return self._of_fact("unmoved_weights", step, found, names[0])
+        return self._of_fact("unmoved_weights", step, found)
 
-    def _of_fact(self, name: str, step: int, found: Finding, about: str = "") -> list[Alert]:
-        """Return the alert on a fact about something, if it is wanted and news."""
-        rule = self._rules.get(name)
-        if rule is None or not self._is_news((name, about), rule, found):
+    def _of_fact(self, name: str, step: int, found: Finding) -> list[Alert]:
+        """Return the alert on a fact, if it is wanted."""
+        if name not in self._rules:
             return []
-        return [Alert(name, step, layers=found.layers, numbers=found.numbers, advice=rule.advice)]
+        advice = RULES[name].advice
+        return [Alert(name, step, layers=found.layers, numbers=found.numbers, advice=advice)]
 
     def _is_news(self, key: tuple[str, str], rule: AlertRule, found: Finding | None) -> bool:
         """Whether a finding is the first of its kind, or worse than what was said before."""

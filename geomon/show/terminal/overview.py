@@ -70,7 +70,7 @@ def _first_line(readings: Readings, state: str, *, is_brief: bool) -> Text:
         "" if is_brief else f"{last.source}, {last.mode}",
         state,
         f"geomon {share}{' of the time' * (not is_brief)}" * math.isfinite(last.overhead),
-        bands[0] if bands[1] and not is_brief else "",  # not yet
+        bands[0] if bands[1] and last.count and not is_brief else "",  # not yet
     )
     return safe(f"step {last.step:,}", "bold").append_text(
         safe("".join(f" · {part}" for part in parts if part), "not bold dim")
