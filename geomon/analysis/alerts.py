@@ -15,7 +15,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from geomon.analysis.bands import QUIET, SCATTER, SCATTER_READINGS, BandFindings, Bands, Departure
+from geomon.analysis.bands import (
+    QUIET,
+    SCATTER,
+    SCATTER_READINGS,
+    WATCHED,
+    BandFindings,
+    Bands,
+    Departure,
+)
 from geomon.analysis.resume import KEPT, LOSS, Change, compare_resumed
 from geomon.note import Note
 from geomon.record import Course, RaisedAlert, Reading, Readings
@@ -42,7 +50,7 @@ _BATCHES = 4096  # most batches that are remembered
 # Steps of healthy trainings in which false alarms were counted: docs/warnings.md.
 HEALTHY_STEPS = 61_608
 # Healthy resumes in which false alarms were counted: docs/alerts.md.
-HEALTHY_RESUMES = 0
+HEALTHY_RESUMES = 1_304
 
 
 # Positional and keyword arguments of a call of the model.
@@ -614,7 +622,8 @@ def _of_resume(step: int, last: int, changes: Sequence[Change], *, is_fresh: boo
     """Return the alert on values that moved at a resume, in the words that fit them."""
     weights = [change for change in changes if change.place.metric == "weight_norm"]
     inner = [change for change in changes if change.place.layer is not None]
-    first, *others = [*weights, *(each for each in changes if each not in weights)]
+    rest = [each for each in changes if each not in weights]
+    first, *others = [*weights, *sorted(rest, key=lambda each: each.place.layer is None)]
     then = [f"{_words_of(one.place)} {one.now:.3g}, before {one.before:.3g}" for one in others]
     if is_fresh:
         cause = "most are back at the values of the first reading, as if weights were drawn anew"
@@ -629,8 +638,12 @@ def _of_resume(step: int, last: int, changes: Sequence[Change], *, is_fresh: boo
         )
     else:
         cause = "no value of a layer moved further than usual"
-        advice = "look at the head and whether it is tied, at the labels and at the data"
-    usual = f" (it moves by about {first.usual:.2g} between readings)" if first.usual else ""
+        advice = (
+            "look at the head and whether it is tied, the labels, the data and the configuration"
+        )
+    by_share = first.place.metric != LOSS and WATCHED[first.place.metric].by_logarithm
+    size = f"{100 * first.usual:.2g} %" if by_share else f"{first.usual:.2g}"
+    usual = f" (it moves by about {size} between readings)" if first.usual else ""
     also = f"also {_some(then, _NAMED)}" if then else ""
     numbers: _Numbers = {
         "metric": _name_of(first.place), "value": first.now, "before": first.before, "last": last,

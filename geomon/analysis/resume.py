@@ -22,9 +22,11 @@ LOSS, _LEAST_LOSS = "loss", 0.05
 # Most earlier readings that are kept, and fewest changes between them that say what is usual. They
 # are of the last half of the training, or, if that has few, the last ones.
 KEPT, _FEWEST, _ENOUGH, _SHARE = 13, 2, 4, 0.5
-# Probability that any place is named by chance, and the number of changes at other places of its
-# metric that count as its own, since few changes say little of a place.
-_CHANCE, _SHRUNK = 0.01, 4
+# Farther back than this share of the training, nothing is compared.
+_NEAR = 0.7
+# Probability that any place is named by chance, and that any loss is; and the number of changes at
+# other places of its metric that count as its own, since few changes say little of a place.
+_CHANCE, _SHRUNK = 0.002, 4
 # Smallest value for a logarithm.
 _TINY = 1e-9
 
@@ -78,7 +80,8 @@ def compare_resumed(
     """
     rows, now = [_values(each) for each in earlier], _values(reading)
     before, changes = (earlier or [reading])[-1], []
-    if reading.step >= FIRST and len(pairs := _pairs(earlier, reading.step)) >= _FEWEST:
+    is_near = reading.step >= FIRST and before.step >= _NEAR * reading.step
+    if is_near and len(pairs := _pairs(earlier, reading.step)) >= _FEWEST:
         gap = reading.step - before.step
         usual = [
             (rows[one], rows[one + 1], gap / (earlier[one + 1].step - earlier[one].step))
@@ -170,16 +173,19 @@ def _unusual(
     ])  # fmt: skip
     known = np.isfinite(changes)
     counts, squares = known.sum(axis=0), np.where(known, changes, 0.0) ** 2
+    losses = sum(place.metric == LOSS for place in places)
     found = []
     for metric in dict.fromkeys((place.stack, place.metric) for place in places):
         own = [n for n, place in enumerate(places) if (place.stack, place.metric) == metric]
         if not (total := counts[own].sum()):
             continue
         common = squares[:, own].sum() / total
+        chance = _CHANCE / (losses if metric[1] == LOSS else len(places) - losses)
         for n in own:
-            place, freedom = places[n], int(counts[n]) + _SHRUNK
-            typical = math.sqrt((squares[:, n].sum() + _SHRUNK * common) / freedom)
-            limit = max(typical * student(freedom, _CHANCE / len(places)), _least(place))
+            place, others = places[n], min(_SHRUNK, int(total - counts[n]))
+            freedom = int(counts[n]) + others
+            typical = math.sqrt((squares[:, n].sum() + others * common) / freedom)
+            limit = max(typical * student(freedom, chance), _least(place))
             change = abs(_scaled(place, now[place]) - _scaled(place, before[place]))
             if change > limit:
                 found.append(Change(place, before[place], now[place], typical, change / limit))
