@@ -161,11 +161,13 @@ def _differences(quantity: Quantity, one: Reading, other: Reading) -> list[Diffe
 
 def _furthest(whole: Difference, parts: Sequence[Difference]) -> Difference | None:
     """Return the layer that differs most, relative to its error if errors are known."""
-    layers = [each for each in parts if len(each.place) == 1 and each.verdict != "equal"]
-    if len(layers) < _FEWEST_LAYERS or not (whole.differs or whole.verdict == "error unknown"):
+    layers = [each for each in parts if len(each.place) == 1]
+    others = [each for each in layers if each.verdict != "equal"]
+    is_open = whole.differs or whole.verdict == "error unknown"
+    if len(layers) < _FEWEST_LAYERS or not (others and is_open):
         return None
-    has_errors = all(each.margin > 0 for each in layers)
-    return max(layers, key=lambda each: abs(each.change) / (each.margin if has_errors else 1.0))
+    has_errors = all(each.margin > 0 for each in others)
+    return max(others, key=lambda each: abs(each.change) / (each.margin if has_errors else 1.0))
 
 
 def _by_place(quantity: Quantity, reading: Reading) -> dict[tuple[int, ...], Point]:

@@ -41,7 +41,7 @@ _PACKED = (
     "of projected queries and keys count each sequence separately"
 )
 _STARTED = "{name} starts at {start:,}, and in no row at 0"
-_REPEATED = "{name} repeats positions: most tokens have that of the token before"
+_REPEATED = "{name} repeats positions: tokens half a row apart have the same one"
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
