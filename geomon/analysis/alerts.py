@@ -112,8 +112,11 @@ look there; false alarms: 0 in 61,608 healthy steps (geomon alerts logit_growth)
         With the step before it, its sentence fits a line.
         """
         rule, kind = RULES[self.name], self.name.replace("_", " ")
-        parts = (rule.more, self.advice, f"{rule.odds} (geomon alerts {self.name})")
         places = self._places
+        parts = (
+            f"at {self.where}" if len(places) > 1 else "", rule.more, self.advice,
+            f"{rule.odds} (geomon alerts {self.name})",
+        )  # fmt: skip
         for where in (_some(places, 1), *places[:1], ""):
             note = Note(
                 self.name,

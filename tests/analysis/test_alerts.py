@@ -9,6 +9,7 @@ import pytest
 from tagged import reading_of
 
 from geomon.analysis.alerts import (
+    HEALTHY_RESUMES,
     HEALTHY_STEPS,
     RULES,
     Alert,
@@ -91,6 +92,7 @@ def test_entropy_collapses_if_many_heads_of_several_layers_attend_to_one_key(nam
         (alert,) = find_alerts(run)
         assert alert.words().startswith(
             "entropy collapse (layer 1, head 0 and 4 more): at 4.90 % of uniform, below 5 %; "
+            "at layer 1, head 0; layer 1, head 1; layer 1, head 2 and 2 more; "
             "5 heads attend to nearly one key; "
         )
 
@@ -184,6 +186,7 @@ def test_how_often_alerts_are_false_is_what_the_page_counts():
     counted = re.findall(r"(\w+) (\d+)", page.partition("\nBy kind: ")[2].partition(".")[0])
     said = {name: rule.false_alarms for name, rule in RULES.items() if rule.false_alarms}
     assert {name: int(count) for name, count in counted} == said
+    assert f"{HEALTHY_RESUMES:,} readings were compared" in (DOCS / "alerts.md").read_text()
 
 
 def jumping(**jumps):

@@ -21,7 +21,7 @@ COURSE = [
     (256, 6.5, 1.09), (512, 5.5, 1.08), (1024, 5.0, 1.06),
 ]  # fmt: skip
 PHASES = ["level", "expanding", "compressing"]
-COLLAPSED = ["rank collapse (layer 0)", "rank collapse (layer 0; layer 1; layer 2 and 1 more)"]
+COLLAPSED = ["rank collapse (layer 0): effective", "rank collapse (layer 0 and 3 more): effective"]
 
 
 def follow(course, directory=None, probed=None, **options):
