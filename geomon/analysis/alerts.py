@@ -134,10 +134,10 @@ def alert_opening(step: int) -> str:
     return f"alert at step {step:,}: "
 
 
-def _some(places: Sequence[str], most: int) -> str:
-    """Name the first places, and the number of others."""
-    more = f" and {len(places) - most} more" if len(places) > most else ""
-    return "; ".join(places[:most]) + more
+def _some(names: Sequence[str], most: int, separator: str = "; ") -> str:
+    """List the first names, and the number of others."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + more
 
 
 class FirstAlert(NamedTuple):
@@ -360,7 +360,7 @@ RULES: Mapping[str, AlertRule] = {
     "unmoved_weights": AlertRule(
         None,
         "trainable weights that do not move while others do",
-        "{count} trainable one{plural}, still for {steps:,} steps",
+        "{count} trainable weight{plural} did not move in {steps:,} steps",
         "look at the parameters that the optimizer got, and at their gradients and data type",
         "{names}",
         false_alarms=None,
@@ -577,7 +577,7 @@ class AlertWatch:
         """
         numbers: _Numbers = {
             "count": len(names), "plural": "s" * (len(names) > 1), "steps": steps,
-            "names": _some(names, _NAMED),
+            "names": _some(names, _NAMED, ", "),
         }  # fmt: skip
         found = Finding(len(names), numbers, tuple(layers))
         return self._of_fact("unmoved_weights", step, found)

@@ -303,11 +303,14 @@ NUMBERS = {
 }  # fmt: skip
 
 
+OF_NO_STACK = ("loss_not_finite", "same_batch", "unmoved_weights")
+
+
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("stack", ["", "text_encoder"])
 def test_the_first_line_of_an_alert_is_short_and_loses_nothing(name, stack):
-    if name not in NUMBERS:
-        pytest.skip("a rule whose longest words are not known here")
+    if name not in NUMBERS or (stack and name in OF_NO_STACK):
+        pytest.skip("a rule whose longest words are not known here, or that names no stack")
     alert = Alert(name, stack=stack, numbers=NUMBERS[name], advice=RULES[name].advice, **LONG)
     line, more = alert.note().lines("alert at step 123,456: ")
     assert len(line) <= 100
