@@ -6,6 +6,9 @@ from typing import Any
 
 import msgspec
 
+# Most characters of the first line of an alert.
+WIDTH = 100
+
 
 class Note(msgspec.Struct, frozen=True, omit_defaults=True):
     """A remark for the reader of the numbers.
@@ -14,6 +17,7 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
         kind: Subject of the note; the log has one line of each kind.
         text: The sentence. If there are layers or numbers, a `str.format` template where `{where}`
             is replaced by the layers, and the name of a number by that number.
+        more: What stands behind the sentence, such as advice; a template too. Defaults to "".
         stack: Name of the stack of blocks; "" if the model has only one.
         layers: Indices of the layers.
         heads: (layer, head) pairs.
@@ -40,6 +44,7 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
     advice: str = ""
     is_error: bool = False
     is_odd: bool = False
+    more: str = ""
 
     @property
     def is_alert(self) -> bool:
@@ -47,14 +52,35 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
         return bool(self.advice)
 
     def words(self) -> str:
-        """Return the sentence."""
-        sentence = self.text
-        if self.numbers or self.layers:
-            where = f", layer {', '.join(map(str, self.layers))}" if self.layers else ""
-            given: dict[str, Any] = {"where": where, **self.numbers}
-            with contextlib.suppress(LookupError, ValueError, AttributeError):  # a damaged record
-                sentence = sentence.format(**given)
+        """Return the sentence, with what stands behind it."""
+        return "; ".join(filter(None, (self._headline, self._filled(self.more))))
+
+    def lines(self, opening: str = "") -> tuple[str, str]:
+        """Return the sentence as a line of at most 100 characters, and what stands behind it.
+
+        Args:
+            opening: First words of the line. Defaults to "".
+        """
+        line, more = f"{opening}{self._headline}", self._filled(self.more)
+        if len(line) <= WIDTH:
+            return line, more
+        end = max(line.rfind(" ", len(opening) + 1, WIDTH - 3), 0) or WIDTH - 4
+        return f"{line[:end]} ...", "; ".join(filter(None, (f"... {line[end:].strip()}", more)))
+
+    @property
+    def _headline(self) -> str:
+        sentence = self._filled(self.text)
         return f"{self.stack}: {sentence}" if self.stack else sentence
+
+    def _filled(self, template: str) -> str:
+        """Put the layers and numbers into a template."""
+        if not (self.numbers or self.layers):
+            return template
+        where = f", layer {', '.join(map(str, self.layers))}" if self.layers else ""
+        given: dict[str, Any] = {"where": where, **self.numbers}
+        with contextlib.suppress(LookupError, ValueError, AttributeError):  # a damaged record
+            return template.format(**given)
+        return template
 
     def __str__(self) -> str:
         return self.words()

@@ -10,11 +10,21 @@ wrong, and what they notice.
 import difflib
 import itertools
 import math
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from geomon.analysis.bands import QUIET, SCATTER, SCATTER_READINGS, BandFindings, Bands
+from geomon.analysis.bands import (
+    QUIET,
+    SCATTER,
+    SCATTER_READINGS,
+    WATCHED,
+    BandFindings,
+    Bands,
+    Departure,
+)
+from geomon.analysis.resume import KEPT, LOSS, Change, compare_resumed
 from geomon.note import Note
 from geomon.record import Course, RaisedAlert, Reading, Readings
 from geomon.record.columns import Column, Place
@@ -39,6 +49,8 @@ _BATCHES = 4096  # most batches that are remembered
 
 # Steps of healthy trainings in which false alarms were counted: docs/warnings.md.
 HEALTHY_STEPS = 61_608
+# Healthy resumes in which false alarms were counted: docs/alerts.md.
+HEALTHY_RESUMES = 1_304
 
 
 # Positional and keyword arguments of a call of the model.
@@ -76,10 +88,12 @@ class Alert:
     @property
     def where(self) -> str:
         """The places furthest beyond the limit, and the number of others."""
-        places = [f"layer {layer}, head {head}" for layer, head in self.heads]
-        places = places or [f"layer {layer}" for layer in self.layers]
-        more = f" and {len(places) - _NAMED} more" if len(places) > _NAMED else ""
-        return "; ".join(places[:_NAMED]) + more
+        return _some(self._places, _NAMED)
+
+    @property
+    def _places(self) -> list[str]:
+        heads = [f"layer {layer}, head {head}" for layer, head in self.heads]
+        return heads or [f"layer {layer}" for layer in self.layers]
 
     def words(self) -> str:
         """Describe the alert in one sentence.
@@ -87,22 +101,43 @@ class Alert:
         Example:
             >>> Alert("logit_growth", 80, heads=((3, 1),),
             ...       numbers={"largest": 1300.0, "limit": 1000.0}, advice="look there").words()
-            'logit growth (layer 3, head 1): largest score before the softmax 1,300, above 1,000; \
+            'logit growth (layer 3, head 1): largest attention score 1,300, above 1,000; \
 look there; false alarms: 0 in 61,608 healthy steps (geomon alerts logit_growth)'
         """
         return self.note().words()
 
     def note(self) -> Note:
-        """Build the note of the reading, whose kind is the name of the rule."""
-        where = f" ({self.where})" if self.where else ""
-        rule = RULES[self.name]
-        return Note(
-            self.name,
-            f"{self.name.replace('_', ' ')}{where}: {rule.text}; {self.advice}; {rule.odds} "
-            f"(geomon alerts {self.name})",
-            stack=self.stack, layers=self.layers, heads=self.heads,
-            numbers=self.numbers, advice=self.advice,
+        """Build the note of the reading, whose kind is the name of the rule.
+
+        With the step before it, its sentence fits a line.
+        """
+        rule, kind = RULES[self.name], self.name.replace("_", " ")
+        places = self._places
+        parts = (
+            f"at {self.where}" if len(places) > 1 else "", rule.more, self.advice,
+            f"{rule.odds} (geomon alerts {self.name})",
         )  # fmt: skip
+        for where in (_some(places, 1), *places[:1], ""):
+            note = Note(
+                self.name,
+                f"{kind}{f' ({where})' if where else ''}: {rule.text}",
+                stack=self.stack, layers=self.layers, heads=self.heads,
+                numbers=self.numbers, advice=self.advice, more="; ".join(filter(None, parts)),
+            )  # fmt: skip
+            if not note.lines(alert_opening(self.step))[0].endswith("..."):
+                break
+        return note
+
+
+def alert_opening(step: int) -> str:
+    """Return the first words of the line that tells of an alert."""
+    return f"alert at step {step:,}: "
+
+
+def _some(names: Sequence[str], most: int, separator: str = "; ") -> str:
+    """List the first names, and the number of others."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + more
 
 
 class FirstAlert(NamedTuple):
@@ -150,12 +185,14 @@ class Finding(NamedTuple):
         numbers: Numbers that were found, by their names in the text of the rule.
         layers: Indices of the layers, those furthest beyond the limit first.
         heads: (layer, head) pairs, in the same order.
+        excess: How far beyond its limit the furthest value is. Defaults to 0, for unknown.
     """
 
     size: float
     numbers: _Numbers
     layers: tuple[int, ...] = ()
     heads: tuple[tuple[int, int], ...] = ()
+    excess: float = 0.0
 
 
 class AlertRule(NamedTuple):
@@ -165,21 +202,26 @@ class AlertRule(NamedTuple):
         find: Function of a reading, the name of a stack and its bands that finds what is beyond a
             limit; None if something else than the values of a reading is watched.
         seeks: Condition that it looks for.
-        text: The finding, as a `str.format` template for the numbers.
+        text: The finding in a few words, as a `str.format` template for the numbers.
         advice: Things to look at.
-        false_alarms: Number of false alarms in `HEALTHY_STEPS` steps of healthy trainings; None if
-            the alert states a fact, without a threshold. Defaults to 0.
+        more: What stands behind the finding, as a template too. Defaults to "".
+        false_alarms: Number of false alarms in healthy trainings; None if the alert states a fact,
+            without a threshold. Defaults to 0.
+        healthy: How much of healthy trainings that is. Defaults to `HEALTHY_STEPS` steps.
         may_begin: Whether a finding in the first reading is not a reason for an alert. Defaults to
             True.
-        passes: Number of readings without a finding after which the next one is a new alert.
-            Defaults to None: an alert is new only if it finds four times as much.
+        passes: Number of readings without a finding after which the next one is a new alert if it
+            finds more, or other places. Defaults to None: an alert is new only if it finds four
+            times as much.
     """
 
     find: Callable[[Reading, str, BandFindings], Finding | None] | None
     seeks: str
     text: str
     advice: str
+    more: str = ""
     false_alarms: int | None = 0
+    healthy: str = f"{HEALTHY_STEPS:,} healthy steps"
     may_begin: bool = True
     passes: int | None = None
 
@@ -188,7 +230,7 @@ class AlertRule(NamedTuple):
         """How often the alert is false, in words."""
         if self.false_alarms is None:
             return "a fact, without a threshold"
-        return f"false alarms: {self.false_alarms} in {HEALTHY_STEPS:,} healthy steps"
+        return f"false alarms: {self.false_alarms} in {self.healthy}"
 
 
 def _left_band(reading: Reading, stack: str, bands: BandFindings) -> Finding | None:
@@ -201,22 +243,35 @@ def _left_band(reading: Reading, stack: str, bands: BandFindings) -> Finding | N
     ]
     numbers: _Numbers = {
         "metric": _name_of(first.place), "value": first.value, "low": first.low, "high": first.high,
-        "since": first.step, "count": len(bands.left),
+        "since": first.step, "count": len(bands.left), "tag": first.place.tag,
         "then": "; then " + ", ".join(others[:_NAMED]) if others else "",
     }  # fmt: skip
-    places = [left.place for left in bands.left]
-    if first.place.kind != "head":
-        layers = dict.fromkeys(place.layer or 0 for place in places)
-        return Finding(len(places), numbers, layers=tuple(layers))
-    heads = dict.fromkeys((p.layer or 0, p.head) for p in places if p.kind == "head")
-    return Finding(len(places), numbers, heads=tuple(heads))
+    excess = max(departure.size for departure in bands.departures)
+    return Finding(
+        len(bands.left), numbers, **_places_of([x.place for x in bands.left]), excess=excess
+    )
+
+
+def _places_of(places: Sequence[Place]) -> dict[str, Any]:
+    """Return the heads if the first place is one, or else the layers."""
+    if places[0].kind == "head":
+        heads = [(place.layer or 0, place.head) for place in places if place.kind == "head"]
+        return {"heads": tuple(dict.fromkeys(heads))}
+    layers = [place.layer for place in places if place.layer is not None]
+    return {"layers": tuple(dict.fromkeys(layers))}
 
 
 def _name_of(place: Place) -> str:
-    return "/".join(filter(None, (place.metric, place.part)))
+    """Return the name of a place's metric and part, shortened for a line."""
+    if place.metric == LOSS:
+        return place.part
+    metric = place.metric.replace("attention_entropy_normalised", "attention entropy")
+    return "/".join(filter(None, (metric, place.part)))
 
 
 def _words_of(place: Place) -> str:
+    if place.layer is None:
+        return _name_of(place)
     head = f", head {place.head}" if place.kind == "head" else ""
     return f"{_name_of(place)} of layer {place.layer}{head}"
 
@@ -235,8 +290,7 @@ def _entropy_collapse(reading: Reading, stack: str, bands: BandFindings) -> Find
     if len(found) <= _HEADS * len(heads) or layers < _LAYERS:
         return None
     numbers: _Numbers = {
-        "count": len(found), "plural": "s" * (len(found) > 1), "limit": 100 * _ENTROPY,
-        "lowest": 100 * min(found.values()),
+        "count": len(found), "limit": 100 * _ENTROPY, "lowest": 100 * min(found.values()),
     }  # fmt: skip
     return Finding(len(found), numbers, heads=tuple(sorted(found, key=found.__getitem__)))
 
@@ -277,6 +331,8 @@ def _not_finite(reading: Reading, stack: str, bands: BandFindings) -> Finding | 
 
 
 _ATTENTION = "look at the learning rate, and at the norms of the queries and keys"
+# Rules of a fixed limit, which say nothing of a cause.
+_FIXED = ("rank_collapse", "logit_growth", "entropy_collapse")
 
 # Most serious first, the order in which pages list the alerts of a run.
 RULES: Mapping[str, AlertRule] = {
@@ -297,54 +353,64 @@ RULES: Mapping[str, AlertRule] = {
     "same_batch": AlertRule(
         None,
         "the same token ids as before, where batches have differed",
-        "the batch has the token ids of the one at step {before:,}",
+        "token ids of step {before:,} again",
         "look at the order of the data: the sampler, its seed, and what a resumed run skips",
         false_alarms=None,
     ),
     "unmoved_weights": AlertRule(
         None,
         "trainable weights that do not move while others do",
-        "{count} trainable weight{plural} did not move in {steps:,} steps: {names}",
+        "{count} trainable weight{plural} did not move in {steps:,} steps",
         "look at the parameters that the optimizer got, and at their gradients and data type",
+        "{names}",
         false_alarms=None,
+    ),
+    "changed_at_resume": AlertRule(
+        None,
+        "values of the first reading after a resume that moved further than between earlier ones",
+        "{metric} {value:.3g}, before {before:.3g}",
+        "look at what the checkpoint holds, and at what was loaded",
+        "before is at step {last:,}{usual}{then}",
+        healthy=f"{HEALTHY_RESUMES:,} healthy resumes",
     ),
     "left_band": AlertRule(
         _left_band,
         "a value at a layer or head outside the band that earlier readings predict",
-        "{metric} was {value:.3g} at step {since:,}, outside the expected {low:.3g} to "
-        "{high:.3g}{then}",
+        "{metric} {value:.3g}, expected {low:.3g} to {high:.3g}",
         "look at what changed at this step: data, learning rate, the weights of that block",
+        "{tag} left its band at step {since:,}{then}",
         false_alarms=3,
         passes=QUIET,
     ),
     "scatter_growth": AlertRule(
         _scatter_growth,
         "values at all layers and heads that scatter nearly twice as much as before",
-        "over {readings} readings, all watched values together have scattered {factor:.1f} "
-        "times as far from their lines as before, or more",
+        "all values scatter {factor:.1f} times as far as before",
         "look at the learning rate, at the gradients and at the data",
+        "over {readings} readings, all watched values together",
         false_alarms=2,
         passes=QUIET,
     ),
     "rank_collapse": AlertRule(
         _rank_collapse,
         f"an effective rank of the hidden states below {_RANK:g}",
-        "effective rank of the hidden states down to {lowest:.2f}, below {limit:g}",
+        "effective rank {lowest:.2f}, below {limit:g}",
         "look at the learning rate, its warm-up and the initialisation",
+        "the hidden states have hardly more than one direction",
     ),
     "logit_growth": AlertRule(
         _logit_growth,
         f"a score before the softmax above {_LOGIT:,.0f}",
-        "largest score before the softmax {largest:,.0f}, above {limit:,.0f}",
+        "largest attention score {largest:,.0f}, above {limit:,.0f}",
         f"{_ATTENTION}, or normalise both",
     ),
     "entropy_collapse": AlertRule(
         _entropy_collapse,
         f"more than {100 * _HEADS:.0f} % of the heads, in {_LAYERS} or more layers, with an "
         f"entropy below {100 * _ENTROPY:.0f} % of uniform attention's entropy",
-        "entropy of {count} head{plural} below {limit:.0f} % of uniform attention's entropy, "
-        "lowest {lowest:.2f} %",
+        "at {lowest:.2f} % of uniform, below {limit:.0f} %",
         _ATTENTION,
+        "{count} heads attend to nearly one key",
     ),
 }
 
@@ -379,12 +445,17 @@ class AlertWatch:
         self._rules = {name: RULES[name] for name in names}
         # By source (other tokens have other values) and stack.
         self._bands: dict[tuple[str, str], Bands] = {}
-        self._largest: dict[tuple[str, str], float] = {}  # by name and stack
+        self._said: dict[tuple[str, str], Finding] = {}  # the largest, by name and stack
         self._quiet: dict[tuple[str, str], int] = {}  # readings since the last finding
         self._begun: set[str] = set()  # sources that have had a reading
         self._batches: dict[str, int] = {}  # first step with a batch, last batches last
         self._last_batch: tuple[str, int] | None = None  # and its step
+        self._repeats = 0  # batches that came again
         self._resumes = False  # whether the readings so far are of earlier starts
+        # The first and the last readings of earlier starts, until they are compared, by source.
+        self._origins: dict[str, Reading] = {}
+        self._earlier: defaultdict[str, deque[Reading]] = defaultdict(lambda: deque(maxlen=KEPT))
+        self._given_up: dict[tuple[str, int], Reading] = {}  # by source and step
         self.asks_again = False
 
     def recall(self, reading: Reading) -> None:
@@ -393,8 +464,18 @@ class AlertWatch:
         Args:
             reading: A reading of a later step than the ones before.
         """
-        self.add(reading)
+        self._look(reading)
         self._resumes = True
+        self._origins.setdefault(reading.source, reading)
+        self._earlier[reading.source].append(reading)
+
+    def recall_given_up(self, readings: Sequence[Reading]) -> None:
+        """Remember readings of branches that were given up, to which the next ones can be compared.
+
+        Args:
+            readings: The readings, those of the last branch at the end.
+        """
+        self._given_up = {(reading.source, reading.step): reading for reading in readings}
 
     def add(self, reading: Reading) -> list[Alert]:
         """Process the next reading, and return the alerts that it raises.
@@ -402,6 +483,23 @@ class AlertWatch:
         Args:
             reading: A reading of a later step than the ones before.
         """
+        return [*self._compare(reading), *self._look(reading)]
+
+    def _compare(self, reading: Reading) -> list[Alert]:
+        """Return the alert on the first reading of a source after a resume."""
+        earlier = self._earlier.pop(reading.source, deque())
+        if "changed_at_resume" not in self._rules or not earlier:
+            return []
+        origin = self._origins.pop(reading.source)
+        rows = [*([] if earlier[0] is origin else [origin]), *earlier]
+        twin = self._given_up.pop((reading.source, reading.step), None)
+        found = compare_resumed(rows, reading, twin)
+        if not found.changes:
+            return []
+        return [_of_resume(reading.step, found.step, found.changes, is_fresh=found.is_fresh)]
+
+    def _look(self, reading: Reading) -> list[Alert]:
+        """Look for everything but what a resume changed."""
         stacks = dict.fromkeys([*reading.stacks, *(note.stack for note in reading.notes)])
         # A check and a reading of one rank look at the same pass.
         alone = reading.source == "inline" and reading.world_size == 1
@@ -422,12 +520,12 @@ class AlertWatch:
                 found = rule.find(reading, stack, bands[stack])
                 is_news = self._is_news((name, stack), rule, found)
                 if found and is_news and not (first and rule.may_begin):
-                    left = bands[stack].left[:_COURSES] if name == "left_band" else []
-                    courses = tuple(own[stack].course(one.place) for one in left)
+                    left = bands[stack].left if is_watched else []
+                    courses = tuple(own[stack].course(one.place) for one in left[:_COURSES])
                     alerts.append(
                         Alert(
                             name, reading.step, stack, found.layers, found.heads, found.numbers,
-                            rule.advice, courses,
+                            _advice(name, left), courses if name == "left_band" else (),
                         )
                     )  # fmt: skip
         return alerts + self._same_batch(reading)
@@ -443,13 +541,17 @@ class AlertWatch:
             return []
         before = self._batches.setdefault(batch, reading.step)
         repeats = (batch, before) == self._last_batch
-        is_news = len(self._batches) > 1 and (repeats or self._resumes) and before < reading.step
+        is_repeat = len(self._batches) > 1 and (repeats or self._resumes) and before < reading.step
         self._last_batch, self._resumes = (batch, reading.step), False
         if len(self._batches) > _BATCHES:
             self._batches.pop(next(iter(self._batches)))
-        if not is_news:
+        if not is_repeat:
             return []
-        return self._of_fact("same_batch", reading.step, {"before": before})
+        self._repeats += 1
+        found = Finding(self._repeats, {"before": before})
+        if not self._is_news(("same_batch", ""), RULES["same_batch"], found):
+            return []
+        return self._of_fact("same_batch", reading.step, found)
 
     def add_loss(self, step: int, name: str, value: float) -> list[Alert]:
         """Return the alert that a logged loss raises because it is not finite any more.
@@ -460,7 +562,7 @@ class AlertWatch:
             value: NaN or an infinity.
         """
         words = "NaN" if math.isnan(value) else f"{value:g}"
-        return self._of_fact("loss_not_finite", step, {"name": name, "value": words})
+        return self._of_fact("loss_not_finite", step, Finding(1, {"name": name, "value": words}))
 
     def add_still(
         self, step: int, names: Sequence[str], layers: Sequence[int], steps: int
@@ -473,30 +575,87 @@ class AlertWatch:
             layers: Depths of the blocks that hold some of them.
             steps: Number of steps without a move.
         """
-        others = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         numbers: _Numbers = {
             "count": len(names), "plural": "s" * (len(names) > 1), "steps": steps,
-            "names": ", ".join(names[:_NAMED]) + others,
+            "names": _some(names, _NAMED, ", "),
         }  # fmt: skip
-        return self._of_fact("unmoved_weights", step, numbers, tuple(layers))
+        found = Finding(len(names), numbers, tuple(layers))
+        return self._of_fact("unmoved_weights", step, found)
 
-    def _of_fact(
-        self, name: str, step: int, numbers: _Numbers, layers: tuple[int, ...] = ()
-    ) -> list[Alert]:
+    def _of_fact(self, name: str, step: int, found: Finding) -> list[Alert]:
         """Return the alert on a fact, if it is wanted."""
         if name not in self._rules:
             return []
-        return [Alert(name, step, layers=layers, numbers=numbers, advice=RULES[name].advice)]
+        advice = RULES[name].advice
+        return [Alert(name, step, layers=found.layers, numbers=found.numbers, advice=advice)]
 
     def _is_news(self, key: tuple[str, str], rule: AlertRule, found: Finding | None) -> bool:
-        """Whether a finding is the first of its kind, or four times as large as the largest."""
-        self._quiet[key] = 0 if found else self._quiet.get(key, 0) + 1
-        if self._quiet[key] == rule.passes:
-            self._largest.pop(key, None)
-        if found and found.size >= _AGAIN * self._largest.get(key, 0.0):
-            self._largest[key] = found.size
-            return True
-        return False
+        """Whether a finding is the first of its kind, or worse than what was said before."""
+        quiet = self._quiet.get(key, 0)
+        self._quiet[key] = 0 if found else quiet + 1
+        if not found:
+            return False
+        said = self._said.get(key)
+        # After a quiet time it is another event; else it has to be four times as large.
+        is_other = said is not None and rule.passes is not None and quiet >= rule.passes
+        is_more = said is None or found.size >= _AGAIN * said.size
+        if not (is_more or (is_other and said is not None and _is_worse(found, said))):
+            return False
+        self._said[key] = found
+        return True
+
+
+def _is_worse(found: Finding, said: Finding) -> bool:
+    """Whether a finding is larger than another one, or is at other places."""
+    are_new = {*found.layers, *found.heads} - {*said.layers, *said.heads}
+    return bool(are_new) or found.size > said.size or found.excess > said.excess
+
+
+def _advice(name: str, left: Sequence[Departure]) -> str:
+    """Return the advice of a rule; a fixed limit sends to what has left its band first."""
+    advice = RULES[name].advice
+    if name not in _FIXED or not left:
+        return advice
+    first = next((one for one in left if one.place.metric == "weight_norm"), left[0])
+    place = f"{_words_of(first.place)}, out of its band at step {first.step:,}"
+    return f"look first at {place}; then {advice.removeprefix('look ')}"
+
+
+def _of_resume(step: int, last: int, changes: Sequence[Change], *, is_fresh: bool) -> Alert:
+    """Return the alert on values that moved at a resume, in the words that fit them."""
+    weights = [change for change in changes if change.place.metric == "weight_norm"]
+    inner = [change for change in changes if change.place.layer is not None]
+    rest = [each for each in changes if each not in weights]
+    first, *others = [*weights, *sorted(rest, key=lambda each: each.place.layer is None)]
+    then = [f"{_words_of(one.place)} {one.now:.3g}, before {one.before:.3g}" for one in others]
+    if is_fresh:
+        cause = "most are back at the values of the first reading, as if weights were drawn anew"
+        advice = "look at whether the checkpoint was loaded: its keys, and strict=False"
+    elif weights:
+        cause, advice = "", "look at what was loaded into these weights"
+    elif inner:
+        cause = "the norms of all weights are as before"
+        advice = (
+            "look at the configuration (rotary base, scale, masks), the order of the rows of "
+            "queries and keys, the gains of norms, and the data"
+        )
+    else:
+        cause = "no value of a layer moved further than usual"
+        advice = (
+            "look at the head and whether it is tied, the labels, the data and the configuration"
+        )
+    by_share = first.place.metric != LOSS and WATCHED[first.place.metric].by_logarithm
+    size = f"{100 * first.usual:.2g} %" if by_share else f"{first.usual:.2g}"
+    usual = f" (it moves by about {size} between readings)" if first.usual else ""
+    also = f"also {_some(then, _NAMED)}" if then else ""
+    numbers: _Numbers = {
+        "metric": _name_of(first.place), "value": first.now, "before": first.before, "last": last,
+        "count": len(changes), "usual": usual,
+        "then": "".join(f"; {words}" for words in (also, cause) if words),
+    }  # fmt: skip
+    stack = first.place.stack
+    places = _places_of([first.place, *(x.place for x in changes if x.place.stack == stack)])
+    return Alert("changed_at_resume", step, stack, numbers=numbers, advice=advice, **places)
 
 
 def check_alerts(names: Collection[str]) -> None:

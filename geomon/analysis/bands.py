@@ -349,7 +349,7 @@ class Bands:
 
     def _values(self, columns: Columns) -> _Array:
         """Return the watched values by column, as logarithms if their band is of logarithms."""
-        found = [*_watched(columns)]
+        found = [*watched_rows(columns)]
         flat = np.array([value for _, rows in found for row in rows for value in row])
         finite = np.isfinite(flat)
         layout = [(start, [*map(len, rows)]) for start, rows in found], finite.tobytes()
@@ -389,7 +389,7 @@ class Bands:
         return Course(place.tag, tuple(self._lane.steps[-COURSE:]), tuple(values.tolist()))
 
 
-def _watched(columns: Columns) -> Iterator[tuple[_Start, list[list[float]]]]:
+def watched_rows(columns: Columns) -> Iterator[tuple[_Start, list[list[float]]]]:
     """Yield the watched values by depth and head, or by depth if no value of a head is known."""
     for metric, watched in WATCHED.items():
         column = columns.get(metric, EMPTY)

@@ -2,7 +2,8 @@
 
 import bisect
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from geomon.analysis.curves import measured, single_source
 from geomon.analysis.phase import Point, change_between
@@ -17,6 +18,7 @@ _ROUNDING = 1e-6
 _APART = 0.1
 # Probability that any layer or head of a metric differs by chance.
 _CHANCE = 0.05
+_FEWEST_LAYERS = 2  # of which one can differ most
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Difference:
         second_step: Step of the reading of the second run. Defaults to None, for the same step.
         place: Layer, or layer and head, that differ although the mean over them does not. Defaults
             to (), for the value of all layers.
+        most: Difference of the layer that differs most, if the value of all layers differs or its
+            error is unknown. Defaults to None.
     """
 
     tag: str
@@ -41,6 +45,7 @@ class Difference:
     margin: float
     second_step: int | None = None
     place: tuple[int, ...] = ()
+    most: "Difference | None" = None
 
     @property
     def change(self) -> float:
@@ -95,8 +100,9 @@ def compare(
             pretraining and the start of its fine-tuning. Defaults to None, for the last ones.
 
     Returns:
-        A difference for each metric that both have at such steps, in the order of the first, and
-        one for each layer and head that is higher or lower although the mean over it is not.
+        A difference for each metric that both have at such steps, in the order of the first, with
+        the layer that differs most if the metric does; and one for each layer and head that is
+        higher or lower although the mean over it is not.
 
     Raises:
         ValueError: If a run was not read at its given step; without given steps, if the runs lack
@@ -147,10 +153,21 @@ def _differences(quantity: Quantity, one: Reading, other: Reading) -> list[Diffe
     ]  # fmt: skip
     apart = {each.place for each in found if each.differs}
     return [
-        each
+        each if each.place else replace(each, most=_furthest(each, found))
         for each in found
         if not each.place or (each.differs and not apart & {(), each.place[:-1]})
     ]
+
+
+def _furthest(whole: Difference, parts: Sequence[Difference]) -> Difference | None:
+    """Return the layer that differs most, relative to its error if errors are known."""
+    layers = [each for each in parts if len(each.place) == 1]
+    others = [each for each in layers if each.verdict != "equal"]
+    is_open = whole.differs or whole.verdict == "error unknown"
+    if len(layers) < _FEWEST_LAYERS or not (others and is_open):
+        return None
+    has_errors = all(each.margin > 0 for each in others)
+    return max(others, key=lambda each: abs(each.change) / (each.margin if has_errors else 1.0))
 
 
 def _by_place(quantity: Quantity, reading: Reading) -> dict[tuple[int, ...], Point]:

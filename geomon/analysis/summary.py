@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from geomon.analysis.alerts import first_alerts
+from geomon.analysis.alerts import alert_opening, first_alerts
 from geomon.analysis.bands import FIRST, LEAST
 from geomon.analysis.curves import plain_curve, single_source
 from geomon.analysis.facts import Fact, facts_of
@@ -35,12 +35,37 @@ def alert_sentences(readings: Readings) -> list[str]:
 
     Args:
         readings: Readings of a run, with its alerts.
+
+    Returns:
+        For each kind a line of at most 100 characters, and after a line break what stands behind
+        it, if anything does.
     """
-    return [
-        f"Alert at step {first.step:,}{f' (first of {first.total})' if first.total > 1 else ''}: "
-        f"{first.alert.words()}."
-        for first in first_alerts(readings)
+    found = []
+    for first in first_alerts(readings):
+        lines = first.alert.note.lines(alert_opening(first.step).capitalize())
+        line, more = (" ".join(each.split()) for each in lines)
+        many = f"first of {first.total} such alerts" if first.total > 1 else ""
+        found.append("\n".join(filter(None, (line, "; ".join(filter(None, (many, more)))))))
+    return found
+
+
+def bands_so_far(readings: Readings) -> str:
+    """Say from which step on bands watched a run, as far as its readings show; "" if unknown.
+
+    Args:
+        readings: Readings of a run, of one source.
+    """
+    # Readings of older records do not count themselves.
+    looks = [(reading.count or n) + reading.checks for n, reading in enumerate(readings, 1)]
+    is_banded = [
+        count > LEAST and reading.step >= FIRST
+        for count, reading in zip(looks, readings, strict=True)
     ]
+    if not any(is_banded[-1:]):
+        return f"not watched by bands yet: they need {LEAST + 1} looks and step {FIRST:,}"
+    if not readings[-1].count:  # perhaps of checkpoints, which are not watched
+        return ""
+    return f"not watched by bands before step {readings[is_banded.index(True)].step:,}"
 
 
 def _cost(readings: Readings) -> list[str]:
@@ -56,7 +81,7 @@ def _cost(readings: Readings) -> list[str]:
         f"{count:,} reading{'s' * (count != 1)}",
         f"at most {gap:,} step{'s' * (gap != 1)} apart" if gap else "",
         f"{last.checks:,} check{'s' * (last.checks != 1)}" if last.checks else "",
-        "too few for bands so far" if count + last.checks <= LEAST or last.step < FIRST else "",
+        bands_so_far(readings),
     ]
     looked = f"{', '.join(filter(None, parts))}."
     if not len(curve):  # of checkpoints, or of a single reading

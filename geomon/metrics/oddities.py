@@ -98,8 +98,23 @@ def odd_layers(layers: Sequence[Layer]) -> list[Note]:
     return [
         msgspec.structs.replace(note, stack=stack)
         for stack, own in traits.items()
-        for note in oddities(own, {})
+        for note in [*oddities(own, {}), *_unusual_scale(own)]
     ]
+
+
+def _unusual_scale(traits: Mapping[int, Traits]) -> list[Note]:
+    """Say how a stack scales its scores, if all layers do it alike but not as most models do.
+
+    Some models do so by design, and make up for it in their weights, so it is no oddity.
+    """
+    scales = {own["scale"]: own["scale_by_width"] for own in traits.values() if "scale" in own}
+    if len(scales) != 1:
+        return []
+    ((scale, by_width),) = scales.items()
+    if math.isclose(by_width, 1.0, rel_tol=1e-3):
+        return []
+    text = "all layers scale scores of attention by {scale:.3g}, most models by {usual:.3g}"
+    return [Note("scale of the scores", text, numbers={"scale": scale, "usual": scale / by_width})]
 
 
 def _differing(values: Mapping[int, float], is_odd: Callable[[float, float], bool]) -> list[int]:

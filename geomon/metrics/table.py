@@ -210,10 +210,6 @@ METRICS: dict[str, Callable[..., Any]] = {
         _twonn,
         MetricText(
             "Intrinsic dimension (TwoNN)",
-            healthy=_healthy(
-                "3.9 to 5.9",
-                "if it falls to 1, look at effective_rank and at the learning rate",
-            ),
             meaning="Number of directions in which rows spread locally, from the ratios of the "
             "distances to the two nearest rows; the largest 10 % of the ratios are left out.",
             null="Gaussian noise of as many rows and columns",
@@ -235,10 +231,6 @@ METRICS: dict[str, Callable[..., Any]] = {
         _twonn_distinct,
         MetricText(
             "Intrinsic dimension, distinct tokens",
-            healthy=_healthy(
-                "3.5 to 5.1; GPT-2 starts at 24 to 30",
-                "if it stays high, the model has not begun to use context",
-            ),
             meaning="TwoNN on one row for each pair of token id and position, so that near-copies "
             "of a token do not count as neighbours.",
             missing=_FEW_ROWS,
@@ -255,10 +247,6 @@ METRICS: dict[str, Callable[..., Any]] = {
         _gride,
         MetricText(
             "Intrinsic dimension (Gride)",
-            healthy=_healthy(
-                "at scale 32, 3.9 to 5.4",
-                "if scales differ by far, near-copies decide the small ones",
-            ),
             meaning="Intrinsic dimension from the ratios of the distances to neighbours k and 2k; "
             "a larger k looks at a larger neighbourhood.",
             missing="scale k takes 2k + 1 rows that differ from one another",
@@ -271,10 +259,6 @@ METRICS: dict[str, Callable[..., Any]] = {
         spectral.anisotropy,
         MetricText(
             "Anisotropy",
-            healthy=_healthy(
-                "0.19 to 0.34, largest layer below 0.43",
-                "if a layer is above 0.9, look at massive_share, then at effective_rank",
-            ),
             meaning="Share of the variance along the leading direction.",
             null="an isotropic Gaussian of as many rows and columns",
             missing=_EQUAL_ROWS,
@@ -295,9 +279,6 @@ METRICS: dict[str, Callable[..., Any]] = {
         lambda massive_share: massive_share,
         MetricText(
             "Variance in massive rows",
-            healthy=_healthy(
-                "0", "if it rises, a few rows carry the variance: read anisotropy_without_massive"
-            ),
             meaning="Share of the variance that the few rows of massive norm carry; 0 if there are "
             "none.",
             missing=_EQUAL_ROWS,
@@ -308,10 +289,6 @@ METRICS: dict[str, Callable[..., Any]] = {
         spectral.effective_rank,
         MetricText(
             "Effective rank",
-            healthy=_healthy(
-                "17 to 30, of width 64 or 128, after a first fall",
-                "if it comes near 1, look at the learning rate, its warm-up and the initialisation",
-            ),
             unit="directions",
             meaning="Number of directions that the variance fills: exp of the entropy of its "
             "shares.",
@@ -402,10 +379,6 @@ METRICS: dict[str, Callable[..., Any]] = {
         qk_cosine,
         MetricText(
             "Cosine of mean query and mean key",
-            healthy=_healthy(
-                "mean size over heads 0.36 to 0.55",
-                "if it is near 1 in most heads, look at max_logit: scores depend on no token",
-            ),
             meaning="How a head's mean query and mean key align: 1 the same way, -1 opposite.",
             null="mean absolute cosine of random directions",
             missing="the mean query or the mean key of a head is 0",
@@ -424,7 +397,7 @@ METRICS: dict[str, Callable[..., Any]] = {
         MetricText(
             "Attention entropy",
             healthy=_healthy(
-                "1.4 to 2.2 nats of 3.2, lowest head above 0.55",
+                "lowest head above 0.55 nats of 3.2",
                 "if a head comes near 0, look at max_logit and at the learning rate",
             ),
             unit="nats",
@@ -447,10 +420,6 @@ METRICS: dict[str, Callable[..., Any]] = {
         attention_sink,
         MetricText(
             "Attention on the sink",
-            healthy=_healthy(
-                "0.03 to 0.04",
-                "if it comes near 1, one key draws all attention: look at massive_share there",
-            ),
             meaning="Mean weight on the first visible key, the usual attention sink.",
             missing=_NO_TWO_KEYS,
         ),
@@ -459,10 +428,6 @@ METRICS: dict[str, Callable[..., Any]] = {
         lambda max_logits: max_logits,
         MetricText(
             "Largest attention score",
-            healthy=_healthy(
-                "13 to 34",
-                "if it passes 1,000, normalise queries and keys or cap the scores",
-            ),
             meaning="Largest score before the softmax, over all rows and visible keys; growth "
             "without bound is an early sign of instability.",
         ),

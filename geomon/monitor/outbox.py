@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from geomon.analysis import Phase
-from geomon.analysis.alerts import Alert, AlertWatch, Inputs
+from geomon.analysis.alerts import Alert, AlertWatch, Inputs, alert_opening
 from geomon.analysis.curves import Curve, measured
 from geomon.failures import failures
 from geomon.monitor.executor import ReadingExecutor
@@ -125,6 +125,7 @@ class Outbox:
                 "earlier readings raise no alerts",
                 once=True,
             )
+        self._watch.recall_given_up(earlier.abandoned)
         self._before = earlier[-1] if earlier else None
         checks = self._before.checks if self._before else 0
         self._checks_before = checks - self._planner.checks.made
@@ -307,7 +308,8 @@ class Outbox:
         raised = RaisedAlert(alert.step, time.time(), source, note, alert.courses)
         if self._record is not None:
             self._attempt_to_write(functools.partial(self._record.write_alert, raised))
-        self._warnings.warn(f"alert at step {alert.step:,}: {note.words()}")
+        for line in filter(None, note.lines(alert_opening(alert.step))):
+            self._warnings.warn(line)
         self.sinks.alert(raised)
         self._call("on_alert", replace(alert, inputs=inputs))
 

@@ -79,7 +79,11 @@ def _line(each: Difference, last: str) -> str:
     first, second = _apart(each.first, each.second)
     name = each.tag.replace("/mean", "") + each.where if each.place else each.tag
     change = f"{direction} by {significant(abs(each.change), 3)}{margin}"
-    return f"{name}: {first} -> {second}, {change}{_percent(each.share)}{at}"
+    words = f"{name}: {first} -> {second}, {change}{_percent(each.share)}{at}"
+    if each.most is None:
+        return words
+    first, second = _apart(each.most.first, each.most.second)
+    return f"{words}; most at layer {each.most.place[0]}: {first} -> {second}"
 
 
 def _apart(first: float, second: float) -> tuple[str, str]:

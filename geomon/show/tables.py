@@ -13,6 +13,7 @@ from geomon.analysis import Fact, facts_of, summarise
 from geomon.analysis.facts import FactLog
 from geomon.analysis.numbers import significant
 from geomon.analysis.quantities import Quantity, quantities_of
+from geomon.analysis.summary import alert_sentences
 from geomon.record import Reading, Readings
 from geomon.record.printable import printable
 
@@ -132,7 +133,11 @@ def run_table(readings: Readings) -> str:
     widths = [width * _width() // _WIDTH for width in _RUN_WIDTHS]
     table = [head, ["-" * width for width in widths], *rows] if rows else []
     lines = [printable(line) for row in table for line in _lines(row, widths, str.ljust)]
-    return "\n".join([*lines, *map(fit, map(printable, others))])
+    alerts = alert_sentences(readings)
+    for words in others:
+        told = words.replace("\n", "\n  ").split("\n") if words in alerts else [words]
+        lines += [fit(printable(each)) for each in told]
+    return "\n".join(lines)
 
 
 def fit(text: str) -> str:

@@ -38,10 +38,10 @@ TOLD = re.compile(
 )
 COST = re.compile(
     rf"geomon took (\S+) % of the time until step ({NUMBER}): ({NUMBER}) readings?"
-    rf"(?:, at most ({NUMBER}) steps? apart)?(?:, too few for bands so far)?\."
+    rf"(?:, at most ({NUMBER}) steps? apart)?(?:, not watched by bands yet: [^.]*)?\."
 )
-NO_BANDS = ", too few for bands so far"
-ALERT = re.compile(r"Alert at step (\S+?)(?: \(first of (\d+)\))?: (.*?) \(layer 2\): .*")
+NO_BANDS = ", not watched by bands yet: they need 9 looks and step 200"
+ALERT = re.compile(r"Alert at step (\S+?): (.*?) \(layer 2\): .*(?:\n(?:first of (\d+) such)?.*)?")
 TITLES = {
     "intrinsic dimension, mean over layers": "twonn",
     "intrinsic dimension, distinct tokens, mean over layers": "twonn_distinct",
@@ -136,9 +136,9 @@ def faults(sentence, readings, curves):
         right = prints(100 * readings[-1].overhead, found[1])
         return [] if right and looked == (steps[-1], len(steps), gap) else ["cost"]
     if found := ALERT.fullmatch(sentence):
-        kind = found[3].replace(" ", "_")
+        kind = found[2].replace(" ", "_")
         raised = [alert.step for alert in readings.alerts if alert.note.kind == kind]
-        right = (number(found[1]), int(found[2] or 1)) == (raised[0], len(raised))
+        right = (number(found[1]), int(found[3] or 1)) == (raised[0], len(raised))
         return [] if right else ["alert"]
     found = SENTENCE.fullmatch(sentence)
     if found is None or found["title"] not in TITLES:
@@ -258,9 +258,16 @@ def test_how_often_a_run_was_looked_at_is_said(looks, said, last):
         reading_of({"geomon/overhead": 0.14}, step, count=count, gap=gap, checks=checks)
         for step, (count, gap, checks) in zip(steps, looks, strict=True)
     ]
-    said += NO_BANDS * (last < 200 and NO_BANDS not in said)  # which begin at step 200
+    if NO_BANDS not in said:  # bands begin at step 200
+        said += NO_BANDS if last < 200 else ", not watched by bands before step 200"
     sentence = f"geomon took 14 % of the time until step {last}: {said}."
     assert summarise(Readings([], readings))[-1] == sentence
+
+
+def test_a_run_says_from_which_step_on_bands_watched_it():
+    readings = [reading_of({}, step, count=n) for n, step in enumerate(range(0, 800, 64), 1)]
+    looked = summarise(Readings([], readings))[-1]
+    assert looked == "Until step 768: 13 readings, not watched by bands before step 512."
 
 
 def test_one_reading_has_no_trend(make_readings):

@@ -132,6 +132,20 @@ def test_nothing_is_odd_if_no_value_is_shared_by_most_layers(plant, tmp_path):
     assert named(read_once(model, batch(16), tmp_path)) == []
 
 
+@pytest.mark.parametrize(("scale", "said"), [
+    (None, ""), (8**-0.5, ""),
+    (1.0, "all layers scale scores of attention by 1, most models by 0.354"),
+    (1 / 8, "all layers scale scores of attention by 0.125, most models by 0.354"),
+])  # fmt: skip
+def test_describe_says_how_all_layers_scale_scores_if_that_is_unusual(scale, said, tmp_path):
+    model = decoder()
+    for block in model.blocks:
+        block.scale = scale
+    found = [text for _, text in describe(model, batch(16)).rows if "scale scores" in text]
+    assert found == [said] * bool(said)
+    assert named(read_once(model, batch(16), tmp_path)) == []  # some models do so by design
+
+
 def has_window(block):
     block.mask = window
 

@@ -55,8 +55,8 @@ def test_a_chart_comes_first_then_a_table_and_sentences_are_folded(tmp_path):
 @pytest.mark.parametrize(
     ("alerts", "said"),
     [
-        ([], '"calm">No alerts.</b> Until step 200: 3 readings, at most 100 steps apart, too'),
-        ([(16, "not_finite")], '"quiet"> Until step 200: 3 readings, at most 100 steps apart, too'),
+        ([], '"calm">No alerts.</b> Until step 200: 3 readings, at most 100 steps apart, not wat'),
+        ([(16, "not_finite")], '"quiet"> Until step 200: 3 readings, at most 100 steps apart, not'),
     ],
 )
 def test_it_says_how_often_was_looked_for_alerts(alerts, said, tmp_path):

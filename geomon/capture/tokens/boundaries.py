@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from geomon.capture.tokens.padding import named_tensors
 
+# First positions of healthy models: 0, or one more than the padding token of RoBERTa's relatives.
+_STARTS = (0, 1, 2)
 _POSITIONS = re.compile(r"(^|_)pos(ition)?s?(_(ids?|index|indices|idx))?$", re.IGNORECASE)
 # Places in an image: columns restart in each row.
 _OF_A_PICTURE = re.compile(r"(^|_)(x|y|h|w|rows?|col(umn)?s?|height|width)(_|$)", re.IGNORECASE)
@@ -78,6 +80,44 @@ def find_sequences(
     return None
 
 
+class OddPlaces(NamedTuple):
+    """Positions that no sequence from its beginning has.
+
+    Attributes:
+        name: Name of the argument.
+        start: First position of the first row; None if positions repeat.
+    """
+
+    name: str
+    start: int | None
+
+
+@torch.no_grad()
+def find_odd_places(
+    given: Sequence[GivenPlaces], batch: int, length: int, valid: Tensor | None
+) -> OddPlaces | None:
+    """Find positions that start elsewhere than at 0, or repeat, in most rows of a batch."""
+    tokens = torch.ones(batch, length, dtype=torch.bool, device="cpu")
+    tokens = tokens if valid is None else valid.cpu().view(batch, length)
+    both, half = tokens[:, 1:] & tokens[:, :-1], max(1, length // 2)
+    for argument in given:
+        values = _by_row(argument.values.cpu(), batch, length)
+        if values is None or not both.any():
+            continue
+        # Rows of a picture repeat a position too, but not half of the row.
+        same = (values[:, half:] == values[:, :-half])[tokens[:, half:] & tokens[:, :-half]]
+        if same.double().mean() > 1 / 2:
+            return OddPlaces(argument.name, None)
+        steps = values.diff(dim=1)[both]
+        # Where rows begin with padding, its positions or those of tokens begin at 0.
+        first = values.gather(1, tokens.int().argmax(dim=1, keepdim=True)).flatten()
+        begin = torch.stack([values[:, 0], first])[:, tokens.any(dim=1)]
+        is_usual = torch.isin(begin, torch.tensor(_STARTS, device="cpu")).any()
+        if (steps == 1).double().mean() > 1 / 2 and not is_usual:
+            return OddPlaces(argument.name, int(begin[1, 0]))
+    return None
+
+
 def sequences_from(begins: Tensor, valid: Tensor | None, source: str) -> Sequences | None:
     """Number the sequences in the rows of a batch; None if no row holds several."""
     begins = begins.clone()
@@ -94,9 +134,10 @@ def sequences_from(begins: Tensor, valid: Tensor | None, source: str) -> Sequenc
 
 def _begins(values: Tensor, batch: int, length: int, valid: Tensor | None) -> Tensor | None:
     """Find the first tokens of sequences, [batch, length]; None if the values do not show them."""
-    if values.shape[-1] != length or values.numel() not in (length, batch * length):
+    found = _by_row(values, batch, length)
+    if found is None:
         return None
-    values = values.expand(batch, length)
+    values = found
     begins = torch.zeros(batch, length, dtype=torch.bool, device="cpu")
     tokens = torch.ones_like(begins) if valid is None else valid.cpu()
     begins[:, 1:] = (values[:, 1:] == 0) & tokens[:, 1:]
@@ -104,6 +145,13 @@ def _begins(values: Tensor, batch: int, length: int, valid: Tensor | None) -> Te
     follows = values[:, 1:] == values[:, :-1] + 1
     rising = (follows & both).any() and (follows | begins[:, 1:] | ~both).all()
     return begins if rising else None
+
+
+def _by_row(values: Tensor, batch: int, length: int) -> Tensor | None:
+    """Return positions as [batch, length]; None if they are of something else."""
+    if values.shape[-1] != length or values.numel() not in (length, batch * length):
+        return None
+    return values.expand(batch, length)
 
 
 def rows_as_sequences(shape: tuple[int, ...], *, length_first: bool) -> Sequences:

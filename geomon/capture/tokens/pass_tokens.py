@@ -17,6 +17,7 @@ from geomon.capture.storage import send
 from geomon.capture.tokens.boundaries import (
     GivenPlaces,
     Sequences,
+    find_odd_places,
     find_places,
     find_sequences,
     last_tokens,
@@ -39,6 +40,8 @@ _PACKED = (
     "rows of the batch hold several sequences, separated by {source}: metrics of hidden states and "
     "of projected queries and keys count each sequence separately"
 )
+_STARTED = "{name} starts at {start:,}, and in no row at 0"
+_REPEATED = "{name} repeats positions: tokens half a row apart have the same one"
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -202,6 +205,18 @@ class KnownTokens:
         numbers, places = (x.T if turned else x.view(shape) for x in packed[:2])
         return packed._replace(numbers=numbers, places=places)
 
+    def _odd_places(self, stack: str) -> list[Note]:
+        """Say if positions start elsewhere than at 0, or repeat."""
+        shape = self.shape
+        if len(shape) != 2 or self.length_first or self.ids.fewer_than(shape):
+            return []
+        found = find_odd_places(self._given[::-1], *shape, self.valid(shape))
+        if found is None:
+            return []
+        text = _REPEATED if found.start is None else _STARTED
+        numbers: dict[str, int | float | str] = {"name": found.name, "start": found.start or 0}
+        return [Note("odd positions", text, stack, numbers=numbers, is_odd=True)]
+
     def _packed_by_attention(self, shape: Shape) -> Sequences | None:
         """Return the sequences that attention separates in the single row of a batch.
 
@@ -257,7 +272,7 @@ class KnownTokens:
         if packed is not None and self._streams(self.shape) is None:
             numbers = {"source": packed.source}
             notes.append(Note("packed sequences", _PACKED, stack, numbers=numbers))
-        return notes
+        return notes + (self._odd_places(stack) if packed is None else [])
 
 
 class PassTokens:

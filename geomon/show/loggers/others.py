@@ -149,4 +149,4 @@ class Alerts(Page):
 
     def alert(self, alert: RaisedAlert) -> None:
         """Send an alert."""
-        self._send(f"geomon: {alert.kind}", alert.words(), alert.step)
+        self._send(f"geomon: {alert.kind}", "\n".join(filter(None, alert.note.lines())), alert.step)

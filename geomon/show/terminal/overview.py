@@ -9,7 +9,7 @@ from geomon.advice import to_install
 from geomon.analysis import facts_of, single_source
 from geomon.analysis.alerts import first_alerts
 from geomon.analysis.numbers import number
-from geomon.analysis.summary import alert_sentences
+from geomon.analysis.summary import alert_sentences, bands_so_far
 from geomon.record import Reading, Readings
 from geomon.record.printable import printable
 from geomon.show.collect import furthest_loss
@@ -42,7 +42,11 @@ def view(
     remarks = [safe(remark, "red") for remark in whole.remarks()]
     kinds = ", ".join(f"{each.alert.kind} at step {each.step:,}" for each in first_alerts(whole))
     brief = [f"Alerts: {kinds}"] if kinds else []
-    alerts = [safe(words, "red") for words in (brief if is_brief else alert_sentences(whole))]
+    alerts = [
+        safe(f"  {line}" if place else line, "dim" if place else "red")
+        for words in (brief if is_brief else alert_sentences(whole))
+        for place, line in enumerate(words.split("\n"))
+    ]
     selected = Readings(whole.runs, single_source(whole))
     if not selected:
         return Group(safe("no readings yet", "dim"), *alerts, *remarks)
@@ -54,13 +58,12 @@ def view(
     notes = [note.words() for note in selected[-1].notes if not (note.is_alert or is_brief)]
     more = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
     last = [safe(f"note{more}: {' '.join(notes[-1].split())}", "dim")] if notes else []
-    return Group(
-        _first_line(selected[-1], state, is_brief=is_brief), *alerts, table, *last, *remarks
-    )
+    return Group(_first_line(selected, state, is_brief=is_brief), *alerts, table, *last, *remarks)
 
 
-def _first_line(last: Reading, state: str, *, is_brief: bool) -> Text:
-    """Describe the last reading of a run, and whether the run goes on."""
+def _first_line(readings: Readings, state: str, *, is_brief: bool) -> Text:
+    """Describe the last reading of a run, how it is watched, and whether it goes on."""
+    last, bands = readings[-1], bands_so_far(readings).partition(":")
     share = f"geomon {last.overhead * 100:.{1 if last.overhead < 0.1 else 0}f} %"
     if not is_brief:
         share += " of the time"
@@ -69,6 +72,7 @@ def _first_line(last: Reading, state: str, *, is_brief: bool) -> Text:
         "" if is_brief else f"{last.source}, {last.mode}",
         state,
         share if math.isfinite(last.overhead) else "",
+        bands[0] if bands[1] and last.count and not is_brief else "",  # not yet
     )
     return safe(f"step {last.step:,}", "bold").append_text(
         safe("".join(f" · {part}" for part in parts if part), "not bold dim")

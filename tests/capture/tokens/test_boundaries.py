@@ -153,3 +153,36 @@ def test_keys_beside_those_of_the_tokens_are_no_keys_of_other_sequences():
     said = notes(look(model, batch(2, 16), position_ids=POSITIONS[None].expand(2, 16)))
     assert any("separated by position_ids" in text for text in said)
     assert not any("see keys of other sequences" in text for text in said)
+
+
+RISING, LEFT = torch.arange(16), torch.arange(16) >= 4  # a mask of padding before the tokens
+STARTS, REPEATS = "position_ids starts at 7, and in no row at 0", "position_ids repeats positions"
+ODD_PLACES = {
+    "from elsewhere": ((RISING + 7)[None], None, STARTS),
+    "from elsewhere in each row": (torch.stack([RISING + 7, RISING + 70]), None, STARTS),
+    "from elsewhere behind padding": (torch.where(LEFT, RISING + 3, 9)[None], LEFT, STARTS),
+    "all the same": (torch.zeros(1, 16, dtype=torch.int64), None, REPEATS),
+    # What is healthy.
+    "from 0": (RISING[None], None, ""),
+    "from 0 in some row": (torch.stack([RISING + 7, RISING]), None, ""),
+    "behind the padding token, as of RoBERTa": ((RISING + 2)[None], None, ""),
+    "from 0 behind padding": ((RISING - 4).clamp(min=0)[None], LEFT, ""),
+    "from 1 at padding, as a generation makes them": (
+        torch.where(LEFT, RISING - 4, 1)[None], LEFT, ""
+    ),
+    "from 0 at padding": (RISING[None], LEFT, ""),
+    "several sequences": (POSITIONS[None], None, ""),
+    "places in a picture": (torch.arange(16)[None] // 4, None, ""),
+    "backwards": ((RISING + 7).flip(0)[None], None, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ODD_PLACES)
+def test_positions_that_start_elsewhere_or_repeat_are_said(case):
+    positions, mask, said = ODD_PLACES[case]
+    given = {"position_ids": positions}
+    if mask is not None:
+        given["attention_mask"] = mask.long().expand(len(positions), -1)
+    found = notes(look(blocks(), torch.randn(len(positions), 16, 8), **given))
+    odd = [text for text in found if text.startswith("position_ids ")]
+    assert [text[: len(said)] for text in odd] == [said] * bool(said)
