@@ -47,7 +47,7 @@ SCATTER_READINGS, SCATTER = 20, 0.62
 _CALM, _RESTLESS = 0.1, math.e
 # Smallest value for a logarithm, so that weights set to 0 leave their band.
 _TINY = 1e-9
-_TENFOLD = math.log(10.0)
+_TENFOLD, _DOUBLE = math.log(10.0), math.log(2.0)
 # Smallest error, as a share of the value, to allow for rounding.
 _ROUNDING = 1e-5
 
@@ -79,6 +79,8 @@ WATCHED = {
     "variance": WatchedMetric(0.05, by_logarithm=True, largest=_TENFOLD),
     "within_variance": WatchedMetric(0.05, by_logarithm=True, largest=_TENFOLD),
     "weight_norm": WatchedMetric(0.02, by_logarithm=True, by_part=True, largest=_TENFOLD),
+    "update_size": WatchedMetric(0.15, by_logarithm=True, by_part=True, largest=_DOUBLE),
+    "unmoved": WatchedMetric(0.03, by_part=True),
     "expert_load": WatchedMetric(0.2, by_logarithm=True, by_part=True),
 }
 

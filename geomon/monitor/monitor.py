@@ -49,6 +49,7 @@ from geomon.monitor.device import MeasuringDevice
 from geomon.monitor.executor import ReadingExecutor
 from geomon.monitor.held_out import HeldOut, describe_probe, is_loader
 from geomon.monitor.jobs import CHECK, ReadingJob
+from geomon.monitor.moves import Moves, WeightWatch
 from geomon.monitor.options import (
     AUTO,
     MonitorOptions,
@@ -61,7 +62,6 @@ from geomon.monitor.passes import Passes
 from geomon.monitor.planner import DEFAULT_SHARE, Account, Due, Planner
 from geomon.monitor.probe_loss import ProbeLoss
 from geomon.monitor.schedule import Schedule, first_steps, log_spaced
-from geomon.monitor.still import StillWeights
 from geomon.monitor.warnings import Warnings
 from geomon.note import Note
 from geomon.record import Reading, Readings, Record, Sink, read
@@ -129,7 +129,8 @@ class Monitor:
             self._record, options, self._executor, self.planner, self.account, self.warnings,
             functools.partial(_notes_of_run, self.passes, self._group, self._device),
         )  # fmt: skip
-        self._still = StillWeights(self._model)
+        self._weights = WeightWatch(self._model)
+        self._moves: Moves | None = None  # of the last look
         self._process = os.getpid()
         self._has_failed = False  # whether it was closed because of an error
         self._is_verified = False  # whether the first window was looked at for missing views
@@ -461,7 +462,7 @@ class Monitor:
                     return
                 job = ReadingJob(
                     step, CHECK, RankGroup(), self._quick_evaluator, rows=_CHECK_ROWS,
-                    place=self._device, inputs=inputs,
+                    place=self._device, inputs=inputs, moves=self._moves,
                 )  # fmt: skip
                 job.begin(passes, window.seconds)
                 self._executor.submit(job)
@@ -481,15 +482,18 @@ class Monitor:
                     self.outbox.publish()
 
     def _watch_weights(self, step: int) -> None:
-        """Look for weights that do not move, on the first rank."""
-        if self._group.rank != 0 or "unmoved_weights" not in self._options["alerts"]:
+        """Look how far the weights have moved, and on the first rank for those that do not."""
+        self._moves = None
+        is_alerted = self._group.rank == 0 and "unmoved_weights" in self._options["alerts"]
+        if not (is_alerted or "weight_moves" in self._evaluator.views):
             return
-        blocks = self._block_names if self.passes.has_one_stack else []
-        self.warnings.attempt(
-            lambda: self.outbox.watch_weights(step, self._still.look(step, blocks)),
-            "weights that do not move are not looked for",
-            once=True,
-        )
+        failed = "how far weights move is not measured"
+        self.warnings.attempt(lambda: self._look_at_weights(step), failed, once=True)
+        if is_alerted:
+            self.outbox.watch_weights(self._weights.news())
+
+    def _look_at_weights(self, step: int) -> None:
+        self._moves = self._weights.look(step, self.passes.places)
 
     def _watch_losses(self, step: int, values: Mapping[str, Any]) -> None:
         """Look for a loss that is not finite, on the first rank."""
@@ -514,7 +518,7 @@ class Monitor:
         self.planner.mark_read(source)
         job = ReadingJob(
             step, source, self._group, self._evaluator, rows=self._options["tokens"],
-            place=self._device, same_inputs=same_inputs, inputs=inputs,
+            place=self._device, same_inputs=same_inputs, inputs=inputs, moves=self._moves,
         )  # fmt: skip
         with self.warnings.guard():
             if self._begin_job(job, capture, began):

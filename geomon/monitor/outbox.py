@@ -22,10 +22,10 @@ from geomon.monitor.executor import ReadingExecutor
 from geomon.monitor.jobs import CHECK, ReadingJob
 from geomon.monitor.logged import LoggedValues
 from geomon.monitor.losses import LossWatch
+from geomon.monitor.moves import Still
 from geomon.monitor.options import MonitorOptions
 from geomon.monitor.planner import Account, Planner
 from geomon.monitor.sinks import SinkCalls
-from geomon.monitor.still import Still
 from geomon.monitor.warnings import Warnings
 from geomon.note import Note
 from geomon.record import RaisedAlert, Reading, Readings, Record
@@ -168,9 +168,10 @@ class Outbox:
         for found in self._losses.put(step, values):
             self._raise_facts(self._watch.add_loss(*found), "log")
 
-    def watch_weights(self, step: int, still: Still | None) -> None:
-        """Raise an alert if trainable weights were found to stand still."""
-        if still is not None:
+    def watch_weights(self, found: tuple[int, Still] | None) -> None:
+        """Raise an alert if trainable weights were found to stand still at a step."""
+        if found is not None:
+            step, still = found
             self._raise_facts(self._watch.add_still(step, *still), "weights")
 
     def _raise_facts(self, alerts: Sequence[Alert], source: str) -> None:
