@@ -11,7 +11,7 @@ import difflib
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from geomon.analysis.bands import QUIET, SCATTER, SCATTER_READINGS, BandFindings, Bands
@@ -39,6 +39,7 @@ _BATCHES = 4096  # most batches that are remembered
 
 # Steps of healthy trainings in which false alarms were counted: docs/warnings.md.
 HEALTHY_STEPS = 61_608
+_STEPS_WITH_LOSS = 10_000  # and those with every loss watched
 
 
 # Positional and keyword arguments of a call of the model.
@@ -167,12 +168,13 @@ class AlertRule(NamedTuple):
         seeks: Condition that it looks for.
         text: The finding, as a `str.format` template for the numbers.
         advice: Things to look at.
-        false_alarms: Number of false alarms in `HEALTHY_STEPS` steps of healthy trainings; None if
-            the alert states a fact, without a threshold. Defaults to 0.
+        false_alarms: Number of false alarms in healthy trainings; None if the alert states a fact,
+            without a threshold. Defaults to 0.
         may_begin: Whether a finding in the first reading is not a reason for an alert. Defaults to
             True.
         passes: Number of readings without a finding after which the next one is a new alert.
             Defaults to None: an alert is new only if it finds four times as much.
+        healthy: Number of these healthy steps. Defaults to `HEALTHY_STEPS`.
     """
 
     find: Callable[[Reading, str, BandFindings], Finding | None] | None
@@ -182,13 +184,14 @@ class AlertRule(NamedTuple):
     false_alarms: int | None = 0
     may_begin: bool = True
     passes: int | None = None
+    healthy: int = HEALTHY_STEPS
 
     @property
     def odds(self) -> str:
         """How often the alert is false, in words."""
         if self.false_alarms is None:
             return "a fact, without a threshold"
-        return f"false alarms: {self.false_alarms} in {HEALTHY_STEPS:,} healthy steps"
+        return f"false alarms: {self.false_alarms} in {self.healthy:,} healthy steps"
 
 
 def _left_band(reading: Reading, stack: str, bands: BandFindings) -> Finding | None:
@@ -276,6 +279,7 @@ def _not_finite(reading: Reading, stack: str, bands: BandFindings) -> Finding | 
     return Finding(float(numbers["lost"]), numbers, most.layers)
 
 
+_AFTER_FALL = "look at what the model sees of its labels (the mask), and for batches that repeat"
 _ATTENTION = "look at the learning rate, and at the norms of the queries and keys"
 
 # Most serious first, the order in which pages list the alerts of a run.
@@ -293,6 +297,13 @@ RULES: Mapping[str, AlertRule] = {
         "{name} was {value}",
         "look at the batch of this step, at the learning rate and the data type",
         false_alarms=None,
+    ),
+    "loss_jump": AlertRule(
+        None,
+        "a logged loss that jumps up, or falls as no earlier loss predicts",
+        "{name} was {value:.3g}, {side} the expected {low:.3g} to {high:.3g}",
+        "look at the batches, their labels and the learning rate",
+        healthy=_STEPS_WITH_LOSS,
     ),
     "same_batch": AlertRule(
         None,
@@ -461,6 +472,21 @@ class AlertWatch:
         """
         words = "NaN" if math.isnan(value) else f"{value:g}"
         return self._of_fact("loss_not_finite", step, {"name": name, "value": words})
+
+    def add_jump(self, step: int, name: str, value: float, low: float, high: float) -> list[Alert]:
+        """Return the alert that a logged loss raises because it left its band.
+
+        Args:
+            step: Step of the loss.
+            name: Name under which it was logged.
+            value: Mean of the last losses.
+            low: Lower end of the band.
+            high: Upper end of the band.
+        """
+        side = "above" if value > high else "below"
+        numbers: _Numbers = {"name": name, "value": value, "low": low, "high": high, "side": side}
+        found = self._of_fact("loss_jump", step, numbers)
+        return [replace(each, advice=_AFTER_FALL) if side == "below" else each for each in found]
 
     def add_still(
         self, step: int, names: Sequence[str], layers: Sequence[int], steps: int

@@ -125,7 +125,7 @@ CAPTURED: dict[str, CapturedView] = {
     "weight_moves": CapturedView(
         source="moves", rows="", heads="", merge="first", without="refused",
         text="size of the block's update, over the median of the blocks, share of unmoved weights, "
-        "less the median of the blocks, [4]",
+        "less the median of the blocks, size over the learning rate, [5]; NaN for unknown",
     ),
     "expert_counts": CapturedView(
         source="routing", rows="", heads="", merge="sum", without="refused",

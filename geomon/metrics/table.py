@@ -185,9 +185,9 @@ def _expert_load(expert_counts: Tensor) -> dict[str, Tensor]:
 
 
 def _update_size(weight_moves: Tensor) -> dict[str, Tensor]:
-    size, relative = weight_moves[:2]
-    is_block = not relative.isnan()  # and not an embedding
-    return {"": size, "relative": relative} if is_block else {"": size}
+    size, relative, *_, over_rate = weight_moves
+    parts = {"": size, "relative": relative, "over_rate": over_rate}
+    return {part: value for part, value in parts.items() if not value.isnan()}
 
 
 # Why a kernel returns no value.
@@ -492,7 +492,10 @@ METRICS: dict[str, Callable[..., Any]] = {
             "a check), over their norm and the number of steps; layer 0 are the embeddings. From "
             "256 numbers of each matrix.",
             missing="it takes two looks",
-            parts={"relative": "over the median of the blocks"},
+            parts={
+                "relative": "over the median of the blocks",
+                "over_rate": "over the learning rate, if it is known and steady",
+            },
         ),
         has_margin=False,
     ),

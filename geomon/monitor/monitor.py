@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import math
 import multiprocessing
 import multiprocessing.util
 import os
@@ -68,6 +69,7 @@ from geomon.record import Reading, Readings, Record, Sink, read
 from geomon.record.printable import printable, text_of
 from geomon.record.tags import LOSS
 
+_RATES = {"lr", "learning_rate"}  # names of learning rates among logged values
 _NOTHING = nullcontext()  # returned for a step that is not due
 # Rows of hidden states that a check looks at.
 _CHECK_ROWS = 1024
@@ -227,6 +229,8 @@ class Monitor:
         if self._is_own() and not in_cuda_graph():
             with self.charge():
                 self._watch_losses(number, values)
+                for name in values.keys() & _RATES:
+                    self.watch_rate(number, values[name])
                 self.outbox.log(number, values, watched=self.passes.step == number)
 
     def probe(self, step: SupportsIndex, inputs: Any = None) -> None:
@@ -317,7 +321,7 @@ class Monitor:
         return self.outbox.lacks_values(step)
 
     def watch_loss(self, step: int, loss: Any) -> None:
-        """Raise an alert if the loss is not finite, whether or not its step is read.
+        """Raise an alert if the loss jumps or is not finite, whether or not its step is read.
 
         `log` does so itself. It never waits for a device.
 
@@ -328,6 +332,18 @@ class Monitor:
         if self._is_own() and not in_cuda_graph():
             with self.charge():
                 self._watch_losses(step, {LOSS: loss})
+
+    def watch_rate(self, step: int, rate: Any) -> None:
+        """Note the learning rate of a step, over which the size of updates is watched.
+
+        `log` does so itself if a value is called "lr" or "learning_rate".
+
+        Args:
+            step: Number of optimizer updates already in the weights.
+            rate: The learning rate; anything but a number is passed over.
+        """
+        if isinstance(rate, int | float) and math.isfinite(rate):
+            self._weights.note_rate(step, float(rate))
 
     def expect_end(self, step: int | None) -> None:
         """Announce the length of the run, so that readings are spread over all of it.
@@ -496,11 +512,11 @@ class Monitor:
         self._moves = self._weights.look(step, self.passes.places)
 
     def _watch_losses(self, step: int, values: Mapping[str, Any]) -> None:
-        """Look for a loss that is not finite, on the first rank."""
+        """Look for a loss that jumps or is not finite, on the first rank."""
         if self._group.rank == 0:
             self.warnings.attempt(
                 lambda: self.outbox.watch_losses(step, values),
-                "losses that are not finite are not looked for",
+                "losses are not watched",
                 once=True,
             )
 

@@ -26,6 +26,9 @@ _STILL = 40
 # An embedding moves where tokens come. It stands still if so many of its numbers should have moved,
 # judged by the looks before.
 _MISSED = 20.0
+# A learning rate is steady if it changed by no more than a factor over so many steps. Else momentum
+# still carries updates of another rate.
+_STEADY, _FACTOR = 40, 2.0
 # Smallest size of an update in a ratio of two, so that blocks that all stand still are equal.
 _TINY = 1e-12
 # Name of the view, and of its source.
@@ -77,6 +80,7 @@ class Moves:
         copy: Sums over some numbers of each weight, [3, weights]: squares of changes, squares of
             the numbers before, and how many did not change.
         stacks: Names of the stacks of blocks.
+        rate: Learning rate between the looks; NaN if it is unknown or not steady.
     """
 
     step: int
@@ -84,6 +88,7 @@ class Moves:
     weights: Sequence[_Weight]
     copy: HostCopy
     stacks: Sequence[str]
+    rate: float
 
     @functools.cached_property
     def sums(self) -> NDArray[np.float64]:
@@ -129,7 +134,8 @@ class Moves:
             usual = float(np.median([unmoved[other] for other in beside]))
             # Embeddings, of which few rows move in a step, go their own way.
             relative = (size + _TINY) / (median + _TINY) if place[1] else math.nan
-            values = size, relative, unmoved[place], unmoved[place] - usual
+            over_rate = size / self.rate if place[1] else math.nan
+            values = size, relative, unmoved[place], unmoved[place] - usual, over_rate
             found[place] = torch.tensor(values, dtype=torch.float64, device="cpu")
         return found
 
@@ -165,6 +171,11 @@ class WeightWatch:
         self._missed: dict[str, float] = {}  # numbers of embeddings that should have moved
         self._said: set[str] = set()
         self._trainable: set[str] = set()  # names of weights that are, or once were
+        self._rates: dict[int, float] = {}  # learning rates of the last steps
+
+    def note_rate(self, step: int, rate: float) -> None:
+        """Note the learning rate of a step, for the looks after it."""
+        self._rates[step] = rate
 
     def look(self, step: int, places: Callable[[], Mapping[int, Place]]) -> Moves | None:
         """Look at the weights of a step; return how they moved since the look before, if known.
@@ -187,9 +198,19 @@ class WeightWatch:
                 return None
             copy = copy_to_host(_sums(last.numbers, now.numbers))
         stacks = [*dict.fromkeys(stack for stack, _ in blocks.values())]
-        self._latest = Moves(step, step - last.step, now.weights, copy, stacks)
+        rate = self._rate(last.step, step)
+        self._latest = Moves(step, step - last.step, now.weights, copy, stacks, rate)
         self._pending.append(self._latest)
         return self._latest
+
+    def _rate(self, begin: int, end: int) -> float:
+        """Return the mean learning rate between two steps; NaN if it is unknown or not steady."""
+        since = max((step for step in self._rates if step <= end - _STEADY), default=-1)
+        self._rates = {step: rate for step, rate in self._rates.items() if since <= step < end}
+        between = [rate for step, rate in self._rates.items() if step >= begin]
+        lowest, highest = (of(self._rates.values(), default=0.0) for of in (min, max))
+        is_steady = since >= 0 and bool(between) and 0 < highest <= _FACTOR * lowest
+        return sum(between) / len(between) if is_steady else math.nan
 
     def news(self) -> tuple[int, Still] | None:
         """Return the weights that were found to stand still by now, once, and the step."""

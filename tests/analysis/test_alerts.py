@@ -158,7 +158,7 @@ def test_alerts_are_data():
         (
             [3],
             ValueError,
-            "no alert is called 3; there are not_finite, loss_not_finite, same_batch",
+            "no alert is called 3; there are not_finite, loss_not_finite, loss_jump",
         ),
         ("rank_collapse", TypeError, r'write \["rank_collapse"\]'),
         (None, TypeError, "a sequence of names"),
