@@ -97,7 +97,7 @@ class LossBand:
         self._quiet = QUIET  # means since one was outside
 
     def add(self, step: int, loss: float) -> tuple[float, float, float] | None:
-        """Add a finite loss; return the last mean and its band if it is the first outside.
+        """Add a finite loss; return the mean that it completes and its band, if that is left.
 
         Args:
             step: Step of the loss. If it is earlier than the last one, the band starts anew.
@@ -105,13 +105,12 @@ class LossBand:
         """
         if step < self._last:
             vars(self).update(vars(LossBand()))
-        is_full = bool(self._group) and step >= self._began + _STEPS
-        found = self._close() if is_full else None
         if not self._group:
             self._began = step
         self._group.append(loss)
+        is_sparse = step - self._last >= _STEPS  # only some steps are logged
         self._last = step
-        return found
+        return self._close() if is_sparse or step > self._began + _STEPS - 2 else None
 
     def _close(self) -> tuple[float, float, float] | None:
         """Compare the mean of a group of losses with the means before."""

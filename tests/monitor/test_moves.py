@@ -203,7 +203,7 @@ def drifting(factors, *, rate=lambda step: 1.0, rounds=False, shrinks=1.0):
 DRIFTS = {
     "nothing": (drifting([1, 1, 1]), None),
     "one block stands still": (drifting([1, 0, 1]), ("unmoved/relative", {2})),
-    "one block moves further": (drifting([1, 1, 3]), ("update_size/relative", {3})),
+    "one block moves further": (drifting([1, 1, 3]), ("update_size/over_rate", {3})),
     "one block is rounded": (drifting([1, 1, 1], rounds=True), ("unmoved/relative", {2})),
     "all move less at the same rate": (drifting([0.3] * 3), ("update_size/over_rate", {1, 2, 3})),
     "the rate drops": (drifting([1, 1, 1], rate=lambda step: 0.1 if step >= 300 else 1.0), None),
@@ -219,6 +219,7 @@ def test_a_block_that_moves_differently_leaves_its_band(name):
     torch.manual_seed(0)
     model, told = PlainDecoder(width=32, layers=3, heads=2), []
     options = {"metrics": ["update_size", "unmoved"], "alerts": ["left_band"], "budget": None}
+    options |= {"directory": None, "log": ["lr"]}
     with Monitor(model, schedule=every(8), checks=None, on_alert=told.append, **options) as monitor:
         for step in range(345):
             if step % 8 == 0:
