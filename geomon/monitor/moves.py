@@ -2,6 +2,7 @@
 
 import functools
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ _MISSED = 20.0
 # A learning rate is steady if it changed by no more than a factor over so many steps. Else momentum
 # still carries updates of another rate.
 _STEADY, _FACTOR = 40, 2.0
+_RATES = 1024  # most that are remembered between two looks
 # Smallest size of an update in a ratio of two, so that blocks that all stand still are equal.
 _TINY = 1e-12
 # Name of the view, and of its source.
@@ -128,15 +130,18 @@ class Moves:
         sizes = {place: self._size(of) for place, of in members.items()}
         unmoved = {place: self._unmoved(of) for place, of in members.items()}
         found = {}
-        for place, size in sizes.items():
-            beside = [other for other in sizes if other[0] == place[0] and other[1] > 0] or [place]
-            median = float(np.median([sizes[other] for other in beside]))
-            usual = float(np.median([unmoved[other] for other in beside]))
-            # Embeddings, of which few rows move in a step, go their own way.
-            relative = (size + _TINY) / (median + _TINY) if place[1] else math.nan
-            over_rate = size / self.rate if place[1] else math.nan
-            values = size, relative, unmoved[place], unmoved[place] - usual, over_rate
-            found[place] = torch.tensor(values, dtype=torch.float64, device="cpu")
+        for stack in self.stacks:
+            own = [place for place in sizes if place[0] == stack]
+            blocks = [place for place in own if place[1]] or own
+            median = statistics.median(sizes[place] for place in blocks)
+            usual = statistics.median(unmoved[place] for place in blocks)
+            for place in own:
+                size, share = sizes[place], unmoved[place]
+                # Embeddings, of which few rows move in a step, go their own way.
+                relative = (size + _TINY) / (median + _TINY) if place[1] else math.nan
+                over_rate = size / self.rate if place[1] else math.nan
+                values = size, relative, share, share - usual, over_rate
+                found[place] = torch.tensor(values, dtype=torch.float64, device="cpu")
         return found
 
     def _size(self, of: Sequence[int] | Sequence[bool]) -> float:
@@ -176,6 +181,8 @@ class WeightWatch:
     def note_rate(self, step: int, rate: float) -> None:
         """Note the learning rate of a step, for the looks after it."""
         self._rates[step] = rate
+        if len(self._rates) > _RATES:
+            del self._rates[next(iter(self._rates))]
 
     def look(self, step: int, places: Callable[[], Mapping[int, Place]]) -> Moves | None:
         """Look at the weights of a step; return how they moved since the look before, if known.
@@ -206,9 +213,10 @@ class WeightWatch:
     def _rate(self, begin: int, end: int) -> float:
         """Return the mean learning rate between two steps; NaN if it is unknown or not steady."""
         since = max((step for step in self._rates if step <= end - _STEADY), default=-1)
-        self._rates = {step: rate for step, rate in self._rates.items() if since <= step < end}
-        between = [rate for step, rate in self._rates.items() if step >= begin]
-        lowest, highest = (of(self._rates.values(), default=0.0) for of in (min, max))
+        self._rates = {step: rate for step, rate in self._rates.items() if step >= since}
+        between = [rate for step, rate in self._rates.items() if begin <= step < end]
+        before = [rate for step, rate in self._rates.items() if step < end]
+        lowest, highest = (of(before, default=0.0) for of in (min, max))
         is_steady = since >= 0 and bool(between) and 0 < highest <= _FACTOR * lowest
         return sum(between) / len(between) if is_steady else math.nan
 
@@ -320,13 +328,13 @@ def _part_of(weight: Tensor) -> Tensor | None:
 def _some(values: Tensor) -> Tensor:
     """Return some numbers of a weight, at places that no length of a row repeats."""
     stored = values.mT if values.ndim > 1 and values.mT.is_contiguous() else values
-    stored = stored if stored.is_contiguous() else stored[:1]
-    flat = stored.reshape(-1)
-    flat = flat if len(flat) >= _NUMBERS else flat.repeat(-(-_NUMBERS // len(flat)))
-    stride = len(flat) // _NUMBERS
-    while math.gcd(stride, stored.shape[-1] if stored.ndim else 1) > 1:
+    stored = stored if stored.is_contiguous() else stored[:1].contiguous()
+    if stored.numel() < _NUMBERS:
+        stored = stored.reshape(-1).repeat(-(-_NUMBERS // stored.numel()))
+    stride = stored.numel() // _NUMBERS
+    while math.gcd(stride, stored.shape[-1]) > 1:
         stride -= 1
-    return flat[::stride][:_NUMBERS]
+    return stored.as_strided((_NUMBERS,), (stride,), stored.storage_offset())
 
 
 __all__ = ["Moves", "Still", "WeightWatch"]
