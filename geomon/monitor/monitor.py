@@ -505,8 +505,9 @@ class Monitor:
             return
         failed = "how far weights move is not measured"
         self.warnings.attempt(lambda: self._look_at_weights(step), failed, once=True)
+        news = self._weights.news()
         if is_alerted:
-            self.outbox.watch_weights(self._weights.news())
+            self.outbox.watch_weights(news)
 
     def _look_at_weights(self, step: int) -> None:
         self._moves = self._weights.look(step, self.passes.places)

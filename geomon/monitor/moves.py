@@ -130,7 +130,7 @@ class Moves:
         sizes = {place: self._size(of) for place, of in members.items()}
         unmoved = {place: self._unmoved(of) for place, of in members.items()}
         found = {}
-        for stack in self.stacks:
+        for stack in dict.fromkeys(stack for stack, _ in sizes):
             own = [place for place in sizes if place[0] == stack]
             blocks = [place for place in own if place[1]] or own
             median = statistics.median(sizes[place] for place in blocks)

@@ -236,6 +236,23 @@ def test_a_block_that_moves_differently_leaves_its_band(name):
     assert set(told[0].layers) <= layers
 
 
+def test_layers_without_trainable_weights_have_no_size(tmp_path):
+    model = decoder()
+    model.blocks.requires_grad_(False)
+    model.tokens.requires_grad_(False)
+    model.places.requires_grad_(False)
+    options = {"metrics": ["update_size", "variance"], "budget": None, "directory": tmp_path}
+    with Monitor(model, schedule=every(1), checks=None, **options) as monitor:
+        for step in range(3):
+            with torch.no_grad(), monitor(step):
+                model(batch(4, 8))
+            moving("blocks", "tokens", "places")(model, step)
+    readings = [*read(tmp_path)]
+    assert [reading.step for reading in readings] == [0, 1, 2]
+    assert all(len(reading.column("variance").layers) == 4 for reading in readings)
+    assert "update_size" not in readings[-1].columns
+
+
 def test_looks_of_every_kind_know_the_moves_since_the_last_one(tmp_path):
     """Checks look as well, so that a reading holds what happened since the last check."""
     model = decoder()
