@@ -112,6 +112,7 @@ class GeometryMonitor(TrainerCallback):  # type: ignore[misc]  # transformers is
         """Probe, or wait for the step's first forward pass to watch it."""
         self._expect_evaluation(None, due=False)
         step = state.global_step
+        self._session.watch_rate(step, event.get("optimizer"))
         self._session.probe(step)
         if not self._session.probes and args.n_gpu <= 1:
             last = step == state.max_steps - 1

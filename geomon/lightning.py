@@ -160,6 +160,8 @@ class GeometryMonitor(L.Callback):
     ) -> None:
         """Probe, or open the window on this batch's forward pass."""
         self._note_place(trainer, pl_module, in_batch=True)
+        if len(trainer.optimizers) == 1:
+            self._session.watch_rate(trainer.global_step, trainer.optimizers[0])
         self._probe(trainer)
         if not self._session.probes:
             self._session.open(trainer.global_step, force=self._is_last(trainer, pl_module))

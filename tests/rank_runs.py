@@ -111,8 +111,8 @@ def one_process(model, batches, metrics, *, step, tokens, most=1):
 
 
 def measured(reading) -> dict[str, float]:
-    of_run = ("geomon/", "training/")
-    return {tag: value for tag, value in reading.values.items() if not tag.startswith(of_run)}
+    others = ("geomon/", "training/", "update_size/", "unmoved/")  # the last two take two looks
+    return {tag: value for tag, value in reading.values.items() if not tag.startswith(others)}
 
 
 def assert_same(values: dict[str, float], others: dict[str, float], within: float = 0) -> None:

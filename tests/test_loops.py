@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset
 from wandb_file import wandb_rows, work_offline
 
 from geomon import Memory, Monitor, every, read, select
+from geomon.monitor import moves
 
 METRICS = select("variance", "attention_entropy", "qk_cosine")
 
@@ -402,3 +403,19 @@ def test_a_loss_that_becomes_nan_is_an_alert_at_its_step_though_the_step_is_not_
     options |= {"metrics": METRICS, "alerts": ["loss_not_finite"]}
     LOOPS[loop](Lost(), options, tmp_path, **arguments)
     assert [alert.step for alert in read(tmp_path).alerts] == [3]
+
+
+@pytest.mark.parametrize("loop", ["lightning", "huggingface"])
+def test_callbacks_know_the_learning_rate_over_which_updates_are_watched(
+    loop, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(moves, "_STEADY", 1)
+    options = {"schedule": every(1), "checks": None, "budget": None}
+    LOOPS[loop](Learner(), options | {"metrics": select("update_size")}, tmp_path)
+    readings = [*read(tmp_path)]
+    sizes = [reading.column("update_size").at(1) for reading in readings[1:]]
+    rates = [
+        size / reading.column("update_size", "over_rate").at(1)
+        for size, reading in zip(sizes, readings[1:], strict=True)
+    ]
+    assert rates == pytest.approx([1e-3] * len(rates))

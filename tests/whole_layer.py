@@ -37,6 +37,7 @@ def whole_layer(*, by_hand: bool = False) -> Layer:
         "projected_key": normal(ROWS, KEY_HEADS, HEAD_WIDTH, seed=9) + 0.2,
         "query_sequences": sequences, "key_sequences": sequences,
         "weight_norms": {"attention": 3.0, "mlp": 4.0},
+        "weight_moves": torch.tensor([0.002, 1.25, 0.25, -0.5, 4.0], dtype=torch.float64),
         "expert_counts": torch.tensor([5.0, 3.0, 0.0, 8.0]),
     }  # fmt: skip
     rows = slice(LENGTH - 1, None, 3)

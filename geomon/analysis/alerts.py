@@ -12,7 +12,7 @@ import itertools
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from geomon.analysis.bands import (
@@ -51,6 +51,7 @@ _BATCHES = 4096  # most batches that are remembered
 HEALTHY_STEPS = 61_608
 # Healthy resumes in which false alarms were counted: docs/alerts.md.
 HEALTHY_RESUMES = 1_304
+_STEPS_WITH_LOSS = 10_000  # healthy steps with every loss watched
 
 
 # Positional and keyword arguments of a call of the model.
@@ -330,6 +331,7 @@ def _not_finite(reading: Reading, stack: str, bands: BandFindings) -> Finding | 
     return Finding(float(numbers["lost"]), numbers, most.layers)
 
 
+_AFTER_FALL = "look at what the model sees of its labels (the mask), and for batches that repeat"
 _ATTENTION = "look at the learning rate, and at the norms of the queries and keys"
 # Rules of a fixed limit, which say nothing of a cause.
 _FIXED = ("rank_collapse", "logit_growth", "entropy_collapse")
@@ -349,6 +351,13 @@ RULES: Mapping[str, AlertRule] = {
         "{name} was {value}",
         "look at the batch of this step, at the learning rate and the data type",
         false_alarms=None,
+    ),
+    "loss_jump": AlertRule(
+        None,
+        "a logged loss that jumps up, or falls as no earlier loss predicts",
+        "{name} {value:.3g}, expected {low:.3g} to {high:.3g}",
+        "look at the batches, their labels and the learning rate",
+        healthy=f"{_STEPS_WITH_LOSS:,} healthy steps",
     ),
     "same_batch": AlertRule(
         None,
@@ -563,6 +572,20 @@ class AlertWatch:
         """
         words = "NaN" if math.isnan(value) else f"{value:g}"
         return self._of_fact("loss_not_finite", step, Finding(1, {"name": name, "value": words}))
+
+    def add_jump(self, step: int, name: str, value: float, low: float, high: float) -> list[Alert]:
+        """Return the alert that a logged loss raises because it left its band.
+
+        Args:
+            step: Step of the loss.
+            name: Name under which it was logged.
+            value: Mean of the last losses.
+            low: Lower end of the band.
+            high: Upper end of the band.
+        """
+        numbers: _Numbers = {"name": name, "value": value, "low": low, "high": high}
+        found = self._of_fact("loss_jump", step, Finding(1, numbers))
+        return [replace(each, advice=_AFTER_FALL) if value < low else each for each in found]
 
     def add_still(
         self, step: int, names: Sequence[str], layers: Sequence[int], steps: int

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -47,7 +47,7 @@ SCATTER_READINGS, SCATTER = 20, 0.62
 _CALM, _RESTLESS = 0.1, math.e
 # Smallest value for a logarithm, so that weights set to 0 leave their band.
 _TINY = 1e-9
-_TENFOLD = math.log(10.0)
+_TENFOLD, _DOUBLE = math.log(10.0), math.log(2.0)
 # Smallest error, as a share of the value, to allow for rounding.
 _ROUNDING = 1e-5
 
@@ -64,12 +64,14 @@ class WatchedMetric(NamedTuple):
         largest: Largest half width of its bands, which then lie around the median of earlier
             readings. Readings with a bend in them would open a band until it holds anything.
             Defaults to infinity.
+        least_of: Smallest half widths of parts that scatter more. Defaults to {}.
     """
 
     least: float
     by_logarithm: bool = False
     by_part: bool = False
     largest: float = math.inf
+    least_of: Mapping[str, float] = {}
 
 
 WATCHED = {
@@ -79,6 +81,10 @@ WATCHED = {
     "variance": WatchedMetric(0.05, by_logarithm=True, largest=_TENFOLD),
     "within_variance": WatchedMetric(0.05, by_logarithm=True, largest=_TENFOLD),
     "weight_norm": WatchedMetric(0.02, by_logarithm=True, by_part=True, largest=_TENFOLD),
+    "update_size": WatchedMetric(
+        0.15, by_logarithm=True, by_part=True, largest=_DOUBLE, least_of={"over_rate": 0.45}
+    ),
+    "unmoved": WatchedMetric(0.03, by_part=True),
     "expert_load": WatchedMetric(0.2, by_logarithm=True, by_part=True),
 }
 
@@ -376,7 +382,12 @@ class Bands:
         ]
         self._filled = np.array(filled, dtype=np.intp)
         watched = [WATCHED[place.metric] for place in self._columns]
-        self._least = np.array([each.least for each in watched])
+        self._least = np.array(
+            [
+                each.least_of.get(place.part, each.least)
+                for place, each in zip(self._columns, watched, strict=True)
+            ]
+        )
         self._largest = np.array([each.largest for each in watched])
         self._by_logarithm = np.array([each.by_logarithm for each in watched], dtype=bool)
         self._in_scatter = np.array([not each.by_part for each in watched], dtype=bool)

@@ -25,7 +25,7 @@ class CapturedView:
 
     Attributes:
         source: Source that the window reads: "hidden", "last", "attention", "projection",
-            "weights" or "routing". A window observes only the sources that are requested.
+            "weights", "moves" or "routing". A window observes only the sources that are requested.
         rows: Unit of its first dimension: "tokens", "queries", "keys" (as projected) or
             "sequences"; "" for none of these.
         heads: Dimension of its heads: "first" or "second"; "shared" if the second may be 1 for all
@@ -121,6 +121,11 @@ CAPTURED: dict[str, CapturedView] = {
     "weight_norms": CapturedView(
         source="weights", rows="", heads="", merge="first", without="refused",
         text="Frobenius norms of the block's matrices, numbers by name",
+    ),
+    "weight_moves": CapturedView(
+        source="moves", rows="", heads="", merge="first", without="refused",
+        text="size of the block's update, over the median of the blocks, share of unmoved weights, "
+        "less the median of the blocks, size over the learning rate, [5]; NaN for unknown",
     ),
     "expert_counts": CapturedView(
         source="routing", rows="", heads="", merge="sum", without="refused",

@@ -98,7 +98,7 @@ class Evaluator:
         read = [metric.sources for metric in self.metrics.values()]
         unread = SOURCES.difference(*read)
         groups: list[frozenset[str]] = []
-        for sources in [unread | {"hidden", "weights", "routing"}, *read]:
+        for sources in [unread | {"hidden", "weights", "moves", "routing"}, *read]:
             joined = sources.union(*(group for group in groups if group & sources))
             groups = [joined, *(group for group in groups if not group & sources)]
         return sorted(groups, key=lambda group: ("hidden" not in group, min(group)))

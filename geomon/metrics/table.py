@@ -184,6 +184,12 @@ def _expert_load(expert_counts: Tensor) -> dict[str, Tensor]:
     return {"": loads.log().mean().exp(), **parts}
 
 
+def _update_size(weight_moves: Tensor) -> dict[str, Tensor]:
+    size, relative, *_, over_rate = weight_moves
+    parts = {"": size, "relative": relative, "over_rate": over_rate}
+    return {part: value for part, value in parts.items() if not value.isnan()}
+
+
 # Why a kernel returns no value.
 _EQUAL_ROWS = "all rows are equal"
 _NO_TYPE_TWICE = "no token type has two rows"
@@ -440,6 +446,32 @@ METRICS: dict[str, Callable[..., Any]] = {
             meaning="Frobenius norm of a block's weight matrices, of all together and of each by "
             "name (experts together); any change of the weights shows here, whatever the batch.",
             missing="this rank has only a shard of the weights",
+        ),
+        has_margin=False,
+    ),
+    "update_size": Metric(
+        _update_size,
+        MetricText(
+            "Size of the update",
+            meaning="Norm of the change of a block's matrices since the look before (a reading or "
+            "a check), over their norm and the number of steps; layer 0 are the embeddings. From "
+            "256 numbers of each matrix.",
+            missing="it takes two looks",
+            parts={
+                "relative": "over the median of the blocks",
+                "over_rate": "over the learning rate, if it is known and steady",
+            },
+        ),
+        has_margin=False,
+    ),
+    "unmoved": Metric(
+        lambda weight_moves: {"": weight_moves[2], "relative": weight_moves[3]},
+        MetricText(
+            "Share of weights that did not change",
+            meaning="Share of the numbers in a block's matrices that are what they were at the "
+            "look before; layer 0 are the embeddings. Small steps are lost in rounding.",
+            missing="it takes two looks",
+            parts={"relative": "less the median of the blocks"},
         ),
         has_margin=False,
     ),

@@ -24,6 +24,11 @@ class HostCopy(NamedTuple):
         """Whether the numbers are there."""
         return self.event is None or self.event.query()
 
+    def wait(self) -> None:
+        """Wait until the numbers are there."""
+        if self.event is not None:
+            self.event.synchronize()
+
 
 def copy_to_host(values: Tensor) -> HostCopy:
     """Copy a tensor to the host, behind the queued work of its device.

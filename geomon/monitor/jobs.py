@@ -23,6 +23,7 @@ from geomon.failures import failures
 from geomon.metrics import Evaluator, LayerValues
 from geomon.metrics.at_once import in_modes, in_pieces
 from geomon.monitor.device import MeasuringDevice, first_line
+from geomon.monitor.moves import Moves
 from geomon.note import Note
 from geomon.record import Reading, tags
 from geomon.record.arrays import Arrays
@@ -50,6 +51,7 @@ class ReadingJob:
         place: Device that measures the layers.
         same_inputs: Whether all ranks have the same inputs (a probe). Defaults to False.
         inputs: Arguments of the model's call, or None if nobody needs them.
+        moves: How the weights have moved since the last look, or None if that is unknown.
 
     Attributes:
         arrays: Arrays for figures, once the job is finished.
@@ -70,6 +72,7 @@ class ReadingJob:
         place: MeasuringDevice,
         same_inputs: bool = False,
         inputs: Inputs | None = None,
+        moves: Moves | None = None,
     ) -> None:
         self.step, self.source, self.inputs = step, source, inputs
         self.rows = rows
@@ -79,6 +82,7 @@ class ReadingJob:
         self.finished, self.done = False, threading.Event()
         self._group, self._evaluator = group, evaluator
         self._place, self._same_inputs = place, same_inputs
+        self._moves = moves
         self._measured: list[LayerValues] = []
         self._failing: set[str] = set()  # metrics that fail on the host as well
         self._call: Call | None = None
@@ -169,7 +173,7 @@ class ReadingJob:
         at_once = self._evaluator.layers_at_once(left, self.rows) if on_host else 1
         if on_host and self._call is not None:
             measure = functools.partial(self._call, _measure_at_once, self._evaluator)
-            return (measure(_whole(parts, HOST), self.rows, at_once) for parts in layers)
+            return (measure(self._whole(parts), self.rows, at_once) for parts in layers)
         return in_pieces(
             self._measure_one, layers, self._evaluator.source_groups, at_once,
             outside=on_host and in_modes(),
@@ -178,9 +182,10 @@ class ReadingJob:
     def _measure_one(self, parts: _Parts) -> LayerValues:
         """Measure a layer on its device; if that fails, move it and later ones to the host."""
         if self._device == HOST:
-            return self._evaluator.measure_layer(_whole(parts, HOST), self.rows)
+            return self._evaluator.measure_layer(self._whole(parts), self.rows)
         try:
-            found = self._evaluator.measure_layer(_whole(parts, self._device), self.rows)
+            whole = self._whole(parts, self._device)
+            found = self._evaluator.measure_layer(whole, self.rows)
         except torch.OutOfMemoryError as error:
             name, why = "", f"{self._device} does not have enough memory ({first_line(error)})"
         else:
@@ -189,11 +194,16 @@ class ReadingJob:
                 return found
             name = min(failed.keys() - self._failing)
             why = f"{name} failed on {self._device} ({first_line(failed[name])})"
-        on_host = self._evaluator.measure_layer(_whole(parts, HOST), self.rows)
+        on_host = self._evaluator.measure_layer(self._whole(parts), self.rows)
         self._failing |= on_host.failed.keys() | on_host.without_margin.keys()
         if name not in self._failing:
             self._go_to_host(why)
         return on_host
+
+    def _whole(self, parts: _Parts, device: torch.device = HOST) -> Layer:
+        """Join a layer's parts with the rows of all ranks, on a device."""
+        layer = merge_layers(parts).to(device)
+        return layer if self._moves is None else self._moves.added_to(layer)
 
     def _go_to_host(self, why: str) -> None:
         """Move the layers that are still to be measured to the host."""
@@ -234,6 +244,8 @@ class ReadingJob:
         info = self._gathered.info
         call = self._call or _call_here
         evaluation = call(self._evaluator.combine, measured, self.rows)
+        if self._moves is not None:
+            self._moves.complete(evaluation.stacks)
         tokens = min(info.tokens, self.rows * self._evaluator.splits)
         self.arrays = evaluation.arrays
         notes = (*info.notes, *evaluation.notes, *self._notes_on_rows(tokens), *self.notes)
@@ -318,11 +330,6 @@ def _measure_at_once(evaluator: Evaluator, layer: Layer, rows: int, at_once: int
         evaluator.source_groups, at_once,
     )  # fmt: skip
     return values
-
-
-def _whole(parts: _Parts, device: torch.device) -> Layer:
-    """Join a layer's parts with the rows of all ranks, on a device."""
-    return merge_layers(parts).to(device)
 
 
 __all__ = ["CHECK", "ReadingJob", "measure_alone"]

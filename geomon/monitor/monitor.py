@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import math
 import multiprocessing
 import multiprocessing.util
 import os
@@ -48,6 +49,7 @@ from geomon.monitor.device import MeasuringDevice
 from geomon.monitor.executor import ReadingExecutor
 from geomon.monitor.held_out import HeldOut, describe_probe, is_loader
 from geomon.monitor.jobs import CHECK, ReadingJob
+from geomon.monitor.moves import Moves, WeightWatch
 from geomon.monitor.options import (
     AUTO,
     MonitorOptions,
@@ -60,7 +62,6 @@ from geomon.monitor.passes import Passes
 from geomon.monitor.planner import DEFAULT_SHARE, Account, Due, Planner
 from geomon.monitor.probe_loss import ProbeLoss
 from geomon.monitor.schedule import Schedule, first_steps, log_spaced
-from geomon.monitor.still import StillWeights
 from geomon.monitor.warnings import Warnings
 from geomon.note import Note
 from geomon.record import Reading, Readings, Record, Sink, read
@@ -68,6 +69,7 @@ from geomon.record.printable import printable, text_of
 from geomon.record.tags import LOSS
 from geomon.version import __version__
 
+_RATES = {"lr", "learning_rate"}  # names of learning rates among logged values
 _NOTHING = nullcontext()  # returned for a step that is not due
 # Rows of hidden states that a check looks at.
 _CHECK_ROWS = 1024
@@ -129,7 +131,8 @@ class Monitor:
             self._record, options, self._executor, self.planner, self.account, self.warnings,
             functools.partial(_notes_of_run, self.passes, self._group, self._device),
         )  # fmt: skip
-        self._still = StillWeights(self._model)
+        self._weights = WeightWatch(self._model)
+        self._moves: Moves | None = None  # of the last look
         self._process = os.getpid()
         self._has_failed = False  # whether it was closed because of an error
         self._is_verified = False  # whether the first window was looked at for missing views
@@ -226,6 +229,8 @@ class Monitor:
         if self._is_own() and not in_cuda_graph():
             with self.charge():
                 self._watch_losses(number, values)
+                for name in values.keys() & _RATES:
+                    self.watch_rate(number, values[name])
                 self.outbox.log(number, values, watched=self.passes.step == number)
 
     def probe(self, step: SupportsIndex, inputs: Any = None) -> None:
@@ -316,7 +321,7 @@ class Monitor:
         return self.outbox.lacks_values(step)
 
     def watch_loss(self, step: int, loss: Any) -> None:
-        """Raise an alert if the loss is not finite, whether or not its step is read.
+        """Raise an alert if the loss jumps or is not finite, whether or not its step is read.
 
         `log` does so itself. It never waits for a device.
 
@@ -327,6 +332,18 @@ class Monitor:
         if self._is_own() and not in_cuda_graph():
             with self.charge():
                 self._watch_losses(step, {LOSS: loss})
+
+    def watch_rate(self, step: int, rate: Any) -> None:
+        """Note the learning rate of a step, over which the size of updates is watched.
+
+        `log` does so itself if a value is called "lr" or "learning_rate".
+
+        Args:
+            step: Number of optimizer updates already in the weights.
+            rate: The learning rate; anything but a number is passed over.
+        """
+        if isinstance(rate, int | float) and math.isfinite(rate):
+            self._weights.note_rate(step, float(rate))
 
     def expect_end(self, step: int | None) -> None:
         """Announce the length of the run, so that readings are spread over all of it.
@@ -461,7 +478,7 @@ class Monitor:
                     return
                 job = ReadingJob(
                     step, CHECK, RankGroup(), self._quick_evaluator, rows=_CHECK_ROWS,
-                    place=self._device, inputs=inputs,
+                    place=self._device, inputs=inputs, moves=self._moves,
                 )  # fmt: skip
                 job.begin(passes, window.seconds)
                 self._executor.submit(job)
@@ -481,22 +498,26 @@ class Monitor:
                     self.outbox.publish()
 
     def _watch_weights(self, step: int) -> None:
-        """Look for weights that do not move, on the first rank."""
-        if self._group.rank != 0 or "unmoved_weights" not in self._options["alerts"]:
+        """Look how far the weights have moved, and on the first rank for those that do not."""
+        self._moves = None
+        is_alerted = self._group.rank == 0 and "unmoved_weights" in self._options["alerts"]
+        if not (is_alerted or "weight_moves" in self._evaluator.views):
             return
-        blocks = self._block_names if self.passes.has_one_stack else []
-        self.warnings.attempt(
-            lambda: self.outbox.watch_weights(step, self._still.look(step, blocks)),
-            "weights that do not move are not looked for",
-            once=True,
-        )
+        failed = "how far weights move is not measured"
+        self.warnings.attempt(lambda: self._look_at_weights(step), failed, once=True)
+        news = self._weights.news()
+        if is_alerted:
+            self.outbox.watch_weights(news)
+
+    def _look_at_weights(self, step: int) -> None:
+        self._moves = self._weights.look(step, self.passes.places)
 
     def _watch_losses(self, step: int, values: Mapping[str, Any]) -> None:
-        """Look for a loss that is not finite, on the first rank."""
+        """Look for a loss that jumps or is not finite, on the first rank."""
         if self._group.rank == 0:
             self.warnings.attempt(
                 lambda: self.outbox.watch_losses(step, values),
-                "losses that are not finite are not looked for",
+                "losses are not watched",
                 once=True,
             )
 
@@ -514,7 +535,7 @@ class Monitor:
         self.planner.mark_read(source)
         job = ReadingJob(
             step, source, self._group, self._evaluator, rows=self._options["tokens"],
-            place=self._device, same_inputs=same_inputs, inputs=inputs,
+            place=self._device, same_inputs=same_inputs, inputs=inputs, moves=self._moves,
         )  # fmt: skip
         with self.warnings.guard():
             if self._begin_job(job, capture, began):

@@ -21,11 +21,11 @@ from geomon.failures import failures
 from geomon.monitor.executor import ReadingExecutor
 from geomon.monitor.jobs import CHECK, ReadingJob
 from geomon.monitor.logged import LoggedValues
-from geomon.monitor.losses import LossWatch
+from geomon.monitor.losses import Jump, LossWatch
+from geomon.monitor.moves import Still
 from geomon.monitor.options import MonitorOptions
 from geomon.monitor.planner import Account, Planner
 from geomon.monitor.sinks import SinkCalls
-from geomon.monitor.still import Still
 from geomon.monitor.warnings import Warnings
 from geomon.note import Note
 from geomon.record import RaisedAlert, Reading, Readings, Record
@@ -165,13 +165,15 @@ class Outbox:
             self.publish()
 
     def watch_losses(self, step: int, values: Mapping[str, Any]) -> None:
-        """Raise an alert if a loss among the values of a step is not finite any more."""
+        """Raise an alert if a loss among the values of a step is not finite any more, or jumps."""
         for found in self._losses.put(step, values):
-            self._raise_facts(self._watch.add_loss(*found), "log")
+            add = self._watch.add_jump if isinstance(found, Jump) else self._watch.add_loss
+            self._raise_facts(add(*found), "log")
 
-    def watch_weights(self, step: int, still: Still | None) -> None:
-        """Raise an alert if trainable weights were found to stand still."""
-        if still is not None:
+    def watch_weights(self, found: tuple[int, Still] | None) -> None:
+        """Raise an alert if trainable weights were found to stand still at a step."""
+        if found is not None:
+            step, still = found
             self._raise_facts(self._watch.add_still(step, *still), "weights")
 
     def _raise_facts(self, alerts: Sequence[Alert], source: str) -> None:
@@ -339,6 +341,7 @@ class Outbox:
     def _recall(self, reading: Reading) -> None:
         """Take a reading of an earlier start into account, without calling anything for it."""
         self._watch.recall(reading)
+        self._losses.put(reading.step, reading.training)
         self._follow(reading)
 
     def _follow(self, reading: Reading) -> dict[str, Phase]:

@@ -75,10 +75,14 @@ class Passes:
         """Names of the blocks, in order of depth."""
         return [block.name for block in self._anatomy.blocks]
 
-    @property
-    def has_one_stack(self) -> bool:
-        """Whether all blocks belong to one stack."""
-        return len(self._anatomy.stacks) == 1
+    def places(self) -> dict[int, tuple[str, int]]:
+        """Return stack and depth of each module in a block, by the module's `id`."""
+        return {
+            id(module): (stack.name, depth)
+            for stack in self._anatomy.stacks
+            for depth, block in enumerate(stack.blocks, 1 + stack.before)
+            for module in block.module.modules()
+        }
 
     @property
     def what_stays_changed(self) -> Note | None:

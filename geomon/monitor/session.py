@@ -266,7 +266,7 @@ class CallbackSession:
         self.monitor.log(step, **{name: known.get(name) for name in self.logged})
 
     def watch_loss(self, step: int, loss: Any) -> None:
-        """Raise an alert if the loss of any step is not finite.
+        """Raise an alert if the loss of any step jumps or is not finite.
 
         Args:
             step: Number of optimizer updates already in the weights.
@@ -274,6 +274,17 @@ class CallbackSession:
         """
         if self.monitor is not None:
             self.monitor.watch_loss(step, loss)
+
+    def watch_rate(self, step: int, optimizer: Any) -> None:
+        """Note the learning rate of an optimizer at a step.
+
+        Args:
+            step: Number of optimizer updates already in the weights.
+            optimizer: The optimizer; anything else is passed over.
+        """
+        groups = getattr(optimizer, "param_groups", None)
+        if self.monitor is not None and groups:
+            self.monitor.watch_rate(step, groups[0].get("lr"))
 
     def finish(self) -> None:
         """End the training and leave nothing on the model; may be called more than once."""

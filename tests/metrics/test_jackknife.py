@@ -26,7 +26,7 @@ FIRST_ORDER = {
 # With the rows' neighbours among all rows, which are tested below; noisy ones; no margin at all.
 OTHERS = {
     "twonn", "twonn_distinct", "gride", "local_dimension", "local_anisotropy", "alpha",
-    "alpha_last", "max_logit", "weight_norm", "expert_load",
+    "alpha_last", "max_logit", "weight_norm", "update_size", "unmoved", "expert_load",
 }  # fmt: skip
 
 

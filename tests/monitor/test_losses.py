@@ -1,0 +1,88 @@
+"""A logged loss that jumps, or falls as no earlier loss predicts, is an alert; nothing else is."""
+
+import math
+import random
+
+import pytest
+import torch
+from models import PlainDecoder, batch
+
+from geomon import Monitor, read
+
+
+def falling(step):
+    """The loss of a healthy training: it falls by the logarithm of the step."""
+    return 1.5 + 4 / (1 + step / 20) ** 0.5
+
+
+def changed(change, at=400):
+    """A healthy loss until a step, and then its value times a function of the steps since."""
+    return lambda step: falling(step) * (change(step - at) if step >= at else 1)
+
+
+def copied(step):
+    """A model of 32 tokens that learns nothing, until it finds out how to copy."""
+    return math.log(32) * (1 - 0.5 / (1 + math.exp((450 - step) / 10)))
+
+
+# A loss by step, its scatter, and the largest number of steps from 400 until the alert, or None.
+LOSSES = {
+    "healthy": (falling, 0.1, None),
+    "healthy, with much scatter": (falling, 0.3, None),
+    "healthy, with little scatter": (falling, 0.001, None),
+    "jumps": (changed(lambda since: 1.5), 0.1, 12),
+    "jumps before step 200": (changed(lambda since: 1.5, at=150), 0.1, None),
+    "leaps once": (changed(lambda since: 1 + 999 * (since == 0)), 0.1, None),
+    "creeps up": (changed(lambda since: 1.01**since), 0.05, 90),
+    "sees its labels": (changed(lambda since: max(0.3, 1 - since / 80)), 0.1, 70),
+    "falls with the learning rate": (changed(lambda since: 0.94), 0.02, None),
+    "learns to copy": (copied, 0.05, None),
+    "is negative": (lambda step: -falling(step), 0.1, None),
+    "is negative and jumps": (lambda step: -changed(lambda since: 0.5)(step), 0.1, 12),
+}
+
+
+def alerts_of(losses, name="loss", **options):
+    model, told = PlainDecoder(width=8, layers=2, heads=2), []
+    given = {"schedule": lambda step: step == 0, "checks": None, "budget": None, "directory": None}
+    given |= {"metrics": ["variance"], "on_alert": told.append}
+    with Monitor(model, **given | options) as monitor:
+        for step, loss in losses:
+            with torch.no_grad(), monitor(step):
+                model(batch(2, 4))
+            monitor.log(step, **{name: loss})
+    return told
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_an_alert_if_no_earlier_loss_predicts_it(name):
+    loss, scatter, within = LOSSES[name]
+    chance = random.Random(0)
+    found = alerts_of((step, chance.gauss(loss(step), scatter)) for step in range(520))
+    if within is None:
+        assert [alert.words() for alert in found] == []
+        return
+    assert found[0].name == "loss_jump"
+    assert 400 <= found[0].step <= 400 + within
+    is_above = loss(found[0].step) > loss(399)
+    assert f"{'above' if is_above else 'below'} the expected" in found[0].words()
+    assert ("mask" in found[0].words()) is not is_above
+
+
+def test_a_loss_that_is_logged_now_and_then_is_watched_too():
+    losses = [(step, 3.0 + 0.01 * (step % 20 == 0) + (step >= 400)) for step in range(0, 600, 10)]
+    assert [(alert.name, alert.step) for alert in alerts_of(losses)] == [("loss_jump", 410)]
+
+
+def test_the_losses_of_a_validation_are_not_watched():
+    losses = [(step, 2.0 + (step >= 400)) for step in range(500)]
+    assert alerts_of(losses, name="val_loss") == []
+
+
+def test_a_loss_that_jumps_at_a_resume_is_compared_with_the_losses_before(tmp_path):
+    given = {"schedule": lambda step: step % 20 == 0, "directory": tmp_path, "log": ["loss"]}
+    given["alerts"] = ["loss_jump"]
+    assert alerts_of([(step, 2.4) for step in range(400)], **given) == []
+    (alert,) = alerts_of([(step, 5.4) for step in range(400, 440)], **given)
+    assert (alert.name, alert.step <= 412) == ("loss_jump", True)
+    assert [one.step for one in read(tmp_path).alerts] == [alert.step]
