@@ -78,7 +78,7 @@ COURSES = {
     "rows of an embedding": (last_rows, None),
     "an embedding from a step on": (
         embedding_frozen_later,
-        (80, (0,), "1 trainable weight did not move in 40 steps: tokens"),
+        (80, (0,), "1 trainable weight did not move in 40 steps; tokens"),
     ),
     "biases": (moving("blocks.1.c_attn.bias"), None),
     "in turns": (alternating, None),
