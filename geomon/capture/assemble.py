@@ -6,6 +6,7 @@ reason.
 """
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from geomon.capture.attending.attention import (
     read_calls,
 )
 from geomon.capture.attending.max_logit import over_rows
+from geomon.capture.attending.outputs import OutputSizes
 from geomon.capture.attending.seen import SeenAttention
 from geomon.capture.first_pass import BlockCall, Shape, StackPass, attention_key
 from geomon.capture.snapshot import (
@@ -34,6 +36,7 @@ from geomon.capture.snapshot import (
     PROJECTED,
     ROW_VIEWS,
     UNEMBEDDING,
+    UPDATES,
     Layer,
     Part,
     PassInfo,
@@ -47,13 +50,14 @@ from geomon.capture.tokens.pass_tokens import once
 from geomon.capture.tokens.sampling import RowSampler, SampledRows, copy_rows
 from geomon.capture.weights import present_weight, to_numbers
 from geomon.failures import failures
+from geomon.kernels.updates import row_updates
 from geomon.note import Note
 
 _HIDDEN_ONLY = frozenset({"hidden", "last"})
-_HIDDEN = "hidden states"  # the subject of remarks on them
+_HIDDEN, _LAST_TOKENS = "hidden states", "last tokens"  # the subjects of remarks on them
 _LAST_QUERIES = 64  # per sequence, enough to show whether queries see keys of another sequence
 _HEADS_ONLY = frozenset({"attention", "projection"})
-_ROW_VIEWS = (*ROW_VIEWS, "precision")
+_ROW_VIEWS = *(view for view in ROW_VIEWS if view not in UPDATES), "precision"
 _QUERY_VIEWS = ("query", "key", "bias", "scale", "softcap", "sink")
 _PROJECTED_VIEWS = ("projected_query", "projected_key")
 _PROJECTED_SEQUENCES = ("query_sequences", "key_sequences")
@@ -72,6 +76,10 @@ _DROPPED = (
     "blocks may have been replaced while the model was watched)"
 )
 _NOT_PROJECTED = "its queries and keys were not traced back to products of tokens with weights"
+_NOT_PROJECTED_ON = (
+    "the outputs of its heads were not traced to an output projection: none was seen in the block, "
+    "or it does not take each head's numbers whole"
+)
 _AS_ATTENDED = (
     "queries and keys were not traced back to products of tokens with weights: Q and K as attended "
     "are used instead"
@@ -131,6 +139,7 @@ _ACROSS = (
     "queries see keys of other sequences in their row: no mask separates packed sequences (models "
     "of transformers make one from position_ids if they get use_cache=False and no attention_mask)"
 )
+_NOT_BEFORE = "the layer before was not seen, or has other rows or another width"
 _PACKED = "the hidden states are [tokens, width]: the boundaries between sequences are unknown"
 _LAST_UNKNOWN = (
     "it became known only after the pass which token is the last of its sequence: pass the model a "
@@ -161,7 +170,7 @@ _IN_PARTS = "its weight is not a matrix on this rank (it may be sharded)"
 
 def build_snapshot(
     passes: Sequence[StackPass],
-    sources: set[str],
+    views: set[str],
     *,
     other_thread: bool,
     no_rows: str | None = None,
@@ -179,7 +188,7 @@ def build_snapshot(
     not_run = no_rows or (_OTHER_THREAD if other_thread else _NOT_RUN)
     layers, rows, remarks = list[Layer](), list[int](), list[Note]()
     for stack_pass in counted:
-        builder = StackBuilder(stack_pass, sources, not_run, alone=len(passes) == 1)
+        builder = StackBuilder(stack_pass, views, not_run, alone=len(passes) == 1)
         layers += builder.layers()
         rows += builder.input_counts()
         for label in stack_pass.stack.side_labels:
@@ -250,7 +259,7 @@ class StackBuilder:
     def __init__(
         self,
         stack_pass: StackPass,
-        sources: set[str],
+        views: set[str],
         not_run: str,
         *,
         alone: bool,
@@ -261,7 +270,8 @@ class StackBuilder:
         read = {id(x): x.weight_norms for x in stack_pass.block_calls if x.weight_norms is not None}
         self._norms = dict(zip(read, to_numbers([*read.values()]), strict=True))
         self._alone = alone
-        self._sources = sources
+        self._sources = set(map(source_of, views))
+        self._updates = views & set(UPDATES)
         self._not_run = _DROPPED if stack_pass.block_calls else not_run
         self._inverted = self._tokens.padding.contradiction(self._tokens.batch)
         self._before = stack_pass.stack.before
@@ -278,7 +288,9 @@ class StackBuilder:
             why = self._why_no_rows(ran=bool(self._pass.block_calls))
             stack, rows = self._pass.stack.name, self._pass.input_rows
             first = [self._of_hidden_states(0, "input of the blocks", rows, why, stack)]
-        return [*first, *(self._layer(depth, *made) for depth, made in enumerate(self._layers, 1))]
+        kept = [self._pass.input_rows, *(self._rows_behind(call) for _, call, _ in self._layers)]
+        made = zip(self._layers, itertools.pairwise(kept), strict=True)
+        return [*first, *(self._layer(n, *each, *both) for n, (each, both) in enumerate(made, 1))]
 
     def input_counts(self) -> list[int]:
         """Return the number of rows that enter the first block, if they were read."""
@@ -337,13 +349,19 @@ class StackBuilder:
         if depth not in depths:
             depths.append(depth)
 
-    def _layer(self, depth: int, block: Block, block_call: BlockCall | None, name: str) -> Layer:
+    def _layer(
+        self, depth: int, block: Block, block_call: BlockCall | None, name: str,
+        before: SampledRows | None, kept: SampledRows | None,
+    ) -> Layer:  # fmt: skip
+        """Build the output of a block, from its rows and those of the layer before."""
         depth += self._before
         stack = self._pass.stack.name
-        kept = self._rows_behind(block_call)
         why = self._why_no_rows(ran=block_call is not None)
-        captured, missing, part = self._row_views(depth, kept, why)
+        captured, missing, part = self._row_views(depth, kept, why, before)
         sources = _sources_of(kept) | {"weights"}
+        for view in self._updates - captured.keys():
+            if source_of(view) in sources:
+                missing.setdefault(view, _NOT_BEFORE)
         if id(block_call) in self._norms:
             captured["weight_norms"] = self._norms[id(block_call)]
         elif "weights" in self._sources:
@@ -378,7 +396,7 @@ class StackBuilder:
         return not_read if ran else self._not_run
 
     def _row_views(
-        self, depth: int, kept: SampledRows | None, why: str
+        self, depth: int, kept: SampledRows | None, why: str, before: SampledRows | None = None
     ) -> tuple[dict[str, Any], dict[str, str], Part]:
         """Make the captured views of hidden states, and the reasons for missing ones."""
         if kept is None or self._inverted is not None:
@@ -388,14 +406,17 @@ class StackBuilder:
         kept = self._pass.without_padding(kept, self._tokens)
         for remark in self._tokens.remarks(kept.shape):
             self._remark(_HIDDEN, depth, remark, self._pass.stack.name)
-        captured, missing, rows = self._views_of(depth, kept, _HIDDEN)
+        before = before and self._pass.without_padding(before, self._tokens)
+        captured, missing, rows = self._views_of(depth, kept, _HIDDEN, before)
         last_rows = None
         if "last" in self._sources & _sources_of(kept):
             last = self._last_tokens(kept)
             if isinstance(last, str):
                 missing |= {LAST + view: last for view in _ROW_VIEWS}
             else:
-                more, lacking, last_rows = self._views_of(depth, last, "last tokens")
+                last_before = self._last_tokens(before) if before else None
+                last_before = None if isinstance(last_before, str) else last_before
+                more, lacking, last_rows = self._views_of(depth, last, _LAST_TOKENS, last_before)
                 captured |= {LAST + view: value for view, value in more.items()}
                 missing |= {LAST + view: why for view, why in lacking.items()}
         part = Part(rows, last_rows, kept.start, tokens_elsewhere=self._before > 0)
@@ -420,21 +441,26 @@ class StackBuilder:
         return among, indices[among]
 
     def _views_of(
-        self, depth: int, kept: SampledRows, subject: str
+        self, depth: int, kept: SampledRows, subject: str, before: SampledRows | None
     ) -> tuple[dict[str, Any], dict[str, str], Tensor | None]:
         """Make the captured views of finite rows, the reasons for missing ones, and row numbers.
 
         Row numbers are returned only if ranks share the rows.
         """
+        if before is not None and not _are_alike(before, kept):
+            before = None
         finite = kept.values.isfinite().all(dim=1).cpu()
         if not finite.all():
             self._lost[subject][depth] = int((~finite).sum()), len(finite)
-            kept = kept.at(finite.nonzero().squeeze(1))
+            left = finite.nonzero().squeeze(1)
+            kept, before = kept.at(left), before and before.at(left)
         captured, missing, rows = self._facts_of(kept.indices, kept.shape)
         if "positions" in missing:
             self._remark(subject, depth, missing["positions"], self._pass.stack.name)
-        rest = {"hidden": kept.values, "precision": torch.finfo(self._pass.dtype).eps}
-        return rest | captured, dict(missing), rows
+        found = {"hidden": kept.values, "precision": torch.finfo(self._pass.dtype).eps, **captured}
+        if self._updates and before is not None:
+            found["updates"] = row_updates(before.values, kept.values)
+        return found, dict(missing), rows
 
     @once
     def _facts_of(
@@ -545,7 +571,9 @@ class StackBuilder:
                 reason = _not_rebuilt(read)
             except failures() as error:  # hidden states, and other layers, do not depend on it
                 reason = _not_rebuilt(error)
-        return {}, dict.fromkeys((*_QUERY_VIEWS, "visible", "scores", "max_logits"), reason)
+        return {}, dict.fromkeys(
+            (*_QUERY_VIEWS, "visible", "scores", "max_logits", "head_outputs"), reason
+        )
 
     def _with_max_logits(
         self, seen: SeenAttention, call: AttentionCall | SoftmaxCall, read: dict[str, Any]
@@ -556,7 +584,13 @@ class StackBuilder:
             sink = captured.get("sink")
             captured["max_logits"] += torch.nan if sink is None else sink.cpu()
         lacking = _QUERY_VIEWS if "query" not in captured else ()
-        return captured, dict.fromkeys(lacking, getattr(call, "why_unknown", ""))
+        missing = dict.fromkeys(lacking, getattr(call, "why_unknown", ""))
+        outputs = seen.weights.outputs
+        if isinstance(outputs, OutputSizes):
+            sums = outputs.sums(self._tokens.valid_at(call.shape, call.sequences, call.places))
+            captured |= {} if sums is None else {"head_outputs": sums}
+            missing |= {"head_outputs": _NOT_PROJECTED_ON} if sums is None else {}
+        return captured, missing
 
     @functools.cached_property
     def _read(self) -> dict[int, dict[str, Any] | Exception]:
@@ -587,6 +621,14 @@ def _not_rebuilt(error: Exception) -> str:
     if isinstance(error, NotUnderstoodError):
         return f"attention is not rebuilt here: {error}"
     return f"attention could not be rebuilt: {type(error).__name__}: {error}"
+
+
+def _are_alike(one: SampledRows, other: SampledRows) -> bool:
+    """Whether rows are those of the same tokens, of one width."""
+    first, second = ((rows.shape, rows.start, rows.values.shape) for rows in (one, other))
+    return first == second and (
+        one.indices is other.indices or torch.equal(one.indices, other.indices)
+    )
 
 
 def _attentions_of(block: Block, block_call: BlockCall | None) -> list[int]:
