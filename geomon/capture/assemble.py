@@ -6,7 +6,6 @@ reason.
 """
 
 import functools
-import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +23,7 @@ from geomon.capture.attending.attention import (
     read_calls,
 )
 from geomon.capture.attending.max_logit import over_rows
-from geomon.capture.attending.outputs import OutputSizes
+from geomon.capture.attending.outputs import OutputSizes, sums_of_squares
 from geomon.capture.attending.seen import SeenAttention
 from geomon.capture.first_pass import BlockCall, Shape, StackPass, attention_key
 from geomon.capture.snapshot import (
@@ -48,13 +47,13 @@ from geomon.capture.snapshot import (
 )
 from geomon.capture.tokens.pass_tokens import once
 from geomon.capture.tokens.sampling import RowSampler, SampledRows, copy_rows
+from geomon.capture.updates import with_updates
 from geomon.capture.weights import present_weight, to_numbers
 from geomon.failures import failures
-from geomon.kernels.updates import row_updates
 from geomon.note import Note
 
 _HIDDEN_ONLY = frozenset({"hidden", "last"})
-_HIDDEN, _LAST_TOKENS = "hidden states", "last tokens"  # the subjects of remarks on them
+_HIDDEN = "hidden states"  # the subject of remarks on them
 _LAST_QUERIES = 64  # per sequence, enough to show whether queries see keys of another sequence
 _HEADS_ONLY = frozenset({"attention", "projection"})
 _ROW_VIEWS = *(view for view in ROW_VIEWS if view not in UPDATES), "precision"
@@ -288,9 +287,12 @@ class StackBuilder:
             why = self._why_no_rows(ran=bool(self._pass.block_calls))
             stack, rows = self._pass.stack.name, self._pass.input_rows
             first = [self._of_hidden_states(0, "input of the blocks", rows, why, stack)]
-        kept = [self._pass.input_rows, *(self._rows_behind(call) for _, call, _ in self._layers)]
-        made = zip(self._layers, itertools.pairwise(kept), strict=True)
-        return [*first, *(self._layer(n, *each, *both) for n, (each, both) in enumerate(made, 1))]
+        kept = [self._rows_behind(block_call) for _, block_call, _ in self._layers]
+        if self._updates:
+            of_last = UPDATES[1] in self._updates
+            kept = with_updates([self._pass.input_rows, *kept], of_last=of_last)
+        made = zip(self._layers, kept, strict=True)
+        return [*first, *(self._layer(n, *each, rows) for n, (each, rows) in enumerate(made, 1))]
 
     def input_counts(self) -> list[int]:
         """Return the number of rows that enter the first block, if they were read."""
@@ -351,13 +353,13 @@ class StackBuilder:
 
     def _layer(
         self, depth: int, block: Block, block_call: BlockCall | None, name: str,
-        before: SampledRows | None, kept: SampledRows | None,
+        kept: SampledRows | None,
     ) -> Layer:  # fmt: skip
-        """Build the output of a block, from its rows and those of the layer before."""
+        """Build the output of a block, whose rows were compared with those of the layer before."""
         depth += self._before
         stack = self._pass.stack.name
         why = self._why_no_rows(ran=block_call is not None)
-        captured, missing, part = self._row_views(depth, kept, why, before)
+        captured, missing, part = self._row_views(depth, kept, why)
         sources = _sources_of(kept) | {"weights"}
         for view in self._updates - captured.keys():
             if source_of(view) in sources:
@@ -396,7 +398,7 @@ class StackBuilder:
         return not_read if ran else self._not_run
 
     def _row_views(
-        self, depth: int, kept: SampledRows | None, why: str, before: SampledRows | None = None
+        self, depth: int, kept: SampledRows | None, why: str
     ) -> tuple[dict[str, Any], dict[str, str], Part]:
         """Make the captured views of hidden states, and the reasons for missing ones."""
         if kept is None or self._inverted is not None:
@@ -406,17 +408,14 @@ class StackBuilder:
         kept = self._pass.without_padding(kept, self._tokens)
         for remark in self._tokens.remarks(kept.shape):
             self._remark(_HIDDEN, depth, remark, self._pass.stack.name)
-        before = before and self._pass.without_padding(before, self._tokens)
-        captured, missing, rows = self._views_of(depth, kept, _HIDDEN, before)
+        captured, missing, rows = self._views_of(depth, kept, _HIDDEN)
         last_rows = None
         if "last" in self._sources & _sources_of(kept):
             last = self._last_tokens(kept)
             if isinstance(last, str):
                 missing |= {LAST + view: last for view in _ROW_VIEWS}
             else:
-                last_before = self._last_tokens(before) if before else None
-                last_before = None if isinstance(last_before, str) else last_before
-                more, lacking, last_rows = self._views_of(depth, last, _LAST_TOKENS, last_before)
+                more, lacking, last_rows = self._views_of(depth, last, "last tokens")
                 captured |= {LAST + view: value for view, value in more.items()}
                 missing |= {LAST + view: why for view, why in lacking.items()}
         part = Part(rows, last_rows, kept.start, tokens_elsewhere=self._before > 0)
@@ -441,26 +440,22 @@ class StackBuilder:
         return among, indices[among]
 
     def _views_of(
-        self, depth: int, kept: SampledRows, subject: str, before: SampledRows | None
+        self, depth: int, kept: SampledRows, subject: str
     ) -> tuple[dict[str, Any], dict[str, str], Tensor | None]:
         """Make the captured views of finite rows, the reasons for missing ones, and row numbers.
 
         Row numbers are returned only if ranks share the rows.
         """
-        if before is not None and not _are_alike(before, kept):
-            before = None
         finite = kept.values.isfinite().all(dim=1).cpu()
         if not finite.all():
             self._lost[subject][depth] = int((~finite).sum()), len(finite)
-            left = finite.nonzero().squeeze(1)
-            kept, before = kept.at(left), before and before.at(left)
+            kept = kept.at(finite.nonzero().squeeze(1))
         captured, missing, rows = self._facts_of(kept.indices, kept.shape)
         if "positions" in missing:
             self._remark(subject, depth, missing["positions"], self._pass.stack.name)
-        found = {"hidden": kept.values, "precision": torch.finfo(self._pass.dtype).eps, **captured}
-        if self._updates and before is not None:
-            found["updates"] = row_updates(before.values, kept.values)
-        return found, dict(missing), rows
+        rest = {"hidden": kept.values, "precision": torch.finfo(self._pass.dtype).eps}
+        rest |= {} if kept.updates is None else {"updates": kept.updates}
+        return rest | captured, dict(missing), rows
 
     @once
     def _facts_of(
@@ -585,12 +580,34 @@ class StackBuilder:
             captured["max_logits"] += torch.nan if sink is None else sink.cpu()
         lacking = _QUERY_VIEWS if "query" not in captured else ()
         missing = dict.fromkeys(lacking, getattr(call, "why_unknown", ""))
-        outputs = seen.weights.outputs
-        if isinstance(outputs, OutputSizes):
-            sums = outputs.sums(self._tokens.valid_at(call.shape, call.sequences, call.places))
-            captured |= {} if sums is None else {"head_outputs": sums}
-            missing |= {"head_outputs": _NOT_PROJECTED_ON} if sums is None else {}
+        if id(seen) in self._output_sums:
+            captured["head_outputs"] = self._output_sums[id(seen)]
+        elif seen.weights.outputs is not None:
+            missing["head_outputs"] = _NOT_PROJECTED_ON
         return captured, missing
+
+    @functools.cached_property
+    def _output_sums(self) -> dict[int, Tensor]:
+        """Sums of the outputs of heads, by id of the attention; alike ones are added together."""
+        groups: dict[Any, list[tuple[int, Tensor]]] = defaultdict(list)
+        masks: dict[Any, Tensor | None] = {}
+        for _, block_call, _ in self._layers:
+            for seen in () if block_call is None else block_call.attentions.values():
+                outputs, call = seen.weights.outputs, seen.call
+                if call is None or not isinstance(outputs, OutputSizes) or outputs.norms is None:
+                    continue
+                norms, known = outputs.norms, outputs.known
+                form = norms.shape, norms.device, call.shape, None if known is None else id(seen)
+                if form not in groups:
+                    valid = self._tokens.valid_at(call.shape, call.sequences, call.places)
+                    counted = None if valid is None else valid.cpu().flatten()
+                    masks[form] = counted if counted is None or known is None else counted[known]
+                groups[form].append((id(seen), norms))
+        found: dict[int, Tensor] = {}
+        for form, group in groups.items():
+            sums = sums_of_squares([norms for _, norms in group], masks[form])
+            found |= zip((key for key, _ in group), sums, strict=True)
+        return found
 
     @functools.cached_property
     def _read(self) -> dict[int, dict[str, Any] | Exception]:
@@ -621,14 +638,6 @@ def _not_rebuilt(error: Exception) -> str:
     if isinstance(error, NotUnderstoodError):
         return f"attention is not rebuilt here: {error}"
     return f"attention could not be rebuilt: {type(error).__name__}: {error}"
-
-
-def _are_alike(one: SampledRows, other: SampledRows) -> bool:
-    """Whether rows are those of the same tokens, of one width."""
-    first, second = ((rows.shape, rows.start, rows.values.shape) for rows in (one, other))
-    return first == second and (
-        one.indices is other.indices or torch.equal(one.indices, other.indices)
-    )
 
 
 def _attentions_of(block: Block, block_call: BlockCall | None) -> list[int]:

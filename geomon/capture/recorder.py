@@ -96,6 +96,8 @@ class AttentionRecorder:
         self._attends, self._wants_max_logits = attends, max_logits
         self._wants_outputs, self._projects = outputs, projects
         self._unproved: SeenAttention | None = None  # its operator runs
+        # By the shape of a batch: the sampled queries, and their indices if they are not all.
+        self._queries: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
         self.guarded: Callable[[], AbstractContextManager[Any]] = failing_silently
         self.attends_outside = False
 
@@ -203,7 +205,13 @@ class AttentionRecorder:
     ) -> None:
         """Follow what becomes of the softmax weights of a recorded call, and of its outputs."""
         if self._wants_outputs:
-            seen.weights.outputs = OutputSizes(call.shape, call.heads, call.sequences, call.places)
+            count, length = call.shape
+            places, queries = self._queries.get(call.shape, (None, None))
+            if places is not call.places:
+                flat = (call.sequences[:, None] * length + call.places).flatten()
+                queries = None if len(flat) == count * length else flat
+                self._queries[call.shape] = call.places, queries
+            seen.weights.outputs = OutputSizes((count, call.heads, length), queries)
         block_call.provenance.expect(seen.weights)
 
     def on_head_outputs(self, shown: Shown) -> None:
