@@ -22,7 +22,7 @@ from geomon.capture.tap.columns import (
     layout_of,
     remembered,
 )
-from geomon.capture.tap.operators import Op, tensors_in
+from geomon.capture.tap.operators import SUMS, Op, tensors_in
 from geomon.capture.tap.rules import FACTORS, find_origin
 
 
@@ -157,7 +157,11 @@ class OutputOrigins:
 
     def follow(self, op: Op, results: Sequence[tuple[int, Tensor]]) -> None:
         """Follow outputs through one operator, until it projects them."""
-        if not self._made or not any(map(self.is_followed, op.given)):
+        followed = [values for values in op.given if self.is_followed(values)]
+        if not followed:
+            return
+        if op.name in SUMS and (len(followed) > 1 or self._adds_tokens(op)):
+            self.leave({place for place, _ in results})  # no longer the output of one head
             return
         for place, result in results:
             made = find_origin(op, result, self)
@@ -166,6 +170,11 @@ class OutputOrigins:
             elif made is not None:
                 self._project(op)
                 return
+
+    def _adds_tokens(self, op: Op) -> bool:
+        """Whether a sum has a summand that was made from tokens (the residual stream)."""
+        others = (values for values in op.given if not self.is_followed(values))
+        return any(map(self._is_of_block, others))
 
     def _project(self, op: Op) -> None:
         """Show the outputs that an operator multiplies with weights."""
